@@ -1,0 +1,53 @@
+# Every target sets itself up: a virtual environment in .venv, from nothing but Python 3.11+ and make.
+PYTHON ?= python3
+# Extra words for pytest, as in: make test ARGS="-k remat"
+ARGS ?=
+
+PY := .venv/bin/python
+STAMP := .venv/.statetx-installed
+RECENT := import sys; sys.exit(sys.version_info < (3, 11))
+EXTRAS := test,examples,docs,flax,dev
+
+# pyright: be quiet about newer releases than the pinned one
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check format bench clean
+.DELETE_ON_ERROR:
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PY) -c '$(RECENT)' 2>/dev/null || { \
+	  $(PYTHON) -c '$(RECENT)' 2>/dev/null || { \
+	    echo "statetx needs Python 3.11 or newer, '$(PYTHON)' is not; name one: make PYTHON=python3.12 ..." >&2; exit 2; }; \
+	  $(PYTHON) -m venv --clear .venv; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: $(STAMP)  ## train a recurrent model on real text, with and without rematerialisation (writes out/demo)
+	$(PY) examples/train_long_sequence.py --out out/demo
+
+test: $(STAMP)  ## run the tests and doctests
+	$(PY) -m pytest -n 2 $(ARGS)
+
+test-slow: $(STAMP)  ## run every test, the slow ones too
+	$(PY) -m pytest -n 2 -m "slow or not slow" $(ARGS)
+
+check: $(STAMP)  ## lint, formatting and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+
+format: $(STAMP)  ## rewrite the sources as `make check` wants them
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(STAMP)  ## run the benchmarks, one after the other
+	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) "$$file"; done
+
+clean:  ## remove the environment, outputs and caches
+	rm -rf .venv out build dist .pytest_cache .ruff_cache .hypothesis
+	find statetx tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

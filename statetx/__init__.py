@@ -1,0 +1,35 @@
+"""Transforms for JAX functions that read and write mutable state.
+
+``@statetx.remat`` on a method of a model keeps every number and every state update of the training step while it
+stores a fraction of the activations; `grad`, `jit`, `scan` and the rest carry states through JAX's transforms as
+explicit inputs and outputs. See the README for a first program.
+"""
+
+from ._errors import CarryTypeError as CarryTypeError
+from ._errors import CreatedStateError as CreatedStateError
+from ._errors import ForeignStateError as ForeignStateError
+from ._errors import PolicyError as PolicyError
+from ._errors import StateAccessError as StateAccessError
+from ._errors import StateFilterError as StateFilterError
+from ._errors import StatetxError as StatetxError
+from ._errors import StateValueError as StateValueError
+from ._errors import StaticArgumentError as StaticArgumentError
+from ._errors import TraceLeakError as TraceLeakError
+from ._paths import Not as Not
+from ._paths import states as states
+from ._state import Param as Param
+from ._state import RngState as RngState
+from ._state import State as State
+from .transforms.grad import grad as grad
+from .transforms.grad import value_and_grad as value_and_grad
+from .transforms.grad import vjp as vjp
+from .transforms.jit import jit as jit
+from .transforms.remat import checkpoint as checkpoint
+from .transforms.remat import checkpoint_name as checkpoint_name
+from .transforms.remat import remat as remat
+from .transforms.scan import Broadcast as Broadcast
+from .transforms.scan import Carry as Carry
+from .transforms.scan import Split as Split
+from .transforms.scan import scan as scan
+
+__version__ = "0.1.0"

@@ -1,0 +1,203 @@
+"""The only module that touches private names of JAX.
+
+Supported are jax 0.10 to 0.12. Each private name stands here once, with what is relied upon; `tests/test_compat.py`
+fails when one of these meanings shifts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import linear_util as _lu
+from jax._src import source_info_util
+from jax._src.interpreters import partial_eval as _pe
+from jax._src.lax import lax as _lax
+from jax.api_util import shaped_abstractify
+
+source_info_util.register_exclusion(__file__.rsplit("/", 1)[0])
+
+Tracer = jax.core.Tracer
+Jaxpr = jex_core.Jaxpr
+ClosedJaxpr = jex_core.ClosedJaxpr
+Literal = jex_core.Literal
+Var = jex_core.Var
+_context = _core.trace_ctx
+_eval_trace = _core.eval_trace
+
+# What JAX calls the trace of a loop body (`DebugInfo.traced_for`); ours are named alike in `stage`.
+_LOOP_BODIES = frozenset({"scan", "while_body", "fori_loop"})
+
+
+# -- traces ----------------------------------------------------------------------------------------------------
+
+
+def current_trace() -> Any:
+    """The JAX trace that operations go to now; `is_eager` says whether it is the one that executes."""
+    return _context.trace
+
+
+def is_eager() -> bool:
+    """Whether nothing is being traced here: operations run at once."""
+    return _context.trace is _eval_trace
+
+
+def trace_ref(trace: Any) -> weakref.ref | None:
+    """A weak reference to a trace, None for the eager one."""
+    return None if trace is _eval_trace else weakref.ref(trace)
+
+
+def _tag(trace: Any) -> Any:
+    # One transform may use several trace objects (the rules of custom derivatives do); their tag is shared.
+    return getattr(trace, "tag", None) or trace
+
+
+def _parents(trace: Any) -> Iterator[Any]:
+    """The trace and those around it, innermost first, as far as they are linked (shard_map's is not)."""
+    while trace is not None and trace is not _eval_trace:
+        yield trace
+        trace = getattr(trace, "parent_trace", None)
+
+
+def leaked_tracers(value: Any, anchor: Any | None) -> list[Any]:
+    """Tracers in `value` whose trace was opened inside `anchor` (None: the eager trace) and is still current."""
+    anchor = _eval_trace if anchor is None else anchor
+    if _context.trace is anchor:
+        return []
+    tracers = [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, Tracer)]
+    if not tracers:
+        return []
+    outer = {id(_tag(t)) for t in _parents(anchor)}
+    return [t for t in tracers if id(_tag(t._trace)) not in outer]
+
+
+def describe_trace(trace: Any) -> str:
+    """Name the transform that a trace belongs to, for messages."""
+    name = type(trace).__name__
+    if name == "DynamicJaxprTrace":
+        info = trace.frame.debug_info
+        return f"jax tracing for {info.traced_for}" if info is not None else "jax.jit"
+    known = {"JVPTrace": "jax.jvp or jax.grad", "LinearizeTrace": "jax.grad, jax.vjp or jax.linearize"}
+    return known.get(name) or {"BatchTrace": "jax.vmap", "ShardMapTrace": "jax.shard_map"}.get(name, name)
+
+
+def in_loop_body() -> bool:
+    """Whether the current trace is, itself, that of a loop body (and not of a transform inside one)."""
+    info = getattr(getattr(_context.trace, "frame", None), "debug_info", None)
+    return info is not None and info.traced_for in _LOOP_BODIES
+
+
+def trace_context() -> Any:
+    """Hashable: every JAX setting that a trace depends on."""
+    return _config.trace_context()
+
+
+# -- staging ---------------------------------------------------------------------------------------------------
+
+
+def abstract(x: Any) -> Any:
+    """The type (shape, dtype, weak type, sharding) that `x` has as an argument of a traced function."""
+    return jax.typeof(x) if isinstance(x, jax.Array) else shaped_abstractify(x)
+
+
+def new_input(trace: Any, aval: Any) -> Any:
+    """Add an argument to a trace made by `stage` while its function is running; returns the argument's tracer."""
+    with source_info_util.user_context(None):
+        return trace.new_arg(aval, source_info_util.current())
+
+
+def stage(fun: Callable[..., list], avals: Sequence[Any], *, kind: str, name: str) -> tuple[Jaxpr, list]:
+    """Trace ``fun(*arrays) -> list of arrays`` to a jaxpr; return it with the values it closes over.
+
+    The jaxpr's inputs are `avals` and then whatever `new_input` added, in that order.
+    """
+    info = jex_core.DebugInfo(kind, name, None, None)  # no names: arguments are still being added
+    jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(_lu.wrap_init(fun, debug_info=info), list(avals))
+    return jaxpr, consts
+
+
+def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Run a jaxpr's equations on `args`."""
+    return jex_core.jaxpr_as_fun(ClosedJaxpr(jaxpr, list(consts)))(*args)
+
+
+def rebuild(jaxpr: Jaxpr, *, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any] | None = None) -> Jaxpr:
+    """The jaxpr with other inputs, outputs and equations and with no constants."""
+    info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    eqns = jaxpr.eqns if eqns is None else list(eqns)
+    return jaxpr.replace(constvars=[], invars=list(invars), outvars=list(outvars), eqns=eqns, debug_info=info)
+
+
+def drop_axis(aval: Any, axis: int) -> Any:
+    """The type of one slice of an array of type `aval` along `axis`."""
+    return _core.mapped_aval(aval.shape[axis], axis % len(aval.shape), aval)
+
+
+def with_weak_type(x: Any, weak: bool) -> Any:
+    """`x` with its type made weak or strong, the value unchanged."""
+    return _lax._convert_element_type(x, weak_type=weak)
+
+
+# -- structure of equations ------------------------------------------------------------------------------------
+
+
+def is_jaxpr(x: Any) -> bool:
+    return isinstance(x, (Jaxpr, ClosedJaxpr))
+
+
+def open_jaxpr(x: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """Split a jaxpr, closed or not, into equations and constants (one class serves both from jax 0.12 on)."""
+    return (x.jaxpr, x.consts) if isinstance(x, ClosedJaxpr) else (x, getattr(x, "consts", ()))
+
+
+def derivative_rule(x: Any) -> tuple[Any, ...] | None:
+    """What identifies a custom derivative rule held as an equation's parameter; None where nothing does.
+
+    JAX wraps the rule anew in every trace. Only rules that JAX itself defines are recognised: they read nothing
+    that may change. A user's rule runs when the equation is differentiated and may read anything, so two
+    equations that hold one are never taken for equal.
+    """
+    if not isinstance(x, _lu.WrappedFun):
+        return None
+    inner = x
+    for _ in range(4):  # the memoising thunks around the rule, each a closure over the next
+        found = [f for f in _closed_over(inner.f) if isinstance(f, _lu.WrappedFun)]
+        if len(found) != 1:
+            break
+        inner = found[0]
+    rule = inner.f
+    if not _defined_by_jax(rule):
+        return None
+    static = tuple(a for _, args in inner.transforms for a in args if not callable(a))
+    return (rule, *static)
+
+
+def _defined_by_jax(fun: Any) -> bool:
+    """Whether a function, and every function it closes over, stands in JAX's own source."""
+    if isinstance(fun, (tuple, list)):
+        return all(map(_defined_by_jax, fun))
+    if isinstance(fun, jax.custom_jvp):
+        return _defined_by_jax(fun.fun)
+    if not callable(fun):
+        return isinstance(fun, (str, int, float, type(None)))
+    owner = getattr(fun, "__wrapped__", fun)
+    inside = (getattr(owner, "__module__", None) or "").split(".")[0] == "jax"
+    return inside and all(map(_defined_by_jax, _closed_over(owner, 1)))
+
+
+def _closed_over(fun: Any, depth: int = 3) -> Iterator[Any]:
+    if not isinstance(fun, FunctionType) or depth == 0:
+        return
+    for cell in fun.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+        yield content
+        yield from _closed_over(content, depth - 1)

@@ -1,0 +1,48 @@
+"""The exception tree.
+
+Every error of statetx derives from `StatetxError` and from the builtin exception of the same nature, so
+``except ValueError`` keeps working. Each message says which rule was broken, by which state or argument, and
+what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class StatetxError(Exception):
+    """Root of every error that statetx raises itself."""
+
+
+class TraceLeakError(StatetxError, RuntimeError):
+    """A write would leave a tracer in a state after the trace that made it has ended."""
+
+
+class ForeignStateError(StatetxError, RuntimeError):
+    """A state is touched while another thread, or a call that already ended, holds its value."""
+
+
+class StateAccessError(StatetxError, PermissionError):
+    """A function touched a state that its ``states=`` filter excludes, or a state that is gone."""
+
+
+class CarryTypeError(StatetxError, TypeError):
+    """The shape, dtype, weak type or structure of a carried state changed in a loop body."""
+
+
+class StaticArgumentError(StatetxError, ValueError):
+    """``static_argnums`` or ``static_argnames`` name a parameter that the function does not have."""
+
+
+class PolicyError(StatetxError, ValueError):
+    """A rematerialisation policy is unknown or misused."""
+
+
+class StateValueError(StatetxError, TypeError):
+    """A value, or a type of value, that a state cannot have in this place."""
+
+
+class StateFilterError(StatetxError, ValueError):
+    """A filter selects no state, or is not a filter."""
+
+
+class CreatedStateError(StatetxError, RuntimeError):
+    """A state made inside a loop body or a traced call outlived it where no single value can be given to it."""

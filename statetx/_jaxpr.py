@@ -1,0 +1,225 @@
+"""The table of structures: one kept function for all jaxprs that are alike.
+
+Transforms run the user's Python on every call, so nothing is ever stale; what comes after it is shared. The jaxpr
+that a call gave is looked up by its structure, that is, its equations with their parameters, types, literals and
+settings, but not the values of its constants. For each structure the table keeps one function that evaluates it
+and what a transform made of that function. JAX's own caches, which go by identity, then share differentiation,
+partial evaluation, lowering and compilation between layers that are alike and between repeated calls.
+
+Two jaxprs are taken for alike only where every part compares equal. A part that cannot be compared (a custom
+derivative rule of the user's, which may read anything when it runs; an effect on a Ref) makes the whole unlike any
+other: the table errs on the side of doing the work again.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import _compat
+from ._compat import Jaxpr, Literal
+from ._tree import Identity, freeze
+
+
+class _Unlike(Exception):
+    """The jaxpr has a part for which equality cannot be decided."""
+
+
+class Body:
+    """A staged function: a closed expression in its inputs.
+
+    Attributes:
+        jaxpr: has no constants; its inputs are those of `operands` and then the function's own.
+        operands: values that the function closed over.
+        key: equal for bodies of equal structure; None if the body is like no other.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, operands: list[Any]):
+        self.jaxpr = jaxpr
+        self.operands = operands
+
+    @classmethod
+    def close(cls, jaxpr: Jaxpr, consts: Sequence[Any]) -> Body:
+        """A body of a jaxpr with constants, which become its operands."""
+        return cls(*_hoist(jaxpr, consts))
+
+    @functools.cached_property
+    def key(self) -> Hashable | None:
+        try:
+            return _Key(_structure(self.jaxpr))
+        except (_Unlike, TypeError):  # TypeError: a part whose hash only looked sound
+            return None
+
+    def __call__(self, operands: Sequence[Any], *args: Any) -> list[Any]:
+        return _compat.evaluate(self.jaxpr, (), (*operands, *args))
+
+    @property
+    def num_operands(self) -> int:
+        return len(self.operands)
+
+
+def _hoist(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
+    """Make constants inputs, those included that JAX writes into equations as literal scalar arrays."""
+    operands = list(consts)
+    invars = list(jaxpr.constvars)
+    hoisted: dict[int, Any] = {}
+
+    def lift(atom: Any) -> Any:
+        if not (isinstance(atom, Literal) and isinstance(atom.val, jax.Array)):
+            return atom
+        var = hoisted.get(id(atom.val))
+        if var is None:
+            var = hoisted[id(atom.val)] = _compat.Var(atom.aval)
+            invars.append(var)
+            operands.append(atom.val)
+        return var
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        if any(isinstance(v, Literal) and isinstance(v.val, jax.Array) for v in eqn.invars):
+            eqn = eqn.replace(invars=[lift(v) for v in eqn.invars])
+        eqns.append(eqn)
+    outvars = [lift(v) for v in jaxpr.outvars]
+    return _compat.rebuild(jaxpr, invars=[*invars, *jaxpr.invars], outvars=outvars, eqns=eqns), operands
+
+
+# -- structure -------------------------------------------------------------------------------------------------
+
+_LARGE = 1024  # bytes
+
+_nested: weakref.WeakKeyDictionary[Any, Hashable] = weakref.WeakKeyDictionary()
+
+
+def _structure(jaxpr: Jaxpr) -> tuple:
+    numbers = {v: i for i, v in enumerate([*jaxpr.constvars, *jaxpr.invars])}
+
+    def read(atom: Any) -> Hashable:
+        return ("lit", atom.aval, _constant(atom.val)) if isinstance(atom, Literal) else numbers[atom]
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        ins = tuple([read(v) for v in eqn.invars])
+        for v in eqn.outvars:
+            numbers[v] = len(numbers)
+        params = tuple([(k, _param(v)) for k, v in eqn.params.items()])
+        outs = tuple([v.aval for v in eqn.outvars])
+        scope = eqn.source_info.name_stack
+        eqns.append((eqn.primitive, ins, outs, params, _effects(eqn.effects), eqn.ctx, scope))
+    types = tuple([v.aval for v in (*jaxpr.constvars, *jaxpr.invars)])
+    return (types, tuple(eqns), tuple([read(v) for v in jaxpr.outvars]))
+
+
+def _effects(effects: Any) -> Hashable:
+    return frozenset(effects) if effects else None  # an effect on a Ref names a variable, and so equals no other
+
+
+def _param(x: Any) -> Hashable:
+    if _compat.is_jaxpr(x):
+        return _jaxpr_param(x)
+    if isinstance(x, (tuple, list)):
+        return (type(x), *[_param(v) for v in x])
+    if isinstance(x, dict):
+        return (dict, *[(k, _param(v)) for k, v in x.items()])
+    if isinstance(x, (bool, int, float, complex, np.ndarray, np.generic)):
+        return _constant(x)
+    if type(x).__name__ == "WrappedFun":
+        rule = _compat.derivative_rule(x)
+        if rule is None:
+            raise _Unlike
+        return rule
+    try:
+        hash(x)
+    except TypeError:
+        raise _Unlike from None
+    return x
+
+
+def _jaxpr_param(x: Any) -> Hashable:
+    # JAX keeps one jaxpr for a jitted function and argument types, so most are met again: look once.
+    key = _nested.get(x)
+    if key is None:
+        jaxpr, consts = _compat.open_jaxpr(x)
+        key = _nested[x] = _Key(("jaxpr", _structure(jaxpr), tuple([_constant(c) for c in consts])))
+    return key
+
+
+def _constant(x: Any) -> Hashable:
+    """Equal for equal bits; large arrays and those on a device go by identity."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        return freeze(x) if x.nbytes <= _LARGE else Identity(x)
+    return freeze(x) if isinstance(x, (bool, int, float, complex)) else Identity(x)
+
+
+class _Key:
+    """A nest of tuples that is hashed once."""
+
+    __slots__ = ("hash", "parts")
+
+    def __init__(self, parts: tuple):
+        self.parts = parts
+        self.hash = hash(parts)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Key) and self.hash == other.hash and self.parts == other.parts)
+
+
+# -- the table -------------------------------------------------------------------------------------------------
+
+
+class Table:
+    """Kept functions by structure and use; bounded, least recently used first out; safe to share by threads.
+
+    Attributes:
+        hits, misses: how often `get` found and did not find what it was asked for.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self.hits = 0
+        self.misses = 0
+        self._kept: collections.OrderedDict[Hashable, Callable] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, body: Body, use: Hashable, build: Callable[[Body], Callable]) -> Callable:
+        """What `build` made of a body of this structure, for this use (which names every setting of `build`)."""
+        if body.key is None:
+            self.misses += 1
+            return build(body)
+        key = (use, body.key)
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept.move_to_end(key)
+                self.hits += 1
+                return kept
+            self.misses += 1
+        built = build(Body(body.jaxpr, []))  # what is kept must not keep the values that one call closed over
+        with self._lock:
+            kept = self._kept.setdefault(key, built)
+            while len(self._kept) > self.size:
+                self._kept.popitem(last=False)
+        return kept
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
+            self.hits = self.misses = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __repr__(self) -> str:
+        return f"Table({len(self)} of {self.size} kept, {self.hits} hits, {self.misses} misses)"
+
+
+table = Table(size=2048)

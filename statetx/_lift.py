@@ -1,0 +1,244 @@
+"""The one way to carry states through a JAX transform.
+
+Every transform does the same: run the function under a frame inside the JAX transform (`call`), return the values
+that it wrote as further outputs (`Outcome`), and store them in the states once the transform has returned
+(`Outcome.finish`). Transforms that need the function as a jaxpr use `stage`, which adds that each state read may
+become an explicit input of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import _compat, _registry
+from ._errors import TraceLeakError
+from ._jaxpr import Body
+from ._registry import Effect, Frame, Kind
+from ._tree import Partition, as_array, is_array, partition
+from ._typing import PyTree
+
+# -- what one call gave ----------------------------------------------------------------------------------------
+
+
+class Outcome:
+    """Output and effects of one framed call, with the traced leaves taken out to cross a JAX transform.
+
+    Attributes:
+        effects: what the call wrote, values removed.
+        out: the output's `Partition`; `values`, for each effect, its value's.
+    """
+
+    __slots__ = ("effects", "num_out", "out", "values")
+
+    def __init__(self, out: Partition, effects: list[Effect], values: list[Partition]):
+        self.out = out
+        self.effects = effects
+        self.values = values
+        self.num_out = out.num_dynamic
+
+    def finish(self, leaves: Sequence[Any], *, live: bool = True) -> PyTree:
+        """Store the effects' values in their states and return the output; `leaves` as `pack` gave them."""
+        self.publish(leaves[self.num_out :], live=live)
+        return self.out.combine(leaves[: self.num_out])
+
+    def publish(self, leaves: Sequence[Any], *, live: bool = True) -> None:
+        """`finish` without the output: `leaves` are those of the effects."""
+        position = 0
+        for effect, part in zip(self.effects, self.values, strict=True):
+            end = position + part.num_dynamic
+            effect.value = part.combine(leaves[position:end])
+            position = end
+            effect.kind.publish(effect, live)
+            effect.value = None
+
+
+def is_traced(x: Any) -> bool:
+    """Whether a leaf must cross the transform: a tracer, or something that becomes one."""
+    if isinstance(x, _compat.Tracer):
+        return True
+    return is_array(x) and not isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def pack(out: PyTree, effects: list[Effect], is_dynamic: Callable[[Any], bool] = is_traced) -> tuple[list, Outcome]:
+    """Split output and effects into leaves that JAX carries and the rest."""
+    leaves, out_part = partition(out, is_dynamic)
+    values = []
+    for effect in effects:
+        dynamic, part = partition(effect.value, is_dynamic)
+        leaves += dynamic
+        values.append(part)
+        effect.value = None
+    _check_hidden(out_part)
+    return leaves, Outcome(out_part, effects, values)
+
+
+def _check_hidden(out: Partition) -> None:
+    """Raise if an opaque object in the output carries a tracer of the trace that is about to end."""
+    trace = _compat.current_trace()
+    for leaf in out.static:
+        attributes = getattr(leaf, "__dict__", None)
+        if not attributes or isinstance(leaf, (type, types.FunctionType, types.ModuleType)):
+            continue
+        for name, value in list(attributes.items()):
+            found = [x for x in jax.tree.leaves(value) if isinstance(x, _compat.Tracer) and x._trace is trace]
+            if found:
+                raise TraceLeakError(
+                    f"The function returned a {type(leaf).__name__} whose attribute {name!r} holds an array computed "
+                    f"inside ({found[0].aval.str_short()}). JAX cannot see into that object, so the array would be "
+                    f"left as a dead tracer.\nFix: return the array itself, or register {type(leaf).__name__} as a "
+                    f"pytree (jax.tree_util.register_dataclass)."
+                )
+
+
+# -- functions as bodies of equations --------------------------------------------------------------------------
+
+
+class Input:
+    """A state whose value is an input of a staged function.
+
+    Attributes:
+        part: the value's `Partition`; its dynamic leaves are inputs of the trace.
+        values: these leaves, in the enclosing context.
+        avals: their types, as the body sees them.
+        variables: the inputs' places among those that were added while staging.
+    """
+
+    __slots__ = ("avals", "kind", "part", "state", "values", "variables")
+
+    def __init__(self, state: Any, kind: Kind, part: Partition, values: list[Any], avals: list[Any], start: int):
+        self.state = state
+        self.kind = kind
+        self.part = part
+        self.values = values
+        self.avals = avals
+        self.variables = range(start, start + len(values))
+
+
+class Lifting:
+    """While a function is staged, turn the value of each state it reads into inputs of the trace.
+
+    Args:
+        is_dynamic: which leaves of a value become inputs; others are seen as they are.
+        slice: maps a state and one of its leaves to the type that the body sees, for states that are mapped.
+    """
+
+    def __init__(self, is_dynamic: Callable[[Any], bool], slice: Callable[[Any, Any], Any] | None = None):
+        self.is_dynamic = is_dynamic
+        self.slice = slice
+        self.inputs: dict[int, Input] = {}  # by id of the state, in the order of the first reads
+        self.num_variables = 0
+        self.trace: Any = None
+
+    def on_read(self, state: Any, kind: Kind, value: Any) -> Any:
+        dynamic, part = partition(value, self.is_dynamic)
+        dynamic = [as_array(x) for x in dynamic]
+        avals = [_compat.abstract(x) for x in dynamic]
+        if self.slice is not None:
+            avals = [self.slice(state, aval) for aval in avals]
+        self.inputs[id(state)] = Input(state, kind, part, dynamic, avals, self.num_variables)
+        self.num_variables += len(avals)
+        return part.combine([_compat.new_input(self.trace, aval) for aval in avals])
+
+
+def stage(
+    fun: Callable[..., tuple[list, Any]],
+    avals: Sequence[Any],
+    *,
+    kind: str,
+    name: str,
+    lifting: Lifting | None = None,
+) -> tuple[Body, Any]:
+    """Trace ``fun(*arrays) -> (list of arrays, anything)`` once; return it as a `Body`, and the anything.
+
+    The body's inputs are its operands, one for each of `avals`, and `lifting`'s, in this order.
+    """
+    extra = None
+
+    def run(*tracers: Any) -> list[Any]:
+        nonlocal extra
+        if lifting is not None:
+            lifting.trace = _compat.current_trace()
+        try:
+            leaves, extra = fun(*tracers)
+        finally:
+            if lifting is not None:
+                lifting.trace = None
+        return leaves
+
+    jaxpr, consts = _compat.stage(run, avals, kind=kind, name=name)
+    return Body.close(jaxpr, consts), extra
+
+
+# -- callables -------------------------------------------------------------------------------------------------
+
+
+class Wrapper:
+    """Base of what transforms return: a callable that stands for the function it wraps, method or not.
+
+    It has the function's name, docstring and signature, binds to instances like a function, and is pickled by
+    reference where a module variable or class attribute names it, else by its parts.
+    """
+
+    def __init__(self, fun: Callable, options: dict[str, Any]):
+        functools.update_wrapper(self, fun, updated=())
+        self.__wrapped__ = fun
+        self._options = options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        if _find_global(self) is self:
+            return self.__qualname__
+        return _rebuild, (type(self), self.__wrapped__, self._options)
+
+    def __repr__(self) -> str:
+        options = "".join(f", {k}={v!r}" for k, v in self._options.items() if v not in (None, (), True, "auto", False))
+        return f"statetx.{type(self).__name__.lower()}({name_of(self.__wrapped__)}{options})"
+
+
+def _rebuild(cls: type[Wrapper], fun: Callable, options: dict[str, Any]) -> Wrapper:
+    return cls(fun, **options)
+
+
+def _find_global(wrapper: Wrapper) -> Any:
+    found: Any = sys.modules.get(getattr(wrapper, "__module__", None) or "")
+    for part in getattr(wrapper, "__qualname__", "<none>").split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def name_of(fun: Any) -> str:
+    """A short name for messages and traces."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or type(fun).__name__
+
+
+def as_decorator(cls: Callable[..., Any], fun: Any, options: dict[str, Any]) -> Any:
+    """``cls(fun, **options)``, or a decorator when there is no function yet; descriptors keep their kind."""
+    if fun is None:
+        return functools.partial(as_decorator, cls, options=options)
+    if isinstance(fun, (staticmethod, classmethod)):
+        return type(fun)(as_decorator(cls, fun.__func__, options))
+    if not callable(fun):
+        raise TypeError(f"{cls.__name__.lower()} needs a callable, got {type(fun).__name__}: {fun!r}.")
+    return cls(fun, **options)
+
+
+def frame_for(name: str, fun: Callable, **hooks: Any) -> Frame:
+    return Frame(f"{name}({name_of(fun)})", **hooks)
+
+
+__all__ = ["Frame", "Input", "Lifting", "Outcome", "Wrapper", "as_decorator", "frame_for", "is_traced", "name_of"]
+__all__ += ["pack", "stage", "_registry"]

@@ -1,0 +1,374 @@
+"""Frames and the registry: which states a call reads and writes, and what they held before it.
+
+A `Frame` watches one call. For every state that existed before the call and is touched in it, the frame keeps an
+`Access`: the value it held, the value that was put in its place (a transform may hand the body a tracer), whether
+it was read before it was written, whether it was written, and where. When the frame closes, normally or by an
+exception, each of these states holds its old value again, and what the call wrote is in `Frame.effects`, for the
+transform to carry out of the trace and to publish.
+
+Frames of a thread form a stack. A touch is reported to each of them, outermost first, so that every enclosing
+transform sees the state as one of its own inputs.
+
+A *kind* of state (this package's, brainstate's, ...) is an object that implements `Kind`; nothing above this
+module asks which kind a state is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from . import _compat
+from ._errors import CreatedStateError, StateAccessError, TraceLeakError
+
+
+class Kind(Protocol):
+    """How one library keeps its states. `get` and `set` touch the value and are seen by nobody."""
+
+    name: str
+
+    def owns(self, obj: Any) -> bool: ...
+
+    def is_opaque(self, obj: Any) -> bool:
+        """Whether a container must never be flattened, because it holds states of this kind."""
+        ...
+
+    def get(self, state: Any) -> Any: ...
+
+    def set(self, state: Any, value: Any) -> None: ...
+
+    def get_all(self, states: Sequence[Any]) -> list[Any]: ...
+
+    def set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None: ...
+
+    def read(self, state: Any) -> Any:
+        """The value, reported to every watcher (ours and the library's own)."""
+        ...
+
+    def publish(self, effect: Effect, live: bool) -> None:
+        """Write as the library's users do, reported to every watcher.
+
+        `live`: the body ran just now, under the watchers in force, which have already seen it write.
+        """
+        ...
+
+    def bury(self, state: Any, reason: str) -> None:
+        """Take the value from a state that was created inside a frame and give the state to the context around it.
+
+        Reading it raises, until it is published or written.
+        """
+        ...
+
+    def name_of(self, state: Any) -> str | None: ...
+
+    def site_of(self, state: Any) -> str: ...
+
+    def open(self, frame: Frame) -> None: ...
+
+    def close(self, frame: Frame) -> None: ...
+
+    def is_idle(self) -> bool:
+        """Whether nothing of the library watches its states in this thread."""
+        ...
+
+    def mode(self) -> Hashable:
+        """Settings of the library that a compiled program depends on."""
+        ...
+
+
+class Access:
+    """What one frame knows of one state that existed before it."""
+
+    __slots__ = ("before", "contents", "entered", "kind", "read", "site", "state", "written")
+
+    def __init__(self, state: Any, kind: Kind, before: Any, entered: Any, read: bool):
+        self.state = state
+        self.kind = kind
+        self.before = before
+        self.entered = entered
+        self.read = read
+        self.written = False
+        self.site = ""
+        self.contents: tuple[list[Any], Any] | None = None  # of a container, as it was handed out
+
+
+class Effect:
+    """A value that a call leaves in a state; `created` if the state was made in that call."""
+
+    __slots__ = ("access", "created", "kind", "site", "state", "value")
+
+    def __init__(self, state: Any, kind: Kind, value: Any, site: str, access: Access | None):
+        self.state = state
+        self.kind = kind
+        self.value = value
+        self.site = site
+        self.access = access
+        self.created = access is None
+
+
+class _Local(threading.local):
+    frame: Frame | None = None
+
+
+_local = _Local()
+_serial = itertools.count(1)
+
+
+def current_frame() -> Frame | None:
+    return _local.frame
+
+
+class Frame:
+    """Watches one call; a context manager.
+
+    Args:
+        name: what is being run, for messages: ``"remat(loss)"``.
+        on_read: called with the value of a state that is touched for the first time, by a read; returns the value
+            the body shall see. Called once for a state.
+        allow: called with each state touched; raises if the call may not touch it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        on_read: Callable[[Any, Kind, Any], Any] | None = None,
+        allow: Callable[[Any, Kind], None] | None = None,
+    ):
+        self.name = name
+        self.on_read = on_read
+        self.allow = allow
+        self.accesses: dict[int, Access] = {}
+        self.effects: list[Effect] = []
+        self.is_open = False
+        self._created: list[tuple[weakref.ref, Kind]] = []
+        self._watching: list[Kind] = []
+        self._suspects: list[Access] = []
+
+    def __enter__(self) -> Frame:
+        self.parent = _local.frame
+        self.trace = _compat.current_trace()
+        self.thread = threading.get_ident()
+        self.is_open = True
+        _local.frame = self
+        for kind in kinds():
+            kind.open(self)
+            self._watching.append(kind)
+        return self
+
+    def __exit__(self, exc_type, exc, tb) -> None:
+        for kind in reversed(self._watching):
+            kind.close(self)
+        _local.frame = self.parent
+        try:
+            if exc_type is None:
+                self._check_suspects()
+                self.effects = self._collect()
+        finally:
+            self._restore()
+            self.is_open = False
+            self.trace = None
+
+    # -- called by kinds while the frame is open --
+
+    def touch(self, state: Any, kind: Kind, *, writing: bool) -> Access:
+        """Record that the body touches a state for the first time in this frame."""
+        if self._suspects:
+            self._check_suspects()
+        if self.allow is not None:
+            self.allow(state, kind)
+        before = kind.get(state)
+        entered = before
+        if self.on_read is not None and not writing:
+            entered = self.on_read(state, kind, before)
+        access = Access(state, kind, before, entered, not writing)
+        if not _is_leaf(entered):
+            # The body may mutate a container in place: it gets a copy, so that the old value stays whole.
+            access.contents = leaves, treedef = _flatten(entered)
+            access.entered = entered = jax.tree.unflatten(treedef, leaves)
+        if entered is not before:
+            kind.set(state, entered)
+        self.accesses[id(state)] = access
+        return access
+
+    def mark_written(self, access: Access) -> None:
+        """Record a write. A kind that sees it before the value is stored leaves the leak check to us."""
+        access.written = True
+        access.site = call_site()
+        if _compat.current_trace() is not self.trace:
+            self._suspects.append(access)
+
+    def mark_created(self, state: Any, kind: Kind) -> None:
+        self._created.append((weakref.ref(state), kind))
+
+    def _check_suspects(self) -> None:
+        suspects, self._suspects = self._suspects, []
+        for access in suspects:
+            check_write(access.state, access.kind, access.kind.get(access.state), self.trace, access.site)
+
+    # -- closing --
+
+    def created(self) -> Iterator[tuple[Any, Kind]]:
+        """States made in the call that are still alive."""
+        for ref, kind in self._created:
+            state = ref()
+            if state is not None:
+                yield state, kind
+
+    def _collect(self) -> list[Effect]:
+        effects = []
+        for access in self.accesses.values():
+            value = access.kind.get(access.state)
+            if access.written or value is not access.entered or _was_mutated(access):
+                effects.append(Effect(access.state, access.kind, value, access.site, access))
+        for state, kind in self.created():
+            effects.append(Effect(state, kind, kind.get(state), kind.site_of(state), None))
+        return effects
+
+    def _restore(self) -> None:
+        for access in self.accesses.values():
+            access.kind.set(access.state, access.before)
+            access.before = access.entered = access.contents = None  # they may be tracers of a trace that ends here
+        for state, kind in self.created():
+            # Its value belongs to the trace that ends here; the transform publishes one that does not.
+            kind.bury(state, f"it was created inside {self.name}, which did not complete")
+
+
+def check_write(state: Any, kind: Kind, value: Any, anchor: Any | None, site: str) -> None:
+    """Raise `TraceLeakError` if storing `value` would leave a tracer behind once its trace has ended."""
+    leaked = _compat.leaked_tracers(value, anchor)
+    if leaked:
+        transform = _compat.describe_trace(leaked[0]._trace)
+        raise TraceLeakError(
+            f"{describe(state, kind)} was given a value that is being traced by {transform}, at {site}.\n"
+            f"The tracer would stay in the state after {transform} has ended, and break its next use.\n"
+            f"Cause: a function that writes states stands under a plain jax transform, which cannot see states.\n"
+            f"Fix: use the transform of the same name in statetx (statetx.jit, statetx.grad, statetx.scan, ...), "
+            f"or pass the value through the function's arguments and results (statetx.functionalize)."
+        )
+
+
+# -- kinds -----------------------------------------------------------------------------------------------------
+
+# Libraries whose states are watched as soon as the program has imported them.
+_FOREIGN = {"brainstate": "statetx.kinds.brainstate"}
+_kinds: list[Kind] = []
+_pending = dict(_FOREIGN)
+_kinds_lock = threading.RLock()
+
+
+def register_kind(kind: Kind) -> None:
+    _kinds.append(kind)
+
+
+def kinds() -> list[Kind]:
+    """Every kind of state that the program can have by now."""
+    if _pending:
+        _load_pending()
+    return _kinds
+
+
+def _load_pending() -> None:
+    for library in list(_pending):
+        module = sys.modules.get(library)
+        if module is None or getattr(getattr(module, "__spec__", None), "_initializing", False):
+            continue
+        with _kinds_lock:
+            if library in _pending:
+                register_kind(importlib.import_module(_pending[library]).KIND)
+                del _pending[library]
+
+
+def kind_of(obj: Any) -> Kind | None:
+    """The kind of a state; None for anything that is no state."""
+    for kind in kinds():
+        if kind.owns(obj):
+            return kind
+    return None
+
+
+def is_opaque(obj: Any) -> bool:
+    """Whether a tree's flattening stops at this object: a state, or a module that holds states."""
+    return any(kind.is_opaque(obj) for kind in kinds())
+
+
+def is_idle() -> bool:
+    """Whether nobody watches states in this thread and nothing is being traced."""
+    return _local.frame is None and _compat.is_eager() and all(kind.is_idle() for kind in kinds())
+
+
+def modes() -> Hashable:
+    return tuple([kind.mode() for kind in kinds()])
+
+
+# -- descriptions ----------------------------------------------------------------------------------------------
+
+PACKAGE = __file__.rsplit("/", 1)[0]
+
+
+def call_site(skip: tuple[str, ...] = ()) -> str:
+    """``file:line`` of the nearest caller outside this package (and outside the folders given)."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((PACKAGE, *skip)):
+        frame = frame.f_back
+    return "unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def describe(state: Any, kind: Kind | None = None, path: str | None = None, value: Any = None) -> str:
+    """Name a state for a message: type, path or name, shape and dtype, and where it was made."""
+    from ._tree import tree_type_str  # the tree module imports this one
+
+    kind = kind or kind_of(state)
+    assert kind is not None
+    label = path or kind.name_of(state)
+    label = f" {label!r}" if label else ""
+    value = kind.get(state) if value is None else value
+    return f"{type(state).__name__}{label} ({tree_type_str(value)}, made at {kind.site_of(state)})"
+
+
+def refuse_created(effects: Iterable[Effect], where: str) -> None:
+    """Raise for states that a loop body created and that outlived it."""
+    for effect in effects:
+        if effect.created:
+            effect.kind.bury(effect.state, f"it was created inside {where}, whose body stands for many steps")
+            raise CreatedStateError(
+                f"{type(effect.state).__name__} made at {effect.site} was created inside {where} and outlived it.\n"
+                f"The body runs once for many steps, so no single value can be given to that state.\n"
+                f"Fix: create the state before the loop, and write it in the body."
+            )
+
+
+def buried(state: Any, site: str, reason: str) -> StateAccessError:
+    return StateAccessError(
+        f"{type(state).__name__} made at {site} has no value: {reason}.\n"
+        f"Fix: create the state before the transformed call, or give it a value again by writing to it."
+    )
+
+
+# -- values ----------------------------------------------------------------------------------------------------
+
+_LEAF_TYPES = (jax.Array, np.ndarray, np.generic, int, float, complex, str, bytes, type(None))
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, _LEAF_TYPES)
+
+
+def _flatten(value: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(value, is_leaf=is_opaque)
+
+
+def _was_mutated(access: Access) -> bool:
+    """Whether the container that the body was handed has other contents now than it had then."""
+    if access.contents is None:
+        return False
+    leaves, treedef = access.contents
+    now, treedef_now = _flatten(access.entered)
+    return treedef != treedef_now or any(a is not b for a, b in zip(leaves, now, strict=True))

@@ -1,0 +1,301 @@
+"""`State`, `Param` and `RngState`: mutable cells that statetx's transforms see."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
+
+from . import _compat, _registry
+from ._errors import ForeignStateError, StateValueError
+
+T = TypeVar("T")
+
+
+class _Buried:
+    """Stands in a state that has no value any more; says why."""
+
+    __slots__ = ("reason",)
+
+    def __init__(self, reason: str):
+        self.reason = reason
+
+    def __repr__(self) -> str:
+        return f"<no value: {self.reason}>"
+
+
+class State(Generic[T]):
+    """A mutable cell that holds an array or a tree of arrays.
+
+    Read and write it through `value`. Functions that do so become pure under statetx's transforms: what they
+    read is an input of the compiled program, what they write an output. Subclass it freely to tell kinds of
+    state apart; a subclass is a filter for `statetx.states`, `grad(wrt=...)` and ``states=``.
+
+    Args:
+        value: the first value; an array, a Python number or any pytree of these. Other objects are kept as they are.
+        name: for messages and tables, where no path is known.
+        **metadata: whatever you want to keep with the state.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> counter = State(jnp.zeros((), jnp.int32), name="steps", unit="1")
+        >>> counter.value += 1
+        >>> counter
+        State(int32[], name='steps', unit='1')
+        >>> int(counter.value)
+        1
+    """
+
+    __slots__ = ("__weakref__", "_home", "_owner", "_site", "_value", "metadata", "name")
+
+    name: str | None
+    metadata: dict[str, Any]
+    _owner: _registry.Frame | None  # the innermost frame that has touched it, or in which it was made
+    _home: weakref.ref | None  # the trace it was made in, None when made eagerly
+
+    def __init__(self, value: T, *, name: str | None = None, **metadata: Any):
+        if isinstance(value, State):
+            raise StateValueError(
+                f"A state cannot hold a state: got {_registry.describe(value)} as the value of a new "
+                f"{type(self).__name__}. Pass its value ({type(value).__name__}.value) instead."
+            )
+        frame = _registry.current_frame()
+        self._value = value
+        self._owner = frame
+        self._home = _compat.trace_ref(_compat.current_trace())
+        self._site = sys._getframe(1 if type(self).__init__ is State.__init__ else 2)
+        self._site = (self._site.f_code.co_filename, self._site.f_lineno)
+        self.name = name
+        self.metadata = metadata
+        if frame is not None:
+            frame.mark_created(self, NATIVE)
+
+    @property
+    def value(self) -> T:
+        """The value; assign to it to replace it."""
+        frame = _registry._local.frame
+        if self._owner is not frame:
+            _touch(self, frame, writing=False)
+        value = self._value
+        if type(value) is _Buried:
+            raise _registry.buried(self, NATIVE.site_of(self), value.reason)
+        return value
+
+    @value.setter
+    def value(self, value: T) -> None:
+        frame = _registry._local.frame
+        if isinstance(value, State):
+            raise StateValueError(
+                f"A state cannot hold a state: {_registry.describe(self)} was assigned {_registry.describe(value)}. "
+                f"Assign its .value instead."
+            )
+        if self._owner is not frame:
+            _touch(self, frame, writing=True)
+        access = frame.accesses.get(id(self)) if frame is not None else None
+        if not _compat.is_eager() and (frame is None or _compat.current_trace() is not frame.trace):
+            _registry.check_write(self, NATIVE, value, _anchor(self, frame, access), _registry.call_site())
+        if access is not None and not access.written:
+            access.written = True
+            access.site = _registry.call_site()
+        self._value = value
+
+    def __repr__(self) -> str:
+        from ._tree import tree_type_str
+
+        content = repr(self._value) if type(self._value) is _Buried else tree_type_str(self._value)
+        extra = {"name": self.name} if self.name is not None else {}
+        items = "".join(f", {k}={v!r}" for k, v in {**extra, **self.metadata}.items())
+        return f"{type(self).__name__}({content}{items})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = getattr(self, "__dict__", {})
+        return {"value": self.value, "name": self.name, "metadata": self.metadata, "site": self._site, "dict": dict(own)}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        frame = _registry.current_frame()
+        self._value = saved["value"]
+        self._owner = frame
+        self._home = _compat.trace_ref(_compat.current_trace())
+        self._site = saved["site"]
+        self.name = saved["name"]
+        self.metadata = saved["metadata"]
+        for key, value in saved["dict"].items():
+            object.__setattr__(self, key, value)
+        if frame is not None:
+            frame.mark_created(self, NATIVE)
+
+
+class Param(State[T]):
+    """A state that training changes; `grad(wrt=Param)` differentiates with respect to these.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> Param(jnp.ones((2, 3)))
+        Param(float32[2,3])
+    """
+
+    __slots__ = ()
+
+
+class RngState(State[jax.Array]):
+    """A state that holds a random key and advances with every draw.
+
+    A rematerialised function sees the same draws when it is recomputed, and the key advances once.
+
+    Args:
+        key: an integer seed, a key of ``jax.random.key``, or a legacy ``uint32[2]`` key.
+
+    Example:
+        >>> rng = RngState(0)
+        >>> a, b = rng.next(), rng.next()
+        >>> bool(jax.random.uniform(a) == jax.random.uniform(b))
+        False
+        >>> rng.split(3).shape
+        (3,)
+    """
+
+    __slots__ = ()
+
+    def __init__(self, key: int | jax.Array, *, name: str | None = None, **metadata: Any):
+        super().__init__(_as_key(key), name=name, **metadata)
+
+    def next(self) -> jax.Array:
+        """Draw one key, of shape ``()``. Reads and writes the state."""
+        self.value, key = jax.random.split(self.value)
+        return key
+
+    def split(self, n: int) -> jax.Array:
+        """Draw `n` keys, of shape ``(n,)``. Reads and writes the state."""
+        keys = jax.random.split(self.value, n + 1)
+        self.value = keys[0]
+        return keys[1:]
+
+
+def _as_key(key: Any) -> jax.Array:
+    try:
+        seed = operator.index(key)
+    except TypeError:
+        pass
+    else:
+        return jax.random.key(seed)
+    dtype = getattr(key, "dtype", None)
+    if dtype is not None and (jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32):
+        return key
+    raise StateValueError(
+        f"RngState needs an integer seed or a random key, got {type(key).__name__}. "
+        f"Write RngState(0) or RngState(jax.random.key(0))."
+    )
+
+
+def _touch(state: State, frame: _registry.Frame | None, *, writing: bool) -> None:
+    """Report the first touch of `state` in `frame` to each frame, outermost first, that has not seen it yet."""
+    pending = []
+    step = frame
+    while step is not None and step is not state._owner:
+        pending.append(step)
+        step = step.parent
+    owner = state._owner
+    if step is not owner:
+        _raise_foreign(state, owner)
+    for watching in reversed(pending):
+        # For the frames around the innermost, a write is not one until the transform publishes it.
+        watching.touch(state, NATIVE, writing=writing and watching is frame)
+        state._owner = watching
+
+
+def _anchor(state: State, frame: _registry.Frame | None, access: _registry.Access | None) -> Any | None:
+    """The innermost trace whose tracers the state may hold: the watching frame's, or the one it was made in."""
+    if frame is not None and access is not None:
+        return frame.trace
+    return state._home() if state._home is not None else None
+
+
+def _raise_foreign(state: State, owner: _registry.Frame) -> None:
+    if owner.is_open and owner.thread != threading.get_ident():
+        cause = f"another thread is running {owner.name}, which has its own value for it until it ends"
+        fix = "trace the functions that share a state in one thread, or guard them by a lock"
+    else:
+        cause = f"it belongs to {owner.name}, a call that is not running here any more"
+        fix = "create states before the transformed call; do not touch one from a generator or callback that outlives it"
+    raise ForeignStateError(
+        f"{type(state).__name__} {state.name or ''} made at {NATIVE.site_of(state)} cannot be used: {cause}.\nFix: {fix}."
+    )
+
+
+class _Native:
+    """`statetx.State` as a kind; see `_registry.Kind`."""
+
+    name = "statetx"
+
+    def owns(self, obj: Any) -> bool:
+        return isinstance(obj, State)
+
+    is_opaque = owns
+
+    def get(self, state: State) -> Any:
+        return state._value
+
+    def set(self, state: State, value: Any) -> None:
+        state._value = value
+
+    def get_all(self, states: Sequence[State]) -> list[Any]:
+        return [s._value for s in states]
+
+    def set_all(self, states: Sequence[State], values: Iterable[Any]) -> None:
+        for s, v in zip(states, values, strict=True):
+            s._value = v
+
+    def read(self, state: State) -> Any:
+        return state.value
+
+    def publish(self, effect: _registry.Effect, live: bool) -> None:
+        del live
+        state, frame = effect.state, _registry.current_frame()
+        if effect.created:
+            state._home = _compat.trace_ref(_compat.current_trace())
+            state._value = effect.value
+            return
+        if state._owner is not frame:
+            _touch(state, frame, writing=True)
+        access = frame.accesses.get(id(state)) if frame is not None else None
+        _registry.check_write(state, self, effect.value, _anchor(state, frame, access), effect.site)
+        if access is not None:
+            access.written = True
+            access.site = access.site or effect.site
+        state._value = effect.value
+
+    def bury(self, state: State, reason: str) -> None:
+        state._value = _Buried(reason)
+        state._owner = frame = _registry.current_frame()
+        if frame is not None:
+            frame.mark_created(state, self)
+
+    def name_of(self, state: State) -> str | None:
+        return state.name
+
+    def site_of(self, state: State) -> str:
+        return "{}:{}".format(*state._site)
+
+    def open(self, frame: _registry.Frame) -> None:
+        pass
+
+    def close(self, frame: _registry.Frame) -> None:
+        for access in frame.accesses.values():
+            if access.kind is self:
+                access.state._owner = frame.parent
+
+    def is_idle(self) -> bool:
+        return True
+
+    def mode(self) -> None:
+        return None
+
+
+NATIVE = _Native()
+_registry.register_kind(NATIVE)

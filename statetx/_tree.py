@@ -1,0 +1,156 @@
+"""Trees: partition and combine, and which leaves are arrays.
+
+Two verbs carry every transform: `partition` splits a tree into the arrays that go through JAX and everything
+else, which passes by; `Partition.combine` is its inverse.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import _registry
+from ._typing import PyTree
+
+_NOT_NUMERIC = frozenset("OSUMm")  # dtype kinds that no JAX array has
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is traced: a JAX or NumPy array, a tracer, a key, or anything with ``__jax_array__``."""
+    if isinstance(x, jax.Array):
+        return True
+    if isinstance(x, (np.ndarray, np.generic)):
+        return x.dtype.kind not in _NOT_NUMERIC
+    return hasattr(x, "__jax_array__") and not isinstance(x, type)
+
+
+def is_number(x: Any) -> bool:
+    """Whether `x` is a Python number other than a bool: a count or a scale rather than a flag."""
+    return isinstance(x, numbers.Number) and not isinstance(x, (bool, np.generic, jax.Array))
+
+
+def is_array_or_number(x: Any) -> bool:
+    return is_array(x) or is_number(x)
+
+
+class Partition:
+    """What `partition` set aside; `combine` puts the array leaves back.
+
+    Attributes:
+        treedef: structure of the whole tree.
+        mask: for each leaf, whether it is dynamic.
+        static: the leaves that are not.
+    """
+
+    __slots__ = ("mask", "static", "treedef")
+
+    def __init__(self, treedef: Any, mask: tuple[bool, ...], static: tuple[Any, ...]):
+        self.treedef = treedef
+        self.mask = mask
+        self.static = static
+
+    @property
+    def num_dynamic(self) -> int:
+        return len(self.mask) - len(self.static)
+
+    def combine(self, dynamic: Sequence[Any]) -> PyTree:
+        if not self.static:
+            return jax.tree.unflatten(self.treedef, dynamic)
+        arrays, others = iter(dynamic), iter(self.static)
+        return jax.tree.unflatten(self.treedef, [next(arrays) if d else next(others) for d in self.mask])
+
+
+def partition(tree: PyTree, is_dynamic: Callable[[Any], bool] = is_array) -> tuple[list[Any], Partition]:
+    """Split a tree into its dynamic leaves, in order, and the rest.
+
+    Objects that hold states (modules registered as pytrees by their library) are leaves: taking them apart would
+    make new states of the old ones.
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_registry.is_opaque)
+    mask = tuple(is_dynamic(leaf) for leaf in leaves)
+    dynamic = [leaf for leaf, d in zip(leaves, mask, strict=True) if d]
+    static = tuple(leaf for leaf, d in zip(leaves, mask, strict=True) if not d)
+    return dynamic, Partition(treedef, mask, static)
+
+
+def as_array(x: Any) -> Any:
+    """Give objects that only know how to become a JAX array that form; leave every other alone."""
+    if hasattr(x, "__jax_array__") and not isinstance(x, (jax.Array, np.ndarray, np.generic)):
+        return x.__jax_array__()
+    return x
+
+
+class Identity:
+    """A key that equals that of the same object only, and keeps the object alive."""
+
+    __slots__ = ("obj",)
+
+    def __init__(self, obj: Any):
+        self.obj = obj
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self.obj is other.obj
+
+    def __hash__(self) -> int:
+        return id(self.obj)
+
+
+def freeze(x: Any) -> Hashable:
+    """A key that is equal for values that a program cannot tell apart.
+
+    Types count: 1, True and 1.0 differ, and so do 0.0 and -0.0, a list and a tuple. Containers and NumPy arrays go by
+    content, other objects by their own equality, and what cannot be hashed by identity.
+    """
+    if isinstance(x, float):
+        return (type(x), x.hex())
+    if isinstance(x, (tuple, list)):
+        return (type(x), *[freeze(v) for v in x])
+    if isinstance(x, dict):
+        return (type(x), *[(freeze(k), freeze(v)) for k, v in x.items()])
+    if isinstance(x, (set, frozenset)):
+        return (type(x), frozenset([freeze(v) for v in x]))
+    if isinstance(x, (np.ndarray, np.generic)) and x.dtype != object:
+        return (type(x), x.dtype.str, x.shape, x.tobytes())
+    try:
+        hash(x)
+    except TypeError:
+        return Identity(x)
+    return (type(x), x)
+
+
+def type_str(x: Any) -> str:
+    """Shape and dtype as in ``float32[3,4]``; the Python type's name for what is no array."""
+    if is_array(x) or hasattr(x, "dtype"):
+        aval = x if not isinstance(x, jax.Array) else jax.typeof(x)
+        weak = "~" if getattr(aval, "weak_type", False) else ""
+        return f"{weak}{np.dtype(x.dtype).name if _has_numpy_dtype(x) else x.dtype}[{','.join(map(str, x.shape))}]"
+    return type(x).__name__
+
+
+def tree_type_str(tree: PyTree) -> str:
+    """The type of a tree: `type_str` of a lone leaf, else the container with its leaves' types."""
+    if jax.tree.structure(tree) == jax.tree.structure(0):
+        return type_str(tree)
+    return str(jax.tree.map(lambda x: _Word(type_str(x)), tree))
+
+
+def num_bytes(tree: PyTree) -> int:
+    """Bytes of all array leaves; a key counts the words it is made of."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+            total += int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize
+    return total
+
+
+def _has_numpy_dtype(x: Any) -> bool:
+    return isinstance(x.dtype, np.dtype)
+
+
+class _Word(str):
+    __slots__ = ()
+    __repr__ = str.__str__

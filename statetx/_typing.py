@@ -1,0 +1,18 @@
+"""Aliases shared by the whole package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+PyTree = Any
+"""A nest of containers known to ``jax.tree_util`` with arrays or other objects at its leaves."""
+
+Filter = Any
+"""A state type, a path glob, a predicate ``(path, state) -> bool``, a bool, a sequence of these (any), or ``Not``."""
+
+Policy = Callable[..., Any] | str | None
+"""What rematerialisation keeps: a callable of ``jax.checkpoint_policies``' kind, the name of one, or None."""
+
+Indices = int | Sequence[int]
+Names = str | Sequence[str]

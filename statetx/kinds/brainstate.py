@@ -1,0 +1,172 @@
+"""`brainstate.State` and its subclasses.
+
+brainstate reports every read and write of a state's value to the `StateTraceStack`s entered in this thread since
+the state was created, outermost first. Each frame enters one of its own, a pure observer, so statetx's frames and
+brainstate's transforms nest in any order and each sees what it should.
+
+Relied upon beyond the documented interface, and tested in `tests/test_brainstate.py`: the attributes ``_value``,
+``_level``, ``_been_writen`` of a state, and the thread's ``TRACE_CONTEXT`` (``state_stack``, ``new_state_catcher``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import brainstate
+import jax
+import numpy as np
+from brainstate import _state as _private
+
+from .. import _compat, _registry
+from .._tree import Identity, freeze
+
+_context = _private.TRACE_CONTEXT
+_FOLDER = os.path.dirname(brainstate.__file__)
+_SMALL = 4096  # bytes; larger arrays in `environ` are told apart by identity
+
+
+class _Observer(brainstate.StateTraceStack):
+    """A frame's place on brainstate's stack."""
+
+    def __init__(self, frame: _registry.Frame, kind: _Brainstate):
+        super().__init__(name=None)
+        self.frame = frame
+        self.kind = kind
+
+    def read_its_value(self, state: brainstate.State) -> None:
+        if id(state) not in self.frame.accesses:
+            self.frame.touch(state, self.kind, writing=False)
+
+    def write_its_value(self, state: brainstate.State) -> None:
+        access = self.frame.accesses.get(id(state))
+        if access is None:
+            access = self.frame.touch(state, self.kind, writing=True)
+        if not access.written or _compat.current_trace() is not self.frame.trace:
+            self.frame.mark_written(access)
+
+    def append(self, state: brainstate.State) -> None:
+        """Called for each state created, as brainstate does for its `catch_new_states`."""
+        if _innermost(_context.new_state_catcher) is self:
+            self.frame.mark_created(state, self.kind)
+
+
+def _innermost(stacks: list[Any]) -> _Observer | None:
+    return next((s for s in reversed(stacks) if isinstance(s, _Observer)), None)
+
+
+class _Brainstate:
+    """See `_registry.Kind`."""
+
+    name = "brainstate"
+
+    def __init__(self) -> None:
+        self._observers: dict[int, _Observer] = {}
+
+    def owns(self, obj: Any) -> bool:
+        return isinstance(obj, brainstate.State)
+
+    def is_opaque(self, obj: Any) -> bool:
+        return isinstance(obj, (brainstate.State, brainstate.graph.Node))
+
+    def get(self, state: brainstate.State) -> Any:
+        value = state._value
+        if isinstance(state, brainstate.random.RandomState) and isinstance(value, np.ndarray):
+            # It keeps a NumPy seed until its first read makes a key of it. Make the key here, outside any trace,
+            # lest a tracer of the call stay behind after a mere read.
+            with jax.ensure_compile_time_eval():
+                value = state._read_value()
+        return value
+
+    def get_all(self, states: Sequence[brainstate.State]) -> list[Any]:
+        return [s.__dict__["_value"] for s in states]
+
+    def set_all(self, states: Sequence[brainstate.State], values: Iterable[Any]) -> None:
+        for s, v in zip(states, values, strict=True):
+            s.__dict__["_value"] = v
+
+    def set(self, state: brainstate.State, value: Any) -> None:
+        # Past the hooks and guards of `.value`: nothing of the user's happens here.
+        state.__dict__["_value"] = value
+
+    def read(self, state: brainstate.State) -> Any:
+        _private.record_state_value_read(state)
+        return self.get(state)
+
+    def publish(self, effect: _registry.Effect, live: bool) -> None:
+        state = effect.state
+        if effect.created:
+            state.__dict__["_value"] = effect.value
+            return
+        if not live:
+            # Hooks ran in the body, when it was traced, and are part of its values: only the watchers are told.
+            _private.record_state_value_write(state)
+        self._check(state, effect)
+        state.__dict__["_been_writen"] = True
+        state.__dict__["_value"] = effect.value
+
+    def _check(self, state: brainstate.State, effect: _registry.Effect) -> None:
+        stacks = _context.state_stack[state.stack_level :]
+        if not stacks:
+            if not state._trace_state.is_valid():  # made in this very trace, it dies with it
+                _registry.check_write(state, self, effect.value, None, effect.site)
+        elif isinstance(stacks[-1], _Observer):
+            frame = stacks[-1].frame
+            _registry.check_write(state, self, effect.value, frame.trace, effect.site)
+        # Else one of brainstate's own transforms is innermost, and takes the tracer out of the state again.
+
+    def bury(self, state: brainstate.State, reason: str) -> None:
+        del reason  # brainstate has its own message for a state whose trace has ended
+        state._invalidate_trace_value()
+        state.stack_level = len(_context.state_stack)
+        for catcher in _context.new_state_catcher:
+            catcher.append(state)
+
+    def name_of(self, state: brainstate.State) -> str | None:
+        return state.name
+
+    def site_of(self, state: brainstate.State) -> str:
+        traceback = state.source_info.traceback
+        if traceback is not None:
+            for frame in traceback.frames:
+                if not frame.file_name.startswith((_FOLDER, _registry.PACKAGE)):
+                    return f"{frame.file_name}:{frame.line_num}"
+        return "unknown place"
+
+    def open(self, frame: _registry.Frame) -> None:
+        observer = self._observers[id(frame)] = _Observer(frame, self)
+        _context.state_stack.append(observer)
+        _context.new_state_catcher.append(observer)
+
+    def close(self, frame: _registry.Frame) -> None:
+        observer = self._observers.pop(id(frame))
+        for stack in (_context.state_stack, _context.new_state_catcher):
+            assert stack[-1] is observer, "a brainstate trace context was left open inside the call"
+            stack.pop()
+
+    def is_idle(self) -> bool:
+        return not _context.state_stack
+
+    def mode(self) -> Hashable:
+        return tuple([(key, _freeze(value)) for key, value in brainstate.environ.all().items()])
+
+
+def _freeze(value: Any) -> Hashable:
+    """`freeze`, with the unit of a quantity and the content of an array on a device."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return freeze(value)
+    leaves, treedef = jax.tree.flatten(value)
+    return (treedef, *(_freeze_leaf(leaf) for leaf in leaves))
+
+
+def _freeze_leaf(leaf: Any) -> Hashable:
+    if isinstance(leaf, jax.Array):
+        extended = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+        if isinstance(leaf, _compat.Tracer) or extended or leaf.nbytes > _SMALL:
+            return Identity(leaf)
+        return freeze(np.asarray(leaf))
+    return freeze(leaf)
+
+
+KIND = _Brainstate()

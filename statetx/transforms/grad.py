@@ -1,0 +1,305 @@
+"""Reverse-mode differentiation: `grad`, `value_and_grad` and `vjp`, with respect to arguments and to states."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _registry
+from .._errors import StateFilterError, StateValueError
+from .._lift import Outcome, Wrapper, as_decorator, frame_for, name_of, pack
+from .._paths import Paths, as_predicate, is_filter
+from .._tree import is_array_or_number, partition
+from .._typing import Filter, PyTree
+
+
+def grad(
+    fun: Any = None,
+    argnums: int | Sequence[int] | None = None,
+    *,
+    wrt: PyTree | Filter = None,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Any:
+    """Differentiate a function that may read and write states.
+
+    As ``jax.grad``, and with respect to states: what the function writes is written once, with the values of the
+    forward pass. Gradients are with respect to the values that the states had when the call began.
+
+    Args:
+        fun: returns a scalar, or a scalar and auxiliary data with `has_aux`.
+        argnums: positions of the arguments to differentiate; 0 if `wrt` is not given either, none if it is.
+        wrt: the states to differentiate: a state, a list or dict of states (``statetx.states(model, Param)``), or
+            a filter, which selects among the states that the call can reach and gives a dict by path.
+        has_aux: whether `fun` returns a pair whose second item is passed through.
+        holomorphic: as in ``jax.grad``.
+        allow_int: as in ``jax.grad``.
+
+    Returns:
+        A function of the same arguments. It returns the gradients, in the structure of `wrt` (of each state, the
+        structure of its value), in that of `argnums`, or the pair of these; with `has_aux` a pair ``(gradients,
+        aux)``.
+
+    Raises:
+        StateFilterError: `wrt` selects no state.
+        StateValueError: a state's value cannot be differentiated.
+
+    Source:
+        ``jax.grad``.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> w, seen = statetx.Param(jnp.array([1.0, 2.0])), statetx.State(0)
+        >>> def loss(x):
+        ...     seen.value += 1
+        ...     return (w.value * x).sum()
+        >>> statetx.grad(loss, wrt={"w": w})(3.0)
+        {'w': Array([3., 3.], dtype=float32)}
+        >>> seen.value
+        1
+    """
+    options = _options(argnums, wrt, has_aux, holomorphic, allow_int)
+    return as_decorator(Grad, fun, options)
+
+
+def value_and_grad(
+    fun: Any = None,
+    argnums: int | Sequence[int] | None = None,
+    *,
+    wrt: PyTree | Filter = None,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Any:
+    """Evaluate a function and differentiate it; `grad` says what the arguments are.
+
+    Returns:
+        A function of the same arguments that returns ``(value, gradients)``, with `has_aux` ``((value, aux),
+        gradients)``.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> w = statetx.Param(jnp.array(2.0))
+        >>> value, g = statetx.value_and_grad(lambda x: w.value ** 2 * x, wrt=w)(3.0)
+        >>> float(value), float(g)
+        (12.0, 12.0)
+    """
+    options = _options(argnums, wrt, has_aux, holomorphic, allow_int)
+    return as_decorator(ValueAndGrad, fun, options)
+
+
+def _options(argnums: Any, wrt: Any, has_aux: bool, holomorphic: bool, allow_int: bool) -> dict[str, Any]:
+    if argnums is None and wrt is None:
+        argnums = 0
+    return {"argnums": argnums, "wrt": wrt, "has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
+
+
+class ValueAndGrad(Wrapper):
+    """Made by `value_and_grad`."""
+
+    def __init__(self, fun: Callable, *, argnums: Any, wrt: Any, has_aux: bool, holomorphic: bool, allow_int: bool):
+        super().__init__(fun, _options(argnums, wrt, has_aux, holomorphic, allow_int))
+        self._argnums = argnums
+        self._wrt = wrt
+        self._has_aux = has_aux
+        self._jax_options = {"holomorphic": holomorphic, "allow_int": allow_int}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        value, aux, grads = self._differentiate(args, kwargs)
+        return ((value, aux) if self._has_aux else value), grads
+
+    def _differentiate(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+        fun = self.__wrapped__
+        targets = Targets(self._wrt, fun, args, kwargs) if self._wrt is not None else None
+        nums, as_tuple = _resolve_argnums(self._argnums, len(args), fun)
+        outcome: Outcome | None = None
+
+        def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
+            nonlocal outcome
+            on_read = targets and targets.on_read(state_values)
+            call_args = list(args)
+            for i, x in zip(nums, diff_args, strict=True):
+                call_args[i] = x
+            with frame_for("grad", fun, on_read=on_read) as frame:
+                out = fun(*call_args, **kwargs)
+            value, aux = _split_aux(out, fun) if self._has_aux else (out, None)
+            leaves, outcome = pack(aux, frame.effects)
+            return value, leaves
+
+        differentiate = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True, **self._jax_options)
+        values = targets.values() if targets else []
+        (value, leaves), (state_grads, arg_grads) = differentiate(values, tuple(args[i] for i in nums))
+        assert outcome is not None
+        aux = outcome.finish(leaves)
+        of_args = arg_grads if as_tuple else arg_grads[0] if arg_grads else None
+        if targets is None:
+            return value, aux, of_args
+        of_states = targets.combine(state_grads)
+        return value, aux, of_states if self._argnums is None else (of_states, of_args)
+
+
+class Grad(ValueAndGrad):
+    """Made by `grad`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _, aux, grads = self._differentiate(args, kwargs)
+        return (grads, aux) if self._has_aux else grads
+
+
+def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool = False) -> tuple:
+    """Evaluate a function that may read and write states, and return its pullback.
+
+    Args:
+        fun: called as ``fun(*primals)``.
+        *primals: arrays or pytrees of arrays, all differentiated; leaves of other types pass untouched.
+        wrt: states to differentiate as well, as in `grad`.
+        has_aux: whether `fun` returns a pair whose second item is passed through.
+
+    Returns:
+        ``(out, pullback)``, with `has_aux` ``(out, pullback, aux)``. ``pullback(cotangent_of_out)`` returns a tuple
+        with a cotangent for each primal; with `wrt`, the pair of the states' cotangents and that tuple. It runs
+        none of the user's Python and writes no state.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> n = statetx.State(0)
+        >>> def f(x):
+        ...     n.value += 1
+        ...     return x * x
+        >>> out, pullback = statetx.vjp(f, 3.0)
+        >>> float(out), float(pullback(1.0)[0]), n.value
+        (9.0, 6.0, 1)
+    """
+    targets = Targets(wrt, fun, primals, {}) if wrt is not None else None
+    arrays, others = partition(primals, is_array_or_number)
+    outcome: Outcome | None = None
+    out_part: Any = None
+
+    def pure(state_values: list, *diff: Any) -> tuple[list, list]:
+        nonlocal outcome, out_part
+        with frame_for("vjp", fun, on_read=targets and targets.on_read(state_values)) as frame:
+            out = fun(*others.combine(diff))
+        out, aux = _split_aux(out, fun) if has_aux else (out, None)
+        leaves, outcome = pack(aux, frame.effects)
+        out_leaves, out_part = partition(out, is_array_or_number)
+        return [jnp.asarray(x) for x in out_leaves], leaves
+
+    out_leaves, pull, leaves = jax.vjp(pure, targets.values() if targets else [], *arrays, has_aux=True)
+    assert outcome is not None
+    aux = outcome.finish(leaves)
+
+    def pullback(cotangent: Any) -> Any:
+        given, treedef = jax.tree.flatten(cotangent)
+        if treedef != out_part.treedef:
+            raise TypeError(
+                f"The pullback of {name_of(fun)} needs a cotangent in the structure of its output, "
+                f"{out_part.treedef}, and got {treedef}."
+            )
+        given = [
+            jnp.asarray(c, x.dtype) if isinstance(c, (int, float, complex)) else c
+            for c, x in zip([c for c, d in zip(given, out_part.mask, strict=True) if d], out_leaves, strict=True)
+        ]
+        of_states, *of_arrays = pull(given)
+        of_args = others.combine(of_arrays)
+        return of_args if targets is None else (targets.combine(of_states), of_args)
+
+    out = out_part.combine(out_leaves)
+    return (out, pullback, aux) if has_aux else (out, pullback)
+
+
+def _split_aux(out: Any, fun: Callable) -> tuple[Any, Any]:
+    if not (isinstance(out, (tuple, list)) and len(out) == 2):
+        raise TypeError(f"With has_aux=True {name_of(fun)} must return a pair (value, aux), got {type(out).__name__}.")
+    return out[0], out[1]
+
+
+def _resolve_argnums(argnums: Any, num_args: int, fun: Callable) -> tuple[list[int], bool]:
+    if argnums is None:
+        return [], True
+    as_tuple = not isinstance(argnums, int) and not hasattr(argnums, "__index__")
+    nums = [operator.index(i) for i in (argnums if as_tuple else (argnums,))]
+    for i in nums:
+        if not -num_args <= i < num_args:
+            raise ValueError(
+                f"argnums={argnums!r} asks for argument {i}, and {name_of(fun)} was called with {num_args} positional "
+                f"arguments. Pass differentiated arguments by position."
+            )
+    return [i % num_args for i in nums], as_tuple
+
+
+class Targets:
+    """The states that a function is differentiated with respect to.
+
+    Args:
+        wrt: a state, a pytree of states, or a filter over the states that the call can reach.
+    """
+
+    def __init__(self, wrt: Any, fun: Callable, args: tuple, kwargs: dict[str, Any]):
+        if is_filter(wrt):
+            wrt = _select(wrt, fun, args, kwargs)
+        self._states, self._treedef = jax.tree.flatten(wrt, is_leaf=_registry.is_opaque)
+        self._kinds = []
+        for state in self._states:
+            kind = _registry.kind_of(state)
+            if kind is None:
+                raise StateFilterError(
+                    f"wrt= holds a {type(state).__name__}, which is no state. Pass states, a dict of them such as "
+                    f"statetx.states(model, statetx.Param), or a filter."
+                )
+            self._kinds.append(kind)
+        if not self._states:
+            raise StateFilterError("wrt= is empty: there is nothing to differentiate with respect to.")
+        self._positions = {id(s): i for i, s in enumerate(self._states)}
+        self._parts: list[Any] = []
+
+    def values(self) -> list[list]:
+        """The states' values, each as the list of its array leaves."""
+        values = []
+        for state, kind in zip(self._states, self._kinds, strict=True):
+            value = kind.read(state)
+            arrays, part = partition(value, is_array_or_number)
+            if part.static or not arrays:
+                raise StateValueError(
+                    f"Cannot differentiate with respect to {_registry.describe(state, kind)}: its value holds a "
+                    f"{type(part.static[0] if part.static else value).__name__}, which is no array."
+                )
+            for x in arrays:
+                if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+                    raise StateValueError(
+                        f"Cannot differentiate with respect to {_registry.describe(state, kind)}: gradients need "
+                        f"floating-point or complex values. Leave it out of wrt=."
+                    )
+            self._parts.append(part)
+            values.append(arrays)
+        return values
+
+    def on_read(self, values: list[list]) -> Callable[[Any, Any, Any], Any]:
+        """A frame's hook that hands the body these values in place of the states' own."""
+
+        def on_read(state: Any, kind: Any, value: Any) -> Any:
+            i = self._positions.get(id(state))
+            return value if i is None else self._parts[i].combine(values[i])
+
+        return on_read
+
+    def combine(self, values: list[list]) -> PyTree:
+        """Values for the states, in the structure of `wrt`."""
+        whole = [part.combine(v) for part, v in zip(self._parts, values, strict=True)]
+        return jax.tree.unflatten(self._treedef, whole)
+
+
+def _select(filter: Filter, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    reach = Paths(fun, args, kwargs).items()
+    keep = as_predicate(filter)
+    found = {path: state for path, state in reach.items() if keep(path, state)}
+    if not found:
+        there = ", ".join(f"{p} ({type(s).__name__})" for p, s in list(reach.items())[:8]) or "none"
+        raise StateFilterError(
+            f"wrt={filter!r} selects no state of {name_of(fun)}. States that its arguments and variables reach: {there}."
+        )
+    return found

@@ -1,0 +1,495 @@
+"""`jit`: compile a function that reads and writes states, with their values as inputs and outputs.
+
+The first call stages the function: the user's Python runs once, and each state it reads becomes an input at the
+moment it is read, so nothing has to be declared or searched for. What remains for later calls is small: gather the
+values of the states in that list, call one `jax.jit`-ed function, store its outputs.
+
+A `Program` is what one staging gave. The function that JAX compiles for it evaluates the staged equations. JAX calls
+that function again where it has no compiled program for the types or settings of a call; if these differ from those
+that were staged it raises `_Restage`, since the user's Python may do something else for them and must run again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .. import _compat, _registry
+from .._jaxpr import Body
+from .._lift import Input, Lifting, Outcome, Wrapper, as_decorator, frame_for, name_of, pack, stage
+from .._paths import Paths, as_predicate
+from .._signature import StaticArguments
+from .._tree import as_array, freeze, is_array_or_number, partition
+from .._typing import Filter, Indices, Names, PyTree
+
+
+def jit(
+    fun: Any = None,
+    *,
+    static_argnums: Indices = (),
+    static_argnames: Names = (),
+    donate_argnums: Indices = (),
+    donate_argnames: Names = (),
+    donate_states: Filter = False,
+    keep_unused: bool = False,
+    inline: bool = False,
+    compiler_options: dict[str, Any] | None = None,
+) -> Any:
+    """Compile a function that may read and write states.
+
+    States read are inputs of the compiled program and states written are outputs, found when the function is first
+    run; between calls only their values move. As with ``jax.jit``, the user's Python runs once for each combination
+    of argument types and static arguments, and what it reads from other Python objects is remembered. It runs again
+    when the type of a state changes, and when a mode that a kind of state declares (brainstate's ``environ``) does.
+
+    Args:
+        fun: the function. Arguments may be arrays, Python numbers and pytrees of them, as in ``jax.jit``; any other
+            object (a model, a string, None) is static by itself, told apart by equality, or by identity if it cannot
+            be hashed.
+        static_argnums: positions of static arguments, counted as you call the function, negative ones from the end.
+            Unhashable values are welcome.
+        static_argnames: the same by name.
+        donate_argnums: positions of arguments whose memory the program may use for its results.
+        donate_argnames: the same by name.
+        donate_states: a filter, or True: written states that it selects hand their old memory to the program.
+        keep_unused: as in ``jax.jit``.
+        inline: as in ``jax.jit``.
+        compiler_options: as in ``jax.jit``.
+
+    Returns:
+        A callable with the signature of `fun`; its method ``lower(*args)`` gives a ``jax.stages.Lowered``.
+
+    State:
+        A written state keeps its sharding and its weak type, so that the second call finds the program of the first.
+        A state that the call creates and leaves behind gets its value; the next call is then staged anew.
+
+    Source:
+        ``jax.jit``.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> total = statetx.State(jnp.zeros(()))
+        >>> @statetx.jit
+        ... def add(x):
+        ...     total.value += x
+        ...     return total.value
+        >>> float(add(2.0)), float(add(3.0)), float(total.value)
+        (2.0, 5.0, 5.0)
+    """
+    options = {
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+        "donate_states": donate_states,
+        "keep_unused": keep_unused,
+        "inline": inline,
+        "compiler_options": compiler_options,
+    }
+    return as_decorator(Jit, fun, options)
+
+
+class _Restage(Exception):
+    """JAX asks for types or settings other than those that a program was staged for."""
+
+
+class Jit(Wrapper):
+    """A compiled function; made by `jit`."""
+
+    def __init__(self, fun: Callable, **options: Any):
+        super().__init__(fun, options)
+        self._static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
+        self._donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"])
+        self.donates = as_predicate(options["donate_states"])
+        self.jax_options = {k: options[k] for k in ("keep_unused", "inline", "compiler_options")}
+        self._layouts: dict[Hashable, _Layout] = {}
+        self._programs: dict[Hashable, list[Program]] = {}  # of a key, most recently used first
+        self._lock = threading.RLock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:
+            return self.__wrapped__(*args, **kwargs)
+        call = self._read(args, kwargs)
+        programs = self._programs.get(call.key)
+        if programs:
+            program = programs[0]
+            if len(programs) == 1 and not program.guards:
+                try:
+                    return program.run(call)
+                except _Restage:
+                    pass
+                except TypeError:
+                    program.check_values()
+                    raise
+            for program in programs:
+                if program.accepts(call):
+                    if program is not programs[0]:
+                        self._programs[call.key] = [program, *(p for p in programs if p is not program)]
+                    return program.run(call)
+        return self._first_run(call)
+
+    def _first_run(self, call: _Call) -> Any:
+        program = Program(self, call)
+        out = program.first_run(call)
+        if program.is_reusable:
+            with self._lock:
+                others = self._programs.get(call.key, [])
+                self._programs[call.key] = [program, *others[: _MAX_PROGRAMS - 1]]
+        return out
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Stage and lower for arguments like these (arrays or ``jax.ShapeDtypeStruct``); no state changes.
+
+        Returns:
+            A ``jax.stages.Lowered``; ``.compile()`` gives memory and cost analyses.
+        """
+        call = self._read(args, kwargs)
+        for program in self._programs.get(call.key, ()):
+            if program.accepts(call):
+                break
+        else:
+            program = Program(self, call)
+            if program.is_reusable:
+                self._programs.setdefault(call.key, []).insert(0, program)
+        return program.compiled.lower(*program.operands_of(call))
+
+    def clear_cache(self) -> None:
+        """Forget every program."""
+        self._programs.clear()
+        self._layouts.clear()
+
+    def _read(self, args: tuple, kwargs: dict[str, Any]) -> _Call:
+        dyn_args, dyn_kwargs, merge = self._static.split(args, kwargs)
+        leaves, treedef = jax.tree.flatten((dyn_args, dyn_kwargs))
+        types = (treedef, tuple(map(type, leaves)))
+        layout = self._layouts.get(types)
+        if layout is None:
+            layout = self._layouts[types] = _Layout(self._donated, dyn_args, dyn_kwargs)
+        if layout.is_split:
+            leaves = jax.tree.leaves((dyn_args, dyn_kwargs), is_leaf=_registry.is_opaque)
+        if layout.converts:
+            leaves = [as_array(x) for x in leaves]
+        static: Hashable = ()
+        if layout.static or self._static:
+            given = args if self._static else ()
+            mask = self._static.mask(len(given))
+            static = (
+                tuple([freeze(leaves[i]) for i in layout.static]),
+                tuple([freeze(a) for a, s in zip(given, mask, strict=True) if s]),
+                tuple([(k, freeze(v)) for k, v in kwargs.items() if k in self._static.names]),
+            )
+        return _Call(args, kwargs, leaves, layout, merge, (types, static, _registry.modes()))
+
+
+_MAX_PROGRAMS = 64  # for one structure of arguments; more types than that are staged again
+
+
+class _Layout:
+    """Where the dynamic, donated and static leaves of a call's arguments are; the same for equal types.
+
+    Attributes:
+        is_split: whether JAX's flattening takes apart an object that holds states, which must stay whole.
+        converts: whether some leaf is no array yet but knows how to become one.
+    """
+
+    def __init__(self, donated: StaticArguments, args: tuple, kwargs: dict[str, Any]):
+        arrays, self.others = partition((args, kwargs), _is_argument)
+        self.converts = any(as_array(x) is not x for x in arrays)
+        self.is_split = self.others.treedef != jax.tree.structure((args, kwargs))
+        mask = self.others.mask
+        self.static = [i for i, dynamic in enumerate(mask) if not dynamic]
+        flags = _donation_flags(donated, args, kwargs) if donated else [False] * len(mask)
+        self.donated = [i for i, dynamic in enumerate(mask) if dynamic and flags[i]]
+        self.kept = [i for i, dynamic in enumerate(mask) if dynamic and not flags[i]]
+        self.is_plain = not self.static and not self.donated
+
+
+def _donation_flags(donated: StaticArguments, args: tuple, kwargs: dict[str, Any]) -> list[bool]:
+    flags: list[bool] = []
+    for arg, flag in zip(args, donated.mask(len(args)), strict=True):
+        flags += [flag] * len(jax.tree.leaves(arg, is_leaf=_registry.is_opaque))
+    for key in sorted(kwargs):  # the order in which JAX flattens a dict
+        flags += [key in donated.names] * len(jax.tree.leaves(kwargs[key], is_leaf=_registry.is_opaque))
+    return flags
+
+
+def _is_argument(x: Any) -> bool:
+    return is_array_or_number(x) or isinstance(x, (bool, jax.ShapeDtypeStruct))
+
+
+class _Call:
+    """The arguments of one call, taken apart."""
+
+    __slots__ = ("args", "donated", "kept", "key", "kwargs", "layout", "leaves", "merge")
+
+    def __init__(self, args: tuple, kwargs: dict, leaves: list, layout: _Layout, merge: Callable, key: Hashable):
+        self.args = args
+        self.kwargs = kwargs
+        self.leaves = leaves
+        self.layout = layout
+        self.merge = merge
+        self.key = key
+        if layout.is_plain:
+            self.kept, self.donated = leaves, []
+        else:
+            self.kept = [leaves[i] for i in layout.kept]
+            self.donated = [leaves[i] for i in layout.donated]
+
+    def with_arrays(self, kept: Sequence[Any], donated: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+        """The user's arguments, with these in the places of the dynamic leaves."""
+        leaves = list(self.leaves)
+        for i, x in zip((*self.layout.kept, *self.layout.donated), (*kept, *donated), strict=True):
+            leaves[i] = x
+        dyn_args, dyn_kwargs = jax.tree.unflatten(self.layout.others.treedef, leaves)
+        return self.merge(dyn_args, dyn_kwargs)
+
+
+class _Group:
+    """Inputs of one kind of state, whose values are gathered in one go."""
+
+    __slots__ = ("inputs", "kind", "states")
+
+    def __init__(self, kind: Any, inputs: list[Input]):
+        self.kind = kind
+        self.inputs = inputs
+        self.states = [i.state for i in inputs]
+
+
+class Program:
+    """One staging of a function, ready to run.
+
+    The compiled function takes four lists: the values of states that are kept and of those whose memory is donated,
+    and the argument leaves, kept and donated; it returns the leaves of the output and those of the written states.
+
+    Attributes:
+        is_reusable: whether another call may run it. Not so where the staging created a state that stays, or closed
+            over a value that another trace computes.
+        guards: inputs with parts that are not arrays; the program stands for these very parts.
+    """
+
+    def __init__(self, owner: Jit, call: _Call):
+        fun = owner.__wrapped__
+        lifting = Lifting(is_array_or_number)
+        num_kept = len(call.kept)
+
+        def body(*tracers: Any) -> tuple[list, Any]:
+            with frame_for("jit", fun, on_read=lifting.on_read) as frame:
+                args, kwargs = call.with_arrays(tracers[:num_kept], tracers[num_kept:])
+                out = fun(*args, **kwargs)
+            for effect in frame.effects:
+                _keep_type(effect, lifting.inputs.get(id(effect.state)))
+            return pack(out, frame.effects, is_array_or_number)
+
+        arrays = [*call.kept, *call.donated]
+        self.avals = [_compat.abstract(x) for x in arrays]
+        self.settings = _compat.trace_context()
+        staged, outcome = stage(body, self.avals, kind="jit", name=name_of(fun), lifting=lifting)
+        self.outcome: Outcome = outcome
+        written = {id(e.state) for e in outcome.effects}
+        paths = Paths(fun, call.args, call.kwargs)
+        used = _used_variables(staged, lifting)
+        kept, donated = [], []
+        for i in lifting.inputs.values():
+            if i.values and used.isdisjoint(i.variables) and not i.part.static:
+                continue
+            is_donated = id(i.state) in written and not i.part.static and owner.donates(paths(i.state), i.state)
+            (donated if is_donated else kept).append(i)
+        self.kept, self.donated = _group(kept), _group(donated)
+        self.guards = [i for g in self.kept for i in g.inputs if i.part.static]
+        self.is_reusable = not any(e.created for e in outcome.effects) and not any(
+            isinstance(x, _compat.Tracer) for x in staged.operands
+        )
+        self._init_compiled(owner, staged, arrays)
+        self._init_writers()
+
+    def _init_compiled(self, owner: Jit, staged: Body, arrays: list[Any]) -> None:
+        inputs = self._inputs()
+        base = staged.num_operands + len(self.avals)
+        variables = staged.jaxpr.invars[:base] + [staged.jaxpr.invars[base + v] for i in inputs for v in i.variables]
+        jaxpr = _compat.rebuild(staged.jaxpr, invars=variables, outvars=staged.jaxpr.outvars)
+        operands, num_out = staged.operands, self.outcome.num_out
+        avals = [*self.avals, *(aval for i in inputs for aval in i.avals)]
+        treedefs = [None if i in self.guards else i.part.treedef for i in inputs]
+
+        def inner(kept: list, donated: list, kept_args: list, donated_args: list) -> tuple[list, list]:
+            values = [*kept, *donated]
+            leaves = [*kept_args, *donated_args, *jax.tree.leaves(values)]
+            for value, treedef in zip(values, treedefs, strict=True):
+                if treedef is not None and jax.tree.structure(value) != treedef:
+                    raise _Restage
+            if self.settings != _compat.trace_context() or not _same_types(leaves, avals):
+                raise _Restage
+            outs = _compat.evaluate(jaxpr, (), (*operands, *leaves))
+            return outs[:num_out], outs[num_out:]
+
+        inner.__name__ = inner.__qualname__ = name_of(owner.__wrapped__)
+        pinned = self._pin_shardings(arrays)
+        shardings = {} if pinned is None else {"out_shardings": (None, pinned)}
+        self.compiled = jax.jit(inner, donate_argnums=(1, 3), **shardings, **owner.jax_options)
+        for i in inputs:
+            i.values = []  # else the program would keep what the states held when it was staged
+
+    def _init_writers(self) -> None:
+        """Group the written states by kind; None if the value of some is more than one array."""
+        self._writers: list[tuple[Any, list, list[int]]] | None = None
+        if all(p.num_dynamic == 1 and jax.tree_util.treedef_is_leaf(p.treedef) for p in self.outcome.values):
+            groups: dict[int, tuple[Any, list, list[int]]] = {}
+            for n, e in enumerate(self.outcome.effects):
+                kind, states, places = groups.setdefault(id(e.kind), (e.kind, [], []))
+                states.append(e.state)
+                places.append(n)
+            self._writers = list(groups.values())
+
+    def _inputs(self) -> list[Input]:
+        """In the order in which the compiled function takes them."""
+        return [i for g in (*self.kept, *self.donated) for i in g.inputs]
+
+    # -- running --
+
+    def run(self, call: _Call) -> Any:
+        """Run for a call whose types the program accepts; raises `_Restage` before anything is done if it does not."""
+        if not _registry.is_idle():
+            return self._run_watched(call)
+        kept = [v for g in self.kept for v in g.kind.get_all(g.states)]
+        kept = self._open_guards(kept)
+        donated = [v for g in self.donated for v in g.kind.get_all(g.states)]
+        if donated:
+            kept, donated = _unshare(kept, donated, call)
+        outs, writes = self.compiled(kept, donated, call.kept, call.donated)
+        if self._writers is None:
+            return self.outcome.finish([*outs, *writes], live=False)
+        for kind, states, places in self._writers:
+            kind.set_all(states, writes if len(places) == len(writes) else [writes[n] for n in places])
+        return self.outcome.out.combine(outs)
+
+    def _run_watched(self, call: _Call) -> Any:
+        outs, writes = self.compiled(*self.operands_of(call))
+        return self.outcome.finish([*outs, *writes], live=False)
+
+    def first_run(self, call: _Call) -> Any:
+        """Run for the call that was staged, whose watchers saw the body touch its states."""
+        outs, writes = self.compiled(*self.operands_of(call))
+        return self.outcome.finish([*outs, *writes])
+
+    def operands_of(self, call: _Call) -> tuple[list, list, list, list]:
+        """The compiled function's arguments, with each state's value read as a user reads it."""
+        kept = self._open_guards([i.kind.read(i.state) for g in self.kept for i in g.inputs])
+        donated = [i.kind.read(i.state) for g in self.donated for i in g.inputs]
+        if donated:
+            kept, donated = _unshare(kept, donated, call)
+        return kept, donated, call.kept, call.donated
+
+    def accepts(self, call: _Call) -> bool:
+        """Whether argument types, state types and settings are those that were staged."""
+        if self.settings != _compat.trace_context() or not _same_types([*call.kept, *call.donated], self.avals):
+            return False
+        for i in self._inputs():
+            leaves, part = partition(i.kind.read(i.state), is_array_or_number)
+            if part.treedef != i.part.treedef or part.mask != i.part.mask or not _same_types(leaves, i.avals):
+                return False
+            if freeze(part.static) != freeze(i.part.static):
+                return False
+        return True
+
+    def check_values(self) -> None:
+        """Read every input as a user does, so that one that cannot be read says why."""
+        for i in self._inputs():
+            i.kind.read(i.state)
+
+    def _open_guards(self, kept: list) -> list:
+        if not self.guards:
+            return kept
+        inputs = [i for g in self.kept for i in g.inputs]
+        return [
+            partition(v, is_array_or_number)[0] if i.part.static else v for i, v in zip(inputs, kept, strict=True)
+        ]
+
+    # -- shardings --
+
+    def _pin_shardings(self, arrays: Sequence[Any]) -> list | None:
+        """Output shardings for the written states, where any array of the call lies on several devices.
+
+        A written state on one device that is not committed to it becomes replicated, in this call and after it, for
+        else the program would give it back replicated and the next call be compiled for that.
+        """
+        inputs = {id(i.state): i for i in self._inputs()}
+        everything = [*arrays, *(x for i in inputs.values() for x in i.values)]
+        mesh = next((s.mesh for x in everything if (s := _named_sharding(x)) is not None), None)
+        if mesh is None:
+            return None
+        pinned: list[Any] = []
+        for effect, part in zip(self.outcome.effects, self.outcome.values, strict=True):
+            i = inputs.get(id(effect.state))
+            same = i is not None and i.part.treedef == part.treedef and i.part.mask == part.mask
+            if i is None or not same:
+                pinned += [None] * part.num_dynamic
+                continue
+            for n, x in enumerate(i.values):
+                if _named_sharding(x) is None and not getattr(x, "committed", False):
+                    i.values[n] = x = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+                pinned.append(getattr(x, "sharding", None))
+            i.kind.set(i.state, i.part.combine(i.values))
+        return pinned
+
+
+def _group(inputs: list[Input]) -> list[_Group]:
+    kinds = {id(i.kind): i.kind for i in inputs}
+    return [_Group(kind, [i for i in inputs if i.kind is kind]) for kind in kinds.values()]
+
+
+def _used_variables(staged: Body, lifting: Lifting) -> set[int]:
+    """Which of the inputs that were added while staging some equation or output needs."""
+    added = staged.jaxpr.invars[len(staged.jaxpr.invars) - lifting.num_variables :]
+    places = {v: n for n, v in enumerate(added)}
+    read = (v for eqn in staged.jaxpr.eqns for v in eqn.invars)
+    atoms = (v for vs in (read, staged.jaxpr.outvars) for v in vs if isinstance(v, _compat.Var))
+    return {places[v] for v in atoms if v in places}
+
+
+def _keep_type(effect: _registry.Effect, read: Input | None) -> None:
+    """Make the weak types in a written value those of the value that was read."""
+    if read is None:
+        return
+    leaves, part = partition(effect.value, is_array_or_number)
+    if part.treedef != read.part.treedef or part.mask != read.part.mask:
+        return
+    for n, (leaf, aval) in enumerate(zip(leaves, read.avals, strict=True)):
+        now = _compat.abstract(leaf)
+        if now.weak_type != aval.weak_type and (now.shape, now.dtype) == (aval.shape, aval.dtype):
+            leaves[n] = _compat.with_weak_type(leaf, aval.weak_type)
+    effect.value = part.combine(leaves)
+
+
+def _same_types(leaves: Sequence[Any], avals: Sequence[Any]) -> bool:
+    if len(leaves) != len(avals):
+        return False
+    for leaf, b in zip(leaves, avals, strict=True):
+        a = _compat.abstract(leaf)
+        if a.shape != b.shape or a.dtype != b.dtype or a.weak_type != b.weak_type:
+            return False
+    return True
+
+
+def _unshare(kept: list, donated: list, call: _Call) -> tuple[list, list]:
+    """Copy arrays that would be donated while something else of the call still needs them."""
+    seen = {id(x) for x in jax.tree.leaves((kept, call.kept, call.donated))}
+
+    def own(x: Any) -> Any:
+        if id(x) in seen and isinstance(x, jax.Array):
+            return x.copy()
+        seen.add(id(x))
+        return x
+
+    return kept, jax.tree.map(own, donated)
+
+
+def _named_sharding(x: PyTree) -> NamedSharding | None:
+    if isinstance(x, jax.Array) and not isinstance(x, _compat.Tracer):
+        sharding = x.sharding
+        if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
+            return sharding
+    return None

@@ -1,0 +1,365 @@
+"""`remat`: recompute in the backward pass instead of storing, for functions that read and write states."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
+
+import jax
+from jax.ad_checkpoint import checkpoint_name as _jax_checkpoint_name
+
+from .. import _compat, _registry
+from .._errors import PolicyError, StateAccessError
+from .._jaxpr import Body, table
+from .._lift import Wrapper, as_decorator, frame_for, name_of, pack, stage
+from .._paths import Paths, as_predicate
+from .._signature import StaticArguments
+from .._tree import as_array, partition
+from .._typing import Filter, Indices, Names, Policy
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Members of jax.checkpoint_policies that make a policy of their arguments rather than being one.
+_FACTORIES = frozenset(
+    name for name in dir(jax.checkpoint_policies) if name.startswith(("save_", "offload_")) and name != "save_anything"
+)
+
+
+@overload
+def remat(
+    fun: F,
+    *,
+    policy: Policy = None,
+    prevent_cse: bool | Sequence[bool] | str = "auto",
+    static_argnums: Indices = (),
+    static_argnames: Names = (),
+    states: Filter = True,
+    methods: Names | None = None,
+) -> F: ...
+
+
+@overload
+def remat(
+    fun: None = None,
+    *,
+    policy: Policy = None,
+    prevent_cse: bool | Sequence[bool] | str = "auto",
+    static_argnums: Indices = (),
+    static_argnames: Names = (),
+    states: Filter = True,
+    methods: Names | None = None,
+) -> Callable[[F], F]: ...
+
+
+def remat(
+    fun: Any = None,
+    *,
+    policy: Policy = None,
+    prevent_cse: bool | Sequence[bool] | str = "auto",
+    static_argnums: Indices = (),
+    static_argnames: Names = (),
+    states: Filter = True,
+    methods: Names | None = None,
+    **unknown: Any,
+) -> Any:
+    """Rematerialise a function: under differentiation, store its inputs and recompute the rest.
+
+    The function may read and write states. Its outputs, the states' final values, gradients of every order and
+    random draws are those of the function itself; each state is written once and each key advances once, however
+    often the body is recomputed. Use it on the blocks of a deep model, or on chunks of a long loop; around a whole
+    loss it saves nothing, since all of it is then recomputed at once.
+
+    Works as ``@remat``, ``@remat(policy=...)`` and ``remat(f)``, on functions, methods in a class body, bound
+    methods, callable objects, partials, lambdas and classes. Where nothing is traced, ``remat(f)(x)`` is ``f(x)``.
+
+    Args:
+        fun: what to rematerialise. For a class, returns a subclass whose `methods` are rematerialised.
+        policy: what to keep: None (nothing but inputs), a member of ``jax.checkpoint_policies``, the name of one, or
+            any callable of that kind.
+        prevent_cse: whether to keep the compiler from merging the recomputation with the forward pass. A bool, or
+            a tuple prefix of the (non-static) arguments as in ``jax.checkpoint``. ``"auto"`` is False directly inside
+            the body of a loop, where merging cannot happen, and True elsewhere.
+        static_argnums: positions of arguments to pass as they are, counted as you call the function (``self`` is 0
+            in a class body); negative ones count from the end. Python values other than arrays always pass
+            untouched, so a training flag needs no declaration; declare an *array* static to keep it concrete.
+        static_argnames: the same by name. Either finds the argument by position, keyword or default.
+        states: a filter for the states that the function may touch; touching another raises.
+        methods: for a class, the names of the methods to rematerialise; ``"__call__"`` if not given.
+
+    Returns:
+        A callable with the signature, name and docstring of `fun`.
+
+    State:
+        Reads and writes what `fun` does. Values read are inputs of the rematerialised region, values written are
+        outputs of it.
+
+    Memory:
+        Between forward and backward pass it keeps inputs of the region that are not kept anyway: its array
+        arguments, the state values it reads and the arrays it closes over, plus what `policy` keeps.
+
+    Raises:
+        StaticArgumentError: a position or name that the function does not have.
+        PolicyError: not a policy.
+        StateAccessError: a state that `states` excludes was touched.
+
+    Source:
+        Griewank and Walther, Evaluating Derivatives (2008), chapter 12; ``jax.checkpoint``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, statetx
+        >>> class Block:
+        ...     def __init__(self):
+        ...         self.w = statetx.Param(jnp.eye(2))
+        ...         self.calls = statetx.State(0)
+        ...     @statetx.remat
+        ...     def __call__(self, x, training=True):
+        ...         self.calls.value += 1
+        ...         return jnp.tanh(self.w.value @ x) if training else x
+        >>> block = Block()
+        >>> loss = lambda x: block(x, training=True).sum()
+        >>> statetx.grad(loss)(jnp.zeros(2))
+        Array([1., 1.], dtype=float32)
+        >>> block.calls.value
+        1
+    """
+    if unknown:
+        _refuse_options(unknown)
+    options = {
+        "policy": policy,
+        "prevent_cse": prevent_cse,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "states": states,
+    }
+    if fun is None:
+        return functools.partial(remat, **options, methods=methods)
+    if inspect.isclass(fun):
+        return _remat_class(fun, ("__call__",) if methods is None else methods, options)
+    if methods is not None:
+        raise TypeError(f"remat: methods= is for classes, and {name_of(fun)} is a {type(fun).__name__}.")
+    return as_decorator(Remat, fun, options)
+
+
+checkpoint = remat
+
+
+def _refuse_options(unknown: dict[str, Any]) -> None:
+    if "concrete" in unknown:
+        raise TypeError(
+            "remat has no concrete= (JAX removed it too). Name the arguments that must stay concrete in "
+            "static_argnums= or static_argnames=, and use jax.ensure_compile_time_eval() on them in the body."
+        )
+    raise TypeError(f"remat got unexpected options: {', '.join(sorted(unknown))}.")
+
+
+class Remat(Wrapper):
+    """A rematerialised function; made by `remat`."""
+
+    def __init__(
+        self,
+        fun: Callable,
+        *,
+        policy: Policy = None,
+        prevent_cse: bool | Sequence[bool] | str = "auto",
+        static_argnums: Indices = (),
+        static_argnames: Names = (),
+        states: Filter = True,
+    ):
+        options = {"policy": policy, "prevent_cse": prevent_cse, "static_argnums": static_argnums}
+        super().__init__(fun, {**options, "static_argnames": static_argnames, "states": states})
+        self._policy = resolve_policy(policy)
+        self._prevent_cse = _check_prevent_cse(prevent_cse)
+        self._static = StaticArguments(fun, static_argnums, static_argnames)
+        self._allowed = None if states is True else as_predicate(states)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fun = self.__wrapped__
+        if _compat.is_eager() and self._allowed is None:
+            return fun(*args, **kwargs)
+        dyn_args, dyn_kwargs, merge = self._static.split(args, kwargs)
+        arrays, others = partition((dyn_args, dyn_kwargs))
+        arrays = [as_array(x) for x in arrays]
+
+        def body(*tracers: Any) -> tuple[list, Any]:
+            with frame_for("remat", fun, allow=self._guard(args, kwargs)) as frame:
+                call_args, call_kwargs = merge(*others.combine(tracers))
+                out = fun(*call_args, **call_kwargs)
+            return pack(out, frame.effects)
+
+        if _compat.is_eager():
+            leaves, outcome = body(*arrays)
+            return outcome.finish(leaves)
+        avals = [_compat.abstract(x) for x in arrays]
+        staged, outcome = stage(body, avals, kind="statetx.remat", name=name_of(fun))
+        prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, others.mask)
+        kept = table.get(staged, ("remat", self._policy, prevent_cse), self._build(prevent_cse))
+        return outcome.finish(kept(staged.operands, *arrays))
+
+    def _build(self, prevent_cse: bool | tuple[bool, ...]) -> Callable[[Body], Callable]:
+        policy = self._policy
+
+        def build(body: Body) -> Callable:
+            def rematerialised(operands: Sequence[Any], *args: Any) -> list[Any]:
+                return body(operands, *args)
+
+            # As in jax.checkpoint, a tuple says nothing of what is closed over: no barrier there.
+            cse = (False, *prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse
+            return jax.checkpoint(rematerialised, policy=policy, prevent_cse=cse)
+
+        return build
+
+    def _resolve_prevent_cse(self, args: tuple, kwargs: dict, mask: Sequence[bool]) -> bool | tuple[bool, ...]:
+        if self._prevent_cse == "auto":
+            return not _compat.in_loop_body()
+        if isinstance(self._prevent_cse, bool):
+            return self._prevent_cse
+        full = (args, kwargs) if kwargs else args
+        flags = jax.tree.leaves(
+            jax.tree.map(
+                lambda flag, part: jax.tree.map(lambda _: flag, part, is_leaf=_registry.is_opaque),
+                self._prevent_cse,
+                full,
+            )
+        )
+        return tuple(f for f, dynamic in zip(flags, mask, strict=True) if dynamic)
+
+    def _guard(self, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, Any], None] | None:
+        if self._allowed is None:
+            return None
+        allowed, paths = self._allowed, Paths(self.__wrapped__, args, kwargs)
+
+        def guard(state: Any, kind: Any) -> None:
+            path = paths(state)
+            if not allowed(path, state):
+                raise StateAccessError(
+                    f"remat({name_of(self.__wrapped__)}) touched {_registry.describe(state, kind, path)}, which its "
+                    f"filter states={self._options['states']!r} excludes.\n"
+                    f"Fix: add the state to the filter, or do not touch it in this function."
+                )
+
+        return guard
+
+
+def _check_prevent_cse(prevent_cse: Any) -> bool | tuple | str:
+    if isinstance(prevent_cse, bool) or prevent_cse == "auto":
+        return prevent_cse
+    if isinstance(prevent_cse, (tuple, list)) and all(isinstance(x, bool) for x in jax.tree.leaves(prevent_cse)):
+        return tuple(prevent_cse)
+    raise TypeError(f"prevent_cse must be a bool, a tuple prefix of bools over the arguments, or 'auto', got {prevent_cse!r}.")
+
+
+def resolve_policy(policy: Policy) -> Callable[..., Any] | None:
+    """The callable that a policy stands for.
+
+    Raises:
+        PolicyError: an unknown name, or a factory of policies that was not called.
+    """
+    known = {name: getattr(jax.checkpoint_policies, name) for name in _policy_names()}
+    if isinstance(policy, str):
+        if policy not in known:
+            close = difflib.get_close_matches(policy, known, 1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise PolicyError(f"No policy is named {policy!r}.{hint} Known: {', '.join(sorted(known))}.")
+        policy, name = known[policy], policy
+        if name in _FACTORIES:
+            raise PolicyError(_called_not(name))
+        return policy
+    if policy is None:
+        return None
+    if not callable(policy):
+        raise PolicyError(f"A policy is None, a name or a callable, got {type(policy).__name__}: {policy!r}.")
+    for name in _FACTORIES:
+        if policy is known[name]:
+            raise PolicyError(_called_not(name))
+    return policy
+
+
+def _called_not(name: str) -> str:
+    return (
+        f"jax.checkpoint_policies.{name} makes a policy of its arguments; pass what it returns, for example "
+        f"policy=jax.checkpoint_policies.{name}(...)."
+    )
+
+
+def _policy_names() -> list[str]:
+    return [n for n in dir(jax.checkpoint_policies) if not n.startswith("_")]
+
+
+def _remat_class(cls: type, methods: Names, options: dict[str, Any]) -> type:
+    names = (methods,) if isinstance(methods, str) else tuple(methods)
+    wrapped = {}
+    for name in names:
+        if not callable(getattr(cls, name, None)):
+            close = difflib.get_close_matches(name, dir(cls), 1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"remat: the class {cls.__qualname__} has no method {name!r}.{hint} Name one in methods=.")
+        wrapped[name] = as_decorator(Remat, inspect.getattr_static(cls, name), options)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        made = super(subclass, self).__reduce_ex__(protocol)
+        if isinstance(made, str) or _is_importable(subclass):
+            return made
+        _, args, *rest = _copyreg_parts(self, made)
+        return (_rebuild_instance, (cls, names, options, args), *rest)
+
+    namespace = {
+        **wrapped,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__wrapped__": cls,
+        "__reduce_ex__": reduce,
+    }
+    if not hasattr(cls, "__dict__") or "__slots__" in cls.__dict__:
+        namespace["__slots__"] = ()
+    subclass = type(cls)(cls.__name__, (cls,), namespace)
+    return subclass
+
+
+def _is_importable(cls: type) -> bool:
+    import sys
+
+    found: Any = sys.modules.get(cls.__module__)
+    for part in cls.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is cls
+
+
+def _copyreg_parts(instance: Any, made: tuple) -> tuple:
+    """What ``__reduce_ex__`` gave, with the class taken out of the arguments of the reconstructor."""
+    _, args, *rest = made
+    return made[0], (made[0], tuple(a for a in args if a is not type(instance))), *rest
+
+
+def _rebuild_instance(cls: type, methods: tuple, options: dict[str, Any], how: tuple) -> Any:
+    reconstruct, args = how
+    subclass = _remat_class(cls, methods, options)
+    return reconstruct(subclass, *args)
+
+
+def checkpoint_name(x: Any, name: str) -> Any:
+    """Give a value a name for policies to select, as ``jax.ad_checkpoint.checkpoint_name`` does.
+
+    Args:
+        x: an array or a pytree of arrays; other leaves pass untouched.
+        name: what ``jax.checkpoint_policies.save_only_these_names`` and its kin refer to.
+
+    Returns:
+        `x`, the same in value.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, statetx
+        >>> keep = jax.checkpoint_policies.save_only_these_names("hidden")
+        >>> @statetx.remat(policy=keep)
+        ... def f(x):
+        ...     return jnp.sin(statetx.checkpoint_name(jnp.cos(x), "hidden"))
+        >>> round(float(statetx.grad(f)(1.0)), 3)
+        -0.722
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"checkpoint_name needs a string as the name, got {type(name).__name__}: {name!r}.")
+    arrays, others = partition(x)
+    return others.combine([_jax_checkpoint_name(as_array(a), name) for a in arrays])
