@@ -20,6 +20,9 @@ from ._paths import states as states
 from ._state import Param as Param
 from ._state import RngState as RngState
 from ._state import State as State
+from .transforms.functionalize import StateTrace as StateTrace
+from .transforms.functionalize import functionalize as functionalize
+from .transforms.functionalize import trace_states as trace_states
 from .transforms.grad import grad as grad
 from .transforms.grad import value_and_grad as value_and_grad
 from .transforms.grad import vjp as vjp

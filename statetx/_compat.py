@@ -6,6 +6,7 @@ fails when one of these meanings shifts.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
@@ -33,6 +34,17 @@ _eval_trace = _core.eval_trace
 
 # What JAX calls the trace of a loop body (`DebugInfo.traced_for`); ours are named alike in `stage`.
 _LOOP_BODIES = frozenset({"scan", "while_body", "fori_loop"})
+
+
+JAX_FOLDER = os.path.dirname(jax.__file__)
+
+
+def traceback_site(traceback: Any, folders: tuple[str, ...]) -> str:
+    """``file:line`` of the innermost frame of a JAX traceback that lies in none of the folders."""
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(folders):
+            return f"{frame.file_name}:{frame.line_num}"
+    return "unknown place"
 
 
 # -- traces ----------------------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ class Kind(Protocol):
     """How one library keeps its states. `get` and `set` touch the value and are seen by nobody."""
 
     name: str
+    folder: str
+    """Where the library's source is; what it does is attributed to the line that called it."""
 
     def owns(self, obj: Any) -> bool: ...
 
@@ -313,10 +315,16 @@ def modes() -> Hashable:
 PACKAGE = __file__.rsplit("/", 1)[0]
 
 
-def call_site(skip: tuple[str, ...] = ()) -> str:
-    """``file:line`` of the nearest caller outside this package (and outside the folders given)."""
+def library_folders() -> tuple[str, ...]:
+    """Folders whose code is never what a user wrote."""
+    return (PACKAGE, _compat.JAX_FOLDER, *(kind.folder for kind in _kinds))
+
+
+def call_site() -> str:
+    """``file:line`` of the nearest caller that is not a library's code."""
+    folders = library_folders()
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((PACKAGE, *skip)):
+    while frame is not None and frame.f_code.co_filename.startswith(folders):
         frame = frame.f_back
     return "unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -232,6 +232,7 @@ class _Native:
     """`statetx.State` as a kind; see `_registry.Kind`."""
 
     name = "statetx"
+    folder = _registry.PACKAGE
 
     def owns(self, obj: Any) -> bool:
         return isinstance(obj, State)

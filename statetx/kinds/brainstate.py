@@ -23,7 +23,6 @@ from .. import _compat, _registry
 from .._tree import Identity, freeze
 
 _context = _private.TRACE_CONTEXT
-_FOLDER = os.path.dirname(brainstate.__file__)
 _SMALL = 4096  # bytes; larger arrays in `environ` are told apart by identity
 
 
@@ -40,10 +39,12 @@ class _Observer(brainstate.StateTraceStack):
             self.frame.touch(state, self.kind, writing=False)
 
     def write_its_value(self, state: brainstate.State) -> None:
+        # A frame further out has not been written through before the transform inside it publishes the value.
+        innermost = self.frame is _registry.current_frame()
         access = self.frame.accesses.get(id(state))
         if access is None:
-            access = self.frame.touch(state, self.kind, writing=True)
-        if not access.written or _compat.current_trace() is not self.frame.trace:
+            access = self.frame.touch(state, self.kind, writing=innermost)
+        if innermost and (not access.written or _compat.current_trace() is not self.frame.trace):
             self.frame.mark_written(access)
 
     def append(self, state: brainstate.State) -> None:
@@ -60,6 +61,7 @@ class _Brainstate:
     """See `_registry.Kind`."""
 
     name = "brainstate"
+    folder = os.path.dirname(brainstate.__file__)
 
     def __init__(self) -> None:
         self._observers: dict[int, _Observer] = {}
@@ -114,6 +116,8 @@ class _Brainstate:
         elif isinstance(stacks[-1], _Observer):
             frame = stacks[-1].frame
             _registry.check_write(state, self, effect.value, frame.trace, effect.site)
+            access = frame.accesses[id(state)]
+            access.written, access.site = True, access.site or effect.site
         # Else one of brainstate's own transforms is innermost, and takes the tracer out of the state again.
 
     def bury(self, state: brainstate.State, reason: str) -> None:
@@ -127,12 +131,7 @@ class _Brainstate:
         return state.name
 
     def site_of(self, state: brainstate.State) -> str:
-        traceback = state.source_info.traceback
-        if traceback is not None:
-            for frame in traceback.frames:
-                if not frame.file_name.startswith((_FOLDER, _registry.PACKAGE)):
-                    return f"{frame.file_name}:{frame.line_num}"
-        return "unknown place"
+        return _compat.traceback_site(state.source_info.traceback, _registry.library_folders())
 
     def open(self, frame: _registry.Frame) -> None:
         observer = self._observers[id(frame)] = _Observer(frame, self)

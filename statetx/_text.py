@@ -1,0 +1,30 @@
+"""Plain text for people: aligned tables and byte counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def format_bytes(n: int) -> str:
+    """Bytes with a binary unit: ``"1.5 KiB"``."""
+    if n < 1024:
+        return f"{n} B"
+    size = float(n)
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1024 or unit == "GiB":
+            break
+    return f"{size:.1f} {unit}"
+
+
+def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> str:
+    """Columns of text, as wide as their widest entry; those named in `right` end flush."""
+    lines = [list(columns), *([str(c) for c in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [
+        "  ".join(
+            c.rjust(w) if name in right else c.ljust(w) for c, w, name in zip(line, widths, columns, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+    return "\n".join([aligned[0], "  ".join("-" * w for w in widths), *aligned[1:]])

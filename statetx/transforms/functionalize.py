@@ -1,0 +1,290 @@
+"""The registry as a tool: `trace_states` reports what a call touches, `functionalize` makes it explicit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from .. import _compat, _registry
+from .._errors import CreatedStateError, StateAccessError
+from .._lift import Wrapper, as_decorator, frame_for, name_of, pack, stage
+from .._paths import Paths
+from .._registry import Frame
+from .._text import format_bytes, format_table
+from .._tree import as_array, is_array, is_array_or_number, num_bytes, partition, tree_type_str
+from .._typing import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class StateRow:
+    """One state of a `StateTrace`.
+
+    Attributes:
+        path: where the call reaches it; its name or place of creation where no path is found.
+        state: the state itself.
+        kind: its type's name.
+        type: shape and dtype of its value, or of the leaves of a container.
+        bytes: size of the value's arrays.
+        read: whether the call reads the value that the state had before it.
+        written: whether the call writes it.
+        created: whether the call creates it.
+    """
+
+    path: str
+    state: Any
+    kind: str
+    type: str
+    bytes: int
+    read: bool
+    written: bool
+    created: bool
+
+
+class StateTrace:
+    """What one call reads, writes and creates; prints as a table.
+
+    Attributes:
+        rows: a `StateRow` for each state, in the order in which the call touches them.
+        reads, writes, created: the states by path.
+    """
+
+    _COLUMNS = ("path", "kind", "shape and dtype", "bytes", "read", "written", "created")
+
+    def __init__(self, name: str, rows: list[StateRow]):
+        self.name = name
+        self.rows = rows
+        self.reads = {r.path: r.state for r in rows if r.read}
+        self.writes = {r.path: r.state for r in rows if r.written}
+        self.created = {r.path: r.state for r in rows if r.created}
+
+    def __iter__(self):
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        mark = {True: "yes", False: ""}
+        return [
+            (r.path, r.kind, r.type, format_bytes(r.bytes), mark[r.read], mark[r.written], mark[r.created])
+            for r in self.rows
+        ]
+
+    def _title(self) -> str:
+        total = format_bytes(sum(r.bytes for r in self.rows))
+        return f"{self.name}: {len(self.rows)} states, {total}; {len(self.reads)} read, {len(self.writes)} written"
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return f"{self.name}: no states"
+        return f"{self._title()}\n{format_table(self._COLUMNS, self._cells(), right=('bytes',))}"
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+
+        table = Table(title=self._title())
+        for column in self._COLUMNS:
+            table.add_column(column, justify="right" if column == "bytes" else "left")
+        for cells in self._cells():
+            table.add_row(*cells)
+        return table
+
+
+def trace_states(fun: Any) -> Any:
+    """Find out which states a function reads, writes and creates, without running it.
+
+    Args:
+        fun: a function that may read and write states.
+
+    Returns:
+        A function of the same arguments (``jax.ShapeDtypeStruct`` may stand for arrays) that returns a `StateTrace`.
+        It traces `fun` abstractly: no array is computed and no state changes.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> class Cell:
+        ...     def __init__(self):
+        ...         self.w, self.h = statetx.Param(jnp.eye(2)), statetx.State(jnp.zeros(2))
+        ...     def step(self, x):
+        ...         self.h.value = self.w.value @ x
+        >>> print(statetx.trace_states(Cell().step)(jnp.ones(2)))
+        step: 2 states, 24 B; 1 read, 1 written
+        path  kind   shape and dtype  bytes  read  written  created
+        ----  -----  ---------------  -----  ----  -------  -------
+        w     Param  float32[2,2]      16 B  yes
+        h     State  float32[2]         8 B        yes
+    """
+    return as_decorator(TraceStates, fun, {})
+
+
+class TraceStates(Wrapper):
+    """Made by `trace_states`."""
+
+    def __init__(self, fun: Callable):
+        super().__init__(fun, {})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> StateTrace:
+        frame, paths = _trace(self.__wrapped__, args, kwargs)
+        return StateTrace(name_of(self.__wrapped__).split(".")[-1], _rows(frame, paths))
+
+
+def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, Paths]:
+    """Run `fun` abstractly; the closed frame says what it touched."""
+    arrays, others = partition((args, kwargs), lambda x: is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+    frame = frame_for("trace_states", fun)
+
+    def body(*tracers: Any) -> tuple[list, None]:
+        with frame:
+            call_args, call_kwargs = others.combine(tracers)
+            out = fun(*call_args, **call_kwargs)
+        for effect in frame.effects:
+            effect.value = jax.tree.map(_type_only, effect.value)
+        leaves, _ = pack(out, [])
+        return leaves, None
+
+    stage(body, [_compat.abstract(as_array(x)) for x in arrays], kind="statetx.trace_states", name=name_of(fun))
+    return frame, Paths(fun, args, kwargs)
+
+
+def _type_only(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, _compat.Tracer) else x
+
+
+def _rows(frame: Frame, paths: Paths) -> list[StateRow]:
+    written = {id(e.state): e for e in frame.effects}
+    rows: list[StateRow] = []
+    used: dict[str, int] = {}
+
+    def add(state: Any, kind: Any, value: PyTree, read: bool, is_written: bool, created: bool) -> None:
+        path = paths(state)
+        used[path] = used.get(path, 0) + 1
+        if used[path] > 1:  # two states of the same name that no path tells apart
+            path = f"{path}#{used[path]}"
+        kind_name = type(state).__name__ if kind.name == "statetx" else f"{kind.name}.{type(state).__name__}"
+        type_ = tree_type_str(value)
+        rows.append(StateRow(path, state, kind_name, type_, num_bytes(value), read, is_written, created))
+
+    for access in frame.accesses.values():
+        value = access.kind.get(access.state)
+        add(access.state, access.kind, value, access.read, id(access.state) in written, False)
+    for effect in frame.effects:
+        if effect.created:
+            add(effect.state, effect.kind, effect.value, False, False, True)
+    return rows
+
+
+def functionalize(fun: Any) -> Any:
+    """Make a pure function of one that reads and writes states, for use under any plain JAX transform.
+
+    Args:
+        fun: a function that may read and write states.
+
+    Returns:
+        ``pure``, with
+
+        - ``pure.values(*args)``: the current values of the states that the call touches, by path. States that hold
+          no number or array and are only read (a mode string, a flag) are left out; they count as they are.
+        - ``pure(values, *args)``: ``(out, new_values)``, the latter with the same paths. No state is touched.
+        - ``pure.states(*args)``: these states by path, to put new values into.
+
+    Raises:
+        StateAccessError: the call touches a state that `values` does not hold.
+        CreatedStateError: the call creates a state that outlives it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, statetx
+        >>> n = statetx.State(jnp.zeros(()), name="n")
+        >>> def f(x):
+        ...     n.value += x
+        ...     return 2 * n.value
+        >>> pure = statetx.functionalize(f)
+        >>> out, new = jax.jit(pure)(pure.values(1.0), 1.0)
+        >>> float(out), float(new["n"]), float(n.value)
+        (2.0, 1.0, 0.0)
+    """
+    return as_decorator(Functionalized, fun, {})
+
+
+class Functionalized(Wrapper):
+    """Made by `functionalize`."""
+
+    def __init__(self, fun: Callable):
+        super().__init__(fun, {})
+        self._known: dict[str, Any] = {}
+
+    def states(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The states that a call with these arguments touches, by path."""
+        frame, paths = _trace(self.__wrapped__, args, kwargs)
+        rows = [r for r in _rows(frame, paths) if not r.created]
+        found = {r.path: r.state for r in rows if r.written or _holds_numbers(r.state)}
+        self._known |= found
+        return found
+
+    def values(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The current values of these states, by path."""
+        return {path: _read(state) for path, state in self.states(*args, **kwargs).items()}
+
+    def __call__(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        fun = self.__wrapped__
+        states = self._resolve(values, args, kwargs)
+        given = {id(state): values[path] for path, state in states.items()}
+
+        def on_read(state: Any, kind: Any, value: Any) -> Any:
+            if id(state) in given:
+                return given[id(state)]
+            if not partition(value, is_array_or_number)[0]:
+                return value
+            raise StateAccessError(self._missing(state, kind, args, kwargs))
+
+        with frame_for("functionalize", fun, on_read=on_read) as frame:
+            out = fun(*args, **kwargs)
+        new = dict(values)
+        paths = {id(state): path for path, state in states.items()}
+        for effect in frame.effects:
+            if effect.created:
+                raise CreatedStateError(
+                    f"{type(effect.state).__name__} made at {effect.site} was created inside {frame.name} and outlived "
+                    f"the call, whose only results are values.\nFix: create the state before the call."
+                )
+            if id(effect.state) not in paths:
+                raise StateAccessError(self._missing(effect.state, effect.kind, args, kwargs))
+            new[paths[id(effect.state)]] = effect.value
+        return out, new
+
+    def _resolve(self, values: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"The first argument of a functionalized {name_of(self.__wrapped__)} is the dict that .values(*args) "
+                f"gives, got {type(values).__name__}."
+            )
+        if not self._known.keys() >= values.keys():
+            self._known |= Paths(self.__wrapped__, args, kwargs).items()
+        unknown = [path for path in values if path not in self._known]
+        if unknown:
+            raise StateAccessError(
+                f"No state of {name_of(self.__wrapped__)} has the path {unknown[0]!r}. Known paths: "
+                f"{', '.join(self._known) or 'none'}."
+            )
+        return {path: self._known[path] for path in values}
+
+    def _missing(self, state: Any, kind: Any, args: tuple, kwargs: dict[str, Any]) -> str:
+        path = Paths(self.__wrapped__, args, kwargs)(state)
+        return (
+            f"The call touched {_registry.describe(state, kind, path)}, which the given values do not hold.\n"
+            f"Fix: take the values from .values(*args) of a call that touches the same states."
+        )
+
+
+def _read(state: Any) -> Any:
+    kind = _registry.kind_of(state)
+    assert kind is not None
+    return kind.read(state)
+
+
+def _holds_numbers(state: Any) -> bool:
+    return bool(partition(_read(state), is_array_or_number)[0])
