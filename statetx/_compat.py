@@ -89,14 +89,19 @@ def leaked_tracers(value: Any, anchor: Any | None) -> list[Any]:
     return [t for t in tracers if id(_tag(t._trace)) not in outer]
 
 
-def describe_trace(trace: Any) -> str:
-    """Name the transform that a trace belongs to, for messages."""
+_TRANSFORM_OF_TRACE = {"JVPTrace": "grad", "LinearizeTrace": "grad", "BatchTrace": "vmap", "ShardMapTrace": "shard_map"}
+_TRANSFORM_OF_BODY = {"while_body": "while_loop", "while_cond": "while_loop", "checkpoint / remat": "checkpoint"}
+
+
+def transform_name(trace: Any) -> str:
+    """The transform that a trace belongs to, as its name in `jax`: ``"jit"``, ``"grad"`` (for every kind of
+    differentiation), ``"vmap"``, ``"scan"`` ..."""
     name = type(trace).__name__
     if name == "DynamicJaxprTrace":
         info = trace.frame.debug_info
-        return f"jax tracing for {info.traced_for}" if info is not None else "jax.jit"
-    known = {"JVPTrace": "jax.jvp or jax.grad", "LinearizeTrace": "jax.grad, jax.vjp or jax.linearize"}
-    return known.get(name) or {"BatchTrace": "jax.vmap", "ShardMapTrace": "jax.shard_map"}.get(name, name)
+        body = "jit" if info is None else info.traced_for.removeprefix("statetx.")
+        return _TRANSFORM_OF_BODY.get(body, body)
+    return _TRANSFORM_OF_TRACE.get(name, name)
 
 
 def in_loop_body() -> bool:

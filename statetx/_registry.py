@@ -246,15 +246,17 @@ class Frame:
 def check_write(state: Any, kind: Kind, value: Any, anchor: Any | None, site: str) -> None:
     """Raise `TraceLeakError` if storing `value` would leave a tracer behind once its trace has ended."""
     leaked = _compat.leaked_tracers(value, anchor)
-    if leaked:
-        transform = _compat.describe_trace(leaked[0]._trace)
-        raise TraceLeakError(
-            f"{describe(state, kind)} was given a value that is being traced by {transform}, at {site}.\n"
-            f"The tracer would stay in the state after {transform} has ended, and break its next use.\n"
-            f"Cause: a function that writes states stands under a plain jax transform, which cannot see states.\n"
-            f"Fix: use the transform of the same name in statetx (statetx.jit, statetx.grad, statetx.scan, ...), "
-            f"or pass the value through the function's arguments and results (statetx.functionalize)."
-        )
+    if not leaked:
+        return
+    name = _compat.transform_name(leaked[0]._trace)
+    ours = sys.modules["statetx"]
+    instead = f"use statetx.{name} in place of jax's {name}, or " if hasattr(ours, name) else ""
+    raise TraceLeakError(
+        f"{describe(state, kind)} was given a value that jax's {name} is tracing, at {site}.\n"
+        f"The tracer would stay in the state after {name} has ended, and break its next use.\n"
+        f"Cause: a function that writes states stands under a plain jax transform, which cannot see them.\n"
+        f"Fix: {instead}pass the value through the function's arguments and results (statetx.functionalize)."
+    )
 
 
 # -- kinds -----------------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ class Jit(Wrapper):
                 tuple([freeze(a) for a, s in zip(given, mask, strict=True) if s]),
                 tuple([(k, freeze(v)) for k, v in kwargs.items() if k in self._static.names]),
             )
-        return _Call(args, kwargs, leaves, layout, merge, (types, static, _registry.modes()))
+        return _Call(args, kwargs, leaves, layout, merge, (layout.key, static, _registry.modes()))
 
 
 _MAX_PROGRAMS = 64  # for one structure of arguments; more types than that are staged again
@@ -198,6 +198,7 @@ class _Layout:
 
     def __init__(self, donated: StaticArguments, args: tuple, kwargs: dict[str, Any]):
         arrays, self.others = partition((args, kwargs), _is_argument)
+        self.key = (self.others.treedef, self.others.mask)
         self.converts = any(as_array(x) is not x for x in arrays)
         self.is_split = self.others.treedef != jax.tree.structure((args, kwargs))
         mask = self.others.mask

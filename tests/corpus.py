@@ -1,0 +1,717 @@
+"""Small stateful programs, each beside a hand-written pure-JAX reference.
+
+A program is a class. An instance holds states and ``step(x)``, which reads and writes them; ``x`` is ``float32[3]``.
+``ref(values, x) -> (out, values)`` is the same function without states and without statetx, on a dict that maps the
+name of each state to its value. Nothing of a reference may come from the program beside it: a mistake made twice is
+no test.
+
+Every output depends on ``x`` by a function with first and second derivatives other than zero, so that a gradient
+lost on the way shows; every program with parameters multiplies them with ``x``, for the same reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import statetx
+
+X = np.array([0.3, -0.7, 1.1], np.float32)
+W = np.array([[0.5, -0.2, 0.1], [0.3, 0.8, -0.4], [-0.6, 0.2, 0.9]], np.float32)
+U = np.array([[0.1, 0.7, -0.3], [-0.5, 0.4, 0.2], [0.6, -0.1, 0.3]], np.float32)
+
+
+class Program:
+    """Base of the corpus.
+
+    Attributes:
+        writes: whether a step writes states; those that do not also run under plain jax transforms.
+        loops: whether a step may be the body of a loop.
+        grows: whether the first step creates states.
+        wrt: names of the states to differentiate with respect to.
+        variant: the library whose states the program is made of.
+        runs: how often `step` was run.
+    """
+
+    writes: ClassVar[bool] = True
+    loops: ClassVar[bool] = True
+    grows: ClassVar[bool] = False
+    wrt: ClassVar[tuple[str, ...]] = ()
+    variant: ClassVar[str] = "statetx"
+    State: ClassVar[Any] = statetx.State
+    Param: ClassVar[Any] = statetx.Param
+    Rng: ClassVar[Any] = statetx.RngState
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.setup()
+
+    def setup(self) -> None:
+        raise NotImplementedError
+
+    def body(self, x: jax.Array) -> Any:
+        raise NotImplementedError
+
+    @staticmethod
+    def ref(v: dict[str, Any], x: jax.Array) -> tuple[Any, dict[str, Any]]:
+        raise NotImplementedError
+
+    def step(self, x: jax.Array) -> Any:
+        self.runs += 1
+        return self.body(x)
+
+    def draw(self, rng: Any) -> jax.Array:
+        """A key from a random state."""
+        return rng.next()
+
+    def cells(self) -> dict[str, Any]:
+        """The states by the name that the reference knows them by, each once."""
+        kinds = (statetx.State, brainstate.State)
+        found: dict[int, tuple[str, Any]] = {}
+        for name, state in vars(self).items():
+            if isinstance(state, kinds):
+                found.setdefault(id(state), (name, state))
+        return dict(found.values())
+
+    def values(self) -> dict[str, Any]:
+        return {name: state.value for name, state in self.cells().items()}
+
+    def targets(self) -> dict[str, Any]:
+        return {name: state for name, state in self.cells().items() if name in self.wrt}
+
+
+class Counter(Program):
+    """An integer that counts the calls and does not enter the result."""
+
+    def setup(self):
+        self.n = self.State(jnp.zeros((), jnp.int32))
+
+    def body(self, x):
+        self.n.value += 1
+        return jnp.sin(x)
+
+    @staticmethod
+    def ref(v, x):
+        return jnp.sin(x), {"n": v["n"] + 1}
+
+
+class ReadModifyWrite(Program):
+    """A float that is read, changed by the argument and used before and after."""
+
+    wrt = ("s",)
+
+    def setup(self):
+        self.s = self.State(jnp.array([1.0, 2.0, -1.0]))
+
+    def body(self, x):
+        before = self.s.value
+        self.s.value = before * 0.5 + jnp.tanh(x)
+        return self.s.value * before + x**3
+
+    @staticmethod
+    def ref(v, x):
+        old = v["s"]
+        new = old * 0.5 + jnp.tanh(x)
+        return new * old + x**3, {"s": new}
+
+
+class WriteOnly(Program):
+    """A state that is never read."""
+
+    def setup(self):
+        self.last = self.State(jnp.zeros(3))
+
+    def body(self, x):
+        self.last.value = jnp.exp(x)
+        return x * jnp.cos(x)
+
+    @staticmethod
+    def ref(v, x):
+        return x * jnp.cos(x), {"last": jnp.exp(x)}
+
+
+class ReadOnly(Program):
+    """Parameters that are only read."""
+
+    writes = False
+    wrt = ("w", "b")
+
+    def setup(self):
+        self.w = self.Param(jnp.asarray(W))
+        self.b = self.Param(jnp.array([0.1, -0.2, 0.3]))
+
+    def body(self, x):
+        return jnp.tanh(self.w.value @ x + self.b.value)
+
+    @staticmethod
+    def ref(v, x):
+        return jnp.tanh(v["w"] @ x + v["b"]), v
+
+
+class WriteThenRead(Program):
+    """What is read is what was written in the same call: its old value plays no part."""
+
+    wrt = ("w",)
+
+    def setup(self):
+        self.w = self.Param(jnp.asarray(W))
+        self.s = self.State(jnp.full(3, 7.0))
+
+    def body(self, x):
+        self.s.value = self.w.value @ x
+        y = self.s.value**2
+        self.s.value = y + self.s.value
+        return jnp.sin(self.s.value) + y
+
+    @staticmethod
+    def ref(v, x):
+        h = v["w"] @ x
+        return jnp.sin(h**2 + h) + h**2, {"w": v["w"], "s": h**2 + h}
+
+
+class Aliased(Program):
+    """One state under two names and in a list."""
+
+    wrt = ("a",)
+
+    def setup(self):
+        self.a = self.State(jnp.array([0.5, 1.5, -0.5]))
+        self.b = self.a
+        self.all = [self.a, self.b]
+
+    def body(self, x):
+        self.a.value = self.a.value * x
+        self.b.value = self.b.value + jnp.sin(x)
+        return sum(s.value**2 for s in self.all)
+
+    @staticmethod
+    def ref(v, x):
+        a = v["a"] * x + jnp.sin(x)
+        return 2 * a**2, {"a": a}
+
+
+class DictValued(Program):
+    """A state that holds a dict, of which one entry changes."""
+
+    wrt = ("d",)
+
+    def setup(self):
+        self.d = self.State({"mean": jnp.array([0.1, 0.2, 0.3]), "scale": jnp.array(1.5)})
+
+    def body(self, x):
+        d = self.d.value
+        y = (x - d["mean"]) * d["scale"]
+        self.d.value = {**d, "mean": 0.9 * d["mean"] + 0.1 * x}
+        return y**2
+
+    @staticmethod
+    def ref(v, x):
+        mean, scale = v["d"]["mean"], v["d"]["scale"]
+        return ((x - mean) * scale) ** 2, {"d": {"mean": 0.9 * mean + 0.1 * x, "scale": scale}}
+
+
+class MutatedDict(Program):
+    """A state whose dict is changed in place."""
+
+    def setup(self):
+        self.d = self.State({"n": jnp.array(1.0), "x": jnp.zeros(3)})
+
+    def body(self, x):
+        self.d.value["x"] = self.d.value["x"] + jnp.sin(x)
+        self.d.value["n"] = self.d.value["n"] * 2
+        return self.d.value["x"] * self.d.value["n"] + x**2
+
+    @staticmethod
+    def ref(v, x):
+        s, n = v["d"]["x"] + jnp.sin(x), v["d"]["n"] * 2
+        return s * n + x**2, {"d": {"n": n, "x": s}}
+
+
+class TupleValued(Program):
+    """A tuple of arrays and of things that are no arrays."""
+
+    def setup(self):
+        self.t = self.State((jnp.ones(3), "mode", (jnp.array(2), None)))
+
+    def body(self, x):
+        a, mode, (n, nothing) = self.t.value
+        assert mode == "mode" and nothing is None
+        self.t.value = (a * jnp.cos(x), mode, (n + 1, None))
+        return a * x * n.astype(x.dtype) + x**2
+
+    @staticmethod
+    def ref(v, x):
+        a, _, (n, _) = v["t"]
+        return a * x * n.astype(jnp.float32) + x**2, {"t": (a * jnp.cos(x), "mode", (n + 1, None))}
+
+
+class Dropout(Program):
+    """Two masks a step; the recomputation must see both of them again."""
+
+    wrt = ("w",)
+
+    def setup(self):
+        self.w = self.Param(jnp.asarray(W))
+        self.rng = self.Rng(17)
+
+    def body(self, x):
+        keep = jax.random.bernoulli(self.draw(self.rng), 0.7, (3,))
+        h = jnp.where(keep, jnp.tanh(self.w.value @ x), 0.0)
+        noise = jax.random.normal(self.draw(self.rng), (3,))
+        return h * noise + x**2
+
+    @staticmethod
+    def ref(v, x):
+        state, first = jax.random.split(v["rng"])
+        state, second = jax.random.split(state)
+        mask = jax.random.bernoulli(first, 0.7, (3,))
+        h = mask * jnp.tanh(v["w"] @ x)
+        return h * jax.random.normal(second, (3,)) + x**2, {"w": v["w"], "rng": state}
+
+
+class _BatchNorm(Program):
+    """Running statistics under an inner remat, with a training flag; subclasses pass the flag in different ways."""
+
+    wrt = ("scale",)
+
+    def setup(self):
+        self.mean = self.State(jnp.zeros(()))
+        self.var = self.State(jnp.ones(()))
+        self.scale = self.Param(jnp.array(1.3))
+
+    def _norm(self, x, training=True):
+        if training:
+            mean, var = x.mean(), x.var()
+            self.mean.value = 0.8 * self.mean.value + 0.2 * mean
+            self.var.value = 0.8 * self.var.value + 0.2 * var
+        else:
+            mean, var = self.mean.value, self.var.value
+        return (x - mean) / jnp.sqrt(var + 0.1) * self.scale.value
+
+    def norm(self, x, training):
+        raise NotImplementedError
+
+    def body(self, x):
+        y = self.norm(x, True)
+        z = self.norm(y * y, False)
+        return y + z
+
+    @staticmethod
+    def ref(v, x):
+        scale = v["scale"]
+        mean = 0.8 * v["mean"] + 0.2 * jnp.mean(x)
+        var = 0.8 * v["var"] + 0.2 * jnp.mean((x - jnp.mean(x)) ** 2)
+        y = (x - jnp.mean(x)) / jnp.sqrt(jnp.mean((x - jnp.mean(x)) ** 2) + 0.1) * scale
+        z = (y * y - mean) / jnp.sqrt(var + 0.1) * scale
+        return y + z, {"mean": mean, "var": var, "scale": scale}
+
+
+class BatchNormPosition(_BatchNorm):
+    inner = statetx.remat(_BatchNorm._norm)
+
+    def norm(self, x, training):
+        return self.inner(x, training)
+
+
+class BatchNormKeyword(_BatchNorm):
+    inner = statetx.remat(_BatchNorm._norm, policy="dots_saveable")
+
+    def norm(self, x, training):
+        return self.inner(x=x, training=training)
+
+
+class BatchNormDefault(_BatchNorm):
+    inner = statetx.remat(_BatchNorm._norm)
+
+    def norm(self, x, training):
+        return self.inner(x) if training else self.inner(x, False)
+
+
+class BatchNormStaticArgnums(_BatchNorm):
+    """The flag is argument 2 as the class body writes it; a list, which cannot be hashed, is as good a flag."""
+
+    inner = statetx.remat(static_argnums=2)(_BatchNorm._norm)
+
+    def norm(self, x, training):
+        return self.inner(x, [True] if training else [])
+
+
+class BatchNormStaticArray(_BatchNorm):
+    """The flag is an array, which must stay concrete for Python's ``if``."""
+
+    inner = statetx.remat(static_argnames="training")(_BatchNorm._norm)
+    counted_from_end = statetx.remat(static_argnums=-1)(_BatchNorm._norm)
+
+    def norm(self, x, training):
+        return self.inner(x, training=jnp.array(True)) if training else self.counted_from_end(x, jnp.array(False))
+
+
+class BatchNormAttribute(_BatchNorm):
+    """The flag is an undeclared attribute that changes between two calls of one step."""
+
+    @statetx.remat
+    def inner(self, x):
+        return self._norm(x, self.training)
+
+    def norm(self, x, training):
+        self.training = training
+        return self.inner(x)
+
+
+class Rnn(Program):
+    """Two steps of a recurrent cell, the second under an inner remat."""
+
+    wrt = ("w", "u", "h")
+
+    def setup(self):
+        self.w, self.u = self.Param(jnp.asarray(W)), self.Param(jnp.asarray(U))
+        self.h = self.State(jnp.array([0.1, 0.0, -0.1]))
+
+    def cell(self, x):
+        self.h.value = jnp.tanh(self.w.value @ self.h.value + self.u.value @ x)
+        return self.h.value
+
+    def body(self, x):
+        return self.cell(x) + statetx.remat(self.cell)(0.5 * x)
+
+    @staticmethod
+    def ref(v, x):
+        h1 = jnp.tanh(v["w"] @ v["h"] + v["u"] @ x)
+        h2 = jnp.tanh(v["w"] @ h1 + v["u"] @ (0.5 * x))
+        return h1 + h2, {**v, "h": h2}
+
+
+class Recursive(Program):
+    """``recursive_checkpoint`` of the JAX documentation over five layers that share a counter."""
+
+    wrt = ("w",)
+
+    def setup(self):
+        self.w = self.Param(jnp.linspace(0.5, 1.5, 5))
+        self.n = self.State(jnp.array(0.0))
+
+    def layer(self, i):
+        def apply(x):
+            self.n.value = self.n.value * 2 + i
+            return jnp.sin(self.w.value[i] * x + 0.1 * self.n.value)
+
+        return apply
+
+    def body(self, x):
+        def recursive_checkpoint(funs):
+            if len(funs) == 1:
+                return funs[0]
+            if len(funs) == 2:
+                first, second = funs
+                return lambda x: first(second(x))
+            first = recursive_checkpoint(funs[: len(funs) // 2])
+            second = recursive_checkpoint(funs[len(funs) // 2 :])
+            return lambda x: first(statetx.checkpoint(second)(x))
+
+        return recursive_checkpoint([self.layer(i) for i in range(5)])(x)
+
+    @staticmethod
+    def ref(v, x):
+        n = v["n"]
+        for i in (4, 3, 2, 1, 0):
+            n = n * 2 + i
+            x = jnp.sin(v["w"][i] * x + 0.1 * n)
+        return x, {"w": v["w"], "n": n}
+
+
+class Nested(Program):
+    """A remat within a remat; each writes the same state before and after the other."""
+
+    wrt = ("s",)
+
+    def setup(self):
+        self.s = self.State(jnp.array(0.7))
+        self.n = self.State(jnp.array(0, jnp.int32))
+
+    def body(self, x):
+        @statetx.remat(policy=jax.checkpoint_policies.everything_saveable)
+        def inner(y):
+            self.n.value += 1
+            self.s.value = self.s.value * jnp.sum(y)
+            return jnp.cos(y) * self.s.value
+
+        @statetx.remat
+        def outer(y):
+            self.s.value = self.s.value + 1.0
+            z = inner(jnp.sin(y))
+            self.s.value = jnp.tanh(self.s.value)
+            return z + inner(z)
+
+        return outer(x) * self.s.value
+
+    @staticmethod
+    def ref(v, x):
+        s = v["s"] + 1.0
+        y = jnp.sin(x)
+        s = s * (y[0] + y[1] + y[2])
+        z = jnp.cos(y) * s
+        s = jnp.tanh(s)
+        s = s * (z[0] + z[1] + z[2])
+        return (z + jnp.cos(z) * s) * s, {"s": s, "n": v["n"] + 2}
+
+
+class Shared(Program):
+    """Two submodules write one state, one of them under remat."""
+
+    class Sub:
+        def __init__(self, state, gain):
+            self.state, self.gain = state, gain
+
+        def __call__(self, x):
+            self.state.value = self.state.value + self.gain * x
+            return self.state.value * x
+
+    def setup(self):
+        self.total = self.State(jnp.zeros(3))
+        self.first = self.Sub(self.total, 2.0)
+        self.second = statetx.remat(self.Sub)(self.total, -0.5)
+
+    def body(self, x):
+        return self.second(self.first(x))
+
+    @staticmethod
+    def ref(v, x):
+        t1 = v["total"] + 2.0 * x
+        y = t1 * x
+        t2 = t1 - 0.5 * y
+        return t2 * y, {"total": t2}
+
+
+class LazyInit(Program):
+    """The first step creates a state, which stays."""
+
+    loops = False
+    grows = True
+
+    def setup(self):
+        self.n = self.State(jnp.array(0, jnp.int32))
+
+    def body(self, x):
+        self.n.value += 1
+        if not hasattr(self, "w"):
+            self.w = self.Param(jnp.sin(x))
+        self.w.value = self.w.value + x
+        return self.w.value * x
+
+    @staticmethod
+    def ref(v, x):
+        w = v.get("w", jnp.sin(x)) + x
+        return w * x, {"n": v["n"] + 1, "w": w}
+
+
+class Discrete(Program):
+    """Integer and bool states, of which one decides."""
+
+    def setup(self):
+        self.i = self.State(jnp.array([1, 2, 3], jnp.int32))
+        self.flag = self.State(jnp.array(True))
+
+    def body(self, x):
+        y = jnp.where(self.flag.value, jnp.sin(x), jnp.cos(x)) * self.i.value.astype(x.dtype)
+        self.i.value = self.i.value + jnp.where(self.flag.value, 1, 2)
+        self.flag.value = ~self.flag.value
+        return y
+
+    @staticmethod
+    def ref(v, x):
+        y = (jnp.sin(x) if v["flag"] else jnp.cos(x)) * v["i"].astype(jnp.float32)
+        return y, {"i": v["i"] + (1 if v["flag"] else 2), "flag": jnp.logical_not(v["flag"])}
+
+
+class PythonNumbers(Program):
+    """States that hold a Python int and a Python float: weakly typed where they become arrays."""
+
+    def setup(self):
+        self.n = self.State(0)
+        self.rate = self.State(0.5)
+
+    def body(self, x):
+        self.n.value += 1
+        self.rate.value = self.rate.value * 0.5
+        return jnp.sin(x) * self.rate.value
+
+    @staticmethod
+    def ref(v, x):
+        return jnp.sin(x) * (v["rate"] * 0.5), {"n": v["n"] + 1, "rate": v["rate"] * 0.5}
+
+
+class Blob:
+    """No pytree."""
+
+
+BLOB = Blob()
+
+
+class Objects(Program):
+    """Returns things that are no arrays; the arrays among them are still differentiated."""
+
+    def setup(self):
+        self.s = self.State(jnp.array(2.0))
+
+    @statetx.remat
+    def inner(self, x):
+        self.s.value = self.s.value * 1.5
+        return {"y": self.s.value * jnp.sin(x), "name": "inner", "blob": BLOB, "none": None, "type": int}
+
+    def body(self, x):
+        out = self.inner(x)
+        assert out["blob"] is BLOB and out["type"] is int and out["name"] == "inner"
+        return {**out, "z": out["y"] ** 2, "n": 3}
+
+    @staticmethod
+    def ref(v, x):
+        s = v["s"] * 1.5
+        y = s * jnp.sin(x)
+        return {"y": y, "name": "inner", "blob": BLOB, "none": None, "type": int, "z": y**2, "n": 3}, {"s": s}
+
+
+@jax.custom_vjp
+def _straight_through(x):
+    return jnp.round(4 * x) / 4
+
+
+_straight_through.defvjp(lambda x: (_straight_through(x), None), lambda _, ct: (ct,))
+
+
+@jax.custom_jvp
+def _scaled(x):
+    return jnp.sin(x)
+
+
+@_scaled.defjvp
+def _scaled_jvp(primals, tangents):
+    return jnp.sin(primals[0]), 3.0 * jnp.cos(primals[0]) * tangents[0]
+
+
+class CustomRules(Program):
+    """A custom_vjp and a custom_jvp, whose derivatives are not those of the functions."""
+
+    wrt = ("s",)
+
+    def setup(self):
+        self.s = self.State(jnp.array([0.2, 0.4, 0.6]))
+
+    def body(self, x):
+        y = statetx.remat(lambda v: _straight_through(v * self.s.value))(x)
+        self.s.value = _scaled(self.s.value + y)
+        return y**2 + self.s.value
+
+    @staticmethod
+    def ref(v, x):
+        p = v["s"] * x
+        y = p + jax.lax.stop_gradient(jnp.round(4 * p) / 4 - p)
+        q = v["s"] + y
+        s = 3 * jnp.sin(q) - 2 * jax.lax.stop_gradient(jnp.sin(q))
+        return y**2 + s, {"s": s}
+
+
+class StaticArray(Program):
+    """An inner remat with a concrete array as a static argument, which Python's control flow reads."""
+
+    wrt = ("s",)
+
+    def setup(self):
+        self.s = self.State(jnp.array([1.0, 2.0, 3.0]))
+        self.order = jnp.array([2, 0, 1])
+
+    def body(self, x):
+        @statetx.remat(static_argnums=(1,), static_argnames="power")
+        def permute(y, order, *, power):
+            with jax.ensure_compile_time_eval():
+                places = [int(i) for i in order]
+                exponent = int(power.sum())
+            self.s.value = jnp.stack([self.s.value[i] for i in places])
+            return self.s.value * y**exponent
+
+        return permute(x, self.order, power=np.array([1, 2]))
+
+    @staticmethod
+    def ref(v, x):
+        s = jnp.array([v["s"][2], v["s"][0], v["s"][1]])
+        return s * x * x * x, {"s": s}
+
+
+class Branches(Program):
+    """jax.lax control flow inside, which reads states and writes none."""
+
+    wrt = ("w",)
+
+    def setup(self):
+        self.w = self.Param(jnp.array([0.3, 0.6, 0.9]))
+        self.s = self.State(jnp.array(1.0))
+
+    def body(self, x):
+        y = jax.lax.cond(self.s.value > 2, lambda z: z * self.w.value, lambda z: z - self.w.value**2, x)
+        total, _ = jax.lax.scan(lambda c, _: (jnp.sin(c * self.w.value), None), y, length=2)
+        self.s.value = self.s.value * 3
+        return total
+
+    @staticmethod
+    def ref(v, x):
+        w = v["w"]
+        y = x * w if v["s"] > 2 else x - w**2
+        return jnp.sin(jnp.sin(y * w) * w), {"w": w, "s": v["s"] * 3}
+
+
+def _brainstate(cls: type[Program]) -> type[Program]:
+    """The same program made of brainstate's states."""
+
+    class Variant(cls):
+        variant = "brainstate"
+        State = brainstate.ShortTermState
+        Param = brainstate.ParamState
+        Rng = brainstate.random.RandomState
+
+        def draw(self, rng):
+            return rng.split_key()
+
+    Variant.__name__ = Variant.__qualname__ = f"{cls.__name__}_brainstate"
+    return Variant
+
+
+NATIVE: list[type[Program]] = [
+    Counter,
+    ReadModifyWrite,
+    WriteOnly,
+    ReadOnly,
+    WriteThenRead,
+    Aliased,
+    DictValued,
+    MutatedDict,
+    TupleValued,
+    Dropout,
+    BatchNormPosition,
+    BatchNormKeyword,
+    BatchNormDefault,
+    BatchNormStaticArgnums,
+    BatchNormStaticArray,
+    BatchNormAttribute,
+    Rnn,
+    Recursive,
+    Nested,
+    Shared,
+    LazyInit,
+    Discrete,
+    PythonNumbers,
+    Objects,
+    CustomRules,
+    StaticArray,
+    Branches,
+]
+
+FOREIGN: list[type[Program]] = [
+    _brainstate(cls)
+    for cls in (Counter, ReadModifyWrite, ReadOnly, WriteThenRead, DictValued, Dropout, BatchNormPosition, Rnn, Nested)
+]
+FOREIGN += [_brainstate(cls) for cls in (LazyInit, Shared, Discrete)]
+
+PROGRAMS = NATIVE + FOREIGN

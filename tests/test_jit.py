@@ -1,0 +1,380 @@
+"""`jit`: compilations, caches, statics, donation, shardings."""
+
+import functools
+import gc
+import weakref
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import statetx
+
+
+class Counted:
+    """A function that counts the runs of its Python body."""
+
+    def __init__(self, fun):
+        self.fun = fun
+        self.runs = 0
+
+    def __call__(self, *args, **kwargs):
+        self.runs += 1
+        return self.fun(*args, **kwargs)
+
+
+def counted(fun):
+    return Counted(fun)
+
+
+def num_compilations(f):
+    """How many programs JAX holds for a statetx.jit function."""
+    return sum(p.compiled._cache_size() for programs in f._programs.values() for p in programs)
+
+
+class Hidden:
+    """Keeps a state where no walk over attributes finds it."""
+
+    def __init__(self, state):
+        self.get = {"state": state}.__getitem__
+
+
+def test_body_runs_once_for_each_combination_of_types_wherever_the_states_are():
+    a, hidden = statetx.State(jnp.zeros(3)), Hidden(statetx.State(jnp.ones(())))
+
+    @counted
+    def body(x):
+        a.value = a.value + hidden.get("state").value * x
+        return a.value.sum()
+
+    f = statetx.jit(body)
+    for i in range(1, 4):
+        assert float(f(2.0)) == 6.0 * i
+    assert body.runs == 1 and num_compilations(f) == 1
+    f(jnp.ones(3))
+    f(jnp.ones(3))
+    f(2.0)
+    assert body.runs == 2 and num_compilations(f) == 2
+    a.value = jnp.zeros((2, 3))  # a state of another shape
+    f(2.0)
+    f(2.0)
+    assert body.runs == 3 and a.value.shape == (2, 3)
+
+
+def test_states_are_inputs_and_outputs_never_constants():
+    w, n = statetx.Param(jnp.arange(4096.0)), statetx.State(jnp.zeros((), jnp.int32))
+    unused, touched_only = statetx.State(jnp.ones(7)), statetx.State(jnp.ones(11))
+
+    def f(x):
+        n.value += 1
+        _ = touched_only.value
+        return (w.value * x).sum()
+
+    lowered = statetx.jit(f).lower(2.0)
+    text = lowered.as_text()
+    assert "tensor<4096xf32>" in text.split("{", 2)[1] or "4096xf32" in text
+    assert "dense<" not in "".join(line for line in text.splitlines() if "4096" in line)
+    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(lowered.in_avals))
+    assert shapes == [(), (), (4096,)]
+    del unused
+
+
+@pytest.mark.parametrize("value", [0, 0.0, np.float64(1), np.arange(3), jnp.zeros(3), {"a": 1.0, "b": np.ones(2)}])
+def test_second_call_never_recompiles(value):
+    s = statetx.State(value)
+
+    @counted
+    def body(x):
+        s.value = jax.tree.map(lambda v: v + x, s.value)
+
+    f = statetx.jit(body)
+    is_integer = jnp.issubdtype(jnp.result_type(jax.tree.leaves(value)[0]), jnp.integer)
+    for _ in range(3):
+        f(1 if is_integer else jnp.float32(1.0))
+    assert body.runs == 1
+
+
+def test_weak_type_is_kept():
+    s = statetx.State(0.0)
+    f = statetx.jit(lambda x: setattr(s, "value", s.value + x))
+    f(jnp.float32(2.0))
+    assert s.value.weak_type and float(s.value) == 2.0
+    s.value = jnp.float32(1.0)
+    g = statetx.jit(lambda: setattr(s, "value", 5.0))
+    h = statetx.jit(lambda: (s.value, setattr(s, "value", 5.0)))
+    g()
+    h()
+    assert float(s.value) == 5.0
+
+
+def test_statics_are_told_apart_by_type_and_value():
+    seen = []
+
+    @functools.partial(statetx.jit, static_argnums=1, static_argnames="flag")
+    def f(x, mode, *, flag=False):
+        seen.append((mode, flag))
+        return x
+
+    for mode in (1, True, 1.0, (1,), [1], (True,), 0.0, -0.0, "a", None, {"k": [1]}, np.array([1, 2])):
+        f(1.0, mode)
+        f(1.0, mode)
+        f(1.0, mode=mode)
+        assert len(seen) == 2, mode  # once by position, once by keyword
+        seen.clear()
+    f(1.0, 1, flag=True)
+    f(1.0, 1, flag=True)
+    f(1.0, 1, flag=1)
+    assert seen == [(1, True), (1, 1)]
+
+
+def test_models_and_strings_as_arguments_are_static():
+    class Model:
+        def __init__(self):
+            self.w = statetx.Param(jnp.ones(2))
+
+        @statetx.jit
+        def step(self, x, how):
+            runs.append(how)
+            self.w.value = self.w.value * x
+            return self.w.value.sum() if how == "sum" else self.w.value.max()
+
+    runs = []
+    a, b = Model(), Model()
+    assert float(a.step(2.0, "sum")) == 4 and float(a.step(2.0, "sum")) == 8 and float(a.step(2.0, "max")) == 8
+    assert float(b.step(3.0, "sum")) == 6
+    assert runs == ["sum", "max", "sum"]
+
+    @statetx.jit
+    def f(model, x):
+        return (model.w.value * x).sum()
+
+    assert float(f(a, 1.0)) == 16 and float(f(b, 1.0)) == 6
+
+
+def test_mode_of_a_kind_is_part_of_the_key():
+    runs = []
+
+    @statetx.jit
+    def f(x):
+        runs.append(brainstate.environ.get("fit"))
+        return x * 2 if brainstate.environ.get("fit") else x
+
+    for _ in range(2):
+        with brainstate.environ.context(fit=True):
+            assert float(f(1.0)) == 2
+        with brainstate.environ.context(fit=False):
+            assert float(f(1.0)) == 1
+    assert runs == [True, False]
+
+
+def test_state_that_is_no_array_is_guarded():
+    mode, flag, x = statetx.State("double"), statetx.State(True), statetx.State(jnp.ones(()))
+    runs = []
+
+    @statetx.jit
+    def f():
+        runs.append(1)
+        x.value = x.value * (2 if mode.value == "double" and flag.value else 3)
+        return mode.value
+
+    assert f() == "double" and f() == "double" and float(x.value) == 4
+    mode.value = "triple"
+    assert f() == "triple" and float(x.value) == 12
+    flag.value = False
+    mode.value = "double"
+    assert f() == "double" and float(x.value) == 36
+    flag.value = True
+    assert f() == "double" and float(x.value) == 72
+    assert len(runs) == 3
+
+
+def test_written_python_values_stay_python_values():
+    mode = statetx.State("a")
+
+    @statetx.jit
+    def f(x):
+        mode.value = mode.value + "b"
+        return x
+
+    f(1.0)
+    f(1.0)
+    assert mode.value == "abb"
+
+
+def test_jax_settings_are_part_of_the_key():
+    s = statetx.State(jnp.ones((4, 4)))
+
+    @counted
+    def body():
+        return s.value @ s.value
+
+    f = statetx.jit(body)
+    f()
+    with jax.default_matmul_precision("highest"):
+        assert "HIGHEST" in f.lower().as_text()
+        f()
+    f()
+    assert body.runs == 2
+
+
+def test_nothing_changes_when_the_body_fails():
+    a, b = statetx.State(jnp.ones(2)), statetx.State({"k": 1})
+    va, vb = a.value, b.value
+
+    @statetx.jit
+    def f(x):
+        a.value = a.value * x
+        b.value = {"k": x}
+        raise KeyError("inside")
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            f(1.0)
+        assert a.value is va and b.value is vb
+
+
+def test_nested_in_every_transform():
+    s = statetx.State(jnp.ones(()))
+    w = statetx.Param(jnp.asarray(2.0))
+
+    @statetx.jit
+    def inner(x):
+        s.value = s.value * w.value
+        return jnp.sin(s.value * x)
+
+    def reference(w_, x, s_):
+        return jnp.sin(s_ * w_ * x)
+
+    for wrap in (lambda f: f, statetx.jit, statetx.remat, lambda f: statetx.jit(statetx.remat(f))):
+        for _ in range(2):
+            before = s.value
+            grads = statetx.grad(wrap(inner), argnums=0, wrt=w)(0.3)
+            expected = jax.grad(reference, (0, 1))(w.value, 0.3, before)
+            np.testing.assert_allclose(grads, expected, rtol=1e-6)
+            np.testing.assert_allclose(s.value, before * w.value)
+    s.value = jnp.ones(())
+    statetx.scan(lambda c, x: (c, inner(x)), 0, jnp.ones(3))
+    np.testing.assert_allclose(s.value, 8)
+
+
+def test_donation_on_request():
+    s, kept, alias = statetx.State(jnp.ones(64)), statetx.State(jnp.ones(64)), statetx.State(jnp.ones(64))
+
+    @functools.partial(statetx.jit, donate_states=True, donate_argnums=0)
+    def f(x):
+        s.value = s.value + x + kept.value
+        return x * 2
+
+    old, argument, read_only = s.value, jnp.ones(64), kept.value
+    f(argument)
+    assert old.is_deleted() and not read_only.is_deleted()
+    alias.value = s.value  # the same array in two states: the other's must survive
+
+    @functools.partial(statetx.jit, donate_states=lambda path, state: state is s)
+    def g():
+        s.value = s.value * 2
+        return alias.value
+
+    g()
+    np.testing.assert_array_equal(alias.value, np.full(64, 3.0))
+    alias.value = s.value
+
+    @functools.partial(statetx.jit, donate_states=True)
+    def h():
+        s.value, alias.value = s.value + 1, alias.value + 1
+
+    h()
+    np.testing.assert_array_equal(alias.value, s.value)
+    plain = statetx.jit(lambda: setattr(s, "value", s.value + 1))
+    old = s.value
+    plain()
+    assert not old.is_deleted()
+
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices; conftest asks for them")
+def test_sharding_is_kept_and_the_second_call_finds_the_program():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    w = statetx.Param(jax.device_put(jnp.arange(8.0), sharding))
+    m = statetx.State({"m": jax.device_put(jnp.zeros(8), sharding)})
+    n = statetx.State(jnp.zeros((), jnp.int32))
+
+    @counted
+    def body(x):
+        g = statetx.grad(lambda: ((w.value - x) ** 2).sum(), wrt=w)()
+        m.value = {"m": m.value["m"] * 0.9 + g.sum()}  # would come back replicated
+        w.value = w.value - 0.1 * g
+        n.value += 1
+
+    f = statetx.jit(body)
+    for _ in range(3):
+        f(1.0)
+        assert w.value.sharding == sharding and m.value["m"].sharding == sharding
+    assert body.runs == 1 and num_compilations(f) == 1 and int(n.value) == 3
+
+
+def test_program_does_not_keep_old_values_or_arguments():
+    s = statetx.State(jnp.ones(3))
+    ref = weakref.ref(s.value)
+    x = jnp.ones(3)
+    xref = weakref.ref(x)
+    f = statetx.jit(lambda x: setattr(s, "value", s.value + x))
+    f(x)
+    del x
+    gc.collect()
+    assert ref() is None and xref() is None
+
+
+def test_lower_changes_nothing_and_takes_types():
+    s = statetx.State(jnp.ones(3))
+    before = s.value
+
+    @counted
+    def body(x):
+        s.value = s.value + x
+
+    f = statetx.jit(body)
+    compiled = f.lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
+    assert compiled.memory_analysis() is not None and s.value is before
+    f(jnp.ones(3))
+    assert body.runs == 1
+
+
+def test_disable_jit_runs_plainly():
+    s = statetx.State(jnp.ones(()))
+
+    @statetx.jit
+    def f(x):
+        s.value = s.value + x
+        return float(s.value)  # concrete
+
+    with jax.disable_jit():
+        assert f(1.0) == 2.0
+
+
+def test_numbers_come_back_as_arrays_and_other_objects_as_they_are():
+    f = statetx.jit(lambda x: {"n": 3, "s": "text", "none": None, "x": x})
+    out = f(1.0)
+    assert isinstance(out["n"], jax.Array) and out["s"] == "text" and out["none"] is None
+    out = f(1.0)
+    assert isinstance(out["n"], jax.Array) and out["s"] == "text"
+
+
+def test_value_closed_over_from_another_trace_is_not_kept():
+    @jax.jit
+    def outer(x):
+        f = statetx.jit(lambda y: y * x)
+        return f(2.0) + f(3.0)
+
+    assert float(outer(1.0)) == 5.0 and float(outer(2.0)) == 10.0
+    holder = {}
+    f = statetx.jit(lambda y: y * holder["x"])
+
+    def g(x):
+        holder["x"] = x
+        return f(2.0)
+
+    assert float(jax.grad(g)(1.0)) == 2.0 and float(jax.grad(g)(3.0)) == 2.0

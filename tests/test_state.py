@@ -1,0 +1,294 @@
+"""`State` and its kin, frames and the registry: what is refused, and that nothing escapes."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from statetx import _registry
+
+
+def test_subclass_metadata_and_repr():
+    class Trace(statetx.State):
+        pass
+
+    s = Trace(jnp.zeros((2, 3), jnp.bfloat16), name="trace", tau=5.0)
+    assert repr(s) == "Trace(bfloat16[2,3], name='trace', tau=5.0)"
+    assert s.metadata == {"tau": 5.0}
+    s.extra = 3  # subclasses have room for attributes
+    assert repr(statetx.State({"a": jnp.ones(2), "b": 1})) == "State({'a': float32[2], 'b': int})"
+    assert repr(statetx.State(1.0)) == "State(float)"
+
+
+def test_state_in_state_is_refused():
+    s = statetx.State(1.0)
+    with pytest.raises(statetx.StateValueError, match="cannot hold a state"):
+        statetx.State(s)
+    with pytest.raises(statetx.StateValueError, match="cannot hold a state"):
+        s.value = statetx.State(2.0)
+    assert s.value == 1.0
+
+
+def test_copies_and_pickles_are_independent():
+    s = statetx.Param(jnp.arange(3.0), name="w", axis=1)
+    for t in (copy.deepcopy(s), pickle.loads(pickle.dumps(s)), copy.copy(s)):
+        assert type(t) is statetx.Param and t.name == "w" and t.metadata == {"axis": 1}
+        t.value = jnp.zeros(3)
+        np.testing.assert_array_equal(s.value, [0, 1, 2])
+
+
+def test_rng_state():
+    for seed in (0, np.int64(0), jax.random.key(0)):
+        rng = statetx.RngState(seed)
+        first, rest = rng.next(), rng.split(4)
+        assert first.shape == () and rest.shape == (4,)
+        words = np.concatenate([jax.random.key_data(k).reshape(-1, 2) for k in (first, rest, rng.value)])
+        assert len(np.unique(words, axis=0)) == 6
+    legacy = statetx.RngState(jax.random.PRNGKey(0))
+    assert legacy.next().shape == (2,)
+    with pytest.raises(statetx.StateValueError, match="needs an integer seed or a random key"):
+        statetx.RngState("seed")
+    with pytest.raises(statetx.StateValueError):
+        statetx.RngState(1.5)
+
+
+RAW = {
+    "jit": lambda f: jax.jit(f)(1.0),
+    "grad": lambda f: jax.grad(f)(1.0),
+    "vmap": lambda f: jax.vmap(f)(jnp.ones(2)),
+    "scan": lambda f: jax.lax.scan(lambda c, x: (c, f(x)), 0, jnp.ones(2)),
+}
+
+
+@pytest.mark.parametrize("raw", RAW)
+@pytest.mark.parametrize("inside", ["top level", "statetx.jit", "statetx.grad", "remat"])
+def test_write_under_a_raw_transform_raises_where_it_stands(raw, inside):
+    s = statetx.State(jnp.ones(()), name="total")
+    reached = []
+
+    def f(x):
+        s.value = s.value * x
+        reached.append(True)
+        return s.value
+
+    def run(y):
+        out = RAW[raw](f)
+        return jnp.sum(jax.tree.leaves(out)[-1]) * y
+
+    call = {
+        "top level": lambda: run(1.0),
+        "statetx.jit": lambda: statetx.jit(run)(1.0),
+        "statetx.grad": lambda: statetx.grad(run)(1.0),
+        "remat": lambda: statetx.grad(statetx.remat(run))(1.0),
+    }[inside]
+    before = s.value
+    with pytest.raises(statetx.TraceLeakError, match=r"(?s)State 'total' \(float32\[\].*test_state.py:\d+\).*at .*test_state.py:\d+") as e:
+        call()
+    assert isinstance(e.value, RuntimeError) and not reached
+    assert s.value is before
+
+
+def test_write_under_a_raw_transform_names_it():
+    s = statetx.State(jnp.ones(()))
+
+    def f(x):
+        s.value = s.value * x
+        return s.value
+
+    for name, run in RAW.items():
+        instead = f"(?s)jax's {name} is tracing.*" + (f"use statetx.{name} in place" if hasattr(statetx, name) else "")
+        with pytest.raises(statetx.TraceLeakError, match=instead):
+            run(f)
+    with pytest.raises(statetx.TraceLeakError, match="statetx.grad"):
+        jax.jvp(f, (1.0,), (1.0,))
+
+
+def test_rematerialised_write_under_a_raw_transform_names_the_users_line():
+    s = statetx.State(jnp.ones(()), name="total")
+
+    @statetx.remat
+    def f(x):
+        s.value = s.value * x
+        return s.value
+
+    before = s.value
+    for raw in (jax.jit, jax.grad):
+        with pytest.raises(statetx.TraceLeakError, match=r"State 'total'.*at .*test_state.py:\d+"):
+            raw(f)(2.0)
+        assert s.value is before
+
+
+def test_untraced_write_under_a_raw_transform_is_fine():
+    s = statetx.State(0)
+
+    def f(x):
+        s.value += 1
+        return x**2
+
+    assert jax.grad(f)(3.0) == 6 and s.value == 1
+
+
+def test_state_made_inside_a_raw_transform_is_free():
+    @jax.jit
+    def f(x):
+        s = statetx.State(x)
+        s.value = s.value * 2
+        g = statetx.grad(lambda y: (s.value * y).sum())(x)
+        s.value = s.value + g
+        return s.value
+
+    assert f(3.0) == 12
+    assert jax.grad(f)(3.0) == 4
+
+    @jax.jit
+    def leaks(x):
+        s = statetx.State(x)
+        jax.grad(lambda y: setattr(s, "value", y * s.value) or y)(x)
+        return s.value
+
+    with pytest.raises(statetx.TraceLeakError):
+        leaks(3.0)
+
+
+def test_mutated_container_is_rolled_back_and_published():
+    s = statetx.State({"h": jnp.zeros(2)})
+    before = s.value
+
+    def f(x):
+        s.value["h"] = s.value["h"] + x
+        return (s.value["h"] ** 2).sum()
+
+    expected = jax.grad(lambda x: ((jnp.zeros(2) + x) ** 2).sum())(3.0)
+    assert statetx.grad(statetx.remat(f))(3.0) == expected
+    np.testing.assert_array_equal(s.value["h"], [3, 3])
+    np.testing.assert_array_equal(before["h"], [0, 0])
+
+    def fails(x):
+        s.value["h"] = s.value["h"] * x
+        raise KeyError
+
+    now = s.value
+    with pytest.raises(KeyError):
+        statetx.grad(statetx.remat(fails))(3.0)
+    assert s.value is now
+    np.testing.assert_array_equal(s.value["h"], [3, 3])
+
+
+def test_state_of_another_threads_trace():
+    s = statetx.State(jnp.ones(3), name="shared")
+    seen = []
+
+    def other():
+        try:
+            seen.append(s.value)
+        except statetx.ForeignStateError as e:
+            seen.append(str(e))
+        try:
+            s.value = jnp.zeros(3)
+        except statetx.ForeignStateError as e:
+            seen.append(str(e))
+
+    def f(x):
+        s.value = s.value * x
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return s.value.sum()
+
+    statetx.jit(f)(2.0)
+    assert len(seen) == 2 and all("another thread is running jit(" in m and "shared" in m for m in seen)
+    np.testing.assert_array_equal(s.value, [2, 2, 2])
+
+
+def test_threads_with_states_of_their_own_do_not_see_each_other():
+    def work(results, i):
+        s = statetx.State(jnp.full(3, float(i)))
+
+        @statetx.jit
+        def f(x):
+            s.value = s.value * x
+            return statetx.grad(statetx.remat(lambda y: (jnp.sin(y) * s.value).sum()))(x)
+
+        for _ in range(5):
+            results[i] = (f(jnp.asarray(1.5)), s.value)
+
+    results = {}
+    threads = [threading.Thread(target=work, args=(results, i)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for i in range(4):
+        np.testing.assert_allclose(results[i][1], np.full(3, i * 1.5**5), rtol=1e-6)
+
+
+def test_generator_that_outlives_its_frame():
+    s = statetx.State(jnp.ones(()))
+
+    def gen():
+        yield s.value
+        yield s.value
+
+    def f(x):
+        g = gen()
+        next(g)
+        f.g = g
+        s.value = s.value * x
+        return s.value
+
+    statetx.grad(f)(2.0)
+    assert next(f.g) == 2.0  # reads the state as it is now
+
+
+def test_state_made_inside_and_kept_gets_a_value():
+    class Lazy:
+        def __call__(self, x):
+            if not hasattr(self, "n"):
+                self.n = statetx.State(jnp.zeros(()))
+            self.n.value = self.n.value + x
+            return self.n.value * x
+
+    for wrap in (
+        lambda f: statetx.grad(f),
+        lambda f: statetx.grad(statetx.remat(f)),
+        lambda f: statetx.jit(f),
+        lambda f: statetx.jit(statetx.grad(statetx.remat(f))),
+        lambda f: lambda x: statetx.vjp(f, x),
+    ):
+        lazy = Lazy()
+        f = wrap(lazy)
+        for i in range(1, 4):
+            f(jnp.asarray(2.0))
+            assert float(lazy.n.value) == 2.0 * i
+
+
+def test_state_made_in_a_call_that_failed_says_so():
+    kept = []
+
+    def f(x):
+        kept.append(statetx.State(x * 2))
+        raise KeyError("later")
+
+    with pytest.raises(KeyError):
+        statetx.grad(f)(1.0)
+    with pytest.raises(statetx.StateAccessError, match=r"created inside grad\(.*did not complete"):
+        _ = kept[0].value
+    kept[0].value = 3.0
+    assert kept[0].value == 3.0
+
+
+def test_frames_keep_nothing_alive():
+    s = statetx.State(jnp.ones(3))
+    ref = weakref.ref(s)
+    statetx.grad(statetx.remat(lambda x: (s.value * x).sum()))(1.0)
+    del s
+    gc.collect()
+    assert ref() is None
+    assert _registry.current_frame() is None
