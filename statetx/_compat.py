@@ -78,14 +78,11 @@ def _parents(trace: Any) -> Iterator[Any]:
 
 
 def leaked_tracers(value: Any, anchor: Any | None) -> list[Any]:
-    """Tracers in `value` whose trace was opened inside `anchor` (None: the eager trace) and is still current."""
-    anchor = _eval_trace if anchor is None else anchor
-    if _context.trace is anchor:
-        return []
+    """Tracers in `value` that do not belong to the trace `anchor` (None: the eager one) or to one around it."""
     tracers = [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, Tracer)]
     if not tracers:
         return []
-    outer = {id(_tag(t)) for t in _parents(anchor)}
+    outer = {id(_tag(t)) for t in _parents(_eval_trace if anchor is None else anchor)}
     return [t for t in tracers if id(_tag(t._trace)) not in outer]
 
 

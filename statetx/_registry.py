@@ -213,7 +213,8 @@ class Frame:
     def _check_suspects(self) -> None:
         suspects, self._suspects = self._suspects, []
         for access in suspects:
-            check_write(access.state, access.kind, access.kind.get(access.state), self.trace, access.site)
+            value = access.kind.get(access.state)
+            check_write(access.state, access.kind, value, self.trace, access.site, late=True)
 
     # -- closing --
 
@@ -243,8 +244,16 @@ class Frame:
             kind.bury(state, f"it was created inside {self.name}, which did not complete")
 
 
-def check_write(state: Any, kind: Kind, value: Any, anchor: Any | None, site: str) -> None:
-    """Raise `TraceLeakError` if storing `value` would leave a tracer behind once its trace has ended."""
+def check_write(
+    state: Any, kind: Kind, value: Any, anchor: Any | None, site: str, *, late: bool = False
+) -> None:
+    """Raise `TraceLeakError` if storing `value` leaves a tracer behind once its trace has ended.
+
+    `anchor` is the innermost trace whose tracers the state may hold, None if it may hold none. What is written while
+    that trace is the current one needs no look, unless the look comes `late`.
+    """
+    if not late and anchor is not None and _compat.current_trace() is anchor:
+        return
     leaked = _compat.leaked_tracers(value, anchor)
     if not leaked:
         return

@@ -1,6 +1,7 @@
 """Small stateful programs, each beside a hand-written pure-JAX reference.
 
-A program is a class. An instance holds states and ``step(x)``, which reads and writes them; ``x`` is ``float32[3]``.
+A program is a class. An instance holds states and ``step(x)``, which reads and writes them; ``x`` is ``float[3]``, of the default
+float type: the laws are checked in float64, where a wrong term cannot hide among rounding errors.
 ``ref(values, x) -> (out, values)`` is the same function without states and without statetx, on a dict that maps the
 name of each state to its value. Nothing of a reference may come from the program beside it: a mistake made twice is
 no test.
@@ -20,9 +21,14 @@ import numpy as np
 
 import statetx
 
-X = np.array([0.3, -0.7, 1.1], np.float32)
-W = np.array([[0.5, -0.2, 0.1], [0.3, 0.8, -0.4], [-0.6, 0.2, 0.9]], np.float32)
-U = np.array([[0.1, 0.7, -0.3], [-0.5, 0.4, 0.2], [0.6, -0.1, 0.3]], np.float32)
+X = np.array([0.3, -0.7, 1.1])
+W = np.array([[0.5, -0.2, 0.1], [0.3, 0.8, -0.4], [-0.6, 0.2, 0.9]])
+U = np.array([[0.1, 0.7, -0.3], [-0.5, 0.4, 0.2], [0.6, -0.1, 0.3]])
+
+
+def strong(x: float) -> jax.Array:
+    """An array of the default float type; ``jnp.array(0.5)`` is weakly typed, which a loop must not change."""
+    return jnp.array(np.array(x))
 
 
 class Program:
@@ -159,7 +165,7 @@ class WriteThenRead(Program):
 
     def setup(self):
         self.w = self.Param(jnp.asarray(W))
-        self.s = self.State(jnp.full(3, 7.0))
+        self.s = self.State(jnp.array([7.0, 7.0, 7.0]))
 
     def body(self, x):
         self.s.value = self.w.value @ x
@@ -200,7 +206,7 @@ class DictValued(Program):
     wrt = ("d",)
 
     def setup(self):
-        self.d = self.State({"mean": jnp.array([0.1, 0.2, 0.3]), "scale": jnp.array(1.5)})
+        self.d = self.State({"mean": jnp.array([0.1, 0.2, 0.3]), "scale": strong(1.5)})
 
     def body(self, x):
         d = self.d.value
@@ -218,7 +224,7 @@ class MutatedDict(Program):
     """A state whose dict is changed in place."""
 
     def setup(self):
-        self.d = self.State({"n": jnp.array(1.0), "x": jnp.zeros(3)})
+        self.d = self.State({"n": strong(1.0), "x": jnp.zeros(3)})
 
     def body(self, x):
         self.d.value["x"] = self.d.value["x"] + jnp.sin(x)
@@ -246,7 +252,7 @@ class TupleValued(Program):
     @staticmethod
     def ref(v, x):
         a, _, (n, _) = v["t"]
-        return a * x * n.astype(jnp.float32) + x**2, {"t": (a * jnp.cos(x), "mode", (n + 1, None))}
+        return a * x * n.astype(x.dtype) + x**2, {"t": (a * jnp.cos(x), "mode", (n + 1, None))}
 
 
 class Dropout(Program):
@@ -281,7 +287,7 @@ class _BatchNorm(Program):
     def setup(self):
         self.mean = self.State(jnp.zeros(()))
         self.var = self.State(jnp.ones(()))
-        self.scale = self.Param(jnp.array(1.3))
+        self.scale = self.Param(strong(1.3))
 
     def _norm(self, x, training=True):
         if training:
@@ -346,8 +352,12 @@ class BatchNormStaticArray(_BatchNorm):
     inner = statetx.remat(static_argnames="training")(_BatchNorm._norm)
     counted_from_end = statetx.remat(static_argnums=-1)(_BatchNorm._norm)
 
+    def setup(self):
+        super().setup()
+        self.on, self.off = jnp.array(True), jnp.array(False)
+
     def norm(self, x, training):
-        return self.inner(x, training=jnp.array(True)) if training else self.counted_from_end(x, jnp.array(False))
+        return self.inner(x, training=self.on) if training else self.counted_from_end(x, self.off)
 
 
 class BatchNormAttribute(_BatchNorm):
@@ -392,7 +402,7 @@ class Recursive(Program):
 
     def setup(self):
         self.w = self.Param(jnp.linspace(0.5, 1.5, 5))
-        self.n = self.State(jnp.array(0.0))
+        self.n = self.State(strong(0.0))
 
     def layer(self, i):
         def apply(x):
@@ -429,7 +439,7 @@ class Nested(Program):
     wrt = ("s",)
 
     def setup(self):
-        self.s = self.State(jnp.array(0.7))
+        self.s = self.State(strong(0.7))
         self.n = self.State(jnp.array(0, jnp.int32))
 
     def body(self, x):
@@ -523,7 +533,7 @@ class Discrete(Program):
 
     @staticmethod
     def ref(v, x):
-        y = (jnp.sin(x) if v["flag"] else jnp.cos(x)) * v["i"].astype(jnp.float32)
+        y = (jnp.sin(x) if v["flag"] else jnp.cos(x)) * v["i"].astype(x.dtype)
         return y, {"i": v["i"] + (1 if v["flag"] else 2), "flag": jnp.logical_not(v["flag"])}
 
 
@@ -555,7 +565,7 @@ class Objects(Program):
     """Returns things that are no arrays; the arrays among them are still differentiated."""
 
     def setup(self):
-        self.s = self.State(jnp.array(2.0))
+        self.s = self.State(strong(2.0))
 
     @statetx.remat
     def inner(self, x):
@@ -589,7 +599,7 @@ def _scaled(x):
 
 @_scaled.defjvp
 def _scaled_jvp(primals, tangents):
-    return jnp.sin(primals[0]), 3.0 * jnp.cos(primals[0]) * tangents[0]
+    return _scaled(primals[0]), 3.0 * jnp.cos(primals[0]) * tangents[0]
 
 
 class CustomRules(Program):
@@ -647,7 +657,7 @@ class Branches(Program):
 
     def setup(self):
         self.w = self.Param(jnp.array([0.3, 0.6, 0.9]))
-        self.s = self.State(jnp.array(1.0))
+        self.s = self.State(strong(1.0))
 
     def body(self, x):
         y = jax.lax.cond(self.s.value > 2, lambda z: z * self.w.value, lambda z: z - self.w.value**2, x)

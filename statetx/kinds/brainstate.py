@@ -39,8 +39,8 @@ class _Observer(brainstate.StateTraceStack):
             self.frame.touch(state, self.kind, writing=False)
 
     def write_its_value(self, state: brainstate.State) -> None:
-        # A frame further out has not been written through before the transform inside it publishes the value.
-        innermost = self.frame is _registry.current_frame()
+        # For a frame further out it is no write before the transform inside it, ours or brainstate's, publishes it.
+        innermost = _context.state_stack[-1] is self
         access = self.frame.accesses.get(id(state))
         if access is None:
             access = self.frame.touch(state, self.kind, writing=innermost)

@@ -1,0 +1,132 @@
+"""What the benchmarks share: interleaved timing, the environment, tables, and where results go."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from statetx._text import format_table
+
+Samples = dict[str, list[float]]
+
+
+def parse_args(doc: str, **more: Any) -> argparse.Namespace:
+    """The options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke test: few repeats, small sizes")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the results, with every sample, to OUT")
+    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="renew this benchmark's section in PAGE")
+    for flag, options in more.items():
+        parser.add_argument(f"--{flag}", **options)
+    return parser.parse_args()
+
+
+# -- timing ----------------------------------------------------------------------------------------------------
+
+
+def interleave(contestants: dict[str, Callable[[], float]], rounds: int, warmup: int = 1) -> Samples:
+    """Let each contestant give one sample a round, for so many rounds, each round starting with another one.
+
+    What disturbs the machine for a while then disturbs all of them, and ratios within a round stay meaningful. The
+    garbage collector runs between samples and not during them.
+    """
+    names = list(contestants)
+    samples: Samples = {name: [] for name in names}
+    for n in range(-warmup, rounds):
+        shift = n % len(names)
+        for name in names[shift:] + names[:shift]:
+            gc.collect()
+            gc.disable()
+            try:
+                seconds = contestants[name]()
+            finally:
+                gc.enable()
+            if n >= 0:
+                samples[name].append(seconds)
+        if sys.stderr.isatty():
+            print(f"\rround {max(n + 1, 0)} of {rounds} ", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print("\r" + " " * 30 + "\r", end="", file=sys.stderr, flush=True)
+    return samples
+
+
+def summary(samples: Sequence[float]) -> dict[str, float]:
+    """Minimum, quartiles and median."""
+    low, mid, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else [samples[0]] * 3
+    return {"min": min(samples), "q1": low, "median": mid, "q3": high, "n": len(samples)}
+
+
+def ratios(samples: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
+    """`summary` of the ratios within each round, and the ratio of the two minima."""
+    paired = summary([a / b for a, b in zip(samples, baseline, strict=True)])
+    return {**paired, "of_min": min(samples) / min(baseline)}
+
+
+# -- results ---------------------------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, Any]:
+    """What the numbers depend on."""
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "brainstate")}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        **versions,
+        "backend": jax.default_backend(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+
+
+def header(env: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in env.items())
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, with rich if there is rich; every column but the first is flush right."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(f"\n{title}\n{format_table(columns, rows, right=columns[1:])}")
+        return
+    table = Table(title=title, title_justify="left")
+    for n, column in enumerate(columns):
+        table.add_column(column, justify="left" if n == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    width = None if sys.stdout.isatty() else 160
+    Console(width=width).print(table)
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    rule = ["---"] + ["--:"] * (len(columns) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (columns, rule, *rows))
+
+
+def write_json(path: Path, env: dict[str, Any], results: dict[str, Any]) -> None:
+    path.write_text(json.dumps({"environment": env, **results}, indent=1) + "\n")
+
+
+def renew_section(page: Path, name: str, text: str) -> None:
+    """Replace what stands between ``<!-- name -->`` and ``<!-- end name -->`` in a page."""
+    start, end = f"<!-- {name} -->", f"<!-- end {name} -->"
+    pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
+    section = f"{start}\n{text}\n{end}"
+    renewed, found = pattern.subn(lambda _: section, page.read_text())
+    if not found:
+        sys.exit(f"{page.name} has no section marked {start}")
+    page.write_text(renewed)

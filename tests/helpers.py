@@ -1,0 +1,33 @@
+"""Counting what must not happen too often."""
+
+import contextlib
+
+import jax
+
+
+class Counted:
+    """A function that counts the runs of its Python body."""
+
+    def __init__(self, fun):
+        self.fun = fun
+        self.runs = 0
+
+    def __call__(self, *args, **kwargs):
+        self.runs += 1
+        return self.fun(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def compilations():
+    """A list that receives the event of each program that XLA compiles in the block."""
+    events = []
+
+    def listener(event, duration, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(kwargs.get("fun_name", event))
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)

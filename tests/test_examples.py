@@ -1,0 +1,129 @@
+"""The examples run as a user runs them: a script, seen through its files and streams."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "train_long_sequence.py"
+TINY = ("--seq", "64", "--steps", "2", "--hidden", "8", "--batch", "2")
+RUNS = ["without remat", "with remat"]
+
+
+def train(*arguments, out):
+    """Run the main job; `out` may be a path that does not exist."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    # A wide terminal without colours: the table's rows come as they are, one line each.
+    env = os.environ | {"PYTHONPATH": path, "PYTHONUTF8": "1", "COLUMNS": "120", "TERM": "dumb"}
+    command = [sys.executable, str(SCRIPT), "--out", str(out), *arguments]
+    options = {"capture_output": True, "encoding": "utf-8", "timeout": 300}
+    return subprocess.run(command, env=env, cwd=out.parent, **options)
+
+
+def results_of(run, out):
+    assert run.returncode == 0, run.stderr
+    return json.loads((out / "results.json").read_text())
+
+
+@pytest.mark.parametrize("cell", ["gru", "lif"])
+def test_both_runs_agree_and_remat_takes_less_memory(cell, tmp_path):
+    out = tmp_path / "new" / "folder"
+    out.parent.mkdir()
+    run = train(*TINY, "--cell", cell, out=out)
+    results = results_of(run, out)
+
+    plain, remat = (results["runs"][name] for name in RUNS)
+    assert len(plain["losses"]) == len(remat["losses"]) == 2
+    # The second loss depends on the first step's gradients and on the optimiser's state.
+    assert plain["losses"][0] != plain["losses"][1]
+    assert remat["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert results["comparison"]["loss_difference"] < 1e-5
+    # Adam moves a weight by about --lr (0.003) a step, so equal to 1e-5 is the same path, not no path.
+    assert results["comparison"]["weight_difference"] < 1e-5
+    # Less than the eight times of 2,048 steps: at 64, sqrt(T) is not yet small against T.
+    assert results["comparison"]["memory_ratio"] > 2
+    # Four weights of the GRU model, three of the LIF model; one hidden state, or two; the optimiser's.
+    assert plain["states_written"] == remat["states_written"] == 6
+
+    assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    table = {line.split("│")[1].strip(): line for line in run.stdout.splitlines() if line.startswith("│")}
+    for name in RUNS:
+        assert name in run.stdout
+        assert f"{results['runs'][name]['temporary_bytes'] / 2**20:.3f} MiB" in table["temporary memory"]
+        assert f"{results['runs'][name]['final_loss']:.6f}" in table["final loss, nats/character"]
+    assert f"1 / {results['comparison']['memory_ratio']:.1f}" in table["temporary memory"]
+
+
+def test_a_length_that_no_chunk_divides_loses_no_step(tmp_path):
+    # 67 is prime: the last chunk is a shorter one.
+    comparison = results_of(train(*TINY, "--seq", "67", out=tmp_path), tmp_path)["comparison"]
+    assert comparison["loss_difference"] < 1e-5
+    assert comparison["weight_difference"] < 1e-5
+
+
+def test_the_policy_reaches_remat(tmp_path):
+    # Without a policy the ratio is above two, see the first test.
+    run = train(*TINY, "--policy", "everything_saveable", out=tmp_path)
+    comparison = results_of(run, tmp_path)["comparison"]
+    assert comparison["loss_difference"] < 1e-5
+    assert comparison["memory_ratio"] < 1.5
+
+
+@pytest.mark.parametrize(("flag", "name"), [("--remat", "with remat"), ("--no-remat", "without remat")])
+def test_one_run_alone(flag, name, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Ein Zug führt über Gräben. " * 10, encoding="utf-8")
+    results = results_of(train(*TINY, flag, "--text", str(text), out=tmp_path), tmp_path)
+    assert list(results["runs"]) == [name] and results["comparison"] is None
+    assert (tmp_path / "comparison.png").exists()
+
+
+def assert_one_line(error, named):
+    assert error.count("\n") == 1 and named in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "bad", ["--steps 0", "--cell nope", "--text missing.txt", "--policy nope", "--no-remat --lr 1e30"]
+)
+def test_bad_input_ends_in_one_line_and_status_2(bad, tmp_path):
+    run = train(*TINY, *bad.split(), out=tmp_path / "out")
+    assert run.returncode == 2
+    assert_one_line(run.stderr, named="lower --lr" if "--lr" in bad else bad.split()[-1])
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ("--batch two", "--batch"),
+        ("--lr nan", "--lr"),
+        ("--seed -1", "--seed"),
+        ("--policy save_only_these_names", "save_only_these_names"),  # it needs names
+        ("--text .", "directory"),
+        ("--text latin1.txt", "utf-8"),
+        ("--text short.txt", "at least 65 characters"),
+        ("--out short.txt", "short.txt"),
+        ("--unknown", "--unknown"),
+    ],
+)
+def test_more_bad_input_in_this_process(bad, named, tmp_path, monkeypatch, capsys):
+    (tmp_path / "latin1.txt").write_bytes("für ".encode("latin-1") * 100)
+    (tmp_path / "short.txt").write_text("short")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *TINY, *bad.split()])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert exit.value.code == 2
+    assert_one_line(capsys.readouterr().err, named)
+
+
+def test_help_lists_the_options(tmp_path):
+    run = train("--help", out=tmp_path)
+    assert run.returncode == 0
+    for option in "steps seq batch hidden cell remat no-remat policy lr text seed out".split():
+        assert f"--{option}" in run.stdout

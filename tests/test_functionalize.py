@@ -1,0 +1,121 @@
+"""`trace_states` and `functionalize`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from helpers import Counted
+
+
+class Cell:
+    def __init__(self):
+        self.w = statetx.Param(jnp.eye(3))
+        self.h = statetx.State(jnp.zeros(3))
+        self.log = statetx.State({"n": jnp.zeros((), jnp.int32), "tag": "t"})
+        self.mode = statetx.State("on")
+        self.unused = statetx.State(1.0)
+
+    def step(self, x):
+        if self.mode.value == "on":
+            self.h.value = jnp.tanh(self.w.value @ x + self.h.value)
+        self.log.value = {**self.log.value, "n": self.log.value["n"] + 1}
+        return self.h.value.sum()
+
+
+X = jnp.array([0.1, 0.2, 0.3])
+
+
+def test_trace_reports_reads_writes_and_creations_and_runs_nothing():
+    cell = Cell()
+    before = {p: s.value for p, s in statetx.states(cell).items()}
+
+    def f(x):
+        out = cell.step(x)
+        f.kept = statetx.State(out)
+        write_only.value = out
+        return out
+
+    write_only = statetx.State(jnp.zeros(()), name="write_only")
+    count = Counted(f)
+    trace = statetx.trace_states(count)(jax.ShapeDtypeStruct((3,), jnp.float32))
+    assert count.runs == 1
+    assert list(trace.reads) == ["fun.cell.mode", "fun.cell.w", "fun.cell.h", "fun.cell.log"]
+    assert list(trace.writes) == ["fun.cell.h", "fun.cell.log", "fun.write_only"]
+    assert trace.writes["fun.cell.h"] is cell.h and len(trace.created) == 1
+    assert all(s.value is before[p] for p, s in statetx.states(cell).items())
+
+
+def test_trace_table():
+    trace = statetx.trace_states(Cell().step)(X)
+    assert str(trace).splitlines()[0] == "step: 4 states, 52 B; 4 read, 2 written"
+    rows = {r.path: r for r in trace}
+    assert len(trace) == 4 and rows["w"].bytes == 36 and rows["w"].kind == "Param" and not rows["w"].written
+    assert rows["log"].type == "{'n': int32[], 'tag': str}" and rows["log"].written and rows["log"].read
+    header, rule, *lines = str(trace).splitlines()[1:]
+    assert header.split() == ["path", "kind", "shape", "and", "dtype", "bytes", "read", "written", "created"]
+    assert len(lines) == 4 and set(rule) <= {"-", " "}
+    assert str(statetx.trace_states(lambda: 1)()).endswith("no states")
+
+
+def test_trace_table_in_rich():
+    rich_console = pytest.importorskip("rich.console")
+    console = rich_console.Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(statetx.trace_states(Cell().step)(X))
+    assert "float32[3,3]" in console.export_text()
+    console.file.close()
+
+
+def test_functionalize_under_every_plain_transform():
+    cell, reference = Cell(), Cell()
+    pure = statetx.functionalize(cell.step)
+    values = pure.values(X)
+    assert list(values) == ["w", "h", "log"]  # the mode is read and holds no number: it counts as it is
+    arrays = {k: v for k, v in values.items() if k != "log"} | {"log": values["log"]}
+    out, new = pure(arrays, X)
+    expected = reference.step(X)
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(new["h"], reference.h.value)
+    assert cell.h.value is values["h"] and int(new["log"]["n"]) == 1 and int(cell.log.value["n"]) == 0
+
+    def loss(w, x):
+        return pure({**values, "w": w}, x)[0]
+
+    g = jax.grad(loss)(jnp.eye(3), X)
+    ref = jax.grad(lambda w, x: jnp.tanh(w @ x).sum())(jnp.eye(3), X)
+    np.testing.assert_allclose(g, ref, rtol=1e-6)
+    batch = jnp.stack([X, 2 * X])
+    np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(jnp.eye(3), batch)[0], ref, rtol=1e-6)
+    carry, _ = jax.lax.scan(
+        lambda h, x: (pure({**values, "h": h}, x)[1]["h"], None), jnp.zeros(3), jnp.stack([X, X, X])
+    )
+    for _ in range(2):
+        reference.step(X)
+    np.testing.assert_allclose(carry, reference.h.value, rtol=1e-6)
+    assert cell.h.value is values["h"]
+
+
+def test_functionalize_can_be_put_back():
+    cell = Cell()
+    pure = statetx.functionalize(cell.step)
+    _, new = pure(pure.values(X), X)
+    for path, state in pure.states(X).items():
+        state.value = new[path]
+    assert int(cell.log.value["n"]) == 1
+
+
+def test_functionalize_mistakes():
+    cell = Cell()
+    pure = statetx.functionalize(cell.step)
+    values = pure.values(X)
+    with pytest.raises(statetx.StateAccessError, match=r"touched State 'h' .*which the given values do not hold"):
+        pure({k: v for k, v in values.items() if k != "h"}, X)
+    with pytest.raises(statetx.StateAccessError, match="has the path 'v'. Known paths: w, h, log"):
+        pure({**values, "v": 1.0}, X)
+    with pytest.raises(TypeError, match=r"is the dict that .values\(\*args\)"):
+        pure(X)
+    kept = []
+    make = statetx.functionalize(lambda x: kept.append(statetx.State(x)))
+    with pytest.raises(statetx.CreatedStateError, match="create the state before the call"):
+        make(make.values(1.0), 1.0)

@@ -1,0 +1,188 @@
+"""`grad`, `value_and_grad`, `vjp`: structures, auxiliary data, what is refused. The laws are in `test_laws.py`."""
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from helpers import Counted
+
+A, B = jnp.array([1.0, -2.0]), jnp.array([[0.5, 1.0], [2.0, -1.0]])
+
+
+class Model:
+    def __init__(self):
+        self.a = statetx.Param(A)
+        self.b = statetx.Param({"m": B, "s": 3.0})
+        self.n = statetx.State(0)
+
+    def loss(self, x, y=1.0):
+        self.n.value += 1
+        b = self.b.value
+        return jnp.sum(jnp.sin(b["m"] @ (self.a.value * x))) * b["s"] * y
+
+
+def reference(a, b, x, y=1.0):
+    return jnp.sum(jnp.sin(b["m"] @ (a * x))) * b["s"] * y
+
+
+X = jnp.array([0.3, 0.9])
+GA, GB, GX, GY = jax.grad(reference, (0, 1, 2, 3))(A, {"m": B, "s": 3.0}, X, 1.0)
+
+
+def close(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), actual, expected)
+
+
+def test_gradients_come_in_the_structure_asked_for():
+    m = Model()
+    close(statetx.grad(m.loss)(X), GX)
+    close(statetx.grad(m.loss, argnums=(0, 1))(X, 1.0), (GX, GY))
+    close(statetx.grad(m.loss, argnums=-1)(X, 1.0), GY)
+    close(statetx.grad(m.loss, wrt=m.a)(X), GA)
+    close(statetx.grad(m.loss, wrt=m.b)(X), GB)
+    close(statetx.grad(m.loss, wrt=[m.b, m.a])(X), [GB, GA])
+    close(statetx.grad(m.loss, wrt={"k": m.a, "deep": (m.b,)})(X), {"k": GA, "deep": (GB,)})
+    close(statetx.grad(m.loss, wrt=statetx.states(m, statetx.Param))(X), {"a": GA, "b": GB})
+    close(statetx.grad(m.loss, argnums=0, wrt=m.a)(X), (GA, GX))
+    close(statetx.grad(m.loss, argnums=(1, 0), wrt=[m.a])(X, 1.0), ([GA], (GY, GX)))
+    assert m.n.value == 10
+
+
+@pytest.mark.parametrize("filter", [statetx.Param, "[ab]", ["a", "b"], lambda path, s: path != "n"])
+def test_filters_select_among_the_states_in_reach(filter):
+    m = Model()
+    close(statetx.grad(m.loss, wrt=filter)(X), {"a": GA, "b": GB})
+    named = statetx.grad(lambda x: m.loss(x), wrt=statetx.Param)(X)
+    close(named, {"m.a": GA, "m.b": GB})
+    passed = statetx.grad(lambda model, x: model.loss(x), wrt=statetx.Param)(m, X)
+    close(passed, {"model.a": GA, "model.b": GB})
+
+
+def test_value_and_aux():
+    m = Model()
+
+    def f(x):
+        return m.loss(x), {"label": "aux", "twice": 2 * x, "n": m.n.value}
+
+    value = reference(A, {"m": B, "s": 3.0}, X)
+    v, g = statetx.value_and_grad(m.loss, wrt=m.a)(X)
+    close((v, g), (value, GA))
+    (v, aux), g = statetx.value_and_grad(f, has_aux=True)(X)
+    close((v, g), (value, GX))
+    assert aux["label"] == "aux" and aux["n"] == 2
+    np.testing.assert_array_equal(aux["twice"], 2 * X)
+    g, aux = statetx.grad(f, wrt=m.a, has_aux=True)(X)
+    close(g, GA)
+
+
+def test_as_decorators():
+    n = statetx.State(0)
+
+    @statetx.grad
+    def f(x):
+        n.value += 1
+        return x**2
+
+    @statetx.value_and_grad(argnums=1, has_aux=True)
+    def g(x, y):
+        return x * y, x
+
+    assert f(3.0) == 6 and n.value == 1
+    assert g(3.0, 2.0) == ((6.0, 3.0), 3.0)
+
+    class M:
+        w = statetx.Param(2.0)
+
+        @statetx.grad(argnums=1)
+        def slope(self, x):
+            return self.w.value * x
+
+    assert M().slope(1.0) == 2.0
+
+
+def test_state_written_before_it_is_differentiated_through():
+    s = statetx.State(jnp.asarray(0.7))
+
+    def f(x):
+        s.value = jnp.sin(s.value) * x
+        return s.value**2
+
+    gs, gx = statetx.grad(f, argnums=0, wrt=s)(1.3)
+    es, ex = jax.grad(lambda s, x: (jnp.sin(s) * x) ** 2, (0, 1))(0.7, 1.3)
+    close((gs, gx), (es, ex))
+    np.testing.assert_allclose(s.value, np.sin(0.7) * 1.3, rtol=1e-6)
+
+
+def test_untouched_target_has_zero_gradient():
+    s = statetx.Param(jnp.ones(3))
+    close(statetx.grad(lambda x: x**2, wrt=s)(2.0), jnp.zeros(3))
+
+
+def test_what_cannot_be_differentiated():
+    m = Model()
+    with pytest.raises(statetx.StateValueError, match=r"State \(int, made at .*floating-point"):
+        statetx.grad(m.loss, wrt=m.n)(X)
+    with pytest.raises(statetx.StateFilterError, match=r"selects no state.*a \(Param\), b \(Param\), n \(State\)"):
+        statetx.grad(m.loss, wrt="w*")(X)
+    with pytest.raises(statetx.StateFilterError, match="wrt= holds a float, which is no state"):
+        statetx.grad(m.loss, wrt=[3.0])(X)
+    with pytest.raises(statetx.StateFilterError, match="wrt= is empty"):
+        statetx.grad(m.loss, wrt=[])(X)
+    with pytest.raises(statetx.StateValueError, match="a str, which is no array"):
+        statetx.grad(m.loss, wrt=statetx.State("text"))(X)
+    with pytest.raises(ValueError, match="argnums=3 asks for argument 3, and Model.loss was called with 1"):
+        statetx.grad(m.loss, argnums=3)(X)
+    with pytest.raises(TypeError, match="must return a pair"):
+        statetx.grad(m.loss, has_aux=True)(X)
+    n, values = m.n.value, (m.a.value, m.b.value)
+    with pytest.raises(TypeError, match="scalar-output"):
+        statetx.grad(lambda x: (m.loss(x), x)[1])(X)
+    assert m.n.value == n and m.a.value is values[0] and m.b.value is values[1]
+
+
+def test_vjp():
+    m = Model()
+    count = Counted(lambda x, y: {"out": m.loss(x) * y, "x": x * y, "tag": "t"})
+    out, pullback = statetx.vjp(count, X, 2.0)
+    expected, reference_pullback = jax.vjp(
+        lambda x, y: {"out": reference(A, {"m": B, "s": 3.0}, x) * y, "x": x * y}, X, 2.0
+    )
+    assert out["tag"] == "t"
+    close({k: out[k] for k in ("out", "x")}, expected)
+    for scale in (1.0, 3.0):
+        cotangent = {"out": jnp.float32(scale), "x": X * scale}
+        close(pullback({**cotangent, "tag": "t"}), reference_pullback(cotangent))
+    assert count.runs == 1 and m.n.value == 1
+    with pytest.raises(TypeError, match="needs a cotangent in the structure"):
+        pullback(1.0)
+
+
+def test_vjp_with_states_and_aux():
+    m = Model()
+    out, pullback, aux = statetx.vjp(lambda x: (m.loss(x), m.n.value), X, wrt={"a": m.a}, has_aux=True)
+    of_states, (of_x,) = pullback(1.0)
+    close(of_states, {"a": GA})
+    close(of_x, GX)
+    assert aux == 1
+
+
+def test_brainstate_targets():
+    net = brainstate.nn.Linear(2, 3)
+    w = statetx.states(net, brainstate.ParamState)
+    grads = statetx.grad(lambda x: (net(x) ** 2).sum(), wrt=w)(X)
+    expected = brainstate.transform.grad(lambda x: (net(x) ** 2).sum(), w)(X)
+    close(grads, expected)
+
+
+def test_integer_arguments_pass_when_not_differentiated():
+    s = statetx.State(jnp.zeros((), jnp.int32))
+
+    def f(x, n, mode):
+        s.value = s.value + n
+        return x ** int(n) if mode == "power" else x
+
+    assert float(statetx.grad(f)(2.0, 3, "power")) == 12.0 and int(s.value) == 3

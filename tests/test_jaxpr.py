@@ -1,0 +1,173 @@
+"""The table of structures: what is alike, what is not, and that it holds no values."""
+
+import gc
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from statetx import _compat
+from statetx._jaxpr import Body, Table, table
+from statetx._lift import stage
+
+X = jnp.arange(3.0)
+
+
+def body_of(f, *args):
+    avals = [_compat.abstract(x) for x in args]
+    return stage(lambda *xs: ([f(*xs)], None), avals, kind="test", name="f")[0]
+
+
+def alike(f, g, *args, other=None):
+    a, b = body_of(f, *args), body_of(g, *(other or args))
+    assert hash(a.key) == hash(b.key) or a.key != b.key
+    return a.key is not None and a.key == b.key
+
+
+TWICE, SCALAR, OTHER = 2 * X, jnp.asarray(2.0), jnp.asarray(3.0)
+BIG, BIG2 = jnp.ones((64, 64)), jnp.zeros((64, 64))
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (lambda x: jnp.sin(x) * 2, lambda y: jnp.sin(y) * 2),
+        (lambda x: x + X, lambda x: x + TWICE),  # constants are operands
+        (lambda x: x * SCALAR, lambda x: x * OTHER),  # scalar arrays too
+        (lambda x: jax.nn.relu(x), lambda x: jax.nn.relu(x)),  # a custom derivative rule of JAX's own
+        (lambda x: jax.nn.silu(jax.nn.softmax(x)), lambda x: jax.nn.silu(jax.nn.softmax(x))),
+        (lambda x: jax.checkpoint(jnp.sin)(x), lambda x: jax.checkpoint(jnp.sin)(x)),
+        (lambda x: jax.lax.scan(lambda c, v: (c + v, None), 0.0, x)[0],) * 2,
+    ],
+)
+def test_alike(pair):
+    assert alike(*pair, X)
+
+
+def with_rule(k):
+    @jax.custom_jvp
+    def f(x):
+        return jnp.sin(x)
+
+    f.defjvps(lambda t, out, x: k * t)
+    return f
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (lambda x: x * 2, lambda x: x * 3),
+        (lambda x: x * 0.0, lambda x: x * -0.0),
+        (lambda x: x + 1, lambda x: x + 1.5),
+        (lambda x: jnp.sin(x), lambda x: jnp.cos(x)),
+        (lambda x: x.sum(), lambda x: x.sum(keepdims=True)),
+        (lambda x: (x * 2) - x, lambda x: x - (x * 2)),
+        (lambda x: x.astype(jnp.bfloat16), lambda x: x.astype(jnp.float16)),
+        (with_rule(1.0), with_rule(2.0)),  # the same lines, another closure
+        (lambda x: x + BIG[0, 0], lambda x: x + BIG[0, 1]),
+        (lambda x: jax.lax.scan(lambda c, v: (c + v, None), 0.0, x)[0],
+         lambda x: jax.lax.scan(lambda c, v: (c - v, None), 0.0, x)[0]),
+        (lambda x: jax.jit(lambda y: y * 2)(x), lambda x: jax.jit(lambda y: y * 3)(x)),
+    ],
+)
+def test_unlike(pair):
+    assert not alike(*pair, X)
+
+
+def test_unlike_types_and_settings():
+    def f(x):
+        return x @ x
+
+    square = jnp.ones((3, 3))
+    assert not alike(f, f, square, other=(square.astype(jnp.bfloat16),))
+    assert not alike(jnp.sin, jnp.sin, 1.0, other=(jnp.float32(1.0),))  # weak and strong
+    a = body_of(f, square)
+    with jax.default_matmul_precision("highest"):
+        assert body_of(f, square).key != a.key
+    with jax.named_scope("outer"):
+        assert body_of(f, square).key == a.key
+
+    def scoped(x):
+        with jax.named_scope("inner"):
+            return x @ x
+
+    assert body_of(scoped, square).key != a.key  # names in profiles and HLO must stay right
+
+
+def test_rule_of_the_users_own_is_never_shared():
+    f = with_rule(1.0)
+    assert not alike(f, f, X)
+
+
+def test_evaluates_to_the_function():
+    b = body_of(lambda x: jnp.sin(x) * BIG2[0, :3] + jnp.asarray(4.0), X)
+    np.testing.assert_array_equal(b(b.operands, X)[0], jnp.full(3, 4.0))
+    assert not b.jaxpr.constvars
+    assert not any(isinstance(v, _compat.Literal) and isinstance(v.val, jax.Array) for e in b.jaxpr.eqns for v in e.invars)
+
+
+def test_keeps_one_function_and_no_values():
+    t = Table(size=8)
+    const, other = jnp.ones(5), jnp.zeros(5)
+    ref = weakref.ref(const)
+    body = body_of(lambda x: x.sum() + const, X)
+    kept = t.get(body, "use", lambda b: lambda *a: b(*a))
+    again = t.get(body_of(lambda x: x.sum() + other, X), "use", lambda b: pytest.fail("built again"))
+    assert again is kept and (t.hits, t.misses, len(t)) == (1, 1, 1)
+    assert t.get(body, "other use", lambda b: 3) == 3
+    del body, const
+    gc.collect()
+    assert ref() is None
+
+
+def test_is_bounded():
+    t = Table(size=4)
+    for k in range(20):
+        t.get(body_of(lambda x, k=k: x * k, X), "use", lambda b: b)
+    assert len(t) == 4
+    t.clear()
+    assert len(t) == 0 and "0 of 4 kept" in repr(t)
+
+
+def test_threads_share_it():
+    t, found = Table(size=64), []
+
+    def work():
+        for k in range(10):
+            found.append((k, t.get(body_of(lambda x, k=k: x * k, X), "use", lambda b: object())))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for k in range(10):
+        assert len({id(f) for j, f in found if j == k}) == 1
+
+
+def test_layers_that_are_alike_share_the_rematerialised_function():
+    class Block:
+        def __init__(self, seed):
+            self.w = statetx.Param(jax.random.normal(jax.random.key(seed), (4, 4)) * 0.3)
+            self.n = statetx.State(jnp.zeros((), jnp.int32))
+
+        @statetx.remat
+        def __call__(self, x):
+            self.n.value += 1
+            return jax.nn.relu(self.w.value @ x)
+
+    blocks = [Block(i) for i in range(6)]
+
+    def loss(x):
+        for b in blocks:
+            x = b(x)
+        return x.sum()
+
+    table.clear()
+    statetx.jit(statetx.grad(loss)).lower(jnp.ones(4))
+    assert (table.hits, table.misses) == (5, 1)
+    assert isinstance(body_of(lambda x: x, X), Body)
