@@ -11,6 +11,7 @@ import platform
 import re
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -20,42 +21,57 @@ import jax
 
 from statetx._text import format_table
 
-Samples = dict[str, list[float]]
-
 
 def parse_args(doc: str, **more: Any) -> argparse.Namespace:
     """The options that every benchmark has."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke test: few repeats, small sizes")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the results, with every sample, to OUT")
-    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="renew this benchmark's section in PAGE")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write results and samples to OUT")
+    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="renew our section in PAGE")
     for flag, options in more.items():
         parser.add_argument(f"--{flag}", **options)
     return parser.parse_args()
 
 
-# -- timing ----------------------------------------------------------------------------------------------------
+# -- timing ---------------------------------------------------------------------------------------------
+
+Sample = dict[str, float]  # seconds by what they were spent on
 
 
-def interleave(contestants: dict[str, Callable[[], float]], rounds: int, warmup: int = 1) -> Samples:
-    """Let each contestant give one sample a round, for so many rounds, each round starting with another one.
+class Stopwatch:
+    """Seconds of the wall clock and of this process's CPU time since it was made.
 
-    What disturbs the machine for a while then disturbs all of them, and ratios within a round stay meaningful. The
-    garbage collector runs between samples and not during them.
+    CPU time does not grow while the process waits for a core that other jobs use, so it is the steadier of the two
+    on a shared machine.
+    """
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def read(self) -> Sample:
+        cpu, wall = time.process_time(), time.perf_counter()
+        return {"wall": wall - self._wall, "cpu": cpu - self._cpu}
+
+
+def interleave(contestants: dict[str, Callable[[], Sample]], rounds: int, warmup: int = 1) -> dict[str, list[Sample]]:
+    """Let each contestant give one sample a round; each round starts with another one.
+
+    What disturbs the machine for a while then disturbs all of them, and ratios within a round stay meaningful.
+    The garbage collector runs between samples and not during them.
     """
     names = list(contestants)
-    samples: Samples = {name: [] for name in names}
+    samples: dict[str, list[Sample]] = {name: [] for name in names}
     for n in range(-warmup, rounds):
         shift = n % len(names)
         for name in names[shift:] + names[:shift]:
             gc.collect()
             gc.disable()
             try:
-                seconds = contestants[name]()
+                sample = contestants[name]()
             finally:
                 gc.enable()
             if n >= 0:
-                samples[name].append(seconds)
+                samples[name].append(sample)
         if sys.stderr.isatty():
             print(f"\rround {max(n + 1, 0)} of {rounds} ", end="", file=sys.stderr, flush=True)
     if sys.stderr.isatty():
@@ -63,19 +79,34 @@ def interleave(contestants: dict[str, Callable[[], float]], rounds: int, warmup:
     return samples
 
 
-def summary(samples: Sequence[float]) -> dict[str, float]:
+def summary(values: Sequence[float]) -> dict[str, float]:
     """Minimum, quartiles and median."""
-    low, mid, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else [samples[0]] * 3
-    return {"min": min(samples), "q1": low, "median": mid, "q3": high, "n": len(samples)}
+    low, mid, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return {"min": min(values), "q1": low, "median": mid, "q3": high, "n": len(values)}
 
 
-def ratios(samples: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
-    """`summary` of the ratios within each round, and the ratio of the two minima."""
-    paired = summary([a / b for a, b in zip(samples, baseline, strict=True)])
-    return {**paired, "of_min": min(samples) / min(baseline)}
+def summaries(samples: Sequence[Sample], baseline: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """`summary` of each thing measured; of each that the baseline measures too, that of the ratio within a round.
+
+    The latter also holds ``of_min``, the ratio of the two minima.
+    """
+    result = {}
+    for what in samples[0]:
+        values = [s[what] for s in samples]
+        result[what] = summary(values)
+        if what in baseline[0]:
+            others = [s[what] for s in baseline]
+            paired = summary([a / b for a, b in zip(values, others, strict=True)])
+            result[f"{what}_ratio"] = {**paired, "of_min": min(values) / min(others)}
+    return result
 
 
-# -- results ---------------------------------------------------------------------------------------------------
+def spread(s: dict[str, float], unit: float, digits: int) -> str:
+    """The middle half of the samples."""
+    return f"{unit * s['q1']:.{digits}f} to {unit * s['q3']:.{digits}f}"
+
+
+# -- results --------------------------------------------------------------------------------------------
 
 
 def environment() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import jax
+import jax.core
 import jax.extend.core as jex_core
 from jax._src import config as _config
 from jax._src import core as _core
@@ -86,8 +87,17 @@ def leaked_tracers(value: Any, anchor: Any | None) -> list[Any]:
     return [t for t in tracers if id(_tag(t._trace)) not in outer]
 
 
-_TRANSFORM_OF_TRACE = {"JVPTrace": "grad", "LinearizeTrace": "grad", "BatchTrace": "vmap", "ShardMapTrace": "shard_map"}
-_TRANSFORM_OF_BODY = {"while_body": "while_loop", "while_cond": "while_loop", "checkpoint / remat": "checkpoint"}
+_TRANSFORM_OF_TRACE = {
+    "JVPTrace": "grad",
+    "LinearizeTrace": "grad",
+    "BatchTrace": "vmap",
+    "ShardMapTrace": "shard_map",
+}
+_TRANSFORM_OF_BODY = {
+    "while_body": "while_loop",
+    "while_cond": "while_loop",
+    "checkpoint / remat": "checkpoint",
+}
 
 
 def transform_name(trace: Any) -> str:
@@ -105,6 +115,11 @@ def in_loop_body() -> bool:
     """Whether the current trace is, itself, that of a loop body (and not of a transform inside one)."""
     info = getattr(getattr(_context.trace, "frame", None), "debug_info", None)
     return info is not None and info.traced_for in _LOOP_BODIES
+
+
+def is_jit_disabled() -> bool:
+    """Whether `jax.disable_jit` is in force."""
+    return _config.disable_jit.value
 
 
 def trace_context() -> Any:

@@ -186,6 +186,8 @@ class Wrapper:
     reference where a module variable or class attribute names it, else by its parts.
     """
 
+    __qualname__: str
+
     def __init__(self, fun: Callable, options: dict[str, Any]):
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
@@ -240,5 +242,15 @@ def frame_for(name: str, fun: Callable, **hooks: Any) -> Frame:
     return Frame(f"{name}({name_of(fun)})", **hooks)
 
 
-__all__ = ["Frame", "Input", "Lifting", "Outcome", "Wrapper", "as_decorator", "frame_for", "is_traced", "name_of"]
+__all__ = [
+    "Frame",
+    "Input",
+    "Lifting",
+    "Outcome",
+    "Wrapper",
+    "as_decorator",
+    "frame_for",
+    "is_traced",
+    "name_of",
+]
 __all__ += ["pack", "stage", "_registry"]

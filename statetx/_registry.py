@@ -244,9 +244,7 @@ class Frame:
             kind.bury(state, f"it was created inside {self.name}, which did not complete")
 
 
-def check_write(
-    state: Any, kind: Kind, value: Any, anchor: Any | None, site: str, *, late: bool = False
-) -> None:
+def check_write(state: Any, kind: Kind, value: Any, anchor: Any | None, site: str, *, late: bool = False) -> None:
     """Raise `TraceLeakError` if storing `value` leaves a tracer behind once its trace has ended.
 
     `anchor` is the innermost trace whose tracers the state may hold, None if it may hold none. What is written while

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from . import _compat, _registry
@@ -69,8 +70,7 @@ class State(Generic[T]):
         self._value = value
         self._owner = frame
         self._home = _compat.trace_ref(_compat.current_trace())
-        self._site = sys._getframe(1 if type(self).__init__ is State.__init__ else 2)
-        self._site = (self._site.f_code.co_filename, self._site.f_lineno)
+        self._site = _construction_site()
         self.name = name
         self.metadata = metadata
         if frame is not None:
@@ -85,7 +85,7 @@ class State(Generic[T]):
         value = self._value
         if type(value) is _Buried:
             raise _registry.buried(self, NATIVE.site_of(self), value.reason)
-        return value
+        return value  # type: ignore[return-value]
 
     @value.setter
     def value(self, value: T) -> None:
@@ -115,7 +115,13 @@ class State(Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         own = getattr(self, "__dict__", {})
-        return {"value": self.value, "name": self.name, "metadata": self.metadata, "site": self._site, "dict": dict(own)}
+        return {
+            "value": self.value,
+            "name": self.name,
+            "metadata": self.metadata,
+            "site": self._site,
+            "dict": dict(own),
+        }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         frame = _registry.current_frame()
@@ -185,12 +191,20 @@ def _as_key(key: Any) -> jax.Array:
     else:
         return jax.random.key(seed)
     dtype = getattr(key, "dtype", None)
-    if dtype is not None and (jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32):
+    if dtype is not None and (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32):
         return key
     raise StateValueError(
         f"RngState needs an integer seed or a random key, got {type(key).__name__}. "
         f"Write RngState(0) or RngState(jax.random.key(0))."
     )
+
+
+def _construction_site() -> tuple[str, int]:
+    """Where the state being made was asked for: the caller of the outermost ``__init__``."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__init__" and "__class__" in frame.f_code.co_freevars and frame.f_back is not None:
+        frame = frame.f_back  # a subclass's own __init__, which calls super()
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _touch(state: State, frame: _registry.Frame | None, *, writing: bool) -> None:
@@ -201,7 +215,7 @@ def _touch(state: State, frame: _registry.Frame | None, *, writing: bool) -> Non
         pending.append(step)
         step = step.parent
     owner = state._owner
-    if step is not owner:
+    if owner is not None and step is not owner:
         _raise_foreign(state, owner)
     for watching in reversed(pending):
         # For the frames around the innermost, a write is not one until the transform publishes it.
@@ -222,7 +236,9 @@ def _raise_foreign(state: State, owner: _registry.Frame) -> None:
         fix = "trace the functions that share a state in one thread, or guard them by a lock"
     else:
         cause = f"it belongs to {owner.name}, a call that is not running here any more"
-        fix = "create states before the transformed call; do not touch one from a generator or callback that outlives it"
+        fix = (
+            "create states before the transformed call; do not touch one from a generator or callback that outlives it"
+        )
     raise ForeignStateError(
         f"{type(state).__name__} {state.name or ''} made at {NATIVE.site_of(state)} cannot be used: {cause}.\nFix: {fix}."
     )

@@ -446,7 +446,7 @@ class Nested(Program):
         @statetx.remat(policy=jax.checkpoint_policies.everything_saveable)
         def inner(y):
             self.n.value += 1
-            self.s.value = self.s.value * jnp.sum(y)
+            self.s.value = self.s.value + 0.1 * jnp.sum(y)
             return jnp.cos(y) * self.s.value
 
         @statetx.remat
@@ -462,10 +462,10 @@ class Nested(Program):
     def ref(v, x):
         s = v["s"] + 1.0
         y = jnp.sin(x)
-        s = s * (y[0] + y[1] + y[2])
+        s = s + 0.1 * (y[0] + y[1] + y[2])
         z = jnp.cos(y) * s
         s = jnp.tanh(s)
-        s = s * (z[0] + z[1] + z[2])
+        s = s + 0.1 * (z[0] + z[1] + z[2])
         return (z + jnp.cos(z) * s) * s, {"s": s, "n": v["n"] + 2}
 
 
@@ -720,7 +720,17 @@ NATIVE: list[type[Program]] = [
 
 FOREIGN: list[type[Program]] = [
     _brainstate(cls)
-    for cls in (Counter, ReadModifyWrite, ReadOnly, WriteThenRead, DictValued, Dropout, BatchNormPosition, Rnn, Nested)
+    for cls in (
+        Counter,
+        ReadModifyWrite,
+        ReadOnly,
+        WriteThenRead,
+        DictValued,
+        Dropout,
+        BatchNormPosition,
+        Rnn,
+        Nested,
+    )
 ]
 FOREIGN += [_brainstate(cls) for cls in (LazyInit, Shared, Discrete)]
 

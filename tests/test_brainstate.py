@@ -68,7 +68,10 @@ def for_loop(f, init, xs):
 
 PROGRAMS = {
     "statetx.grad": lambda net, r: (statetx_grad, lambda x: net.loss(x, r)),
-    "statetx.jit(grad)": lambda net, r: (lambda f, p: statetx.jit(statetx_grad(f, p)), lambda x: net.loss(x, r)),
+    "statetx.jit(grad)": lambda net, r: (
+        lambda f, p: statetx.jit(statetx_grad(f, p)),
+        lambda x: net.loss(x, r),
+    ),
     "statetx.grad(scan)": lambda net, r: (statetx_grad, loop(net, r, statetx.scan)),
     "brainstate.grad": lambda net, r: (brainstate_grad, lambda x: net.loss(x, r)),
     "brainstate.jit(grad)": lambda net, r: (
@@ -114,7 +117,7 @@ def test_rematerialised_method_equals_the_plain_one(program, fit):
 def test_mode_switched_between_two_calls_is_seen():
     for wrap in (lambda f: f, statetx.jit):
         net = fresh()
-        f = wrap(statetx.grad(lambda x: net.loss(x, True)))
+        f = wrap(statetx.grad(lambda x, net=net: net.loss(x, True)))
         with brainstate.environ.context(fit=True):
             f(X)
             key = brainstate.random.DEFAULT.value
@@ -128,8 +131,8 @@ def test_mode_switched_between_two_calls_is_seen():
         assert not np.array_equal(first, dropped)
         expected = fresh()
         with brainstate.environ.context(fit=True):
-            statetx.grad(lambda x: expected.loss(x, False))(X)
-            expected_dropped = statetx.grad(lambda x: expected.loss(x, False))(X)
+            statetx.grad(lambda x, net=expected: net.loss(x, False))(X)
+            expected_dropped = statetx.grad(lambda x, net=expected: net.loss(x, False))(X)
         np.testing.assert_allclose(dropped, expected_dropped, rtol=1e-6, atol=1e-7)
 
 
@@ -147,7 +150,7 @@ def test_random_state_read_for_the_first_time_in_a_trace():
         again = brainstate.random.RandomState(np.array([0, 7], np.uint32))
         wrap(lambda x, rng=again: x * jax.random.uniform(rng.split_key()))(1.0)
         again.seed(3)
-        statetx.scan(lambda c, x: (c + jax.random.uniform(again.split_key()), None), jnp.float32(0), length=3)
+        statetx.scan(lambda c, x, rng=again: (c + jax.random.uniform(rng.split_key()), None), jnp.float32(0), length=3)
 
 
 def test_values_with_units():
@@ -181,7 +184,12 @@ def test_hooks_fire_once_and_their_change_is_made_once():
     for wrap in (lambda f: f, lambda f: statetx.grad(statetx.remat(f)), statetx.grad, statetx.jit):
         s = brainstate.ShortTermState(jnp.asarray(1.0))
         fired = []
-        s.register_hook("write_before", lambda ctx: setattr(ctx, "transformed_value", ctx.value * 2) or fired.append(1))
+
+        def double(ctx, fired=fired):
+            ctx.transformed_value = ctx.value * 2
+            fired.append(1)
+
+        s.register_hook("write_before", double)
 
         def f(x, s=s):
             s.value = s.value + x

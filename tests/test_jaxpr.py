@@ -69,8 +69,10 @@ def with_rule(k):
         (lambda x: x.astype(jnp.bfloat16), lambda x: x.astype(jnp.float16)),
         (with_rule(1.0), with_rule(2.0)),  # the same lines, another closure
         (lambda x: x + BIG[0, 0], lambda x: x + BIG[0, 1]),
-        (lambda x: jax.lax.scan(lambda c, v: (c + v, None), 0.0, x)[0],
-         lambda x: jax.lax.scan(lambda c, v: (c - v, None), 0.0, x)[0]),
+        (
+            lambda x: jax.lax.scan(lambda c, v: (c + v, None), 0.0, x)[0],
+            lambda x: jax.lax.scan(lambda c, v: (c - v, None), 0.0, x)[0],
+        ),
         (lambda x: jax.jit(lambda y: y * 2)(x), lambda x: jax.jit(lambda y: y * 3)(x)),
     ],
 )
@@ -107,14 +109,16 @@ def test_evaluates_to_the_function():
     b = body_of(lambda x: jnp.sin(x) * BIG2[0, :3] + jnp.asarray(4.0), X)
     np.testing.assert_array_equal(b(b.operands, X)[0], jnp.full(3, 4.0))
     assert not b.jaxpr.constvars
-    assert not any(isinstance(v, _compat.Literal) and isinstance(v.val, jax.Array) for e in b.jaxpr.eqns for v in e.invars)
+    assert not any(
+        isinstance(v, _compat.Literal) and isinstance(v.val, jax.Array) for e in b.jaxpr.eqns for v in e.invars
+    )
 
 
 def test_keeps_one_function_and_no_values():
     t = Table(size=8)
     const, other = jnp.ones(5), jnp.zeros(5)
     ref = weakref.ref(const)
-    body = body_of(lambda x: x.sum() + const, X)
+    body = body_of(lambda x, c=const: x.sum() + c, X)
     kept = t.get(body, "use", lambda b: lambda *a: b(*a))
     again = t.get(body_of(lambda x: x.sum() + other, X), "use", lambda b: pytest.fail("built again"))
     assert again is kept and (t.hits, t.misses, len(t)) == (1, 1, 1)

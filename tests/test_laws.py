@@ -11,21 +11,16 @@ To see the suite fail: `test_the_suite_can_fail` breaks one feature after anothe
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import brainstate
-import corpus
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from corpus import FOREIGN, NATIVE, PROGRAMS, Program, X
 
 import statetx
+from corpus import PROGRAMS, Program, X
 
 # -- trees -----------------------------------------------------------------------------------------------------
 

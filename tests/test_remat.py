@@ -153,7 +153,16 @@ def test_any_object_passes_in_and_out_under_a_trace():
         __hash__ = None
 
     mode = Mode()
-    values = {"mode": mode, "none": None, "flag": True, "name": "relu", "n": 3, "module": np, "fn": len, "list": [1, "a"]}
+    values = {
+        "mode": mode,
+        "none": None,
+        "flag": True,
+        "name": "relu",
+        "n": 3,
+        "module": np,
+        "fn": len,
+        "list": [1, "a"],
+    }
 
     @statetx.remat
     def f(x, given):
@@ -335,7 +344,12 @@ def test_states_filter_forbids_what_it_excludes():
         with pytest.raises(statetx.StateAccessError, match=r"State 'h' \(float32\[3\], made at .*test_remat.py:\d+\)"):
             call()
         assert cell.h.value is before
-    for states in ([statetx.Param, "h"], "*", lambda path, state: path in ("w", "h"), ~statetx.Not(["w", "h"])):
+    for states in (
+        [statetx.Param, "h"],
+        "*",
+        lambda path, state: path in ("w", "h"),
+        ~statetx.Not(["w", "h"]),
+    ):
         statetx.grad(statetx.remat(cell.plain, states=states))(X)
     statetx.remat(cell.plain, states=[statetx.Param, "h"])(X)  # in eager code too
     assert cell.h.value is not before

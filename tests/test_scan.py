@@ -190,7 +190,9 @@ def test_stacked_parameters_gradient():
     w = statetx.Param(jnp.arange(8.0).reshape(4, 2) / 8)
 
     def loss(x):
-        return jnp.sum(statetx.scan(lambda c, _: (jnp.sin(c * w.value), None), x, length=4, states={statetx.Param: 0})[0])
+        return jnp.sum(
+            statetx.scan(lambda c, _: (jnp.sin(c * w.value), None), x, length=4, states={statetx.Param: 0})[0]
+        )
 
     def reference(w, x):
         for i in range(4):
@@ -211,9 +213,13 @@ def test_carry_broadcast_and_mistakes():
     statetx.scan(body, 0, XS, states={lambda p, s: s is b: statetx.Carry, True: statetx.Carry})
     np.testing.assert_array_equal(a.value, 4)
     before = a.value
-    with pytest.raises(statetx.StateAccessError, match=r"State 'a' .*is declared Broadcast and was written at .*test_scan"):
+    with pytest.raises(
+        statetx.StateAccessError, match=r"State 'a' .*is declared Broadcast and was written at .*test_scan"
+    ):
         statetx.scan(body, 0, XS, states={"a": statetx.Broadcast})
-    with pytest.raises(statetx.StateValueError, match=r"mapped along axis 0, which must have the length of the loop, 4"):
+    with pytest.raises(
+        statetx.StateValueError, match=r"mapped along axis 0, which must have the length of the loop, 4"
+    ):
         statetx.scan(body, 0, XS, states={"b": 0})
     with pytest.raises(statetx.StateValueError, match="is not understood"):
         statetx.scan(body, 0, XS, states={"b": "carry"})
@@ -228,7 +234,10 @@ def test_random_states_are_carried_or_split():
     np.testing.assert_array_equal(jax.random.key_data(rng.value), jax.random.key_data(again.value))
     before = rng.value
     _, split = statetx.scan(
-        lambda c, x: (c, jax.random.uniform(rng.next())), 0, length=5, states={statetx.RngState: statetx.Split}
+        lambda c, x: (c, jax.random.uniform(rng.next())),
+        0,
+        length=5,
+        states={statetx.RngState: statetx.Split},
     )
     assert len(np.unique(np.concatenate([carried, split]))) == 10
     assert not np.array_equal(jax.random.key_data(before), jax.random.key_data(rng.value))
@@ -276,7 +285,9 @@ def test_under_plain_jax_transforms_where_no_state_is_written():
     batch = jnp.stack([XS, 2 * XS])
     expected = [jnp.sin(x * w.value[None]).sum() for x in batch]
     np.testing.assert_allclose(jax.vmap(f)(batch), expected, rtol=1e-6)
-    np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(f)))(batch)[1], jnp.cos(2 * XS * w.value[None]) * w.value[None], rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.jit(jax.vmap(jax.grad(f)))(batch)[1], jnp.cos(2 * XS * w.value[None]) * w.value[None], rtol=1e-5
+    )
 
 
 def test_nested_scans_carry_the_same_state():

@@ -89,7 +89,10 @@ def test_write_under_a_raw_transform_raises_where_it_stands(raw, inside):
         "remat": lambda: statetx.grad(statetx.remat(run))(1.0),
     }[inside]
     before = s.value
-    with pytest.raises(statetx.TraceLeakError, match=r"(?s)State 'total' \(float32\[\].*test_state.py:\d+\).*at .*test_state.py:\d+") as e:
+    with pytest.raises(
+        statetx.TraceLeakError,
+        match=r"(?s)State 'total' \(float32\[\].*test_state.py:\d+\).*at .*test_state.py:\d+",
+    ) as e:
         call()
     assert isinstance(e.value, RuntimeError) and not reached
     assert s.value is before
@@ -287,7 +290,7 @@ def test_state_made_in_a_call_that_failed_says_so():
 def test_frames_keep_nothing_alive():
     s = statetx.State(jnp.ones(3))
     ref = weakref.ref(s)
-    statetx.grad(statetx.remat(lambda x: (s.value * x).sum()))(1.0)
+    statetx.grad(statetx.remat(lambda x, s=s: (s.value * x).sum()))(1.0)
     del s
     gc.collect()
     assert ref() is None

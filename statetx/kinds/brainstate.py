@@ -16,13 +16,14 @@ from typing import Any
 
 import brainstate
 import jax
+import jax.numpy as jnp
 import numpy as np
 from brainstate import _state as _private
 
 from .. import _compat, _registry
 from .._tree import Identity, freeze
 
-_context = _private.TRACE_CONTEXT
+_context: Any = _private.TRACE_CONTEXT
 _SMALL = 4096  # bytes; larger arrays in `environ` are told apart by identity
 
 
@@ -84,11 +85,11 @@ class _Brainstate:
     def get_all(self, states: Sequence[brainstate.State]) -> list[Any]:
         return [s.__dict__["_value"] for s in states]
 
-    def set_all(self, states: Sequence[brainstate.State], values: Iterable[Any]) -> None:
+    def set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
         for s, v in zip(states, values, strict=True):
             s.__dict__["_value"] = v
 
-    def set(self, state: brainstate.State, value: Any) -> None:
+    def set(self, state: Any, value: Any) -> None:
         # Past the hooks and guards of `.value`: nothing of the user's happens here.
         state.__dict__["_value"] = value
 
@@ -161,7 +162,7 @@ def _freeze(value: Any) -> Hashable:
 
 def _freeze_leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, jax.Array):
-        extended = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+        extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
         if isinstance(leaf, _compat.Tracer) or extended or leaf.nbytes > _SMALL:
             return Identity(leaf)
         return freeze(np.asarray(leaf))

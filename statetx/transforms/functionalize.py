@@ -110,6 +110,7 @@ def trace_states(fun: Any) -> Any:
         >>> class Cell:
         ...     def __init__(self):
         ...         self.w, self.h = statetx.Param(jnp.eye(2)), statetx.State(jnp.zeros(2))
+        ...
         ...     def step(self, x):
         ...         self.h.value = self.w.value @ x
         >>> print(statetx.trace_states(Cell().step)(jnp.ones(2)))

@@ -85,7 +85,7 @@ def value_and_grad(
     Example:
         >>> import jax.numpy as jnp, statetx
         >>> w = statetx.Param(jnp.array(2.0))
-        >>> value, g = statetx.value_and_grad(lambda x: w.value ** 2 * x, wrt=w)(3.0)
+        >>> value, g = statetx.value_and_grad(lambda x: w.value**2 * x, wrt=w)(3.0)
         >>> float(value), float(g)
         (12.0, 12.0)
     """
@@ -96,7 +96,13 @@ def value_and_grad(
 def _options(argnums: Any, wrt: Any, has_aux: bool, holomorphic: bool, allow_int: bool) -> dict[str, Any]:
     if argnums is None and wrt is None:
         argnums = 0
-    return {"argnums": argnums, "wrt": wrt, "has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
+    return {
+        "argnums": argnums,
+        "wrt": wrt,
+        "has_aux": has_aux,
+        "holomorphic": holomorphic,
+        "allow_int": allow_int,
+    }
 
 
 class ValueAndGrad(Wrapper):
@@ -107,7 +113,7 @@ class ValueAndGrad(Wrapper):
         self._argnums = argnums
         self._wrt = wrt
         self._has_aux = has_aux
-        self._jax_options = {"holomorphic": holomorphic, "allow_int": allow_int}
+        self._jax_options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         value, aux, grads = self._differentiate(args, kwargs)
@@ -221,8 +227,8 @@ def _split_aux(out: Any, fun: Callable) -> tuple[Any, Any]:
 def _resolve_argnums(argnums: Any, num_args: int, fun: Callable) -> tuple[list[int], bool]:
     if argnums is None:
         return [], True
-    as_tuple = not isinstance(argnums, int) and not hasattr(argnums, "__index__")
-    nums = [operator.index(i) for i in (argnums if as_tuple else (argnums,))]
+    as_tuple = not hasattr(argnums, "__index__")
+    nums = [operator.index(i) for i in (list(argnums) if as_tuple else [argnums])]
     for i in nums:
         if not -num_args <= i < num_args:
             raise ValueError(

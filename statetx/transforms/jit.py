@@ -111,7 +111,7 @@ class Jit(Wrapper):
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if jax.config.jax_disable_jit:
+        if _compat.is_jit_disabled():
             return self.__wrapped__(*args, **kwargs)
         call = self._read(args, kwargs)
         programs = self._programs.get(call.key)
@@ -405,9 +405,7 @@ class Program:
         if not self.guards:
             return kept
         inputs = [i for g in self.kept for i in g.inputs]
-        return [
-            partition(v, is_array_or_number)[0] if i.part.static else v for i, v in zip(inputs, kept, strict=True)
-        ]
+        return [partition(v, is_array_or_number)[0] if i.part.static else v for i, v in zip(inputs, kept, strict=True)]
 
     # -- shardings --
 

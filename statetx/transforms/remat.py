@@ -114,6 +114,7 @@ def remat(
         ...     def __init__(self):
         ...         self.w = statetx.Param(jnp.eye(2))
         ...         self.calls = statetx.State(0)
+        ...
         ...     @statetx.remat
         ...     def __call__(self, x, training=True):
         ...         self.calls.value += 1
@@ -248,7 +249,9 @@ def _check_prevent_cse(prevent_cse: Any) -> bool | tuple | str:
         return prevent_cse
     if isinstance(prevent_cse, (tuple, list)) and all(isinstance(x, bool) for x in jax.tree.leaves(prevent_cse)):
         return tuple(prevent_cse)
-    raise TypeError(f"prevent_cse must be a bool, a tuple prefix of bools over the arguments, or 'auto', got {prevent_cse!r}.")
+    raise TypeError(
+        f"prevent_cse must be a bool, a tuple prefix of bools over the arguments, or 'auto', got {prevent_cse!r}."
+    )
 
 
 def resolve_policy(policy: Policy) -> Callable[..., Any] | None:
@@ -263,10 +266,9 @@ def resolve_policy(policy: Policy) -> Callable[..., Any] | None:
             close = difflib.get_close_matches(policy, known, 1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise PolicyError(f"No policy is named {policy!r}.{hint} Known: {', '.join(sorted(known))}.")
-        policy, name = known[policy], policy
-        if name in _FACTORIES:
-            raise PolicyError(_called_not(name))
-        return policy
+        if policy in _FACTORIES:
+            raise PolicyError(_called_not(policy))
+        return known[policy]
     if policy is None:
         return None
     if not callable(policy):

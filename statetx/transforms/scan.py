@@ -36,7 +36,10 @@ class _Mode:
         return self._name
 
 
-Carry = _Mode("Carry", "In `scan(states=...)`: each step sees what the step before wrote; the default for written states.")
+Carry = _Mode(
+    "Carry",
+    "In `scan(states=...)`: each step sees what the step before wrote; the default for written states.",
+)
 Broadcast = _Mode("Broadcast", "In `scan(states=...)`: each step sees the same value, and a write raises.")
 Split = _Mode("Split", "In `scan(states=...)`: a random state gives each step a key of its own, and advances once.")
 
@@ -178,7 +181,22 @@ class _Rules:
 
 
 class _Loop:
-    """One call of `scan`."""
+    """One call of `scan`; what stands below is known once the body has been staged.
+
+    Attributes:
+        lifting: the states that the body reads, as inputs.
+        outcome: its output and the states that it writes.
+        carry_out: structure of the carry that it returns, of `num_carry_out` leaves.
+        carry_avals, out_avals: types of the carry as the body gets it, and of all that it returns.
+    """
+
+    lifting: Lifting
+    outcome: Outcome
+    carry_out: Partition
+    num_carry_out: int
+    num_x: int
+    carry_avals: list[Any]
+    out_avals: list[Any]
 
     def __init__(self, f: Callable, carry_part: Partition, xs_part: Partition, rules: _Rules, length: int):
         self.f = f
@@ -348,7 +366,11 @@ class _Plan:
         self._loop = loop
         self._sort_outputs()
         self.body = self._reorder(staged)
-        self.key = (len(self._broadcast_vars), self.num_carried, tuple(r if isinstance(r, int) else 0 for r in self._axes()))
+        self.key = (
+            len(self._broadcast_vars),
+            self.num_carried,
+            tuple(r if isinstance(r, int) else 0 for r in self._axes()),
+        )
 
     def _sort_outputs(self) -> None:
         """Find, for each effect, its place among the outputs."""

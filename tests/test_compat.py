@@ -1,0 +1,126 @@
+"""What is relied upon of JAX's private names: these fail when upstream's meaning shifts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from statetx import _compat
+
+X = jnp.ones(3)
+
+
+def test_traces_nest_and_name_their_transform():
+    names = []
+
+    def note(x):
+        names.append(_compat.transform_name(_compat.current_trace()))
+        return x
+
+    assert _compat.is_eager()
+    jax.jit(note)(1.0)
+    jax.grad(note)(1.0)
+    jax.vmap(note)(X)
+    jax.lax.scan(lambda c, x: (c, note(x)), 0, X)
+    jax.lax.while_loop(lambda c: c < 2, note, 0)
+    jax.jvp(note, (1.0,), (1.0,))
+    jax.checkpoint(note)(1.0)
+    assert names == ["jit", "grad", "vmap", "scan", "while_loop", "grad", "checkpoint"]
+
+
+def test_leaked_tracers_are_those_of_inner_traces():
+    def outer(x):
+        anchor = _compat.current_trace()
+
+        def inner(y):
+            assert _compat.leaked_tracers({"a": (x, 1, np.ones(2))}, anchor) == []
+            assert len(_compat.leaked_tracers([x, y], anchor)) == 1
+            assert len(_compat.leaked_tracers([x, y], None)) == 2
+            return x * y
+
+        return jax.grad(inner)(2.0) + jax.vmap(inner)(X).sum() + jax.jit(inner)(1.0)
+
+    for transform in (jax.jit, jax.grad, lambda f: lambda x: jax.vmap(f)(x * X)):
+        transform(outer)(1.0)
+
+
+def test_loop_bodies_are_recognised():
+    seen = []
+
+    def note(*args):
+        seen.append(_compat.in_loop_body())
+        return args[-1]
+
+    jax.lax.scan(lambda c, x: (c, note(x)), 0, X)
+    jax.lax.fori_loop(0, jnp.asarray(2), note, 0)
+    jax.lax.fori_loop(0, 2, note, 0)
+    jax.lax.while_loop(lambda c: c < 2, note, 3)
+    jax.lax.map(note, X)
+    assert all(seen) and len(seen) >= 4
+    seen.clear()
+    jax.jit(note)(1.0)
+    jax.lax.scan(lambda c, x: (c, jax.grad(note)(x)), 0, X)
+    jax.lax.cond(True, note, note, 1.0)
+    assert not any(seen) and len(seen) >= 3
+
+
+def test_inputs_added_while_staging_come_last_in_order():
+    def f(x):
+        a = _compat.new_input(_compat.current_trace(), jax.typeof(jnp.ones((2, 3))))
+        y = jnp.sin(x)
+        b = _compat.new_input(_compat.current_trace(), jax.typeof(jnp.int32(1)))
+        return [y * b + a.sum(), a]
+
+    jaxpr, consts = _compat.stage(f, [jax.typeof(X)], kind="scan", name="f")
+    assert consts == [] and [v.aval.shape for v in jaxpr.invars] == [(3,), (2, 3), ()]
+    outs = _compat.evaluate(jaxpr, (), (X, jnp.ones((2, 3)), jnp.int32(2)))
+    np.testing.assert_allclose(outs[0], jnp.sin(X) * 2 + 6, rtol=1e-6)
+    jax.extend.core.check_jaxpr(jaxpr)
+
+
+def test_closed_over_values_are_constants_of_the_jaxpr():
+    def outer(x):
+        jaxpr, consts = _compat.stage(lambda y: [y * x], [jax.typeof(X)], kind="jit", name="f")
+        assert len(consts) == 1 and consts[0] is x
+        return _compat.evaluate(jaxpr, consts, (X,))[0].sum()
+
+    assert jax.grad(outer)(2.0) == 3.0
+
+
+def test_weak_types_and_slices():
+    assert _compat.with_weak_type(jnp.float32(1), True).weak_type
+    assert not _compat.with_weak_type(jax.jit(lambda: 1.0)(), False).weak_type
+    aval = _compat.abstract(np.ones((2, 3, 4), np.float32))
+    assert _compat.drop_axis(aval, 1).shape == (2, 4) and _compat.drop_axis(aval, -1).shape == (2, 3)
+    assert _compat.abstract(1.0).weak_type and _compat.abstract(np.float64(1)).dtype == jnp.float32
+
+
+def test_derivative_rules_of_jax_are_recognised_and_users_are_not():
+    @jax.custom_jvp
+    def own(x):
+        return x
+
+    own.defjvps(lambda t, out, x: t)
+
+    def rules(f):
+        jaxpr, _ = _compat.stage(lambda x: [f(x)], [jax.typeof(X)], kind="jit", name="f")
+        return [_compat.derivative_rule(e.params["jvp_jaxpr_fun"]) for e in jaxpr.eqns if "jvp_jaxpr_fun" in e.params]
+
+    (first,), (second,) = rules(jax.nn.relu), rules(jax.nn.relu)
+    assert first is not None and first == second
+    assert rules(own) == [None]
+
+
+def test_settings_are_told_apart():
+    plain = _compat.trace_context()
+    assert plain == _compat.trace_context()
+    with jax.default_matmul_precision("highest"):
+        assert _compat.trace_context() != plain
+    with jax.enable_x64(True):
+        assert _compat.trace_context() != plain
+
+
+def test_places_outside_the_libraries():
+    source_info = jax.jit(lambda x: x * 2).trace(1.0).jaxpr.eqns[0].source_info
+    folders = (_compat.JAX_FOLDER,)
+    assert __file__ in _compat.traceback_site(source_info.traceback, folders)
+    assert _compat.traceback_site(None, folders) == "unknown place"

@@ -1,0 +1,120 @@
+"""The package as a whole: exports, layers, imports, private names, documentation snippets."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import statetx
+
+ROOT = pathlib.Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
+
+EXPORTS = """
+Broadcast Carry CarryTypeError CreatedStateError ForeignStateError Not Param PolicyError RngState Split State
+StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
+checkpoint checkpoint_name functionalize grad jit remat scan states trace_states value_and_grad vjp
+""".split()
+
+# Each module may import from those in the lines above its own, and from its own line where marked so.
+LAYERS = [
+    {"_errors", "_typing", "_compat", "_text"},
+    {"_registry"},
+    {"_tree"},
+    {"_jaxpr", "_state", "_paths", "_signature"},
+    {"kinds.brainstate"},
+    {"_lift"},
+    {"transforms.remat", "transforms.grad", "transforms.jit", "transforms.scan", "transforms.functionalize"},
+]
+
+
+def module_name(path):
+    return ".".join(path.relative_to(ROOT / "statetx").with_suffix("").parts)
+
+
+def imported_modules(path):
+    """Modules of this package that a module imports when it is itself imported."""
+    package = module_name(path).split(".")[:-1]
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                whole = ".".join([*base, alias.name])
+                yield (whole if (ROOT / "statetx" / (whole.replace(".", "/") + ".py")).exists() else ".".join(base))
+
+
+def test_exports():
+    public = {name for name in vars(statetx) if not name.startswith("_")} - {"kinds", "transforms"}
+    assert public == set(EXPORTS)
+    assert statetx.checkpoint is statetx.remat
+
+
+def test_imports_point_down():
+    level = {name: i for i, layer in enumerate(LAYERS) for name in layer}
+    modules = {module_name(p) for p in SOURCES if p.name != "__init__.py"}
+    assert modules == set(level), "a new module needs a place in LAYERS"
+    for path in SOURCES:
+        if path.name == "__init__.py":
+            continue
+        for imported in imported_modules(path):
+            assert level[imported] < level[module_name(path)], f"{module_name(path)} imports {imported}"
+
+
+def test_private_names_stay_in_the_modules_made_for_them():
+    for path in SOURCES:
+        text = path.read_text()
+        if path.name != "_compat.py":
+            assert "jax._src" not in text and "jax.interpreters" not in text, path
+        if path.parent.name != "kinds":
+            assert not re.search(r"^\s*(import|from) (brainstate|flax)", text, re.M), path
+
+
+def test_import_is_light_and_needs_no_other_library():
+    code = (
+        "import sys, statetx; "
+        "print([m for m in ('brainstate', 'flax', 'rich', 'matplotlib', 'scipy', 'optax') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    heavy = subprocess.run(
+        [sys.executable, "-c", "import sys, jax; print('scipy' in sys.modules)"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    expected = ["scipy"] if heavy.stdout.strip() == "True" else []
+    assert out.stdout.strip() == str(expected)
+
+
+def test_brainstate_is_watched_however_late_it_is_imported():
+    code = """
+import jax.numpy as jnp, statetx
+s = statetx.State(jnp.ones(()))
+f = statetx.jit(lambda x: s.value * x)
+f(1.0)
+import brainstate
+b = brainstate.ShortTermState(jnp.ones(()))
+def g(x):
+    b.value = b.value + x
+    return b.value
+print(float(statetx.grad(statetx.remat(g))(2.0)), float(b.value))
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert out.stdout.split() == ["1.0", "3.0"]
+
+
+def snippets():
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for i, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)):
+            yield pytest.param(code, id=f"{path.relative_to(ROOT)}-{i}")
+
+
+@pytest.mark.parametrize("code", list(snippets()))
+def test_documentation_snippets_run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_versions_agree():
+    assert f'version = "{statetx.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    assert (ROOT / "statetx" / "py.typed").exists()
