@@ -41,8 +41,8 @@ Sample = dict[str, float]  # seconds by what they were spent on
 class Stopwatch:
     """Seconds of the wall clock and of this process's CPU time since it was made.
 
-    CPU time does not grow while the process waits for a core that other jobs use, so it is the steadier of the two
-    on a shared machine.
+    CPU time does not grow while the process waits for a core that other jobs use, so it is the steadier of the
+    two on a shared machine.
     """
 
     def __init__(self) -> None:
@@ -56,22 +56,22 @@ class Stopwatch:
 def interleave(contestants: dict[str, Callable[[], Sample]], rounds: int, warmup: int = 1) -> dict[str, list[Sample]]:
     """Let each contestant give one sample a round; each round starts with another one.
 
-    What disturbs the machine for a while then disturbs all of them, and ratios within a round stay meaningful.
-    The garbage collector runs between samples and not during them.
+    What disturbs the machine for a while then disturbs all of them, so ratios within a round stay meaningful.
+    The garbage collector runs between rounds and not during them.
     """
     names = list(contestants)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
     for n in range(-warmup, rounds):
         shift = n % len(names)
-        for name in names[shift:] + names[:shift]:
-            gc.collect()
-            gc.disable()
-            try:
+        gc.collect()
+        gc.disable()
+        try:
+            for name in names[shift:] + names[:shift]:
                 sample = contestants[name]()
-            finally:
-                gc.enable()
-            if n >= 0:
-                samples[name].append(sample)
+                if n >= 0:
+                    samples[name].append(sample)
+        finally:
+            gc.enable()
         if sys.stderr.isatty():
             print(f"\rround {max(n + 1, 0)} of {rounds} ", end="", file=sys.stderr, flush=True)
     if sys.stderr.isatty():
@@ -86,7 +86,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def summaries(samples: Sequence[Sample], baseline: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """`summary` of each thing measured; of each that the baseline measures too, that of the ratio within a round.
+    """`summary` of each thing measured, and where the baseline measures it too, of the ratios within a round.
 
     The latter also holds ``of_min``, the ratio of the two minima.
     """

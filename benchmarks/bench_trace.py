@@ -2,27 +2,28 @@
 
 What is compared
     The same program, written by hand in plain JAX with its counters passed in and out (one function object for
-    all `jax.checkpoint` calls, a fresh closure for each, no remat at all), with `statetx.remat` on a method, and
-    with brainstate's own `remat` and `grad`. All of them update the counters and return loss and gradients.
+    all `jax.checkpoint` calls, a fresh closure for each, no remat at all), with `statetx.remat` on a method,
+    and with brainstate's own `remat` and `grad`. All update the counters and return loss and gradients.
 
 What is measured
-    Seconds from a function that JAX has never seen to its jaxpr (trace) and from there to StableHLO (lowering),
-    as CPU time of the process, which other jobs disturb less than the wall clock. A contestant gives one sample
-    a round; the median of the ratios within a round is what to trust.
+    Seconds from a function that JAX has never seen to its jaxpr (trace) and from there to StableHLO
+    (lowering), as CPU time of the process, which other jobs disturb less than the wall clock. A contestant
+    gives one sample a round; the median of the ratios within a round is what to trust.
 
 What is fair
-    Each sample makes a new model, new functions and a new `jax.jit`, so that no cache keyed by one of these can
-    hit. What JAX caches of its own jitted library functions is warm for everyone after one round that is thrown
-    away. statetx also keeps its table of structures, by design, and what JAX hung on the functions in it:
-    "cleared" empties it before each sample, which is what the first trace in a process meets, and "warm" is what
-    a later one does (a second jitted step over the same layers, a notebook cell run again). The target is for
-    "cleared". Making the model and `functionalize(...).values`, which has no counterpart in the other forms, are
-    not timed. `statetx.jit(f).lower(x)` is timed whole, with the search for states in it, as is brainstate's.
+    Each sample makes a new model, new functions and a new `jax.jit`, so that no cache keyed by one of these
+    can hit. What JAX caches of its own jitted library functions is warm for everyone after one round that is
+    thrown away. statetx also keeps its table of structures, by design, and what JAX hung on the functions in
+    it: "cleared" empties it before each sample, which is what the first trace in a process meets, and "warm"
+    is what a later one does (a second jitted step over the same layers, a notebook cell run again). The
+    target is for "cleared". Making the model and `functionalize(...).values`, which has no counterpart in the
+    other forms, are not timed. `statetx.jit(f).lower(x)` is timed whole, with the search for states in it, as
+    is brainstate's.
 
 Counts
-    Equations of the jaxpr, runs of a block's Python body from nothing to the lowered program, FLOPs and temporary
-    bytes of the compiled program. XLA's fusion, and so both of the latter, depends a little on the order of
-    inputs and outputs, which is the same in all contestants but brainstate's.
+    Equations of the jaxpr, runs of a block's Python body from nothing to the lowered program, FLOPs and
+    temporary bytes of the compiled program. XLA's fusion, and so both of the latter, depends a little on the
+    order of inputs and outputs, which is the same in all contestants but brainstate's.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ from statetx._jaxpr import table
 
 NUM_BLOCKS, WIDTH, BATCH = 24, 64, 32
 TARGET = 0.6
-# On a CPU this XLA pass removes the barriers of jax.checkpoint, and what is recomputed is merged with the forward
-# pass: by default all contestants compile to what they would be without remat. Without the pass they differ.
+# On a CPU this XLA pass removes the barriers of jax.checkpoint, and what is recomputed is merged with the
+# forward pass: by default all compile to what they would be without remat. Without the pass they differ.
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else {}
 SHARED, FRESH, PLAIN = "functional, one function object", "functional, fresh closures", "functional, no remat"
 CLEARED, WARM = "statetx.remat, table cleared", "statetx.remat, table warm"
@@ -241,7 +242,8 @@ def timed(name: str) -> Callable[[], Sample]:
     def sample() -> Sample:
         case = CONTESTANTS[name]()
         if name.endswith("cleared"):
-            clear_table()
+            table.clear()
+        gc.collect()  # what the table kept is part of cycles, and JAX's caches hold on to it weakly
         watch = Stopwatch()
         if case.lower is not None:
             case.lower()
@@ -256,11 +258,6 @@ def timed(name: str) -> Callable[[], Sample]:
     return sample
 
 
-def clear_table() -> None:
-    table.clear()
-    gc.collect()  # what was kept is part of cycles, and JAX's caches hold on to it weakly
-
-
 def num_equations(jaxpr: Any) -> int:
     """Equations of a jaxpr and of those inside it, each as often as it occurs."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -273,7 +270,8 @@ def figures(name: str) -> dict[str, Any]:
     """What does not vary: of one trace, lowering and compilation."""
     global _runs
     case = CONTESTANTS[name]()
-    clear_table()
+    table.clear()
+    gc.collect()
     _runs = 0
     traced = case.trace() if case.trace is not None else None
     lowered = traced.lower() if traced is not None else case.lower()  # type: ignore[misc]
@@ -317,8 +315,8 @@ def check(results: dict[str, Any]) -> list[str]:
         ratio = r["cpu_ratio"]
         met = "met" if ratio["median"] <= TARGET else "MISSED"
         lines.append(
-            f"{name}: {ratio['median']:.2f} of '{FRESH}' (middle half {spread(ratio, 1, 2)}, of the least times "
-            f"{ratio['of_min']:.2f}, by the wall clock {r['wall_ratio']['median']:.2f}); "
+            f"{name}: {ratio['median']:.2f} of '{FRESH}' (middle half {spread(ratio, 1, 2)}, of the least "
+            f"times {ratio['of_min']:.2f}, by the wall clock {r['wall_ratio']['median']:.2f}); "
             f"target at most {TARGET}: {met}."
         )
     return lines

@@ -17,22 +17,33 @@ from ._errors import StaticArgumentError as StaticArgumentError
 from ._errors import TraceLeakError as TraceLeakError
 from ._paths import Not as Not
 from ._paths import states as states
+from ._rules import Broadcast as Broadcast
+from ._rules import Carry as Carry
+from ._rules import Split as Split
 from ._state import Param as Param
 from ._state import RngState as RngState
 from ._state import State as State
+from .transforms.cond import cond as cond
+from .transforms.cond import switch as switch
 from .transforms.functionalize import StateTrace as StateTrace
 from .transforms.functionalize import functionalize as functionalize
 from .transforms.functionalize import trace_states as trace_states
 from .transforms.grad import grad as grad
 from .transforms.grad import value_and_grad as value_and_grad
 from .transforms.grad import vjp as vjp
+from .transforms.jacobian import hessian as hessian
+from .transforms.jacobian import jacfwd as jacfwd
+from .transforms.jacobian import jacrev as jacrev
+from .transforms.jacobian import jvp as jvp
+from .transforms.jacobian import linearize as linearize
 from .transforms.jit import jit as jit
+from .transforms.map import map as map
 from .transforms.remat import checkpoint as checkpoint
 from .transforms.remat import checkpoint_name as checkpoint_name
 from .transforms.remat import remat as remat
-from .transforms.scan import Broadcast as Broadcast
-from .transforms.scan import Carry as Carry
-from .transforms.scan import Split as Split
 from .transforms.scan import scan as scan
+from .transforms.vmap import vmap as vmap
+from .transforms.while_loop import fori_loop as fori_loop
+from .transforms.while_loop import while_loop as while_loop
 
 __version__ = "0.1.0"

@@ -19,6 +19,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import linear_util as _lu
 from jax._src import source_info_util
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
 from jax.api_util import shaped_abstractify
@@ -125,6 +126,29 @@ def is_jit_disabled() -> bool:
 def trace_context() -> Any:
     """Hashable: every JAX setting that a trace depends on."""
     return _config.trace_context()
+
+
+# -- batching --------------------------------------------------------------------------------------------------
+
+
+def batch_size(trace: Any) -> int:
+    """How many examples the `jax.vmap` has whose trace this is."""
+    return trace.axis_data.size
+
+
+def batched(trace: Any, x: Any, axis: int) -> Any:
+    """The tracer, in a `jax.vmap`, of one example of `x`, an array with one slice for each along `axis`."""
+    return _batching.BatchTracer(trace, x, axis % len(x.shape), source_info_util.current())
+
+
+def enclosing(trace: Any) -> Any:
+    """A context in which operations go where they would outside the transform that this trace belongs to."""
+    return jex_core.set_current_trace(trace.parent_trace)
+
+
+def is_batched(x: Any, trace: Any) -> bool:
+    """Whether `x` differs between the examples of a `jax.vmap`, whose trace this is."""
+    return isinstance(x, _batching.BatchTracer) and x._trace is trace and x.batch_dim is not None
 
 
 # -- staging ---------------------------------------------------------------------------------------------------

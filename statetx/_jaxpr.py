@@ -190,12 +190,13 @@ class Table:
         self._kept: collections.OrderedDict[Hashable, Callable] = collections.OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, body: Body, use: Hashable, build: Callable[[Body], Callable]) -> Callable:
-        """What `build` made of a body of this structure, for this use (which names every setting of `build`)."""
-        if body.key is None:
+    def get(self, bodies: Body | Sequence[Body], use: Hashable, build: Callable[..., Callable]) -> Callable:
+        """What `build` made of bodies of these structures, for this use (which names every setting of `build`)."""
+        bodies = (bodies,) if isinstance(bodies, Body) else bodies
+        if any(body.key is None for body in bodies):
             self.misses += 1
-            return build(body)
-        key = (use, body.key)
+            return build(*bodies)
+        key = (use, *(body.key for body in bodies))
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:
@@ -203,7 +204,8 @@ class Table:
                 self.hits += 1
                 return kept
             self.misses += 1
-        built = build(Body(body.jaxpr, []))  # what is kept must not keep the values that one call closed over
+        # What is kept must not keep the values that one call closed over.
+        built = build(*(Body(body.jaxpr, []) for body in bodies))
         with self._lock:
             kept = self._kept.setdefault(key, built)
             while len(self._kept) > self.size:

@@ -293,6 +293,9 @@ class _Native:
         if frame is not None:
             frame.mark_created(state, self)
 
+    def is_random(self, state: State) -> bool:
+        return isinstance(state, RngState)
+
     def name_of(self, state: State) -> str | None:
         return state.name
 

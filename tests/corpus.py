@@ -37,6 +37,8 @@ class Program:
     Attributes:
         writes: whether a step writes states; those that do not also run under plain jax transforms.
         loops: whether a step may be the body of a loop.
+        order_in_loops: up to which derivative a loop in JAX equals the same steps written out. One only where a
+            custom_jvp rule disagrees with its function: jax.lax.scan differentiates such a rule another way.
         grows: whether the first step creates states.
         wrt: names of the states to differentiate with respect to.
         variant: the library whose states the program is made of.
@@ -45,6 +47,7 @@ class Program:
 
     writes: ClassVar[bool] = True
     loops: ClassVar[bool] = True
+    order_in_loops: ClassVar[int] = 2
     grows: ClassVar[bool] = False
     wrt: ClassVar[tuple[str, ...]] = ()
     variant: ClassVar[str] = "statetx"
@@ -605,6 +608,7 @@ def _scaled_jvp(primals, tangents):
 class CustomRules(Program):
     """A custom_vjp and a custom_jvp, whose derivatives are not those of the functions."""
 
+    order_in_loops = 1
     wrt = ("s",)
 
     def setup(self):

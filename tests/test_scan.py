@@ -218,7 +218,7 @@ def test_carry_broadcast_and_mistakes():
     ):
         statetx.scan(body, 0, XS, states={"a": statetx.Broadcast})
     with pytest.raises(
-        statetx.StateValueError, match=r"mapped along axis 0, which must have the length of the loop, 4"
+        statetx.StateValueError, match=r"mapped along axis 0, which must have the length of the scan, 4"
     ):
         statetx.scan(body, 0, XS, states={"b": 0})
     with pytest.raises(statetx.StateValueError, match="is not understood"):
@@ -269,7 +269,7 @@ def test_other_objects():
     assert int(out) == 8
     with pytest.raises(statetx.StateValueError, match="carry holds a str"):
         statetx.scan(lambda c, x: (c, None), "a", XS)
-    with pytest.raises(statetx.StateValueError, match="output of the body is a str"):
+    with pytest.raises(statetx.StateValueError, match="an output of .* is a str, which is no array"):
         statetx.scan(lambda c, x: (c, "a"), 0, XS)
     with pytest.raises(statetx.CarryTypeError, match="enters as"):
         statetx.scan(lambda c, x: (setattr(mode, "value", x.sum()), (c, None))[1], 0, XS)

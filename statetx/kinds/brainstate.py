@@ -128,6 +128,9 @@ class _Brainstate:
         for catcher in _context.new_state_catcher:
             catcher.append(state)
 
+    def is_random(self, state: brainstate.State) -> bool:
+        return isinstance(state, brainstate.random.RandomState)
+
     def name_of(self, state: brainstate.State) -> str | None:
         return state.name
 

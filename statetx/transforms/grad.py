@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .. import _registry
-from .._errors import StateFilterError, StateValueError
 from .._lift import Outcome, Wrapper, as_decorator, frame_for, name_of, pack
-from .._paths import Paths, as_predicate, is_filter
+from .._targets import Targets, resolve_argnums, split_aux
 from .._tree import is_array_or_number, partition
 from .._typing import Filter, PyTree
 
@@ -122,7 +119,7 @@ class ValueAndGrad(Wrapper):
     def _differentiate(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
         fun = self.__wrapped__
         targets = Targets(self._wrt, fun, args, kwargs) if self._wrt is not None else None
-        nums, as_tuple = _resolve_argnums(self._argnums, len(args), fun)
+        nums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
         outcome: Outcome | None = None
 
         def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
@@ -133,7 +130,7 @@ class ValueAndGrad(Wrapper):
                 call_args[i] = x
             with frame_for("grad", fun, on_read=on_read) as frame:
                 out = fun(*call_args, **kwargs)
-            value, aux = _split_aux(out, fun) if self._has_aux else (out, None)
+            value, aux = split_aux(out, fun) if self._has_aux else (out, None)
             leaves, outcome = pack(aux, frame.effects)
             return value, leaves
 
@@ -190,7 +187,7 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
         nonlocal outcome, out_part
         with frame_for("vjp", fun, on_read=targets and targets.on_read(state_values)) as frame:
             out = fun(*others.combine(diff))
-        out, aux = _split_aux(out, fun) if has_aux else (out, None)
+        out, aux = split_aux(out, fun) if has_aux else (out, None)
         leaves, outcome = pack(aux, frame.effects)
         out_leaves, out_part = partition(out, is_array_or_number)
         return [jnp.asarray(x) for x in out_leaves], leaves
@@ -216,96 +213,3 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
 
     out = out_part.combine(out_leaves)
     return (out, pullback, aux) if has_aux else (out, pullback)
-
-
-def _split_aux(out: Any, fun: Callable) -> tuple[Any, Any]:
-    if not (isinstance(out, (tuple, list)) and len(out) == 2):
-        raise TypeError(f"With has_aux=True {name_of(fun)} must return a pair (value, aux), got {type(out).__name__}.")
-    return out[0], out[1]
-
-
-def _resolve_argnums(argnums: Any, num_args: int, fun: Callable) -> tuple[list[int], bool]:
-    if argnums is None:
-        return [], True
-    as_tuple = not hasattr(argnums, "__index__")
-    nums = [operator.index(i) for i in (list(argnums) if as_tuple else [argnums])]
-    for i in nums:
-        if not -num_args <= i < num_args:
-            raise ValueError(
-                f"argnums={argnums!r} asks for argument {i}, and {name_of(fun)} was called with {num_args} positional "
-                f"arguments. Pass differentiated arguments by position."
-            )
-    return [i % num_args for i in nums], as_tuple
-
-
-class Targets:
-    """The states that a function is differentiated with respect to.
-
-    Args:
-        wrt: a state, a pytree of states, or a filter over the states that the call can reach.
-    """
-
-    def __init__(self, wrt: Any, fun: Callable, args: tuple, kwargs: dict[str, Any]):
-        if is_filter(wrt):
-            wrt = _select(wrt, fun, args, kwargs)
-        self._states, self._treedef = jax.tree.flatten(wrt, is_leaf=_registry.is_opaque)
-        self._kinds = []
-        for state in self._states:
-            kind = _registry.kind_of(state)
-            if kind is None:
-                raise StateFilterError(
-                    f"wrt= holds a {type(state).__name__}, which is no state. Pass states, a dict of them such as "
-                    f"statetx.states(model, statetx.Param), or a filter."
-                )
-            self._kinds.append(kind)
-        if not self._states:
-            raise StateFilterError("wrt= is empty: there is nothing to differentiate with respect to.")
-        self._positions = {id(s): i for i, s in enumerate(self._states)}
-        self._parts: list[Any] = []
-
-    def values(self) -> list[list]:
-        """The states' values, each as the list of its array leaves."""
-        values = []
-        for state, kind in zip(self._states, self._kinds, strict=True):
-            value = kind.read(state)
-            arrays, part = partition(value, is_array_or_number)
-            if part.static or not arrays:
-                raise StateValueError(
-                    f"Cannot differentiate with respect to {_registry.describe(state, kind)}: its value holds a "
-                    f"{type(part.static[0] if part.static else value).__name__}, which is no array."
-                )
-            for x in arrays:
-                if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-                    raise StateValueError(
-                        f"Cannot differentiate with respect to {_registry.describe(state, kind)}: gradients need "
-                        f"floating-point or complex values. Leave it out of wrt=."
-                    )
-            self._parts.append(part)
-            values.append(arrays)
-        return values
-
-    def on_read(self, values: list[list]) -> Callable[[Any, Any, Any], Any]:
-        """A frame's hook that hands the body these values in place of the states' own."""
-
-        def on_read(state: Any, kind: Any, value: Any) -> Any:
-            i = self._positions.get(id(state))
-            return value if i is None else self._parts[i].combine(values[i])
-
-        return on_read
-
-    def combine(self, values: list[list]) -> PyTree:
-        """Values for the states, in the structure of `wrt`."""
-        whole = [part.combine(v) for part, v in zip(self._parts, values, strict=True)]
-        return jax.tree.unflatten(self._treedef, whole)
-
-
-def _select(filter: Filter, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    reach = Paths(fun, args, kwargs).items()
-    keep = as_predicate(filter)
-    found = {path: state for path, state in reach.items() if keep(path, state)}
-    if not found:
-        there = ", ".join(f"{p} ({type(s).__name__})" for p, s in list(reach.items())[:8]) or "none"
-        raise StateFilterError(
-            f"wrt={filter!r} selects no state of {name_of(fun)}. States that its arguments and variables reach: {there}."
-        )
-    return found

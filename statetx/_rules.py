@@ -1,0 +1,83 @@
+"""How states take part in loops and maps: what ``states=`` may say.
+
+A rule is one of the objects below or an axis. Each transform says which it knows and what holds where none is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from . import _compat, _registry
+from ._errors import StateValueError
+from ._paths import Paths, as_predicate
+from ._typing import Filter
+
+
+class Rule:
+    """A way of taking part; the instances are module variables of `statetx`."""
+
+    def __init__(self, name: str, doc: str):
+        self._name = name
+        self.__doc__ = doc
+
+    def __repr__(self) -> str:
+        return f"statetx.{self._name}"
+
+    def __reduce__(self) -> str:
+        return self._name
+
+
+Carry = Rule("Carry", "Each step sees what the step before wrote; the default for states that a loop writes.")
+Broadcast = Rule("Broadcast", "Each step or example sees the same value, and a write that differs between them raises.")
+Split = Rule("Split", "A random state gives each step or example a key of its own, and advances once.")
+
+
+class Rules:
+    """What a ``states=`` argument says of each state.
+
+    Args:
+        name: the transform, for messages.
+        states: from filter to rule; filters are tried in order.
+        fun: the function, to find paths.
+        known: the rules that the transform takes besides an axis.
+    """
+
+    def __init__(self, name: str, states: Mapping[Filter, Any] | None, fun: Callable, known: tuple[Rule, ...]):
+        self.name = name
+        self.path = Paths(fun)
+        self._rules: list[tuple[Callable, Any]] = []
+        self._found: dict[int, Any] = {}
+        if states is not None and not isinstance(states, Mapping):
+            raise StateValueError(
+                f"{name}: states= maps filters to rules, as in states={{statetx.Param: 0}}; got {states!r}."
+            )
+        for filter, rule in (states or {}).items():
+            is_axis = isinstance(rule, int) and not isinstance(rule, bool)
+            if not is_axis and not any(rule is k for k in known):
+                raise StateValueError(
+                    f"{name}: states={{{filter!r}: {rule!r}}} is not understood. Give an axis (an int) or one of "
+                    f"{', '.join(map(repr, known))}."
+                )
+            self._rules.append((as_predicate(filter), rule))
+
+    def __call__(self, state: Any) -> Any:
+        """The first rule whose filter selects the state, None if none does."""
+        if not self._rules:
+            return None
+        if id(state) not in self._found:
+            path = self.path(state)
+            self._found[id(state)] = next((rule for keep, rule in self._rules if keep(path, state)), None)
+        return self._found[id(state)]
+
+    def slice_type(self, state: Any, aval: Any, length: int) -> Any:
+        """The type of one slice of an array of a state that is mapped; the type itself for other states."""
+        axis = self(state)
+        if not isinstance(axis, int):
+            return aval
+        if not -len(aval.shape) <= axis < len(aval.shape) or aval.shape[axis] != length:
+            raise StateValueError(
+                f"{self.name}: {_registry.describe(state, path=self.path(state))} is mapped along axis {axis}, which "
+                f"must have the length of the {self.name}, {length}."
+            )
+        return _compat.drop_axis(aval, axis)

@@ -1,0 +1,247 @@
+"""Forward mode and whole Jacobians: `jvp`, `linearize`, `jacfwd`, `jacrev`, `hessian`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._lift import Outcome, Wrapper, as_decorator, frame_for, pack
+from .._targets import Targets, resolve_argnums, split_aux
+from .._tree import Partition, is_array_or_number, partition
+from .._typing import Filter, PyTree
+
+
+def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False) -> tuple:
+    """Evaluate a function that may read and write states, and its directional derivative.
+
+    Args:
+        fun: called as ``fun(*primals)``.
+        primals: where to evaluate; a tuple or list of pytrees of arrays.
+        tangents: the direction, in the structure of `primals`.
+        has_aux: whether `fun` returns a pair whose second item is passed through.
+
+    Returns:
+        ``(out, tangent_of_out)``, with `has_aux` ``(out, tangent_of_out, aux)``.
+
+    State:
+        Written once, with the values of the evaluation; states have no tangents. Under another differentiation of
+        statetx they take part like any value.
+
+    Source:
+        ``jax.jvp``.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> n = statetx.State(0)
+        >>> def f(x):
+        ...     n.value += 1
+        ...     return jnp.sin(x)
+        >>> out, slope = statetx.jvp(f, (0.0,), (2.0,))
+        >>> float(out), float(slope), n.value
+        (0.0, 2.0, 1)
+    """
+    run = _Run("jvp", fun, has_aux)
+    out, tangent, leaves = jax.jvp(run, tuple(primals), tuple(tangents), has_aux=True)
+    aux = run.finish(leaves)
+    out, tangent = run.out.combine(out), run.out.combine(tangent)
+    return (out, tangent, aux) if has_aux else (out, tangent)
+
+
+def linearize(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple:
+    """Evaluate a function that may read and write states, and return its derivative there as a linear function.
+
+    Args:
+        fun: called as ``fun(*primals)``.
+        *primals: where to evaluate; pytrees of arrays.
+        has_aux: whether `fun` returns a pair whose second item is passed through.
+
+    Returns:
+        ``(out, pushforward)``, with `has_aux` ``(out, pushforward, aux)``. ``pushforward(*tangents)`` runs none of the
+        user's Python and writes no state.
+
+    Source:
+        ``jax.linearize``.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> s = statetx.State(jnp.ones(()))
+        >>> def f(x):
+        ...     s.value = s.value * x
+        ...     return s.value**2
+        >>> out, pushforward = statetx.linearize(f, 3.0)
+        >>> float(out), float(pushforward(1.0)), float(s.value)
+        (9.0, 6.0, 3.0)
+    """
+    run = _Run("linearize", fun, has_aux)
+    out, pushforward, leaves = jax.linearize(run, *primals, has_aux=True)
+    aux = run.finish(leaves)
+    part = run.out
+
+    def push(*tangents: Any) -> Any:
+        return part.combine(pushforward(*tangents))
+
+    out = part.combine(out)
+    return (out, push, aux) if has_aux else (out, push)
+
+
+class _Run:
+    """A stateful function as JAX differentiates it: arrays in, a list of arrays out, effects as auxiliary data."""
+
+    out: Partition
+    _outcome: Outcome
+
+    def __init__(self, name: str, fun: Callable, has_aux: bool):
+        self._name = name
+        self._fun = fun
+        self._has_aux = has_aux
+
+    def __call__(self, *primals: Any) -> tuple[list, list]:
+        with frame_for(self._name, self._fun) as frame:
+            out = self._fun(*primals)
+        out, aux = split_aux(out, self._fun) if self._has_aux else (out, None)
+        out_leaves, self.out = partition(out, is_array_or_number)
+        leaves, self._outcome = pack(aux, frame.effects)
+        return [jnp.asarray(x) for x in out_leaves], leaves
+
+    def finish(self, leaves: Sequence[Any]) -> Any:
+        return self._outcome.finish(leaves)
+
+
+def jacfwd(
+    fun: Any = None,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    *,
+    wrt: PyTree | Filter = None,
+) -> Any:
+    """Jacobian by forward mode: one pass for each input element; for few inputs and many outputs.
+
+    Args:
+        fun: a function that may read and write states; it runs once and writes once.
+        argnums: positions of the arguments to differentiate; 0 if `wrt` is not given either, none if it is.
+        has_aux: whether `fun` returns a pair whose second item is passed through.
+        holomorphic: as in ``jax.jacfwd``.
+        wrt: states to differentiate, as in `grad`.
+
+    Returns:
+        A function of the same arguments that returns the Jacobian: in the structure of the output, and within each
+        leaf of it in that of `argnums`, `wrt`, or the pair ``(wrt's, argnums')``; with `has_aux`, and the aux.
+
+    Source:
+        ``jax.jacfwd``.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> w = statetx.Param(jnp.array([1.0, 2.0]))
+        >>> statetx.jacfwd(lambda x: w.value * x)(3.0)
+        Array([1., 2.], dtype=float32)
+        >>> statetx.jacfwd(lambda x: w.value * x, wrt=w)(3.0)
+        Array([[3., 0.],
+               [0., 3.]], dtype=float32)
+    """
+    return _jacobian(jax.jacfwd, fun, argnums, has_aux, {"holomorphic": holomorphic}, wrt)
+
+
+def jacrev(
+    fun: Any = None,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    *,
+    wrt: PyTree | Filter = None,
+) -> Any:
+    """Jacobian by reverse mode: one pass for each output element; `jacfwd` says what the arguments are.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> w = statetx.Param(jnp.array([1.0, 2.0]))
+        >>> statetx.jacrev(lambda x: jnp.sum(w.value * x) * jnp.ones(1), wrt={"w": w})(3.0)
+        {'w': Array([[3., 3.]], dtype=float32)}
+    """
+    return _jacobian(jax.jacrev, fun, argnums, has_aux, {"holomorphic": holomorphic, "allow_int": allow_int}, wrt)
+
+
+def hessian(
+    fun: Any = None,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    *,
+    wrt: PyTree | Filter = None,
+) -> Any:
+    """Hessian, forward over reverse mode; `jacfwd` says what the arguments are.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> w = statetx.Param(jnp.asarray(2.0))
+        >>> float(statetx.hessian(lambda x: w.value**3 * x, wrt=w)(1.0))
+        12.0
+    """
+    inner = {"argnums": argnums, "has_aux": has_aux, "holomorphic": holomorphic, "wrt": wrt}
+    if fun is None:
+        return lambda f: hessian(f, **inner)
+    return jacfwd(jacrev(fun, **inner), **inner)
+
+
+def _jacobian(transform: Callable, fun: Any, argnums: Any, has_aux: bool, options: dict[str, Any], wrt: Any) -> Any:
+    if argnums is None and wrt is None:
+        argnums = 0
+    given = {"transform": transform, "argnums": argnums, "wrt": wrt, "has_aux": has_aux, "jax_options": options}
+    return as_decorator(Jacobian, fun, given)
+
+
+class Jacobian(Wrapper):
+    """Made by `jacfwd` and `jacrev`."""
+
+    def __init__(
+        self, fun: Callable, *, transform: Callable, argnums: Any, wrt: Any, has_aux: bool, jax_options: dict[str, Any]
+    ):
+        given = {"transform": transform, "argnums": argnums, "wrt": wrt, "has_aux": has_aux}
+        super().__init__(fun, {**given, "jax_options": jax_options})
+        self._transform = transform
+        self._argnums = argnums
+        self._wrt = wrt
+        self._has_aux = has_aux
+        self._jax_options = jax_options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fun = self.__wrapped__
+        targets = Targets(self._wrt, fun, args, kwargs) if self._wrt is not None else None
+        nums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
+        outcome: Outcome | None = None
+        structure: Any = None
+
+        def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
+            nonlocal outcome, structure
+            call_args = list(args)
+            for i, x in zip(nums, diff_args, strict=True):
+                call_args[i] = x
+            with frame_for(self._transform.__name__, fun, on_read=targets and targets.on_read(state_values)) as frame:
+                out = fun(*call_args, **kwargs)
+            out, aux = split_aux(out, fun) if self._has_aux else (out, None)
+            structure = jax.tree.structure(out)
+            leaves, outcome = pack(aux, frame.effects)
+            return out, leaves
+
+        differentiate = self._transform(pure, argnums=(0, 1), has_aux=True, **self._jax_options)
+        values = targets.values() if targets else []
+        jacobian, leaves = differentiate(values, tuple(args[i] for i in nums))
+        assert outcome is not None
+        aux = outcome.finish(leaves)
+        pairs = structure.flatten_up_to(jacobian)
+        of_out = [self._combine(targets, of_states, of_args, as_tuple) for of_states, of_args in pairs]
+        result = jax.tree.unflatten(structure, of_out)
+        return (result, aux) if self._has_aux else result
+
+    def _combine(self, targets: Targets | None, of_states: Any, of_args: Any, as_tuple: bool) -> Any:
+        if not as_tuple:
+            (of_args,) = of_args
+        if targets is None:
+            return of_args
+        combined = targets.combine(of_states)
+        return combined if self._argnums is None else (combined, of_args)

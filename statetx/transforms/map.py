@@ -1,0 +1,54 @@
+"""`map`: a function applied to one element after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._typing import PyTree
+from .scan import scan
+from .vmap import vmap
+
+
+def map(f: Callable[[Any], PyTree], xs: PyTree, *, batch_size: int | None = None) -> PyTree:
+    """Apply a function to each element of the leading axis of `xs`, one after the other; it may read and write states.
+
+    As ``jax.lax.map``: a `scan` without a carry. States that the function writes are carried from one element to the
+    next.
+
+    Args:
+        f: called with one element.
+        xs: a pytree of arrays with a leading axis of equal length.
+        batch_size: as in ``jax.lax.map``, this many elements at a time under `vmap`, whose rules for states hold then.
+
+    Returns:
+        The outputs, stacked along a new leading axis.
+
+    Source:
+        ``jax.lax.map``.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> total = statetx.State(jnp.zeros(()))
+        >>> def running_sum(x):
+        ...     total.value += x
+        ...     return total.value
+        >>> statetx.map(running_sum, jnp.arange(4.0))
+        Array([0., 1., 3., 6.], dtype=float32)
+    """
+    if batch_size is None:
+        return scan(lambda carry, x: (carry, f(x)), None, xs)[1]
+    if batch_size < 1:
+        raise ValueError(f"map: batch_size must be at least 1, got {batch_size}.")
+    length = len(jax.tree.leaves(xs)[0])
+    whole = length // batch_size * batch_size
+    batches = jax.tree.map(lambda x: x[:whole].reshape(-1, batch_size, *x.shape[1:]), xs)
+    batched = vmap(f)
+    ys = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), scan(lambda c, x: (c, batched(x)), None, batches)[1])
+    if whole == length:
+        return ys
+    rest = batched(jax.tree.map(lambda x: x[whole:], xs))
+    return rest if whole == 0 else jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, rest)

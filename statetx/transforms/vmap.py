@@ -1,0 +1,233 @@
+"""`vmap`: a function over examples, with states that are shared, mapped or split.
+
+The function runs once, inside `jax.vmap`. A state that it reads is the same for every example, unless ``states=`` gives
+it an axis, and a random state gives each example a key of its own. What it writes must be the same for every example
+too, unless the state has an axis: a write that differs has no single value to leave in the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat, _registry
+from .._errors import StateAccessError
+from .._lift import Wrapper, as_decorator, frame_for, name_of
+from .._registry import Effect
+from .._rules import Broadcast, Rules, Split
+from .._tree import Partition, as_array, is_array, is_array_or_number, partition
+from .._typing import Filter, PyTree
+
+
+def vmap(
+    fun: Any = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    axis_name: Any = None,
+    axis_size: int | None = None,
+    spmd_axis_name: Any = None,
+    *,
+    states: Mapping[Filter, Any] | None = None,
+) -> Any:
+    """Map a function that may read and write states over an axis of its arguments.
+
+    As ``jax.vmap``. The function's Python runs once.
+
+    Args:
+        fun: the function of one example. Arguments that are no arrays (a model, a flag) pass untouched.
+        in_axes: for each argument, or for parts of it, the axis to map over, or None; as in ``jax.vmap``.
+        out_axes: the same for the output.
+        axis_name: a name for collectives.
+        axis_size: number of examples, where no argument is mapped.
+        spmd_axis_name: as in ``jax.vmap``.
+        states: how the states that a filter selects take part: an axis (each example has its own slice, and what it
+            writes is stacked back along that axis), `Broadcast` (all examples share the value), or `Split` (each
+            example has a key of its own). Random states are split if nothing is said, all others broadcast.
+
+    Returns:
+        A function of the batched arguments.
+
+    State:
+        A split random state advances once. A broadcast state can be written if the value is the same for every example
+        (a counter, a mean over `axis_name`). States created in the call and left behind are stacked along a new
+        leading axis.
+
+    Raises:
+        StateAccessError: a write to a state that is not mapped differs between the examples.
+        StateValueError: a mapped state's axis has another length than there are examples.
+
+    Source:
+        ``jax.vmap``.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> w, h = statetx.Param(jnp.asarray(2.0)), statetx.State(jnp.zeros(3))
+        >>> def step(x):
+        ...     h.value = h.value + w.value * x
+        ...     return h.value
+        >>> statetx.vmap(step, states={"h": 0})(jnp.arange(3.0))
+        Array([0., 2., 4.], dtype=float32)
+        >>> h.value
+        Array([0., 2., 4.], dtype=float32)
+    """
+    options = {
+        "in_axes": in_axes,
+        "out_axes": out_axes,
+        "axis_name": axis_name,
+        "axis_size": axis_size,
+        "spmd_axis_name": spmd_axis_name,
+        "states": states,
+    }
+    return as_decorator(Vmap, fun, options)
+
+
+class Vmap(Wrapper):
+    """Made by `vmap`."""
+
+    def __init__(self, fun: Callable, *, in_axes: Any, out_axes: Any, states: Any, **jax_options: Any):
+        super().__init__(fun, {"in_axes": in_axes, "out_axes": out_axes, "states": states, **jax_options})
+        self._in_axes = in_axes
+        self._out_axes = out_axes
+        self._states = states
+        self._jax_options = jax_options
+        Rules("vmap", states, fun, (Broadcast, Split))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fun = self.__wrapped__
+        in_axes = tuple(self._in_axes) if isinstance(self._in_axes, list) else self._in_axes
+        arg_axes = _broadcast_axes("in_axes", in_axes, args)
+        leaves, part = partition((args, kwargs), lambda x: is_array_or_number(x) or isinstance(x, bool))
+        axes = [*arg_axes, *([0] * (len(part.mask) - len(arg_axes)))]
+        axes = [a for a, dynamic in zip(axes, part.mask, strict=True) if dynamic]
+        mapped = [as_array(x) for x, a in zip(leaves, axes, strict=True) if a is not None]
+        call = _Examples(self, Rules("vmap", self._states, fun, (Broadcast, Split)))
+
+        def body(tracers: list) -> dict[str, list]:
+            call.trace = _compat.current_trace()
+            rest = iter(tracers)
+            dynamic = [next(rest) if a is not None else x for x, a in zip(leaves, axes, strict=True)]
+            with frame_for("vmap", fun, on_read=call.on_read) as frame:
+                call_args, call_kwargs = part.combine(dynamic)
+                out = fun(*call_args, **call_kwargs)
+            return call.sort(out, self._out_axes, frame.effects)
+
+        mapped_axes = [a for a in axes if a is not None]
+        groups = {str(a): a for a in (None, 0, *_axes_in(self._out_axes))}
+        run = jax.vmap(body, in_axes=(mapped_axes,), out_axes=groups, **self._jax_options)
+        return call.finish(run(mapped))
+
+
+class _Examples:
+    """One call of a mapped function: its states on the way in, its outputs and writes on the way out."""
+
+    trace: Any
+
+    def __init__(self, owner: Vmap, rules: Rules):
+        self._owner = owner
+        self._rules = rules
+        self._advanced: dict[int, Any] = {}
+        self._plan: list[tuple[str, int]] = []  # for each traced leaf, its group and its place in it
+        self._out: Partition | None = None
+        self._effects: list[tuple[Effect, Partition, int | None]] = []
+
+    # -- inside the map --
+
+    def on_read(self, state: Any, kind: Any, value: Any) -> Any:
+        rule = self._rules(state)
+        if rule is None and kind.is_random(state):
+            rule = Split
+        if rule is None or rule is Broadcast:
+            return value
+        # The read may stand in a trace further in: what follows belongs outside the map.
+        with _compat.enclosing(self.trace):
+            if rule is Split:
+                keys = jax.random.split(value, _compat.batch_size(self.trace) + 1)
+                self._advanced[id(state)] = keys[0]
+                return _compat.batched(self.trace, keys[1:], 0)
+            arrays, part = partition(value)
+            for x in arrays:
+                self._rules.slice_type(state, _compat.abstract(x), _compat.batch_size(self.trace))
+            return part.combine([_compat.batched(self.trace, jnp.asarray(x), rule) for x in arrays])
+
+    def sort(self, out: PyTree, out_axes: Any, effects: Sequence[Effect]) -> dict[str, list]:
+        """The traced leaves of output and writes in groups, by the axis along which they are stacked."""
+        groups: dict[str, list] = {str(a): [] for a in (None, 0, *_axes_in(out_axes))}
+
+        def put(leaf: Any, axis: int | None) -> None:
+            self._plan.append((str(axis), len(groups[str(axis)])))
+            groups[str(axis)].append(leaf)
+
+        is_dynamic = lambda x: is_array_or_number(x) or isinstance(x, bool)  # noqa: E731
+        leaves, self._out = partition(out, is_dynamic)
+        axes = _broadcast_axes("out_axes", out_axes, out)
+        for leaf, axis in zip(leaves, (a for a, d in zip(axes, self._out.mask, strict=True) if d), strict=True):
+            put(leaf, axis)
+        for effect in effects:
+            rule = self._rules(effect.state)
+            dynamic, part = partition(effect.value, is_array)
+            effect.value = None
+            split = id(effect.state) in self._advanced
+            axis = rule if isinstance(rule, int) else 0 if effect.created else None
+            if axis is None and not split:
+                self._check_equal(effect, dynamic)
+            self._effects.append((effect, part, axis))
+            if not split:
+                for leaf in dynamic:
+                    put(leaf, None if axis is None else 0)
+        return groups
+
+    def _check_equal(self, effect: Effect, leaves: Sequence[Any]) -> None:
+        if not any(_compat.is_batched(x, self.trace) for x in leaves):
+            return
+        path = self._rules.path(effect.state)
+        raise StateAccessError(
+            f"vmap({name_of(self._owner.__wrapped__)}) wrote a value that differs between the examples to "
+            f"{_registry.describe(effect.state, effect.kind, path)}, at {effect.site}. One state cannot hold them all.\n"
+            f"Fix: declare the axis along which it has one slice for each example, vmap(..., states={{{path!r}: 0}}), or "
+            f"reduce the value over the examples first (jax.lax.pmean over an axis_name)."
+        )
+
+    # -- after it --
+
+    def finish(self, groups: dict[str, list]) -> PyTree:
+        """Store the writes and return the output."""
+        assert self._out is not None
+        leaves = iter([groups[group][place] for group, place in self._plan])
+        out = self._out.combine([next(leaves) for _ in range(self._out.num_dynamic)])
+        for effect, part, axis in self._effects:
+            if id(effect.state) in self._advanced:
+                effect.value = self._advanced[id(effect.state)]
+            else:
+                values = [next(leaves) for _ in range(part.num_dynamic)]
+                effect.value = part.combine([x if axis is None else jnp.moveaxis(x, 0, axis) for x in values])
+            effect.kind.publish(effect, True)
+            effect.value = None
+        return out
+
+
+def _axes_in(axes: Any) -> list[int]:
+    return sorted({a for a in jax.tree.leaves(axes) if a is not None})
+
+
+def _broadcast_axes(name: str, axes: Any, tree: PyTree) -> list[int | None]:
+    """The axis of each leaf of `tree`, from a tree that is a prefix of it."""
+    found: list[int | None] = []
+
+    def fill(axis: Any, part: PyTree) -> None:
+        for leaf in jax.tree.leaves(part, is_leaf=_registry.is_opaque):
+            if axis is not None and not isinstance(axis, int):
+                raise TypeError(f"vmap: {name} must hold ints and None, got {type(axis).__name__}: {axis!r}.")
+            # What is no array cannot be mapped: it passes untouched.
+            found.append(axis if is_array(leaf) or (name == "out_axes" and is_array_or_number(leaf)) else None)
+
+    try:
+        jax.tree.map(fill, axes, tree, is_leaf=lambda x: x is None)
+    except ValueError as e:
+        raise ValueError(
+            f"vmap: {name}={axes!r} is no prefix of the {'arguments' if name == 'in_axes' else 'output'}, whose "
+            f"structure is {jax.tree.structure(tree)}."
+        ) from e
+    return found

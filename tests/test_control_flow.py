@@ -1,0 +1,284 @@
+"""`cond`, `switch`, `while_loop`, `fori_loop`: states threaded through branches and loops."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from helpers import Counted, compilations
+from statetx._jaxpr import table
+
+
+class Model:
+    def __init__(self):
+        self.a = statetx.State(jnp.asarray(1.0))
+        self.b = statetx.State(jnp.zeros(3))
+        self.w = statetx.Param(jnp.asarray(2.0))
+        self.n = statetx.State(0)
+
+    def left(self, x):
+        self.a.value = self.a.value * self.w.value
+        self.n.value += 1
+        return jnp.sin(x) * self.a.value
+
+    def right(self, x):
+        self.b.value = self.b.value + x
+        return x * self.w.value
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, statetx.jit, lambda f: statetx.jit(statetx.remat(f))])
+@pytest.mark.parametrize("pred", [True, False])
+def test_cond_threads_the_union_of_writes(wrap, pred):
+    m = Model()
+    left, right = Counted(m.left), Counted(m.right)
+    f = wrap(lambda p, x: statetx.cond(p, left, right, x))
+    out = f(jnp.asarray(pred), 0.5)
+    assert (left.runs, right.runs) == (1, 1)
+    np.testing.assert_allclose(out, np.sin(0.5) * 2 if pred else 1.0, rtol=1e-6)
+    assert float(m.a.value) == (2.0 if pred else 1.0) and int(m.n.value) == int(pred)
+    np.testing.assert_array_equal(m.b.value, np.zeros(3) if pred else np.full(3, 0.5))
+
+
+@pytest.mark.parametrize("pred", [True, False])
+def test_cond_gradients(pred):
+    m = Model()
+    p = jnp.asarray(pred)
+    g = statetx.grad(lambda x: statetx.cond(p, m.left, m.right, x), argnums=0, wrt=[m.w, m.a])
+    (gw, ga), gx = g(0.5)
+    ref = (lambda w, a, x: jnp.sin(x) * a * w) if pred else (lambda w, a, x: x * w)
+    for value, expected in zip((gw, ga, gx), jax.grad(ref, (0, 1, 2))(2.0, 1.0, 0.5), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+def test_cond_under_vmap_with_a_batched_predicate():
+    m = Model()
+    m.b.value = jnp.zeros((2, 3))
+    m.a.value = jnp.ones(2)
+    m.n.value = jnp.zeros(2, jnp.int32)
+    preds = jnp.array([True, False])
+    f = statetx.vmap(lambda p, x: statetx.cond(p, m.left, m.right, x), states={"m.[abn]": 0})
+    np.testing.assert_allclose(f(preds, jnp.array([0.5, 0.5])), [2 * np.sin(0.5), 1.0], rtol=1e-6)
+    np.testing.assert_array_equal(m.a.value, [2, 1])
+    np.testing.assert_array_equal(m.n.value, [1, 0])
+
+
+def test_switch_clamps_and_threads():
+    s = statetx.State(jnp.zeros(()))
+    branches = [Counted(lambda x, k=k: setattr(s, "value", s.value + k * x) or x + k) for k in (1.0, 10.0, 100.0)]
+    for index, expected in ((0, 1.0), (1, 10.0), (2, 100.0), (7, 100.0), (-3, 1.0)):
+        s.value = jnp.zeros(())
+        assert float(statetx.switch(index, branches, 1.0)) == 1.0 + expected
+        assert float(s.value) == expected
+    assert all(b.runs == 5 for b in branches)
+    assert float(statetx.switch(0, branches[:1], 1.0)) == 2.0
+    two = statetx.switch(jnp.asarray(1), branches[:2], 1.0)
+    assert float(two) == 11.0
+
+
+def test_write_only_and_write_in_one_branch_only():
+    s, t = statetx.State(jnp.zeros(2)), statetx.State(jnp.zeros(()))
+
+    def write(x):
+        s.value = x
+        return t.value
+
+    statetx.cond(jnp.asarray(False), write, lambda x: x.sum(), jnp.ones(2))
+    np.testing.assert_array_equal(s.value, 0)
+    statetx.cond(jnp.asarray(True), write, lambda x: x.sum(), jnp.ones(2))
+    np.testing.assert_array_equal(s.value, 1)
+
+
+def test_random_draws_in_branches_advance_only_where_taken():
+    rng = statetx.RngState(0)
+    before = jax.random.key_data(rng.value)
+    f = statetx.jit(lambda p: statetx.cond(p, lambda: jax.random.uniform(rng.next()), lambda: 0.0))
+    assert float(f(jnp.asarray(False))) == 0.0
+    np.testing.assert_array_equal(jax.random.key_data(rng.value), before)
+    assert float(f(jnp.asarray(True))) == float(jax.random.uniform(statetx.RngState(0).next()))
+
+
+def test_mistakes_in_branches():
+    s = statetx.State(jnp.zeros(3), name="s")
+    before = s.value
+    true = jnp.asarray(True)
+    cases = [
+        (lambda: statetx.cond(true, lambda: 1.0, lambda: (1.0,)), statetx.CarryTypeError, "same structure"),
+        (lambda: statetx.cond(true, lambda: jnp.ones(2), lambda: 1), statetx.CarryTypeError, "same types"),
+        (
+            lambda: statetx.cond(true, lambda: setattr(s, "value", s.value[0]), lambda: None),
+            statetx.CarryTypeError,
+            r"cond changes the type of State 's'.*float32\[3\] and leaves as float32\[\].*test_control_flow",
+        ),
+        (lambda: statetx.cond(jnp.ones(2), lambda: 1, lambda: 2), TypeError, "predicate must be a scalar"),
+        (lambda: statetx.switch(1.5, [lambda: 1]), TypeError, "index must be a scalar integer"),
+        (lambda: statetx.switch(0, []), ValueError, "at least one branch"),
+        (lambda: statetx.cond(true, lambda: "a", lambda: "a"), statetx.StateValueError, "is a str, which is no array"),
+        (lambda: statetx.cond(true, 3, lambda: 1), TypeError, "every branch must be callable"),
+        (lambda: statetx.cond(true, lambda x: x, lambda x: x, 1, operand=2), TypeError, "not both"),
+        (
+            lambda: statetx.cond(true, lambda: [statetx.State(1.0)], lambda: []),
+            statetx.CreatedStateError,
+            "created inside",
+        ),
+    ]
+    for call, error, match in cases:
+        with pytest.raises(error, match=match):
+            call()
+        assert s.value is before
+    assert statetx.cond(true, lambda x: x, lambda x: -x, operand=2.0) == 2.0
+
+
+def test_operands_that_are_no_arrays():
+    m = Model()
+    out = statetx.cond(
+        jnp.asarray(True), lambda m, x, how: m.left(x) if how == "l" else x, lambda m, x, how: x, m, 0.5, "l"
+    )
+    np.testing.assert_allclose(out, 2 * np.sin(0.5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("wrap", [lambda f: f, statetx.jit])
+def test_fori_loop(static, wrap):
+    m = Model()
+
+    def body(i, x):
+        m.b.value = m.b.value + i * x
+        m.n.value += 1
+        return x * m.w.value
+
+    count = Counted(body)
+    lower, upper = (1, 5) if static else (jnp.asarray(1), jnp.asarray(5))
+    out = wrap(lambda x: statetx.fori_loop(lower, upper, count, x))(jnp.float32(1.0))
+    assert float(out) == 16.0 and int(m.n.value) == 4 and count.runs == 1
+    np.testing.assert_array_equal(m.b.value, np.full(3, 1 + 2 * 2 + 3 * 4 + 4 * 8))
+
+
+def test_fori_loop_gradient_and_unroll():
+    m = Model()
+
+    def loss(x, unroll=None):
+        def body(i, x):
+            m.a.value = m.a.value * m.w.value
+            return jnp.sin(x) * m.a.value
+
+        return statetx.fori_loop(0, 4, body, x, unroll=unroll)
+
+    def reference(w, x):
+        a = 1.0
+        for _ in range(4):
+            a = a * w
+            x = jnp.sin(x) * a
+        return x
+
+    expected = jax.grad(reference, (0, 1))(2.0, 0.5)
+    for unroll in (None, 2, True):
+        m.a.value = jnp.asarray(1.0)
+        np.testing.assert_allclose(statetx.grad(loss, 0, wrt=m.w)(0.5, unroll), expected, rtol=1e-5)
+        np.testing.assert_allclose(m.a.value, 16.0)
+    with pytest.raises(TypeError, match="upper must be a scalar integer"):
+        statetx.fori_loop(0, 2.5, lambda i, x: x, 1.0)
+    assert float(statetx.fori_loop(3, 3, lambda i, x: x + 1, 1.0)) == 1.0
+
+
+def test_while_loop():
+    m = Model()
+
+    def body(x):
+        m.b.value = m.b.value + x
+        m.n.value += 1
+        return x * m.w.value
+
+    def test(x):
+        return x < 10 * m.a.value + 0 * m.b.value.sum()
+
+    counted_test, counted_body = Counted(test), Counted(body)
+    for wrap in (lambda f: f, statetx.jit, jax.tree_util.Partial):
+        m.b.value, m.n.value = jnp.zeros(3), 0
+        out = wrap(lambda x: statetx.while_loop(counted_test, counted_body, x))(jnp.float32(1.0))
+        assert float(out) == 16.0 and int(m.n.value) == 4
+        np.testing.assert_array_equal(m.b.value, 15)
+    assert (counted_test.runs, counted_body.runs) == (3, 3)
+
+
+def test_while_loop_condition_sees_what_the_body_writes():
+    n = statetx.State(jnp.zeros((), jnp.int32))
+
+    def body(x):
+        n.value += 1
+        return x + 1.0
+
+    assert float(statetx.while_loop(lambda x: n.value < 5, body, 0.0)) == 5.0 and int(n.value) == 5
+    tangent = statetx.jvp(lambda x: statetx.while_loop(lambda y: y < 10.0, lambda y: y * x, x), (2.0,), (1.0,))
+    np.testing.assert_allclose(tangent, (16.0, 32.0))
+
+
+def test_mistakes_in_loops():
+    rng, s = statetx.RngState(0), statetx.State(jnp.zeros(3))
+    before = s.value
+    cases = [
+        (
+            lambda: statetx.while_loop(lambda x: jax.random.uniform(rng.next()) < x, lambda x: x, 0.5),
+            statetx.StateAccessError,
+            "condition .* wrote RngState 'rng' at .*random draw",
+        ),
+        (
+            lambda: statetx.while_loop(lambda x: x, lambda x: x, 0.5),
+            TypeError,
+            r"scalar bool, got float32\[\]|scalar bool, got ~",
+        ),
+        (lambda: statetx.while_loop(lambda x: x < 1, lambda x: (x, x), 0.5), statetx.CarryTypeError, "structure"),
+        (
+            lambda: statetx.while_loop(lambda x: x < 1, lambda x: jnp.ones(2), 0),
+            statetx.CarryTypeError,
+            "changes the type",
+        ),
+        (
+            lambda: statetx.fori_loop(0, 3, lambda i, x: setattr(s, "value", s.value[:2]), None),
+            statetx.CarryTypeError,
+            r"State 's'.*float32\[3\] and leaves as float32\[2\]",
+        ),
+        (lambda: statetx.fori_loop(0, 3, lambda i, x: [statetx.State(x)] and x, 0), None, None),
+        (
+            lambda: statetx.fori_loop(0, 3, lambda i, x: KEPT.append(statetx.State(x)) or x, 0),
+            statetx.CreatedStateError,
+            "created",
+        ),
+    ]
+    for call, error, match in cases:
+        if error is None:
+            call()
+            continue
+        with pytest.raises(error, match=match):
+            call()
+        assert s.value is before
+
+
+KEPT: list = []
+
+
+def test_eager_calls_share_one_program():
+    table.clear()
+    s = statetx.State(jnp.zeros(()))
+
+    def call(k):
+        statetx.cond(k > 2, lambda x: setattr(s, "value", s.value + x) or x, lambda x: x * k, jnp.float32(1.0))
+        statetx.while_loop(lambda x: x < 3 + k, lambda x: setattr(s, "value", s.value + k) or x + 1, jnp.float32(0))
+        statetx.fori_loop(0, 3, lambda i, x: x * k, jnp.float32(1.0))
+
+    call(jnp.float32(1.0))
+    warm = jnp.float32(0)
+    with compilations() as compiled:
+        for _ in range(4):
+            warm = warm + 1
+            call(jnp.asarray(np.float32(warm)))
+    assert not [c for c in compiled if "run" in str(c)] and table.misses == 3
+
+
+def test_disable_jit():
+    m = Model()
+    with jax.disable_jit():
+        statetx.cond(True, m.left, m.right, 0.5)
+        statetx.fori_loop(0, 2, lambda i, x: m.left(x), 0.5)
+        statetx.while_loop(lambda x: m.n.value < 5, m.left, 0.5)
+    assert int(m.n.value) == 5 and float(m.a.value) == 32.0

@@ -1,0 +1,108 @@
+"""`jvp`, `linearize`, `jacfwd`, `jacrev`, `hessian`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from helpers import Counted
+
+X = jnp.array([0.3, -0.9])
+
+
+class Model:
+    def __init__(self):
+        self.w = statetx.Param(jnp.array([[0.5, 1.0], [2.0, -1.0], [0.1, 0.7]]))
+        self.s = statetx.Param({"scale": 3.0})
+        self.n = statetx.State(0)
+        self.last = statetx.State(jnp.zeros(3))
+
+    def __call__(self, x):
+        self.n.value += 1
+        self.last.value = jnp.sin(self.w.value @ x) * self.s.value["scale"]
+        return {"y": self.last.value, "z": (x**2).sum()}
+
+
+def pure(w, s, x):
+    return {"y": jnp.sin(w @ x) * s["scale"], "z": (x**2).sum()}
+
+
+def close(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, expected)
+
+
+def test_jvp_and_linearize_run_once_and_write_once():
+    m = Model()
+    f = Counted(m)
+    tangent = jnp.array([1.0, 2.0])
+    expected = jax.jvp(lambda x: pure(m.w.value, m.s.value, x), (X,), (tangent,))
+    close(statetx.jvp(f, (X,), (tangent,)), expected)
+    assert f.runs == 1 and m.n.value == 1
+    out, push = statetx.linearize(f, X)
+    close((out, push(tangent)), expected)
+    close(push(2 * tangent), jax.tree.map(lambda t: 2 * t, expected[1]))
+    assert f.runs == 2 and m.n.value == 2
+    np.testing.assert_allclose(m.last.value, expected[0]["y"], rtol=1e-6)
+    out, tangent_out, aux = statetx.jvp(lambda x: (m(x), "label"), (X,), (tangent,), has_aux=True)
+    close((out, tangent_out), expected)
+    assert aux == "label"
+    out, push, aux = statetx.linearize(lambda x: (m(x), m.n.value), X, has_aux=True)
+    assert aux == 4
+
+
+@pytest.mark.parametrize("name", ["jacfwd", "jacrev"])
+def test_jacobians_come_in_the_structure_asked_for(name):
+    ours, theirs = getattr(statetx, name), getattr(jax, name)
+    m = Model()
+    jw, js, jx = theirs(pure, (0, 1, 2))(m.w.value, m.s.value, X)["y"]
+    f = Counted(m)
+    close(ours(f)(X)["y"], jx)
+    assert f.runs == 1 and m.n.value == 1
+    close(ours(m, argnums=(0,))(X)["y"], (jx,))
+    close(ours(m, wrt={"w": m.w, "s": m.s})(X)["y"], {"w": jw, "s": js})
+    close(ours(m, 0, wrt=m.w)(X)["y"], (jw, jx))
+    jac, aux = ours(lambda x: (m(x), {"n": m.n.value}), has_aux=True)(X)
+    close(jac["y"], jx)
+    assert aux == {"n": 5}
+    close(statetx.jit(ours(statetx.remat(m)))(X)["y"], jx)
+    np.testing.assert_allclose(m.last.value, pure(m.w.value, m.s.value, X)["y"], rtol=1e-6)
+
+
+def test_hessian():
+    m = Model()
+
+    def loss(x):
+        return (m(x)["y"] ** 2).sum()
+
+    def reference(w, x):
+        return (pure(w, m.s.value, x)["y"] ** 2).sum()
+
+    f = Counted(loss)
+    close(statetx.hessian(f)(X), jax.hessian(reference, 1)(m.w.value, X))
+    assert f.runs == 1 and m.n.value == 1
+    close(statetx.hessian(loss, wrt=m.w)(X), jax.hessian(reference, 0)(m.w.value, X))
+    close(statetx.hessian(wrt={"w": m.w})(loss)(X)["w"]["w"], jax.hessian(reference, 0)(m.w.value, X))
+    close(statetx.hessian(statetx.remat(loss))(X), jax.hessian(reference, 1)(m.w.value, X))
+    h, aux = statetx.hessian(lambda x: (loss(x), "aux"), has_aux=True)(X)
+    assert aux == "aux"
+    close(h, jax.hessian(reference, 1)(m.w.value, X))
+
+
+def test_states_are_intact_after_a_failure():
+    m = Model()
+    before = m.last.value
+
+    def fails(x):
+        m(x)
+        raise KeyError
+
+    for transform in (statetx.jacfwd, statetx.jacrev, statetx.hessian):
+        with pytest.raises(KeyError):
+            transform(fails)(X)
+    with pytest.raises(KeyError):
+        statetx.jvp(fails, (X,), (X,))
+    with pytest.raises(KeyError):
+        statetx.linearize(fails, X)
+    assert m.last.value is before and m.n.value == 0

@@ -1,0 +1,205 @@
+"""`vmap` and `map`: shared, mapped and split states."""
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from helpers import Counted
+from statetx import _compat
+
+XS = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+W = jnp.array([0.5, 1.5, -0.4])
+
+
+class Cell:
+    def __init__(self, batch=None):
+        self.w = statetx.Param(W)
+        shape = (3,) if batch is None else (batch, 3)
+        self.h = statetx.State(jnp.ones(shape) * 0.1)
+        self.n = statetx.State(0)
+
+    def step(self, x):
+        self.h.value = jnp.tanh(self.w.value * x + self.h.value)
+        self.n.value += 1
+        return self.h.value.sum()
+
+
+def reference(h, x):
+    h = jnp.tanh(W * x + h)
+    return h.sum(), h
+
+
+def test_mapped_state_equals_the_loop_and_the_body_runs_once():
+    cell = Cell(4)
+    body = Counted(cell.step)
+    f = statetx.vmap(body, states={"*h": 0})
+    for _ in range(2):
+        before = cell.h.value
+        out = f(XS)
+        expected, h = jax.vmap(reference)(before, XS)
+        np.testing.assert_allclose(out, expected, rtol=1e-6)
+        np.testing.assert_allclose(cell.h.value, h, rtol=1e-6)
+    assert body.runs == 2 and cell.n.value == 2
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_axes_of_states_arguments_and_outputs(axis):
+    s = statetx.State(jnp.moveaxis(jnp.arange(24.0).reshape(4, 2, 3), 0, axis))
+
+    def f(x, scale, flag=None):
+        s.value = s.value * scale
+        return {"a": x * 2, "b": (s.value.sum(), scale)} if flag == "on" else x
+
+    out = statetx.vmap(f, in_axes=(1, None, None), out_axes={"a": 1, "b": (0, None)}, states={"s": axis})(
+        XS.T, 3.0, "on"
+    )
+    np.testing.assert_allclose(out["a"], 2 * XS.T)
+    np.testing.assert_allclose(out["b"][0], 3 * np.arange(24.0).reshape(4, 6).sum(1))
+    assert float(out["b"][1]) == 3.0
+    np.testing.assert_allclose(s.value, 3 * np.moveaxis(np.arange(24.0).reshape(4, 2, 3), 0, axis))
+
+
+def test_write_that_differs_between_examples_names_the_axis_to_declare():
+    cell = Cell()
+    before = cell.h.value
+    match = r"(?s)State 'h' \(float32\[3\].*at .*test_vmap.py:\d+.*states=\{'h': 0\}"
+    with pytest.raises(statetx.StateAccessError, match=match):
+        statetx.vmap(cell.step)(XS)
+    assert cell.h.value is before and cell.n.value == 0
+
+
+def test_write_that_is_equal_for_all_examples():
+    mean = statetx.State(jnp.zeros(3))
+
+    def f(x):
+        mean.value = 0.5 * mean.value + 0.5 * jax.lax.pmean(x, "batch")
+        return x - mean.value
+
+    out = statetx.vmap(f, axis_name="batch")(XS)
+    np.testing.assert_allclose(mean.value, 0.5 * XS.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(out, XS - 0.5 * XS.mean(0)[None], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["native", "brainstate"])
+def test_random_states_are_split_unless_shared(kind):
+    rng = statetx.RngState(0) if kind == "native" else brainstate.random.RandomState(0)
+    draw = rng.next if kind == "native" else rng.split_key
+    f = Counted(lambda x: x * 0 + jax.random.uniform(draw()))
+    before = jax.random.key_data(rng.value)
+    out = statetx.vmap(f)(jnp.ones(5))
+    assert len(np.unique(out)) == 5 and f.runs == 1
+    assert rng.value.shape == () and not np.array_equal(before, jax.random.key_data(rng.value))
+    assert len(np.unique(np.concatenate([out, statetx.vmap(f)(jnp.ones(5))]))) == 10
+    shared = statetx.vmap(f, states={type(rng): statetx.Broadcast})(jnp.ones(5))
+    assert len(np.unique(shared)) == 1
+    inside = statetx.vmap(statetx.remat(f))  # the draw stands in a trace further in
+    assert len(np.unique(jax.grad(lambda x: (inside(x) * x).sum())(jnp.ones(5)))) == 5
+
+
+def test_states_created_inside_are_stacked():
+    class Layer:
+        def __init__(self, key):
+            self.w = statetx.Param(jax.random.normal(key, (2,)))
+            self.b = statetx.Param(jnp.zeros(2))
+            self.mode = statetx.State("on")
+
+    layers = statetx.vmap(Layer)(jax.random.split(jax.random.key(0), 3))
+    assert layers.w.value.shape == (3, 2) and layers.b.value.shape == (3, 2) and layers.mode.value == "on"
+    expected = jax.vmap(lambda k: jax.random.normal(k, (2,)))(jax.random.split(jax.random.key(0), 3))
+    np.testing.assert_array_equal(layers.w.value, expected)
+    x = jnp.ones(2)
+    out = statetx.vmap(lambda: layers.w.value * x + layers.b.value, axis_size=3, states={statetx.Param: 0})()
+    np.testing.assert_allclose(out, expected)
+
+
+def test_composes_with_the_other_transforms():
+    cell = Cell(4)
+
+    def loss(x):
+        return statetx.vmap(statetx.remat(cell.step), states={"*h": 0})(x).sum()
+
+    def pure(w, h, xs):
+        def one(h, x):
+            return jnp.tanh(w * x + h).sum()
+
+        return jax.vmap(one)(h, xs).sum()
+
+    expected = jax.grad(pure, (0, 1, 2))(W, cell.h.value, XS)
+    for wrap in (lambda f: f, statetx.jit):
+        cell.h.value = jnp.ones((4, 3)) * 0.1
+        (gw, gh), gx = wrap(statetx.grad(loss, argnums=0, wrt=[cell.w, cell.h]))(XS)
+        for a, b in zip((gw, gh, gx), expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+    cell.h.value = jnp.ones((4, 3)) * 0.1
+    per_example = statetx.vmap(lambda x: statetx.grad(cell.step)(x), states={"*h": 0})(XS)
+    np.testing.assert_allclose(per_example, expected[2], rtol=1e-5)
+    cell.h.value = jnp.ones((4, 3)) * 0.1
+    _, h = jax.lax.scan(lambda h, _: (jax.vmap(reference)(h, XS)[1],) * 2, cell.h.value, None, 3)
+    statetx.scan(lambda c, _: (c, statetx.vmap(cell.step, states={"*h": 0})(XS)), 0, length=3)
+    np.testing.assert_allclose(cell.h.value, h[-1], rtol=1e-6)
+    nested = statetx.State(jnp.zeros((2, 4)))
+
+    def inner(x):
+        nested.value = nested.value + x
+        return nested.value
+
+    rule = {"nested": 0}
+    out = statetx.vmap(statetx.vmap(inner, states=rule), states=rule)(jnp.arange(8.0).reshape(2, 4))
+    np.testing.assert_array_equal(out, np.arange(8.0).reshape(2, 4))
+    np.testing.assert_array_equal(nested.value, np.arange(8.0).reshape(2, 4))
+
+
+def test_python_values_stay_concrete():
+    n = statetx.State(jnp.asarray(3))
+
+    def f(x):
+        return x * 2 if int(n.value) > 2 else x  # the state is the same for all: Python may look at it
+
+    np.testing.assert_array_equal(statetx.vmap(f)(XS), 2 * XS)
+
+
+def test_mistakes():
+    s = statetx.State(jnp.ones(3))
+    with pytest.raises(
+        statetx.StateValueError, match=r"mapped along axis 0, which must have the length of the vmap, 4"
+    ):
+        statetx.vmap(lambda x: x * s.value, states={"s": 0})(XS)
+    with pytest.raises(statetx.StateValueError, match="is not understood"):
+        statetx.vmap(lambda x: x, states={"s": statetx.Carry})
+    with pytest.raises(statetx.StateValueError, match="maps filters to rules"):
+        statetx.vmap(lambda x: x, states=statetx.Param)
+    with pytest.raises(ValueError, match="in_axes=\\(0, 0\\) is no prefix"):
+        statetx.vmap(lambda x: x, in_axes=(0, 0))(XS)
+    with pytest.raises(TypeError, match="must hold ints and None"):
+        statetx.vmap(lambda x: x, in_axes=("a",))(XS)
+
+
+def test_map():
+    total = statetx.State(jnp.zeros(()))
+
+    def f(x):
+        total.value = total.value + x.sum()
+        return {"y": x * 2, "t": total.value}
+
+    out = statetx.map(f, XS)
+    np.testing.assert_allclose(out["t"], np.cumsum(XS.sum(1)), atol=1e-6)
+    np.testing.assert_allclose(out["y"], 2 * XS)
+    w = statetx.Param(W)
+    for size in (1, 2, 3, 4, 9):
+        np.testing.assert_allclose(statetx.map(lambda x: x * w.value, XS, batch_size=size), XS * W[None])
+
+
+def test_private_batch_tracers():
+    def f(x, y):
+        trace = _compat.current_trace()
+        s = _compat.batched(trace, jnp.arange(6.0).reshape(2, 3), 1)
+        assert s.shape == (2,) and _compat.batch_size(trace) == 3
+        assert _compat.is_batched(x, trace) and _compat.is_batched(s, trace) and not _compat.is_batched(y, trace)
+        with _compat.enclosing(trace):
+            assert _compat.is_eager()
+        return (s * x).sum()
+
+    np.testing.assert_array_equal(jax.vmap(f, (0, None))(jnp.ones(3), 1.0), [3, 5, 7])
