@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import platform
+import random
 import re
 import statistics
 import sys
@@ -54,19 +55,20 @@ class Stopwatch:
 
 
 def interleave(contestants: dict[str, Callable[[], Sample]], rounds: int, warmup: int = 1) -> dict[str, list[Sample]]:
-    """Let each contestant give one sample a round; each round starts with another one.
+    """Let each contestant give one sample a round, in an order drawn anew for each round (by a fixed seed).
 
-    What disturbs the machine for a while then disturbs all of them, so ratios within a round stay meaningful.
-    The garbage collector runs between rounds and not during them.
+    What disturbs the machine for a while then disturbs all of them, so ratios within a round stay meaningful,
+    and none always follows the same other one. Garbage is collected between rounds and not during them.
     """
     names = list(contestants)
+    shuffle = random.Random(0)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
     for n in range(-warmup, rounds):
-        shift = n % len(names)
+        order = shuffle.sample(names, len(names))
         gc.collect()
         gc.disable()
         try:
-            for name in names[shift:] + names[:shift]:
+            for name in order:
                 sample = contestants[name]()
                 if n >= 0:
                     samples[name].append(sample)
