@@ -291,9 +291,13 @@ def kinds() -> list[Kind]:
 
 
 def _load_pending() -> None:
-    for library in list(_pending):
+    for library in _FOREIGN:
         module = sys.modules.get(library)
-        if module is None or getattr(getattr(module, "__spec__", None), "_initializing", False):
+        if (
+            library not in _pending
+            or module is None
+            or getattr(getattr(module, "__spec__", None), "_initializing", False)
+        ):
             continue
         with _kinds_lock:
             if library in _pending:
@@ -314,13 +318,28 @@ def is_opaque(obj: Any) -> bool:
     return any(kind.is_opaque(obj) for kind in kinds())
 
 
+def modes() -> Hashable:
+    """Settings that a compiled program depends on, of every library whose states are watched."""
+    return tuple([kind.mode() for kind in kinds() if kind is not _kinds[0]])
+
+
 def is_idle() -> bool:
     """Whether nobody watches states in this thread and nothing is being traced."""
-    return _local.frame is None and _compat.is_eager() and all(kind.is_idle() for kind in kinds())
+    return idle_modes() is not None
 
 
-def modes() -> Hashable:
-    return tuple([kind.mode() for kind in kinds()])
+def idle_modes() -> Hashable | None:
+    """`modes` if the thread is idle, else None: all that the fast path of a compiled function asks for, in one go."""
+    if _local.frame is not None or _compat._context.trace is not _compat._eval_trace:
+        return None
+    if _pending:
+        _load_pending()
+    found = []
+    for kind in _kinds[1:]:  # the first is this package's own, which has no watchers and no modes besides frames
+        if not kind.is_idle():
+            return None
+        found.append(kind.mode())
+    return tuple(found)
 
 
 # -- descriptions ----------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class Staged:
         outvars = self._body.jaxpr.outvars
         self.num_out = sum(part.num_dynamic for part in self.outs)
         self.out_vars = outvars[: self.num_out]
-        self.out_avals = [v.aval for v in self.out_vars]
+        self.out_avals: list[Any] = [v.aval for v in self.out_vars]
         self.written_vars: dict[int, list[Any]] = {}
         position = self.num_out
         for effect, part in zip(self.effects, self.values, strict=True):

@@ -24,6 +24,7 @@ from .. import _compat, _registry
 from .._tree import Identity, freeze
 
 _context: Any = _private.TRACE_CONTEXT
+_IMMUTABLE = frozenset({bool, int, float, str, type(None)})
 _SMALL = 4096  # bytes; larger arrays in `environ` are told apart by identity
 
 
@@ -66,6 +67,7 @@ class _Brainstate:
 
     def __init__(self) -> None:
         self._observers: dict[int, _Observer] = {}
+        self._last_mode: tuple[dict[Hashable, Any], Hashable] = ({}, ())
 
     def owns(self, obj: Any) -> bool:
         return isinstance(obj, brainstate.State)
@@ -152,7 +154,19 @@ class _Brainstate:
         return not _context.state_stack
 
     def mode(self) -> Hashable:
-        return tuple([(key, _freeze(value)) for key, value in brainstate.environ.all().items()])
+        # Asked for by every call of a compiled function: the key of the last answer serves while all values, of types
+        # that cannot change, are the same objects.
+        settings = brainstate.environ.all()
+        last, key = self._last_mode
+        if len(settings) == len(last):
+            for name, value in settings.items():
+                if last.get(name, self) is not value or type(value) not in _IMMUTABLE:
+                    break
+            else:
+                return key
+        key = tuple([(name, _freeze(value)) for name, value in settings.items()])
+        self._last_mode = (settings, key)
+        return key
 
 
 def _freeze(value: Any) -> Hashable:

@@ -108,9 +108,18 @@ class Jit(Wrapper):
         self.jax_options = {k: options[k] for k in ("keep_unused", "inline", "compiler_options")}
         self._layouts: dict[Hashable, _Layout] = {}
         self._programs: dict[Hashable, list[Program]] = {}  # of a key, most recently used first
+        self._only: tuple[Program, Hashable] | None = None  # the one program there is, and the modes it is for
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        only = self._only
+        if only is not None and only[1] == _registry.idle_modes():
+            try:
+                return only[0].run_directly(args, kwargs)
+            except _Restage:
+                self._only = None
+            except TypeError:
+                pass  # an argument or a state that JAX does not take: what follows finds out which
         if _compat.is_jit_disabled():
             return self.__wrapped__(*args, **kwargs)
         call = self._read(args, kwargs)
@@ -137,9 +146,13 @@ class Jit(Wrapper):
         out = program.first_run(call)
         if program.is_reusable:
             with self._lock:
-                others = self._programs.get(call.key, [])
-                self._programs[call.key] = [program, *others[: _MAX_PROGRAMS - 1]]
+                self._keep(call, program)
         return out
+
+    def _keep(self, call: _Call, program: Program) -> None:
+        is_first = not self._programs
+        self._programs[call.key] = [program, *self._programs.get(call.key, [])[: _MAX_PROGRAMS - 1]]
+        self._only = (program, call.modes) if is_first and call.is_direct and program.is_direct else None
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Stage and lower for arguments like these (arrays or ``jax.ShapeDtypeStruct``); no state changes.
@@ -154,11 +167,12 @@ class Jit(Wrapper):
         else:
             program = Program(self, call)
             if program.is_reusable:
-                self._programs.setdefault(call.key, []).insert(0, program)
+                self._keep(call, program)
         return program.compiled.lower(*program.operands_of(call))
 
     def clear_cache(self) -> None:
         """Forget every program."""
+        self._only = None
         self._programs.clear()
         self._layouts.clear()
 
@@ -182,7 +196,7 @@ class Jit(Wrapper):
                 tuple([freeze(a) for a, s in zip(given, mask, strict=True) if s]),
                 tuple([(k, freeze(v)) for k, v in kwargs.items() if k in self._static.names]),
             )
-        return _Call(args, kwargs, leaves, layout, merge, (layout.key, static, _registry.modes()))
+        return _Call(args, kwargs, leaves, layout, merge, static)
 
 
 _MAX_PROGRAMS = 64  # for one structure of arguments; more types than that are staged again
@@ -206,7 +220,7 @@ class _Layout:
         flags = _donation_flags(donated, args, kwargs) if donated else [False] * len(mask)
         self.donated = [i for i, dynamic in enumerate(mask) if dynamic and flags[i]]
         self.kept = [i for i, dynamic in enumerate(mask) if dynamic and not flags[i]]
-        self.is_plain = not self.static and not self.donated
+        self.is_plain = not (self.static or self.donated or self.is_split or self.converts)
 
 
 def _donation_flags(donated: StaticArguments, args: tuple, kwargs: dict[str, Any]) -> list[bool]:
@@ -223,22 +237,40 @@ def _is_argument(x: Any) -> bool:
 
 
 class _Call:
-    """The arguments of one call, taken apart."""
+    """The arguments of one call, taken apart.
 
-    __slots__ = ("args", "donated", "kept", "key", "kwargs", "layout", "leaves", "merge")
+    Attributes:
+        kept, donated: the dynamic leaves.
+        is_direct: whether JAX can be handed the arguments as they came.
+        operand: what it is handed: the pair of arguments and keyword arguments, or else the kept leaves.
+    """
 
-    def __init__(self, args: tuple, kwargs: dict, leaves: list, layout: _Layout, merge: Callable, key: Hashable):
+    __slots__ = (
+        "args",
+        "donated",
+        "is_direct",
+        "kept",
+        "key",
+        "kwargs",
+        "layout",
+        "leaves",
+        "merge",
+        "modes",
+        "operand",
+    )
+
+    def __init__(self, args: tuple, kwargs: dict, leaves: list, layout: _Layout, merge: Callable, static: Hashable):
         self.args = args
         self.kwargs = kwargs
         self.leaves = leaves
         self.layout = layout
         self.merge = merge
-        self.key = key
-        if layout.is_plain:
-            self.kept, self.donated = leaves, []
-        else:
-            self.kept = [leaves[i] for i in layout.kept]
-            self.donated = [leaves[i] for i in layout.donated]
+        self.modes = _registry.modes()
+        self.key = (layout.key, static, self.modes)
+        self.is_direct = layout.is_plain and not static
+        self.kept = leaves if layout.is_plain else [leaves[i] for i in layout.kept]
+        self.donated = [leaves[i] for i in layout.donated]
+        self.operand = (args, kwargs) if self.is_direct else self.kept
 
     def with_arrays(self, kept: Sequence[Any], donated: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
         """The user's arguments, with these in the places of the dynamic leaves."""
@@ -263,12 +295,14 @@ class _Group:
 class Program:
     """One staging of a function, ready to run.
 
-    The compiled function takes four lists: the values of states that are kept and of those whose memory is donated,
-    and the argument leaves, kept and donated; it returns the leaves of the output and those of the written states.
+    The compiled function takes the values of states that are kept and of those whose memory is donated, a call's
+    `operand`, and its donated leaves; it returns the output, or its leaves where not all of it is arrays, and the
+    leaves of the written states.
 
     Attributes:
         is_reusable: whether another call may run it. Not so where the staging created a state that stays, or closed
             over a value that another trace computes.
+        is_direct: whether nothing but arrays goes in and comes out, and none is donated.
         guards: inputs with parts that are not arrays; the program stands for these very parts.
     """
 
@@ -304,10 +338,11 @@ class Program:
         self.is_reusable = not any(e.created for e in outcome.effects) and not any(
             isinstance(x, _compat.Tracer) for x in staged.operands
         )
-        self._init_compiled(owner, staged, arrays)
+        self._init_compiled(owner, staged, arrays, jax.tree.structure(call.operand))
         self._init_writers()
+        self.is_direct = not (self.guards or self.donated or outcome.out.static or self._writers is None)
 
-    def _init_compiled(self, owner: Jit, staged: Body, arrays: list[Any]) -> None:
+    def _init_compiled(self, owner: Jit, staged: Body, arrays: list[Any], operand_tree: Any) -> None:
         inputs = self._inputs()
         base = staged.num_operands + len(self.avals)
         variables = staged.jaxpr.invars[:base] + [staged.jaxpr.invars[base + v] for i in inputs for v in i.variables]
@@ -316,16 +351,20 @@ class Program:
         avals = [*self.avals, *(aval for i in inputs for aval in i.avals)]
         treedefs = [None if i in self.guards else i.part.treedef for i in inputs]
 
-        def inner(kept: list, donated: list, kept_args: list, donated_args: list) -> tuple[list, list]:
+        out_part = self.outcome.out
+
+        def inner(kept: list, donated: list, operand: PyTree, donated_args: list) -> tuple[PyTree, list]:
             values = [*kept, *donated]
-            leaves = [*kept_args, *donated_args, *jax.tree.leaves(values)]
+            if jax.tree.structure(operand) != operand_tree:
+                raise _Restage
+            leaves = [*jax.tree.leaves(operand), *donated_args, *jax.tree.leaves(values)]
             for value, treedef in zip(values, treedefs, strict=True):
                 if treedef is not None and jax.tree.structure(value) != treedef:
                     raise _Restage
             if self.settings != _compat.trace_context() or not _same_types(leaves, avals):
                 raise _Restage
             outs = _compat.evaluate(jaxpr, (), (*operands, *leaves))
-            return outs[:num_out], outs[num_out:]
+            return (outs[:num_out] if out_part.static else out_part.combine(outs[:num_out])), outs[num_out:]
 
         inner.__name__ = inner.__qualname__ = name_of(owner.__wrapped__)
         pinned = self._pin_shardings(arrays)
@@ -360,29 +399,42 @@ class Program:
         donated = [v for g in self.donated for v in g.kind.get_all(g.states)]
         if donated:
             kept, donated = _unshare(kept, donated, call)
-        outs, writes = self.compiled(kept, donated, call.kept, call.donated)
+        out, writes = self.compiled(kept, donated, call.operand, call.donated)
+        self._store(writes)
+        return self.outcome.out.combine(out) if self.outcome.out.static else out
+
+    def run_directly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """`run` where nobody watches and everything is arrays: JAX finds out whether their types are the right ones."""
+        kept: list[Any] = []
+        for group in self.kept:
+            kept += group.kind.get_all(group.states)
+        out, writes = self.compiled(kept, [], (args, kwargs), [])
+        self._store(writes)
+        return out
+
+    def _store(self, writes: list) -> None:
         if self._writers is None:
-            return self.outcome.finish([*outs, *writes], live=False)
+            self.outcome.publish(writes, live=False)
+            return
         for kind, states, places in self._writers:
             kind.set_all(states, writes if len(places) == len(writes) else [writes[n] for n in places])
-        return self.outcome.out.combine(outs)
 
-    def _run_watched(self, call: _Call) -> Any:
-        outs, writes = self.compiled(*self.operands_of(call))
-        return self.outcome.finish([*outs, *writes], live=False)
+    def _run_watched(self, call: _Call, *, live: bool = False) -> Any:
+        out, writes = self.compiled(*self.operands_of(call))
+        self.outcome.publish(writes, live=live)
+        return self.outcome.out.combine(out) if self.outcome.out.static else out
 
     def first_run(self, call: _Call) -> Any:
         """Run for the call that was staged, whose watchers saw the body touch its states."""
-        outs, writes = self.compiled(*self.operands_of(call))
-        return self.outcome.finish([*outs, *writes])
+        return self._run_watched(call, live=True)
 
-    def operands_of(self, call: _Call) -> tuple[list, list, list, list]:
+    def operands_of(self, call: _Call) -> tuple[list, list, PyTree, list]:
         """The compiled function's arguments, with each state's value read as a user reads it."""
         kept = self._open_guards([i.kind.read(i.state) for g in self.kept for i in g.inputs])
         donated = [i.kind.read(i.state) for g in self.donated for i in g.inputs]
         if donated:
             kept, donated = _unshare(kept, donated, call)
-        return kept, donated, call.kept, call.donated
+        return kept, donated, call.operand, call.donated
 
     def accepts(self, call: _Call) -> bool:
         """Whether argument types, state types and settings are those that were staged."""

@@ -139,11 +139,11 @@ class _Examples:
         rule = self._rules(state)
         if rule is None and kind.is_random(state):
             rule = Split
-        if rule is None or rule is Broadcast:
+        if rule is not Split and not isinstance(rule, int):
             return value
         # The read may stand in a trace further in: what follows belongs outside the map.
         with _compat.enclosing(self.trace):
-            if rule is Split:
+            if not isinstance(rule, int):
                 keys = jax.random.split(value, _compat.batch_size(self.trace) + 1)
                 self._advanced[id(state)] = keys[0]
                 return _compat.batched(self.trace, keys[1:], 0)

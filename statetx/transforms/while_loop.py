@@ -123,7 +123,8 @@ def fori_loop(
             def step(i: Any, c: list) -> list:
                 return as_types(body(constants, jnp.asarray(i, index.dtype), *c), loop.carry_avals)
 
-            return jax.lax.fori_loop(*(limits or bounds), step, carry, unroll=unroll)
+            start, stop = limits or bounds
+            return jax.lax.fori_loop(start, stop, step, carry, unroll=unroll)
 
         return jax.jit(run, inline=True)
 
