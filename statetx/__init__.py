@@ -23,6 +23,8 @@ from ._rules import Split as Split
 from ._state import Param as Param
 from ._state import RngState as RngState
 from ._state import State as State
+from .transforms.abstract import eval_shape as eval_shape
+from .transforms.abstract import make_jaxpr as make_jaxpr
 from .transforms.cond import cond as cond
 from .transforms.cond import switch as switch
 from .transforms.functionalize import StateTrace as StateTrace

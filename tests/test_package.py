@@ -16,8 +16,8 @@ SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
 EXPORTS = """
 Broadcast Carry CarryTypeError CreatedStateError ForeignStateError Not Param PolicyError RngState Split State
 StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
-checkpoint checkpoint_name cond fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize map remat scan
-states switch trace_states value_and_grad vjp vmap while_loop
+checkpoint checkpoint_name cond eval_shape fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
+make_jaxpr map remat scan states switch trace_states value_and_grad vjp vmap while_loop
 """.split()
 
 # Each module may import from those in the lines above its own, and from its own line where marked so.
@@ -30,7 +30,7 @@ LAYERS = [
     {"_lift", "_rules"},
     {"_staged", "_targets"},
     {f"transforms.{name}" for name in "remat grad jacobian jit scan while_loop cond vmap functionalize".split()},
-    {"transforms.map"},
+    {"transforms.map", "transforms.abstract"},
 ]
 
 

@@ -67,7 +67,7 @@ class _Brainstate:
 
     def __init__(self) -> None:
         self._observers: dict[int, _Observer] = {}
-        self._last_mode: tuple[dict[Hashable, Any], Hashable] = ({}, ())
+        self._last_mode: tuple[dict[str, Any], Hashable] = ({}, ())
 
     def owns(self, obj: Any) -> bool:
         return isinstance(obj, brainstate.State)

@@ -116,14 +116,14 @@ def fori_loop(
     )
     loop = _Loop("fori_loop", body, None)
     static = all(not isinstance(b, jax.Array) for b in (lower, upper))
-    bounds = (int(lower), int(upper)) if static else ()
+    bounds = (int(lower), int(upper)) if static else None
 
     def build(body: Body) -> Callable:
         def run(constants: list, carry: list, *limits: Any) -> list:
             def step(i: Any, c: list) -> list:
                 return as_types(body(constants, jnp.asarray(i, index.dtype), *c), loop.carry_avals)
 
-            start, stop = limits or bounds
+            start, stop = bounds or limits
             return jax.lax.fori_loop(start, stop, step, carry, unroll=unroll)
 
         return jax.jit(run, inline=True)

@@ -1,0 +1,94 @@
+"""`eval_shape` and `make_jaxpr`: what a stateful function would compute, without computing it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from .._lift import Outcome, frame_for, name_of, pack
+from .._tree import is_array_or_number, partition
+from .._typing import PyTree
+from .functionalize import functionalize
+
+
+def eval_shape(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> PyTree:
+    """Find out the types of a function's output; it may read and write states, and none changes.
+
+    Args:
+        fun: the function.
+        *args, **kwargs: its arguments, or ``jax.ShapeDtypeStruct`` in the places of arrays.
+
+    Returns:
+        The output with a ``jax.ShapeDtypeStruct`` for each array; other objects are as the function returned them.
+
+    Source:
+        ``jax.eval_shape``.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> n = statetx.State(jnp.zeros(3))
+        >>> def f(x):
+        ...     n.value += x
+        ...     return n.value
+        >>> statetx.eval_shape(f, 1.0)
+        ShapeDtypeStruct(shape=(3,), dtype=float32)
+        >>> n.value
+        Array([0., 0., 0.], dtype=float32)
+    """
+    arrays, others = partition((args, kwargs), lambda x: is_array_or_number(x) or isinstance(x, jax.ShapeDtypeStruct))
+    outcome: Outcome | None = None
+
+    def body(*tracers: Any) -> list:
+        nonlocal outcome
+        with frame_for("eval_shape", fun):
+            call_args, call_kwargs = others.combine(tracers)
+            out = fun(*call_args, **call_kwargs)
+        leaves, outcome = pack(out, [], is_array_or_number)
+        return leaves
+
+    shapes = jax.eval_shape(body, *arrays)
+    assert outcome is not None
+    return outcome.out.combine(shapes)
+
+
+def make_jaxpr(fun: Callable[..., PyTree]) -> Callable[..., Any]:
+    """Make a function that gives the equations of one that may read and write states.
+
+    Args:
+        fun: the function.
+
+    Returns:
+        A function of the same arguments that returns a ``jax.extend.core.ClosedJaxpr``. Its inputs are the values of
+        the states that the call touches, in the order of ``statetx.functionalize(fun).values(*args)``, and the
+        arguments; its outputs are those of `fun` and the new values in that order. No state changes.
+
+    Source:
+        ``jax.make_jaxpr``.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> n = statetx.State(jnp.zeros(()))
+        >>> def f(x):
+        ...     n.value += x
+        ...     return 2 * n.value
+        >>> len(statetx.make_jaxpr(f)(jnp.ones(())).eqns)
+        2
+    """
+    pure = functionalize(fun)
+
+    @functools.wraps(fun, assigned=("__doc__",), updated=())
+    def jaxpr_of(*args: Any, **kwargs: Any) -> Any:
+        values = pure.values(*args, **kwargs)
+        paths = list(values)
+
+        def flat(state_values: list, *args: Any, **kwargs: Any) -> tuple[Any, list]:
+            out, new = pure(dict(zip(paths, state_values, strict=True)), *args, **kwargs)
+            return out, [new[path] for path in paths]
+
+        flat.__name__ = name_of(fun)
+        return jax.make_jaxpr(flat)(list(values.values()), *args, **kwargs)
+
+    return jaxpr_of
