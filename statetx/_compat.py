@@ -22,6 +22,8 @@ from jax._src import source_info_util
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
+from jax._src.state.discharge import discharge_state as _discharge_state
+from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.api_util import shaped_abstractify
 
 source_info_util.register_exclusion(__file__.rsplit("/", 1)[0])
@@ -32,6 +34,7 @@ ClosedJaxpr = jex_core.ClosedJaxpr
 Literal = jex_core.Literal
 Var = jex_core.Var
 _context = _core.trace_ctx
+_InternalRefEffect = _core.InternalMutableArrayEffect
 _eval_trace = _core.eval_trace
 
 # What JAX calls the trace of a loop body (`DebugInfo.traced_for`); ours are named alike in `stage`.
@@ -195,6 +198,36 @@ def drop_axis(aval: Any, axis: int) -> Any:
 def with_weak_type(x: Any, weak: bool) -> Any:
     """`x` with its type made weak or strong, the value unchanged."""
     return _lax._convert_element_type(x, weak_type=weak)
+
+
+# -- Refs ------------------------------------------------------------------------------------------------------
+
+
+def touches_refs(jaxpr: Jaxpr, consts: Sequence[Any]) -> bool:
+    """Whether a staged function closes over a `jax.Ref` or makes one."""
+    if any(isinstance(c, jax.Ref) for c in consts):
+        return True
+    return any(isinstance(e, _InternalRefEffect) for e in jaxpr.effects)
+
+
+def discharge_refs(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool]]:
+    """Make every Ref of a jaxpr without constants explicit.
+
+    Inputs that are Refs become their values, and the last value of each that is written becomes a further output, in
+    the order of the inputs. Returns, for each input, whether it is such a Ref.
+    """
+    is_ref = [isinstance(v.aval, _AbstractRef) for v in jaxpr.invars]
+    # lower=False keeps the rules of custom derivatives.
+    pure, consts = open_jaxpr(_discharge_state(ClosedJaxpr(jaxpr, []), should_discharge=is_ref, lower=False))
+    num_out = len(jaxpr.outvars)
+    invars = [*pure.constvars, *pure.invars]
+    refs = [v for v, r in zip(pure.invars, is_ref, strict=True) if r]
+    last = pure.outvars[num_out:]
+    written = [new is not old for new, old in zip(last, refs, strict=True)]
+    outvars = [*pure.outvars[:num_out], *(v for v, w in zip(last, written, strict=True) if w)]
+    assert not consts, "discharging a jaxpr without constants made some"
+    flags = iter(written)
+    return rebuild(pure, invars=invars, outvars=outvars), [r and next(flags) for r in is_ref]
 
 
 # -- structure of equations ------------------------------------------------------------------------------------

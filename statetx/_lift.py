@@ -23,6 +23,7 @@ from ._jaxpr import Body
 from ._registry import Effect, Frame, Kind
 from ._tree import Partition, as_array, is_array, partition
 from ._typing import PyTree
+from .kinds.ref import KIND as REF
 
 # -- what one call gave ----------------------------------------------------------------------------------------
 
@@ -47,6 +48,12 @@ class Outcome:
         """Store the effects' values in their states and return the output; `leaves` as `pack` gave them."""
         self.publish(leaves[self.num_out :], live=live)
         return self.out.combine(leaves[: self.num_out])
+
+    def add(self, effects: list[Effect]) -> Outcome:
+        """Add effects of one array each, whose leaves follow those there are."""
+        self.effects = [*self.effects, *effects]
+        self.values = [*self.values, *(partition(0, lambda x: True)[1] for _ in effects)]
+        return self
 
     def publish(self, leaves: Sequence[Any], *, live: bool = True) -> None:
         """`finish` without the output: `leaves` are those of the effects."""
@@ -154,10 +161,12 @@ def stage(
     kind: str,
     name: str,
     lifting: Lifting | None = None,
-) -> tuple[Body, Any]:
-    """Trace ``fun(*arrays) -> (list of arrays, anything)`` once; return it as a `Body`, and the anything.
+) -> tuple[Body, Any, list[Effect]]:
+    """Trace ``fun(*arrays) -> (list of arrays, anything)`` once; return it as a `Body`, the anything, and Ref effects.
 
-    The body's inputs are its operands, one for each of `avals`, and `lifting`'s, in this order.
+    The body's inputs are its operands, one for each of `avals`, and `lifting`'s, in this order. Refs that the function
+    closes over are made explicit: their values are operands, or inputs of `lifting`'s if there is one, and the last
+    values of those that are written are further outputs, one for each of the effects returned.
     """
     extra = None
 
@@ -173,7 +182,36 @@ def stage(
         return leaves
 
     jaxpr, consts = _compat.stage(run, avals, kind=kind, name=name)
-    return Body.close(jaxpr, consts), extra
+    if _compat.touches_refs(jaxpr, consts):
+        body, effects = _with_explicit_refs(jaxpr, consts, lifting)
+        return body, extra, effects
+    return Body.close(jaxpr, consts), extra, []
+
+
+def _with_explicit_refs(jaxpr: Any, consts: list[Any], lifting: Lifting | None) -> tuple[Body, list[Effect]]:
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    pure, written = _compat.discharge_refs(_compat.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars))
+    effects = [
+        Effect(ref, REF, None, "a place that JAX does not record", None, created=False)
+        for ref, w in zip(consts, written, strict=False)
+        if w
+    ]
+    is_ref = [isinstance(c, jax.Ref) for c in consts]
+    values = [c[...] if r else c for c, r in zip(consts, is_ref, strict=True)]
+    variables = pure.invars
+    if lifting is not None:
+        # They take the place of states that were read: at the end, each with an input of its own.
+        refs = [i for i, r in enumerate(is_ref) if r]
+        for i in refs:
+            dynamic, part = partition(values[i])
+            aval = _compat.abstract(values[i])
+            lifting.inputs[id(consts[i])] = Input(consts[i], REF, part, dynamic, [aval], lifting.num_variables)
+            lifting.num_variables += 1
+        rest = [i for i in range(len(variables)) if i not in set(refs)]
+        variables = [variables[i] for i in (*rest, *refs)]
+        values = [v for v, r in zip(values, is_ref, strict=True) if not r]
+    body = Body.close(_compat.rebuild(pure, invars=variables, outvars=pure.outvars), ())
+    return Body(body.jaxpr, [*body.operands, *values]), effects
 
 
 # -- callables -------------------------------------------------------------------------------------------------

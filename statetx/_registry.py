@@ -111,13 +111,15 @@ class Effect:
 
     __slots__ = ("access", "created", "kind", "site", "state", "value")
 
-    def __init__(self, state: Any, kind: Kind, value: Any, site: str, access: Access | None):
+    def __init__(
+        self, state: Any, kind: Kind, value: Any, site: str, access: Access | None, created: bool | None = None
+    ):
         self.state = state
         self.kind = kind
         self.value = value
         self.site = site
         self.access = access
-        self.created = access is None
+        self.created = access is None if created is None else created
 
 
 class _Local(threading.local):
@@ -275,6 +277,7 @@ def check_write(state: Any, kind: Kind, value: Any, anchor: Any | None, site: st
 # Libraries whose states are watched as soon as the program has imported them.
 _FOREIGN = {"brainstate": "statetx.kinds.brainstate"}
 _kinds: list[Kind] = []
+_loaded: list[Kind] = []  # those of foreign libraries
 _pending = dict(_FOREIGN)
 _kinds_lock = threading.RLock()
 
@@ -301,7 +304,9 @@ def _load_pending() -> None:
             continue
         with _kinds_lock:
             if library in _pending:
-                register_kind(importlib.import_module(_pending[library]).KIND)
+                kind = importlib.import_module(_pending[library]).KIND
+                register_kind(kind)
+                _loaded.append(kind)
                 del _pending[library]
 
 
@@ -320,7 +325,8 @@ def is_opaque(obj: Any) -> bool:
 
 def modes() -> Hashable:
     """Settings that a compiled program depends on, of every library whose states are watched."""
-    return tuple([kind.mode() for kind in kinds() if kind is not _kinds[0]])
+    kinds()
+    return tuple([kind.mode() for kind in _loaded])
 
 
 def is_idle() -> bool:
@@ -335,7 +341,7 @@ def idle_modes() -> Hashable | None:
     if _pending:
         _load_pending()
     found = []
-    for kind in _kinds[1:]:  # the first is this package's own, which has no watchers and no modes besides frames
+    for kind in _loaded:  # the others have no watchers besides frames, and no modes
         if not kind.is_idle():
             return None
         found.append(kind.mode())

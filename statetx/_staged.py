@@ -80,8 +80,9 @@ class Staged:
                 effect.value = None
             return leaves, frame.effects
 
-        self._body, effects = stage(body, avals, kind=kind, name=name_of(fun), lifting=lifting)
-        self.effects: list[Effect] = effects
+        self._body, effects, refs = stage(body, avals, kind=kind, name=name_of(fun), lifting=lifting)
+        self.effects: list[Effect] = [*effects, *refs]
+        self.values += [partition(0, is_loop_leaf)[1] for _ in refs]
         self.inputs: dict[int, Input] = lifting.inputs
         outvars = self._body.jaxpr.outvars
         self.num_out = sum(part.num_dynamic for part in self.outs)

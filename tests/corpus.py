@@ -557,6 +557,31 @@ class PythonNumbers(Program):
         return jnp.sin(x) * (v["rate"] * 0.5), {"n": v["n"] + 1, "rate": v["rate"] * 0.5}
 
 
+class Constants(Program):
+    """Writes and returns arrays that depend on nothing; under a trace, JAX may stand literals of its own for these."""
+
+    def setup(self):
+        self.s = self.State(strong(0.5))
+        self.v = self.State(jnp.ones(3))
+        self.i = self.State(jnp.array(3, jnp.int32))
+
+    @statetx.remat
+    def inner(self, x):
+        y = x * self.s.value + self.v.value
+        self.s.value = jnp.asarray(np.array(2.0), x.dtype)
+        self.v.value = jnp.zeros(3)
+        self.i.value = jnp.array(7, jnp.int32)
+        return y**2, jnp.asarray(np.array(1.0)), jnp.zeros(()), jnp.arange(3), jnp.array(0.25), jnp.array(True)
+
+    def body(self, x):
+        return self.inner(x)
+
+    @staticmethod
+    def ref(v, x):
+        out = ((x * v["s"] + v["v"]) ** 2, strong(1.0), jnp.zeros(()), jnp.arange(3), jnp.array(0.25), jnp.array(True))
+        return out, {"s": strong(2.0), "v": jnp.zeros(3), "i": jnp.array(7, jnp.int32)}
+
+
 class Blob:
     """No pytree."""
 
@@ -716,6 +741,7 @@ NATIVE: list[type[Program]] = [
     LazyInit,
     Discrete,
     PythonNumbers,
+    Constants,
     Objects,
     CustomRules,
     StaticArray,

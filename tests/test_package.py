@@ -26,7 +26,7 @@ LAYERS = [
     {"_registry"},
     {"_tree"},
     {"_jaxpr", "_state", "_paths", "_signature"},
-    {"kinds.brainstate"},
+    {"kinds.brainstate", "kinds.ref", "kinds.nnx"},
     {"_lift", "_rules"},
     {"_staged", "_targets"},
     {f"transforms.{name}" for name in "remat grad jacobian jit scan while_loop cond vmap functionalize".split()},

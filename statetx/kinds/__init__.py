@@ -1,1 +1,1 @@
-"""One module for each foreign library whose states are watched; imported when the program imports that library."""
+"""One module for each kind of state besides our own; those of a library are imported when the program imports it."""

@@ -10,7 +10,7 @@ import jax
 
 from .. import _compat, _registry
 from .._errors import CreatedStateError, StateAccessError
-from .._lift import Wrapper, as_decorator, frame_for, name_of, pack, stage
+from .._lift import Lifting, Wrapper, as_decorator, frame_for, name_of, pack, stage
 from .._paths import Paths
 from .._registry import Frame
 from .._text import format_bytes, format_table
@@ -130,12 +130,12 @@ class TraceStates(Wrapper):
         super().__init__(fun, {})
 
     def __call__(self, *args: Any, **kwargs: Any) -> StateTrace:
-        frame, paths = _trace(self.__wrapped__, args, kwargs)
-        return StateTrace(name_of(self.__wrapped__).split(".")[-1], _rows(frame, paths))
+        frame, refs, paths = _trace(self.__wrapped__, args, kwargs)
+        return StateTrace(name_of(self.__wrapped__).split(".")[-1], [*_rows(frame, paths), *_ref_rows(refs, paths)])
 
 
-def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, Paths]:
-    """Run `fun` abstractly; the closed frame says what it touched."""
+def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, list[tuple[Any, bool]], Paths]:
+    """Run `fun` abstractly; the closed frame says what it touched, and the list which Refs, and if it writes them."""
     arrays, others = partition((args, kwargs), lambda x: is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
     frame = frame_for("trace_states", fun)
 
@@ -148,8 +148,19 @@ def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, P
         leaves, _ = pack(out, [])
         return leaves, None
 
-    stage(body, [_compat.abstract(as_array(x)) for x in arrays], kind="statetx.trace_states", name=name_of(fun))
-    return frame, Paths(fun, args, kwargs)
+    avals = [_compat.abstract(as_array(x)) for x in arrays]
+    refs = Lifting(is_array)  # not given to the frame: it collects Refs only
+    _, _, effects = stage(body, avals, kind="statetx.trace_states", name=name_of(fun), lifting=refs)
+    written = {id(e.state) for e in effects}
+    found = [(i.state, id(i.state) in written) for i in refs.inputs.values()]
+    return frame, found, Paths(fun, args, kwargs)
+
+
+def _ref_rows(refs: list[tuple[Any, bool]], paths: Paths) -> list[StateRow]:
+    return [
+        StateRow(paths(ref), ref, "jax.Ref", tree_type_str(ref[...]), num_bytes(ref[...]), True, written, False)
+        for ref, written in refs
+    ]
 
 
 def _type_only(x: Any) -> Any:
@@ -193,6 +204,8 @@ def functionalize(fun: Any) -> Any:
         - ``pure(values, *args)``: ``(out, new_values)``, the latter with the same paths. No state is touched.
         - ``pure.states(*args)``: these states by path, to put new values into.
 
+    A ``jax.Ref`` is left to JAX: it is no part of the values, and a call writes it in place.
+
     Raises:
         StateAccessError: the call touches a state that `values` does not hold.
         CreatedStateError: the call creates a state that outlives it.
@@ -220,7 +233,7 @@ class Functionalized(Wrapper):
 
     def states(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The states that a call with these arguments touches, by path."""
-        frame, paths = _trace(self.__wrapped__, args, kwargs)
+        frame, _, paths = _trace(self.__wrapped__, args, kwargs)
         rows = [r for r in _rows(frame, paths) if not r.created]
         found = {r.path: r.state for r in rows if r.written or _holds_numbers(r.state)}
         self._known |= found

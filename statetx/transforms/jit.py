@@ -322,8 +322,8 @@ class Program:
         arrays = [*call.kept, *call.donated]
         self.avals = [_compat.abstract(x) for x in arrays]
         self.settings = _compat.trace_context()
-        staged, outcome = stage(body, self.avals, kind="jit", name=name_of(fun), lifting=lifting)
-        self.outcome: Outcome = outcome
+        staged, outcome, refs = stage(body, self.avals, kind="jit", name=name_of(fun), lifting=lifting)
+        self.outcome: Outcome = outcome.add(refs)
         written = {id(e.state) for e in outcome.effects}
         paths = Paths(fun, call.args, call.kwargs)
         used = _used_variables(staged, lifting)

@@ -194,7 +194,8 @@ class Remat(Wrapper):
             leaves, outcome = body(*arrays)
             return outcome.finish(leaves)
         avals = [_compat.abstract(x) for x in arrays]
-        staged, outcome = stage(body, avals, kind="statetx.remat", name=name_of(fun))
+        staged, outcome, refs = stage(body, avals, kind="statetx.remat", name=name_of(fun))
+        outcome.add(refs)
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, others.mask)
         kept = table.get(staged, ("remat", self._policy, prevent_cse), self._build(prevent_cse))
         return outcome.finish(kept(staged.operands, *arrays))
