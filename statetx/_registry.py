@@ -134,6 +134,10 @@ def current_frame() -> Frame | None:
     return _local.frame
 
 
+def set_current_frame(frame: Any) -> None:
+    _local.frame = frame
+
+
 class Frame:
     """Watches one call; a context manager.
 
@@ -212,6 +216,11 @@ class Frame:
         access.site = call_site()
         if _compat.current_trace() is not self.trace:
             self._suspects.append(access)
+
+    def note_write(self, access: Access, site: str = "") -> None:
+        """Record a write that was checked already."""
+        access.written = True
+        access.site = access.site or site or call_site()
 
     def mark_created(self, state: Any, kind: Kind) -> None:
         self._created.append((weakref.ref(state), kind))

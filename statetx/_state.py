@@ -53,12 +53,13 @@ class State(Generic[T]):
         1
     """
 
-    __slots__ = ("__weakref__", "_home", "_owner", "_site", "_value", "metadata", "name")
+    __slots__ = ("__weakref__", "_home", "_owner", "_site", "_value", "_view", "metadata", "name")
 
     name: str | None
     metadata: dict[str, Any]
     _owner: _registry.Frame | None  # the innermost frame that has touched it, or in which it was made
     _home: weakref.ref | None  # the trace it was made in, None when made eagerly
+    _view: Any  # what a foreign library takes this state for, once one of its transforms has met it
 
     def __init__(self, value: T, *, name: str | None = None, **metadata: Any):
         if isinstance(value, State):
@@ -66,8 +67,10 @@ class State(Generic[T]):
                 f"A state cannot hold a state: got {_registry.describe(value)} as the value of a new "
                 f"{type(self).__name__}. Pass its value ({type(value).__name__}.value) instead."
             )
+        _registry.kinds()  # a library that was imported by now must be watching
         frame = _registry.current_frame()
         self._value = value
+        self._view = None
         self._owner = frame
         self._home = _compat.trace_ref(_compat.current_trace())
         self._site = _construction_site()
@@ -101,9 +104,13 @@ class State(Generic[T]):
         if not _compat.is_eager() and (frame is None or _compat.current_trace() is not frame.trace):
             _registry.check_write(self, NATIVE, value, _anchor(self, frame, access), _registry.call_site())
         if access is not None and not access.written:
-            access.written = True
-            access.site = _registry.call_site()
+            frame.note_write(access)
         self._value = value
+
+    def touch_from(self, frame: Any) -> None:
+        """Report a touch by a foreign library's transform to a frame and those around it."""
+        if self._owner is not frame:
+            _touch(self, frame, writing=False)
 
     def __repr__(self) -> str:
         from ._tree import tree_type_str
@@ -126,6 +133,7 @@ class State(Generic[T]):
     def __setstate__(self, saved: dict[str, Any]) -> None:
         frame = _registry.current_frame()
         self._value = saved["value"]
+        self._view = None
         self._owner = frame
         self._home = _compat.trace_ref(_compat.current_trace())
         self._site = saved["site"]
@@ -283,8 +291,7 @@ class _Native:
         access = frame.accesses.get(id(state)) if frame is not None else None
         _registry.check_write(state, self, effect.value, _anchor(state, frame, access), effect.site)
         if access is not None:
-            access.written = True
-            access.site = access.site or effect.site
+            frame.note_write(access, effect.site)
         state._value = effect.value
 
     def bury(self, state: State, reason: str) -> None:

@@ -310,3 +310,105 @@ def test_private_names_relied_upon():
     s._invalidate_trace_value()
     with pytest.raises(Exception, match="created inside a traced function"):
         _ = s.value
+
+
+# -- statetx.State under brainstate's transforms ---------------------------------------------------------------
+
+
+class Native:
+    """A model of statetx's own states."""
+
+    def __init__(self):
+        self.w = statetx.Param(jnp.array([0.5, 1.5, -0.4]))
+        self.h = statetx.State(jnp.array([0.1, 0.2, 0.3]))
+        self.n = statetx.State(jnp.zeros((), jnp.int32))
+        self.rng = statetx.RngState(0)
+
+    def step(self, x):
+        mask = jax.random.bernoulli(self.rng.next(), 0.7, (3,))
+        self.h.value = jnp.tanh(self.w.value * x + self.h.value) * mask
+        self.n.value += 1
+        return self.h.value.sum()
+
+    def values(self):
+        return self.h.value, self.n.value, jax.random.key_data(self.rng.value)
+
+
+BRAINSTATE = {
+    "jit": lambda m, f: brainstate.transform.jit(f),
+    "jit(jit)": lambda m, f: brainstate.transform.jit(lambda x: brainstate.transform.jit(f)(x)),
+    "scan": lambda m, f: lambda x: brainstate.transform.scan(lambda c, k: (c, f(x * k)), 0.0, jnp.ones(3))[1].sum(),
+    "for_loop": lambda m, f: lambda x: brainstate.transform.for_loop(lambda k: f(x * k), jnp.ones(3)).sum(),
+    "checkpointed_for_loop": lambda m, f: (
+        lambda x: brainstate.transform.checkpointed_for_loop(lambda k: f(x * k), jnp.ones(3)).sum()
+    ),
+    "cond": lambda m, f: lambda x: brainstate.transform.cond(jnp.asarray(True), f, lambda x: x * 0.0, x),
+    "while_loop": lambda m, f: (
+        lambda x: brainstate.transform.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + f(x)), (0, jnp.float32(0))
+        )[1]
+    ),
+    "jit(statetx.grad)": lambda m, f: brainstate.transform.jit(lambda x: statetx.grad(f)(x)),
+    "statetx.jit(brainstate.jit)": lambda m, f: statetx.jit(lambda x: brainstate.transform.jit(f)(x)),
+    "jit(statetx.jit)": lambda m, f: brainstate.transform.jit(lambda x, g=statetx.jit(f): g(x)),  # noqa: B008
+    "jit(statetx.scan)": lambda m, f: brainstate.transform.jit(
+        lambda x: statetx.scan(lambda c, k: (c, f(x * k)), 0, jnp.ones(3))[1].sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("program", BRAINSTATE)
+def test_native_states_under_brainstates_transforms(program, remat):
+    m, expected = Native(), Native()
+    f = statetx.remat(m.step) if remat else m.step
+    g = BRAINSTATE[program](m, f)
+    times = 3 if "loop" in program or "scan" in program else 1
+    for _ in range(3):
+        out = g(jnp.float32(0.8))
+        ref = sum(float(expected.step(jnp.float32(0.8))) for _ in range(times))
+        if "grad" not in program:
+            np.testing.assert_allclose(out, ref, rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), m.values(), expected.values())
+        assert not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(m.values()))
+    m.h.value = jnp.ones(3)  # a value set from outside is seen by the compiled program
+    expected.h.value = jnp.ones(3)
+    g(jnp.float32(0.8))
+    for _ in range(times):
+        expected.step(jnp.float32(0.8))
+    np.testing.assert_allclose(m.h.value, expected.h.value, rtol=1e-5)
+
+
+def test_native_states_beside_brainstate_gradients():
+    m, net = Native(), fresh()
+    params = statetx.states(net, brainstate.ParamState)
+
+    def loss(x):
+        return net.loss(x, True) * m.step(jnp.float32(0.8))
+
+    with brainstate.environ.context(fit=True):
+        for _ in range(2):
+            brainstate.transform.jit(brainstate.transform.grad(loss, params))(X)
+    assert int(m.n.value) == int(net.calls.value) == 2
+
+
+def test_native_states_are_intact_after_a_failure_under_brainstate():
+    m = Native()
+    before = m.h.value
+
+    def fails(x):
+        m.step(x)
+        raise KeyError
+
+    for wrap in (brainstate.transform.jit, lambda f: lambda x: brainstate.transform.for_loop(f, x * jnp.ones(2))):
+        with pytest.raises(KeyError):
+            wrap(fails)(jnp.float32(0.5))
+        assert statetx.State(0).value == 0 and m.h._owner is None
+        np.testing.assert_array_equal(before, m.h.value)
+
+
+def test_native_state_kept_from_a_brainstate_trace_says_so():
+    kept = []
+    brainstate.transform.jit(lambda x: kept.append(statetx.State(x)) or x)(jnp.ones(3))
+    with pytest.raises(statetx.StateAccessError, match="created inside a transform of brainstate"):
+        _ = kept[0].value

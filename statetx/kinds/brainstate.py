@@ -11,6 +11,8 @@ Relied upon beyond the documented interface, and tested in `tests/test_brainstat
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -37,10 +39,17 @@ class _Observer(brainstate.StateTraceStack):
         self.kind = kind
 
     def read_its_value(self, state: brainstate.State) -> None:
-        if id(state) not in self.frame.accesses:
+        if isinstance(state, _View):
+            state.native.touch_from(self.frame)
+        elif id(state) not in self.frame.accesses:
             self.frame.touch(state, self.kind, writing=False)
 
     def write_its_value(self, state: brainstate.State) -> None:
+        if isinstance(state, _View):
+            state.native.touch_from(self.frame)
+            if _context.state_stack[-1] is self:
+                self.frame.note_write(self.frame.accesses[id(state.native)])
+            return
         # For a frame further out it is no write before the transform inside it, ours or brainstate's, publishes it.
         innermost = _context.state_stack[-1] is self
         access = self.frame.accesses.get(id(state))
@@ -57,6 +66,106 @@ class _Observer(brainstate.StateTraceStack):
 
 def _innermost(stacks: list[Any]) -> _Observer | None:
     return next((s for s in reversed(stacks) if isinstance(s, _Observer)), None)
+
+
+# -- statetx.State under brainstate's transforms ---------------------------------------------------------------
+
+
+class _View(brainstate.State):
+    """What brainstate takes a `statetx.State` for: a state of its own whose value is that of the other."""
+
+    native: Any
+
+    @property
+    def _value(self) -> Any:
+        return self.native._value
+
+    @_value.setter
+    def _value(self, value: Any) -> None:
+        self.native._value = value
+
+
+_TEMPLATE = brainstate.State(None)
+
+
+def _view_of(state: Any, level: int) -> _View:
+    if state._view is None:
+        attributes = vars(_TEMPLATE.copy()).copy()  # made without its constructor, which would announce a new state
+        del attributes["_value"]
+        view = object.__new__(_View)
+        view.__dict__.update(attributes, native=state, _level=level, _name=state.name)
+        state._view = view
+    return state._view
+
+
+class _Bridge:
+    """A frame of ours for a trace stack of brainstate's: reports what happens to `statetx.State`s to that stack.
+
+    brainstate gives the old values back itself, when its transform has run.
+    """
+
+    def __init__(self, stack: brainstate.StateTraceStack):
+        self.name = f"a transform of brainstate ({stack.name or 'StateTraceStack'})"
+        self.stack = stack
+        self.parent = _registry.current_frame()
+        self.trace = _compat.current_trace()
+        self.thread = threading.get_ident()
+        self.accesses: dict[int, _registry.Access] = {}
+        self.is_open = True
+        self._created: list[tuple[weakref.ref, Any]] = []
+
+    def touch(self, state: Any, kind: Any, *, writing: bool) -> _registry.Access:
+        before = kind.get(state)
+        # Outermost frames come first, so the level of the first one that is met is that of the state.
+        self.stack.read_its_value(_view_of(state, _context.state_stack.index(self.stack)))
+        access = self.accesses[id(state)] = _registry.Access(state, kind, before, kind.get(state), not writing)
+        return access
+
+    def note_write(self, access: _registry.Access, site: str = "") -> None:
+        access.written = True
+        access.site = site or _registry.call_site()
+        self.stack.write_its_value(access.state._view)
+
+    def mark_created(self, state: Any, kind: Any) -> None:
+        self._created.append((weakref.ref(state), kind))
+
+    def close(self) -> None:
+        self.is_open = False
+        _registry.set_current_frame(self.parent)
+        for access in self.accesses.values():
+            access.state._owner = self.parent
+            access.before = access.entered = None
+        for ref, kind in self._created:
+            state = ref()
+            if state is not None and any(isinstance(x, _compat.Tracer) for x in jax.tree.leaves(kind.get(state))):
+                kind.bury(state, f"it was created inside {self.name}")
+            elif state is not None:
+                state._owner = self.parent
+        self.trace = None
+
+
+def _watch_stacks() -> None:
+    """Have every trace stack of brainstate's open a bridge while it is entered."""
+    enter, leave = brainstate.StateTraceStack.__enter__, brainstate.StateTraceStack.__exit__
+    bridges: dict[int, _Bridge] = {}
+
+    def entered(self: brainstate.StateTraceStack) -> brainstate.StateTraceStack:
+        stack = enter(self)
+        bridges[id(self)] = bridge = _Bridge(self)
+        _registry.set_current_frame(bridge)
+        return stack
+
+    def left(self: brainstate.StateTraceStack, *exc: Any) -> None:
+        leave(self, *exc)
+        bridge = bridges.pop(id(self), None)
+        if bridge is not None:  # else it was entered before this module was imported
+            bridge.close()
+
+    brainstate.StateTraceStack.__enter__ = entered
+    brainstate.StateTraceStack.__exit__ = left
+
+
+_watch_stacks()
 
 
 class _Brainstate:
