@@ -7,6 +7,7 @@ explicit inputs and outputs. See the README for a first program.
 
 from ._errors import CarryTypeError as CarryTypeError
 from ._errors import CreatedStateError as CreatedStateError
+from ._errors import EffectError as EffectError
 from ._errors import ForeignStateError as ForeignStateError
 from ._errors import PolicyError as PolicyError
 from ._errors import StateAccessError as StateAccessError

@@ -17,6 +17,7 @@ import jax.core
 import jax.extend.core as jex_core
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import effects as _effects
 from jax._src import linear_util as _lu
 from jax._src import source_info_util
 from jax._src.interpreters import batching as _batching
@@ -198,6 +199,23 @@ def drop_axis(aval: Any, axis: int) -> Any:
 def with_weak_type(x: Any, weak: bool) -> Any:
     """`x` with its type made weak or strong, the value unchanged."""
     return _lax._convert_element_type(x, weak_type=weak)
+
+
+def forbidden_effects(jaxpr: Jaxpr) -> list[tuple[str, str]]:
+    """What in a jaxpr cannot be rematerialised: the name of each such function or operation, and its place."""
+    if not _effects.remat_allowed_effects.filter_not_in(jaxpr.effects):
+        return []
+    found = []
+    for eqn in jaxpr.eqns:
+        inner = [f for sub in jex_core.jaxprs_in_params(eqn.params) for f in forbidden_effects(open_jaxpr(sub)[0])]
+        if inner:
+            found += inner
+        elif _effects.remat_allowed_effects.filter_not_in(eqn.effects):
+            callback = eqn.params.get("callback")
+            callback = getattr(callback, "callback_func", callback)
+            name = getattr(callback, "__qualname__", None) or eqn.primitive.name
+            found.append((name, traceback_site(eqn.source_info.traceback, (JAX_FOLDER,))))
+    return found
 
 
 # -- Refs ------------------------------------------------------------------------------------------------------

@@ -44,5 +44,9 @@ class StateFilterError(StatetxError, ValueError):
     """A filter selects no state, or is not a filter."""
 
 
+class EffectError(StatetxError, NotImplementedError):
+    """A function under rematerialisation has an effect that cannot be repeated or undone."""
+
+
 class CreatedStateError(StatetxError, RuntimeError):
     """A state made inside a loop body or a traced call outlived it where no single value can be given to it."""

@@ -103,7 +103,7 @@ class State(Generic[T]):
         access = frame.accesses.get(id(self)) if frame is not None else None
         if not _compat.is_eager() and (frame is None or _compat.current_trace() is not frame.trace):
             _registry.check_write(self, NATIVE, value, _anchor(self, frame, access), _registry.call_site())
-        if access is not None and not access.written:
+        if frame is not None and access is not None and not access.written:
             frame.note_write(access)
         self._value = value
 
@@ -290,7 +290,7 @@ class _Native:
             _touch(state, frame, writing=True)
         access = frame.accesses.get(id(state)) if frame is not None else None
         _registry.check_write(state, self, effect.value, _anchor(state, frame, access), effect.site)
-        if access is not None:
+        if frame is not None and access is not None:
             frame.note_write(access, effect.site)
         state._value = effect.value
 

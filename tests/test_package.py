@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
 
 EXPORTS = """
-Broadcast Carry CarryTypeError CreatedStateError ForeignStateError Not Param PolicyError RngState Split State
+Broadcast Carry CarryTypeError CreatedStateError EffectError ForeignStateError Not Param PolicyError RngState Split State
 StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
 checkpoint checkpoint_name cond eval_shape fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
 make_jaxpr map remat scan states switch trace_states value_and_grad vjp vmap while_loop

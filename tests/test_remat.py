@@ -6,6 +6,7 @@ import inspect
 import pickle
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -483,3 +484,29 @@ def test_remat_really_saves_memory_in_a_loop():
         return c
 
     assert temp_bytes(statetx.remat(body)) < 0.4 * temp_bytes(body)
+
+
+def test_host_callbacks():
+    seen = []
+
+    def record(x):
+        seen.append(float(x))
+
+    def with_effect(x):
+        jax.experimental.io_callback(record, None, x)
+        return jnp.sin(x)
+
+    for f in (with_effect, lambda x: jax.jit(with_effect)(x)):
+        match = r"calls .*record at .*test_remat.py:\d+, a host callback"
+        with pytest.raises(statetx.EffectError, match=match) as error:
+            jax.jit(jax.grad(statetx.remat(f)))(1.0)
+        assert isinstance(error.value, NotImplementedError) and not seen
+
+    def prints(x):
+        jax.debug.callback(record, x)
+        return jnp.sin(jnp.sin(x))
+
+    jax.grad(statetx.remat(prints))(1.0)
+    jax.effects_barrier()
+    assert seen == [1.0, 1.0]  # documented: once forward, once in the recomputation
+    np.testing.assert_allclose(statetx.remat(with_effect)(1.0), np.sin(1.0), rtol=1e-6)  # eager: f(x) itself

@@ -92,7 +92,7 @@ def _view_of(state: Any, level: int) -> _View:
     if state._view is None:
         attributes = vars(_TEMPLATE.copy()).copy()  # made without its constructor, which would announce a new state
         del attributes["_value"]
-        view = object.__new__(_View)
+        view: Any = object.__new__(_View)
         view.__dict__.update(attributes, native=state, _level=level, _name=state.name)
         state._view = view
     return state._view
@@ -161,8 +161,8 @@ def _watch_stacks() -> None:
         if bridge is not None:  # else it was entered before this module was imported
             bridge.close()
 
-    brainstate.StateTraceStack.__enter__ = entered
-    brainstate.StateTraceStack.__exit__ = left
+    brainstate.StateTraceStack.__enter__ = entered  # type: ignore[method-assign]
+    brainstate.StateTraceStack.__exit__ = left  # type: ignore[method-assign]
 
 
 _watch_stacks()

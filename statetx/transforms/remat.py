@@ -12,7 +12,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name as _jax_checkpoint_name
 
 from .. import _compat, _registry
-from .._errors import PolicyError, StateAccessError
+from .._errors import EffectError, PolicyError, StateAccessError
 from .._jaxpr import Body, table
 from .._lift import Wrapper, as_decorator, frame_for, name_of, pack, stage
 from .._paths import Paths, as_predicate
@@ -104,6 +104,8 @@ def remat(
         StaticArgumentError: a position or name that the function does not have.
         PolicyError: not a policy.
         StateAccessError: a state that `states` excludes was touched.
+        EffectError: the function calls ``jax.experimental.io_callback``. (``jax.debug.print`` and ``jax.debug.callback``
+            are let through, and fire again in the recomputation.)
 
     Source:
         Griewank and Walther, Evaluating Derivatives (2008), chapter 12; ``jax.checkpoint``.
@@ -196,9 +198,18 @@ class Remat(Wrapper):
         avals = [_compat.abstract(x) for x in arrays]
         staged, outcome, refs = stage(body, avals, kind="statetx.remat", name=name_of(fun))
         outcome.add(refs)
+        self._refuse_effects(staged)
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, others.mask)
         kept = table.get(staged, ("remat", self._policy, prevent_cse), self._build(prevent_cse))
         return outcome.finish(kept(staged.operands, *arrays))
+
+    def _refuse_effects(self, body: Body) -> None:
+        for name, place in _compat.forbidden_effects(body.jaxpr):
+            raise EffectError(
+                f"remat({name_of(self.__wrapped__)}) calls {name} at {place}, a host callback with effects, which would "
+                f"run again when the function is recomputed.\nFix: call it outside the rematerialised function, or use "
+                f"jax.pure_callback if it only computes, or jax.debug.callback if it may run twice."
+            )
 
     def _build(self, prevent_cse: bool | tuple[bool, ...]) -> Callable[[Body], Callable]:
         policy = self._policy
