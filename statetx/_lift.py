@@ -94,7 +94,8 @@ def _check_hidden(out: Partition) -> None:
         if not attributes or isinstance(leaf, (type, types.FunctionType, types.ModuleType)):
             continue
         for name, value in list(attributes.items()):
-            found = [x for x in jax.tree.leaves(value) if isinstance(x, _compat.Tracer) and x._trace is trace]
+            leaves = jax.tree.leaves(value, is_leaf=_registry.is_opaque)
+            found = [x for x in leaves if isinstance(x, _compat.Tracer) and x._trace is trace]
             if found:
                 raise TraceLeakError(
                     f"The function returned a {type(leaf).__name__} whose attribute {name!r} holds an array computed "

@@ -160,7 +160,7 @@ class Frame:
         self.accesses: dict[int, Access] = {}
         self.effects: list[Effect] = []
         self.is_open = False
-        self._created: list[tuple[weakref.ref, Kind]] = []
+        self._created: list[tuple[Callable[[], Any], Kind]] = []
         self._watching: list[Kind] = []
         self._suspects: list[Access] = []
 
@@ -185,6 +185,7 @@ class Frame:
                 self.effects = self._collect()
         finally:
             self._restore()
+            self._created.clear()
             self.is_open = False
             self.trace = None
 
@@ -222,8 +223,9 @@ class Frame:
         access.written = True
         access.site = access.site or site or call_site()
 
-    def mark_created(self, state: Any, kind: Kind) -> None:
-        self._created.append((weakref.ref(state), kind))
+    def mark_created(self, state: Any, kind: Kind, ref: Callable[[], Any] | None = None) -> None:
+        """Record a state made in the call; `ref` stands for a weak reference where the state allows none."""
+        self._created.append((ref or weakref.ref(state), kind))
 
     def _check_suspects(self) -> None:
         suspects, self._suspects = self._suspects, []
@@ -284,7 +286,7 @@ def check_write(state: Any, kind: Kind, value: Any, anchor: Any | None, site: st
 # -- kinds -----------------------------------------------------------------------------------------------------
 
 # Libraries whose states are watched as soon as the program has imported them.
-_FOREIGN = {"brainstate": "statetx.kinds.brainstate"}
+_FOREIGN = {"brainstate": "statetx.kinds.brainstate", "flax.nnx": "statetx.kinds.nnx"}
 _kinds: list[Kind] = []
 _loaded: list[Kind] = []  # those of foreign libraries
 _pending = dict(_FOREIGN)

@@ -25,7 +25,8 @@ def is_array(x: Any) -> bool:
         return True
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype.kind not in _NOT_NUMERIC
-    return hasattr(x, "__jax_array__") and not isinstance(x, type)
+    # A state may know how to become an array (flax's do): it is no array, whatever it holds.
+    return hasattr(x, "__jax_array__") and not isinstance(x, type) and not _registry.is_opaque(x)
 
 
 def is_number(x: Any) -> bool:
@@ -79,7 +80,7 @@ def partition(tree: PyTree, is_dynamic: Callable[[Any], bool] = is_array) -> tup
 
 def as_array(x: Any) -> Any:
     """Give objects that only know how to become a JAX array that form; leave every other alone."""
-    if hasattr(x, "__jax_array__") and not isinstance(x, (jax.Array, np.ndarray, np.generic)):
+    if hasattr(x, "__jax_array__") and not isinstance(x, (jax.Array, np.ndarray, np.generic)) and is_array(x):
         return x.__jax_array__()
     return x
 

@@ -17,7 +17,7 @@ EXPORTS = """
 Broadcast Carry CarryTypeError CreatedStateError EffectError ForeignStateError Not Param PolicyError RngState Split State
 StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
 checkpoint checkpoint_name cond eval_shape fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
-make_jaxpr map remat scan states switch trace_states value_and_grad vjp vmap while_loop
+make_jaxpr map remat scan shard_map states switch trace_states value_and_grad vjp vmap while_loop
 """.split()
 
 # Each module may import from those in the lines above its own, and from its own line where marked so.
@@ -29,7 +29,7 @@ LAYERS = [
     {"kinds.brainstate", "kinds.ref", "kinds.nnx"},
     {"_lift", "_rules"},
     {"_staged", "_targets"},
-    {f"transforms.{name}" for name in "remat grad jacobian jit scan while_loop cond vmap functionalize".split()},
+    {f"transforms.{name}" for name in "remat grad jacobian jit scan shard_map while_loop cond vmap functionalize".split()},
     {"transforms.map", "transforms.abstract"},
 ]
 

@@ -510,3 +510,10 @@ def test_host_callbacks():
     jax.effects_barrier()
     assert seen == [1.0, 1.0]  # documented: once forward, once in the recomputation
     np.testing.assert_allclose(statetx.remat(with_effect)(1.0), np.sin(1.0), rtol=1e-6)  # eager: f(x) itself
+
+
+def test_branching_on_a_traced_argument_says_how_to():
+    f = statetx.remat(lambda x, n: x * 2 if n > 0 else x)
+    with pytest.raises(jax.errors.ConcretizationTypeError) as error:
+        jax.grad(lambda x: f(x, jnp.asarray(1)))(1.0)
+    assert any("static_argnums" in note for note in error.value.__notes__)

@@ -196,7 +196,14 @@ class Remat(Wrapper):
             leaves, outcome = body(*arrays)
             return outcome.finish(leaves)
         avals = [_compat.abstract(x) for x in arrays]
-        staged, outcome, refs = stage(body, avals, kind="statetx.remat", name=name_of(fun))
+        try:
+            staged, outcome, refs = stage(body, avals, kind="statetx.remat", name=name_of(fun))
+        except jax.errors.ConcretizationTypeError as e:
+            e.add_note(
+                f"remat({name_of(fun)}) traces its array arguments. To look at one in Python, name it in static_argnums= "
+                f"or static_argnames= and compute on it under jax.ensure_compile_time_eval()."
+            )
+            raise
         outcome.add(refs)
         self._refuse_effects(staged)
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, others.mask)

@@ -1,0 +1,209 @@
+"""`shard_map`: one program on many devices, with states that are replicated or split over a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from .. import _registry
+from .._errors import StateAccessError, StateValueError
+from .._lift import Wrapper, as_decorator, frame_for, name_of
+from .._paths import Paths, as_predicate
+from .._registry import Effect
+from .._tree import Partition, as_array, is_array, is_array_or_number, partition
+from .._typing import Filter, PyTree
+
+_REPLICATED = PartitionSpec()
+
+
+def shard_map(
+    f: Any = None,
+    *,
+    mesh: Any = None,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: Any = frozenset(),
+    check_vma: bool = True,
+    states: Mapping[Filter, PartitionSpec] | None = None,
+) -> Any:
+    """Run a function that may read and write states on each device of a mesh, with its part of the arguments.
+
+    As ``jax.shard_map``. The function's Python runs once.
+
+    Args:
+        f: the function of one device's parts. Arguments that are no arrays pass untouched.
+        mesh: the mesh, or None for that of the context.
+        in_specs: for each argument, or for parts of it, a ``PartitionSpec``.
+        out_specs: the same for the output.
+        axis_names: as in ``jax.shard_map``.
+        check_vma: as in ``jax.shard_map``.
+        states: a ``PartitionSpec`` for the states that a filter selects, among those that the call can reach: each
+            device sees its part, and its writes are put back there. All other states are replicated: every device
+            sees the whole value, and a write must be the same on all of them (the result of a ``psum``, say).
+
+    Returns:
+        A function of the whole arguments.
+
+    Raises:
+        StateAccessError: a write to a replicated state may differ between the devices.
+        StateValueError: `states` holds something other than a ``PartitionSpec``.
+
+    Source:
+        ``jax.shard_map``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, statetx
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> h = statetx.State(jnp.zeros(2))
+        >>> def f(x):
+        ...     h.value = h.value + x
+        ...     return jax.lax.psum(x.sum(), "d")
+        >>> g = statetx.shard_map(f, mesh=mesh, in_specs=P("d"), out_specs=P(), states={"h": P("d")})
+        >>> float(g(jnp.ones(2))), h.value.tolist()
+        (2.0, [1.0, 1.0])
+    """
+    options = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs, "states": states}
+    return as_decorator(ShardMap, f, {**options, "axis_names": axis_names, "check_vma": check_vma})
+
+
+class ShardMap(Wrapper):
+    """Made by `shard_map`."""
+
+    def __init__(self, fun: Callable, *, in_specs: Any, out_specs: Any, states: Any, **jax_options: Any):
+        super().__init__(fun, {"in_specs": in_specs, "out_specs": out_specs, "states": states, **jax_options})
+        self._in_specs = in_specs
+        self._out_specs = out_specs
+        self._jax_options = {k: v for k, v in jax_options.items() if v is not None}
+        self._rules = []
+        for filter, spec in (states or {}).items():
+            if not isinstance(spec, PartitionSpec):
+                raise StateValueError(f"shard_map: states={{{filter!r}: {spec!r}}} must give a PartitionSpec.")
+            self._rules.append((as_predicate(filter), spec))
+
+    def __call__(self, *args: Any) -> Any:
+        fun = self.__wrapped__
+        specs = _broadcast_specs(self._in_specs, args)
+        leaves, part = partition(args, is_array)
+        specs = [s for s, dynamic in zip(specs, part.mask, strict=True) if dynamic]
+        call = _Devices(self, args)
+
+        def body(state_values: list, tracers: list) -> dict[str, list]:
+            with frame_for("shard_map", fun, on_read=call.on_read(state_values)) as frame:
+                out = fun(*part.combine(tracers))
+            return call.sort(out, frame.effects)
+
+        groups = {str(s): s for s in (_REPLICATED, *_specs_in(self._out_specs), *(s for _, s in self._rules))}
+        call.groups = {name: [] for name in groups}
+        in_specs = (call.state_specs, specs)
+        run = jax.shard_map(body, in_specs=in_specs, out_specs=groups, **self._jax_options)
+        try:
+            outs = run(call.state_values, [as_array(x) for x in leaves])
+        except ValueError as e:
+            if call.replicated_writes and "out_specs" in str(e) and self._jax_options.get("check_vma", True):
+                raise StateAccessError(call.explain()) from e
+            raise
+        return call.finish(outs)
+
+    def spec_of(self, path: str, state: Any) -> PartitionSpec | None:
+        return next((spec for keep, spec in self._rules if keep(path, state)), None)
+
+
+class _Devices:
+    """One call: declared states on the way in, output and writes on the way out."""
+
+    groups: dict[str, list]
+
+    def __init__(self, owner: ShardMap, args: tuple):
+        self._owner = owner
+        self.paths = Paths(owner.__wrapped__, args)
+        reach = self.paths.items() if owner._rules else {}
+        found = {id(s): (s, spec) for path, s in reach.items() if (spec := owner.spec_of(path, s)) is not None}
+        self._specs = {key: spec for key, (_, spec) in found.items()}
+        self._parts: dict[int, Partition] = {}
+        self.state_values: list[list] = []
+        self.state_specs: list[PartitionSpec] = []
+        for key, (state, spec) in found.items():
+            kind = _registry.kind_of(state)
+            assert kind is not None
+            values, self._parts[key] = partition(kind.read(state), is_array)
+            self.state_values.append(values)
+            self.state_specs.append(spec)
+        self._plan: list[tuple[str, int]] = []
+        self._out: Partition | None = None
+        self._effects: list[tuple[Effect, Partition]] = []
+        self.replicated_writes: list[Effect] = []
+
+    def on_read(self, values: list[list]) -> Callable[[Any, Any, Any], Any]:
+        given = dict(zip(self._parts, values, strict=True))
+
+        def on_read(state: Any, kind: Any, value: Any) -> Any:
+            mine = given.get(id(state))
+            return value if mine is None else self._parts[id(state)].combine(mine)
+
+        return on_read
+
+    def sort(self, out: PyTree, effects: Sequence[Effect]) -> dict[str, list]:
+        _registry.refuse_created(effects, f"shard_map({name_of(self._owner.__wrapped__)})")
+
+        def put(leaf: Any, spec: PartitionSpec) -> None:
+            group = self.groups[str(spec)]
+            self._plan.append((str(spec), len(group)))
+            group.append(leaf)
+
+        leaves, self._out = partition(out, is_array_or_number)
+        specs = _broadcast_specs(self._owner._out_specs, out)
+        for leaf, spec in zip(leaves, (s for s, d in zip(specs, self._out.mask, strict=True) if d), strict=True):
+            put(leaf, spec)
+        for effect in effects:
+            spec = self._specs.get(id(effect.state), _REPLICATED)
+            if id(effect.state) not in self._specs:
+                self.replicated_writes.append(effect)
+            dynamic, part = partition(effect.value, is_array)
+            effect.value = None
+            self._effects.append((effect, part))
+            for leaf in dynamic:
+                put(leaf, spec)
+        groups, self.groups = self.groups, {}
+        return groups
+
+    def explain(self) -> str:
+        written = ", ".join(
+            f"{_registry.describe(e.state, e.kind, self.paths(e.state))} at {e.site}" for e in self.replicated_writes
+        )
+        return (
+            f"shard_map({name_of(self._owner.__wrapped__)}) wrote replicated states, and JAX cannot tell that all devices "
+            f"write the same value: {written}.\nFix: declare the axes that each device has its part of, "
+            f"shard_map(..., states={{path: PartitionSpec(...)}}), or reduce the value over the devices (jax.lax.psum)."
+        )
+
+    def finish(self, groups: dict[str, list]) -> PyTree:
+        assert self._out is not None
+        leaves = iter([groups[group][place] for group, place in self._plan])
+        out = self._out.combine([next(leaves) for _ in range(self._out.num_dynamic)])
+        for effect, part in self._effects:
+            effect.value = part.combine([next(leaves) for _ in range(part.num_dynamic)])
+            effect.kind.publish(effect, True)
+            effect.value = None
+        return out
+
+
+def _is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, PartitionSpec)
+
+
+def _specs_in(specs: Any) -> list[PartitionSpec]:
+    return [_REPLICATED if s is None else s for s in jax.tree.leaves(specs, is_leaf=_is_spec)]
+
+
+def _broadcast_specs(specs: Any, tree: PyTree) -> list[PartitionSpec]:
+    found: list[PartitionSpec] = []
+
+    def fill(spec: Any, part: PyTree) -> None:
+        found.extend([_REPLICATED if spec is None else spec] * len(jax.tree.leaves(part, is_leaf=_registry.is_opaque)))
+
+    jax.tree.map(fill, specs, tree, is_leaf=_is_spec)
+    return found
