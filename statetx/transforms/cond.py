@@ -167,6 +167,7 @@ class _Branches:
                     return jax.lax.cond(index == 1, branches[1], branches[0], *inputs)
                 return jax.lax.switch(index, branches, *inputs)
 
+            run.__name__ = self._name
             return jax.jit(run, inline=True)
 
         kept = table.get(self._bodies, (self._name, tuple(avals)), build)

@@ -218,6 +218,7 @@ class _Loop:
                 c, ys = jax.lax.scan(step, carry, xs, length, reverse, unroll)
                 return c[:num_carry], c[num_carry:], ys[:num_ys], ys[num_ys:]
 
+            loop.__name__ = "scan"
             # Compiled once for each structure where nothing is traced, inlined where something is.
             return jax.jit(loop, inline=True)
 

@@ -62,6 +62,7 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], PyTree]
                 carry,
             )
 
+        run.__name__ = "while_loop"
         return jax.jit(run, inline=True)
 
     kept = table.get(loop.bodies, ("while_loop", tuple(loop.carry_avals)), build)
@@ -126,6 +127,7 @@ def fori_loop(
             start, stop = bounds or limits
             return jax.lax.fori_loop(start, stop, step, carry, unroll=unroll)
 
+        run.__name__ = "fori_loop"
         return jax.jit(run, inline=True)
 
     kept = table.get(loop.bodies, ("fori_loop", bounds, unroll, tuple(loop.carry_avals)), build)

@@ -1,0 +1,202 @@
+"""Faults measured in brainstate's own transforms, each with the test that statetx's on the same states do not share it.
+
+Two are tested elsewhere: static arguments that are told apart (`test_jit.py`) and flags, methods, strings and outputs
+that are no arrays (`test_remat.py`).
+"""
+
+import brainstate
+import brainunit as u
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from helpers import compilations
+
+X = jnp.arange(3.0) + 1
+
+
+def no_tracers(*states):
+    return not any(isinstance(x, jax.core.Tracer) for s in states for x in jax.tree.leaves(s.value))
+
+
+def test_unit_or_structure_that_changes_under_jit():
+    v, later = brainstate.ShortTermState(X * u.mV), brainstate.ShortTermState(jnp.zeros(()))
+
+    @statetx.jit
+    def f(x):
+        v.value = (v.value / u.mV) * x * u.second if v.value.unit == u.mV else v.value * x
+        later.value = later.value + 1
+
+    for i in range(1, 4):
+        f(2.0)
+        assert v.value.unit == u.second and no_tracers(v, later) and float(later.value) == i
+    np.testing.assert_allclose(v.value.mantissa, X * 8)
+
+    s = brainstate.ShortTermState({"a": X})
+    g = statetx.jit(lambda: setattr(s, "value", {**s.value, f"k{len(s.value)}": X}))
+    g()
+    g()
+    assert sorted(s.value) == ["a", "k1", "k2"] and no_tracers(s)
+
+
+def test_settings_changed_after_the_first_call():
+    s = brainstate.ShortTermState(jnp.ones((4, 4)))
+    seen = []
+
+    @statetx.jit
+    def f(x):
+        seen.append(brainstate.environ.get("mode", default=None))
+        return (s.value @ s.value).sum() * x
+
+    for mode in ("a", "b", "a"):
+        with brainstate.environ.context(mode=mode):
+            f(1.0)
+    assert seen == ["a", "b"]
+    with brainstate.environ.context(mode="a"), jax.default_matmul_precision("highest"):
+        f(1.0)
+    with brainstate.environ.context(mode="a", dt=0.1 * u.ms):
+        f(1.0)
+    with brainstate.environ.context(mode="a", dt=0.1 * u.second):
+        f(1.0)
+    assert len(seen) == 5
+    with jax.enable_x64(True):
+        s.value = jnp.ones((4, 4), jnp.float64)
+        assert f(jnp.float64(1.0)).dtype == jnp.float64
+    s.value = jnp.ones((4, 4))
+    h = statetx.vmap(lambda x: x * s.value.sum().astype(jnp.float32))
+    assert h(jnp.ones(3)).shape == (3,) and h(jnp.ones(5)).shape == (5,)
+
+
+def test_state_created_lazily_in_jit():
+    holder = {}
+
+    @statetx.jit
+    def f():
+        if "n" not in holder:
+            holder["n"] = brainstate.ShortTermState(jnp.zeros(()))
+        holder["n"].value = holder["n"].value + 1
+        return holder["n"].value
+
+    assert [float(f()) for _ in range(3)] == [1.0, 2.0, 3.0]
+
+
+def test_random_draw_in_vmap_of_jit_does_not_depend_on_the_cache():
+    rng = brainstate.random.RandomState(0)
+    draw = statetx.jit(lambda x: x * jax.random.uniform(rng.split_key()))
+    results = []
+    for _ in range(2):
+        rng.set_key(jax.random.key(3))
+        results.append(statetx.vmap(draw)(jnp.ones(4)))
+        draw(1.0)
+    np.testing.assert_array_equal(*results)
+    assert len(np.unique(results[0])) == 4
+
+
+def test_weak_types_are_part_of_the_key():
+    s = brainstate.ShortTermState(jnp.ones(3, jnp.bfloat16))
+    f = statetx.jit(lambda x: s.value * x)
+    assert f(2.0).dtype == jnp.bfloat16
+    assert f(jnp.float32(2.0)).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", ["jit", "remat", "scan", "fori_loop", "vmap"])
+def test_write_hook_is_applied_once(name):
+    s = brainstate.ShortTermState(jnp.asarray(1.0))
+    s.register_hook("write_before", lambda ctx: setattr(ctx, "transformed_value", ctx.value * 2))
+
+    def f(x):
+        s.value = s.value + x
+        return s.value * 1.0
+
+    jitted = statetx.jit(f)
+    call = {
+        "jit": lambda: (jitted(1.0), s.restore_value(jnp.asarray(1.0)), jitted(1.0)),
+        "remat": lambda: statetx.grad(lambda x: statetx.remat(f)(1.0) * x)(1.0),
+        "scan": lambda: statetx.scan(lambda c, x: (c, f(1.0)), 0, length=1),
+        "fori_loop": lambda: statetx.fori_loop(0, 1, lambda i, c: f(1.0), jnp.float32(0)),
+        "vmap": lambda: statetx.vmap(lambda x: f(1.0) * x)(X),
+    }[name]
+    call()
+    assert float(s.value) == 4.0
+
+
+def test_restored_value_in_a_transformed_body_is_kept():
+    s = brainstate.ShortTermState(jnp.zeros(()))
+
+    def f(x):
+        s.restore_value(s.value + x)
+        return s.value * x
+
+    for i, call in enumerate(
+        (
+            lambda: statetx.jit(f)(1.0),
+            lambda: statetx.grad(statetx.remat(f))(1.0),
+            lambda: statetx.scan(lambda c, x: (c, f(x)), 0, jnp.ones(1)),
+            lambda: statetx.cond(jnp.asarray(True), f, lambda x: x, jnp.float32(1.0)),
+        ),
+        start=1,
+    ):
+        call()
+        assert float(s.value) == i and no_tracers(s)
+
+
+def test_parameters_rebound_or_appended_are_seen():
+    class Model(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.params = [brainstate.ParamState(jnp.asarray(2.0))]
+
+        @statetx.remat
+        def __call__(self, x):
+            for p in self.params:
+                x = x * p.value
+            return x
+
+    model = Model()
+    f = statetx.grad(model)
+    assert float(f(1.0)) == 2.0
+    model.params.append(brainstate.ParamState(jnp.asarray(5.0)))
+    assert float(f(1.0)) == 10.0
+    model.params[0] = brainstate.ParamState(jnp.asarray(3.0))
+    assert float(f(1.0)) == 15.0
+    assert float(statetx.scan(lambda c, x: (model(c), None), jnp.float32(1.0), length=2)[0]) == 225.0
+
+
+def test_writes_under_disable_jit():
+    s = brainstate.ShortTermState(jnp.asarray(1.0))
+
+    def f(x):
+        s.value = s.value * x
+        return s.value**2
+
+    with jax.disable_jit():
+        g = statetx.grad(statetx.remat(f))(3.0)
+    assert float(g) == 6.0 and float(s.value) == 3.0
+
+
+def test_errors_name_the_users_function():
+    def my_block(x, mode):
+        return x
+
+    with pytest.raises(statetx.StaticArgumentError, match="my_block has the parameters"):
+        statetx.remat(my_block, static_argnums=5)
+    with pytest.raises(ValueError, match="my_block was called with 1"):
+        statetx.grad(my_block, argnums=2)(1.0)
+
+
+def test_eager_control_flow_does_not_compile_again_and_keeps_nothing():
+    s = brainstate.ShortTermState(jnp.zeros(()))
+    def call(k):
+        def body(i, c):
+            s.value = s.value + k
+            return c * k
+
+        return statetx.fori_loop(0, 3, body, jnp.float32(1.0))
+
+    call(jnp.float32(2.0))
+    with compilations() as compiled:
+        for k in (3.0, 4.0, 5.0):
+            call(jnp.asarray(np.float32(k)))
+    assert not [c for c in compiled if "fori_loop" in c] and float(s.value) == 3 * (2 + 3 + 4 + 5)
