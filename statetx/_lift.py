@@ -90,6 +90,8 @@ def _check_hidden(out: Partition) -> None:
     """Raise if an opaque object in the output carries a tracer of the trace that is about to end."""
     trace = _compat.current_trace()
     for leaf in out.static:
+        if _registry.kind_of(leaf) is not None:
+            continue
         attributes = getattr(leaf, "__dict__", None)
         if not attributes or isinstance(leaf, (type, types.FunctionType, types.ModuleType)):
             continue

@@ -159,7 +159,7 @@ def _own_globals(obj: Any) -> dict[str, Any] | None:
             obj = obj.func
         elif isinstance(obj, types.MethodType):
             obj = obj.__func__
-        elif hasattr(obj, "__wrapped__"):
+        elif _is_wrapper(obj):
             obj = obj.__wrapped__
         else:
             return obj.__globals__ if isinstance(obj, types.FunctionType) else None
@@ -198,12 +198,17 @@ def _children(obj: Any, module: dict[str, Any] | None) -> Iterator[tuple[str, An
         yield from _named_arguments(obj.func, obj.args, obj.keywords)
     elif isinstance(obj, types.FunctionType):
         yield from _function_variables(obj, module)
-    elif hasattr(obj, "__wrapped__"):
+    elif _is_wrapper(obj):
         yield "", obj.__wrapped__
     elif type(obj).__module__.split(".")[0] in ("jax", "jaxlib", "numpy", "threading", "weakref"):
         return
     else:
         yield from _attributes(obj)
+
+
+def _is_wrapper(obj: Any) -> bool:
+    """Whether an object stands for the function it wraps; an instance of a class that wraps another does not."""
+    return "__wrapped__" in getattr(obj, "__dict__", ())
 
 
 def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:

@@ -188,6 +188,7 @@ def test_errors_name_the_users_function():
 
 def test_eager_control_flow_does_not_compile_again_and_keeps_nothing():
     s = brainstate.ShortTermState(jnp.zeros(()))
+
     def call(k):
         def body(i, c):
             s.value = s.value + k

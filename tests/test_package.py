@@ -29,7 +29,10 @@ LAYERS = [
     {"kinds.brainstate", "kinds.ref", "kinds.nnx"},
     {"_lift", "_rules"},
     {"_staged", "_targets"},
-    {f"transforms.{name}" for name in "remat grad jacobian jit scan shard_map while_loop cond vmap functionalize".split()},
+    {
+        f"transforms.{name}"
+        for name in "remat grad jacobian jit scan shard_map while_loop cond vmap functionalize".split()
+    },
     {"transforms.map", "transforms.abstract"},
 ]
 

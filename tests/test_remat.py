@@ -124,6 +124,7 @@ def test_class_is_subclassed_with_its_methods_rematerialised():
     np.testing.assert_array_equal(statetx.grad(cell)(X), statetx.grad(expected)(X))
     np.testing.assert_array_equal(cell.h.value, expected.h.value)
     assert num_remats(lambda x: rematted()(x), X) == 2
+    assert list(statetx.states(cell)) == ["w", "h"]
     only_call = statetx.remat(Cell)
     assert num_remats(lambda x: only_call()(x), X) == 1
     assert num_remats(lambda x: only_call().plain(x), X) == 0

@@ -178,7 +178,9 @@ class Jit(Wrapper):
 
     def _read(self, args: tuple, kwargs: dict[str, Any]) -> _Call:
         dyn_args, dyn_kwargs, merge = self._static.split(args, kwargs)
-        leaves, treedef = jax.tree.flatten((dyn_args, dyn_kwargs))
+        # Taking a module apart reads its states: where that is watched, it must stay whole.
+        is_leaf = None if _registry.current_frame() is None else _registry.is_opaque
+        leaves, treedef = jax.tree.flatten((dyn_args, dyn_kwargs), is_leaf=is_leaf)
         types = (treedef, tuple(map(type, leaves)))
         layout = self._layouts.get(types)
         if layout is None:
@@ -214,7 +216,8 @@ class _Layout:
         arrays, self.others = partition((args, kwargs), _is_argument)
         self.key = (self.others.treedef, self.others.mask)
         self.converts = any(as_array(x) is not x for x in arrays)
-        self.is_split = self.others.treedef != jax.tree.structure((args, kwargs))
+        watched = _registry.current_frame() is not None
+        self.is_split = watched or self.others.treedef != jax.tree.structure((args, kwargs))
         mask = self.others.mask
         self.static = [i for i, dynamic in enumerate(mask) if not dynamic]
         flags = _donation_flags(donated, args, kwargs) if donated else [False] * len(mask)

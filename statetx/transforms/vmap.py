@@ -167,10 +167,10 @@ class _Examples:
             put(leaf, axis)
         for effect in effects:
             rule = self._rules(effect.state)
-            dynamic, part = partition(effect.value, is_array)
-            effect.value = None
             split = id(effect.state) in self._advanced
             axis = rule if isinstance(rule, int) else 0 if effect.created else None
+            dynamic, part = partition(effect.value, is_array if axis is None else is_array_or_number)
+            effect.value = None
             if axis is None and not split:
                 self._check_equal(effect, dynamic)
             self._effects.append((effect, part, axis))

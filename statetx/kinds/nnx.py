@@ -1,0 +1,299 @@
+"""`flax.nnx.Variable` and its subclasses.
+
+Whatever touches a Variable's value, `get_value` and `set_value`, ``[...]``, ``+=``, `copy_from`, flattening, or nnx's own
+transforms, goes through one slot, ``_raw_value``. This module puts a property before that slot, once and for good, which
+reports to the frames of the thread; where no frame is open it costs one lookup in a dict that is mostly empty.
+
+nnx lets a Variable, and the attributes of a module, be written only under the trace they were made in, which
+``_trace_state`` remembers. Inside a frame there is a property before that too: what existed before the frame may be
+written, since the frame puts the old value back; `_registry.check_write` refuses a write that would leave a tracer.
+
+Not watched: Variables with ``ref=True``, which hold a `jax.Ref` (a kind of its own), and with ``hijax=True``.
+
+Relied upon beyond the documented interface, and tested in `tests/test_nnx.py`: the slots ``_raw_value`` and
+``_trace_state`` of `Variable`, of which ``_trace_state`` is set when and only when a Variable is made; the slot
+``_trace_state`` of a module's ``PytreeState``; `TraceState`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx import pytreelib, tracers
+
+from .. import _compat, _registry
+from .._errors import ForeignStateError
+from .._registry import Frame
+from .._state import _Buried
+
+_local = _registry._local
+_value: Any = nnx.Variable.__dict__["_raw_value"]
+_trace: Any = nnx.Variable.__dict__["_trace_state"]
+_module_trace: Any = pytreelib.PytreeState.__dict__["_trace_state"]
+
+# The innermost frame that has touched a Variable made before it, by the Variable's id, while that frame is open: its
+# accesses keep the Variable alive. One that was made in a frame names it in its `_Home`.
+_owner: dict[int, Frame] = {}
+
+
+class _Home(tracers.TraceState):
+    """The trace state of what was made while a frame was open."""
+
+    __slots__ = ("_frame", "site")
+
+    def __init__(self, frame: Frame, site: str = ""):
+        super().__init__()
+        self._frame = weakref.ref(frame)
+        self.site = site
+
+    def __reduce__(self) -> Any:
+        return tracers.TraceState, ()
+
+    @property
+    def frame(self) -> Frame | None:
+        """The frame, None once it is closed."""
+        frame = self._frame()
+        return frame if frame is not None and frame.is_open else None
+
+
+# -- the properties --------------------------------------------------------------------------------------------
+
+
+def _get_value(state: nnx.Variable) -> Any:
+    frame = _local.frame
+    if _owner.get(id(state)) is not frame:
+        _touch(state, frame, writing=False)
+    value = _value.__get__(state)
+    if type(value) is _Buried:
+        raise _registry.buried(state, KIND.site_of(state), value.reason)
+    return value
+
+
+def _set_value(state: nnx.Variable, value: Any) -> None:
+    frame = _local.frame
+    if _owner.get(id(state)) is not frame:
+        _touch(state, frame, writing=True)
+    if frame is not None:
+        access = frame.accesses.get(id(state))
+        if access is not None:
+            if _compat.current_trace() is not frame.trace:
+                _registry.check_write(state, KIND, value, frame.trace, _registry.call_site())
+            if not access.written:
+                frame.note_write(access)
+    _value.__set__(state, value)
+
+
+def _get_trace(state: nnx.Variable) -> tracers.TraceState:
+    frame, made = _local.frame, _trace.__get__(state)
+    if frame is None:
+        is_gone = type(made) is _Home and made.frame is None
+        return tracers.TraceState() if is_gone else made
+    # What the frame found may be written in it, under its own trace or (if no tracer stays behind) another.
+    is_found = type(made) is not _Home or made.frame is not frame
+    return tracers.TraceState() if is_found else made
+
+
+def _set_trace(state: nnx.Variable, made: tracers.TraceState) -> None:
+    # This is how a Variable comes into being; its value follows.
+    frame = _local.frame
+    if frame is None:
+        _trace.__set__(state, tracers.TraceState() if type(made) is _Home else made)
+        return
+    _trace.__set__(state, _Home(frame, _registry.call_site()))
+    # One made in a transform inside the frame that is not ours, as nnx's own make them, ends with that.
+    if _compat.current_trace() is frame.trace:
+        frame.mark_created(state, KIND, _Made(state))
+
+
+def _get_module_trace(state: pytreelib.PytreeState) -> tracers.TraceState:
+    frame, made = _local.frame, _module_trace.__get__(state)
+    if type(made) is _Home and made.frame is None:
+        return tracers.TraceState()
+    # Not under a transform inside the frame: nobody would take a tracer out of an attribute again.
+    return made if frame is None or _compat.current_trace() is not frame.trace else tracers.TraceState()
+
+
+def _set_module_trace(state: pytreelib.PytreeState, made: tracers.TraceState) -> None:
+    frame = _local.frame
+    _module_trace.__set__(state, made if frame is None else _Home(frame))
+
+
+# -- frames ----------------------------------------------------------------------------------------------------
+
+
+class _Made:
+    """Stands for a Variable made in a frame, as a weak reference would, which Variables do not allow."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, state: Any):
+        self.state = state
+
+    def __call__(self) -> Any:
+        """The Variable; None if nobody else has it, or if it is not watched."""
+        if self._count() <= _ALONE or isinstance(_value.__get__(self.state), jax.Ref):
+            return None
+        return self.state
+
+    def _count(self) -> int:
+        return sys.getrefcount(self.state)
+
+
+_ALONE = _Made(object())._count()
+
+
+def _touch(state: nnx.Variable, frame: Frame | None, *, writing: bool) -> None:
+    """Report the first touch of `state` in `frame` to each frame, outermost first, that has not seen it yet."""
+    made = _trace.__get__(state)
+    home = made.frame if type(made) is _Home else None
+    if home is not None and home is frame:
+        return
+    owner = _owner.get(id(state)) or home
+    if owner is frame or isinstance(_value.__get__(state), jax.Ref):
+        return
+    pending = []
+    step = frame
+    while step is not None and step is not owner:
+        pending.append(step)
+        step = step.parent
+    if step is not owner:
+        assert owner is not None
+        raise ForeignStateError(
+            f"{type(state).__name__} made at {KIND.site_of(state)} cannot be used: another thread, or a call that is "
+            f"suspended, is running {owner.name}, which has its own value for it until it ends.\n"
+            f"Fix: trace the functions that share a state in one thread, or guard them by a lock."
+        )
+    for watching in reversed(pending):
+        # For the frames around the innermost, a write is not one until the transform publishes it.
+        watching.touch(state, KIND, writing=writing and watching is frame)
+        _owner[id(state)] = watching
+
+
+class _Nnx:
+    """See `_registry.Kind`."""
+
+    name = "flax.nnx"
+    folder = os.path.dirname(flax.__file__)
+
+    def owns(self, obj: Any) -> bool:
+        # By type: for isinstance() a tracer may be a Variable.
+        return nnx.Variable in type(obj).__mro__ and not isinstance(_value.__get__(obj), jax.Ref)
+
+    def is_opaque(self, obj: Any) -> bool:
+        bases = type(obj).__mro__
+        if nnx.Variable in bases or nnx.Module in bases:
+            return True
+        return nnx.Pytree in bases and _holds_states(obj)
+
+    def get(self, state: nnx.Variable) -> Any:
+        return _value.__get__(state)
+
+    def set(self, state: nnx.Variable, value: Any) -> None:
+        _value.__set__(state, value)
+
+    def get_all(self, states: Sequence[nnx.Variable]) -> list[Any]:
+        return [_value.__get__(s) for s in states]
+
+    def set_all(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> None:
+        for s, v in zip(states, values, strict=True):
+            _value.__set__(s, v)
+
+    def read(self, state: nnx.Variable) -> Any:
+        return _get_value(state)
+
+    def publish(self, effect: _registry.Effect, live: bool) -> None:
+        del live
+        state, frame = effect.state, _local.frame
+        if effect.created:
+            _trace.__set__(state, tracers.TraceState() if frame is None else _Home(frame, effect.site))
+            _value.__set__(state, effect.value)
+            return
+        if _owner.get(id(state)) is not frame:
+            _touch(state, frame, writing=True)
+        access = frame.accesses.get(id(state)) if frame is not None else None
+        if frame is not None and access is not None:
+            _registry.check_write(state, self, effect.value, frame.trace, effect.site)
+            frame.note_write(access, effect.site)
+        elif not _trace.__get__(state).is_valid():  # made in this very trace, it dies with it
+            _registry.check_write(state, self, effect.value, None, effect.site)
+        _value.__set__(state, effect.value)
+
+    def bury(self, state: nnx.Variable, reason: str) -> None:
+        frame, site = _local.frame, self.site_of(state)
+        _value.__set__(state, _Buried(reason))
+        _owner.pop(id(state), None)
+        if frame is None:
+            home = _trace.__get__(state)
+            assert type(home) is _Home, "only what was made in a frame is buried"
+        else:
+            _trace.__set__(state, _Home(frame, site))
+            frame.mark_created(state, self, _Made(state))
+
+    def is_random(self, state: nnx.Variable) -> bool:
+        # The key of an RngStream; every draw folds the stream's count into it. Not one that was split already.
+        return isinstance(state, nnx.RngKey) and jnp.ndim(_value.__get__(state)) == 0
+
+    def name_of(self, state: nnx.Variable) -> str | None:
+        return None
+
+    def site_of(self, state: nnx.Variable) -> str:
+        made = _trace.__get__(state)
+        return (type(made) is _Home and made.site) or "a place that flax does not record"
+
+    def open(self, frame: Frame) -> None:
+        pass
+
+    def close(self, frame: Frame) -> None:
+        for access in frame.accesses.values():
+            if access.kind is self:
+                made = _trace.__get__(access.state)
+                if frame.parent is None or (type(made) is _Home and made.frame is frame.parent):
+                    _owner.pop(id(access.state), None)
+                else:
+                    _owner[id(access.state)] = frame.parent
+
+    def is_idle(self) -> bool:
+        return True
+
+    def mode(self) -> None:
+        return None
+
+
+def _holds_states(obj: Any) -> bool:
+    """Whether an nnx object that is no module (an optimizer, a random stream, a user's record) has Variables."""
+    seen, pending = set(), [obj]
+    while pending:
+        value = pending.pop()
+        bases = type(value).__mro__
+        if nnx.Variable in bases or nnx.Module in bases:
+            return True
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if nnx.Pytree in bases:
+            pending += vars(value).values()
+        elif isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, (list, tuple)):
+            pending += value
+    return False
+
+
+KIND = _Nnx()
+
+
+def _install() -> None:
+    setattr(nnx.Variable, "_raw_value", property(_get_value, _set_value))  # noqa: B010
+    setattr(nnx.Variable, "_trace_state", property(_get_trace, _set_trace))  # noqa: B010
+    setattr(pytreelib.PytreeState, "_trace_state", property(_get_module_trace, _set_module_trace))  # noqa: B010
+
+
+_install()

@@ -1,0 +1,132 @@
+"""Random stateful programs agree with their pure reference: outputs, final states, keys, exceptions, second calls.
+
+`random_programs` says what a program is and what it means. Floats agree to a relative 1e-9 (1e-11 near zero) in
+float64, since XLA may fuse what the reference does one operation at a time; integers, keys, shapes and dtypes exactly.
+To see the suite fail: `test_a_broken_feature_is_found` breaks one after another and expects a counterexample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import jax
+import pytest
+import random_programs
+from hypothesis import HealthCheck, Phase, example, given, settings
+from random_programs import Block, Call, Const, Local, Raise, Read, Write, check, programs
+
+import statetx
+
+COMMON: dict[str, Any] = {
+    "deadline": None,
+    "derandomize": True,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),  # a program takes as long as it takes to compile
+}
+
+# Found by the search and reduced; kept so that no change of the generator can lose them.
+NUMBER_TO_MAPPED_STATE = Block(
+    (Call("vmap", Block((Write("u", (), Const(0.3), raw=True),), Local(0)), Local(0), mapped=("u",)),), Local(0)
+)
+
+
+@settings(max_examples=300, **COMMON)
+@example(NUMBER_TO_MAPPED_STATE)
+@given(programs())
+def test_random_program_equals_its_reference(program):
+    check(program)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, **COMMON)
+@given(programs())
+def test_random_program_equals_its_reference_at_length(program):
+    check(program)
+
+
+# -- the search can fail ---------------------------------------------------------------------------------------
+
+
+def publish_all_but_one(self, leaves, *, live=True, publish=statetx._lift.Outcome.publish):
+    kept = len(self.effects) - 1
+    if kept < 0:
+        return
+    self.effects, self.values = self.effects[:kept], self.values[:kept]
+    publish(self, leaves, live=live)
+
+
+def advance_nothing(self):
+    return jax.random.split(self.value)[1]
+
+
+def see_the_state_itself(self, values):
+    return lambda state, kind, value: value
+
+
+BREAKAGES = {
+    "states keep what a call left in them": ("_registry.Frame._restore", lambda self: None),
+    "one effect is not published": ("_lift.Outcome.publish", publish_all_but_one),
+    "a key does not advance": ("_state.RngState.next", advance_nothing),
+    "gradients of states are lost": ("_targets.Targets.on_read", see_the_state_itself),
+    "a shared key is split": ("transforms.vmap.Split", statetx.Broadcast),
+    "what a call writes is forgotten": ("_registry.Frame._collect", lambda self: []),
+}
+
+
+def fails(program: Block) -> bool:
+    try:
+        check(program, calls=1)
+    except Exception:  # a broken feature may fail in any way
+        return True
+    return False
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_a_broken_feature_is_found(breakage, monkeypatch):
+    name, broken = BREAKAGES[breakage]
+    monkeypatch.setattr(f"statetx.{name}", broken)
+    wanted = settings(max_examples=300, phases=[Phase.generate], **COMMON)
+    found = hypothesis.find(programs(), fails, settings=wanted)
+    monkeypatch.undo()
+    assert not fails(found), "the counterexample is one without the breakage too"
+
+
+# -- the generator reaches what it is for ----------------------------------------------------------------------
+
+
+def parts(node: Any) -> Iterator[Any]:
+    """The node and everything in it."""
+    yield node
+    if isinstance(node, tuple):
+        for part in node:
+            yield from parts(part)
+    elif dataclasses.is_dataclass(node):
+        for field in dataclasses.fields(node):
+            yield from parts(getattr(node, field.name))
+
+
+def has(test: Any) -> Any:
+    return lambda program: any(test(part) for part in parts(program))
+
+
+WANTED = {
+    **{kind: has(lambda p, kind=kind: isinstance(p, Call) and p.kind == kind) for kind in random_programs.MEANINGS},
+    "depth 4": lambda program: random_programs.count_calls(program)["depth"] == 4,
+    "exception caught inside a transform": lambda program: any(
+        isinstance(c, Call) and has(lambda p: isinstance(p, Call) and p.caught and Raise() in p.block.body)(c.block)
+        for c in parts(program)
+    ),
+    "second name": has(lambda p: isinstance(p, Read) and p.name == "v_too"),
+    "gradient of a state": has(lambda p: isinstance(p, Call) and p.kind == "grad" and "s" in p.wrt),
+    "mapped state in a scan": has(lambda p: isinstance(p, Call) and p.kind == "scan" and "m" in p.mapped),
+    "Python number written": has(lambda p: isinstance(p, Write) and p.raw),
+}
+
+
+@pytest.mark.parametrize("feature", WANTED)
+def test_generator_reaches(feature):
+    wanted = settings(max_examples=1000, phases=[Phase.generate], **COMMON)
+    hypothesis.find(programs(), WANTED[feature], settings=wanted)
