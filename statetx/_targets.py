@@ -60,6 +60,11 @@ class Targets:
         if not self._states:
             raise StateFilterError("wrt= is empty: there is nothing to differentiate with respect to.")
         self._positions = {id(s): i for i, s in enumerate(self._states)}
+        if len(self._positions) < len(self._states):
+            twice = next(s for i, s in enumerate(self._states) if self._positions[id(s)] != i)
+            raise StateFilterError(
+                f"wrt= lists {_registry.describe(twice)} twice. Each state has one gradient: list it once."
+            )
         self._parts: list[Any] = []
 
     def values(self) -> list[list]:

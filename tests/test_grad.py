@@ -130,6 +130,8 @@ def test_what_cannot_be_differentiated():
         statetx.grad(m.loss, wrt="w*")(X)
     with pytest.raises(statetx.StateFilterError, match="wrt= holds a float, which is no state"):
         statetx.grad(m.loss, wrt=[3.0])(X)
+    with pytest.raises(statetx.StateFilterError, match=r"wrt= lists Param .* twice"):
+        statetx.grad(m.loss, wrt=[m.a, m.b, m.a])(X)
     with pytest.raises(statetx.StateFilterError, match="wrt= is empty"):
         statetx.grad(m.loss, wrt=[])(X)
     with pytest.raises(statetx.StateValueError, match="a str, which is no array"):
