@@ -19,6 +19,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import effects as _effects
 from jax._src import linear_util as _lu
+from jax._src import literals as _literals
 from jax._src import source_info_util
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
@@ -51,6 +52,10 @@ def traceback_site(traceback: Any, folders: tuple[str, ...]) -> str:
         if not frame.file_name.startswith(folders):
             return f"{frame.file_name}:{frame.line_num}"
     return "unknown place"
+
+
+LITERALS = (_literals.TypedInt, _literals.TypedFloat, _literals.TypedComplex, _literals.TypedNdArray)
+"""What JAX gives in place of an array for a constant that is made while tracing; an array once the trace has ended."""
 
 
 # -- traces ----------------------------------------------------------------------------------------------------
@@ -103,6 +108,12 @@ _TRANSFORM_OF_BODY = {
     "while_cond": "while_loop",
     "checkpoint / remat": "checkpoint",
 }
+
+
+def is_live(trace: Any) -> bool:
+    """Whether a trace is the current one or one around it, as far as traces are linked."""
+    around = list(_parents(_context.trace))
+    return any(_tag(t) is _tag(trace) for t in around) or any(not hasattr(t, "parent_trace") for t in around)
 
 
 def transform_name(trace: Any) -> str:

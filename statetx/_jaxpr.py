@@ -92,8 +92,6 @@ def _hoist(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
 
 # -- structure -------------------------------------------------------------------------------------------------
 
-_LARGE = 1024  # bytes
-
 _nested: weakref.WeakKeyDictionary[Any, Hashable] = weakref.WeakKeyDictionary()
 
 
@@ -151,9 +149,11 @@ def _jaxpr_param(x: Any) -> Hashable:
 
 
 def _constant(x: Any) -> Hashable:
-    """Equal for equal bits; large arrays and those on a device go by identity."""
+    """Equal for equal bits; arrays on a device, which cannot change, go by identity."""
+    if isinstance(x, np.ndarray) and x.ndim and x.flags.writeable:
+        raise _Unlike  # its owner may change it in place, here and in what would be kept
     if isinstance(x, (np.ndarray, np.generic)):
-        return freeze(x) if x.nbytes <= _LARGE else Identity(x)
+        return freeze(x)
     return freeze(x) if isinstance(x, (bool, int, float, complex)) else Identity(x)
 
 

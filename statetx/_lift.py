@@ -67,8 +67,8 @@ class Outcome:
 
 
 def is_traced(x: Any) -> bool:
-    """Whether a leaf must cross the transform: a tracer, or something that becomes one."""
-    if isinstance(x, _compat.Tracer):
+    """Whether a leaf must cross the transform: a tracer, or what stands for an array while tracing."""
+    if isinstance(x, (_compat.Tracer, *_compat.LITERALS)):
         return True
     return is_array(x) and not isinstance(x, (jax.Array, np.ndarray, np.generic))
 

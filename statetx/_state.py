@@ -88,6 +88,8 @@ class State(Generic[T]):
         value = self._value
         if type(value) is _Buried:
             raise _registry.buried(self, NATIVE.site_of(self), value.reason)
+        if self._home is not None:
+            _check_home(self, value)
         return value  # type: ignore[return-value]
 
     @value.setter
@@ -229,6 +231,17 @@ def _touch(state: State, frame: _registry.Frame | None, *, writing: bool) -> Non
         # For the frames around the innermost, a write is not one until the transform publishes it.
         watching.touch(state, NATIVE, writing=writing and watching is frame)
         state._owner = watching
+
+
+def _check_home(state: State, value: Any) -> None:
+    """Raise if the state was made under a trace that has ended, and holds a tracer of it still."""
+    home = state._home() if state._home is not None else None
+    if home is None or _compat.is_live(home):
+        return
+    if any(isinstance(x, _compat.Tracer) for x in jax.tree.leaves(value)):
+        name = _compat.transform_name(home)
+        reason = f"it was created under jax's {name}, which has ended, and holds what {name} was tracing"
+        raise _registry.buried(state, NATIVE.site_of(state), reason)
 
 
 def _anchor(state: State, frame: _registry.Frame | None, access: _registry.Access | None) -> Any | None:

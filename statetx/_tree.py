@@ -108,6 +108,8 @@ def freeze(x: Any) -> Hashable:
     """
     if isinstance(x, float):
         return (type(x), x.hex())
+    if isinstance(x, complex):
+        return (type(x), x.real.hex(), x.imag.hex())
     if isinstance(x, (tuple, list)):
         return (type(x), *[freeze(v) for v in x])
     if isinstance(x, dict):
@@ -125,7 +127,7 @@ def freeze(x: Any) -> Hashable:
 
 def type_str(x: Any) -> str:
     """Shape and dtype as in ``float32[3,4]``; the Python type's name for what is no array."""
-    if is_array(x) or hasattr(x, "dtype"):
+    if is_array(x) or (hasattr(x, "dtype") and hasattr(x, "shape")):
         aval = x if not isinstance(x, jax.Array) else jax.typeof(x)
         weak = "~" if getattr(aval, "weak_type", False) else ""
         return f"{weak}{np.dtype(x.dtype).name if _has_numpy_dtype(x) else x.dtype}[{','.join(map(str, x.shape))}]"

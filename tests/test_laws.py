@@ -26,7 +26,7 @@ from brainstate._error import TraceContextError
 
 import corpus
 import statetx
-from corpus import NATIVE, PROGRAMS, Program, X, strong
+from corpus import FOREIGN, NATIVE, PROGRAMS, Program, X, strong
 
 # -- trees -----------------------------------------------------------------------------------------------------
 
@@ -352,7 +352,7 @@ def test_eager_remat_is_identity(make):
 LEAKS: list[Nesting] = [(remat, grad), (remat, vjp), (remat, jit), (remat, scan), (remat, scan, grad, jit)]
 
 
-@pytest.mark.parametrize("make, nesting", cases(PROGRAMS, LEAKS, [(remat, jit)]))
+@pytest.mark.parametrize("make, nesting", cases(NATIVE, LEAKS, [(remat, jit)]) + cases(FOREIGN, LEAKS, []))
 def test_no_tracer_leaks(make, nesting):
     program = make()
     call = transformed(nesting, program.step, program)
@@ -464,7 +464,9 @@ RAISING: list[Nesting] = [
 ]
 
 
-@pytest.mark.parametrize("make, nesting", cases(PROGRAMS, RAISING, [(remat, grad), (jit,)]))
+@pytest.mark.parametrize(
+    "make, nesting", cases(NATIVE, RAISING, [(remat, grad), (jit,)]) + cases(FOREIGN, RAISING, [(remat, grad)])
+)
 def test_states_are_intact_after_an_exception_in_the_body(make, nesting, monkeypatch):
     check_exceptions(make, nesting, Bomb(monkeypatch), stride=1)
 
@@ -505,10 +507,22 @@ PLAIN_JAX = {
 WATCHED_ALWAYS = [p for p in NATIVE if p.writes and p is not corpus.MutatedDict]
 
 
+# Nobody tells us that a plain transform has ended. Our own states look when they are read; brainstate's do not, and one
+# that is created under a plain jax.grad or jax.vmap keeps its tracer, with remat as without it.
+KEPT_BY_BRAINSTATE = pytest.mark.xfail(strict=True, reason="a brainstate state made under a plain jax transform")
+
+
 def plain_cases() -> list:
     watched = [(p, False) for p in WATCHED_ALWAYS] + [(p, True) for p in PROGRAMS if p.writes]
+    kept = {("LazyInit_brainstate", "grad"), ("LazyInit_brainstate", "vmap")}
     return [
-        pytest.param(p, name, is_remat, id=f"{p.__name__}-{name}{'-remat' * is_remat}")
+        pytest.param(
+            p,
+            name,
+            is_remat,
+            id=f"{p.__name__}-{name}{'-remat' * is_remat}",
+            marks=[KEPT_BY_BRAINSTATE] if (p.__name__, name) in kept else [],
+        )
         for p, is_remat in watched
         for name in PLAIN_JAX
     ]
@@ -580,7 +594,7 @@ def test_plain_jax_over_remat(make):
     cases(
         NATIVE,
         [(remat, grad), (remat, vjp), (remat, jit), (remat, scan), (remat, scan, grad, jit)],
-        [(remat, grad), (remat, scan)],
+        [(remat, grad)],
     ),
 )
 def test_law_under_disable_jit(make, nesting):
@@ -1211,6 +1225,27 @@ def test_each_flip_shows(make, settings):
         return
     with pytest.raises(AssertionError):
         assert_flip_same(before, after)
+
+
+@pytest.mark.parametrize("size", [1, 2000])
+@pytest.mark.parametrize("is_scan", [False, True], ids=["remat", "scan"])
+def test_what_is_kept_does_not_follow_a_numpy_array_that_changes(is_scan, size):
+    """A jitted function inside closes over a NumPy array, which changes; another call finds one of the old content.
+
+    The second call is compiled anew, lest JAX's cache of the first hide what is compiled.
+    """
+
+    def run(c, wrap):
+        f = jax.jit(lambda x: (x[:, None] * c).sum(1))
+        g = (lambda x: loop(identity, statetx.scan)(f, x)) if is_scan else statetx.remat(f)
+        return wrap(g)(jnp.asarray(X, jnp.float32))
+
+    first, second = np.ones((3, size), np.float32), np.ones((3, size), np.float32)
+    expected = run(second, jax.jit)
+    statetx._jaxpr.table.clear()
+    run(first, lambda g: lambda x: plain_grad(g, x))
+    first += 1.0
+    assert_flip_same(run(second, jax.jit), expected)
 
 
 STATICS = [

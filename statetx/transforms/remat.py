@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name as _jax_checkpoint_name
 
 from .. import _compat, _registry
@@ -208,7 +209,9 @@ class Remat(Wrapper):
         self._refuse_effects(staged)
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, others.mask)
         kept = table.get(staged, ("remat", self._policy, prevent_cse), self._build(prevent_cse))
-        return outcome.finish(kept(staged.operands, *arrays))
+        outs = kept(staged.operands, *arrays)
+        # What needs no computing comes back as the constant that stood for it while tracing.
+        return outcome.finish([jnp.asarray(x) if isinstance(x, _compat.LITERALS) else x for x in outs])
 
     def _refuse_effects(self, body: Body) -> None:
         for name, place in _compat.forbidden_effects(body.jaxpr):
