@@ -211,7 +211,7 @@ class Remat(Wrapper):
         kept = table.get(staged, ("remat", self._policy, prevent_cse), self._build(prevent_cse))
         outs = kept(staged.operands, *arrays)
         # What needs no computing comes back as the constant that stood for it while tracing.
-        return outcome.finish([jnp.asarray(x) if isinstance(x, _compat.LITERALS) else x for x in outs])
+        return outcome.finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])
 
     def _refuse_effects(self, body: Body) -> None:
         for name, place in _compat.forbidden_effects(body.jaxpr):
