@@ -301,9 +301,11 @@ def _defined_by_jax(fun: Any) -> bool:
         return _defined_by_jax(fun.fun)
     if not callable(fun):
         return isinstance(fun, (str, int, float, type(None)))
-    owner = getattr(fun, "__wrapped__", fun)
-    inside = (getattr(owner, "__module__", None) or "").split(".")[0] == "jax"
-    return inside and all(map(_defined_by_jax, _closed_over(owner, 1)))
+    while not isinstance(fun, FunctionType) and hasattr(fun, "__wrapped__"):
+        fun = fun.__wrapped__  # what jax.jit and its kin return
+    # Not its __module__, which functools.wraps copies from another function.
+    inside = isinstance(fun, FunctionType) and fun.__code__.co_filename.startswith(JAX_FOLDER + os.sep)
+    return inside and all(map(_defined_by_jax, _closed_over(fun, 1)))
 
 
 def _closed_over(fun: Any, depth: int = 3) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from ._errors import CarryTypeError, StateValueError
 from ._jaxpr import Body
 from ._lift import Input, Lifting, frame_for, name_of, stage
 from ._registry import Effect, refuse_created
-from ._tree import Partition, is_array_or_number, partition, type_str
+from ._tree import Partition, is_array_or_number, partition, tree_type_str, type_str
 from ._typing import PyTree
 
 
@@ -142,14 +142,15 @@ class Staged:
         if same and drift is None:
             return
         before, after = map(type_str, drift) if drift else (str(read.part.treedef), str(part.treedef))
-        if before == after:  # the same containers around other objects
-            before, after = f"{before} of {read.part.static}", f"{after} of {part.static}"
+        if drift is None and read.part.treedef == part.treedef:  # the same containers around other objects
+            before, after = tree_type_str(read.part.combine(read.avals)), tree_type_str(part.combine(avals))
         weak = " (~ marks a weak type, that of a Python number)" if "~" in before + after else ""
         raise CarryTypeError(
             f"{self.name} changes the type of {type(effect.state).__name__} {path!r}, made at "
             f"{effect.kind.site_of(effect.state)}: it enters as {before} and leaves as {after}{weak}, written at "
             f"{effect.site}.\nA state must keep its type here, since one compiled body serves every step or branch.\n"
-            f"Fix: create the state with the type that is written, or convert the value before writing it."
+            f"Fix: create the state with the type that is written (an array for a flag: jnp.array(False)), or convert the "
+            f"value before writing it."
         )
 
 

@@ -282,6 +282,11 @@ class _Native:
     def set(self, state: State, value: Any) -> None:
         state._value = value
 
+    def check_free(self, states: Sequence[State]) -> None:
+        """Raise if a call in another thread holds the value of one of these states; for a thread that watches none."""
+        for state in [s for s in states if s._owner is not None]:
+            _raise_foreign(state, state._owner)  # type: ignore[arg-type]
+
     def get_all(self, states: Sequence[State]) -> list[Any]:
         return [s._value for s in states]
 

@@ -283,3 +283,17 @@ def test_disable_jit():
         statetx.fori_loop(0, 2, lambda i, x: m.left(x), 0.5)
         statetx.while_loop(lambda x: m.n.value < 5, m.left, 0.5)
     assert int(m.n.value) == 5 and float(m.a.value) == 32.0
+
+
+def test_index_of_a_loop_between_numbers_is_weak_as_in_jax():
+    out = statetx.fori_loop(0, 3, lambda i, x: x + i, jnp.int8(0))
+    assert out.dtype == jnp.int8 and int(out) == 3
+    with pytest.raises(
+        statetx.CarryTypeError, match=r"(?s)State .s..*enters as bool and leaves as bool\[\].*jnp.array\(False\)"
+    ):
+        flag_written()
+
+
+def flag_written():
+    s = statetx.State(False)
+    statetx.cond(jnp.asarray(True), lambda: setattr(s, "value", True), lambda: None)

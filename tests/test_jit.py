@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import threading
 import weakref
 
 import brainstate
@@ -61,7 +62,7 @@ def test_states_are_inputs_and_outputs_never_constants():
     assert "tensor<4096xf32>" in text.split("{", 2)[1] or "4096xf32" in text
     assert "dense<" not in "".join(line for line in text.splitlines() if "4096" in line)
     shapes = sorted(leaf.shape for leaf in jax.tree.leaves(lowered.in_avals))
-    assert shapes == [(), (), (4096,)]
+    assert shapes == [(), (), (11,), (4096,)]  # what is read is an input, needed or not; what is not read is none
     del unused
 
 
@@ -366,3 +367,57 @@ def test_value_closed_over_from_another_trace_is_not_kept():
         return f(2.0)
 
     assert float(jax.grad(g)(1.0)) == 2.0 and float(jax.grad(g)(3.0)) == 2.0
+
+
+def test_same_program_eagerly_and_under_other_transforms():
+    b = statetx.State(jnp.ones(()) * 3)
+    for first in (True, False):
+        g = Counted(lambda x: x * b.value)
+        f = statetx.jit(g)
+        calls = [lambda f=f: f(1.0), lambda f=f: statetx.grad(f)(1.0)]
+        for call in calls if first else reversed(calls):
+            assert float(call()) == 3.0
+        assert float(statetx.jit(lambda x, f=f: f(x) * 2)(1.0)) == 6.0
+        assert float(statetx.scan(lambda c, x, f=f: (f(c), None), jnp.float32(1), length=2)[0]) == 9.0
+        assert g.runs == 2  # a weak and a strong float
+
+
+def test_type_of_an_unused_state_is_part_of_the_key():
+    s = statetx.State(jnp.zeros(3))
+    f = statetx.jit(lambda x: x * s.value.shape[0])
+    assert float(f(1.0)) == 3
+    s.value = jnp.zeros(5)
+    assert float(f(1.0)) == 5
+
+
+def test_compiled_call_in_a_second_thread_while_the_first_is_tracing():
+    s = statetx.State(jnp.zeros(()))
+    setter = statetx.jit(lambda x: setattr(s, "value", x))
+    for _ in range(2):
+        setter(5.0)
+    traced, go, errors = threading.Event(), threading.Event(), []
+
+    def slow(x):
+        _ = s.value
+        traced.set()
+        go.wait()
+        return s.value * x
+
+    a = statetx.jit(slow)
+    thread = threading.Thread(target=lambda: a(2.0))
+    thread.start()
+    traced.wait()
+    with pytest.raises(statetx.ForeignStateError, match="another thread is running jit"):
+        setter(9.0)
+    go.set()
+    thread.join()
+    s.value = jnp.asarray(1.0)
+    assert float(a(2.0)) == 2.0 and float(s.value) == 1.0 and not errors
+
+
+def test_order_of_static_keywords_does_not_matter_and_programs_are_bounded():
+    body = Counted(lambda x, **static: x)
+    f = statetx.jit(body, static_argnames=("a", "b"))
+    f(1.0, a=1, b=2)
+    f(1.0, b=2, a=1)
+    assert body.runs == 1

@@ -23,6 +23,7 @@ from .._jaxpr import Body
 from .._lift import Input, Lifting, Outcome, Wrapper, as_decorator, frame_for, name_of, pack, stage
 from .._paths import Paths, as_predicate
 from .._signature import StaticArguments
+from .._state import NATIVE
 from .._tree import as_array, freeze, is_array_or_number, partition
 from .._typing import Filter, Indices, Names, PyTree
 
@@ -138,7 +139,10 @@ class Jit(Wrapper):
                 if program.accepts(call):
                     if program is not programs[0]:
                         self._programs[call.key] = [program, *(p for p in programs if p is not program)]
-                    return program.run(call)
+                    try:
+                        return program.run(call)
+                    except _Restage:  # the arguments come in another form than those that were staged
+                        continue
         return self._first_run(call)
 
     def _first_run(self, call: _Call) -> Any:
@@ -151,6 +155,8 @@ class Jit(Wrapper):
 
     def _keep(self, call: _Call, program: Program) -> None:
         is_first = not self._programs
+        while len(self._programs) >= _MAX_KEYS and call.key not in self._programs:
+            del self._programs[next(iter(self._programs))]
         self._programs[call.key] = [program, *self._programs.get(call.key, [])[: _MAX_PROGRAMS - 1]]
         self._only = (program, call.modes) if is_first and call.is_direct and program.is_direct else None
 
@@ -196,11 +202,12 @@ class Jit(Wrapper):
             static = (
                 tuple([freeze(leaves[i]) for i in layout.static]),
                 tuple([freeze(a) for a, s in zip(given, mask, strict=True) if s]),
-                tuple([(k, freeze(v)) for k, v in kwargs.items() if k in self._static.names]),
+                tuple([(k, freeze(v)) for k, v in sorted(kwargs.items()) if k in self._static.names]),
             )
         return _Call(args, kwargs, leaves, layout, merge, static)
 
 
+_MAX_KEYS = 256  # combinations of static arguments; the oldest is forgotten
 _MAX_PROGRAMS = 64  # for one structure of arguments; more types than that are staged again
 
 
@@ -216,8 +223,8 @@ class _Layout:
         arrays, self.others = partition((args, kwargs), _is_argument)
         self.key = (self.others.treedef, self.others.mask)
         self.converts = any(as_array(x) is not x for x in arrays)
-        watched = _registry.current_frame() is not None
-        self.is_split = watched or self.others.treedef != jax.tree.structure((args, kwargs))
+        whole = [x for x in self.others.static if _registry.is_opaque(x)]
+        self.is_split = not jax.tree_util.all_leaves(whole)
         mask = self.others.mask
         self.static = [i for i, dynamic in enumerate(mask) if not dynamic]
         flags = _donation_flags(donated, args, kwargs) if donated else [False] * len(mask)
@@ -329,11 +336,9 @@ class Program:
         self.outcome: Outcome = outcome.add(refs)
         written = {id(e.state) for e in outcome.effects}
         paths = Paths(fun, call.args, call.kwargs)
-        used = _used_variables(staged, lifting)
         kept, donated = [], []
         for i in lifting.inputs.values():
-            if i.values and used.isdisjoint(i.variables) and not i.part.static:
-                continue
+            # One whose value no equation needs stays: the body may have looked at its type.
             is_donated = id(i.state) in written and not i.part.static and owner.donates(paths(i.state), i.state)
             (donated if is_donated else kept).append(i)
         self.kept, self.donated = _group(kept), _group(donated)
@@ -386,6 +391,9 @@ class Program:
                 states.append(e.state)
                 places.append(n)
             self._writers = list(groups.values())
+        touched = {id(i.state): (i.kind, i.state) for i in self._inputs()}
+        touched |= {id(e.state): (e.kind, e.state) for e in self.outcome.effects}
+        self._native = [state for kind, state in touched.values() if kind is NATIVE]
 
     def _inputs(self) -> list[Input]:
         """In the order in which the compiled function takes them."""
@@ -397,6 +405,7 @@ class Program:
         """Run for a call whose types the program accepts; raises `_Restage` before anything is done if it does not."""
         if not _registry.is_idle():
             return self._run_watched(call)
+        NATIVE.check_free(self._native)
         kept = [v for g in self.kept for v in g.kind.get_all(g.states)]
         kept = self._open_guards(kept)
         donated = [v for g in self.donated for v in g.kind.get_all(g.states)]
@@ -408,6 +417,7 @@ class Program:
 
     def run_directly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """`run` where nobody watches and everything is arrays: JAX finds out whether their types are the right ones."""
+        NATIVE.check_free(self._native)
         kept: list[Any] = []
         for group in self.kept:
             kept += group.kind.get_all(group.states)
@@ -493,15 +503,6 @@ class Program:
 def _group(inputs: list[Input]) -> list[_Group]:
     kinds = {id(i.kind): i.kind for i in inputs}
     return [_Group(kind, [i for i in inputs if i.kind is kind]) for kind in kinds.values()]
-
-
-def _used_variables(staged: Body, lifting: Lifting) -> set[int]:
-    """Which of the inputs that were added while staging some equation or output needs."""
-    added = staged.jaxpr.invars[len(staged.jaxpr.invars) - lifting.num_variables :]
-    places = {v: n for n, v in enumerate(added)}
-    read = (v for eqn in staged.jaxpr.eqns for v in eqn.invars)
-    atoms = (v for vs in (read, staged.jaxpr.outvars) for v in vs if isinstance(v, _compat.Var))
-    return {places[v] for v in atoms if v in places}
 
 
 def _keep_type(effect: _registry.Effect, read: Input | None) -> None:

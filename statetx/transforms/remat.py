@@ -240,13 +240,18 @@ class Remat(Wrapper):
         if isinstance(self._prevent_cse, bool):
             return self._prevent_cse
         full = (args, kwargs) if kwargs else args
-        flags = jax.tree.leaves(
-            jax.tree.map(
+        try:
+            tree = jax.tree.map(
                 lambda flag, part: jax.tree.map(lambda _: flag, part, is_leaf=_registry.is_opaque),
                 self._prevent_cse,
                 full,
             )
-        )
+        except ValueError as e:
+            raise ValueError(
+                f"remat({name_of(self.__wrapped__)}): prevent_cse={self._prevent_cse!r} is no prefix of the {len(args)} "
+                f"arguments that are not static (a method's self counts)."
+            ) from e
+        flags = jax.tree.leaves(tree)
         return tuple(f for f, dynamic in zip(flags, mask, strict=True) if dynamic)
 
     def _guard(self, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, Any], None] | None:

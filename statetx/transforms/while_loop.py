@@ -111,7 +111,7 @@ def fori_loop(
         if jnp.ndim(bound) != 0 or not jnp.issubdtype(jnp.result_type(bound), jnp.integer):
             raise TypeError(f"fori_loop: {name} must be a scalar integer, got {type_str(bound)}: {bound!r}.")
     carry, part = flatten_carry("fori_loop", init_val)
-    index = _compat.abstract(jnp.asarray(0, jnp.result_type(lower, upper)))
+    index = _compat.abstract(0 if isinstance(lower, int) and isinstance(upper, int) else jnp.asarray(lower + 0 * upper))
     body, carry = _stage_body(
         "fori_loop", body_fun, lambda *xs: (body_fun(xs[0], part.combine(xs[1:])),), carry, part, [index]
     )
@@ -122,7 +122,8 @@ def fori_loop(
     def build(body: Body) -> Callable:
         def run(constants: list, carry: list, *limits: Any) -> list:
             def step(i: Any, c: list) -> list:
-                return as_types(body(constants, jnp.asarray(i, index.dtype), *c), loop.carry_avals)
+                (i,) = as_types([jnp.asarray(i, index.dtype)], [index])
+                return as_types(body(constants, i, *c), loop.carry_avals)
 
             start, stop = bounds or limits
             return jax.lax.fori_loop(start, stop, step, carry, unroll=unroll)
