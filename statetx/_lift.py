@@ -281,17 +281,3 @@ def as_decorator(cls: Callable[..., Any], fun: Any, options: dict[str, Any]) -> 
 
 def frame_for(name: str, fun: Callable, **hooks: Any) -> Frame:
     return Frame(f"{name}({name_of(fun)})", **hooks)
-
-
-__all__ = [
-    "Frame",
-    "Input",
-    "Lifting",
-    "Outcome",
-    "Wrapper",
-    "as_decorator",
-    "frame_for",
-    "is_traced",
-    "name_of",
-]
-__all__ += ["pack", "stage", "_registry"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from . import _compat, _registry
+from . import _compat
 from ._errors import CarryTypeError, StateValueError
 from ._jaxpr import Body
 from ._lift import Input, Lifting, frame_for, name_of, stage
@@ -240,17 +240,3 @@ def promote(carry: list[Any], avals: Sequence[Any], out_avals: Sequence[Any]) ->
             x, changed = jax.lax.convert_element_type(x, b.dtype), True
         promoted.append(x)
     return promoted if changed else None
-
-
-__all__ = [
-    "Staged",
-    "as_types",
-    "check_carry",
-    "drifts",
-    "flatten_carry",
-    "is_loop_leaf",
-    "promote",
-    "publish",
-    "union",
-]
-__all__ += ["_registry"]
