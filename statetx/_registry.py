@@ -349,8 +349,10 @@ def idle_modes() -> Hashable | None:
     """`modes` if the thread is idle, else None: all that the fast path of a compiled function asks for, in one go."""
     if _local.frame is not None or _compat._context.trace is not _compat._eval_trace:
         return None
-    if _pending:
-        _load_pending()
+    for library in _pending:
+        if library in sys.modules:
+            _load_pending()
+            break
     found = []
     for kind in _loaded:  # the others have no watchers besides frames, and no modes
         if not kind.is_idle():

@@ -288,7 +288,10 @@ class _Native:
             _raise_foreign(state, state._owner)  # type: ignore[arg-type]
 
     def get_all(self, states: Sequence[State]) -> list[Any]:
-        return [s._value for s in states]
+        values = [s._value for s in states if s._owner is None]
+        if len(values) != len(states):
+            self.check_free(states)
+        return values
 
     def set_all(self, states: Sequence[State], values: Iterable[Any]) -> None:
         for s, v in zip(states, values, strict=True):

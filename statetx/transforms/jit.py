@@ -391,9 +391,8 @@ class Program:
                 states.append(e.state)
                 places.append(n)
             self._writers = list(groups.values())
-        touched = {id(i.state): (i.kind, i.state) for i in self._inputs()}
-        touched |= {id(e.state): (e.kind, e.state) for e in self.outcome.effects}
-        self._native = [state for kind, state in touched.values() if kind is NATIVE]
+        read = {id(i.state) for i in self._inputs()}
+        self._only_written = [e.state for e in self.outcome.effects if e.kind is NATIVE and id(e.state) not in read]
 
     def _inputs(self) -> list[Input]:
         """In the order in which the compiled function takes them."""
@@ -405,7 +404,7 @@ class Program:
         """Run for a call whose types the program accepts; raises `_Restage` before anything is done if it does not."""
         if not _registry.is_idle():
             return self._run_watched(call)
-        NATIVE.check_free(self._native)
+        NATIVE.check_free(self._only_written)
         kept = [v for g in self.kept for v in g.kind.get_all(g.states)]
         kept = self._open_guards(kept)
         donated = [v for g in self.donated for v in g.kind.get_all(g.states)]
@@ -417,12 +416,16 @@ class Program:
 
     def run_directly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """`run` where nobody watches and everything is arrays: JAX finds out whether their types are the right ones."""
-        NATIVE.check_free(self._native)
-        kept: list[Any] = []
-        for group in self.kept:
-            kept += group.kind.get_all(group.states)
+        if self._only_written:
+            NATIVE.check_free(self._only_written)
+        if len(self.kept) == 1:
+            (group,) = self.kept
+            kept = group.kind.get_all(group.states)
+        else:
+            kept = [v for group in self.kept for v in group.kind.get_all(group.states)]
         out, writes = self.compiled(kept, [], (args, kwargs), [])
-        self._store(writes)
+        if writes:
+            self._store(writes)
         return out
 
     def _store(self, writes: list) -> None:
