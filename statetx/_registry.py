@@ -353,12 +353,10 @@ def idle_modes() -> Hashable | None:
         if library in sys.modules:
             _load_pending()
             break
-    found = []
     for kind in _loaded:  # the others have no watchers besides frames, and no modes
         if not kind.is_idle():
             return None
-        found.append(kind.mode())
-    return tuple(found)
+    return tuple([kind.mode() for kind in _loaded])
 
 
 # -- descriptions ----------------------------------------------------------------------------------------------

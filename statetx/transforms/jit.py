@@ -418,11 +418,11 @@ class Program:
         """`run` where nobody watches and everything is arrays: JAX finds out whether their types are the right ones."""
         if self._only_written:
             NATIVE.check_free(self._only_written)
-        if len(self.kept) == 1:
-            (group,) = self.kept
-            kept = group.kind.get_all(group.states)
+        groups = self.kept
+        if len(groups) == 1:
+            kept = groups[0].kind.get_all(groups[0].states)
         else:
-            kept = [v for group in self.kept for v in group.kind.get_all(group.states)]
+            kept = [v for group in groups for v in group.kind.get_all(group.states)]
         out, writes = self.compiled(kept, [], (args, kwargs), [])
         if writes:
             self._store(writes)
