@@ -214,7 +214,7 @@ def test_write_under_a_raw_transform():
     ):
         match = r"ShortTermState 'v' \(float32\[\], made at .*test_brainstate.py:\d+\).*at .*test_brainstate.py:\d+"
         with pytest.raises(statetx.TraceLeakError, match=match):
-            print(call())
+            call()
         assert s.value is before
 
 

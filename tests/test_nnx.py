@@ -410,7 +410,7 @@ def test_write_under_a_raw_transform():
     ):
         match = r"Count \(float32\[\], made at .*\).*at .*test_nnx.py:\d+"
         with pytest.raises(statetx.TraceLeakError, match=match):
-            print(call())
+            call()
         assert v.get_raw_value() is before
     with pytest.raises(nnx.errors.TraceContextError if hasattr(nnx, "errors") else Exception, match="trace level"):
         jax.jit(f)(1.0)  # nnx itself, as ever
