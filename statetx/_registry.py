@@ -289,7 +289,7 @@ def check_write(state: Any, kind: Kind, value: Any, anchor: Any | None, site: st
 _FOREIGN = {"brainstate": "statetx.kinds.brainstate", "flax.nnx": "statetx.kinds.nnx"}
 _kinds: list[Kind] = []
 _loaded: list[Kind] = []  # those of foreign libraries
-_pending = dict(_FOREIGN)
+_pending = tuple(_FOREIGN)  # replaced as a whole: other threads may be going through it
 _kinds_lock = threading.RLock()
 
 
@@ -305,20 +305,17 @@ def kinds() -> list[Kind]:
 
 
 def _load_pending() -> None:
-    for library in _FOREIGN:
+    global _pending
+    for library in _pending:
         module = sys.modules.get(library)
-        if (
-            library not in _pending
-            or module is None
-            or getattr(getattr(module, "__spec__", None), "_initializing", False)
-        ):
+        if module is None or getattr(getattr(module, "__spec__", None), "_initializing", False):
             continue
         with _kinds_lock:
             if library in _pending:
-                kind = importlib.import_module(_pending[library]).KIND
+                kind = importlib.import_module(_FOREIGN[library]).KIND
                 register_kind(kind)
                 _loaded.append(kind)
-                del _pending[library]
+                _pending = tuple(name for name in _pending if name != library)
 
 
 def kind_of(obj: Any) -> Kind | None:
@@ -353,10 +350,12 @@ def idle_modes() -> Hashable | None:
         if library in sys.modules:
             _load_pending()
             break
+    found = []
     for kind in _loaded:  # the others have no watchers besides frames, and no modes
         if not kind.is_idle():
             return None
-    return tuple([kind.mode() for kind in _loaded])
+        found.append(kind.mode())
+    return tuple(found)
 
 
 # -- descriptions ----------------------------------------------------------------------------------------------
