@@ -1,0 +1,1092 @@
+"""One table of behaviours: how a rematerialised function of a stateful model is called, and what must come of it.
+
+A `Row` says it once, for any library: a `body`, the method that is rematerialised, reads and writes the model's states as attributes
+(``self.n += 1``) and draws keys with ``self.key()``; `top`, if given, calls the rematerialised ``self.block`` in a loop or
+branch; `around` names the transforms that stand around all of it. A `Dialect` spells it in one library. What is expected comes
+from `Plain`, which runs the same body without rematerialisation as a pure function of the states' values, with Python's
+own loops and branches and JAX's own derivatives; where keys are drawn, whose values are each library's own affair, from
+the same dialect without rematerialisation.
+
+`test_behaviours.py` runs the table for every kind of state that statetx knows, and ``benchmarks/behaviours.py`` runs it
+for other libraries and writes what it saw to ``docs/comparison.md``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+X = np.array([0.3, -0.7, 1.1], np.float32)
+Y = np.array([-0.2, 0.4, 0.9], np.float32)
+W = np.array([[0.5, -0.2, 0.1], [0.3, 0.8, -0.4], [-0.6, 0.2, 0.9]], np.float32)
+
+VALUES: dict[str, Callable[[], Any]] = {
+    # parameters, which are differentiated
+    "w": lambda: jnp.array(W),
+    # other states
+    "n": lambda: jnp.zeros((), jnp.int32),
+    "s": lambda: jnp.array([1.0, 2.0, -1.0]),
+    "mean": lambda: jnp.zeros(()),
+    "var": lambda: jnp.ones(()),
+    "tree": lambda: {"a": jnp.ones(3), "b": (jnp.zeros(()), jnp.arange(3))},
+    "half": lambda: jnp.ones(3, jnp.bfloat16),
+    "buffer": lambda: jnp.zeros((4, 3)),
+    "word": lambda: "first",
+}
+"""What a state holds at first, by name."""
+
+PARAMETERS = frozenset({"w"})
+RANDOM = "rng"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a model: its arguments, and what is done just before it."""
+
+    args: tuple = (X,)
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    before: Callable[[Any, Any], None] | None = None  # (dialect, model)
+
+
+TWO_CALLS = (Call((X,)), Call((Y,)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        body: the method to rematerialise; its first argument is the model, its second an array.
+        form: how rematerialisation is put on it, a name of `FORMS`.
+        static: names of arguments that are declared static, in each library's own way; `spelling` asks for one way.
+        policy: the name of a member of `jax.checkpoint_policies`.
+        top: what is called from outside, (model, x, ...); the rematerialised method itself if not given.
+        around: transforms around a call, outermost first.
+        check: (results of the calls, values of the states) must hold, beyond equality with what is expected.
+    """
+
+    group: str
+    title: str
+    body: Callable[..., Any]
+    states: tuple[str, ...] = ("w", "n")
+    form: str = "method"
+    static: tuple[str, ...] = ()
+    spelling: str = ""
+    policy: str = ""
+    top: Callable[..., Any] | None = None
+    around: tuple[str, ...] = ("grad",)
+    calls: tuple[Call, ...] = TWO_CALLS
+    check: Callable[[list, dict], bool] | None = None
+
+    @property
+    def draws(self) -> bool:
+        return RANDOM in self.states
+
+    @property
+    def position(self) -> int:
+        """Place of the first static argument among the body's, the model being 0."""
+        code = self.body.__code__
+        return code.co_varnames.index(self.static[0])
+
+
+class Bang(Exception):
+    """Raised by a body."""
+
+
+class Flags(types.SimpleNamespace):
+    """Python attributes of a model that its body looks at."""
+
+
+# -- how rematerialisation is put on a method ----------------------------------------------------------------------
+
+# Each takes a library's remat (its options given) and the body, and returns the method `block`. The class of the model
+# also has the bare body, as `body`.
+
+
+def _once(key: str, make: Callable[[Any], Any]) -> Callable[..., Any]:
+    def block(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = self.flags.__dict__
+        if key not in kept:
+            kept[key] = make(self)
+        return kept[key](*args, **kwargs)
+
+    return block
+
+
+class _Caller:
+    """A callable object that is no model itself but holds one."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.body(*args, **kwargs)
+
+
+FORMS: dict[str, Callable[[Callable, Callable], Any]] = {
+    "method": lambda remat, body: remat(body),
+    "bound method": lambda remat, body: lambda self, *a, **k: remat(self.body)(*a, **k),
+    "bound method, kept": lambda remat, body: _once("kept", lambda self: remat(self.body)),
+    "closure": lambda remat, body: lambda self, *a, **k: remat(lambda *a, **k: self.body(*a, **k))(*a, **k),
+    "closure, kept": lambda remat, body: _once("kept", lambda self: remat(lambda *a, **k: self.body(*a, **k))),
+    "model as argument": lambda remat, body: (lambda r: lambda self, *a, **k: r(self, *a, **k))(remat(body)),
+    "partial": lambda remat, body: lambda self, *a, **k: remat(functools.partial(body, self))(*a, **k),
+    "callable object": lambda remat, body: lambda self, *a, **k: remat(_Caller(self))(*a, **k),
+    "static method": lambda remat, body: (lambda r: lambda self, *a, **k: r.__func__(self, *a, **k))(
+        staticmethod(remat(body))
+    ),
+    "twice": lambda remat, body: remat(remat(body)),
+    "class": lambda remat, body: body,  # the dialect rematerialises the class
+}
+
+
+# -- dialects ------------------------------------------------------------------------------------------------------
+
+
+def scalar(out: Any) -> jax.Array:
+    """A number that depends on every float of the output, each in a different way."""
+    leaves = [x for x in jax.tree.leaves(out) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)]
+    return sum(jnp.sum(jnp.sin(0.7 * x.astype(jnp.float32) + i)) for i, x in enumerate(leaves))  # type: ignore
+
+
+def tangent(x: Any) -> jax.Array:
+    return jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)
+
+
+class Dialect:
+    """How one library spells a row. A model has ``flags``, ``body``, ``block`` and ``top``, states as attributes, and
+    `key`, `scan`, `cond`, `while_loop` and `vmap`, whose functions take the model first."""
+
+    name: str
+
+    def run(self, row: Row) -> tuple[list, dict[str, Any]]:
+        """Results of the row's calls, and what the states hold at the end."""
+        model = self.build(row)
+        results = []
+        for call in row.calls:
+            if call.before is not None:
+                call.before(self, model)
+            try:
+                results.append(self.call(model, row, call))
+            except Bang:
+                results.append("Bang")
+        return results, self.values(model, row)
+
+    def build(self, row: Row) -> Any:
+        raise NotImplementedError
+
+    def call(self, model: Any, row: Row, call: Call) -> Any:
+        raise NotImplementedError
+
+    def values(self, model: Any, row: Row) -> dict[str, Any]:
+        """The states' values by name, random ones left out."""
+        raise NotImplementedError
+
+    def poke(self, model: Any, name: str, value: Any) -> None:
+        """Set a state from outside."""
+        raise NotImplementedError
+
+    def flags(self, model: Any) -> Flags:
+        return model.flags
+
+    def remat(self, fun: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+    def rematerialise(self, row: Row, fun: Any, bound: bool = False) -> Any:
+        """`remat` with the options of the row; `bound` if the model is no argument of the function any more."""
+        options: dict[str, Any] = {"policy": getattr(jax.checkpoint_policies, row.policy)} if row.policy else {}
+        if row.static:
+            options |= self.static(row, bound)
+        return self.remat(fun, **options)
+
+    def static(self, row: Row, bound: bool) -> dict[str, Any]:
+        """The option that declares the row's static arguments."""
+        if row.spelling == "names":
+            return {"static_argnames": row.static}
+        position = row.position - bound
+        if row.spelling == "negative":
+            code = row.body.__code__
+            return {"static_argnums": (position - (code.co_argcount - bound),)}
+        return {"static_argnums": (position,)}
+
+    def block(self, row: Row) -> Any:
+        bound = row.form.startswith(("bound", "closure", "partial", "callable"))
+        return FORMS[row.form](lambda fun: self.rematerialise(row, fun, bound), row.body)
+
+
+def namespace(dialect: Dialect, row: Row) -> dict[str, Any]:
+    """What every dialect's model class has."""
+    return {"body": row.body, "block": dialect.block(row), "top": row.top or _top}
+
+
+def _top(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self.block(*args, **kwargs)
+
+
+class Functional(Dialect):
+    """Libraries whose models are pure functions of their states' values; a model here is what `build` made of it.
+
+    A model has ``state``, the values by name, and ``apply(values, *args, **kwargs) -> (out, values)``.
+    """
+
+    def call(self, model: Any, row: Row, call: Call) -> Any:
+        x, *args = call.args
+
+        def pure(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+            return model.apply(values, x, *args, **call.kwargs)
+
+        for name in reversed(row.around):
+            pure = getattr(self, name)(pure)
+        out, model.state = pure(dict(model.state), jnp.asarray(x))
+        return out
+
+    def values(self, model: Any, row: Row) -> dict[str, Any]:
+        return {k: v for k, v in model.state.items() if k != RANDOM}
+
+    def poke(self, model: Any, name: str, value: Any) -> None:
+        model.state[name] = value
+
+    def jit(self, pure: Callable) -> Callable:
+        return jax.jit(pure)
+
+    def grad(self, pure: Callable) -> Callable:
+        def gradients(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+            parameters = {k: v for k, v in values.items() if k in PARAMETERS}
+            others = None
+
+            def loss(parameters: dict[str, Any], x: Any) -> tuple[jax.Array, dict[str, Any]]:
+                nonlocal others
+                out, new = pure({**values, **parameters}, x)
+                arrays, others = split(new)
+                return scalar(out), arrays
+
+            (value, arrays), (of_w, of_x) = jax.value_and_grad(loss, (0, 1), has_aux=True)(parameters, x)
+            return {"value": value, "x": of_x, **of_w}, others(arrays)  # type: ignore[misc]
+
+        return gradients
+
+    def jvp(self, pure: Callable) -> Callable:
+        def pushed(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+            out, moved, new = jax.jvp(lambda x: pure(values, x), (x,), (tangent(x),), has_aux=True)
+            return (out, moved), new
+
+        return pushed
+
+    def vjp(self, pure: Callable) -> Callable:
+        def pulled(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+            out, pullback, new = jax.vjp(lambda x: pure(values, x), x, has_aux=True)
+            (of_x,) = pullback(jax.tree.map(tangent, out))
+            return (out, of_x), new
+
+        return pulled
+
+    def linearize(self, pure: Callable) -> Callable:
+        def linear(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+            out, push, new = jax.linearize(lambda x: pure(values, x), x, has_aux=True)
+            return (out, push(tangent(x))), new
+
+        return linear
+
+    def hessian(self, pure: Callable) -> Callable:
+        def second(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+            def loss(x: Any) -> tuple[jax.Array, dict[str, Any]]:
+                out, new = pure(values, x)
+                return scalar(out), new
+
+            return jax.hessian(loss, has_aux=True)(x)
+
+        return second
+
+
+def split(tree: Any) -> tuple[list, Callable[[list], Any]]:
+    leaves, treedef = jax.tree.flatten(tree)
+    mask = [hasattr(leaf, "dtype") for leaf in leaves]
+
+    def merge(arrays: list) -> Any:
+        given = iter(arrays)
+        return treedef.unflatten([next(given) if m else leaf for m, leaf in zip(mask, leaves, strict=True)])
+
+    return [leaf for leaf, m in zip(leaves, mask, strict=True) if m], merge
+
+
+class Plain(Functional):
+    """What is expected: the body as a pure function, no library, nothing rematerialised; Python's loops and branches."""
+
+    name = "expected"
+
+    class Model:
+        flags: Flags
+        state: dict[str, Any]
+
+        def __getattr__(self, name: str) -> Any:
+            if name in self.__dict__.get("state", {}):
+                return self.state[name]
+            raise AttributeError(name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in ("flags", "state"):
+                object.__setattr__(self, name, value)
+            else:
+                self.state[name] = value
+
+        def has(self, name: str) -> bool:
+            return name in self.state
+
+        def create(self, name: str) -> None:
+            self.state[name] = VALUES[name]()
+
+        def apply(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+            before, self.state = self.state, dict(values)
+            try:
+                return self.top(*args, **kwargs), self.state  # type: ignore[attr-defined]
+            finally:
+                self.state = before
+
+        def scan(self, f: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
+            ys = []
+            for i in range(len(jax.tree.leaves(xs)[0])):
+                carry, y = f(self, carry, jax.tree.map(lambda x, i=i: x[i], xs))
+                ys.append(y)
+            return carry, jax.tree.map(lambda *y: jnp.stack(y), *ys)
+
+        def cond(self, pred: Any, f: Callable, g: Callable, *operands: Any) -> Any:
+            return f(self, *operands) if pred else g(self, *operands)
+
+        def while_loop(self, cond: Callable, f: Callable, carry: Any) -> Any:
+            while cond(carry):
+                carry = f(self, carry)
+            return carry
+
+        def vmap(self, f: Callable, xs: Any) -> Any:
+            return jnp.stack([f(self, x) for x in xs])
+
+    def build(self, row: Row) -> Any:
+        cls = type("Model", (Plain.Model,), {**namespace(self, row), "flags": Flags(**FLAGS)})
+        model = cls()
+        model.state = {name: VALUES[name]() for name in row.states}
+        return model
+
+    def block(self, row: Row) -> Any:
+        return row.body
+
+    def jit(self, pure: Callable) -> Callable:
+        return pure
+
+
+FLAGS: dict[str, Any] = {"training": True, "scale": 2.0, "fail": False}
+
+
+class Objects(Dialect):
+    """Libraries whose models hold their states and whose transforms see them; a kind of state and a set of transforms."""
+
+    base: type = object
+
+    def cell(self, name: str, value: Any) -> Any:
+        raise NotImplementedError
+
+    def get(self, cell: Any) -> Any:
+        raise NotImplementedError
+
+    def set(self, cell: Any, value: Any) -> None:
+        raise NotImplementedError
+
+    def rng(self) -> Any:
+        raise NotImplementedError
+
+    def draw(self, cell: Any) -> Any:
+        raise NotImplementedError
+
+    def build(self, row: Row) -> Any:
+        dialect = self
+
+        class Model(self.base):  # type: ignore[misc,name-defined]
+            flags = Flags(**FLAGS)
+
+            def __init__(self) -> None:
+                for name in row.states:
+                    cell = dialect.rng() if name == RANDOM else dialect.cell(name, VALUES[name]())
+                    setattr(self, f"cell_{name}", cell)
+
+            def key(self) -> Any:
+                return dialect.draw(self.cell_rng)  # type: ignore[attr-defined]
+
+            def has(self, name: str) -> bool:
+                return hasattr(self, f"cell_{name}")
+
+            def create(self, name: str) -> None:
+                setattr(self, f"cell_{name}", dialect.cell(name, VALUES[name]()))
+
+            def scan(self, f: Callable, carry: Any, xs: Any) -> Any:
+                return dialect.scan(self, f, carry, xs)
+
+            def cond(self, pred: Any, f: Callable, g: Callable, *operands: Any) -> Any:
+                return dialect.cond(self, pred, f, g, *operands)
+
+            def while_loop(self, cond: Callable, f: Callable, carry: Any) -> Any:
+                return dialect.while_loop(self, cond, f, carry)
+
+            def vmap(self, f: Callable, xs: Any) -> Any:
+                return dialect.vmap(self, f, xs)
+
+        for name in VALUES:
+            setattr(Model, name, self._property(f"cell_{name}"))
+        for name, value in namespace(self, row).items():
+            setattr(Model, name, value)
+        if row.form == "class":
+            Model.__call__ = Model.body  # type: ignore[attr-defined]
+            Model = self.rematerialise(row, Model)
+            Model.block = lambda self, *args, **kwargs: self(*args, **kwargs)  # type: ignore[attr-defined]
+        return Model()
+
+    def _property(self, cell: str) -> property:
+        return property(
+            lambda model: self.get(getattr(model, cell)),
+            lambda model, value: self.set(getattr(model, cell), value),
+        )
+
+    def call(self, model: Any, row: Row, call: Call) -> Any:
+        x, *args = call.args
+
+        def fun(x: Any) -> Any:
+            return model.top(x, *args, **call.kwargs)
+
+        for name in reversed(row.around):
+            fun = getattr(self, name)(model, fun)
+        return fun(jnp.asarray(x))
+
+    def values(self, model: Any, row: Row) -> dict[str, Any]:
+        return {name: getattr(model, name) for name in VALUES if hasattr(model, f"cell_{name}")}
+
+    def poke(self, model: Any, name: str, value: Any) -> None:
+        setattr(model, name, value)
+
+    def parameters(self, model: Any) -> dict[str, Any]:
+        return {n: getattr(model, f"cell_{n}") for n in PARAMETERS if hasattr(model, f"cell_{n}")}
+
+    # transforms of functions that touch states, in the library's own spelling
+    def scan(self, model: Any, f: Callable, carry: Any, xs: Any) -> Any:
+        raise NotImplementedError
+
+    def cond(self, model: Any, pred: Any, f: Callable, g: Callable, *operands: Any) -> Any:
+        raise NotImplementedError
+
+    def while_loop(self, model: Any, cond: Callable, f: Callable, carry: Any) -> Any:
+        raise NotImplementedError
+
+    def vmap(self, model: Any, f: Callable, xs: Any) -> Any:
+        raise NotImplementedError
+
+    def jit(self, model: Any, fun: Callable) -> Callable:
+        raise NotImplementedError
+
+    def grad(self, model: Any, fun: Callable) -> Callable:
+        raise NotImplementedError
+
+    def jvp(self, model: Any, fun: Callable) -> Callable:
+        raise NotImplementedError
+
+    def vjp(self, model: Any, fun: Callable) -> Callable:
+        raise NotImplementedError
+
+    def linearize(self, model: Any, fun: Callable) -> Callable:
+        raise NotImplementedError
+
+    def hessian(self, model: Any, fun: Callable) -> Callable:
+        raise NotImplementedError
+
+
+# -- the bodies of the rows ----------------------------------------------------------------------------------------
+
+
+class Mode(enum.Enum):
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+def layer(self, x):
+    self.n = self.n + 1
+    return jnp.tanh(self.w @ x)
+
+
+def wide(self, x):
+    self.n = self.n + 1
+    return jnp.sin(jnp.tanh(self.w @ x) * x)
+
+
+def tuned(self, x, gain=1.5):
+    self.n = self.n + 1
+    return jnp.tanh(gain * (self.w @ x))
+
+
+def flagged(self, x, training=True):
+    if training:
+        self.n = self.n + 1
+        return jnp.tanh(self.w @ x)
+    return self.w @ x * x
+
+
+def keyword_only(self, x, *, training=True):
+    return flagged(self, x, training)
+
+
+def flagged_between(self, x, training, y):
+    return flagged(self, x, training) * y
+
+
+def worded(self, x, activation="tanh"):
+    self.n = self.n + 1
+    return getattr(jnp, activation)(self.w @ x)
+
+
+def optional(self, x, bias=None):
+    self.n = self.n + 1
+    y = jnp.tanh(self.w @ x)
+    return y if bias is None else y + bias
+
+
+def moded(self, x, mode=Mode.TRAIN):
+    self.n = self.n + 1
+    return jnp.tanh(self.w @ x) if mode is Mode.TRAIN else self.w @ x * x
+
+
+def listed(self, x, scales):
+    assert isinstance(scales, list) and all(isinstance(scale, float) for scale in scales)
+    self.n = self.n + len(scales)
+    return jnp.tanh(self.w @ x) * sum(scales)
+
+
+def sized(self, x, size=2):
+    self.n = self.n + 1
+    return jnp.tanh(self.w @ x)[:size]
+
+
+def called(self, x, function=jnp.sin):
+    self.n = self.n + 1
+    return function(self.w @ x)
+
+
+def concrete(self, x, threshold):
+    self.n = self.n + 1
+    with jax.ensure_compile_time_eval():
+        positive = bool(threshold > 0)
+    return jnp.tanh(self.w @ x) if positive else self.w @ x * x
+
+
+def by_attribute(self, x):
+    self.n = self.n + 1
+    return jnp.tanh(self.w @ x) if self.flags.training else self.w @ x * x
+
+
+def scaled_by_attribute(self, x):
+    self.n = self.n + 1
+    return jnp.tanh(self.w @ x) * self.flags.scale
+
+
+def trees(self, batch):
+    self.n = self.n + 1
+    y = jnp.tanh(self.w @ batch["x"]) * batch["scales"][0]
+    return {"y": y, "parts": (y[0], [y[1:]])}
+
+
+def variadic(self, x, *more, **options):
+    self.n = self.n + len(more)
+    y = self.w @ x
+    for z in more:
+        y = y * z
+    return jnp.tanh(y * options["gain"])
+
+
+def labelled(self, x):
+    self.n = self.n + 1
+    return jnp.tanh(self.w @ x), "label", None, Mode.EVAL
+
+
+def recursive(self, x):
+    self.n = self.n + 1
+    if x.shape[0] > 1:
+        return jnp.concatenate([self.block(x[:1]), self.block(x[1:])])
+    return jnp.tanh(self.w[:1, :1] @ x)
+
+
+def from_states(self):
+    self.n = self.n + 1
+    return jnp.tanh(self.w @ self.s)
+
+
+def modify(self, x):
+    before = self.s
+    self.s = before * 0.5 + jnp.tanh(x)
+    return self.s * before + self.w @ x**3
+
+
+def blend(self, x):
+    before = self.s
+    self.s = jnp.tanh(0.5 * before + self.w @ x)
+    return jnp.sin(self.s * before + x)
+
+
+def write_only(self, x):
+    self.s = jnp.exp(x)
+    return jnp.sin(self.w @ x)
+
+
+def write_then_read(self, x):
+    self.s = jnp.exp(self.w @ x)
+    self.n = self.n + 1
+    return jnp.sin(self.s) * x
+
+
+def write_twice(self, x):
+    self.s = self.s + jnp.sin(x)
+    self.s = self.s * (self.w @ x)
+    return jnp.tanh(self.s)
+
+
+def normalise(self, x, training=True):
+    y = self.w @ x
+    if training:
+        mean, var = y.mean(), y.var()
+        self.mean = 0.9 * self.mean + 0.1 * jax.lax.stop_gradient(mean)
+        self.var = 0.9 * self.var + 0.1 * jax.lax.stop_gradient(var)
+    else:
+        mean, var = self.mean, self.var
+    return (y - mean) / jnp.sqrt(var + 1e-5) + x**3
+
+
+def tree_valued(self, x):
+    tree = self.tree
+    total, counts = tree["b"]
+    self.tree = {"a": tree["a"] * jnp.cos(x), "b": (total + x.sum(), counts + 1)}
+    return jnp.tanh(self.w @ (tree["a"] + x)) * self.tree["b"][0]
+
+
+def index(self, x):
+    i = self.n
+    self.n = i + 1
+    self.buffer = jax.lax.dynamic_update_index_in_dim(self.buffer, jnp.tanh(self.w @ x), i, 0)
+    return jnp.sin(self.buffer.sum(0))
+
+
+def in_half(self, x):
+    self.half = (self.half * x).astype(jnp.bfloat16)
+    return jnp.tanh(self.w @ self.half.astype(jnp.float32)) + x**2
+
+
+def dropout(self, x):
+    keep = jax.random.bernoulli(self.key(), 0.5, (8,))
+    y = jnp.where(keep, jnp.tile(jnp.tanh(self.w @ x), 3)[:8] + 2.0, 0.0)
+    return y * y  # the backward pass needs the mask
+
+
+def dropout_by_flag(self, x, training=True):
+    return dropout(self, x) if training else jnp.tanh(self.w @ x)
+
+
+def two_draws(self, x):
+    a, b = jax.random.normal(self.key(), (3,)), jax.random.normal(self.key(), (3,))
+    return {"noisy": jnp.tanh(self.w @ x * a) * jnp.sin(b * x), "draws": jax.lax.stop_gradient(jnp.stack([a, b]))}
+
+
+def noise(self, x):
+    return jnp.tanh(self.w @ x) * jax.random.normal(self.key(), (3,))
+
+
+def failing(self, x):
+    self.n = self.n + 1
+    self.s = self.s * self.w[0] * x
+    if self.flags.fail:
+        raise Bang("in the body")
+    return jnp.tanh(self.s)
+
+
+def lazy(self, x):
+    if not self.has("s"):
+        self.create("s")
+    self.s = self.s * 0.5 + x
+    return jnp.tanh(self.w @ self.s)
+
+
+def untouched(self, x):
+    return jnp.tanh(x) * x
+
+
+def inner_scan(self, x):
+    def step(self, h, t):
+        self.n = self.n + 1
+        h = jnp.tanh(self.w @ h + t)
+        return h, jnp.sin(h)
+
+    h, ys = self.scan(step, x, jnp.arange(3.0))
+    return h * ys.sum(0)
+
+
+def inner_cond(self, x):
+    def up(self, x):
+        self.n = self.n + 1
+        return jnp.tanh(self.w @ x)
+
+    def down(self, x):
+        self.n = self.n - 1
+        return jnp.sin(self.w @ x)
+
+    return self.cond(x.sum() > 0.8, up, down, x) * x
+
+
+def inner_while(self, x):
+    def step(self, carry):
+        i, h = carry
+        self.n = self.n + 1
+        return i + 1, jnp.tanh(self.w @ h)
+
+    return self.while_loop(lambda carry: carry[0] < 3, step, (0, x))[1]
+
+
+def inner_vmap(self, x):
+    self.n = self.n + 1
+    return self.vmap(lambda self, z: jnp.tanh(self.w @ z), jnp.stack([x, 2 * x])).sum(0)
+
+
+# -- the tops: what stands around the rematerialised method -----------------------------------------------------------
+
+
+def twice(self, x):
+    return self.block(self.block(x)) + self.block(x)
+
+
+def read_after(self, x):
+    y = self.block(x)
+    return y * self.s + jnp.cos(self.s)
+
+
+def in_scan(self, x):
+    def step(self, h, t):
+        h = self.block(h + t)
+        return h, jnp.sin(h)
+
+    h, ys = self.scan(step, x, jnp.arange(3.0))
+    return h * ys.sum(0)
+
+
+def in_scan_nested(self, x):
+    def outer(self, h, t):
+        def inner(self, h, u):
+            h = self.block(h + 0.1 * u)
+            return h, h * u
+
+        h, ys = self.scan(inner, h + t, jnp.arange(2.0))
+        return h, ys.sum(0)
+
+    h, ys = self.scan(outer, x, jnp.arange(3.0))
+    return h * ys.sum(0)
+
+
+def in_cond(self, x):
+    return self.cond(x.sum() > 0.8, lambda self, x: self.block(x), lambda self, x: jnp.sin(self.w @ x), x) * x
+
+
+def in_while(self, x):
+    def step(self, carry):
+        i, h = carry
+        return i + 1, self.block(h)
+
+    return self.while_loop(lambda carry: carry[0] < 3, step, (0, x))[1]
+
+
+def in_vmap(self, x):
+    return self.vmap(lambda self, z: self.block(z), jnp.stack([x, 2 * x, -x])).sum(0)
+
+
+def in_scan_of_cond(self, x):
+    def step(self, h, t):
+        h = self.cond(t > 0.5, lambda self, h: self.block(h), lambda self, h: jnp.sin(h), h)
+        return h, h
+
+    h, ys = self.scan(step, x, jnp.arange(3.0))
+    return h * ys.sum(0)
+
+
+def in_vmap_of_scan(self, x):
+    def row(self, z):
+        return self.scan(lambda self, h, t: (self.block(h + t), h), z, jnp.arange(3.0))[0]
+
+    return self.vmap(row, jnp.stack([x, 2 * x])).sum(0)
+
+
+def without_arguments(self, x):
+    return self.block() * x
+
+
+def over_tree(self, x):
+    return self.block({"x": x, "scales": [x[0], 1.0]})
+
+
+def first_of(self, x):
+    y, label, nothing, mode = self.block(x)
+    assert (label, nothing, mode) == ("label", None, Mode.EVAL)
+    return y
+
+
+def pair_by_keyword(self, x):
+    return self.block(x=x, gain=0.5)
+
+
+def variadic_call(self, x):
+    return self.block(x, 2.0 * x, x + 1.0, gain=0.5)
+
+
+def read_only(self, x):
+    return jnp.tanh(self.w @ x)
+
+
+# -- the rows ------------------------------------------------------------------------------------------------------
+
+
+def set_flag(**changes: Any) -> Callable[[Dialect, Any], None]:
+    return lambda dialect, model: vars(dialect.flags(model)).update(changes)
+
+
+def set_state(name: str, value: Any) -> Callable[[Dialect, Any], None]:
+    return lambda dialect, model: dialect.poke(model, name, jnp.array(value))
+
+
+def calls(*values: Any, name: str | None = None, args: tuple = ()) -> tuple[Call, ...]:
+    """A call with each of these values as a positional argument, or as the keyword `name`."""
+    if name is None:
+        return tuple(Call((X, value, *args)) for value in values)
+    return tuple(Call((X, *args), {name: value}) for value in values)
+
+
+def draws_differ(results: list, values: dict) -> bool:
+    return not np.allclose(results[0]["value"], results[1]["value"])
+
+
+CALL_FORMS = [
+    Row("Call forms", "decorator on a method", layer),
+    Row("Call forms", "decorator with a policy", wide, policy="dots_saveable"),
+    Row("Call forms", "bound method", layer, form="bound method"),
+    Row("Call forms", "bound method, wrapped once and kept", layer, form="bound method, kept"),
+    Row("Call forms", "closure over the model", layer, form="closure"),
+    Row("Call forms", "closure over the model, kept", layer, form="closure, kept"),
+    Row("Call forms", "function that takes the model", layer, form="model as argument"),
+    Row("Call forms", "functools.partial over the model", layer, form="partial"),
+    Row("Call forms", "callable object that holds the model", layer, form="callable object"),
+    Row("Call forms", "static method that takes the model", layer, form="static method"),
+    Row("Call forms", "class", layer, form="class"),
+    Row("Call forms", "remat of remat", layer, form="twice"),
+    Row("Call forms", "all arguments by keyword", tuned, top=pair_by_keyword),
+    Row("Call forms", "default argument left out", tuned),
+    Row("Call forms", "*args and **kwargs", variadic, top=variadic_call),
+    Row("Call forms", "pytrees in and out", trees, top=over_tree),
+    Row("Call forms", "outputs that are no arrays: a string, None, an enum", labelled, top=first_of),
+    Row("Call forms", "no arguments at all, only states", from_states, states=("w", "n", "s"), top=without_arguments),
+    Row("Call forms", "one block called three times in a step", layer, top=twice),
+    Row("Call forms", "recursion: the method calls itself", recursive),
+]
+
+FLAGGED = [
+    Row("Flags", "bool by position, static", flagged, static=("training",), calls=calls(True, False)),
+    Row("Flags", "bool by keyword, static", flagged, static=("training",), calls=calls(True, False, name="training")),
+    Row("Flags", "bool left at its default, static", flagged, static=("training",)),
+    Row(
+        "Flags",
+        "bool by position, static by a negative number",
+        flagged,
+        static=("training",),
+        spelling="negative",
+        calls=calls(True, False),
+    ),
+    Row(
+        "Flags",
+        "bool by position, static by name",
+        flagged,
+        static=("training",),
+        spelling="names",
+        calls=calls(True, False),
+    ),
+    Row(
+        "Flags",
+        "keyword-only bool, static by name",
+        keyword_only,
+        static=("training",),
+        spelling="names",
+        calls=calls(True, False, name="training"),
+    ),
+    Row(
+        "Flags",
+        "static bool between two arrays",
+        flagged_between,
+        static=("training",),
+        calls=calls(True, False, args=(Y,)),
+    ),
+    Row("Flags", "bool by position, not declared", flagged, calls=calls(True, False)),
+    Row("Flags", "bool by keyword, not declared", flagged, calls=calls(True, False, name="training")),
+    Row("Flags", "bool left at its default, not declared", flagged),
+    Row("Flags", "string, static", worded, static=("activation",), calls=calls("sin", "cos")),
+    Row("Flags", "string, not declared", worded, calls=calls("sin", "cos")),
+    Row("Flags", "None or an array, not declared", optional, calls=calls(None, Y)),
+    Row("Flags", "enum, not declared", moded, calls=calls(Mode.EVAL, Mode.TRAIN)),
+    Row("Flags", "list (unhashable), static", listed, static=("scales",), calls=calls([1.0, 2.0], [3.0])),
+    Row("Flags", "int that sets a shape, not declared", sized, calls=calls(1, 2)),
+    Row("Flags", "function, not declared", called, calls=calls(jnp.cos, jnp.tanh)),
+    Row(
+        "Flags",
+        "array, static, looked at in Python",
+        concrete,
+        static=("threshold",),
+        calls=(Call((X, np.float32(1))), Call((X, np.float32(-1)))),
+    ),
+    Row(
+        "Flags",
+        "attribute of the model flipped between calls",
+        by_attribute,
+        calls=(Call((X,)), Call((X,), before=set_flag(training=False)), Call((X,), before=set_flag(training=True))),
+    ),
+    Row(
+        "Flags",
+        "attribute flipped, wrapped once and kept",
+        by_attribute,
+        form="closure, kept",
+        calls=(Call((X,)), Call((X,), before=set_flag(training=False)), Call((X,), before=set_flag(training=True))),
+    ),
+    Row(
+        "Flags",
+        "number in an attribute changed between calls",
+        scaled_by_attribute,
+        calls=(Call((X,)), Call((X,), before=set_flag(scale=-0.5))),
+    ),
+]
+
+STATE_SEMANTICS = [
+    Row("States", "counter: one write a call", layer, check=lambda results, values: values["n"] == 2),
+    Row("States", "no state touched", untouched, states=()),
+    Row("States", "read only", read_only, states=("w",)),
+    Row("States", "read, changed and read again", modify, states=("w", "s")),
+    Row("States", "written, never read", write_only, states=("w", "s")),
+    Row("States", "written, then read", write_then_read, states=("w", "n", "s")),
+    Row("States", "written twice in a call", write_twice, states=("w", "s")),
+    Row("States", "gradient through a written value read after the call", modify, states=("w", "s"), top=read_after),
+    Row("States", "value of one call read by the next of the same step", modify, states=("w", "s"), top=twice),
+    Row(
+        "States",
+        "running mean and variance, trained and used",
+        normalise,
+        states=("w", "mean", "var"),
+        static=("training",),
+        calls=calls(True, True, False),
+    ),
+    Row("States", "pytree as a value", tree_valued, states=("w", "tree")),
+    Row("States", "integer state as an index into a buffer", index, states=("w", "n", "buffer")),
+    Row("States", "bfloat16 state stays bfloat16", in_half, states=("w", "half")),
+    Row("States", "state written only if a flag says so", flagged, calls=calls(False, True), static=("training",)),
+    Row(
+        "States",
+        "state set from outside between calls",
+        modify,
+        states=("w", "s"),
+        calls=(Call((X,)), Call((X,), before=set_state("s", [0.5, 0.5, 2.0]))),
+    ),
+    Row(
+        "States",
+        "state reshaped between calls",
+        index,
+        states=("w", "n", "buffer"),
+        calls=(Call((X,)), Call((X,), before=set_state("buffer", np.ones((6, 3), np.float32)))),
+    ),
+    Row("States", "state created by the first call", lazy, states=("w",)),
+    Row(
+        "States",
+        "exception in the body leaves every state as it was",
+        failing,
+        states=("w", "n", "s"),
+        calls=(Call((X,)), Call((X,), before=set_flag(fail=True)), Call((Y,), before=set_flag(fail=False))),
+    ),
+    Row("States", "dropout: the backward pass uses the same mask", dropout, states=("w", RANDOM), check=draws_differ),
+    Row("States", "two draws in a call", two_draws, states=("w", RANDOM), check=draws_differ),
+    Row(
+        "States",
+        "dropout that a flag turns off",
+        dropout_by_flag,
+        states=("w", RANDOM),
+        static=("training",),
+        calls=calls(True, False, True),
+    ),
+]
+
+NESTINGS = [
+    Row("Nestings", "no transform: eager", layer, around=()),
+    Row("Nestings", "jit", layer, around=("jit",)),
+    Row("Nestings", "jit(grad)", layer, around=("jit", "grad")),
+    Row("Nestings", "grad(jit)", layer, around=("grad", "jit")),
+    Row(
+        "Nestings", "jit(grad), random draws", dropout, states=("w", RANDOM), around=("jit", "grad"), check=draws_differ
+    ),
+    Row("Nestings", "vjp", modify, states=("w", "s"), around=("vjp",)),
+    Row("Nestings", "jvp", modify, states=("w", "s"), around=("jvp",)),
+    Row("Nestings", "linearize", modify, states=("w", "s"), around=("linearize",)),
+    Row("Nestings", "hessian", modify, states=("w", "s"), around=("hessian",)),
+    Row("Nestings", "grad(grad)", modify, states=("w", "s"), around=("grad", "grad")),
+    Row("Nestings", "jvp(grad)", modify, states=("w", "s"), around=("jvp", "grad")),
+    Row("Nestings", "jit(grad(scan(remat)))", layer, top=in_scan, around=("jit", "grad")),
+    Row("Nestings", "grad(scan(remat)), float state", blend, states=("w", "s"), top=in_scan),
+    Row("Nestings", "grad(scan(scan(remat)))", layer, top=in_scan_nested),
+    Row("Nestings", "grad(scan(remat)), random draws", noise, states=("w", RANDOM), top=in_scan, check=draws_differ),
+    Row("Nestings", "grad(grad(scan(remat)))", blend, states=("w", "s"), top=in_scan, around=("grad", "grad")),
+    Row("Nestings", "grad(remat(scan))", inner_scan),
+    Row("Nestings", "grad(cond(remat))", layer, top=in_cond),
+    Row("Nestings", "grad(remat(cond))", inner_cond),
+    Row("Nestings", "jit(grad(scan(cond(remat))))", layer, top=in_scan_of_cond, around=("jit", "grad")),
+    Row("Nestings", "jit(while_loop(remat))", layer, top=in_while, around=("jit",)),
+    Row("Nestings", "jvp(remat(while_loop))", inner_while, around=("jvp",)),
+    Row("Nestings", "grad(vmap(remat)), state only read", read_only, states=("w",), top=in_vmap),
+    Row("Nestings", "grad(vmap(remat)), random draws", noise, states=("w", RANDOM), top=in_vmap, check=draws_differ),
+    Row("Nestings", "grad(remat(vmap))", inner_vmap),
+    Row("Nestings", "grad(vmap(scan(remat)))", read_only, states=("w",), top=in_vmap_of_scan),
+]
+
+ROWS: tuple[Row, ...] = (*CALL_FORMS, *FLAGGED, *STATE_SEMANTICS, *NESTINGS)
+
+
+# -- judging -------------------------------------------------------------------------------------------------------
+
+
+def expected(dialect: Dialect, row: Row) -> tuple[list, dict[str, Any]]:
+    """What the row must give: by `Plain`, or, where it draws keys, by the dialect itself without rematerialisation."""
+    return without_remat(dialect, row) if row.draws else Plain().run(row)
+
+
+def without_remat(dialect: Dialect, row: Row) -> tuple[list, dict[str, Any]]:
+    bare = type(dialect)()
+    bare.block = lambda row: row.body  # type: ignore[method-assign]
+    return bare.run(dataclasses.replace(row, form="method"))
+
+
+def difference(actual: Any, wanted: Any, tolerance: float = 2e-5) -> str:
+    """What differs first, empty if nothing does: structure, type or value."""
+    if jax.tree.structure(actual) != jax.tree.structure(wanted):
+        return f"structure {jax.tree.structure(actual)} in place of {jax.tree.structure(wanted)}"
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(wanted), strict=True):
+        where = jax.tree_util.keystr(path)
+        if isinstance(a, jax.core.Tracer):
+            return f"{where}: a dead tracer"
+        if not hasattr(b, "dtype"):
+            if a is not b and a != b:
+                return f"{where}: {a!r} in place of {b!r}"
+        elif (np.shape(a), getattr(a, "dtype", None)) != (b.shape, b.dtype):
+            return f"{where}: {getattr(a, 'dtype', type(a).__name__)}{np.shape(a)} in place of {b.dtype}{b.shape}"
+        else:
+            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+            if not np.allclose(a, b, rtol=0, atol=tolerance * max(1.0, float(np.max(np.abs(b), initial=0)))):
+                return f"{where}: {short(a)} in place of {short(b)}"
+    return ""
+
+
+def short(x: np.ndarray) -> str:
+    return np.array2string(x, precision=4, threshold=4, separator=", ").replace("\n", "")
