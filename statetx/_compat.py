@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.extend.core as jex_core
+import jax.extend.core.primitives as _primitives
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import effects as _effects
@@ -192,7 +193,38 @@ def stage(fun: Callable[..., list], avals: Sequence[Any], *, kind: str, name: st
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Run a jaxpr's equations on `args`."""
-    return jex_core.jaxpr_as_fun(ClosedJaxpr(jaxpr, list(consts)))(*args)
+    trace = _context.trace
+    args = [*consts, *args]
+    if isinstance(trace, _pe.DynamicJaxprTrace) and not (jaxpr.effects or jaxpr.is_high):
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        here = source_info_util.current()
+        tracers = [trace.to_jaxpr_tracer(x, here) for x in args]
+        if all(t.aval == v.aval for t, v in zip(tracers, variables, strict=True)):
+            return _copy_equations(trace, jaxpr, dict(zip(variables, tracers, strict=True)), here)
+    return jex_core.jaxpr_as_fun(ClosedJaxpr(jaxpr, args[: len(consts)]))(*args[len(consts) :])
+
+
+def _copy_equations(trace: Any, jaxpr: Jaxpr, env: dict[Any, Any], here: Any) -> list[Any]:
+    """Copy a jaxpr's equations to a trace that records them; `env` maps its inputs to tracers of that trace.
+
+    The result is that of running them one by one, for less: their types are known. (JAX's own
+    ``inline_jaxpr_into_trace`` gives every equation the place of the call, and forgets the lines of the user's code.)
+    """
+
+    def read(atom: Any, source: Any) -> Any:
+        return _pe.DynamicJaxprTracer(trace, atom.aval, atom, source) if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        source = eqn.source_info.replace(name_stack=here.name_stack + eqn.source_info.name_stack)
+        ins, types = [read(v, source) for v in eqn.invars], [v.aval for v in eqn.outvars]
+        outs = trace.emit_eqn(ins, types, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v, here) for v in jaxpr.outvars]
+
+
+def rematerialise(jaxpr: Jaxpr, args: Sequence[Any], *, policy: Any, prevent_cse: bool | tuple[bool, ...]) -> list[Any]:
+    """`jax.checkpoint` of a function whose jaxpr, without constants, is there already; `prevent_cse` for each input."""
+    return _primitives.remat_p.bind(*args, jaxpr=jaxpr, policy=policy, prevent_cse=prevent_cse, differentiated=False)
 
 
 def rebuild(jaxpr: Jaxpr, *, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any] | None = None) -> Jaxpr:

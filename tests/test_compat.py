@@ -124,3 +124,50 @@ def test_places_outside_the_libraries():
     folders = (_compat.JAX_FOLDER,)
     assert __file__ in _compat.traceback_site(source_info.traceback, folders)
     assert _compat.traceback_site(None, folders) == "unknown place"
+
+
+def test_equations_copied_to_a_trace_are_those_of_running_them():
+    def f(x, n):
+        with jax.named_scope("inner"):
+            y = jax.nn.relu(x) * jnp.arange(3.0)
+        return [y + n, x, np.float32(2)]
+
+    jaxpr, consts = _compat.stage(f, [jax.typeof(X), jax.typeof(jnp.ones(()))], kind="jit", name="f")
+
+    def copied(x):
+        with jax.named_scope("outer"):
+            return _compat.evaluate(jaxpr, consts, (x, 1.0 * x[0]))
+
+    def run(x):
+        with jax.named_scope("outer"):
+            return jax.extend.core.jaxpr_as_fun(_compat.ClosedJaxpr(jaxpr, consts))(x, 1.0 * x[0])
+
+    ours, theirs = jax.make_jaxpr(copied)(X), jax.make_jaxpr(run)(X)
+    assert str(ours) == str(theirs)
+    for a, b in zip(ours.eqns, theirs.eqns, strict=True):
+        assert a.source_info.name_stack == b.source_info.name_stack and a.ctx == b.ctx
+    ours_at, theirs_at = (
+        [_compat.traceback_site(e.source_info.traceback, (_compat.JAX_FOLDER,)) for e in j.eqns[-2:]]
+        for j in (ours, theirs)
+    )
+    assert ours_at == theirs_at
+    jax.extend.core.check_jaxpr(ours.jaxpr)
+
+
+def test_arguments_of_other_types_are_not_taken_for_those_of_the_jaxpr():
+    jaxpr, consts = _compat.stage(lambda x: [jnp.sin(x)], [jax.typeof(X)], kind="jit", name="f")
+    outs = jax.make_jaxpr(lambda x: _compat.evaluate(jaxpr, consts, (x,)))(jnp.ones(3, jnp.bfloat16)).out_avals
+    assert outs[0].dtype == jnp.bfloat16
+
+
+def test_a_jaxpr_is_rematerialised_as_a_function_is():
+    jaxpr, _ = _compat.stage(lambda x, y: [jnp.sin(x) * y], [jax.typeof(X)] * 2, kind="jit", name="f")
+    policy = jax.checkpoint_policies.dots_saveable
+
+    def ours(x, y):
+        return _compat.rematerialise(jaxpr, [x, y], policy=policy, prevent_cse=(True, False))
+
+    theirs = jax.checkpoint(lambda x, y: [jnp.sin(x) * y], policy=policy, prevent_cse=(True, False))
+    assert str(jax.make_jaxpr(ours)(X, X)) == str(jax.make_jaxpr(theirs)(X, X))
+    loss = lambda f: lambda x: f(x, 2 * x)[0].sum()  # noqa: E731
+    np.testing.assert_allclose(jax.grad(loss(ours))(X), jax.grad(loss(theirs))(X), rtol=1e-6)

@@ -226,11 +226,11 @@ class Remat(Wrapper):
 
         def build(body: Body) -> Callable:
             def rematerialised(operands: Sequence[Any], *args: Any) -> list[Any]:
-                return body(operands, *args)
+                # As in jax.checkpoint, a tuple says nothing of what is closed over: no barrier there.
+                cse = (*[False] * len(operands), *prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse
+                return _compat.rematerialise(body.jaxpr, [*operands, *args], policy=policy, prevent_cse=cse)
 
-            # As in jax.checkpoint, a tuple says nothing of what is closed over: no barrier there.
-            cse = (False, *prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse
-            return jax.checkpoint(rematerialised, policy=policy, prevent_cse=cse)
+            return rematerialised
 
         return build
 
