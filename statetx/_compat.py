@@ -234,6 +234,12 @@ def rebuild(jaxpr: Jaxpr, *, invars: Sequence[Any], outvars: Sequence[Any], eqns
     return jaxpr.replace(constvars=[], invars=list(invars), outvars=list(outvars), eqns=eqns, debug_info=info)
 
 
+def close(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
+    """A jaxpr without constants, with these values for its first inputs."""
+    num = len(consts)
+    return ClosedJaxpr(jaxpr.replace(constvars=jaxpr.invars[:num], invars=jaxpr.invars[num:]), list(consts))
+
+
 def drop_axis(aval: Any, axis: int) -> Any:
     """The type of one slice of an array of type `aval` along `axis`."""
     return _core.mapped_aval(aval.shape[axis], axis % len(aval.shape), aval)

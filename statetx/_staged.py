@@ -39,7 +39,8 @@ class Staged:
 
     Attributes:
         outs: for each output tree, its `Partition`; `out_avals` their leaves' types in order.
-        inputs: the states that are inputs, by id: those read, and those written even if never read.
+        inputs: the states that are inputs, by id: those read, and those written even if never read; in the order in
+            which they are first touched.
         effects, values: what the function writes, and the `Partition` of each value; `written_avals` by id of the state.
     """
 
@@ -66,6 +67,7 @@ class Staged:
                 for access in frame.accesses.values():
                     if access.written and id(access.state) not in lifting.inputs:
                         lifting.on_read(access.state, access.kind, access.before)
+            lifting.inputs = {key: lifting.inputs[key] for key in frame.accesses if key in lifting.inputs}
             refuse_created(frame.effects, frame.name)
             leaves: list[Any] = []
             for tree in outs:
@@ -130,6 +132,10 @@ class Staged:
         """The body with these inputs and outputs; its operands are counted among the inputs."""
         return Body(_compat.rebuild(self._body.jaxpr, invars=invars, outvars=outvars), [])
 
+    def close(self, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+        """The equations as a closed jaxpr with these inputs and outputs; what the function closed over is constant."""
+        return _compat.close(self.arrange([*self.operand_vars, *invars], outvars).jaxpr, self.operands)
+
     # -- checks --
 
     def check_written(self, effect: Effect, path: str) -> None:
@@ -168,6 +174,11 @@ def as_types(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
         x if _compat.abstract(x).weak_type == aval.weak_type else _compat.with_weak_type(x, aval.weak_type)
         for x, aval in zip(values, avals, strict=True)
     ]
+
+
+def kept_types(avals: Sequence[Any], out_avals: Sequence[Any]) -> list[Any]:
+    """The types that a carry leaves a loop with: weak only where it both enters and leaves a step so, as in JAX."""
+    return [b if a.weak_type and not b.weak_type else a for a, b in zip(avals, out_avals, strict=True)]
 
 
 def union(parts: Sequence[dict[int, Any]]) -> list[Any]:
@@ -226,17 +237,13 @@ def check_carry(
 
 
 def promote(carry: list[Any], avals: Sequence[Any], out_avals: Sequence[Any]) -> list[Any] | None:
-    """A first carry with the body's types where it only had a weak type, as JAX has it; None if nothing changes."""
+    """A first carry with the body's types where it was a Python number of another, as JAX has it; None if none is."""
     if len(avals) != len(out_avals):
         return None
     changed, promoted = False, []
     for x, a, b in zip(carry, avals, out_avals, strict=True):
-        if (
-            a.weak_type
-            and not b.weak_type
-            and a.shape == b.shape
-            and jax.numpy.promote_types(a.dtype, b.dtype) == b.dtype
-        ):
+        is_number = a.weak_type and not b.weak_type and a.shape == b.shape and a.dtype != b.dtype
+        if is_number and jax.numpy.promote_types(a.dtype, b.dtype) == b.dtype:
             x, changed = jax.lax.convert_element_type(x, b.dtype), True
         promoted.append(x)
     return promoted if changed else None

@@ -312,3 +312,20 @@ def test_disable_jit():
     with jax.disable_jit():
         statetx.grad(lambda xs: statetx.scan(statetx.remat(rnn.step), jnp.float32(1.0), xs)[0])(XS)
     np.testing.assert_allclose(rnn.h.value, expected.h.value, rtol=1e-6)
+
+
+def test_a_weak_first_carry_of_the_right_dtype_needs_one_run():
+    runs = 0
+
+    def step(carry, x):
+        nonlocal runs
+        runs += 1
+        return carry * x + jnp.float32(1), carry
+
+    for init in (0.0, jnp.zeros(())):
+        ours, theirs = statetx.scan(step, init, jnp.arange(3.0)), jax.lax.scan(step, init, jnp.arange(3.0))
+        assert jax.tree.map(jax.typeof, ours) == jax.tree.map(jax.typeof, theirs)
+        assert (ours[0].weak_type, ours[1].weak_type) == (theirs[0].weak_type, theirs[1].weak_type)
+    runs = 0
+    statetx.scan(step, 0.0, jnp.arange(3.0))
+    assert runs == 1

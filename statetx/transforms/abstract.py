@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 
-from .._lift import Outcome, frame_for, name_of, pack
-from .._tree import is_array_or_number, partition
+from .. import _compat
+from .._lift import Outcome, frame_for, pack
+from .._staged import Staged
+from .._tree import as_array, is_array_or_number, partition
 from .._typing import PyTree
-from .functionalize import functionalize
 
 
 def eval_shape(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> PyTree:
@@ -58,12 +59,13 @@ def make_jaxpr(fun: Callable[..., PyTree]) -> Callable[..., Any]:
     """Make a function that gives the equations of one that may read and write states.
 
     Args:
-        fun: the function.
+        fun: the function. Arguments that are no arrays, numbers or ``jax.ShapeDtypeStruct`` pass untouched.
 
     Returns:
         A function of the same arguments that returns a ``jax.extend.core.ClosedJaxpr``. Its inputs are the values of
         the states that the call touches, in the order of ``statetx.functionalize(fun).values(*args)``, and the
-        arguments; its outputs are those of `fun` and the new values in that order. No state changes.
+        arguments; its outputs are those of `fun` and the new values in that order. A ``jax.Ref`` counts as a state
+        here and comes last among them. The function's Python runs once, and no state changes.
 
     Source:
         ``jax.make_jaxpr``.
@@ -77,18 +79,24 @@ def make_jaxpr(fun: Callable[..., PyTree]) -> Callable[..., Any]:
         >>> len(statetx.make_jaxpr(f)(jnp.ones(())).eqns)
         2
     """
-    pure = functionalize(fun)
 
     @functools.wraps(fun, assigned=("__doc__",), updated=())
     def jaxpr_of(*args: Any, **kwargs: Any) -> Any:
-        values = pure.values(*args, **kwargs)
-        paths = list(values)
+        arrays, others = partition((args, kwargs), _is_argument)
 
-        def flat(state_values: list, *args: Any, **kwargs: Any) -> tuple[Any, list]:
-            out, new = pure(dict(zip(paths, state_values, strict=True)), *args, **kwargs)
-            return out, [new[path] for path in paths]
+        def call(*tracers: Any) -> tuple[PyTree]:
+            call_args, call_kwargs = others.combine(tracers)
+            return (fun(*call_args, **call_kwargs),)
 
-        flat.__name__ = name_of(fun)
-        return jax.make_jaxpr(flat)(list(values.values()), *args, **kwargs)
+        avals = [_compat.abstract(as_array(x)) for x in arrays]
+        staged = Staged("make_jaxpr", fun, call, avals, kind="statetx.make_jaxpr")
+        before = {key: staged.state_vars(i) for key, i in staged.inputs.items()}
+        after = before | staged.written_vars
+        states_in, states_out = ([v for key in before for v in of[key]] for of in (before, after))
+        return staged.close([*states_in, *staged.arg_vars], [*staged.out_vars, *states_out])
 
     return jaxpr_of
+
+
+def _is_argument(x: Any) -> bool:
+    return is_array_or_number(x) or isinstance(x, (bool, jax.ShapeDtypeStruct))

@@ -65,7 +65,7 @@ def cond(
         operands = (operand,)
     if jnp.ndim(pred) != 0:
         raise TypeError(f"cond: the predicate must be a scalar, got {type_str(as_array(pred))}.")
-    return _branch("cond", jnp.asarray(pred).astype(bool).astype(jnp.int32), [false_fun, true_fun], operands)
+    return _branch("cond", jnp.asarray(pred).astype(bool), [false_fun, true_fun], operands)
 
 
 def switch(index: Any, branches: Sequence[Callable[..., PyTree]], *operands: Any) -> PyTree:
@@ -93,7 +93,7 @@ def switch(index: Any, branches: Sequence[Callable[..., PyTree]], *operands: Any
         raise ValueError("switch: give at least one branch.")
     if jnp.ndim(index) != 0 or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
         raise TypeError(f"switch: the index must be a scalar integer, got {type_str(as_array(index))}.")
-    return _branch("switch", jnp.clip(jnp.asarray(index), 0, len(branches) - 1).astype(jnp.int32), branches, operands)
+    return _branch("switch", jnp.asarray(index), branches, operands)
 
 
 def _branch(name: str, index: Any, branches: Sequence[Callable], operands: tuple) -> PyTree:
@@ -101,7 +101,7 @@ def _branch(name: str, index: Any, branches: Sequence[Callable], operands: tuple
         if not callable(f):
             raise TypeError(f"{name}: every branch must be callable, got {type(f).__name__}.")
     if _compat.is_jit_disabled() and not isinstance(index, _compat.Tracer):
-        return branches[int(index)](*operands)
+        return branches[min(max(int(index), 0), len(branches) - 1)](*operands)
     arrays, part = partition(operands)
     arrays = [as_array(x) for x in arrays]
     avals = [_compat.abstract(x) for x in arrays]
@@ -163,8 +163,8 @@ class _Branches:
         def build(*bodies: Body) -> Callable:
             def run(index: Any, *inputs: Any) -> list:
                 branches = [lambda *xs, b=b: as_types(b((), *xs), avals) for b in bodies]
-                if len(branches) == 2:
-                    return jax.lax.cond(index == 1, branches[1], branches[0], *inputs)
+                if index.dtype == bool:
+                    return jax.lax.cond(index, branches[1], branches[0], *inputs)
                 return jax.lax.switch(index, branches, *inputs)
 
             run.__name__ = self._name

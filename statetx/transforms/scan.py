@@ -19,7 +19,7 @@ from .._errors import StateAccessError
 from .._jaxpr import Body, table
 from .._lift import Input, name_of
 from .._rules import Broadcast, Carry, Rules, Split
-from .._staged import Staged, as_types, check_carry, flatten_carry, promote, publish
+from .._staged import Staged, as_types, check_carry, flatten_carry, kept_types, promote, publish
 from .._tree import as_array, is_array_or_number, partition, type_str
 from .._typing import Filter, PyTree
 
@@ -207,7 +207,9 @@ class _Loop:
     def _builder(self, reverse: bool, unroll: Any) -> Callable[[Body], Callable]:
         num_carry, length = self._num_carry, self._length
         num_ys = len(self._staged.out_vars) - num_carry
-        avals = [*self._staged.avals[:num_carry], *(a for i in self._carried for a in i.avals)]
+        staged = self._staged
+        avals = kept_types(staged.avals[:num_carry], staged.out_avals[:num_carry])
+        avals += [a for i in self._carried for a in i.avals]
 
         def build(body: Body) -> Callable:
             def loop(constants: list, carry: list, xs: list) -> tuple[list, list, list, list]:

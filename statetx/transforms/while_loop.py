@@ -13,7 +13,7 @@ from .._errors import StateAccessError
 from .._jaxpr import Body, table
 from .._lift import name_of
 from .._paths import Paths
-from .._staged import Staged, as_types, check_carry, flatten_carry, promote, publish, union
+from .._staged import Staged, as_types, check_carry, flatten_carry, kept_types, promote, publish, union
 from .._tree import Partition, type_str
 from .._typing import PyTree
 
@@ -122,7 +122,8 @@ def fori_loop(
     def build(body: Body) -> Callable:
         def run(constants: list, carry: list, *limits: Any) -> list:
             def step(i: Any, c: list) -> list:
-                (i,) = as_types([jnp.asarray(i, index.dtype)], [index])
+                i = jnp.asarray(i)
+                (i,) = as_types([i if i.dtype == index.dtype else i.astype(index.dtype)], [index])
                 return as_types(body(constants, i, *c), loop.carry_avals)
 
             start, stop = bounds or limits
@@ -189,7 +190,10 @@ class _Loop:
         num_carry = body.num_out
         self.state_values = [x for i in self._carried for x in i.values]
         before = len(body.avals) - num_carry
-        self.carry_avals = [*body.avals[before:], *(a for i in self._carried for a in i.avals)]
+        self.carry_avals = [
+            *kept_types(body.avals[before:], body.out_avals),
+            *(a for i in self._carried for a in i.avals),
+        ]
         self.bodies: list[Body] = []
         self.constants: list[list] = []
         for s in stages:

@@ -1,0 +1,77 @@
+"""`make_jaxpr` and `eval_shape`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+
+X = jnp.arange(3.0)
+
+
+class Cell:
+    def __init__(self):
+        self.last = statetx.State(jnp.zeros(3))
+        self.w = statetx.Param(jnp.full(3, 2.0))
+        self.count = statetx.State({"n": jnp.zeros((), jnp.int32), "mode": "train"})
+        self.runs = 0
+
+    def __call__(self, x, scale=1.0):
+        self.runs += 1
+        self.last.value = x  # written and never read
+        count = self.count.value
+        self.count.value = {**count, "n": count["n"] + 1}
+        return self.w.value * x * scale
+
+
+def test_make_jaxpr_has_inputs_and_outputs_in_the_order_of_values():
+    cell = Cell()
+    values = statetx.functionalize(cell).values(X)
+    assert list(values) == ["last", "count", "w"]
+    cell.runs = 0
+    jaxpr = statetx.make_jaxpr(cell)(X, scale=3.0)
+    assert cell.runs == 1
+    assert [v.aval.shape for v in jaxpr.jaxpr.invars] == [(3,), (), (3,), (3,), ()]
+    outs = jax.extend.core.jaxpr_as_fun(jaxpr)(jnp.ones(3), jnp.int32(4), jnp.full(3, 5.0), X, 2.0)
+    for out, expected in zip(outs, (10 * X, X, 5, jnp.full(3, 5.0)), strict=True):
+        np.testing.assert_array_equal(out, expected)
+    assert int(cell.count.value["n"]) == 0 and not cell.last.value.any()
+    jax.extend.core.check_jaxpr(jaxpr.jaxpr)
+
+
+def test_make_jaxpr_takes_types_for_arrays_and_keeps_constants():
+    table = jnp.array([1.0, 2.0, 4.0])
+    cell = Cell()
+    jaxpr = statetx.make_jaxpr(lambda flag, x: cell(x) * table if flag is None else x)(
+        None, jax.ShapeDtypeStruct((3,), "float32")
+    )
+    assert [c is table for c in jaxpr.consts] == [True]
+    outs = jax.extend.core.jaxpr_as_fun(jaxpr)(jnp.zeros(3), jnp.int32(0), jnp.ones(3), X)
+    np.testing.assert_array_equal(outs[0], X * table)
+
+
+def test_make_jaxpr_makes_refs_explicit():
+    ref = jax.new_ref(jnp.zeros(3))
+
+    def f(x):
+        ref[...] = ref[...] + x
+        return x.sum()
+
+    jaxpr = statetx.make_jaxpr(f)(X)
+    assert not jaxpr.effects
+    out, new = jax.extend.core.jaxpr_as_fun(jaxpr)(jnp.ones(3), X)
+    assert float(out) == 3.0 and new.tolist() == [1.0, 2.0, 3.0]
+    assert not ref[...].any()
+
+
+def test_make_jaxpr_refuses_a_state_that_outlives_it():
+    made = []
+    with pytest.raises(statetx.CreatedStateError, match="make_jaxpr"):
+        statetx.make_jaxpr(lambda x: made.append(statetx.State(x)))(X)
+
+
+def test_eval_shape_passes_what_is_no_array():
+    cell = Cell()
+    assert statetx.eval_shape(lambda x: (cell(x), "train"), X) == (jax.ShapeDtypeStruct((3,), "float32"), "train")
+    assert cell.runs == 1 and int(cell.count.value["n"]) == 0
