@@ -6,6 +6,7 @@ fails when one of these meanings shifts.
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,6 @@ from typing import Any
 import jax
 import jax.core
 import jax.extend.core as jex_core
-import jax.extend.core.primitives as _primitives
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import effects as _effects
@@ -224,7 +224,17 @@ def _copy_equations(trace: Any, jaxpr: Jaxpr, env: dict[Any, Any], here: Any) ->
 
 def rematerialise(jaxpr: Jaxpr, args: Sequence[Any], *, policy: Any, prevent_cse: bool | tuple[bool, ...]) -> list[Any]:
     """`jax.checkpoint` of a function whose jaxpr, without constants, is there already; `prevent_cse` for each input."""
-    return _primitives.remat_p.bind(*args, jaxpr=jaxpr, policy=policy, prevent_cse=prevent_cse, differentiated=False)
+    return jax.checkpoint(_function_of(jaxpr), policy=policy, prevent_cse=prevent_cse)(*args)
+
+
+@functools.lru_cache(maxsize=2048)
+def _function_of(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
+    """The one function that runs a jaxpr: JAX's caches go by its identity."""
+
+    def rematerialised(*args: Any) -> list[Any]:
+        return evaluate(jaxpr, (), args)
+
+    return rematerialised
 
 
 def rebuild(jaxpr: Jaxpr, *, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any] | None = None) -> Jaxpr:

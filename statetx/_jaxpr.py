@@ -114,11 +114,19 @@ def _structure(jaxpr: Jaxpr) -> tuple:
     return (types, tuple(eqns), tuple([read(v) for v in jaxpr.outvars]))
 
 
+_PLAIN = frozenset({int, bool, str, type(None)})
+
+
 def _effects(effects: Any) -> Hashable:
     return frozenset(effects) if effects else None  # an effect on a Ref names a variable, and so equals no other
 
 
 def _param(x: Any) -> Hashable:
+    kind = type(x)
+    if kind in _PLAIN:
+        return (kind, x)
+    if kind is tuple and all([type(v) is int for v in x]):  # shapes and axes
+        return (tuple, x)
     if _compat.is_jaxpr(x):
         return _jaxpr_param(x)
     if isinstance(x, (tuple, list)):

@@ -138,8 +138,8 @@ class Staged:
 
     # -- checks --
 
-    def check_written(self, effect: Effect, path: str) -> None:
-        """Raise unless the state leaves the function with the type it had on entry."""
+    def check_written(self, effect: Effect, paths: Callable[[Any], str]) -> None:
+        """Raise unless the state leaves the function with the type it had on entry; `paths` finds a state's path."""
         read = self.inputs[id(effect.state)]
         part = self.values[self.effects.index(effect)]
         avals = [v.aval for v in self.written_vars[id(effect.state)]]
@@ -152,7 +152,7 @@ class Staged:
             before, after = tree_type_str(read.part.combine(read.avals)), tree_type_str(part.combine(avals))
         weak = " (~ marks a weak type, that of a Python number)" if "~" in before + after else ""
         raise CarryTypeError(
-            f"{self.name} changes the type of {type(effect.state).__name__} {path!r}, made at "
+            f"{self.name} changes the type of {type(effect.state).__name__} {paths(effect.state)!r}, made at "
             f"{effect.kind.site_of(effect.state)}: it enters as {before} and leaves as {after}{weak}, written at "
             f"{effect.site}.\nA state must keep its type here, since one compiled body serves every step or branch.\n"
             f"Fix: create the state with the type that is written (an array for a flag: jnp.array(False)), or convert the "

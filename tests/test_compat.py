@@ -171,3 +171,5 @@ def test_a_jaxpr_is_rematerialised_as_a_function_is():
     assert str(jax.make_jaxpr(ours)(X, X)) == str(jax.make_jaxpr(theirs)(X, X))
     loss = lambda f: lambda x: f(x, 2 * x)[0].sum()  # noqa: E731
     np.testing.assert_allclose(jax.grad(loss(ours))(X), jax.grad(loss(theirs))(X), rtol=1e-6)
+    twice = jax.make_jaxpr(lambda x: [ours(x, x), ours(x, x)])(X)
+    assert twice.eqns[0].params["jaxpr"] is twice.eqns[1].params["jaxpr"]

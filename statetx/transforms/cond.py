@@ -127,7 +127,7 @@ class _Branches:
         for s in staged:
             paths = Paths(s.fun)
             for effect in s.effects:
-                s.check_written(effect, paths(effect.state))
+                s.check_written(effect, paths)
         self._check_outputs()
         self._bodies = [self._arrange(s) for s in staged]
 

@@ -152,7 +152,7 @@ class _Loop:
             self._sort(i)
         for i in self._carried:
             if id(i.state) in self._written:
-                body.check_written(self._written[id(i.state)], rules.path(i.state))
+                body.check_written(self._written[id(i.state)], rules.path)
         self._stacked = [(i, axis) for i, axis in self._mapped if id(i.state) in self._written]
         self._body = self._arrange()
 

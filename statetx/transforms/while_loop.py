@@ -186,7 +186,7 @@ class _Loop:
         constant = [i for i in states if id(i.state) not in written]
         paths = Paths(body.fun)
         for effect in body.effects:
-            body.check_written(effect, paths(effect.state))
+            body.check_written(effect, paths)
         num_carry = body.num_out
         self.state_values = [x for i in self._carried for x in i.values]
         before = len(body.avals) - num_carry
