@@ -108,6 +108,17 @@ def spread(s: dict[str, float], unit: float, digits: int) -> str:
     return f"{unit * s['q1']:.{digits}f} to {unit * s['q3']:.{digits}f}"
 
 
+# -- counts ---------------------------------------------------------------------------------------------
+
+
+def num_equations(jaxpr: Any) -> int:
+    """Equations of a jaxpr and of those inside it, each as often as it occurs."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    params = [v for eqn in jaxpr.eqns for v in eqn.params.values()]
+    parts = [p for v in params for p in (v if isinstance(v, (tuple, list)) else [v])]
+    return len(jaxpr.eqns) + sum(num_equations(p) for p in parts if hasattr(p, "eqns") or hasattr(p, "jaxpr"))
+
+
 # -- results --------------------------------------------------------------------------------------------
 
 

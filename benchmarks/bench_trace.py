@@ -44,6 +44,7 @@ from _common import (
     header,
     interleave,
     markdown_table,
+    num_equations,
     parse_args,
     renew_section,
     show,
@@ -256,14 +257,6 @@ def timed(name: str) -> Callable[[], Sample]:
         return {**both, "trace": trace, "lowering": both["cpu"] - trace}
 
     return sample
-
-
-def num_equations(jaxpr: Any) -> int:
-    """Equations of a jaxpr and of those inside it, each as often as it occurs."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    params = [v for eqn in jaxpr.eqns for v in eqn.params.values()]
-    parts = [p for v in params for p in (v if isinstance(v, (tuple, list)) else [v])]
-    return len(jaxpr.eqns) + sum(num_equations(p) for p in parts if hasattr(p, "eqns") or hasattr(p, "jaxpr"))
 
 
 def figures(name: str) -> dict[str, Any]:
