@@ -190,6 +190,8 @@ def _children(obj: Any, module: dict[str, Any] | None) -> Iterator[tuple[str, An
         yield from zip(names, obj, strict=True)
     elif isinstance(obj, Set):
         return  # no order, no path
+    elif isinstance(obj, types.GeneratorType):
+        return  # to look at what it gives would change it
     elif isinstance(obj, types.MethodType):
         yield "", obj.__self__
         yield "", obj.__func__

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from . import _compat
-from ._errors import CreatedStateError, StateAccessError, TraceLeakError
+from ._errors import CreatedStateError, ForeignStateError, StateAccessError, TraceLeakError
 
 
 class Kind(Protocol):
@@ -69,6 +69,14 @@ class Kind(Protocol):
         """
         ...
 
+    def owner(self, state: Any) -> Frame | None:
+        """The innermost open frame that has touched the state, as `own` was told."""
+        ...
+
+    def own(self, state: Any, frame: Frame | None) -> None:
+        """Remember that a frame holds the state's value, so that other threads are refused; None: nobody does."""
+        ...
+
     def is_random(self, state: Any) -> bool:
         """Whether the state holds a random key that advances with every draw."""
         ...
@@ -93,11 +101,12 @@ class Kind(Protocol):
 class Access:
     """What one frame knows of one state that existed before it."""
 
-    __slots__ = ("before", "contents", "entered", "kind", "read", "site", "state", "written")
+    __slots__ = ("before", "contents", "entered", "kind", "owner", "read", "site", "state", "written")
 
-    def __init__(self, state: Any, kind: Kind, before: Any, entered: Any, read: bool):
+    def __init__(self, state: Any, kind: Kind, before: Any, entered: Any, read: bool, owner: Frame | None):
         self.state = state
         self.kind = kind
+        self.owner = owner  # the frame that held the state before this one
         self.before = before
         self.entered = entered
         self.read = read
@@ -197,15 +206,20 @@ class Frame:
             self._check_suspects()
         if self.allow is not None:
             self.allow(state, kind)
-        before = kind.get(state)
-        entered = before
-        if self.on_read is not None and not writing:
-            entered = self.on_read(state, kind, before)
-        access = Access(state, kind, before, entered, not writing)
-        if not _is_leaf(entered):
-            # The body may mutate a container in place: it gets a copy, so that the old value stays whole.
-            access.contents = leaves, treedef = _flatten(entered)
-            access.entered = entered = jax.tree.unflatten(treedef, leaves)
+        owner = take(state, kind, self)
+        try:
+            before = kind.get(state)
+            entered = before
+            if self.on_read is not None and not writing:
+                entered = self.on_read(state, kind, before)
+            access = Access(state, kind, before, entered, not writing, owner)
+            if not _is_leaf(entered):
+                # The body may mutate a container in place: it gets a copy, so that the old value stays whole.
+                access.contents = leaves, treedef = _flatten(entered)
+                access.entered = entered = jax.tree.unflatten(treedef, leaves)
+        except BaseException:
+            kind.own(state, owner)
+            raise
         if entered is not before:
             kind.set(state, entered)
         self.accesses[id(state)] = access
@@ -255,10 +269,46 @@ class Frame:
     def _restore(self) -> None:
         for access in self.accesses.values():
             access.kind.set(access.state, access.before)
+            access.kind.own(access.state, access.owner)  # not before: another thread may read it from here on
             access.before = access.entered = access.contents = None  # they may be tracers of a trace that ends here
         for state, kind in self.created():
             # Its value belongs to the trace that ends here; the transform publishes one that does not.
             kind.bury(state, f"it was created inside {self.name}, which did not complete")
+
+
+# -- threads ---------------------------------------------------------------------------------------------------
+#
+# A state has one value. While a frame is open, that of each state it has touched is the frame's own: a tracer perhaps.
+# So a state belongs to the innermost frame that has touched it, and another thread that touches it raises; whoever
+# shares states between threads guards them by a lock. A state is taken before it is given its new value and handed back
+# after it has its old one, so what belongs to nobody holds no tracer of a call that is running.
+
+ownership = threading.RLock()  # reentrant: a finalizer may run, and touch a state, wherever Python allocates
+
+
+def take(state: Any, kind: Kind, frame: Any) -> Frame | None:
+    """Make a frame the owner of a state; returns the owner until then, one of the frames around it."""
+    with ownership:
+        owner = kind.owner(state)
+        if owner is not None and owner.thread != frame.thread:
+            raise foreign(state, kind, owner)
+        kind.own(state, frame)
+    return owner
+
+
+def foreign(state: Any, kind: Kind, owner: Frame) -> ForeignStateError:
+    """The error for a touch of a state that belongs to a frame which is not running here."""
+    if owner.is_open and owner.thread != threading.get_ident():
+        cause = f"another thread is running {owner.name}, which has its own value for it until it ends"
+        fix = "trace the functions that share a state in one thread, or guard them by a lock"
+    else:
+        cause = f"it belongs to {owner.name}, a call that is not running here any more"
+        fix = (
+            "create states before the transformed call; do not touch one from a generator or callback that outlives it"
+        )
+    access = owner.accesses.get(id(state))
+    value = None if access is None else access.before
+    return ForeignStateError(f"{describe(state, kind, value=value)} cannot be used: {cause}.\nFix: {fix}.")
 
 
 def check_write(state: Any, kind: Kind, value: Any, anchor: Any | None, site: str, *, late: bool = False) -> None:
@@ -375,6 +425,15 @@ def call_site() -> str:
     while frame is not None and frame.f_code.co_filename.startswith(folders):
         frame = frame.f_back
     return "unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def user_stacklevel() -> int:
+    """The ``stacklevel`` with which the caller of this function makes a warning that points at the user's line."""
+    folders = library_folders()
+    frame, level = sys._getframe(1), 1
+    while frame is not None and frame.f_code.co_filename.startswith(folders):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def describe(state: Any, kind: Kind | None = None, path: str | None = None, value: Any = None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _compat, _registry
-from ._errors import ForeignStateError, StateValueError
+from ._errors import StateValueError
 
 T = TypeVar("T")
 
@@ -107,6 +106,9 @@ class State(Generic[T]):
             _registry.check_write(self, NATIVE, value, _anchor(self, frame, access), _registry.call_site())
         if frame is not None and access is not None and not access.written:
             frame.note_write(access)
+        owner = self._owner
+        if frame is None and owner is not None:  # another thread has taken it meanwhile
+            raise _registry.foreign(self, NATIVE, owner)
         self._value = value
 
     def touch_from(self, frame: Any) -> None:
@@ -226,11 +228,10 @@ def _touch(state: State, frame: _registry.Frame | None, *, writing: bool) -> Non
         step = step.parent
     owner = state._owner
     if owner is not None and step is not owner:
-        _raise_foreign(state, owner)
+        raise _registry.foreign(state, NATIVE, owner)
     for watching in reversed(pending):
         # For the frames around the innermost, a write is not one until the transform publishes it.
         watching.touch(state, NATIVE, writing=writing and watching is frame)
-        state._owner = watching
 
 
 def _check_home(state: State, value: Any) -> None:
@@ -249,20 +250,6 @@ def _anchor(state: State, frame: _registry.Frame | None, access: _registry.Acces
     if frame is not None and access is not None:
         return frame.trace
     return state._home() if state._home is not None else None
-
-
-def _raise_foreign(state: State, owner: _registry.Frame) -> None:
-    if owner.is_open and owner.thread != threading.get_ident():
-        cause = f"another thread is running {owner.name}, which has its own value for it until it ends"
-        fix = "trace the functions that share a state in one thread, or guard them by a lock"
-    else:
-        cause = f"it belongs to {owner.name}, a call that is not running here any more"
-        fix = (
-            "create states before the transformed call; do not touch one from a generator or callback that outlives it"
-        )
-    raise ForeignStateError(
-        f"{type(state).__name__} {state.name or ''} made at {NATIVE.site_of(state)} cannot be used: {cause}.\nFix: {fix}."
-    )
 
 
 class _Native:
@@ -284,8 +271,8 @@ class _Native:
 
     def check_free(self, states: Sequence[State]) -> None:
         """Raise if a call in another thread holds the value of one of these states; for a thread that watches none."""
-        for state in [s for s in states if s._owner is not None]:
-            _raise_foreign(state, state._owner)  # type: ignore[arg-type]
+        for state, owner in [(s, s._owner) for s in states if s._owner is not None]:
+            raise _registry.foreign(state, self, owner)
 
     def get_all(self, states: Sequence[State]) -> list[Any]:
         values = [s._value for s in states if s._owner is None]
@@ -294,8 +281,10 @@ class _Native:
         return values
 
     def set_all(self, states: Sequence[State], values: Iterable[Any]) -> None:
-        for s, v in zip(states, values, strict=True):
-            s._value = v
+        with _registry.ownership:
+            self.check_free(states)
+            for s, v in zip(states, values, strict=True):
+                s._value = v
 
     def read(self, state: State) -> Any:
         return state.value
@@ -313,13 +302,22 @@ class _Native:
         _registry.check_write(state, self, effect.value, _anchor(state, frame, access), effect.site)
         if frame is not None and access is not None:
             frame.note_write(access, effect.site)
-        state._value = effect.value
+        with _registry.ownership:
+            if frame is None:
+                self.check_free([state])
+            state._value = effect.value
 
     def bury(self, state: State, reason: str) -> None:
         state._value = _Buried(reason)
         state._owner = frame = _registry.current_frame()
         if frame is not None:
             frame.mark_created(state, self)
+
+    def owner(self, state: State) -> _registry.Frame | None:
+        return state._owner
+
+    def own(self, state: State, frame: _registry.Frame | None) -> None:
+        state._owner = frame
 
     def is_random(self, state: State) -> bool:
         return isinstance(state, RngState)
@@ -334,9 +332,7 @@ class _Native:
         pass
 
     def close(self, frame: _registry.Frame) -> None:
-        for access in frame.accesses.values():
-            if access.kind is self:
-                access.state._owner = frame.parent
+        pass
 
     def is_idle(self) -> bool:
         return True

@@ -4,25 +4,35 @@ brainstate reports every read and write of a state's value to the `StateTraceSta
 the state was created, outermost first. Each frame enters one of its own, a pure observer, so statetx's frames and
 brainstate's transforms nest in any order and each sees what it should.
 
+These stacks are a thread's own: the read of a state in another thread reaches none of this thread's frames. `_guard`
+therefore looks, at every read and write, whether the state belongs to a frame of another thread.
+
 Relied upon beyond the documented interface, and tested in `tests/test_brainstate.py`: the attributes ``_value``,
-``_level``, ``_been_writen`` of a state, and the thread's ``TRACE_CONTEXT`` (``state_stack``, ``new_state_catcher``).
+``_level``, ``_been_writen`` of a state; its methods ``_read_value`` and ``_write_value``, through which `value` goes; the
+thread's ``TRACE_CONTEXT`` (``state_stack``, ``new_state_catcher``); the functions that make a selector of the states
+declared to a `vmap`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NoReturn
 
 import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
 from brainstate import _state as _private
+from brainstate.transform import _mapping1 as _declared
+from brainstate.transform import _mapping_core as _selected
 
 from .. import _compat, _registry
+from .._errors import StateAccessError
+from .._state import NATIVE, RngState, State, _Buried
 from .._tree import Identity, freeze
 
 _context: Any = _private.TRACE_CONTEXT
@@ -40,13 +50,17 @@ class _Observer(brainstate.StateTraceStack):
 
     def read_its_value(self, state: brainstate.State) -> None:
         if isinstance(state, _View):
-            state.native.touch_from(self.frame)
+            self._touch_native(state.native)
         elif id(state) not in self.frame.accesses:
             self.frame.touch(state, self.kind, writing=False)
 
+    def _touch_native(self, state: State) -> None:
+        if id(state) not in self.frame.accesses:
+            state.touch_from(self.frame)
+
     def write_its_value(self, state: brainstate.State) -> None:
         if isinstance(state, _View):
-            state.native.touch_from(self.frame)
+            self._touch_native(state.native)
             if _context.state_stack[-1] is self:
                 self.frame.note_write(self.frame.accesses[id(state.native)])
             return
@@ -74,7 +88,7 @@ def _innermost(stacks: list[Any]) -> _Observer | None:
 class _View(brainstate.State):
     """What brainstate takes a `statetx.State` for: a state of its own whose value is that of the other."""
 
-    native: Any
+    native: State
 
     @property
     def _value(self) -> Any:
@@ -84,18 +98,64 @@ class _View(brainstate.State):
     def _value(self, value: Any) -> None:
         self.native._value = value
 
+    def _read_value(self) -> Any:
+        value = _read_carefully(self)
+        if type(value) is _Buried:
+            raise _registry.buried(self.native, NATIVE.site_of(self.native), value.reason)
+        return value
+
+    @property
+    def type(self) -> type:
+        """brainstate's filters ask for it: `statetx.Param` selects the views of `statetx.Param`s."""
+        return type(self.native)
+
+    def __repr__(self) -> str:
+        return _registry.describe(self.native, NATIVE)
+
+    def raise_error_with_source_info(self, error: Exception) -> NoReturn:
+        raise StateAccessError(
+            f"{self!r} cannot be used in this way under a transform of brainstate: {' '.join(str(error).split())}\n"
+            f"Fix: declare the state where brainstate asks for it, or use statetx's transform of the same name."
+        ) from error
+
+
+class _RandomView(_View, brainstate.random.RandomState):
+    """That of an `RngState`: a brainstate `vmap` gives each example a key of its own."""
+
+    def check_if_deleted(self) -> None:
+        pass  # a NumPy key is no placeholder here
+
 
 _TEMPLATE = brainstate.State(None)
 
 
-def _view_of(state: Any, level: int) -> _View:
+def _view_of(state: State, level: int) -> _View:
     if state._view is None:
         attributes = vars(_TEMPLATE.copy()).copy()  # made without its constructor, which would announce a new state
         del attributes["_value"]
-        view: Any = object.__new__(_View)
-        view.__dict__.update(attributes, native=state, _level=level, _name=state.name)
+        view: Any = object.__new__(_RandomView if isinstance(state, RngState) else _View)
+        view.__dict__.update(attributes, native=state, _level=level, _name=state.name, _backup=None)
         state._view = view
+    elif level < state._view._level:  # made inside a transform that it has outlived
+        state._view.__dict__["_level"] = level
     return state._view
+
+
+def _with_views(select: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let a function of brainstate's that makes a selector of states take `statetx.State`s."""
+
+    def view(x: Any) -> Any:
+        return _view_of(x, len(_context.state_stack)) if isinstance(x, State) else x
+
+    @functools.wraps(select)
+    def selected(states: Any) -> Any:
+        return select(jax.tree.map(view, states))
+
+    return selected
+
+
+for _module, _name in ((_declared, "make_identity_predicate"), (_selected, "coerce_axis_value_to_predicate")):
+    setattr(_module, _name, _with_views(getattr(_module, _name)))
 
 
 class _Bridge:
@@ -115,16 +175,22 @@ class _Bridge:
         self._created: list[tuple[weakref.ref, Any]] = []
 
     def touch(self, state: Any, kind: Any, *, writing: bool) -> _registry.Access:
+        owner = _registry.take(state, kind, self)
         before = kind.get(state)
+        access = self.accesses[id(state)] = _registry.Access(state, kind, before, before, not writing, owner)
         # Outermost frames come first, so the level of the first one that is met is that of the state.
         self.stack.read_its_value(_view_of(state, _context.state_stack.index(self.stack)))
-        access = self.accesses[id(state)] = _registry.Access(state, kind, before, kind.get(state), not writing)
+        access.entered = kind.get(state)
         return access
 
     def note_write(self, access: _registry.Access, site: str = "") -> None:
         access.written = True
         access.site = site or _registry.call_site()
         self.stack.write_its_value(access.state._view)
+        # brainstate reports a write to every stack at once, and some of its transforms rely on that when they store.
+        outer: Any = self.parent
+        if isinstance(outer, _Bridge) and id(access.state) in outer.accesses:
+            outer.note_write(outer.accesses[id(access.state)], access.site)
 
     def mark_created(self, state: Any, kind: Any) -> None:
         self._created.append((weakref.ref(state), kind))
@@ -133,7 +199,7 @@ class _Bridge:
         self.is_open = False
         _registry.set_current_frame(self.parent)
         for access in self.accesses.values():
-            access.state._owner = self.parent
+            access.kind.own(access.state, access.owner)
             access.before = access.entered = None
         for ref, kind in self._created:
             state = ref()
@@ -168,6 +234,60 @@ def _watch_stacks() -> None:
 _watch_stacks()
 
 
+# -- other threads ---------------------------------------------------------------------------------------------
+
+# The innermost frame that has touched a state, by the state's id, while that frame is open: its accesses keep the state
+# alive.
+_owner: dict[int, _registry.Frame] = {}
+
+
+def _check_free(state: brainstate.State) -> None:
+    """Raise if a call in another thread holds the value of this state."""
+    native = isinstance(state, _View)
+    owner = state.native._owner if native else _owner.get(id(state))
+    if owner is not None and owner.thread != threading.get_ident():
+        raise _registry.foreign(*((state.native, NATIVE) if native else (state, KIND)), owner)
+
+
+def _read_carefully(state: brainstate.State) -> Any:
+    with _registry.ownership:  # no other thread takes it between the look and the read
+        _check_free(state)
+        return state._value
+
+
+def _guard() -> None:
+    """Have brainstate's states look, whenever they are read or written, whether another thread holds them."""
+    cls: Any = brainstate.State
+    read_its_value, restore_value = brainstate.StateTraceStack.read_its_value, cls.restore_value
+
+    def reported(self: brainstate.StateTraceStack, state: brainstate.State) -> None:
+        _check_free(state)  # before the stack of a transform of brainstate's gives the state another value
+        read_its_value(self, state)
+
+    def read(self: Any) -> Any:
+        # As brainstate has it, but for the look. Python does not change threads between the last read and that look, so
+        # that a value which belongs to a frame is never taken for one that belongs to nobody.
+        self.check_if_deleted()
+        self._check_invalidated()
+        value = self._value
+        return _read_carefully(self) if _owner else value
+
+    def write(self: Any, value: Any) -> None:
+        with _registry.ownership:
+            _check_free(self)
+            self._value = value
+
+    def restore(self: Any, value: Any) -> None:
+        _check_free(self)
+        restore_value(self, value)
+
+    brainstate.StateTraceStack.read_its_value = reported  # type: ignore[method-assign]
+    cls._read_value, cls._write_value, cls.restore_value = read, write, restore
+
+
+_guard()
+
+
 class _Brainstate:
     """See `_registry.Kind`."""
 
@@ -190,15 +310,26 @@ class _Brainstate:
             # It keeps a NumPy seed until its first read makes a key of it. Make the key here, outside any trace,
             # lest a tracer of the call stay behind after a mere read.
             with jax.ensure_compile_time_eval():
-                value = state._read_value()
+                state.check_if_deleted()
+            value = state._value
         return value
 
+    def check_free(self, states: Sequence[brainstate.State]) -> None:
+        """Raise if a call in another thread holds the value of one of these states."""
+        if _owner:
+            for s in states:
+                _check_free(s)
+
     def get_all(self, states: Sequence[brainstate.State]) -> list[Any]:
-        return [s.__dict__["_value"] for s in states]
+        with _registry.ownership:
+            self.check_free(states)
+            return [s.__dict__["_value"] for s in states]
 
     def set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
-        for s, v in zip(states, values, strict=True):
-            s.__dict__["_value"] = v
+        with _registry.ownership:
+            self.check_free(states)
+            for s, v in zip(states, values, strict=True):
+                s.__dict__["_value"] = v
 
     def set(self, state: Any, value: Any) -> None:
         # Past the hooks and guards of `.value`: nothing of the user's happens here.
@@ -217,8 +348,10 @@ class _Brainstate:
             # Hooks ran in the body, when it was traced, and are part of its values: only the watchers are told.
             _private.record_state_value_write(state)
         self._check(state, effect)
-        state.__dict__["_been_writen"] = True
-        state.__dict__["_value"] = effect.value
+        with _registry.ownership:
+            _check_free(state)
+            state.__dict__["_been_writen"] = True
+            state.__dict__["_value"] = effect.value
 
     def _check(self, state: brainstate.State, effect: _registry.Effect) -> None:
         stacks = _context.state_stack[state.stack_level :]
@@ -238,6 +371,15 @@ class _Brainstate:
         state.stack_level = len(_context.state_stack)
         for catcher in _context.new_state_catcher:
             catcher.append(state)
+
+    def owner(self, state: brainstate.State) -> _registry.Frame | None:
+        return _owner.get(id(state))
+
+    def own(self, state: brainstate.State, frame: _registry.Frame | None) -> None:
+        if frame is None:
+            _owner.pop(id(state), None)
+        else:
+            _owner[id(state)] = frame
 
     def is_random(self, state: brainstate.State) -> bool:
         return isinstance(state, brainstate.random.RandomState)

@@ -30,7 +30,6 @@ from flax import nnx
 from flax.nnx import pytreelib, tracers
 
 from .. import _compat, _registry
-from .._errors import ForeignStateError
 from .._registry import Frame
 from .._state import _Buried
 
@@ -69,9 +68,13 @@ class _Home(tracers.TraceState):
 
 def _get_value(state: nnx.Variable) -> Any:
     frame = _local.frame
-    if _owner.get(id(state)) is not frame:
-        _touch(state, frame, writing=False)
-    value = _value.__get__(state)
+    if frame is None:
+        # Python does not change threads between this look and the read.
+        value = KIND.get_all([state])[0] if _owner else _value.__get__(state)
+    else:
+        if _owner.get(id(state)) is not frame:
+            _touch(state, frame, writing=False)
+        value = _value.__get__(state)
     if type(value) is _Buried:
         raise _registry.buried(state, KIND.site_of(state), value.reason)
     return value
@@ -79,16 +82,20 @@ def _get_value(state: nnx.Variable) -> Any:
 
 def _set_value(state: nnx.Variable, value: Any) -> None:
     frame = _local.frame
-    if _owner.get(id(state)) is not frame:
-        _touch(state, frame, writing=True)
     if frame is not None:
+        if _owner.get(id(state)) is not frame:
+            _touch(state, frame, writing=True)
         access = frame.accesses.get(id(state))
         if access is not None:
             if _compat.current_trace() is not frame.trace:
                 _registry.check_write(state, KIND, value, frame.trace, _registry.call_site())
             if not access.written:
                 frame.note_write(access)
-    _value.__set__(state, value)
+        _value.__set__(state, value)
+    elif _owner:
+        KIND.set_all([state], [value])
+    else:
+        _value.__set__(state, value)
 
 
 def _get_trace(state: nnx.Variable) -> tracers.TraceState:
@@ -166,15 +173,10 @@ def _touch(state: nnx.Variable, frame: Frame | None, *, writing: bool) -> None:
         step = step.parent
     if step is not owner:
         assert owner is not None
-        raise ForeignStateError(
-            f"{type(state).__name__} made at {KIND.site_of(state)} cannot be used: another thread, or a call that is "
-            f"suspended, is running {owner.name}, which has its own value for it until it ends.\n"
-            f"Fix: trace the functions that share a state in one thread, or guard them by a lock."
-        )
+        raise _registry.foreign(state, KIND, owner)
     for watching in reversed(pending):
         # For the frames around the innermost, a write is not one until the transform publishes it.
         watching.touch(state, KIND, writing=writing and watching is frame)
-        _owner[id(state)] = watching
 
 
 class _Nnx:
@@ -199,12 +201,24 @@ class _Nnx:
     def set(self, state: nnx.Variable, value: Any) -> None:
         _value.__set__(state, value)
 
+    def check_free(self, states: Sequence[nnx.Variable]) -> None:
+        """Raise if a call in another thread holds the value of one of these; for a thread that watches none."""
+        if _owner:
+            for s in states:
+                owner = _owner.get(id(s))
+                if owner is not None:
+                    raise _registry.foreign(s, self, owner)
+
     def get_all(self, states: Sequence[nnx.Variable]) -> list[Any]:
-        return [_value.__get__(s) for s in states]
+        with _registry.ownership:
+            self.check_free(states)
+            return [_value.__get__(s) for s in states]
 
     def set_all(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> None:
-        for s, v in zip(states, values, strict=True):
-            _value.__set__(s, v)
+        with _registry.ownership:
+            self.check_free(states)
+            for s, v in zip(states, values, strict=True):
+                _value.__set__(s, v)
 
     def read(self, state: nnx.Variable) -> Any:
         return _get_value(state)
@@ -224,7 +238,10 @@ class _Nnx:
             frame.note_write(access, effect.site)
         elif not _trace.__get__(state).is_valid():  # made in this very trace, it dies with it
             _registry.check_write(state, self, effect.value, None, effect.site)
-        _value.__set__(state, effect.value)
+        with _registry.ownership:
+            if frame is None:
+                self.check_free([state])
+            _value.__set__(state, effect.value)
 
     def bury(self, state: nnx.Variable, reason: str) -> None:
         frame, site = _local.frame, self.site_of(state)
@@ -236,6 +253,15 @@ class _Nnx:
         else:
             _trace.__set__(state, _Home(frame, site))
             frame.mark_created(state, self, _Made(state))
+
+    def owner(self, state: nnx.Variable) -> Frame | None:
+        return _owner.get(id(state))
+
+    def own(self, state: nnx.Variable, frame: Frame | None) -> None:
+        if frame is None:
+            _owner.pop(id(state), None)
+        else:
+            _owner[id(state)] = frame
 
     def is_random(self, state: nnx.Variable) -> bool:
         # The key of an RngStream; every draw folds the stream's count into it. Not one that was split already.
@@ -252,13 +278,7 @@ class _Nnx:
         pass
 
     def close(self, frame: Frame) -> None:
-        for access in frame.accesses.values():
-            if access.kind is self:
-                made = _trace.__get__(access.state)
-                if frame.parent is None or (type(made) is _Home and made.frame is frame.parent):
-                    _owner.pop(id(access.state), None)
-                else:
-                    _owner[id(access.state)] = frame.parent
+        pass
 
     def is_idle(self) -> bool:
         return True

@@ -49,6 +49,12 @@ class _RefKind:
     def bury(self, state: Any, reason: str) -> None:
         raise AssertionError("Refs are never recorded as created")
 
+    def owner(self, state: Any) -> None:
+        return None  # what threads do to a Ref is JAX's affair
+
+    def own(self, state: Any, frame: Any) -> None:
+        pass
+
     def is_random(self, state: Any) -> bool:
         return False
 

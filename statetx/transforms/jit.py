@@ -11,6 +11,7 @@ that were staged it raises `_Restage`, since the user's Python may do something 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -19,11 +20,11 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat, _registry
+from .._errors import ForeignStateError
 from .._jaxpr import Body
 from .._lift import Input, Lifting, Outcome, Wrapper, as_decorator, frame_for, name_of, pack, stage
 from .._paths import Paths, as_predicate
 from .._signature import StaticArguments
-from .._state import NATIVE
 from .._tree import as_array, freeze, is_array_or_number, partition
 from .._typing import Filter, Indices, Names, PyTree
 
@@ -67,6 +68,8 @@ def jit(
     State:
         A written state keeps its sharding and its weak type, so that the second call finds the program of the first.
         A state that the call creates and leaves behind gets its value; the next call is then staged anew.
+        Threads may share the function and the states it reads: while one stages it, the others wait. What they write
+        is as if each had read all states before its call and written them after it; guard that by a lock.
 
     Source:
         ``jax.jit``.
@@ -110,7 +113,8 @@ class Jit(Wrapper):
         self._layouts: dict[Hashable, _Layout] = {}
         self._programs: dict[Hashable, list[Program]] = {}  # of a key, most recently used first
         self._only: tuple[Program, Hashable] | None = None  # the one program there is, and the modes it is for
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # held while programs are put in order
+        self.staging = threading.RLock()  # held by a thread that stages, so that others wait for its program
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         only = self._only
@@ -138,7 +142,7 @@ class Jit(Wrapper):
             for program in programs:
                 if program.accepts(call):
                     if program is not programs[0]:
-                        self._programs[call.key] = [program, *(p for p in programs if p is not program)]
+                        self._put_first(call, program)
                     try:
                         return program.run(call)
                     except _Restage:  # the arguments come in another form than those that were staged
@@ -146,19 +150,34 @@ class Jit(Wrapper):
         return self._first_run(call)
 
     def _first_run(self, call: _Call) -> Any:
+        if not _registry.is_idle():
+            # No waiting here, where a call further out may be what another thread waits for.
+            return self._stage(call).first_run(call)
+        tried = self._programs.get(call.key)
+        with self.staging:
+            program = self._stage(call) if self._programs.get(call.key) is tried else None
+        if program is None:  # another thread has staged one meanwhile
+            return self(*call.args, **call.kwargs)
+        return program.first_run(call)
+
+    def _stage(self, call: _Call) -> Program:
         program = Program(self, call)
-        out = program.first_run(call)
         if program.is_reusable:
-            with self._lock:
-                self._keep(call, program)
-        return out
+            self._keep(call, program)
+        return program
 
     def _keep(self, call: _Call, program: Program) -> None:
-        is_first = not self._programs
-        while len(self._programs) >= _MAX_KEYS and call.key not in self._programs:
-            del self._programs[next(iter(self._programs))]
-        self._programs[call.key] = [program, *self._programs.get(call.key, [])[: _MAX_PROGRAMS - 1]]
-        self._only = (program, call.modes) if is_first and call.is_direct and program.is_direct else None
+        with self._lock:
+            is_first = not self._programs
+            while len(self._programs) >= _MAX_KEYS and call.key not in self._programs:
+                del self._programs[next(iter(self._programs))]
+            self._put_first(call, program)
+            self._only = (program, call.modes) if is_first and call.is_direct and program.is_direct else None
+
+    def _put_first(self, call: _Call, program: Program) -> None:
+        with self._lock:
+            rest = [p for p in self._programs.get(call.key, ()) if p is not program]
+            self._programs[call.key] = [program, *rest[: _MAX_PROGRAMS - 1]]
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Stage and lower for arguments like these (arrays or ``jax.ShapeDtypeStruct``); no state changes.
@@ -171,9 +190,7 @@ class Jit(Wrapper):
             if program.accepts(call):
                 break
         else:
-            program = Program(self, call)
-            if program.is_reusable:
-                self._keep(call, program)
+            program = self._stage(call)
         return program.compiled.lower(*program.operands_of(call))
 
     def clear_cache(self) -> None:
@@ -332,6 +349,7 @@ class Program:
         arrays = [*call.kept, *call.donated]
         self.avals = [_compat.abstract(x) for x in arrays]
         self.settings = _compat.trace_context()
+        self._staging = owner.staging
         staged, outcome, refs = stage(body, self.avals, kind="jit", name=name_of(fun), lifting=lifting)
         self.outcome: Outcome = outcome.add(refs)
         written = {id(e.state) for e in outcome.effects}
@@ -391,8 +409,6 @@ class Program:
                 states.append(e.state)
                 places.append(n)
             self._writers = list(groups.values())
-        read = {id(i.state) for i in self._inputs()}
-        self._only_written = [e.state for e in self.outcome.effects if e.kind is NATIVE and id(e.state) not in read]
 
     def _inputs(self) -> list[Input]:
         """In the order in which the compiled function takes them."""
@@ -404,10 +420,8 @@ class Program:
         """Run for a call whose types the program accepts; raises `_Restage` before anything is done if it does not."""
         if not _registry.is_idle():
             return self._run_watched(call)
-        NATIVE.check_free(self._only_written)
-        kept = [v for g in self.kept for v in g.kind.get_all(g.states)]
-        kept = self._open_guards(kept)
-        donated = [v for g in self.donated for v in g.kind.get_all(g.states)]
+        kept = self._open_guards(self._patiently(_values_of, self.kept))
+        donated = self._patiently(_values_of, self.donated)
         if donated:
             kept, donated = _unshare(kept, donated, call)
         out, writes = self.compiled(kept, donated, call.operand, call.donated)
@@ -416,13 +430,7 @@ class Program:
 
     def run_directly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """`run` where nobody watches and everything is arrays: JAX finds out whether their types are the right ones."""
-        if self._only_written:
-            NATIVE.check_free(self._only_written)
-        groups = self.kept
-        if len(groups) == 1:
-            kept = groups[0].kind.get_all(groups[0].states)
-        else:
-            kept = [v for group in groups for v in group.kind.get_all(group.states)]
+        kept = self._patiently(_values_of, self.kept)
         out, writes = self.compiled(kept, [], (args, kwargs), [])
         if writes:
             self._store(writes)
@@ -430,14 +438,30 @@ class Program:
 
     def _store(self, writes: list) -> None:
         if self._writers is None:
-            self.outcome.publish(writes, live=False)
-            return
-        for kind, states, places in self._writers:
+            self._publish(writes, live=False)
+        else:
+            self._patiently(self._set_all, writes)
+
+    def _publish(self, writes: list, *, live: bool) -> None:
+        self._patiently(functools.partial(self.outcome.publish, live=live), writes)
+
+    def _patiently(self, touch: Callable[[Any], Any], x: Any) -> Any:
+        """Touch states; if another thread holds one, once more when nobody stages this very function any more."""
+        try:
+            return touch(x)
+        except ForeignStateError:
+            if not _registry.is_idle():
+                raise
+            with self._staging:
+                return touch(x)
+
+    def _set_all(self, writes: list) -> None:
+        for kind, states, places in self._writers or ():
             kind.set_all(states, writes if len(places) == len(writes) else [writes[n] for n in places])
 
     def _run_watched(self, call: _Call, *, live: bool = False) -> Any:
         out, writes = self.compiled(*self.operands_of(call))
-        self.outcome.publish(writes, live=live)
+        self._publish(writes, live=live)
         return self.outcome.out.combine(out) if self.outcome.out.static else out
 
     def first_run(self, call: _Call) -> Any:
@@ -446,8 +470,8 @@ class Program:
 
     def operands_of(self, call: _Call) -> tuple[list, list, PyTree, list]:
         """The compiled function's arguments, with each state's value read as a user reads it."""
-        kept = self._open_guards([i.kind.read(i.state) for g in self.kept for i in g.inputs])
-        donated = [i.kind.read(i.state) for g in self.donated for i in g.inputs]
+        kept = self._open_guards([self._patiently(i.kind.read, i.state) for g in self.kept for i in g.inputs])
+        donated = [self._patiently(i.kind.read, i.state) for g in self.donated for i in g.inputs]
         if donated:
             kept, donated = _unshare(kept, donated, call)
         return kept, donated, call.operand, call.donated
@@ -457,7 +481,7 @@ class Program:
         if self.settings != _compat.trace_context() or not _same_types([*call.kept, *call.donated], self.avals):
             return False
         for i in self._inputs():
-            leaves, part = partition(i.kind.read(i.state), is_array_or_number)
+            leaves, part = partition(self._patiently(i.kind.read, i.state), is_array_or_number)
             if part.treedef != i.part.treedef or part.mask != i.part.mask or not _same_types(leaves, i.avals):
                 return False
             if freeze(part.static) != freeze(i.part.static):
@@ -501,6 +525,12 @@ class Program:
                 pinned.append(getattr(x, "sharding", None))
             i.kind.set(i.state, i.part.combine(i.values))
         return pinned
+
+
+def _values_of(groups: list[_Group]) -> list:
+    if len(groups) == 1:
+        return groups[0].kind.get_all(groups[0].states)
+    return [v for group in groups for v in group.kind.get_all(group.states)]
 
 
 def _group(inputs: list[Input]) -> list[_Group]:

@@ -1,0 +1,611 @@
+"""Threads, generators, callbacks and finalizers: a state that a call holds is refused elsewhere, and leaks nothing."""
+
+import contextlib
+import gc
+import sys
+import threading
+import time
+import weakref
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import statetx
+from helpers import Counted
+from statetx import _compat, _registry
+from statetx.kinds import brainstate as brainstate_kind
+from statetx.kinds import nnx as nnx_kind
+
+
+class Variable(nnx.Variable):
+    value = property(nnx.Variable.get_value, nnx.Variable.set_value)
+
+
+KINDS = {
+    "statetx.State": statetx.State,
+    "brainstate.State": brainstate.ShortTermState,
+    "brainstate.ParamState": brainstate.ParamState,
+    "nnx.Variable": Variable,
+}
+MAKE = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_held_afterwards():
+    with jax.numpy_rank_promotion("allow"):  # brainstate's random states need it
+        yield
+    assert _registry.current_frame() is None and not brainstate_kind._owner and not nnx_kind._owner
+
+
+@contextlib.contextmanager
+def switching_often():
+    """Have Python change threads as often as it can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def in_thread(*functions):
+    """Run each function in a thread of its own; raises what one of them raised."""
+    errors = []
+
+    def run(fun):
+        try:
+            fun()
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=run, args=(f,)) for f in functions]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(120)
+        assert not t.is_alive()
+    if errors:
+        raise errors[0]
+
+
+def is_concrete(x):
+    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
+
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+HOLD = {
+    "jit": lambda f: statetx.jit(f)(2.0),
+    "grad": lambda f: statetx.grad(f)(2.0),
+    "grad(remat)": lambda f: statetx.grad(statetx.remat(f))(2.0),
+    "scan": lambda f: statetx.scan(lambda c, x: (c, f(x)), 0, jnp.full(1, 2.0)),
+    "vmap(grad)": lambda f: statetx.vmap(lambda x: statetx.grad(lambda y: f(y) * x)(2.0))(jnp.ones(2)),
+}
+
+
+@MAKE
+@pytest.mark.parametrize("hold", HOLD)
+def test_state_that_another_thread_is_tracing_is_refused(make, hold):
+    s = make(jnp.ones(()))
+    program, setter = statetx.jit(lambda x: s.value * x), statetx.jit(lambda x: setattr(s, "value", x))
+    assert float(program(1.0)) == 1.0
+    setter(jnp.ones(()))
+    touches = {
+        "read": lambda: s.value,
+        "write": lambda: setattr(s, "value", jnp.zeros(())),
+        "trace": lambda: statetx.grad(lambda x: s.value * x)(1.0),
+        "trace a write": lambda: statetx.grad(lambda x: setattr(s, "value", x) or x)(1.0),
+        "compiled read": lambda: program(1.0),
+        "compiled write": lambda: setter(jnp.zeros(())),
+    }
+    if isinstance(s, brainstate.State):
+        touches["restore"] = lambda: s.restore_value(jnp.zeros(()))
+        touches["brainstate.jit"] = lambda: brainstate.transform.jit(lambda: setattr(s, "value", jnp.zeros(())))()
+    if not isinstance(s, nnx.Variable):
+        touches["brainstate.grad"] = lambda: brainstate.transform.grad(lambda x: s.value * x, argnums=0)(1.0)
+    messages = {}
+
+    def elsewhere():
+        for name, touch in touches.items():
+            with pytest.raises(statetx.ForeignStateError) as e:
+                touch()
+            messages[name] = str(e.value)
+
+    def f(x):
+        s.value = s.value * x
+        in_thread(elsewhere)
+        return s.value
+
+    HOLD[hold](f)
+    assert messages.keys() == touches.keys()
+    for m in messages.values():
+        assert type(s).__name__ in m and "(float32[], made at" in m and "another thread is running" in m and "Fix" in m
+    assert float(s.value) == 2.0 and float(program(1.0)) == 2.0
+
+
+@MAKE
+def test_states_that_no_call_holds_are_free_while_another_thread_traces(make):
+    s, other = make(jnp.ones(())), make(jnp.ones(()))
+
+    def elsewhere():
+        other.value = other.value + 1
+        statetx.grad(lambda x: setattr(other, "value", other.value * x) or x)(3.0)
+        assert float(statetx.jit(lambda: other.value)()) == 6.0
+
+    def f(x):
+        s.value = s.value * x
+        in_thread(elsewhere)
+        return s.value
+
+    statetx.grad(f)(2.0)
+    assert float(s.value) == 2.0 and float(other.value) == 6.0
+
+
+@MAKE
+def test_state_is_held_until_it_has_its_old_value_back(make, monkeypatch):
+    s = make(jnp.ones(()))
+    seen = []
+
+    def look():
+        try:
+            seen.append(s.value)
+        except statetx.ForeignStateError:
+            seen.append(None)
+
+    collect = _registry.Frame._collect
+    monkeypatch.setattr(_registry.Frame, "_collect", lambda frame: in_thread(look) or collect(frame))
+    statetx.grad(lambda x: setattr(s, "value", s.value * x) or x)(2.0)
+    assert seen == [None]  # else the other thread would have got the tracer of a call that is closing
+
+
+def test_default_random_state_of_brainstate_is_one_for_all_threads():
+    def f(x):
+        x = x * brainstate.random.rand()
+        with pytest.raises(statetx.ForeignStateError, match="RandomState"):
+            in_thread(brainstate.random.rand)
+        return x
+
+    statetx.grad(f)(1.0)
+    assert is_concrete(brainstate.random.DEFAULT.value)
+
+
+def test_value_of_a_statetx_state_under_a_brainstate_program_is_refused_too():
+    s = statetx.State(jnp.ones(()))
+    program = brainstate.transform.jit(lambda x: s.value * x)
+    program(1.0)
+
+    def f(x):
+        s.value = s.value * x
+        with pytest.raises(statetx.ForeignStateError, match="another thread is running"):
+            in_thread(lambda: program(1.0))
+        return s.value
+
+    statetx.grad(f)(2.0)
+    assert float(program(1.0)) == 2.0
+
+
+# -- at any moment ---------------------------------------------------------------------------------------------
+
+
+@MAKE
+@pytest.mark.parametrize("act", ["read", "write", "compiled read", "compiled write", "trace"])
+def test_no_moment_at_which_another_thread_gets_a_tracer(make, act):
+    s = make(jnp.ones(3))
+    program, setter = statetx.jit(lambda x: s.value * x), statetx.jit(lambda x: setattr(s, "value", x))
+    program(1.0)
+    setter(jnp.ones(3))
+    touch = {
+        "read": lambda: s.value,
+        "write": lambda: setattr(s, "value", np.ones(3, np.float32)),
+        "compiled read": lambda: program(1.0),
+        "compiled write": lambda: setter(jnp.ones(3)),
+        "trace": lambda: statetx.grad(lambda x: (s.value * x).sum())(1.0),
+    }[act]
+    stop, counts = threading.Event(), {"refused": 0, "done": 0}
+
+    def elsewhere():
+        while not stop.is_set():
+            try:
+                assert is_concrete(touch())
+                counts["done"] += 1
+            except statetx.ForeignStateError:
+                counts["refused"] += 1
+
+    def body(x):
+        s.value = held = s.value * x
+        assert all(s.value is held for _ in range(30))  # nobody else writes it either
+        return held.sum()
+
+    def here():
+        step = statetx.grad(body)
+        end = time.monotonic() + 0.7
+        try:
+            while time.monotonic() < end:
+                with contextlib.suppress(statetx.ForeignStateError):
+                    step(1.0)
+        finally:
+            stop.set()
+
+    with switching_often():
+        in_thread(here, elsewhere)
+    np.testing.assert_array_equal(s.value, np.ones(3))
+    assert counts["refused"] and counts["done"]
+
+
+@MAKE
+def test_of_two_threads_that_start_to_trace_at_once_one_is_refused(make, monkeypatch):
+    s, start, results = make(jnp.ones(())), threading.Barrier(2), []
+    kind = _registry.kind_of(s)
+    owner = kind.owner
+    monkeypatch.setattr(kind, "owner", lambda state: (owner(state), time.sleep(0.05))[0])  # room for the other thread
+
+    def f(x):
+        s.value = s.value * x
+        time.sleep(0.3)
+        return s.value
+
+    def work():
+        start.wait()
+        try:
+            results.append(float(statetx.grad(f)(2.0)))
+        except statetx.ForeignStateError:
+            results.append("refused")
+
+    in_thread(work, work)
+    assert sorted(results, key=str) == [1.0, "refused"] and float(s.value) == 2.0
+
+
+def test_state_taken_by_another_thread_while_it_is_being_written(monkeypatch):
+    s, held, go = statetx.State(jnp.ones(())), threading.Event(), threading.Event()
+    is_eager, threads = _compat.is_eager, []
+
+    def f(x):
+        y = s.value * x
+        held.set()
+        assert go.wait(60) and s.value is not None
+        return y
+
+    def after_the_first_look():
+        monkeypatch.setattr(_compat, "is_eager", is_eager)
+        threads.append(threading.Thread(target=lambda: statetx.grad(f)(2.0)))
+        threads[0].start()
+        assert held.wait(60)
+        return True
+
+    monkeypatch.setattr(_compat, "is_eager", after_the_first_look)
+    with pytest.raises(statetx.ForeignStateError):
+        s.value = jnp.zeros(())
+    go.set()
+    threads[0].join()
+    assert float(s.value) == 1.0
+
+
+def model(make, seed):
+    """A recurrent model with states of its own, as a training step; and a step that is plain Python on NumPy floats."""
+    w, h, n = make(jnp.asarray(0.5 + seed / 10)), make(jnp.zeros(())), make(jnp.zeros((), jnp.int32))
+
+    @statetx.remat
+    def cell(x):
+        h.value = jnp.tanh(w.value * x + h.value)
+        n.value = n.value + 1
+        return h.value
+
+    def step(xs):
+        loss = lambda: statetx.scan(lambda c, x: (c + cell(x), None), jnp.float32(0), xs)[0]  # noqa: E731
+        value, g = statetx.value_and_grad(loss, wrt=w)()
+        w.value = w.value - 0.1 * g
+        return value
+
+    return step, (w, h, n)
+
+
+def reference(seed, xs, steps):
+    def loss(w, h):
+        total = 0.0
+        for x in xs:
+            h = jnp.tanh(w * x + h)
+            total = total + h
+        return total, h
+
+    w, h = jnp.asarray(0.5 + seed / 10), jnp.zeros(())
+    for _ in range(steps):
+        (value, h), g = jax.value_and_grad(loss, has_aux=True)(w, h)
+        w = w - 0.1 * g
+    return value, w, h, steps * len(xs)
+
+
+@MAKE
+@pytest.mark.parametrize("compiled", [False, True])
+def test_models_trained_at_once_are_as_if_trained_alone(make, compiled):
+    xs, steps, results = jnp.array([0.3, -0.5, 0.8]), 6, {}
+
+    def work(seed):
+        step, states = model(make, seed)
+        step = statetx.jit(step) if compiled else step
+        for _ in range(steps):
+            value = step(xs)
+        results[seed] = (value, *[s.value for s in states])
+
+    with switching_often():
+        in_thread(*[lambda seed=seed: work(seed) for seed in range(4)])
+    for seed in range(4):
+        for a, b in zip(results[seed], reference(seed, xs, steps), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+# -- one compiled function -------------------------------------------------------------------------------------
+
+
+@MAKE
+def test_function_first_called_by_many_threads_is_staged_once(make):
+    w = make(jnp.asarray(2.0))
+    start, results = threading.Barrier(4), {}
+
+    def body(x):
+        first = w.value
+        time.sleep(0.05)  # the others arrive while this one is tracing
+        return first * x
+
+    body = Counted(body)
+    f = statetx.jit(body)
+
+    def work(i):
+        start.wait()
+        results[i] = [float(f(float(i))) for _ in range(20)]
+
+    in_thread(*[lambda i=i: work(i) for i in range(4)])
+    assert body.runs == 1 and results == {i: [2.0 * i] * 20 for i in range(4)}
+
+
+@MAKE
+def test_compiled_call_waits_while_its_function_is_staged_for_another_type(make):
+    s, go, arrived, results = make(jnp.asarray(2.0)), threading.Event(), threading.Event(), []
+
+    def body(x):
+        y = s.value * x.sum()
+        s.value = s.value * 1.0
+        if x.ndim:
+            arrived.set()
+            assert go.wait(60)
+        return y
+
+    f = statetx.jit(body)
+    f(jnp.ones(()))
+
+    def other():
+        arrived.wait(60)
+        threading.Timer(0.2, go.set).start()
+        results.append((float(f(jnp.asarray(5.0))), go.is_set()))
+
+    in_thread(lambda: f(jnp.ones(3)), other)
+    assert results == [(10.0, True)] and float(s.value) == 2.0
+
+
+def test_functions_that_call_each_other_do_not_wait_for_each_other():
+    start = threading.Barrier(2)
+
+    def outer(x, inner):
+        start.wait(60)
+        return inner(x) + 1
+
+    f = statetx.jit(lambda x, how: outer(x, g) if how == "outer" else x * 2)
+    g = statetx.jit(lambda x, how="inner": outer(x, lambda y: f(y, "inner")) if how == "outer" else x * 3)
+    results = {}
+    in_thread(
+        lambda: results.update(f=float(f(1.0, "outer"))),
+        lambda: results.update(g=float(g(1.0, "outer"))),
+    )
+    assert results == {"f": 4.0, "g": 3.0}
+
+
+def test_function_called_with_many_types_by_many_threads():
+    body = Counted(lambda x, k: (w.value * x).sum() * k)
+    w = statetx.Param(jnp.asarray(2.0))
+    f = statetx.jit(body, static_argnums=1)
+    sizes, flags = range(1, 6), range(3)
+
+    def work(i):
+        order = np.random.default_rng(i).permutation([(n, k) for n in sizes for k in flags])
+        for n, k in np.concatenate([order, order]):
+            assert float(f(jnp.ones(int(n)), int(k))) == 2.0 * n * k
+
+    with switching_often():
+        in_thread(*[lambda i=i: work(i) for i in range(4)])
+    assert body.runs == len(sizes) * len(flags)
+
+
+@MAKE
+def test_compiled_function_with_a_model_for_each_thread(make):
+    @statetx.jit
+    def add(s, x):
+        s.value = s.value + x
+        return s.value
+
+    results = {}
+
+    def work(i):
+        s = make(jnp.zeros(()))
+        for _ in range(30):
+            out = add(s, float(i))
+        results[i] = (float(out), float(s.value))
+
+    with switching_often():
+        in_thread(*[lambda i=i: work(i) for i in range(4)])
+    assert results == {i: (30.0 * i, 30.0 * i) for i in range(4)}
+
+
+@MAKE
+def test_compiled_function_that_writes_a_shared_state_under_a_lock(make):
+    s, lock = make(jnp.zeros(())), threading.Lock()
+
+    @statetx.jit
+    def add(x):
+        s.value = s.value + x
+
+    def work():
+        for _ in range(50):
+            with lock:
+                add(1.0)
+
+    with switching_often():
+        in_thread(work, work, work)
+    assert float(s.value) == 150.0
+
+
+# -- what outlives its frame -----------------------------------------------------------------------------------
+
+
+@MAKE
+def test_generator_that_outlives_its_call(make):
+    s, kept = make(jnp.ones(())), []
+
+    def values():
+        while True:
+            given = yield s.value
+            if given is not None:
+                s.value = given
+
+    def f(x):
+        g = values()
+        kept.append(g)  # found in the closure, and left alone, by what looks for states there
+        before, _, now = next(g), setattr(s, "value", s.value * x), next(g)
+        assert now is s.value and now is not before and not is_concrete(now)
+        return now
+
+    for i, wrap in enumerate((statetx.grad, statetx.jit, lambda f: statetx.grad(statetx.remat(f))), start=1):
+        wrap(f)(2.0)
+        assert float(next(kept[-1])) == 2.0**i  # what the state holds now
+    kept[0].send(jnp.asarray(5.0))
+    assert float(s.value) == 5.0
+    with pytest.raises(Exception, match="tracer|trace level|is tracing"):  # each library's own error
+        jax.grad(lambda x: kept[0].send(x))(1.0)  # the generator is no way around the rule
+    assert float(s.value) == 5.0
+
+
+@MAKE
+def test_generator_that_traces_between_its_steps(make):
+    s = make(jnp.ones(()))
+
+    def steps(x):
+        while True:
+            yield float(statetx.grad(lambda y: setattr(s, "value", s.value * y) or s.value)(x))
+
+    a, b = steps(2.0), steps(3.0)  # each is suspended while the other runs
+    assert [next(a), next(b), next(a), next(b)] == [1.0, 2.0, 6.0, 12.0]
+    a.close()
+    assert float(s.value) == 36.0
+
+
+@MAKE
+def test_timer_started_in_a_call(make):
+    s, done, seen = make(jnp.ones(())), threading.Event(), []
+
+    def later():
+        s.value = s.value + 1
+        seen.append(s.value)
+        done.set()
+
+    def f(x):
+        s.value = s.value * x
+        f.timer = threading.Timer(0.2, later)
+        f.timer.start()
+        return s.value
+
+    statetx.grad(f)(2.0)
+    assert done.wait(60)
+    f.timer.join()
+    assert float(s.value) == 3.0 and is_concrete(seen)
+
+
+@MAKE
+@pytest.mark.parametrize("callback", ["debug.callback", "pure_callback"])
+def test_callback_that_reads_a_state(make, callback):
+    s, seen = make(jnp.asarray(3.0)), []
+
+    def host(x):
+        seen.append(s.value)
+        return np.asarray(x)
+
+    def f(x):
+        s.value = s.value * 2
+        if callback == "debug.callback":
+            jax.debug.callback(host, x)
+            return x * s.value
+        return jax.pure_callback(host, jax.ShapeDtypeStruct((), jnp.float32), x) * s.value
+
+    f = statetx.jit(f)
+    for i in range(1, 4):
+        f(1.0)
+        jax.effects_barrier()
+        assert float(s.value) == 3.0 * 2**i
+    # Compiled programs run outside the call's frame: the state holds what it held before, or already what was written.
+    assert len(seen) == 3 and is_concrete(seen)
+    assert all(float(v) in (3.0 * 2**i, 6.0 * 2**i) for i, v in enumerate(seen))
+
+
+@MAKE
+def test_callback_that_touches_what_the_call_around_it_holds(make):
+    s = make(jnp.asarray(3.0))
+    refused = []
+
+    def read():
+        with pytest.raises(statetx.ForeignStateError):
+            _ = s.value
+        refused.append(True)
+
+    def host(x):
+        in_thread(read)  # JAX runs callbacks in whatever thread it likes, on a CPU also in this one
+        return x
+
+    def f(x):
+        s.value = s.value * x
+        y = jax.jit(lambda z: jax.pure_callback(host, jax.ShapeDtypeStruct((), jnp.float32), z))(jnp.float32(1.0))
+        return s.value * y
+
+    statetx.grad(f)(2.0)
+    assert float(s.value) == 6.0 and refused
+
+
+@MAKE
+@pytest.mark.parametrize("wrap", [statetx.grad, statetx.jit], ids=["grad", "jit"])
+def test_finalizer_that_writes_a_state_while_a_call_is_open(make, wrap):
+    s, total = make(jnp.ones(())), make(jnp.zeros(()))
+
+    class Token:
+        pass
+
+    def f(x):
+        token = Token()
+        weakref.finalize(token, lambda: setattr(total, "value", total.value + s.value))
+        s.value = s.value * x
+        del token
+        gc.collect()
+        return s.value
+
+    wrap(f)(2.0)
+    assert float(s.value) == 2.0 and float(total.value) == 2.0  # as if the body had written it
+    kept = [Token()]
+    weakref.finalize(kept[0], lambda: setattr(total, "value", total.value + s.value))
+    wrap(lambda x: x * 2.0)(1.0)
+    kept.clear()
+    assert float(total.value) == 4.0
+
+
+def test_trace_stack_of_brainstate_left_open_by_a_generator():
+    s = statetx.State(jnp.ones(()))
+
+    def suspended():
+        with brainstate.StateTraceStack():
+            s.value = s.value + 1
+            yield
+
+    g = suspended()
+    next(g)
+    with pytest.raises(statetx.ForeignStateError, match="another thread"):
+        in_thread(lambda: s.value)
+    g.close()
+    assert s._owner is None and float(s.value) == 2.0
