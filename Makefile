@@ -7,16 +7,18 @@ PY := .venv/bin/python
 STAMP := .venv/.statetx-installed
 RECENT := import sys; sys.exit(sys.version_info < (3, 11))
 EXTRAS := test,examples,docs,flax,dev
+# The benchmarks alone want other libraries to compare with.
+BENCH := .venv/.statetx-bench-installed
 
 # pyright: be quiet about newer releases than the pinned one
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format bench clean
+.PHONY: help demo test test-slow test-remat3 check format bench clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PY) -c '$(RECENT)' 2>/dev/null || { \
@@ -36,6 +38,9 @@ test: $(STAMP)  ## run the tests and doctests
 test-slow: $(STAMP)  ## run every test, the slow ones too
 	$(PY) -m pytest -n 2 -m "slow or not slow" $(ARGS)
 
+test-remat3: $(STAMP)  ## run the tests with JAX's new rematerialisation switched on
+	JAX_REMAT3=1 $(PY) -m pytest -n 2 $(ARGS)
+
 check: $(STAMP)  ## lint, formatting and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -45,8 +50,12 @@ format: $(STAMP)  ## rewrite the sources as `make check` wants them
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: $(STAMP)  ## run the benchmarks, one after the other
-	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) "$$file"; done
+$(BENCH): $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@touch $@
+
+bench: $(BENCH)  ## run the benchmarks and the comparison with other libraries, one after the other
+	@set -e; for file in benchmarks/bench_*.py benchmarks/behaviours.py; do echo "== $$file"; $(PY) "$$file"; done
 
 clean:  ## remove the environment, outputs and caches
 	rm -rf .venv out build dist .pytest_cache .ruff_cache .hypothesis

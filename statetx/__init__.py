@@ -5,11 +5,14 @@ stores a fraction of the activations; `grad`, `jit`, `scan` and the rest carry s
 explicit inputs and outputs. See the README for a first program.
 """
 
+from . import policies as policies
+from . import testing as testing
 from ._errors import CarryTypeError as CarryTypeError
 from ._errors import CreatedStateError as CreatedStateError
 from ._errors import EffectError as EffectError
 from ._errors import ForeignStateError as ForeignStateError
 from ._errors import PolicyError as PolicyError
+from ._errors import PolicyWarning as PolicyWarning
 from ._errors import StateAccessError as StateAccessError
 from ._errors import StateFilterError as StateFilterError
 from ._errors import StatetxError as StatetxError
@@ -24,6 +27,10 @@ from ._rules import Split as Split
 from ._state import Param as Param
 from ._state import RngState as RngState
 from ._state import State as State
+from .residuals.fwd_bwd import print_fwd_bwd as print_fwd_bwd
+from .residuals.table import Residuals as Residuals
+from .residuals.table import print_saved_residuals as print_saved_residuals
+from .residuals.table import saved_residuals as saved_residuals
 from .transforms.abstract import eval_shape as eval_shape
 from .transforms.abstract import make_jaxpr as make_jaxpr
 from .transforms.cond import cond as cond

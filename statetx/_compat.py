@@ -6,7 +6,6 @@ fails when one of these meanings shifts.
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,8 @@ from typing import Any
 import jax
 import jax.core
 import jax.extend.core as jex_core
+import numpy as np
+from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import effects as _effects
@@ -28,6 +29,7 @@ from jax._src.lax import lax as _lax
 from jax._src.state.discharge import discharge_state as _discharge_state
 from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.api_util import shaped_abstractify
+from jax.extend.core.primitives import remat_p
 
 source_info_util.register_exclusion(__file__.rsplit("/", 1)[0])
 
@@ -49,10 +51,16 @@ JAX_FOLDER = os.path.dirname(jax.__file__)
 
 def traceback_site(traceback: Any, folders: tuple[str, ...]) -> str:
     """``file:line`` of the innermost frame of a JAX traceback that lies in none of the folders."""
+    file, line, _ = traceback_frame(traceback, folders) or ("", 0, "")
+    return f"{file}:{line}" if file else "unknown place"
+
+
+def traceback_frame(traceback: Any, folders: tuple[str, ...]) -> tuple[str, int, str] | None:
+    """File, line and function of the innermost frame of a JAX traceback that lies in none of the folders."""
     for frame in traceback.frames if traceback is not None else ():
         if not frame.file_name.startswith(folders):
-            return f"{frame.file_name}:{frame.line_num}"
-    return "unknown place"
+            return frame.file_name, frame.line_num, frame.function_name
+    return None
 
 
 LITERALS = (_literals.TypedInt, _literals.TypedFloat, _literals.TypedComplex, _literals.TypedNdArray)
@@ -223,18 +231,20 @@ def _copy_equations(trace: Any, jaxpr: Jaxpr, env: dict[Any, Any], here: Any) ->
 
 
 def rematerialise(jaxpr: Jaxpr, args: Sequence[Any], *, policy: Any, prevent_cse: bool | tuple[bool, ...]) -> list[Any]:
-    """`jax.checkpoint` of a function whose jaxpr, without constants, is there already; `prevent_cse` for each input."""
-    return jax.checkpoint(_function_of(jaxpr), policy=policy, prevent_cse=prevent_cse)(*args)
+    """`jax.checkpoint` of a function whose jaxpr, without constants, is there already; `prevent_cse` for each input.
+
+    This is JAX's established rematerialisation also where ``jax_remat3`` is on, which knows neither `prevent_cse` nor
+    policies that are not its own.
+    """
+    return remat_p.bind(*args, jaxpr=jaxpr, policy=policy, prevent_cse=prevent_cse, differentiated=False)
 
 
-@functools.lru_cache(maxsize=2048)
-def _function_of(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
-    """The one function that runs a jaxpr: JAX's caches go by its identity."""
-
-    def rematerialised(*args: Any) -> list[Any]:
-        return evaluate(jaxpr, (), args)
-
-    return rematerialised
+def bind_equation(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+    """Run one equation, with these parameters, on `args`; what it does is attributed to the line it came from."""
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+        outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
+    return outs if eqn.primitive.multiple_results else [outs]
 
 
 def rebuild(jaxpr: Jaxpr, *, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any] | None = None) -> Jaxpr:
@@ -260,6 +270,46 @@ def with_weak_type(x: Any, weak: bool) -> Any:
     return _lax._convert_element_type(x, weak_type=weak)
 
 
+name_primitive = _ad_checkpoint.name_p
+Offloadable = _pe.Offloadable
+
+
+def named(x: Any, name: str) -> Any:
+    """`x` under a name that policies of `remat_p` see, whatever ``jax_remat3`` says."""
+    return name_primitive.bind(x, name=name)
+
+
+def memory_spaces() -> list[str]:
+    """The memories that the devices of the default backend can address, the one where arrays are made first."""
+    device = jax.local_devices()[0]
+    kinds = [device.default_memory().kind, *(m.kind for m in device.addressable_memories())]
+    return list(dict.fromkeys(kinds))
+
+
+def policy_answer(answer: Any) -> bool | tuple[str, str]:
+    """What a policy of JAX's kind answered: whether to save, or the memories to offload from and to."""
+    if isinstance(answer, Offloadable):
+        return answer.src, answer.dst
+    return answer is _pe.Saveable or (answer is not _pe.Recompute and bool(answer))
+
+
+def names_in_policy(policy: Any) -> frozenset[str]:
+    """The names that a policy made by ``jax.checkpoint_policies`` was given; empty where they cannot be told."""
+    found = getattr(policy, "saveable_names", None) or getattr(policy, "names", None)
+    if found is None:
+        found = [x for content in _closed_over(policy, 1) if isinstance(content, (set, tuple, list)) for x in content]
+    return frozenset(x for x in found if isinstance(x, str)) if _defined_by_jax_module(policy) else frozenset()
+
+
+def _defined_by_jax_module(x: Any) -> bool:
+    return (getattr(x, "__module__", None) or type(x).__module__).startswith("jax")
+
+
+def zero_tangent(aval: Any) -> Any:
+    """The tangent of an integer."""
+    return np.zeros(aval.shape, jax.dtypes.float0)
+
+
 def forbidden_effects(jaxpr: Jaxpr) -> list[tuple[str, str]]:
     """What in a jaxpr cannot be rematerialised: the name of each such function or operation, and its place."""
     if not _effects.remat_allowed_effects.filter_not_in(jaxpr.effects):
@@ -270,14 +320,46 @@ def forbidden_effects(jaxpr: Jaxpr) -> list[tuple[str, str]]:
         if inner:
             found += inner
         elif _effects.remat_allowed_effects.filter_not_in(eqn.effects):
-            callback = eqn.params.get("callback")
-            callback = getattr(callback, "callback_func", callback)
-            name = getattr(callback, "__qualname__", None) or eqn.primitive.name
-            found.append((name, traceback_site(eqn.source_info.traceback, (JAX_FOLDER,))))
+            found.append(_callback(eqn))
+    return found
+
+
+def _callback(eqn: Any) -> tuple[str, str]:
+    callback = eqn.params.get("callback")
+    callback = getattr(callback, "callback_func", callback)
+    name = getattr(callback, "__qualname__", None) or eqn.primitive.name
+    return name, traceback_site(eqn.source_info.traceback, (JAX_FOLDER,))
+
+
+def callbacks(jaxpr: Jaxpr) -> list[tuple[str, str]]:
+    """The functions that a jaxpr calls on the host: the name of each, and the place of the call."""
+    found = [_callback(eqn) for eqn in jaxpr.eqns if eqn.primitive.name.endswith("_callback")]
+    for eqn in jaxpr.eqns:
+        for sub in jex_core.jaxprs_in_params(eqn.params):
+            found += callbacks(open_jaxpr(sub)[0])
     return found
 
 
 # -- Refs ------------------------------------------------------------------------------------------------------
+
+
+_ref_init = _core.Ref.__init__
+_made_refs = False
+
+
+def _note_ref(self: Any, *args: Any, **kwargs: Any) -> None:
+    global _made_refs
+    _made_refs = True
+    _core.Ref.__init__ = _ref_init
+    _ref_init(self, *args, **kwargs)
+
+
+_core.Ref.__init__ = _note_ref  # type: ignore[method-assign]  # until the first Ref is made
+
+
+def made_refs() -> bool:
+    """Whether the program has made a `jax.Ref` since this package was imported."""
+    return _made_refs
 
 
 def touches_refs(jaxpr: Jaxpr, consts: Sequence[Any]) -> bool:
@@ -317,6 +399,55 @@ def is_jaxpr(x: Any) -> bool:
 def open_jaxpr(x: Any) -> tuple[Jaxpr, Sequence[Any]]:
     """Split a jaxpr, closed or not, into equations and constants (one class serves both from jax 0.12 on)."""
     return (x.jaxpr, x.consts) if isinstance(x, ClosedJaxpr) else (x, getattr(x, "consts", ()))
+
+
+def is_written_by_jax(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr is that of a function in JAX's own source, such as ``jnp.where``."""
+    return (jaxpr.debug_info.func_filename or "").startswith(JAX_FOLDER)
+
+
+def map_jaxprs(fun: Callable[[Any], Any], params: dict[str, Any]) -> dict[str, Any]:
+    """An equation's parameters with `fun` applied to each jaxpr in them, closed or not."""
+
+    def apply(x: Any) -> Any:
+        if isinstance(x, (tuple, list)) and any(map(is_jaxpr, x)):
+            return type(x)([apply(v) for v in x])
+        return fun(x) if is_jaxpr(x) else x
+
+    return {key: apply(value) for key, value in params.items()}
+
+
+def with_equations(x: Any, eqns: Sequence[Any]) -> Any:
+    """A jaxpr, closed or not, with other equations for the same inputs and outputs."""
+    if isinstance(x, Jaxpr):
+        return x.replace(eqns=list(eqns))
+    return ClosedJaxpr(x.jaxpr.replace(eqns=list(eqns)), x.consts)
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many constants and carries a scan has: the first of its operands, in this order."""
+    if "num_carry" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = map(list, eqn.params["ft_in"].unpack())  # from jax 0.12 on
+    return len(consts), len(carry)
+
+
+def scope(eqn: Any) -> str:
+    """The names that stand around an equation: those of ``jax.named_scope`` and of transforms, joined by slashes."""
+    return str(eqn.source_info.name_stack)
+
+
+def with_scope(eqn: Any, name: str) -> Any:
+    """The equation with a further name around it, which all that JAX makes of the equation inherits."""
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(name)))
+
+
+def inlined(eqn: Any, outer: Any, *, same_line: bool, **changes: Any) -> Any:
+    """The equation, changed, with the names around `outer`, whose jaxpr it comes from, and on request its line."""
+    info, around = eqn.source_info, outer.source_info
+    info = info.replace(name_stack=around.name_stack + info.name_stack)
+    return eqn.replace(source_info=info.replace(traceback=around.traceback) if same_line else info, **changes)
 
 
 def derivative_rule(x: Any) -> tuple[Any, ...] | None:

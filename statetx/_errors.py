@@ -50,3 +50,7 @@ class EffectError(StatetxError, NotImplementedError):
 
 class CreatedStateError(StatetxError, RuntimeError):
     """A state made inside a loop body or a traced call outlived it where no single value can be given to it."""
+
+
+class PolicyWarning(UserWarning):
+    """A rematerialisation policy that makes no difference, or that names what does not occur."""

@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from . import _compat, _registry
 from ._errors import TraceLeakError
 from ._jaxpr import Body
+from ._paths import reaches
 from ._registry import Effect, Frame, Kind
 from ._tree import Partition, as_array, is_array, partition
 from ._typing import PyTree
@@ -164,12 +166,14 @@ def stage(
     kind: str,
     name: str,
     lifting: Lifting | None = None,
+    read: Callable[[Any], Any] = REF.get,
 ) -> tuple[Body, Any, list[Effect]]:
     """Trace ``fun(*arrays) -> (list of arrays, anything)`` once; return it as a `Body`, the anything, and Ref effects.
 
     The body's inputs are its operands, one for each of `avals`, and `lifting`'s, in this order. Refs that the function
     closes over are made explicit: their values are operands, or inputs of `lifting`'s if there is one, and the last
-    values of those that are written are further outputs, one for each of the effects returned.
+    values of those that are written are further outputs, one for each of the effects returned. `read` gets a Ref's
+    value.
     """
     extra = None
 
@@ -186,12 +190,45 @@ def stage(
 
     jaxpr, consts = _compat.stage(run, avals, kind=kind, name=name)
     if _compat.touches_refs(jaxpr, consts):
-        body, effects = _with_explicit_refs(jaxpr, consts, lifting)
+        body, effects = _with_explicit_refs(jaxpr, consts, lifting, read)
         return body, extra, effects
     return Body.close(jaxpr, consts), extra, []
 
 
-def _with_explicit_refs(jaxpr: Any, consts: list[Any], lifting: Lifting | None) -> tuple[Body, list[Effect]]:
+def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
+    """Run a function for a transform that stages nothing, under its frame.
+
+    JAX refuses writes of differentiated or mapped values to a `jax.Ref` from outside. If the call can reach one, the
+    function is staged and its Refs made explicit, as anywhere else; the frame gets what is left in them.
+    """
+    if not _compat.made_refs() or not reaches(jax.Ref, fun, args, kwargs):
+        return fun(*args, **kwargs)
+    frame = _registry.current_frame()
+    assert frame is not None
+
+    def body() -> tuple[list, Any]:
+        with Frame(frame.name) as inner:
+            out = fun(*args, **kwargs)
+        return pack(out, inner.effects)
+
+    def read(ref: Any) -> Any:
+        return ref[...] if frame.on_read is None else frame.on_read(ref, REF, ref[...])
+
+    transform = frame.name.partition("(")[0]
+    staged, outcome, refs = stage(body, (), kind=f"statetx.{transform}", name=name_of(fun), read=read)
+    outs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in staged(staged.operands)]
+    for effect in reversed(refs):
+        effect.value = outs.pop()
+        if isinstance(effect.state, _compat.Tracer):
+            REF.publish(effect, True)  # an argument of the transform's own, or made under it
+        else:
+            frame.add_effect(effect)
+    return outcome.finish(outs)
+
+
+def _with_explicit_refs(
+    jaxpr: Any, consts: list[Any], lifting: Lifting | None, read: Callable[[Any], Any]
+) -> tuple[Body, list[Effect]]:
     invars = [*jaxpr.constvars, *jaxpr.invars]
     pure, written = _compat.discharge_refs(_compat.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars))
     effects = [
@@ -200,7 +237,7 @@ def _with_explicit_refs(jaxpr: Any, consts: list[Any], lifting: Lifting | None) 
         if w
     ]
     is_ref = [isinstance(c, jax.Ref) for c in consts]
-    values = [c[...] if r else c for c, r in zip(consts, is_ref, strict=True)]
+    values = [read(c) if r else c for c, r in zip(consts, is_ref, strict=True)]
     variables = pure.invars
     if lifting is not None:
         # They take the place of states that were read: at the end, each with an input of its own.

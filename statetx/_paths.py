@@ -128,6 +128,11 @@ class Paths:
         return path
 
 
+def reaches(kind: type, fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call can reach a state of this type."""
+    return any(isinstance(state, kind) for _, state in _walk_call(fun, args, kwargs))
+
+
 def _short(site: str) -> str:
     return site.replace("\\", "/").rsplit("/", 1)[-1]
 

@@ -172,6 +172,7 @@ class Frame:
         self._created: list[tuple[Callable[[], Any], Kind]] = []
         self._watching: list[Kind] = []
         self._suspects: list[Access] = []
+        self._added: list[Effect] = []
 
     def __enter__(self) -> Frame:
         self.parent = _local.frame
@@ -237,6 +238,10 @@ class Frame:
         access.written = True
         access.site = access.site or site or call_site()
 
+    def add_effect(self, effect: Effect) -> None:
+        """Record what the call leaves in a state that the frame does not hold, a `jax.Ref`."""
+        self._added.append(effect)
+
     def mark_created(self, state: Any, kind: Kind, ref: Callable[[], Any] | None = None) -> None:
         """Record a state made in the call; `ref` stands for a weak reference where the state allows none."""
         self._created.append((ref or weakref.ref(state), kind))
@@ -264,7 +269,7 @@ class Frame:
                 effects.append(Effect(access.state, access.kind, value, access.site, access))
         for state, kind in self.created():
             effects.append(Effect(state, kind, kind.get(state), kind.site_of(state), None))
-        return effects
+        return effects + self._added
 
     def _restore(self) -> None:
         for access in self.accesses.values():

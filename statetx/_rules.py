@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from . import _compat, _registry
 from ._errors import StateValueError
 from ._paths import Paths, as_predicate
@@ -60,6 +62,18 @@ class Rules:
                     f"{', '.join(map(repr, known))}."
                 )
             self._rules.append((as_predicate(filter), rule))
+        if self._rules and _compat.made_refs():
+            self._refuse_mapped_refs()
+
+    def _refuse_mapped_refs(self) -> None:
+        for path, state in self.path.items().items():
+            if isinstance(state, jax.Ref) and isinstance(self(state), int):
+                raise StateValueError(
+                    f"{self.name} cannot map {_registry.describe(state, path=path)}, which the function closes over: "
+                    f"whoever reads it sees the whole.\n"
+                    f"Fix: pass it to the mapped function as an argument, with an axis in in_axes, or keep the value in a "
+                    f"statetx.State."
+                )
 
     def __call__(self, state: Any) -> Any:
         """The first rule whose filter selects the state, None if none does."""

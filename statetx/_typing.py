@@ -12,7 +12,8 @@ Filter = Any
 """A state type, a path glob, a predicate ``(path, state) -> bool``, a bool, a sequence of these (any), or ``Not``."""
 
 Policy = Callable[..., Any] | str | None
-"""What rematerialisation keeps: a callable of ``jax.checkpoint_policies``' kind, the name of one, or None."""
+"""What rematerialisation keeps: one of `statetx.policies`, a callable of ``jax.checkpoint_policies``' kind, the name of either,
+or None."""
 
 Indices = int | Sequence[int]
 Names = str | Sequence[str]

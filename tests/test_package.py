@@ -14,10 +14,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
 
 EXPORTS = """
-Broadcast Carry CarryTypeError CreatedStateError EffectError ForeignStateError Not Param PolicyError RngState Split State
+Broadcast Carry CarryTypeError CreatedStateError EffectError ForeignStateError Not Param PolicyError PolicyWarning RngState Split State
 StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
 checkpoint checkpoint_name cond eval_shape fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
-make_jaxpr map remat scan shard_map states switch trace_states value_and_grad vjp vmap while_loop
+make_jaxpr map policies remat scan shard_map states switch trace_states value_and_grad vjp vmap while_loop
 """.split()
 
 # Each module may import from those in the lines above its own, and from its own line where marked so.
@@ -26,8 +26,8 @@ LAYERS = [
     {"_registry"},
     {"_tree"},
     {"_jaxpr", "_state", "_paths", "_signature"},
-    {"kinds.brainstate", "kinds.ref", "kinds.nnx"},
-    {"_lift", "_rules"},
+    {"kinds.brainstate", "kinds.ref", "kinds.nnx", "policies"},
+    {"_lift", "_rules", "_keep"},
     {"_staged", "_targets"},
     {
         f"transforms.{name}"

@@ -168,3 +168,104 @@ def test_discharge_as_relied_upon():
     explicit, written = _compat.discharge_refs(plain)
     assert written == [False, False] and len(explicit.outvars) == 1
     assert [v.aval.shape for v in explicit.invars] == [(3,), ()]
+
+
+class Float:
+    """A float Ref that the argument is written to, and one that is differentiated."""
+
+    def __init__(self):
+        self.h = jax.new_ref(H)
+        self.w = jax.new_ref(W)
+
+    def step(self, x):
+        before = self.h[...]
+        self.h[...] = jnp.tanh(self.w[...] * x + before)
+        return (jnp.sin(self.h[...]) * before + x**2).sum()
+
+
+def float_step(w, h, x):
+    new = jnp.tanh(w * x + h)
+    return (jnp.sin(new) * h + x**2).sum(), new
+
+
+X = jnp.array([0.2, 0.4, -0.6])
+
+DERIVATIVES = {
+    "grad": (lambda f, w: statetx.grad(f, 0, wrt=w)(X), lambda f: jax.grad(f, (0, 1))(W, X)),
+    "vjp": (
+        lambda f, w: (lambda g, xs: (g, *xs))(*statetx.vjp(f, X, wrt=w)[1](jnp.ones(()))),
+        lambda f: jax.grad(f, (0, 1))(W, X),
+    ),
+    "jvp": (lambda f, w: statetx.jvp(f, (X,), (W,)), lambda f: jax.jvp(lambda x: f(W, x), (X,), (W,))),
+    "linearize": (
+        lambda f, w: statetx.linearize(f, X)[1](W),
+        lambda f: jax.jvp(lambda x: f(W, x), (X,), (W,))[1],
+    ),
+    "jacfwd": (lambda f, w: statetx.jacfwd(f, 0, wrt=w)(X), lambda f: jax.jacfwd(f, (0, 1))(W, X)),
+    "jacrev": (lambda f, w: statetx.jacrev(f, 0, wrt=w)(X), lambda f: jax.jacrev(f, (0, 1))(W, X)),
+    "hessian": (lambda f, w: statetx.hessian(f, wrt=w)(X), lambda f: jax.hessian(f, 0)(W, X)),
+}
+
+
+@pytest.mark.parametrize("is_remat", [False, True])
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives_by_a_ref_and_through_what_is_written_to_one(name, is_remat):
+    model = Float()
+    ours, theirs = DERIVATIVES[name]
+    counted = Counted(model.step)
+    actual = ours(statetx.remat(counted) if is_remat else counted, model.w)
+    expected = theirs(lambda w, x: float_step(w, H, x)[0])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), actual, expected)
+    np.testing.assert_allclose(model.h[...], float_step(W, H, X)[1], rtol=1e-6)
+    np.testing.assert_array_equal(model.w[...], W)
+    assert counted.runs == 1
+
+
+@pytest.mark.parametrize("is_remat", [False, True])
+def test_vmap_maps_a_ref_that_is_an_argument(is_remat):
+    def step(h, x):
+        before = h[...]
+        h[...] = jnp.tanh(W * x + before)
+        return (jnp.sin(h[...]) * before + x**2).sum()
+
+    h, many = jax.new_ref(jnp.stack([H, H + 1])), jnp.stack([X, 2 * X])
+    out = statetx.vmap(statetx.remat(step) if is_remat else step)(h, many)
+    wanted, new = jax.vmap(lambda h, x: float_step(W, h, x))(jnp.stack([H, H + 1]), many)
+    np.testing.assert_allclose(out, wanted, rtol=1e-6)
+    np.testing.assert_allclose(h[...], new, rtol=1e-6)
+
+
+def test_vmap_refuses_to_map_a_ref_that_is_closed_over():
+    model, many = Float(), jnp.stack([X, 2 * X])
+    model.h = jax.new_ref(jnp.stack([H, H + 1]))
+    with pytest.raises(statetx.StateValueError, match="pass it to the mapped function as an argument"):
+        statetx.vmap(model.step, states={"h": 0})(many)
+    model = Float()
+    with pytest.raises(statetx.StateAccessError, match=r"states=\{'h': 0\}"):
+        statetx.vmap(model.step)(many)
+    np.testing.assert_array_equal(model.h[...], H)
+
+
+def test_vmap_draws_for_each_example_from_a_key():
+    rng = jax.new_ref(jax.random.key(0))
+
+    def noise(x):
+        rng[...], key = jax.random.split(rng[...])
+        return x * jax.random.normal(key)
+
+    draws = statetx.vmap(noise)(jnp.ones(4))
+    assert len(set(draws.tolist())) == 4
+    assert rng[...].shape == ()
+    assert not set(statetx.vmap(noise)(jnp.ones(4)).tolist()) & set(draws.tolist())
+
+
+def test_exception_under_grad_leaves_refs_alone():
+    model = Float()
+
+    def step(x):
+        model.step(x)
+        raise KeyError("no")
+
+    with pytest.raises(KeyError, match="no"):
+        statetx.grad(step)(X)
+    np.testing.assert_array_equal(model.h[...], H)

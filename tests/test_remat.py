@@ -422,7 +422,7 @@ def test_pickling_survives():
     assert again is module_level
     assert pickle.loads(pickle.dumps(Cell.bare)) is Cell.bare
     again = pickle.loads(pickle.dumps(wrapped_function))
-    assert float(again(1.0)) == float(jnp.cos(1.0)) and again._policy is wrapped_function._policy
+    assert float(again(1.0)) == float(jnp.cos(1.0)) and again._policy == wrapped_function._policy
     cell = pickle.loads(pickle.dumps(Cell()))
     np.testing.assert_array_equal(cell.bare(X), Cell().bare(X))
     bound = pickle.loads(pickle.dumps(Cell().bare))
@@ -511,6 +511,30 @@ def test_host_callbacks():
     jax.effects_barrier()
     assert seen == [1.0, 1.0]  # documented: once forward, once in the recomputation
     np.testing.assert_allclose(statetx.remat(with_effect)(1.0), np.sin(1.0), rtol=1e-6)  # eager: f(x) itself
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_callback_on_what_a_state_was_given_fires_once(compiled):
+    shown, fired = statetx.State(jnp.zeros(())), []
+
+    @statetx.remat
+    def block(x):
+        shown.value = jax.lax.stop_gradient(jnp.sin(x))
+        return jnp.sin(jnp.sin(x))
+
+    def step(x, _):
+        x = block(x)
+        jax.debug.callback(lambda value: fired.append(round(float(value), 4)), shown.value)
+        return x, None
+
+    loss = statetx.grad(lambda x: statetx.scan(step, x, None, length=3)[0])
+    (statetx.jit(loss) if compiled else loss)(1.0)
+    jax.effects_barrier()
+    x, expected = 1.0, []
+    for _ in range(3):
+        expected.append(round(float(np.sin(x)), 4))
+        x = np.sin(np.sin(x))
+    assert sorted(fired) == sorted(expected)
 
 
 def test_branching_on_a_traced_argument_says_how_to():

@@ -3,7 +3,7 @@
 JAX itself traces reads and writes of a Ref, so nothing is watched here: a function that has been staged holds the Refs
 it touches among the values it closes over, whichever way it reached them. `_lift.stage` then rewrites the equations
 so that the Ref's value goes in and, if it is written, comes out; the transform reads the Ref before the call and
-writes it after. `grad`, `vjp`, `jvp` and `vmap`, which stage nothing, leave Refs to JAX.
+writes it after. Transforms that stage nothing stage a function that can reach a Ref (`_lift.call`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .. import _compat, _registry
 
@@ -56,7 +57,7 @@ class _RefKind:
         pass
 
     def is_random(self, state: Any) -> bool:
-        return False
+        return jnp.issubdtype(state.dtype, jax.dtypes.prng_key)
 
     def name_of(self, state: Any) -> str | None:
         return None

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._lift import Outcome, Wrapper, as_decorator, frame_for, name_of, pack
+from .._lift import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack
 from .._targets import Targets, resolve_argnums, split_aux
 from .._tree import is_array_or_number, partition
 from .._typing import Filter, PyTree
@@ -129,7 +129,7 @@ class ValueAndGrad(Wrapper):
             for i, x in zip(nums, diff_args, strict=True):
                 call_args[i] = x
             with frame_for("grad", fun, on_read=on_read) as frame:
-                out = fun(*call_args, **kwargs)
+                out = call(fun, call_args, kwargs)
             value, aux = split_aux(out, fun) if self._has_aux else (out, None)
             leaves, outcome = pack(aux, frame.effects)
             return value, leaves
@@ -186,7 +186,7 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
     def pure(state_values: list, *diff: Any) -> tuple[list, list]:
         nonlocal outcome, out_part
         with frame_for("vjp", fun, on_read=targets and targets.on_read(state_values)) as frame:
-            out = fun(*others.combine(diff))
+            out = call(fun, others.combine(diff), {})
         out, aux = split_aux(out, fun) if has_aux else (out, None)
         leaves, outcome = pack(aux, frame.effects)
         out_leaves, out_part = partition(out, is_array_or_number)

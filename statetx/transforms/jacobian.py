@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._lift import Outcome, Wrapper, as_decorator, frame_for, pack
+from .._lift import Outcome, Wrapper, as_decorator, call, frame_for, pack
 from .._targets import Targets, resolve_argnums, split_aux
 from .._tree import Partition, is_array_or_number, partition
 from .._typing import Filter, PyTree
@@ -100,7 +100,7 @@ class _Run:
 
     def __call__(self, *primals: Any) -> tuple[list, list]:
         with frame_for(self._name, self._fun) as frame:
-            out = self._fun(*primals)
+            out = call(self._fun, primals, {})
         out, aux = split_aux(out, self._fun) if self._has_aux else (out, None)
         out_leaves, self.out = partition(out, is_array_or_number)
         leaves, self._outcome = pack(aux, frame.effects)
@@ -222,7 +222,7 @@ class Jacobian(Wrapper):
             for i, x in zip(nums, diff_args, strict=True):
                 call_args[i] = x
             with frame_for(self._transform.__name__, fun, on_read=targets and targets.on_read(state_values)) as frame:
-                out = fun(*call_args, **kwargs)
+                out = call(fun, call_args, kwargs)
             out, aux = split_aux(out, fun) if self._has_aux else (out, None)
             structure = jax.tree.structure(out)
             leaves, outcome = pack(aux, frame.effects)

@@ -10,23 +10,18 @@ from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name as _jax_checkpoint_name
 
-from .. import _compat, _registry
-from .._errors import EffectError, PolicyError, StateAccessError
+from .. import _compat, _keep, _registry, policies
+from .._errors import EffectError, StateAccessError
 from .._jaxpr import Body, table
 from .._lift import Wrapper, as_decorator, frame_for, name_of, pack, stage
 from .._paths import Paths, as_predicate
 from .._signature import StaticArguments
 from .._tree import as_array, partition
 from .._typing import Filter, Indices, Names, Policy
+from ..policies import Origin, as_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-# Members of jax.checkpoint_policies that make a policy of their arguments rather than being one.
-_FACTORIES = frozenset(
-    name for name in dir(jax.checkpoint_policies) if name.startswith(("save_", "offload_")) and name != "save_anything"
-)
 
 
 @overload
@@ -78,8 +73,8 @@ def remat(
 
     Args:
         fun: what to rematerialise. For a class, returns a subclass whose `methods` are rematerialised.
-        policy: what to keep: None (nothing but inputs), a member of ``jax.checkpoint_policies``, the name of one, or
-            any callable of that kind.
+        policy: what to keep: None (nothing but inputs), one of `statetx.policies`, a member of
+            ``jax.checkpoint_policies``, the name of either, or any callable of JAX's kind.
         prevent_cse: whether to keep the compiler from merging the recomputation with the forward pass. A bool, or
             a tuple prefix of the (non-static) arguments as in ``jax.checkpoint``. ``"auto"`` is False directly inside
             the body of a loop, where merging cannot happen, and True elsewhere.
@@ -103,10 +98,14 @@ def remat(
 
     Raises:
         StaticArgumentError: a position or name that the function does not have.
-        PolicyError: not a policy.
+        PolicyError: not a policy, or one that names something which does not occur in the function.
         StateAccessError: a state that `states` excludes was touched.
-        EffectError: the function calls ``jax.experimental.io_callback``. (``jax.debug.print`` and ``jax.debug.callback``
-            are let through, and fire again in the recomputation.)
+        EffectError: the function calls ``jax.experimental.io_callback``.
+
+    Callbacks:
+        ``jax.debug.print`` and ``jax.debug.callback`` fire again in the recomputation. To fire once, write what they
+        shall show to a state, which happens once, and call them outside the function: ``seen.value = x.mean()`` in it,
+        ``jax.debug.print("{}", seen.value)`` after it.
 
     Source:
         Griewank and Walther, Evaluating Derivatives (2008), chapter 12; ``jax.checkpoint``.
@@ -174,7 +173,7 @@ class Remat(Wrapper):
     ):
         options = {"policy": policy, "prevent_cse": prevent_cse, "static_argnums": static_argnums}
         super().__init__(fun, {**options, "static_argnames": static_argnames, "states": states})
-        self._policy = resolve_policy(policy)
+        self._policy = as_policy(policy)
         self._prevent_cse = _check_prevent_cse(prevent_cse)
         self._static = StaticArguments(fun, static_argnums, static_argnames)
         self._allowed = None if states is True else as_predicate(states)
@@ -183,12 +182,21 @@ class Remat(Wrapper):
         fun = self.__wrapped__
         if _compat.is_eager() and self._allowed is None:
             return fun(*args, **kwargs)
+        policy = self._policy
+        if _keep.override.met is not None:
+            _keep.override.met.append(name_of(fun))
+            if _keep.override.is_off:
+                return fun(*args, **kwargs)
+            policy = _keep.override.policy or policy
         dyn_args, dyn_kwargs, merge = self._static.split(args, kwargs)
         arrays, others = partition((dyn_args, dyn_kwargs))
         arrays = [as_array(x) for x in arrays]
 
+        owners = _Owners(policy, Paths(fun, args, kwargs)) if policy.needs_states else None
+
         def body(*tracers: Any) -> tuple[list, Any]:
-            with frame_for("remat", fun, allow=self._guard(args, kwargs)) as frame:
+            on_read = owners and owners.on_read
+            with frame_for("remat", fun, on_read=on_read, allow=self._guard(args, kwargs)) as frame:
                 call_args, call_kwargs = merge(*others.combine(tracers))
                 out = fun(*call_args, **call_kwargs)
             return pack(out, frame.effects)
@@ -208,7 +216,8 @@ class Remat(Wrapper):
         outcome.add(refs)
         self._refuse_effects(staged)
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, others.mask)
-        kept = table.get(staged, ("remat", self._policy, prevent_cse), self._build(prevent_cse))
+        origins = owners.origins(staged.operands) if owners else ()
+        kept = table.get(staged, ("remat", policy, prevent_cse, origins), self._build(policy, prevent_cse, origins))
         outs = kept(staged.operands, *arrays)
         # What needs no computing comes back as the constant that stood for it while tracing.
         return outcome.finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])
@@ -221,14 +230,16 @@ class Remat(Wrapper):
                 f"jax.pure_callback if it only computes, or jax.debug.callback if it may run twice."
             )
 
-    def _build(self, prevent_cse: bool | tuple[bool, ...]) -> Callable[[Body], Callable]:
-        policy = self._policy
-
+    def _build(
+        self, policy: policies.Policy, prevent_cse: bool | tuple[bool, ...], origins: Sequence[frozenset[Origin]]
+    ) -> Callable[[Body], Callable]:
         def build(body: Body) -> Callable:
+            jaxpr, keeps = _keep.apply(policy, body.jaxpr, origins, name_of(self.__wrapped__))
+
             def rematerialised(operands: Sequence[Any], *args: Any) -> list[Any]:
                 # As in jax.checkpoint, a tuple says nothing of what is closed over: no barrier there.
                 cse = (*[False] * len(operands), *prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse
-                return _compat.rematerialise(body.jaxpr, [*operands, *args], policy=policy, prevent_cse=cse)
+                return _compat.rematerialise(jaxpr, [*operands, *args], policy=keeps, prevent_cse=cse)
 
             return rematerialised
 
@@ -271,6 +282,26 @@ class Remat(Wrapper):
         return guard
 
 
+class _Owners:
+    """Which values that a function closes over are those of states, for policies that ask."""
+
+    def __init__(self, policy: policies.Policy, paths: Paths):
+        self._atoms = [atom for atom in policy.atoms() if isinstance(atom, policies.StatesPolicy)]
+        self._paths = paths
+        self._found: dict[int, tuple[Any, Origin]] = {}  # with the value, whose id must not be used again
+
+    def on_read(self, state: Any, kind: Any, value: Any) -> Any:
+        path = self._paths(state)
+        origin = Origin(path, frozenset(atom for atom in self._atoms if atom.selects(path, state)))
+        for leaf in jax.tree.leaves(value):
+            self._found.setdefault(id(leaf), (leaf, origin))
+        return value
+
+    def origins(self, operands: Sequence[Any]) -> tuple[frozenset[Origin], ...]:
+        found = [self._found.get(id(x)) for x in operands]
+        return tuple(frozenset() if f is None else frozenset({f[1]}) for f in found)
+
+
 def _check_prevent_cse(prevent_cse: Any) -> bool | tuple | str:
     if isinstance(prevent_cse, bool) or prevent_cse == "auto":
         return prevent_cse
@@ -279,42 +310,6 @@ def _check_prevent_cse(prevent_cse: Any) -> bool | tuple | str:
     raise TypeError(
         f"prevent_cse must be a bool, a tuple prefix of bools over the arguments, or 'auto', got {prevent_cse!r}."
     )
-
-
-def resolve_policy(policy: Policy) -> Callable[..., Any] | None:
-    """The callable that a policy stands for.
-
-    Raises:
-        PolicyError: an unknown name, or a factory of policies that was not called.
-    """
-    known = {name: getattr(jax.checkpoint_policies, name) for name in _policy_names()}
-    if isinstance(policy, str):
-        if policy not in known:
-            close = difflib.get_close_matches(policy, known, 1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise PolicyError(f"No policy is named {policy!r}.{hint} Known: {', '.join(sorted(known))}.")
-        if policy in _FACTORIES:
-            raise PolicyError(_called_not(policy))
-        return known[policy]
-    if policy is None:
-        return None
-    if not callable(policy):
-        raise PolicyError(f"A policy is None, a name or a callable, got {type(policy).__name__}: {policy!r}.")
-    for name in _FACTORIES:
-        if policy is known[name]:
-            raise PolicyError(_called_not(name))
-    return policy
-
-
-def _called_not(name: str) -> str:
-    return (
-        f"jax.checkpoint_policies.{name} makes a policy of its arguments; pass what it returns, for example "
-        f"policy=jax.checkpoint_policies.{name}(...)."
-    )
-
-
-def _policy_names() -> list[str]:
-    return [n for n in dir(jax.checkpoint_policies) if not n.startswith("_")]
 
 
 def _remat_class(cls: type, methods: Names, options: dict[str, Any]) -> type:
@@ -391,4 +386,4 @@ def checkpoint_name(x: Any, name: str) -> Any:
     if not isinstance(name, str):
         raise TypeError(f"checkpoint_name needs a string as the name, got {type(name).__name__}: {name!r}.")
     arrays, others = partition(x)
-    return others.combine([_jax_checkpoint_name(as_array(a), name) for a in arrays])
+    return others.combine([_compat.named(as_array(a), name) for a in arrays])

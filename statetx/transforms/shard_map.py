@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _registry
 from .._errors import StateAccessError, StateValueError
-from .._lift import Wrapper, as_decorator, frame_for, name_of
+from .._lift import Wrapper, as_decorator, call, frame_for, name_of
 from .._paths import Paths, as_predicate
 from .._registry import Effect
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
@@ -89,24 +89,24 @@ class ShardMap(Wrapper):
         specs = _broadcast_specs(self._in_specs, args)
         leaves, part = partition(args, is_array)
         specs = [s for s, dynamic in zip(specs, part.mask, strict=True) if dynamic]
-        call = _Devices(self, args)
+        devices = _Devices(self, args)
 
         def body(state_values: list, tracers: list) -> dict[str, list]:
-            with frame_for("shard_map", fun, on_read=call.on_read(state_values)) as frame:
-                out = fun(*part.combine(tracers))
-            return call.sort(out, frame.effects)
+            with frame_for("shard_map", fun, on_read=devices.on_read(state_values)) as frame:
+                out = call(fun, part.combine(tracers), {})
+            return devices.sort(out, frame.effects)
 
         groups = {str(s): s for s in (_REPLICATED, *_specs_in(self._out_specs), *(s for _, s in self._rules))}
-        call.groups = {name: [] for name in groups}
-        in_specs = (call.state_specs, specs)
+        devices.groups = {name: [] for name in groups}
+        in_specs = (devices.state_specs, specs)
         run = jax.shard_map(body, in_specs=in_specs, out_specs=groups, **self._jax_options)
         try:
-            outs = run(call.state_values, [as_array(x) for x in leaves])
+            outs = run(devices.state_values, [as_array(x) for x in leaves])
         except ValueError as e:
-            if call.replicated_writes and "out_specs" in str(e) and self._jax_options.get("check_vma", True):
-                raise StateAccessError(call.explain()) from e
+            if devices.replicated_writes and "out_specs" in str(e) and self._jax_options.get("check_vma", True):
+                raise StateAccessError(devices.explain()) from e
             raise
-        return call.finish(outs)
+        return devices.finish(outs)
 
     def spec_of(self, path: str, state: Any) -> PartitionSpec | None:
         return next((spec for keep, spec in self._rules if keep(path, state)), None)

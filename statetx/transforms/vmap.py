@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .. import _compat, _registry
 from .._errors import StateAccessError
-from .._lift import Wrapper, as_decorator, frame_for, name_of
+from .._lift import Wrapper, as_decorator, call, frame_for, name_of
 from .._registry import Effect
 from .._rules import Broadcast, Rules, Split
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
@@ -99,25 +99,25 @@ class Vmap(Wrapper):
         fun = self.__wrapped__
         in_axes = tuple(self._in_axes) if isinstance(self._in_axes, list) else self._in_axes
         arg_axes = _broadcast_axes("in_axes", in_axes, args)
-        leaves, part = partition((args, kwargs), lambda x: is_array_or_number(x) or isinstance(x, bool))
+        leaves, part = partition((args, kwargs), lambda x: is_array_or_number(x) or isinstance(x, (bool, jax.Ref)))
         axes = [*arg_axes, *([0] * (len(part.mask) - len(arg_axes)))]
         axes = [a for a, dynamic in zip(axes, part.mask, strict=True) if dynamic]
-        mapped = [as_array(x) for x, a in zip(leaves, axes, strict=True) if a is not None]
-        call = _Examples(self, Rules("vmap", self._states, fun, (Broadcast, Split)))
+        mapped = [_as_operand(x) for x, a in zip(leaves, axes, strict=True) if a is not None]
+        examples = _Examples(self, Rules("vmap", self._states, fun, (Broadcast, Split)))
 
         def body(tracers: list) -> dict[str, list]:
-            call.trace = _compat.current_trace()
+            examples.trace = _compat.current_trace()
             rest = iter(tracers)
             dynamic = [next(rest) if a is not None else x for x, a in zip(leaves, axes, strict=True)]
-            with frame_for("vmap", fun, on_read=call.on_read) as frame:
+            with frame_for("vmap", fun, on_read=examples.on_read) as frame:
                 call_args, call_kwargs = part.combine(dynamic)
-                out = fun(*call_args, **call_kwargs)
-            return call.sort(out, self._out_axes, frame.effects)
+                out = call(fun, call_args, call_kwargs)
+            return examples.sort(out, self._out_axes, frame.effects)
 
         mapped_axes = [a for a in axes if a is not None]
         groups = {str(a): a for a in (None, 0, *_axes_in(self._out_axes))}
         run = jax.vmap(body, in_axes=(mapped_axes,), out_axes=groups, **self._jax_options)
-        return call.finish(run(mapped))
+        return examples.finish(run(mapped))
 
 
 class _Examples:
@@ -208,6 +208,10 @@ class _Examples:
         return out
 
 
+def _as_operand(x: Any) -> Any:
+    return x if isinstance(x, jax.Ref) else as_array(x)
+
+
 def _axes_in(axes: Any) -> list[int]:
     return sorted({a for a in jax.tree.leaves(axes) if a is not None})
 
@@ -221,7 +225,8 @@ def _broadcast_axes(name: str, axes: Any, tree: PyTree) -> list[int | None]:
             if axis is not None and not isinstance(axis, int):
                 raise TypeError(f"vmap: {name} must hold ints and None, got {type(axis).__name__}: {axis!r}.")
             # What is no array cannot be mapped: it passes untouched.
-            found.append(axis if is_array(leaf) or (name == "out_axes" and is_array_or_number(leaf)) else None)
+            can = is_array(leaf) or isinstance(leaf, jax.Ref) or (name == "out_axes" and is_array_or_number(leaf))
+            found.append(axis if can else None)
 
     try:
         jax.tree.map(fill, axes, tree, is_leaf=lambda x: x is None)

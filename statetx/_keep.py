@@ -1,0 +1,392 @@
+"""From a policy to equations: which values of a staged function are kept, and the function rewritten to say so.
+
+JAX asks a policy about primitives, types and parameters, of equations that differentiation and vmap have rewritten: it cannot
+tell one value from another. So a policy of ours judges the equations as they were staged, and each value that it keeps is given a
+name of ours, which survives both. Where a derivative rule reads the value it differentiates (that of ``exp``, ``tanh``, a
+maximum), the rule is made to read the named one; else keeping it would not spare its recomputation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import _compat, _registry
+from ._compat import ClosedJaxpr, Jaxpr, Literal, Var
+from ._errors import PolicyError, PolicyWarning
+from .policies import Decision, JaxPolicy, Origin, Policy, Value, Verdict, everything, nothing
+
+_NONE: frozenset[Any] = frozenset()
+
+# Operations that hand a value on.
+_TRANSPARENT = frozenset(
+    "name convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims copy copy_p reduce_precision "
+    "sharding_constraint optimization_barrier device_put".split()
+)
+_ENTERED = {"jit": "jaxpr", "pjit": "jaxpr", "scan": "jaxpr", "cond": "branches"}
+
+
+class Site(NamedTuple):
+    """A value of a jaxpr and its place: indices of equations (and branches) from the outside in, then of the output."""
+
+    address: tuple[int, ...]
+    value: Value
+    eqn: Any
+
+
+class _Flow(NamedTuple):
+    """What is known of a variable: the states it holds, those it was last computed with, and when it was computed."""
+
+    read: frozenset[Origin]
+    near: frozenset[Origin]
+    order: int
+
+
+def survey(jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]] = ()) -> list[Site]:
+    """The values that a jaxpr computes, in the order of its equations.
+
+    Args:
+        origins: for each input that is known to be the value of a state, which.
+    """
+    flows = [_Flow(o, o, -1) for o in origins] + [_Flow(_NONE, _NONE, -1)] * (len(jaxpr.invars) - len(origins))
+    survey = _Survey()
+    survey.visit(jaxpr, flows, [_NONE] * len(jaxpr.outvars), 1, (), True)
+    return survey.sites
+
+
+class _Survey:
+    def __init__(self) -> None:
+        self.sites: list[Site] = []
+        self._order = 0
+
+    def visit(
+        self,
+        jaxpr: Jaxpr,
+        ins: Sequence[_Flow],
+        out_names: Sequence[frozenset[str]],
+        times: int,
+        at: tuple,
+        outer: bool,
+    ) -> list[_Flow]:
+        """Record the values of a jaxpr; returns what is known of its outputs."""
+        names = _names(jaxpr, out_names)
+        known = dict(zip(jaxpr.invars, ins, strict=True))
+        known |= dict.fromkeys(jaxpr.constvars, _Flow(_NONE, _NONE, -1))
+        made = set()
+
+        def flow(atom: Any) -> _Flow:
+            return _Flow(_NONE, _NONE, -2) if isinstance(atom, Literal) else known[atom]
+
+        for i, eqn in enumerate(jaxpr.eqns):
+            flows = [flow(v) for v in eqn.invars]
+            read = _NONE.union(*(f.read for f in flows))
+            near = read or max(flows, key=lambda f: f.order, default=_Flow(_NONE, _NONE, -1)).near
+            is_jit = eqn.primitive.name in ("jit", "pjit")
+            inner = list(_inner(eqn))
+            outs: list[_Flow] = []
+            for n, (sub, length, given) in enumerate(inner):
+                names_of_outs = [names.get(v, _NONE) for v in eqn.outvars] if is_jit else [_NONE] * len(sub.outvars)
+                found = self.visit(sub, given(flows), names_of_outs, times * length, (*at, i, n), outer and is_jit)
+                outs = outs or found
+            self._order += 1
+            for n, v in enumerate(eqn.outvars):
+                is_name_of_made = eqn.primitive.name == "name" and (eqn.invars[0] in made or not outer)
+                if not is_jit and not is_name_of_made and hasattr(v.aval, "dtype"):
+                    own = names.get(v, _NONE)
+                    if eqn.primitive.name == "name":
+                        own |= {eqn.params["name"]}
+                    ins_ = tuple(a.aval for a in eqn.invars)
+                    value = Value(eqn.primitive, ins_, eqn.params, v.aval, times, own, read, near)
+                    self.sites.append(Site((*at, i, n), value, eqn))
+                made.add(v)
+                handed = read if eqn.primitive.name in _TRANSPARENT else _NONE
+                known[v] = outs[n] if is_jit else _Flow(handed, near, self._order)
+        return [flow(v) for v in jaxpr.outvars]
+
+
+def _inner(eqn: Any) -> Iterator[tuple[Jaxpr, int, Callable[[list[_Flow]], list[_Flow]]]]:
+    """Jaxprs in an equation whose values can be kept one by one, how often each is run, and what goes in."""
+    name = eqn.primitive.name
+    param = eqn.params.get(_ENTERED.get(name, ""))
+    if param is None:
+        return
+    if name == "cond":
+        for branch in param:
+            yield _compat.open_jaxpr(branch)[0], 1, lambda flows: flows[1:]
+    elif name == "scan":
+        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+
+        def given(flows: list[_Flow]) -> list[_Flow]:
+            carry = [f._replace(read=_NONE) for f in flows[num_consts : num_consts + num_carry]]
+            return [*flows[:num_consts], *carry, *flows[num_consts + num_carry :]]
+
+        yield _compat.open_jaxpr(param)[0], eqn.params["length"], given
+    else:
+        yield _compat.open_jaxpr(param)[0], 1, lambda flows: flows
+
+
+def _names(jaxpr: Jaxpr, out_names: Sequence[frozenset[str]]) -> dict[Any, frozenset[str]]:
+    """The names of each variable: those that later equations give to the same value."""
+    names: dict[Any, frozenset[str]] = {}
+
+    def add(atom: Any, more: frozenset[str]) -> None:
+        if more and not isinstance(atom, Literal):
+            names[atom] = names.get(atom, _NONE) | more
+
+    for v, more in zip(jaxpr.outvars, out_names, strict=True):
+        add(v, more)
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.primitive.name == "name":
+            add(eqn.invars[0], names.get(eqn.outvars[0], _NONE) | {eqn.params["name"]})
+        elif eqn.primitive.name in ("jit", "pjit"):
+            inner = _compat.open_jaxpr(eqn.params["jaxpr"])[0]
+            found = _names(inner, [names.get(v, _NONE) for v in eqn.outvars])
+            for outside, inside in zip(eqn.invars, inner.invars, strict=True):
+                add(outside, found.get(inside, _NONE))
+    return names
+
+
+# -- marking -------------------------------------------------------------------------------------------------------
+
+_PREFIX = "statetx:"
+
+
+def keep_marked(primitive: Any, *_: Any, **params: Any) -> Any:
+    """The policy, as JAX takes one, that keeps what is marked."""
+    name = params.get("name", "") if primitive is _compat.name_primitive else ""
+    if not name.startswith(_PREFIX):
+        return False
+    what, *memories = name.removeprefix(_PREFIX).split(":")
+    return True if what == "save" else _compat.Offloadable(*memories)
+
+
+def mark(jaxpr: Jaxpr, marks: dict[tuple[int, ...], str]) -> Jaxpr:
+    """The jaxpr with values named: `marks` maps addresses of `Site`s to names."""
+    if not marks:
+        return jaxpr
+    marked, consts = _rewrite(jaxpr, (), marks)
+    assert not consts, "rewriting a jaxpr without constants made some"
+    return marked
+
+
+def _rewrite(jaxpr: Jaxpr, consts: Sequence[Any], marks: dict[tuple[int, ...], str]) -> tuple[Jaxpr, list[Any]]:
+    def run(*args: Any) -> list[Any]:
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        for i, eqn in enumerate(jaxpr.eqns):
+            own = {address[1:]: name for address, name in marks.items() if address[0] == i}
+            ins = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            outs = _run(eqn, ins, own) if own else _compat.bind_equation(eqn, eqn.params, ins)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+
+    avals = [v.aval for v in jaxpr.invars]
+    return _compat.stage(run, avals, kind="statetx.remat", name=jaxpr.debug_info.func_name)
+
+
+def _run(eqn: Any, ins: list[Any], marks: dict[tuple[int, ...], str]) -> list[Any]:
+    """Run an equation with some of its outputs, or of the values within it, named."""
+    params = eqn.params
+    within = {address: name for address, name in marks.items() if len(address) > 1}
+    if within:
+        key = _ENTERED[eqn.primitive.name]
+        parts = params[key] if isinstance(params[key], (tuple, list)) else (params[key],)
+        new = []
+        for n, part in enumerate(parts):
+            own = {address[1:]: name for address, name in within.items() if address[0] == n}
+            inner, consts = _compat.open_jaxpr(part)
+            new.append(ClosedJaxpr(*_rewrite(inner, consts, own)) if own else part)
+        params = {**params, key: tuple(new) if isinstance(params[key], (tuple, list)) else new[0]}
+    own = {address[0]: name for address, name in marks.items() if len(address) == 1}
+
+    def plain(*xs: Any) -> list[Any]:
+        return _compat.bind_equation(eqn, params, xs)
+
+    def name_outputs(outs: Sequence[Any]) -> list[Any]:
+        return [_compat.named(x, own[i]) if i in own else x for i, x in enumerate(outs)]
+
+    if own and _rule_reads_result(plain, ins, own):
+        return _with_named_rule(plain, name_outputs)(*ins)
+    return name_outputs(plain(*ins))
+
+
+def _rule_reads_result(fun: Callable[..., list[Any]], ins: Sequence[Any], outs: dict[int, str]) -> bool:
+    """Whether the derivative of an operation is computed from its results."""
+    jaxpr, num_out = _jvp_jaxpr(fun, ins)
+    if jaxpr is None:
+        return False
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    if not all(isinstance(v, Var) and v in made for v in jaxpr.outvars[:num_out]):
+        return False
+    results = {jaxpr.outvars[i] for i in outs}
+    return any(v in results for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var))
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _jvp_jaxpr(fun: Callable[..., list[Any]], ins: Sequence[Any]) -> tuple[Jaxpr | None, int]:
+    """The equations of ``(inputs, tangents of the float inputs) -> (outputs, tangents of the float outputs)``."""
+    types = [_compat.abstract(x) for x in ins]
+    floats = [i for i, t in enumerate(types) if _is_float(t)]
+    if not floats:
+        return None, 0
+    num_out = 0
+
+    def push(*xs: Any) -> list[Any]:
+        nonlocal num_out
+        primals, tangents = xs[: len(types)], xs[len(types) :]
+
+        def of_floats(*given: Any) -> list[Any]:
+            whole = list(primals)
+            for i, x in zip(floats, given, strict=True):
+                whole[i] = x
+            return fun(*whole)
+
+        outs, moved = jax.jvp(of_floats, [primals[i] for i in floats], list(tangents))
+        num_out = len(outs)
+        return [*outs, *(t for x, t in zip(outs, moved, strict=True) if _is_float(x))]
+
+    jaxpr, consts = _compat.stage(push, [*types, *(types[i] for i in floats)], kind="statetx.remat", name="jvp")
+    return (None if consts else jaxpr), num_out
+
+
+def _with_named_rule(fun: Callable[..., list[Any]], name: Callable[[Sequence[Any]], list[Any]]) -> Callable[..., Any]:
+    """The function with named outputs, and with a derivative that reads these in place of the outputs themselves."""
+
+    @jax.custom_jvp
+    def named(*xs: Any) -> list[Any]:
+        return name(fun(*xs))
+
+    @named.defjvp
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        jaxpr, num_out = _jvp_jaxpr(fun, primals)
+        assert jaxpr is not None
+        moved = [t for x, t in zip(primals, tangents, strict=True) if _is_float(x)]
+        env = dict(zip(jaxpr.invars, [*primals, *moved], strict=True))
+        results = [v for v in jaxpr.outvars[:num_out] if isinstance(v, Var)]
+        todo = set(results)
+        for eqn in jaxpr.eqns:
+            ins = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            env.update(zip(eqn.outvars, _compat.bind_equation(eqn, eqn.params, ins), strict=True))
+            if todo & set(eqn.outvars):
+                todo -= set(eqn.outvars)
+                if not todo:
+                    env.update(zip(results, name([env[v] for v in results]), strict=True))
+        outs = [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+        rest = iter(outs[num_out:])
+        types = [_compat.abstract(x) for x in outs[:num_out]]
+        return outs[:num_out], [next(rest) if _is_float(t) else _compat.zero_tangent(t) for t in types]
+
+    return named
+
+
+# -- trying other policies -----------------------------------------------------------------------------------------
+
+
+class Override(threading.local):
+    """What every rematerialised function of this thread does while something is being tried.
+
+    Attributes:
+        policy: takes the place of each function's own.
+        is_off: whether nothing is rematerialised.
+        met: the rematerialised functions that were called meanwhile, by name.
+    """
+
+    policy: Policy | None = None
+    is_off: bool = False
+    met: list[str] | None = None
+
+    @contextlib.contextmanager
+    def __call__(self, policy: Policy | None = None, *, is_off: bool = False) -> Iterator[list[str]]:
+        before = self.policy, self.is_off, self.met
+        self.policy, self.is_off, self.met = policy, is_off, []
+        try:
+            yield self.met
+        finally:
+            self.policy, self.is_off, self.met = before
+
+
+override = Override()
+
+
+# -- deciding ------------------------------------------------------------------------------------------------------
+
+
+def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]], name: str) -> tuple[Jaxpr, Any]:
+    """The jaxpr and the policy to hand to JAX so that it keeps what `policy` says.
+
+    Args:
+        policy: judges the equations as they are here. One of JAX's is handed on as it is.
+        origins: for each of the first inputs, the state whose value it is, if any.
+        name: of the function, for messages.
+
+    Raises:
+        PolicyError: it names what does not occur, or a memory that the devices do not have.
+    """
+    if policy == nothing:
+        return jaxpr, None
+    if policy == everything:
+        return jaxpr, jax.checkpoint_policies.everything_saveable
+    sites = survey(jaxpr, origins)
+    _check_matches(policy, sites, name)
+    if isinstance(policy, JaxPolicy):
+        return jaxpr, policy.fun
+    marks = decide(policy, sites)
+    num_values = sum(not site.value.is_view for site in sites)
+    if not marks or len(marks) >= num_values:
+        same = nothing if not marks else everything
+        _warn_once(f"remat({name}): policy={policy!r} keeps what policies.{same!r} does.")
+    return mark(jaxpr, marks), keep_marked
+
+
+def decide(policy: Policy, sites: Sequence[Site]) -> dict[tuple[int, ...], str]:
+    """The marks of the values that a policy keeps."""
+    verdicts = [(site.address, policy.judge(site.value)) for site in sites]
+    spaces = _compat.memory_spaces() if any(v.decision is Decision.OFFLOAD for _, v in verdicts) else ()
+    return {at: _mark_of(v, policy, spaces) for at, v in verdicts if v.decision is not Decision.RECOMPUTE}
+
+
+def _mark_of(verdict: Verdict, policy: Policy, spaces: Sequence[str]) -> str:
+    if verdict.decision is Decision.SAVE:
+        return _PREFIX + "save"
+    missing = [s for s in (verdict.src, verdict.dst) if s not in spaces]
+    if not missing:
+        return f"{_PREFIX}offload:{verdict.src}:{verdict.dst}"
+    if verdict.otherwise == "save":
+        return _PREFIX + "save"
+    raise PolicyError(
+        f"policy={policy!r}: the devices of this backend have no memory {missing[0]!r}; they have "
+        f"{', '.join(map(repr, spaces))}.\nFix: name one of these, or have values saved where there is none: "
+        f"offload(..., otherwise='save')."
+    )
+
+
+def _check_matches(policy: Policy, sites: Sequence[Site], name: str) -> None:
+    values = [site.value for site in sites]
+    for atom in policy.atoms():
+        if atom.missing == "ignore":
+            continue
+        message = atom.unmatched(values)
+        if message and atom.missing == "raise":
+            raise PolicyError(
+                f"remat({name}): policy={policy!r}: {message}\n"
+                f"Fix: correct it, or say that it may be missing: missing='warn' or missing='ignore'."
+            )
+        if message:
+            _warn_once(f"remat({name}): policy={policy!r}: {message}")
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, PolicyWarning, stacklevel=_registry.user_stacklevel())

@@ -1,0 +1,409 @@
+"""Policies: values, their algebra, what they keep, and what they refuse."""
+
+import collections
+import dataclasses
+import itertools
+import pickle
+import warnings
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from statetx import _compat, _keep, policies
+from statetx.policies import Decision, Value
+
+A, B, OFF = policies.names("a"), policies.names("b"), policies.offload("a")
+
+# -- values --------------------------------------------------------------------------------------------------------
+
+SHOWN = {
+    "everything": policies.everything,
+    "nothing": policies.nothing,
+    "dots": policies.dots,
+    "dots_without_batch_dims": policies.dots_without_batch_dims,
+    "names('a', 'b')": policies.names("b", "a"),
+    "names('a', missing='warn')": policies.names("a", missing="warn"),
+    "except_names('a')": policies.except_names("a"),
+    "offload('a', src='device', dst='pinned_host')": policies.offload("a"),
+    "offload(dots, src='device', dst='host', otherwise='save')": policies.offload(
+        policies.dots, dst="host", otherwise="save"
+    ),
+    "larger_than(1536)": policies.larger_than("1.5KiB"),
+    "smaller_than(64)": policies.smaller_than(64),
+    "primitives('exp', 'tanh')": policies.primitives("tanh", "exp"),
+    "path('blocks.3.*')": policies.path("blocks.3.*"),
+    "states(Param)": policies.states(statetx.Param),
+    "names('a') | names('b') & ~dots": A | (B & ~policies.dots),
+    "(names('a') | names('b')) & dots": (A | B) & policies.dots,
+    "names('a') | (names('b') | dots)": A | (B | policies.dots),
+    "~(names('a') & names('b'))": ~(A & B),
+    "(names('a') | dots).then(names('b'))": (A | policies.dots).then(B),
+}
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_printed_as_written_and_equal_where_they_say_the_same(text):
+    policy = SHOWN[text]
+    assert repr(policy) == text
+    again = pickle.loads(pickle.dumps(policy))
+    assert again == policy and hash(again) == hash(policy)
+    others = [p for t, p in SHOWN.items() if t != text]
+    assert policy not in others
+    scope = {**vars(policies), "Param": statetx.Param}
+    assert eval(text, scope) == policy
+    with pytest.raises((dataclasses.FrozenInstanceError, AttributeError)):
+        policy.chosen = frozenset()
+
+
+def test_sizes():
+    assert policies.parse_bytes("2GB") == 2 * 10**9 and policies.parse_bytes("0.5 MiB") == 2**19
+    for wrong in ("2 parsecs", "MiB", -1.5, True, None):
+        with pytest.raises(statetx.PolicyError, match=r"size"):
+            policies.parse_bytes(wrong)
+
+
+# -- the algebra ---------------------------------------------------------------------------------------------------
+
+
+class Says(policies.Policy):
+    """Says the same of every value."""
+
+    def __init__(self, decision):
+        self.decision = decision
+
+    def judge(self, value):
+        return policies.Verdict(
+            self.decision, *(("device", "pinned_host") if self.decision is Decision.OFFLOAD else ())
+        )
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.product(Decision, Decision)))
+def test_algebra_and_precedence(a, b):
+    save, offload, recompute = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
+    strength = {save: 2, offload: 1, recompute: 0}
+    value = Value(jax.lax.sin_p, (), {}, jax.typeof(1.0))
+    say = lambda policy: policy.judge(value).decision  # noqa: E731
+    assert strength[say(Says(a) | Says(b))] == max(strength[a], strength[b])
+    assert strength[say(Says(a) & Says(b))] == min(strength[a], strength[b])
+    assert say(~Says(a)) == (save if a is recompute else recompute)
+    assert say(Says(a).then(Says(b))) == (b if a is recompute else a)
+
+
+def test_jax_policies_in_the_algebra():
+    jax_dots = jax.checkpoint_policies.dots_saveable
+    for policy in (A | jax_dots, jax_dots | A, A | "dots_saveable", A & jax_dots, A.then("dots")):
+        assert isinstance(policy, policies.Policy)
+    both = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["a"],
+        names_which_can_be_offloaded=["b"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    kept = policies.nothing | both
+    named = lambda name: Value(_compat.name_primitive, (), {"name": name}, jax.typeof(1.0), names=frozenset({name}))  # noqa: E731
+    assert kept.judge(named("a")).decision is Decision.SAVE
+    assert kept.judge(named("b")) == (Decision.OFFLOAD, "device", "pinned_host", "raise")
+    assert kept.judge(named("c")).decision is Decision.RECOMPUTE
+
+
+# -- what is kept --------------------------------------------------------------------------------------------------
+
+
+class Block:
+    """Every value of its own shape, so that what is kept shows."""
+
+    def __init__(self):
+        self.w = statetx.Param(jnp.linspace(-1.0, 1.0, 2 * 5).reshape(5, 2))
+        self.v = statetx.Param(jnp.linspace(-0.5, 1.0, 5 * 7).reshape(7, 5))
+        self.count = statetx.State(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):  # float[3, 2]
+        self.count.value += 1
+        h = statetx.checkpoint_name(jnp.tanh(x @ self.w.value.T), "hidden")  # [3, 5]
+        scores = jnp.einsum("ik,jk->ij", h, h)  # [3, 3]
+        batched = jnp.einsum("ik,ikl->il", h, jnp.broadcast_to(self.v.value.T, (3, 5, 7)))  # [3, 7]
+        out = statetx.checkpoint_name(jnp.exp(batched * 0.1), "out")
+        wide = jnp.sin(jnp.tile(out, (1, 3)))  # [3, 21]
+        return (wide**2).sum() + jnp.cos(scores).sum()
+
+
+X = jnp.linspace(-1.0, 2.0, 6).reshape(3, 2)
+
+
+def shapes(policy, run=lambda f, x: f(x), x=X):
+    """Shapes of what the pullback holds beyond what it holds without a policy."""
+
+    def held(policy):
+        block = Block()
+        f = statetx.remat(block, policy=policy)
+        pure = statetx.functionalize(lambda x: run(f, x))
+        _, pullback = jax.vjp(lambda values, x: pure(values, x)[0], pure.values(x), x)
+        return collections.Counter(r.shape for r in jax.tree.leaves(pullback) if hasattr(r, "shape"))
+
+    return sorted((held(policy) - held(None)).elements())
+
+
+KEPT = {
+    policies.dots: [(3, 3), (3, 5), (3, 7)],
+    policies.dots_without_batch_dims: [(3, 3), (3, 5)],
+    policies.names("hidden"): [(3, 5)],
+    policies.names("hidden", "out"): [(3, 5), (3, 7)],
+    policies.primitives("dot_general", "exp"): [(3, 3), (3, 5), (3, 7)],  # what exp is taken of is not needed any more
+    policies.primitives("sin"): [(3, 21)],
+    policies.primitives("cos"): [],  # the derivative is computed from its operand
+    policies.larger_than(3 * 7 * 4): [(3, 21), (3, 21)],
+    policies.smaller_than(3 * 7 * 4): [(3, 3), (3, 5)],
+    policies.path("v"): [(3, 7), (3, 21), (3, 21)],
+    policies.states("w"): [(3, 5)],
+    policies.states(statetx.Param): [(3, 5), (3, 7)],
+    policies.names("hidden") | policies.larger_than(3 * 7 * 4): [(3, 5), (3, 21), (3, 21)],
+    policies.dots & policies.path("w"): [(3, 3), (3, 5)],
+    policies.dots & ~policies.dots_without_batch_dims: [(3, 7)],
+    jax.checkpoint_policies.save_only_these_names("hidden"): [(3, 5)],
+}
+
+
+@pytest.mark.parametrize("policy", KEPT, ids=repr)
+def test_each_policy_keeps_what_it_says(policy):
+    kept = shapes(policy)
+    expected = KEPT[policy]
+    assert kept == sorted(expected)
+
+
+def test_except_names_drops_exactly_what_is_named():
+    def f(x):
+        x = statetx.checkpoint_name(jnp.tanh(jnp.sin(x)), "a")
+        return jnp.exp(statetx.checkpoint_name(jnp.tanh(x), "b")).sum()
+
+    def num_recomputed(policy):
+        _, pullback = jax.vjp(statetx.remat(f, policy=policy), X)
+        counts = collections.Counter(e.primitive.name for e in equations(jax.make_jaxpr(pullback)(1.0).jaxpr))
+        return counts["tanh"], counts["sin"], counts["exp"]
+
+    assert num_recomputed(policies.nothing) == (2, 1, 1)
+    assert num_recomputed(policies.except_names("a")) == (1, 0, 0)
+    assert num_recomputed(policies.except_names("a", "b")) == (2, 0, 0)
+    theirs = jax.checkpoint_policies.save_anything_except_these_names("a")
+    assert num_recomputed(theirs)[0] == 0  # JAX's saves it all the same
+
+
+ALL = [
+    *KEPT,
+    policies.everything,
+    policies.nothing,
+    policies.except_names("out"),
+    ~policies.dots,
+    policies.offload("out"),
+]
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jex_core.jaxprs_in_params(eqn.params):
+            yield from equations(_compat.open_jaxpr(inner)[0])
+
+
+@pytest.mark.parametrize("policy", ALL, ids=repr)
+def test_gradients_and_writes_are_those_without_a_policy(policy):
+    def results(wrap):
+        block = Block()
+        f = wrap(block)
+        first = statetx.value_and_grad(f, 0, wrt={"w": block.w, "v": block.v})(X)
+        second = statetx.jit(statetx.hessian(f))(X)
+        looped = statetx.grad(lambda x: statetx.scan(lambda c, _: (c + f(c), f(c)), x, None, length=2)[1].sum())(X)
+        return first, second, looped, block.count.value
+
+    actual, expected = results(lambda f: statetx.remat(f, policy=policy)), results(lambda f: f)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), actual, expected)
+
+
+def test_vmap_keeps_what_the_unbatched_function_keeps():
+    """JAX's policy for dots keeps none of them once vmap has given each a batch dimension; ours is judged as written."""
+
+    def held(policy, is_mapped):
+        block = Block()
+        f = statetx.remat(block, policy=policy)
+        pure = statetx.functionalize(f)
+        values = pure.values(X)
+        if is_mapped:
+            run = lambda values, xs: jax.vmap(lambda x: pure(values, x)[0])(xs)  # noqa: E731
+            _, pullback = jax.vjp(run, values, jnp.stack([X, X, X, X]))
+        else:
+            _, pullback = jax.vjp(lambda values, x: pure(values, x)[0], values, X)
+        sizes = [r.size for r in jax.tree.leaves(pullback) if hasattr(r, "size")]
+        return sorted(n // 4 if is_mapped and n % 4 == 0 and n != 4 else n for n in sizes)
+
+    for policy in ALL:
+        if isinstance(policy, policies.Policy) and not isinstance(policy, policies._Everything):
+            assert held(policy, True) == held(policy, False), policy
+    theirs = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    assert held(theirs, True) != held(theirs, False)
+
+
+def test_a_kept_value_is_not_computed_again():
+    """JAX recomputes a tanh or exp whose result is named, and all before it: its derivative reads the unnamed result."""
+
+    def f(x):
+        return jnp.sin(statetx.checkpoint_name(jnp.exp(jnp.tanh(x @ x)), "kept")).sum()
+
+    def num_backward(remat):
+        _, pullback = jax.vjp(remat(f), jnp.eye(3))
+        counts = collections.Counter(e.primitive.name for e in equations(jax.make_jaxpr(pullback)(1.0).jaxpr))
+        return counts["dot_general"], counts["tanh"], counts["exp"]
+
+    keep = jax.checkpoint_policies.save_only_these_names("kept")
+    assert num_backward(lambda f: jax.checkpoint(f, policy=keep)) == (3, 1, 1)
+    assert num_backward(lambda f: statetx.remat(f, policy=policies.names("kept"))) == (3, 1, 0)
+    both = policies.names("kept") | policies.primitives("tanh")
+    assert num_backward(lambda f: statetx.remat(f, policy=both)) == (2, 0, 0)
+
+
+def test_values_inside_loops_branches_and_jitted_functions():
+    @jax.jit
+    def inner(x):
+        return statetx.checkpoint_name(jnp.tanh(x), "in jit")
+
+    def f(x):
+        def step(h, _):
+            h = statetx.checkpoint_name(jnp.sin(inner(h)), "step")
+            return h, None
+
+        h, _ = jax.lax.scan(step, x, None, length=6)
+        h = jax.lax.cond(x[0] > 0, lambda h: statetx.checkpoint_name(jnp.exp(h), "branch"), jnp.sin, h)
+        return (h**2).sum()
+
+    def held(policy):
+        _, pullback = jax.vjp(statetx.remat(f, policy=policy), jnp.ones(4))
+        return sorted(r.shape for r in jax.tree.leaves(pullback) if r.size > 1)
+
+    assert held(None) == [(4,)]
+    assert (6, 4) in held(policies.names("step")) and (6, 4) in held(policies.names("in jit"))
+    assert held(policies.names("branch")).count((4,)) == 2
+    found = {name: v for s in _keep.survey(jax.make_jaxpr(f)(jnp.ones(4)).jaxpr) for v in [s.value] for name in v.names}
+    assert found["step"].times == 6 and found["step"].nbytes == 6 * 4 * 4 and found["step"].primitive.name == "sin"
+    assert found["in jit"].primitive.name == "tanh" and found["branch"].primitive.name == "exp"
+    expected = jax.grad(f)(jnp.ones(4))
+    for names in ("step", "in jit", "branch"):
+        actual = jax.grad(statetx.remat(f, policy=policies.names(names)))(jnp.ones(4))
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+def test_offloaded_values_are_moved_and_come_back():
+    block = Block()
+    f = statetx.remat(block, policy=policies.offload("hidden").then(policies.names("out")))
+    pure = statetx.functionalize(f)
+    grad = jax.grad(lambda values, x: pure(values, x)[0], 1)
+    text = str(jax.make_jaxpr(grad)(pure.values(X), X))
+    assert text.count("device_put") >= 2
+    np.testing.assert_allclose(jax.jit(grad)(pure.values(X), X), statetx.grad(Block())(X), rtol=1e-5)
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+def trace(policy, f=None):
+    return statetx.eval_shape(lambda x: statetx.grad(statetx.remat(f or Block(), policy=policy))(x), X)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (policies.names("hiden"), r"no value has the name 'hiden'. Did you mean 'hidden'\? .*: 'hidden', 'out'"),
+        (policies.names("hidden", "ou"), "Did you mean 'out'"),
+        (policies.except_names("inner"), "no value has the name 'inner'"),
+        (policies.primitives("tan"), "primitive 'tan'. Did you mean 'tanh'"),
+        (policies.path("blocks.*"), "no value is computed with a state whose path matches .*'count', 'v', 'w'"),
+        (policies.states(statetx.RngState), "no value is computed from a state that the filter selects.*'?v'?, '?w'?"),
+        (policies.dots | policies.names("hiden"), r"dots \| names\('hiden'\): no value has the name 'hiden'"),
+    ],
+    ids=repr,
+)
+def test_what_never_occurs_is_named(policy, message):
+    with pytest.raises(statetx.PolicyError, match=message):
+        trace(policy)
+
+
+def test_missing_things_by_choice():
+    _keep._warned.clear()
+    with pytest.warns(statetx.PolicyWarning, match="Did you mean 'hidden'") as caught:
+        trace(policies.dots | policies.names("hiden", missing="warn"))
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace(policies.dots | policies.names("hiden", missing="warn"))  # said once
+        trace(policies.dots | policies.names("hiden", missing="ignore"))
+    for theirs in (
+        jax.checkpoint_policies.save_only_these_names("hiden"),
+        jax.checkpoint_policies.save_any_names_but_these("hiden"),
+        jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=["hiden"],
+            names_which_can_be_offloaded=[],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    ):
+        with pytest.warns(statetx.PolicyWarning, match="Did you mean 'hidden'"):
+            trace(theirs)
+    with pytest.raises(statetx.PolicyError, match="missing= must be"):
+        policies.names("a", missing="maybe")
+
+
+@pytest.mark.parametrize(
+    ("policy", "same"),
+    [(policies.larger_than("1GiB"), "nothing"), (policies.larger_than(0), "everything"), (A & ~A, "nothing")],
+    ids=repr,
+)
+def test_a_policy_that_changes_nothing_says_so_once(policy, same):
+    _keep._warned.clear()
+
+    def f(x):
+        return jnp.sin(statetx.checkpoint_name(jnp.sin(x), "a")).sum()
+
+    with pytest.warns(statetx.PolicyWarning, match=rf"keeps what policies\.{same} does"):
+        trace(policy, f)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace(policy, f)
+        trace(policies.nothing, f)
+        trace(policies.everything, f)
+
+
+def test_offload_where_the_memory_is_missing():
+    with pytest.raises(statetx.PolicyError, match=r"(?s)no memory 'nowhere'; they have 'device', .*otherwise='save'"):
+        trace(policies.offload("hidden", dst="nowhere"))
+    assert shapes(policies.offload("hidden", dst="nowhere", otherwise="save")) == shapes(policies.names("hidden"))
+    with pytest.raises(statetx.PolicyError, match="otherwise= must be"):
+        policies.offload("hidden", otherwise="hope")
+    with pytest.raises(statetx.PolicyError, match="needs names or policies"):
+        policies.offload()
+
+
+def test_mistakes():
+    for wrong in (policies.names, policies.path, policies.offload):
+        with pytest.raises(statetx.PolicyError, match="makes a policy of its arguments: call it"):
+            statetx.remat(jnp.sin, policy=wrong)
+    with pytest.raises(statetx.PolicyError, match="Did you mean 'everything'"):
+        statetx.remat(jnp.sin, policy="everthing")
+    with pytest.raises(statetx.PolicyError, match="takes strings, at least one"):
+        policies.names()
+    with pytest.raises(statetx.PolicyError, match="takes strings"):
+        policies.primitives(jax.lax.exp_p)
+
+
+def test_under_plain_jax_checkpoint():
+    def f(x):
+        return jnp.sin(statetx.checkpoint_name(jnp.sin(x @ x), "a")).sum()
+
+    for policy in (policies.dots, policies.names("a"), policies.dots | A, policies.larger_than(8), policies.everything):
+        np.testing.assert_allclose(
+            jax.grad(jax.checkpoint(f, policy=policy))(jnp.eye(3)), jax.grad(f)(jnp.eye(3)), rtol=1e-6
+        )
+    if jax.config.jax_remat3:
+        pytest.skip("jax_remat3: JAX asks no policy but its own")
+    with pytest.raises(statetx.PolicyError, match=r"needs to know the states: use it with statetx\.remat"):
+        jax.grad(jax.checkpoint(f, policy=policies.path("w")))(jnp.eye(3))

@@ -1,0 +1,145 @@
+"""`statetx.testing`: what it accepts, and what it catches and names."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import corpus
+import statetx
+from statetx import testing
+
+X = jnp.array([0.3, -0.7, 1.1])
+
+
+class Layer:
+    def __init__(self):
+        self.w = statetx.Param(jnp.array([0.5, 1.5, -0.4]))
+        self.n = statetx.State(jnp.zeros((), jnp.int32))
+        self.rng = statetx.RngState(0)
+
+    def __call__(self, x):
+        self.n.value += 1
+        keep = jax.random.bernoulli(self.rng.next(), 0.5, x.shape)
+        return jnp.where(keep, jnp.tanh(self.w.value * x), 0.0)
+
+
+@pytest.mark.parametrize("policy", [None, statetx.policies.primitives("tanh"), statetx.policies.everything], ids=repr)
+def test_a_rematerialised_layer_is_equivalent_bit_for_bit(policy):
+    layer = Layer()
+    before = [s.value for s in (layer.w, layer.n)]
+    testing.assert_remat_equivalent(statetx.remat(layer, policy=policy), X)
+    testing.assert_remat_equivalent(layer, X)
+    testing.assert_remat_equivalent(statetx.jit(lambda x: statetx.remat(layer)(x).sum()), X, rtol=1e-6)
+    assert all(a is b for a, b in zip(before, [layer.w.value, layer.n.value], strict=True))
+
+
+PROGRAMS = [p for p in corpus.PROGRAMS if p in corpus.NATIVE and not p.grows and p.loops]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+def test_the_corpus_is_equivalent(program):
+    # Bit for bit, but where gradients are summed in another order or a branch is compiled as a whole.
+    rounds = program.__name__ in ("Nested", "Branches")
+    testing.assert_remat_equivalent(program().step, X, rtol=1e-6 if rounds else 0.0)
+
+
+def wrong(f, break_it):
+    """A rematerialised function whose own JAX rule is broken where it is recomputed."""
+
+    def run(x):
+        return break_it(statetx.remat(f)(x)) if statetx._keep.override.is_off is False else f(x)
+
+    return run
+
+
+def test_a_difference_is_named():
+    layer = Layer()
+    with pytest.raises(AssertionError, match=r"(?s)another function.*output\[0\]: .* in place of .*\d of 3 differ"):
+        testing.assert_remat_equivalent(wrong(layer, lambda y: y + 1e-3), X)
+    testing.assert_remat_equivalent(wrong(layer, lambda y: y * (1 + 1e-6)), X, rtol=1e-4)
+
+    @jax.custom_jvp
+    def twice_the_slope(y):
+        return y
+
+    twice_the_slope.defjvp(lambda p, t: (p[0], 2 * t[0]))
+    with pytest.raises(AssertionError, match=r"gradient of state 'f.w'\[\d\]"):
+        testing.assert_remat_equivalent(wrong(layer, twice_the_slope), X)
+
+    def counts(x):
+        layer.n.value = layer.n.value + (0 if statetx._keep.override.is_off else 1)
+        return statetx.remat(layer)(x)
+
+    with pytest.raises(AssertionError, match="state 'layer.n': 2 in place of 1"):
+        testing.assert_remat_equivalent(counts, X)
+
+
+def test_what_is_not_deterministic_is_caught_and_named():
+    calls = []
+
+    def unsteady(x):
+        calls.append(0)
+        return np.float32(len(calls)) * x
+
+    def with_callback(x):
+        return jnp.sin(jax.pure_callback(unsteady, jax.ShapeDtypeStruct((), x.dtype), jax.lax.stop_gradient(x[0]))) * x
+
+    with pytest.raises(
+        AssertionError, match=r"(?s)not deterministic.*calls .*unsteady on the host, at .*test_testing.py:\d+"
+    ):
+        testing.assert_remat_equivalent(with_callback, X)
+
+    with pytest.raises(AssertionError, match=r"(?s)not deterministic.*global generator of numpy\.random"):
+        testing.assert_remat_equivalent(lambda x: x * np.random.rand(3).astype(np.float32), X)
+    with pytest.raises(AssertionError, match=r"(?s)not deterministic.*global generator of random, .*RngState"):
+        testing.assert_remat_equivalent(lambda x: x * random.random(), X)
+
+
+def test_a_callback_that_only_the_recomputation_upsets_is_caught():
+    """It answers rightly until it is called a second time in a run."""
+    calls = []
+
+    def fresh(x):
+        if not statetx._keep.override.is_off:
+            calls.append(0)
+        return np.float32(2.0 if len(calls) > 1 else 1.0) * x
+
+    def f(x):
+        scale = jax.pure_callback(fresh, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x))
+        return jnp.sin(scale) * x
+
+    with pytest.raises(AssertionError, match=r"(?s)another function.*gradient of argument 0.*fresh on the host"):
+        testing.assert_remat_equivalent(statetx.remat(f), X)
+
+
+def test_residuals():
+    layer = Layer()
+    keep = statetx.policies.primitives("tanh")
+    f = statetx.remat(lambda x: jnp.sin(statetx.checkpoint_name(layer(x), "out")), policy=keep)
+    testing.assert_residuals(f, X, expected=["f32[3]"])
+    testing.assert_residuals(f, X, expected=12)
+    named = statetx.remat(
+        lambda x: jnp.sin(statetx.checkpoint_name(layer(x), "out")), policy=statetx.policies.names("out")
+    )
+    testing.assert_residuals(lambda x: named(x) ** 2, X, expected=["out", "f32[3]"])
+    with pytest.raises(AssertionError, match=r"keeps, unexpectedly, \['f32\[3\]'\], and does not keep \['hidden'\]"):
+        testing.assert_residuals(f, X, expected=["hidden"])
+    with pytest.raises(AssertionError, match="keeps 12 bytes, not 24"):
+        testing.assert_residuals(f, X, expected=24)
+    loop = lambda x: statetx.scan(lambda c, _: (f(c), None), x, None, length=5)[0]  # noqa: E731
+    testing.assert_residuals(loop, X, expected=["5 x f32[3]", "5 x f32[3]", "5 x key<fry>[]"])
+
+
+def test_count_traces_of_a_method():
+    class Model:
+        @statetx.remat
+        @testing.count_traces
+        def step(self, x):
+            return jnp.sin(x)
+
+    model = Model()
+    statetx.grad(lambda x: model.step(x).sum())(X)
+    assert Model.step.__wrapped__.count == 1
