@@ -13,11 +13,11 @@ for other libraries and writes what it saw to ``docs/comparison.md``.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,7 +39,10 @@ VALUES: dict[str, Callable[[], Any]] = {
     "tree": lambda: {"a": jnp.ones(3), "b": (jnp.zeros(()), jnp.arange(3))},
     "half": lambda: jnp.ones(3, jnp.bfloat16),
     "buffer": lambda: jnp.zeros((4, 3)),
-    "word": lambda: "first",
+    "count": lambda: 0,
+    "memory": lambda: None,
+    "seed": lambda: jax.random.key(3),
+    "log": lambda: jnp.zeros((1, 3)),
 }
 """What a state holds at first, by name."""
 
@@ -65,19 +68,21 @@ class Row:
 
     Attributes:
         body: the method to rematerialise; its first argument is the model, its second an array.
-        form: how rematerialisation is put on it, a name of `FORMS`.
+        form: how rematerialisation is put on it, a name of `FORMS`, or the dialect's "own" way, once or "twice".
         static: names of arguments that are declared static, in each library's own way; `spelling` asks for one way.
         policy: the name of a member of `jax.checkpoint_policies`.
         top: what is called from outside, (model, x, ...); the rematerialised method itself if not given.
         around: transforms around a call, outermost first.
         check: (results of the calls, values of the states) must hold, beyond equality with what is expected.
+        refused: kinds of state for which an error is right, by the dialect's name, and what it says: a Ref made inside a
+            trace ends with it, and none changes its shape, by JAX's own rules.
     """
 
     group: str
     title: str
     body: Callable[..., Any]
     states: tuple[str, ...] = ("w", "n")
-    form: str = "method"
+    form: str = "own"
     static: tuple[str, ...] = ()
     spelling: str = ""
     policy: str = ""
@@ -85,6 +90,7 @@ class Row:
     around: tuple[str, ...] = ("grad",)
     calls: tuple[Call, ...] = TWO_CALLS
     check: Callable[[list, dict], bool] | None = None
+    refused: dict[str, tuple[type[Exception], str]] = dataclasses.field(default_factory=dict)
 
     @property
     def draws(self) -> bool:
@@ -101,8 +107,13 @@ class Bang(Exception):
     """Raised by a body."""
 
 
-class Flags(types.SimpleNamespace):
+@dataclasses.dataclass(frozen=True)
+class Flags:
     """Python attributes of a model that its body looks at."""
+
+    training: bool = True
+    scale: float = 2.0
+    fail: bool = False
 
 
 # -- how rematerialisation is put on a method ----------------------------------------------------------------------
@@ -113,10 +124,9 @@ class Flags(types.SimpleNamespace):
 
 def _once(key: str, make: Callable[[Any], Any]) -> Callable[..., Any]:
     def block(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kept = self.flags.__dict__
-        if key not in kept:
-            kept[key] = make(self)
-        return kept[key](*args, **kwargs)
+        if key not in self.kept:
+            self.kept[key] = make(self)
+        return self.kept[key](*args, **kwargs)
 
     return block
 
@@ -132,18 +142,17 @@ class _Caller:
 
 
 FORMS: dict[str, Callable[[Callable, Callable], Any]] = {
-    "method": lambda remat, body: remat(body),
+    "decorator": lambda remat, body: remat(body),
     "bound method": lambda remat, body: lambda self, *a, **k: remat(self.body)(*a, **k),
     "bound method, kept": lambda remat, body: _once("kept", lambda self: remat(self.body)),
     "closure": lambda remat, body: lambda self, *a, **k: remat(lambda *a, **k: self.body(*a, **k))(*a, **k),
     "closure, kept": lambda remat, body: _once("kept", lambda self: remat(lambda *a, **k: self.body(*a, **k))),
-    "model as argument": lambda remat, body: (lambda r: lambda self, *a, **k: r(self, *a, **k))(remat(body)),
+    "model as argument": lambda remat, body: lambda self, *a, **k: remat(body)(self, *a, **k),
     "partial": lambda remat, body: lambda self, *a, **k: remat(functools.partial(body, self))(*a, **k),
     "callable object": lambda remat, body: lambda self, *a, **k: remat(_Caller(self))(*a, **k),
     "static method": lambda remat, body: (lambda r: lambda self, *a, **k: r.__func__(self, *a, **k))(
         staticmethod(remat(body))
     ),
-    "twice": lambda remat, body: remat(remat(body)),
     "class": lambda remat, body: body,  # the dialect rematerialises the class
 }
 
@@ -166,6 +175,7 @@ class Dialect:
     `key`, `scan`, `cond`, `while_loop` and `vmap`, whose functions take the model first."""
 
     name: str
+    own = "decorator"  # the form in which the library's users rematerialise a method
 
     def run(self, row: Row) -> tuple[list, dict[str, Any]]:
         """Results of the row's calls, and what the states hold at the end."""
@@ -194,8 +204,9 @@ class Dialect:
         """Set a state from outside."""
         raise NotImplementedError
 
-    def flags(self, model: Any) -> Flags:
-        return model.flags
+    def flip(self, model: Any, **changes: Any) -> None:
+        """Change attributes of the model that are no states."""
+        model.flags = dataclasses.replace(model.flags, **changes)
 
     def remat(self, fun: Any, **options: Any) -> Any:
         raise NotImplementedError
@@ -203,12 +214,12 @@ class Dialect:
     def rematerialise(self, row: Row, fun: Any, bound: bool = False) -> Any:
         """`remat` with the options of the row; `bound` if the model is no argument of the function any more."""
         options: dict[str, Any] = {"policy": getattr(jax.checkpoint_policies, row.policy)} if row.policy else {}
-        if row.static:
-            options |= self.static(row, bound)
-        return self.remat(fun, **options)
+        return self.remat(fun, **options, **self.static(row, bound))
 
     def static(self, row: Row, bound: bool) -> dict[str, Any]:
         """The option that declares the row's static arguments."""
+        if not row.static:
+            return {}
         if row.spelling == "names":
             return {"static_argnames": row.static}
         position = row.position - bound
@@ -218,13 +229,26 @@ class Dialect:
         return {"static_argnums": (position,)}
 
     def block(self, row: Row) -> Any:
-        bound = row.form.startswith(("bound", "closure", "partial", "callable"))
-        return FORMS[row.form](lambda fun: self.rematerialise(row, fun, bound), row.body)
+        form = self.own if row.form in ("own", "twice") else row.form
+        bound = form.startswith(("bound", "closure", "partial", "callable"))
+
+        def remat(fun: Any) -> Any:
+            once = self.rematerialise(row, fun, bound)
+            return self.rematerialise(row, once, bound) if row.form == "twice" else once
+
+        return FORMS[form](remat, self.method(row.body))
+
+    def method(self, body: Callable) -> Callable:
+        """The body as a method of the class of models."""
+        return body
 
 
 def namespace(dialect: Dialect, row: Row) -> dict[str, Any]:
     """What every dialect's model class has."""
-    return {"body": row.body, "block": dialect.block(row), "top": row.top or _top}
+    members = {"body": dialect.method(row.body), "block": dialect.block(row), "top": row.top or _top, "kept": {}}
+    if row.form == "class":
+        members |= {"__call__": members["body"], "block": lambda self, *args, **kwargs: self(*args, **kwargs)}
+    return members
 
 
 def _top(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -369,8 +393,9 @@ class Plain(Functional):
             return jnp.stack([f(self, x) for x in xs])
 
     def build(self, row: Row) -> Any:
-        cls = type("Model", (Plain.Model,), {**namespace(self, row), "flags": Flags(**FLAGS)})
+        cls = type("Model", (Plain.Model,), namespace(self, row))
         model = cls()
+        model.flags = Flags()
         model.state = {name: VALUES[name]() for name in row.states}
         return model
 
@@ -379,9 +404,6 @@ class Plain(Functional):
 
     def jit(self, pure: Callable) -> Callable:
         return pure
-
-
-FLAGS: dict[str, Any] = {"training": True, "scale": 2.0, "fail": False}
 
 
 class Objects(Dialect):
@@ -408,9 +430,8 @@ class Objects(Dialect):
         dialect = self
 
         class Model(self.base):  # type: ignore[misc,name-defined]
-            flags = Flags(**FLAGS)
-
             def __init__(self) -> None:
+                self.flags = Flags()
                 for name in row.states:
                     cell = dialect.rng() if name == RANDOM else dialect.cell(name, VALUES[name]())
                     setattr(self, f"cell_{name}", cell)
@@ -441,9 +462,7 @@ class Objects(Dialect):
         for name, value in namespace(self, row).items():
             setattr(Model, name, value)
         if row.form == "class":
-            Model.__call__ = Model.body  # type: ignore[attr-defined]
             Model = self.rematerialise(row, Model)
-            Model.block = lambda self, *args, **kwargs: self(*args, **kwargs)  # type: ignore[attr-defined]
         return Model()
 
     def _property(self, cell: str) -> property:
@@ -699,6 +718,43 @@ def noise(self, x):
     return jnp.tanh(self.w @ x) * jax.random.normal(self.key(), (3,))
 
 
+def counting_in_python(self, x):
+    self.count = self.count + 1
+    return jnp.tanh(self.w @ x) * self.count
+
+
+def remembering(self, x):
+    y = jnp.tanh(self.w @ x)
+    self.memory = y if self.memory is None else self.memory * y
+    return jnp.sin(self.memory)
+
+
+def seeded(self, x):
+    self.seed, key = jax.random.split(self.seed)
+    y = jnp.tanh(self.w @ x) * jax.random.normal(key, (3,))
+    return y * y
+
+
+def growing(self, x):
+    self.log = jnp.concatenate([self.log, jnp.tanh(self.w @ x)[None]])
+    return jnp.sin(self.log.sum(0))
+
+
+def with_state(self, x):
+    self.s = self.s * 0.5 + self.w @ x
+    return jnp.tanh(self.s), self.s
+
+
+def cast(self, x, dtype=jnp.float32):
+    self.n = self.n + 1
+    return jnp.tanh((self.w @ x).astype(dtype))
+
+
+def shaped(self, x, shape=(3, 1)):
+    self.n = self.n + 1
+    return jnp.tanh(self.w @ x).reshape(shape)
+
+
 def failing(self, x):
     self.n = self.n + 1
     self.s = self.s * self.w[0] * x
@@ -738,6 +794,18 @@ def inner_cond(self, x):
         return jnp.sin(self.w @ x)
 
     return self.cond(x.sum() > 0.8, up, down, x) * x
+
+
+def cond_on_state(self, x):
+    def restart(self, x):
+        self.n = self.n * 0
+        return jnp.tanh(self.w @ x)
+
+    def advance(self, x):
+        self.n = self.n + 1
+        return jnp.sin(self.w @ x)
+
+    return self.cond(self.n > 0, restart, advance, x) * x
 
 
 def inner_while(self, x):
@@ -850,7 +918,7 @@ def read_only(self, x):
 
 
 def set_flag(**changes: Any) -> Callable[[Dialect, Any], None]:
-    return lambda dialect, model: vars(dialect.flags(model)).update(changes)
+    return lambda dialect, model: dialect.flip(model, **changes)
 
 
 def set_state(name: str, value: Any) -> Callable[[Dialect, Any], None]:
@@ -869,8 +937,9 @@ def draws_differ(results: list, values: dict) -> bool:
 
 
 CALL_FORMS = [
-    Row("Call forms", "decorator on a method", layer),
-    Row("Call forms", "decorator with a policy", wide, policy="dots_saveable"),
+    Row("Call forms", "the library's own way for a method", layer),
+    Row("Call forms", "with a policy", wide, policy="dots_saveable"),
+    Row("Call forms", "decorator on a method", layer, form="decorator"),
     Row("Call forms", "bound method", layer, form="bound method"),
     Row("Call forms", "bound method, wrapped once and kept", layer, form="bound method, kept"),
     Row("Call forms", "closure over the model", layer, form="closure"),
@@ -935,6 +1004,8 @@ FLAGGED = [
     Row("Flags", "enum, not declared", moded, calls=calls(Mode.EVAL, Mode.TRAIN)),
     Row("Flags", "list (unhashable), static", listed, static=("scales",), calls=calls([1.0, 2.0], [3.0])),
     Row("Flags", "int that sets a shape, not declared", sized, calls=calls(1, 2)),
+    Row("Flags", "tuple that is a shape, not declared", shaped, calls=calls((1, 3), (3,))),
+    Row("Flags", "dtype, not declared", cast, calls=calls(jnp.float16, jnp.float32)),
     Row("Flags", "function, not declared", called, calls=calls(jnp.cos, jnp.tanh)),
     Row(
         "Flags",
@@ -1000,7 +1071,30 @@ STATE_SEMANTICS = [
         states=("w", "n", "buffer"),
         calls=(Call((X,)), Call((X,), before=set_state("buffer", np.ones((6, 3), np.float32)))),
     ),
-    Row("States", "state created by the first call", lazy, states=("w",)),
+    Row(
+        "States",
+        "state that grows by a row in each call",
+        growing,
+        states=("w", "log"),
+        refused={"jax.Ref": (ValueError, "Invalid shape for `swap`")},
+    ),
+    Row(
+        "States",
+        "state that is None at first and an array later",
+        remembering,
+        states=("w", "memory"),
+        refused={"jax.Ref": (ValueError, "NoneType")},
+    ),
+    Row("States", "Python number as a state", counting_in_python, states=("w", "count")),
+    Row("States", "typed random key in a plain state", seeded, states=("w", "seed")),
+    Row("States", "state's value returned beside the output", with_state, states=("w", "s")),
+    Row(
+        "States",
+        "state created by the first call",
+        lazy,
+        states=("w",),
+        refused={"jax.Ref": (jax.errors.UnexpectedTracerError, "created on line .*Ref.cell")},
+    ),
     Row(
         "States",
         "exception in the body leaves every state as it was",
@@ -1042,6 +1136,7 @@ NESTINGS = [
     Row("Nestings", "grad(remat(scan))", inner_scan),
     Row("Nestings", "grad(cond(remat))", layer, top=in_cond),
     Row("Nestings", "grad(remat(cond))", inner_cond),
+    Row("Nestings", "jit(grad(remat(cond))), on a state", cond_on_state, around=("jit", "grad")),
     Row("Nestings", "jit(grad(scan(cond(remat))))", layer, top=in_scan_of_cond, around=("jit", "grad")),
     Row("Nestings", "jit(while_loop(remat))", layer, top=in_while, around=("jit",)),
     Row("Nestings", "jvp(remat(while_loop))", inner_while, around=("jvp",)),
@@ -1063,29 +1158,44 @@ def expected(dialect: Dialect, row: Row) -> tuple[list, dict[str, Any]]:
 
 
 def without_remat(dialect: Dialect, row: Row) -> tuple[list, dict[str, Any]]:
-    bare = type(dialect)()
-    bare.block = lambda row: row.body  # type: ignore[method-assign]
-    return bare.run(dataclasses.replace(row, form="method"))
+    bare = copy.copy(dialect)
+    bare.remat = lambda fun, **options: fun  # type: ignore[method-assign]
+    return bare.run(row)
 
 
 def difference(actual: Any, wanted: Any, tolerance: float = 2e-5) -> str:
-    """What differs first, empty if nothing does: structure, type or value."""
+    """What differs first between two outcomes of `Dialect.run`, empty if nothing does: structure, type or value."""
     if jax.tree.structure(actual) != jax.tree.structure(wanted):
-        return f"structure {jax.tree.structure(actual)} in place of {jax.tree.structure(wanted)}"
+        return f"structure is {jax.tree.structure(actual)}, not {jax.tree.structure(wanted)}"
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(wanted), strict=True):
-        where = jax.tree_util.keystr(path)
+        where = place(path)
         if isinstance(a, jax.core.Tracer):
-            return f"{where}: a dead tracer"
+            return f"{where} is a dead tracer"
         if not hasattr(b, "dtype"):
             if a is not b and a != b:
-                return f"{where}: {a!r} in place of {b!r}"
+                return f"{where} is {a!r}, not {b!r}"
         elif (np.shape(a), getattr(a, "dtype", None)) != (b.shape, b.dtype):
-            return f"{where}: {getattr(a, 'dtype', type(a).__name__)}{np.shape(a)} in place of {b.dtype}{b.shape}"
+            return f"{where} is {getattr(a, 'dtype', type(a).__name__)}{np.shape(a)}, not {b.dtype}{b.shape}"
         else:
-            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-            if not np.allclose(a, b, rtol=0, atol=tolerance * max(1.0, float(np.max(np.abs(b), initial=0)))):
-                return f"{where}: {short(a)} in place of {short(b)}"
+            a, b = numbers(a), numbers(b)
+            if not np.allclose(a, b, rtol=0, atol=tolerance * float(np.max(np.abs(b), initial=1))):
+                return f"{where} is {short(a)}, not {short(b)}"
     return ""
+
+
+def place(path: tuple) -> str:
+    """``n`` for a state, ``['w'] of call 1`` for a part of a result."""
+    side, which, *rest = path
+    inside = jax.tree_util.keystr(tuple(rest))
+    if side.idx == 1:
+        return f"{which.key}{inside}"
+    return f"{inside or 'result'} of call {which.idx + 1}"
+
+
+def numbers(x: Any) -> np.ndarray:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.inexact) else np.int64)
 
 
 def short(x: np.ndarray) -> str:

@@ -7,10 +7,10 @@ from typing import Any
 
 import brainstate
 import jax
+from behaviours import PARAMETERS, VALUES, Objects, scalar, tangent
 from flax import nnx
 
 import statetx
-from behaviours import PARAMETERS, Objects, scalar, tangent
 
 
 class Statetx(Objects):
@@ -109,13 +109,23 @@ class Brainstate(Statetx):
         return cell.split_key()
 
 
+class NnxModule(nnx.Module):
+    """A module that does not take the names of states, properties of its class, for attributes of its own."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in VALUES:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
 class Nnx(Statetx):
     name = "flax.nnx.Variable"
-    base = nnx.Module
+    base = NnxModule
 
     def cell(self, name: str, value: Any) -> Any:
         variable = nnx.Param if name in PARAMETERS else nnx.BatchStat
-        return nnx.data(jax.tree.map(variable, value))
+        return nnx.data(jax.tree.map(variable, value, is_leaf=lambda x: x is None))
 
     def get(self, cell: Any) -> Any:
         return jax.tree.map(lambda v: v.get_value(), cell, is_leaf=is_variable)

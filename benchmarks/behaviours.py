@@ -1,0 +1,476 @@
+"""Run the behaviour table on statetx and on its peers, and write what came of it to docs/comparison.md.
+
+The rows are those of ``tests/behaviours.py``, which say what a rematerialised function of a stateful model must give;
+``benchmarks/peers.py`` and ``tests/kinds.py`` spell them in each library. Each library runs in a process of its own, and
+a row that hangs or ends that process costs that row only. Nothing is timed.
+
+What a cell says
+    ok          values, gradients and final states are right, and the gradient's jaxpr has a checkpoint in it
+    no remat    right, but without such an equation: nothing is recomputed, and nothing saved
+    wrong       a value, gradient or state differs from what is expected, without an error
+    error       an exception
+    hang, crash the row took too long, or ended its process
+    *           the same program without rematerialisation is not right either
+
+Needs the extra ``bench``: ``make bench``, or ``pip install -e '.[bench]'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import functools
+import multiprocessing
+import os
+import re
+import sys
+import textwrap
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import behaviours
+import jax
+import kinds
+import peers
+from _common import environment, header, show
+from behaviours import ROWS, Call, Dialect, Row
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+ROW_LIMIT = 120.0
+"""Seconds that a row may take before it counts as hanging; the first one has the imports in it."""
+
+TEXT_LIMIT = 160
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """A column of the tables.
+
+    Attributes:
+        ways: its dialects; the first that gets a row right counts. If none does, the fault of the first is told that would
+            be right without rematerialisation, or else of the first.
+        spelling: how the rows are written in it, and in what the ways differ.
+        merit: what it does well.
+    """
+
+    name: str
+    remat: str
+    packages: tuple[str, ...]
+    ways: tuple[Dialect, ...]
+    spelling: str
+    merit: str = ""
+
+
+LIBRARIES = (
+    Library(
+        "jax",
+        "jax.checkpoint",
+        ("jax",),
+        (peers.JaxByHand(),),
+        "Models are pytrees of parameters; other states are passed to each method and returned by it.",
+        "All others here are built on it. It has the policies and offloading, takes any pytree, and is exact on every "
+        "function that is pure.",
+    ),
+    Library(
+        "jax Ref",
+        "jax.checkpoint",
+        ("jax",),
+        (
+            peers.Jax("jax"),
+            peers.Jax("jax", kind="no_grad_no_remat"),
+            peers.JaxPure("jax"),
+            peers.JaxPure("jax", kind="no_grad_no_remat"),
+        ),
+        "Models are pytrees; parameters are arrays and arguments of what is differentiated, other states are `jax.Ref`s. "
+        "Four ways: Refs of the default kind, which last as long as the model; the same of kind `no_grad_no_remat`; Refs of "
+        "either kind that live within a pure function which takes and returns their values.",
+        "State without plumbing and without a library, in jit and loops; Refs that are not differentiated may be marked so.",
+    ),
+    Library(
+        "linen",
+        "flax.linen.remat",
+        ("flax",),
+        (peers.Linen(),),
+        "Variables of an `nn.Module` under `apply`, `nn.remat` on methods, lifted transforms inside, JAX's outside.",
+        "No stale results, since every call is traced anew, and every nesting is right, random draws included; the "
+        "states of a step are explicit, so a failed one cannot leave anything behind.",
+    ),
+    Library(
+        "nnx",
+        "flax.nnx.remat",
+        ("flax",),
+        (
+            peers.Nnx("nnx"),
+            peers.Nnx("nnx", updates=False),
+            peers.Nnx("nnx", graph=False, updates=False),
+        ),
+        "Variables of an `nnx.Module`, which is an argument of every transform; `nnx.split` and `nnx.merge` around JAX's "
+        "`jvp`, `vjp`, `linearize` and `hessian`. Three ways: graph mode, graph mode without graph updates, tree mode.",
+        "Models are ordinary Python objects, shared references are kept, states may be created and reshaped "
+        "inside transforms, attributes count as part of a function's structure, and what it cannot do it mostly refuses aloud.",
+    ),
+    Library(
+        "haiku",
+        "hk.remat",
+        ("dm-haiku",),
+        (peers.Haiku(),),
+        "`hk.Module` under `hk.transform_with_state`, `hk.remat` on bound methods in it, Haiku's loops and branches "
+        "inside, JAX's transforms outside.",
+        "Inside a transformed function anything can be rematerialised, bound methods and closures too, with four small "
+        "helpers that thread every state; it keeps JAX from reusing a trace that is out of date.",
+    ),
+    Library(
+        "equinox",
+        "equinox.filter_checkpoint",
+        ("equinox",),
+        (peers.Equinox(),),
+        "Parameters in an `eqx.Module`; other states are passed to each method and returned by it. Equinox's transforms "
+        "where it has them, else JAX's.",
+        "Everything that is no array is static without being declared, outputs too, and explicit state has no special cases. "
+        "The price is that states pass through every signature.",
+    ),
+    Library(
+        "brainstate",
+        "brainstate.transform.remat",
+        ("brainstate",),
+        (peers.Brainstate("brainstate", "bound method"), peers.Brainstate("brainstate", "decorator")),
+        "States of a `brainstate.nn.Module`, found in closures. Two ways: `remat(self.body)` anew in each call, or a "
+        "decorator with the model declared static.",
+        "States need no plumbing at all, in its own loops, branches, maps and derivatives; writes outside of "
+        "its transforms are refused rather than leaked.",
+    ),
+    Library(
+        "statetx",
+        "statetx.remat",
+        ("statetx",),
+        (kinds.Native(),),
+        "`statetx.State`, `statetx.Param`, `statetx.RngState`.",
+    ),
+    Library(
+        "statetx brainstate",
+        "statetx.remat",
+        ("statetx", "brainstate"),
+        (kinds.Brainstate(),),
+        "The states of brainstate models.",
+    ),
+    Library("statetx nnx", "statetx.remat", ("statetx", "flax"), (kinds.Nnx(),), "The Variables of `nnx.Module`s."),
+    Library(
+        "statetx Ref",
+        "statetx.remat",
+        ("statetx", "jax"),
+        (kinds.Ref(),),
+        "`jax.Ref`s of the default kind held by an object.",
+    ),
+)
+
+
+# -- one cell ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """`kind` is a word of the module's docstring; `anyway` says that rematerialisation has no part in it."""
+
+    kind: str
+    text: str
+    anyway: bool = False
+
+    def __str__(self) -> str:
+        return f"not without remat either: {self.text}" if self.anyway else self.text
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What came of a row: the way that was right, counted from 0, or a fault.
+
+    `looked` is False if the gradient's jaxpr could not be had.
+    """
+
+    way: int = 0
+    fault: Fault | None = None
+    looked: bool = True
+
+
+def judge(library: Library, row: Row) -> Cell:
+    cells = []
+    for way, dialect in enumerate(library.ways):
+        cell = judge_way(dialect, row)
+        if cell.fault is None:
+            return dataclasses.replace(cell, way=way)
+        cells.append(cell)
+    return next((cell for cell in cells if cell.fault is not None and not cell.fault.anyway), cells[0])
+
+
+def judge_way(dialect: Dialect, row: Row) -> Cell:
+    fault = find_fault(dialect, row, dialect.run)
+    if fault is None:
+        found = has_checkpoint(dialect, row) if "grad" in row.around else True
+        nothing = Fault("no remat", "ok, but nothing is rematerialised: no checkpoint in the gradient's jaxpr")
+        return Cell(fault=nothing if found is False else None, looked=found is not None)
+    bare = find_fault(dialect, row, lambda row: behaviours.without_remat(dialect, row))
+    return Cell(fault=fault if bare is None else dataclasses.replace(bare, anyway=True))
+
+
+def find_fault(dialect: Dialect, row: Row, run: Callable[[Row], tuple[list, dict]]) -> Fault | None:
+    try:
+        actual = run(row)
+        difference = behaviours.difference(actual, behaviours.expected(dialect, row))
+        if not difference and row.check is not None and not row.check(*actual):
+            difference = "two calls draw the same numbers" if row.draws else "the row's own check fails"
+    except Exception as error:
+        return Fault("error", tidy(f"{type(error).__name__}: {error}"))
+    return Fault("wrong", tidy(f"wrong value: {difference}")) if difference else None
+
+
+def has_checkpoint(dialect: Dialect, row: Row) -> bool | None:
+    """Whether the jaxpr of the row's first call has a checkpoint in it; None if there is no such jaxpr to be had.
+
+    The model is made within the trace, where writes are at the level of its own states, or, since a Ref that is made in
+    a trace is not one that comes from outside, just before it. No other model is touched.
+    """
+    first = row.calls[0]
+
+    def whole(x: Any, dialect: Dialect) -> list:
+        call = Call((x, *first.args[1:]), first.kwargs)
+        outcome = dialect.run(dataclasses.replace(row, calls=(call,)))
+        return [leaf for leaf in jax.tree.leaves(outcome) if isinstance(leaf, jax.Array)]
+
+    for which in (dialect, with_model(dialect, row)):
+        try:
+            jaxpr = jax.make_jaxpr(functools.partial(whole, dialect=which))(first.args[0])
+            break
+        except Exception:
+            continue
+    else:
+        return None
+    # One without equations stands around a function that passes its arguments on, such as the making of a model.
+    return any(e.primitive.name in CHECKPOINTS and e.params["jaxpr"].eqns for e in equations(jaxpr))
+
+
+def with_model(dialect: Dialect, row: Row) -> Dialect:
+    """The dialect with a model that is made now."""
+    model, ready = dialect.build(row), copy.copy(dialect)
+    ready.build = lambda row: model  # type: ignore[method-assign]
+    return ready
+
+
+CHECKPOINTS = ("checkpoint", "remat", "remat2")
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Those of a jaxpr and of the ones inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(value):
+                yield from equations(value)
+
+
+def is_jaxpr(x: Any) -> bool:
+    return hasattr(x, "eqns")
+
+
+def tidy(message: str) -> str:
+    """The first line that says something, without paths, addresses and links, cut to fit."""
+    line = next(line for line in message.splitlines() if line.strip())
+    for pattern, replacement in (
+        (r"\s*\(https?://\S+\)", ""),
+        (r" at (/\S+|<\S+>)", ""),
+        (r"/\S+/(\S+\.py)", r"\1"),
+        (r" ?(at )?0x[0-9a-f]+", ""),
+        (r"id=\d+", "id"),
+        (r"\s+", " "),
+        ("`", "'"),
+    ):
+        line = re.sub(pattern, replacement, line)
+    return textwrap.shorten(line, TEXT_LIMIT, placeholder=" ...")
+
+
+# -- running -------------------------------------------------------------------------------------------------------
+
+
+def work(library: int, start: int, results: Any) -> None:
+    """Judge the rows from `start` on, in a process of its own, and send a cell for each."""
+    warnings.simplefilter("ignore")
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    for row in ROWS[start:]:
+        results.send(judge(LIBRARIES[library], row))
+
+
+def measure(library: int, report: Callable[[], None]) -> list[Cell]:
+    context = multiprocessing.get_context("spawn")
+    cells: list[Cell] = []
+
+    def add(cell: Cell) -> None:
+        cells.append(cell)
+        report()
+
+    while len(cells) < len(ROWS):
+        results, sender = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(library, len(cells), sender), daemon=True)
+        process.start()
+        sender.close()
+        try:
+            while len(cells) < len(ROWS):
+                if not results.poll(ROW_LIMIT):
+                    add(Cell(fault=Fault("hang", f"no result within {ROW_LIMIT:.0f} seconds")))
+                    break
+                add(results.recv())
+        except EOFError:
+            process.join()
+            add(Cell(fault=Fault("crash", f"the process ended with exit code {process.exitcode}")))
+        finally:
+            process.kill()
+            process.join()
+    return cells
+
+
+def measure_all(chosen: Sequence[int], jobs: int) -> dict[str, list[Cell]]:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns) as progress, ThreadPoolExecutor(jobs) as pool:
+        tasks = {n: progress.add_task(LIBRARIES[n].name, total=len(ROWS)) for n in chosen}
+        futures = {n: pool.submit(measure, n, lambda n=n: progress.advance(tasks[n])) for n in chosen}
+        return {LIBRARIES[n].name: future.result() for n, future in futures.items()}
+
+
+# -- reporting -----------------------------------------------------------------------------------------------------
+
+Outcome = dict[str, list[Cell]]  # by library
+Table = tuple[list[str], list[list[str]]]  # columns, rows
+
+
+def totals(outcome: Outcome) -> Table:
+    kinds_of_fault = ["no remat", "wrong", "error", *sorted({"hang", "crash"} & {f.kind for f in faults(outcome)})]
+    rows = []
+    for library in LIBRARIES:
+        if library.name not in outcome:
+            continue
+        found = [cell.fault for cell in outcome[library.name]]
+        count = Counter("ok" if fault is None else fault.kind for fault in found)
+        anyway = sum(fault is not None and fault.anyway for fault in found)
+        versions = ", ".join(metadata.version(package) for package in library.packages)
+        numbers = [f"{count['ok']} of {len(ROWS)}", *(str(count[kind]) for kind in kinds_of_fault), str(anyway)]
+        rows.append([library.name, f"`{library.remat}`", versions, *numbers])
+    return ["library", "rematerialised with", "version", "ok", *kinds_of_fault, "of these *"], rows
+
+
+def faults(outcome: Outcome) -> Iterator[Fault]:
+    return (cell.fault for cells in outcome.values() for cell in cells if cell.fault is not None)
+
+
+def group_table(group: str, outcome: Outcome) -> tuple[Table, list[str]]:
+    """The table of a group of rows, and its footnotes; equal texts share one."""
+    notes: dict[str, int] = {}
+
+    def mark(fault: Fault | None) -> str:
+        if fault is None:
+            return "ok"
+        number = notes.setdefault(str(fault), len(notes) + 1)
+        return f"{fault.kind} {number}{'*' if fault.anyway else ''}"
+
+    rows = [
+        [row.title, *(mark(cells[n].fault) for cells in outcome.values())]
+        for n, row in enumerate(ROWS)
+        if row.group == group
+    ]
+    return (["row", *outcome], rows), list(notes)
+
+
+def groups() -> list[str]:
+    return list(dict.fromkeys(row.group for row in ROWS))
+
+
+def markdown(outcome: Outcome) -> str:
+    legend = "\n".join(describe(library, outcome[library.name]) for library in LIBRARIES if library.name in outcome)
+    parts = [
+        PREAMBLE.format(header=header(environment()), rows=len(ROWS), limit=int(ROW_LIMIT)),
+        aligned(totals(outcome)),
+    ]
+    parts += ["## How each library was spelled, and what it does well", legend]
+    for group in groups():
+        table, notes = group_table(group, outcome)
+        parts += [f"## {group}", aligned(table), "\n".join(f"{n}. `{note}`" for n, note in enumerate(notes, 1))]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def describe(library: Library, cells: Sequence[Cell]) -> str:
+    text = f"**{library.name}**: {library.spelling}"
+    if len(library.ways) > 1:
+        wins = Counter(cell.way for cell in cells if cell.fault is None)
+        text += f" Right in the first way {wins[0]}"
+        text += "".join(f", else in the {ORDINALS[n]} {wins[n]}" for n in range(1, len(library.ways))) + "."
+    if library.merit:
+        text += f" *What it does well:* {library.merit}"
+    unseen = sum(not cell.looked for cell in cells)
+    if unseen:
+        text += f" In {unseen} rows the gradient's jaxpr could not be looked at."
+    return textwrap.fill(f"- {text}", 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+ORDINALS = ("first", "second", "third", "fourth")
+
+PREAMBLE = """\
+# Comparison
+
+Generated by `python benchmarks/behaviours.py --markdown docs/comparison.md`:
+{header}.
+
+What comes of rematerialising a function that reads and writes states, here and in other libraries. Each of {rows} rows is
+written once, without any library in it (`tests/behaviours.py`), and spelled in each library's own way
+(`benchmarks/peers.py`, `tests/kinds.py`). Expected are the values, gradients and final states of the same body run without
+rematerialisation, as a pure function in plain JAX with Python's own loops and branches; where keys are drawn, whose
+values are each library's affair, those of the same program in the same library without rematerialisation. Where
+a library has several ways to write a row, the first that is right counts. A transform that it does not have is JAX's, on
+the library's functions. Only what was run stands here: it says nothing about speed, memory, or what is in no row.
+The rows were chosen by the authors of statetx, who run them as tests, so expect statetx to do well on them.
+
+| mark | meaning |
+|---|---|
+| ok | values, gradients and final states are right, and the gradient's jaxpr has a checkpoint equation (rows under `grad`) |
+| no remat | right, but without such an equation: nothing is recomputed and nothing saved |
+| wrong | a value, gradient or state is not as expected, without an error |
+| error | an exception |
+| hang, crash | no result within {limit} seconds, or the process ended |
+| * | the same program without rematerialisation is not right either, so remat has no part in it |
+
+A number after a mark is that of the note below the table."""
+
+
+def aligned(table: Table) -> str:
+    """A Markdown table whose columns line up in a terminal too."""
+    columns, rows = table
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    lines = [columns, ["-" * width for width in widths], *rows]
+    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="write the comparison to PAGE")
+    names = [library.name for library in LIBRARIES]
+    parser.add_argument("--only", action="append", choices=names, metavar="NAME", help=f"one of: {', '.join(names)}")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default 2)")
+    options = parser.parse_args()
+    if options.only and options.markdown:
+        parser.error("--markdown takes all libraries")
+
+    outcome = measure_all([n for n, name in enumerate(names) if name in (options.only or names)], options.jobs)
+    for group in groups():
+        (columns, rows), notes = group_table(group, outcome)
+        show(group, columns, rows)
+        print(*(f"{n:3}. {note}" for n, note in enumerate(notes, 1)), sep="\n", end="\n\n")
+    show("Totals", *totals(outcome))
+    if options.markdown:
+        options.markdown.write_text(markdown(outcome))
+
+
+if __name__ == "__main__":
+    main()
