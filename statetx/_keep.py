@@ -9,6 +9,7 @@ maximum), the rule is made to read the named one; else keeping it would not spar
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -290,27 +291,60 @@ def _with_named_rule(fun: Callable[..., list[Any]], name: Callable[[Sequence[Any
 # -- trying other policies -----------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A rematerialised function that was called while something was being tried.
+
+    Attributes:
+        name: the function's.
+        policy: what it kept by.
+        prevent_cse: as handed to JAX.
+        names: those that ``checkpoint_name`` gave to its values.
+        unmatched: what the policy names and no value is.
+    """
+
+    name: str
+    policy: Policy
+    prevent_cse: bool | tuple[bool, ...] = True
+    names: frozenset[str] = _NONE
+    unmatched: tuple[str, ...] = ()
+
+
 class Override(threading.local):
     """What every rematerialised function of this thread does while something is being tried.
 
     Attributes:
         policy: takes the place of each function's own.
         is_off: whether nothing is rematerialised.
-        met: the rematerialised functions that were called meanwhile, by name.
+        is_quiet: whether policies may name what does not occur, and change nothing, without a word.
+        met: the rematerialised functions that were called meanwhile; None if nothing is being tried.
     """
 
     policy: Policy | None = None
     is_off: bool = False
-    met: list[str] | None = None
+    is_quiet: bool = False
+    met: list[Region] | None = None
 
     @contextlib.contextmanager
-    def __call__(self, policy: Policy | None = None, *, is_off: bool = False) -> Iterator[list[str]]:
-        before = self.policy, self.is_off, self.met
-        self.policy, self.is_off, self.met = policy, is_off, []
+    def __call__(
+        self, policy: Policy | None = None, *, is_off: bool = False, is_quiet: bool = False
+    ) -> Iterator[list[Region]]:
+        before = self.policy, self.is_off, self.is_quiet, self.met
+        self.policy, self.is_off, self.is_quiet, self.met = policy, is_off, is_quiet, []
         try:
             yield self.met
         finally:
-            self.policy, self.is_off, self.met = before
+            self.policy, self.is_off, self.is_quiet, self.met = before
+
+    def note(
+        self, name: str, policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]], prevent_cse: Any
+    ) -> None:
+        """Record a rematerialised function in `met`."""
+        values = [site.value for site in survey(jaxpr, origins)]
+        unmatched = [atom.unmatched(values) for atom in policy.atoms()]
+        names = _NONE.union(*(v.names for v in values))
+        assert self.met is not None
+        self.met.append(Region(name, policy, prevent_cse, names, tuple(filter(None, unmatched))))
 
 
 override = Override()
@@ -369,6 +403,8 @@ def _mark_of(verdict: Verdict, policy: Policy, spaces: Sequence[str]) -> str:
 
 
 def _check_matches(policy: Policy, sites: Sequence[Site], name: str) -> None:
+    if override.is_quiet:
+        return
     values = [site.value for site in sites]
     for atom in policy.atoms():
         if atom.missing == "ignore":
@@ -387,6 +423,6 @@ _warned: set[str] = set()
 
 
 def _warn_once(message: str) -> None:
-    if message not in _warned:
+    if message not in _warned and not override.is_quiet:
         _warned.add(message)
         warnings.warn(message, PolicyWarning, stacklevel=_registry.user_stacklevel())

@@ -588,6 +588,17 @@ def parse_bytes(size: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
+def names_of(policy: Policy) -> frozenset[str]:
+    """The names of values that a policy asks to keep or offload."""
+    found: set[str] = set()
+    for atom in policy.atoms():
+        if isinstance(atom, JaxPolicy):
+            found |= _compat.names_in_policy(atom.fun)
+        elif type(atom) is _Names:
+            found |= atom.chosen
+    return frozenset(found)
+
+
 # -- whatever a user gives as a policy -----------------------------------------------------------------------------
 
 _CONSTANTS = {"everything": everything, "nothing": nothing, "dots": dots}

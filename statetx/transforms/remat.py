@@ -183,8 +183,8 @@ class Remat(Wrapper):
         if _compat.is_eager() and self._allowed is None:
             return fun(*args, **kwargs)
         policy = self._policy
-        if _keep.override.met is not None:
-            _keep.override.met.append(name_of(fun))
+        is_tried = _keep.override.met is not None
+        if is_tried:
             if _keep.override.is_off:
                 return fun(*args, **kwargs)
             policy = _keep.override.policy or policy
@@ -217,7 +217,12 @@ class Remat(Wrapper):
         self._refuse_effects(staged)
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, others.mask)
         origins = owners.origins(staged.operands) if owners else ()
-        kept = table.get(staged, ("remat", policy, prevent_cse, origins), self._build(policy, prevent_cse, origins))
+        build = self._build(policy, prevent_cse, origins)
+        if is_tried:
+            _keep.override.note(name_of(fun), policy, staged.jaxpr, origins, prevent_cse)
+            kept = build(staged)
+        else:
+            kept = table.get(staged, ("remat", policy, prevent_cse, origins), build)
         outs = kept(staged.operands, *arrays)
         # What needs no computing comes back as the constant that stood for it while tracing.
         return outcome.finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])

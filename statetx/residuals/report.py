@@ -1,0 +1,404 @@
+"""`memory_report`: what policies cost and save in the compiled program, and why memory did not fall where it did not."""
+
+from __future__ import annotations
+
+import dataclasses
+import html as html_
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._keep import Region, override
+from .._lift import name_of
+from .._text import format_bytes, format_table
+from .._tree import partition
+from .._typing import Policy
+from ..policies import as_policy, names_of
+from ..transforms.functionalize import functionalize
+from ..transforms.remat import remat
+from ._cost import flops
+from ._show import format_flops
+from ._trace import differentiate, short_name
+from .table import Residuals, saved_residuals
+
+OFF = "no remat"
+AS_WRITTEN = "as written"
+_SAME = 0.05  # memory that falls by less than this part has not fallen
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A function and its derivative, compiled under one policy.
+
+    Attributes:
+        policy: its name; "no remat" for none at all, "as written" for each function's own.
+        residuals: what it keeps, before the compiler looks at it.
+        argument_bytes, output_bytes, temp_bytes: of the compiled program, by XLA's own analysis.
+        flops: operations of the equations, forward and backward, loops counted with their lengths.
+        compiled_flops: operations of the compiled program, as XLA counts them: the body of a loop once.
+        seconds: median time of a run; None if it was not run.
+    """
+
+    policy: str
+    residuals: Residuals
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    flops: int
+    compiled_flops: float
+    seconds: float | None
+
+    @property
+    def residual_bytes(self) -> int:
+        return self.residuals.total_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Arguments, outputs and temporaries together."""
+        return self.argument_bytes + self.output_bytes + self.temp_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """Why a policy does not do what one might expect.
+
+    Attributes:
+        policy: which.
+        kind: "nothing to drop", "inputs dominate", "policy keeps it", "merged back", "barrier ignored", "peak elsewhere",
+            "no residual" or "unmatched".
+        text: what was seen, and what to do.
+    """
+
+    policy: str
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.policy}: {self.kind}. {self.text}"
+
+
+class MemoryReport:
+    """Policies side by side: a table of `Measured`, then what was found out.
+
+    Prints as text, in colours with ``rich.print``, as HTML in a notebook.
+
+    Attributes:
+        name: the function's.
+        rows: one for each policy, the first without rematerialisation.
+        diagnoses: empty where memory fell as it should.
+    """
+
+    def __init__(self, name: str, rows: Sequence[Measured], diagnoses: Sequence[Diagnosis]):
+        self.name = name
+        self.rows = tuple(rows)
+        self.diagnoses = tuple(diagnoses)
+
+    def __getitem__(self, policy: str) -> Measured:
+        for row in self.rows:
+            if row.policy == policy:
+                return row
+        raise KeyError(f"{policy!r}; there are {', '.join(repr(row.policy) for row in self.rows)}")
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        base = self.rows[0]
+        columns = ["policy", "residuals", "temporary", "of none", "arguments", "outputs", "peak", "FLOPs", "of none"]
+        cells = []
+        for r in self.rows:
+            sizes = [r.argument_bytes, r.output_bytes, r.peak_bytes]
+            cells.append(
+                [
+                    r.policy,
+                    format_bytes(r.residual_bytes),
+                    format_bytes(r.temp_bytes),
+                    _ratio(r.temp_bytes, base.temp_bytes),
+                ]
+                + [*map(format_bytes, sizes), format_flops(r.flops), _ratio(r.flops, base.flops)]
+            )
+            if r.seconds is not None and base.seconds is not None:
+                cells[-1] += [f"{1e3 * r.seconds:.3g} ms", _ratio(r.seconds, base.seconds)]
+        return (columns + ["time", "of none"])[: len(cells[0])], cells
+
+    def __str__(self) -> str:
+        columns, cells = self._table()
+        lines = [f"{self.name}: value and gradient", format_table(columns, cells, right=columns[1:])]
+        return "\n".join([*lines, *map(str, self.diagnoses)])
+
+    __repr__ = __str__
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        columns, cells = self._table()
+        table = Table(
+            title=f"{self.name}: value and gradient",
+            box=box.SIMPLE_HEAD,
+            title_justify="left",
+            title_style="bold",
+            pad_edge=False,
+        )
+        for i, name in enumerate(columns):
+            table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i > 0, overflow="fold")
+        worse = {d.policy for d in self.diagnoses}
+        for row in cells:
+            styles = ["bold"] + ["dim" if name == "of none" else "" for name in columns[1:]]
+            styles[2] = "yellow" if row[0] in worse else "green"
+            table.add_row(*(Text(cell, style=style) for cell, style in zip(row, styles, strict=True)))
+        yield table
+        for d in self.diagnoses:
+            yield Text.assemble((f"{d.policy}: {d.kind}. ", "yellow"), d.text)
+
+    def _repr_html_(self) -> str:
+        columns, cells = self._table()
+        style = "padding:3px 10px;border:0;white-space:nowrap"
+        align = lambda i: "left" if i == 0 else "right"  # noqa: E731
+        head = "".join(
+            f'<th style="{style};text-align:{align(i)};border-bottom:1px solid currentColor">{name}</th>'
+            for i, name in enumerate(columns)
+        )
+        body = "".join(
+            "<tr>"
+            + "".join(
+                f'<td style="{style};text-align:{align(i)}">{html_.escape(cell)}</td>' for i, cell in enumerate(row)
+            )
+            + "</tr>"
+            for row in cells
+        )
+        notes = "".join(
+            f"<p style='margin:4px 0'><b>{html_.escape(d.policy)}: {d.kind}.</b> {html_.escape(d.text)}</p>"
+            for d in self.diagnoses
+        )
+        return (
+            f'<div style="overflow-x:auto"><p style="margin:4px 0"><b>{html_.escape(self.name)}: value and gradient</b></p>'
+            f'<table style="border-collapse:collapse;font-size:90%"><thead><tr>{head}</tr></thead><tbody>{body}</tbody>'
+            f"</table>{notes}</div>"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, for JSON."""
+        rows = []
+        for row in self.rows:
+            fields = {f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "residuals"}
+            rows.append({**fields, "residual_bytes": row.residual_bytes, "peak_bytes": row.peak_bytes})
+        return {"name": self.name, "rows": rows, "diagnoses": [dataclasses.asdict(d) for d in self.diagnoses]}
+
+
+def _ratio(a: float, b: float) -> str:
+    return f"{a / b:.2f}" if b else ""
+
+
+def memory_report(
+    fun: Callable[..., Any],
+    *args: Any,
+    policies: Sequence[Policy] | None = None,
+    repeats: int = 0,
+    compiler_options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> MemoryReport:
+    """Compile a function with its derivative, without rematerialisation and with, and compare the programs' memory.
+
+    The derivative is taken with respect to every float argument and every float state. No state changes.
+
+    Args:
+        fun: a function that may read and write states. If no function in it is rematerialised, it is itself.
+        *args, **kwargs: what to call it with.
+        policies: policies to try in place of those that the rematerialised functions have; None is a policy, too. Not
+            given: the functions as they are written.
+        repeats: how often each program is run to take its time, in turns; not at all if 0.
+        compiler_options: as in ``jax.jit``; for example ``{"xla_disable_hlo_passes": "cse_barrier_expander"}`` shows on a
+            CPU what unrolled rematerialisation saves elsewhere.
+
+    Returns:
+        `MemoryReport`; where temporary memory did not fall, it says why.
+
+    Source:
+        ``jax.stages.Compiled.memory_analysis`` and ``cost_analysis``.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> w = statetx.Param(jnp.ones((8, 8)) / 8)
+        >>> block = statetx.remat(lambda x: jnp.sin(jnp.tanh(w.value @ x)))
+        >>> def loss(x):
+        ...     return statetx.scan(lambda h, _: (block(h), None), x, None, length=100)[0].sum()
+        >>> report = statetx.memory_report(loss, jnp.ones(8), policies=[None, "dots"])
+        >>> [row.policy for row in report.rows]
+        ['no remat', 'nothing', 'dots']
+        >>> [row.residuals.intermediate_bytes for row in report.rows]
+        [12800, 3200, 6400]
+    """
+    tried = {} if policies is None else {repr(as_policy(p)): as_policy(p) for p in policies}
+    labels = [OFF, *(tried or (AS_WRITTEN,))]
+    with override(is_quiet=True) as met:
+        saved_residuals(fun, *args, **kwargs)
+    is_wrapped = bool(met)
+    programs, inputs, passes, regions = {}, {}, {}, {}
+    for label in labels:
+        f = fun if is_wrapped or label == OFF else remat(fun)
+        with override(tried.get(label), is_off=label == OFF, is_quiet=True) as met:
+            passes[label] = saved_residuals(f, *args, **kwargs), _count(f, args, kwargs)
+            jitted, inputs[label] = _program(f, args, kwargs)
+            lowered = jax.jit(jitted).lower(*inputs[label])
+            programs[label] = lowered.compile(compiler_options), lowered
+        regions[label] = met
+    seconds = _time({k: p[0] for k, p in programs.items()}, inputs, repeats)
+    rows = [_measured(label, *passes[label], programs[label][0], seconds.get(label)) for label in labels]
+    diagnoses: list[Diagnosis] = []
+    for row in rows[1:]:
+        diagnoses += _diagnose(row, rows[0], regions[row.policy], programs[row.policy][1], programs[OFF][1])
+    return MemoryReport(short_name(name_of(fun)), rows, list(dict.fromkeys(diagnoses)))
+
+
+def _program(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, list[Any]]:
+    """Outputs, new states and gradients as a function of arrays, and these arrays."""
+    pure = functionalize(fun)
+    arrays, others = partition((pure.values(*args, **kwargs), args, kwargs), lambda x: hasattr(x, "dtype"))
+    wanted = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def step(*arrays: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        def differentiated(*floats: Any) -> tuple[list[Any], list[Any]]:
+            whole = list(arrays)
+            for i, x in zip(wanted, floats, strict=True):
+                whole[i] = x
+            values, args, kwargs = others.combine(whole)
+            out, new = pure(values, *args, **kwargs)
+            floats_out, _ = partition(out, lambda x: hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact))
+            return floats_out, partition((out, new), lambda x: hasattr(x, "dtype"))[0]
+
+        outs, pullback, rest = jax.vjp(differentiated, *(arrays[i] for i in wanted), has_aux=True)
+        return outs, rest, list(pullback([jnp.ones_like(x) for x in outs]))
+
+    return step, arrays
+
+
+def _count(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> int:
+    passes = differentiate(fun, args, kwargs)
+    return sum(flops(eqn) for jaxpr in (passes.forward, passes.backward) for eqn in jaxpr.eqns)
+
+
+def _measured(label: str, kept: Residuals, num_flops: int, compiled: Any, seconds: float | None) -> Measured:
+    memory = compiled.memory_analysis()
+    return Measured(
+        policy=label,
+        residuals=kept,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        flops=num_flops,
+        compiled_flops=_compiled_flops(compiled),
+        seconds=seconds,
+    )
+
+
+def _compiled_flops(compiled: Any) -> float:
+    found = compiled.cost_analysis()
+    found = found[0] if isinstance(found, (list, tuple)) else found
+    return float((found or {}).get("flops", 0.0))
+
+
+def _time(programs: dict[str, Any], inputs: dict[str, list[Any]], repeats: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {label: [] for label in programs}
+    for n in range(repeats + 1 if repeats else 0):
+        for label, program in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(*inputs[label]))
+            if n:  # the first run of each warms up
+                times[label].append(time.perf_counter() - start)
+    return {label: statistics.median(found) for label, found in times.items() if found}
+
+
+# -- why memory did not fall ---------------------------------------------------------------------------------------
+
+
+def _diagnose(
+    row: Measured, base: Measured, regions: Sequence[Region], lowered: Any, base_lowered: Any
+) -> Iterator[Diagnosis]:
+    yield from _unmatched(row, regions)
+    if row.temp_bytes < base.temp_bytes * (1 - _SAME):
+        return
+    dropped = base.residual_bytes - row.residual_bytes
+    if dropped <= base.residual_bytes * _SAME:
+        yield _nothing_dropped(row, base)
+        return
+    predicted = row.flops / max(base.flops, 1)
+    if row.compiled_flops < base.compiled_flops * (1 + 0.8 * (predicted - 1)):
+        loose = sorted({r.name for r in regions if r.prevent_cse is False})
+        if loose:
+            yield Diagnosis(
+                row.policy,
+                "merged back",
+                f"The equations recompute ({predicted:.2f} of the operations), the compiled program does not do it all: common "
+                f"subexpressions were merged, since prevent_cse is False for {', '.join(loose)}. Leave it at 'auto'.",
+            )
+        else:
+            yield Diagnosis(row.policy, "barrier ignored", _barrier(row, lowered, base_lowered))
+    else:
+        yield Diagnosis(
+            row.policy,
+            "peak elsewhere",
+            f"The program keeps {format_bytes(dropped)} less and recomputes it, but holds as much at its fullest moment: while a "
+            f"whole function is recomputed at once, or outside of the rematerialised ones. Rematerialise smaller parts, and the "
+            f"part that needs most.",
+        )
+
+
+def _nothing_dropped(row: Measured, base: Measured) -> Diagnosis:
+    by_reason = row.residuals.by("reason")
+    inputs, by_policy = by_reason.get("input", 0), by_reason.get("policy", 0)
+    if by_policy > base.residuals.intermediate_bytes / 2:
+        return Diagnosis(
+            row.policy,
+            "policy keeps it",
+            f"The policy itself keeps {format_bytes(by_policy)}; without rematerialisation "
+            f"{format_bytes(base.residuals.intermediate_bytes)} of intermediate values are kept. Have it keep less.",
+        )
+    inside = base.residuals.intermediate_bytes
+    if inside > base.residual_bytes * _SAME and inputs > row.residual_bytes / 2:
+        largest = max((r for r in row.residuals if r.reason == "input"), key=lambda r: r.nbytes)
+        what = largest.path or ", ".join(largest.names) or largest.primitive
+        return Diagnosis(
+            row.policy,
+            "inputs dominate",
+            f"{format_bytes(inputs)} of {format_bytes(row.residual_bytes)} are inputs of rematerialised functions, the "
+            f"largest {what} ({largest.type}, {format_bytes(largest.nbytes)}): as much as the functions would keep. Put more "
+            f"into each rematerialised function, so that less goes in.",
+        )
+    return Diagnosis(
+        row.policy,
+        "nothing to drop",
+        f"Without rematerialisation {format_bytes(inside)} of intermediate values are kept, with it "
+        f"{format_bytes(row.residuals.intermediate_bytes)}: the rematerialised functions compute nothing that the backward pass "
+        f"needs beyond what it holds anyway. Rematerialise another part; saved_residuals(fun, ...) shows what is kept where.",
+    )
+
+
+def _barrier(row: Measured, lowered: Any, base_lowered: Any) -> str:
+    text = (
+        f"The equations recompute and keep {format_bytes(row.residual_bytes)}, the compiled program does not recompute it all: on the "
+        f"{jax.default_backend()} backend the compiler removes the barrier that holds the recomputation back, so that unrolled "
+        f"code is merged again. Put the repeated part into a loop (scan), where the saving is real"
+    )
+    if jax.default_backend() == "cpu":
+        option = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+        temp, base = (x.compile(option).memory_analysis().temp_size_in_bytes for x in (lowered, base_lowered))
+        text += f"; with compiler_options={option} it is {format_bytes(temp)} against {format_bytes(base)} of temporary memory"
+    return text + "."
+
+
+def _unmatched(row: Measured, regions: Sequence[Region]) -> Iterator[Diagnosis]:
+    for region in regions:
+        for message in region.unmatched:
+            yield Diagnosis(row.policy, "unmatched", f"In {short_name(region.name)} {message}")
+    wanted = {name for region in regions for name in names_of(region.policy)}
+    there = {name for region in regions for name in region.names}
+    kept = {name for r in row.residuals for name in r.names}
+    for name in sorted(wanted & there - kept):
+        yield Diagnosis(
+            row.policy,
+            "no residual",
+            f"The value {name!r} is computed, but the backward pass has no use for it, so naming it in the policy keeps nothing.",
+        )

@@ -1,0 +1,207 @@
+"""`memory_report`: its figures against XLA's, and each diagnosis against a program that provokes it."""
+
+import io
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from statetx import policies
+
+
+class Block:
+    def __init__(self, key, n=64, wrap=statetx.remat):
+        self.w = statetx.Param(jax.random.normal(jax.random.key(key), (n, n)) / math.sqrt(n))
+        self.v = statetx.Param(jax.random.normal(jax.random.key(key + 100), (n, n)) / math.sqrt(n))
+        self.count = statetx.State(jnp.zeros((), jnp.int32))
+        self.run = wrap(self.body)
+
+    def body(self, x):
+        self.count.value += 1
+        h = statetx.checkpoint_name(jnp.tanh(x @ self.w.value), "hidden")
+        unused = statetx.checkpoint_name(h + 1.0, "linear")
+        return x + jnp.sin(unused @ self.v.value)
+
+    def loop(self, x):
+        return statetx.scan(lambda h, _: (self.run(h), None), x, None, length=12)[0].sum()
+
+
+class Stack:
+    """Unrolled layers."""
+
+    def __init__(self, wrap=statetx.remat):
+        self.blocks = [Block(k, wrap=wrap) for k in range(5)]
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block.run(x)
+        return (x**2).mean()
+
+
+X = jnp.ones((128, 64))
+
+
+def kinds(report, policy=None):
+    return {d.kind for d in report.diagnoses if policy is None or d.policy == policy}
+
+
+def test_figures_of_a_loop():
+    block = Block(0)
+    report = statetx.memory_report(block.loop, X, policies=[None, "dots", policies.names("hidden")], repeats=2)
+    assert [row.policy for row in report.rows] == ["no remat", "nothing", "dots", "names('hidden')"]
+    assert not report.diagnoses
+    none, nothing, dots, names = report.rows
+    layer = X.nbytes * 12
+    assert nothing.residuals.intermediate_bytes == layer  # the carry of each step
+    assert dots.residuals.intermediate_bytes == 3 * layer and names.residuals.intermediate_bytes == 2 * layer
+    assert none.residual_bytes > dots.residual_bytes > names.residual_bytes > nothing.residual_bytes
+    assert none.temp_bytes > dots.temp_bytes > names.temp_bytes > nothing.temp_bytes
+    matmul = 2 * 128 * 64 * 64 * 12
+    # Forward 2 products and backward 4 of them; without the policy both are computed again, with it none is.
+    assert 6 * matmul < none.flops < 6.5 * matmul
+    assert nothing.flops - none.flops > 2 * matmul > dots.flops - none.flops
+    assert all(row.seconds > 0 for row in report.rows)
+    assert int(block.count.value) == 0
+    assert report["dots"] is dots
+    with pytest.raises(KeyError, match="there are .*no remat"):
+        report["dotss"]
+
+
+def test_figures_are_those_of_the_compiled_program():
+    block = Block(0)
+
+    def step(w, v, x):
+        def loss(w, v, x):
+            body = jax.checkpoint(lambda h: h + jnp.sin((jnp.tanh(h @ w) + 1.0) @ v))
+            return jax.lax.scan(lambda h, _: (body(h), None), x, None, length=12)[0].sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(w, v, x)
+
+    compiled = jax.jit(step).lower(block.w.value, block.v.value, X).compile()
+    row = statetx.memory_report(block.loop, X)["as written"]
+    assert abs(row.temp_bytes / compiled.memory_analysis().temp_size_in_bytes - 1) < 0.01
+    assert row.argument_bytes == compiled.memory_analysis().argument_size_in_bytes + 4  # the counter
+    assert row.seconds is None
+
+
+def test_a_function_without_remat_is_rematerialised_as_a_whole():
+    report = statetx.memory_report(Block(0, wrap=lambda f: f).body, X, policies=[None])
+    assert report["nothing"].residuals.intermediate_bytes == 0 < report["no remat"].residuals.intermediate_bytes
+
+
+# -- one program for each diagnosis --------------------------------------------------------------------------------
+
+
+def test_nothing_to_drop():
+    linear = statetx.remat(lambda x, w: x @ w)
+
+    def loss(x, w):
+        return statetx.scan(lambda h, _: (jnp.tanh(linear(h, w)), None), x, None, length=12)[0].sum()
+
+    report = statetx.memory_report(loss, X, jnp.eye(64))
+    assert kinds(report) == {"nothing to drop"}
+    assert "compute nothing that the backward pass needs" in str(report)
+
+
+def test_inputs_dominate():
+    first, second = statetx.remat(jnp.sin), statetx.remat(jnp.cos)
+
+    def loss(x):
+        def step(h, _):
+            return second(first(h)), None
+
+        return statetx.scan(step, x, None, length=12)[0].sum()
+
+    report = statetx.memory_report(loss, X)
+    assert kinds(report) == {"inputs dominate"}
+    assert "Put more into each rematerialised function" in str(report)
+
+
+def test_policy_keeps_it():
+    report = statetx.memory_report(Block(0).loop, X, policies=[policies.everything, None])
+    assert kinds(report, "everything") == {"policy keeps it"} and not kinds(report, "nothing")
+
+
+def test_merged_back():
+    report = statetx.memory_report(Stack(lambda f: statetx.remat(f, prevent_cse=False)), X)
+    assert kinds(report) == {"merged back"}
+    assert "prevent_cse is False for Block.body" in str(report)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other backends respect the barrier")
+def test_barrier_ignored():
+    report = statetx.memory_report(Stack(), X)
+    assert kinds(report) == {"barrier ignored"}
+    assert "cse_barrier_expander" in str(report) and "Put the repeated part into a loop (scan)" in str(report)
+    respected = statetx.memory_report(Stack(), X, compiler_options={"xla_disable_hlo_passes": "cse_barrier_expander"})
+    assert not respected.diagnoses
+    assert respected["as written"].temp_bytes < 0.7 * respected["no remat"].temp_bytes
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="figures of XLA on a CPU")
+def test_peak_elsewhere():
+    """All layers are recomputed at once, in a loop, where nothing is merged back."""
+
+    def loss(x):
+        def step(h, _):
+            return whole(h), None
+
+        return statetx.scan(step, x, None, length=1)[0].sum()
+
+    @statetx.remat
+    def whole(h):
+        return statetx.scan(lambda h, _: (block.body(h), None), h, None, length=12)[0]
+
+    block = Block(0)
+    report = statetx.memory_report(loss, X)
+    assert kinds(report) == {"peak elsewhere"}
+    assert "Rematerialise smaller parts" in str(report)
+
+
+def test_no_residual():
+    @statetx.remat(policy=policies.names("linear"))
+    def block(x, w):
+        return jnp.tanh(x) + statetx.checkpoint_name(x * 2.0 + w, "linear")
+
+    def loss(x, w):
+        return statetx.scan(lambda h, _: (block(h, w), None), x, None, length=12)[0].sum()
+
+    report = statetx.memory_report(loss, X, X)
+    assert "no residual" in kinds(report)
+    assert "The value 'linear' is computed, but the backward pass has no use for it" in str(report)
+
+
+def test_unmatched():
+    tried = [policies.names("hiden", missing="ignore"), jax.checkpoint_policies.save_only_these_names("hiden")]
+    report = statetx.memory_report(Block(0).loop, X, policies=tried)
+    for row in report.rows[1:]:
+        assert kinds(report, row.policy) == {"unmatched"}
+    assert "In Block.body no value has the name 'hiden'. Did you mean 'hidden'?" in str(report)
+
+
+# -- how it looks --------------------------------------------------------------------------------------------------
+
+
+def test_shown_as_text_html_and_rich():
+    from rich.console import Console
+
+    report = statetx.memory_report(Stack(), X, repeats=1)
+    lines = str(report).splitlines()
+    assert (
+        lines[1].split()[:3] == ["policy", "residuals", "temporary"]
+        and len(lines) == 6
+        and "barrier ignored" in lines[-1]
+    )
+    html = report._repr_html_()
+    assert html.count("<tr>") == 3 and "barrier ignored" in html
+    console = Console(record=True, width=140, file=io.StringIO())
+    console.print(report)
+    text = console.export_text()
+    assert "no remat" in text and "barrier ignored" in text
+    again = json.loads(json.dumps(report.to_dict()))
+    assert again["rows"][1]["temp_bytes"] == report["as written"].temp_bytes
+    assert np.isclose(again["rows"][0]["seconds"], report["no remat"].seconds)
