@@ -343,23 +343,28 @@ def callbacks(jaxpr: Jaxpr) -> list[tuple[str, str]]:
 # -- Refs ------------------------------------------------------------------------------------------------------
 
 
-_ref_init = _core.Ref.__init__
+_ref_init = _AbstractRef.__init__  # every Ref has a type, those too that are made while tracing
 _made_refs = False
 
 
 def _note_ref(self: Any, *args: Any, **kwargs: Any) -> None:
     global _made_refs
     _made_refs = True
-    _core.Ref.__init__ = _ref_init
+    _AbstractRef.__init__ = _ref_init
     _ref_init(self, *args, **kwargs)
 
 
-_core.Ref.__init__ = _note_ref  # type: ignore[method-assign]  # until the first Ref is made
+_AbstractRef.__init__ = _note_ref  # type: ignore[method-assign]  # until the first Ref is made
 
 
 def made_refs() -> bool:
     """Whether the program has made a `jax.Ref` since this package was imported."""
     return _made_refs
+
+
+def belongs_here(x: Any) -> bool:
+    """Whether `x` is a tracer of the current trace."""
+    return isinstance(x, Tracer) and _tag(x._trace) is _tag(_context.trace)
 
 
 def touches_refs(jaxpr: Jaxpr, consts: Sequence[Any]) -> bool:

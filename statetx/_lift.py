@@ -219,8 +219,8 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
     outs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in staged(staged.operands)]
     for effect in reversed(refs):
         effect.value = outs.pop()
-        if isinstance(effect.state, _compat.Tracer):
-            REF.publish(effect, True)  # an argument of the transform's own, or made under it
+        if _compat.belongs_here(effect.state):
+            REF.publish(effect, True)  # an argument that is mapped
         else:
             frame.add_effect(effect)
     return outcome.finish(outs)

@@ -176,7 +176,7 @@ class _Walk:
         self._keep: list[Any] = []  # objects made on the way must outlive the walk, or their ids are used again
 
     def visit(self, obj: Any, path: str, module: dict[str, Any] | None) -> Iterator[tuple[str, Any]]:
-        if isinstance(obj, _ATOMS) or id(obj) in self._seen:
+        if id(obj) in self._seen or (isinstance(obj, _ATOMS) and not isinstance(obj, jax.Ref)):
             return
         self._seen.add(id(obj))
         self._keep.append(obj)

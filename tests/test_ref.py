@@ -1,5 +1,8 @@
 """`jax.Ref` under statetx's transforms, against the same program on plain values."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -269,3 +272,35 @@ def test_exception_under_grad_leaves_refs_alone():
     with pytest.raises(KeyError, match="no"):
         statetx.grad(step)(X)
     np.testing.assert_array_equal(model.h[...], H)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_ref_made_under_an_outer_transform_is_explicit_to_the_inner_one(compiled):
+    def outer(x):
+        h = jax.new_ref(x)
+
+        def inner(y):
+            h[...] = jnp.tanh(h[...] * y)
+            return (h[...] ** 2).sum()
+
+        slope = statetx.grad(inner)(x)
+        return (slope * h[...]).sum()
+
+    def pure(x):
+        slope = jax.grad(lambda y: (jnp.tanh(x * y) ** 2).sum())(x)
+        return (slope * jnp.tanh(x * x)).sum()
+
+    run = statetx.grad(outer)
+    np.testing.assert_allclose((statetx.jit(run) if compiled else run)(X), jax.grad(pure)(X), rtol=1e-5)
+
+
+def test_the_first_ref_is_noticed_wherever_it_is_made():
+    code = """
+import jax, jax.numpy as jnp, statetx
+from statetx import _compat
+before = _compat.made_refs()
+jax.make_jaxpr(lambda x: jax.new_ref(x)[...])(1.0)
+print(before, _compat.made_refs())
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["False", "True"]
