@@ -47,9 +47,9 @@ class Targets:
     def __init__(self, wrt: Any, fun: Callable, args: tuple, kwargs: dict[str, Any]):
         if is_filter(wrt):
             wrt = _select(wrt, fun, args, kwargs)
-        self._states, self._treedef = jax.tree.flatten(wrt, is_leaf=_registry.is_opaque)
+        self.states, self._treedef = jax.tree.flatten(wrt, is_leaf=_registry.is_opaque)
         self._kinds = []
-        for state in self._states:
+        for state in self.states:
             kind = _registry.kind_of(state)
             if kind is None:
                 raise StateFilterError(
@@ -57,11 +57,11 @@ class Targets:
                     f"statetx.states(model, statetx.Param), or a filter."
                 )
             self._kinds.append(kind)
-        if not self._states:
+        if not self.states:
             raise StateFilterError("wrt= is empty: there is nothing to differentiate with respect to.")
-        self._positions = {id(s): i for i, s in enumerate(self._states)}
-        if len(self._positions) < len(self._states):
-            twice = next(s for i, s in enumerate(self._states) if self._positions[id(s)] != i)
+        self._positions = {id(s): i for i, s in enumerate(self.states)}
+        if len(self._positions) < len(self.states):
+            twice = next(s for i, s in enumerate(self.states) if self._positions[id(s)] != i)
             raise StateFilterError(
                 f"wrt= lists {_registry.describe(twice)} twice. Each state has one gradient: list it once."
             )
@@ -70,7 +70,7 @@ class Targets:
     def values(self) -> list[list]:
         """The states' values, each as the list of its array leaves."""
         values = []
-        for state, kind in zip(self._states, self._kinds, strict=True):
+        for state, kind in zip(self.states, self._kinds, strict=True):
             value = kind.read(state)
             arrays, part = partition(value, is_array_or_number)
             if part.static or not arrays:

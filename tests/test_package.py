@@ -14,10 +14,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
 
 EXPORTS = """
-Broadcast Carry CarryTypeError CreatedStateError EffectError ForeignStateError Not Param PolicyError PolicyWarning RngState Split State
-StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
+Broadcast Carry CarryTypeError CreatedStateError EffectError ForeignStateError Not Param PolicyError PolicyWarning Residuals RngState Split
+State StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
 checkpoint checkpoint_name cond eval_shape fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
-make_jaxpr map policies remat scan shard_map states switch trace_states value_and_grad vjp vmap while_loop
+make_jaxpr map memory_report policies print_fwd_bwd print_saved_residuals remat saved_residuals scan shard_map states switch
+trace_states value_and_grad vjp vmap while_loop
 """.split()
 
 # Each module may import from those in the lines above its own, and from its own line where marked so.
@@ -34,6 +35,10 @@ LAYERS = [
         for name in "remat grad jacobian jit scan shard_map while_loop cond vmap functionalize".split()
     },
     {"transforms.map", "transforms.abstract"},
+    {"residuals._trace", "residuals._cost", "residuals._show"},
+    {"residuals._origin"},
+    {"residuals.table", "residuals.fwd_bwd"},
+    {"residuals.report", "testing"},
 ]
 
 
@@ -53,7 +58,8 @@ def imported_modules(path):
 
 
 def test_exports():
-    public = {name for name in vars(statetx) if not name.startswith("_")} - {"kinds", "transforms"}
+    packages = {"kinds", "residuals", "testing", "transforms"}
+    public = {name for name in vars(statetx) if not name.startswith("_")} - packages
     assert public == set(EXPORTS)
     assert statetx.checkpoint is statetx.remat
 

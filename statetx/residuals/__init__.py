@@ -1,0 +1,12 @@
+"""What a function keeps for its backward pass, and why."""
+
+from .fwd_bwd import FwdBwd as FwdBwd
+from .fwd_bwd import print_fwd_bwd as print_fwd_bwd
+from .report import Diagnosis as Diagnosis
+from .report import Measured as Measured
+from .report import MemoryReport as MemoryReport
+from .report import memory_report as memory_report
+from .table import Residual as Residual
+from .table import Residuals as Residuals
+from .table import print_saved_residuals as print_saved_residuals
+from .table import saved_residuals as saved_residuals

@@ -1,0 +1,298 @@
+"""The forward and the backward pass of a function as equations, and what crosses from one to the other.
+
+``jax.vjp`` returns its pullback as a pytree, whose leaves are the arrays that it holds: the residuals. So the function is staged,
+with every argument, state and constant an input, and ``jax.vjp`` of it is staged again, with these leaves as further outputs.
+Nothing is computed, and the user's Python runs once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
+
+from .. import _compat, _registry
+from .._compat import Jaxpr, Literal
+from .._jaxpr import Body, table
+from .._lift import Lifting, frame_for, name_of, pack, stage
+from .._paths import Paths
+from .._targets import Targets, resolve_argnums, split_aux
+from .._tree import Partition, as_array, is_array, is_array_or_number
+from .._typing import Filter, PyTree
+
+
+def short_name(name: str) -> str:
+    """A function's qualified name without the functions that it is defined in."""
+    return name.rpartition("<locals>.")[2]
+
+
+class Source(NamedTuple):
+    """Where an input of the function comes from.
+
+    Attributes:
+        origin: "argument", "state" or "constant".
+        path: of the argument, as written in Python (``params['w']``), or of the state.
+        kind: the state's type.
+    """
+
+    origin: str
+    path: str = ""
+    kind: str = ""
+
+
+class Passes:
+    """A function, differentiated.
+
+    Attributes:
+        name: the function's.
+        forward: equations of the forward pass. Its outputs are the function's, `num_out` of them, then the residuals.
+        backward: of the backward pass. Its inputs are the residuals and the cotangents of the outputs; its outputs are the
+            cotangents of the inputs `chosen`.
+        sources: for each input of `forward`, where it comes from.
+        regions: names of the rematerialised functions; `regions_of` says which of them an equation belongs to.
+    """
+
+    def __init__(self, name: str, body: Jaxpr, outs: Sequence[int], chosen: Sequence[int], sources: Sequence[Source]):
+        self.name = short_name(name)
+        self.num_out = len(outs)
+        self.regions: list[str] = []
+        body = _tag(body, self.regions)
+        pullback: Any = None
+
+        def run(*ins: Any) -> list[Any]:
+            nonlocal pullback
+
+            def differentiated(*given: Any) -> list[Any]:
+                whole = list(ins)
+                for i, x in zip(chosen, given, strict=True):
+                    whole[i] = x
+                results = _compat.evaluate(body, (), whole)
+                return [results[i] for i in outs]
+
+            values, pull = jax.vjp(differentiated, *(ins[i] for i in chosen))
+            leaves, pullback = jax.tree.flatten(pull)
+            return [*values, *leaves]
+
+        avals = [v.aval for v in body.invars]
+        closed = Body.close(*_compat.stage(run, avals, kind="statetx.residuals", name=name))
+        self.forward = closed.jaxpr
+        self.sources = [Source("constant")] * closed.num_operands + list(sources)
+        self.chosen = [closed.num_operands + i for i in chosen]
+        self._pullback = pullback
+
+    @property
+    def residuals(self) -> list[Any]:
+        """The leaves of the pullback: variables of `forward`, or literals."""
+        return self.forward.outvars[self.num_out :]
+
+    @functools.cached_property
+    def backward(self) -> Jaxpr:
+        """Rematerialised regions and loops stand in it as equations, other calls are inlined."""
+        num = len(self.residuals)
+
+        def run(*ins: Any) -> list[Any]:
+            pull = jax.tree.unflatten(self._pullback, ins[:num])
+            return jax.tree.leaves(pull(list(ins[num:])))
+
+        avals = [v.aval for v in (*self.residuals, *self.forward.outvars[: self.num_out])]
+        jaxpr, consts = _compat.stage(run, avals, kind="statetx.residuals", name=f"backward of {self.name}")
+        return inline(jaxpr, consts, calls=tuple(c for c in ALL if c not in REMAT))
+
+
+def differentiate(
+    fun: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    argnums: int | Sequence[int] | None = None,
+    wrt: PyTree | Filter = None,
+    has_aux: bool = False,
+) -> Passes:
+    """Stage a function and its derivative; which values it is differentiated with respect to, `saved_residuals` says."""
+    everything = argnums is None and wrt is None
+    nums, _ = resolve_argnums(argnums, len(args), fun)
+    selected = None if wrt is None else {id(state) for state in Targets(wrt, fun, args, kwargs).states}
+
+    def wants_state(state: Any) -> bool:
+        return everything or (selected is not None and id(state) in selected)
+
+    given, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_registry.is_opaque)
+    wants = [everything or (keys[0].idx == 0 and keys[1].idx in nums) for keys, _ in given]
+    mask = tuple(
+        _is_traced(x) or (w and isinstance(x, (float, complex))) for (_, x), w in zip(given, wants, strict=True)
+    )
+    others = Partition(treedef, mask, tuple(x for (_, x), m in zip(given, mask, strict=True) if not m))
+    arrays = [as_array(x) for (_, x), m in zip(given, mask, strict=True) if m]
+
+    lifting = _Reads(selected)
+    name = name_of(fun)
+
+    def body(*tracers: Any) -> tuple[list, None]:
+        with frame_for("saved_residuals", fun, on_read=lifting.on_read) as frame:
+            call_args, call_kwargs = others.combine(tracers)
+            out = fun(*call_args, **call_kwargs)
+        for effect in frame.effects:
+            effect.value = None
+        leaves, _ = pack(split_aux(out, fun)[0] if has_aux else out, [])
+        return leaves, None
+
+    with table.bypassed():
+        avals = [_compat.abstract(x) for x in arrays]
+        staged, _, refs = stage(body, avals, kind="statetx.residuals", name=name, lifting=lifting)
+        outs = range(len(staged.jaxpr.outvars) - len(refs))
+
+        sources = [Source("constant")] * staged.num_operands
+        is_chosen = [False] * staged.num_operands
+        names = _argument_names(fun, args)
+        for (keys, _), wanted, dynamic in zip(given, wants, mask, strict=True):
+            if dynamic:
+                sources.append(Source("argument", names(keys)))
+                is_chosen.append(wanted)
+        paths = Paths(fun, args, kwargs)
+        for read in lifting.inputs.values():
+            leaves = _leaf_paths(read.part, paths(read.state))
+            sources += [Source("state", path, type(read.state).__name__) for path in leaves]
+            is_chosen += [wants_state(read.state)] * len(leaves)
+        assert len(sources) == len(staged.jaxpr.invars)
+        chosen = [i for i, (c, v) in enumerate(zip(is_chosen, staged.jaxpr.invars, strict=True)) if c and _is_float(v)]
+        floats = [i for i in outs if _is_float(staged.jaxpr.outvars[i])]
+        return Passes(name, staged.jaxpr, floats, chosen, sources)
+
+
+class _Reads(Lifting):
+    """Every state's arrays are inputs; its Python numbers too where they were asked for by `wrt`."""
+
+    def __init__(self, selected: Collection[int] | None):
+        super().__init__(is_array)
+        self._selected = selected or ()
+
+    def on_read(self, state: Any, kind: Any, value: Any) -> Any:
+        self.is_dynamic = is_array_or_number if id(state) in self._selected else is_array
+        return super().on_read(state, kind, value)
+
+
+def _is_traced(x: Any) -> bool:
+    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _is_float(v: Any) -> bool:
+    return hasattr(v.aval, "dtype") and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+
+
+def _argument_names(fun: Callable, args: tuple) -> Callable[[Sequence[Any]], str]:
+    """Names the leaves of ``(args, kwargs)``, given their paths, as one writes them: ``x``, ``params['w']``."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    positional += [f"{rest}[{i}]" for i in range(len(args) - len(positional))]
+
+    def name(keys: Sequence[Any]) -> str:
+        first = positional[keys[1].idx] if keys[0].idx == 0 else keys[1].key
+        return first + jax.tree_util.keystr(tuple(keys[2:]))
+
+    return name
+
+
+def _leaf_paths(part: Partition, path: str) -> list[str]:
+    """Paths of the dynamic leaves of a state's value."""
+    keys, _ = jax.tree_util.tree_flatten_with_path(part.combine(range(part.num_dynamic)), is_leaf=_registry.is_opaque)
+    return [path + jax.tree_util.keystr(k) for (k, _), m in zip(keys, part.mask, strict=True) if m]
+
+
+# -- rematerialised regions ------------------------------------------------------------------------------------
+
+REMAT = frozenset({"remat2", "remat", "checkpoint"})
+_TAG = "statetx-remat-"
+
+
+def _tag(x: Any, regions: list[str]) -> Any:
+    """Give each rematerialised region a scope of its own, by which what differentiation makes of it is known."""
+    eqns = []
+    for eqn in _compat.open_jaxpr(x)[0].eqns:
+        if eqn.primitive.name in REMAT:
+            regions.append(short_name(_compat.open_jaxpr(eqn.params["jaxpr"])[0].debug_info.func_name))
+            eqn = _compat.with_scope(eqn, f"{_TAG}{len(regions) - 1}")
+        if any(True for _ in jaxprs_in_params(eqn.params)):
+            eqn = eqn.replace(params=_compat.map_jaxprs(lambda j: _tag(j, regions), eqn.params))
+        eqns.append(eqn)
+    return _compat.with_equations(x, eqns)
+
+
+def regions_of(eqn: Any) -> list[int]:
+    """The rematerialised regions that an equation is part of, outermost first."""
+    return [int(n) for n in re.findall(_TAG + r"(\d+)", _compat.scope(eqn))]
+
+
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")})
+
+
+def user_line(eqn: Any) -> tuple[str, int, str]:
+    """File, line and function of the innermost code that led to an equation and is in no installed package.
+
+    Where all of it is installed, of the innermost that is not in JAX, in statetx or in a library of states.
+    """
+    traceback, folders = eqn.source_info.traceback, _registry.library_folders()
+    found = _compat.traceback_frame(traceback, folders + _INSTALLED) or _compat.traceback_frame(traceback, folders)
+    file, line, function = found or ("", 0, "")
+    return file, line, short_name(function)
+
+
+# -- inlining --------------------------------------------------------------------------------------------------
+
+# Calls and where their jaxpr is. What is traced here runs one equation at a time, and of the calls only a jit is compiled.
+JIT = {"jit": "jaxpr", "pjit": "jaxpr"}
+_INNER = dict.fromkeys(REMAT, "jaxpr")
+EAGER = {"closed_call": "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+EAGER |= {"custom_vjp_call": "call_jaxpr", **_INNER}
+ALL = tuple({**JIT, **EAGER})
+
+
+def inline(x: Any, consts: Sequence[Any] = (), *, calls: Collection[str]) -> Jaxpr:
+    """The jaxpr with the equations of these calls in place of the calls, at every depth, and constants as literals.
+
+    No variable occurs in two places of it, not even where a jaxpr did.
+    """
+    jaxpr, own = _compat.open_jaxpr(x)
+    eqns: list[Any] = []
+
+    def run(jaxpr: Jaxpr, env: dict[Any, Any], outer: Any, same_line: bool) -> list[Any]:
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            if outer is not None:
+                eqn = _compat.inlined(eqn, outer, same_line=same_line)
+            ins = [read(v) for v in eqn.invars]
+            name = eqn.primitive.name
+            if name in calls:
+                inner, values = _compat.open_jaxpr(eqn.params[JIT.get(name) or EAGER[name]])
+                # The lines of a function of JAX's own are those of whoever called it first.
+                same = same_line or _compat.is_written_by_jax(inner)
+                inner_env = dict(zip(inner.invars, ins, strict=True)) | _literals(inner, values)
+                outs = run(inner, inner_env, eqn, same)
+            else:
+                outs = [_compat.Var(v.aval) for v in eqn.outvars]
+                params = _compat.map_jaxprs(lambda j: inline(j, calls=calls), eqn.params)
+                eqns.append(eqn.replace(invars=ins, outvars=outs, params=params))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    invars = [_compat.Var(v.aval) for v in jaxpr.invars]
+    env = dict(zip(jaxpr.invars, invars, strict=True)) | _literals(jaxpr, consts or own)
+    outvars = run(jaxpr, env, None, False)
+    return _compat.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns)
+
+
+def _literals(jaxpr: Jaxpr, consts: Sequence[Any]) -> dict[Any, Any]:
+    return {v: Literal(c, v.aval) for v, c in zip(jaxpr.constvars, consts, strict=True)}

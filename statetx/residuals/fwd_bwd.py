@@ -1,0 +1,502 @@
+"""`print_fwd_bwd`: the forward and the backward pass of a function side by side, and what crosses from one to the other."""
+
+from __future__ import annotations
+
+import html as html_
+import itertools
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import _compat
+from .._compat import Jaxpr, Literal
+from .._text import format_bytes
+from .._typing import Filter, PyTree
+from ..policies import nbytes
+from ._origin import MARK, buffers
+from ._show import short_path, short_type
+from ._trace import ALL, REMAT, Passes, differentiate, inline, regions_of, user_line
+
+
+class Piece(NamedTuple):
+    """A part of a line, and what it is: "name", "residual", "type", "operation", "detail", "place" or "" for the rest."""
+
+    text: str
+    style: str = ""
+
+
+Line = list[Piece]
+
+_RICH = {
+    "residual": "bold black on yellow",
+    "type": "cyan",
+    "operation": "bold green",
+    "detail": "dim",
+    "place": "dim italic",
+}
+_CSS = {
+    "residual": "background:#ffd54f;color:#000;border-radius:3px;padding:0 2px",
+    "type": "color:#0072b2",
+    "operation": "color:#009e73;font-weight:bold",
+    "detail": "opacity:0.65",
+    "place": "opacity:0.5;font-style:italic",
+}
+_MIN_WIDTH = 110  # narrower than this, one pass stands above the other
+
+
+class FwdBwd:
+    """The equations of a forward and a backward pass; made by `print_fwd_bwd`.
+
+    ``str()`` gives plain text, ``rich.print`` colours, and a notebook shows it as HTML.
+
+    Attributes:
+        name: the function's.
+        forward, backward: lines, each a list of `Piece`.
+        residuals: label, type and bytes of each value that crosses, in the order of the forward pass.
+    """
+
+    def __init__(self, passes: Passes):
+        self.name = passes.name
+        printer = _Printer(passes)
+        self.forward = printer.forward()
+        self.backward = printer.backward()
+        self.residuals = printer.crossing
+
+    def text(self, width: int) -> str:
+        """As plain text of at most `width` columns; below 110 one pass stands above the other."""
+        if width < _MIN_WIDTH:
+            parts = [["forward", *_fold(self.forward, width)], ["backward", *_fold(self.backward, width)]]
+            body = "\n".join(line for title, *lines in parts for line in (title, "-" * width, *lines, ""))
+        else:
+            half = (width - 3) // 2
+            left, right = _fold(self.forward, half), _fold(self.backward, half)
+            head = [f"{'forward':<{half}} | backward", f"{'-' * half}-+-{'-' * half}"]
+            rows = [f"{a:<{half}} | {b}".rstrip() for a, b in itertools.zip_longest(left, right, fillvalue="")]
+            body = "\n".join([*head, *rows])
+        return f"{self._title()}\n{body}".rstrip()
+
+    def _title(self) -> str:
+        size = format_bytes(sum(n for _, _, n in self.residuals))
+        return f"{self.name}: {len(self.residuals)} values, {size}, cross from the forward to the backward pass"
+
+    def __str__(self) -> str:
+        return self.text(shutil.get_terminal_size((160, 24)).columns)
+
+    def __repr__(self) -> str:
+        return f"FwdBwd({self._title()})"
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        wide = options.max_width >= _MIN_WIDTH
+        table = Table(title=self._title(), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, expand=wide)
+        width = (options.max_width - 7) // 2 if wide else options.max_width - 4
+
+        def column(lines: list[Line]) -> Any:
+            text = Text(no_wrap=True, overflow="crop")
+            for line in _fold_pieces(lines, width):
+                for piece in line:
+                    text.append(piece.text, style=_RICH.get(piece.style, ""))
+                text.append("\n")
+            return text
+
+        if wide:
+            table.add_column("forward", ratio=1)
+            table.add_column("backward", ratio=1)
+            table.add_row(column(self.forward), column(self.backward))
+        else:
+            table.show_header = False
+            for title, lines in (("forward", self.forward), ("backward", self.backward)):
+                table.add_row(Text(title, style="bold"))
+                table.add_row(column(lines))
+        yield table
+
+    def _repr_html_(self) -> str:
+        cells = []
+        for title, lines in (("forward", self.forward), ("backward", self.backward)):
+            body = "\n".join("".join(map(_html_piece, line)) for line in lines)
+            cells.append(
+                '<td style="vertical-align:top;text-align:left;padding:4px 16px;border:0">'
+                f'<b>{title}</b><pre style="margin:4px 0;font-size:90%;line-height:1.45">{body}</pre></td>'
+            )
+        return (
+            f'<div style="overflow-x:auto"><p style="margin:4px 0"><b>{html_.escape(self._title())}</b></p>'
+            f"<table><tr>{''.join(cells)}</tr></table></div>"
+        )
+
+
+def _html_piece(piece: Piece) -> str:
+    text = html_.escape(piece.text)
+    return f'<span style="{_CSS[piece.style]}">{text}</span>' if piece.style in _CSS else text
+
+
+def _fold(lines: list[Line], width: int) -> list[str]:
+    return ["".join(p.text for p in line).rstrip() for line in _fold_pieces(lines, width)]
+
+
+def _fold_pieces(lines: list[Line], width: int) -> Iterator[Line]:
+    """Lines of at most `width` columns: what is too long goes on, indented, in the next line; places are dropped first."""
+    for line in lines:
+        if sum(len(p.text) for p in line) > width:
+            line = [p for p in line if p.style != "place"]
+        indent = len(line[0].text) - len(line[0].text.lstrip()) if line else 0
+        out: Line = []
+        used = 0
+        for word in _words(line):
+            size = sum(len(p.text) for p in word)
+            if used > indent and used + size - (word[-1].text.endswith(" ")) > width:
+                yield out
+                out, used = [Piece(" " * (indent + 4))], indent + 4
+                word = [word[0]._replace(text=word[0].text.lstrip()), *word[1:]]
+            for piece in word:
+                if used + len(piece.text.rstrip()) > width:
+                    piece = piece._replace(text=piece.text[: max(width - used - 1, 0)] + "…" * (used < width))
+                out.append(piece)
+                used += len(piece.text)
+        yield out
+
+
+def _words(line: Line) -> Iterator[Line]:
+    """The pieces of a line between which it may be broken: where there is a blank."""
+    word: Line = []
+    for piece in line:
+        if word and (piece.text.startswith(" ") or word[-1].text.endswith(" ")):
+            yield word
+            word = []
+        word.append(piece)
+    if word:
+        yield word
+
+
+# -- equations as lines ----------------------------------------------------------------------------------------------
+
+# Parameters that say what an operation does; others are left out, and those of products are written as letters.
+_SHOWN = frozenset(
+    "axes axis dimension dimensions permutation new_dtype shape start_indices limit_indices strides dim index y length reverse k "
+    "lengths padding window_dimensions direction num_keys".split()
+)
+_MAX_PARAM = 24
+_FOLDED = frozenset({"name", "reduce_precision"})
+
+
+class _Printer:
+    """Writes the equations of both passes, with the same names for the same values.
+
+    What only hands a value on has no line of its own, and the bodies of regions and branches speak of the values outside by
+    their names there.
+    """
+
+    def __init__(self, passes: Passes):
+        self._passes = passes
+        self._names: dict[Any, str] = {}
+        self._residuals: dict[Any, str] = {}  # variables of either pass that are residuals, and their labels
+        self._same: dict[Any, Any] = {}  # variables that hold the value of another
+        self._lines: dict[Any, Line] = {}  # in which a variable is defined
+        self._used: set[str] = set()
+        self._letters = (f"{a}{b}" for a in ["", *_ALPHABET] for b in _ALPHABET)
+        self.crossing: list[tuple[str, str, int]] = []
+        self._forward = _without_dead(inline(passes.forward, calls=ALL))
+        self._backward = _without_dead(passes.backward)
+        self._name_inputs()
+        self._name_residuals()
+
+    # -- names --
+
+    def _unique(self, wanted: str) -> str:
+        tried = itertools.chain([wanted], (f"{wanted}_{i}" for i in itertools.count(2)))
+        name = next(n for n in tried if n not in self._used)
+        self._used.add(name)
+        return name
+
+    def _name_inputs(self) -> None:
+        constants = itertools.count(1)
+        for v, source in zip(self._forward.invars, self._passes.sources, strict=True):
+            self._names[v] = self._unique(source.path or f"constant{next(constants)}")
+
+    def _name_residuals(self) -> None:
+        """Label what crosses: inputs by their names, others by the name that the user gave or by a number."""
+        given = {}
+        for eqn in self._forward.eqns:
+            if eqn.primitive.name in _FOLDED:
+                self._same[eqn.outvars[0]] = eqn.invars[0]
+                if not eqn.params.get("name", MARK).startswith(MARK):
+                    given[self._root(eqn.outvars[0])] = eqn.params["name"]
+        atoms = self._forward.outvars[self._passes.num_out :]
+        numbers = itertools.count(1)
+        for group in buffers(self._passes):
+            atom = self._root(atoms[group[0]])
+            if isinstance(atom, Literal):
+                continue
+            if atom not in self._residuals:
+                name = self._names.get(atom) or self._unique(given.get(atom) or f"r{next(numbers)}")
+                self._residuals[atom] = f"*{name}"
+            for i in group:
+                self._residuals[self._backward.invars[i]] = self._residuals[atom]
+            dtype, shape = str(atom.aval.dtype), tuple(atom.aval.shape)
+            self.crossing.append((self._residuals[atom], short_type(dtype, shape), nbytes(atom.aval)))
+
+    def _root(self, atom: Any) -> Any:
+        while not isinstance(atom, Literal) and atom in self._same:
+            atom = self._same[atom]
+        return atom
+
+    def _atom(self, atom: Any) -> Piece:
+        atom = self._root(atom)
+        if isinstance(atom, Literal):
+            return Piece(f"{float(atom.val):g}" if _is_plain_float(atom) else _shorten(str(atom.val)), "detail")
+        if atom in self._residuals:
+            return Piece(self._residuals[atom], "residual")
+        if atom not in self._names:
+            self._names[atom] = self._unique(next(n for n in self._letters if n not in self._used))
+        return Piece(self._names[atom])
+
+    def _typed(self, v: Any) -> Line:
+        aval = v.aval
+        text = short_type(str(getattr(aval, "dtype", aval)), tuple(getattr(aval, "shape", ())))
+        return [self._atom(v), Piece(":"), Piece(text, "type")]
+
+    def _list(self, word: str, atoms: Sequence[Any], *, types: bool = False) -> Line:
+        line = [Piece(f"{word} ", "operation")]
+        for i, v in enumerate(atoms):
+            line += [Piece(", ")] if i else []
+            line += self._typed(v) if types else [self._atom(v)]
+        return line
+
+    # -- the two passes --
+
+    def forward(self) -> list[Line]:
+        read = {a for e in self._forward.eqns for a in e.invars if not isinstance(a, Literal)}
+        read.update(a for a in self._forward.outvars if not isinstance(a, Literal))
+        inputs = [v for v in self._forward.invars if v in read]
+        outs = self._forward.outvars[: self._passes.num_out]
+        lines = [
+            self._list("given", inputs, types=True),
+            *self._equations(self._forward, 0),
+            self._list("return", outs),
+        ]
+        return [*lines, [], *self._crossing()]
+
+    def backward(self) -> list[Line]:
+        cotangents = self._backward.invars[len(self._passes.residuals) :]
+        for i, v in enumerate(cotangents, 1):
+            self._names[v] = self._unique("ct" if len(cotangents) == 1 else f"ct{i}")
+        lines = [self._list("given", cotangents, types=True), *self._equations(self._backward, 0)]
+        for i, v in zip(self._passes.chosen, self._backward.outvars, strict=True):
+            path = self._passes.sources[i].path
+            lines.append([Piece("return ", "operation"), Piece(f"gradient of {path} = "), self._atom(v)])
+        return lines
+
+    def _crossing(self) -> list[Line]:
+        return [
+            [Piece("keep ", "operation"), Piece(label, "residual"), Piece(":"), Piece(type_, "type")]
+            + [Piece(f"  {format_bytes(size)}", "detail")]
+            for label, type_, size in self.crossing
+        ]
+
+    # -- equations --
+
+    def _equations(self, jaxpr: Jaxpr, depth: int) -> list[Line]:
+        return [line for eqn in jaxpr.eqns for line in self._equation(eqn, depth)]
+
+    def _equation(self, eqn: Any, depth: int) -> list[Line]:
+        name = eqn.primitive.name
+        if name in _FOLDED:
+            self._fold(eqn)
+            return []
+        line = [Piece("  " * depth)] if depth else []
+        for i, v in enumerate(eqn.outvars):
+            line += [Piece(", ")] if i else []
+            line += self._typed(v)
+            self._lines[v] = line
+        line += [Piece(" = "), Piece(self._operation(eqn), "operation"), *self._params(eqn)]
+        for atom in eqn.invars:
+            line += [Piece(" "), self._atom(atom)]
+        line.append(self._place(eqn))
+        return [line, *self._bodies(eqn, depth + 1)]
+
+    def _fold(self, eqn: Any) -> None:
+        (v,), (source,) = eqn.outvars, eqn.invars
+        self._same[v] = source
+        line = self._lines.get(self._root(source))
+        name = eqn.params.get("name", MARK)
+        if line is not None and not name.startswith(MARK):
+            line.insert(-1, Piece(f" named {name!r}", "detail"))
+
+    def _bodies(self, eqn: Any, depth: int) -> Iterator[Line]:
+        name = eqn.primitive.name
+        if name in REMAT:
+            body = _compat.open_jaxpr(eqn.params["jaxpr"])[0]
+            self._same.update(zip(body.invars, eqn.invars, strict=True))
+            known = set(body.invars)
+            copies = []
+            for outside, inside in zip(eqn.outvars, body.outvars, strict=True):
+                if isinstance(inside, Literal) or inside in known:
+                    copies.append([Piece("  " * depth), self._atom(outside), Piece(" = "), self._atom(inside)])
+                else:
+                    known.add(inside)
+                    self._same[inside] = outside
+            yield from self._equations(body, depth)
+            yield from copies
+        elif name == "scan":
+            body = _compat.open_jaxpr(eqn.params["jaxpr"])[0]
+            start, num_carry = _compat.scan_counts(eqn)
+            end = start + num_carry
+            self._same.update(zip(body.invars[:start], eqn.invars[:start], strict=True))
+            for inside, outside in zip(body.invars[start:end], eqn.invars[start:end], strict=True):
+                yield self._enter(depth, "carry", inside, "from", outside)
+            for inside, outside in zip(body.invars[end:], eqn.invars[end:], strict=True):
+                yield self._enter(depth, "each", inside, "of", outside)
+            yield from self._equations(body, depth)
+            carries, stacked = body.outvars[: end - start], body.outvars[end - start :]
+            for word, atoms in (("carry on", carries), ("stack", stacked)):
+                if atoms:
+                    yield [Piece("  " * depth), *self._list(word, atoms)]
+        elif name == "cond":
+            for i, branch in enumerate(eqn.params["branches"]):
+                body = _compat.open_jaxpr(branch)[0]
+                self._same.update(zip(body.invars, eqn.invars[1:], strict=True))
+                yield [Piece("  " * depth), Piece(f"branch {i}", "operation")]
+                yield from self._equations(body, depth + 1)
+                yield [Piece("  " * (depth + 1)), *self._list("return", body.outvars)]
+        elif name in ("while", "shard_map"):
+            for key, value in eqn.params.items():
+                if _compat.is_jaxpr(value):
+                    body = _compat.open_jaxpr(value)[0]
+                    word = key.removesuffix("jaxpr").removesuffix("_") or "body"
+                    yield [Piece("  " * depth), *self._list(word, body.invars, types=True)]
+                    yield from self._equations(body, depth + 1)
+                    yield [Piece("  " * (depth + 1)), *self._list("return", body.outvars)]
+
+    def _enter(self, depth: int, word: str, inside: Any, of: str, outside: Any) -> Line:
+        start = [Piece("  " * depth), Piece(f"{word} ", "operation")]
+        return [*start, *self._typed(inside), Piece(f" {of} "), self._atom(outside)]
+
+    def _operation(self, eqn: Any) -> str:
+        name = eqn.primitive.name
+        if name in REMAT:
+            regions = regions_of(eqn)
+            return f"recompute {self._passes.regions[regions[-1]]}" if regions else "recompute"
+        return f"dot {_contraction(eqn)}" if name == "dot_general" else name
+
+    def _params(self, eqn: Any) -> Line:
+        shown = {k: v for k, v in eqn.params.items() if k in _SHOWN and v not in (None, False, (), "")}
+        text = " ".join(f"{k}={_shorten(_compact(v))}" for k, v in shown.items())
+        return [Piece(f"[{text}]", "detail")] if text else []
+
+    def _place(self, eqn: Any) -> Piece:
+        file, line, function = user_line(eqn)
+        text = f"  # {short_path(f'{file}:{line}')} {function.rsplit('.', 1)[-1]}" if file else ""
+        return Piece(text, "place")
+
+
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+
+
+def _is_plain_float(atom: Any) -> bool:
+    return not getattr(atom.aval, "shape", (1,)) and jax.numpy.issubdtype(atom.aval.dtype, jax.numpy.floating)
+
+
+def _compact(value: Any) -> str:
+    return re.sub(r",\s*", ",", str(value)).replace(",)", ")")
+
+
+def _shorten(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_PARAM else text[: _MAX_PARAM - 1] + "…"
+
+
+def _contraction(eqn: Any) -> str:
+    """The dimension numbers of a product as ``jnp.einsum`` takes them: ``ab,bc->ac``."""
+    (contracted_l, contracted_r), (batch_l, batch_r) = eqn.params["dimension_numbers"]
+    letters = iter(_ALPHABET)
+    left = [next(letters) for _ in eqn.invars[0].aval.shape]
+    joined = dict(zip((*contracted_r, *batch_r), (*contracted_l, *batch_l), strict=True))
+    right = [left[joined[i]] if i in joined else next(letters) for i in range(len(eqn.invars[1].aval.shape))]
+    out = [left[i] for i in batch_l]
+    out += [c for i, c in enumerate(left) if i not in (*contracted_l, *batch_l)]
+    out += [c for i, c in enumerate(right) if i not in (*contracted_r, *batch_r)]
+    return f"{''.join(left)},{''.join(right)}->{''.join(out)}"
+
+
+def _without_dead(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr without equations that nothing reads; loops stay whole."""
+    alive = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or alive.intersection(eqn.outvars):
+            eqns.append(eqn)
+            alive |= {v for v in eqn.invars if not isinstance(v, Literal)}
+    return _compat.rebuild(jaxpr, invars=jaxpr.invars, outvars=jaxpr.outvars, eqns=eqns[::-1])
+
+
+# -- the functions ---------------------------------------------------------------------------------------------------
+
+
+def print_fwd_bwd(
+    fun: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] | None = None,
+    wrt: PyTree | Filter = None,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> FwdBwd:
+    """Print the forward and the backward pass of a function side by side, and mark what crosses.
+
+    Each line is an operation with the types of what it gives and the line of the source that it comes from. Inputs have
+    the names of arguments and states; a value that crosses is marked by a star and has one label on both sides, which is its
+    name where ``checkpoint_name`` gave it one. ``recompute f`` on the right is what the backward pass runs again of a rematerialised
+    function. Nothing is computed, and no state changes.
+
+    Args:
+        fun: the function, which may read and write states.
+        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
+        argnums, wrt, has_aux: as in `saved_residuals`.
+
+    Returns:
+        A `FwdBwd`. In a notebook nothing is printed: it is shown as HTML where it is the last value of a cell. In a
+        terminal it is printed in colours if rich is installed, elsewhere as plain text, as wide as the terminal (160
+        columns where there is none).
+
+    Raises:
+        StateFilterError: `wrt` selects no state.
+
+    Source:
+        ``print_fwd_bwd`` in JAX's notebook on autodiff_remat.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> w = statetx.Param(jnp.ones(3))
+        >>> layer = statetx.remat(lambda x: jnp.sin(w.value * x))
+        >>> shown = statetx.print_fwd_bwd(layer, jnp.ones(3))  # doctest: +ELLIPSIS
+        <lambda>: 2 values, 24 B, cross from the forward to the backward pass
+        ...
+        >>> shown.residuals
+        [('*x', 'f32[3]', 12), ('*w', 'f32[3]', 12)]
+    """
+    shown = FwdBwd(differentiate(fun, args, kwargs, argnums=argnums, wrt=wrt, has_aux=has_aux))
+    if not _in_notebook():
+        _print(shown)
+    return shown
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and getattr(shell, "kernel", None) is not None
+
+
+def _print(shown: FwdBwd) -> None:
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+        except ImportError:
+            pass
+        else:
+            return Console().print(shown)
+    print(shown)
