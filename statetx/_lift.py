@@ -300,8 +300,8 @@ def _find_global(wrapper: Wrapper) -> Any:
 
 def name_of(fun: Any) -> str:
     """A short name for messages and traces."""
-    while isinstance(fun, functools.partial):
-        fun = fun.func
+    while isinstance(fun, functools.partial) or (isinstance(fun, Wrapper) and not hasattr(fun, "__qualname__")):
+        fun = fun.func if isinstance(fun, functools.partial) else fun.__wrapped__
     return getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or type(fun).__name__
 
 

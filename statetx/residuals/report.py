@@ -236,7 +236,10 @@ def memory_report(
     with override(is_quiet=True) as met:
         saved_residuals(fun, *args, **kwargs)
     is_wrapped = bool(met)
-    programs, inputs, passes, regions = {}, {}, {}, {}
+    programs: dict[str, tuple[Any, Any]] = {}
+    inputs: dict[str, list[Any]] = {}
+    passes: dict[str, tuple[Residuals, int]] = {}
+    regions: dict[str, list[Region]] = {}
     for label in labels:
         f = fun if is_wrapped or label == OFF else remat(fun)
         with override(tried.get(label), is_off=label == OFF, is_quiet=True) as met:
