@@ -121,7 +121,7 @@ def _inner(eqn: Any) -> Iterator[tuple[Jaxpr, int, Callable[[list[_Flow]], list[
         for branch in param:
             yield _compat.open_jaxpr(branch)[0], 1, lambda flows: flows[1:]
     elif name == "scan":
-        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        num_consts, num_carry = _compat.scan_counts(eqn)
 
         def given(flows: list[_Flow]) -> list[_Flow]:
             carry = [f._replace(read=_NONE) for f in flows[num_consts : num_consts + num_carry]]

@@ -382,8 +382,9 @@ class _Offload(Policy):
 
     def __repr__(self) -> str:
         inner = _listed(self.inner) if type(self.inner) is _Names else repr(self.inner)
-        otherwise = "" if self.otherwise == "raise" else f", otherwise={self.otherwise!r}"
-        return f"offload({inner}, src={self.src!r}, dst={self.dst!r}{otherwise})"
+        defaults = {"src": "device", "dst": "pinned_host", "otherwise": "raise"}
+        options = [f", {k}={getattr(self, k)!r}" for k, v in defaults.items() if getattr(self, k) != v]
+        return f"offload({inner}{''.join(options)})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

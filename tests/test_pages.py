@@ -5,7 +5,6 @@ import re
 
 import jax
 import pytest
-
 from pages import fill
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"

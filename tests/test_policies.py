@@ -28,8 +28,8 @@ SHOWN = {
     "names('a', 'b')": policies.names("b", "a"),
     "names('a', missing='warn')": policies.names("a", missing="warn"),
     "except_names('a')": policies.except_names("a"),
-    "offload('a', src='device', dst='pinned_host')": policies.offload("a"),
-    "offload(dots, src='device', dst='host', otherwise='save')": policies.offload(
+    "offload('a')": policies.offload("a"),
+    "offload(dots, dst='host', otherwise='save')": policies.offload(
         policies.dots, dst="host", otherwise="save"
     ),
     "larger_than(1536)": policies.larger_than("1.5KiB"),
@@ -407,3 +407,39 @@ def test_under_plain_jax_checkpoint():
         pytest.skip("jax_remat3: JAX asks no policy but its own")
     with pytest.raises(statetx.PolicyError, match=r"needs to know the states: use it with statetx\.remat"):
         jax.grad(jax.checkpoint(f, policy=policies.path("w")))(jnp.eye(3))
+
+
+EACH = [
+    policies.everything,
+    policies.nothing,
+    policies.dots,
+    policies.dots_without_batch_dims,
+    policies.names("hidden"),
+    policies.names("hidden", "out"),
+    policies.except_names("hidden"),
+    policies.except_names("out"),
+    policies.offload("hidden"),
+    policies.larger_than(3 * 7 * 4),
+    policies.smaller_than(3 * 7 * 4),
+    policies.primitives("sin", "exp"),
+    policies.path("v"),
+    policies.states("v"),
+    policies.names("out") | policies.dots,
+    policies.dots & ~policies.states("w"),
+    policies.offload("hidden").then(policies.names("out")),
+]
+
+
+def test_the_residual_table_of_each_policy_differs_from_every_other():
+    tables = {}
+    for policy in EACH:
+        kept = statetx.saved_residuals(statetx.remat(Block(), policy=policy), X)
+        rows = [(r.names, r.shape, r.nbytes, r.primitive, r.memory) for r in kept if r.origin == "intermediate"]
+        tables[policy] = tuple(sorted(rows))
+    for (a, table), (b, other) in itertools.combinations(tables.items(), 2):
+        assert table != other, f"{a!r} and {b!r} keep the same: {table}"
+    assert tables[policies.names("hidden")] == ((("hidden",), (3, 5), 60, "tanh", ""),)
+    assert tables[policies.offload("hidden")] == ((("hidden",), (3, 5), 60, "tanh", "pinned_host"),)
+    assert tables[policies.nothing] == ()
+    names = {policy: {name for row in table for name in row[0]} for policy, table in tables.items()}
+    assert names[policies.except_names("hidden")] == {"out"} and names[policies.except_names("out")] == {"hidden"}
