@@ -312,6 +312,19 @@ def test_private_names_relied_upon():
         _ = s.value
 
 
+def test_values_are_read_and_written_through_the_methods_that_are_guarded(monkeypatch):
+    s, calls = brainstate.ShortTermState(1.0), []
+    for name in ("_read_value", "_write_value", "restore_value"):
+        method = getattr(brainstate.State, name)
+        monkeypatch.setattr(
+            brainstate.State, name, lambda self, *a, name=name, method=method: calls.append(name) or method(self, *a)
+        )
+    assert s.value == 1.0
+    s.value = 2.0
+    s.restore_value(3.0)
+    assert calls == ["_read_value", "_write_value", "restore_value"] and s.value == 3.0
+
+
 # -- statetx.State under brainstate's transforms ---------------------------------------------------------------
 
 
@@ -412,3 +425,514 @@ def test_native_state_kept_from_a_brainstate_trace_says_so():
     brainstate.transform.jit(lambda x: kept.append(statetx.State(x)) or x)(jnp.ones(3))
     with pytest.raises(statetx.StateAccessError, match="created inside a transform of brainstate"):
         _ = kept[0].value
+
+
+# -- statetx's states and transforms inside brainstate's derivatives and maps ----------------------------------
+
+T = brainstate.transform
+
+
+class Mixed:
+    """A parameter of brainstate's beside states of statetx's; `pure` is the same step by hand."""
+
+    def __init__(self):
+        self.w = brainstate.ParamState(jnp.array([0.5, 1.5, -0.4]))
+        self.p = statetx.Param(jnp.array([1.0, -2.0, 0.7]))
+        self.h = statetx.State(jnp.array([0.1, 0.2, 0.3]), name="h")
+        self.n = statetx.State(jnp.zeros((), jnp.int32))
+        self.rng = statetx.RngState(0)
+
+    def step(self, x):
+        mask = jax.random.bernoulli(self.rng.next(), 0.7, (3,))
+        self.h.value = jnp.tanh(self.w.value * x + self.h.value) * mask * self.p.value
+        self.n.value += 1
+        return (self.h.value**2).sum()
+
+    def values(self):
+        return self.h.value, self.n.value, jax.random.key_data(self.rng.value)
+
+    def check(self, expected):
+        h, n, key = expected
+        jax.tree.map(close, self.values(), (h, n, jax.random.key_data(key)))
+        assert not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((self.values(), self.w.value)))
+        assert all(s._owner is None for s in (self.p, self.h, self.n, self.rng))
+
+
+def pure(w, x, states):
+    h, n, key = states
+    key, k = jax.random.split(key)
+    h = jnp.tanh(w * x + h) * jax.random.bernoulli(k, 0.7, (3,)) * jnp.array([1.0, -2.0, 0.7])
+    return (h**2).sum(), (h, n + 1, key)
+
+
+def thrice(w, x, states):
+    total = 0.0
+    for k in (1.0, 0.5, -0.7):
+        y, states = pure(w, x * k, states)
+        total = total + y
+    return total, states
+
+
+START = (jnp.array([0.1, 0.2, 0.3]), jnp.zeros((), jnp.int32), jax.random.key(0))
+KS = jnp.array([1.0, 0.5, -0.7])
+
+
+def close(a, b):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def at_w(derivative, body=pure):
+    """The derivative of `body` with respect to the parameter, and the states after it, by hand."""
+
+    def run(w, x, states):
+        return derivative(lambda w: body(w, x, states)[0])(w), body(w, x, states)[1]
+
+    return run
+
+
+def at_x(derivative, body=pure):
+    def run(w, x, states):
+        return derivative(lambda x: body(w, x, states)[0])(x), body(w, x, states)[1]
+
+    return run
+
+
+def looped(f, loop):
+    return lambda x: loop(lambda k: f(x * k), KS).sum()
+
+
+def statetx_loop(f):
+    return lambda x: statetx.scan(lambda c, k: (c + f(x * k), None), jnp.float32(0), KS)[0]
+
+
+def twice(x):
+    return jnp.stack([x, 3 * x])
+
+
+DERIVATIVES = {
+    "grad": (lambda m, f: T.grad(f, m.w), at_w(jax.grad)),
+    "grad by argument": (lambda m, f: T.grad(f, argnums=0), at_x(jax.grad)),
+    "vector_grad": (
+        lambda m, f: T.vector_grad(lambda x: twice(f(x)), m.w),
+        at_w(lambda g: lambda w: 4 * jax.grad(g)(w)),
+    ),
+    "jacrev": (lambda m, f: T.jacrev(lambda x: twice(f(x)), m.w), at_w(lambda g: jax.jacrev(lambda w: twice(g(w))))),
+    "jacfwd": (lambda m, f: T.jacfwd(lambda x: twice(f(x)), m.w), at_w(lambda g: jax.jacrev(lambda w: twice(g(w))))),
+    "hessian": (lambda m, f: T.hessian(f, m.w), at_w(jax.hessian)),
+    "vjp": (lambda m, f: lambda x: T.vjp(f, x)[1](jnp.float32(1)), at_x(jax.grad)),
+    "jvp": (lambda m, f: lambda x: T.jvp(f, (x,), (jnp.float32(1),))[1], at_x(jax.grad)),
+    "jit(grad)": (lambda m, f: T.jit(T.grad(f, m.w)), at_w(jax.grad)),
+    "grad(jit)": (lambda m, f: T.grad(T.jit(f), m.w), at_w(jax.grad)),
+    "grad(checkpoint)": (lambda m, f: T.grad(T.checkpoint(f), m.w), at_w(jax.grad)),
+    "grad(cond)": (lambda m, f: T.grad(lambda x: T.cond(x > 0, f, lambda x: x * 0.0, x), m.w), at_w(jax.grad)),
+    "grad(switch)": (lambda m, f: T.grad(lambda x: T.switch(1, [lambda x: x, f], x), m.w), at_w(jax.grad)),
+    "grad(ifelse)": (
+        lambda m, f: T.grad(lambda x: T.ifelse([x > 0, x <= 0], [f, lambda x: x], x), m.w),
+        at_w(jax.grad),
+    ),
+    "grad(for_loop)": (lambda m, f: T.grad(looped(f, T.for_loop), m.w), at_w(jax.grad, thrice)),
+    "jit(grad(for_loop))": (lambda m, f: T.jit(T.grad(looped(f, T.for_loop), m.w)), at_w(jax.grad, thrice)),
+    "grad(checkpointed_for_loop)": (
+        lambda m, f: T.grad(looped(f, T.checkpointed_for_loop), m.w),
+        at_w(jax.grad, thrice),
+    ),
+    "grad(checkpointed_scan)": (
+        lambda m, f: T.grad(lambda x: T.checkpointed_scan(lambda c, k: (c, f(x * k)), 0.0, KS)[1].sum(), m.w),
+        at_w(jax.grad, thrice),
+    ),
+    "grad(map)": (lambda m, f: T.grad(lambda x: T.map(lambda k: f(x * k), KS).sum(), m.w), at_w(jax.grad, thrice)),
+    "hessian(for_loop)": (lambda m, f: T.hessian(looped(f, T.for_loop), m.w), at_w(jax.hessian, thrice)),
+    "grad(statetx.scan)": (lambda m, f: T.grad(statetx_loop(f), m.w), at_w(jax.grad, thrice)),
+    "grad(statetx.jit)": (lambda m, f: T.grad(statetx.jit(f), m.w), at_w(jax.grad)),
+    "grad(statetx.cond)": (
+        lambda m, f: T.grad(lambda x: statetx.cond(x > 0, f, lambda x: x * 0.0, x), m.w),
+        at_w(jax.grad),
+    ),
+    "grad(statetx.grad)": (
+        lambda m, f: T.grad(lambda x: statetx.grad(f)(x), m.w),
+        lambda w, x, s: (jax.grad(lambda w: jax.grad(lambda x: pure(w, x, s)[0])(x))(w), pure(w, x, s)[1]),
+    ),
+    "grad(statetx.vjp)": (lambda m, f: T.grad(lambda x: statetx.vjp(f, x)[0], m.w), at_w(jax.grad)),
+    "statetx.jit(grad)": (lambda m, f: statetx.jit(T.grad(f, m.w)), at_w(jax.grad)),
+    "statetx.jit(statetx.scan(grad))": (
+        lambda m, f: statetx.jit(
+            lambda x: statetx.scan(lambda c, k: (c + T.grad(f, m.w)(x * k), None), jnp.zeros(3), KS)[0]
+        ),
+        lambda w, x, s: one_by_one(w, x, s),
+    ),
+    "statetx.grad(statetx.jit(jit))": (
+        lambda m, f: lambda x: statetx.grad(statetx.jit(T.jit(f)), wrt=m.w)(x),
+        at_w(jax.grad),
+    ),
+}
+
+
+def one_by_one(w, x, states):
+    total = 0.0
+    for k in KS:
+        g, states = at_w(jax.grad)(w, x * k, states)
+        total = total + g
+    return total, states
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("program", DERIVATIVES)
+def test_native_states_under_brainstates_derivatives(program, remat):
+    m = Mixed()
+    ours, by_hand = DERIVATIVES[program]
+    g = ours(m, statetx.remat(m.step) if remat else m.step)
+    states, w = START, m.w.value
+    for x in (0.8, 0.3):
+        out = g(jnp.float32(x))
+        expected, states = by_hand(w, jnp.float32(x), states)
+        close(out, expected)
+        m.check(states)
+        assert float(jnp.abs(jnp.asarray(expected)).max()) > 1e-3
+        np.testing.assert_array_equal(m.w.value, w)
+
+
+def test_native_states_are_intact_after_a_failure_under_brainstates_derivatives_and_maps():
+    m = Mixed()
+    before = m.values()
+
+    def fails(x):
+        m.step(x)
+        raise KeyError
+
+    for run in (
+        lambda x: T.grad(fails, m.w)(x),
+        lambda x: T.jacfwd(fails, m.w)(x),
+        lambda x: T.jit(T.grad(fails, m.w))(x),
+        lambda x: T.vmap(fails)(x * KS),
+        lambda x: T.vmap2(fails)(x * KS),
+        lambda x: T.grad(lambda y: T.vmap(fails)(y * KS).sum(), m.w)(x),
+        lambda x: statetx.grad(lambda y: T.vmap(fails)(y * KS).sum())(x),
+    ):
+        with pytest.raises(KeyError):
+            run(jnp.float32(0.5))
+        jax.tree.map(np.testing.assert_array_equal, m.values(), before)
+        m.check(START)
+
+
+MAPS = {
+    "vmap": lambda f, **states: T.vmap(f, **states),
+    "vmap2": lambda f, in_states=None, out_states=None: T.vmap2(f, state_in_axes=in_states, state_out_axes=out_states),
+}
+AROUND = {
+    "eager": lambda f: f,
+    "jit": lambda f: T.jit(f),
+    "jit(jit)": lambda f: T.jit(lambda x: T.jit(f)(x)),
+    "for_loop": lambda f: lambda x: T.for_loop(f, x[None])[0],
+    "statetx.jit": lambda f: statetx.jit(f),
+    "statetx.grad(statetx.jit)": lambda f: lambda x: statetx.vjp(statetx.jit(f), x)[0],
+    "jit(statetx.vmap)": lambda f: T.jit(lambda x: statetx.vmap(lambda k: f(x), axis_size=1)(jnp.ones(1))[0]),
+}
+XS = jnp.array([1.0, -2.0, 0.5])
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("vmap", MAPS)
+def test_native_states_under_brainstates_vmap(vmap, around):
+    vmap, wrap = MAPS[vmap], AROUND[around]
+    w, n, q = statetx.Param(jnp.float32(2)), statetx.State(jnp.float32(0), name="n"), statetx.State(XS * 10)
+
+    def f(x):
+        n.value = n.value + w.value  # the same for every example
+        q.value = q.value * x + n.value  # one for each
+        return q.value * w.value
+
+    g = wrap(vmap(f, in_states=q, out_states=q))
+    expected_n, expected_q = 0.0, XS * 10
+    for _ in range(3):
+        out = g(XS)
+        expected_n = expected_n + 2.0
+        expected_q = expected_q * XS + expected_n
+        close(out, expected_q * 2.0)
+        close(q.value, expected_q)
+        close(n.value, expected_n)
+        assert not any(isinstance(s.value, jax.core.Tracer) for s in (w, n, q))
+        assert n._owner is None and q._owner is None
+
+
+@pytest.mark.parametrize("vmap", MAPS)
+def test_states_declared_to_brainstates_vmap_and_only_read(vmap):
+    q, b = statetx.State(XS * 10), brainstate.ShortTermState(XS * 3)
+    out = MAPS[vmap](lambda x: q.value * x + b.value, in_states=[q, b])(XS)
+    close(out, XS * 10 * XS + XS * 3)  # each example has its own slice
+    out = T.vmap2(lambda x: q.value * x, state_in_axes={0: statetx.State})(XS)
+    close(out, XS * 10 * XS)  # by type, too
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("vmap", MAPS)
+def test_native_random_state_is_split_by_brainstates_vmap(vmap, around):
+    rng, reference = statetx.RngState(0), brainstate.random.RandomState(jax.random.key(0))
+    g = AROUND[around](MAPS[vmap](lambda x: x + jax.random.uniform(rng.next())))
+    expected = AROUND[around](MAPS[vmap](lambda x: x + jax.random.uniform(reference.split_key())))
+    for _ in range(2):
+        draws = g(XS)
+        np.testing.assert_array_equal(draws, expected(XS))
+        assert len(np.unique(draws - XS)) == 3
+        np.testing.assert_array_equal(*map(jax.random.key_data, (rng.value, reference.value)))
+
+
+@pytest.mark.parametrize("vmap", MAPS)
+def test_derivatives_and_maps_of_brainstate_in_each_other(vmap):
+    vmap = MAPS[vmap]
+    w, n = statetx.Param(jnp.float32(2)), statetx.State(jnp.float32(1))
+    v = brainstate.ParamState(jnp.float32(3))
+
+    @statetx.remat
+    def f(x):
+        n.value = n.value + 1
+        return jnp.sin(x * v.value) * w.value * n.value
+
+    def by_hand(v, xs, n):
+        return (jnp.sin(xs * v) * 2.0 * (n + 1)).sum()
+
+    programs = {
+        "grad(vmap)": T.grad(lambda xs: vmap(f)(xs).sum(), v),
+        "jit(grad(vmap))": T.jit(T.grad(lambda xs: vmap(f)(xs).sum(), v)),
+        "grad(jit(vmap))": T.grad(lambda xs: T.jit(vmap(f))(xs).sum(), v),
+        "vmap(grad)": lambda xs: vmap(T.grad(f, v))(xs).sum(),
+        "jit(vmap(grad))": T.jit(lambda xs: vmap(T.grad(f, v))(xs).sum()),
+        "statetx.jit(grad(vmap))": statetx.jit(T.grad(lambda xs: vmap(f)(xs).sum(), v)),
+        "statetx.grad(vmap)": lambda xs: statetx.grad(lambda: vmap(f)(xs).sum(), wrt=v)(),
+        "grad(statetx.vmap)": T.grad(lambda xs: statetx.vmap(f)(xs).sum(), v),
+        "vmap(statetx.grad)": lambda xs: vmap(lambda x: statetx.grad(lambda: f(x), wrt=v)())(xs).sum(),
+    }
+    count = 1.0
+    for _ in range(2):
+        for name, program in programs.items():
+            np.testing.assert_allclose(program(XS), jax.grad(by_hand)(3.0, XS, count), rtol=1e-5, err_msg=name)
+            count += 1
+            assert float(n.value) == count, name
+            assert not any(isinstance(s.value, jax.core.Tracer) for s in (w, n, v)) and n._owner is None
+
+
+def test_write_that_differs_between_the_examples_of_brainstates_vmap():
+    total = statetx.State(jnp.float32(0), name="total")
+
+    def f(x):
+        total.value = total.value + x
+        return x
+
+    match = (
+        r"State 'total' \(float32\[\], made at .*test_brainstate.py:\d+\) .*out_states.*\nFix: .*statetx's transform"
+    )
+    for wrap in (lambda g: g, T.jit, statetx.jit):
+        with pytest.raises(statetx.StateAccessError, match=match):
+            wrap(T.vmap(f))(XS)
+        assert float(total.value) == 0.0 and total._owner is None
+
+
+def test_native_state_that_outlives_the_brainstate_transform_it_was_made_in():
+    kept = []
+
+    @T.jit
+    def make(x):
+        if not kept:
+            kept.append(statetx.State(np.float32(1)))
+            T.jit(lambda: kept[0].value)()  # brainstate meets it inside a transform
+        return x
+
+    make(1.0)
+    s = kept[0]
+    inner = T.jit(lambda x: setattr(s, "value", s.value * x))
+    inner(2.0)
+    outer = T.jit(lambda x: inner(x) or x)  # finds the program of `inner`, whose Python does not run again
+    for _ in range(2):
+        outer(3.0)
+    assert float(s.value) == 18.0
+
+    gone = []
+    T.jit(lambda x: gone.append(statetx.State(x)) or x)(1.0)
+    with pytest.raises(statetx.StateAccessError, match="created inside a transform of brainstate"):
+        T.jit(lambda: gone[0].value)()
+
+
+# -- every kind of brainstate state under statetx's transforms -------------------------------------------------
+
+A = np.array([[0.3, -0.2], [0.5, 0.1], [-0.4, 0.7]], np.float32)
+
+
+def plain(cls, **metadata):
+    return lambda: cls(jnp.asarray(A), **metadata), lambda s: s.value, lambda s, a: setattr(s, "value", a)
+
+
+def group_write(s, a):
+    s.set_value({0: a[:, 0], "1": a[:, 1]})
+
+
+def tree_read(s):
+    return jnp.stack([s.get_value("v") / u.mV, s.get_value(1) / u.nA], axis=-1)
+
+
+def tree_write(s, a):
+    s.set_value({"v": a[:, 0] * u.mV, 1: a[:, 1] * u.nA})
+
+
+STATES = {
+    "State": plain(brainstate.State),
+    "ShortTermState": plain(brainstate.ShortTermState),
+    "LongTermState": plain(brainstate.LongTermState),
+    "BatchState": plain(brainstate.BatchState),
+    "DelayState": plain(brainstate.DelayState),
+    "ParamState": plain(brainstate.ParamState),
+    "HiddenState": plain(brainstate.HiddenState),
+    "named and tagged": plain(brainstate.ShortTermState, name="v", tag="membrane"),
+    "quantity": (
+        lambda: brainstate.HiddenState(jnp.asarray(A) * u.mV),
+        lambda s: s.value / u.mV,
+        lambda s, a: setattr(s, "value", a * u.mV),
+    ),
+    "tree of quantities": (
+        lambda: brainstate.ParamState({"v": jnp.asarray(A[:, 0]) * u.mV, "i": jnp.asarray(A[:, 1]) * u.nA}),
+        lambda s: jnp.stack([s.value["v"] / u.mV, s.value["i"] / u.nA], axis=-1),
+        lambda s, a: setattr(s, "value", {"v": a[:, 0] * u.mV, "i": a[:, 1] * u.nA}),
+    ),
+    "HiddenGroupState": (lambda: brainstate.HiddenGroupState(jnp.asarray(A)), lambda s: s.value, group_write),
+    "HiddenTreeState": (
+        lambda: brainstate.HiddenTreeState({"v": jnp.asarray(A[:, 0]) * u.mV, "i": jnp.asarray(A[:, 1]) * u.nA}),
+        tree_read,
+        tree_write,
+    ),
+}
+
+
+def advance(a, x):
+    return jnp.tanh(a) * 0.5 + x
+
+
+UNDER = {
+    # for each, the statetx program of a body, and how often the body advances the state; x is 0.25 throughout
+    "jit": (lambda f: statetx.jit(f), 1),
+    "grad(remat)": (lambda f: statetx.grad(statetx.remat(f)), 1),
+    "jit(grad(scan(remat)))": (
+        lambda f: statetx.jit(
+            statetx.grad(lambda x: statetx.scan(lambda c, _: (c + statetx.remat(f)(x), None), x * 0, length=3)[0])
+        ),
+        3,
+    ),
+    "scan": (lambda f: lambda x: statetx.scan(lambda c, _: (c + f(x), None), x * 0, length=3)[0], 3),
+    "fori_loop": (lambda f: lambda x: statetx.fori_loop(0, 3, lambda i, c: c + f(x), x * 0), 3),
+    "vmap": (lambda f: lambda x: statetx.vmap(lambda k: f(x) * k)(jnp.ones(2))[0], 1),
+    "cond": (lambda f: lambda x: statetx.cond(x > 0, f, lambda x: x, x), 1),
+    "hessian": (lambda f: statetx.hessian(f), 1),
+    "brainstate.jit(statetx.grad)": (lambda f: T.jit(lambda x: statetx.grad(f)(x)), 1),
+}
+
+
+BY_NAME_ONLY = ("State", "LongTermState", "BatchState", "DelayState")  # no behaviour of their own: one program each
+
+
+@pytest.mark.parametrize("program", UNDER)
+@pytest.mark.parametrize("state", [s for s in STATES if s not in BY_NAME_ONLY])
+def test_every_kind_of_state_under_statetx(state, program):
+    make, read, write = STATES[state]
+    transform, times = UNDER[program]
+    s = make()
+    kept = {k: getattr(s, k, None) for k in ("name", "tag", "name2index", "name2unit")}
+
+    def f(x):
+        write(s, advance(read(s), x))
+        return (read(s) ** 2).sum()
+
+    def loss(a, x):
+        total = 0.0
+        for _ in range(times):
+            a = advance(a, x)
+            total = total + (a**2).sum()
+        return total
+
+    derivative = jax.hessian if "hessian" in program else jax.grad if "grad" in program else lambda f: f
+    g, a, x = transform(f), jnp.asarray(A), jnp.float32(0.25)
+    structure = jax.tree.structure(s.value)
+    for _ in range(2):
+        out = g(x)
+        close(out, derivative(lambda x, a=a: loss(a, x))(x))
+        for _ in range(times):
+            a = advance(a, x)
+        close(read(s), a)
+        assert jax.tree.structure(s.value) == structure and s.stack_level == 0
+        assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(s.value))
+    assert kept == {k: getattr(s, k, None) for k in kept}
+
+
+@pytest.mark.parametrize("state", BY_NAME_ONLY)
+def test_states_that_differ_by_name_only(state):
+    test_every_kind_of_state_under_statetx(state, "jit(grad(scan(remat)))")
+
+
+@pytest.mark.parametrize("program", UNDER)
+@pytest.mark.parametrize("where", ["kept", "dropped"])
+def test_state_made_in_the_call_under_statetx(where, program):
+    transform, times = UNDER[program]
+    total, kept = brainstate.ShortTermState(jnp.zeros(())), []
+
+    def f(x):
+        s = brainstate.ShortTermState(x * 2.0)
+        s.value = s.value * x
+        total.value = total.value + jax.lax.stop_gradient(s.value)
+        if where == "kept":
+            kept.append(s)
+        return s.value * x
+
+    g, x = transform(f), jnp.float32(0.25)
+    if where == "kept" and program in ("scan", "fori_loop", "cond", "jit(grad(scan(remat)))"):
+        with pytest.raises(statetx.CreatedStateError, match=r"ShortTermState made at .*test_brainstate.py:\d+"):
+            g(x)
+        assert float(total.value) == 0.0
+        with pytest.raises(Exception, match="created inside a traced function"):
+            _ = kept[0].value
+        return
+    derivative = jax.hessian if "hessian" in program else jax.grad if "grad" in program else lambda f: f
+    close(g(x), derivative(lambda x: times * 2 * x**3)(x))
+    close(total.value, times * 2 * x**2)
+    for s in kept if "brainstate" not in program else ():
+        assert s.stack_level == 0
+        close(s.value, (2 * x**2)[None].repeat(2) if program == "vmap" else 2 * x**2)
+
+
+@pytest.mark.parametrize("program", [p for p in UNDER if p != "vmap"])
+def test_random_states_under_statetx(program):
+    transform, times = UNDER[program]
+    rng, key = brainstate.random.RandomState(jax.random.key(5)), jax.random.key(5)
+    g = transform(lambda x: x**2 * jax.random.uniform(rng.split_key()))
+    derivative = jax.hessian if "hessian" in program else jax.grad if "grad" in program else lambda f: f
+    for _ in range(2):
+        draws = 0.0
+        for _ in range(times):
+            key, k = jax.random.split(key)
+            draws = draws + jax.random.uniform(k)
+        close(g(jnp.float32(0.25)), derivative(lambda x, draws=draws: x**2 * draws)(0.25))
+        np.testing.assert_array_equal(jax.random.key_data(rng.value), jax.random.key_data(key))
+
+
+@pytest.mark.parametrize("program", [p for p in UNDER if "brainstate" not in p])  # whose jit applies the hook again
+def test_hooks_of_every_sort_under_statetx(program):
+    transform, _ = UNDER[program]
+    s, fired = brainstate.ShortTermState(jnp.float32(1)), {"read": 0, "write_after": 0, "write_before": 0}
+
+    def count(name):
+        fired[name] += 1
+
+    s.register_hook("read", lambda ctx: count("read"))
+    s.register_hook("write_after", lambda ctx: count("write_after"))
+    s.register_hook(
+        "write_before", lambda ctx: (count("write_before"), setattr(ctx, "transformed_value", ctx.value * 2))[0]
+    )
+    runs = []
+
+    def f(x):
+        runs.append(True)
+        s.value = s.value + x
+        return x * 1.0
+
+    transform(f)(jnp.float32(0.25))
+    times, expected = UNDER[program][1], 1.0
+    for _ in range(times):
+        expected = (expected + 0.25) * 2
+    close(s.value, expected)
+    # As often as the body's Python ran, and (since the last line read it) one read more.
+    assert fired == {"read": len(runs) + 1, "write_after": len(runs), "write_before": len(runs)}

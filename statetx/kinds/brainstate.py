@@ -99,10 +99,7 @@ class _View(brainstate.State):
         self.native._value = value
 
     def _read_value(self) -> Any:
-        value = _read_carefully(self)
-        if type(value) is _Buried:
-            raise _registry.buried(self.native, NATIVE.site_of(self.native), value.reason)
-        return value
+        return _read_carefully(self)
 
     @property
     def type(self) -> type:
@@ -177,11 +174,21 @@ class _Bridge:
     def touch(self, state: Any, kind: Any, *, writing: bool) -> _registry.Access:
         owner = _registry.take(state, kind, self)
         before = kind.get(state)
+        if type(before) is _Buried:
+            kind.own(state, owner)
+            raise _registry.buried(state, kind.site_of(state), before.reason)
         access = self.accesses[id(state)] = _registry.Access(state, kind, before, before, not writing, owner)
-        # Outermost frames come first, so the level of the first one that is met is that of the state.
-        self.stack.read_its_value(_view_of(state, _context.state_stack.index(self.stack)))
+        self.stack.read_its_value(_view_of(state, self._level_of(state)))
         access.entered = kind.get(state)
         return access
+
+    def _level_of(self, state: State) -> int:
+        """How many stacks there were when the state was made: those outside the outermost frame that has touched it."""
+        frame: Any = self
+        while frame.parent is not None and id(state) in frame.parent.accesses:
+            frame = frame.parent
+        stack = frame.stack if isinstance(frame, _Bridge) else KIND.observer(frame)
+        return _context.state_stack.index(stack)
 
     def note_write(self, access: _registry.Access, site: str = "") -> None:
         access.written = True
@@ -394,6 +401,9 @@ class _Brainstate:
         observer = self._observers[id(frame)] = _Observer(frame, self)
         _context.state_stack.append(observer)
         _context.new_state_catcher.append(observer)
+
+    def observer(self, frame: _registry.Frame) -> _Observer:
+        return self._observers[id(frame)]
 
     def close(self, frame: _registry.Frame) -> None:
         observer = self._observers.pop(id(frame))
