@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import doctest
 import io
+import os
 import pathlib
 import re
 import traceback
@@ -21,7 +22,12 @@ def fill(text: str) -> str:
             lines += printed(example.source, scope)
         return "```pycon\n" + "\n".join(lines) + "\n```"
 
-    return re.sub(r"^```pycon\n(.*?)^```", run, text, flags=re.M | re.S)
+    columns = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "132"  # wherever it runs
+    try:
+        return re.sub(r"^```pycon\n(.*?)^```", run, text, flags=re.M | re.S)
+    finally:
+        os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
 
 
 def printed(source: str, scope: dict) -> list[str]:

@@ -1335,6 +1335,7 @@ def _publish_nothing(self, leaves, *, live=True):
 
 def _restore_nothing(self):
     for access in self.accesses.values():
+        access.kind.own(access.state, access.owner)
         access.before = access.entered = access.contents = None
 
 
@@ -1370,7 +1371,8 @@ BREAKAGES = {
         lambda mp: test_a_plain_jax_transform_leaves_no_tracer(corpus.ReadModifyWrite, "jit", True),
     ),
     "the body runs twice": ("transforms.remat.stage", _run_twice, _law(corpus.ReadOnly, (remat, grad))),
-    "literals do not count": ("_jaxpr._constant", lambda x: 0, _stale(_flip_named("Power"))),
+    "literals do not count": ("_jaxpr._constant", lambda x: 0, _stale(_flip_named("Infinity"))),
+    "parameters do not count": ("_jaxpr._param", lambda x: 0, _stale(_flip_named("Power"))),
     "the sign of zero does not count": ("_jaxpr._constant", float, _stale(_flip_named("SignOfZero"))),
     "constants are baked in": ("_jaxpr.Body.close", classmethod(_bake), _stale(_flip_named("ValueOfArray"))),
     "operands' types do not count": ("_jaxpr.Body.key", 0, _stale(_flip_named("Operation"))),
