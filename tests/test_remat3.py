@@ -1,0 +1,21 @@
+"""The same with JAX's new rematerialisation switched on (`jax_remat3`); ``make test-remat3`` runs the whole suite so."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+FILES = ["test_remat.py", "test_ref.py", "test_scan.py", "test_control_flow.py"]
+
+
+@pytest.mark.skipif(jax.config.jax_remat3, reason="it is on already")
+def test_with_the_new_rematerialisation_switched_on():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / name) for name in FILES)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "JAX_REMAT3": "1"}, cwd=HERE.parent
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
