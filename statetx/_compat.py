@@ -23,6 +23,7 @@ from jax._src import effects as _effects
 from jax._src import linear_util as _lu
 from jax._src import literals as _literals
 from jax._src import source_info_util
+from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
@@ -116,6 +117,7 @@ _TRANSFORM_OF_BODY = {
     "while_body": "while_loop",
     "while_cond": "while_loop",
     "checkpoint / remat": "checkpoint",
+    "remat3": "checkpoint",
 }
 
 
@@ -271,12 +273,26 @@ def with_weak_type(x: Any, weak: bool) -> Any:
 
 
 name_primitive = _ad_checkpoint.name_p
+custom_lin_primitive = _ad.custom_lin_p  # what linearising a custom_vjp leaves
 Offloadable = _pe.Offloadable
 
 
 def named(x: Any, name: str) -> Any:
     """`x` under a name that policies of `remat_p` see, whatever ``jax_remat3`` says."""
     return name_primitive.bind(x, name=name)
+
+
+def output_types(primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """The types of an operation's results."""
+    if "call_jaxpr" in params:  # custom derivatives, which JAX types by the jaxpr alone
+        return [v.aval for v in open_jaxpr(params["call_jaxpr"])[0].outvars]
+    out = primitive.abstract_eval(*inputs, **params)[0]
+    return list(out) if primitive.multiple_results else [out]
+
+
+def is_debug_callback(primitive: Any) -> bool:
+    """Whether an operation is ``jax.debug.callback`` or ``jax.debug.print``."""
+    return primitive.name in ("debug_callback", "debug_print")
 
 
 def memory_spaces() -> list[str]:
@@ -416,7 +432,7 @@ def map_jaxprs(fun: Callable[[Any], Any], params: dict[str, Any]) -> dict[str, A
 
     def apply(x: Any) -> Any:
         if isinstance(x, (tuple, list)) and any(map(is_jaxpr, x)):
-            return type(x)([apply(v) for v in x])
+            return getattr(x, "_make", type(x))([apply(v) for v in x])
         return fun(x) if is_jaxpr(x) else x
 
     return {key: apply(value) for key, value in params.items()}

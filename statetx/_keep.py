@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from . import _compat, _registry
 from ._compat import ClosedJaxpr, Jaxpr, Literal, Var
@@ -160,11 +162,23 @@ _PREFIX = "statetx:"
 
 def keep_marked(primitive: Any, *_: Any, **params: Any) -> Any:
     """The policy, as JAX takes one, that keeps what is marked."""
-    name = params.get("name", "") if primitive is _compat.name_primitive else ""
-    if not name.startswith(_PREFIX):
+    if _compat.is_debug_callback(primitive):
+        return (
+            True  # it is called again if that takes nothing more; a plain no makes JAX lose kept values that it reads
+        )
+    if primitive.name == "custom_jvp_call":  # that of `_with_named_rule`, left as it is where none of its inputs moves
+        names = [e.params["name"] for e in _compat.open_jaxpr(params["call_jaxpr"])[0].eqns if _is_name(e.primitive)]
+    else:
+        names = [params["name"]] if _is_name(primitive) else []
+    marks = sorted((n.removeprefix(_PREFIX) for n in names if n.startswith(_PREFIX)), reverse=True)  # "save" first
+    if not marks:
         return False
-    what, *memories = name.removeprefix(_PREFIX).split(":")
+    what, *memories = marks[0].split(":")
     return True if what == "save" else _compat.Offloadable(*memories)
+
+
+def _is_name(primitive: Any) -> bool:
+    return primitive is _compat.name_primitive
 
 
 def mark(jaxpr: Jaxpr, marks: dict[tuple[int, ...], str]) -> Jaxpr:
@@ -208,22 +222,42 @@ def _run(eqn: Any, ins: list[Any], marks: dict[tuple[int, ...], str]) -> list[An
     def plain(*xs: Any) -> list[Any]:
         return _compat.bind_equation(eqn, params, xs)
 
-    def name_outputs(outs: Sequence[Any]) -> list[Any]:
-        return [_compat.named(x, own[i]) if i in own else x for i, x in enumerate(outs)]
-
     if own and _rule_reads_result(plain, ins, own):
-        return _with_named_rule(plain, name_outputs)(*ins)
-    return name_outputs(plain(*ins))
+        return _with_named_rule(plain, own)(*ins)
+    return _name(plain(*ins), own)
+
+
+def _name(outs: Sequence[Any], names: dict[int, str]) -> list[Any]:
+    return [_marked(x, names[i]) if i in names else x for i, x in enumerate(outs)]
+
+
+def _marked(x: Any, name: str) -> Any:
+    if not jnp.iscomplexobj(x):
+        return _compat.named(x, name)
+    # JAX rounds each float that it keeps (reduce_precision), and fails on complex ones (jax 0.12).
+    return jax.lax.complex(_compat.named(jnp.real(x), name), _compat.named(jnp.imag(x), name))
+
+
+class _Jvp(NamedTuple):
+    """``(inputs, tangents of some of them) -> (outputs, tangents of the float outputs)`` as equations."""
+
+    jaxpr: Jaxpr
+    consts: Sequence[Any]
+    num_out: int
 
 
 def _rule_reads_result(fun: Callable[..., list[Any]], ins: Sequence[Any], outs: dict[int, str]) -> bool:
     """Whether the derivative of an operation is computed from its results."""
-    jaxpr, num_out = _jvp_jaxpr(fun, ins)
-    if jaxpr is None:
-        return False
+    floats = [i for i, x in enumerate(ins) if _is_float(x)]
+    try:
+        jaxpr, _, num_out = _jvp(fun, ins, floats)
+    except Exception:
+        return False  # an operation without a derivative is an error only where it is differentiated
     made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
     if not all(isinstance(v, Var) and v in made for v in jaxpr.outvars[:num_out]):
         return False
+    if any(eqn.primitive is _compat.custom_lin_primitive for eqn in jaxpr.eqns):
+        return False  # a rule for reverse mode only (custom_vjp) cannot stand within one for both
     results = {jaxpr.outvars[i] for i in outs}
     return any(v in results for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var))
 
@@ -232,54 +266,48 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _jvp_jaxpr(fun: Callable[..., list[Any]], ins: Sequence[Any]) -> tuple[Jaxpr | None, int]:
-    """The equations of ``(inputs, tangents of the float inputs) -> (outputs, tangents of the float outputs)``."""
+def _jvp(fun: Callable[..., list[Any]], ins: Sequence[Any], moving: Sequence[int]) -> _Jvp:
     types = [_compat.abstract(x) for x in ins]
-    floats = [i for i, t in enumerate(types) if _is_float(t)]
-    if not floats:
-        return None, 0
     num_out = 0
 
     def push(*xs: Any) -> list[Any]:
         nonlocal num_out
         primals, tangents = xs[: len(types)], xs[len(types) :]
 
-        def of_floats(*given: Any) -> list[Any]:
+        def of_moving(*given: Any) -> list[Any]:
             whole = list(primals)
-            for i, x in zip(floats, given, strict=True):
+            for i, x in zip(moving, given, strict=True):
                 whole[i] = x
             return fun(*whole)
 
-        outs, moved = jax.jvp(of_floats, [primals[i] for i in floats], list(tangents))
+        outs, moved = jax.jvp(of_moving, [primals[i] for i in moving], list(tangents))
         num_out = len(outs)
         return [*outs, *(t for x, t in zip(outs, moved, strict=True) if _is_float(x))]
 
-    jaxpr, consts = _compat.stage(push, [*types, *(types[i] for i in floats)], kind="statetx.remat", name="jvp")
-    return (None if consts else jaxpr), num_out
+    jaxpr, consts = _compat.stage(push, [*types, *(types[i] for i in moving)], kind="statetx.remat", name="jvp")
+    return _Jvp(jaxpr, consts, num_out)
 
 
-def _with_named_rule(fun: Callable[..., list[Any]], name: Callable[[Sequence[Any]], list[Any]]) -> Callable[..., Any]:
+def _with_named_rule(fun: Callable[..., list[Any]], names: dict[int, str]) -> Callable[..., Any]:
     """The function with named outputs, and with a derivative that reads these in place of the outputs themselves."""
 
     @jax.custom_jvp
     def named(*xs: Any) -> list[Any]:
-        return name(fun(*xs))
+        return _name(fun(*xs), names)
 
-    @named.defjvp
+    # Inputs that do not move stay out of the derivative: what it is with respect to them may not be finite, or not be at all.
+    @functools.partial(named.defjvp, symbolic_zeros=True)
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        jaxpr, num_out = _jvp_jaxpr(fun, primals)
-        assert jaxpr is not None
-        moved = [t for x, t in zip(primals, tangents, strict=True) if _is_float(x)]
-        env = dict(zip(jaxpr.invars, [*primals, *moved], strict=True))
-        results = [v for v in jaxpr.outvars[:num_out] if isinstance(v, Var)]
-        todo = set(results)
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and _is_float(primals[i])]
+        jaxpr, consts, num_out = _jvp(fun, primals, moving)
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        env = dict(zip(variables, [*consts, *primals, *(tangents[i] for i in moving)], strict=True))
+        name_of = {v: names[i] for i, v in enumerate(jaxpr.outvars[:num_out]) if i in names and isinstance(v, Var)}
         for eqn in jaxpr.eqns:
             ins = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-            env.update(zip(eqn.outvars, _compat.bind_equation(eqn, eqn.params, ins), strict=True))
-            if todo & set(eqn.outvars):
-                todo -= set(eqn.outvars)
-                if not todo:
-                    env.update(zip(results, name([env[v] for v in results]), strict=True))
+            results = _compat.bind_equation(eqn, eqn.params, ins)
+            own = {i: name_of[v] for i, v in enumerate(eqn.outvars) if v in name_of}
+            env.update(zip(eqn.outvars, _name(results, own), strict=True))
         outs = [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
         rest = iter(outs[num_out:])
         types = [_compat.abstract(x) for x in outs[:num_out]]
@@ -366,15 +394,14 @@ def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]], na
     """
     if policy == nothing:
         return jaxpr, None
-    if policy == everything:
-        return jaxpr, jax.checkpoint_policies.everything_saveable
     sites = survey(jaxpr, origins)
+    if policy == everything and not any(jnp.issubdtype(s.value.type.dtype, jnp.complexfloating) for s in sites):
+        return jaxpr, jax.checkpoint_policies.everything_saveable
     _check_matches(policy, sites, name)
     if isinstance(policy, JaxPolicy):
         return jaxpr, policy.fun
     marks = decide(policy, sites)
-    num_values = sum(not site.value.is_view for site in sites)
-    if not marks or len(marks) >= num_values:
+    if policy != everything and (not marks or marks == decide(everything, sites)):
         same = nothing if not marks else everything
         _warn_once(f"remat({name}): policy={policy!r} keeps what policies.{same!r} does.")
     return mark(jaxpr, marks), keep_marked

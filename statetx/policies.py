@@ -30,7 +30,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import jax
 
@@ -180,12 +180,17 @@ class Policy:
 
     def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> Any:
         """Judge one equation, as ``jax.checkpoint`` asks; for `remat` the policy sees more than that."""
-        out = primitive.abstract_eval(*inputs, **params)[0]
-        out = out[0] if primitive.multiple_results else out
+        if _compat.is_debug_callback(primitive):
+            return True  # as in `_keep.keep_marked`
+        outs = _compat.output_types(primitive, inputs, params)
+        if not outs:
+            return False
         name = frozenset({params["name"]}) if primitive.name == "name" else frozenset()
         if self.needs_states:
             raise PolicyError(f"{self!r} needs to know the states: use it with statetx.remat, not jax.checkpoint.")
-        verdict = self.judge(Value(primitive, inputs, params, out, names=name))
+        verdict = max(
+            (self.judge(Value(primitive, inputs, params, t, names=name)) for t in outs), key=lambda v: v.decision
+        )
         if verdict.decision is Decision.OFFLOAD:
             return _compat.Offloadable(src=verdict.src, dst=verdict.dst)
         return verdict.decision is Decision.SAVE
@@ -195,7 +200,11 @@ class Policy:
         return f"({text})" if self._binding < inside else text
 
 
-def _policy(cls: type) -> type:
+P = TypeVar("P", bound=Policy)
+
+
+@dataclass_transform(frozen_default=True)
+def _policy(cls: type[P]) -> type[P]:
     return dataclasses.dataclass(frozen=True, repr=False)(cls)
 
 

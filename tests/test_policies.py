@@ -29,9 +29,7 @@ SHOWN = {
     "names('a', missing='warn')": policies.names("a", missing="warn"),
     "except_names('a')": policies.except_names("a"),
     "offload('a')": policies.offload("a"),
-    "offload(dots, dst='host', otherwise='save')": policies.offload(
-        policies.dots, dst="host", otherwise="save"
-    ),
+    "offload(dots, dst='host', otherwise='save')": policies.offload(policies.dots, dst="host", otherwise="save"),
     "larger_than(1536)": policies.larger_than("1.5KiB"),
     "smaller_than(64)": policies.smaller_than(64),
     "primitives('exp', 'tanh')": policies.primitives("tanh", "exp"),
@@ -443,3 +441,135 @@ def test_the_residual_table_of_each_policy_differs_from_every_other():
     assert tables[policies.nothing] == ()
     names = {policy: {name for row in table for name in row[0]} for policy, table in tables.items()}
     assert names[policies.except_names("hidden")] == {"out"} and names[policies.except_names("out")] == {"hidden"}
+
+
+# -- unusual operations ----------------------------------------------------------------------------------------------
+
+
+def _host(x):
+    return jax.pure_callback(lambda v: v, jax.typeof(x), jax.lax.stop_gradient(x), vmap_method="sequential")
+
+
+@jax.custom_jvp
+def _pair(x):
+    return jnp.exp(x), jnp.sin(x)
+
+
+_TWICE = 2.0 * np.ones(3, np.float32)
+
+
+@_pair.defjvp
+def _(primals, tangents):
+    y = jnp.exp(*primals)  # read before the other result is computed
+    dy = y * tangents[0] * jnp.asarray(_TWICE) / 2  # with an array that the rule closes over
+    return (y, jnp.sin(*primals)), (dy, jnp.cos(*primals) * tangents[0])
+
+
+@jax.custom_vjp
+def _reverse_only(x):
+    return jnp.exp(x)
+
+
+_reverse_only.defvjp(lambda x: (jnp.exp(x),) * 2, lambda y, ct: (y * ct,))
+
+
+def _prints(x):
+    h = jnp.tanh(x)
+    jax.debug.callback(lambda v: None, h.sum())
+    return jnp.sin(h)
+
+
+UNUSUAL = {
+    "no derivative": lambda x: jnp.exp(_host(x) * x),
+    "two results": lambda x: _pair(jnp.sin(x))[0] * jnp.cos(_pair(x)[1]),
+    "custom_vjp": lambda x: jnp.sin(_reverse_only(jnp.sin(x))),
+    "infinite where nothing moves": lambda x: jnp.sin(jax.lax.pow(x - 2, jnp.full(3, 3.0)) * x),
+    "complex": lambda x: jnp.real(jnp.tanh(jnp.exp(1j * x)) ** 2),
+    "read by a callback": _prints,
+    "integers": lambda x: jnp.sort(jnp.sin(x)) * jnp.argsort(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore::statetx.PolicyWarning")
+@pytest.mark.parametrize("policy", ["everything", policies.larger_than(0), ~policies.dots], ids=str)
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_operations_keep_their_derivatives(name, policy):
+    def derivatives(f):
+        loss = lambda x: f(x).sum()  # noqa: E731
+        mapped = lambda xs: jax.vmap(f)(xs).sum()  # noqa: E731
+        found = [jax.grad(loss)(x), jax.grad(mapped)(jnp.stack([x, 2 * x]))]
+        if name != "custom_vjp":
+            found += [jax.jvp(loss, (x,), (x,)), jax.jvp(jax.grad(loss), (x,), (x,))]
+        return found
+
+    x = jnp.array([0.3, 0.9, 0.5])
+    plain = UNUSUAL[name]
+    rematted = statetx.remat(lambda x: plain(x), policy=policy)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), derivatives(rematted), derivatives(plain))
+
+
+def _primitives_of_recomputation(f, *args):
+    found = []
+
+    def visit(jaxpr, inside):
+        for eqn in jaxpr.eqns:
+            if inside:
+                found.append(eqn.primitive.name)
+            for sub in jex_core.jaxprs_in_params(eqn.params):
+                again = eqn.primitive.name in ("checkpoint", "remat2") and eqn.params.get("differentiated", False)
+                visit(_compat.open_jaxpr(sub)[0], inside or again)
+
+    visit(jax.make_jaxpr(jax.grad(lambda *a: f(*a).sum()))(*args).jaxpr, False)
+    return found
+
+
+def test_one_of_two_results_is_kept_though_the_rule_reads_it_early():
+    named = lambda x: (lambda y, z: statetx.checkpoint_name(y, "y") * z)(*_pair(x * x))  # noqa: E731
+    again = _primitives_of_recomputation(statetx.remat(named, policy=policies.names("y")), jnp.ones(3))
+    assert "exp" not in again and "sin" in again
+
+
+def test_a_value_whose_operands_are_not_differentiated_is_kept():
+    f = statetx.remat(lambda x, y: x * statetx.checkpoint_name(jnp.exp(y), "e"), policy=policies.names("e"))
+    assert "exp" not in _primitives_of_recomputation(f, jnp.ones(3), jnp.ones(3))
+
+
+def test_a_name_on_a_view_or_offloading_it_all_is_not_keeping_everything():
+    views = statetx.remat(lambda x: jnp.sin(statetx.checkpoint_name(x.reshape(2, 2), "v")), policy=policies.names("v"))
+    elsewhere = policies.offload(policies.everything, dst=_compat.memory_spaces()[0])
+    away = statetx.remat(lambda x: jnp.sin(jnp.sin(x)), policy=elsewhere)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for f in (views, away):
+            jax.make_jaxpr(jax.grad(lambda x, f=f: f(x).sum()))(jnp.ones(4))
+
+
+def _num_kept(f, x):
+    return len(jax.tree.leaves(jax.vjp(f, x)[1]))
+
+
+def test_two_states_that_hold_one_array():
+    # From which of the two the array came cannot be told: it counts as both's.
+    array = jnp.eye(3)
+    a, b = statetx.Param(array), statetx.Param(array)
+    f = lambda x: jnp.sin(b.value @ jnp.sin(a.value @ jnp.sin(x)))  # noqa: E731
+    nothing = _num_kept(statetx.remat(f), jnp.ones(3))
+    for path in ("a", "b"):
+        assert _num_kept(statetx.remat(f, policy=policies.path(path)), jnp.ones(3)) > nothing
+
+
+def test_paths_of_refs():
+    ref = jax.new_ref(jnp.eye(3))
+    f = lambda x: jnp.sin(ref[...] @ jnp.sin(x))  # noqa: E731
+    for policy in (policies.path("ref"), policies.states("ref")):
+        assert _num_kept(statetx.remat(f, policy=policy), jnp.ones(3)) > _num_kept(statetx.remat(f), jnp.ones(3))
+
+
+@pytest.mark.parametrize("policy", [A, policies.larger_than(0), ~policies.dots], ids=str)
+def test_under_plain_jax_checkpoint_with_calls_and_callbacks(policy):
+    def f(x):
+        jax.debug.callback(lambda v: None, jnp.sin(x))
+        return (jax.nn.relu(x) * _pair(x)[0] * _reverse_only(x)).sum()
+
+    x = jnp.array([0.3, 0.9, 0.5])
+    np.testing.assert_allclose(jax.grad(jax.checkpoint(f, policy=policy))(x), jax.grad(f)(x), rtol=1e-6)

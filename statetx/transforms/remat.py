@@ -19,6 +19,7 @@ from .._paths import Paths, as_predicate
 from .._signature import StaticArguments
 from .._tree import as_array, partition
 from .._typing import Filter, Indices, Names, Policy
+from ..kinds.ref import KIND as REF
 from ..policies import Origin, as_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -74,7 +75,8 @@ def remat(
     Args:
         fun: what to rematerialise. For a class, returns a subclass whose `methods` are rematerialised.
         policy: what to keep: None (nothing but inputs), one of `statetx.policies`, a member of
-            ``jax.checkpoint_policies``, the name of either, or any callable of JAX's kind.
+            ``jax.checkpoint_policies``, the name of either, or any callable of JAX's kind (hashable, and of one mind: as
+            ``jax.checkpoint`` does, it may be asked once and its answer kept).
         prevent_cse: whether to keep the compiler from merging the recomputation with the forward pass. A bool, or
             a tuple prefix of the (non-static) arguments as in ``jax.checkpoint``. ``"auto"`` is False directly inside
             the body of a loop, where merging cannot happen, and True elsewhere.
@@ -103,9 +105,9 @@ def remat(
         EffectError: the function calls ``jax.experimental.io_callback``.
 
     Callbacks:
-        ``jax.debug.print`` and ``jax.debug.callback`` fire again in the recomputation. To fire once, write what they
-        shall show to a state, which happens once, and call them outside the function: ``seen.value = x.mean()`` in it,
-        ``jax.debug.print("{}", seen.value)`` after it.
+        ``jax.debug.print`` and ``jax.debug.callback`` fire again in the recomputation, unless `policy` keeps what they
+        show. To fire once, write that to a state, which happens once, and call them outside the function:
+        ``seen.value = x.mean()`` in it, ``jax.debug.print("{}", seen.value)`` after it.
 
     Source:
         Griewank and Walther, Evaluating Derivatives (2008), chapter 12; ``jax.checkpoint``.
@@ -206,7 +208,8 @@ class Remat(Wrapper):
             return outcome.finish(leaves)
         avals = [_compat.abstract(x) for x in arrays]
         try:
-            staged, outcome, refs = stage(body, avals, kind="statetx.remat", name=name_of(fun))
+            read = owners.read if owners else REF.get
+            staged, outcome, refs = stage(body, avals, kind="statetx.remat", name=name_of(fun), read=read)
         except jax.errors.ConcretizationTypeError as e:
             e.add_note(
                 f"remat({name_of(fun)}) traces its array arguments. To look at one in Python, name it in static_argnums= "
@@ -293,18 +296,22 @@ class _Owners:
     def __init__(self, policy: policies.Policy, paths: Paths):
         self._atoms = [atom for atom in policy.atoms() if isinstance(atom, policies.StatesPolicy)]
         self._paths = paths
-        self._found: dict[int, tuple[Any, Origin]] = {}  # with the value, whose id must not be used again
+        self._found: dict[int, tuple[Any, frozenset[Origin]]] = {}  # with the value, whose id must not be used again
 
     def on_read(self, state: Any, kind: Any, value: Any) -> Any:
         path = self._paths(state)
         origin = Origin(path, frozenset(atom for atom in self._atoms if atom.selects(path, state)))
         for leaf in jax.tree.leaves(value):
-            self._found.setdefault(id(leaf), (leaf, origin))
+            _, origins = self._found.get(id(leaf), (leaf, frozenset()))
+            self._found[id(leaf)] = (leaf, origins | {origin})
         return value
+
+    def read(self, ref: Any) -> Any:
+        return self.on_read(ref, REF, REF.get(ref))
 
     def origins(self, operands: Sequence[Any]) -> tuple[frozenset[Origin], ...]:
         found = [self._found.get(id(x)) for x in operands]
-        return tuple(frozenset() if f is None else frozenset({f[1]}) for f in found)
+        return tuple(frozenset() if f is None else f[1] for f in found)
 
 
 def _check_prevent_cse(prevent_cse: Any) -> bool | tuple | str:
