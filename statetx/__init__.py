@@ -27,11 +27,11 @@ from ._rules import Split as Split
 from ._state import Param as Param
 from ._state import RngState as RngState
 from ._state import State as State
+from .residuals import memory_report as memory_report
 from .residuals.fwd_bwd import print_fwd_bwd as print_fwd_bwd
 from .residuals.table import Residuals as Residuals
 from .residuals.table import print_saved_residuals as print_saved_residuals
 from .residuals.table import saved_residuals as saved_residuals
-from .residuals import memory_report as memory_report
 from .transforms.abstract import eval_shape as eval_shape
 from .transforms.abstract import make_jaxpr as make_jaxpr
 from .transforms.cond import cond as cond

@@ -85,7 +85,8 @@ def _run(pure: Callable, values: dict[str, Any], args: tuple, kwargs: dict[str, 
     with jax.disable_jit():  # what is compiled as a whole is rounded otherwise than its parts
         leaves, pullback, rest = jax.vjp(differentiable, *floats, has_aux=True)
         out, new = results[-1].combine(rest)
-        cotangents = [jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in leaves]
+        types = [jax.typeof(x) for x in leaves]
+        cotangents = [jnp.cos(jnp.arange(t.size, dtype=t.dtype)).reshape(t.shape) for t in types]
         grads = iter(pullback(cotangents))
     found = {f"output{jax.tree_util.keystr(p)}": x for p, x in jax.tree_util.tree_leaves_with_path(out)}
     for path, value in new.items():

@@ -580,3 +580,8 @@ def test_fwd_bwd_in_colours_and_html():
         text = out.file.getvalue()
         assert "\x1b[" in text and "*h_2" in text
     assert "*h_2" in parts_of(shown._repr_html_())
+
+
+def test_a_linear_solve_has_residuals():
+    kept = statetx.saved_residuals(statetx.remat(lambda a, b: jnp.linalg.solve(a, jnp.sin(b))), jnp.eye(3), jnp.ones(3))
+    assert [row.origin for row in kept][:2] == ["argument", "argument"]

@@ -143,3 +143,7 @@ def test_count_traces_of_a_method():
     model = Model()
     statetx.grad(lambda x: model.step(x).sum())(X)
     assert Model.step.__wrapped__.count == 1
+
+
+def test_a_numpy_output_of_double_precision():
+    statetx.testing.assert_remat_equivalent(lambda x: (np.ones(2), jnp.sin(x)), jnp.ones(3))
