@@ -304,3 +304,12 @@ print(before, _compat.made_refs())
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["False", "True"]
+
+
+def test_states_filter_of_remat_forbids_refs_too():
+    model = Float()
+    with pytest.raises(statetx.StateAccessError, match=r"touched Ref 'h' .*float32\[3\].*filter states='w' excludes"):
+        statetx.grad(statetx.remat(model.step, states="w"))(X)
+    np.testing.assert_array_equal(model.h[...], H)
+    statetx.grad(statetx.remat(model.step, states=["w", "h"]))(X)
+    assert not np.array_equal(model.h[...], H)

@@ -84,7 +84,8 @@ def remat(
             in a class body); negative ones count from the end. Python values other than arrays always pass
             untouched, so a training flag needs no declaration; declare an *array* static to keep it concrete.
         static_argnames: the same by name. Either finds the argument by position, keyword or default.
-        states: a filter for the states that the function may touch; touching another raises.
+        states: a filter for the states that the function may touch; touching another raises (a ``jax.Ref`` only where
+            something is traced: in eager code nobody sees it).
         methods: for a class, the names of the methods to rematerialise; ``"__call__"`` if not given.
 
     Returns:
@@ -195,10 +196,16 @@ class Remat(Wrapper):
         arrays = [as_array(x) for x in arrays]
 
         owners = _Owners(policy, Paths(fun, args, kwargs)) if policy.needs_states else None
+        guard = self._guard(args, kwargs)
+
+        def read(ref: Any) -> Any:
+            if guard is not None:
+                guard(ref, REF)
+            return owners.read(ref) if owners else REF.get(ref)
 
         def body(*tracers: Any) -> tuple[list, Any]:
             on_read = owners and owners.on_read
-            with frame_for("remat", fun, on_read=on_read, allow=self._guard(args, kwargs)) as frame:
+            with frame_for("remat", fun, on_read=on_read, allow=guard) as frame:
                 call_args, call_kwargs = merge(*others.combine(tracers))
                 out = fun(*call_args, **call_kwargs)
             return pack(out, frame.effects)
@@ -208,7 +215,6 @@ class Remat(Wrapper):
             return outcome.finish(leaves)
         avals = [_compat.abstract(x) for x in arrays]
         try:
-            read = owners.read if owners else REF.get
             staged, outcome, refs = stage(body, avals, kind="statetx.remat", name=name_of(fun), read=read)
         except jax.errors.ConcretizationTypeError as e:
             e.add_note(
