@@ -206,7 +206,13 @@ def equations(jaxpr):
             yield from equations(_compat.open_jaxpr(inner)[0])
 
 
-@pytest.mark.parametrize("policy", ALL, ids=repr)
+# The others take their time, behind the marker.
+FAST = (policies.dots, policies.path("v"), policies.everything, policies.except_names("out"), policies.offload("out"))
+
+
+@pytest.mark.parametrize(
+    "policy", [pytest.param(p, marks=[] if p in FAST else pytest.mark.slow, id=repr(p)) for p in ALL]
+)
 def test_gradients_and_writes_are_those_without_a_policy(policy):
     def results(wrap):
         block = Block()
