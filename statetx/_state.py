@@ -282,7 +282,8 @@ class _Native:
 
     def set_all(self, states: Sequence[State], values: Iterable[Any]) -> None:
         with _registry.ownership:
-            self.check_free(states)
+            if [s for s in states if s._owner is not None]:
+                self.check_free(states)
             for s, v in zip(states, values, strict=True):
                 s._value = v
 

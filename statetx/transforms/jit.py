@@ -147,13 +147,12 @@ class Jit(Wrapper):
                         return program.run(call)
                     except _Restage:  # the arguments come in another form than those that were staged
                         continue
-        return self._first_run(call)
+        return self._first_run(call, programs)
 
-    def _first_run(self, call: _Call) -> Any:
+    def _first_run(self, call: _Call, tried: list[Program] | None) -> Any:
         if not _registry.is_idle():
             # No waiting here, where a call further out may be what another thread waits for.
             return self._stage(call).first_run(call)
-        tried = self._programs.get(call.key)
         with self.staging:
             program = self._stage(call) if self._programs.get(call.key) is tried else None
         if program is None:  # another thread has staged one meanwhile
@@ -430,7 +429,11 @@ class Program:
 
     def run_directly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """`run` where nobody watches and everything is arrays: JAX finds out whether their types are the right ones."""
-        kept = self._patiently(_values_of, self.kept)
+        groups = self.kept
+        try:
+            kept = groups[0].kind.get_all(groups[0].states) if len(groups) == 1 else _values_of(groups)
+        except ForeignStateError:
+            kept = self._patiently(_values_of, groups)
         out, writes = self.compiled(kept, [], (args, kwargs), [])
         if writes:
             self._store(writes)
@@ -439,7 +442,10 @@ class Program:
     def _store(self, writes: list) -> None:
         if self._writers is None:
             self._publish(writes, live=False)
-        else:
+            return
+        try:
+            self._set_all(writes)
+        except ForeignStateError:
             self._patiently(self._set_all, writes)
 
     def _publish(self, writes: list, *, live: bool) -> None:
