@@ -314,11 +314,18 @@ def names_in_policy(policy: Any) -> frozenset[str]:
     found = getattr(policy, "saveable_names", None) or getattr(policy, "names", None)
     if found is None:
         found = [x for content in _closed_over(policy, 1) if isinstance(content, (set, tuple, list)) for x in content]
-    return frozenset(x for x in found if isinstance(x, str)) if _defined_by_jax_module(policy) else frozenset()
+    return frozenset(x for x in found if isinstance(x, str)) if is_policy_of_jax(policy) else frozenset()
 
 
-def _defined_by_jax_module(x: Any) -> bool:
-    return (getattr(x, "__module__", None) or type(x).__module__).startswith("jax")
+def is_policy_of_jax(policy: Any) -> bool:
+    """Whether ``jax.checkpoint_policies`` has it, or made it."""
+    return (getattr(policy, "__module__", None) or type(policy).__module__).startswith("jax.")
+
+
+def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
+    """The jaxprs among an equation's parameters."""
+    for sub in jex_core.jaxprs_in_params(eqn.params):
+        yield open_jaxpr(sub)[0]
 
 
 def zero_tangent(aval: Any) -> Any:
@@ -332,7 +339,7 @@ def forbidden_effects(jaxpr: Jaxpr) -> list[tuple[str, str]]:
         return []
     found = []
     for eqn in jaxpr.eqns:
-        inner = [f for sub in jex_core.jaxprs_in_params(eqn.params) for f in forbidden_effects(open_jaxpr(sub)[0])]
+        inner = [f for sub in inner_jaxprs(eqn) for f in forbidden_effects(sub)]
         if inner:
             found += inner
         elif _effects.remat_allowed_effects.filter_not_in(eqn.effects):
@@ -351,8 +358,8 @@ def callbacks(jaxpr: Jaxpr) -> list[tuple[str, str]]:
     """The functions that a jaxpr calls on the host: the name of each, and the place of the call."""
     found = [_callback(eqn) for eqn in jaxpr.eqns if eqn.primitive.name.endswith("_callback")]
     for eqn in jaxpr.eqns:
-        for sub in jex_core.jaxprs_in_params(eqn.params):
-            found += callbacks(open_jaxpr(sub)[0])
+        for sub in inner_jaxprs(eqn):
+            found += callbacks(sub)
     return found
 
 

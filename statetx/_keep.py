@@ -23,14 +23,14 @@ from jax.custom_derivatives import SymbolicZero
 from . import _compat, _registry
 from ._compat import ClosedJaxpr, Jaxpr, Literal, Var
 from ._errors import PolicyError, PolicyWarning
-from .policies import Decision, JaxPolicy, Origin, Policy, Value, Verdict, everything, nothing
+from ._policy import VIEWS, Decision, JaxPolicy, Origin, Policy, Value, Verdict, everything, nothing
+from ._tree import is_float
 
 _NONE: frozenset[Any] = frozenset()
 
-# Operations that hand a value on.
-_TRANSPARENT = frozenset(
-    "name convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims copy copy_p reduce_precision "
-    "sharding_constraint optimization_barrier device_put".split()
+# Operations that hand a value on, in another shape, type or place.
+_TRANSPARENT = VIEWS | frozenset(
+    "name convert_element_type reduce_precision sharding_constraint optimization_barrier device_put".split()
 )
 _ENTERED = {"jit": "jaxpr", "pjit": "jaxpr", "scan": "jaxpr", "cond": "branches"}
 
@@ -163,9 +163,7 @@ _PREFIX = "statetx:"
 def keep_marked(primitive: Any, *_: Any, **params: Any) -> Any:
     """The policy, as JAX takes one, that keeps what is marked."""
     if _compat.is_debug_callback(primitive):
-        return (
-            True  # it is called again if that takes nothing more; a plain no makes JAX lose kept values that it reads
-        )
+        return True  # a no makes JAX lose kept values that it reads; it is called again where that takes more than them
     if primitive.name == "custom_jvp_call":  # that of `_with_named_rule`, left as it is where none of its inputs moves
         names = [e.params["name"] for e in _compat.open_jaxpr(params["call_jaxpr"])[0].eqns if _is_name(e.primitive)]
     else:
@@ -248,7 +246,7 @@ class _Jvp(NamedTuple):
 
 def _rule_reads_result(fun: Callable[..., list[Any]], ins: Sequence[Any], outs: dict[int, str]) -> bool:
     """Whether the derivative of an operation is computed from its results."""
-    floats = [i for i, x in enumerate(ins) if _is_float(x)]
+    floats = [i for i, x in enumerate(ins) if is_float(x)]
     try:
         jaxpr, _, num_out = _jvp(fun, ins, floats)
     except Exception:
@@ -260,10 +258,6 @@ def _rule_reads_result(fun: Callable[..., list[Any]], ins: Sequence[Any], outs: 
         return False  # a rule for reverse mode only (custom_vjp) cannot stand within one for both
     results = {jaxpr.outvars[i] for i in outs}
     return any(v in results for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var))
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _jvp(fun: Callable[..., list[Any]], ins: Sequence[Any], moving: Sequence[int]) -> _Jvp:
@@ -282,7 +276,7 @@ def _jvp(fun: Callable[..., list[Any]], ins: Sequence[Any], moving: Sequence[int
 
         outs, moved = jax.jvp(of_moving, [primals[i] for i in moving], list(tangents))
         num_out = len(outs)
-        return [*outs, *(t for x, t in zip(outs, moved, strict=True) if _is_float(x))]
+        return [*outs, *(t for x, t in zip(outs, moved, strict=True) if is_float(x))]
 
     jaxpr, consts = _compat.stage(push, [*types, *(types[i] for i in moving)], kind="statetx.remat", name="jvp")
     return _Jvp(jaxpr, consts, num_out)
@@ -298,7 +292,7 @@ def _with_named_rule(fun: Callable[..., list[Any]], names: dict[int, str]) -> Ca
     # Inputs that do not move stay out of the derivative: what it is with respect to them may not be finite, or not be at all.
     @functools.partial(named.defjvp, symbolic_zeros=True)
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and _is_float(primals[i])]
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and is_float(primals[i])]
         jaxpr, consts, num_out = _jvp(fun, primals, moving)
         variables = [*jaxpr.constvars, *jaxpr.invars]
         env = dict(zip(variables, [*consts, *primals, *(tangents[i] for i in moving)], strict=True))
@@ -311,7 +305,7 @@ def _with_named_rule(fun: Callable[..., list[Any]], names: dict[int, str]) -> Ca
         outs = [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
         rest = iter(outs[num_out:])
         types = [_compat.abstract(x) for x in outs[:num_out]]
-        return outs[:num_out], [next(rest) if _is_float(t) else _compat.zero_tangent(t) for t in types]
+        return outs[:num_out], [next(rest) if is_float(t) else _compat.zero_tangent(t) for t in types]
 
     return named
 
@@ -397,14 +391,33 @@ def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]], na
     sites = survey(jaxpr, origins)
     if policy == everything and not any(jnp.issubdtype(s.value.type.dtype, jnp.complexfloating) for s in sites):
         return jaxpr, jax.checkpoint_policies.everything_saveable
-    _check_matches(policy, sites, name)
+    matches = _check_matches(policy, sites, name)
     if isinstance(policy, JaxPolicy):
+        # One that a user wrote may ask for what only the derivative computes: nothing can be said of it here.
+        if matches and _compat.is_policy_of_jax(policy.fun):
+            answers = list(_answers(policy, jaxpr))
+            _check_difference(policy, not any(answers), all(answers), name)
         return jaxpr, policy.fun
     marks = decide(policy, sites)
-    if policy != everything and (not marks or marks == decide(everything, sites)):
-        same = nothing if not marks else everything
-        _warn_once(f"remat({name}): policy={policy!r} keeps what policies.{same!r} does.")
+    if matches:
+        _check_difference(policy, not marks, marks == decide(everything, sites), name)
     return mark(jaxpr, marks), keep_marked
+
+
+def _answers(policy: JaxPolicy, jaxpr: Jaxpr) -> Iterator[Any]:
+    """What a policy of JAX's says of each equation, those in equations included."""
+    for eqn in jaxpr.eqns:
+        inner = list(_compat.inner_jaxprs(eqn))
+        for sub in inner:
+            yield from _answers(policy, sub)
+        if not inner:
+            yield _compat.policy_answer(policy.fun(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params))
+
+
+def _check_difference(policy: Policy, is_nothing: bool, is_everything: bool, name: str) -> None:
+    same = nothing if is_nothing else everything if is_everything else None
+    if same is not None and policy != same and not policy.is_plain:
+        _warn_once(f"remat({name}): policy={policy!r} keeps what policies.{same!r} does.")
 
 
 def decide(policy: Policy, sites: Sequence[Site]) -> dict[tuple[int, ...], str]:
@@ -429,9 +442,11 @@ def _mark_of(verdict: Verdict, policy: Policy, spaces: Sequence[str]) -> str:
     )
 
 
-def _check_matches(policy: Policy, sites: Sequence[Site], name: str) -> None:
+def _check_matches(policy: Policy, sites: Sequence[Site], name: str) -> bool:
+    """Whether the function has all that a policy asks for; says so where it has not."""
     if override.is_quiet:
-        return
+        return True
+    matches = True
     values = [site.value for site in sites]
     for atom in policy.atoms():
         if atom.missing == "ignore":
@@ -443,7 +458,9 @@ def _check_matches(policy: Policy, sites: Sequence[Site], name: str) -> None:
                 f"Fix: correct it, or say that it may be missing: missing='warn' or missing='ignore'."
             )
         if message:
+            matches = False
             _warn_once(f"remat({name}): policy={policy!r}: {message}")
+    return matches
 
 
 _warned: set[str] = set()

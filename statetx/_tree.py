@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from . import _registry
@@ -36,6 +37,16 @@ def is_number(x: Any) -> bool:
 
 def is_array_or_number(x: Any) -> bool:
     return is_array(x) or is_number(x)
+
+
+def is_argument(x: Any) -> bool:
+    """Whether a function that is staged takes it as an array: arrays and their types, and every Python number."""
+    return is_array_or_number(x) or isinstance(x, (bool, jax.ShapeDtypeStruct))
+
+
+def is_float(x: Any) -> bool:
+    """Whether it is an array, or the type of one, that can be differentiated."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 class Partition:

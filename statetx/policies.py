@@ -22,481 +22,27 @@ Example:
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import enum
-import fnmatch
 import functools
-import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
-import jax
-
-from . import _compat
 from ._errors import PolicyError
-from ._paths import as_predicate
-from ._tree import freeze
+from ._policy import (
+    ExceptNames,
+    Names,
+    Offload,
+    Or,
+    Path,
+    Primitives,
+    Size,
+    States,
+    as_policy,
+)
+from ._policy import Policy as Policy
+from ._policy import dots as dots
+from ._policy import dots_without_batch_dims as dots_without_batch_dims
+from ._policy import everything as everything
+from ._policy import nothing as nothing
 from ._typing import Filter
-
-# -- what a policy judges, and what it says ------------------------------------------------------------------------
-
-
-class Origin(NamedTuple):
-    """A state that a value was computed with.
-
-    Attributes:
-        path: the state's path, as seen from the rematerialised function.
-        chosen: the `states` policies whose filter selects it.
-    """
-
-    path: str
-    chosen: frozenset[Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Value:
-    """A value that a function computes.
-
-    Attributes:
-        primitive: the operation, a ``jax.extend.core.Primitive``.
-        inputs: types of its operands.
-        params: its parameters.
-        type: type of the value.
-        times: how often it is computed in a run of the function: the product of the lengths of the loops around it.
-        names: those that ``checkpoint_name`` gave it.
-        read: states that are operands of the operation, themselves or cast, reshaped or transposed.
-        near: states that the value was last computed with: `read`, or else those of its latest operand.
-    """
-
-    primitive: Any
-    inputs: tuple[Any, ...]
-    params: dict[str, Any] = dataclasses.field(repr=False)
-    type: Any
-    times: int = 1
-    names: frozenset[str] = frozenset()
-    read: frozenset[Origin] = frozenset()
-    near: frozenset[Origin] = frozenset()
-
-    @property
-    def is_view(self) -> bool:
-        """Whether it is another value in another shape, which costs nothing to make again.
-
-        It is kept only by a policy that asks for its name or its primitive.
-        """
-        return self.primitive.name in _VIEWS
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that keeping it takes, over all steps of the loops around it."""
-        return nbytes(self.type) * self.times
-
-
-_VIEWS = frozenset("reshape transpose broadcast_in_dim squeeze expand_dims copy copy_p".split())
-
-
-def nbytes(type: Any) -> int:
-    """Bytes of an array of this type; a key counts as its data."""
-    dtype, shape = type.dtype, type.shape
-    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
-        shape, dtype = (*shape, *dtype._impl.key_shape), jax.numpy.uint32.dtype
-    return math.prod(shape) * dtype.itemsize
-
-
-class Decision(enum.IntEnum):
-    """In the order of precedence."""
-
-    RECOMPUTE = 0
-    OFFLOAD = 1
-    SAVE = 2
-
-
-class Verdict(NamedTuple):
-    """What a policy says of a value, and the memories it moves between if that is OFFLOAD."""
-
-    decision: Decision
-    src: str = ""
-    dst: str = ""
-    otherwise: str = "raise"
-
-
-SAVE = Verdict(Decision.SAVE)
-RECOMPUTE = Verdict(Decision.RECOMPUTE)
-
-
-# -- policies ------------------------------------------------------------------------------------------------------
-
-
-class Policy:
-    """Base of all policies: values that say what a rematerialised function keeps."""
-
-    _binding: ClassVar[int] = 3  # how tightly the printed form holds together
-    missing: str = "raise"
-    """What to do where `unmatched` finds something: "raise", "warn" or "ignore"."""
-
-    def judge(self, value: Value) -> Verdict:
-        """What becomes of a value."""
-        raise NotImplementedError
-
-    def parts(self) -> tuple[Policy, ...]:
-        """The policies that this one is made of."""
-        return ()
-
-    def atoms(self) -> Iterable[Policy]:
-        """Every policy within this one, itself included."""
-        yield self
-        for part in self.parts():
-            yield from part.atoms()
-
-    @property
-    def needs_states(self) -> bool:
-        """Whether it must be told which values are those of states."""
-        return any(isinstance(atom, (_Path, StatesPolicy)) for atom in self.atoms())
-
-    def unmatched(self, values: Sequence[Value]) -> str:
-        """What this policy itself asks for and no value is, with the nearest that there is; empty if all is found."""
-        del values
-        return ""
-
-    def __or__(self, other: Any) -> Policy:
-        return _Or(self, as_policy(other))
-
-    def __ror__(self, other: Any) -> Policy:
-        return _Or(as_policy(other), self)
-
-    def __and__(self, other: Any) -> Policy:
-        return _And(self, as_policy(other))
-
-    def __rand__(self, other: Any) -> Policy:
-        return _And(as_policy(other), self)
-
-    def __invert__(self) -> Policy:
-        return _Not(self)
-
-    def then(self, other: Any) -> Policy:
-        """This policy, and `other` for what it recomputes."""
-        return _Then(self, as_policy(other))
-
-    def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> Any:
-        """Judge one equation, as ``jax.checkpoint`` asks; for `remat` the policy sees more than that."""
-        if _compat.is_debug_callback(primitive):
-            return True  # as in `_keep.keep_marked`
-        outs = _compat.output_types(primitive, inputs, params)
-        if not outs:
-            return False
-        name = frozenset({params["name"]}) if primitive.name == "name" else frozenset()
-        if self.needs_states:
-            raise PolicyError(f"{self!r} needs to know the states: use it with statetx.remat, not jax.checkpoint.")
-        verdict = max(
-            (self.judge(Value(primitive, inputs, params, t, names=name)) for t in outs), key=lambda v: v.decision
-        )
-        if verdict.decision is Decision.OFFLOAD:
-            return _compat.Offloadable(src=verdict.src, dst=verdict.dst)
-        return verdict.decision is Decision.SAVE
-
-    def _show(self, inside: int) -> str:
-        text = repr(self)
-        return f"({text})" if self._binding < inside else text
-
-
-P = TypeVar("P", bound=Policy)
-
-
-@dataclass_transform(frozen_default=True)
-def _policy(cls: type[P]) -> type[P]:
-    return dataclasses.dataclass(frozen=True, repr=False)(cls)
-
-
-@_policy
-class _Everything(Policy):
-    def judge(self, value: Value) -> Verdict:
-        return RECOMPUTE if value.is_view else SAVE
-
-    def __repr__(self) -> str:
-        return "everything"
-
-
-@_policy
-class _Nothing(Policy):
-    def judge(self, value: Value) -> Verdict:
-        return RECOMPUTE
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-@_policy
-class _Dots(Policy):
-    batched: bool
-
-    def judge(self, value: Value) -> Verdict:
-        name = value.primitive.name
-        if name == "dot_general":
-            _, (batch, _) = value.params["dimension_numbers"]
-            return SAVE if self.batched or not batch else RECOMPUTE
-        if name == "scaled_matmul_wrapper":
-            return SAVE if self.batched or value.inputs[0].shape[0] == 1 else RECOMPUTE
-        return SAVE if self.batched and name == "conv_general_dilated" else RECOMPUTE
-
-    def __repr__(self) -> str:
-        return "dots" if self.batched else "dots_without_batch_dims"
-
-
-def _option(policy: Any) -> str:
-    return "" if policy.missing == "raise" else f", missing={policy.missing!r}"
-
-
-def _listed(policy: Any) -> str:
-    return ", ".join(map(repr, sorted(policy.chosen))) + _option(policy)
-
-
-def _near(wanted: Iterable[str], there: Iterable[str], what: str) -> str:
-    """Of the wanted things those that are not there, with the nearest; empty if all are."""
-    there = sorted(set(there))
-    lines = []
-    for name in sorted(set(wanted) - set(there)):
-        close = difflib.get_close_matches(name, there, 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        lines.append(f"no value has the {what} {name!r}.{hint}")
-    if not lines:
-        return ""
-    listed = ", ".join(map(repr, there)) or "none"
-    return f"{' '.join(lines)} {what.capitalize()}s that occur: {listed}."
-
-
-@_policy
-class _Names(Policy):
-    chosen: frozenset[str]
-    missing: str = "raise"
-
-    def judge(self, value: Value) -> Verdict:
-        return SAVE if value.names & self.chosen else RECOMPUTE
-
-    def unmatched(self, values: Sequence[Value]) -> str:
-        return _near(self.chosen, (name for v in values for name in v.names), "name")
-
-    def __repr__(self) -> str:
-        return f"names({_listed(self)})"
-
-
-@_policy
-class _ExceptNames(_Names):
-    def judge(self, value: Value) -> Verdict:
-        return RECOMPUTE if value.is_view or value.names & self.chosen else SAVE
-
-    def __repr__(self) -> str:
-        return f"except_{super().__repr__()}"
-
-
-@_policy
-class _Size(Policy):
-    limit: int
-    larger: bool
-
-    def judge(self, value: Value) -> Verdict:
-        keeps = value.nbytes > self.limit if self.larger else value.nbytes < self.limit
-        return SAVE if keeps and not value.is_view else RECOMPUTE
-
-    def __repr__(self) -> str:
-        return f"{'larger' if self.larger else 'smaller'}_than({self.limit})"
-
-
-@_policy
-class _Primitives(Policy):
-    chosen: frozenset[str]
-    missing: str = "raise"
-
-    def judge(self, value: Value) -> Verdict:
-        return SAVE if value.primitive.name in self.chosen else RECOMPUTE
-
-    def unmatched(self, values: Sequence[Value]) -> str:
-        return _near(self.chosen, (v.primitive.name for v in values), "primitive")
-
-    def __repr__(self) -> str:
-        return f"primitives({_listed(self)})"
-
-
-@_policy
-class _Path(Policy):
-    pattern: str
-    missing: str = "raise"
-
-    def judge(self, value: Value) -> Verdict:
-        keeps = any(fnmatch.fnmatchcase(o.path, self.pattern) for o in value.near)
-        return SAVE if keeps and not value.is_view else RECOMPUTE
-
-    def unmatched(self, values: Sequence[Value]) -> str:
-        paths = sorted({o.path for v in values for o in v.near})
-        if any(fnmatch.fnmatchcase(path, self.pattern) for path in paths):
-            return ""
-        close = difflib.get_close_matches(self.pattern, paths, 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        return (
-            f"no value is computed with a state whose path matches {self.pattern!r}.{hint} "
-            f"Paths that occur: {', '.join(map(repr, paths)) or 'none'}."
-        )
-
-    def __repr__(self) -> str:
-        return f"path({self.pattern!r}{_option(self)})"
-
-
-@dataclasses.dataclass(frozen=True, repr=False, eq=False)  # the filter may not be hashable
-class StatesPolicy(Policy):
-    """See `states`."""
-
-    filter: Filter
-    missing: str = "raise"
-
-    def __post_init__(self) -> None:
-        as_predicate(self.filter)  # raises if it is none
-
-    def selects(self, path: str, state: Any) -> bool:
-        return as_predicate(self.filter)(path, state)
-
-    def judge(self, value: Value) -> Verdict:
-        return SAVE if any(self in o.chosen for o in value.read) and not value.is_view else RECOMPUTE
-
-    def unmatched(self, values: Sequence[Value]) -> str:
-        if any(self in o.chosen for v in values for o in v.read):
-            return ""
-        paths = sorted({o.path for v in values for o in v.read})
-        return f"no value is computed from a state that the filter selects. States read: {', '.join(paths) or 'none'}."
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, StatesPolicy):
-            return NotImplemented
-        return (freeze(self.filter), self.missing) == (freeze(other.filter), other.missing)
-
-    def __hash__(self) -> int:
-        return hash((StatesPolicy, freeze(self.filter), self.missing))
-
-    def __repr__(self) -> str:
-        return f"states({getattr(self.filter, '__name__', None) or repr(self.filter)}{_option(self)})"
-
-
-@_policy
-class _Offload(Policy):
-    inner: Policy
-    src: str
-    dst: str
-    otherwise: str
-
-    def parts(self) -> tuple[Policy, ...]:
-        return (self.inner,)
-
-    def judge(self, value: Value) -> Verdict:
-        keeps = self.inner.judge(value).decision is not Decision.RECOMPUTE
-        return Verdict(Decision.OFFLOAD, self.src, self.dst, self.otherwise) if keeps else RECOMPUTE
-
-    def __repr__(self) -> str:
-        inner = _listed(self.inner) if type(self.inner) is _Names else repr(self.inner)
-        defaults = {"src": "device", "dst": "pinned_host", "otherwise": "raise"}
-        options = [f", {k}={getattr(self, k)!r}" for k, v in defaults.items() if getattr(self, k) != v]
-        return f"offload({inner}{''.join(options)})"
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class JaxPolicy(Policy):
-    """A policy of JAX's, asked about the function as it is written."""
-
-    fun: Callable[..., Any]
-    missing: str = "warn"
-
-    def judge(self, value: Value) -> Verdict:
-        answers = [self.fun(value.primitive, *value.inputs, **value.params)]
-        answers += [self.fun(_compat.name_primitive, value.type, name=name) for name in value.names]
-        return max(map(_verdict, answers), key=lambda v: v.decision)
-
-    def unmatched(self, values: Sequence[Value]) -> str:
-        return _near(_compat.names_in_policy(self.fun), (name for v in values for name in v.names), "name")
-
-    def __repr__(self) -> str:
-        return getattr(self.fun, "__name__", None) or repr(self.fun)
-
-
-def _verdict(answer: Any) -> Verdict:
-    kept = _compat.policy_answer(answer)
-    return Verdict(Decision.OFFLOAD, *kept) if isinstance(kept, tuple) else SAVE if kept else RECOMPUTE
-
-
-@_policy
-class _Or(Policy):
-    a: Policy
-    b: Policy
-    _binding: ClassVar[int] = 0
-
-    def parts(self) -> tuple[Policy, ...]:
-        return (self.a, self.b)
-
-    def judge(self, value: Value) -> Verdict:
-        return max(self.a.judge(value), self.b.judge(value), key=lambda v: v.decision)
-
-    def __repr__(self) -> str:
-        return f"{self.a._show(0)} | {self.b._show(1)}"
-
-
-@_policy
-class _And(Policy):
-    a: Policy
-    b: Policy
-    _binding: ClassVar[int] = 1
-
-    def parts(self) -> tuple[Policy, ...]:
-        return (self.a, self.b)
-
-    def judge(self, value: Value) -> Verdict:
-        return min(self.a.judge(value), self.b.judge(value), key=lambda v: v.decision)
-
-    def __repr__(self) -> str:
-        return f"{self.a._show(1)} & {self.b._show(2)}"
-
-
-@_policy
-class _Not(Policy):
-    inner: Policy
-    _binding: ClassVar[int] = 2
-
-    def parts(self) -> tuple[Policy, ...]:
-        return (self.inner,)
-
-    def judge(self, value: Value) -> Verdict:
-        keeps = self.inner.judge(value).decision is Decision.RECOMPUTE
-        return SAVE if keeps and not value.is_view else RECOMPUTE
-
-    def __repr__(self) -> str:
-        return f"~{self.inner._show(2)}"
-
-
-@_policy
-class _Then(Policy):
-    a: Policy
-    b: Policy
-
-    def parts(self) -> tuple[Policy, ...]:
-        return (self.a, self.b)
-
-    def judge(self, value: Value) -> Verdict:
-        first = self.a.judge(value)
-        return self.b.judge(value) if first.decision is Decision.RECOMPUTE else first
-
-    def __repr__(self) -> str:
-        return f"{self.a._show(3)}.then({self.b!r})"
-
-
-# -- the public names ----------------------------------------------------------------------------------------------
-
-everything: Policy = _Everything()
-"""Keep all that the backward pass needs, as without rematerialisation."""
-
-nothing: Policy = _Nothing()
-"""Keep only inputs; the default."""
-
-dots: Policy = _Dots(True)
-"""Keep the results of matrix products and convolutions."""
-
-dots_without_batch_dims: Policy = _Dots(False)
-"""Keep the results of matrix products without batch dimensions in the function as it is written; vmap changes nothing."""
 
 
 def names(*chosen: str, missing: str = "raise") -> Policy:
@@ -509,12 +55,12 @@ def names(*chosen: str, missing: str = "raise") -> Policy:
         missing: what to do about a name that no value of the function has: ``"raise"``, ``"warn"`` or ``"ignore"``. The
             other policies that name something take the same.
     """
-    return _Names(_strings("names", chosen), _check_missing(missing))
+    return Names(_strings("names", chosen), _check_missing(missing))
 
 
 def except_names(*chosen: str, missing: str = "raise") -> Policy:
     """Keep every value that the function computes, but those with one of these names."""
-    return _ExceptNames(_strings("except_names", chosen), _check_missing(missing))
+    return ExceptNames(_strings("except_names", chosen), _check_missing(missing))
 
 
 def offload(*what: str | Policy, src: str = "device", dst: str = "pinned_host", otherwise: str = "raise") -> Policy:
@@ -532,22 +78,22 @@ def offload(*what: str | Policy, src: str = "device", dst: str = "pinned_host", 
         raise PolicyError("offload needs names or policies: offload('hidden'), offload(policies.dots).")
     named = [x for x in what if isinstance(x, str)]
     parts = [*([names(*named)] if named else []), *(as_policy(x) for x in what if not isinstance(x, str))]
-    return _Offload(functools.reduce(_Or, parts), src, dst, otherwise)
+    return Offload(functools.reduce(Or, parts), src, dst, otherwise)
 
 
 def larger_than(size: int | str) -> Policy:
     """Keep values of more bytes than this, over all steps of the loops around them; also as ``"1MiB"``."""
-    return _Size(parse_bytes(size), True)
+    return Size(parse_bytes(size), True)
 
 
 def smaller_than(size: int | str) -> Policy:
     """Keep values of fewer bytes than this, over all steps of the loops around them; also as ``"64KiB"``."""
-    return _Size(parse_bytes(size), False)
+    return Size(parse_bytes(size), False)
 
 
 def primitives(*chosen: str, missing: str = "raise") -> Policy:
     """Keep results of these operations, by their names in a jaxpr: ``"conv_general_dilated"``, ``"exp"``."""
-    return _Primitives(_strings("primitives", chosen), _check_missing(missing))
+    return Primitives(_strings("primitives", chosen), _check_missing(missing))
 
 
 def path(pattern: str, *, missing: str = "raise") -> Policy:
@@ -558,12 +104,12 @@ def path(pattern: str, *, missing: str = "raise") -> Policy:
     function sees: ``"w"`` where a block's own method is rematerialised, ``"blocks.3.w"`` where the whole model's is.
     """
     (pattern,) = _strings("path", (pattern,))
-    return _Path(pattern, _check_missing(missing))
+    return Path(pattern, _check_missing(missing))
 
 
 def states(filter: Filter, *, missing: str = "raise") -> Policy:
     """Keep the results of operations on a state that the filter selects, such as the products with parameters."""
-    return StatesPolicy(filter, _check_missing(missing))
+    return States(filter, _check_missing(missing))
 
 
 def _check_missing(missing: str) -> str:
@@ -596,67 +142,3 @@ def parse_bytes(size: int | str) -> int:
     if match is None or match[2].lower() not in _UNITS:
         raise PolicyError(f"Not a size: {size!r}. Write a number and one of B, KB, MB, GB, KiB, MiB, GiB.")
     return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-def names_of(policy: Policy) -> frozenset[str]:
-    """The names of values that a policy asks to keep or offload."""
-    found: set[str] = set()
-    for atom in policy.atoms():
-        if isinstance(atom, JaxPolicy):
-            found |= _compat.names_in_policy(atom.fun)
-        elif type(atom) is _Names:
-            found |= atom.chosen
-    return frozenset(found)
-
-
-# -- whatever a user gives as a policy -----------------------------------------------------------------------------
-
-_CONSTANTS = {"everything": everything, "nothing": nothing, "dots": dots}
-_CONSTANTS["dots_without_batch_dims"] = dots_without_batch_dims
-
-
-def _jax_names() -> list[str]:
-    return [n for n in dir(jax.checkpoint_policies) if not n.startswith("_")]
-
-
-# Members of jax.checkpoint_policies that make a policy of their arguments rather than being one.
-_FACTORIES = frozenset(n for n in _jax_names() if n.startswith(("save_", "offload_")))
-
-
-def as_policy(given: Any) -> Policy:
-    """The policy that a user means: one of ours, the name of one, or JAX's, or any callable like JAX's.
-
-    Raises:
-        PolicyError: an unknown name, a factory of policies that was not called, or something else.
-    """
-    if isinstance(given, Policy):
-        return given
-    if given is None:
-        return nothing
-    if isinstance(given, str):
-        if given in _CONSTANTS:
-            return _CONSTANTS[given]
-        known = _jax_names()
-        if given not in known:
-            close = difflib.get_close_matches(given, [*_CONSTANTS, *known], 1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise PolicyError(f"No policy is named {given!r}.{hint} Known: {', '.join([*_CONSTANTS, *sorted(known)])}.")
-        if given in _FACTORIES:
-            raise PolicyError(_not_called(given))
-        return JaxPolicy(getattr(jax.checkpoint_policies, given))
-    if not callable(given):
-        raise PolicyError(f"A policy is None, a name or a callable, got {type(given).__name__}: {given!r}.")
-    for ours in (names, except_names, offload, larger_than, smaller_than, primitives, path, states):
-        if given is ours:
-            raise PolicyError(f"policies.{ours.__name__} makes a policy of its arguments: call it.")
-    for name in _FACTORIES:
-        if given is getattr(jax.checkpoint_policies, name):
-            raise PolicyError(_not_called(name))
-    return JaxPolicy(given)
-
-
-def _not_called(name: str) -> str:
-    return (
-        f"jax.checkpoint_policies.{name} makes a policy of its arguments; pass what it returns, for example "
-        f"policy=jax.checkpoint_policies.{name}(...)."
-    )

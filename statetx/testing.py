@@ -14,7 +14,7 @@ import numpy as np
 from . import _compat
 from ._keep import override
 from ._lift import Wrapper, name_of
-from ._tree import partition
+from ._tree import is_float, partition
 from .residuals.table import saved_residuals
 from .transforms.functionalize import functionalize
 from .transforms.remat import remat
@@ -68,23 +68,20 @@ def assert_remat_equivalent(fun: Callable, *args: Any, rtol: float = 0.0, atol: 
 
 def _run(pure: Callable, values: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Outputs, new states and gradients, by what a message calls them."""
-    floats, others = partition((values, args, kwargs), _is_float)
+    floats, others = partition((values, args, kwargs), is_float)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((values, args, kwargs))]
-    out_part: Any = None
+    rest_part: Any = None
 
-    def differentiable(*floats: Any) -> tuple[list[Any], Any]:
-        nonlocal out_part
+    def differentiable(*floats: Any) -> tuple[list[Any], list[Any]]:
+        nonlocal rest_part
         values, args, kwargs = others.combine(floats)
         out, new = pure(values, *args, **kwargs)
-        leaves, out_part = partition(out, _is_float)
-        rest, new_part = partition((out, new), lambda x: hasattr(x, "dtype"))
-        results.append(new_part)
-        return leaves, rest
+        rest, rest_part = partition((out, new), lambda x: hasattr(x, "dtype"))
+        return partition(out, is_float)[0], rest
 
-    results: list[Any] = []
     with jax.disable_jit():  # what is compiled as a whole is rounded otherwise than its parts
         leaves, pullback, rest = jax.vjp(differentiable, *floats, has_aux=True)
-        out, new = results[-1].combine(rest)
+        out, new = rest_part.combine(rest)
         types = [jax.typeof(x) for x in leaves]
         cotangents = [jnp.cos(jnp.arange(t.size, dtype=t.dtype)).reshape(t.shape) for t in types]
         grads = iter(pullback(cotangents))
@@ -92,14 +89,10 @@ def _run(pure: Callable, values: dict[str, Any], args: tuple, kwargs: dict[str, 
     for path, value in new.items():
         for p, x in jax.tree_util.tree_leaves_with_path(value):
             found[f"state {path!r}{jax.tree_util.keystr(p)}"] = x
-    for path, is_float in zip(paths, others.mask, strict=True):
-        if is_float:
+    for path, moves in zip(paths, others.mask, strict=True):
+        if moves:
             found[f"gradient of {_place(path)}"] = next(grads)
     return found
-
-
-def _is_float(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _place(path: tuple) -> str:
@@ -124,7 +117,7 @@ def _difference(actual: dict[str, Any], expected: dict[str, Any], rtol: float, a
         if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         a, b = np.asarray(a), np.asarray(b)
-        if _is_float(b) and (rtol or atol):
+        if is_float(b) and (rtol or atol):
             wide = np.complex128 if np.iscomplexobj(b) else np.float64
             same = np.isclose(a.astype(wide), b.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
         else:

@@ -327,7 +327,7 @@ class BatchNormPosition(_BatchNorm):
 
 
 class BatchNormKeyword(_BatchNorm):
-    inner = statetx.remat(_BatchNorm._norm, policy="dots_saveable")
+    inner = statetx.remat(_BatchNorm._norm, policy="everything_saveable")
 
     def norm(self, x, training):
         return self.inner(x=x, training=training)

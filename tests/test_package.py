@@ -27,9 +27,9 @@ LAYERS = [
     {"_registry"},
     {"_tree"},
     {"_jaxpr", "_state", "_paths", "_signature"},
-    {"kinds.brainstate", "kinds.ref", "kinds.nnx", "policies"},
-    {"_lift", "_rules", "_keep"},
-    {"_staged", "_targets"},
+    {"kinds.brainstate", "kinds.ref", "kinds.nnx", "_policy"},
+    {"_lift", "_rules", "_keep", "policies"},
+    {"_staged", "_targets", "_program"},
     {
         f"transforms.{name}"
         for name in "remat grad jacobian jit scan shard_map while_loop cond vmap functionalize".split()

@@ -14,7 +14,7 @@ import pytest
 
 import statetx
 from statetx import _compat, _keep, policies
-from statetx.policies import Decision, Value
+from statetx._policy import Decision, Everything, Value, Verdict
 
 A, B, OFF = policies.names("a"), policies.names("b"), policies.offload("a")
 
@@ -74,9 +74,7 @@ class Says(policies.Policy):
         self.decision = decision
 
     def judge(self, value):
-        return policies.Verdict(
-            self.decision, *(("device", "pinned_host") if self.decision is Decision.OFFLOAD else ())
-        )
+        return Verdict(self.decision, *(("device", "pinned_host") if self.decision is Decision.OFFLOAD else ()))
 
 
 @pytest.mark.parametrize(("a", "b"), list(itertools.product(Decision, Decision)))
@@ -186,7 +184,8 @@ def test_except_names_drops_exactly_what_is_named():
     assert num_recomputed(policies.except_names("a")) == (1, 0, 0)
     assert num_recomputed(policies.except_names("a", "b")) == (2, 0, 0)
     theirs = jax.checkpoint_policies.save_anything_except_these_names("a")
-    assert num_recomputed(theirs)[0] == 0  # JAX's saves it all the same
+    with pytest.warns(statetx.PolicyWarning, match="keeps what policies.everything does"):
+        assert num_recomputed(theirs)[0] == 0  # JAX's saves it all the same
 
 
 ALL = [
@@ -243,7 +242,7 @@ def test_vmap_keeps_what_the_unbatched_function_keeps():
         return sorted(n // 4 if is_mapped and n % 4 == 0 and n != 4 else n for n in sizes)
 
     for policy in ALL:
-        if isinstance(policy, policies.Policy) and not isinstance(policy, policies._Everything):
+        if isinstance(policy, policies.Policy) and not isinstance(policy, Everything):
             assert held(policy, True) == held(policy, False), policy
     theirs = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     assert held(theirs, True) != held(theirs, False)
@@ -359,8 +358,14 @@ def test_missing_things_by_choice():
 
 @pytest.mark.parametrize(
     ("policy", "same"),
-    [(policies.larger_than("1GiB"), "nothing"), (policies.larger_than(0), "everything"), (A & ~A, "nothing")],
-    ids=repr,
+    [
+        (policies.larger_than("1GiB"), "nothing"),
+        (policies.larger_than(0), "everything"),
+        (A & ~A, "nothing"),
+        (jax.checkpoint_policies.dots_saveable, "nothing"),
+        (jax.checkpoint_policies.save_anything_except_these_names("a"), "everything"),
+    ],
+    ids=["too large", "any size", "a contradiction", "dots without a product", "jax's anything except"],
 )
 def test_a_policy_that_changes_nothing_says_so_once(policy, same):
     _keep._warned.clear()
@@ -373,8 +378,9 @@ def test_a_policy_that_changes_nothing_says_so_once(policy, same):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trace(policy, f)
-        trace(policies.nothing, f)
-        trace(policies.everything, f)
+        for plain in (policies.nothing, policies.everything, "nothing_saveable", "everything_saveable"):
+            trace(plain, f)
+        trace(lambda *_, **__: False, f)  # a person's own may mean what only the derivative computes
 
 
 def test_offload_where_the_memory_is_missing():

@@ -36,7 +36,7 @@ class Cell:
         """Update the hidden state."""
         return Cell.plain(self, x, scale, training=training)
 
-    @statetx.remat(policy="dots_saveable", static_argnums=(0, 2), static_argnames="training")
+    @statetx.remat(policy="everything_saveable", static_argnums=(0, 2), static_argnames="training")
     def with_options(self, x, scale=2.0, *, training=True):
         return Cell.plain(self, x, scale, training=training)
 
@@ -283,7 +283,7 @@ def test_policies_keep_what_they_say():
     assert saved(save_a) == 2
     assert saved(lambda prim, *_, **__: prim.name == "cos") == 3  # x, cos(y), and the cos(x) of sin's derivative
     expected = jax.grad(f)(X)
-    for policy in (None, "dots_saveable", save_a):
+    for policy in (None, "everything_saveable", save_a):
         np.testing.assert_allclose(jax.grad(statetx.remat(f, policy=policy))(X), expected, rtol=1e-6)
 
 
@@ -390,7 +390,7 @@ def test_signature_name_doc_and_repr_survive():
     assert f.__name__ == "bare" and f.__doc__ == "Update the hidden state." and f.__module__ == __name__
     assert inspect.signature(f) == inspect.signature(Cell.plain)
     assert str(inspect.signature(Cell().bare)) == "(x, scale=2.0, *, training=True)"
-    assert "Cell.bare" in repr(f) and "policy='dots_saveable'" in repr(Cell.with_options)
+    assert "Cell.bare" in repr(f) and "policy='everything_saveable'" in repr(Cell.with_options)
 
 
 @statetx.remat

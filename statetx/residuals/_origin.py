@@ -9,7 +9,7 @@ from typing import Any
 from .. import _compat
 from .._compat import Jaxpr, Literal
 from .._keep import survey
-from ..policies import Origin
+from .._policy import Origin
 from ._trace import EAGER, REMAT, Passes, inline, regions_of
 
 # Marks of `statetx.remat`, which are no names of the user's: "statetx:save", "statetx:offload:<from>:<to>".

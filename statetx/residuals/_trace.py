@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
 from .. import _compat, _registry
@@ -25,7 +24,7 @@ from .._jaxpr import Body, table
 from .._lift import Lifting, frame_for, name_of, pack, stage
 from .._paths import Paths
 from .._targets import Targets, resolve_argnums, split_aux
-from .._tree import Partition, as_array, is_array, is_array_or_number
+from .._tree import Partition, as_array, is_array, is_array_or_number, is_float
 from .._typing import Filter, PyTree
 
 
@@ -162,8 +161,10 @@ def differentiate(
             sources += [Source("state", path, type(read.state).__name__) for path in leaves]
             is_chosen += [wants_state(read.state)] * len(leaves)
         assert len(sources) == len(staged.jaxpr.invars)
-        chosen = [i for i, (c, v) in enumerate(zip(is_chosen, staged.jaxpr.invars, strict=True)) if c and _is_float(v)]
-        floats = [i for i in outs if _is_float(staged.jaxpr.outvars[i])]
+        chosen = [
+            i for i, (c, v) in enumerate(zip(is_chosen, staged.jaxpr.invars, strict=True)) if c and is_float(v.aval)
+        ]
+        floats = [i for i in outs if is_float(staged.jaxpr.outvars[i].aval)]
         return Passes(name, staged.jaxpr, floats, chosen, sources)
 
 
@@ -181,10 +182,6 @@ class _Reads(Lifting):
 
 def _is_traced(x: Any) -> bool:
     return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
-
-
-def _is_float(v: Any) -> bool:
-    return hasattr(v.aval, "dtype") and jnp.issubdtype(v.aval.dtype, jnp.inexact)
 
 
 def _argument_names(fun: Callable, args: tuple) -> Callable[[Sequence[Any]], str]:

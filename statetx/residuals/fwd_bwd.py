@@ -15,8 +15,8 @@ import jax
 from .. import _compat
 from .._compat import Jaxpr, Literal
 from .._text import format_bytes
+from .._tree import num_bytes
 from .._typing import Filter, PyTree
-from ..policies import nbytes
 from ._origin import MARK, buffers
 from ._show import short_path, short_type
 from ._trace import ALL, REMAT, Passes, differentiate, inline, regions_of, user_line
@@ -239,7 +239,7 @@ class _Printer:
             for i in group:
                 self._residuals[self._backward.invars[i]] = self._residuals[atom]
             dtype, shape = str(atom.aval.dtype), tuple(atom.aval.shape)
-            self.crossing.append((self._residuals[atom], short_type(dtype, shape), nbytes(atom.aval)))
+            self.crossing.append((self._residuals[atom], short_type(dtype, shape), num_bytes(atom.aval)))
 
     def _root(self, atom: Any) -> Any:
         while not isinstance(atom, Literal) and atom in self._same:

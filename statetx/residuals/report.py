@@ -14,10 +14,10 @@ import jax.numpy as jnp
 
 from .._keep import Region, override
 from .._lift import name_of
+from .._policy import as_policy, names_of
 from .._text import format_bytes, format_table
-from .._tree import partition
+from .._tree import is_float, partition
 from .._typing import Policy
-from ..policies import as_policy, names_of
 from ..transforms.functionalize import functionalize
 from ..transforms.remat import remat
 from ._cost import flops
@@ -260,7 +260,7 @@ def _program(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Callab
     """Outputs, new states and gradients as a function of arrays, and these arrays."""
     pure = functionalize(fun)
     arrays, others = partition((pure.values(*args, **kwargs), args, kwargs), lambda x: hasattr(x, "dtype"))
-    wanted = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    wanted = [i for i, x in enumerate(arrays) if is_float(x)]
 
     def step(*arrays: Any) -> tuple[list[Any], list[Any], list[Any]]:
         def differentiated(*floats: Any) -> tuple[list[Any], list[Any]]:
@@ -269,7 +269,7 @@ def _program(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Callab
                 whole[i] = x
             values, args, kwargs = others.combine(whole)
             out, new = pure(values, *args, **kwargs)
-            floats_out, _ = partition(out, lambda x: hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact))
+            floats_out, _ = partition(out, is_float)
             return floats_out, partition((out, new), lambda x: hasattr(x, "dtype"))[0]
 
         outs, pullback, rest = jax.vjp(differentiated, *(arrays[i] for i in wanted), has_aux=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 from .._compat import Literal
+from .._tree import num_bytes
 from .._typing import Filter, PyTree
-from ..policies import nbytes
 from . import _show
 from ._cost import Recomputation
 from ._origin import MARK, PLAIN, UNKNOWN, Origins, Place, buffers, readers
@@ -225,7 +225,7 @@ def _rows(passes: Passes) -> Iterator[Residual]:
         atom = atoms[group[0]]
         flops = 0 if place.eqn is None else recompute(atom, own)
         who = set().union(*(read[i] for i in group))
-        yield _row(passes, place, nbytes(atom.aval), flops, who, origins.near(place))
+        yield _row(passes, place, num_bytes(atom.aval), flops, who, origins.near(place))
 
 
 def _row(passes: Passes, place: Place, size: int, flops: int, who: set[int], near: list[str]) -> Residual:

@@ -11,7 +11,7 @@ import jax
 from .. import _compat
 from .._lift import Outcome, frame_for, pack
 from .._staged import Staged
-from .._tree import as_array, is_array_or_number, partition
+from .._tree import as_array, is_argument, is_array_or_number, partition
 from .._typing import PyTree
 
 
@@ -82,7 +82,7 @@ def make_jaxpr(fun: Callable[..., PyTree]) -> Callable[..., Any]:
 
     @functools.wraps(fun, assigned=("__doc__",), updated=())
     def jaxpr_of(*args: Any, **kwargs: Any) -> Any:
-        arrays, others = partition((args, kwargs), _is_argument)
+        arrays, others = partition((args, kwargs), is_argument)
 
         def call(*tracers: Any) -> tuple[PyTree]:
             call_args, call_kwargs = others.combine(tracers)
@@ -96,7 +96,3 @@ def make_jaxpr(fun: Callable[..., PyTree]) -> Callable[..., Any]:
         return staged.close([*states_in, *staged.arg_vars], [*staged.out_vars, *states_out])
 
     return jaxpr_of
-
-
-def _is_argument(x: Any) -> bool:
-    return is_array_or_number(x) or isinstance(x, (bool, jax.ShapeDtypeStruct))

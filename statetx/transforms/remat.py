@@ -11,16 +11,16 @@ from typing import Any, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from .. import _compat, _keep, _registry, policies
+from .. import _compat, _keep, _policy, _registry
 from .._errors import EffectError, StateAccessError
 from .._jaxpr import Body, table
 from .._lift import Wrapper, as_decorator, frame_for, name_of, pack, stage
 from .._paths import Paths, as_predicate
+from .._policy import Origin, as_policy
 from .._signature import StaticArguments
 from .._tree import as_array, partition
 from .._typing import Filter, Indices, Names, Policy
 from ..kinds.ref import KIND as REF
-from ..policies import Origin, as_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -245,7 +245,7 @@ class Remat(Wrapper):
             )
 
     def _build(
-        self, policy: policies.Policy, prevent_cse: bool | tuple[bool, ...], origins: Sequence[frozenset[Origin]]
+        self, policy: _policy.Policy, prevent_cse: bool | tuple[bool, ...], origins: Sequence[frozenset[Origin]]
     ) -> Callable[[Body], Callable]:
         def build(body: Body) -> Callable:
             jaxpr, keeps = _keep.apply(policy, body.jaxpr, origins, name_of(self.__wrapped__))
@@ -299,8 +299,8 @@ class Remat(Wrapper):
 class _Owners:
     """Which values that a function closes over are those of states, for policies that ask."""
 
-    def __init__(self, policy: policies.Policy, paths: Paths):
-        self._atoms = [atom for atom in policy.atoms() if isinstance(atom, policies.StatesPolicy)]
+    def __init__(self, policy: _policy.Policy, paths: Paths):
+        self._atoms = [atom for atom in policy.atoms() if isinstance(atom, _policy.States)]
         self._paths = paths
         self._found: dict[int, tuple[Any, frozenset[Origin]]] = {}  # with the value, whose id must not be used again
 

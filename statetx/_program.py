@@ -1,0 +1,385 @@
+"""`Program`: what one staging of a jitted function gave, ready to run for every call of the same types.
+
+A call's arguments are taken apart by a `Layout` into a `Call`; a program gathers the values of its states, calls one
+`jax.jit`-ed function, and stores what it returns.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from . import _compat, _registry
+from ._errors import ForeignStateError
+from ._jaxpr import Body
+from ._lift import Input, Lifting, Outcome, frame_for, name_of, pack, stage
+from ._paths import Paths
+from ._signature import StaticArguments
+from ._tree import as_array, freeze, is_argument, is_array_or_number, partition
+from ._typing import PyTree
+
+
+class Restage(Exception):
+    """JAX asks for types or settings other than those that a program was staged for."""
+
+
+class Layout:
+    """Where the dynamic, donated and static leaves of a call's arguments are; the same for equal types.
+
+    Attributes:
+        is_split: whether JAX's flattening takes apart an object that holds states, which must stay whole.
+        converts: whether some leaf is no array yet but knows how to become one.
+    """
+
+    def __init__(self, donated: StaticArguments, args: tuple, kwargs: dict[str, Any]):
+        arrays, self.others = partition((args, kwargs), is_argument)
+        self.key = (self.others.treedef, self.others.mask)
+        self.converts = any(as_array(x) is not x for x in arrays)
+        whole = [x for x in self.others.static if _registry.is_opaque(x)]
+        self.is_split = not jax.tree_util.all_leaves(whole)
+        mask = self.others.mask
+        self.static = [i for i, dynamic in enumerate(mask) if not dynamic]
+        flags = _donation_flags(donated, args, kwargs) if donated else [False] * len(mask)
+        self.donated = [i for i, dynamic in enumerate(mask) if dynamic and flags[i]]
+        self.kept = [i for i, dynamic in enumerate(mask) if dynamic and not flags[i]]
+        self.is_plain = not (self.static or self.donated or self.is_split or self.converts)
+
+
+def _donation_flags(donated: StaticArguments, args: tuple, kwargs: dict[str, Any]) -> list[bool]:
+    flags: list[bool] = []
+    for arg, flag in zip(args, donated.mask(len(args)), strict=True):
+        flags += [flag] * len(jax.tree.leaves(arg, is_leaf=_registry.is_opaque))
+    for key in sorted(kwargs):  # the order in which JAX flattens a dict
+        flags += [key in donated.names] * len(jax.tree.leaves(kwargs[key], is_leaf=_registry.is_opaque))
+    return flags
+
+
+class Call:
+    """The arguments of one call, taken apart.
+
+    Attributes:
+        kept, donated: the dynamic leaves.
+        is_direct: whether JAX can be handed the arguments as they came.
+        operand: what it is handed: the pair of arguments and keyword arguments, or else the kept leaves.
+    """
+
+    __slots__ = (
+        "args",
+        "donated",
+        "is_direct",
+        "kept",
+        "key",
+        "kwargs",
+        "layout",
+        "leaves",
+        "merge",
+        "modes",
+        "operand",
+    )
+
+    def __init__(self, args: tuple, kwargs: dict, leaves: list, layout: Layout, merge: Callable, static: Hashable):
+        self.args = args
+        self.kwargs = kwargs
+        self.leaves = leaves
+        self.layout = layout
+        self.merge = merge
+        self.modes = _registry.modes()
+        self.key = (layout.key, static, self.modes)
+        self.is_direct = layout.is_plain and not static
+        self.kept = leaves if layout.is_plain else [leaves[i] for i in layout.kept]
+        self.donated = [leaves[i] for i in layout.donated]
+        self.operand = (args, kwargs) if self.is_direct else self.kept
+
+    def with_arrays(self, kept: Sequence[Any], donated: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+        """The user's arguments, with these in the places of the dynamic leaves."""
+        leaves = list(self.leaves)
+        for i, x in zip((*self.layout.kept, *self.layout.donated), (*kept, *donated), strict=True):
+            leaves[i] = x
+        dyn_args, dyn_kwargs = jax.tree.unflatten(self.layout.others.treedef, leaves)
+        return self.merge(dyn_args, dyn_kwargs)
+
+
+class _Group:
+    """Inputs of one kind of state, whose values are gathered in one go."""
+
+    __slots__ = ("inputs", "kind", "states")
+
+    def __init__(self, kind: Any, inputs: list[Input]):
+        self.kind = kind
+        self.inputs = inputs
+        self.states = [i.state for i in inputs]
+
+
+class Program:
+    """One staging of a function, ready to run.
+
+    The compiled function takes the values of states that are kept and of those whose memory is donated, a call's
+    `operand`, and its donated leaves; it returns the output, or its leaves where not all of it is arrays, and the
+    leaves of the written states.
+
+    Attributes:
+        is_reusable: whether another call may run it. Not so where the staging created a state that stays, or closed
+            over a value that another trace computes.
+        is_direct: whether nothing but arrays goes in and comes out, and none is donated.
+        guards: inputs with parts that are not arrays; the program stands for these very parts.
+    """
+
+    def __init__(self, owner: Any, call: Call):
+        fun = owner.__wrapped__
+        lifting = Lifting(is_array_or_number)
+        num_kept = len(call.kept)
+
+        def body(*tracers: Any) -> tuple[list, Any]:
+            with frame_for("jit", fun, on_read=lifting.on_read) as frame:
+                args, kwargs = call.with_arrays(tracers[:num_kept], tracers[num_kept:])
+                out = fun(*args, **kwargs)
+            for effect in frame.effects:
+                _keep_type(effect, lifting.inputs.get(id(effect.state)))
+            return pack(out, frame.effects, is_array_or_number)
+
+        arrays = [*call.kept, *call.donated]
+        self.avals = [_compat.abstract(x) for x in arrays]
+        self.settings = _compat.trace_context()
+        self._staging = owner.staging
+        staged, outcome, refs = stage(body, self.avals, kind="jit", name=name_of(fun), lifting=lifting)
+        self.outcome: Outcome = outcome.add(refs)
+        written = {id(e.state) for e in outcome.effects}
+        paths = Paths(fun, call.args, call.kwargs)
+        kept, donated = [], []
+        for i in lifting.inputs.values():
+            # One whose value no equation needs stays: the body may have looked at its type.
+            is_donated = id(i.state) in written and not i.part.static and owner.donates(paths(i.state), i.state)
+            (donated if is_donated else kept).append(i)
+        self.kept, self.donated = _group(kept), _group(donated)
+        self.guards = [i for g in self.kept for i in g.inputs if i.part.static]
+        self.is_reusable = not any(e.created for e in outcome.effects) and not any(
+            isinstance(x, _compat.Tracer) for x in staged.operands
+        )
+        self._init_compiled(owner, staged, arrays, jax.tree.structure(call.operand))
+        self._init_writers()
+        self.is_direct = not (self.guards or self.donated or outcome.out.static or self._writers is None)
+
+    def _init_compiled(self, owner: Any, staged: Body, arrays: list[Any], operand_tree: Any) -> None:
+        inputs = self._inputs()
+        base = staged.num_operands + len(self.avals)
+        variables = staged.jaxpr.invars[:base] + [staged.jaxpr.invars[base + v] for i in inputs for v in i.variables]
+        jaxpr = _compat.rebuild(staged.jaxpr, invars=variables, outvars=staged.jaxpr.outvars)
+        operands, num_out = staged.operands, self.outcome.num_out
+        avals = [*self.avals, *(aval for i in inputs for aval in i.avals)]
+        treedefs = [None if i in self.guards else i.part.treedef for i in inputs]
+
+        out_part = self.outcome.out
+
+        def inner(kept: list, donated: list, operand: PyTree, donated_args: list) -> tuple[PyTree, list]:
+            values = [*kept, *donated]
+            if jax.tree.structure(operand) != operand_tree:
+                raise Restage
+            leaves = [*jax.tree.leaves(operand), *donated_args, *jax.tree.leaves(values)]
+            for value, treedef in zip(values, treedefs, strict=True):
+                if treedef is not None and jax.tree.structure(value) != treedef:
+                    raise Restage
+            if self.settings != _compat.trace_context() or not _same_types(leaves, avals):
+                raise Restage
+            outs = _compat.evaluate(jaxpr, (), (*operands, *leaves))
+            return (outs[:num_out] if out_part.static else out_part.combine(outs[:num_out])), outs[num_out:]
+
+        inner.__name__ = inner.__qualname__ = name_of(owner.__wrapped__)
+        pinned = self._pin_shardings(arrays)
+        shardings = {} if pinned is None else {"out_shardings": (None, pinned)}
+        self.compiled = jax.jit(inner, donate_argnums=(1, 3), **shardings, **owner.jax_options)
+        for i in inputs:
+            i.values = []  # else the program would keep what the states held when it was staged
+
+    def _init_writers(self) -> None:
+        """Group the written states by kind; None if the value of some is more than one array."""
+        self._writers: list[tuple[Any, list, list[int]]] | None = None
+        if all(p.num_dynamic == 1 and jax.tree_util.treedef_is_leaf(p.treedef) for p in self.outcome.values):
+            groups: dict[int, tuple[Any, list, list[int]]] = {}
+            for n, e in enumerate(self.outcome.effects):
+                kind, states, places = groups.setdefault(id(e.kind), (e.kind, [], []))
+                states.append(e.state)
+                places.append(n)
+            self._writers = list(groups.values())
+
+    def _inputs(self) -> list[Input]:
+        """In the order in which the compiled function takes them."""
+        return [i for g in (*self.kept, *self.donated) for i in g.inputs]
+
+    # -- running --
+
+    def run(self, call: Call) -> Any:
+        """Run for a call whose types the program accepts; raises `Restage` before anything is done if it does not."""
+        if not _registry.is_idle():
+            return self._run_watched(call)
+        kept = self._open_guards(self._patiently(_values_of, self.kept))
+        donated = self._patiently(_values_of, self.donated)
+        if donated:
+            kept, donated = _unshare(kept, donated, call)
+        out, writes = self.compiled(kept, donated, call.operand, call.donated)
+        self._store(writes)
+        return self.outcome.out.combine(out) if self.outcome.out.static else out
+
+    def run_directly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """`run` where nobody watches and everything is arrays: JAX finds out whether their types are the right ones."""
+        groups = self.kept
+        try:
+            kept = groups[0].kind.get_all(groups[0].states) if len(groups) == 1 else _values_of(groups)
+        except ForeignStateError:
+            kept = self._patiently(_values_of, groups)
+        out, writes = self.compiled(kept, [], (args, kwargs), [])
+        if writes:
+            self._store(writes)
+        return out
+
+    def _store(self, writes: list) -> None:
+        if self._writers is None:
+            self._publish(writes, live=False)
+            return
+        try:
+            self._set_all(writes)
+        except ForeignStateError:
+            self._patiently(self._set_all, writes)
+
+    def _publish(self, writes: list, *, live: bool) -> None:
+        self._patiently(functools.partial(self.outcome.publish, live=live), writes)
+
+    def _patiently(self, touch: Callable[[Any], Any], x: Any) -> Any:
+        """Touch states; if another thread holds one, once more when nobody stages this very function any more."""
+        try:
+            return touch(x)
+        except ForeignStateError:
+            if not _registry.is_idle():
+                raise
+            with self._staging:
+                return touch(x)
+
+    def _set_all(self, writes: list) -> None:
+        for kind, states, places in self._writers or ():
+            kind.set_all(states, writes if len(places) == len(writes) else [writes[n] for n in places])
+
+    def _run_watched(self, call: Call, *, live: bool = False) -> Any:
+        out, writes = self.compiled(*self.operands_of(call))
+        self._publish(writes, live=live)
+        return self.outcome.out.combine(out) if self.outcome.out.static else out
+
+    def first_run(self, call: Call) -> Any:
+        """Run for the call that was staged, whose watchers saw the body touch its states."""
+        return self._run_watched(call, live=True)
+
+    def operands_of(self, call: Call) -> tuple[list, list, PyTree, list]:
+        """The compiled function's arguments, with each state's value read as a user reads it."""
+        kept = self._open_guards([self._patiently(i.kind.read, i.state) for g in self.kept for i in g.inputs])
+        donated = [self._patiently(i.kind.read, i.state) for g in self.donated for i in g.inputs]
+        if donated:
+            kept, donated = _unshare(kept, donated, call)
+        return kept, donated, call.operand, call.donated
+
+    def accepts(self, call: Call) -> bool:
+        """Whether argument types, state types and settings are those that were staged."""
+        if self.settings != _compat.trace_context() or not _same_types([*call.kept, *call.donated], self.avals):
+            return False
+        for i in self._inputs():
+            leaves, part = partition(self._patiently(i.kind.read, i.state), is_array_or_number)
+            if part.treedef != i.part.treedef or part.mask != i.part.mask or not _same_types(leaves, i.avals):
+                return False
+            if freeze(part.static) != freeze(i.part.static):
+                return False
+        return True
+
+    def check_values(self) -> None:
+        """Read every input as a user does, so that one that cannot be read says why."""
+        for i in self._inputs():
+            i.kind.read(i.state)
+
+    def _open_guards(self, kept: list) -> list:
+        if not self.guards:
+            return kept
+        inputs = [i for g in self.kept for i in g.inputs]
+        return [partition(v, is_array_or_number)[0] if i.part.static else v for i, v in zip(inputs, kept, strict=True)]
+
+    # -- shardings --
+
+    def _pin_shardings(self, arrays: Sequence[Any]) -> list | None:
+        """Output shardings for the written states, where any array of the call lies on several devices.
+
+        A written state on one device that is not committed to it becomes replicated, in this call and after it, for
+        else the program would give it back replicated and the next call be compiled for that.
+        """
+        inputs = {id(i.state): i for i in self._inputs()}
+        everything = [*arrays, *(x for i in inputs.values() for x in i.values)]
+        mesh = next((s.mesh for x in everything if (s := _named_sharding(x)) is not None), None)
+        if mesh is None:
+            return None
+        pinned: list[Any] = []
+        for effect, part in zip(self.outcome.effects, self.outcome.values, strict=True):
+            i = inputs.get(id(effect.state))
+            same = i is not None and i.part.treedef == part.treedef and i.part.mask == part.mask
+            if i is None or not same:
+                pinned += [None] * part.num_dynamic
+                continue
+            for n, x in enumerate(i.values):
+                if _named_sharding(x) is None and not getattr(x, "committed", False):
+                    i.values[n] = x = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+                pinned.append(getattr(x, "sharding", None))
+            i.kind.set(i.state, i.part.combine(i.values))
+        return pinned
+
+
+def _values_of(groups: list[_Group]) -> list:
+    if len(groups) == 1:
+        return groups[0].kind.get_all(groups[0].states)
+    return [v for group in groups for v in group.kind.get_all(group.states)]
+
+
+def _group(inputs: list[Input]) -> list[_Group]:
+    kinds = {id(i.kind): i.kind for i in inputs}
+    return [_Group(kind, [i for i in inputs if i.kind is kind]) for kind in kinds.values()]
+
+
+def _keep_type(effect: _registry.Effect, read: Input | None) -> None:
+    """Make the weak types in a written value those of the value that was read."""
+    if read is None:
+        return
+    leaves, part = partition(effect.value, is_array_or_number)
+    if part.treedef != read.part.treedef or part.mask != read.part.mask:
+        return
+    for n, (leaf, aval) in enumerate(zip(leaves, read.avals, strict=True)):
+        now = _compat.abstract(leaf)
+        if now.weak_type != aval.weak_type and (now.shape, now.dtype) == (aval.shape, aval.dtype):
+            leaves[n] = _compat.with_weak_type(leaf, aval.weak_type)
+    effect.value = part.combine(leaves)
+
+
+def _same_types(leaves: Sequence[Any], avals: Sequence[Any]) -> bool:
+    if len(leaves) != len(avals):
+        return False
+    for leaf, b in zip(leaves, avals, strict=True):
+        a = _compat.abstract(leaf)
+        if a.shape != b.shape or a.dtype != b.dtype or a.weak_type != b.weak_type:
+            return False
+    return True
+
+
+def _unshare(kept: list, donated: list, call: Call) -> tuple[list, list]:
+    """Copy arrays that would be donated while something else of the call still needs them."""
+    seen = {id(x) for x in jax.tree.leaves((kept, call.kept, call.donated))}
+
+    def own(x: Any) -> Any:
+        if id(x) in seen and isinstance(x, jax.Array):
+            return x.copy()
+        seen.add(id(x))
+        return x
+
+    return kept, jax.tree.map(own, donated)
+
+
+def _named_sharding(x: PyTree) -> NamedSharding | None:
+    if isinstance(x, jax.Array) and not isinstance(x, _compat.Tracer):
+        sharding = x.sharding
+        if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
+            return sharding
+    return None
