@@ -30,7 +30,13 @@ from jax._src.lax import lax as _lax
 from jax._src.state.discharge import discharge_state as _discharge_state
 from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.api_util import shaped_abstractify
-from jax.extend.core.primitives import remat_p
+from jax.extend.core.primitives import remat_p, scan_p
+
+try:
+    # jax 0.12: `scan_p` has trees where it had numbers.
+    from jax._src import flattree as _flattree  # pyright: ignore[reportAttributeAccessIssue]
+except ImportError:
+    _flattree = None
 
 source_info_util.register_exclusion(__file__.rsplit("/", 1)[0])
 
@@ -239,6 +245,18 @@ def rematerialise(jaxpr: Jaxpr, args: Sequence[Any], *, policy: Any, prevent_cse
     policies that are not its own.
     """
     return remat_p.bind(*args, jaxpr=jaxpr, policy=policy, prevent_cse=prevent_cse, differentiated=False)
+
+
+def bind_scan(
+    jaxpr: ClosedJaxpr, constants: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any], *, length: int, reverse: bool
+) -> list[Any]:
+    """`jax.lax.scan` of a body that is there already, ``(*constants, *carry, *x) -> (*carry, *y)``."""
+    counts: dict[str, Any] = {"num_consts": len(constants), "num_carry": len(carry)}
+    if _flattree is not None:
+        sizes = [_flattree.nones(len(part)) for part in (constants, carry, xs)]
+        ys = _flattree.nones(len(jaxpr.out_avals) - len(carry))
+        counts = {"ft_in": _flattree.pack(tuple(sizes)), "ft_out": _flattree.pack((sizes[1], ys))}
+    return scan_p.bind(*constants, *carry, *xs, jaxpr=jaxpr, length=length, reverse=reverse, unroll=1, **counts)
 
 
 def bind_equation(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:

@@ -39,7 +39,7 @@ class Body:
     Attributes:
         jaxpr: has no constants; its inputs are those of `operands` and then the function's own.
         operands: values that the function closed over.
-        key: equal for bodies of equal structure; None if the body is like no other.
+        key: equal for bodies of equal structure; that of a body like no other equals no other.
     """
 
     def __init__(self, jaxpr: Jaxpr, operands: list[Any]):
@@ -52,11 +52,8 @@ class Body:
         return cls(*_hoist(jaxpr, consts))
 
     @functools.cached_property
-    def key(self) -> Hashable | None:
-        try:
-            return _Key(_structure(self.jaxpr))
-        except (_Unlike, TypeError):  # TypeError: a part whose hash only looked sound
-            return None
+    def key(self) -> Structure:
+        return Structure(self.jaxpr)
 
     def __call__(self, operands: Sequence[Any], *args: Any) -> list[Any]:
         return _compat.evaluate(self.jaxpr, (), (*operands, *args))
@@ -94,6 +91,59 @@ def _hoist(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
 # -- structure -------------------------------------------------------------------------------------------------
 
 _nested: weakref.WeakKeyDictionary[Any, Hashable] = weakref.WeakKeyDictionary()
+
+
+class Structure:
+    """What bodies must have in common to be alike: hashed by a part that is cheap to find, compared by all of it."""
+
+    def __init__(self, jaxpr: Jaxpr):
+        self._jaxpr = jaxpr
+        self._hash = hash((tuple([e.primitive for e in jaxpr.eqns]), tuple([v.aval for v in jaxpr.invars])))
+
+    @functools.cached_property
+    def is_unlike(self) -> bool:
+        """Whether it is known to equal no other. Only functions in equations are looked at: they hold a user's values."""
+        try:
+            for eqn in self._jaxpr.eqns:
+                if eqn.effects:
+                    return self._parts is None
+                if _holds_functions(eqn):
+                    for value in eqn.params.values():
+                        _param(value)
+        except (_Unlike, TypeError):
+            return True
+        return False
+
+    @functools.cached_property
+    def _parts(self) -> tuple | None:
+        try:
+            parts = _structure(self._jaxpr)
+            hash(parts)
+        except (_Unlike, TypeError):  # TypeError: a part whose hash only looked sound
+            self.is_unlike = True
+            return None
+        return parts
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, Structure) or self._hash != other._hash:
+            return self is other
+        mine, others = self._parts, other._parts
+        return mine is not None and mine == others
+
+
+_functional: dict[Any, bool] = {}
+
+
+def _holds_functions(eqn: Any) -> bool:
+    """Whether equations of this primitive hold jaxprs or rules."""
+    found = _functional.get(eqn.primitive)
+    if found is None:
+        leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=_compat.is_jaxpr)
+        found = _functional[eqn.primitive] = any(_compat.is_jaxpr(x) or callable(x) for x in leaves)
+    return found
 
 
 def _structure(jaxpr: Jaxpr) -> tuple:
@@ -209,7 +259,7 @@ class Table:
     def get(self, bodies: Body | Sequence[Body], use: Hashable, build: Callable[..., Callable]) -> Callable:
         """What `build` made of bodies of these structures, for this use (which names every setting of `build`)."""
         bodies = (bodies,) if isinstance(bodies, Body) else bodies
-        if _bypass.active or any(body.key is None for body in bodies):
+        if _bypass.active or any(body.key.is_unlike for body in bodies):
             self.misses += 1
             return build(*bodies)
         key = (use, *(body.key for body in bodies))
@@ -220,6 +270,8 @@ class Table:
                 self.hits += 1
                 return kept
             self.misses += 1
+        if any(body.key.is_unlike for body in bodies):  # as turned out when it was compared
+            return build(*bodies)
         # What is kept must not keep the values that one call closed over.
         built = build(*(Body(body.jaxpr, []) for body in bodies))
         with self._lock:

@@ -30,6 +30,7 @@ LAYERS = [
     {"kinds.brainstate", "kinds.ref", "kinds.nnx", "_policy"},
     {"_lift", "_rules", "_keep", "policies"},
     {"_staged", "_targets", "_program"},
+    {"_control"},
     {
         f"transforms.{name}"
         for name in "remat grad jacobian jit scan shard_map while_loop cond vmap functionalize".split()

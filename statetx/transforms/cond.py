@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from .. import _compat
+from .. import _compat, _control
 from .._errors import CarryTypeError
 from .._jaxpr import Body, table
 from .._lift import Input, name_of
 from .._paths import Paths
 from .._registry import Effect
-from .._staged import Staged, as_types, publish, union
+from .._staged import Staged, publish, union
 from .._tree import as_array, partition, type_str
 from .._typing import PyTree
 
@@ -160,17 +159,7 @@ class _Branches:
         out_avals = [_strongest(avals) for avals in zip(*(s.out_avals for s in self._staged), strict=True)]
         avals = [*out_avals, *(a for _, i in self._written for a in i.avals)]
 
-        def build(*bodies: Body) -> Callable:
-            def run(index: Any, *inputs: Any) -> list:
-                branches = [lambda *xs, b=b: as_types(b((), *xs), avals) for b in bodies]
-                if index.dtype == bool:
-                    return jax.lax.cond(index, branches[1], branches[0], *inputs)
-                return jax.lax.switch(index, branches, *inputs)
-
-            run.__name__ = self._name
-            return jax.jit(run, inline=True)
-
-        kept = table.get(self._bodies, (self._name, tuple(avals)), build)
+        kept = table.get(self._bodies, (self._name, tuple(avals)), lambda *bodies: _control.branch(bodies, avals))
         constants = [x for s in self._staged for x in s.operands]
         outs = kept(index, *constants, *(x for i in self._states for x in i.values), *arrays)
         first = self._staged[0]

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _compat, _registry
+from .. import _compat, _control, _registry
 from .._errors import StateAccessError
 from .._jaxpr import Body, table
 from .._lift import Input, name_of
 from .._rules import Broadcast, Carry, Rules, Split
-from .._staged import Staged, as_types, check_carry, flatten_carry, kept_types, promote, publish
+from .._staged import Staged, check_carry, flatten_carry, kept_types, promote, publish
 from .._tree import as_array, is_array_or_number, partition, type_str
 from .._typing import Filter, PyTree
 
@@ -196,35 +196,24 @@ class _Loop:
         keys = [jax.random.split(x, self._length + 1) for x in values(self._split)]
         mapped = [*(k[1:] for k in keys), *(jnp.moveaxis(x, axis, 0) for i, axis in self._mapped for x in i.values)]
         carried = values(self._carried)
-        sizes = (len(carry), len(carried), len(xs), len(mapped))
-        use = ("scan", self._length, reverse, unroll, *sizes)
-        kept = table.get(self._body, use, self._builder(reverse, unroll))
         constants = [*self._staged.operands, *values(self._broadcast)]
-        carry, carried, ys, stacked = kept(constants, [*carry, *carried], [*xs, *mapped])
-        self._publish(carried, stacked, [k[0] for k in keys])
-        return carry, ys
+        loop = self._keep(len(constants), reverse, unroll)
+        carry, ys = loop(constants, [*carry, *carried], [*xs, *mapped])
+        num_carry, num_ys = self._num_carry, len(self._staged.out_vars) - self._num_carry
+        self._publish(carry[num_carry:], ys[num_ys:], [k[0] for k in keys])
+        return carry[:num_carry], ys[:num_ys]
 
-    def _builder(self, reverse: bool, unroll: Any) -> Callable[[Body], Callable]:
-        num_carry, length = self._num_carry, self._length
-        num_ys = len(self._staged.out_vars) - num_carry
-        staged = self._staged
-        avals = kept_types(staged.avals[:num_carry], staged.out_avals[:num_carry])
+    def _keep(self, num_constants: int, reverse: bool, unroll: Any) -> Callable:
+        """The compiled loop, ``(constants, carry, xs) -> (carry, ys)``."""
+        s, n = self._staged, self._num_carry
+        avals = kept_types(s.avals[:n], s.out_avals[:n])
         avals += [a for i in self._carried for a in i.avals]
 
         def build(body: Body) -> Callable:
-            def loop(constants: list, carry: list, xs: list) -> tuple[list, list, list, list]:
-                def step(c: list, x: list) -> tuple[list, list]:
-                    outs = body(constants, *c, *x)
-                    return as_types(outs[: len(c)], avals), outs[len(c) :]
+            return _control.scan(body, num_constants, avals, length=self._length, reverse=reverse, unroll=unroll)
 
-                c, ys = jax.lax.scan(step, carry, xs, length, reverse, unroll)
-                return c[:num_carry], c[num_carry:], ys[:num_ys], ys[num_ys:]
-
-            loop.__name__ = "scan"
-            # Compiled once for each structure where nothing is traced, inlined where something is.
-            return jax.jit(loop, inline=True)
-
-        return build
+        use = ("scan", self._length, reverse, type(unroll), unroll, num_constants, *avals)
+        return table.get(self._body, use, build)
 
     def _publish(self, carried: list, stacked: list, advanced: list) -> None:
         """Store what the loop leaves in the written states, in the order in which the body wrote them."""

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _compat
+from .. import _compat, _control
 from .._errors import StateAccessError
 from .._jaxpr import Body, table
 from .._lift import name_of
 from .._paths import Paths
-from .._staged import Staged, as_types, check_carry, flatten_carry, kept_types, promote, publish, union
+from .._staged import Staged, check_carry, flatten_carry, kept_types, promote, publish, union
 from .._tree import Partition, type_str
 from .._typing import PyTree
 
@@ -53,20 +53,7 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], PyTree]
     test = Staged("while_loop", cond_fun, lambda *xs: (cond_fun(part.combine(xs)),), body.avals, kind="while_cond")
     _check_test(test)
     loop = _Loop("while_loop", body, test)
-
-    def build(test: Body, body: Body) -> Callable:
-        def run(test_constants: list, body_constants: list, carry: list) -> list:
-            return jax.lax.while_loop(
-                lambda c: test(test_constants, *c)[0],
-                lambda c: as_types(body(body_constants, *c), loop.carry_avals),
-                carry,
-            )
-
-        run.__name__ = "while_loop"
-        return jax.jit(run, inline=True)
-
-    kept = table.get(loop.bodies, ("while_loop", tuple(loop.carry_avals)), build)
-    return part.combine(loop.publish(kept(*loop.constants, [*carry, *loop.state_values])))
+    return part.combine(loop.publish(loop.run_while(carry)))
 
 
 def fori_loop(
@@ -110,46 +97,51 @@ def fori_loop(
     for name, bound in (("lower", lower), ("upper", upper)):
         if jnp.ndim(bound) != 0 or not jnp.issubdtype(jnp.result_type(bound), jnp.integer):
             raise TypeError(f"fori_loop: {name} must be a scalar integer, got {type_str(bound)}: {bound!r}.")
+    is_static = all(not isinstance(b, jax.Array) for b in (lower, upper))
+    if not is_static and unroll not in (None, False, 1):
+        raise ValueError("fori_loop: unroll= needs bounds that are known ahead; lower or upper is a JAX array.")
+    are_ints = isinstance(lower, int) and isinstance(upper, int)
+    start = lower if are_ints else jnp.asarray(lower + 0 * upper)
     carry, part = flatten_carry("fori_loop", init_val)
-    index = _compat.abstract(0 if isinstance(lower, int) and isinstance(upper, int) else jnp.asarray(lower + 0 * upper))
-    body, carry = _stage_body(
-        "fori_loop", body_fun, lambda *xs: (body_fun(xs[0], part.combine(xs[1:])),), carry, part, [index]
-    )
-    loop = _Loop("fori_loop", body, None)
-    static = all(not isinstance(b, jax.Array) for b in (lower, upper))
-    bounds = (int(lower), int(upper)) if static else None
 
-    def build(body: Body) -> Callable:
-        def run(constants: list, carry: list, *limits: Any) -> list:
-            def step(i: Any, c: list) -> list:
-                i = jnp.asarray(i)
-                (i,) = as_types([i if i.dtype == index.dtype else i.astype(index.dtype)], [index])
-                return as_types(body(constants, i, *c), loop.carry_avals)
+    def step(i: Any, *xs: Any) -> tuple[Any, Any]:
+        return jax.lax.add(i, jax.lax.full_like(i, 1)), body_fun(i, part.combine(xs))
 
-            start, stop = bounds or limits
-            return jax.lax.fori_loop(start, stop, step, carry, unroll=unroll)
+    body, carry = _stage_body("fori_loop", body_fun, step, carry, part, [_compat.abstract(start)])
+    if is_static:
+        loop = _Loop("fori_loop", body, None)
+        length = max(int(upper) - int(lower), 0)
+        num_constants = len(loop.constants[0])
 
-        run.__name__ = "fori_loop"
-        return jax.jit(run, inline=True)
+        def build(body: Body) -> Callable:
+            return _control.scan(
+                body, num_constants, loop.carry_avals, length=length, reverse=False, unroll=unroll or 1
+            )
 
-    kept = table.get(loop.bodies, ("fori_loop", bounds, unroll, tuple(loop.carry_avals)), build)
-    limits = () if static else (lower, upper)
-    return part.combine(loop.publish(kept(*loop.constants, [*carry, *loop.state_values], *limits)))
+        use = ("fori_loop", length, type(unroll), unroll, num_constants, *loop.carry_avals)
+        left, _ = table.get(loop.bodies, use, build)(*loop.constants, [start, *carry, *loop.state_values], [])
+    else:
+        limit = jnp.asarray(upper, body.avals[0].dtype)
+        test = Staged("fori_loop", body_fun, lambda i, *xs: (i < limit,), body.avals, kind="while_cond")
+        loop = _Loop("fori_loop", body, test)
+        left = loop.run_while([start, *carry])
+    return part.combine(loop.publish(left)[1:])
 
 
 def _stage_body(
     name: str, fun: Callable, call: Callable[..., tuple], carry: list, part: Partition, before: list
 ) -> tuple[Staged, list]:
-    """Stage a body ``(*before, *carry) -> carry``; gives the carry too, with the types that the body keeps."""
+    """Stage a body ``(*before, *carry) -> (*before, carry)``; gives the carry too, with the types that the body keeps."""
     kind = {"while_loop": "while_body"}.get(name, name)
     for _ in range(2):
         avals = [_compat.abstract(x) for x in carry]
         body = Staged(name, fun, call, [*before, *avals], kind=kind)
-        promoted = promote(carry, avals, body.out_avals)
+        out_avals = body.out_avals[len(before) :]
+        promoted = promote(carry, avals, out_avals)
         if promoted is None:
             break
         carry = promoted
-    check_carry(name, fun, part, avals, body.outs[0], body.out_avals)
+    check_carry(name, fun, part, avals, body.outs[-1], out_avals)
     return body, carry
 
 
@@ -170,8 +162,7 @@ class _Loop:
     """A staged body, and perhaps a condition, with written states in the carry and the others as constants.
 
     Attributes:
-        bodies: the condition, if there is one, and the body, with inputs ordered: constants, what comes before the
-            carry, carry, carried states.
+        bodies: the condition, if there is one, and the body, with inputs ordered: constants, carry, carried states.
         constants: for each of them, the values of its constants.
         carry_avals: types of the carry and the carried states.
         state_values: first values of the carried states.
@@ -187,13 +178,8 @@ class _Loop:
         paths = Paths(body.fun)
         for effect in body.effects:
             body.check_written(effect, paths)
-        num_carry = body.num_out
         self.state_values = [x for i in self._carried for x in i.values]
-        before = len(body.avals) - num_carry
-        self.carry_avals = [
-            *kept_types(body.avals[before:], body.out_avals),
-            *(a for i in self._carried for a in i.avals),
-        ]
+        self.carry_avals = [*kept_types(body.avals, body.out_avals), *(a for i in self._carried for a in i.avals)]
         self.bodies: list[Body] = []
         self.constants: list[list] = []
         for s in stages:
@@ -203,6 +189,15 @@ class _Loop:
             states_out = [v for i in self._carried for v in s.written_vars.get(id(i.state), ())]
             self.bodies.append(s.arrange(invars, [*s.out_vars, *states_out]))
             self.constants.append([*s.operands, *(x for i in mine for x in i.values)])
+
+    def run_while(self, carry: list) -> list:
+        """The last carry, with the carried states', of the loop that goes on while the condition holds."""
+
+        def build(test: Body, body: Body) -> Callable:
+            return _control.while_loop(test, body, self.carry_avals)
+
+        kept = table.get(self.bodies, ("while_loop", *self.carry_avals), build)
+        return kept(*self.constants, [*carry, *self.state_values])
 
     def publish(self, carry: list) -> list:
         """Store the carried states' last values; returns the leaves of the carry."""
