@@ -30,7 +30,7 @@ def scan(
     """``(constants, carry, xs) -> (carry, ys)``, all lists; `avals` are the types that the carry must keep."""
     num_carry = len(avals)
 
-    @_compiled
+    @compiled
     def through_lax(constants: list, carry: list, xs: list) -> tuple[list, list]:
         def step(c: list, x: list) -> tuple[list, list]:
             outs = body(constants, *c, *x)
@@ -55,7 +55,7 @@ def while_loop(test: Body, body: Body, avals: Sequence[Any]) -> Callable:
     """``(constants of the test, constants of the body, carry) -> (carry)``, all lists; for `avals` see `scan`."""
     num_constants = len(body.jaxpr.invars) - len(avals)
 
-    @_compiled
+    @compiled
     def through_lax(test_constants: list, body_constants: list, carry: list) -> list:
         return jax.lax.while_loop(
             lambda c: test(test_constants, *c)[0], lambda c: as_types(body(body_constants, *c), avals), carry
@@ -78,7 +78,7 @@ def while_loop(test: Body, body: Body, avals: Sequence[Any]) -> Callable:
 def branch(bodies: Sequence[Body], avals: Sequence[Any]) -> Callable:
     """``(index, *operands) -> outputs``; `avals` are the types of the outputs, and a bool picks the second of two."""
 
-    @_compiled
+    @compiled
     def through_lax(index: Any, *operands: Any) -> list:
         branches = [lambda *xs, b=b: as_types(b((), *xs), avals) for b in bodies]
         if index.dtype == bool:
@@ -126,7 +126,7 @@ def _handed_on(jaxpr: Any) -> list[int | None]:
     return [places.get(v) if isinstance(v, _compat.Var) else None for v in jaxpr.outvars]
 
 
-def _compiled(fun: Callable) -> Callable:
+def compiled(fun: Callable) -> Callable:
     """Compiled once for each structure where nothing is traced, inlined where something is; made when first called."""
 
     @functools.cache

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import enum
 import fnmatch
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
@@ -546,3 +547,23 @@ def _not_called(name: str) -> str:
         f"jax.checkpoint_policies.{name} makes a policy of its arguments; pass what it returns, for example "
         f"policy=jax.checkpoint_policies.{name}(...)."
     )
+
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "": 1}
+
+
+def parse_bytes(size: int | str) -> int:
+    """A number of bytes, given as one or as a string with a unit.
+
+    Example:
+        >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(64)
+        (1536, 2000000000, 64)
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise PolicyError(f"A size is a number of bytes or a string such as '64MiB', got {size!r}.")
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", size)
+    if match is None or match[2].lower() not in _UNITS:
+        raise PolicyError(f"Not a size: {size!r}. Write a number and one of B, KB, MB, GB, KiB, MiB, GiB.")
+    return int(float(match[1]) * _UNITS[match[2].lower()])

@@ -23,7 +23,6 @@ Example:
 from __future__ import annotations
 
 import functools
-import re
 
 from ._errors import PolicyError
 from ._policy import (
@@ -42,6 +41,11 @@ from ._policy import dots as dots
 from ._policy import dots_without_batch_dims as dots_without_batch_dims
 from ._policy import everything as everything
 from ._policy import nothing as nothing
+from ._policy import parse_bytes as parse_bytes
+from ._strategy import Budget as Budget
+from ._strategy import Lengths as Lengths
+from ._strategy import Levels as Levels
+from ._strategy import Slots as Slots
 from ._typing import Filter
 
 
@@ -122,23 +126,3 @@ def _strings(name: str, given: tuple) -> frozenset[str]:
     if not given or not all(isinstance(x, str) for x in given):
         raise PolicyError(f"policies.{name} takes strings, at least one; got {', '.join(map(repr, given)) or 'none'}.")
     return frozenset(given)
-
-
-_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "": 1}
-
-
-def parse_bytes(size: int | str) -> int:
-    """A number of bytes, given as one or as a string with a unit.
-
-    Example:
-        >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(64)
-        (1536, 2000000000, 64)
-    """
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise PolicyError(f"A size is a number of bytes or a string such as '64MiB', got {size!r}.")
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", size)
-    if match is None or match[2].lower() not in _UNITS:
-        raise PolicyError(f"Not a size: {size!r}. Write a number and one of B, KB, MB, GB, KiB, MiB, GiB.")
-    return int(float(match[1]) * _UNITS[match[2].lower()])

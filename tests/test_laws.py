@@ -1357,6 +1357,7 @@ def _bake(cls, jaxpr, consts):
 
 _FIRST: dict = {}
 
+
 # What is broken, by what, and a check that must see it.
 class _Alike:
     """A structure that equals every other."""

@@ -27,10 +27,13 @@ LAYERS = [
     {"_registry"},
     {"_tree"},
     {"_jaxpr", "_state", "_paths", "_signature"},
-    {"kinds.brainstate", "kinds.ref", "kinds.nnx", "_policy"},
+    {"kinds.brainstate", "kinds.ref", "kinds.nnx", "_policy", "_schedule"},
+    {"_strategy"},
     {"_lift", "_rules", "_keep", "policies"},
     {"_staged", "_targets", "_program"},
     {"_control"},
+    {"_checkpointed"},
+    {"_loops"},
     {
         f"transforms.{name}"
         for name in "remat grad jacobian jit scan shard_map while_loop cond vmap functionalize".split()

@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _compat, _control, _registry
+from .. import _compat, _registry
 from .._errors import StateAccessError
-from .._jaxpr import Body, table
+from .._jaxpr import Body
 from .._lift import Input, name_of
+from .._loops import make_loop, resolve_strategy
 from .._rules import Broadcast, Carry, Rules, Split
 from .._staged import Staged, check_carry, flatten_carry, kept_types, promote, publish
+from .._strategy import Strategy
 from .._tree import as_array, is_array_or_number, partition, type_str
 from .._typing import Filter, PyTree
 
@@ -33,6 +35,7 @@ def scan(
     unroll: int | bool = 1,
     *,
     states: Mapping[Filter, Any] | None = None,
+    checkpoint: Strategy | int | tuple[int, ...] | str | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Run ``carry, y = f(carry, x)`` over the leading axis of `xs`; the body may read and write states.
 
@@ -50,6 +53,9 @@ def scan(
         states: how the states that a filter selects take part: `Carry`, `Broadcast`, an axis (the state has one
             slice for each step along it; writes are stacked back), or `Split` for random states. Filters are tried
             in order; states that none selects are carried if written and broadcast if only read.
+        checkpoint: how the loop stores less for its gradient: one of ``policies.Slots``, ``Budget``, ``Levels`` or
+            ``Lengths``, or in short a number of slots, a size such as ``"64MiB"`` or a tuple of lengths; ``"auto"``
+            measures and chooses. All that comes out is as without. `unroll` must be 1 then.
 
     Returns:
         ``(carry, ys)``: the last carry, and the outputs stacked along a new leading axis.
@@ -59,12 +65,14 @@ def scan(
 
     Memory:
         Under reverse-mode differentiation each step keeps what its backward step needs: rematerialise the body
-        (``statetx.remat``) to keep only what is carried.
+        (``statetx.remat``) to keep only what is carried, or give `checkpoint` to keep less than that.
 
     Raises:
         CarryTypeError: a step would change the type of a carried state.
         CreatedStateError: the body created a state that outlives the loop.
         StateAccessError: the body wrote a `Broadcast` state.
+        PolicyError: `checkpoint` cannot be had, as a budget that is too small.
+        EffectError: the body calls a host callback with effects, and `checkpoint` would call it again.
 
     Source:
         ``jax.lax.scan``.
@@ -82,6 +90,7 @@ def scan(
     """
     if not callable(f):
         raise TypeError(f"scan needs a callable as the body, got {type(f).__name__}.")
+    strategy = resolve_strategy("scan", checkpoint, unroll)
     carry, carry_part = flatten_carry("scan", init)
     xs_leaves, xs_part = partition(xs, is_array_or_number)
     xs_leaves = [as_array(x) for x in xs_leaves]
@@ -109,7 +118,7 @@ def scan(
         body = run_body(carry)
     check_carry("scan", f, carry_part, body.avals[: len(carry)], body.outs[0], body.out_avals[:num_carry])
     loop = _Loop(body, num_carry, length, rules)
-    carry, ys = loop.run(carry, xs_leaves, reverse=bool(reverse), unroll=unroll)
+    carry, ys = loop.run(carry, xs_leaves, reverse=bool(reverse), unroll=unroll, strategy=strategy)
     return carry_part.combine(carry), body.outs[1].combine(ys)
 
 
@@ -155,6 +164,8 @@ class _Loop:
                 body.check_written(self._written[id(i.state)], rules.path)
         self._stacked = [(i, axis) for i, axis in self._mapped if id(i.state) in self._written]
         self._body = self._arrange()
+        avals = kept_types(body.avals[:num_carry], body.out_avals[:num_carry])
+        self._avals = [*avals, *(a for i in self._carried for a in i.avals)]
 
     def _sort(self, i: Input) -> None:
         rule, effect = self._rules(i.state), self._written.get(id(i.state))
@@ -190,30 +201,21 @@ class _Loop:
         carry_out, ys = s.out_vars[: self._num_carry], s.out_vars[self._num_carry :]
         return s.arrange(invars, [*carry_out, *carried, *ys, *stacked])
 
-    def run(self, carry: list, xs: list, *, reverse: bool, unroll: Any) -> tuple[list, list]:
+    def run(self, carry: list, xs: list, *, reverse: bool, unroll: Any, strategy: Strategy | None) -> tuple[list, list]:
         """Run the loop and publish its writes; returns the leaves of the last carry and of the outputs."""
         values = lambda inputs: [x for i in inputs for x in i.values]  # noqa: E731
         keys = [jax.random.split(x, self._length + 1) for x in values(self._split)]
         mapped = [*(k[1:] for k in keys), *(jnp.moveaxis(x, axis, 0) for i, axis in self._mapped for x in i.values)]
         carried = values(self._carried)
         constants = [*self._staged.operands, *values(self._broadcast)]
-        loop = self._keep(len(constants), reverse, unroll)
+        loop = make_loop(
+            self._staged, self._body, len(constants), self._avals, self._length, reverse=reverse, unroll=unroll,
+            strategy=strategy,
+        )  # fmt: skip
         carry, ys = loop(constants, [*carry, *carried], [*xs, *mapped])
         num_carry, num_ys = self._num_carry, len(self._staged.out_vars) - self._num_carry
         self._publish(carry[num_carry:], ys[num_ys:], [k[0] for k in keys])
         return carry[:num_carry], ys[:num_ys]
-
-    def _keep(self, num_constants: int, reverse: bool, unroll: Any) -> Callable:
-        """The compiled loop, ``(constants, carry, xs) -> (carry, ys)``."""
-        s, n = self._staged, self._num_carry
-        avals = kept_types(s.avals[:n], s.out_avals[:n])
-        avals += [a for i in self._carried for a in i.avals]
-
-        def build(body: Body) -> Callable:
-            return _control.scan(body, num_constants, avals, length=self._length, reverse=reverse, unroll=unroll)
-
-        use = ("scan", self._length, reverse, type(unroll), unroll, num_constants, *avals)
-        return table.get(self._body, use, build)
 
     def _publish(self, carried: list, stacked: list, advanced: list) -> None:
         """Store what the loop leaves in the written states, in the order in which the body wrote them."""

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat, _control
-from .._errors import StateAccessError
+from .._errors import PolicyError, StateAccessError
 from .._jaxpr import Body, table
 from .._lift import name_of
+from .._loops import make_loop, resolve_strategy
 from .._paths import Paths
 from .._staged import Staged, check_carry, flatten_carry, kept_types, promote, publish, union
+from .._strategy import Strategy
 from .._tree import Partition, type_str
 from .._typing import PyTree
 
@@ -63,6 +65,7 @@ def fori_loop(
     init_val: PyTree,
     *,
     unroll: int | bool | None = None,
+    checkpoint: Strategy | int | tuple[int, ...] | str | None = None,
 ) -> PyTree:
     """Run ``val = body_fun(i, val)`` for `i` from `lower` up to `upper`; the body may read and write states.
 
@@ -74,11 +77,13 @@ def fori_loop(
         body_fun: ``(i, val) -> val``.
         init_val: a pytree of arrays and Python numbers.
         unroll: as in ``jax.lax.fori_loop``.
+        checkpoint: how the loop stores less for its gradient, as in `scan`; both bounds must be Python integers.
 
     Returns:
         The last value.
 
     Raises:
+        PolicyError: `checkpoint` cannot be had.
         CarryTypeError: a step changes the type of the value or of a state.
         CreatedStateError: the body created a state that outlives the loop.
 
@@ -100,6 +105,12 @@ def fori_loop(
     is_static = all(not isinstance(b, jax.Array) for b in (lower, upper))
     if not is_static and unroll not in (None, False, 1):
         raise ValueError("fori_loop: unroll= needs bounds that are known ahead; lower or upper is a JAX array.")
+    strategy = resolve_strategy("fori_loop", checkpoint, unroll)
+    if strategy is not None and not is_static:
+        raise PolicyError(
+            "fori_loop: checkpoint= needs a number of steps that is known ahead; lower or upper is a JAX array.\n"
+            "Fix: give Python integers, or use while_loop(..., checkpoint=Slots(n)), which takes any number of steps."
+        )
     are_ints = isinstance(lower, int) and isinstance(upper, int)
     start = lower if are_ints else jnp.asarray(lower + 0 * upper)
     carry, part = flatten_carry("fori_loop", init_val)
@@ -111,15 +122,9 @@ def fori_loop(
     if is_static:
         loop = _Loop("fori_loop", body, None)
         length = max(int(upper) - int(lower), 0)
-        num_constants = len(loop.constants[0])
-
-        def build(body: Body) -> Callable:
-            return _control.scan(
-                body, num_constants, loop.carry_avals, length=length, reverse=False, unroll=unroll or 1
-            )
-
-        use = ("fori_loop", length, type(unroll), unroll, num_constants, *loop.carry_avals)
-        left, _ = table.get(loop.bodies, use, build)(*loop.constants, [start, *carry, *loop.state_values], [])
+        options: dict[str, Any] = {"unroll": unroll or 1, "strategy": strategy}
+        run = make_loop(body, loop.bodies[0], len(loop.constants[0]), loop.carry_avals, length, **options)
+        left, _ = run(*loop.constants, [start, *carry, *loop.state_values], [])
     else:
         limit = jnp.asarray(upper, body.avals[0].dtype)
         test = Staged("fori_loop", body_fun, lambda i, *xs: (i < limit,), body.avals, kind="while_cond")

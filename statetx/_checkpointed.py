@@ -1,0 +1,479 @@
+"""Loops whose reversal runs steps again instead of keeping what they computed.
+
+Two ways of it, for a body that is there as equations, ``(*constants, *carry, *x) -> (*carry, *y)``:
+
+- `nested`: loops in loops, each rematerialised. Made of JAX's own parts, it is differentiated in every order and mode.
+- `Scheduled`: the forward sweep stores the carry at a few steps (`_schedule` says which), and the reversal runs forward
+  from the nearest of them, storing anew in the slots that are free. It is a nest of three loops without a branch,
+
+      for each block of steps, from the last to the first:
+          while the carry in hand is not that before the block:
+              run some steps; store the carry
+
+  of which the compiled size depends on neither length nor slots. These loops have no reverse mode of their own, so
+  what is differentiated twice goes back to `nested`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from . import _compat, _control, _keep, _schedule
+from ._jaxpr import Body
+from ._policy import Policy
+from ._staged import as_types
+from ._tree import is_float
+
+
+class Step:
+    """One step of a loop.
+
+    Args:
+        body: ``(*constants, *carry, *x) -> (*carry, *y)``.
+        num_constants: how many constants there are, the body's operands included.
+        avals: the types that the carry must keep.
+        length: of the loop; `reverse` as in `jax.lax.scan`.
+        policy: what a rematerialised step keeps.
+        name: of the function, for messages.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        num_constants: int,
+        avals: Sequence[Any],
+        *,
+        length: int,
+        reverse: bool,
+        policy: Policy | None,
+        name: str,
+    ):
+        self.body = body
+        self.avals = list(avals)
+        self.length = length
+        self.reverse = reverse
+        self.num_constants = num_constants
+        self.num_carry = len(avals)
+        self.constant_avals = [v.aval for v in body.jaxpr.invars[:num_constants]]
+        self.x_avals = [v.aval for v in body.jaxpr.invars[num_constants + self.num_carry :]]
+        self.y_avals = [v.aval for v in body.jaxpr.outvars[self.num_carry :]]
+        self.name = name
+        self.policy = policy
+
+    def __call__(self, constants: list, carry: list, x: list) -> tuple[list, list]:
+        return self._split(self.body((), *constants, *carry, *x))
+
+    def keeping(self, constants: list, carry: list, x: list) -> tuple[list, list]:
+        """The step, rematerialised with its policy if it has one."""
+        return self(constants, carry, x) if self.policy is None else self.rematerialised(constants, carry, x)
+
+    def rematerialised(self, constants: list, carry: list, x: list) -> tuple[list, list]:
+        jaxpr, keeps = self._kept
+        return self._split(_compat.rematerialise(jaxpr, [*constants, *carry, *x], policy=keeps, prevent_cse=False))
+
+    @functools.cached_property
+    def _kept(self) -> tuple[Any, Any]:
+        jaxpr = self.body.jaxpr
+        return (jaxpr, None) if self.policy is None else _keep.apply(self.policy, jaxpr, (), self.name)
+
+    def _split(self, outs: list) -> tuple[list, list]:
+        return as_types(outs[: self.num_carry], self.avals), outs[self.num_carry :]
+
+    def plain(self) -> Callable:
+        return _control.scan(
+            self.body, self.num_constants, self.avals, length=self.length, reverse=self.reverse, unroll=1
+        )
+
+
+# -- nested loops ------------------------------------------------------------------------------------------------
+
+
+def nested(step: Step, lengths: Sequence[int], offload: str | None = None) -> Callable:
+    """``(constants, carry, xs) -> (carry, ys)`` by loops in loops, of which each body is rematerialised.
+
+    The outermost stores its carries in the memory `offload`, if that is given.
+    """
+
+    def loop(constants: list, carry: list, xs: list, length: int, lengths: Sequence[int]) -> tuple[list, list]:
+        if len(lengths) == 1:
+            one = functools.partial(step.rematerialised, constants)
+            return jax.lax.scan(one, carry, xs, length, step.reverse)
+        inner = math.prod(lengths[1:])
+        num_chunks, rest = divmod(length, inner)
+
+        def chunk(carry: list, xs: list, length: int = inner) -> tuple[list, list]:
+            run = lambda constants, carry, xs: loop(constants, carry, xs, length, lengths[1:])  # noqa: E731
+            return _rematerialised(run, constants, carry, xs)
+
+        def chunks(carry: list, xs: list) -> tuple[list, list]:
+            xs = [x.reshape(num_chunks, inner, *x.shape[1:]) for x in xs]
+            carry, ys = jax.lax.scan(chunk, carry, xs, num_chunks, step.reverse)
+            return carry, [y.reshape(num_chunks * inner, *y.shape[2:]) for y in ys]
+
+        if not rest:
+            return chunks(carry, xs)
+        if num_chunks == 0:
+            return chunk(carry, xs, length)
+        at = rest if step.reverse else length - rest
+        low, high = [x[:at] for x in xs], [x[at:] for x in xs]
+        if step.reverse:
+            carry, high = chunks(carry, high)
+            carry, low = chunk(carry, low, rest)
+        else:
+            carry, low = chunks(carry, low)
+            carry, high = chunk(carry, high, rest)
+        return carry, [jnp.concatenate(parts) for parts in zip(low, high, strict=True)]
+
+    return _control.compiled(lambda constants, carry, xs: loop(constants, carry, xs, step.length, lengths))
+
+
+def _rematerialised(fun: Callable, *args: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(args)
+    out_tree: Any = None
+
+    def flat(*leaves: Any) -> list[Any]:
+        nonlocal out_tree
+        outs, out_tree = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
+        return outs
+
+    jaxpr, consts = _compat.stage(flat, [_compat.abstract(x) for x in leaves], kind="scan", name="chunk")
+    body = Body.close(jaxpr, consts)
+    outs = _compat.rematerialise(body.jaxpr, [*body.operands, *leaves], policy=None, prevent_cse=False)
+    return out_tree.unflatten(outs)
+
+
+# -- a schedule --------------------------------------------------------------------------------------------------
+
+
+class Scheduled:
+    """A loop that is reversed from a bounded number of slots.
+
+    Args:
+        step: of the loop.
+        slots: how many carries are stored at a time, the first one included.
+        block: how many steps are reversed together, from what they keep.
+    """
+
+    def __init__(self, step: Step, slots: int, block: int = 1):
+        self._step = step
+        self._block = block
+        self._num_blocks, self._rest = divmod(step.length, block)
+        self.slots = max(1, min(slots, self._num_blocks))
+        self._sweep = _with_derivative(self._store, self._derivative_of_store)
+        self._reversal = functools.cache(self._make_reversal)
+        lengths = _schedule.nested_lengths(step.length, 2 if step.length < 20_000 else 3)
+        self._nested = nested(step, lengths)
+        self._call = jax.custom_jvp(step.plain())
+        self._call.defjvp(self._rule, symbolic_zeros=True)
+
+    def __call__(self, constants: list, carry: list, xs: list) -> tuple[list, list]:
+        return self._call(constants, carry, xs)
+
+    # -- derivatives --
+
+    def _rule(self, primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+        """The loop's derivative: a linear map, whose transpose is the reversal."""
+        (carry, ys), stored = self._sweep(*primals)
+        leaves, treedef = jax.tree.flatten((primals, stored))
+        moved = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
+        moving = tuple(i for i, t in enumerate(moved) if not isinstance(t, SymbolicZero) and is_float(t))
+        outs = [*carry, *ys]
+        floats = [i for i, x in enumerate(outs) if is_float(x)]
+
+        def push(residuals: list, tangents: list) -> list[Any]:
+            primals, _ = treedef.unflatten(residuals)
+            return _jvp(self._nested, primals, dict(zip(moving, tangents, strict=True)))[1]
+
+        def pull(residuals: list, cts: list) -> list[Any]:
+            primals, stored = treedef.unflatten(residuals)
+            given = tuple(ct is not None for ct in cts)
+            return self._reversal(moving, given)(primals, stored, [ct for ct in cts if ct is not None])
+
+        types = [_compat.abstract(outs[i]) for i in floats]
+        pushed = iter(_compat.linear_call(push, pull, leaves, [moved[i] for i in moving], types))
+        zeros = [next(pushed) if is_float(x) else _compat.zero_tangent(x) for x in outs]
+        return (carry, ys), (zeros[: len(carry)], zeros[len(carry) :])
+
+    def _derivative_of_store(self, args: tuple, tangents: dict[int, Any]) -> Any:
+        """The derivative of the sweep: what is stored does not count, since what is done with it is a function of the
+        arguments, and is differentiated as such."""
+        outs = self._store(*args)
+        return outs, _jvp(self._nested, args, tangents)[1]
+
+    # -- the forward sweep --
+
+    def _at(self, i: Any) -> Any:
+        return self._step.length - 1 - i if self._step.reverse else i
+
+    def _element(self, xs: list, i: Any) -> list:
+        return [jax.lax.dynamic_index_in_dim(x, self._at(i), 0, keepdims=False) for x in xs]
+
+    def _store(self, constants: list, carry: list, xs: list) -> Any:
+        """Run the loop: ``(carry, ys), (slots, carry after the last whole block)``."""
+        step = self._step
+        positions = _schedule.first_positions(self._num_blocks, self.slots) if self._num_blocks else []
+        bounds = jnp.asarray([p * self._block for p in (*positions, self._num_blocks)], jnp.int32)
+
+        def one(i: Any, loop: tuple[list, list]) -> tuple[list, list]:
+            carry, y = step(constants, loop[0], self._element(xs, i))
+            return carry, [
+                jax.lax.dynamic_update_index_in_dim(b, v, self._at(i), 0) for b, v in zip(loop[1], y, strict=True)
+            ]
+
+        def segment(j: Any, loop: Any) -> Any:
+            slots, carry, ys = loop
+            slots = [jax.lax.dynamic_update_index_in_dim(s, x, j, 0) for s, x in zip(slots, carry, strict=True)]
+            return (slots, *jax.lax.fori_loop(bounds[j], bounds[j + 1], one, (carry, ys)))
+
+        slots = [_compat.empty(self.slots, aval) for aval in step.avals]
+        ys = [_compat.empty(step.length, aval) for aval in step.y_avals]
+        carry = as_types(carry, step.avals)
+        slots, carry, ys = jax.lax.fori_loop(0, len(positions), segment, (slots, carry, ys))
+        middle = carry if self._rest else []
+        carry, ys = jax.lax.fori_loop(step.length - self._rest, step.length, one, (carry, ys))
+        return (carry, ys), (slots, middle)
+
+    # -- the reversal --
+
+    def _make_reversal(self, moving: tuple[int, ...], given: tuple[bool, ...]) -> Callable:
+        """``(primals, stored, cotangents) -> cotangents`` of those inputs that `moving` names; `given` says which of the
+        float outputs have a cotangent."""
+
+        def scheduled(primals: tuple, stored: Any, cts: list) -> list:
+            return self._reverse(primals, stored, cts, moving, given)
+
+        def by_nesting(primals: tuple, cts: list) -> list:
+            _, pull = jax.vjp(
+                lambda *xs: floats_of(self._nested, primals, dict(zip(moving, xs, strict=True))),
+                *[jax.tree.leaves(primals)[i] for i in moving],
+            )
+            given_cts = iter(cts)
+            types: list[Any] = [a for a in (*self._step.avals, *self._y_types()) if is_float(a)]
+            return list(pull([next(given_cts) if g else _zeros(a) for g, a in zip(given, types, strict=True)]))
+
+        def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
+            primals, stored, cts = args
+            num, skipped = len(jax.tree.leaves(primals)), len(jax.tree.leaves(stored))
+            mine = {i if i < num else i - skipped: t for i, t in tangents.items() if i < num or i >= num + skipped}
+            return _jvp(by_nesting, (primals, cts), mine)
+
+        return _with_derivative(scheduled, derivative)
+
+    def _y_types(self) -> list[Any]:
+        return [jax.ShapeDtypeStruct((self._step.length, *a.shape), a.dtype) for a in self._step.y_avals]
+
+    def _reverse(
+        self, primals: tuple, stored: Any, cts: list, moving: tuple[int, ...], given: tuple[bool, ...]
+    ) -> list:
+        step, block = self._step, self._block
+        constants, _, xs = primals
+        slots, middle = stored
+        num_constants, first_x = step.num_constants, step.num_constants + step.num_carry
+        const_places = [i for i in moving if i < num_constants]
+        x_places = [i - first_x for i in moving if i >= first_x]
+        carry_floats = [i for i, a in enumerate(step.avals) if is_float(a)]
+        y_floats = [i for i, a in enumerate(step.y_avals) if is_float(a)]
+        given_cts = iter(cts)
+        all_cts = [next(given_cts) if g else None for g in given]
+        ct_carry = [
+            _zeros(step.avals[i]) if ct is None else ct
+            for i, ct in zip(carry_floats, all_cts[: len(carry_floats)], strict=True)
+        ]
+        ct_ys = all_cts[len(carry_floats) :]
+
+        def reverse_block(first: Any, size: int, carry: list, loop: tuple) -> tuple:
+            """Reverse the steps from `first` on, of which the first finds this carry."""
+            ct_carry, sums, ct_xs = loop
+            low = self._at(first + size - 1) if step.reverse else first
+            part = lambda x: jax.lax.dynamic_slice_in_dim(x, low, size, 0)  # noqa: E731
+            elements = [part(x) for x in xs]
+
+            def run(consts: list, floats: list, moved: list) -> tuple[list, list]:
+                c, k, x = list(constants), list(carry), list(elements)
+                for places, values, into in (
+                    (const_places, consts, c),
+                    (carry_floats, floats, k),
+                    (x_places, moved, x),
+                ):
+                    for i, v in zip(places, values, strict=True):
+                        into[i] = v
+                if size == 1:
+                    k, y = step.keeping(c, k, [v[0] for v in x])
+                    y = [v[None] for v in y]
+                else:
+                    k, y = jax.lax.scan(functools.partial(step.keeping, c), k, x, size, step.reverse)
+                return [k[i] for i in carry_floats], [y[i] for i in y_floats]
+
+            (_, y), pull = jax.vjp(
+                run,
+                [constants[i] for i in const_places],
+                [carry[i] for i in carry_floats],
+                [elements[i] for i in x_places],
+            )
+            ct_y = [jnp.zeros_like(v) if ct is None else part(ct) for ct, v in zip(ct_ys, y, strict=True)]
+            ct_consts, ct_carry, ct_x = pull((ct_carry, ct_y))
+            sums = [a + b for a, b in zip(sums, ct_consts, strict=True)]
+            ct_xs = [jax.lax.dynamic_update_slice_in_dim(b, v, low, 0) for b, v in zip(ct_xs, ct_x, strict=True)]
+            return ct_carry, sums, ct_xs
+
+        def advance(first: Any, last: Any, carry: list) -> list:
+            return jax.lax.fori_loop(first, last, lambda i, c: step(constants, c, self._element(xs, i))[0], carry)
+
+        loop = (
+            ct_carry,
+            [jnp.zeros_like(constants[i]) for i in const_places],
+            [_compat.empty(step.length, step.x_avals[i]) for i in x_places],
+        )
+        if self._rest:
+            loop = reverse_block(self._num_blocks * block, self._rest, middle, loop)
+        if self._num_blocks:
+            size = functools.partial(reverse_block, size=block)
+            plan = Plan.make(self._num_blocks, self.slots)
+            loop, _ = reverse_scheduled(self._num_blocks, plan, block, slots, loop, advance, size)
+        ct_carry, sums, ct_xs = loop
+        of_carry = dict(zip(carry_floats, ct_carry, strict=True))
+        return [*sums, *(of_carry[i - num_constants] for i in moving if num_constants <= i < first_x), *ct_xs]
+
+
+def reverse_scheduled(
+    num_blocks: Any,
+    plan: Plan,
+    block: int,
+    slots: list,
+    loop: Any,
+    advance: Callable,
+    reverse_block: Callable,
+) -> tuple[Any, Any]:
+    """Reverse all blocks in turn: the schedule, whatever a step is.
+
+    Args:
+        num_blocks: how many; may be traced.
+        slots: for each leaf of the carry the stored ones, as the forward sweep left them.
+        loop: what the reversal hands on.
+        advance: ``(first step, last step, carry) -> carry``.
+        reverse_block: ``(first step, carry=, loop=) -> loop``.
+
+    Returns:
+        ``loop``, and how many blocks were run ahead.
+    """
+    num_slots = len(plan.positions)
+    last_slot = jnp.int32(num_slots - 1)
+
+    # `top` is the last slot in use, `positions[top]` the block before which its carry stands.
+    def one_block(n: Any, state: Any) -> Any:
+        slots, positions, top, loop, runs = state
+        target = jnp.int32(num_blocks - 1 - n)
+
+        def is_before(inner: Any) -> Any:
+            return inner[3] < target
+
+        def go_on(inner: Any) -> Any:
+            slots, positions, top, here, carry, runs = inner
+            free, ahead = num_slots - top, target - here
+            has_free = free > 1
+            if num_slots > 1:
+                ahead = jnp.where(has_free, _schedule.split(plan.rows, ahead + 1, jnp.maximum(free, 2)), ahead)
+            carry = advance(here * block, (here + ahead) * block, carry)
+            here = here + ahead
+            if num_slots > 1:
+                # Where none is free, the last slot gets back what it has.
+                top = jnp.minimum(top + 1, last_slot)
+                slots = [_put(s, top, x, has_free) for s, x in zip(slots, carry, strict=True)]
+                positions = _put(positions, top, here, has_free)
+            return slots, positions, top, here, carry, runs + ahead
+
+        inner = (slots, positions, top, positions[top], [s[top] for s in slots], runs)
+        slots, positions, top, _, carry, runs = jax.lax.while_loop(is_before, go_on, inner)
+        loop = reverse_block(target * block, carry=carry, loop=loop)
+        return slots, positions, top - (positions[top] == target), loop, runs
+
+    state = (slots, plan.positions, plan.top, loop, jnp.int32(0))
+    return jax.lax.fori_loop(0, num_blocks, one_block, state)[-2:]
+
+
+class Plan(NamedTuple):
+    """What the reversal knows of the schedule.
+
+    Attributes:
+        rows: `_schedule.table` of it.
+        positions: for each slot the block before which its carry stands, of those that the forward sweep filled.
+        top: the last of these.
+    """
+
+    rows: Any
+    positions: Any
+    top: Any
+
+    @classmethod
+    def make(cls, num_blocks: int, num_slots: int) -> Plan:
+        first = _schedule.first_positions(num_blocks, num_slots)
+        positions = jnp.asarray([*first, *[0] * (num_slots - len(first))], jnp.int32)
+        return cls(jnp.asarray(_schedule.table(num_blocks + 1, num_slots)), positions, jnp.int32(len(first) - 1))
+
+
+def _put(buffer: Any, i: Any, x: Any, condition: Any) -> Any:
+    old = jax.lax.dynamic_index_in_dim(buffer, i, 0, keepdims=False)
+    return jax.lax.dynamic_update_index_in_dim(buffer, jax.lax.select(condition, x, old), i, 0)
+
+
+# -- derivatives by another function -----------------------------------------------------------------------------
+
+
+def _with_derivative(fun: Callable, derivative: Callable) -> Callable:
+    """`fun`, compiled, with a derivative of its own.
+
+    Args:
+        derivative: ``(args, tangents by leaf) -> (output, tangents of its first float leaves)``; those of the others
+            are zero.
+    """
+    compiled = jax.custom_jvp(_control.compiled(fun))
+
+    @functools.partial(compiled.defjvp, symbolic_zeros=True)
+    def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+        moved = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
+        moving = {i: t for i, t in enumerate(moved) if not isinstance(t, SymbolicZero) and is_float(t)}
+        out, pushed = derivative(primals, moving)
+        leaves, treedef = jax.tree.flatten(out)
+        rest = iter(pushed)
+        zeros = [next(rest, None) if is_float(x) else _compat.zero_tangent(x) for x in leaves]
+        return out, treedef.unflatten(
+            [jnp.zeros_like(x) if z is None else z for x, z in zip(leaves, zeros, strict=True)]
+        )
+
+    return compiled
+
+
+def _jvp(fun: Callable, args: tuple, tangents: dict[int, Any]) -> tuple[Any, list[Any]]:
+    """The output of ``fun(*args)``, and the tangents of its float leaves; `tangents` by leaf of the arguments."""
+    leaves = jax.tree.leaves(args)
+    out_tree: Any = None
+
+    def of_moving(*moving: Any) -> tuple[list, list]:
+        nonlocal out_tree
+        out = fun(*_replaced(args, dict(zip(tangents, moving, strict=True))))
+        outs, out_tree = jax.tree.flatten(out)
+        return [x for x in outs if is_float(x)], [None if is_float(x) else x for x in outs]
+
+    floats, pushed, others = jax.jvp(of_moving, [leaves[i] for i in tangents], list(tangents.values()), has_aux=True)
+    rest = iter(floats)
+    return out_tree.unflatten([next(rest) if x is None else x for x in others]), pushed
+
+
+def floats_of(fun: Callable, args: tuple, values: dict[int, Any]) -> list[Any]:
+    return [x for x in jax.tree.leaves(fun(*_replaced(args, values))) if is_float(x)]
+
+
+def _replaced(args: tuple, values: dict[int, Any]) -> tuple:
+    leaves, treedef = jax.tree.flatten(args)
+    return treedef.unflatten([values.get(i, x) for i, x in enumerate(leaves)])
+
+
+def _zeros(aval: Any) -> Any:
+    return jnp.zeros(aval.shape, aval.dtype)

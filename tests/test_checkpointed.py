@@ -1,0 +1,335 @@
+"""Loops that store less: the same numbers in every order and mode of differentiation, and no run of the body too many."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from statetx import _checkpointed, _schedule, policies
+from statetx.policies import Budget, Lengths, Levels, Slots
+
+STRATEGIES = [
+    Slots(1),
+    Slots(3),
+    Slots(100),
+    Slots(3, block=4),
+    Slots(2, policy=policies.nothing),
+    Levels(1),
+    Levels(2),
+    Levels(3),
+    Levels(2, policy="dots"),
+    Lengths(3, 4),
+    Budget("1MiB"),
+    "auto",
+]
+
+
+# -- the schedule --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def fewest_runs_ahead(length, slots):
+    """By trying every place for the next stored state."""
+    if length <= 1:
+        return 0
+    if slots == 1:
+        return length * (length - 1) // 2
+    return min(m + fewest_runs_ahead(m, slots) + fewest_runs_ahead(length - m, slots - 1) for m in range(1, length))
+
+
+def test_the_optimum_is_that_of_trying_everything():
+    for n, c in itertools.product(range(1, 41), range(1, 43)):
+        assert _schedule.num_evaluations(n, c) == fewest_runs_ahead(n + 1, c) + n
+
+
+def count_evaluations(slots, longest):
+    """The runs of the body in the compiled nest of loops, for each length up to `longest`."""
+    rows = jnp.asarray(_schedule.table(longest + 1, slots))
+
+    @jax.jit
+    def reverse(length, positions, top):
+        plan = _checkpointed.Plan(rows, positions, top)
+        stored = [jnp.asarray(positions)]  # the carry is the number of the step that finds it
+        is_right, runs = _checkpointed.reverse_scheduled(
+            length, plan, 1, stored, True, lambda i, j, carry: [j], lambda i, *, carry, loop: loop & (carry[0] == i)
+        )
+        return is_right, length + runs + length  # the forward sweep, what is run ahead, what is differentiated
+
+    for length in range(max(1, slots - 1), longest + 1):
+        plan = _checkpointed.Plan.make(length, slots)
+        is_right, runs = reverse(length, plan.positions, plan.top)
+        assert is_right
+        yield length, int(runs)
+
+
+def check_counts(slots, longest=200):
+    for length, runs in count_evaluations(slots, longest):
+        assert runs == _schedule.num_evaluations(length, slots), (length, slots)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5, 50])
+def test_the_body_runs_as_often_as_is_least(slots):
+    check_counts(slots)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", range(1, 202))
+def test_the_body_runs_as_often_as_is_least_for_all(slots):
+    check_counts(slots)
+
+
+@pytest.mark.parametrize(
+    ("length", "slots", "runs_a_step"),
+    [(1000, 5, 7.29), (1000, 10, 4.64), (1000, 20, 3.75), (1000, 50, 2.95), (10**6, 20, 7.82), (10**6, 1500, 3.00)],
+)
+def test_known_optima(length, slots, runs_a_step):
+    assert round(_schedule.num_evaluations(length, slots) / length, 2) == runs_a_step
+
+
+@pytest.mark.parametrize(("length", "slots"), [(4099, 7), (65_537, 20), (999_983, 20), (10**6, 100)])
+def test_the_body_runs_as_often_as_is_least_in_long_loops(length, slots):
+    plan = _checkpointed.Plan.make(length, slots)
+
+    @jax.jit
+    def reverse():
+        return _checkpointed.reverse_scheduled(
+            length,
+            plan,
+            1,
+            [plan.positions],
+            True,
+            lambda i, j, carry: [j],
+            lambda i, *, carry, loop: loop & (carry[0] == i),
+        )
+
+    is_right, runs = reverse()
+    assert is_right and 2 * length + int(runs) == _schedule.num_evaluations(length, slots)
+
+
+def runs_of_the_body(length, checkpoint):
+    """Of a whole gradient, counted where they happen."""
+    calls = []
+
+    def step(h, x):
+        jax.debug.callback(lambda: calls.append(0))
+        return jnp.tanh(h * x), None
+
+    loss = jax.jit(lambda w: statetx.scan(step, w, jnp.ones(length), checkpoint=checkpoint)[0])
+    jax.grad(loss)(0.5)
+    jax.effects_barrier()
+    return len(calls)
+
+
+@pytest.mark.parametrize(("length", "slots"), [(2, 1), (7, 1), (12, 2), (23, 3), (23, 5), (40, 40), (40, 60)])
+def test_runs_of_a_whole_gradient(length, slots):
+    # A slot for every state there is saves no more.
+    assert runs_of_the_body(length, Slots(slots)) == _schedule.num_evaluations(length, min(slots, length))
+
+
+def test_blocks_trade_runs_for_memory():
+    runs = [runs_of_the_body(24, Slots(2, block=b)) for b in (1, 2, 4, 8)]
+    assert runs == sorted(runs, reverse=True) and runs[-1] < runs[0] / 2
+    assert runs_of_the_body(26, Slots(2, block=4)) < runs_of_the_body(26, Slots(2))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 64, 97, 4096, 4099, 10**6, 999_983])
+@pytest.mark.parametrize("levels", [1, 2, 3, 4])
+def test_nested_lengths(length, levels):
+    lengths = _schedule.nested_lengths(length, levels)
+    inner = int(np.prod(lengths[1:], dtype=np.int64))
+    assert inner * lengths[0] <= length < inner * (lengths[0] + 1)
+    if length > 50 and levels <= 2:
+        assert sum(lengths) <= 1.06 * levels * length ** (1 / levels) + 2
+
+
+# -- the same numbers ----------------------------------------------------------------------------------------------
+
+W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)) / 3, jnp.float32)
+H = jnp.asarray([0.3, -0.2, 0.5])
+
+
+def program(length, reverse=False):
+    """A loop with constants, a float and an integer carry, inputs and outputs, as ``f(checkpoint, W, H, xs)``."""
+
+    def step(w, carry, x):
+        h, n = carry
+        h = jnp.tanh(h @ w + x["a"] * jnp.cos(n))
+        return (h, n + 1), {"h": h[:2], "n": n}
+
+    def f(checkpoint, w, h, xs):
+        options = {"reverse": reverse}
+        scan = functools.partial(statetx.scan, checkpoint=checkpoint) if checkpoint is not None else jax.lax.scan
+        (h, n), ys = scan(functools.partial(step, w), (h, jnp.int32(0)), {"a": xs}, **options)
+        return (h**2).sum() + (ys["h"] * jnp.arange(1.0, length + 1)[:, None]).sum() / length + n
+
+    return f, (W, H, jnp.sin(jnp.arange(3.0 * length)).reshape(length, 3))
+
+
+def total(tree):
+    return sum((x**2).sum() for x in jax.tree.leaves(tree))
+
+
+MODES = {
+    "value": lambda f, *args: f(*args),
+    "grad": lambda f, *args: jax.grad(f, (0, 1, 2))(*args),
+    "grad of the weights": lambda f, *args: jax.grad(f)(*args),
+    "grad, compiled": lambda f, *args: jax.jit(jax.grad(f, (0, 1, 2)))(*args),
+    "jvp": lambda f, *args: jax.jvp(f, args, args),
+    "forward over reverse": lambda f, *args: jax.jvp(jax.grad(f, (0, 1, 2)), args, args)[1],
+    "reverse over reverse": lambda f, *args: jax.grad(lambda *a: total(jax.grad(f, (0, 1, 2))(*a)), (0, 1, 2))(*args),
+    "reverse over forward": lambda f, *args: jax.grad(lambda w: jax.jvp(f, (w, *args[1:]), args)[1])(args[0]),
+    "hessian": lambda f, w, h, xs: jax.hessian(lambda h: f(w, h, xs))(h),
+    "vmap of grad": lambda f, w, h, xs: jax.vmap(jax.grad(f, (0, 1, 2)), (None, None, 0))(
+        w, h, jnp.stack([xs, 2 * xs])
+    ),
+    "grad of vmap": lambda f, w, h, xs: jax.grad(
+        lambda w: jax.vmap(f, (None, 0, None))(w, jnp.stack([h, -h]), xs).sum()
+    )(w),
+    "under checkpoint": lambda f, *args: jax.grad(jax.checkpoint(f), (0, 1, 2))(*args),
+    "linearize": lambda f, *args: jax.linearize(f, *args)[1](*args),
+}
+
+
+FEW = (Slots(3), Slots(3, block=4), Levels(2))
+MORE = [pytest.param(s, id=repr(s), marks=() if s in FEW else pytest.mark.slow) for s in STRATEGIES]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strategy", MORE)
+def test_same_numbers(strategy, mode):
+    f, args = program(13)
+    actual = MODES[mode](functools.partial(f, strategy), *args)
+    expected = MODES[mode](functools.partial(f, None), *args)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+
+
+LAYOUTS = [(1, False), (2, True), (3, False), (12, True), (13, False), (64, True), (65, False)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("strategy", [Slots(2), Slots(5, block=3), Levels(2), Levels(3), "auto"], ids=repr)
+def test_any_length_and_direction(strategy, layout):
+    f, args = program(*layout)
+    actual, expected = (jax.value_and_grad(f, (1, 2, 3))(s, *args) for s in (strategy, None))
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+
+
+def test_zero_length():
+    for strategy in STRATEGIES:
+        if not isinstance(strategy, Lengths):
+            h, ys = statetx.scan(lambda h, x: (h + x, h), H, jnp.zeros((0, 3)), checkpoint=strategy)
+            np.testing.assert_array_equal(h, H)
+            assert ys.shape == (0, 3)
+
+
+# -- states --------------------------------------------------------------------------------------------------------
+
+
+class Cell:
+    def __init__(self):
+        self.w = statetx.Param(W)
+        self.h = statetx.State(H)
+        self.n = statetx.State(0)
+        self.rng = statetx.RngState(0)
+
+    def __call__(self, x):
+        keep = jax.random.bernoulli(self.rng.next(), 0.7, (3,))
+        self.h.value = jnp.tanh(self.h.value @ self.w.value + x) * keep
+        self.n.value += 1
+        return self.h.value.sum()
+
+
+def train(strategy, wrap=lambda f: f):
+    cell, xs = Cell(), jnp.cos(jnp.arange(39.0)).reshape(13, 3)
+
+    def loss(xs):
+        _, ys = statetx.scan(lambda c, x: (c, cell(x)), None, xs, checkpoint=strategy)
+        return (ys**2).sum() + cell.h.value.sum()
+
+    out = wrap(statetx.value_and_grad(loss, argnums=0, wrt=[cell.w, cell.h]))(xs)
+    return out, {path: s.value for path, s in statetx.states(cell).items()}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, statetx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("strategy", MORE)
+def test_states_and_draws(strategy, wrap):
+    actual, expected = train(strategy, wrap), train(None, wrap)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(getattr(a, "dtype", None), jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    assert int(actual[1]["cell.n" if "cell.n" in actual[1] else "n"]) == 13
+
+
+@pytest.mark.parametrize("strategy", [Slots(3), Levels(2)], ids=repr)
+def test_fori_loop(strategy):
+    def loss(w, checkpoint=None):
+        n = statetx.State(jnp.int32(0))
+
+        def body(i, h):
+            n.value += i
+            return jnp.tanh(h @ w + i)
+
+        return statetx.fori_loop(2, 15, body, H, checkpoint=checkpoint).sum() + n.value
+
+    np.testing.assert_allclose(jax.grad(loss)(W, strategy), jax.grad(loss)(W), rtol=1e-5)
+    assert float(loss(W, strategy)) == float(loss(W))
+
+
+def test_eager_calls_compile_once():
+    from helpers import compilations
+
+    def loss(w):
+        return statetx.scan(lambda h, x: (jnp.tanh(h * w + x), None), 0.0, jnp.arange(9.0), checkpoint=Slots(2))[0]
+
+    jax.grad(loss)(0.3)
+    with compilations() as events:
+        jax.grad(loss)(0.4)
+    assert not events
+
+
+# -- mistakes ------------------------------------------------------------------------------------------------------
+
+
+def scan(checkpoint, **options):
+    return statetx.scan(lambda h, x: (h * x, None), 1.0, jnp.ones(10), checkpoint=checkpoint, **options)
+
+
+def test_mistakes():
+    with pytest.raises(statetx.PolicyError, match="checkpoint=2.5 is none of"):
+        scan(2.5)
+    with pytest.raises(statetx.PolicyError, match="num must be a whole number of at least 1, got 0"):
+        scan(0)
+    with pytest.raises(statetx.PolicyError, match="checkpoint=True is none of"):
+        scan(True)
+    with pytest.raises(statetx.PolicyError, match="unroll=2 and checkpoint=3 do not go together"):
+        scan(3, unroll=2)
+    with pytest.raises(statetx.PolicyError, match=r"Lengths\(2, 2\) are loops of 4 steps in all, and this one has 10"):
+        scan((2, 2))
+    with pytest.raises(statetx.PolicyError, match="Not a size: 'lots'"):
+        scan("lots")
+    with pytest.raises(
+        statetx.PolicyError, match=r"(?s)needs .* with one slot, more than the budget of 1 B.*Fix: allow"
+    ):
+        scan(Budget(1))
+    with pytest.raises(statetx.PolicyError, match=r"(?s)known ahead.*while_loop"):
+        statetx.fori_loop(0, jnp.asarray(3), lambda i, x: x, 1.0, checkpoint=2)
+    with pytest.raises(statetx.EffectError, match=r"scan: the body .* calls .*show at .*would run again"):
+        from jax.experimental import io_callback
+
+        def show(x):
+            return None
+
+        statetx.scan(lambda h, x: (io_callback(show, None, h), (h, None))[1], 1.0, jnp.ones(3), checkpoint=2)
+
+
+def test_strategies_are_values():
+    assert Slots(3) == Slots(3) != Slots(3, block=2) and hash(Levels(2)) == hash(Levels(2))
+    assert repr(Lengths(3, 4, policy="dots")) == "Lengths(3, 4, policy=dots)"
+    assert Budget("1KiB") == Budget(1024)
