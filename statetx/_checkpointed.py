@@ -61,9 +61,9 @@ class Step:
         self.reverse = reverse
         self.num_constants = num_constants
         self.num_carry = len(avals)
-        self.constant_avals = [v.aval for v in body.jaxpr.invars[:num_constants]]
-        self.x_avals = [v.aval for v in body.jaxpr.invars[num_constants + self.num_carry :]]
-        self.y_avals = [v.aval for v in body.jaxpr.outvars[self.num_carry :]]
+        self.constant_avals: list[Any] = [v.aval for v in body.jaxpr.invars[:num_constants]]
+        self.x_avals: list[Any] = [v.aval for v in body.jaxpr.invars[num_constants + self.num_carry :]]
+        self.y_avals: list[Any] = [v.aval for v in body.jaxpr.outvars[self.num_carry :]]
         self.name = name
         self.policy = policy
 
@@ -233,7 +233,7 @@ class Scheduled:
             return (slots, *jax.lax.fori_loop(bounds[j], bounds[j + 1], one, (carry, ys)))
 
         slots = [_compat.empty(self.slots, aval) for aval in step.avals]
-        ys = [_compat.empty(step.length, aval) for aval in step.y_avals]
+        ys = [_buffer(step.length, aval, i) for i, aval in enumerate(step.y_avals)]
         carry = as_types(carry, step.avals)
         slots, carry, ys = jax.lax.fori_loop(0, len(positions), segment, (slots, carry, ys))
         middle = carry if self._rest else []
@@ -329,7 +329,7 @@ class Scheduled:
         loop = (
             ct_carry,
             [jnp.zeros_like(constants[i]) for i in const_places],
-            [_compat.empty(step.length, step.x_avals[i]) for i in x_places],
+            [_buffer(step.length, step.x_avals[i], -1 - i) for i in x_places],
         )
         if self._rest:
             loop = reverse_block(self._num_blocks * block, self._rest, middle, loop)
@@ -416,6 +416,16 @@ class Plan(NamedTuple):
         first = _schedule.first_positions(num_blocks, num_slots)
         positions = jnp.asarray([*first, *[0] * (num_slots - len(first))], jnp.int32)
         return cls(jnp.asarray(_schedule.table(num_blocks + 1, num_slots)), positions, jnp.int32(len(first) - 1))
+
+
+def _buffer(length: int, aval: Any, number: int) -> Any:
+    """An array to be written in place.
+
+    The number, which must differ between buffers that live together, keeps XLA from making them as copies of one
+    that then would live as long.
+    """
+    buffer = _compat.empty(length, aval)
+    return buffer + jnp.asarray(number, aval.dtype) if is_float(aval) and number else buffer
 
 
 def _put(buffer: Any, i: Any, x: Any, condition: Any) -> Any:
