@@ -394,7 +394,7 @@ def reverse_scheduled(
         loop = reverse_block(target * block, carry=carry, loop=loop)
         return slots, positions, top - (positions[top] == target), loop, runs
 
-    state = (slots, plan.positions, plan.top, loop, jnp.int32(0))
+    state = (slots, _compat.replicated(plan.positions), plan.top, loop, jnp.int32(0))
     return jax.lax.fori_loop(0, num_blocks, one_block, state)[-2:]
 
 

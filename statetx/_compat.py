@@ -269,6 +269,13 @@ def empty(length: int, aval: Any) -> Any:
     return _loops._empty_array((length,), (None,), aval)
 
 
+def replicated(x: Any) -> Any:
+    """A constant with the type of values computed here: where a mesh with explicit axes is set, one that lies on it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    is_explicit = any(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types)
+    return jax.sharding.reshard(x, jax.sharding.PartitionSpec()) if is_explicit else x
+
+
 # -- linear maps -----------------------------------------------------------------------------------------------
 
 
