@@ -52,8 +52,12 @@ from .transforms.map import map as map
 from .transforms.remat import checkpoint as checkpoint
 from .transforms.remat import checkpoint_name as checkpoint_name
 from .transforms.remat import remat as remat
+from .transforms.remat_scan import remat_scan as remat_scan
 from .transforms.scan import scan as scan
 from .transforms.shard_map import shard_map as shard_map
+from .transforms.stack import Stack as Stack
+from .transforms.stack import stack as stack
+from .transforms.stack import unstack as unstack
 from .transforms.vmap import vmap as vmap
 from .transforms.while_loop import fori_loop as fori_loop
 from .transforms.while_loop import while_loop as while_loop

@@ -189,7 +189,7 @@ class Scheduled:
 
         def push(residuals: list, tangents: list) -> list[Any]:
             primals, _ = treedef.unflatten(residuals)
-            return _jvp(self._nested, primals, dict(zip(moving, tangents, strict=True)))[1]
+            return jvp_of(self._nested, primals, dict(zip(moving, tangents, strict=True)))[1]
 
         def pull(residuals: list, cts: list) -> list[Any]:
             primals, stored = treedef.unflatten(residuals)
@@ -205,7 +205,7 @@ class Scheduled:
         """The derivative of the sweep: what is stored does not count, since what is done with it is a function of the
         arguments, and is differentiated as such."""
         outs = self._store(*args)
-        return outs, _jvp(self._nested, args, tangents)[1]
+        return outs, jvp_of(self._nested, args, tangents)[1]
 
     # -- the forward sweep --
 
@@ -262,7 +262,7 @@ class Scheduled:
             primals, stored, cts = args
             num, skipped = len(jax.tree.leaves(primals)), len(jax.tree.leaves(stored))
             mine = {i if i < num else i - skipped: t for i, t in tangents.items() if i < num or i >= num + skipped}
-            return _jvp(by_nesting, (primals, cts), mine)
+            return jvp_of(by_nesting, (primals, cts), mine)
 
         return _with_derivative(scheduled, derivative)
 
@@ -460,7 +460,7 @@ def _with_derivative(fun: Callable, derivative: Callable) -> Callable:
     return compiled
 
 
-def _jvp(fun: Callable, args: tuple, tangents: dict[int, Any]) -> tuple[Any, list[Any]]:
+def jvp_of(fun: Callable, args: tuple, tangents: dict[int, Any]) -> tuple[Any, list[Any]]:
     """The output of ``fun(*args)``, and the tangents of its float leaves; `tangents` by leaf of the arguments."""
     leaves = jax.tree.leaves(args)
     out_tree: Any = None

@@ -87,7 +87,7 @@ def _build(step: Step, strategy: Strategy) -> Callable:
         chosen = _choose(step)
     if isinstance(strategy, Budget):
         chosen = _fit(step, strategy.bytes)
-    if chosen is None or step.length < 2:
+    if chosen is None or step.length == 0:
         return step.plain()
     strategy = chosen
     if isinstance(strategy, Slots):

@@ -187,6 +187,11 @@ class _Walk:
             yield from self.visit(child, f"{path}.{key}" if path and key else path or key, module)
 
 
+def children(obj: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, with the part of a path for each."""
+    return _children(obj, _own_globals(obj))
+
+
 def _children(obj: Any, module: dict[str, Any] | None) -> Iterator[tuple[str, Any]]:
     if isinstance(obj, Mapping):
         yield from ((str(k), v) for k, v in obj.items())

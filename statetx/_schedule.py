@@ -46,10 +46,11 @@ def num_evaluations(length: int, slots: int) -> int:
     return r * (length + 1) - beta(slots + 1, r - 1) + length
 
 
-def table(length: int, slots: int) -> np.ndarray:
+def table(length: int, slots: int, columns: int | None = None) -> np.ndarray:
     """``beta(s, r - 1)`` at ``[s, r]`` for every s and r that a schedule of `length` steps meets, int32; what is above
-    `length` is cut off there."""
-    columns = repetitions(length, slots) + 2
+    `length` is cut off there. With fewer `columns` longer schedules are not quite the best."""
+    if columns is None:
+        columns = repetitions(length, slots) + 2
     rows = np.ones((slots + 1, columns), np.int64)
     rows[:, 0] = 0
     for s in range(1, slots + 1):

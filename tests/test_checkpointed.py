@@ -333,3 +333,146 @@ def test_strategies_are_values():
     assert Slots(3) == Slots(3) != Slots(3, block=2) and hash(Levels(2)) == hash(Levels(2))
     assert repr(Lengths(3, 4, policy="dots")) == "Lengths(3, 4, policy=dots)"
     assert Budget("1KiB") == Budget(1024)
+
+
+# -- loops of unknown length ---------------------------------------------------------------------------------------
+
+
+def decay(checkpoint=None, max_steps=None):
+    """Steps until the sum is small: how many depends on the values."""
+
+    def f(w, h):
+        def step(val):
+            h, n = val
+            return jnp.tanh(h @ w), n + 1
+
+        h, n = statetx.while_loop(
+            lambda val: jnp.abs(val[0]).sum() > 1e-3,
+            step,
+            (h, jnp.int32(0)),
+            checkpoint=checkpoint,
+            max_steps=max_steps,
+        )
+        return (h**2).sum() * 1e6 + n
+
+    return f
+
+
+def unrolled(w, h, max_steps=10**6):
+    n = 0
+    while jnp.abs(h).sum() > 1e-3 and n < max_steps:
+        h, n = jnp.tanh(h @ w), n + 1
+    return (h**2).sum() * 1e6 + n
+
+
+ONLINE_MODES = {
+    "grad": lambda f: jax.grad(f, (0, 1)),
+    "grad, compiled": lambda f: jax.jit(jax.grad(f, (0, 1))),
+    "jvp": lambda f: lambda *args: jax.jvp(f, args, args),
+    "forward over reverse": lambda f: lambda *args: jax.jvp(jax.grad(f, (0, 1)), args, args)[1],
+}
+
+
+@pytest.mark.parametrize("mode", ONLINE_MODES)
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 7, 100])
+def test_while_loop(slots, mode):
+    way = ONLINE_MODES[mode]
+    for scale in (0.3, 0.9, 1.0):  # from a few steps to many
+        args = (W * scale, H)
+        if mode == "forward over reverse":
+            expected = jax.jvp(jax.grad(unrolled_by_count(*args), (0, 1)), args, args)[1]
+        elif mode == "jvp":
+            expected = jax.jvp(unrolled_by_count(*args), args, args)
+        else:
+            expected = jax.grad(unrolled_by_count(*args), (0, 1))(*args)
+        for a, b in zip(jax.tree.leaves(way(decay(slots))(*args)), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def unrolled_by_count(w, h):
+    """The same computation, of which the number of steps is known."""
+    count = int(round(float(decay()(w, h)) - float((unrolled_state(w, h) ** 2).sum() * 1e6)))
+
+    def f(w, h):
+        for _ in range(count):
+            h = jnp.tanh(h @ w)
+        return (h**2).sum() * 1e6 + count
+
+    return f
+
+
+def unrolled_state(w, h):
+    while jnp.abs(h).sum() > 1e-3:
+        h = jnp.tanh(h @ w)
+    return h
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5, 17])
+def test_while_loop_with_max_steps(steps):
+    def reference(w, h):
+        for _ in range(steps):
+            h = jnp.tanh(h @ w)
+        return (h**2).sum() * 1e6 + steps
+
+    args = (2 * W, H)
+    assert float(decay(None, steps)(*args)) == pytest.approx(float(reference(*args)), rel=1e-5)
+    for a, b in zip(jax.grad(decay(3, steps), (0, 1))(*args), jax.grad(reference, (0, 1))(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
+
+
+def test_while_loop_under_vmap():
+    ws = jnp.stack([0.3 * W, W])
+    actual = jax.vmap(jax.grad(decay(3)), (0, None))(ws, H)
+    for a, w in zip(actual, ws, strict=True):
+        np.testing.assert_allclose(a, jax.grad(decay(3))(w, H), rtol=1e-4, atol=1e-4)
+
+
+def test_while_loop_with_states():
+    cell = Cell()
+
+    def loss():
+        statetx.while_loop(lambda n: n < 11, lambda n: (cell(0.1), n + 1)[1], 0, checkpoint=3)
+        return (cell.h.value**2).sum()
+
+    def reference():
+        for _ in range(11):
+            cell(0.1)
+        return (cell.h.value**2).sum()
+
+    with jax.numpy_rank_promotion("allow"):
+        actual = statetx.grad(loss, wrt=[cell.w, cell.h])()
+        left = cell.n.value
+        cell = Cell()
+        expected = statetx.grad(reference, wrt=[cell.w, cell.h])()
+    assert int(left) == int(cell.n.value) == 11
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_runs_of_a_loop_of_unknown_length():
+    calls = []
+
+    def step(val):
+        jax.debug.callback(lambda: calls.append(0))
+        return jnp.tanh(val[0]), val[1] + 1
+
+    def count(steps, slots):
+        calls.clear()
+        jax.grad(lambda x: statetx.while_loop(lambda v: v[1] < steps, step, (x, 0), checkpoint=slots)[0])(0.5)
+        jax.effects_barrier()
+        return len(calls)
+
+    for steps, slots in ((5, 5), (100, 10), (100, 3), (37, 6)):
+        best = _schedule.num_evaluations(steps, slots)
+        assert best <= count(steps, slots) <= (1.3 if slots > 3 else 1.8) * best, (steps, slots)
+
+
+def test_mistakes_of_while_loop():
+    with pytest.raises(statetx.PolicyError, match=r"(?s)needs to know the number of steps.*Slots\(n\)"):
+        statetx.while_loop(lambda x: x < 1, lambda x: x + 1, 0.0, checkpoint=Levels(2))
+    with pytest.raises(ValueError, match="max_steps must be a whole number"):
+        statetx.while_loop(lambda x: x < 1, lambda x: x + 1, 0.0, max_steps=-1)
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        jax.grad(jax.grad(lambda x: statetx.while_loop(lambda x: x < 1, lambda x: x + jnp.sin(x), x, checkpoint=2)))(
+            0.1
+        )

@@ -15,10 +15,10 @@ SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
 
 EXPORTS = """
 Broadcast Carry CarryTypeError CreatedStateError EffectError ForeignStateError Not Param PolicyError PolicyWarning Residuals RngState Split
-State StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
+Stack State StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
 checkpoint checkpoint_name cond eval_shape fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
-make_jaxpr map memory_report policies print_fwd_bwd print_saved_residuals remat saved_residuals scan shard_map states switch
-trace_states value_and_grad vjp vmap while_loop
+make_jaxpr map memory_report policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan shard_map stack
+states switch trace_states unstack value_and_grad vjp vmap while_loop
 """.split()
 
 # Each module may import from those in the lines above its own, and from its own line where marked so.
@@ -33,12 +33,13 @@ LAYERS = [
     {"_staged", "_targets", "_program"},
     {"_control"},
     {"_checkpointed"},
-    {"_loops"},
+    {"_loops", "_online"},
     {
         f"transforms.{name}"
         for name in "remat grad jacobian jit scan shard_map while_loop cond vmap functionalize".split()
     },
-    {"transforms.map", "transforms.abstract"},
+    {"transforms.map", "transforms.abstract", "transforms.stack"},
+    {"transforms.remat_scan"},
     {"residuals._trace", "residuals._cost", "residuals._show"},
     {"residuals._origin"},
     {"residuals.table", "residuals.fwd_bwd"},

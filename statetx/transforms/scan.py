@@ -143,8 +143,8 @@ def _resolve_length(xs: Sequence[Any], length: int | None) -> int:
 class _Loop:
     """A staged body with its states sorted by how they take part.
 
-    Order of the loop body's inputs: operands and broadcast states, carry, carried states, x, mapped states; of its
-    outputs: carry, carried states, y, mapped states that are written.
+    Order of the loop body's inputs: operands, broadcast and repeated states, carry, carried and repeated states, x, mapped
+    states; of its outputs: carry, carried and repeated states, y, mapped states that are written.
     """
 
     def __init__(self, body: Staged, num_carry: int, length: int, rules: Rules):
@@ -157,15 +157,16 @@ class _Loop:
         self._carried: list[Input] = []
         self._mapped: list[tuple[Input, int]] = []
         self._split: list[Input] = []
+        self._repeated: list[Input] = []  # random states of which every step draws the same
         for i in body.inputs.values():
             self._sort(i)
-        for i in self._carried:
+        for i in (*self._carried, *self._repeated):
             if id(i.state) in self._written:
                 body.check_written(self._written[id(i.state)], rules.path)
         self._stacked = [(i, axis) for i, axis in self._mapped if id(i.state) in self._written]
         self._body = self._arrange()
         avals = kept_types(body.avals[:num_carry], body.out_avals[:num_carry])
-        self._avals = [*avals, *(a for i in self._carried for a in i.avals)]
+        self._avals = [*avals, *(a for i in (*self._carried, *self._repeated) for a in i.avals)]
 
     def _sort(self, i: Input) -> None:
         rule, effect = self._rules(i.state), self._written.get(id(i.state))
@@ -173,6 +174,8 @@ class _Loop:
             self._mapped.append((i, rule))
         elif rule is Split:
             self._split.append(i)
+        elif rule is Broadcast and effect is not None and i.kind.is_random(i.state):
+            self._repeated.append(i)
         elif rule is Broadcast and effect is not None:
             raise StateAccessError(
                 f"scan: {_registry.describe(i.state, i.kind, self._rules.path(i.state))} is declared Broadcast and was "
@@ -191,12 +194,15 @@ class _Loop:
         invars = [
             *s.operand_vars,
             *states(self._broadcast),
+            *states(self._repeated),
             *carry_vars,
             *states(self._carried),
+            *(_compat.Var(a) for i in self._repeated for a in i.avals),
             *x_vars,
             *states(sliced),
         ]
-        carried = [v for i in self._carried for v in s.written_vars.get(id(i.state), s.state_vars(i))]
+        left = [*self._carried, *self._repeated]
+        carried = [v for i in left for v in s.written_vars.get(id(i.state), s.state_vars(i))]
         stacked = [v for i, _ in self._stacked for v in s.written_vars[id(i.state)]]
         carry_out, ys = s.out_vars[: self._num_carry], s.out_vars[self._num_carry :]
         return s.arrange(invars, [*carry_out, *carried, *ys, *stacked])
@@ -206,8 +212,8 @@ class _Loop:
         values = lambda inputs: [x for i in inputs for x in i.values]  # noqa: E731
         keys = [jax.random.split(x, self._length + 1) for x in values(self._split)]
         mapped = [*(k[1:] for k in keys), *(jnp.moveaxis(x, axis, 0) for i, axis in self._mapped for x in i.values)]
-        carried = values(self._carried)
-        constants = [*self._staged.operands, *values(self._broadcast)]
+        carried = values([*self._carried, *self._repeated])
+        constants = [*self._staged.operands, *values(self._broadcast), *values(self._repeated)]
         loop = make_loop(
             self._staged, self._body, len(constants), self._avals, self._length, reverse=reverse, unroll=unroll,
             strategy=strategy,
@@ -220,7 +226,9 @@ class _Loop:
     def _publish(self, carried: list, stacked: list, advanced: list) -> None:
         """Store what the loop leaves in the written states, in the order in which the body wrote them."""
         carried_, stacked_, advanced_ = iter(carried), iter(stacked), iter(advanced)
-        left: dict[int, list] = {id(i.state): [next(carried_) for _ in i.values] for i in self._carried}
+        left: dict[int, list] = {}
+        for i in (*self._carried, *self._repeated):
+            left[id(i.state)] = [next(carried_) for _ in i.values]
         for i, axis in self._stacked:
             left[id(i.state)] = [jnp.moveaxis(next(stacked_), 0, axis) for _ in i.values]
         left |= {id(i.state): [next(advanced_) for _ in i.values] for i in self._split}

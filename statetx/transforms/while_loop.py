@@ -8,32 +8,46 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _compat, _control
+from .. import _compat, _control, _online
+from .._checkpointed import Step
 from .._errors import PolicyError, StateAccessError
 from .._jaxpr import Body, table
 from .._lift import name_of
-from .._loops import make_loop, resolve_strategy
+from .._loops import make_loop, refuse_effects, resolve_strategy
 from .._paths import Paths
 from .._staged import Staged, check_carry, flatten_carry, kept_types, promote, publish, union
-from .._strategy import Strategy
+from .._strategy import Slots, Strategy, as_strategy
 from .._tree import Partition, type_str
 from .._typing import PyTree
 
 
-def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], PyTree], init_val: PyTree) -> PyTree:
+def while_loop(
+    cond_fun: Callable[[Any], Any],
+    body_fun: Callable[[Any], PyTree],
+    init_val: PyTree,
+    *,
+    checkpoint: Slots | int | None = None,
+    max_steps: int | None = None,
+) -> PyTree:
     """Run ``val = body_fun(val)`` while ``cond_fun(val)``; both may read states and the body may write them.
 
-    As ``jax.lax.while_loop``: not differentiable in reverse mode. The Python of each function runs once.
+    As ``jax.lax.while_loop``: not differentiable in reverse mode, unless `checkpoint` says how many values may be stored
+    for that. The Python of each function runs once.
 
     Args:
         cond_fun: returns a scalar bool. It sees the states as the last step left them.
         body_fun: returns a value of the type of `init_val`.
         init_val: a pytree of arrays and Python numbers.
+        checkpoint: ``policies.Slots(n)``, or `n`: how many values are stored at a time, for a gradient through any
+            number of steps. The gradient can be differentiated in forward mode, but not in reverse mode again.
+        max_steps: the loop ends after so many steps, whatever `cond_fun` says.
 
     Returns:
         The last value.
 
     Raises:
+        PolicyError: `checkpoint` is something else than slots, or has a block.
+        EffectError: the body calls a host callback with effects, and `checkpoint` would call it again.
         StateAccessError: `cond_fun` wrote a state (a random draw is a write).
         CarryTypeError: a step changes the type of the value or of a state.
         CreatedStateError: a body created a state that outlives the loop.
@@ -49,13 +63,32 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], PyTree]
         ...     return x / 2
         >>> float(statetx.while_loop(lambda x: x > 1, halve, 16.0)), int(n.value)
         (1.0, 4)
+        >>> root = lambda a: statetx.while_loop(
+        ...     lambda x: abs(x * x - a) > 1e-5, lambda x: (x + a / x) / 2, a, checkpoint=8
+        ... )
+        >>> import jax
+        >>> bool(abs(jax.grad(root)(2.0) - 0.5 / 2**0.5) < 1e-3)
+        True
     """
+    slots = _read_slots(checkpoint)
+    if max_steps is not None and (isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 0):
+        raise ValueError(f"while_loop: max_steps must be a whole number, got {max_steps!r}.")
     carry, part = flatten_carry("while_loop", init_val)
     body, carry = _stage_body("while_loop", body_fun, lambda *xs: (body_fun(part.combine(xs)),), carry, part, [])
     test = Staged("while_loop", cond_fun, lambda *xs: (cond_fun(part.combine(xs)),), body.avals, kind="while_cond")
     _check_test(test)
     loop = _Loop("while_loop", body, test)
-    return part.combine(loop.publish(loop.run_while(carry)))
+    return part.combine(loop.publish(loop.run_while(carry, slots, max_steps)))
+
+
+def _read_slots(checkpoint: Any) -> Slots | None:
+    strategy = None if checkpoint is None else as_strategy("while_loop", checkpoint)
+    if strategy is not None and not (isinstance(strategy, Slots) and strategy.block == 1):
+        raise PolicyError(
+            f"while_loop: checkpoint={checkpoint!r} needs to know the number of steps.\nFix: give policies.Slots(n), or "
+            f"use scan or fori_loop."
+        )
+    return strategy
 
 
 def fori_loop(
@@ -195,13 +228,19 @@ class _Loop:
             self.bodies.append(s.arrange(invars, [*s.out_vars, *states_out]))
             self.constants.append([*s.operands, *(x for i in mine for x in i.values)])
 
-    def run_while(self, carry: list) -> list:
+    def run_while(self, carry: list, slots: Slots | None = None, max_steps: int | None = None) -> list:
         """The last carry, with the carried states', of the loop that goes on while the condition holds."""
+        refuse_effects(self._body, self.bodies[-1], slots)
 
         def build(test: Body, body: Body) -> Callable:
-            return _control.while_loop(test, body, self.carry_avals)
+            if slots is None and max_steps is None:
+                return _control.while_loop(test, body, self.carry_avals)
+            num_constants, name = len(self.constants[-1]), f"while_loop({name_of(self._body.fun)})"
+            options = {"length": 0, "reverse": False, "policy": slots and slots.policy, "name": name}
+            step = Step(body, num_constants, self.carry_avals, **options)
+            return _online.while_loop(test, step, slots.num if slots else 1, max_steps)
 
-        kept = table.get(self.bodies, ("while_loop", *self.carry_avals), build)
+        kept = table.get(self.bodies, ("while_loop", slots, max_steps, *self.carry_avals), build)
         return kept(*self.constants, [*carry, *self.state_values])
 
     def publish(self, carry: list) -> list:

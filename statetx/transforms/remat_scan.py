@@ -1,0 +1,214 @@
+"""`remat_scan`: deep stacks of layers in bounded memory."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .. import _registry
+from .._lift import name_of
+from .._paths import Not, as_predicate
+from .._rules import Broadcast, Carry, Split
+from .._schedule import beta
+from .._strategy import Auto, Budget, Lengths, Slots, Strategy, as_strategy
+from .._typing import Filter, Policy, PyTree
+from .scan import scan
+from .stack import Stack, stack
+
+
+def remat_scan(
+    target: Any,
+    lengths: tuple[int, ...] | int | str | Strategy = "auto",
+    *,
+    num: int | None = None,
+    policy: Policy = None,
+    broadcast: Filter = False,
+    carry: Filter = False,
+    axes: int | Mapping[Filter, int] = 0,
+    split_rngs: bool | Filter | None = None,
+    has_ys: bool = False,
+) -> Any:
+    """Apply one layer many times, each time with states of its own, storing few of the values between them.
+
+    As ``flax.linen.remat_scan``, for any number of layers, with inputs and outputs for each layer, and with every
+    layer rematerialised: the innermost level too.
+
+    Args:
+        target: what is applied, as ``carry = layer(carry)``:
+
+            - a `Stack`;
+            - a class: the result makes the layers when it is called with the class's arguments;
+            - a factory, that is, a callable without required arguments: it is called once for each layer;
+            - a function of the carry, which reads and writes states that are stacked already.
+        lengths: how many layers, in nested loops of these lengths (a tuple, outermost first); or how the loop stores
+            its carries: a strategy of `policies`, a size such as ``"64MiB"``, or ``"auto"``, which stores so many that
+            no layer runs more than three times.
+        num: how many layers, where neither a `Stack` nor `lengths` says it.
+        policy: what a layer keeps of what it computes; nothing by default, and ``policies.everything`` leaves layers as
+            they are.
+        broadcast, carry: filters for states that all layers share: as they are, or each as the layer before left it.
+        axes: the axis along which the states of a function's layers lie, for all or by filter.
+        split_rngs: which random states that layers share give each a key of its own (True: all); False: every layer
+            draws the same. By default layers draw one after the other, as in a Python loop.
+        has_ys: whether the target returns ``(carry, y)``.
+
+    Returns:
+        A callable ``(carry, xs=None, **kwargs)``: `xs` has a leading axis with one element for each layer, which the
+        target gets as its second argument; keyword arguments go to every layer as they are. It returns the last carry,
+        with ``has_ys`` ``(carry, ys)``. For a class, what makes this callable.
+
+    Memory:
+        With lengths of n layers' carries: their sum. With ``"auto"`` about ``sqrt(2 n)``. Besides, what one layer
+        computes, and the gradients.
+
+    Raises:
+        PolicyError: `lengths` cannot be had.
+        StateValueError: the layers are not alike; see `stack`.
+
+    Source:
+        ``flax.linen.remat_scan``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, statetx
+        >>> class Block:
+        ...     def __init__(self, width):
+        ...         self.w = statetx.Param(jnp.full((width, width), 0.1))
+        ...
+        ...     def __call__(self, x):
+        ...         return x + jnp.tanh(x @ self.w.value)
+        >>> deep = statetx.remat_scan(Block, lengths=(10, 10))(4)
+        >>> deep
+        RematScan(100 x Block, Lengths(10, 10))
+        >>> grads = statetx.grad(lambda x: deep(x).sum(), wrt=statetx.states(deep))(jnp.ones(4))
+        >>> grads["w"].shape
+        (100, 4, 4)
+    """
+    rules = _Rules(broadcast, carry, axes, split_rngs)
+    strategy = _read_lengths(lengths, policy)
+    count = len(target) if isinstance(target, Stack) and num is None else num
+    if isinstance(strategy, Lengths):
+        said, inner = math.prod(strategy.lengths), math.prod(strategy.lengths[1:])
+        count = said if count is None else count
+        if not said <= count < said + inner:
+            raise ValueError(f"remat_scan: lengths={lengths!r} are {said} layers, and there are {count}.")
+    if isinstance(target, Stack):
+        if count != len(target):
+            raise ValueError(f"remat_scan: the stack has {len(target)} layers, and {count} are asked for.")
+        return RematScan(target, len(target), strategy, policy, rules, has_ys)
+    if count is None:
+        raise ValueError("remat_scan: say how many layers there are, by num= or lengths=.")
+    if not callable(target):
+        raise TypeError(f"remat_scan needs a Stack, a class, a factory or a function, got {type(target).__name__}.")
+
+    def make(*args: Any, **kwargs: Any) -> RematScan:
+        layers = stack(lambda: target(*args, **kwargs), count, axis=rules.only_axis(), shared=[broadcast, carry])
+        return RematScan(layers, count, strategy, policy, rules, has_ys)
+
+    if inspect.isclass(target):
+        return functools.update_wrapper(make, target, updated=())
+    return make() if _takes_nothing(target) else RematScan(target, count, strategy, policy, rules, has_ys)
+
+
+class RematScan:
+    """Layers and the loop through them; made by `remat_scan`. ``len(deep)`` is the number of layers."""
+
+    def __init__(self, layers: Any, num: int, strategy: Strategy, policy: Policy, rules: _Rules, has_ys: bool):
+        self.__wrapped__ = layers
+        self._num = num
+        self._strategy = _resolve_auto(strategy, num, policy)
+        self._states = rules.of(layers)
+        self._has_ys = has_ys
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __call__(self, carry: PyTree, xs: PyTree = None, **kwargs: Any) -> PyTree:
+        """Apply the layers; see `remat_scan`."""
+        fun = self.__wrapped__.__wrapped__ if isinstance(self.__wrapped__, Stack) else self.__wrapped__
+        has_xs, has_ys = xs is not None, self._has_ys
+
+        def body(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+            out = fun(carry, x, **kwargs) if has_xs else fun(carry, **kwargs)
+            return out if has_ys else (out, None)
+
+        out, ys = scan(body, carry, xs, self._num, states=self._states, checkpoint=self._strategy)
+        return (out, ys) if has_ys else out
+
+    def __repr__(self) -> str:
+        target = self.__wrapped__
+        name = type(target.__wrapped__).__name__ if isinstance(target, Stack) else name_of(target)
+        return f"RematScan({self._num} x {name}, {self._strategy!r})"
+
+
+class _Rules:
+    """How the states of layers take part, as `remat_scan` is told."""
+
+    def __init__(self, broadcast: Filter, carry: Filter, axes: int | Mapping[Filter, int], split_rngs: Any):
+        self._broadcast = broadcast
+        self._carry = carry
+        self._axes = axes
+        self._split_rngs = split_rngs
+
+    def only_axis(self) -> int:
+        """The axis along which layers that are made here get their states."""
+        if isinstance(self._axes, Mapping):
+            raise ValueError("remat_scan: axes= by filter is for functions, whose states are stacked already.")
+        return self._axes
+
+    def of(self, layers: Any) -> dict[Filter, Any]:
+        """The rules for `scan`."""
+        rules: dict[Filter, Any] = {}
+        if isinstance(layers, Stack):
+            rules[layers.is_stacked] = layers.axis
+        if self._split_rngs not in (None, False):
+            rules[_both(_is_random, self._split_rngs)] = Split
+        if self._split_rngs is False:
+            rules[_is_random] = Broadcast
+        rules[_both(True, self._carry)] = Carry
+        rules[_both(True, self._broadcast)] = Broadcast
+        if not isinstance(layers, Stack):
+            by_filter = self._axes if isinstance(self._axes, Mapping) else {Not(_is_random): self._axes}
+            rules |= {_both(True, filter): axis for filter, axis in by_filter.items()}
+        return rules
+
+
+def _read_lengths(lengths: Any, policy: Policy) -> Strategy:
+    if isinstance(lengths, int) and not isinstance(lengths, bool):
+        lengths = (lengths,)
+    if isinstance(lengths, (list, tuple)) and lengths:
+        return Lengths(*lengths, policy=policy)
+    strategy = as_strategy("remat_scan", lengths)
+    if isinstance(strategy, Budget):
+        strategy = Budget(strategy.bytes, policy=strategy.policy if policy is None else policy)
+    return strategy
+
+
+def _resolve_auto(strategy: Strategy, num: int, policy: Policy) -> Strategy:
+    if not isinstance(strategy, Auto):
+        return strategy
+    slots = 1
+    while beta(slots, 2) < num + 1:
+        slots += 1
+    return Slots(slots, policy=policy)
+
+
+def _takes_nothing(target: Callable) -> bool:
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return not any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
+def _is_random(path: str, state: Any) -> bool:
+    kind = _registry.kind_of(state)
+    return kind is not None and kind.is_random(state)
+
+
+def _both(a: Filter, b: Filter) -> Callable[[str, Any], bool]:
+    """The filter that selects what both do; any filter becomes one that can be a key."""
+    first, second = as_predicate(a), as_predicate(b)
+    return lambda path, state: first(path, state) and second(path, state)
