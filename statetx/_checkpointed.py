@@ -42,6 +42,7 @@ class Step:
         length: of the loop; `reverse` as in `jax.lax.scan`.
         policy: what a rematerialised step keeps.
         name: of the function, for messages.
+        tick: called with the number of steps done, and the phase if that is not the loop itself.
     """
 
     def __init__(
@@ -54,8 +55,11 @@ class Step:
         reverse: bool,
         policy: Policy | None,
         name: str,
+        tick: Callable | None = None,
     ):
         self.body = body
+        self.tick = tick or (lambda done, phase="": None)
+        self._is_shown = tick is not None
         self.avals = list(avals)
         self.length = length
         self.reverse = reverse
@@ -87,54 +91,91 @@ class Step:
         return as_types(outs[: self.num_carry], self.avals), outs[self.num_carry :]
 
     def plain(self) -> Callable:
-        return _control.scan(
-            self.body, self.num_constants, self.avals, length=self.length, reverse=self.reverse, unroll=1
-        )
+        """The loop as it is."""
+        if not self._is_shown:
+            return _control.scan(
+                self.body, self.num_constants, self.avals, length=self.length, reverse=self.reverse, unroll=1
+            )
+
+        def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:
+            def one(loop: tuple, x: list) -> tuple[tuple, list]:
+                carry, y = self(constants, loop[1], x)
+                self.tick(loop[0] + 1)
+                return (loop[0] + 1, carry), y
+
+            (_, carry), ys = jax.lax.scan(one, (jnp.int32(0), carry), xs, self.length, self.reverse)
+            return carry, ys
+
+        return _control.compiled(loop)
 
 
 # -- nested loops ------------------------------------------------------------------------------------------------
 
 
-def nested(step: Step, lengths: Sequence[int], offload: str | None = None) -> Callable:
+def nested(step: Step, lengths: Sequence[int], *, offload: bool = False) -> Callable:
     """``(constants, carry, xs) -> (carry, ys)`` by loops in loops, of which each body is rematerialised.
 
-    The outermost stores its carries in the memory `offload`, if that is given.
+    With `offload` the outermost stores its carries in the host's memory.
     """
 
     def loop(constants: list, carry: list, xs: list, length: int, lengths: Sequence[int]) -> tuple[list, list]:
-        if len(lengths) == 1:
-            one = functools.partial(step.rematerialised, constants)
-            return jax.lax.scan(one, carry, xs, length, step.reverse)
         inner = math.prod(lengths[1:])
-        num_chunks, rest = divmod(length, inner)
+        num_turns, rest = divmod(length, inner)
 
-        def chunk(carry: list, xs: list, length: int = inner) -> tuple[list, list]:
+        def turn(carry: list, xs: list, length: int = inner) -> tuple[list, list]:
+            if len(lengths) == 1:
+                return step.rematerialised(constants, carry, xs)
             run = lambda constants, carry, xs: loop(constants, carry, xs, length, lengths[1:])  # noqa: E731
-            return _rematerialised(run, constants, carry, xs)
+            return _rematerialised(run, None, constants, carry, xs)
 
-        def chunks(carry: list, xs: list) -> tuple[list, list]:
-            xs = [x.reshape(num_chunks, inner, *x.shape[1:]) for x in xs]
-            carry, ys = jax.lax.scan(chunk, carry, xs, num_chunks, step.reverse)
-            return carry, [y.reshape(num_chunks * inner, *y.shape[2:]) for y in ys]
+        def outermost_turn(loop: tuple[Any, list], xs: list) -> tuple[tuple, list]:
+            done, carry = loop
+            carry, ys = turn([_compat.named(x, _CARRY) for x in carry] if offload else carry, xs)
+            step.tick(done + inner)
+            return (done + inner, carry), ys
+
+        def turns(carry: list, xs: list) -> tuple[list, list]:
+            if len(lengths) > 1:
+                xs = [x.reshape(num_turns, inner, *x.shape[1:]) for x in xs]
+            if length == step.length:
+                (_, carry), ys = jax.lax.scan(outermost_turn, (jnp.int32(0), carry), xs, num_turns, step.reverse)
+            else:
+                carry, ys = jax.lax.scan(turn, carry, xs, num_turns, step.reverse)
+            return carry, [y.reshape(num_turns * inner, *y.shape[2:]) for y in ys] if len(lengths) > 1 else ys
 
         if not rest:
-            return chunks(carry, xs)
-        if num_chunks == 0:
-            return chunk(carry, xs, length)
+            return turns(carry, xs)
+        if num_turns == 0:
+            return turn(carry, xs, length)
         at = rest if step.reverse else length - rest
         low, high = [x[:at] for x in xs], [x[at:] for x in xs]
         if step.reverse:
-            carry, high = chunks(carry, high)
-            carry, low = chunk(carry, low, rest)
+            carry, high = turns(carry, high)
+            carry, low = turn(carry, low, rest)
         else:
-            carry, low = chunks(carry, low)
-            carry, high = chunk(carry, high, rest)
+            carry, low = turns(carry, low)
+            carry, high = turn(carry, high, rest)
         return carry, [jnp.concatenate(parts) for parts in zip(low, high, strict=True)]
 
-    return _control.compiled(lambda constants, carry, xs: loop(constants, carry, xs, step.length, lengths))
+    def whole(constants: list, carry: list, xs: list) -> tuple[list, list]:
+        if not offload:
+            return loop(constants, carry, xs, step.length, lengths)
+        keeps = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[_CARRY],
+            offload_src="device",
+            offload_dst=_compat.HOST_MEMORY,
+        )
+        run = lambda constants, carry, xs: loop(constants, carry, xs, step.length, lengths)  # noqa: E731
+        return _rematerialised(run, keeps, constants, carry, xs)
+
+    return _control.compiled(whole)
 
 
-def _rematerialised(fun: Callable, *args: Any) -> Any:
+_CARRY = "statetx.carry"
+
+
+def _rematerialised(fun: Callable, policy: Any, *args: Any) -> Any:
     leaves, treedef = jax.tree.flatten(args)
     out_tree: Any = None
 
@@ -145,7 +186,7 @@ def _rematerialised(fun: Callable, *args: Any) -> Any:
 
     jaxpr, consts = _compat.stage(flat, [_compat.abstract(x) for x in leaves], kind="scan", name="chunk")
     body = Body.close(jaxpr, consts)
-    outs = _compat.rematerialise(body.jaxpr, [*body.operands, *leaves], policy=None, prevent_cse=False)
+    outs = _compat.rematerialise(body.jaxpr, [*body.operands, *leaves], policy=policy, prevent_cse=False)
     return out_tree.unflatten(outs)
 
 
@@ -159,10 +200,12 @@ class Scheduled:
         step: of the loop.
         slots: how many carries are stored at a time, the first one included.
         block: how many steps are reversed together, from what they keep.
+        offload: whether the carries are stored in the host's memory.
     """
 
-    def __init__(self, step: Step, slots: int, block: int = 1):
+    def __init__(self, step: Step, slots: int, block: int = 1, *, offload: bool = False):
         self._step = step
+        self._slots = Slots(offload)
         self._block = block
         self._num_blocks, self._rest = divmod(step.length, block)
         self.slots = max(1, min(slots, self._num_blocks))
@@ -223,16 +266,17 @@ class Scheduled:
 
         def one(i: Any, loop: tuple[list, list]) -> tuple[list, list]:
             carry, y = step(constants, loop[0], self._element(xs, i))
+            step.tick(i + 1)
             return carry, [
                 jax.lax.dynamic_update_index_in_dim(b, v, self._at(i), 0) for b, v in zip(loop[1], y, strict=True)
             ]
 
         def segment(j: Any, loop: Any) -> Any:
             slots, carry, ys = loop
-            slots = [jax.lax.dynamic_update_index_in_dim(s, x, j, 0) for s, x in zip(slots, carry, strict=True)]
+            slots = self._slots.write(slots, j, carry)
             return (slots, *jax.lax.fori_loop(bounds[j], bounds[j + 1], one, (carry, ys)))
 
-        slots = [_compat.empty(self.slots, aval) for aval in step.avals]
+        slots = self._slots.make(self.slots, step.avals)
         ys = [_buffer(step.length, aval, i) for i, aval in enumerate(step.y_avals)]
         carry = as_types(carry, step.avals)
         slots, carry, ys = jax.lax.fori_loop(0, len(positions), segment, (slots, carry, ys))
@@ -319,6 +363,7 @@ class Scheduled:
             )
             ct_y = [jnp.zeros_like(v) if ct is None else part(ct) for ct, v in zip(ct_ys, y, strict=True)]
             ct_consts, ct_carry, ct_x = pull((ct_carry, ct_y))
+            step.tick(step.length - first, "backward")
             sums = [a + b for a, b in zip(sums, ct_consts, strict=True)]
             ct_xs = [jax.lax.dynamic_update_slice_in_dim(b, v, low, 0) for b, v in zip(ct_xs, ct_x, strict=True)]
             return ct_carry, sums, ct_xs
@@ -336,7 +381,7 @@ class Scheduled:
         if self._num_blocks:
             size = functools.partial(reverse_block, size=block)
             plan = Plan.make(self._num_blocks, self.slots)
-            loop, _ = reverse_scheduled(self._num_blocks, plan, block, slots, loop, advance, size)
+            loop, _ = reverse_scheduled(self._num_blocks, plan, block, slots, loop, advance, size, self._slots)
         ct_carry, sums, ct_xs = loop
         of_carry = dict(zip(carry_floats, ct_carry, strict=True))
         return [*sums, *(of_carry[i - num_constants] for i in moving if num_constants <= i < first_x), *ct_xs]
@@ -350,6 +395,7 @@ def reverse_scheduled(
     loop: Any,
     advance: Callable,
     reverse_block: Callable,
+    memory: Slots | None = None,
 ) -> tuple[Any, Any]:
     """Reverse all blocks in turn: the schedule, whatever a step is.
 
@@ -359,10 +405,12 @@ def reverse_scheduled(
         loop: what the reversal hands on.
         advance: ``(first step, last step, carry) -> carry``.
         reverse_block: ``(first step, carry=, loop=) -> loop``.
+        memory: how slots are read and written.
 
     Returns:
         ``loop``, and how many blocks were run ahead.
     """
+    memory = memory or Slots(False)
     num_slots = len(plan.positions)
     last_slot = jnp.int32(num_slots - 1)
 
@@ -385,11 +433,13 @@ def reverse_scheduled(
             if num_slots > 1:
                 # Where none is free, the last slot gets back what it has.
                 top = jnp.minimum(top + 1, last_slot)
-                slots = [_put(s, top, x, has_free) for s, x in zip(slots, carry, strict=True)]
-                positions = _put(positions, top, here, has_free)
+                slots = memory.write(slots, top, carry, has_free)
+                positions = jax.lax.dynamic_update_index_in_dim(
+                    positions, jnp.where(has_free, here, positions[top]), top, 0
+                )
             return slots, positions, top, here, carry, runs + ahead
 
-        inner = (slots, positions, top, positions[top], [s[top] for s in slots], runs)
+        inner = (slots, positions, top, positions[top], memory.read(slots, top), runs)
         slots, positions, top, _, carry, runs = jax.lax.while_loop(is_before, go_on, inner)
         loop = reverse_block(target * block, carry=carry, loop=loop)
         return slots, positions, top - (positions[top] == target), loop, runs
@@ -428,9 +478,24 @@ def _buffer(length: int, aval: Any, number: int) -> Any:
     return buffer + jnp.asarray(number, aval.dtype) if is_float(aval) and number else buffer
 
 
-def _put(buffer: Any, i: Any, x: Any, condition: Any) -> Any:
-    old = jax.lax.dynamic_index_in_dim(buffer, i, 0, keepdims=False)
-    return jax.lax.dynamic_update_index_in_dim(buffer, jax.lax.select(condition, x, old), i, 0)
+class Slots:
+    """Reads and writes what is stored: for each leaf of the carry an array with one more axis, perhaps on the host."""
+
+    def __init__(self, offload: bool):
+        self._store = _compat.to_host if offload else lambda x: x
+        self._load = _compat.to_device if offload else lambda x: x
+
+    def make(self, num: int, avals: Sequence[Any]) -> list:
+        return [self._store(_compat.empty(num, aval)) for aval in avals]
+
+    def read(self, slots: list, i: Any) -> list:
+        return [self._load(jax.lax.dynamic_index_in_dim(s, i, 0, keepdims=False)) for s in slots]
+
+    def write(self, slots: list, i: Any, carry: list, condition: Any = True) -> list:
+        """Put a carry into slot `i`, or leave what is there."""
+        if condition is not True:
+            carry = [jax.lax.select(condition, x, old) for x, old in zip(carry, self.read(slots, i), strict=True)]
+        return [jax.lax.dynamic_update_index_in_dim(s, self._store(x), i, 0) for s, x in zip(slots, carry, strict=True)]
 
 
 # -- derivatives by another function -----------------------------------------------------------------------------

@@ -423,6 +423,19 @@ def is_debug_callback(primitive: Any) -> bool:
     return primitive.name in ("debug_callback", "debug_print")
 
 
+HOST_MEMORY = "pinned_host"
+
+
+def to_host(x: Any) -> Any:
+    """`x` in the host's memory."""
+    return jax.device_put(x, jax.memory.Space.Host)
+
+
+def to_device(x: Any) -> Any:
+    """`x` in the device's memory."""
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
 def memory_spaces() -> list[str]:
     """The memories that the devices of the default backend can address, the one where arrays are made first."""
     device = jax.local_devices()[0]

@@ -13,6 +13,7 @@ from ._checkpointed import Scheduled, Step, floats_of, nested
 from ._errors import EffectError, PolicyError
 from ._jaxpr import Body, table
 from ._lift import name_of
+from ._progress import Bars
 from ._staged import Staged
 from ._strategy import Auto, Budget, Lengths, Levels, Slots, Strategy, as_strategy
 from ._text import format_bytes
@@ -44,6 +45,7 @@ def make_loop(
     reverse: bool = False,
     unroll: int | bool = 1,
     strategy: Strategy | None = None,
+    progress: bool = False,
 ) -> Callable:
     """The loop ``(constants, carry, xs) -> (carry, ys)`` of a body that `staged` gave, from the table.
 
@@ -51,6 +53,7 @@ def make_loop(
         body: ``(*constants, *carry, *x) -> (*carry, *y)``.
         avals: the types that the carry must keep.
         strategy: how it is stored, if it is not as it is.
+        progress: whether a bar shows how far it is.
 
     Raises:
         EffectError: the body has effects that must not be repeated, and a strategy would.
@@ -59,14 +62,15 @@ def make_loop(
     refuse_effects(staged, body, strategy)
 
     def build(body: Body) -> Callable:
-        if strategy is None:
+        name = f"{staged.name}({name_of(staged.fun)})"
+        if strategy is None and not progress:
             return _control.scan(body, num_constants, avals, length=length, reverse=reverse, unroll=unroll)
-        options = {"length": length, "reverse": reverse, "policy": getattr(strategy, "policy", None)}
-        return _build(
-            Step(body, num_constants, avals, name=f"{staged.name}({name_of(staged.fun)})", **options), strategy
-        )
+        tick = Bars(f"{staged.name} {name_of(staged.fun).rpartition('.')[2]}", length).tick if progress else None
+        policy = getattr(strategy, "policy", None)
+        options = {"length": length, "reverse": reverse, "policy": policy, "name": name, "tick": tick}
+        return _build(Step(body, num_constants, avals, **options), strategy)
 
-    use = ("loop", strategy, length, reverse, type(unroll), unroll, num_constants, *avals)
+    use = ("loop", strategy, progress, length, reverse, type(unroll), unroll, num_constants, *avals)
     return table.get(body, use, build)
 
 
@@ -81,8 +85,8 @@ def refuse_effects(staged: Staged, body: Body, strategy: Strategy | None) -> Non
         )
 
 
-def _build(step: Step, strategy: Strategy) -> Callable:
-    chosen: Strategy | None = strategy
+def _build(step: Step, strategy: Strategy | None) -> Callable:
+    chosen = strategy
     if isinstance(strategy, Auto):
         chosen = _choose(step)
     if isinstance(strategy, Budget):
@@ -90,15 +94,18 @@ def _build(step: Step, strategy: Strategy) -> Callable:
     if chosen is None or step.length == 0:
         return step.plain()
     strategy = chosen
+    offload = getattr(strategy, "offload", False)
+    if offload and _compat.HOST_MEMORY not in _compat.memory_spaces():
+        raise PolicyError(f"{step.name}: {strategy!r}: the devices have no {_compat.HOST_MEMORY!r} memory.")
     if isinstance(strategy, Slots):
-        return Scheduled(step, strategy.num, strategy.block)
+        return Scheduled(step, strategy.num, strategy.block, offload=offload)
     if isinstance(strategy, Levels):
         lengths = _schedule.nested_lengths(step.length, strategy.num)
     else:
         assert isinstance(strategy, Lengths)
         lengths = strategy.lengths
         _check_lengths(step, lengths)
-    return nested(step, lengths, strategy.offload)
+    return nested(step, lengths, offload=offload)
 
 
 def _check_lengths(step: Step, lengths: Sequence[int]) -> None:

@@ -45,7 +45,7 @@ class Levels(Strategy):
     Args:
         num: how deep; 1 is each step rematerialised, and stores T carries.
         policy: what a step keeps of what it computes, besides its carry; nothing by default.
-        offload: the memory where the outermost loop stores its carries, as ``"pinned_host"``; the device's if None.
+        offload: whether the outermost loop stores its carries in the host's memory.
 
     Memory:
         ``sum(lengths)`` carries and what one step computes. A length without suitable divisors leaves a remainder, for
@@ -70,7 +70,7 @@ class Levels(Strategy):
 
     num: int = 2
     policy: Policy = dataclasses.field(default=None, kw_only=True)
-    offload: str | None = dataclasses.field(default=None, kw_only=True)
+    offload: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_count("Levels: num", self.num)
@@ -94,9 +94,9 @@ class Lengths(Strategy):
 
     lengths: tuple[int, ...]
     policy: Policy = None
-    offload: str | None = None
+    offload: bool = False
 
-    def __init__(self, *lengths: int, policy: Policy = None, offload: str | None = None):
+    def __init__(self, *lengths: int, policy: Policy = None, offload: bool = False):
         if not lengths:
             raise PolicyError("Lengths: give at least one length.")
         for n in lengths:
@@ -120,6 +120,7 @@ class Slots(Strategy):
         block: how many steps are reversed together, from all that they computed: fewer runs for more memory where
             a step computes little more than its carry.
         policy: what a step keeps of what it computes while it is differentiated; everything by default.
+        offload: whether the carries are stored in the host's memory.
 
     Memory:
         `num` carries, and what `block` steps compute. Cotangents of `xs`, and `ys`, have the loop's length, as always.
@@ -143,6 +144,7 @@ class Slots(Strategy):
     num: int
     block: int = dataclasses.field(default=1, kw_only=True)
     policy: Policy = dataclasses.field(default=None, kw_only=True)
+    offload: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_count("Slots: num", self.num)

@@ -1,7 +1,11 @@
 """Loops that store less: the same numbers in every order and mode of differentiation, and no run of the body too many."""
 
+import dataclasses
 import functools
 import itertools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +119,7 @@ def runs_of_the_body(length, checkpoint):
     calls = []
 
     def step(h, x):
-        jax.debug.callback(lambda: calls.append(0))
+        jax.debug.callback(lambda _: calls.append(0), h)
         return jnp.tanh(h * x), None
 
     loss = jax.jit(lambda w: statetx.scan(step, w, jnp.ones(length), checkpoint=checkpoint)[0])
@@ -476,3 +480,109 @@ def test_mistakes_of_while_loop():
         jax.grad(jax.grad(lambda x: statetx.while_loop(lambda x: x < 1, lambda x: x + jnp.sin(x), x, checkpoint=2)))(
             0.1
         )
+
+
+# -- the host's memory, and progress -------------------------------------------------------------------------------
+
+
+HOST = [Slots(3, offload=True), Slots(2, block=4, offload=True), Levels(2, offload=True), Levels(1, offload=True)]
+
+
+@pytest.mark.parametrize("strategy", HOST, ids=repr)
+def test_carries_in_the_hosts_memory(strategy):
+    f, args = program(13)
+    grad = jax.jit(jax.grad(functools.partial(f, strategy), (0, 1, 2)))
+    for a, b in zip(grad(*args), jax.grad(functools.partial(f, None), (0, 1, 2))(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+    on_device = functools.partial(f, dataclasses.replace(strategy, offload=False))
+    there, here = (str(jax.make_jaxpr(jax.grad(g))(*args)) for g in (functools.partial(f, strategy), on_device))
+    assert "<host>" in there and "<host>" not in here
+    assert there.count("tanh") == here.count("tanh")  # nothing more is computed
+
+
+def test_no_memory_of_the_host(monkeypatch):
+    monkeypatch.setattr("statetx._compat.memory_spaces", lambda: ["device"])
+    with pytest.raises(statetx.PolicyError, match="have no 'pinned_host' memory"):
+        scan(Slots(2, offload=True))
+
+
+@pytest.mark.parametrize("strategy", [None, Slots(3), Levels(2)], ids=repr)
+def test_progress_bars(strategy, capsys):
+    def loss(w, xs):
+        def sharpen(h, x):
+            return jnp.tanh(h * w + x), None
+
+        return statetx.scan(sharpen, 0.0, xs, checkpoint=strategy, progress=True)[0]
+
+    grad = jax.jit(jax.grad(loss))
+    for _ in range(2):
+        value = grad(0.5, jnp.ones(500))
+        jax.effects_barrier()
+        shown = capsys.readouterr().out
+        assert shown.count("scan sharpen") >= 1 and "100%" in shown
+        assert ("backward" in shown) == isinstance(strategy, Slots)
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss))(0.5, jnp.ones(500)))
+    assert "debug_callback" in jaxpr
+    expected = jax.grad(lambda w: jax.lax.scan(lambda h, x: (jnp.tanh(h * w + x), None), 0.0, jnp.ones(500))[0])(0.5)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+def test_no_progress_costs_nothing():
+    text = str(jax.make_jaxpr(lambda: scan(None))())
+    assert text == str(jax.make_jaxpr(lambda: scan(None, progress=False))()) and "callback" not in text
+    with pytest.raises(ValueError, match="progress=True needs a number of steps"):
+        statetx.fori_loop(0, jnp.asarray(3), lambda i, x: x, 1.0, progress=True)
+
+
+# -- many devices --------------------------------------------------------------------------------------------------
+
+
+def on_four_devices():
+    """Carries and inputs split over devices, by the compiler, by types, and by `shard_map`."""
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    xs = jnp.sin(jnp.arange(13 * 4 * 3.0)).reshape(13, 4, 3)
+    h = jnp.zeros((4, 3))
+
+    def loss(w, h, xs, checkpoint=None):
+        def step(h, x):
+            h = jnp.tanh(h @ w + x)
+            return h, h.sum()
+
+        h, ys = statetx.scan(step, h, xs, checkpoint=checkpoint)
+        return (ys**2).sum() + h.sum()
+
+    expected = jax.grad(loss, (0, 1, 2))(W, h, xs)
+
+    def check(actual, expected):
+        for a, b in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+    for types in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((4,), ("d",), axis_types=(types,))
+        with jax.set_mesh(mesh):
+            args = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in ((W, P()), (h, P("d")), (xs, P(None, "d")))]
+            for strategy in (Slots(3), Slots(2, block=4), Levels(2), "auto"):
+                for wrap in (lambda f: f, jax.jit):
+                    grads = wrap(jax.grad(functools.partial(loss, checkpoint=strategy), (0, 1, 2)))(*args)
+                    check(grads, expected)
+                    assert grads[1].sharding.spec[0] == "d", (strategy, grads[1].sharding)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    for check_vma in (True, False):
+        grads = []
+        for strategy in (None, Slots(3), Levels(2)):
+            options = {"mesh": mesh, "in_specs": (P(), P("d"), P(None, "d")), "out_specs": P(), "check_vma": check_vma}
+            mapped = jax.shard_map(lambda *a, s=strategy: jax.lax.psum(loss(*a, checkpoint=s), "d"), **options)
+            grads.append(jax.jit(jax.grad(mapped, (0, 1, 2)))(W, h, xs))
+        check(grads[1], grads[0])
+        check(grads[2], grads[0])
+    donating = jax.jit(jax.grad(functools.partial(loss, checkpoint=Slots(3)), (1, 2)), donate_argnums=(1, 2))
+    check(donating(W, h + 0, xs + 0), expected[1:])
+
+
+def test_on_four_devices():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    code = "import test_checkpointed; test_checkpointed.on_four_devices()"
+    folder = os.path.dirname(__file__)
+    subprocess.run([sys.executable, "-c", code], env=os.environ | flags, cwd=folder, check=True, timeout=300)

@@ -23,7 +23,7 @@ states switch trace_states unstack value_and_grad vjp vmap while_loop
 
 # Each module may import from those in the lines above its own, and from its own line where marked so.
 LAYERS = [
-    {"_errors", "_typing", "_compat", "_text"},
+    {"_errors", "_typing", "_compat", "_text", "_progress"},
     {"_registry"},
     {"_tree"},
     {"_jaxpr", "_state", "_paths", "_signature"},

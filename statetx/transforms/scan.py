@@ -36,6 +36,7 @@ def scan(
     *,
     states: Mapping[Filter, Any] | None = None,
     checkpoint: Strategy | int | tuple[int, ...] | str | None = None,
+    progress: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """Run ``carry, y = f(carry, x)`` over the leading axis of `xs`; the body may read and write states.
 
@@ -56,6 +57,8 @@ def scan(
         checkpoint: how the loop stores less for its gradient: one of ``policies.Slots``, ``Budget``, ``Levels`` or
             ``Lengths``, or in short a number of slots, a size such as ``"64MiB"`` or a tuple of lengths; ``"auto"``
             measures and chooses. All that comes out is as without. `unroll` must be 1 then.
+        progress: whether a bar (of rich) shows how far the loop is, and its reversal where there is a schedule. Works in
+            compiled programs; the loop reports about a hundred times.
 
     Returns:
         ``(carry, ys)``: the last carry, and the outputs stacked along a new leading axis.
@@ -118,7 +121,7 @@ def scan(
         body = run_body(carry)
     check_carry("scan", f, carry_part, body.avals[: len(carry)], body.outs[0], body.out_avals[:num_carry])
     loop = _Loop(body, num_carry, length, rules)
-    carry, ys = loop.run(carry, xs_leaves, reverse=bool(reverse), unroll=unroll, strategy=strategy)
+    carry, ys = loop.run(carry, xs_leaves, reverse=bool(reverse), unroll=unroll, strategy=strategy, progress=progress)
     return carry_part.combine(carry), body.outs[1].combine(ys)
 
 
@@ -207,17 +210,17 @@ class _Loop:
         carry_out, ys = s.out_vars[: self._num_carry], s.out_vars[self._num_carry :]
         return s.arrange(invars, [*carry_out, *carried, *ys, *stacked])
 
-    def run(self, carry: list, xs: list, *, reverse: bool, unroll: Any, strategy: Strategy | None) -> tuple[list, list]:
-        """Run the loop and publish its writes; returns the leaves of the last carry and of the outputs."""
+    def run(self, carry: list, xs: list, **options: Any) -> tuple[list, list]:
+        """Run the loop and publish its writes; returns the leaves of the last carry and of the outputs.
+
+        `options` are those of `make_loop`.
+        """
         values = lambda inputs: [x for i in inputs for x in i.values]  # noqa: E731
         keys = [jax.random.split(x, self._length + 1) for x in values(self._split)]
         mapped = [*(k[1:] for k in keys), *(jnp.moveaxis(x, axis, 0) for i, axis in self._mapped for x in i.values)]
         carried = values([*self._carried, *self._repeated])
         constants = [*self._staged.operands, *values(self._broadcast), *values(self._repeated)]
-        loop = make_loop(
-            self._staged, self._body, len(constants), self._avals, self._length, reverse=reverse, unroll=unroll,
-            strategy=strategy,
-        )  # fmt: skip
+        loop = make_loop(self._staged, self._body, len(constants), self._avals, self._length, **options)
         carry, ys = loop(constants, [*carry, *carried], [*xs, *mapped])
         num_carry, num_ys = self._num_carry, len(self._staged.out_vars) - self._num_carry
         self._publish(carry[num_carry:], ys[num_ys:], [k[0] for k in keys])

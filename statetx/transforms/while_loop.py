@@ -99,6 +99,7 @@ def fori_loop(
     *,
     unroll: int | bool | None = None,
     checkpoint: Strategy | int | tuple[int, ...] | str | None = None,
+    progress: bool = False,
 ) -> PyTree:
     """Run ``val = body_fun(i, val)`` for `i` from `lower` up to `upper`; the body may read and write states.
 
@@ -111,6 +112,7 @@ def fori_loop(
         init_val: a pytree of arrays and Python numbers.
         unroll: as in ``jax.lax.fori_loop``.
         checkpoint: how the loop stores less for its gradient, as in `scan`; both bounds must be Python integers.
+        progress: whether a bar shows how far the loop is, as in `scan`; needs integer bounds too.
 
     Returns:
         The last value.
@@ -144,6 +146,8 @@ def fori_loop(
             "fori_loop: checkpoint= needs a number of steps that is known ahead; lower or upper is a JAX array.\n"
             "Fix: give Python integers, or use while_loop(..., checkpoint=Slots(n)), which takes any number of steps."
         )
+    if progress and not is_static:
+        raise ValueError("fori_loop: progress=True needs a number of steps that is known ahead: give Python integers.")
     are_ints = isinstance(lower, int) and isinstance(upper, int)
     start = lower if are_ints else jnp.asarray(lower + 0 * upper)
     carry, part = flatten_carry("fori_loop", init_val)
@@ -155,7 +159,7 @@ def fori_loop(
     if is_static:
         loop = _Loop("fori_loop", body, None)
         length = max(int(upper) - int(lower), 0)
-        options: dict[str, Any] = {"unroll": unroll or 1, "strategy": strategy}
+        options: dict[str, Any] = {"unroll": unroll or 1, "strategy": strategy, "progress": progress}
         run = make_loop(body, loop.bodies[0], len(loop.constants[0]), loop.carry_avals, length, **options)
         left, _ = run(*loop.constants, [start, *carry, *loop.state_values], [])
     else:
