@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo: $(STAMP)  ## train a recurrent model on real text, with and without rematerialisation (writes out/demo)
+demo: $(STAMP)  ## train a recurrent model on real text, storing all or next to nothing (writes out/demo)
 	$(PY) examples/train_long_sequence.py --out out/demo
 
 test: $(STAMP)  ## run the tests and doctests
@@ -55,7 +55,7 @@ $(BENCH): $(STAMP)
 	@touch $@
 
 bench: $(BENCH)  ## run the benchmarks and the comparison with other libraries, one after the other
-	@set -e; for file in benchmarks/bench_*.py benchmarks/behaviours.py; do echo "== $$file"; $(PY) "$$file"; done
+	@set -e; for file in benchmarks/bench_*.py benchmarks/loops.py benchmarks/behaviours.py; do echo "== $$file"; $(PY) "$$file"; done
 
 clean:  ## remove the environment, outputs and caches
 	rm -rf .venv out build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,14 +1,19 @@
-"""Train a character-level recurrent model through thousands of steps, without and with rematerialisation.
+"""Train a character-level recurrent model through thousands of steps, storing everything or next to nothing.
 
 The text is the language reference that every Python carries in `pydoc_data.topics`. Back-propagation runs
 through the whole of each window, 2,048 characters unless told otherwise, and the hidden state of the cell is
 a `brainstate.HiddenState` that every one of those steps writes.
 
-Without rematerialisation the backward pass needs what every step computed: memory grows with the length T.
-With it, T steps become about sqrt(T) chunks of about sqrt(T) steps. The backward pass finds the hidden state
-stored at the start of each chunk, runs one chunk again to have it at each of its steps, and runs one step
-again to have the rest. So about 2 sqrt(T) hidden states and the activations of one step are held at any time,
-for two more forward passes (Chen et al. 2016, "Training deep nets with sublinear memory cost").
+Three runs train the same model from the same seed:
+
+- plain: the backward pass needs what every step computed, so memory grows with the length T;
+- nested: T steps become about sqrt(T) chunks of about sqrt(T) steps, and chunks and steps are rematerialised, so
+  about 2 sqrt(T) hidden states and the activations of one step are held at any time, for two more forward passes
+  (Chen et al. 2016, "Training deep nets with sublinear memory cost");
+- scheduled: a given number of hidden states, the slots, and the fewest steps run again that these allow (Griewank
+  and Walther 2000, "Algorithm 799: revolve").
+
+A last figure shows what the number of slots costs: memory against time.
 """
 
 import argparse
@@ -33,8 +38,8 @@ import statetx
 
 # Not the members that make a policy from names, nor those that move values to the host.
 POLICIES = [p for p in dir(jax.checkpoint_policies) if p.endswith("_saveable") or p.startswith("checkpoint_")]
-WITHOUT, WITH = "without remat", "with remat"
-COLOURS = {WITHOUT: "#e08a3c", WITH: "#1f5f99"}
+COLOURS = {"plain": "#e08a3c", "nested": "#1f5f99", "scheduled": "#3a8f4f"}
+PLAIN, NESTED, SCHEDULED = COLOURS
 
 
 class BadInput(Exception):
@@ -65,13 +70,15 @@ def make_parser():
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
     parser = OneLineParser(description=__doc__.splitlines()[0], formatter_class=show_defaults)
     add = parser.add_argument
-    add("--steps", type=between(int), default=60, help="training steps of each run")
+    add("--steps", type=between(int), default=40, help="training steps of each run")
     add("--seq", type=between(int), default=2048, help="characters that the gradient goes back through")
     add("--batch", type=between(int), default=16, help="windows in a batch")
     add("--hidden", type=between(int), default=128, help="units of the cell")
     add("--cell", choices=list(CELLS), default="gru", help="recurrent cell; spikes of lif amplify rounding")
-    add("--remat", action=argparse.BooleanOptionalAction, help="make only the run with, or without, remat")
-    add("--policy", choices=POLICIES, help="what the rematerialised run keeps (of jax.checkpoint_policies)")
+    add("--runs", nargs="+", choices=list(COLOURS), default=list(COLOURS), help="which runs to make")
+    add("--slots", type=between(int), help="hidden states that the scheduled run stores; about sqrt(2 T) if not given")
+    add("--curve", action=argparse.BooleanOptionalAction, default=True, help="measure memory and time over slot counts")
+    add("--policy", choices=POLICIES, help="what nested and scheduled steps keep (of jax.checkpoint_policies)")
     add("--lr", type=between(float), default=0.003, help="learning rate of Adam")
     add("--text", type=Path, metavar="FILE", help="UTF-8 text to learn, if not Python's language reference")
     add("--seed", type=between(int, -1, 2**32), default=0, help="seed of the weights and the windows")
@@ -142,9 +149,9 @@ CELLS = {"gru": brainstate.nn.GRUCell, "lif": LIFCell}
 class CharModel(brainstate.nn.Module):
     """Embedding, recurrent cell, linear readout: predicts the next character from those before it."""
 
-    def __init__(self, cell, vocabulary, hidden, batch):
+    def __init__(self, cell, vocabulary, hidden, batch, checkpoint=None):
         super().__init__()
-        self.batch = batch
+        self.batch, self.checkpoint = batch, checkpoint
         self.embedding = brainstate.nn.Embedding(vocabulary, hidden)
         self.cell = CELLS[cell](hidden, hidden)
         self.readout = brainstate.nn.Linear(hidden, vocabulary)
@@ -157,39 +164,25 @@ class CharModel(brainstate.nn.Module):
         surprise = optax.softmax_cross_entropy_with_integer_labels(logits, following)
         return total + jnp.mean(surprise), None
 
-    def all_steps(self, total, pairs):
-        """Run every step of a window; the hidden state is found, and carried, by `statetx.scan`."""
-        return statetx.scan(self.step, total, pairs)[0]
-
     def loss(self, window):
-        """Return the mean surprise over a window [seq + 1, batch], in nats per character."""
+        """Return the mean surprise over a window [seq + 1, batch], in nats per character.
+
+        The hidden state is found, and carried, by `statetx.scan`; `checkpoint` says how much of it all is stored.
+        """
         self.cell.reset_state(self.batch)
-        return self.all_steps(jnp.zeros(()), (window[:-1], window[1:])) / (len(window) - 1)
+        pairs = window[:-1], window[1:]
+        total, _ = statetx.scan(self.step, jnp.zeros(()), pairs, checkpoint=self.checkpoint)
+        return total / (len(window) - 1)
 
 
-def rematerialised(policy):
-    """Return the model that keeps hidden states, and what `policy` says, and computes the rest again."""
-
-    class RematCharModel(CharModel):
-        @statetx.remat(policy=policy)
-        def step(self, total, pair):
-            return super().step(total, pair)
-
-        @statetx.remat(policy=policy)
-        def chunk(self, total, pairs):
-            return statetx.scan(self.step, total, pairs)
-
-        def all_steps(self, total, pairs):
-            seq = len(pairs[0])
-            root = math.isqrt(seq)  # a chunk's length is near it, and divides seq if that is possible
-            length = min(range((root + 1) // 2, 2 * root + 1), key=lambda n: (seq % n > 0, seq // n + n))
-            whole = seq - seq % length
-            chunks = jax.tree.map(lambda x: x[:whole].reshape(-1, length, self.batch), pairs)
-            total, _ = statetx.scan(self.chunk, total, chunks)
-            rest = jax.tree.map(lambda x: x[whole:], pairs)
-            return self.chunk(total, rest)[0] if whole < seq else total
-
-    return RematCharModel
+def strategies(options):
+    """Return what each run stores."""
+    slots = options.slots or max(2, math.isqrt(2 * options.seq))
+    return {
+        PLAIN: None,
+        NESTED: statetx.policies.Levels(2, policy=options.policy),
+        SCHEDULED: statetx.policies.Slots(slots, policy=options.policy),
+    }
 
 
 def make_step(model, lr):
@@ -210,14 +203,19 @@ def make_step(model, lr):
     return step, weights
 
 
-def train(name, model_class, ids, vocabulary, options, progress):
-    """Train from the seed; return the losses, what a step takes and writes, and the weights at the end."""
-    task = progress.add_task(name, total=options.steps, status="compiling")
+def build(checkpoint, vocabulary, options):
+    """Return the training step of a model made from the seed, its weights, and the bytes that XLA reserves for it."""
     brainstate.random.seed(options.seed)
-    model = model_class(options.cell, vocabulary, options.hidden, options.batch)
+    model = CharModel(options.cell, vocabulary, options.hidden, options.batch, checkpoint)
     step, weights = make_step(model, options.lr)
     example = jnp.zeros((options.seq + 1, options.batch), jnp.int32)
-    temporary = step.lower(example).compile().memory_analysis().temp_size_in_bytes
+    return step, weights, step.lower(example).compile().memory_analysis().temp_size_in_bytes
+
+
+def train(name, checkpoint, ids, vocabulary, options, progress):
+    """Train from the seed; return the losses, what a step takes and writes, and the weights at the end."""
+    task = progress.add_task(name, total=options.steps, status="compiling")
+    step, weights, temporary = build(checkpoint, vocabulary, options)
 
     losses, seconds = [], []
     for window in sample_windows(ids, options):
@@ -225,93 +223,143 @@ def train(name, model_class, ids, vocabulary, options, progress):
         losses.append(float(step(jnp.asarray(window))))
         seconds.append(time.perf_counter() - start)
         if not math.isfinite(losses[-1]):
-            raise BadInput(f"the loss {name} is {losses[-1]} at step {len(losses)}, try a lower --lr")
+            raise BadInput(f"the loss of {name} is {losses[-1]} at step {len(losses)}, try a lower --lr")
         progress.update(task, advance=1, status=f"loss {losses[-1]:.4f}")
     return {
+        "checkpoint": repr(checkpoint),
         "losses": losses,
         "final_loss": losses[-1],
         "temporary_bytes": temporary,
         "temporary_mib": temporary / 2**20,
         "median_step_seconds": statistics.median(seconds[1:] or seconds),  # the first call compiles
-        "states_written": len(statetx.trace_states(step)(example).writes),
+        "states_written": len(statetx.trace_states(step)(jnp.asarray(window)).writes),
         "weights": jax.device_get({path: state.value for path, state in weights.items()}),
     }
 
 
-def compare(plain, remat):
-    """Return the ratios of the two runs, and the largest differences: of losses relative, of weights not."""
-    pairs = zip(jax.tree.leaves(plain["weights"]), jax.tree.leaves(remat["weights"]), strict=True)
-    losses = np.array([plain["losses"], remat["losses"]])
+def measure_slots(ids, vocabulary, options, progress, rounds=3):
+    """Return memory and step time over slot counts, as a list of dicts; the counts take turns."""
+    counts = [n for n in (2, 4, 8, 16, 32, 64, 128, 256) if n <= max(2, options.seq // 4)]
+    task = progress.add_task("slots", total=len(counts) * rounds, status="compiling")
+    built = {n: build(statetx.policies.Slots(n, policy=options.policy), vocabulary, options) for n in counts}
+    seconds = {n: [] for n in counts}
+    window = jnp.asarray(next(sample_windows(ids, options)))
+    for n in counts:
+        built[n][0](window)  # compiles
+    for _ in range(rounds):
+        for n in counts:
+            start = time.perf_counter()
+            jax.block_until_ready(built[n][0](window))
+            seconds[n].append(time.perf_counter() - start)
+            progress.update(task, advance=1, status=f"{n} slots")
+    return [
+        {"slots": n, "temporary_mib": built[n][2] / 2**20, "step_seconds": statistics.median(seconds[n])}
+        for n in counts
+    ]
+
+
+def compare(plain, run):
+    """Return the ratios to the plain run, and the largest differences: of losses relative, of weights not."""
+    pairs = zip(jax.tree.leaves(plain["weights"]), jax.tree.leaves(run["weights"]), strict=True)
+    losses = np.array([plain["losses"], run["losses"]])
     return {
-        "memory_ratio": plain["temporary_bytes"] / max(remat["temporary_bytes"], 1),
-        "time_ratio": remat["median_step_seconds"] / plain["median_step_seconds"],
+        "memory_ratio": plain["temporary_bytes"] / max(run["temporary_bytes"], 1),
+        "time_ratio": run["median_step_seconds"] / plain["median_step_seconds"],
         "loss_difference": float(np.max(np.ptp(losses, 0) / np.maximum(losses[0], 1e-30))),
         "weight_difference": max(float(np.max(np.abs(p - q))) for p, q in pairs),
     }
 
 
-def report(runs, comparison, title):
-    """Return the results as a table: a column for each run, and one for their ratio or largest difference."""
-    table = Table("", *(Column(name, justify="right") for name in (*runs, "ratio")), title=title)
+def report(runs, comparisons, title):
+    """Return the results as a table: a column for each run."""
+    table = Table("", *(Column(name, justify="right") for name in runs), title=title)
 
-    def row(label, form, key, ratio=None):
-        last = ratio.format_map(comparison) if ratio and comparison else ""
-        table.add_row(label, *(form.format(run[key]) for run in runs.values()), last)
+    def row(label, form, source=runs):
+        table.add_row(label, *(form.format_map(source[name]) if name in source else "" for name in runs))
 
-    row("temporary memory", "{:,.3f} MiB", "temporary_mib", "1 / {memory_ratio:.1f}")
-    row("median step time", "{:.3f} s", "median_step_seconds", "{time_ratio:.2f}")
-    row("final loss, nats/character", "{:.6f}", "final_loss")
-    row("states a step writes", "{}", "states_written")
-    if comparison:
+    row("temporary memory", "{temporary_mib:,.3f} MiB")
+    row("median step time", "{median_step_seconds:.3f} s")
+    row("final loss, nats/character", "{final_loss:.6f}")
+    row("states a step writes", "{states_written}")
+    if comparisons:
         table.add_section()
-        row("losses differ, relatively, by", "", "losses", "{loss_difference:.1e}")
-        row("weights differ at the end by", "", "weights", "{weight_difference:.1e}")
+        row("memory, of plain", "1 / {memory_ratio:.1f}", comparisons)
+        row("time, of plain", "{time_ratio:.2f}", comparisons)
+        row("losses differ, relatively, by", "{loss_difference:.1e}", comparisons)
+        row("weights differ at the end by", "{weight_difference:.1e}", comparisons)
     return table
 
 
-def plot(runs, comparison, title, path):
-    """Draw the losses of the runs over each other, and what each run took."""
-    figure = Figure(figsize=(12, 4.4), layout="constrained")
-    losses, memory, seconds = figure.subplots(1, 3, gridspec_kw={"width_ratios": (2.2, 1, 1), "wspace": 0.08})
-    for (name, run), width in zip(runs.items(), (6, 1.6)[-len(runs) :], strict=True):  # thin over thick
-        style = {"color": COLOURS[name], "linewidth": width, "marker": "o", "markersize": width}
-        losses.plot(range(1, len(run["losses"]) + 1), run["losses"], label=name, **style)
-    losses.legend(frameon=False)
+def plot(runs, comparisons, curve, title, path):
+    """Draw the losses of the runs over each other, what each run took, and memory against time over slot counts."""
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    (losses, slots), (memory, seconds) = figure.subplots(2, 2)
+    for (name, run), width in zip(runs.items(), (7, 3.5, 1.2)[-len(runs) :], strict=True):  # thin over thick
+        losses.plot(range(1, len(run["losses"]) + 1), run["losses"], label=name, color=COLOURS[name], linewidth=width)
     losses.set_xlabel("training step")
+    losses.legend(frameon=False)
     for axes, key in (memory, "temporary_mib"), (seconds, "median_step_seconds"):
-        drawn = axes.bar(list(runs), [run[key] for run in runs.values()], color=[COLOURS[n] for n in runs])
+        drawn = axes.bar(list(runs), [run[key] for run in runs.values()], color=[COLOURS[n] for n in runs], width=0.6)
         axes.bar_label(drawn, fmt="{:,.3f}", padding=3)
-        axes.margins(x=0.08, y=0.1)
+        axes.margins(x=0.1, y=0.15)
+    memory.set_yscale("log")
+    draw_curve(slots, runs, curve)
 
-    for axes, label, note in (
-        (losses, "loss [nats per character]", "largest relative difference {loss_difference:.1e}"),
-        (memory, "temporary memory [MiB]", "memory divided by {memory_ratio:.1f}"),
-        (seconds, "median step time [s]", "time multiplied by {time_ratio:.2f}"),
-    ):
-        axes.set(ylabel=label, title=note.format_map(comparison) if comparison else "", axisbelow=True)
+    differences = [c["loss_difference"] for c in comparisons.values()]
+    notes = {
+        losses: f"largest relative difference {max(differences):.1e}" if differences else "",
+        slots: "slots: more memory, less time",
+        memory: "memory" + "".join(f", {n}: 1/{c['memory_ratio']:.0f}" for n, c in comparisons.items()),
+        seconds: "time" + "".join(f", {n}: {c['time_ratio']:.2f}" for n, c in comparisons.items()),
+    }
+    labels = {
+        losses: "loss [nats per character]",
+        slots: "step time [s]",
+        memory: "temporary memory [MiB]",
+        seconds: "median step time [s]",
+    }
+    for axes, note in notes.items():
+        axes.set(ylabel=labels[axes], title=note, axisbelow=True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)
     figure.suptitle(title, fontweight="bold")
     figure.savefig(path, dpi=150)
 
 
+def draw_curve(axes, runs, curve):
+    """Draw memory against time: a line through the slot counts, and a point for each run."""
+    axes.plot(
+        [p["temporary_mib"] for p in curve], [p["step_seconds"] for p in curve], "o-", color=COLOURS[SCHEDULED], ms=4
+    )
+    for point in curve:
+        place = point["temporary_mib"], point["step_seconds"]
+        axes.annotate(f"{point['slots']}", place, textcoords="offset points", xytext=(4, 5), fontsize=9)
+    for name in (PLAIN, NESTED):
+        if name in runs:
+            x, y = runs[name]["temporary_mib"], runs[name]["median_step_seconds"]
+            axes.plot(x, y, "s", color=COLOURS[name], label=name)
+            axes.annotate(name, (x, y), textcoords="offset points", xytext=(-4, 8), ha="right", color=COLOURS[name])
+    axes.set(xscale="log", xlabel="temporary memory [MiB]")
+    axes.set_ylim(bottom=0)
+
+
 def run_all(options, console):
     """Train as the options say, show the results and write them."""
     options.out.mkdir(parents=True, exist_ok=True)
     ids, vocabulary = load_text(options.text, options.seq)
-    both = {WITHOUT: CharModel, WITH: rematerialised(options.policy)}
-    models = {name: model for name, model in both.items() if options.remat in (None, name == WITH)}
+    chosen = {name: checkpoint for name, checkpoint in strategies(options).items() if name in options.runs}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, TextColumn("{task.fields[status]}"), console=console) as progress:
-        runs = {n: train(n, model, ids, vocabulary, options, progress) for n, model in models.items()}
-    comparison = compare(*runs.values()) if len(runs) == 2 else None
+        runs = {n: train(n, checkpoint, ids, vocabulary, options, progress) for n, checkpoint in chosen.items()}
+        curve = measure_slots(ids, vocabulary, options, progress) if options.curve else []
+    comparisons = {n: compare(runs[PLAIN], run) for n, run in runs.items() if n != PLAIN and PLAIN in runs}
 
     title = f"{options.cell.upper()} with {options.hidden} units, batch {options.batch}, "
     title += f"gradient through {options.seq:,} steps" + (f", {options.policy}" if options.policy else "")
-    console.print(report(runs, comparison, title))
-    plot(runs, comparison, title, options.out / "comparison.png")
+    console.print(report(runs, comparisons, title))
+    plot(runs, comparisons, curve, title, options.out / "comparison.png")
     plain = {name: {k: v for k, v in run.items() if k != "weights"} for name, run in runs.items()}
-    results = {"options": vars(options), "runs": plain, "comparison": comparison}
+    results = {"options": vars(options), "runs": plain, "comparisons": comparisons, "slots": curve}
     (options.out / "results.json").write_text(json.dumps(results, indent=2, default=str))
     console.print(f"Wrote comparison.png and results.json into {options.out}")
 

@@ -141,6 +141,7 @@ class Call:
     of_arg: bool = True  # grad: whether to differentiate the argument; vjp always does
     xs: Expr = Const(0.0)  # scan
     reverse: bool = False  # scan
+    checkpoint: Any = None  # scan: how it stores less
     other: Block | None = None  # cond: where the argument's mean is not above `threshold`
     threshold: float = 0.0
     mapped: tuple[str, ...] = ()  # scan, vmap: objects with an axis
@@ -280,8 +281,9 @@ def _call(draw: Any, scope: _Scope, budget: _Budget) -> Call:
         rng = draw(st.sampled_from(("default", "split")))
         inner = dataclasses.replace(inner, num_locals=inner.num_locals + 1, typed=True)
         xs, reverse = _expr(draw, scope, 1), draw(st.booleans())
+        checkpoint = draw(st.sampled_from((None, None, 2, statetx.policies.Levels(1))))
         block = _block(draw, inner, budget)
-        return Call(kind, block, arg, caught, xs=xs, reverse=reverse, mapped=mapped, rng=rng)
+        return Call(kind, block, arg, caught, xs=xs, reverse=reverse, checkpoint=checkpoint, mapped=mapped, rng=rng)
     free = scope.free & frozenset(mapped)
     rng = draw(st.sampled_from(("default", "default", "broadcast")))
     constant = (scope.free | scope.constant) - free
@@ -460,7 +462,8 @@ class System:
             out = self._run(s.block, [*local, carry, x])
             return self._fit(out, jnp.shape(arg)), self._fit(out, ())
 
-        carry, ys = statetx.scan(body, arg, xs, reverse=s.reverse, states=self._rules(s))
+        options = {"reverse": s.reverse, "checkpoint": s.checkpoint}
+        carry, ys = statetx.scan(body, arg, xs, states=self._rules(s), **options)
         return 0.5 * carry + 0.5 * jnp.tanh(ys)
 
     def _fori(self, s: Call, arg: Any, local: list) -> Any:

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "train_long_sequence.py"
-TINY = ("--seq", "64", "--steps", "2", "--hidden", "8", "--batch", "2")
-RUNS = ["without remat", "with remat"]
+TINY = ("--seq", "64", "--steps", "2", "--hidden", "8", "--batch", "2", "--no-curve")
+RUNS = ["plain", "nested", "scheduled"]
 
 
 def train(*arguments, out):
@@ -31,24 +31,25 @@ def results_of(run, out):
 
 
 @pytest.mark.parametrize("cell", ["gru", "lif"])
-def test_both_runs_agree_and_remat_takes_less_memory(cell, tmp_path):
+def test_all_runs_agree_and_take_less_memory(cell, tmp_path):
     out = tmp_path / "new" / "folder"
     out.parent.mkdir()
     run = train(*TINY, "--cell", cell, out=out)
     results = results_of(run, out)
 
-    plain, remat = (results["runs"][name] for name in RUNS)
-    assert len(plain["losses"]) == len(remat["losses"]) == 2
+    plain, *others = (results["runs"][name] for name in RUNS)
     # The second loss depends on the first step's gradients and on the optimiser's state.
-    assert plain["losses"][0] != plain["losses"][1]
-    assert remat["losses"] == pytest.approx(plain["losses"], rel=1e-5)
-    assert results["comparison"]["loss_difference"] < 1e-5
-    # Adam moves a weight by about --lr (0.003) a step, so equal to 1e-5 is the same path, not no path.
-    assert results["comparison"]["weight_difference"] < 1e-5
-    # Less than the eight times of 2,048 steps: at 64, sqrt(T) is not yet small against T.
-    assert results["comparison"]["memory_ratio"] > 2
-    # Four weights of the GRU model, three of the LIF model; one hidden state, or two; the optimiser's.
-    assert plain["states_written"] == remat["states_written"] == 6
+    assert len(plain["losses"]) == 2 and plain["losses"][0] != plain["losses"][1]
+    for name, other in zip(RUNS[1:], others, strict=True):
+        comparison = results["comparisons"][name]
+        assert other["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+        assert comparison["loss_difference"] < 1e-5
+        # Adam moves a weight by about --lr (0.003) a step, so equal to 1e-5 is the same path, not no path.
+        assert comparison["weight_difference"] < 1e-5
+        # Less than the hundreds of 2,048 steps: at 64, what one step computes is not yet small.
+        assert comparison["memory_ratio"] > 2
+        # Four weights of the GRU model, three of the LIF model; one hidden state, or two; the optimiser's.
+        assert plain["states_written"] == other["states_written"] == 6
 
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
     table = {line.split("│")[1].strip(): line for line in run.stdout.splitlines() if line.startswith("│")}
@@ -56,30 +57,40 @@ def test_both_runs_agree_and_remat_takes_less_memory(cell, tmp_path):
         assert name in run.stdout
         assert f"{results['runs'][name]['temporary_bytes'] / 2**20:.3f} MiB" in table["temporary memory"]
         assert f"{results['runs'][name]['final_loss']:.6f}" in table["final loss, nats/character"]
-    assert f"1 / {results['comparison']['memory_ratio']:.1f}" in table["temporary memory"]
+    for comparison in results["comparisons"].values():
+        assert f"1 / {comparison['memory_ratio']:.1f}" in table["memory, of plain"]
 
 
 def test_a_length_that_no_chunk_divides_loses_no_step(tmp_path):
     # 67 is prime: the last chunk is a shorter one.
-    comparison = results_of(train(*TINY, "--seq", "67", out=tmp_path), tmp_path)["comparison"]
-    assert comparison["loss_difference"] < 1e-5
-    assert comparison["weight_difference"] < 1e-5
+    for comparison in results_of(train(*TINY, "--seq", "67", out=tmp_path), tmp_path)["comparisons"].values():
+        assert comparison["loss_difference"] < 1e-5
+        assert comparison["weight_difference"] < 1e-5
 
 
-def test_the_policy_reaches_remat(tmp_path):
-    # Without a policy the ratio is above two, see the first test.
-    run = train(*TINY, "--policy", "everything_saveable", out=tmp_path)
-    comparison = results_of(run, tmp_path)["comparison"]
-    assert comparison["loss_difference"] < 1e-5
-    assert comparison["memory_ratio"] < 1.5
+def test_the_policy_reaches_the_steps(tmp_path):
+    kept = results_of(train(*TINY, "--policy", "everything_saveable", out=tmp_path), tmp_path)
+    nothing = results_of(train(*TINY, out=tmp_path), tmp_path)
+    assert kept["comparisons"]["nested"]["loss_difference"] < 1e-5
+    assert kept["comparisons"]["nested"]["memory_ratio"] < 0.8 * nothing["comparisons"]["nested"]["memory_ratio"]
 
 
-@pytest.mark.parametrize(("flag", "name"), [("--remat", "with remat"), ("--no-remat", "without remat")])
-def test_one_run_alone(flag, name, tmp_path):
+def test_memory_and_time_over_slot_counts(tmp_path):
+    options = ("--curve", "--runs", "scheduled", "--slots", "3", "--hidden", "64")
+    results = results_of(train(*TINY, *options, out=tmp_path), tmp_path)
+    assert results["runs"]["scheduled"]["checkpoint"] == "Slots(3)"
+    assert [point["slots"] for point in results["slots"]] == [2, 4, 8, 16]
+    memory = [point["temporary_mib"] for point in results["slots"]]
+    assert memory == sorted(memory) and memory[-1] > memory[0]
+    assert all(point["step_seconds"] > 0 for point in results["slots"])
+
+
+@pytest.mark.parametrize("name", RUNS[:2])
+def test_one_run_alone(name, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("Ein Zug führt über Gräben. " * 10, encoding="utf-8")
-    results = results_of(train(*TINY, flag, "--text", str(text), out=tmp_path), tmp_path)
-    assert list(results["runs"]) == [name] and results["comparison"] is None
+    results = results_of(train(*TINY, "--runs", name, "--text", str(text), out=tmp_path), tmp_path)
+    assert list(results["runs"]) == [name] and not results["comparisons"]
     assert (tmp_path / "comparison.png").exists()
 
 
@@ -89,7 +100,7 @@ def assert_one_line(error, named):
 
 
 @pytest.mark.parametrize(
-    "bad", ["--steps 0", "--cell nope", "--text missing.txt", "--policy nope", "--no-remat --lr 1e30"]
+    "bad", ["--steps 0", "--cell nope", "--text missing.txt", "--policy nope", "--runs plain --lr 1e30"]
 )
 def test_bad_input_ends_in_one_line_and_status_2(bad, tmp_path):
     run = train(*TINY, *bad.split(), out=tmp_path / "out")
@@ -125,5 +136,5 @@ def test_more_bad_input_in_this_process(bad, named, tmp_path, monkeypatch, capsy
 def test_help_lists_the_options(tmp_path):
     run = train("--help", out=tmp_path)
     assert run.returncode == 0
-    for option in "steps seq batch hidden cell remat no-remat policy lr text seed out".split():
+    for option in "steps seq batch hidden cell runs slots curve no-curve policy lr text seed out".split():
         assert f"--{option}" in run.stdout

@@ -1,0 +1,623 @@
+"""Gradients of long loops and deep stacks: memory and time of every way to store less, side by side.
+
+What is compared
+    gru, lif: the gradient of a recurrent cell over 4,096 steps, hidden 256, batch 32, with a readout at every step; with
+    respect to weights, first state and inputs. stack: that of a residual network of 256 layers, width 128, batch 256,
+    with stacked parameters. Contestants are the plain scan, ``statetx.scan(checkpoint=...)``, scans nested by hand with
+    ``jax.checkpoint`` (every level, the innermost too), equinox's checkpointed scan, brainstate's, and flax's remat_scan.
+
+What is measured
+    Memory is what XLA reserves beyond arguments and results (``memory_analysis().temp_size_in_bytes``). Time is that of
+    the compiled gradient; contestants take turns in each round, and ratios are taken within a round. CPU time is of the
+    whole process. Gradients are compared with the plain scan's before anything is timed. Runs of the body are counted
+    where they happen, by a host callback, over the same length.
+
+Other sections
+    growth: memory against its bound, size of the program and compile time over lengths up to a million.
+    budgets: what a program compiled for a byte budget takes.
+    million: a stateful cell through 1,000,000 steps. thousand: tracing and compiling 1,000 layers against 10.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import brainstate
+import equinox.internal as eqxi
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _common import (
+    Stopwatch,
+    environment,
+    header,
+    interleave,
+    markdown_table,
+    parse_args,
+    renew_section,
+    show,
+    spread,
+    summaries,
+    write_json,
+)
+
+import statetx
+from statetx import _schedule
+from statetx.policies import Budget, Levels, Slots
+
+MIB = 2**20
+Results = dict[str, Any]
+
+
+# -- what is computed --------------------------------------------------------------------------------------------
+
+
+def gru(weights: dict, h: Any, x: Any) -> tuple[Any, Any]:
+    reset, update, new = jnp.split(x @ weights["w"] + weights["b"], 3, -1)
+    h_reset, h_update, h_new = jnp.split(h @ weights["u"], 3, -1)
+    update = jax.nn.sigmoid(update + h_update)
+    h = (1 - update) * h + update * jnp.tanh(new + jax.nn.sigmoid(reset + h_reset) * h_new)
+    return h, (h @ weights["out"]).mean()
+
+
+@jax.custom_jvp
+def spike(v: Any) -> Any:
+    return (v > 0).astype(v.dtype)
+
+
+@spike.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return spike(*primals), tangents[0] / (1 + 5 * jnp.abs(primals[0])) ** 2
+
+
+def lif(weights: dict, state: Any, x: Any) -> tuple[Any, Any]:
+    v, trace = state
+    v = 0.9 * v + x @ weights["w"] + trace @ weights["u"]
+    z = spike(v - 1)
+    v, trace = v * (1 - jax.lax.stop_gradient(z)), 0.8 * trace + 0.2 * z
+    return (v, trace), (trace @ weights["out"]).mean()
+
+
+def layer(weights: dict, h: Any) -> Any:
+    return h + jnp.tanh(h @ weights["a"]) @ weights["b"]
+
+
+def normal(*shape: int, seed: int = 0) -> Any:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / math.sqrt(shape[-2]), jnp.float32)
+
+
+def recurrent(cell: Callable, length: int, hidden: int, batch: int) -> tuple[Callable, tuple]:
+    """``loss(scan) -> (weights, first state, inputs) -> number``, and arguments."""
+    gates = 3 if cell is gru else 1
+    weights = {"w": normal(hidden, gates * hidden), "u": normal(hidden, gates * hidden, seed=1)}
+    weights |= {"out": normal(hidden, 1, seed=2)} | ({"b": jnp.zeros((1, gates * hidden))} if cell is gru else {})
+    h = jnp.zeros((batch, hidden))
+    state = h if cell is gru else (h, h)
+
+    def loss(scan: Callable) -> Callable:
+        def f(weights: dict, state: Any, xs: Any) -> Any:
+            _, ys = scan(functools.partial(cell, weights), state, xs)
+            return (ys**2).mean()
+
+        return f
+
+    return loss, (weights, state, normal(length, batch, hidden, seed=3))
+
+
+def deep(num: int, width: int, batch: int) -> tuple[Callable, tuple]:
+    weights = {k: normal(num, width, width, seed=i) / math.sqrt(num) for i, k in enumerate("ab")}
+
+    def loss(scan: Callable) -> Callable:
+        def f(weights: dict, x: Any) -> Any:
+            h, _ = scan(lambda h, w: (layer(w, h), None), x, weights)
+            return (h**2).mean()
+
+        return f
+
+    return loss, (weights, normal(batch, width, seed=7))
+
+
+# -- ways to store less ------------------------------------------------------------------------------------------
+
+
+def ours(checkpoint: Any) -> Callable:
+    return functools.partial(statetx.scan, checkpoint=checkpoint)
+
+
+def by_hand(inner: int) -> Callable:
+    """Two levels of `jax.lax.scan`, each body under ``jax.checkpoint``; the length must be a multiple of `inner`."""
+
+    def scan(f: Callable, init: Any, xs: Any) -> tuple[Any, Any]:
+        step = jax.checkpoint(f, prevent_cse=False)
+        chunk = jax.checkpoint(lambda c, xs: jax.lax.scan(step, c, xs), prevent_cse=False)
+        xs = jax.tree.map(lambda x: x.reshape(-1, inner, *x.shape[1:]), xs)
+        carry, ys = jax.lax.scan(chunk, init, xs)
+        return carry, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), ys)
+
+    return scan
+
+
+def equinox_scan(slots: int | None) -> Callable:
+    return functools.partial(eqxi.scan, kind="checkpointed", checkpoints=slots)
+
+
+def flax_remat_scan(num: int, width: int, lengths: tuple[int, int]) -> Callable:
+    """The loss of `deep` by ``flax.linen.remat_scan``, on the same parameters."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, h: Any) -> Any:
+            init = nn.initializers.zeros_init()
+            return layer({k: self.param(k, init, (width, width)) for k in "ab"}, h)
+
+    module = nn.remat_scan(Layer, lengths=lengths)()
+
+    def f(weights: dict, x: Any) -> Any:
+        stacked = jax.tree.map(lambda w: w.reshape(*lengths, *w.shape[1:]), weights)
+        names = list(jax.eval_shape(module.init, jax.random.key(0), x)["params"])
+        params = {names[0]: stacked} if names != ["a", "b"] else stacked
+        return (module.apply({"params": params}, x) ** 2).mean()
+
+    return f
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------
+
+
+def gradient(f: Callable, args: tuple) -> tuple[Any, int, float]:
+    """The compiled gradient with respect to all arguments, its temporary bytes, and the seconds that compiling took."""
+    lowered = jax.jit(jax.grad(f, tuple(range(len(args))))).lower(*args)
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    seconds = time.perf_counter() - start
+    return compiled, compiled.memory_analysis().temp_size_in_bytes, seconds
+
+
+def race(name: str, losses: dict[str, Callable], args: tuple, rounds: int, base: str) -> Results:
+    """Memory, and interleaved times, of gradients of the same function; ratios to `base`."""
+    built = {who: gradient(f, args) for who, f in losses.items()}
+    expected = built[base][0](*args)
+    for who, (compiled, *_) in built.items():
+        for a, b in zip(jax.tree.leaves(compiled(*args)), jax.tree.leaves(expected), strict=True):
+            scale = float(jnp.abs(b).max())
+            np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4 * scale, err_msg=f"{name}: {who}")
+
+    def sample(compiled: Any) -> Callable:
+        def run() -> dict[str, float]:
+            watch = Stopwatch()
+            jax.block_until_ready(compiled(*args))
+            return watch.read()
+
+        return run
+
+    samples = interleave({who: sample(compiled) for who, (compiled, *_) in built.items()}, rounds)
+    return {
+        who: {**summaries(samples[who], samples[base]), "samples": samples[who], "bytes": built[who][1]}
+        for who in built
+    }
+
+
+def ratio(results: Results, a: str, b: str, what: str = "wall") -> float:
+    """The median over rounds of a's time over b's."""
+    pairs = zip(results[a]["samples"], results[b]["samples"], strict=True)
+    return float(np.median([x[what] / y[what] for x, y in pairs]))
+
+
+def runs_a_step(scan: Callable, length: int) -> float:
+    """How often the body runs in one gradient, for each step."""
+    calls: list[int] = []
+
+    def step(h: Any, x: Any) -> tuple[Any, None]:
+        jax.debug.callback(lambda _: calls.append(0), h)
+        return jnp.tanh(h * x), None
+
+    jax.block_until_ready(jax.jit(jax.grad(lambda h: scan(step, h, jnp.ones(length))[0]))(0.5))
+    jax.effects_barrier()
+    return len(calls) / length
+
+
+def recurrent_contestants(loss: Callable, length: int) -> dict[str, Callable]:
+    few, many = 16, math.isqrt(2 * length)
+    inner = 2 ** round(math.log2(math.sqrt(length)))
+    return {
+        "plain scan": loss(jax.lax.scan),
+        "jax.checkpoint, nested by hand": loss(by_hand(inner)),
+        "brainstate checkpointed_scan": loss(brainstate.transform.checkpointed_scan),
+        f"equinox, {few}": loss(equinox_scan(few)),
+        f"equinox, {many}": loss(equinox_scan(many)),
+        "statetx Levels(1)": loss(ours(Levels(1))),
+        "statetx Levels(2)": loss(ours(Levels(2))),
+        "statetx Levels(3)": loss(ours(Levels(3))),
+        f"statetx Slots({few})": loss(ours(Slots(few))),
+        f"statetx Slots({many})": loss(ours(Slots(many))),
+        "statetx auto": loss(ours("auto")),
+    }
+
+
+def measure_recurrent(cell: Callable, quick: bool) -> Results:
+    length, hidden, batch = (64, 16, 4) if quick else (4096, 256, 32)
+    loss, args = recurrent(cell, length, hidden, batch)
+    return race(cell.__name__, recurrent_contestants(loss, length), args, 1 if quick else 7, "plain scan")
+
+
+def measure_stack(quick: bool) -> Results:
+    num, width, batch = (16, 8, 4) if quick else (256, 128, 256)
+    side = math.isqrt(num)
+    few, many = 5, math.isqrt(2 * num)
+    loss, args = deep(num, width, batch)
+    losses = {
+        "plain scan": loss(jax.lax.scan),
+        "jax.checkpoint, nested by hand": loss(by_hand(side)),
+        "flax remat_scan": flax_remat_scan(num, width, (side, side)),
+        f"equinox, {few}": loss(equinox_scan(few)),
+        f"equinox, {many}": loss(equinox_scan(many)),
+        "statetx Levels(1)": loss(ours(Levels(1))),
+        "statetx Levels(2)": loss(ours(Levels(2))),
+        f"statetx Slots({few})": loss(ours(Slots(few))),
+        f"statetx Slots({many})": loss(ours(Slots(many))),
+    }
+    return race("stack", losses, args, 1 if quick else 7, "plain scan")
+
+
+def measure_growth(quick: bool) -> list[Results]:
+    """For each length and number of slots: memory over its bound, program size and compile time."""
+    hidden, batch = (8, 2) if quick else (64, 8)
+    rows = []
+    for slots in (16, 64):
+        for length in (64, 256) if quick else (256, 4096, 65_536, 1_000_000):
+            loss, (weights, h, _) = recurrent(gru, 1, hidden, batch)
+            types = (weights, h, jax.ShapeDtypeStruct((length, batch, hidden), h.dtype))
+            least = min((gradient(loss(ours(Slots(slots))), types) for _ in range(3)), key=lambda g: g[2])
+            compiled, temporary, seconds = least
+            carry = 4 * hidden * batch
+            # The outputs ys, and their cotangents, are no temporaries of the loop, but they are of this program.
+            beside = 2 * 4 * length
+            rows.append(
+                {
+                    "length": length,
+                    "slots": slots,
+                    "bytes": temporary,
+                    "beside": beside,
+                    "constant": temporary - beside - slots * carry,
+                    "carry": carry,
+                    "seconds": seconds,
+                    "size": len(compiled.as_text()),
+                }
+            )
+    return rows
+
+
+def measure_budgets(quick: bool) -> list[Results]:
+    """What the gradient of a loop takes that was given a budget."""
+    rows = []
+    lengths = (256,) if quick else (1024, 16_384)
+    for length in lengths:
+        for hidden, batch in ((16, 4),) if quick else ((32, 4), (128, 16)):
+            body = recurrent(gru, length, hidden, batch)[1]
+            least = temporary_of(body, Slots(1))
+            for factor in (1.02, 1.1, 1.5, 3, 10, 100):
+                budget = int(factor * least)
+                rows.append(
+                    {
+                        "length": length,
+                        "hidden": hidden,
+                        "batch": batch,
+                        "budget": budget,
+                        "bytes": temporary_of(body, Budget(budget)),
+                    }
+                )
+    return rows
+
+
+def temporary_of(args: tuple, checkpoint: Any) -> int:
+    """Of the gradient of the loop alone: outputs and their cotangents are results and arguments."""
+
+    def f(args: tuple, cts: Any) -> Any:
+        run = lambda w, h, xs: statetx.scan(functools.partial(gru, w), h, xs, checkpoint=checkpoint)  # noqa: E731
+        outs, pull = jax.vjp(run, *args)
+        return outs, pull(cts)
+
+    weights, h, xs = args
+    cts = (h, jax.ShapeDtypeStruct((len(xs),), h.dtype))
+    return jax.jit(f).lower(args, cts).compile().memory_analysis().temp_size_in_bytes
+
+
+class Cell:
+    """A stateful cell: weights, a hidden state and a counter."""
+
+    def __init__(self, hidden: int):
+        self.w = statetx.Param(0.9 * normal(hidden, hidden))
+        self.u = statetx.Param(normal(1, hidden)[0])
+        self.h = statetx.State(jnp.zeros(hidden))
+        self.n = statetx.State(jnp.int32(0))
+
+    def __call__(self, x: Any) -> Any:
+        self.h.value = jnp.tanh(self.h.value @ self.w.value + x * self.u.value)
+        self.n.value += 1
+        return self.h.value[0]
+
+
+def measure_million(quick: bool) -> list[Results]:
+    rows = []
+    length = 10_000 if quick else 1_000_000
+    for checkpoint in (Slots(20), Slots(128), Levels(3), "auto"):
+        value, temporary, seconds = through_states(length, checkpoint)
+        del value
+        rows.append({"checkpoint": repr(checkpoint), "length": length, "bytes": temporary, "seconds": seconds})
+    short = 1_000 if quick else 100_000
+    expected = through_states(short, None)[0]
+    for row, checkpoint in zip(rows, (Slots(20), Slots(128), Levels(3), "auto"), strict=True):
+        got = through_states(short, checkpoint)[0]
+        row["difference"] = max(
+            float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(got, expected, strict=True)
+        )
+        row["compared_at"] = short
+    return rows
+
+
+def through_states(length: int, checkpoint: Any) -> tuple[list, int, float]:
+    cell, xs = Cell(32), jnp.sin(0.1 * jnp.arange(float(length)))
+
+    def loss(xs: Any) -> Any:
+        _, ys = statetx.scan(lambda c, x: (c, cell(x)), None, xs, checkpoint=checkpoint)
+        return (ys**2).mean()
+
+    @statetx.jit
+    def step(xs: Any) -> Any:
+        return statetx.grad(loss, argnums=0, wrt=[cell.w, cell.u, cell.h])(xs)
+
+    temporary = step.lower(xs).compile().memory_analysis().temp_size_in_bytes
+    (by_state, by_x) = jax.block_until_ready(step(xs))
+    assert int(cell.n.value) == length
+    start = time.perf_counter()
+    jax.block_until_ready(step(xs))
+    return [*by_state, by_x], temporary, time.perf_counter() - start
+
+
+def measure_thousand(quick: bool) -> Results:
+    """Seconds to trace and to compile the gradient of 10 layers and of 1,000, and their ratios in each round."""
+
+    class Layer:
+        def __init__(self) -> None:
+            self.a, self.b = (statetx.Param(normal(32, 32, seed=i)) for i in (0, 1))
+
+        def __call__(self, h: Any) -> Any:
+            return layer({"a": self.a.value, "b": self.b.value}, h)
+
+    def sample(num: int) -> Callable:
+        layers = statetx.stack(Layer, num)
+        x = jnp.ones((4, 32))
+
+        def run() -> dict[str, float]:
+            network = statetx.remat_scan(layers)
+            pure = statetx.functionalize(statetx.grad(lambda x: network(x).sum(), wrt=statetx.states(layers)))
+            values = pure.values(x)
+            statetx._jaxpr.table.clear()
+            jax.clear_caches()
+            start = time.perf_counter()
+            lowered = jax.jit(lambda values, x: pure(values, x)).lower(values, x)
+            traced = time.perf_counter()
+            lowered.compile()
+            return {"wall": traced - start, "compile": time.perf_counter() - traced}
+
+        return run
+
+    rounds = 1 if quick else 9
+    samples = interleave({"10": sample(10), "1000": sample(100 if quick else 1000)}, rounds, warmup=1)
+    return {who: {**summaries(samples[who], samples["10"]), "samples": samples[who]} for who in samples}
+
+
+# -- printing ----------------------------------------------------------------------------------------------------
+
+RACE_COLUMNS = ("", "temporary MiB", "seconds", "middle half", "CPU seconds", "of plain", "CPU of plain")
+
+
+def race_rows(results: Results) -> list[list[str]]:
+    return [
+        [
+            who,
+            f"{r['bytes'] / MIB:,.2f}",
+            f"{r['wall']['median']:.2f}",
+            spread(r["wall"], 1, 2),
+            f"{r['cpu']['median']:.2f}",
+            f"{r['wall_ratio']['median']:.2f}",
+            f"{r['cpu_ratio']['median']:.2f}",
+        ]
+        for who, r in results.items()
+    ]
+
+
+def race_verdicts(name: str, results: Results, length: int) -> list[str]:
+    """Each target with what was measured."""
+    lines = []
+    for who in results:
+        if not who.startswith("equinox"):
+            continue
+        slots = int(who.split(", ")[1])
+        mine = f"statetx Slots({slots})"
+        limit = 0.8 if slots <= math.sqrt(length) / 2 else 1.05
+        found, cpu = ratio(results, mine, who), ratio(results, mine, who, "cpu")
+        verdict = "met" if found <= limit else "MISSED"
+        memory = results[mine]["bytes"] / results[who]["bytes"]
+        lines.append(
+            f"{name}, {slots} slots: {found:.2f} of equinox's time (CPU {cpu:.2f}), target at most {limit}: {verdict}; "
+            f"{memory:.2f} of its memory: {'met' if memory < 1 else 'MISSED'}."
+        )
+    best = f"statetx Slots({max(int(w.split('(')[1][:-1]) for w in results if 'Slots' in w)})"
+    for who, limit in (
+        ("brainstate checkpointed_scan", 0.5),
+        ("flax remat_scan", 1.0),
+        ("jax.checkpoint, nested by hand", 1.0),
+    ):
+        if who in results:
+            found, cpu = ratio(results, best, who), ratio(results, best, who, "cpu")
+            memory = results[best]["bytes"] / results[who]["bytes"]
+            verdict = "met" if found <= limit and memory < 1 else "MISSED"
+            lines.append(
+                f"{name}, {best}: {found:.2f} of the time of {who} (CPU {cpu:.2f}), target at most {limit}, with {memory:.2f} "
+                f"of its memory: {verdict}."
+            )
+    return lines
+
+
+def growth_section(rows: list[Results]) -> tuple[tuple, list, list[str]]:
+    columns = (
+        "steps",
+        "slots",
+        "temporary KiB",
+        "without ys and their cotangents",
+        "slots x carry",
+        "rest",
+        "HLO characters",
+        "compile s",
+    )
+    cells = [
+        [
+            f"{r['length']:,}",
+            str(r["slots"]),
+            f"{r['bytes'] / 1024:,.0f}",
+            f"{(r['bytes'] - r['beside']) / 1024:,.0f}",
+            f"{r['slots'] * r['carry'] / 1024:,.0f}",
+            f"{r['constant'] / 1024:,.0f}",
+            f"{r['size']:,}",
+            f"{r['seconds']:.2f}",
+        ]
+        for r in rows
+    ]
+    lines = []
+    for slots in sorted({r["slots"] for r in rows}):
+        mine = [r for r in rows if r["slots"] == slots]
+        sizes, seconds = [r["size"] for r in mine], [r["seconds"] for r in mine]
+        size, compiling = max(sizes) / min(sizes), max(seconds) / min(seconds)
+        lines.append(
+            f"{slots} slots, over lengths: program size within {size:.2f}, target 1.2: {'met' if size <= 1.2 else 'MISSED'}; "
+            f"compile time (least of three) within {compiling:.2f}, target 1.2: {'met' if compiling <= 1.2 else 'MISSED'}."
+        )
+    return columns, cells, lines
+
+
+def budget_section(rows: list[Results]) -> tuple[tuple, list, list[str]]:
+    columns = ("steps", "hidden", "batch", "budget KiB", "compiled KiB", "used")
+    cells = [
+        [
+            f"{r['length']:,}",
+            str(r["hidden"]),
+            str(r["batch"]),
+            f"{r['budget'] / 1024:,.0f}",
+            f"{r['bytes'] / 1024:,.0f}",
+            f"{r['bytes'] / r['budget']:.2f}",
+        ]
+        for r in rows
+    ]
+    held = sum(r["bytes"] <= r["budget"] for r in rows)
+    return columns, cells, [f"{held} of {len(rows)} budgets held: {'met' if held == len(rows) else 'MISSED'}."]
+
+
+def million_section(rows: list[Results]) -> tuple[tuple, list, list[str]]:
+    columns = ("checkpoint", "steps", "temporary MiB", "seconds", "largest relative difference from plain")
+    cells = [
+        [
+            r["checkpoint"],
+            f"{r['length']:,}",
+            f"{r['bytes'] / MIB:.2f}",
+            f"{r['seconds']:.2f}",
+            f"{r['difference']:.1e} at {r['compared_at']:,}",
+        ]
+        for r in rows
+    ]
+    worst = max(r["bytes"] for r in rows) / MIB
+    return columns, cells, [f"At most {worst:.1f} MiB, target 64 MB: {'met' if worst * MIB <= 64e6 else 'MISSED'}."]
+
+
+def thousand_section(results: Results) -> tuple[tuple, list, list[str]]:
+    columns = ("layers", "trace and lower s", "compile s", "ratio of trace", "ratio of compile")
+    cells = [
+        [
+            who,
+            f"{r['wall']['median']:.3f}",
+            f"{r['compile']['median']:.3f}",
+            f"{r['wall_ratio']['median']:.2f}",
+            f"{r['compile_ratio']['median']:.2f}",
+        ]
+        for who, r in results.items()
+    ]
+    ratios = [results["1000"][f"{what}_ratio"]["median"] for what in ("wall", "compile")]
+    return (
+        columns,
+        cells,
+        [f"Ratios {ratios[0]:.2f} and {ratios[1]:.2f}, target 1.3: {'met' if max(ratios) <= 1.3 else 'MISSED'}."],
+    )
+
+
+def counts_section(length: int) -> tuple[tuple, list, list[str]]:
+    columns = ("slots", "statetx", "the optimum", "equinox")
+    cells = []
+    for slots in (5, 10, 20, 50):
+        mine, theirs = runs_a_step(ours(Slots(slots)), length), runs_a_step(equinox_scan(slots), length)
+        best = _schedule.num_evaluations(length, slots) / length
+        assert mine == best
+        cells.append([str(slots), f"{mine:.2f}", f"{best:.2f}", f"{theirs:.2f}"])
+    return columns, cells, []
+
+
+SECTIONS = ("gru", "lif", "stack", "counts", "growth", "budgets", "million", "thousand")
+
+
+def main() -> None:
+    only = {"nargs": "+", "choices": SECTIONS, "default": SECTIONS, "help": "these sections alone"}
+    options = parse_args(__doc__ or "", only=only)
+    env, quick = environment(), options.quick
+    env["equinox"], env["flax"] = (__import__(name).__version__ for name in ("equinox", "flax"))
+    print(header(env))
+    length, layers = (64, 16) if quick else (4096, 256)
+    titles = {
+        "gru": f"GRU over {length:,} steps",
+        "lif": f"LIF over {length:,} steps",
+        "stack": f"Residual network of {layers} layers",
+        "counts": "Runs of the body for each step of 1,000",
+        "growth": "Growth with the length: GRU, hidden 64, batch 8",
+        "budgets": "Budgets in bytes",
+        "million": "A stateful cell through a million steps",
+        "thousand": "Deep stacks",
+    }
+    found: Results = {}
+    text = [f"{header(env)}."]
+    for section in options.only:
+        if section in ("gru", "lif", "stack"):
+            results = (
+                measure_stack(quick)
+                if section == "stack"
+                else measure_recurrent({"gru": gru, "lif": lif}[section], quick)
+            )
+            columns, cells = RACE_COLUMNS, race_rows(results)
+            lines = race_verdicts(section, results, layers if section == "stack" else length)
+        elif section == "counts":
+            results = None
+            columns, cells, lines = counts_section(50 if quick else 1000)
+        else:
+            measure, describe = {
+                "growth": (measure_growth, growth_section),
+                "budgets": (measure_budgets, budget_section),
+                "million": (measure_million, million_section),
+                "thousand": (measure_thousand, thousand_section),
+            }[section]
+            results = measure(quick)
+            columns, cells, lines = describe(results)  # type: ignore[operator]
+        found[section] = {"results": results, "verdicts": lines}
+        show(titles[section], columns, cells)
+        print("\n".join(lines), flush=True)
+        text.append(f"{titles[section]}:\n\n{markdown_table(columns, cells)}")
+        text += ["\n".join(f"- {line}" for line in lines)] if lines else []
+    if options.json:
+        write_json(options.json, env, found)
+    if options.markdown:
+        renew_section(options.markdown, "loops", "\n\n".join(text))
+
+
+if __name__ == "__main__":
+    main()
