@@ -303,18 +303,19 @@ def plot(runs, comparisons, curve, title, path):
         axes.bar_label(drawn, fmt="{:,.3f}", padding=3)
         axes.margins(x=0.1, y=0.15)
     memory.set_yscale("log")
-    draw_curve(slots, runs, curve)
+    if curve:
+        draw_curve(slots, runs, curve)
 
     differences = [c["loss_difference"] for c in comparisons.values()]
     notes = {
         losses: f"largest relative difference {max(differences):.1e}" if differences else "",
-        slots: "slots: more memory, less time",
+        slots: "more slots: more memory, less time",
         memory: "memory" + "".join(f", {n}: 1/{c['memory_ratio']:.0f}" for n, c in comparisons.items()),
         seconds: "time" + "".join(f", {n}: {c['time_ratio']:.2f}" for n, c in comparisons.items()),
     }
     labels = {
         losses: "loss [nats per character]",
-        slots: "step time [s]",
+        slots: "step time [s] (circles)",
         memory: "temporary memory [MiB]",
         seconds: "median step time [s]",
     }
@@ -327,20 +328,24 @@ def plot(runs, comparisons, curve, title, path):
 
 
 def draw_curve(axes, runs, curve):
-    """Draw memory against time: a line through the slot counts, and a point for each run."""
-    axes.plot(
-        [p["temporary_mib"] for p in curve], [p["step_seconds"] for p in curve], "o-", color=COLOURS[SCHEDULED], ms=4
-    )
-    for point in curve:
-        place = point["temporary_mib"], point["step_seconds"]
-        axes.annotate(f"{point['slots']}", place, textcoords="offset points", xytext=(4, 5), fontsize=9)
-    for name in (PLAIN, NESTED):
-        if name in runs:
-            x, y = runs[name]["temporary_mib"], runs[name]["median_step_seconds"]
-            axes.plot(x, y, "s", color=COLOURS[name], label=name)
-            axes.annotate(name, (x, y), textcoords="offset points", xytext=(-4, 8), ha="right", color=COLOURS[name])
-    axes.set(xscale="log", xlabel="temporary memory [MiB]")
+    """Draw step time and temporary memory over slot counts, with those of the plain run as lines to compare with."""
+    counts = [point["slots"] for point in curve]
+    right = axes.twinx()
+    for side, key, marker in ((axes, "step_seconds", "o"), (right, "temporary_mib", "s")):
+        colour = COLOURS[SCHEDULED] if side is axes else "#555555"
+        side.plot(counts, [point[key] for point in curve], f"{marker}-", color=colour, markersize=5)
+        side.tick_params(axis="y", labelcolor=colour)
+    if PLAIN in runs:
+        axes.axhline(runs[PLAIN]["median_step_seconds"], color=COLOURS[PLAIN], linestyle="--", label="plain: time")
+        right.axhline(runs[PLAIN]["temporary_mib"], color=COLOURS[PLAIN], linestyle=":", label="plain: memory")
+        lines = [*axes.get_lines()[1:], *right.get_lines()[1:]]
+        right.legend(lines, [line.get_label() for line in lines], frameon=False, loc=(0.6, 0.68))
+    axes.set(xlabel="slots of the scheduled run")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(n) for n in counts])
     axes.set_ylim(bottom=0)
+    right.set(yscale="log", ylabel="temporary memory [MiB] (squares)")
+    right.spines["top"].set_visible(False)
 
 
 def run_all(options, console):
