@@ -118,6 +118,7 @@ def _check_lengths(step: Step, lengths: Sequence[int]) -> None:
 
 
 _SHORT = 64  # steps, below which a schedule gains nothing
+_SLACK = 2**10  # bytes by which a program around the loop may differ from the loop's own
 _SMALL = 2**22  # bytes that are not worth a second run of anything
 
 
@@ -147,13 +148,14 @@ def _slots_for(length: int, repetitions: int) -> int:
 
 def _fit(step: Step, budget: int) -> Strategy | None:
     """The fewest runs of steps within a budget, as compiled; None if the loop fits as it is."""
+    asked, budget = budget, budget - _SLACK
     if temporary_bytes(step, step.plain()) <= budget:
         return None
     least = temporary_bytes(step, Scheduled(step, 1, 1))
     if least > budget:
         raise PolicyError(
-            f"{step.name}: the gradient of this loop needs {format_bytes(least)} with one slot, more than the budget of "
-            f"{format_bytes(budget)}.\nFix: allow that much; or let a step compute less: give policy=, or rematerialise in it."
+            f"{step.name}: the gradient of this loop needs {format_bytes(least + _SLACK)} with one slot, more than the budget of "
+            f"{format_bytes(asked)}.\nFix: allow that much; or let a step compute less: give policy=, or rematerialise in it."
         )
     carry = max(1, _num_bytes(step.avals))
     of_block = max(0, temporary_bytes(step, Scheduled(step, 1, 2)) - least) if step.length > 3 else 0

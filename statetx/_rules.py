@@ -6,6 +6,7 @@ A rule is one of the objects below or an axis. Each transform says which it know
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import isclass
 from typing import Any
 
 import jax
@@ -50,6 +51,7 @@ class Rules:
         self.path = Paths(fun)
         self._rules: list[tuple[Callable, Any]] = []
         self._found: dict[int, Any] = {}
+        self._needs_paths = False
         if states is not None and not isinstance(states, Mapping):
             raise StateValueError(
                 f"{name}: states= maps filters to rules, as in states={{statetx.Param: 0}}; got {states!r}."
@@ -62,6 +64,7 @@ class Rules:
                     f"{', '.join(map(repr, known))}."
                 )
             self._rules.append((as_predicate(filter), rule))
+            self._needs_paths |= not isclass(filter)
         if self._rules and _compat.made_refs():
             self._refuse_mapped_refs()
 
@@ -80,7 +83,7 @@ class Rules:
         if not self._rules:
             return None
         if id(state) not in self._found:
-            path = self.path(state)
+            path = self.path(state) if self._needs_paths else ""
             self._found[id(state)] = next((rule for keep, rule in self._rules if keep(path, state)), None)
         return self._found[id(state)]
 

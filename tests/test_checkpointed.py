@@ -150,6 +150,54 @@ def test_nested_lengths(length, levels):
         assert sum(lengths) <= 1.06 * levels * length ** (1 / levels) + 2
 
 
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def compiled_gradient(length, slots):
+    """Of a loop, with respect to its weights and inputs, given the cotangents of its outputs."""
+
+    def gradient(w, h, xs, cts):
+        def run(w, h, xs):
+            return statetx.scan(lambda h, x: ((h := jnp.tanh(h @ w + x)), h[:1]), h, xs, checkpoint=Slots(slots))
+
+        return jax.vjp(run, w, h, xs)[1](cts)
+
+    leading = lambda *shape: jax.ShapeDtypeStruct((length, *shape), jnp.float32)  # noqa: E731
+    types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (64,))]
+    return jax.jit(gradient).lower(*types, leading(64), (types[1], leading(1))).compile()
+
+
+def test_memory_is_that_of_the_slots_whatever_the_length():
+    carry, step = 64 * 4, 8 * 64 * 4
+    weights = 3 * 64 * 64 * 4  # their gradient, what a step adds to it, and one more
+    sizes = []
+    for slots in (4, 32):
+        for length in (256, 4096, 65_536, 10**6):
+            compiled = compiled_gradient(length, slots)
+            sizes.append(len(compiled.as_text()))
+            outputs = 4 * length  # ys, which nobody asked for
+            temporary = compiled.memory_analysis().temp_size_in_bytes
+            assert temporary <= slots * carry + step + weights + outputs, (length, slots)
+    assert max(sizes) <= 1.2 * min(sizes)
+
+
+@pytest.mark.parametrize("times", [2.5, 4, 20, 100])
+def test_a_budget_is_kept_by_the_compiled_program(times):
+    def fitted(budget):
+        def run(w, h, xs):
+            return statetx.scan(lambda h, x: ((h := jnp.tanh(h @ w + x)), h.sum()), h, xs, checkpoint=budget)
+
+        def gradient(w, h, xs, cts):
+            outs, pull = jax.vjp(run, w, h, xs)
+            return outs, pull(cts)
+
+        w, h, xs = jnp.zeros((64, 64)), jnp.zeros(64), jnp.zeros((500, 64))
+        return jax.jit(gradient).lower(w, h, xs, (h, jnp.zeros(500))).compile().memory_analysis().temp_size_in_bytes
+
+    least = fitted(Slots(1))
+    assert fitted(Budget(int(times * least))) <= times * least
+
+
 # -- the same numbers ----------------------------------------------------------------------------------------------
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)) / 3, jnp.float32)

@@ -148,11 +148,12 @@ class _Devices:
 
     def sort(self, out: PyTree, effects: Sequence[Effect]) -> dict[str, list]:
         _registry.refuse_created(effects, f"shard_map({name_of(self._owner.__wrapped__)})")
+        names = _Names()
 
         def put(leaf: Any, spec: PartitionSpec) -> None:
-            group = self.groups[str(spec)]
-            self._plan.append((str(spec), len(group)))
-            group.append(leaf)
+            name = names[spec]
+            self._plan.append((name, len(self.groups[name])))
+            self.groups[name].append(leaf)
 
         leaves, self._out = partition(out, is_array_or_number)
         specs = _broadcast_specs(self._owner._out_specs, out)
@@ -189,6 +190,14 @@ class _Devices:
             effect.kind.publish(effect, True)
             effect.value = None
         return out
+
+
+class _Names(dict[PartitionSpec, str]):
+    """The names of the groups that leaves are sorted into, by what all of a group have: their spec."""
+
+    def __missing__(self, spec: PartitionSpec) -> str:
+        self[spec] = name = str(spec)
+        return name
 
 
 def _is_spec(x: Any) -> bool:
