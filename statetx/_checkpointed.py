@@ -205,7 +205,7 @@ class Scheduled:
 
     def __init__(self, step: Step, slots: int, block: int = 1, *, offload: bool = False):
         self._step = step
-        self._slots = Slots(offload)
+        self._slots = SlotMemory(offload)
         self._block = block
         self._num_blocks, self._rest = divmod(step.length, block)
         self.slots = max(1, min(slots, self._num_blocks))
@@ -395,7 +395,7 @@ def reverse_scheduled(
     loop: Any,
     advance: Callable,
     reverse_block: Callable,
-    memory: Slots | None = None,
+    memory: SlotMemory | None = None,
 ) -> tuple[Any, Any]:
     """Reverse all blocks in turn: the schedule, whatever a step is.
 
@@ -410,7 +410,7 @@ def reverse_scheduled(
     Returns:
         ``loop``, and how many blocks were run ahead.
     """
-    memory = memory or Slots(False)
+    memory = memory or SlotMemory(False)
     num_slots = len(plan.positions)
     last_slot = jnp.int32(num_slots - 1)
 
@@ -478,7 +478,7 @@ def _buffer(length: int, aval: Any, number: int) -> Any:
     return buffer + jnp.asarray(number, aval.dtype) if is_float(aval) and number else buffer
 
 
-class Slots:
+class SlotMemory:
     """Reads and writes what is stored: for each leaf of the carry an array with one more axis, perhaps on the host."""
 
     def __init__(self, offload: bool):
