@@ -259,7 +259,8 @@ def bind_scan(
     counts: dict[str, Any] = {"num_consts": len(constants), "num_carry": len(carry)}
     if _flattree is not None:
         sizes = [_flattree.nones(len(part)) for part in (constants, carry, xs)]
-        ys = _flattree.nones(len(jaxpr.out_avals) - len(carry))
+        num_ys = len(jaxpr.out_avals) - len(carry)
+        ys = _flattree.nones(num_ys).filter_with_mask([True] * num_ys)  # none is an element handed on
         counts = {"ft_in": _flattree.pack(tuple(sizes)), "ft_out": _flattree.pack((sizes[1], ys))}
     return scan_p.bind(*constants, *carry, *xs, jaxpr=jaxpr, length=length, reverse=reverse, unroll=1, **counts)
 

@@ -39,6 +39,9 @@ def shape_of(eqn):
 
 def equation(f, *args, name):
     jaxpr = jax.make_jaxpr(f)(*args).jaxpr
+    while not any(e.primitive.name == name for e in jaxpr.eqns):  # newer versions of JAX inline later
+        (call,) = [e for e in jaxpr.eqns if e.primitive.name in ("jit", "pjit")]
+        jaxpr = _compat.open_jaxpr(call.params["jaxpr"])[0]
     (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == name]
     return shape_of(eqn)
 
