@@ -128,9 +128,12 @@ def nested(step: Step, lengths: Sequence[int], *, offload: bool = False) -> Call
             run = lambda constants, carry, xs: loop(constants, carry, xs, length, lengths[1:])  # noqa: E731
             return _rematerialised(run, None, constants, carry, xs)
 
+        def stored(carry: list) -> list:
+            return [_compat.named(x, _CARRY) for x in carry] if offload and length == step.length else carry
+
         def outermost_turn(loop: tuple[Any, list], xs: list) -> tuple[tuple, list]:
             done, carry = loop
-            carry, ys = turn([_compat.named(x, _CARRY) for x in carry] if offload else carry, xs)
+            carry, ys = turn(stored(carry), xs)
             step.tick(done + inner)
             return (done + inner, carry), ys
 
@@ -151,10 +154,10 @@ def nested(step: Step, lengths: Sequence[int], *, offload: bool = False) -> Call
         low, high = [x[:at] for x in xs], [x[at:] for x in xs]
         if step.reverse:
             carry, high = turns(carry, high)
-            carry, low = turn(carry, low, rest)
+            carry, low = turn(stored(carry), low, rest)
         else:
             carry, low = turns(carry, low)
-            carry, high = turn(carry, high, rest)
+            carry, high = turn(stored(carry), high, rest)
         return carry, [jnp.concatenate(parts) for parts in zip(low, high, strict=True)]
 
     def whole(constants: list, carry: list, xs: list) -> tuple[list, list]:
