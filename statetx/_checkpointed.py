@@ -118,18 +118,19 @@ def nested(step: Step, lengths: Sequence[int], *, offload: bool = False) -> Call
     With `offload` the outermost stores its carries in the host's memory.
     """
 
-    def loop(constants: list, carry: list, xs: list, length: int, lengths: Sequence[int]) -> tuple[list, list]:
-        inner = math.prod(lengths[1:])
+    def loop(constants: list, carry: list, xs: list, length: int, levels: Sequence[int]) -> tuple[list, list]:
+        is_outermost = len(levels) == len(lengths)
+        inner = math.prod(levels[1:])
         num_turns, rest = divmod(length, inner)
 
         def turn(carry: list, xs: list, length: int = inner) -> tuple[list, list]:
-            if len(lengths) == 1:
+            if len(levels) == 1:
                 return step.rematerialised(constants, carry, xs)
-            run = lambda constants, carry, xs: loop(constants, carry, xs, length, lengths[1:])  # noqa: E731
+            run = lambda constants, carry, xs: loop(constants, carry, xs, length, levels[1:])  # noqa: E731
             return _rematerialised(run, None, constants, carry, xs)
 
         def stored(carry: list) -> list:
-            return [_compat.named(x, _CARRY) for x in carry] if offload and length == step.length else carry
+            return [_compat.named(x, _CARRY) for x in carry] if offload and is_outermost else carry
 
         def outermost_turn(loop: tuple[Any, list], xs: list) -> tuple[tuple, list]:
             done, carry = loop
@@ -138,13 +139,13 @@ def nested(step: Step, lengths: Sequence[int], *, offload: bool = False) -> Call
             return (done + inner, carry), ys
 
         def turns(carry: list, xs: list) -> tuple[list, list]:
-            if len(lengths) > 1:
+            if len(levels) > 1:
                 xs = [x.reshape(num_turns, inner, *x.shape[1:]) for x in xs]
-            if length == step.length:
+            if is_outermost:
                 (_, carry), ys = jax.lax.scan(outermost_turn, (jnp.int32(0), carry), xs, num_turns, step.reverse)
             else:
                 carry, ys = jax.lax.scan(turn, carry, xs, num_turns, step.reverse)
-            return carry, [y.reshape(num_turns * inner, *y.shape[2:]) for y in ys] if len(lengths) > 1 else ys
+            return carry, [y.reshape(num_turns * inner, *y.shape[2:]) for y in ys] if len(levels) > 1 else ys
 
         if not rest:
             return turns(carry, xs)

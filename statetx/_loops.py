@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,17 +59,18 @@ def make_loop(
         PolicyError: the strategy cannot be had.
     """
     refuse_effects(staged, body, strategy)
+    title = f"{staged.name} {name_of(staged.fun).rpartition('.')[2]}" if progress else None
 
     def build(body: Body) -> Callable:
         name = f"{staged.name}({name_of(staged.fun)})"
-        if strategy is None and not progress:
+        if strategy is None and title is None:
             return _control.scan(body, num_constants, avals, length=length, reverse=reverse, unroll=unroll)
-        tick = Bars(f"{staged.name} {name_of(staged.fun).rpartition('.')[2]}", length).tick if progress else None
+        tick = Bars(title, length).tick if title else None
         policy = getattr(strategy, "policy", None)
         options = {"length": length, "reverse": reverse, "policy": policy, "name": name, "tick": tick}
         return _build(Step(body, num_constants, avals, **options), strategy)
 
-    use = ("loop", strategy, progress, length, reverse, type(unroll), unroll, num_constants, *avals)
+    use = ("loop", strategy, title, length, reverse, type(unroll), unroll, num_constants, *avals)
     return table.get(body, use, build)
 
 
@@ -104,17 +104,8 @@ def _build(step: Step, strategy: Strategy | None) -> Callable:
     else:
         assert isinstance(strategy, Lengths)
         lengths = strategy.lengths
-        _check_lengths(step, lengths)
+        strategy.check(step.name, "steps", step.length)
     return nested(step, lengths, offload=offload)
-
-
-def _check_lengths(step: Step, lengths: Sequence[int]) -> None:
-    inner, whole = math.prod(lengths[1:]), math.prod(lengths)
-    if not whole <= step.length < whole + inner:
-        raise PolicyError(
-            f"{step.name}: Lengths{lengths} are loops of {whole} steps in all, and this one has {step.length}.\n"
-            f"Fix: let the first be {max(1, step.length // inner)}, or use policies.Levels({len(lengths)}), which chooses."
-        )
 
 
 _SHORT = 64  # steps, below which a schedule gains nothing
@@ -131,19 +122,11 @@ def _choose(step: Step) -> Strategy | None:
     candidates = []
     block = 1
     while block * block <= step.length:
-        slots = _slots_for(step.length // block + 1, 2)
+        slots = _schedule.slots_for(step.length // block, 2)
         candidates.append((slots * carry + (block - 1) * kept, block, slots))
         block *= 2
     _, block, slots = min(candidates)
-    return Slots(slots, block=block, policy=step.policy)
-
-
-def _slots_for(length: int, repetitions: int) -> int:
-    """The least number of slots with which a loop is reversed with so many runs of a step ahead of its reversal."""
-    slots = 1
-    while _schedule.beta(slots, repetitions) < length:
-        slots += 1
-    return slots
+    return Slots(slots, block=block)
 
 
 def _fit(step: Step, budget: int) -> Strategy | None:

@@ -26,11 +26,12 @@ from ._tree import is_float
 _COLUMNS = 64  # of the schedule's table: as many runs of a step ahead of its reversal are planned for
 
 
-def while_loop(test: Body, step: Step, slots: int, max_steps: int | None) -> Callable:
-    """``(constants of the test, constants of the body, carry) -> carry``, differentiable in reverse mode.
+def while_loop(test: Body, step: Step, slots: int | None, max_steps: int | None) -> Callable:
+    """``(constants of the test, constants of the body, carry) -> carry``, differentiable in reverse mode if it has slots.
 
     Args:
         test: ``(*constants, *carry) -> bool``.
+        slots: how many carries are stored; None for a loop that is not reversed.
         max_steps: the loop ends after as many, whatever the test says.
     """
 
@@ -44,6 +45,10 @@ def while_loop(test: Body, step: Step, slots: int, max_steps: int | None) -> Cal
 
         start = (jnp.int32(0), carry)
         return jax.lax.while_loop(lambda loop: goes_on(test_constants, loop[1], loop[0]), one, start)[1]
+
+    plain = _control.compiled(plain)
+    if slots is None:
+        return plain
 
     def store(test_constants: list, constants: list, carry: list) -> tuple[list, Any]:
         """The last carry, and what the reversal needs: slots, their positions, which is the last, number of steps."""
@@ -113,7 +118,6 @@ def while_loop(test: Body, step: Step, slots: int, max_steps: int | None) -> Cal
         return [*sums, *ct_carry]
 
     store = _control.compiled(store)
-    plain = _control.compiled(plain)
     reverse_compiled: dict[tuple, Callable] = {}
 
     @jax.custom_jvp

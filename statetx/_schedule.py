@@ -40,6 +40,14 @@ def repetitions(length: int, slots: int) -> int:
     return low
 
 
+def slots_for(length: int, runs_ahead: int) -> int:
+    """The least number of slots for a loop of `length` steps, none of which runs more often than this ahead of its reversal."""
+    slots = 1
+    while beta(slots, runs_ahead) < length + 1:
+        slots += 1
+    return slots
+
+
 def num_evaluations(length: int, slots: int) -> int:
     """The fewest runs of the body for a loop and its reversal, with this many slots, the initial state's counted."""
     r = repetitions(length + 1, slots)

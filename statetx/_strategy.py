@@ -5,7 +5,9 @@ The members are values: equal where they say the same, hashable, printed as they
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
 from typing import Any
 
 from ._errors import PolicyError
@@ -15,6 +17,12 @@ from ._typing import Policy
 
 class Strategy:
     """Base of the ways for a loop to store less than each of its steps computes."""
+
+    def with_policy(self, policy: Policy) -> Strategy:
+        """The same, with another ``policy=``."""
+        new = copy.copy(self)
+        object.__setattr__(new, "policy", as_policy(policy))
+        return new
 
     def __repr__(self) -> str:
         first, *options = dataclasses.fields(self)  # type: ignore[arg-type]
@@ -105,6 +113,15 @@ class Lengths(Strategy):
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "offload", offload)
         _set_policy(self)
+
+    def check(self, name: str, what: str, num: int) -> None:
+        """Raise unless these lengths are those of a loop of `num` turns."""
+        inner, whole = math.prod(self.lengths[1:]), math.prod(self.lengths)
+        if not whole <= num < whole + inner:
+            raise PolicyError(
+                f"{name}: Lengths{self.lengths} are {whole} {what} in all, and there are {num}.\n"
+                f"Fix: let the first be {max(1, num // inner)}, or use policies.Levels({len(self.lengths)}), which chooses."
+            )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

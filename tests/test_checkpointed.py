@@ -362,7 +362,7 @@ def test_mistakes():
         scan(True)
     with pytest.raises(statetx.PolicyError, match="unroll=2 and checkpoint=3 do not go together"):
         scan(3, unroll=2)
-    with pytest.raises(statetx.PolicyError, match=r"Lengths\(2, 2\) are loops of 4 steps in all, and this one has 10"):
+    with pytest.raises(statetx.PolicyError, match=r"Lengths\(2, 2\) are 4 steps in all, and there are 10"):
         scan((2, 2))
     with pytest.raises(statetx.PolicyError, match="Not a size: 'lots'"):
         scan("lots")
@@ -519,7 +519,14 @@ def test_runs_of_a_loop_of_unknown_length():
         assert best <= count(steps, slots) <= (1.3 if slots > 3 else 1.8) * best, (steps, slots)
 
 
+def test_without_slots_a_loop_with_max_steps_has_no_reverse_mode():
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        jax.grad(lambda x: statetx.while_loop(lambda v: v < 10, jnp.exp, x, max_steps=5))(1.0)
+
+
 def test_mistakes_of_while_loop():
+    with pytest.raises(statetx.PolicyError, match="cannot be offloaded"):
+        statetx.while_loop(lambda x: x < 1, lambda x: x + 1, 0.0, checkpoint=Slots(2, offload=True))
     with pytest.raises(statetx.PolicyError, match=r"(?s)needs to know the number of steps.*Slots\(n\)"):
         statetx.while_loop(lambda x: x < 1, lambda x: x + 1, 0.0, checkpoint=Levels(2))
     with pytest.raises(ValueError, match="max_steps must be a whole number"):
@@ -578,6 +585,34 @@ def test_progress_bars(strategy, capsys):
     assert "debug_callback" in jaxpr
     expected = jax.grad(lambda w: jax.lax.scan(lambda h, x: (jnp.tanh(h * w + x), None), 0.0, jnp.ones(500))[0])(0.5)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+def test_bars_have_the_name_of_their_own_loop(capsys):
+    def first(h, x):
+        return h + x, None
+
+    def second(h, x):  # of the same structure
+        return h + x, None
+
+    for f in (first, second):
+        statetx.scan(f, 0.0, jnp.ones(200), progress=True)
+        jax.effects_barrier()
+        assert f"scan {f.__name__}" in capsys.readouterr().out
+
+
+def test_progress_counts_each_step_once(monkeypatch):
+    """Also where an inner loop is as long as the whole."""
+    seen = []
+    monkeypatch.setattr("statetx._progress.Bars._show", lambda self, done, phase: seen.append(done))
+
+    def loss(w):
+        return statetx.scan(
+            lambda h, x: (jnp.tanh(h * w + x), None), 0.0, jnp.ones(8), checkpoint=(1, 8), progress=True
+        )[0]
+
+    jax.grad(loss)(0.5)
+    jax.effects_barrier()
+    assert seen == [8]
 
 
 def test_no_progress_costs_nothing():

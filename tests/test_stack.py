@@ -182,6 +182,11 @@ def test_layers_must_be_alike():
         statetx.stack(Layer)
     with pytest.raises(ValueError, match="num=3 disagrees with the 2 layers"):
         statetx.stack([Layer(key), Layer(key)], 3)
+    for a, b in ((np.sin, np.cos), ({1}, {2}), (jnp.sin, jnp.tanh), (np.dtype("f4"), np.dtype("f2"))):
+        one, two = Layer(key), Layer(key)
+        one.act, two.act = a, b
+        with pytest.raises(statetx.StateValueError, match="differ in 'act'"):
+            statetx.stack([one, two])
     before = statetx.states(odd)["w"].value
     assert before.shape == (4, 4)  # what was refused is as it was
 
@@ -366,6 +371,15 @@ def test_the_innermost_level_is_rematerialised_unless_told_otherwise():
     assert kept((2, 3)) < one_level
 
 
+@pytest.mark.parametrize(
+    "lengths", [policies.Levels(1), policies.Lengths(6), policies.Slots(2), "auto", "1MiB"], ids=repr
+)
+def test_the_policy_reaches_every_strategy(lengths):
+    deep = statetx.remat_scan(statetx.stack(make_layers()), lengths, policy=policies.dots)
+    assert "policy=dots" in repr(deep)
+    assert_same(deep(X), loop(make_layers(), X))
+
+
 def test_trace_does_not_grow_with_the_layers():
     def equations(num):
         layers = statetx.stack(factory(), num)
@@ -379,7 +393,7 @@ def test_trace_does_not_grow_with_the_layers():
 def test_mistakes():
     with pytest.raises(ValueError, match="say how many layers there are"):
         statetx.remat_scan(Layer)
-    with pytest.raises(ValueError, match="are 6 layers, and there are 4"):
+    with pytest.raises(statetx.PolicyError, match="are 6 layers in all, and there are 4"):
         statetx.remat_scan(Layer, (2, 3), num=4)
     with pytest.raises(ValueError, match="the stack has 6 layers, and 4 are asked for"):
         statetx.remat_scan(statetx.stack(make_layers()), (2, 2), num=4)

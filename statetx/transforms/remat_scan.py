@@ -12,8 +12,8 @@ from .. import _registry
 from .._lift import name_of
 from .._paths import Not, as_predicate
 from .._rules import Broadcast, Carry, Split
-from .._schedule import beta
-from .._strategy import Auto, Budget, Lengths, Slots, Strategy, as_strategy
+from .._schedule import slots_for
+from .._strategy import Auto, Lengths, Slots, Strategy, as_strategy
 from .._typing import Filter, Policy, PyTree
 from .scan import scan
 from .stack import Stack, stack
@@ -90,10 +90,8 @@ def remat_scan(
     strategy = _read_lengths(lengths, policy)
     count = len(target) if isinstance(target, Stack) and num is None else num
     if isinstance(strategy, Lengths):
-        said, inner = math.prod(strategy.lengths), math.prod(strategy.lengths[1:])
-        count = said if count is None else count
-        if not said <= count < said + inner:
-            raise ValueError(f"remat_scan: lengths={lengths!r} are {said} layers, and there are {count}.")
+        count = math.prod(strategy.lengths) if count is None else count
+        strategy.check("remat_scan", "layers", count)
     if isinstance(target, Stack):
         if count != len(target):
             raise ValueError(f"remat_scan: the stack has {len(target)} layers, and {count} are asked for.")
@@ -181,18 +179,13 @@ def _read_lengths(lengths: Any, policy: Policy) -> Strategy:
     if isinstance(lengths, (list, tuple)) and lengths:
         return Lengths(*lengths, policy=policy)
     strategy = as_strategy("remat_scan", lengths)
-    if isinstance(strategy, Budget):
-        strategy = Budget(strategy.bytes, policy=strategy.policy if policy is None else policy)
-    return strategy
+    return strategy if policy is None or isinstance(strategy, Auto) else strategy.with_policy(policy)
 
 
 def _resolve_auto(strategy: Strategy, num: int, policy: Policy) -> Strategy:
     if not isinstance(strategy, Auto):
         return strategy
-    slots = 1
-    while beta(slots, 2) < num + 1:
-        slots += 1
-    return Slots(slots, policy=policy)
+    return Slots(slots_for(num, 2), policy=policy)
 
 
 def _takes_nothing(target: Callable) -> bool:

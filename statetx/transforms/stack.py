@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -218,6 +218,8 @@ def _check_alike(a: Any, b: Any, path: str, which: str, seen: set[int]) -> None:
     if isinstance(a, types.ModuleType):
         return
     mine, theirs = dict(children(a)), dict(children(b))
+    if not mine and (callable(a) or isinstance(a, (Set, np.dtype))) and a != b:
+        raise _differs(path, which, repr(a), repr(b))
     if list(mine) != list(theirs):
         raise _differs(path, which, f"parts {', '.join(mine)}", f"parts {', '.join(theirs)}")
     for key, child in mine.items():

@@ -46,7 +46,7 @@ def while_loop(
         The last value.
 
     Raises:
-        PolicyError: `checkpoint` is something else than slots, or has a block.
+        PolicyError: `checkpoint` is something else than slots, has a block, or is offloaded.
         EffectError: the body calls a host callback with effects, and `checkpoint` would call it again.
         StateAccessError: `cond_fun` wrote a state (a random draw is a write).
         CarryTypeError: a step changes the type of the value or of a state.
@@ -88,6 +88,8 @@ def _read_slots(checkpoint: Any) -> Slots | None:
             f"while_loop: checkpoint={checkpoint!r} needs to know the number of steps.\nFix: give policies.Slots(n), or "
             f"use scan or fori_loop."
         )
+    if strategy is not None and strategy.offload:
+        raise PolicyError("while_loop: carries cannot be offloaded. Fix: use scan or fori_loop, or leave offload= out.")
     return strategy
 
 
@@ -242,7 +244,7 @@ class _Loop:
             num_constants, name = len(self.constants[-1]), f"while_loop({name_of(self._body.fun)})"
             options = {"length": 0, "reverse": False, "policy": slots and slots.policy, "name": name}
             step = Step(body, num_constants, self.carry_avals, **options)
-            return _online.while_loop(test, step, slots.num if slots else 1, max_steps)
+            return _online.while_loop(test, step, slots and slots.num, max_steps)
 
         kept = table.get(self.bodies, ("while_loop", slots, max_steps, *self.carry_avals), build)
         return kept(*self.constants, [*carry, *self.state_values])
