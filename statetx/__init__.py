@@ -29,6 +29,7 @@ from ._state import RngState as RngState
 from ._state import State as State
 from .residuals import memory_report as memory_report
 from .residuals.fwd_bwd import print_fwd_bwd as print_fwd_bwd
+from .residuals.measure import measure as measure
 from .residuals.table import Residuals as Residuals
 from .residuals.table import print_saved_residuals as print_saved_residuals
 from .residuals.table import saved_residuals as saved_residuals

@@ -6,6 +6,8 @@ fails when one of these meanings shifts.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -243,13 +245,76 @@ def _copy_equations(trace: Any, jaxpr: Jaxpr, env: dict[Any, Any], here: Any) ->
     return [read(v, here) for v in jaxpr.outvars]
 
 
-def rematerialise(jaxpr: Jaxpr, args: Sequence[Any], *, policy: Any, prevent_cse: bool | tuple[bool, ...]) -> list[Any]:
+def rematerialise(
+    jaxpr: Jaxpr, args: Sequence[Any], *, policy: Any, prevent_cse: bool | tuple[bool, ...], fence: str | None = None
+) -> list[Any]:
     """`jax.checkpoint` of a function whose jaxpr, without constants, is there already; `prevent_cse` for each input.
 
     This is JAX's established rematerialisation also where ``jax_remat3`` is on, which knows neither `prevent_cse` nor
     policies that are not its own.
+
+    Args:
+        fence: "cond" to run the backward pass of the function in a branch, so that no compiler merges it with the
+            forward pass or starts it early; "auto" for this where JAX's own barrier does not last, on CPUs.
     """
+    if fence in ("auto", "cond"):
+        policy = _Fenced(policy, fence)
     return remat_p.bind(*args, jaxpr=jaxpr, policy=policy, prevent_cse=prevent_cse, differentiated=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fenced:
+    """A policy that says how the function it is for is fenced: of its parameters, the one that JAX hands on untouched."""
+
+    policy: Any
+    fence: str
+
+    def __call__(self, *args: Any, **params: Any) -> Any:
+        return self.policy is not None and self.policy(*args, **params)
+
+
+def policy_of(eqn: Any) -> Any:
+    """The policy that a rematerialised function was given."""
+    policy = eqn.params["policy"]
+    return policy.policy if isinstance(policy, _Fenced) else policy
+
+
+def _lower_remat(ctx: Any, *args: Any, jaxpr: Jaxpr, differentiated: bool, policy: Any, **params: Any) -> Any:
+    is_fenced = isinstance(policy, _Fenced) and (policy.fence == "cond" or _platforms(ctx) == ("cpu",))
+    # In shard_map a value's type says on which devices it differs, and both branches would have to agree on that.
+    is_plain = not jaxpr.effects and not any(getattr(getattr(a, "mat", None), "varying", ()) for a in ctx.avals_in)
+    if differentiated and is_fenced and is_plain:
+        return _mlir.lower_fun(functools.partial(_fenced, jaxpr), multiple_results=True)(ctx, *args)
+    return _lower_remat_as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
+
+
+def _platforms(ctx: Any) -> tuple[str, ...]:
+    return tuple(ctx.platforms or ctx.module_context.platforms)
+
+
+def _fenced(jaxpr: Jaxpr, *args: Any) -> list[Any]:
+    """Run a jaxpr once all its inputs are there, in a branch that is always taken and that no compiler can know to be."""
+    run = jex_core.jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
+    return jax.lax.cond(_is_there(args), run, lambda *_: [_empty_of(v.aval) for v in jaxpr.outvars], *args)
+
+
+def _empty_of(aval: Any) -> Any:
+    return jax.lax.full(aval.shape, 0, aval.dtype)
+
+
+def _is_there(args: Sequence[Any]) -> Any:
+    """True, as computed from one entry of each array: that a number has no more bits set than it has bits."""
+    count = jnp.int32(0)
+    for x in args:
+        if x.size and jnp.issubdtype(x.dtype, jnp.number) and not jnp.iscomplexobj(x):
+            entry = jax.lax.slice(x, [0] * x.ndim, [1] * x.ndim).reshape(())
+            bits = jax.lax.bitcast_convert_type(entry, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+            count += jax.lax.population_count(bits).astype(jnp.int32)
+    return count <= 64 * len(args)
+
+
+_lower_remat_as_jax = _mlir._lowerings[remat_p].rule
+_mlir.register_lowering(remat_p, _lower_remat)
 
 
 def bind_scan(
@@ -383,6 +448,12 @@ def rebuild(jaxpr: Jaxpr, *, invars: Sequence[Any], outvars: Sequence[Any], eqns
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     eqns = jaxpr.eqns if eqns is None else list(eqns)
     return jaxpr.replace(constvars=[], invars=list(invars), outvars=list(outvars), eqns=eqns, debug_info=info)
+
+
+def without_dead_code(jaxpr: Any) -> Jaxpr:
+    """The equations of a jaxpr, closed or not, that its outputs need, in loops and regions too."""
+    jaxpr, _ = open_jaxpr(jaxpr)
+    return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def close(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:

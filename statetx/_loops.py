@@ -9,6 +9,7 @@ import jax
 
 from . import _compat, _control, _schedule
 from ._checkpointed import Scheduled, Step, floats_of, nested
+from ._cost import Program
 from ._errors import EffectError, PolicyError
 from ._jaxpr import Body, table
 from ._lift import name_of
@@ -185,9 +186,7 @@ def temporary_bytes(step: Step, loop: Callable) -> int:
     types = treedef.unflatten([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves])
     outs = [a for a in (*step.avals, *map(leading, step.y_avals)) if is_float(a)]
     cts = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in outs]
-    analysis = jax.jit(gradient).lower(types, cts).compile().memory_analysis()
-    assert analysis is not None
-    return analysis.temp_size_in_bytes
+    return Program(gradient, (types, cts)).cost.temp_bytes
 
 
 def _bytes_kept_by_a_step(step: Step) -> int:

@@ -17,7 +17,7 @@ EXPORTS = """
 Broadcast Carry CarryTypeError CreatedStateError EffectError ForeignStateError Not Param PolicyError PolicyWarning Residuals RngState Split
 Stack State StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
 checkpoint checkpoint_name cond eval_shape fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
-make_jaxpr map memory_report policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan shard_map stack
+make_jaxpr map measure memory_report policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan shard_map stack
 states switch trace_states unstack value_and_grad vjp vmap while_loop
 """.split()
 
@@ -26,7 +26,7 @@ LAYERS = [
     {"_errors", "_typing", "_compat", "_text", "_progress"},
     {"_registry"},
     {"_tree"},
-    {"_jaxpr", "_state", "_paths", "_signature"},
+    {"_jaxpr", "_state", "_paths", "_signature", "_cost"},
     {"kinds.brainstate", "kinds.ref", "kinds.nnx", "_policy", "_schedule"},
     {"_strategy"},
     {"_lift", "_rules", "_keep", "policies"},
@@ -40,7 +40,7 @@ LAYERS = [
     },
     {"transforms.map", "transforms.abstract", "transforms.stack"},
     {"transforms.remat_scan"},
-    {"residuals._trace", "residuals._cost", "residuals._show"},
+    {"residuals._trace", "residuals._recompute", "residuals._show", "residuals.measure"},
     {"residuals._origin"},
     {"residuals.table", "residuals.fwd_bwd"},
     {"residuals.report", "testing"},

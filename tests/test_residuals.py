@@ -16,8 +16,8 @@ import statetx
 from corpus import PROGRAMS, Program, X
 from helpers import compilations
 from statetx import policies
+from statetx._cost import flops
 from statetx.residuals import Residuals
-from statetx.residuals._cost import flops
 from statetx.residuals._trace import differentiate
 
 SOME = [corpus.Dropout, corpus.BatchNormKeyword, corpus.Nested, corpus.CustomRules, corpus.Branches]

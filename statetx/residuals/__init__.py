@@ -2,6 +2,7 @@
 
 from .fwd_bwd import FwdBwd as FwdBwd
 from .fwd_bwd import print_fwd_bwd as print_fwd_bwd
+from .measure import measure as measure
 from .report import Diagnosis as Diagnosis
 from .report import Measured as Measured
 from .report import MemoryReport as MemoryReport

@@ -10,19 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from .._cost import Cost, Program
 from .._keep import Region, override
 from .._lift import name_of
 from .._policy import as_policy, names_of
 from .._text import format_bytes, format_table
-from .._tree import is_float, partition
 from .._typing import Policy
-from ..transforms.functionalize import functionalize
 from ..transforms.remat import remat
-from ._cost import flops
 from ._show import format_flops
-from ._trace import differentiate, short_name
+from ._trace import short_name
+from .measure import with_gradient
 from .table import Residuals, saved_residuals
 
 OFF = "no remat"
@@ -31,35 +29,22 @@ _SAME = 0.05  # memory that falls by less than this part has not fallen
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """A function and its derivative, compiled under one policy.
+class Measured(Cost):
+    """A function and its derivative, compiled under one policy; a `Cost`, and
 
     Attributes:
         policy: its name; "no remat" for none at all, "as written" for each function's own.
         residuals: what it keeps, before the compiler looks at it.
-        argument_bytes, output_bytes, temp_bytes: of the compiled program, by XLA's own analysis.
-        flops: operations of the equations, forward and backward, loops counted with their lengths.
-        compiled_flops: operations of the compiled program, as XLA counts them: the body of a loop once.
         seconds: median time of a run; None if it was not run.
     """
 
     policy: str
     residuals: Residuals
-    argument_bytes: int
-    output_bytes: int
-    temp_bytes: int
-    flops: int
-    compiled_flops: float
     seconds: float | None
 
     @property
     def residual_bytes(self) -> int:
         return self.residuals.total_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """Arguments, outputs and temporaries together."""
-        return self.argument_bytes + self.output_bytes + self.temp_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,71 +221,27 @@ def memory_report(
     with override(is_quiet=True) as met:
         saved_residuals(fun, *args, **kwargs)
     is_wrapped = bool(met)
-    programs: dict[str, tuple[Any, Any]] = {}
+    programs: dict[str, Program] = {}
     inputs: dict[str, list[Any]] = {}
-    passes: dict[str, tuple[Residuals, int]] = {}
+    kept: dict[str, Residuals] = {}
     regions: dict[str, list[Region]] = {}
     for label in labels:
         f = fun if is_wrapped or label == OFF else remat(fun)
         with override(tried.get(label), is_off=label == OFF, is_quiet=True) as met:
-            passes[label] = saved_residuals(f, *args, **kwargs), _count(f, args, kwargs)
-            jitted, inputs[label] = _program(f, args, kwargs)
-            lowered = jax.jit(jitted).lower(*inputs[label])
-            programs[label] = lowered.compile(compiler_options), lowered
+            kept[label] = saved_residuals(f, *args, **kwargs)
+            step, inputs[label] = with_gradient(f, args, kwargs)
+            programs[label] = Program(step, inputs[label], compiler_options)
         regions[label] = met
-    seconds = _time({k: p[0] for k, p in programs.items()}, inputs, repeats)
-    rows = [_measured(label, *passes[label], programs[label][0], seconds.get(label)) for label in labels]
+    seconds = _time({k: p.compiled for k, p in programs.items()}, inputs, repeats)
+    rows = [_measured(label, kept[label], programs[label].cost, seconds.get(label)) for label in labels]
     diagnoses: list[Diagnosis] = []
     for row in rows[1:]:
-        diagnoses += _diagnose(row, rows[0], regions[row.policy], programs[row.policy][1], programs[OFF][1])
+        diagnoses += _diagnose(row, rows[0], regions[row.policy], programs[row.policy].lowered, programs[OFF].lowered)
     return MemoryReport(short_name(name_of(fun)), rows, list(dict.fromkeys(diagnoses)))
 
 
-def _program(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, list[Any]]:
-    """Outputs, new states and gradients as a function of arrays, and these arrays."""
-    pure = functionalize(fun)
-    arrays, others = partition((pure.values(*args, **kwargs), args, kwargs), lambda x: hasattr(x, "dtype"))
-    wanted = [i for i, x in enumerate(arrays) if is_float(x)]
-
-    def step(*arrays: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        def differentiated(*floats: Any) -> tuple[list[Any], list[Any]]:
-            whole = list(arrays)
-            for i, x in zip(wanted, floats, strict=True):
-                whole[i] = x
-            values, args, kwargs = others.combine(whole)
-            out, new = pure(values, *args, **kwargs)
-            floats_out, _ = partition(out, is_float)
-            return floats_out, partition((out, new), lambda x: hasattr(x, "dtype"))[0]
-
-        outs, pullback, rest = jax.vjp(differentiated, *(arrays[i] for i in wanted), has_aux=True)
-        return outs, rest, list(pullback([jnp.ones_like(x) for x in outs]))
-
-    return step, arrays
-
-
-def _count(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> int:
-    passes = differentiate(fun, args, kwargs)
-    return sum(flops(eqn) for jaxpr in (passes.forward, passes.backward) for eqn in jaxpr.eqns)
-
-
-def _measured(label: str, kept: Residuals, num_flops: int, compiled: Any, seconds: float | None) -> Measured:
-    memory = compiled.memory_analysis()
-    return Measured(
-        policy=label,
-        residuals=kept,
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
-        flops=num_flops,
-        compiled_flops=_compiled_flops(compiled),
-        seconds=seconds,
-    )
-
-
-def _compiled_flops(compiled: Any) -> float:
-    found = compiled.cost_analysis()
-    found = found[0] if isinstance(found, (list, tuple)) else found
-    return float((found or {}).get("flops", 0.0))
+def _measured(label: str, kept: Residuals, cost: Cost, seconds: float | None) -> Measured:
+    return Measured(**vars(cost), policy=label, residuals=kept, seconds=seconds)
 
 
 def _time(programs: dict[str, Any], inputs: dict[str, list[Any]], repeats: int) -> dict[str, float]:
@@ -335,7 +276,7 @@ def _diagnose(
                 row.policy,
                 "merged back",
                 f"The equations recompute ({predicted:.2f} of the operations), the compiled program does not do it all: common "
-                f"subexpressions were merged, since prevent_cse is False for {', '.join(loose)}. Leave it at 'auto'.",
+                f"subexpressions were merged, since prevent_cse is False (or fence None) for {', '.join(loose)}. Leave it at 'auto'.",
             )
         else:
             yield Diagnosis(row.policy, "barrier ignored", _barrier(row, lowered, base_lowered))
@@ -383,7 +324,7 @@ def _barrier(row: Measured, lowered: Any, base_lowered: Any) -> str:
     text = (
         f"The equations recompute and keep {format_bytes(row.residual_bytes)}, the compiled program does not recompute it all: on the "
         f"{jax.default_backend()} backend the compiler removes the barrier that holds the recomputation back, so that unrolled "
-        f"code is merged again. Put the repeated part into a loop (scan), where the saving is real"
+        f"code is merged again. Leave fence= at 'auto', or put the repeated part into a loop (scan)"
     )
     if jax.default_backend() == "cpu":
         option = {"xla_disable_hlo_passes": "cse_barrier_expander"}

@@ -10,8 +10,8 @@ from .._compat import Literal
 from .._tree import num_bytes
 from .._typing import Filter, PyTree
 from . import _show
-from ._cost import Recomputation
 from ._origin import MARK, PLAIN, UNKNOWN, Origins, Place, buffers, readers
+from ._recompute import Recomputation
 from ._trace import ALL, Passes, Source, differentiate, inline, user_line
 
 

@@ -31,6 +31,7 @@ def remat(
     *,
     policy: Policy = None,
     prevent_cse: bool | Sequence[bool] | str = "auto",
+    fence: str | None = "auto",
     static_argnums: Indices = (),
     static_argnames: Names = (),
     states: Filter = True,
@@ -44,6 +45,7 @@ def remat(
     *,
     policy: Policy = None,
     prevent_cse: bool | Sequence[bool] | str = "auto",
+    fence: str | None = "auto",
     static_argnums: Indices = (),
     static_argnames: Names = (),
     states: Filter = True,
@@ -56,6 +58,7 @@ def remat(
     *,
     policy: Policy = None,
     prevent_cse: bool | Sequence[bool] | str = "auto",
+    fence: str | None = "auto",
     static_argnums: Indices = (),
     static_argnames: Names = (),
     states: Filter = True,
@@ -80,6 +83,9 @@ def remat(
         prevent_cse: whether to keep the compiler from merging the recomputation with the forward pass. A bool, or
             a tuple prefix of the (non-static) arguments as in ``jax.checkpoint``. ``"auto"`` is False directly inside
             the body of a loop, where merging cannot happen, and True elsewhere.
+        fence: how, where `prevent_cse` is true: ``"barrier"`` as JAX does, which XLA removes on CPUs before it looks for
+            common subexpressions; ``"cond"`` by computing the backward pass of the function in a branch that depends
+            on its cotangents, which holds everywhere; ``"auto"`` the latter on CPUs, the former elsewhere; None not at all.
         static_argnums: positions of arguments to pass as they are, counted as you call the function (``self`` is 0
             in a class body); negative ones count from the end. Python values other than arrays always pass
             untouched, so a training flag needs no declaration; declare an *array* static to keep it concrete.
@@ -136,6 +142,7 @@ def remat(
     options = {
         "policy": policy,
         "prevent_cse": prevent_cse,
+        "fence": fence,
         "static_argnums": static_argnums,
         "static_argnames": static_argnames,
         "states": states,
@@ -170,14 +177,15 @@ class Remat(Wrapper):
         *,
         policy: Policy = None,
         prevent_cse: bool | Sequence[bool] | str = "auto",
+        fence: str | None = "auto",
         static_argnums: Indices = (),
         static_argnames: Names = (),
         states: Filter = True,
     ):
-        options = {"policy": policy, "prevent_cse": prevent_cse, "static_argnums": static_argnums}
+        options = {"policy": policy, "prevent_cse": prevent_cse, "fence": fence, "static_argnums": static_argnums}
         super().__init__(fun, {**options, "static_argnames": static_argnames, "states": states})
         self._policy = as_policy(policy)
-        self._prevent_cse = _check_prevent_cse(prevent_cse)
+        self._prevent_cse, self._fence = _check_fence(_check_prevent_cse(prevent_cse), fence)
         self._static = StaticArguments(fun, static_argnums, static_argnames)
         self._allowed = None if states is True else as_predicate(states)
 
@@ -226,12 +234,13 @@ class Remat(Wrapper):
         self._refuse_effects(staged)
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, others.mask)
         origins = owners.origins(staged.operands) if owners else ()
-        build = self._build(policy, prevent_cse, origins)
+        fence = self._fence if prevent_cse is True else None
+        build = self._build(policy, prevent_cse, fence, origins)
         if is_tried:
             _keep.override.note(name_of(fun), policy, staged.jaxpr, origins, prevent_cse)
             kept = build(staged)
         else:
-            kept = table.get(staged, ("remat", policy, prevent_cse, origins), build)
+            kept = table.get(staged, ("remat", policy, prevent_cse, fence, origins), build)
         outs = kept(staged.operands, *arrays)
         # What needs no computing comes back as the constant that stood for it while tracing.
         return outcome.finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])
@@ -245,7 +254,11 @@ class Remat(Wrapper):
             )
 
     def _build(
-        self, policy: _policy.Policy, prevent_cse: bool | tuple[bool, ...], origins: Sequence[frozenset[Origin]]
+        self,
+        policy: _policy.Policy,
+        prevent_cse: bool | tuple[bool, ...],
+        fence: str | None,
+        origins: Sequence[frozenset[Origin]],
     ) -> Callable[[Body], Callable]:
         def build(body: Body) -> Callable:
             jaxpr, keeps = _keep.apply(policy, body.jaxpr, origins, name_of(self.__wrapped__))
@@ -253,7 +266,7 @@ class Remat(Wrapper):
             def rematerialised(operands: Sequence[Any], *args: Any) -> list[Any]:
                 # As in jax.checkpoint, a tuple says nothing of what is closed over: no barrier there.
                 cse = (*[False] * len(operands), *prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse
-                return _compat.rematerialise(jaxpr, [*operands, *args], policy=keeps, prevent_cse=cse)
+                return _compat.rematerialise(jaxpr, [*operands, *args], policy=keeps, prevent_cse=cse, fence=fence)
 
             return rematerialised
 
@@ -328,6 +341,17 @@ def _check_prevent_cse(prevent_cse: Any) -> bool | tuple | str:
     raise TypeError(
         f"prevent_cse must be a bool, a tuple prefix of bools over the arguments, or 'auto', got {prevent_cse!r}."
     )
+
+
+def _check_fence(prevent_cse: Any, fence: Any) -> tuple[bool | tuple | str, str | None]:
+    """The two together: each fence but "auto" says itself what is prevented."""
+    if fence not in ("auto", "barrier", "cond", None):
+        raise TypeError(f"fence must be 'auto', 'barrier', 'cond' or None, got {fence!r}.")
+    if fence == "auto":
+        return prevent_cse, fence
+    if prevent_cse not in ("auto", fence is not None):
+        raise TypeError(f"fence={fence!r} and prevent_cse={prevent_cse!r} contradict each other; give one of them.")
+    return fence is not None, fence
 
 
 def _remat_class(cls: type, methods: Names, options: dict[str, Any]) -> type:

@@ -1,4 +1,4 @@
-"""Floating-point operations of equations, and what it would cost to compute a value again.
+"""What programs cost: floating-point operations of equations, and memory of what is compiled.
 
 Counted are results: one operation for each entry that an elementwise operation gives (a sine counts as much as a sum), for each
 entry that a reduction takes, two for each multiply-add of products and convolutions. Moving data costs none. Matrix factorisations
@@ -9,12 +9,15 @@ number of steps is unknown counts one step, so there, and only there, the figure
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .. import _compat
-from .._compat import Jaxpr, Literal
+import jax
+
+from . import _compat
+from ._compat import Jaxpr
 
 _MOVES = frozenset(
     "broadcast_in_dim reshape transpose squeeze expand_dims slice dynamic_slice dynamic_update_slice gather concatenate pad rev "
@@ -134,63 +137,55 @@ def _inner(eqn: Any) -> Iterable[tuple[Jaxpr, int]]:
                 yield _compat.open_jaxpr(sub)[0], times
 
 
-# -- computing a value again -----------------------------------------------------------------------------------
+# -- whole programs ------------------------------------------------------------------------------------------------
 
 
-class Recomputation:
-    """The cost of each value of an inlined jaxpr, where some are there already.
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a compiled program costs.
 
-    Args:
-        jaxpr: every variable in it, at any depth, stands in one place.
-        have: variables, at any depth, whose values are there.
+    Attributes:
+        flops: operations of its equations, loops counted with their lengths.
+        compiled_flops: operations as XLA counts them: the body of a loop once.
+        argument_bytes, output_bytes, temp_bytes: memory, by XLA's own analysis.
     """
 
-    def __init__(self, jaxpr: Jaxpr, have: Collection[Any]):
-        self._jaxpr = jaxpr
-        self._have = frozenset(have)
-        self._made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    flops: int
+    compiled_flops: float
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
 
-    def __call__(self, var: Any, but: Collection[Any] = ()) -> int:
-        """Operations that give `var` from the inputs and what is there, `but` some of it."""
-        have = self._have.difference(but)
-        wanted, _ = _slice(self._made, [var], have)
-        return sum(_partial(eqn, outs, have)[0] for eqn, outs in wanted)
-
-
-def _slice(made: dict[Any, Any], targets: Iterable[Any], have: Collection[Any]) -> tuple[list, set]:
-    """The equations that give `targets`, each with those of its outputs that are used, and the inputs that they need."""
-    wanted: dict[int, tuple[Any, set]] = {}
-    inputs = set()
-    work = list(targets)
-    while work:
-        v = work.pop()
-        if isinstance(v, Literal) or v in have:
-            continue
-        eqn = made.get(v)
-        if eqn is None:
-            inputs.add(v)
-            continue
-        _, outs = wanted.setdefault(id(eqn), (eqn, set()))
-        if v not in outs:
-            outs.add(v)
-            work += _partial(eqn, outs, have)[1]
-    return list(wanted.values()), inputs
+    @property
+    def peak_bytes(self) -> int:
+        """Arguments, outputs and temporaries together."""
+        return self.argument_bytes + self.output_bytes + self.temp_bytes
 
 
-def _partial(eqn: Any, outs: Collection[Any], have: Collection[Any]) -> tuple[int, list[Any]]:
-    """Operations for some outputs of an equation, and its operands that they need; of a scan only its part is run."""
-    if eqn.primitive.name != "scan":
-        return flops(eqn), eqn.invars
-    body = _compat.open_jaxpr(eqn.params["jaxpr"])[0]
-    start, num_carry = _compat.scan_counts(eqn)
-    made = {v: e for e in body.eqns for v in e.outvars}
-    targets = [inner for v, inner in zip(eqn.outvars, body.outvars, strict=True) if v in outs]
-    carries = dict(zip(body.invars[start : start + num_carry], body.outvars[:num_carry], strict=True))
-    while True:  # what a step needs of the carry, the step before must compute
-        eqns, inputs = _slice(made, targets, have)
-        more = [carries[v] for v in inputs if v in carries and carries[v] not in targets]
-        if not more:
-            break
-        targets += more
-    cost = eqn.params["length"] * sum(_partial(e, o, have)[0] for e, o in eqns)
-    return cost, [a for a, v in zip(eqn.invars, body.invars, strict=True) if v in inputs]
+class Program:
+    """A function of arrays, traced and compiled for arguments of certain types; nothing is computed.
+
+    Attributes:
+        lowered, compiled: as ``jax.jit`` gives them.
+        cost: see `Cost`.
+    """
+
+    def __init__(self, fun: Callable, args: Sequence[Any], compiler_options: dict[str, Any] | None = None):
+        traced = jax.jit(fun).trace(*args)
+        self.lowered = traced.lower()
+        self.compiled = self.lowered.compile(compiler_options)
+        memory, found = self.compiled.memory_analysis(), self.compiled.cost_analysis()
+        assert memory is not None
+        found = found[0] if isinstance(found, (list, tuple)) else found
+        self.cost = Cost(
+            flops=count(_compat.without_dead_code(traced.jaxpr)),
+            compiled_flops=float((found or {}).get("flops", 0.0)),
+            argument_bytes=memory.argument_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes,
+            temp_bytes=memory.temp_size_in_bytes,
+        )
+
+
+def count(jaxpr: Jaxpr) -> int:
+    """Operations of a jaxpr's equations."""
+    return sum(map(flops, jaxpr.eqns))

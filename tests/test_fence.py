@@ -1,0 +1,166 @@
+"""`fence=`: rematerialisation lowers the compiled program's memory, on every backend and with default flags."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="figures of XLA on a CPU")
+
+
+def _load(name):
+    path = pathlib.Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+programs = _load("programs")
+
+# Each is unrolled, and small enough for a test; benchmarks/planner.py takes them at full size.
+UNROLLED = {
+    "MLP": functools.partial(programs.mlp, layers=8, width=64, batch=512),
+    "transformer": functools.partial(programs.transformer, layers=5, width=64, heads=4, time=128, batch=4),
+    "conv": functools.partial(programs.conv_net, layers=8, channels=16, size=16, batch=8),
+    "U-Net": functools.partial(programs.unet, channels=8, size=32, batch=8),
+}
+
+
+def cost(program):
+    return statetx.measure(program.loss, program.params, *program.data)
+
+
+@on_cpu
+@pytest.mark.parametrize("name", UNROLLED)
+def test_unrolled_memory_at_most_half(name):
+    make = UNROLLED[name]
+    none, fenced = cost(make()), cost(make(statetx.remat))
+    assert fenced.temp_bytes <= 0.5 * none.temp_bytes
+    assert fenced.flops > 1.05 * none.flops, "what is recomputed is counted"
+    # The barrier that jax.checkpoint has, alone, saves nothing here.
+    assert cost(make(functools.partial(statetx.remat, fence="barrier"))).temp_bytes > 0.9 * none.temp_bytes
+
+
+@pytest.mark.parametrize("fence", ["auto", "barrier", "cond", None])
+def test_gradients_are_those_without_remat(fence):
+    plain = programs.transformer(layers=2, width=32, heads=2, time=16, batch=2)
+    wrapped = programs.transformer(
+        functools.partial(statetx.remat, fence=fence), layers=2, width=32, heads=2, time=16, batch=2
+    )
+    value, grads = jax.jit(jax.value_and_grad(plain.loss))(plain.params, *plain.data)
+    value_, grads_ = jax.jit(jax.value_and_grad(wrapped.loss))(wrapped.params, *wrapped.data)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), (value, grads), (value_, grads_))
+
+
+def f(x):
+    return jnp.sin(jnp.cos(x) * x)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        jax.grad,
+        lambda f: jax.grad(lambda x: jax.grad(f)(x)),
+        jax.hessian,
+        jax.jacfwd,
+        lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.stack([x, 2 * x]))[1],
+        lambda f: jax.grad(lambda x: jax.vmap(f)(jnp.stack([x, 2 * x])).sum()),
+        lambda f: jax.grad(lambda x: jax.jvp(f, (x,), (x,))[1]),
+        lambda f: jax.grad(lambda x: jax.lax.scan(lambda h, _: (f(h), None), x, length=3)[0]),
+    ],
+)
+@pytest.mark.parametrize("value", [0.7, 0.0, jnp.inf, jnp.nan, -0.0])
+def test_every_mode(transform, value):
+    fenced = jax.jit(transform(statetx.remat(f, fence="cond")))
+    np.testing.assert_allclose(fenced(value), jax.jit(transform(f))(value), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "complex64", "float8_e4m3fn"])
+def test_every_dtype(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        x = jnp.ones(3, dtype)
+        loss = lambda f: lambda x, i, key, e: (f(x, i, key, e) * x).real.astype("float32").sum()  # noqa: E731
+
+        def g(x, i, key, empty):
+            return (x * x).at[i].multiply(jax.random.bernoulli(key).astype(x.dtype)) + empty.sum().astype(x.dtype)
+
+        args = (x, jnp.int8(1), jax.random.key(0), jnp.zeros((0, 2)))
+        fenced = jax.jit(jax.grad(loss(statetx.remat(g, fence="cond"))))(*args)
+        assert fenced.dtype == x.dtype
+        np.testing.assert_allclose(*(np.asarray(v, "complex64") for v in (fenced, jax.grad(loss(g))(*args))))
+
+
+def text(fence, **options):
+    wrapped = statetx.remat(f, fence=fence, **options)
+    return jax.jit(jax.grad(lambda x: wrapped(x).sum())).lower(jnp.ones(3)).as_text()
+
+
+def test_what_is_lowered():
+    assert "stablehlo.case" in text("cond") and "optimization_barrier" not in text("cond")
+    assert "stablehlo.case" not in text("barrier") and "optimization_barrier" in text("barrier")
+    assert "stablehlo.case" not in text(None) and "optimization_barrier" not in text(None)
+    assert text("auto") == text("cond" if jax.default_backend() == "cpu" else "barrier")
+    assert text("auto", prevent_cse=False) == text(None)
+    assert text("cond", policy="everything").count("stablehlo.case") == 1
+
+
+def test_auto_goes_by_the_platform_that_it_is_lowered_for():
+    wrapped = statetx.remat(f)
+    traced = jax.jit(jax.grad(lambda x: wrapped(x).sum())).trace(jnp.ones(3))
+    assert "stablehlo.case" in traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert "stablehlo.case" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_in_a_loop_there_is_no_fence():
+    step = statetx.remat(f)
+    loss = lambda x: jax.lax.scan(lambda h, _: (step(h), None), x, length=3)[0].sum()  # noqa: E731
+    assert "stablehlo.case" not in jax.jit(jax.grad(loss)).lower(jnp.ones(3)).as_text()
+
+
+def test_jax_checkpoint_is_left_alone():
+    loss = lambda x: jax.checkpoint(f)(x).sum()  # noqa: E731
+    lowered = jax.jit(jax.grad(loss)).lower(jnp.ones(3)).as_text()
+    assert "stablehlo.case" not in lowered and "optimization_barrier" in lowered
+
+
+def test_shard_map_and_many_devices():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+    for check in (True, False):
+        mapped = jax.shard_map(
+            lambda x: statetx.remat(f, fence="cond")(x), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check
+        )
+        got = jax.jit(jax.grad(lambda x: mapped(x).sum()))(jnp.ones(4))  # noqa: B023
+        np.testing.assert_allclose(got, jax.grad(lambda x: f(x).sum())(jnp.ones(4)), rtol=1e-6)
+
+
+def test_callbacks_within():
+    seen = []
+
+    @functools.partial(statetx.remat, fence="cond")
+    def g(x):
+        jax.debug.callback(lambda v: seen.append(float(v)), x)
+        return jnp.sin(x)
+
+    assert float(jax.jit(jax.grad(g))(0.0)) == 1.0
+    jax.effects_barrier()
+    assert seen == [0.0, 0.0]
+
+
+def test_mistakes():
+    with pytest.raises(TypeError, match="fence must be 'auto', 'barrier', 'cond' or None, got 'wall'"):
+        statetx.remat(f, fence="wall")
+    with pytest.raises(TypeError, match="fence='cond' and prevent_cse=False contradict each other"):
+        statetx.remat(f, fence="cond", prevent_cse=False)
+    with pytest.raises(TypeError, match="fence=None and prevent_cse=True contradict each other"):
+        statetx.remat(f, fence=None, prevent_cse=True)
