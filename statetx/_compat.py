@@ -18,6 +18,7 @@ import jax
 import jax.core
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import config as _config
@@ -255,7 +256,7 @@ def rematerialise(
 
     Args:
         fence: "cond" to run the backward pass of the function in a branch, so that no compiler merges it with the
-            forward pass or starts it early; "auto" for this where JAX's own barrier does not last, on CPUs.
+            forward pass or starts it early; "auto" for this where JAX's own barrier does not last: on CPUs before jaxlib 0.12.
     """
     if fence in ("auto", "cond"):
         policy = _Fenced(policy, fence)
@@ -280,12 +281,16 @@ def policy_of(eqn: Any) -> Any:
 
 
 def _lower_remat(ctx: Any, *args: Any, jaxpr: Jaxpr, differentiated: bool, policy: Any, **params: Any) -> Any:
-    is_fenced = isinstance(policy, _Fenced) and (policy.fence == "cond" or _platforms(ctx) == ("cpu",))
+    drops_barriers = _CPU_DROPS_BARRIERS and _platforms(ctx) == ("cpu",)
+    is_fenced = isinstance(policy, _Fenced) and (policy.fence == "cond" or drops_barriers)
     # In shard_map a value's type says on which devices it differs, and both branches would have to agree on that.
     is_plain = not jaxpr.effects and not any(getattr(getattr(a, "mat", None), "varying", ()) for a in ctx.avals_in)
     if differentiated and is_fenced and is_plain:
         return _mlir.lower_fun(functools.partial(_fenced, jaxpr), multiple_results=True)(ctx, *args)
     return _lower_remat_as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
+
+
+_CPU_DROPS_BARRIERS = tuple(map(int, jaxlib.__version__.split(".")[:2])) < (0, 12)
 
 
 def _platforms(ctx: Any) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import pytest
 
 import statetx
 
+CPU_DROPS_BARRIERS = jax.__version_info__ < (0, 12)
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="figures of XLA on a CPU")
 
 
@@ -47,8 +48,8 @@ def test_unrolled_memory_at_most_half(name):
     none, fenced = cost(make()), cost(make(statetx.remat))
     assert fenced.temp_bytes <= 0.5 * none.temp_bytes
     assert fenced.flops > 1.05 * none.flops, "what is recomputed is counted"
-    # The barrier that jax.checkpoint has, alone, saves nothing here.
-    assert cost(make(functools.partial(statetx.remat, fence="barrier"))).temp_bytes > 0.9 * none.temp_bytes
+    if CPU_DROPS_BARRIERS:  # what jax.checkpoint does then saves nothing
+        assert cost(make(functools.partial(statetx.remat, fence="barrier"))).temp_bytes > 0.9 * none.temp_bytes
 
 
 @pytest.mark.parametrize("fence", ["auto", "barrier", "cond", None])
@@ -109,7 +110,7 @@ def test_what_is_lowered():
     assert "stablehlo.case" in text("cond") and "optimization_barrier" not in text("cond")
     assert "stablehlo.case" not in text("barrier") and "optimization_barrier" in text("barrier")
     assert "stablehlo.case" not in text(None) and "optimization_barrier" not in text(None)
-    assert text("auto") == text("cond" if jax.default_backend() == "cpu" else "barrier")
+    assert text("auto") == text("cond" if CPU_DROPS_BARRIERS and jax.default_backend() == "cpu" else "barrier")
     assert text("auto", prevent_cse=False) == text(None)
     assert text("cond", policy="everything").count("stablehlo.case") == 1
 
@@ -117,7 +118,7 @@ def test_what_is_lowered():
 def test_auto_goes_by_the_platform_that_it_is_lowered_for():
     wrapped = statetx.remat(f)
     traced = jax.jit(jax.grad(lambda x: wrapped(x).sum())).trace(jnp.ones(3))
-    assert "stablehlo.case" in traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert ("stablehlo.case" in traced.lower(lowering_platforms=("cpu",)).as_text()) == CPU_DROPS_BARRIERS
     assert "stablehlo.case" not in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
