@@ -322,6 +322,34 @@ _lower_remat_as_jax = _mlir._lowerings[remat_p].rule
 _mlir.register_lowering(remat_p, _lower_remat)
 
 
+KEPT = "statetx:"
+"""What the names begin with that this package gives to values to be kept."""
+
+
+def _insert_reduce_precision(jaxpr: Jaxpr, num_res: int) -> Jaxpr:
+    """As JAX's function of this name, which rounds what is kept to its own precision, lest the compiler keep more.
+
+    Of float32 and float64 it keeps no more, and there the rounding is only a copy: values named by us are spared it.
+    """
+    ours = {e.outvars[0] for e in jaxpr.eqns if e.primitive is name_primitive and e.params["name"].startswith(KEPT)}
+    first = len(jaxpr.outvars) - num_res
+    outs, res = jaxpr.outvars[:first], jaxpr.outvars[first:]
+    is_spared = [isinstance(v, Var) and v in ours and v.aval.dtype in _EXACT for v in res]
+    if not any(is_spared):
+        return _insert_reduce_precision_as_jax(jaxpr, num_res)
+    rounded = [v for v, s in zip(res, is_spared, strict=True) if not s]
+    if not rounded:
+        return jaxpr
+    others = [v for v, s in zip(res, is_spared, strict=True) if s]
+    new = _insert_reduce_precision_as_jax(jaxpr.replace(outvars=[*outs, *others, *rounded]), len(rounded))
+    return new.replace(outvars=jaxpr.outvars)
+
+
+_EXACT = (np.dtype("float32"), np.dtype("float64"))
+_insert_reduce_precision_as_jax = _ad_checkpoint._insert_reduce_precision
+_ad_checkpoint._insert_reduce_precision = _insert_reduce_precision
+
+
 def bind_scan(
     jaxpr: ClosedJaxpr, constants: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any], *, length: int, reverse: bool
 ) -> list[Any]:

@@ -23,7 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from . import _compat, _registry
 from ._compat import ClosedJaxpr, Jaxpr, Literal, Var
 from ._errors import PolicyError, PolicyWarning
-from ._policy import VIEWS, Decision, JaxPolicy, Origin, Policy, Value, Verdict, everything, nothing
+from ._policy import VIEWS, Decision, JaxPolicy, Marks, Origin, Policy, Value, Verdict, everything, nothing
 from ._tree import is_float
 
 _NONE: frozenset[Any] = frozenset()
@@ -157,7 +157,6 @@ def _names(jaxpr: Jaxpr, out_names: Sequence[frozenset[str]]) -> dict[Any, froze
 
 # -- marking -------------------------------------------------------------------------------------------------------
 
-_PREFIX = "statetx:"
 
 
 def keep_marked(primitive: Any, *_: Any, **params: Any) -> Any:
@@ -168,7 +167,7 @@ def keep_marked(primitive: Any, *_: Any, **params: Any) -> Any:
         names = [e.params["name"] for e in _compat.open_jaxpr(params["call_jaxpr"])[0].eqns if _is_name(e.primitive)]
     else:
         names = [params["name"]] if _is_name(primitive) else []
-    marks = sorted((n.removeprefix(_PREFIX) for n in names if n.startswith(_PREFIX)), reverse=True)  # "save" first
+    marks = sorted((n.removeprefix(_compat.KEPT) for n in names if n.startswith(_compat.KEPT)), reverse=True)  # "save" first
     if not marks:
         return False
     what, *memories = marks[0].split(":")
@@ -388,6 +387,8 @@ def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]], na
     """
     if policy == nothing:
         return jaxpr, None
+    if isinstance(policy, Marks):
+        return mark(jaxpr, dict(policy.marks)), keep_marked if policy.marks else None
     sites = survey(jaxpr, origins)
     if policy == everything and not any(jnp.issubdtype(s.value.type.dtype, jnp.complexfloating) for s in sites):
         return jaxpr, jax.checkpoint_policies.everything_saveable
@@ -429,12 +430,12 @@ def decide(policy: Policy, sites: Sequence[Site]) -> dict[tuple[int, ...], str]:
 
 def _mark_of(verdict: Verdict, policy: Policy, spaces: Sequence[str]) -> str:
     if verdict.decision is Decision.SAVE:
-        return _PREFIX + "save"
+        return _compat.KEPT + "save"
     missing = [s for s in (verdict.src, verdict.dst) if s not in spaces]
     if not missing:
-        return f"{_PREFIX}offload:{verdict.src}:{verdict.dst}"
+        return f"{_compat.KEPT}offload:{verdict.src}:{verdict.dst}"
     if verdict.otherwise == "save":
-        return _PREFIX + "save"
+        return _compat.KEPT + "save"
     raise PolicyError(
         f"policy={policy!r}: the devices of this backend have no memory {missing[0]!r}; they have "
         f"{', '.join(map(repr, spaces))}.\nFix: name one of these, or have values saved where there is none: "

@@ -511,6 +511,23 @@ def _jax_names() -> list[str]:
 _FACTORIES = frozenset(n for n in _jax_names() if n.startswith(("save_", "offload_")))
 
 
+@_policy
+class Marks(Policy):
+    """Keeps what was chosen for the equations of one function.
+
+    Attributes:
+        marks: addresses of values in that function, and what becomes of each; see `_keep.mark`.
+    """
+
+    marks: tuple[tuple[tuple[int, ...], str], ...]
+
+    def judge(self, value: Value) -> Verdict:
+        raise PolicyError("What was chosen for one function cannot judge another.")
+
+    def __repr__(self) -> str:
+        return f"Marks({len(self.marks)} values)"
+
+
 def as_policy(given: Any) -> Policy:
     """The policy that a user means: one of ours, the name of one, or JAX's, or any callable like JAX's.
 

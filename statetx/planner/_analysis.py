@@ -1,0 +1,365 @@
+"""What a region can keep, and what each choice costs: bytes kept, bytes while it is run backwards, work done again.
+
+The model. A region is staged with its derivative. What the backward pass reads are values of the forward graph; each is
+either kept or computed again, and what is computed again needs its operands: inputs of the region, kept, or computed
+again themselves. `fronts` gives all the choices of which no other is better in both bytes and work, by integer programs
+(Checkmate, Jain et al., MLSys 2020, within one region). The bytes in use while the region is run backwards are those of a
+walk over its equations, where elementwise operations are taken to be fused into what reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat, _keep
+from .._compat import Jaxpr, Literal, Var
+from .._jaxpr import Body
+from .._strategy import Strategy
+from .._tree import is_float, num_bytes
+from ..residuals._trace import JIT, inline
+
+Address = tuple[int, int]
+Price = Callable[[Any], float]
+"""What it costs to run an equation."""
+
+
+class Option(NamedTuple):
+    """One way to treat a region.
+
+    Attributes:
+        kept: addresses (equation, output) of the values that it keeps; None if it is not rematerialised.
+        kept_bytes: of what it keeps between the passes beyond its inputs.
+        working_bytes: in use while it is run backwards, beyond what is kept.
+        price: of what is computed again.
+        offloaded: which of `kept` are stored in the host's memory.
+        loop: of a loop, how its carries are stored; None for a loop as it is. `kept` is then what each step keeps.
+    """
+
+    kept: frozenset[Address] | None
+    kept_bytes: int
+    working_bytes: int
+    price: float
+    offloaded: frozenset[Address] = frozenset()
+    loop: Strategy | None = None
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether it leaves the equations as they are."""
+        return self.kept is None and self.loop is None
+
+
+_PREFIX = "statetx.plan:"
+_FUSED = frozenset(
+    "abs add and broadcast_in_dim cbrt ceil clamp convert_element_type copy copy_p cos div eq erf erf_inv exp exp2 expm1 floor ge "
+    "gt integer_pow iota is_finite le log log1p logistic lt max min mul name ne neg not or pad pow reduce_precision rem reshape "
+    "rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin slice sqrt square squeeze "
+    "expand_dims stop_gradient sub tan tanh transpose xor real imag add_any".split()
+)
+_READS_FUSED = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split())
+_SWEEP = 24  # choices of a region, at most
+
+
+class Graph:
+    """A region with its derivative.
+
+    Args:
+        jaxpr: the region.
+        price: of an equation.
+        counted: for each input, whether it is computed in the program, so that its cotangent takes memory.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, price: Price, counted: Sequence[bool]):
+        self.jaxpr = jaxpr
+        self._price = price
+        self._counted = list(counted)
+        self.sites = {site.address: site for site in _keep.survey(jaxpr) if len(site.address) == 2}
+        named = _keep.mark(jaxpr, {at: f"{_PREFIX}{at[0]}.{at[1]}" for at in self.sites})
+        self._forward, self._num_out, self._backward = _derivative(named)
+        plain, num_out, self._plain_backward = _derivative(jaxpr)
+        self._plain_leaves = _variables(plain.outvars[num_out:], plain.invars)
+        leaves = {v for v in plain.outvars[num_out:] if isinstance(v, Var)}
+        self.kept_inputs = [i for i, v in enumerate(plain.invars) if v in leaves]
+        self._made = {v: i for i, e in enumerate(self._forward.eqns) for v in e.outvars}
+        self._leaves = _variables(self._forward.outvars[self._num_out :], self._forward.invars)
+        self._needed = self._ancestors()
+        self._names: dict[Any, Address] = {}
+        for i in self._needed:
+            eqn = self._forward.eqns[i]
+            if eqn.primitive is _compat.name_primitive and eqn.params["name"].startswith(_PREFIX):
+                equation, output = eqn.params["name"].removeprefix(_PREFIX).split(".")
+                self._names[eqn.outvars[0]] = (int(equation), int(output))
+        outputs = {v for v in jaxpr.outvars if isinstance(v, Var)}
+        # What the region gives to others is there already where they keep what they read.
+        self._is_output = {at for at, site in self.sites.items() if site.eqn.outvars[at[1]] in outputs}
+        self.prices = {i: price(self._forward.eqns[i]) for i in self._needed}
+        self.forward_price = sum(map(price, jaxpr.eqns))
+
+    def _ancestors(self) -> list[int]:
+        work, seen = list(self._leaves), set()
+        while work:
+            i = self._made.get(work.pop())
+            if i is not None and i not in seen:
+                seen.add(i)
+                work += [v for v in self._forward.eqns[i].invars if isinstance(v, Var)]
+        return sorted(seen)
+
+    # -- options --
+
+    def front(self, *, offload: float | None = None, deadline: Callable[[], bool] = lambda: False) -> list[Option]:
+        """The choices that no other betters, from the one that keeps all it needs to the one that keeps nothing.
+
+        Args:
+            offload: what it costs to bring a byte from the host's memory; None if nothing goes there.
+            deadline: whether time is up.
+        """
+        options = [self.untouched(), self.option(frozenset())]
+        if not self.sites or not self._needed:
+            return undominated(options)
+        program = _Choice(self, offload)
+        limit, total = np.inf, None
+        while len(options) < _SWEEP and not deadline():
+            found = program.solve(limit)
+            if found is None:
+                break
+            kept, offloaded = found
+            option = self.option(kept, offloaded, offload or 0.0)
+            options.append(option)
+            total = total or max(option.kept_bytes, 1)
+            if option.kept_bytes == 0:
+                break
+            # Every step of the front where there are few; else so that it is swept in even steps.
+            limit = option.kept_bytes - max(1, total // _SWEEP if len(self._names) > 12 else 1)
+        return undominated(options)
+
+    def option(
+        self, kept: frozenset[Address], offloaded: frozenset[Address] = frozenset(), per_byte: float = 0.0
+    ) -> Option:
+        """The region, keeping these values."""
+        again = self._computed_again(kept)
+        kept_bytes = sum(self.bytes_of(at) for at in kept - offloaded)
+        price = sum(self.prices[i] for i in again) + per_byte * sum(self.bytes_of(at) for at in offloaded)
+        back = sum(self.bytes_of(at) for at in offloaded)
+        return Option(kept, kept_bytes, self._working(again) + back, price, offloaded)
+
+    def untouched(self) -> Option:
+        """The region without rematerialisation."""
+        kept = sum(num_bytes(v.aval) for v in self._plain_leaves)
+        return Option(None, kept, self._walk(self._plain_backward, []), 0.0)
+
+    def by_policy(self, policy: Any) -> Option:
+        """The region, keeping what a policy says."""
+        marks = _keep.decide(policy, list(self.sites.values()))
+        return self.option(frozenset(at for at in marks if at in self.sites))
+
+    def bytes_of(self, address: Address) -> int:
+        return 0 if address in self._is_output else num_bytes(self.sites[address].value.type)
+
+    def _computed_again(self, kept: frozenset[Address]) -> list[int]:
+        have = {v for v, at in self._names.items() if at in kept}
+        work, again = list(self._leaves), set()
+        while work:
+            v = work.pop()
+            i = self._made.get(v)
+            if v in have or i is None or i in again:
+                continue
+            again.add(i)
+            work += [u for u in self._forward.eqns[i].invars if isinstance(u, Var)]
+        return sorted(again)
+
+    # -- memory in use --
+
+    def _working(self, again: Sequence[int]) -> int:
+        return self._walk(self._backward, [self._forward.eqns[i] for i in again])
+
+    def _walk(self, backward: _Backward, again: Sequence[Any]) -> int:
+        """The most bytes in use at a time, while what is to be computed again is, and then the backward pass."""
+        eqns = [*again, *backward.jaxpr.eqns]
+        alias = dict(zip(backward.residuals, backward.leaves, strict=True))
+        read = lambda v: alias.get(v, v)  # noqa: E731
+        uncounted = {v for v, c in zip(backward.outs, self._counted_floats(), strict=True) if not c}
+        outputs = {v for v in backward.outs if isinstance(v, Var)} - uncounted
+        last: dict[Any, int] = {}
+        is_read: set[Any] = set(outputs)
+        for i, eqn in enumerate(eqns):
+            fuses = eqn.primitive.name in _FUSED or eqn.primitive.name in _READS_FUSED
+            for v in eqn.invars:
+                if isinstance(v, Var):
+                    last[read(v)] = i
+                    if not fuses:
+                        is_read.add(read(v))
+        last |= dict.fromkeys(outputs, len(eqns))
+        # A fused value lives through what it is made of, as long as it is read.
+        for eqn in reversed(eqns):
+            if eqn.primitive.name in _FUSED:
+                for v in eqn.outvars:
+                    if v not in is_read:
+                        for u in eqn.invars:
+                            if isinstance(u, Var):
+                                last[read(u)] = max(last[read(u)], last.get(v, -1))
+        live = sum(num_bytes(v.aval) for v in backward.cotangents)
+        ends: dict[int, int] = {}
+        for v in backward.cotangents:
+            at = last.get(v, 0)
+            ends[at] = ends.get(at, 0) + num_bytes(v.aval)
+        most = live
+        for i, eqn in enumerate(eqns):
+            fused = eqn.primitive.name in _FUSED
+            for v in eqn.outvars:
+                if v in uncounted or (fused and v not in is_read) or v not in last:
+                    continue
+                live += num_bytes(v.aval)
+                ends[last[v]] = ends.get(last[v], 0) + num_bytes(v.aval)
+            most = max(most, live)
+            live -= ends.get(i, 0)
+        return most
+
+    def _counted_floats(self) -> list[bool]:
+        return [c for c, v in zip(self._counted, self.jaxpr.invars, strict=True) if is_float(v.aval)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """A backward pass: its inputs are residuals, which are `leaves` of the forward pass, and cotangents."""
+
+    jaxpr: Jaxpr
+    residuals: list[Any]
+    leaves: list[Any]
+    cotangents: list[Any]
+
+    @property
+    def outs(self) -> list[Any]:
+        return list(self.jaxpr.outvars)
+
+
+def _derivative(jaxpr: Jaxpr) -> tuple[Jaxpr, int, _Backward]:
+    """The forward pass of a region with its residuals as further outputs, and the backward pass."""
+    floats = [i for i, v in enumerate(jaxpr.invars) if is_float(v.aval)]
+    moved = [i for i, v in enumerate(jaxpr.outvars) if is_float(v.aval)]
+    tree: Any = None
+
+    def forward(*ins: Any) -> list[Any]:
+        nonlocal tree
+
+        def differentiated(*given: Any) -> list[Any]:
+            whole = list(ins)
+            for i, x in zip(floats, given, strict=True):
+                whole[i] = x
+            outs = _compat.evaluate(jaxpr, (), whole)
+            return [jnp.asarray(outs[i]) for i in moved]
+
+        outs, pull = jax.vjp(differentiated, *(ins[i] for i in floats))
+        leaves, tree = jax.tree.flatten(pull)
+        return [*outs, *leaves]
+
+    staged = Body.close(*_compat.stage(forward, [v.aval for v in jaxpr.invars], kind="statetx.plan", name="forward"))
+    whole = inline(staged.jaxpr, calls=tuple(JIT))
+    leaves = whole.outvars[len(moved) :]
+
+    def backward(*ins: Any) -> list[Any]:
+        pull = jax.tree.unflatten(tree, ins[: len(leaves)])
+        return jax.tree.leaves(pull(list(ins[len(leaves) :])))
+
+    avals = [v.aval for v in (*leaves, *whole.outvars[: len(moved)])]
+    back = Body.close(*_compat.stage(backward, avals, kind="statetx.plan", name="backward"))
+    flat = inline(_compat.without_dead_code(back.jaxpr), calls=tuple(JIT))
+    ins = flat.invars[back.num_operands :]
+    places = [(r, v) for r, v in zip(ins, leaves, strict=False) if isinstance(v, Var)]
+    # The same value may be handed over more than once.
+    split = _Backward(flat, [r for r, _ in places], [v for _, v in places], ins[len(leaves) :])
+    return whole, len(moved), split
+
+
+def _variables(atoms: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """The distinct ones that are no inputs."""
+    inputs = set(inputs)
+    return list({v: None for v in atoms if not isinstance(v, Literal) and v not in inputs})
+
+
+def undominated(options: Sequence[Option]) -> list[Option]:
+    """The options to which no other is preferable, the dearest last."""
+    found: list[Option] = []
+    for option in sorted(set(options), key=lambda o: (o.price, o.kept_bytes, o.working_bytes)):
+        if not any(o.kept_bytes <= option.kept_bytes and o.working_bytes <= option.working_bytes for o in found):
+            found.append(option)
+    return found
+
+
+class _Choice:
+    """The integer program: which values to keep, and which equations to run again, for the least price."""
+
+    def __init__(self, graph: Graph, offload: float | None):
+        from scipy.sparse import lil_array
+
+        self._graph = graph
+        self._addresses = sorted(set(graph._names.values()))
+        equations = graph._needed
+        column = {("run", i): n for n, i in enumerate(equations)}
+        for kind in ("keep", "offload") if offload is not None else ("keep",):
+            column |= {(kind, at): len(column) + n for n, at in enumerate(self._addresses)}
+        self._column = column
+        self._sizes = np.array([graph.bytes_of(at) for at in self._addresses], float)
+        rows: list[list[tuple[int, float]]] = []
+        least: list[float] = []
+
+        def there(v: Any) -> list[tuple[int, float]]:
+            given = [(column["run", graph._made[v]], 1.0)]
+            at = graph._names.get(v)
+            if at is not None:
+                given += [(column[kind, at], 1.0) for kind in ("keep", "offload") if (kind, at) in column]
+            return given
+
+        for v in graph._leaves:
+            rows.append(there(v))
+            least.append(1.0)
+        for i in equations:
+            for v in dict.fromkeys(u for u in graph._forward.eqns[i].invars if isinstance(u, Var)):
+                if v in graph._made:
+                    rows.append([*there(v), (column["run", i], -1.0)])
+                    least.append(0.0)
+        matrix = lil_array((len(rows) + 1, len(column)))
+        for r, row in enumerate(rows):
+            for c, x in row:
+                matrix[r, c] += x
+        for at, size in zip(self._addresses, self._sizes, strict=True):
+            matrix[len(rows), column["keep", at]] = size
+        self._matrix, self._least = matrix.tocsr(), np.array([*least, -np.inf])
+        prices = np.array([graph.prices[i] for i in equations])
+        scale = max(prices.max(initial=0.0), 1e-30)
+        cost = np.zeros(len(column))
+        cost[: len(equations)] = prices / scale
+        total = max(self._sizes.sum(), 1.0)
+        for at, size in zip(self._addresses, self._sizes, strict=True):
+            cost[column["keep", at]] = 1e-6 * (size / total) + 1e-9  # of equal prices the one that keeps less
+            if ("offload", at) in column:
+                cost[column["offload", at]] = size * (offload or 0.0) / scale + 2e-6 * (size / total) + 2e-9
+        self._cost = cost
+
+    def solve(self, limit: float) -> tuple[frozenset[Address], frozenset[Address]] | None:
+        """The values to keep, at most `limit` bytes of them on the device, and those of them that go to the host."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        if limit < 0:
+            return None
+        most = np.full(len(self._least), np.inf)
+        most[-1] = limit
+        constraint = LinearConstraint(self._matrix, self._least, most)
+        options = {"time_limit": 5.0, "mip_rel_gap": 1e-4}
+        found = milp(
+            self._cost,
+            constraints=constraint,
+            bounds=Bounds(0, 1),
+            integrality=np.ones(len(self._cost)),
+            options=options,
+        )
+        if found.x is None:
+            return None
+        chosen = {key: found.x[c] > 0.5 for key, c in self._column.items()}
+        offloaded = frozenset(at for at in self._addresses if chosen.get(("offload", at)))
+        kept = frozenset(at for at in self._addresses if chosen["keep", at]) | offloaded
+        return kept, offloaded

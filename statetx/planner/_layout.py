@@ -1,0 +1,269 @@
+"""A program cut into parts, the options of each, and the choice among them that costs least within a limit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import _compat, _keep, _schedule
+from .._checkpointed import Scheduled, Step, nested
+from .._compat import Jaxpr
+from .._jaxpr import Body
+from .._policy import Marks
+from .._strategy import Lengths, Slots
+from .._tree import num_bytes
+from ._analysis import Graph, Option, Price, undominated
+from ._parts import Part, run, split
+
+Choice = tuple[int, ...]
+"""For each part the number of its option."""
+
+
+class Layout:
+    """One way to cut a program.
+
+    Args:
+        jaxpr: the program, flat.
+        cuts: see `split`.
+        graphs: kept from other layouts of the same program, by part.
+
+    Attributes:
+        parts, options: the parts, and for each its options.
+        base: for each part the bytes that must be there when it is run backwards, whatever is chosen: the inputs of it
+            and of the parts before it that are computed in the program.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        cuts: Sequence[int] | None,
+        *,
+        price: Price,
+        policies: Sequence[Any],
+        offload: float | None,
+        deadline: Callable[[], bool],
+        fronts: dict[Any, tuple[list[Option], list[Option]]],
+    ):
+        self.jaxpr = jaxpr
+        self.cuts = cuts
+        self.parts = split(jaxpr, cuts)
+        self.options: list[list[Option]] = []
+        self.stock: list[list[Option]] = []  # of each part by each policy
+        computed = {v for e in jaxpr.eqns for v in e.outvars}
+        first: dict[Any, int] = {}
+        for i, part in enumerate(self.parts):
+            counted = tuple(v in computed for v in part.invars)
+            key = (part.key, counted)
+            if key not in fronts:
+                fronts[key] = _options(part, counted, price, policies, offload, deadline)
+            options, stock = fronts[key]
+            self.options.append(options)
+            self.stock.append(stock)
+            for v, c in zip(part.invars, counted, strict=True):
+                if c:
+                    first.setdefault(v, i)
+        added = [0] * len(self.parts)
+        for v, i in first.items():
+            added[i] += num_bytes(v.aval)
+        self.base = np.cumsum(added).tolist()
+
+    # -- the model --
+
+    def peak(self, options: Sequence[Option]) -> int:
+        """The most bytes in use while any part is run backwards."""
+        kept, most = 0, 0
+        for base, option in zip(self.base, options, strict=True):
+            kept += option.kept_bytes
+            most = max(most, base + kept + option.working_bytes)
+        return most
+
+    def least_peak(self) -> int:
+        """The lowest limit within which there is a choice."""
+        low, high = 0, max(1, self.peak([min(o, key=lambda x: x.kept_bytes + x.working_bytes) for o in self.options]))
+        while high - low > max(1, high // 10_000):
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._fits(middle) else (middle, high)
+        return high
+
+    def _fits(self, limit: float) -> bool:
+        kept = 0
+        for base, options in zip(self.base, self.options, strict=True):
+            fitting = [o.kept_bytes for o in options if base + kept + o.kept_bytes + o.working_bytes <= limit]
+            if not fitting:
+                return False
+            kept += min(fitting)
+        return True
+
+    def choose(self, limit: float) -> list[Option] | None:
+        """The options of least price within a limit, None if nothing fits: an exact dynamic program over the parts.
+
+        Of what is kept so far and what it cost, every pair is followed to which no other is preferable.
+        """
+        kept, price = np.zeros(1), np.zeros(1)
+        steps: list[tuple[np.ndarray, np.ndarray]] = []
+        for base, options in zip(self.base, self.options, strict=True):
+            sizes, working, prices = (np.array([o[n] for o in options], float) for n in (1, 2, 3))
+            new_kept = kept[:, None] + sizes
+            fits = base + new_kept + working <= limit
+            before, option = np.nonzero(fits)
+            if not len(before):
+                return None
+            new_kept = new_kept[before, option]
+            new_price = price[before] + prices[option]
+            order = np.lexsort((new_kept, new_price))
+            best = np.minimum.accumulate(new_kept[order])
+            order = order[np.concatenate([[True], best[1:] < best[:-1]])]
+            if len(order) > _STATES:
+                order = order[np.unique(np.linspace(0, len(order) - 1, _STATES).astype(int))]
+            kept, price = new_kept[order], new_price[order]
+            steps.append((before[order], option[order]))
+        at, chosen = 0, []  # the cheapest comes first
+        for (before, option), options in zip(reversed(steps), reversed(self.options), strict=True):
+            chosen.append(options[option[at]])
+            at = before[at]
+        return chosen[::-1]
+
+    # -- the program --
+
+    def rewrite(self, options: Sequence[Option]) -> Jaxpr:
+        """The program with its parts treated like this."""
+        return rewrite(self.jaxpr, self.parts, options)
+
+
+_STATES = 4096
+
+
+def rewrite(jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]) -> Jaxpr:
+    """A program of which each part is treated as its option says."""
+    made: dict[Any, Callable | None] = {}
+    how = []
+    for part, option in zip(parts, options, strict=True):
+        key = (part.key, option.kept, option.offloaded, option.loop)
+        if key not in made:
+            made[key] = _loop(part, option) if part.eqn is not None else _region(part, option)
+        how.append(made[key])
+    avals = [v.aval for v in jaxpr.invars]
+    body = Body.close(
+        *_compat.stage(lambda *args: run(jaxpr, parts, how, args), avals, kind="statetx.plan", name="planned")
+    )
+    assert not body.operands, "rewriting a program without constants made some"
+    return body.jaxpr
+
+
+def marks_of(option: Option) -> dict[tuple[int, ...], str]:
+    """What the option keeps, as `_keep.mark` takes it."""
+    offload = f"{_compat.KEPT}offload:device:{_compat.HOST_MEMORY}"
+    return {at: offload if at in option.offloaded else f"{_compat.KEPT}save" for at in sorted(option.kept or ())}
+
+
+def _region(part: Part, option: Option) -> Callable | None:
+    if option.kept is None:
+        return None
+    jaxpr = _keep.mark(part.jaxpr, marks_of(option))
+    policy = _keep.keep_marked if option.kept else None
+    return lambda *args: _compat.rematerialise(jaxpr, args, policy=policy, prevent_cse=True, fence="auto")
+
+
+def _loop(part: Part, option: Option) -> Callable | None:
+    if option.loop is None:
+        return None
+    step = _step(part, option)
+    num_constants, num_carry = _compat.scan_counts(part.eqn)
+    if isinstance(option.loop, Slots):
+        call: Callable = Scheduled(step, option.loop.num, option.loop.block)
+    else:
+        assert isinstance(option.loop, Lengths)
+        call = nested(step, option.loop.lengths)
+
+    def loop(*args: Any) -> list[Any]:
+        constants, carry, xs = args[:num_constants], args[num_constants:][:num_carry], args[num_constants + num_carry :]
+        carry, ys = call(list(constants), list(carry), list(xs))
+        return [*carry, *ys]
+
+    return loop
+
+
+def _step(part: Part, option: Option) -> Step:
+    num_constants, num_carry = _compat.scan_counts(part.eqn)
+    avals = [v.aval for v in part.jaxpr.outvars[:num_carry]]
+    marks = None if option.kept is None else Marks(tuple(marks_of(option).items()))
+    params = part.eqn.params
+    return Step(
+        Body(part.jaxpr, []),
+        num_constants,
+        avals,
+        length=params["length"],
+        reverse=params["reverse"],
+        policy=marks,
+        name="plan",
+    )
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+
+def _options(
+    part: Part,
+    counted: Sequence[bool],
+    price: Price,
+    policies: Sequence[Any],
+    offload: float | None,
+    deadline: Callable[[], bool],
+) -> tuple[list[Option], list[Option]]:
+    """What can be done with a part; and what each of the policies would do."""
+    if part.kind == "loop":
+        return _options_of_loop(part, price, policies, deadline)
+    graph = Graph(part.jaxpr, price, counted)
+    untouched = graph.untouched()
+    if part.kind == "rest" or _compat.forbidden_effects(part.jaxpr):
+        return [untouched], [untouched] * len(policies)
+    stock = [graph.by_policy(policy) for policy in policies]
+    return undominated([*graph.front(offload=offload, deadline=deadline), *stock]), stock
+
+
+def _options_of_loop(
+    part: Part, price: Price, policies: Sequence[Any], deadline: Callable[[], bool]
+) -> tuple[list[Option], list[Option]]:
+    num_constants, num_carry = _compat.scan_counts(part.eqn)
+    length = part.eqn.params["length"]
+    is_carry = [num_constants <= i < num_constants + num_carry for i in range(len(part.jaxpr.invars))]
+    graph = Graph(part.jaxpr, price, is_carry)
+    carry = sum(num_bytes(v.aval) for v, c in zip(part.jaxpr.invars, is_carry, strict=True) if c)
+    own = graph.untouched()
+    kept_carry = sum(num_bytes(part.jaxpr.invars[i].aval) for i in graph.kept_inputs if is_carry[i])
+    plain = own._replace(kept_bytes=length * (own.kept_bytes + kept_carry))
+    if _compat.forbidden_effects(part.jaxpr):
+        return [plain], [plain] * len(policies)
+    steps = [o for o in graph.front(deadline=deadline) if o.kept is not None]
+    stock = [_each_step(graph.by_policy(policy), length, carry) for policy in policies]
+    options = [plain, *stock]
+    for step in steps:
+        options.append(_each_step(step, length, carry))
+        for inner in sorted({*_inner_lengths(length)}):
+            outer = length // inner
+            working = inner * (carry + step.kept_bytes) + step.working_bytes
+            again = length * (graph.forward_price + step.price)
+            options.append(Option(step.kept, outer * carry, working, again, loop=Lengths(outer, inner)))
+    slots = 1
+    while slots < length:
+        runs = _schedule.num_evaluations(length, slots) - length
+        working = own.working_bytes + own.kept_bytes + 2 * carry
+        options.append(Option(None, slots * carry, working, runs * graph.forward_price, loop=Slots(slots)))
+        slots = slots + 1 if slots < 4 else slots * 3 // 2
+    return undominated(options), stock
+
+
+def _each_step(step: Option, length: int, carry: int) -> Option:
+    kept = length * (carry + step.kept_bytes)
+    return step._replace(kept_bytes=kept, price=length * step.price, loop=Lengths(length))
+
+
+@functools.cache
+def _inner_lengths(length: int) -> tuple[int, ...]:
+    """Lengths of inner loops to try: about the square root, and some powers of two around it."""
+    root = _schedule.nested_lengths(length, 2)[1]
+    found = {root, *(2**n for n in range(1, length.bit_length()))}
+    return tuple(n for n in found if 1 < n <= length // 2)

@@ -1,0 +1,188 @@
+"""A program as a sequence of parts: regions that may be rematerialised, loops, and what is left as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from .. import _compat
+from .._compat import Jaxpr, Literal
+from .._jaxpr import Body
+from .._tree import num_bytes
+from ..residuals._trace import JIT, REMAT, inline
+
+
+class Part:
+    """Some consecutive equations of a program.
+
+    Attributes:
+        kind: "region", which may be rematerialised; "loop", a scan whose steps may be; "rest", which may not.
+        jaxpr: the equations as a function; of a loop, one step of it.
+        invars, outvars: variables of the program that the part reads and gives to others.
+        eqn: of a loop, the scan.
+        key: equal for parts that are alike.
+    """
+
+    def __init__(self, kind: str, jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Any], eqn: Any = None):
+        self.kind = kind
+        self.jaxpr = jaxpr
+        self.invars = list(invars)
+        self.outvars = list(outvars)
+        self.eqn = eqn
+        length = None if eqn is None else (eqn.params["length"], eqn.params["reverse"], *_compat.scan_counts(eqn))
+        self.key = (kind, length, Body(jaxpr, []).key)
+
+    def __repr__(self) -> str:
+        return f"Part({self.kind}, {len(self.jaxpr.eqns)} equations)"
+
+
+def flatten(jaxpr: Jaxpr) -> Jaxpr:
+    """The program without its inner jits; each variable stands in one place."""
+    return inline(jaxpr, calls=tuple(JIT))
+
+
+def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
+    """The parts of a flat program.
+
+    Args:
+        cuts: before which equations a region ends and another begins, in addition to loops and rematerialised
+            functions, which are parts themselves. None if those functions are the only regions.
+    """
+    uses = _last_uses(jaxpr)
+    kind = "rest" if cuts is None else "region"
+    parts: list[Part] = []
+    start = 0
+
+    def flush(end: int) -> None:
+        nonlocal start
+        if end > start:
+            eqns = jaxpr.eqns[start:end]
+            made = {v for e in eqns for v in e.outvars}
+            read = {v: None for e in eqns for v in e.invars if not isinstance(v, Literal) and v not in made}
+            given = [v for e in eqns for v in e.outvars if uses.get(v, -1) >= end]
+            body = _compat.rebuild(jaxpr, invars=list(read), outvars=given, eqns=eqns)
+            parts.append(Part(kind, flatten(body), list(read), given))
+        start = end
+
+    boundaries = set(cuts or ())
+    for i, eqn in enumerate(jaxpr.eqns):
+        if i in boundaries:
+            flush(i)
+        if eqn.primitive.name in REMAT or is_loop(eqn):
+            flush(i)
+            is_region = eqn.primitive.name in REMAT
+            inner = _plain(_compat.open_jaxpr(eqn.params["jaxpr"])[0], is_region)
+            invars, body = _distinct(inner, eqn.invars) if is_region else (eqn.invars, inner)
+            parts.append(Part("region" if is_region else "loop", body, invars, eqn.outvars, None if is_region else eqn))
+            start = i + 1
+    flush(len(jaxpr.eqns))
+    return parts
+
+
+def is_loop(eqn: Any) -> bool:
+    """Whether an equation is a loop that can be planned: a scan of more than one step without effects."""
+    return eqn.primitive.name == "scan" and eqn.params["length"] > 1 and not eqn.effects and not _consts(eqn)
+
+
+def _consts(eqn: Any) -> Sequence[Any]:
+    return _compat.open_jaxpr(eqn.params["jaxpr"])[1]
+
+
+def _plain(jaxpr: Jaxpr, is_region: bool) -> Jaxpr:
+    """A region's equations with those of jits, and in a loop of rematerialised functions, in their places."""
+    return inline(jaxpr, calls=(*JIT, *REMAT) if not is_region else tuple(JIT))
+
+
+def _distinct(jaxpr: Jaxpr, atoms: Sequence[Any]) -> tuple[list[Any], Jaxpr]:
+    """The jaxpr with literals among its arguments written into it."""
+    env = {v: a for v, a in zip(jaxpr.invars, atoms, strict=True) if isinstance(a, Literal)}
+    if not env:
+        return list(atoms), jaxpr
+    read = lambda v: v if isinstance(v, Literal) else env.get(v, v)  # noqa: E731
+    eqns = [e.replace(invars=[read(v) for v in e.invars]) for e in jaxpr.eqns]
+    invars = [v for v in jaxpr.invars if v not in env]
+    rebuilt = _compat.rebuild(jaxpr, invars=invars, outvars=[read(v) for v in jaxpr.outvars], eqns=eqns)
+    return [a for a in atoms if not isinstance(a, Literal)], rebuilt
+
+
+def _last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
+    """For each variable the last equation that reads it; one past the last for outputs."""
+    uses = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not isinstance(v, Literal)}
+    return uses | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not isinstance(v, Literal)}
+
+
+def has_regions(jaxpr: Jaxpr) -> bool:
+    """Whether the user marked parts of the program by rematerialising them."""
+    return any(e.primitive.name in REMAT for e in jaxpr.eqns)
+
+
+# -- where to cut ----------------------------------------------------------------------------------------------------
+
+
+def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
+    """For each equation, the bytes of values computed before it and read by it or later."""
+    uses = _last_uses(jaxpr)
+    change = [0] * (len(jaxpr.eqns) + 2)
+    for i, eqn in enumerate(jaxpr.eqns):
+        for v in eqn.outvars:
+            if v in uses:
+                change[i + 1] += num_bytes(v.aval)
+                change[uses[v] + 1] -= num_bytes(v.aval)
+    live, found = 0, []
+    for delta in change[:-2]:
+        live += delta
+        found.append(live)
+    return found
+
+
+def cut_sets(jaxpr: Jaxpr) -> Iterator[tuple[int, ...]]:
+    """Ways to cut a program into regions where few bytes cross, the finest first."""
+    from scipy.signal import find_peaks
+
+    live = crossing_bytes(jaxpr)
+    if not any(live):
+        yield ()
+        return
+    minima, _ = find_peaks([-x for x in live], prominence=0.02 * max(live))
+    # Of equations between which as much crosses, cut before the last: what is cheap to compute again goes with its maker.
+    cuts = []
+    for at in minima:
+        end = int(at)
+        while end + 1 < len(live) and live[end + 1] == live[end]:
+            end += 1
+        cuts.append(end)
+    seen = set()
+    for every in (1, 2, 4):
+        chosen = tuple(cuts[every - 1 :: every])
+        if chosen not in seen:
+            seen.add(chosen)
+            yield chosen
+    # Sequences of blocks within which other minima lie: the least of all.
+    lowest = min((live[c] for c in cuts), default=0)
+    chosen = tuple(c for c in cuts if live[c] <= 1.01 * lowest)
+    if chosen not in seen:
+        yield chosen
+
+
+# -- running them ----------------------------------------------------------------------------------------------------
+
+
+def run(
+    jaxpr: Jaxpr, parts: Sequence[Part], how: Sequence[Callable[..., list] | None], args: Sequence[Any]
+) -> list[Any]:
+    """Evaluate a program part by part; `how` says for each what takes the place of its equations, None if nothing does."""
+    env = dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for part, instead in zip(parts, how, strict=True):
+        ins = [read(v) for v in part.invars]
+        if instead is not None:
+            outs = instead(*ins)
+        elif part.eqn is not None:
+            outs = _compat.bind_equation(part.eqn, part.eqn.params, ins)
+        else:
+            outs = _compat.evaluate(part.jaxpr, (), ins)
+        env.update(zip(part.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]

@@ -1,0 +1,277 @@
+"""From a budget to a plan that keeps it: propose by the model, compile, read the memory, correct the model, propose again."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from .._compat import Jaxpr
+from .._cost import Cost, Program
+from .._policy import as_policy
+from .._tree import is_float
+from ._analysis import Option, Price
+from ._layout import Layout
+from ._parts import cut_sets, flatten, has_regions
+
+STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
+_TRIES = 7  # compilations for one budget, at most, before stock policies are tried
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Candidate:
+    """A choice that was compiled.
+
+    Attributes:
+        name: of the stock policy that it is, or "plan".
+        options: of the parts of `layout`.
+        peak: of the model, in bytes.
+        price: of what is computed again, by the model.
+        cost: of the compiled program with its gradient.
+        predicted: temporary bytes, as foretold from the model and the candidates compiled before.
+    """
+
+    name: str
+    layout: Layout
+    options: list[Option]
+    peak: int
+    price: float
+    cost: Cost
+    predicted: float
+
+    @property
+    def temp_bytes(self) -> int:
+        return self.cost.temp_bytes
+
+
+class Search:
+    """Everything known of one program; asked for one budget after another.
+
+    Args:
+        jaxpr: the program, without constants.
+        chosen: with respect to which inputs it is differentiated.
+        price: of an equation.
+        offload: price of bringing a byte from the host's memory; None if nothing goes there.
+        time_limit: seconds.
+        report: called with what is done next.
+
+    Attributes:
+        candidates: what has been compiled, in this order.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        chosen: Sequence[int],
+        *,
+        price: Price,
+        offload: float | None = None,
+        time_limit: float | None = None,
+        report: Callable[[str], None] = lambda text: None,
+    ):
+        self._end = None if time_limit is None else time.monotonic() + time_limit
+        self._report = report
+        self._chosen = list(chosen)
+        self.jaxpr = flatten(jaxpr)
+        self.candidates: list[Candidate] = []
+        self._tried: dict[Any, Candidate] = {}
+        fronts: dict[Any, Any] = {}
+        marked = has_regions(self.jaxpr)
+        policies = [as_policy(p) for p in STOCK]
+        report("looking at the program")
+        self.layouts: list[Layout] = []
+        for cuts in [None] if marked else cut_sets(self.jaxpr):
+            if self.layouts and self.is_late():
+                break
+            options = {"policies": policies, "offload": offload, "deadline": self.is_late, "fronts": fronts}
+            self.layouts.append(Layout(self.jaxpr, cuts, price=price, **options))
+        self.layouts = self.layouts or [Layout(self.jaxpr, None, price=price, **options)]
+
+    def is_late(self) -> bool:
+        """Whether the time is up."""
+        return self._end is not None and time.monotonic() > self._end
+
+    # -- fitting ---------------------------------------------------------------------------------------------------
+
+    def fit(self, budget: int) -> Candidate | None:
+        """The cheapest candidate within a budget; None if none of those compiled is."""
+        self._ensure_first()
+        low, high = 0.0, float("inf")
+        for _ in range(_TRIES):
+            best = self.best(budget)
+            if (best is not None and best.price == 0) or self.is_late():
+                break
+            target = self._target(budget, low, high)
+            found = self._propose(target)
+            if found is None:  # below the least that the model thinks possible
+                if low == 0.0 and (least := self._least()) is not None and not self._was_tried(*least):
+                    self.measure(*least)
+                    continue
+                break
+            if self._was_tried(*found):
+                known = self._tried[self._key(*found)]
+                low, high = (max(low, target), high) if known.temp_bytes <= budget else (low, min(high, target))
+                target = self._next_untried(low, high, known, budget)
+                found = None if target is None else self._propose(target)
+                if found is None or self._was_tried(*found):
+                    break
+            candidate = self.measure(*found)
+            assert target is not None
+            low, high = (max(low, target), high) if candidate.temp_bytes <= budget else (low, min(high, target))
+            if high <= low * 1.005:
+                break
+        self._try_stock(budget)
+        return self.best(budget)
+
+    def best(self, budget: float) -> Candidate | None:
+        """The cheapest of what has been compiled that keeps a budget."""
+        fitting = [c for c in self.candidates if c.temp_bytes <= budget]
+        return min(fitting, key=lambda c: (c.price, c.temp_bytes), default=None)
+
+    def smallest(self) -> Candidate:
+        return min(self.candidates, key=lambda c: c.temp_bytes)
+
+    def ends(self) -> tuple[int, int]:
+        """The least memory that was reached, and that without rematerialisation."""
+        self._ensure_first()
+        return self.smallest().temp_bytes, self.candidates[0].temp_bytes
+
+    def _ensure_first(self) -> None:
+        """Compile both ends: no rematerialisation, and the least memory that the model knows of."""
+        if not self.candidates:
+            self.measure(self.layouts[0], [o[0] for o in self._untouched(self.layouts[0])], "no remat")
+            least = self._least()
+            if least is not None and not self.is_late():
+                self.measure(*least)
+
+    def _untouched(self, layout: Layout) -> list[list[Option]]:
+        return [[min(options, key=lambda o: (not o.is_untouched, o.price))] for options in layout.options]
+
+    def _least(self) -> tuple[Layout, list[Option]] | None:
+        peaks = [(layout.least_peak(), i) for i, layout in enumerate(self.layouts)]
+        limit, i = min(peaks)
+        options = self.layouts[i].choose(limit * 1.001 + 1)
+        return None if options is None else (self.layouts[i], options)
+
+    def _propose(self, limit: float) -> tuple[Layout, list[Option]] | None:
+        """The cheapest choice of all layouts that the model puts within a limit."""
+        found = []
+        for i, layout in enumerate(self.layouts):
+            options = layout.choose(limit)
+            if options is not None:
+                found.append((sum(o.price for o in options), len(layout.parts), i, options))
+        if not found:
+            return None
+        _, _, i, options = min(found, key=lambda f: f[:3])
+        return self.layouts[i], options
+
+    def _next_untried(self, low: float, high: float, known: Candidate, budget: int) -> float | None:
+        """A limit of the model whose choice differs from one that is known: above it if that fits, else below."""
+        step = 1.02 if known.temp_bytes <= budget else 1 / 1.02
+        target = float(known.peak)
+        for _ in range(60):
+            target *= step
+            if not low <= target <= high:
+                return None
+            found = self._propose(target)
+            if found is None:
+                return None
+            if not self._was_tried(*found):
+                return target
+        return None
+
+    def _try_stock(self, budget: int) -> None:
+        """Compile the stock policies that the model thinks cheaper than the best so far, or all if there is none."""
+        for n, name in enumerate(STOCK):
+            best = self.best(budget)
+            layout = self.layouts[0]
+            options = [stock[n] for stock in layout.stock]
+            price = sum(o.price for o in options)
+            if self.is_late() or (best is not None and best.price <= price) or self._was_tried(layout, options):
+                continue
+            self.measure(layout, options, name)
+
+    # -- the model, corrected ----------------------------------------------------------------------------------------
+
+    def predict(self, peak: float, known: Sequence[Candidate] | None = None) -> float:
+        """Temporary bytes of a choice with this peak, from those of the candidates that are known."""
+        known = self.candidates if known is None else known
+        points = sorted({(c.peak, c.temp_bytes) for c in known if c.name != "no remat"})
+        if not points:
+            points = sorted({(c.peak, c.temp_bytes) for c in known})
+        if not points:
+            return peak
+        peaks, temps = np.array(points, float).T
+        temps = np.maximum.accumulate(temps)
+        if peak <= peaks[0]:
+            return float(max(0.0, temps[0] + (peak - peaks[0]) * _slope(peaks[0], temps[0])))
+        if peak >= peaks[-1]:
+            return float(temps[-1] + (peak - peaks[-1]) * _slope(peaks[-1], temps[-1]))
+        return float(np.interp(peak, peaks, temps))
+
+    def _target(self, budget: int, low: float, high: float) -> float:
+        """The limit of the model at which the corrected model meets the budget."""
+        bottom, top = low, high if high < float("inf") else 4.0 * max(budget, *(c.peak for c in self.candidates))
+        for _ in range(50):
+            middle = (bottom + top) / 2
+            bottom, top = (middle, top) if self.predict(middle) <= budget else (bottom, middle)
+        if high < float("inf"):  # keep away from both ends, else the search creeps
+            margin = 0.1 * (high - low)
+            return min(max(bottom, low + margin), high - margin)
+        return bottom
+
+    # -- compiling ---------------------------------------------------------------------------------------------------
+
+    def _key(self, layout: Layout, options: Sequence[Option]) -> Any:
+        return id(layout), tuple((o.kept, o.offloaded, o.loop) for o in options)
+
+    def _was_tried(self, layout: Layout, options: Sequence[Option]) -> bool:
+        return self._key(layout, options) in self._tried
+
+    def measure(self, layout: Layout, options: Sequence[Option], name: str = "plan") -> Candidate:
+        """Compile a choice."""
+        key = self._key(layout, options)
+        if key in self._tried:
+            return self._tried[key]
+        peak = layout.peak(options)
+        predicted = self.predict(peak)
+        self._report(f"compiling plan {len(self.candidates) + 1}")
+        cost = measured(layout.rewrite(options), self._chosen)
+        price = sum(o.price for o in options)
+        candidate = Candidate(name, layout, list(options), peak, price, cost, predicted)
+        self._tried[key] = candidate
+        self.candidates.append(candidate)
+        return candidate
+
+
+def _slope(peak: float, temp: float) -> float:
+    return temp / peak if peak > 0 else 1.0
+
+
+def measured(jaxpr: Jaxpr, chosen: Sequence[int]) -> Cost:
+    """What a program without constants costs, compiled with its gradient with respect to the inputs `chosen`."""
+    floats = [i for i, v in enumerate(jaxpr.outvars) if is_float(v.aval)]
+
+    def step(*ins: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        def differentiated(*given: Any) -> tuple[list[Any], list[Any]]:
+            whole = list(ins)
+            for i, x in zip(chosen, given, strict=True):
+                whole[i] = x
+            outs = _compat.evaluate(jaxpr, (), whole)
+            return [jnp.asarray(outs[i]) for i in floats], [x for i, x in enumerate(outs) if i not in floats]
+
+        outs, pull, rest = jax.vjp(differentiated, *(ins[i] for i in chosen), has_aux=True)
+        return outs, rest, list(pull([jnp.ones_like(x) for x in outs]))
+
+    args = [_type_of(v.aval) for v in jaxpr.invars]
+    return Program(step, args).cost
+
+
+def _type_of(aval: Any) -> Any:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
