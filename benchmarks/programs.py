@@ -108,11 +108,11 @@ def _transformer_block(p: Any, x: jax.Array, *, heads: int, gated: bool) -> jax.
 def transformer(
     wrap: Callable = identity,
     *,
-    layers: int = 8,
-    width: int = 256,
+    layers: int = 6,
+    width: int = 512,
     heads: int = 8,
     time: int = 256,
-    batch: int = 8,
+    batch: int = 4,
     gated: bool = False,
 ) -> Program:
     """Attention and two matrix products a block, normalised before."""
@@ -134,11 +134,11 @@ def transformer(
 
 def swiglu_transformer(wrap: Callable = identity, **options: Any) -> Program:
     """A transformer with gated hidden layers and short sequences."""
-    return transformer(wrap, **{"time": 64, "batch": 16, "gated": True, **options})
+    return transformer(wrap, **{"width": 256, "time": 64, "batch": 16, "gated": True, **options})
 
 
 def scanned_transformer(
-    wrap: Callable = identity, *, layers: int = 8, width: int = 256, heads: int = 8, time: int = 256, batch: int = 8
+    wrap: Callable = identity, *, layers: int = 8, width: int = 512, heads: int = 8, time: int = 256, batch: int = 4
 ) -> Program:
     """The same blocks with their parameters stacked, in one scan."""
     import statetx

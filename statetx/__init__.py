@@ -11,6 +11,7 @@ from ._errors import CarryTypeError as CarryTypeError
 from ._errors import CreatedStateError as CreatedStateError
 from ._errors import EffectError as EffectError
 from ._errors import ForeignStateError as ForeignStateError
+from ._errors import PlanError as PlanError
 from ._errors import PolicyError as PolicyError
 from ._errors import PolicyWarning as PolicyWarning
 from ._errors import StateAccessError as StateAccessError
@@ -27,6 +28,9 @@ from ._rules import Split as Split
 from ._state import Param as Param
 from ._state import RngState as RngState
 from ._state import State as State
+from .planner.machine import calibrate as calibrate
+from .planner.plan import Plan as Plan
+from .planner.plan import plan as plan
 from .residuals import memory_report as memory_report
 from .residuals.fwd_bwd import print_fwd_bwd as print_fwd_bwd
 from .residuals.measure import measure as measure

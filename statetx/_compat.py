@@ -186,6 +186,11 @@ def enclosing(trace: Any) -> Any:
     return jex_core.set_current_trace(trace.parent_trace)
 
 
+def is_differentiated(x: Any) -> bool:
+    """Whether `x` is what a transform that differentiates, around here, varies."""
+    return isinstance(x, Tracer) and type(x._trace).__name__ in ("JVPTrace", "LinearizeTrace")
+
+
 def is_batched(x: Any, trace: Any) -> bool:
     """Whether `x` differs between the examples of a `jax.vmap`, whose trace this is."""
     return isinstance(x, _batching.BatchTracer) and x._trace is trace and x.batch_dim is not None

@@ -36,6 +36,18 @@ class PolicyError(StatetxError, ValueError):
     """A rematerialisation policy is unknown or misused."""
 
 
+class PlanError(PolicyError):
+    """A plan cannot be had within its budget, or is for another program.
+
+    Attributes:
+        smallest_bytes: the least temporary memory of the plans that were compiled; None where none was.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int | None = None):
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+
 class StateValueError(StatetxError, TypeError):
     """A value, or a type of value, that a state cannot have in this place."""
 

@@ -158,7 +158,6 @@ def _names(jaxpr: Jaxpr, out_names: Sequence[frozenset[str]]) -> dict[Any, froze
 # -- marking -------------------------------------------------------------------------------------------------------
 
 
-
 def keep_marked(primitive: Any, *_: Any, **params: Any) -> Any:
     """The policy, as JAX takes one, that keeps what is marked."""
     if _compat.is_debug_callback(primitive):
@@ -167,7 +166,9 @@ def keep_marked(primitive: Any, *_: Any, **params: Any) -> Any:
         names = [e.params["name"] for e in _compat.open_jaxpr(params["call_jaxpr"])[0].eqns if _is_name(e.primitive)]
     else:
         names = [params["name"]] if _is_name(primitive) else []
-    marks = sorted((n.removeprefix(_compat.KEPT) for n in names if n.startswith(_compat.KEPT)), reverse=True)  # "save" first
+    marks = sorted(
+        (n.removeprefix(_compat.KEPT) for n in names if n.startswith(_compat.KEPT)), reverse=True
+    )  # "save" first
     if not marks:
         return False
     what, *memories = marks[0].split(":")
@@ -339,23 +340,58 @@ class Override(threading.local):
         is_off: whether nothing is rematerialised.
         is_quiet: whether policies may name what does not occur, and change nothing, without a word.
         met: the rematerialised functions that were called meanwhile; None if nothing is being tried.
+        around: what a function is wrapped in before `statetx.grad` and its kin differentiate it; None for nothing.
     """
 
     policy: Policy | None = None
     is_off: bool = False
     is_quiet: bool = False
     met: list[Region] | None = None
+    around: Callable[[Callable], Callable] | None = None
 
     @contextlib.contextmanager
     def __call__(
         self, policy: Policy | None = None, *, is_off: bool = False, is_quiet: bool = False
     ) -> Iterator[list[Region]]:
-        before = self.policy, self.is_off, self.is_quiet, self.met
-        self.policy, self.is_off, self.is_quiet, self.met = policy, is_off, is_quiet, []
+        before = self.policy, self.is_off, self.is_quiet, self.met, self.around
+        self.policy, self.is_off, self.is_quiet, self.met, self.around = policy, is_off, is_quiet, [], None
         try:
             yield self.met
         finally:
-            self.policy, self.is_off, self.is_quiet, self.met = before
+            self.policy, self.is_off, self.is_quiet, self.met, self.around = before
+
+    @contextlib.contextmanager
+    def differentiated(self, around: Callable[[Callable], Callable]) -> Iterator[None]:
+        """In this block (and thread) what is differentiated is wrapped like this, but not what is within it.
+
+        Nothing else is being tried in what is wrapped.
+        """
+        before, self.around = self.around, around
+        try:
+            yield
+        finally:
+            self.around = before
+
+    @contextlib.contextmanager
+    def _suspended(self) -> Iterator[None]:
+        before = self.policy, self.is_off, self.is_quiet, self.met, self.around
+        self.policy, self.is_off, self.is_quiet, self.met, self.around = None, False, False, None, None
+        try:
+            yield
+        finally:
+            self.policy, self.is_off, self.is_quiet, self.met, self.around = before
+
+    def wrapped(self, fun: Callable) -> Callable:
+        """The function as it is to be differentiated."""
+        if self.around is None:
+            return fun
+        around = self.around(fun)
+
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            with self._suspended():
+                return around(*args, **kwargs)
+
+        return alone
 
     def note(
         self, name: str, policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]], prevent_cse: Any

@@ -528,6 +528,17 @@ class Marks(Policy):
         return f"Marks({len(self.marks)} values)"
 
 
+class Rewriting(Policy):
+    """A policy that does not judge values one by one, but has another program in the place of the function."""
+
+    def judge(self, value: Value) -> Verdict:
+        raise PolicyError(f"{self!r} is for a whole function: it does not combine with other policies.")
+
+    def rewrite(self, body: Any, name: str) -> Any:
+        """``(operands, *args) -> outputs`` for a staged function (`_jaxpr.Body`) of this name."""
+        raise NotImplementedError
+
+
 def as_policy(given: Any) -> Policy:
     """The policy that a user means: one of ours, the name of one, or JAX's, or any callable like JAX's.
 
@@ -539,6 +550,10 @@ def as_policy(given: Any) -> Policy:
     if given is None:
         return nothing
     if isinstance(given, str):
+        if given.startswith("fit:"):
+            from .planner.plan import Fit
+
+            return Fit(given.removeprefix("fit:").strip())
         if given in _CONSTANTS:
             return _CONSTANTS[given]
         known = _jax_names()

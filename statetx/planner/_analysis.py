@@ -19,6 +19,7 @@ import numpy as np
 
 from .. import _compat, _keep
 from .._compat import Jaxpr, Literal, Var
+from .._cost import Program
 from .._jaxpr import Body
 from .._strategy import Strategy
 from .._tree import is_float, num_bytes
@@ -219,6 +220,32 @@ class Graph:
             live -= ends.get(i, 0)
         return most
 
+    def measure(self, option: Option) -> Option:
+        """The option with the bytes in use that the compiled backward pass of the region has, on its own."""
+        if option.kept is None:
+            back, again, have = self._plain_backward, [], self._plain_leaves
+        else:
+            back, again = self._backward, [self._forward.eqns[i] for i in self._computed_again(option.kept)]
+            have = [v for v, at in self._names.items() if at in option.kept]
+        made = {v for e in again for v in e.outvars}
+        inputs = dict.fromkeys(v for e in again for v in e.invars if isinstance(v, Var) and v not in made)
+        inputs |= dict.fromkeys(v for v in [*back.leaves, *have] if v not in made)
+
+        def run(given: list[Any], cts: list[Any]) -> list[Any]:
+            env = dict(zip(inputs, given, strict=True))
+            for eqn in again:
+                ins = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+                env.update(zip(eqn.outvars, _compat.bind_equation(eqn, eqn.params, ins), strict=True))
+            residuals = {r: env[v] for r, v in zip(back.residuals, back.leaves, strict=True)}
+            return _compat.evaluate(back.jaxpr, (), [*(residuals[v] for v in back.residuals), *cts])
+
+        types = [[type_of(v.aval) for v in vs] for vs in (inputs, back.cotangents)]
+        temp = Program(run, types).cost.temp_bytes
+        counted = [v for v, c in zip(back.outs, self._counted_floats(), strict=True) if c and isinstance(v, Var)]
+        ends = sum(num_bytes(v.aval) for v in (*back.cotangents, *counted))
+        back_bytes = sum(self.bytes_of(at) for at in option.offloaded)
+        return option._replace(working_bytes=temp + ends + back_bytes)
+
     def _counted_floats(self) -> list[bool]:
         return [c for c, v in zip(self._counted, self.jaxpr.invars, strict=True) if is_float(v.aval)]
 
@@ -258,7 +285,7 @@ def _derivative(jaxpr: Jaxpr) -> tuple[Jaxpr, int, _Backward]:
         return [*outs, *leaves]
 
     staged = Body.close(*_compat.stage(forward, [v.aval for v in jaxpr.invars], kind="statetx.plan", name="forward"))
-    whole = inline(staged.jaxpr, calls=tuple(JIT))
+    whole = inline(staged.jaxpr, calls=tuple(JIT), deep=False)
     leaves = whole.outvars[len(moved) :]
 
     def backward(*ins: Any) -> list[Any]:
@@ -267,12 +294,29 @@ def _derivative(jaxpr: Jaxpr) -> tuple[Jaxpr, int, _Backward]:
 
     avals = [v.aval for v in (*leaves, *whole.outvars[: len(moved)])]
     back = Body.close(*_compat.stage(backward, avals, kind="statetx.plan", name="backward"))
-    flat = inline(_compat.without_dead_code(back.jaxpr), calls=tuple(JIT))
-    ins = flat.invars[back.num_operands :]
-    places = [(r, v) for r, v in zip(ins, leaves, strict=False) if isinstance(v, Var)]
-    # The same value may be handed over more than once.
-    split = _Backward(flat, [r for r, _ in places], [v for _, v in places], ins[len(leaves) :])
+    flat = inline(_bind_literals(back, leaves), calls=tuple(JIT), deep=False)
+    residuals = [v for v in leaves if isinstance(v, Var)]
+    num = len(residuals)
+    split = _Backward(flat, flat.invars[:num], residuals, flat.invars[num:])
     return whole, len(moved), split
+
+
+def _bind_literals(back: Body, leaves: Sequence[Any]) -> Jaxpr:
+    """The backward pass without dead code; what it closes over, and residuals that are literals, are written into it."""
+    jaxpr = back.jaxpr
+    given: list[Any] = [Literal(x, v.aval) for x, v in zip(back.operands, jaxpr.invars, strict=False)]
+    given += leaves
+    env = {v: a for v, a in zip(jaxpr.invars, given, strict=False) if isinstance(a, Literal)}
+    read = lambda v: v if isinstance(v, Literal) else env.get(v, v)  # noqa: E731
+    eqns = [e.replace(invars=[read(v) for v in e.invars]) for e in jaxpr.eqns]
+    invars = [v for v in jaxpr.invars if v not in env]
+    rebuilt = _compat.rebuild(jaxpr, invars=invars, outvars=[read(v) for v in jaxpr.outvars], eqns=eqns)
+    return _compat.without_dead_code(rebuilt)
+
+
+def type_of(aval: Any) -> Any:
+    """The type as ``jax.jit`` takes it in the place of an argument."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def _variables(atoms: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:

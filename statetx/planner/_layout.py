@@ -31,7 +31,7 @@ class Layout:
         graphs: kept from other layouts of the same program, by part.
 
     Attributes:
-        parts, options: the parts, and for each its options.
+        parts, fronts: the parts, and what can be done with each.
         base: for each part the bytes that must be there when it is run backwards, whatever is chosen: the inputs of it
             and of the parts before it that are computed in the program.
     """
@@ -45,23 +45,20 @@ class Layout:
         policies: Sequence[Any],
         offload: float | None,
         deadline: Callable[[], bool],
-        fronts: dict[Any, tuple[list[Option], list[Option]]],
+        fronts: dict[Any, Front],
     ):
         self.jaxpr = jaxpr
         self.cuts = cuts
         self.parts = split(jaxpr, cuts)
-        self.options: list[list[Option]] = []
-        self.stock: list[list[Option]] = []  # of each part by each policy
+        self.fronts: list[Front] = []
         computed = {v for e in jaxpr.eqns for v in e.outvars}
         first: dict[Any, int] = {}
         for i, part in enumerate(self.parts):
             counted = tuple(v in computed for v in part.invars)
             key = (part.key, counted)
             if key not in fronts:
-                fronts[key] = _options(part, counted, price, policies, offload, deadline)
-            options, stock = fronts[key]
-            self.options.append(options)
-            self.stock.append(stock)
+                fronts[key] = _front(part, counted, price, policies, offload, deadline)
+            self.fronts.append(fronts[key])
             for v, c in zip(part.invars, counted, strict=True):
                 if c:
                     first.setdefault(v, i)
@@ -69,6 +66,15 @@ class Layout:
         for v, i in first.items():
             added[i] += num_bytes(v.aval)
         self.base = np.cumsum(added).tolist()
+
+    @property
+    def options(self) -> list[list[Option]]:
+        """For each part what can be done with it."""
+        return [front.options for front in self.fronts]
+
+    def stock(self, number: int) -> list[Option]:
+        """For each part what the policy with this number does."""
+        return [front.stock[number] for front in self.fronts]
 
     # -- the model --
 
@@ -205,28 +211,51 @@ def _step(part: Part, option: Option) -> Step:
 # -- options ---------------------------------------------------------------------------------------------------------
 
 
-def _options(
+class Front:
+    """What can be done with a part, and with all that are like it.
+
+    Attributes:
+        options: of which no other is preferable.
+        stock: what each of the policies would do.
+    """
+
+    def __init__(self, options: list[Option], stock: list[Option], graph: Graph | None = None):
+        self.options = options
+        self.stock = stock
+        self._graph = graph
+        self._measured: set[Any] = set()
+
+    def measure(self, option: Option) -> bool:
+        """Learn what an option takes when it is compiled on its own; whether there was anything to learn."""
+        key = option.kept, option.offloaded
+        if self._graph is None or key in self._measured:
+            return False
+        self._measured.add(key)
+        working = self._graph.measure(option).working_bytes
+        for known in (self.options, self.stock):
+            known[:] = [o._replace(working_bytes=working) if (o.kept, o.offloaded) == key else o for o in known]
+        return True
+
+
+def _front(
     part: Part,
     counted: Sequence[bool],
     price: Price,
     policies: Sequence[Any],
     offload: float | None,
     deadline: Callable[[], bool],
-) -> tuple[list[Option], list[Option]]:
-    """What can be done with a part; and what each of the policies would do."""
+) -> Front:
     if part.kind == "loop":
-        return _options_of_loop(part, price, policies, deadline)
+        return _front_of_loop(part, price, policies, deadline)
     graph = Graph(part.jaxpr, price, counted)
     untouched = graph.untouched()
     if part.kind == "rest" or _compat.forbidden_effects(part.jaxpr):
-        return [untouched], [untouched] * len(policies)
+        return Front([untouched], [untouched] * len(policies))
     stock = [graph.by_policy(policy) for policy in policies]
-    return undominated([*graph.front(offload=offload, deadline=deadline), *stock]), stock
+    return Front(undominated([*graph.front(offload=offload, deadline=deadline), *stock]), stock, graph)
 
 
-def _options_of_loop(
-    part: Part, price: Price, policies: Sequence[Any], deadline: Callable[[], bool]
-) -> tuple[list[Option], list[Option]]:
+def _front_of_loop(part: Part, price: Price, policies: Sequence[Any], deadline: Callable[[], bool]) -> Front:
     num_constants, num_carry = _compat.scan_counts(part.eqn)
     length = part.eqn.params["length"]
     is_carry = [num_constants <= i < num_constants + num_carry for i in range(len(part.jaxpr.invars))]
@@ -236,7 +265,7 @@ def _options_of_loop(
     kept_carry = sum(num_bytes(part.jaxpr.invars[i].aval) for i in graph.kept_inputs if is_carry[i])
     plain = own._replace(kept_bytes=length * (own.kept_bytes + kept_carry))
     if _compat.forbidden_effects(part.jaxpr):
-        return [plain], [plain] * len(policies)
+        return Front([plain], [plain] * len(policies))
     steps = [o for o in graph.front(deadline=deadline) if o.kept is not None]
     stock = [_each_step(graph.by_policy(policy), length, carry) for policy in policies]
     options = [plain, *stock]
@@ -253,7 +282,7 @@ def _options_of_loop(
         working = own.working_bytes + own.kept_bytes + 2 * carry
         options.append(Option(None, slots * carry, working, runs * graph.forward_price, loop=Slots(slots)))
         slots = slots + 1 if slots < 4 else slots * 3 // 2
-    return undominated(options), stock
+    return Front(undominated(options), stock)
 
 
 def _each_step(step: Option, length: int, carry: int) -> Option:

@@ -38,7 +38,21 @@ class Part:
 
 def flatten(jaxpr: Jaxpr) -> Jaxpr:
     """The program without its inner jits; each variable stands in one place."""
-    return inline(jaxpr, calls=tuple(JIT))
+    return inline(jaxpr, calls=tuple(JIT), deep=False)
+
+
+def opened(jaxpr: Jaxpr) -> tuple[Jaxpr, set[int]]:
+    """A flat program with the equations of its rematerialised functions in their places, and where these begin and end."""
+    ends, at = set(), 0
+    for eqn in jaxpr.eqns:
+        size = len(inline(eqn.params["jaxpr"], calls=_CALLS, deep=False).eqns) if eqn.primitive.name in REMAT else 1
+        if eqn.primitive.name in REMAT:
+            ends |= {at, at + size}
+        at += size
+    return inline(jaxpr, calls=_CALLS, deep=False), ends
+
+
+_CALLS = (*JIT, *REMAT)
 
 
 def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
@@ -90,7 +104,7 @@ def _consts(eqn: Any) -> Sequence[Any]:
 
 def _plain(jaxpr: Jaxpr, is_region: bool) -> Jaxpr:
     """A region's equations with those of jits, and in a loop of rematerialised functions, in their places."""
-    return inline(jaxpr, calls=(*JIT, *REMAT) if not is_region else tuple(JIT))
+    return inline(jaxpr, calls=tuple(JIT) if is_region else _CALLS, deep=False)
 
 
 def _distinct(jaxpr: Jaxpr, atoms: Sequence[Any]) -> tuple[list[Any], Jaxpr]:
@@ -135,8 +149,24 @@ def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
     return found
 
 
-def cut_sets(jaxpr: Jaxpr) -> Iterator[tuple[int, ...]]:
-    """Ways to cut a program into regions where few bytes cross, the finest first."""
+def ways_to_cut(jaxpr: Jaxpr) -> Iterator[tuple[Jaxpr, Sequence[int] | None]]:
+    """Programs that compute the same, and cuts of them: as the user marked it first, then the finest."""
+    if not has_regions(jaxpr):
+        for cuts in _cut_sets(jaxpr):
+            yield jaxpr, cuts
+        return
+    yield jaxpr, None
+    whole, ends = opened(jaxpr)
+    seen = {tuple(sorted(ends))}
+    for cuts in _cut_sets(whole):
+        finer = tuple(sorted(ends.union(cuts)))
+        if finer not in seen:
+            seen.add(finer)
+            yield whole, finer
+
+
+def _cut_sets(jaxpr: Jaxpr) -> Iterator[tuple[int, ...]]:
+    """Where to cut a program so that few bytes cross, the most regions first."""
     from scipy.signal import find_peaks
 
     live = crossing_bytes(jaxpr)

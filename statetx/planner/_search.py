@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +14,12 @@ import numpy as np
 
 from .. import _compat
 from .._compat import Jaxpr
-from .._cost import Cost, Program
+from .._cost import Cost, Program, flops
 from .._policy import as_policy
 from .._tree import is_float
-from ._analysis import Option, Price
+from ._analysis import Option, Price, type_of
 from ._layout import Layout
-from ._parts import cut_sets, flatten, has_regions
+from ._parts import flatten, ways_to_cut
 
 STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
 _TRIES = 7  # compilations for one budget, at most, before stock policies are tried
@@ -60,6 +61,7 @@ class Search:
         offload: price of bringing a byte from the host's memory; None if nothing goes there.
         time_limit: seconds.
         report: called with what is done next.
+        compile_: gives the cost of a program like this one; that of its gradient if not given.
 
     Attributes:
         candidates: what has been compiled, in this order.
@@ -74,24 +76,26 @@ class Search:
         offload: float | None = None,
         time_limit: float | None = None,
         report: Callable[[str], None] = lambda text: None,
+        compile_: Callable[[Jaxpr], Cost] | None = None,
     ):
         self._end = None if time_limit is None else time.monotonic() + time_limit
         self._report = report
-        self._chosen = list(chosen)
+        self._compile = compile_ or functools.partial(measured, chosen=list(chosen))
+        self.price = price
         self.jaxpr = flatten(jaxpr)
         self.candidates: list[Candidate] = []
         self._tried: dict[Any, Candidate] = {}
         fronts: dict[Any, Any] = {}
-        marked = has_regions(self.jaxpr)
         policies = [as_policy(p) for p in STOCK]
         report("looking at the program")
         self.layouts: list[Layout] = []
-        for cuts in [None] if marked else cut_sets(self.jaxpr):
+        for program, cuts in ways_to_cut(self.jaxpr):
             if self.layouts and self.is_late():
                 break
             options = {"policies": policies, "offload": offload, "deadline": self.is_late, "fronts": fronts}
-            self.layouts.append(Layout(self.jaxpr, cuts, price=price, **options))
-        self.layouts = self.layouts or [Layout(self.jaxpr, None, price=price, **options)]
+            self.layouts.append(Layout(program, cuts, price=price, **options))
+        self._forward = sum(map(price, self.jaxpr.eqns))
+        self._negligible = 3e-3 * self._forward
 
     def is_late(self) -> bool:
         """Whether the time is up."""
@@ -105,7 +109,7 @@ class Search:
         low, high = 0.0, float("inf")
         for _ in range(_TRIES):
             best = self.best(budget)
-            if (best is not None and best.price == 0) or self.is_late():
+            if (best is not None and best.price <= self._negligible) or self.is_late():
                 break
             target = self._target(budget, low, high)
             found = self._propose(target)
@@ -142,6 +146,25 @@ class Search:
         self._ensure_first()
         return self.smallest().temp_bytes, self.candidates[0].temp_bytes
 
+    def curve(self, num: int = 20) -> list[tuple[float, float]]:
+        """Predicted bytes and added operations (or seconds), as a part of the program's without a plan, of the model's best
+        choices, from the least memory up."""
+        low = min(layout.least_peak() for layout in self.layouts)
+        high = max(low + 1, *(c.peak for c in self.candidates))
+        # The backward pass costs about twice the forward pass.
+        whole = self.candidates[0].cost.flops if self.price is flops else 3 * self._forward
+        found: list[tuple[float, float]] = []
+        for limit in np.geomspace(low * 1.001 + 1, high * 1.001 + 1, num):
+            choice = self._cheapest(limit)
+            if choice is not None:
+                price = sum(o.price for o in choice[1]) / max(whole, 1e-30)
+                found.append((self.predict(choice[0].peak(choice[1])), price))
+        least = float("inf")
+        for i, (_, price) in enumerate(found):
+            least = min(least, price)
+            found[i] = (max(b for b, _ in found[: i + 1]), least)
+        return found
+
     def _ensure_first(self) -> None:
         """Compile both ends: no rematerialisation, and the least memory that the model knows of."""
         if not self.candidates:
@@ -154,13 +177,24 @@ class Search:
         return [[min(options, key=lambda o: (not o.is_untouched, o.price))] for options in layout.options]
 
     def _least(self) -> tuple[Layout, list[Option]] | None:
-        peaks = [(layout.least_peak(), i) for i, layout in enumerate(self.layouts)]
-        limit, i = min(peaks)
-        options = self.layouts[i].choose(limit * 1.001 + 1)
-        return None if options is None else (self.layouts[i], options)
+        while True:
+            found = self._cheapest(min(layout.least_peak() for layout in self.layouts) * 1.001 + 1)
+            if found is None or not self._learn(*found):
+                return found
 
     def _propose(self, limit: float) -> tuple[Layout, list[Option]] | None:
-        """The cheapest choice of all layouts that the model puts within a limit."""
+        """The cheapest choice of all layouts that the model puts within a limit, of options that were measured."""
+        while True:
+            found = self._cheapest(limit)
+            if found is None or not self._learn(*found):
+                return found
+
+    def _learn(self, layout: Layout, options: Sequence[Option]) -> bool:
+        """Measure the parts of a choice, each on its own; whether anything was not known before."""
+        pairs = zip(layout.fronts, options, strict=True)
+        return any([front.measure(option) for front, option in pairs if not self.is_late()])
+
+    def _cheapest(self, limit: float) -> tuple[Layout, list[Option]] | None:
         found = []
         for i, layout in enumerate(self.layouts):
             options = layout.choose(limit)
@@ -191,10 +225,16 @@ class Search:
         for n, name in enumerate(STOCK):
             best = self.best(budget)
             layout = self.layouts[0]
-            options = [stock[n] for stock in layout.stock]
-            price = sum(o.price for o in options)
-            if self.is_late() or (best is not None and best.price <= price) or self._was_tried(layout, options):
+            options = layout.stock(n)
+            if self._was_tried(layout, options) or self.is_late():
                 continue
+            if best is not None:
+                if best.price <= max(sum(o.price for o in options), self._negligible):
+                    continue
+                if self._learn(layout, options):
+                    options = layout.stock(n)
+                if self.predict(layout.peak(options)) > 1.25 * budget:
+                    continue
             self.measure(layout, options, name)
 
     # -- the model, corrected ----------------------------------------------------------------------------------------
@@ -242,7 +282,7 @@ class Search:
         peak = layout.peak(options)
         predicted = self.predict(peak)
         self._report(f"compiling plan {len(self.candidates) + 1}")
-        cost = measured(layout.rewrite(options), self._chosen)
+        cost = self._compile(layout.rewrite(options))
         price = sum(o.price for o in options)
         candidate = Candidate(name, layout, list(options), peak, price, cost, predicted)
         self._tried[key] = candidate
@@ -269,9 +309,4 @@ def measured(jaxpr: Jaxpr, chosen: Sequence[int]) -> Cost:
         outs, pull, rest = jax.vjp(differentiated, *(ins[i] for i in chosen), has_aux=True)
         return outs, rest, list(pull([jnp.ones_like(x) for x in outs]))
 
-    args = [_type_of(v.aval) for v in jaxpr.invars]
-    return Program(step, args).cost
-
-
-def _type_of(aval: Any) -> Any:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+    return Program(step, [type_of(v.aval) for v in jaxpr.invars]).cost

@@ -255,10 +255,11 @@ EAGER |= {"custom_vjp_call": "call_jaxpr", **_INNER}
 ALL = tuple({**JIT, **EAGER})
 
 
-def inline(x: Any, consts: Sequence[Any] = (), *, calls: Collection[str]) -> Jaxpr:
-    """The jaxpr with the equations of these calls in place of the calls, at every depth, and constants as literals.
+def inline(x: Any, consts: Sequence[Any] = (), *, calls: Collection[str], deep: bool = True) -> Jaxpr:
+    """The jaxpr with the equations of these calls in place of the calls, and constants as literals.
 
-    No variable occurs in two places of it, not even where a jaxpr did.
+    No variable occurs in two places of it, not even where a jaxpr did. This holds at every depth, unless not `deep`: then
+    what stands in loops, branches and other calls is left as it is.
     """
     jaxpr, own = _compat.open_jaxpr(x)
     eqns: list[Any] = []
@@ -280,7 +281,7 @@ def inline(x: Any, consts: Sequence[Any] = (), *, calls: Collection[str]) -> Jax
                 outs = run(inner, inner_env, eqn, same)
             else:
                 outs = [_compat.Var(v.aval) for v in eqn.outvars]
-                params = _compat.map_jaxprs(lambda j: inline(j, calls=calls), eqn.params)
+                params = _compat.map_jaxprs(lambda j: inline(j, calls=calls), eqn.params) if deep else eqn.params
                 eqns.append(eqn.replace(invars=ins, outvars=outs, params=params))
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]

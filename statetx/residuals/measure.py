@@ -48,11 +48,11 @@ def measure(
         >>> cost.flops == 100 * (2 * 64 * 64 + 64) + 64
         True
     """
-    program = with_gradient if gradient else _plain
+    program = with_gradient if gradient else without_gradient
     return Program(*program(fun, args, kwargs), compiler_options).cost
 
 
-def _plain(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, list[Any]]:
+def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, list[Any]]:
     """Outputs and new states as a function of arrays, and these arrays."""
     pure = functionalize(fun)
     arrays, others = partition((pure.values(*args, **kwargs), args, kwargs), lambda x: hasattr(x, "dtype"))

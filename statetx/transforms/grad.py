@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import _keep
 from .._lift import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack
 from .._targets import Targets, resolve_argnums, split_aux
 from .._tree import is_array_or_number, partition
@@ -121,6 +122,7 @@ class ValueAndGrad(Wrapper):
         targets = Targets(self._wrt, fun, args, kwargs) if self._wrt is not None else None
         nums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
         outcome: Outcome | None = None
+        wrapped = _keep.override.wrapped(fun)
 
         def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
             nonlocal outcome
@@ -129,7 +131,7 @@ class ValueAndGrad(Wrapper):
             for i, x in zip(nums, diff_args, strict=True):
                 call_args[i] = x
             with frame_for("grad", fun, on_read=on_read) as frame:
-                out = call(fun, call_args, kwargs)
+                out = call(wrapped, call_args, kwargs)
             value, aux = split_aux(out, fun) if self._has_aux else (out, None)
             leaves, outcome = pack(aux, frame.effects)
             return value, leaves
@@ -182,11 +184,12 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
     arrays, others = partition(primals, is_array_or_number)
     outcome: Outcome | None = None
     out_part: Any = None
+    wrapped = _keep.override.wrapped(fun)
 
     def pure(state_values: list, *diff: Any) -> tuple[list, list]:
         nonlocal outcome, out_part
         with frame_for("vjp", fun, on_read=targets and targets.on_read(state_values)) as frame:
-            out = call(fun, others.combine(diff), {})
+            out = call(wrapped, others.combine(diff), {})
         out, aux = split_aux(out, fun) if has_aux else (out, None)
         leaves, outcome = pack(aux, frame.effects)
         out_leaves, out_part = partition(out, is_array_or_number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -79,7 +80,8 @@ def remat(
         fun: what to rematerialise. For a class, returns a subclass whose `methods` are rematerialised.
         policy: what to keep: None (nothing but inputs), one of `statetx.policies`, a member of
             ``jax.checkpoint_policies``, the name of either, or any callable of JAX's kind (hashable, and of one mind: as
-            ``jax.checkpoint`` does, it may be asked once and its answer kept).
+            ``jax.checkpoint`` does, it may be asked once and its answer kept). Or a plan for the whole function: a
+            `statetx.Plan`, or ``"fit:2GiB"`` to have one made for a budget.
         prevent_cse: whether to keep the compiler from merging the recomputation with the forward pass. A bool, or
             a tuple prefix of the (non-static) arguments as in ``jax.checkpoint``. ``"auto"`` is False directly inside
             the body of a loop, where merging cannot happen, and True elsewhere.
@@ -223,8 +225,12 @@ class Remat(Wrapper):
             leaves, outcome = body(*arrays)
             return outcome.finish(leaves)
         avals = [_compat.abstract(x) for x in arrays]
+        is_rewritten = isinstance(policy, _policy.Rewriting)
+        # A policy for the whole function sees the regions within it, whatever policies they have.
+        within = _keep.override(_policy.nothing, is_quiet=True) if is_rewritten else contextlib.nullcontext()
         try:
-            staged, outcome, refs = stage(body, avals, kind="statetx.remat", name=name_of(fun), read=read)
+            with within:
+                staged, outcome, refs = stage(body, avals, kind="statetx.remat", name=name_of(fun), read=read)
         except jax.errors.ConcretizationTypeError as e:
             e.add_note(
                 f"remat({name_of(fun)}) traces its array arguments. To look at one in Python, name it in static_argnums= "
@@ -262,6 +268,8 @@ class Remat(Wrapper):
         origins: Sequence[frozenset[Origin]],
     ) -> Callable[[Body], Callable]:
         def build(body: Body) -> Callable:
+            if isinstance(policy, _policy.Rewriting):
+                return policy.rewrite(body, name_of(self.__wrapped__))
             jaxpr, keeps = _keep.apply(policy, body.jaxpr, origins, name_of(self.__wrapped__))
 
             def rematerialised(operands: Sequence[Any], *args: Any) -> list[Any]:

@@ -1,0 +1,8 @@
+"""Choose what to keep under a budget of bytes."""
+
+from .machine import CostModel as CostModel
+from .machine import calibrate as calibrate
+from .plan import Fit as Fit
+from .plan import Plan as Plan
+from .plan import PlanRow as PlanRow
+from .plan import plan as plan

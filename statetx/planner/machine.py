@@ -1,0 +1,128 @@
+"""`calibrate`: how fast this machine multiplies, moves memory, and brings it from the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from .._cost import flops
+from .._text import format_bytes
+from .._tree import num_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """Rates of a device, and what an equation costs by them.
+
+    An equation takes as long as its operations or its memory traffic, whichever is longer (the roofline model: Williams,
+    Waterman and Patterson, 2009). Elementwise equations are counted as if each read and wrote memory, which XLA's fusion
+    spares many of.
+
+    Attributes:
+        device: its kind, as JAX names it.
+        flops_per_second: of matrix products in float32.
+        bytes_per_second: read and written together.
+        host_bytes_per_second: between the device's memory and the host's.
+    """
+
+    device: str
+    flops_per_second: float
+    bytes_per_second: float
+    host_bytes_per_second: float
+
+    def seconds(self, eqn: Any) -> float:
+        """The time of an equation, those within it included; of a scan, of all its steps."""
+        if eqn.primitive.name == "scan":
+            body = _compat.open_jaxpr(eqn.params["jaxpr"])[0]
+            return eqn.params["length"] * sum(map(self.seconds, body.eqns))
+        inner = [j for j in _compat.inner_jaxprs(eqn)]
+        if inner and eqn.primitive.name not in ("custom_jvp_call", "custom_vjp_call"):
+            return sum(self.seconds(e) for jaxpr in inner for e in jaxpr.eqns)
+        moved = sum(num_bytes(v.aval) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype"))
+        return max(flops(eqn) / self.flops_per_second, moved / self.bytes_per_second)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.device}: {self.flops_per_second / 1e9:.3g} GFLOP/s, {format_bytes(int(self.bytes_per_second))}/s of memory, "
+            f"{format_bytes(int(self.host_bytes_per_second))}/s to the host"
+        )
+
+
+def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5) -> CostModel:
+    """Measure the default device: a matrix product, a sweep through memory, a transfer to the host and back.
+
+    Takes about a second. ``plan(..., objective="time")`` uses the result; it is looked up by the kind of device, and
+    measured then if it never was.
+
+    Args:
+        save: whether to write the result to the user's cache folder (``$XDG_CACHE_HOME/statetx``), for later processes.
+        size: of the square matrices; chosen by the backend if not given.
+        repeats: runs of each measurement, of which the median counts.
+
+    Returns:
+        `CostModel`.
+
+    Example:
+        >>> import statetx
+        >>> model = statetx.calibrate(save=False, size=256, repeats=1)
+        >>> model.flops_per_second > 0 and model.bytes_per_second > 0
+        True
+    """
+    n = size or (1024 if jax.default_backend() == "cpu" else 8192)
+    a = jnp.ones((n, n), jnp.float32)
+    product = _seconds(jax.jit(lambda x: x @ x), a, repeats)
+    large = jnp.ones((max(4 * n * n, 2**22),), jnp.float32)
+    sweep = _seconds(jax.jit(lambda x: x + 1), large, repeats)
+    try:
+        there_and_back = _seconds(lambda x: _compat.to_device(_compat.to_host(x)), large, repeats)
+    except Exception:  # a backend without such memory
+        there_and_back = sweep
+    model = CostModel(
+        device=_device_kind(),
+        flops_per_second=2 * n**3 / product,
+        bytes_per_second=2 * large.nbytes / sweep,
+        host_bytes_per_second=2 * large.nbytes / there_and_back,
+    )
+    if save:
+        path = _path(model.device)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dataclasses.asdict(model), indent=1))
+    return model
+
+
+def cost_model() -> CostModel:
+    """What `calibrate` found for this kind of device, now or before."""
+    path = _path(_device_kind())
+    try:
+        return CostModel(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return calibrate()
+
+
+def _device_kind() -> str:
+    return jax.local_devices()[0].device_kind
+
+
+def _path(device: str) -> pathlib.Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(cache) / "statetx" / f"{''.join(c if c.isalnum() else '-' for c in device)}.json"
+
+
+def _seconds(fun: Callable, x: Any, repeats: int) -> float:
+    jax.block_until_ready(fun(x))
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(fun(x))
+        found.append(time.perf_counter() - start)
+    return max(statistics.median(found), 1e-9)
