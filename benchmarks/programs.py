@@ -60,7 +60,7 @@ def mlp(wrap: Callable = identity, *, layers: int = 12, width: int = 512, batch:
     return Program(loss, params, (_normal(rng, batch, width),))
 
 
-def deep_mlp(wrap: Callable = identity, *, layers: int = 32, width: int = 512, batch: int = 2048) -> Program:
+def deep_mlp(wrap: Callable = identity, *, layers: int = 40, width: int = 512, batch: int = 2048) -> Program:
     """One matrix product and one activation a layer; blocks of four layers."""
     rng = np.random.default_rng(0)
 
@@ -108,11 +108,11 @@ def _transformer_block(p: Any, x: jax.Array, *, heads: int, gated: bool) -> jax.
 def transformer(
     wrap: Callable = identity,
     *,
-    layers: int = 6,
-    width: int = 512,
+    layers: int = 5,
+    width: int = 256,
     heads: int = 8,
     time: int = 256,
-    batch: int = 4,
+    batch: int = 8,
     gated: bool = False,
 ) -> Program:
     """Attention and two matrix products a block, normalised before."""
@@ -134,11 +134,11 @@ def transformer(
 
 def swiglu_transformer(wrap: Callable = identity, **options: Any) -> Program:
     """A transformer with gated hidden layers and short sequences."""
-    return transformer(wrap, **{"width": 256, "time": 64, "batch": 16, "gated": True, **options})
+    return transformer(wrap, **{"layers": 4, "time": 64, "batch": 32, "gated": True, **options})
 
 
 def scanned_transformer(
-    wrap: Callable = identity, *, layers: int = 8, width: int = 512, heads: int = 8, time: int = 256, batch: int = 4
+    wrap: Callable = identity, *, layers: int = 16, width: int = 256, heads: int = 8, time: int = 256, batch: int = 8
 ) -> Program:
     """The same blocks with their parameters stacked, in one scan."""
     import statetx

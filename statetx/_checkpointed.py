@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from . import _compat, _control, _keep, _schedule
+from ._compat import Literal
 from ._jaxpr import Body
 from ._policy import Policy
 from ._staged import as_types
@@ -59,7 +60,7 @@ class Step:
     ):
         self.body = body
         self.tick = tick or (lambda done, phase="": None)
-        self._is_shown = tick is not None
+        self.is_shown = tick is not None
         self.avals = list(avals)
         self.length = length
         self.reverse = reverse
@@ -87,12 +88,17 @@ class Step:
         jaxpr = self.body.jaxpr
         return (jaxpr, None) if self.policy is None else _keep.apply(self.policy, jaxpr, (), self.name)
 
+    @functools.cached_property
+    def has_overlap(self) -> bool:
+        """Whether a loop of it gains from running parts of it side by side: see `_with_company`."""
+        return jax.default_backend() == "cpu" and _overlaps(self.body.jaxpr)
+
     def _split(self, outs: list) -> tuple[list, list]:
         return as_types(outs[: self.num_carry], self.avals), outs[self.num_carry :]
 
     def plain(self) -> Callable:
         """The loop as it is."""
-        if not self._is_shown:
+        if not self.is_shown:
             return _control.scan(
                 self.body, self.num_constants, self.avals, length=self.length, reverse=self.reverse, unroll=1
             )
@@ -141,10 +147,11 @@ def nested(step: Step, lengths: Sequence[int], *, offload: bool = False) -> Call
         def turns(carry: list, xs: list) -> tuple[list, list]:
             if len(levels) > 1:
                 xs = [x.reshape(num_turns, inner, *x.shape[1:]) for x in xs]
-            if is_outermost:
+            if is_outermost and step.is_shown:
                 (_, carry), ys = jax.lax.scan(outermost_turn, (jnp.int32(0), carry), xs, num_turns, step.reverse)
             else:
-                carry, ys = jax.lax.scan(turn, carry, xs, num_turns, step.reverse)
+                one = lambda carry, xs: turn(stored(carry), xs)  # noqa: E731
+                carry, ys = jax.lax.scan(one, carry, xs, num_turns, step.reverse)
             return carry, [y.reshape(num_turns * inner, *y.shape[2:]) for y in ys] if len(levels) > 1 else ys
 
         if not rest:
@@ -372,8 +379,10 @@ class Scheduled:
             ct_xs = [jax.lax.dynamic_update_slice_in_dim(b, v, low, 0) for b, v in zip(ct_xs, ct_x, strict=True)]
             return ct_carry, sums, ct_xs
 
+        run_steps = _with_company if step.has_overlap else jax.lax.fori_loop
+
         def advance(first: Any, last: Any, carry: list) -> list:
-            return jax.lax.fori_loop(first, last, lambda i, c: step(constants, c, self._element(xs, i))[0], carry)
+            return run_steps(first, last, lambda i, c: step(constants, c, self._element(xs, i))[0], carry)
 
         loop = (
             ct_carry,
@@ -470,6 +479,54 @@ class Plan(NamedTuple):
         first = _schedule.first_positions(num_blocks, num_slots)
         positions = jnp.asarray([*first, *[0] * (num_slots - len(first))], jnp.int32)
         return cls(jnp.asarray(_schedule.table(num_blocks + 1, num_slots)), positions, jnp.int32(len(first) - 1))
+
+
+def _with_company(first: Any, last: Any, one: Callable, carry: list) -> list:
+    """`jax.lax.fori_loop`, with small writes beside each step.
+
+    On the CPU XLA runs a loop's body one kernel after the other if there are no more than eight of them, so that
+    products that do not need each other wait for each other, each of them split over all threads. With more kernels it
+    runs side by side what can be. The condition reads what is written, or XLA would drop it.
+    """
+
+    def body(loop: tuple) -> tuple:
+        i, carry, marks = loop
+        return i + 1, one(i, carry), [jax.lax.dynamic_update_index_in_dim(m, i, i % len(m), 0) for m in marks]
+
+    def goes_on(loop: tuple) -> Any:
+        i, _, marks = loop
+        return functools.reduce(jnp.logical_and, [m[0] >= 0 for m in marks], i < last)
+
+    # Of different lengths, or they were written by one kernel.
+    marks = [_compat.replicated(jnp.zeros(n, jnp.int32)) for n in (5, 6, 7, 8)]
+    return jax.lax.while_loop(goes_on, body, (first, carry, marks))[1]
+
+
+_LARGE = 2**22  # multiplications, from which on XLA splits a product over threads
+
+
+def _overlaps(jaxpr: Any) -> bool:
+    """Whether there are two large products of which neither needs the other."""
+    needed: dict[Any, frozenset] = {}  # for each variable the large products that it is computed from
+    large: list[Any] = []
+    for i, eqn in enumerate(jaxpr.eqns):
+        if any(map(_overlaps, _compat.inner_jaxprs(eqn))):
+            return True
+        before = frozenset().union(*(needed.get(v, ()) for v in eqn.invars if not isinstance(v, Literal)))
+        if _is_large(eqn):
+            if not before.issuperset(large):
+                return True
+            large.append(i)
+            before |= {i}
+        needed.update(dict.fromkeys(eqn.outvars, before))
+    return False
+
+
+def _is_large(eqn: Any) -> bool:
+    if eqn.primitive.name != "dot_general":
+        return any(_is_large(e) for jaxpr in _compat.inner_jaxprs(eqn) for e in jaxpr.eqns)
+    left, ((contracted, _), _) = eqn.invars[0].aval, eqn.params["dimension_numbers"]
+    return eqn.outvars[0].aval.size * math.prod(left.shape[i] for i in contracted) >= _LARGE
 
 
 def _buffer(length: int, aval: Any, number: int) -> Any:

@@ -173,13 +173,13 @@ def _region(part: Part, option: Option) -> Callable | None:
     return lambda *args: _compat.rematerialise(jaxpr, args, policy=policy, prevent_cse=True, fence="auto")
 
 
-def _loop(part: Part, option: Option) -> Callable | None:
-    if option.loop is None:
-        return None
+def _loop(part: Part, option: Option) -> Callable:
     step = _step(part, option)
     num_constants, num_carry = _compat.scan_counts(part.eqn)
-    if isinstance(option.loop, Slots):
-        call: Callable = Scheduled(step, option.loop.num, option.loop.block)
+    if option.loop is None:
+        call: Callable = step.plain()
+    elif isinstance(option.loop, Slots):
+        call = Scheduled(step, option.loop.num, option.loop.block)
     else:
         assert isinstance(option.loop, Lengths)
         call = nested(step, option.loop.lengths)
@@ -214,16 +214,29 @@ def _step(part: Part, option: Option) -> Step:
 class Front:
     """What can be done with a part, and with all that are like it.
 
-    Attributes:
-        options: of which no other is preferable.
-        stock: what each of the policies would do.
+    Args:
+        steps: options of its equations; of a loop, of one step.
+        stock: what each of the policies would do with them.
+        graph: of the equations; None where nothing is left to learn.
+        expand: from options of a step to those of its loop.
     """
 
-    def __init__(self, options: list[Option], stock: list[Option], graph: Graph | None = None):
-        self.options = options
-        self.stock = stock
+    def __init__(
+        self,
+        steps: Sequence[Option],
+        stock: Sequence[Option],
+        graph: Graph | None = None,
+        expand: Callable[[Sequence[Option]], list[Option]] = list,
+    ):
+        self._steps, self._stock = list(steps), list(stock)
         self._graph = graph
+        self._expand = expand
         self._measured: set[Any] = set()
+        self._update()
+
+    def _update(self) -> None:
+        self.stock = [self._expand([o])[-1] for o in self._stock]
+        self.options = undominated([*self._expand(self._steps), *self.stock])
 
     def measure(self, option: Option) -> bool:
         """Learn what an option takes when it is compiled on its own; whether there was anything to learn."""
@@ -231,9 +244,13 @@ class Front:
         if self._graph is None or key in self._measured:
             return False
         self._measured.add(key)
-        working = self._graph.measure(option).working_bytes
-        for known in (self.options, self.stock):
-            known[:] = [o._replace(working_bytes=working) if (o.kept, o.offloaded) == key else o for o in known]
+        working = None
+        for known in (self._steps, self._stock):
+            for i, o in enumerate(known):
+                if (o.kept, o.offloaded) == key:
+                    working = working or self._graph.measure(o).working_bytes
+                    known[i] = o._replace(working_bytes=working)
+        self._update()
         return True
 
 
@@ -245,49 +262,49 @@ def _front(
     offload: float | None,
     deadline: Callable[[], bool],
 ) -> Front:
-    if part.kind == "loop":
-        return _front_of_loop(part, price, policies, deadline)
+    is_fixed = part.kind == "rest" or bool(_compat.forbidden_effects(part.jaxpr))
+    if part.eqn is not None:
+        num_constants, num_carry = _compat.scan_counts(part.eqn)
+        counted = [num_constants <= i < num_constants + num_carry for i in range(len(part.jaxpr.invars))]
+        offload = None
     graph = Graph(part.jaxpr, price, counted)
-    untouched = graph.untouched()
-    if part.kind == "rest" or _compat.forbidden_effects(part.jaxpr):
-        return Front([untouched], [untouched] * len(policies))
+    expand = list if part.eqn is None else functools.partial(_of_loop, part, graph, counted)
+    if is_fixed:
+        untouched = [graph.untouched()]
+        return Front(untouched, untouched * len(policies), None, lambda steps: expand(steps)[:1])
     stock = [graph.by_policy(policy) for policy in policies]
-    return Front(undominated([*graph.front(offload=offload, deadline=deadline), *stock]), stock, graph)
+    return Front([*graph.front(offload=offload, deadline=deadline), *stock], stock, graph, expand)
 
 
-def _front_of_loop(part: Part, price: Price, policies: Sequence[Any], deadline: Callable[[], bool]) -> Front:
-    num_constants, num_carry = _compat.scan_counts(part.eqn)
-    length = part.eqn.params["length"]
-    is_carry = [num_constants <= i < num_constants + num_carry for i in range(len(part.jaxpr.invars))]
-    graph = Graph(part.jaxpr, price, is_carry)
-    carry = sum(num_bytes(v.aval) for v, c in zip(part.jaxpr.invars, is_carry, strict=True) if c)
-    own = graph.untouched()
-    kept_carry = sum(num_bytes(part.jaxpr.invars[i].aval) for i in graph.kept_inputs if is_carry[i])
-    plain = own._replace(kept_bytes=length * (own.kept_bytes + kept_carry))
-    if _compat.forbidden_effects(part.jaxpr):
-        return Front([plain], [plain] * len(policies))
-    steps = [o for o in graph.front(deadline=deadline) if o.kept is not None]
-    stock = [_each_step(graph.by_policy(policy), length, carry) for policy in policies]
-    options = [plain, *stock]
+def _of_loop(part: Part, graph: Graph, is_carry: Sequence[bool], steps: Sequence[Option]) -> list[Option]:
+    """What can be done with a loop whose steps can be treated so: last, the last of them and a carry for each step."""
+    length, invars = part.eqn.params["length"], part.jaxpr.invars
+    carry = sum(num_bytes(v.aval) for v, c in zip(invars, is_carry, strict=True) if c)
+    options = []
     for step in steps:
-        options.append(_each_step(step, length, carry))
-        for inner in sorted({*_inner_lengths(length)}):
+        if step.kept is None:
+            kept_carry = sum(num_bytes(invars[i].aval) for i in graph.kept_inputs if is_carry[i])
+            options.append(step._replace(kept_bytes=length * (step.kept_bytes + kept_carry)))
+            options += _with_slots(step, graph, length, carry)
+            continue
+        for inner in _inner_lengths(length):
             outer = length // inner
             working = inner * (carry + step.kept_bytes) + step.working_bytes
             again = length * (graph.forward_price + step.price)
             options.append(Option(step.kept, outer * carry, working, again, loop=Lengths(outer, inner)))
-    slots = 1
+        kept = length * (carry + step.kept_bytes)
+        options.append(step._replace(kept_bytes=kept, price=length * step.price, loop=Lengths(length)))
+    return options
+
+
+def _with_slots(step: Option, graph: Graph, length: int, carry: int) -> list[Option]:
+    options, slots = [], 1
     while slots < length:
         runs = _schedule.num_evaluations(length, slots) - length
-        working = own.working_bytes + own.kept_bytes + 2 * carry
+        working = step.working_bytes + step.kept_bytes + 2 * carry
         options.append(Option(None, slots * carry, working, runs * graph.forward_price, loop=Slots(slots)))
         slots = slots + 1 if slots < 4 else slots * 3 // 2
-    return Front(undominated(options), stock)
-
-
-def _each_step(step: Option, length: int, carry: int) -> Option:
-    kept = length * (carry + step.kept_bytes)
-    return step._replace(kept_bytes=kept, price=length * step.price, loop=Lengths(length))
+    return options
 
 
 @functools.cache

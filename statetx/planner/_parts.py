@@ -126,8 +126,9 @@ def _last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
 
 
 def has_regions(jaxpr: Jaxpr) -> bool:
-    """Whether the user marked parts of the program by rematerialising them."""
-    return any(e.primitive.name in REMAT for e in jaxpr.eqns)
+    """Whether the user marked parts of the program, or of steps of its loops, by rematerialising them."""
+    loops = [_compat.open_jaxpr(e.params["jaxpr"])[0] for e in jaxpr.eqns if is_loop(e)]
+    return any(e.primitive.name in REMAT for e in jaxpr.eqns) or any(map(has_regions, loops))
 
 
 # -- where to cut ----------------------------------------------------------------------------------------------------
@@ -210,8 +211,6 @@ def run(
         ins = [read(v) for v in part.invars]
         if instead is not None:
             outs = instead(*ins)
-        elif part.eqn is not None:
-            outs = _compat.bind_equation(part.eqn, part.eqn.params, ins)
         else:
             outs = _compat.evaluate(part.jaxpr, (), ins)
         env.update(zip(part.outvars, outs, strict=True))

@@ -16,6 +16,7 @@ from .. import _compat
 from .._compat import Jaxpr
 from .._cost import Cost, Program, flops
 from .._policy import as_policy
+from .._strategy import Slots
 from .._tree import is_float
 from ._analysis import Option, Price, type_of
 from ._layout import Layout
@@ -34,6 +35,7 @@ class Candidate:
         options: of the parts of `layout`.
         peak: of the model, in bytes.
         price: of what is computed again, by the model.
+        added: what is computed again by the equations of the compiled program; by the model, where these do not show it.
         cost: of the compiled program with its gradient.
         predicted: temporary bytes, as foretold from the model and the candidates compiled before.
     """
@@ -43,6 +45,7 @@ class Candidate:
     options: list[Option]
     peak: int
     price: float
+    added: float
     cost: Cost
     predicted: float
 
@@ -109,7 +112,7 @@ class Search:
         low, high = 0.0, float("inf")
         for _ in range(_TRIES):
             best = self.best(budget)
-            if (best is not None and best.price <= self._negligible) or self.is_late():
+            if (best is not None and best.added <= self._negligible) or self.is_late():
                 break
             target = self._target(budget, low, high)
             found = self._propose(target)
@@ -136,7 +139,7 @@ class Search:
     def best(self, budget: float) -> Candidate | None:
         """The cheapest of what has been compiled that keeps a budget."""
         fitting = [c for c in self.candidates if c.temp_bytes <= budget]
-        return min(fitting, key=lambda c: (c.price, c.temp_bytes), default=None)
+        return min(fitting, key=lambda c: (c.added, c.temp_bytes), default=None)
 
     def smallest(self) -> Candidate:
         return min(self.candidates, key=lambda c: c.temp_bytes)
@@ -151,19 +154,23 @@ class Search:
         choices, from the least memory up."""
         low = min(layout.least_peak() for layout in self.layouts)
         high = max(low + 1, *(c.peak for c in self.candidates))
-        # The backward pass costs about twice the forward pass.
-        whole = self.candidates[0].cost.flops if self.price is flops else 3 * self._forward
+        whole = self.whole()
         found: list[tuple[float, float]] = []
         for limit in np.geomspace(low * 1.001 + 1, high * 1.001 + 1, num):
             choice = self._cheapest(limit)
             if choice is not None:
-                price = sum(o.price for o in choice[1]) / max(whole, 1e-30)
+                price = sum(o.price for o in choice[1]) / whole
                 found.append((self.predict(choice[0].peak(choice[1])), price))
         least = float("inf")
         for i, (_, price) in enumerate(found):
             least = min(least, price)
             found[i] = (max(b for b, _ in found[: i + 1]), least)
         return found
+
+    def whole(self) -> float:
+        """The price of the program with its gradient."""
+        # The backward pass costs about twice the forward pass.
+        return max(1e-30, self.candidates[0].cost.flops if self.price is flops else 3 * self._forward)
 
     def _ensure_first(self) -> None:
         """Compile both ends: no rematerialisation, and the least memory that the model knows of."""
@@ -229,7 +236,7 @@ class Search:
             if self._was_tried(layout, options) or self.is_late():
                 continue
             if best is not None:
-                if best.price <= max(sum(o.price for o in options), self._negligible):
+                if best.added <= max(0.9 * sum(o.price for o in options), self._negligible):
                     continue
                 if self._learn(layout, options):
                     options = layout.stock(n)
@@ -284,7 +291,11 @@ class Search:
         self._report(f"compiling plan {len(self.candidates) + 1}")
         cost = self._compile(layout.rewrite(options))
         price = sum(o.price for o in options)
-        candidate = Candidate(name, layout, list(options), peak, price, cost, predicted)
+        added = price
+        # The loops of a schedule have no length that equations show.
+        if self.price is flops and not any(isinstance(o.loop, Slots) for o in options):
+            added = cost.flops - self.candidates[0].cost.flops if self.candidates else 0
+        candidate = Candidate(name, layout, list(options), peak, price, added, cost, predicted)
         self._tried[key] = candidate
         self.candidates.append(candidate)
         return candidate

@@ -65,11 +65,12 @@ class Plan(Rewriting):
     Attributes:
         name: of the function.
         budget_bytes: what was asked for.
-        predicted_bytes: temporary memory, foretold from the model and the other programs compiled.
+        predicted_bytes: temporary memory by the model, corrected by all other programs that were compiled.
+        foretold_bytes: the same as it was before this one was compiled, corrected by those compiled before it.
         temp_bytes: temporary memory of the compiled program with its gradient.
         unplanned_bytes: the same without rematerialisation.
         flops, unplanned_flops: operations of both programs.
-        rows: a `PlanRow` for every value of the program, the largest first.
+        rows: a `PlanRow` for every value of the program; those kept first, the largest of them first.
         stock: the name of the stock policy that it turned out to be; "" if it is none.
         complete: whether the search ended before its time limit.
     """
@@ -79,6 +80,7 @@ class Plan(Rewriting):
         self.name: str = fields["name"]
         self.budget_bytes: int = fields["budget_bytes"]
         self.predicted_bytes: int = fields["predicted_bytes"]
+        self.foretold_bytes: int = fields["foretold_bytes"]
         self.temp_bytes: int = fields["temp_bytes"]
         self.unplanned_bytes: int = fields["unplanned_bytes"]
         self.flops: int = fields["flops"]
@@ -364,17 +366,75 @@ def plan(
         True
         >>> grads = jax.jit(jax.grad(plan.apply(loss)))(ws, x)
     """
-    if objective not in ("flops", "time"):
-        raise ValueError(f"objective must be 'flops' or 'time', got {objective!r}.")
-    wanted = _read_budget(budget)
-    captured = _capture(fun, args, kwargs, argnums)
-    name = short_name(name_of(fun))
-    with _shown(progress, name) as report:
-        compile_ = captured.compile_step if captured.is_step else None
-        search = _search(captured.jaxpr, captured.chosen, objective, offload, time_limit, report, compile_)
-        found = _fit(search, wanted, name)
-    budget_bytes = _budget_bytes(search, wanted)
-    return Plan(_fields(search, found, name, budget_bytes, objective, captured.is_step))
+    options = {"objective": objective, "offload": offload, "argnums": argnums, "time_limit": time_limit}
+    return Planner(fun, *args, progress=progress, **options, **kwargs).plan(budget)
+
+
+class Planner:
+    """Plans for one program and many budgets, which share what is compiled; `plan` says what the arguments are.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> def loss(ws, x):
+        ...     for w in ws:
+        ...         x = x + jnp.sin(jnp.tanh(x @ w))
+        ...     return (x**2).mean()
+        >>> planner = statetx.planner.Planner(loss, [jnp.ones((64, 64)) / 64] * 8, jnp.ones((512, 64)), argnums=0)
+        >>> least, most = planner.ends()
+        >>> plans = [planner.plan(budget) for budget in (most, 0.7, 0.5)]
+        >>> [plan.temp_bytes <= plan.budget_bytes for plan in plans]
+        [True, True, True]
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        *args: Any,
+        objective: str = "flops",
+        offload: bool = False,
+        argnums: int | Sequence[int] | None = None,
+        time_limit: float | None = None,
+        progress: bool = False,
+        **kwargs: Any,
+    ):
+        if objective not in ("flops", "time"):
+            raise ValueError(f"objective must be 'flops' or 'time', got {objective!r}.")
+        self.name = short_name(name_of(fun))
+        self._objective = objective
+        self._progress = progress
+        self._captured = _capture(fun, args, kwargs, argnums)
+        compile_ = self._captured.compile_step if self._captured.is_step else None
+        report = lambda text: self._report(text)  # noqa: E731
+        self._report: Callable[[str], None] = lambda text: None
+        with self._shown():
+            captured = self._captured
+            self._search = _search(captured.jaxpr, captured.chosen, objective, offload, time_limit, report, compile_)
+
+    def ends(self) -> tuple[int, int]:
+        """Temporary bytes: the least that was reached so far, and those without a plan."""
+        return self._search.ends()
+
+    def plan(self, budget: int | float | str) -> Plan:
+        """The best plan for a budget."""
+        wanted = _read_budget(budget)
+        with self._shown():
+            found = _fit(self._search, wanted, self.name)
+        return self._plan(found, _budget_bytes(self._search, wanted))
+
+    def best(self, budget: int) -> Plan | None:
+        """The best of the plans that were compiled so far, for whatever budgets; None if none of them keeps this one."""
+        found = self._search.best(budget)
+        return None if found is None else self._plan(found, budget)
+
+    def _plan(self, found: Candidate, budget: int) -> Plan:
+        return Plan(_fields(self._search, found, self.name, budget, self._objective, self._captured.is_step))
+
+    @contextlib.contextmanager
+    def _shown(self) -> Iterator[None]:
+        with _shown(self._progress, self.name) as report:
+            self._report = report
+            yield
+        self._report = lambda text: None
 
 
 def _read_budget(budget: Any) -> int | float:
@@ -599,9 +659,10 @@ def _fields(search: Search, found: Candidate, name: str, budget: int, objective:
         "is_step": is_step,
         "budget_bytes": budget,
         "predicted_bytes": int(search.predict(found.peak, others) if others else found.peak),
+        "foretold_bytes": int(found.predicted),
         "temp_bytes": found.temp_bytes,
         "unplanned_bytes": unplanned.temp_bytes,
-        "flops": found.cost.flops,
+        "flops": unplanned.flops + int(found.added) if objective == "flops" else found.cost.flops,
         "unplanned_flops": unplanned.flops,
         "stock": "" if found.name == "plan" else found.name,
         "complete": not search.is_late(),
@@ -613,7 +674,7 @@ def _fields(search: Search, found: Candidate, name: str, budget: int, objective:
         "rows": [dataclasses.asdict(row) for row in _rows(layout, found.options, search.price)],
         "loops": list(_loops(layout, found.options)),
         "curve": search.curve(),
-        "measured": [[c.name, c.temp_bytes, c.cost.flops / max(unplanned.flops, 1) - 1] for c in search.candidates],
+        "measured": [[c.name, c.temp_bytes, c.added / search.whole()] for c in search.candidates],
     }
 
 
@@ -645,7 +706,7 @@ def _rows(layout: Layout, options: Sequence[Option], price: Callable[[Any], floa
     rows = []
     for part, option, times in found.values():
         rows += _rows_of(part, option, times, price)
-    return sorted(rows, key=lambda r: -r.bytes * r.times)
+    return sorted(rows, key=lambda r: (r.decision not in ("keep", "offload"), -r.bytes * r.times, -r.price))
 
 
 def _rows_of(part: Part, option: Option, times: int, price: Callable[[Any], float]) -> Iterator[PlanRow]:

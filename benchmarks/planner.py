@@ -1,0 +1,288 @@
+"""Plans against stock policies: memory of the compiled program, and operations added.
+
+Each program has its blocks marked by `statetx.remat`, which is where the stock policies act, and is planned for 20 budgets
+between the least memory that was reached and that without rematerialisation, and for the memory of each stock policy.
+
+    Memory is what XLA reserves beyond arguments and results, operations are those of the equations; both as
+    `statetx.measure` gives them for the value and the gradient with respect to the parameters.
+
+Run it with `make bench`, or alone: `python benchmarks/planner.py --only MLP "U-Net"`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _common import environment, header, markdown_table, parse_args, renew_section, show, write_json
+from programs import PROGRAMS, Program, identity, scanned_transformer, transformer
+
+import statetx
+from statetx.planner import Planner
+
+STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
+NUM_BUDGETS = 20
+FENCED = ("MLP", "transformer", "convolutional net", "U-Net")
+MIB = 2.0**20
+
+SMALL: dict[str, dict[str, int]] = {
+    "MLP": {"layers": 4, "width": 64, "batch": 256},
+    "deep MLP": {"layers": 8, "width": 64, "batch": 256},
+    "transformer": {"layers": 2, "width": 64, "time": 64, "batch": 2},
+    "SwiGLU transformer": {"layers": 2, "width": 64, "batch": 4},
+    "scanned transformer": {"layers": 4, "width": 64, "time": 64, "batch": 2},
+    "convolutional net": {"layers": 3, "channels": 8, "size": 16, "batch": 4},
+    "U-Net": {"levels": 2, "channels": 4, "size": 16, "batch": 4},
+    "recurrent": {"steps": 64, "width": 32, "batch": 4},
+    "skips": {"layers": 4, "width": 32, "batch": 256},
+}
+
+
+def with_gradient(loss: Any) -> Any:
+    return lambda params, *data: statetx.value_and_grad(loss)(params, *data)
+
+
+def cost(program: Program, loss: Any = None) -> Any:
+    return statetx.measure(with_gradient(loss or program.loss), program.params, *program.data, gradient=False)
+
+
+def judge(name: str, *, quick: bool) -> dict[str, Any]:
+    """Plans and stock policies of one program."""
+    make = functools.partial(PROGRAMS[name], **(SMALL[name] if quick else {}))
+    program = make(identity)
+    base = cost(program)
+    stock = {p: cost(make(functools.partial(statetx.remat, policy=p))) for p in STOCK}
+    start = time.perf_counter()
+    planner = Planner(make(statetx.remat).loss, program.params, *program.data, argnums=0)
+    least, most = planner.ends()
+    budgets = np.linspace(least, most, 4 if quick else NUM_BUDGETS).astype(int).tolist()
+    wanted = sorted({*budgets, *(c.temp_bytes for c in stock.values())}, reverse=True)
+    first = None
+    for budget in wanted:
+        try:
+            planner.plan(int(budget))
+        except statetx.PlanError:
+            pass
+        first = first or time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    plans = {b: planner.best(int(b)) for b in wanted}
+    points = [
+        {
+            "budget": b,
+            "bytes": plan.temp_bytes,
+            "predicted": plan.predicted_bytes,
+            "foretold": plan.foretold_bytes,
+            "extra": plan.extra_flops,
+            "stock": plan.stock,
+        }
+        for b, plan in sorted(plans.items())
+        if plan is not None
+    ]
+    return {
+        "bytes": base.temp_bytes,
+        "flops": base.flops,
+        "least": planner.ends()[0],
+        "budgets": budgets,
+        "stock": {p: {"bytes": c.temp_bytes, "extra": c.flops / base.flops - 1} for p, c in stock.items()},
+        "points": points,
+        "compiled": len(planner.best(10**15).measured()),
+        "seconds": seconds,
+        "seconds of the first plan": first,
+        "difference": difference(
+            program, make(statetx.remat).loss, [plans[b] for b in budgets[:: max(1, len(budgets) // 3)]]
+        ),
+    }
+
+
+def difference(program: Program, loss: Any, plans: list[Any]) -> float:
+    """The largest difference between a planned gradient and the unplanned one, relative to the largest entry of its array."""
+    expected = jax.jit(jax.grad(program.loss))(program.params, *program.data)
+    found = 0.0
+    for plan in (plan for plan in plans if plan is not None):
+        got = jax.jit(jax.grad(plan.apply(loss)))(program.params, *program.data)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            found = max(found, float(jnp.abs(a - b).max() / jnp.maximum(jnp.abs(b).max(), 1e-30)))
+    return found
+
+
+def verdicts(name: str, result: dict[str, Any]) -> dict[str, Any]:
+    """What the result shows of the plans, point by point."""
+    points = result["points"]
+    at = {p["budget"]: p for p in points}
+    missed = [s for s, c in result["stock"].items() if c["bytes"] not in at]
+    dearer = [s for s, c in result["stock"].items() if c["bytes"] in at and at[c["bytes"]]["extra"] > c["extra"] + 1e-9]
+    full = result["stock"]["nothing"]
+    over = [p for p in points if p["bytes"] > p["budget"]]
+    near = lambda key: np.mean([abs(p[key] / p["bytes"] - 1) <= 0.1 for p in points])  # noqa: E731
+    extras = [p["extra"] for p in points]
+    return {
+        "missed": missed,
+        "dearer": dearer,
+        "over": len(over),
+        "at full": at[full["bytes"]]["extra"] if full["bytes"] in at else None,
+        "near": float(near("predicted")),
+        "near before": float(near("foretold")),
+        "monotone": all(b <= a + 1e-12 for a, b in zip(extras, extras[1:], strict=False)),
+    }
+
+
+def fence(quick: bool) -> dict[str, list[int]]:
+    """Temporary bytes without rematerialisation, with ``jax.checkpoint``, and with `statetx.remat`."""
+    found = {}
+    for name in FENCED:
+        make = functools.partial(PROGRAMS[name], **(SMALL[name] if quick else {}))
+        found[name] = [cost(make(wrap)).temp_bytes for wrap in (identity, jax.checkpoint, statetx.remat)]
+    return found
+
+
+def scale(quick: bool) -> list[dict[str, Any]]:
+    """How long one plan takes for a long program, and for a loop over many layers."""
+    found = []
+    small: dict[str, Any] = {"width": 64, "heads": 4, "time": 64, "batch": 2}
+    layers = 4 if quick else 26
+    for title, program in (
+        (f"transformer of {layers} layers", transformer(layers=layers, **small)),
+        (f"scan over {100 if not quick else 10} layers", scanned_transformer(layers=100 if not quick else 10, **small)),
+    ):
+        equations = len(jax.make_jaxpr(program.loss)(program.params, *program.data).eqns)
+        start = time.perf_counter()
+        plan = statetx.plan(program.loss, program.params, *program.data, budget=0.5, argnums=0, time_limit=30)
+        seconds = time.perf_counter() - start
+        equations = len(plan._fields["equations"])
+        found.append(
+            {
+                "program": title,
+                "equations": equations,
+                "seconds": seconds,
+                "compiled": len(plan.measured()),
+                "of budget": plan.temp_bytes / plan.budget_bytes,
+                "extra": plan.extra_flops,
+                "complete": plan.complete,
+            }
+        )
+    return found
+
+
+def picture(results: dict[str, Any], path: str) -> None:
+    """Operations over memory, a panel for each program."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.1 * ((len(results) + 2) // 3)), layout="constrained")
+    panels = np.atleast_1d(figure.subplots((len(results) + 2) // 3, 3)).ravel()
+    marks = dict(zip(STOCK, "^sDo", strict=True))
+    for axes, (name, result) in zip(panels, results.items(), strict=False):
+        points = result["points"]
+        axes.step([p["bytes"] / MIB for p in points], [100 * p["extra"] for p in points], where="post", color="#0072b2")
+        axes.scatter(
+            [p["bytes"] / MIB for p in points], [100 * p["extra"] for p in points], s=12, color="#0072b2", label="plans"
+        )
+        for policy, c in result["stock"].items():
+            axes.scatter(
+                [c["bytes"] / MIB], [100 * c["extra"]], marker=marks[policy], s=38, color="#e69f00", label=policy
+            )
+        axes.axvline(result["bytes"] / MIB, color="#999999", linestyle="--", linewidth=1, label="no remat")
+        axes.set_title(name, loc="left", fontsize=10)
+        axes.set_ylim(bottom=-1)
+        axes.set_xlim(left=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel("temporary memory, MiB", fontsize=8)
+        axes.set_ylabel("added operations, %", fontsize=8)
+    panels[0].legend(frameon=False, fontsize=7)
+    for axes in panels[len(results) :]:
+        axes.set_visible(False)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    only = {"nargs": "+", "choices": [*PROGRAMS, "fence", "scale"], "help": "these alone"}
+    plot = {"metavar": "PNG", "help": "draw operations over memory"}
+    options = parse_args(__doc__ or "", only=only, plot=plot)
+    env = environment()
+    print(header(env))
+    chosen = options.only or [*PROGRAMS, "fence", "scale"]
+    text: list[str] = []
+    found: dict[str, Any] = {}
+    results = {}
+    for name in (n for n in PROGRAMS if n in chosen):
+        results[name] = judge(name, quick=options.quick)
+        print(f"{name}: {results[name]['seconds']:.0f} s, {results[name]['compiled']} programs compiled", flush=True)
+    if results:
+        found["programs"] = results
+        text += tables(results)
+    if "fence" in chosen:
+        found["fence"] = fence(options.quick)
+        columns = ["program", "no remat", "jax.checkpoint", "statetx.remat", "of no remat"]
+        cells = [[n, *(f"{b / MIB:.1f} MiB" for b in v), f"{v[2] / v[0]:.2f}"] for n, v in found["fence"].items()]
+        show("Unrolled programs, default compiler flags", columns, cells)
+        text.append(f"Unrolled programs under default compiler flags:\n\n{markdown_table(columns, cells)}")
+    if "scale" in chosen:
+        found["scale"] = scale(options.quick)
+        columns = ["program", "equations", "seconds", "compiled", "of its budget", "added operations", "search ended"]
+        cells = [
+            [r["program"], str(r["equations"]), f"{r['seconds']:.1f}", str(r["compiled"])]
+            + [
+                f"{r['of budget']:.2f}",
+                f"{100 * r['extra']:.2f}%",
+                "by itself" if r["complete"] else "by its time limit",
+            ]
+            for r in found["scale"]
+        ]
+        show("Time to plan for half of the memory", columns, cells)
+        text.append(f"Time to plan for half of the memory, compilations included:\n\n{markdown_table(columns, cells)}")
+    if options.json:
+        write_json(options.json, env, found)
+    if options.plot and results:
+        picture(results, options.plot)
+    if options.markdown:
+        renew_section(options.markdown, "planner", "\n\n".join(text))
+
+
+def tables(results: dict[str, Any]) -> list[str]:
+    columns = [
+        "program",
+        "no remat",
+        "full remat",
+        "dots",
+        "plan at full remat's memory",
+        "plan at 2/3 of no remat",
+        "least",
+    ]
+    cells = []
+    for name, r in results.items():
+        v = verdicts(name, r)
+        full, dots = r["stock"]["nothing"], r["stock"]["dots"]
+        two_thirds = min((p["extra"] for p in r["points"] if p["budget"] <= 2 / 3 * r["bytes"]), default=None)
+        shown = lambda x: "none" if x is None else f"{100 * x:+.1f}%"  # noqa: E731
+        row = [name, f"{r['bytes'] / MIB:.1f} MiB"]
+        row += [f"{c['bytes'] / MIB:.1f} MiB {shown(c['extra'])}" for c in (full, dots)]
+        cells.append([*row, shown(v["at full"]), shown(two_thirds), f"{r['least'] / MIB:.1f} MiB"])
+    show("Memory, and operations added", columns, cells)
+    text = [f"Temporary memory and operations added:\n\n{markdown_table(columns, cells)}"]
+    columns = [
+        "program",
+        "budgets kept",
+        "missed that a policy meets",
+        "dearer than a policy",
+        "within 10%",
+        "foretold within 10%",
+    ]
+    columns += ["monotone", "gradients differ by", "compiled", "seconds"]
+    cells = []
+    for name, r in results.items():
+        v = verdicts(name, r)
+        kept = sum(p["bytes"] <= p["budget"] for p in r["points"])
+        cells.append(
+            [name, f"{kept} of {len(r['points'])}", ", ".join(v["missed"]) or "none", ", ".join(v["dearer"]) or "none"]
+            + [f"{100 * v['near']:.0f}%", f"{100 * v['near before']:.0f}%", "yes" if v["monotone"] else "NO"]
+            + [f"{r['difference']:.1e}", str(r["compiled"]), f"{r['seconds']:.0f}"]
+        )
+    show("What the plans keep to", columns, cells)
+    return [*text, f"What the plans keep to:\n\n{markdown_table(columns, cells)}"]
+
+
+if __name__ == "__main__":
+    main()
