@@ -18,7 +18,6 @@ import jax
 import jax.core
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import config as _config
@@ -35,6 +34,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow import loops as _loops
+from jax._src.lib import version as _jaxlib_version
 from jax._src.state.discharge import discharge_state as _discharge_state
 from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.api_util import shaped_abstractify
@@ -295,7 +295,7 @@ def _lower_remat(ctx: Any, *args: Any, jaxpr: Jaxpr, differentiated: bool, polic
     return _lower_remat_as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
 
 
-_CPU_DROPS_BARRIERS = tuple(map(int, jaxlib.__version__.split(".")[:2])) < (0, 12)
+_CPU_DROPS_BARRIERS = _jaxlib_version[:2] < (0, 12)
 
 
 def _platforms(ctx: Any) -> tuple[str, ...]:
@@ -339,7 +339,7 @@ def _insert_reduce_precision(jaxpr: Jaxpr, num_res: int) -> Jaxpr:
     ours = {e.outvars[0] for e in jaxpr.eqns if e.primitive is name_primitive and e.params["name"].startswith(KEPT)}
     first = len(jaxpr.outvars) - num_res
     outs, res = jaxpr.outvars[:first], jaxpr.outvars[first:]
-    is_spared = [isinstance(v, Var) and v in ours and v.aval.dtype in _EXACT for v in res]
+    is_spared = [isinstance(v, Var) and v in ours and getattr(v.aval, "dtype", None) in _EXACT for v in res]
     if not any(is_spared):
         return _insert_reduce_precision_as_jax(jaxpr, num_res)
     rounded = [v for v, s in zip(res, is_spared, strict=True) if not s]
@@ -486,6 +486,17 @@ def rebuild(jaxpr: Jaxpr, *, invars: Sequence[Any], outvars: Sequence[Any], eqns
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     eqns = jaxpr.eqns if eqns is None else list(eqns)
     return jaxpr.replace(constvars=[], invars=list(invars), outvars=list(outvars), eqns=eqns, debug_info=info)
+
+
+def with_literals(jaxpr: Jaxpr, literals: dict[Any, Any]) -> Jaxpr:
+    """The jaxpr without constants and with literals in the places of some inputs."""
+
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else literals.get(atom, atom)
+
+    eqns = [e.replace(invars=[read(v) for v in e.invars]) for e in jaxpr.eqns]
+    invars = [v for v in jaxpr.invars if v not in literals]
+    return rebuild(jaxpr, invars=invars, outvars=[read(v) for v in jaxpr.outvars], eqns=eqns)
 
 
 def without_dead_code(jaxpr: Any) -> Jaxpr:

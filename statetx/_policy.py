@@ -528,6 +528,10 @@ class Marks(Policy):
         return f"Marks({len(self.marks)} values)"
 
 
+FAMILIES: dict[str, Callable[[str], Policy]] = {}
+"""What makes a policy of ``"name:argument"``, by name; modules above this one add theirs."""
+
+
 class Rewriting(Policy):
     """A policy that does not judge values one by one, but has another program in the place of the function."""
 
@@ -550,10 +554,9 @@ def as_policy(given: Any) -> Policy:
     if given is None:
         return nothing
     if isinstance(given, str):
-        if given.startswith("fit:"):
-            from .planner.plan import Fit
-
-            return Fit(given.removeprefix("fit:").strip())
+        family, colon, argument = given.partition(":")
+        if colon and family in FAMILIES:
+            return FAMILIES[family](argument.strip())
         if given in _CONSTANTS:
             return _CONSTANTS[given]
         known = _jax_names()

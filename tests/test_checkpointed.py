@@ -566,6 +566,50 @@ def test_no_memory_of_the_host(monkeypatch):
         scan(Slots(2, offload=True))
 
 
+def two_products(h, x):
+    return jnp.tanh(h @ W2 + x @ W2), h.sum()
+
+
+W2 = jnp.eye(4) * 0.9
+
+
+def test_products_side_by_side_compute_the_same(monkeypatch):
+    """On a CPU the sweep between slots gets company where two large products do not need each other."""
+    xs = jnp.ones((50, 3, 4))
+
+    def run(checkpoint):
+        loss = lambda xs: sum(  # noqa: E731
+            x.sum() for x in statetx.scan(two_products, jnp.ones((3, 4)), xs, checkpoint=checkpoint)
+        )
+        return jax.make_jaxpr(jax.grad(loss))(xs), jax.jit(jax.grad(loss))(xs)
+
+    (_, expected), (before, _) = run(None), run(Slots(3))
+    monkeypatch.setattr(_checkpointed, "_LARGE", 0)
+    statetx._jaxpr.table.clear()
+    after, got = run(Slots(3))
+    statetx._jaxpr.table.clear()
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    if jax.default_backend() == "cpu":
+        assert "i32[8]" in str(after) and "i32[8]" not in str(before)
+
+
+@pytest.mark.parametrize(
+    ("fun", "overlap"),
+    [
+        (lambda x, y: x @ x + y @ y, True),
+        (lambda x, y: (x @ x) @ y, False),
+        (lambda x, y: x + y @ y, False),
+        (lambda x, y: jax.jit(lambda x, y: x @ x + y @ y)(x, y), True),
+        (lambda x, y: jax.jit(jnp.dot)(x, x) @ jax.jit(jnp.dot)(y, y), True),
+        (lambda x, y: jnp.sin(x) * y, False),
+    ],
+)
+def test_which_bodies_have_products_side_by_side(fun, overlap):
+    large, small = jnp.ones((256, 256)), jnp.ones((16, 16))
+    assert _checkpointed._overlaps(jax.make_jaxpr(fun)(large, large).jaxpr) == overlap
+    assert not _checkpointed._overlaps(jax.make_jaxpr(fun)(small, small).jaxpr)
+
+
 @pytest.mark.parametrize("strategy", [None, Slots(3), Levels(2)], ids=repr)
 def test_progress_bars(strategy, capsys):
     def loss(w, xs):

@@ -14,10 +14,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
 
 EXPORTS = """
-Broadcast Carry CarryTypeError CreatedStateError EffectError ForeignStateError Not Param PolicyError PolicyWarning Residuals RngState Split
+Broadcast Carry CarryTypeError CreatedStateError EffectError ForeignStateError Not Param Plan PlanError PolicyError PolicyWarning Residuals RngState Split
 Stack State StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
-checkpoint checkpoint_name cond eval_shape fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
-make_jaxpr map measure memory_report policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan shard_map stack
+calibrate checkpoint checkpoint_name cond eval_shape fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
+make_jaxpr map measure memory_report plan policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan shard_map stack
 states switch trace_states unstack value_and_grad vjp vmap while_loop
 """.split()
 
@@ -44,6 +44,11 @@ LAYERS = [
     {"residuals._origin"},
     {"residuals.table", "residuals.fwd_bwd"},
     {"residuals.report", "testing"},
+    {"planner._parts", "planner.machine"},
+    {"planner._analysis"},
+    {"planner._layout"},
+    {"planner._search"},
+    {"planner.plan"},
 ]
 
 
@@ -63,7 +68,7 @@ def imported_modules(path):
 
 
 def test_exports():
-    packages = {"kinds", "residuals", "testing", "transforms"}
+    packages = {"kinds", "planner", "residuals", "testing", "transforms"}
     public = {name for name in vars(statetx) if not name.startswith("_")} - packages
     assert public == set(EXPORTS)
     assert statetx.checkpoint is statetx.remat

@@ -156,7 +156,7 @@ class Graph:
     def by_policy(self, policy: Any) -> Option:
         """The region, keeping what a policy says."""
         marks = _keep.decide(policy, list(self.sites.values()))
-        return self.option(frozenset(at for at in marks if at in self.sites))
+        return self.option(frozenset((at[0], at[1]) for at in marks if at in self.sites))
 
     def bytes_of(self, address: Address) -> int:
         return 0 if address in self._is_output else num_bytes(self.sites[address].value.type)
@@ -303,15 +303,10 @@ def _derivative(jaxpr: Jaxpr) -> tuple[Jaxpr, int, _Backward]:
 
 def _bind_literals(back: Body, leaves: Sequence[Any]) -> Jaxpr:
     """The backward pass without dead code; what it closes over, and residuals that are literals, are written into it."""
-    jaxpr = back.jaxpr
-    given: list[Any] = [Literal(x, v.aval) for x, v in zip(back.operands, jaxpr.invars, strict=False)]
-    given += leaves
-    env = {v: a for v, a in zip(jaxpr.invars, given, strict=False) if isinstance(a, Literal)}
-    read = lambda v: v if isinstance(v, Literal) else env.get(v, v)  # noqa: E731
-    eqns = [e.replace(invars=[read(v) for v in e.invars]) for e in jaxpr.eqns]
-    invars = [v for v in jaxpr.invars if v not in env]
-    rebuilt = _compat.rebuild(jaxpr, invars=invars, outvars=[read(v) for v in jaxpr.outvars], eqns=eqns)
-    return _compat.without_dead_code(rebuilt)
+    values: list[Any] = [Literal(x, v.aval) for x, v in zip(back.operands, back.jaxpr.invars, strict=False)]
+    values += leaves
+    given = {v: a for v, a in zip(back.jaxpr.invars, values, strict=False) if isinstance(a, Literal)}
+    return _compat.without_dead_code(_compat.with_literals(back.jaxpr, given))
 
 
 def type_of(aval: Any) -> Any:
@@ -321,8 +316,8 @@ def type_of(aval: Any) -> Any:
 
 def _variables(atoms: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """The distinct ones that are no inputs."""
-    inputs = set(inputs)
-    return list({v: None for v in atoms if not isinstance(v, Literal) and v not in inputs})
+    given = set(inputs)
+    return list({v: None for v in atoms if not isinstance(v, Literal) and v not in given})
 
 
 def undominated(options: Sequence[Option]) -> list[Option]:
@@ -343,7 +338,7 @@ class _Choice:
         self._graph = graph
         self._addresses = sorted(set(graph._names.values()))
         equations = graph._needed
-        column = {("run", i): n for n, i in enumerate(equations)}
+        column: dict[tuple[str, Any], int] = {("run", i): n for n, i in enumerate(equations)}
         for kind in ("keep", "offload") if offload is not None else ("keep",):
             column |= {(kind, at): len(column) + n for n, at in enumerate(self._addresses)}
         self._column = column
@@ -392,7 +387,7 @@ class _Choice:
             return None
         most = np.full(len(self._least), np.inf)
         most[-1] = limit
-        constraint = LinearConstraint(self._matrix, self._least, most)
+        constraint = LinearConstraint(self._matrix, self._least, most)  # pyright: ignore[reportArgumentType]
         options = {"time_limit": 5.0, "mip_rel_gap": 1e-4}
         found = milp(
             self._cost,

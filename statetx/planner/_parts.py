@@ -109,14 +109,10 @@ def _plain(jaxpr: Jaxpr, is_region: bool) -> Jaxpr:
 
 def _distinct(jaxpr: Jaxpr, atoms: Sequence[Any]) -> tuple[list[Any], Jaxpr]:
     """The jaxpr with literals among its arguments written into it."""
-    env = {v: a for v, a in zip(jaxpr.invars, atoms, strict=True) if isinstance(a, Literal)}
-    if not env:
+    given = {v: a for v, a in zip(jaxpr.invars, atoms, strict=True) if isinstance(a, Literal)}
+    if not given:
         return list(atoms), jaxpr
-    read = lambda v: v if isinstance(v, Literal) else env.get(v, v)  # noqa: E731
-    eqns = [e.replace(invars=[read(v) for v in e.invars]) for e in jaxpr.eqns]
-    invars = [v for v in jaxpr.invars if v not in env]
-    rebuilt = _compat.rebuild(jaxpr, invars=invars, outvars=[read(v) for v in jaxpr.outvars], eqns=eqns)
-    return [a for a in atoms if not isinstance(a, Literal)], rebuilt
+    return [a for a in atoms if not isinstance(a, Literal)], _compat.with_literals(jaxpr, given)
 
 
 def _last_uses(jaxpr: Jaxpr) -> dict[Any, int]:

@@ -20,14 +20,14 @@ from .._cost import Cost, Program, flops
 from .._errors import PlanError
 from .._jaxpr import Body
 from .._lift import name_of
-from .._policy import Rewriting, parse_bytes
+from .._policy import FAMILIES, Rewriting, parse_bytes
 from .._strategy import Lengths, Slots, Strategy
 from .._text import format_bytes, format_table
 from .._tree import is_array, is_float, num_bytes, partition
 from ..residuals._show import format_flops, short_path, short_type
 from ..residuals._trace import short_name, user_line
 from ..residuals.measure import without_gradient
-from ..transforms.abstract import eval_shape
+from ..transforms.abstract import make_jaxpr
 from ..transforms.remat import Remat
 from ._analysis import Option
 from ._layout import Layout, marks_of, rewrite
@@ -245,7 +245,7 @@ class Plan(Rewriting):
         ]
         shown = [row for row in self.rows if row.decision != "as it is"][:_SHOWN]
         columns = ["value", "owner", "times", "bytes", "decision", "cost"]
-        unit = format_flops if self._fields["objective"] == "flops" else _format_seconds
+        unit = _format_seconds if self._fields["objective"] == "time" else lambda x: format_flops(int(x))
         cells = [[r.value, r.owner, str(r.times), format_bytes(r.bytes), r.decision, unit(r.price)] for r in shown]
         if cells:
             lines.append(format_table(columns, cells, right=["times", "bytes", "cost"]))
@@ -309,6 +309,9 @@ class Fit(Rewriting):
         found = _fit(search, self.budget, name)
         planned = Body(found.layout.rewrite(found.options), [])
         return lambda operands, *args: planned(operands, *args)
+
+
+FAMILIES["fit"] = Fit
 
 
 def plan(
@@ -424,7 +427,7 @@ class Planner:
     def best(self, budget: int) -> Plan | None:
         """The best of the plans that were compiled so far, for whatever budgets; None if none of them keeps this one."""
         found = self._search.best(budget)
-        return None if found is None else self._plan(found, budget)
+        return None if found is None else self._plan(found, int(budget))
 
     def _plan(self, found: Candidate, budget: int) -> Plan:
         return Plan(_fields(self._search, found, self.name, budget, self._objective, self._captured.is_step))
@@ -498,7 +501,7 @@ def _shown(progress: bool, name: str) -> Iterator[Callable[[str], None]]:
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), transient=True) as bar:
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as bar:
         task = bar.add_task(f"plan {name}")
         yield lambda text: bar.update(task, description=f"plan {name}: {text}")
 
@@ -545,7 +548,7 @@ def _capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | 
         with _keep.override.differentiated(lambda loss: Remat(loss, policy=inner)):
             return fun(*args, **kwargs)
 
-    eval_shape(Remat(traced, policy=whole), *args, **kwargs)
+    make_jaxpr(Remat(traced, policy=whole))(*args, **kwargs)
     if inner.bodies:
         if len({tuple(fingerprint(flatten(body.jaxpr))) for body, _ in inner.bodies}) > 1:
             raise PlanError(

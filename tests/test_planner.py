@@ -1,0 +1,428 @@
+"""`plan`: what it chooses keeps the budget, computes the same, and is the best of its model."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from statetx import _compat
+from statetx._cost import flops
+from statetx._jaxpr import Body
+from statetx._strategy import Lengths, Slots
+from statetx.planner import CostModel, Planner, _analysis, _layout, _parts, machine
+from statetx.planner._analysis import Graph, Option
+from statetx.planner.plan import fingerprint
+
+X = jnp.ones((256, 64))
+WS = [jnp.eye(64) * (1 + 0.01 * i) for i in range(8)]
+
+
+def block(w, x):
+    return x + jnp.sin(jnp.tanh(x @ w) @ w.T)
+
+
+def loss(ws, x, block=block):
+    for w in ws:
+        x = block(w, x)
+    return (x**2).mean()
+
+
+def scanned(ws, x):
+    return (statetx.scan(lambda h, w: (block(w, h), None), x, jnp.stack(ws))[0] ** 2).mean()
+
+
+def staged(fun, *args):
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    return _parts.flatten(Body.close(jaxpr.jaxpr, jaxpr.consts).jaxpr)
+
+
+def assert_same_gradients(planned, plain, *args, rtol=1e-5):
+    for a, b in zip(jax.tree.leaves(planned(*args)), jax.tree.leaves(plain(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max()))
+
+
+# -- the budget -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fun", [loss, scanned, functools.partial(loss, block=statetx.remat(block))], ids=["plain", "scan", "marked"]
+)
+@pytest.mark.parametrize("budget", [0.95, 0.6, 0.47])
+def test_budgets_are_kept_and_gradients_are_the_same(fun, budget):
+    plan = statetx.plan(fun, WS, X, budget=budget, argnums=0)
+    assert plan.temp_bytes <= plan.budget_bytes == int(budget * plan.unplanned_bytes)
+    step = jax.jit(jax.value_and_grad(plan.apply(fun)))
+    assert step.lower(WS, X).compile().memory_analysis().temp_size_in_bytes <= plan.budget_bytes
+    assert_same_gradients(step, jax.jit(jax.value_and_grad(fun)), WS, X)
+
+
+def test_what_fits_is_left_as_it_is():
+    plan = statetx.plan(loss, WS, X, budget="1GiB", argnums=0)
+    assert plan.stock == "no remat" and plan.extra_flops == 0 and "It fits as it is." in str(plan)
+    text = str(jax.make_jaxpr(jax.grad(plan.apply(loss)))(WS, X))
+    assert "remat" not in text and "checkpoint" not in text
+
+
+def test_too_small_a_budget_says_by_how_much():
+    with pytest.raises(
+        statetx.PlanError, match=r"(?s)No plan for loss keeps the budget of 1.0 KiB.*the smallest found needs"
+    ) as e:
+        statetx.plan(loss, WS, X, budget="1KiB", argnums=0)
+    assert e.value.smallest_bytes is not None
+    assert statetx.plan(loss, WS, X, budget=e.value.smallest_bytes, argnums=0).temp_bytes == e.value.smallest_bytes
+
+
+def test_no_stock_policy_does_better():
+    marked = functools.partial(loss, block=statetx.remat(block))
+    planner = Planner(marked, WS, X, argnums=0)
+    for policy in ("nothing", "dots", "everything"):
+        wrapped = functools.partial(loss, block=statetx.remat(block, policy=policy))
+        stock = statetx.measure(jax.value_and_grad(wrapped), WS, X, gradient=False)
+        plan = planner.plan(stock.temp_bytes)
+        assert plan.temp_bytes <= stock.temp_bytes
+        assert plan.flops <= stock.flops
+    assert planner.best(10) is None
+    extras = [planner.best(b).extra_flops for b in np.linspace(*planner.ends(), 20).astype(int)]
+    assert extras == sorted(extras, reverse=True), "more memory never costs more"
+
+
+def test_curve_is_monotone(tmp_path):
+    plan = statetx.plan(loss, WS, X, budget=0.5, argnums=0)
+    sizes, extras = zip(*plan.curve(), strict=True)
+    assert len(sizes) > 10 and list(sizes) == sorted(sizes) and list(extras) == sorted(extras, reverse=True)
+    assert extras[-1] == 0 < extras[0]
+    assert plan.measured()[0][0] == "no remat" and plan.measured()[0][1] == plan.unplanned_bytes
+    pytest.importorskip("matplotlib")
+    plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+
+def random_region(seed):
+    """A region of a few operations with different costs and sizes."""
+    rng = random.Random(seed)
+
+    def fun(x, w):
+        values = [x]
+        for _ in range(rng.randint(3, 6)):
+            v = rng.choice(values)
+            op = rng.choice(
+                [
+                    jnp.sin,
+                    jnp.tanh,
+                    jnp.exp,
+                    lambda v: v @ w,
+                    lambda v: v * rng.choice(values),
+                    lambda v: v.sum(-1, keepdims=True) * x,
+                ]
+            )
+            values.append(op(v))
+        return sum(values[1:]).sum()
+
+    return staged(fun, jnp.ones((6, 4)), jnp.ones((4, 4)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_options_are_the_optimum_of_the_model(seed):
+    """Against every set of kept values."""
+    graph = Graph(random_region(seed), flops, [False, False])
+    useful = sorted(set(graph._names.values()))
+    assert 1 <= len(useful) <= 14
+    options = graph.front()  # without rematerialisation is one of them
+    every = [graph.option(frozenset(k)) for n in range(len(useful) + 1) for k in itertools.combinations(useful, n)]
+    for limit in sorted({o.kept_bytes for o in every}):
+        best = min(o.price for o in every if o.kept_bytes <= limit)
+        found = min(o.price for o in options if o.kept_bytes <= limit)
+        assert found <= 1.02 * best
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_combination_is_the_optimum_of_the_model(seed):
+    """Against every combination of options."""
+    rng = random.Random(seed)
+    layout = object.__new__(_layout.Layout)
+    fronts = [
+        [
+            Option(None, rng.randint(0, 50), rng.randint(0, 40), float(rng.randint(0, 30)))
+            for _ in range(rng.randint(1, 4))
+        ]
+        for _ in range(5)
+    ]
+    layout.fronts = [_layout.Front(options, []) for options in fronts]
+    layout.base = sorted(rng.randint(0, 60) for _ in range(5))
+    every = list(itertools.product(*fronts))
+    least = min(layout.peak(options) for options in every)
+    assert least <= layout.least_peak() <= least + max(1, least // 1000)
+    for limit in range(least, least + 80, 7):
+        best = min(sum(o.price for o in options) for options in every if layout.peak(options) <= limit)
+        chosen = layout.choose(limit)
+        assert layout.peak(chosen) <= limit and sum(o.price for o in chosen) == best
+    assert layout.choose(least - 1) is None
+
+
+def test_kept_values_are_not_computed_again():
+    """What the compiled program computes is what the model says."""
+    planner = Planner(functools.partial(loss, block=statetx.remat(block)), WS, X, argnums=0)
+    planner.plan(0.5)
+    for candidate in planner._search.candidates[1:]:
+        added = candidate.cost.flops - planner._search.candidates[0].cost.flops
+        assert abs(added - candidate.price) <= 0.01 * candidate.cost.flops
+
+
+def test_working_bytes_are_measured():
+    graph = Graph(staged(lambda w, x: block(w, x).sum(), WS[0], X), flops, [False, True])
+    option = graph.option(frozenset())
+    measured = graph.measure(option)
+    assert measured._replace(working_bytes=0) == option._replace(working_bytes=0)
+    assert 0.3 < option.working_bytes / measured.working_bytes < 3
+
+
+def test_cuts_are_where_little_crosses():
+    def deep(ws, x):
+        for w in ws:
+            wide = jnp.sin(x @ jnp.concatenate([w] * 4, 1))
+            x = jnp.tanh(wide @ jnp.concatenate([w] * 4, 0))
+        return x.sum()
+
+    jaxpr = staged(deep, WS, X)
+    live = _parts.crossing_bytes(jaxpr)
+    _, cuts = next(_parts.ways_to_cut(jaxpr))
+    assert len(cuts) >= 6
+    assert all(live[c] <= X.nbytes + 64 for c in cuts)
+
+
+# -- what is planned --------------------------------------------------------------------------------------------------
+
+
+class Model:
+    def __init__(self):
+        self.ws = [statetx.Param(w) for w in WS]
+        self.steps = statetx.State(0)
+        self.rng = statetx.RngState(jax.random.key(0))
+
+    def __call__(self, x):
+        self.steps.value += 1
+        for w in self.ws:
+            x = block(w.value, x) * jax.random.bernoulli(self.rng.next(), 0.9, x.shape)
+        return (x**2).mean()
+
+
+def test_states_are_written_once_and_nothing_is_drawn_anew():
+    model, other = Model(), Model()
+    plan = statetx.plan(model, X, budget=0.6)
+    assert model.steps.value == 0 and plan.extra_flops > 0
+    grad = lambda m, f: statetx.jit(statetx.grad(f, wrt={str(i): w for i, w in enumerate(m.ws)}))  # noqa: E731
+    for _ in range(2):
+        assert_same_gradients(grad(model, plan.apply(model)), grad(other, other), X)
+    assert model.steps.value == other.steps.value == 2
+    assert (jax.random.key_data(model.rng.value) == jax.random.key_data(other.rng.value)).all()
+
+
+def test_training_steps():
+    def step(ws, x):
+        value, grads = statetx.value_and_grad(loss)(ws, x)
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads)
+
+    plan = statetx.plan(step, WS, X, budget=0.6)
+    compiled = jax.jit(plan.apply(step)).lower(WS, X).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes == plan.temp_bytes <= plan.budget_bytes
+    assert_same_gradients(compiled, jax.jit(step), WS, X)
+
+
+def test_as_a_policy():
+    plan = statetx.plan(loss, WS, X, budget=0.6, argnums=0)
+    planned = statetx.remat(loss, policy=plan)
+    measured = statetx.measure(jax.value_and_grad(planned), WS, X, gradient=False)
+    assert measured.temp_bytes == plan.temp_bytes
+    with pytest.raises(statetx.PolicyError, match="does not combine"):
+        jax.grad(statetx.remat(loss, policy=plan | statetx.policies.dots))(WS, X)
+
+
+def test_fit():
+    plain = statetx.measure(loss, WS, X)
+    for budget in (f"fit:{plain.temp_bytes // 2**10 * 6 // 10}KiB", "fit:0.6"):
+        fitted = statetx.measure(statetx.remat(loss, policy=budget), WS, X)
+        assert fitted.temp_bytes <= 0.6 * plain.temp_bytes + 64 and fitted.flops > plain.flops
+    assert_same_gradients(jax.grad(statetx.remat(loss, policy="fit:0.6")), jax.grad(loss), WS, X)
+    with pytest.raises(statetx.PlanError, match="No plan for loss keeps the budget"):
+        jax.grad(statetx.remat(loss, policy="fit:1KiB"))(WS, X)
+    with pytest.raises(statetx.PlanError, match="'fast' is no number of bytes|is no number"):
+        statetx.remat(loss, policy="fit:fast")
+    assert repr(statetx.remat(loss, policy="fit:2GiB")._policy) == "fit:2.0GiB"
+
+
+def test_loops_are_planned_with_their_bodies():
+    planner = Planner(scanned, [*WS] * 8, X, argnums=0)
+    least, most = planner.ends()
+    kinds = set()
+    for budget in np.geomspace(least, 0.5 * most, 6).astype(int):
+        plan = planner.plan(int(budget))
+        assert plan.temp_bytes <= budget
+        kinds |= {t["loop"][0] for t in plan._fields["treatments"] if t["loop"]}
+    assert kinds == {"Lengths", "Slots"}
+    assert "The loop of 64 steps at" in str(plan)
+    assert_same_gradients(jax.grad(plan.apply(scanned)), jax.grad(scanned), [*WS] * 8, X)
+
+
+def test_every_treatment_of_a_loop_computes_the_same():
+    jaxpr = staged(lambda w, x: scanned([w] * 6, x), WS[0], X)
+    parts = _parts.split(jaxpr, None)
+    (at,) = [i for i, p in enumerate(parts) if p.eqn is not None]
+    expected = jax.grad(lambda w: _compat.evaluate(jaxpr, (), [w, X])[0])(WS[0])
+    kept = frozenset({(0, 0), (1, 0)})
+    for option in (
+        Option(None, 0, 0, 0),
+        Option(frozenset(), 0, 0, 0, loop=Lengths(6)),
+        Option(kept, 0, 0, 0, loop=Lengths(6)),
+        Option(kept, 0, 0, 0, loop=Lengths(2, 3)),
+        Option(None, 0, 0, 0, loop=Slots(2)),
+    ):
+        options = [option if i == at else Option(None, 0, 0, 0) for i in range(len(parts))]
+        planned = _layout.rewrite(jaxpr, parts, options)
+        got = jax.grad(lambda w: _compat.evaluate(planned, (), [w, X])[0])(WS[0])  # noqa: B023
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_marked_functions_are_regions():
+    marked = functools.partial(loss, block=statetx.remat(block))
+    (first, cuts), *finer = _parts.ways_to_cut(staged(marked, WS, X))
+    assert cuts is None
+    parts = _parts.split(first, cuts)
+    assert [p.kind for p in parts].count("region") == len(WS) and parts[-1].kind == "rest"
+    for whole, cuts in finer:
+        _, ends = _parts.opened(first)
+        assert ends <= set(cuts) and len(whole.eqns) > len(first.eqns)
+
+
+def test_time_is_an_objective(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = statetx.calibrate(size=128, repeats=1)
+    assert isinstance(model, CostModel) and machine.cost_model() == model, "it is stored"
+    assert "GFLOP/s" in str(model)
+    (eqn,) = jax.make_jaxpr(lambda x: x @ x)(jnp.ones((64, 64))).eqns
+    slow = CostModel("cpu", flops_per_second=1.0, bytes_per_second=1e9, host_bytes_per_second=1e9)
+    assert slow.seconds(eqn) == 2 * 64**3
+    (loop,) = jax.make_jaxpr(lambda x: jax.lax.scan(lambda h, _: (h @ h, None), x, length=5)[0])(
+        jnp.ones((64, 64))
+    ).eqns
+    assert slow.seconds(loop) == 5 * slow.seconds(eqn)
+    plan = statetx.plan(loss, WS, X, budget=0.6, argnums=0, objective="time")
+    assert plan.temp_bytes <= plan.budget_bytes and " us" in str(plan)
+
+
+def test_offload():
+    memories = _compat.memory_spaces()
+    graph = Graph(staged(lambda w, x: block(w, x).sum(), WS[0], X), flops, [False, True])
+    front = graph.front(offload=0.0)
+    assert (
+        any(o.offloaded for o in front)
+        and min(o.price for o in front if o.kept_bytes == 0) < graph.option(frozenset()).price
+    )
+    if _compat.HOST_MEMORY in memories:
+        option = next(o for o in front if o.offloaded)
+        assert any("offload" in mark for mark in _layout.marks_of(option).values())
+
+
+def test_time_limit_gives_the_best_so_far():
+    with pytest.raises(statetx.PlanError):
+        statetx.plan(loss, WS, X, budget="1KiB", argnums=0, time_limit=1e-3)
+    plan = statetx.plan(loss, WS, X, budget="1GiB", argnums=0, time_limit=1e-3)
+    assert not plan.complete and "time limit" in str(plan)
+
+
+def test_progress(capsys):
+    statetx.plan(loss, WS, X, budget=0.9, argnums=0, progress=True)
+    assert "plan loss" in capsys.readouterr().out
+
+
+# -- reuse ------------------------------------------------------------------------------------------------------------
+
+
+def test_saved_and_loaded(tmp_path):
+    plan = statetx.plan(loss, WS, X, budget=0.6, argnums=0)
+    plan.save(tmp_path / "plan.json")
+    again = statetx.Plan.load(tmp_path / "plan.json")
+    assert again == plan and hash(again) == hash(plan) and str(again) == str(plan)
+    assert json.loads((tmp_path / "plan.json").read_text())["budget_bytes"] == plan.budget_bytes
+    made = [str(jax.make_jaxpr(jax.grad(p.apply(loss)))(WS, X)) for p in (plan, again)]
+    assert made[0] == made[1] and "prevent_cse=True" in made[0]
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(statetx.PlanError, match="is no plan"):
+        statetx.Plan.load(tmp_path / "other.json")
+    plan._fields["version"] = 99
+    plan.save(tmp_path / "newer.json")
+    with pytest.raises(statetx.PlanError, match="a plan of version 99"):
+        statetx.Plan.load(tmp_path / "newer.json")
+
+
+def test_refused_for_another_program_with_the_first_difference():
+    plan = statetx.plan(loss, WS, X, budget=0.6, argnums=0)
+    with pytest.raises(
+        statetx.PlanError, match=r"(?s)The plan for loss does not fit loss: equation 0 of.*f32\[128,64\].*f32\[256,64\]"
+    ):
+        jax.grad(plan.apply(loss))(WS, X[:128])
+    with pytest.raises(statetx.PlanError, match=r"does not fit other: equation 1 of \d+ is\n  cos .*\n.*\n  tanh "):
+        jax.grad(plan.apply(other))(WS, X)
+    with pytest.raises(statetx.PlanError, match="it has .* equations, and had"):
+        jax.grad(plan.apply(lambda ws, x: 2 * loss(ws, x)))(WS, X)
+
+
+def other(ws, x):
+    for w in ws:
+        x = x + jnp.sin(jnp.cos(x @ w) @ w.T)
+    return (x**2).mean()
+
+
+def test_fingerprints_tell_programs_apart():
+    lines = lambda f: fingerprint(staged(f, X))  # noqa: E731
+    assert lines(jnp.sin) == lines(lambda x: jnp.sin(x))
+    assert lines(lambda x: jnp.sin(x) * 2) != lines(lambda x: jnp.sin(x) * 3)
+    assert lines(lambda x: jnp.sin(x) * jnp.cos(x)) != lines(lambda x: jnp.sin(jnp.sin(x)) * x)
+    cond = lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, jnp.cos, x)  # noqa: E731
+    assert lines(cond(jnp.sin)) == lines(cond(jnp.sin)) != lines(cond(jnp.tan))
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [0, -1, "lots", True, None, 0.0])
+def test_what_is_no_budget(budget):
+    with pytest.raises(statetx.PlanError, match="is no number of bytes"):
+        statetx.plan(loss, WS, X, budget=budget)
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match="objective must be 'flops' or 'time'"):
+        statetx.plan(loss, WS, X, budget=0.5, objective="speed")
+    with pytest.raises(statetx.PlanError, match="has no float argument or state to differentiate"):
+        statetx.plan(lambda n: n + 1, jnp.int32(1), budget=0.5)
+
+    def twice(ws, x):
+        return statetx.grad(loss)(ws, x), statetx.grad(other)(ws, x)
+
+    with pytest.raises(statetx.PlanError, match="differentiates more than one function"):
+        statetx.plan(twice, WS, X, budget=0.5)
+
+
+def test_table_names_values_owners_and_decisions():
+    def named(ws, x):
+        for w in ws:
+            x = block(w, statetx.checkpoint_name(x, "carry"))
+        return (x**2).mean()
+
+    plan = statetx.plan(named, WS, X, budget=0.6, argnums=0)
+    text = str(plan)
+    assert "test_planner.py" in text and "(block)" in text and "carry" in text
+    assert {"keep", "recompute"} <= {row.decision for row in plan.rows}
+    assert all(row.bytes > 0 and row.times > 0 for row in plan.rows)
+    assert _analysis.Option(None, 1, 2, 3.0).is_untouched
