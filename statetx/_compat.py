@@ -291,11 +291,17 @@ def _lower_remat(ctx: Any, *args: Any, jaxpr: Jaxpr, differentiated: bool, polic
     # In shard_map a value's type says on which devices it differs, and both branches would have to agree on that.
     is_plain = not jaxpr.effects and not any(getattr(getattr(a, "mat", None), "varying", ()) for a in ctx.avals_in)
     if differentiated and is_fenced and is_plain:
-        return _mlir.lower_fun(functools.partial(_fenced, jaxpr), multiple_results=True)(ctx, *args)
+        fenced = _fenced_jaxprs.get(jaxpr)
+        if fenced is None:
+            fenced = _fenced_jaxprs[jaxpr] = jax.make_jaxpr(functools.partial(_fenced, jaxpr))(*ctx.avals_in).jaxpr
+        return _lower_remat_as_jax(ctx, *args, jaxpr=fenced, differentiated=False, policy=None, prevent_cse=False)
     return _lower_remat_as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
 
 
 _CPU_DROPS_BARRIERS = _jaxlib_version[:2] < (0, 12)
+
+
+_fenced_jaxprs: weakref.WeakKeyDictionary[Jaxpr, Jaxpr] = weakref.WeakKeyDictionary()
 
 
 def _platforms(ctx: Any) -> tuple[str, ...]:

@@ -151,7 +151,7 @@ class Search:
 
     def curve(self, num: int = 20) -> list[tuple[float, float]]:
         """Predicted bytes and added operations (or seconds), as a part of the program's without a plan, of the model's best
-        choices, from the least memory up."""
+        choices, from the least memory up to that of the program without a plan."""
         low = min(layout.least_peak() for layout in self.layouts)
         high = max(low + 1, *(c.peak for c in self.candidates))
         whole = self.whole()
@@ -165,7 +165,8 @@ class Search:
         for i, (_, price) in enumerate(found):
             least = min(least, price)
             found[i] = (max(b for b, _ in found[: i + 1]), least)
-        return found
+        unplanned = float(self.candidates[0].temp_bytes)
+        return [*(point for point in found if point[0] < unplanned), (unplanned, 0.0)]
 
     def whole(self) -> float:
         """The price of the program with its gradient."""

@@ -243,15 +243,15 @@ class Plan(Rewriting):
             f"budget {format_bytes(self.budget_bytes)}, without a plan {format_bytes(self.unplanned_bytes)}), "
             f"{100 * self.extra_flops:+.1f}% operations"
         ]
-        shown = [row for row in self.rows if row.decision != "as it is"][:_SHOWN]
+        planned = [row for row in self.rows if row.decision != "as it is"]
+        shown = [row for row in planned if 200 * row.bytes * row.times >= self.unplanned_bytes][:_SHOWN]
         columns = ["value", "owner", "times", "bytes", "decision", "cost"]
         unit = _format_seconds if self._fields["objective"] == "time" else lambda x: format_flops(int(x))
         cells = [[r.value, r.owner, str(r.times), format_bytes(r.bytes), r.decision, unit(r.price)] for r in shown]
         if cells:
             lines.append(format_table(columns, cells, right=["times", "bytes", "cost"]))
-        hidden = sum(row.decision != "as it is" for row in self.rows) - len(shown)
-        if hidden:
-            lines.append(f"and {hidden} smaller ones")
+        if len(planned) > len(shown):
+            lines.append(f"and {len(planned) - len(shown)} more")
         for text in self._fields["loops"]:
             lines.append(text)
         if self.stock:
