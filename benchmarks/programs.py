@@ -290,7 +290,7 @@ PROGRAMS: dict[str, Callable[..., Program]] = {
     "SwiGLU transformer": swiglu_transformer,
     "scanned transformer": scanned_transformer,
     "convolutional net": conv_net,
-    "U-Net": unet,
     "recurrent": recurrent,
     "skips": skip_mixture,
+    "U-Net": unet,
 }

@@ -158,6 +158,10 @@ def in_loop_body() -> bool:
     return info is not None and info.traced_for in _LOOP_BODIES
 
 
+traced_apart = jax.make_user_context(None)
+"""``traced_apart(key)``: a context whose traces JAX's caches keep apart from those under other keys."""
+
+
 def is_jit_disabled() -> bool:
     """Whether `jax.disable_jit` is in force."""
     return _config.disable_jit.value
@@ -290,7 +294,7 @@ def _lower_remat(ctx: Any, *args: Any, jaxpr: Jaxpr, differentiated: bool, polic
     is_fenced = isinstance(policy, _Fenced) and (policy.fence == "cond" or drops_barriers)
     # In shard_map a value's type says on which devices it differs, and both branches would have to agree on that.
     is_plain = not jaxpr.effects and not any(getattr(getattr(a, "mat", None), "varying", ()) for a in ctx.avals_in)
-    if differentiated and is_fenced and is_plain:
+    if differentiated and is_fenced and is_plain and any(map(_has_bits, ctx.avals_in)):
         fenced = _fenced_jaxprs.get(jaxpr)
         if fenced is None:
             fenced = _fenced_jaxprs[jaxpr] = jax.make_jaxpr(functools.partial(_fenced, jaxpr))(*ctx.avals_in).jaxpr
@@ -322,11 +326,22 @@ def _is_there(args: Sequence[Any]) -> Any:
     """True, as computed from one entry of each array: that a number has no more bits set than it has bits."""
     count = jnp.int32(0)
     for x in args:
-        if x.size and jnp.issubdtype(x.dtype, jnp.number) and not jnp.iscomplexobj(x):
+        if _has_bits(x.aval if isinstance(x, Tracer) else jax.typeof(x)):
             entry = jax.lax.slice(x, [0] * x.ndim, [1] * x.ndim).reshape(())
-            bits = jax.lax.bitcast_convert_type(entry, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+            entry = entry.real if jnp.iscomplexobj(entry) else entry
+            bits = jax.lax.bitcast_convert_type(entry, jnp.dtype(f"uint{8 * entry.dtype.itemsize}"))
             count += jax.lax.population_count(bits).astype(jnp.int32)
     return count <= 64 * len(args)
+
+
+def _has_bits(aval: Any) -> bool:
+    """Whether the array has an entry that is a number of whole bytes."""
+    if not (getattr(aval, "size", 0) and jnp.issubdtype(aval.dtype, jnp.number)):
+        return False
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        return True
+    info = jnp.iinfo if jnp.issubdtype(aval.dtype, jnp.integer) else jnp.finfo
+    return info(aval.dtype).bits == 8 * aval.dtype.itemsize
 
 
 _lower_remat_as_jax = _mlir._lowerings[remat_p].rule

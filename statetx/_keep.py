@@ -350,36 +350,30 @@ class Override(threading.local):
     around: Callable[[Callable], Callable] | None = None
 
     @contextlib.contextmanager
-    def __call__(
-        self, policy: Policy | None = None, *, is_off: bool = False, is_quiet: bool = False
-    ) -> Iterator[list[Region]]:
+    def _set(self, *new: Any) -> Iterator[None]:
         before = self.policy, self.is_off, self.is_quiet, self.met, self.around
-        self.policy, self.is_off, self.is_quiet, self.met, self.around = policy, is_off, is_quiet, [], None
+        self.policy, self.is_off, self.is_quiet, self.met, self.around = new
         try:
-            yield self.met
+            # What jax.jit traced under other circumstances is not this.
+            with _compat.traced_apart(object()):
+                yield
         finally:
             self.policy, self.is_off, self.is_quiet, self.met, self.around = before
 
     @contextlib.contextmanager
-    def differentiated(self, around: Callable[[Callable], Callable]) -> Iterator[None]:
+    def __call__(
+        self, policy: Policy | None = None, *, is_off: bool = False, is_quiet: bool = False
+    ) -> Iterator[list[Region]]:
+        met: list[Region] = []
+        with self._set(policy, is_off, is_quiet, met, None):
+            yield met
+
+    def differentiated(self, around: Callable[[Callable], Callable]) -> contextlib.AbstractContextManager[None]:
         """In this block (and thread) what is differentiated is wrapped like this, but not what is within it.
 
         Nothing else is being tried in what is wrapped.
         """
-        before, self.around = self.around, around
-        try:
-            yield
-        finally:
-            self.around = before
-
-    @contextlib.contextmanager
-    def _suspended(self) -> Iterator[None]:
-        before = self.policy, self.is_off, self.is_quiet, self.met, self.around
-        self.policy, self.is_off, self.is_quiet, self.met, self.around = None, False, False, None, None
-        try:
-            yield
-        finally:
-            self.policy, self.is_off, self.is_quiet, self.met, self.around = before
+        return self._set(self.policy, self.is_off, self.is_quiet, self.met, around)
 
     def wrapped(self, fun: Callable) -> Callable:
         """The function as it is to be differentiated."""
@@ -388,7 +382,7 @@ class Override(threading.local):
         around = self.around(fun)
 
         def alone(*args: Any, **kwargs: Any) -> Any:
-            with self._suspended():
+            with self._set(None, False, False, None, None):
                 return around(*args, **kwargs)
 
         return alone

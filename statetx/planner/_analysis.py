@@ -73,16 +73,18 @@ class Graph:
         jaxpr: the region.
         price: of an equation.
         counted: for each input, whether it is computed in the program, so that its cotangent takes memory.
+        moves: for each input, whether it is differentiated.
     """
 
-    def __init__(self, jaxpr: Jaxpr, price: Price, counted: Sequence[bool]):
+    def __init__(self, jaxpr: Jaxpr, price: Price, counted: Sequence[bool], moves: Sequence[bool]):
         self.jaxpr = jaxpr
         self._price = price
-        self._counted = list(counted)
+        floats = [i for i, v in enumerate(jaxpr.invars) if moves[i] and is_float(v.aval)]
+        self._counted = [counted[i] for i in floats]
         self.sites = {site.address: site for site in _keep.survey(jaxpr) if len(site.address) == 2}
         named = _keep.mark(jaxpr, {at: f"{_PREFIX}{at[0]}.{at[1]}" for at in self.sites})
-        self._forward, self._num_out, self._backward = _derivative(named)
-        plain, num_out, self._plain_backward = _derivative(jaxpr)
+        self._forward, self._num_out, self._backward = _derivative(named, floats)
+        plain, num_out, self._plain_backward = _derivative(jaxpr, floats)
         self._plain_leaves = _variables(plain.outvars[num_out:], plain.invars)
         leaves = {v for v in plain.outvars[num_out:] if isinstance(v, Var)}
         self.kept_inputs = [i for i, v in enumerate(plain.invars) if v in leaves]
@@ -183,7 +185,7 @@ class Graph:
         eqns = [*again, *backward.jaxpr.eqns]
         alias = dict(zip(backward.residuals, backward.leaves, strict=True))
         read = lambda v: alias.get(v, v)  # noqa: E731
-        uncounted = {v for v, c in zip(backward.outs, self._counted_floats(), strict=True) if not c}
+        uncounted = {v for v, c in zip(backward.outs, self._counted, strict=True) if not c and isinstance(v, Var)}
         outputs = {v for v in backward.outs if isinstance(v, Var)} - uncounted
         last: dict[Any, int] = {}
         is_read: set[Any] = set(outputs)
@@ -241,13 +243,10 @@ class Graph:
 
         types = [[type_of(v.aval) for v in vs] for vs in (inputs, back.cotangents)]
         temp = Program(run, types).cost.temp_bytes
-        counted = [v for v, c in zip(back.outs, self._counted_floats(), strict=True) if c and isinstance(v, Var)]
+        counted = [v for v, c in zip(back.outs, self._counted, strict=True) if c and isinstance(v, Var)]
         ends = sum(num_bytes(v.aval) for v in (*back.cotangents, *counted))
         back_bytes = sum(self.bytes_of(at) for at in option.offloaded)
         return option._replace(working_bytes=temp + ends + back_bytes)
-
-    def _counted_floats(self) -> list[bool]:
-        return [c for c, v in zip(self._counted, self.jaxpr.invars, strict=True) if is_float(v.aval)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,9 +263,8 @@ class _Backward:
         return list(self.jaxpr.outvars)
 
 
-def _derivative(jaxpr: Jaxpr) -> tuple[Jaxpr, int, _Backward]:
-    """The forward pass of a region with its residuals as further outputs, and the backward pass."""
-    floats = [i for i, v in enumerate(jaxpr.invars) if is_float(v.aval)]
+def _derivative(jaxpr: Jaxpr, floats: Sequence[int]) -> tuple[Jaxpr, int, _Backward]:
+    """The forward pass of a region with its residuals as further outputs, and the backward pass for some inputs."""
     moved = [i for i, v in enumerate(jaxpr.outvars) if is_float(v.aval)]
     tree: Any = None
 

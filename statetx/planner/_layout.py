@@ -10,13 +10,13 @@ import numpy as np
 
 from .. import _compat, _keep, _schedule
 from .._checkpointed import Scheduled, Step, nested
-from .._compat import Jaxpr
+from .._compat import Jaxpr, Literal
 from .._jaxpr import Body
 from .._policy import Marks
 from .._strategy import Lengths, Slots
 from .._tree import num_bytes
 from ._analysis import Graph, Option, Price, undominated
-from ._parts import Part, run, split
+from ._parts import Part, moving_variables, run, split
 
 Choice = tuple[int, ...]
 """For each part the number of its option."""
@@ -28,7 +28,8 @@ class Layout:
     Args:
         jaxpr: the program, flat.
         cuts: see `split`.
-        graphs: kept from other layouts of the same program, by part.
+        chosen: the inputs with respect to which it is differentiated.
+        fronts: kept from other layouts of the same program, by part.
 
     Attributes:
         parts, fronts: the parts, and what can be done with each.
@@ -40,6 +41,7 @@ class Layout:
         self,
         jaxpr: Jaxpr,
         cuts: Sequence[int] | None,
+        chosen: Sequence[int],
         *,
         price: Price,
         policies: Sequence[Any],
@@ -52,14 +54,17 @@ class Layout:
         self.parts = split(jaxpr, cuts)
         self.fronts: list[Front] = []
         computed = {v for e in jaxpr.eqns for v in e.outvars}
+        moving = moving_variables(jaxpr, chosen)
         first: dict[Any, int] = {}
         for i, part in enumerate(self.parts):
-            counted = tuple(v in computed for v in part.invars)
-            key = (part.key, counted)
+            variables = [None if isinstance(v, Literal) else v for v in part.invars]
+            counted = tuple(v in computed for v in variables)
+            moves = tuple(v in moving for v in variables)
+            key = (part.key, counted, moves)
             if key not in fronts:
-                fronts[key] = _front(part, counted, price, policies, offload, deadline)
+                fronts[key] = _front(part, counted, moves, price, policies, offload, deadline)
             self.fronts.append(fronts[key])
-            for v, c in zip(part.invars, counted, strict=True):
+            for v, c in zip(variables, counted, strict=True):
                 if c:
                     first.setdefault(v, i)
         added = [0] * len(self.parts)
@@ -214,8 +219,13 @@ def _step(part: Part, option: Option) -> Step:
 class Front:
     """What can be done with a part, and with all that are like it.
 
+    Attributes:
+        untouched: the option to leave it as it is.
+        options: those to which no other is preferable.
+        stock: what each of the policies would do.
+
     Args:
-        steps: options of its equations; of a loop, of one step.
+        steps: options of its equations; of a loop, of one step. The first leaves them as they are.
         stock: what each of the policies would do with them.
         graph: of the equations; None where nothing is left to learn.
         expand: from options of a step to those of its loop.
@@ -235,6 +245,7 @@ class Front:
         self._update()
 
     def _update(self) -> None:
+        self.untouched = self._expand(self._steps[:1])[0]
         self.stock = [self._expand([o])[-1] for o in self._stock]
         self.options = undominated([*self._expand(self._steps), *self.stock])
 
@@ -257,23 +268,33 @@ class Front:
 def _front(
     part: Part,
     counted: Sequence[bool],
+    moves: Sequence[bool],
     price: Price,
     policies: Sequence[Any],
     offload: float | None,
     deadline: Callable[[], bool],
 ) -> Front:
+    nothing_kept = [Option(None, 0, 0, 0.0)]
+    if not any(moves):
+        return Front(nothing_kept, nothing_kept * len(policies))
     is_fixed = part.kind == "rest" or bool(_compat.forbidden_effects(part.jaxpr))
     if part.eqn is not None:
         num_constants, num_carry = _compat.scan_counts(part.eqn)
         counted = [num_constants <= i < num_constants + num_carry for i in range(len(part.jaxpr.invars))]
+        moves = [m or c for m, c in zip(moves, counted, strict=True)]
         offload = None
-    graph = Graph(part.jaxpr, price, counted)
+    try:
+        graph = Graph(part.jaxpr, price, counted, moves)
+    except (
+        Exception
+    ):  # without a derivative in reverse mode, which is an error where it is differentiated, and only there
+        return Front(nothing_kept, nothing_kept * len(policies))
     expand = list if part.eqn is None else functools.partial(_of_loop, part, graph, counted)
+    untouched = graph.untouched()
     if is_fixed:
-        untouched = [graph.untouched()]
-        return Front(untouched, untouched * len(policies), None, lambda steps: expand(steps)[:1])
+        return Front([untouched], [untouched] * len(policies), None, lambda steps: expand(steps)[:1])
     stock = [graph.by_policy(policy) for policy in policies]
-    return Front([*graph.front(offload=offload, deadline=deadline), *stock], stock, graph, expand)
+    return Front([untouched, *graph.front(offload=offload, deadline=deadline), *stock], stock, graph, expand)
 
 
 def _of_loop(part: Part, graph: Graph, is_carry: Sequence[bool], steps: Sequence[Option]) -> list[Option]:
@@ -310,6 +331,8 @@ def _with_slots(step: Option, graph: Graph, length: int, carry: int) -> list[Opt
 @functools.cache
 def _inner_lengths(length: int) -> tuple[int, ...]:
     """Lengths of inner loops to try: about the square root, and some powers of two around it."""
+    if length < 4:
+        return ()
     root = _schedule.nested_lengths(length, 2)[1]
     found = {root, *(2**n for n in range(1, length.bit_length()))}
     return tuple(n for n in found if 1 < n <= length // 2)

@@ -8,7 +8,7 @@ from typing import Any
 from .. import _compat
 from .._compat import Jaxpr, Literal
 from .._jaxpr import Body
-from .._tree import num_bytes
+from .._tree import is_float, num_bytes
 from ..residuals._trace import JIT, REMAT, inline
 
 
@@ -119,6 +119,16 @@ def _last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
     """For each variable the last equation that reads it; one past the last for outputs."""
     uses = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not isinstance(v, Literal)}
     return uses | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not isinstance(v, Literal)}
+
+
+def moving_variables(jaxpr: Jaxpr, chosen: Sequence[int]) -> set[Any]:
+    """The variables that differentiation with respect to some inputs varies."""
+    moving = {jaxpr.invars[i] for i in chosen}
+    for eqn in jaxpr.eqns:
+        reads = any(v in moving for v in eqn.invars if not isinstance(v, Literal))
+        if reads and eqn.primitive.name != "stop_gradient":
+            moving.update(v for v in eqn.outvars if is_float(v.aval))
+    return moving
 
 
 def has_regions(jaxpr: Jaxpr) -> bool:

@@ -96,7 +96,7 @@ class Search:
             if self.layouts and self.is_late():
                 break
             options = {"policies": policies, "offload": offload, "deadline": self.is_late, "fronts": fronts}
-            self.layouts.append(Layout(program, cuts, price=price, **options))
+            self.layouts.append(Layout(program, cuts, chosen, price=price, **options))
         self._forward = sum(map(price, self.jaxpr.eqns))
         self._negligible = 3e-3 * self._forward
 
@@ -139,7 +139,7 @@ class Search:
     def best(self, budget: float) -> Candidate | None:
         """The cheapest of what has been compiled that keeps a budget."""
         fitting = [c for c in self.candidates if c.temp_bytes <= budget]
-        return min(fitting, key=lambda c: (c.added, c.temp_bytes), default=None)
+        return min(fitting, key=lambda c: (c.added, c.name != "no remat", c.temp_bytes), default=None)
 
     def smallest(self) -> Candidate:
         return min(self.candidates, key=lambda c: c.temp_bytes)
@@ -176,13 +176,10 @@ class Search:
     def _ensure_first(self) -> None:
         """Compile both ends: no rematerialisation, and the least memory that the model knows of."""
         if not self.candidates:
-            self.measure(self.layouts[0], [o[0] for o in self._untouched(self.layouts[0])], "no remat")
+            self.measure(self.layouts[0], [front.untouched for front in self.layouts[0].fronts], "no remat")
             least = self._least()
             if least is not None and not self.is_late():
                 self.measure(*least)
-
-    def _untouched(self, layout: Layout) -> list[list[Option]]:
-        return [[min(options, key=lambda o: (not o.is_untouched, o.price))] for options in layout.options]
 
     def _least(self) -> tuple[Layout, list[Option]] | None:
         while True:

@@ -7,29 +7,32 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
+import numbers
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex_core
 import numpy as np
 
-from .. import _compat, _keep
+from .. import _compat, _keep, _schedule
 from .._compat import Jaxpr, Literal
-from .._cost import Cost, Program, flops
+from .._cost import Cost, Program, count, flops
 from .._errors import PlanError
 from .._jaxpr import Body
 from .._lift import name_of
 from .._policy import FAMILIES, Rewriting, parse_bytes
 from .._strategy import Lengths, Slots, Strategy
+from .._targets import resolve_argnums
 from .._text import format_bytes, format_table
 from .._tree import is_array, is_float, num_bytes, partition
 from ..residuals._show import format_flops, short_path, short_type
 from ..residuals._trace import short_name, user_line
-from ..residuals.measure import without_gradient
 from ..transforms.abstract import make_jaxpr
 from ..transforms.remat import Remat
-from ._analysis import Option
+from ._analysis import Option, type_of
 from ._layout import Layout, marks_of, rewrite
 from ._parts import Part, flatten, opened, split
 from ._search import Candidate, Search
@@ -100,7 +103,7 @@ class Plan(Rewriting):
     @property
     def extra_flops(self) -> float:
         """Operations added, as a part of those without rematerialisation."""
-        return self.flops / max(self.unplanned_flops, 1) - 1
+        return (self.flops - self.unplanned_flops) / max(self.unplanned_flops, 1)
 
     # -- use -------------------------------------------------------------------------------------------------------
 
@@ -239,7 +242,7 @@ class Plan(Rewriting):
 
     def __str__(self) -> str:
         lines = [
-            f"{self.name}: {format_bytes(self.temp_bytes)} of temporary memory (predicted {format_bytes(self.predicted_bytes)}, "
+            f"{'' if self._is_step else 'gradient of '}{self.name}: {format_bytes(self.temp_bytes)} of temporary memory (predicted {format_bytes(self.predicted_bytes)}, "
             f"budget {format_bytes(self.budget_bytes)}, without a plan {format_bytes(self.unplanned_bytes)}), "
             f"{100 * self.extra_flops:+.1f}% operations"
         ]
@@ -330,21 +333,21 @@ def plan(
     The function is traced once; no state changes and nothing is computed. Its equations are cut into regions where few
     bytes cross (or where `remat` marks them), the choices of each region are found by integer programs, and the best
     combination by dynamic programming, with what is in use while each region is run backwards counted in. Candidates are
-    compiled until one keeps the budget and the next better one would not. A scan is planned with its body: what each step
+    compiled until one keeps the budget and the next better one would not, a handful at most. A scan is planned with its body: what each step
     keeps, together with the levels or slots of the loop. The stock policies are candidates, too. Nothing random is drawn
     anew, and each state is written once, as in `remat`.
 
     Args:
-        fun: a function to be differentiated, such as a loss; or a training step, which calls `statetx.grad` (or
-            ``value_and_grad``, ``vjp``) itself. It may read and write states.
+        fun: a function to be differentiated, such as a loss; or, where `argnums` is not given, a training step, which calls
+            `statetx.grad` (or ``value_and_grad``, ``vjp``; not JAX's) itself. It may read and write states. Arguments that are
+            no arrays are taken as they are, as in `remat`.
         *args, **kwargs: what to call it with; ``jax.ShapeDtypeStruct`` stands for an array.
         budget: temporary bytes of the compiled program beyond its arguments and outputs: a number, ``"2GiB"``, or, as
             a float up to 1, a fraction of what it takes without a plan.
         objective: what to add least of: ``"flops"``, or ``"time"`` by what `calibrate` measured of this machine.
         offload: whether values may be stored in the host's memory, where the backend has one.
-        argnums: of a loss, the arguments to differentiate; all if not given. Float states, and arrays that it
-            closes over, are differentiated always.
-        time_limit: seconds, after which the best plan so far is returned.
+        argnums: of a loss, the arguments to differentiate; all if not given. Float states are differentiated always.
+        time_limit: seconds from now, after which the best plan so far is returned.
         progress: whether to show what is done (with rich).
 
     Returns:
@@ -440,20 +443,26 @@ class Planner:
         self._report = lambda text: None
 
 
-def _read_budget(budget: Any) -> int | float:
+def _read_budget(given: Any) -> int | float:
     """Bytes, or a fraction."""
-    if isinstance(budget, str):
+    budget: Any = given
+    if isinstance(given, str):
         try:
-            budget = float(budget) if "." in budget and budget.replace(".", "").isdigit() else parse_bytes(budget)
-        except ValueError as e:
-            raise PlanError(
-                f"budget={budget!r} is no number of bytes, such as 2**30 or '2GiB', and no fraction."
-            ) from e
-    if isinstance(budget, bool) or not isinstance(budget, (int, float, np.integer)) or budget <= 0:
-        raise PlanError(f"budget={budget!r} is no number of bytes, such as 2**30 or '2GiB', and no fraction.")
-    if isinstance(budget, float) and budget > 1:
-        return int(budget)
-    return budget if isinstance(budget, float) else int(budget)
+            budget = (
+                float(given)
+                if "." in given and given.strip().replace(".", "").isdigit()
+                else parse_bytes(given.strip())
+            )
+        except ValueError:
+            budget = None
+    is_number = isinstance(budget, numbers.Real) and not isinstance(budget, bool) and math.isfinite(float(budget))
+    if not is_number or budget <= 0 or (budget > 1 and budget != int(budget)):
+        raise PlanError(
+            f"budget={given!r} is no number of bytes, such as 2**30 or '2GiB', and no fraction of what it takes without a plan, "
+            f"such as 0.5."
+        )
+    is_fraction = budget < 1 or (budget == 1 and not isinstance(budget, numbers.Integral))
+    return float(budget) if is_fraction else int(budget)
 
 
 def _budget_bytes(search: Search, budget: int | float) -> int:
@@ -485,9 +494,10 @@ def _fit(search: Search, budget: int | float, name: str) -> Candidate:
     found = search.fit(bytes_)
     if found is None:
         least = search.smallest().temp_bytes
+        late = ", when the time limit ended the search" if search.is_late() else ""
         raise PlanError(
             f"No plan for {name} keeps the budget of {format_bytes(bytes_)}: the smallest found needs "
-            f"{format_bytes(least)}, {format_bytes(least - bytes_)} more.\nFix: allow that much; or rematerialise smaller "
+            f"{format_bytes(least)}, {format_bytes(least - bytes_)} more{late}.\nFix: allow that much; or rematerialise smaller "
             f"parts, make the batch smaller, or let the loop's steps compute less.",
             smallest_bytes=least,
         )
@@ -513,7 +523,9 @@ class _Capture(Rewriting):
     """Takes down the program of the function that it is used on, and lets it be."""
 
     def __init__(self) -> None:
-        self.bodies: list[tuple[Body, list[int]]] = []
+        self.bodies: list[
+            tuple[Body, list[int], list[int]]
+        ] = []  # with what is differentiated, and what is no constant
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -526,8 +538,9 @@ class _Capture(Rewriting):
 
     def rewrite(self, body: Body, name: str) -> Callable:
         def run(operands: Sequence[Any], *args: Any) -> list[Any]:
-            moving = [i for i, x in enumerate((*operands, *args)) if _compat.is_differentiated(x) and is_float(x)]
-            self.bodies.append((body, moving))
+            floats = [(i, x) for i, x in enumerate((*operands, *args)) if is_float(x)]
+            moving = [i for i, x in floats if _compat.is_differentiated(x)]
+            self.bodies.append((body, moving, [i for i, x in floats if isinstance(x, _compat.Tracer)]))
             return body(operands, *args)
 
         return run
@@ -543,35 +556,53 @@ class _Captured:
 
 def _capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | Sequence[int] | None) -> _Captured:
     whole, inner = _Capture(), _Capture()
+    nums = None if argnums is None else resolve_argnums(argnums, len(args), fun)[0]
 
+    @functools.wraps(fun)
     def traced(*args: Any, **kwargs: Any) -> Any:
         with _keep.override.differentiated(lambda loss: Remat(loss, policy=inner)):
             return fun(*args, **kwargs)
 
-    make_jaxpr(Remat(traced, policy=whole))(*args, **kwargs)
+    # Whether it differentiates anything itself is seen while it is traced, and it is traced once.
+    planned = Remat(fun if nums is not None else traced, policy=whole)
+    _jaxpr_of(planned, args, kwargs)
     if inner.bodies:
-        if len({tuple(fingerprint(flatten(body.jaxpr))) for body, _ in inner.bodies}) > 1:
+        if len({tuple(fingerprint(flatten(body.jaxpr))) for body, _, _ in inner.bodies}) > 1:
             raise PlanError(
                 f"{name_of(fun)} differentiates more than one function. Fix: make a plan for each of them, and use it as "
                 f"remat(loss, policy=plan)."
             )
-        body, moving = inner.bodies[0]
+        body, moving, _ = inner.bodies[0]
         return _Captured(body.jaxpr, moving, True, functools.partial(_compile_step, fun, args, kwargs))
-    ((body, _),) = whole.bodies
-    nums = range(len(args)) if argnums is None else (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    wanted = {n % len(args) if args else n for n in nums}
+    ((body, _, variable),) = whole.bodies
     is_chosen = []
     for n, part in enumerate((*args, *kwargs.values())):
-        dynamic, _ = partition(part, lambda x: is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
-        is_chosen += [argnums is None if n >= len(args) else n in wanted] * len(dynamic)
+        is_chosen += [nums is None or n in nums] * len(partition(part, _is_traced)[0])
     num_operands = len(body.jaxpr.invars) - len(is_chosen)
-    is_chosen = [True] * num_operands + is_chosen
-    chosen = [i for i, (c, v) in enumerate(zip(is_chosen, body.jaxpr.invars, strict=True)) if c and is_float(v.aval)]
-    if not chosen:
+    chosen = [i for i in variable if i < num_operands or is_chosen[i - num_operands]]
+    if not chosen or not any(is_float(v.aval) for v in body.jaxpr.outvars):
         raise PlanError(
-            f"{name_of(fun)} has no float argument or state to differentiate, and differentiates nothing itself."
+            f"{name_of(fun)} has no float output, or no float argument or state, so there is nothing to differentiate; and it "
+            f"differentiates nothing itself by statetx.grad."
         )
     return _Captured(body.jaxpr, chosen, False, None)
+
+
+def _is_traced(x: Any) -> bool:
+    """Whether `remat` traces an argument."""
+    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _jaxpr_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The program of a call; arrays and all that states hold are its inputs, other arguments are as they are."""
+    arrays, others = partition((args, kwargs), _is_traced)
+
+    @functools.wraps(fun)
+    def call(*arrays: Any) -> Any:
+        call_args, call_kwargs = others.combine(arrays)
+        return fun(*call_args, **call_kwargs)
+
+    return make_jaxpr(call)(*arrays)
 
 
 class _Instead(Rewriting):
@@ -598,7 +629,8 @@ def _compile_step(fun: Callable, args: tuple, kwargs: dict[str, Any], jaxpr: Jax
         with _keep.override.differentiated(lambda loss: Remat(loss, policy=instead)):
             return fun(*args, **kwargs)
 
-    return Program(*without_gradient(step, args, kwargs)).cost
+    program = _jaxpr_of(step, args, kwargs)
+    return Program(jex_core.jaxpr_as_fun(program), [type_of(aval) for aval in program.in_avals]).cost
 
 
 # -- fields ----------------------------------------------------------------------------------------------------------
@@ -665,7 +697,9 @@ def _fields(search: Search, found: Candidate, name: str, budget: int, objective:
         "foretold_bytes": int(found.predicted),
         "temp_bytes": found.temp_bytes,
         "unplanned_bytes": unplanned.temp_bytes,
-        "flops": unplanned.flops + int(found.added) if objective == "flops" else found.cost.flops,
+        "flops": unplanned.flops + int(found.added)
+        if objective == "flops"
+        else found.cost.flops + _hidden(layout, found),
         "unplanned_flops": unplanned.flops,
         "stock": "" if found.name == "plan" else found.name,
         "complete": not search.is_late(),
@@ -679,6 +713,16 @@ def _fields(search: Search, found: Candidate, name: str, budget: int, objective:
         "curve": search.curve(),
         "measured": [[c.name, c.temp_bytes, c.added / search.whole()] for c in search.candidates],
     }
+
+
+def _hidden(layout: Layout, found: Candidate) -> int:
+    """Operations of the schedules of loops, of which the equations show one step each."""
+    hidden = 0
+    for part, option in zip(layout.parts, found.options, strict=True):
+        if isinstance(option.loop, Slots):
+            length = part.eqn.params["length"]
+            hidden += _schedule.num_evaluations(length, option.loop.num) * count(part.jaxpr)
+    return hidden
 
 
 def _written(option: Option) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def remat(
             the body of a loop, where merging cannot happen, and True elsewhere.
         fence: how, where `prevent_cse` is true: ``"barrier"`` as JAX does, which XLA up to jaxlib 0.11 removes on CPUs
             before it looks for common subexpressions; ``"cond"`` by computing the backward pass of the function in a
-            branch that depends on its cotangents, which holds everywhere; ``"auto"`` the latter where the former does
+            branch that depends on its cotangents, which holds on every backend; ``"auto"`` the latter where the former does
             not hold; None not at all.
         static_argnums: positions of arguments to pass as they are, counted as you call the function (``self`` is 0
             in a class body); negative ones count from the end. Python values other than arrays always pass
