@@ -101,6 +101,16 @@ def test_every_dtype(dtype):
         np.testing.assert_allclose(*(np.asarray(v, "complex64") for v in (fenced, jax.grad(loss(g))(*args))))
 
 
+def test_inputs_of_which_nothing_can_be_told():
+    """int4 has no whole bytes; it was a crash. Of complex numbers the real part is looked at."""
+    g = statetx.remat(lambda x, w: jnp.sin(x @ w.astype(jnp.float32)).sum(), fence="cond")
+    args = (jnp.ones((2, 4)), jnp.ones((4, 2), jnp.int4))
+    np.testing.assert_allclose(jax.jit(jax.grad(g))(*args), jax.grad(g)(*args), rtol=1e-6)
+    h = statetx.remat(lambda z: jnp.sin(z) * z, fence="cond")
+    lowered = jax.jit(jax.grad(lambda z: h(z).real.sum())).lower(jnp.ones(3, "complex64"))
+    assert "stablehlo.case" in lowered.as_text() and "conditional" in lowered.compile().as_text()
+
+
 def text(fence, **options):
     wrapped = statetx.remat(f, fence=fence, **options)
     return jax.jit(jax.grad(lambda x: wrapped(x).sum())).lower(jnp.ones(3)).as_text()

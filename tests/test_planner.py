@@ -19,7 +19,7 @@ from statetx._jaxpr import Body
 from statetx._strategy import Lengths, Slots
 from statetx.planner import CostModel, Planner, _analysis, _layout, _parts, machine
 from statetx.planner._analysis import Graph, Option
-from statetx.planner.plan import fingerprint
+from statetx.planner.plan import _read_budget, fingerprint
 
 X = jnp.ones((256, 64))
 WS = [jnp.eye(64) * (1 + 0.01 * i) for i in range(8)]
@@ -345,6 +345,131 @@ def test_progress(capsys):
     assert "plan loss" in capsys.readouterr().out
 
 
+# -- programs of every kind ---------------------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def with_constant(x):
+    return jnp.cos(x * jnp.arange(64.0)[None])
+
+
+with_constant.defvjp(lambda x: (with_constant(x), x), lambda x, ct: (ct * jnp.sin(x),))
+
+
+def loop(step, length, *, xs=None, carry=lambda x: x):
+    return lambda ws, x: jax.tree.leaves(jax.lax.scan(functools.partial(step, ws), carry(x), xs, length=length)[0])[
+        0
+    ].mean()
+
+
+def while_before(ws, x):
+    x = jax.lax.while_loop(lambda v: v.sum() < 0, lambda v: v + 1, x)  # has no reverse mode, and needs none
+    return loss(ws, x)
+
+
+def mixed_precision(ws, x):
+    for w in ws:
+        x = (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+    return jnp.tanh(x).mean()
+
+
+KINDS = {
+    "literal in the carry": loop(
+        lambda ws, h, _: ((block(ws[0], h[0]), h[1] + 1.0), None), 8, carry=lambda x: (x, 0.0)
+    ),
+    "two steps": loop(lambda ws, h, _: (block(ws[0], h), None), 2),
+    "three steps": loop(lambda ws, h, _: (block(ws[0], h), None), 3),
+    "float that is not read": loop(lambda ws, h, a: (block(ws[0], h), None), 8, xs=jnp.arange(8.0)),
+    "reversed": lambda ws, x: jax.lax.scan(lambda h, w: (block(w, h), h.sum()), x, jnp.stack(ws), reverse=True)[
+        1
+    ].sum(),
+    "fori": lambda ws, x: jax.lax.fori_loop(0, 8, lambda i, h: block(ws[0], h), x).mean(),
+    "custom rule with a constant": lambda ws, x: (with_constant(block(ws[0], x)) @ ws[1]).mean(),
+    "while": while_before,
+    "mixed precision": mixed_precision,
+    "branches": lambda ws, x: jax.lax.cond(x.sum() > 0, lambda: loss(ws, x), lambda: x.mean()),
+    "constants": lambda ws, x: (block(ws[0], x) * jnp.arange(64.0)[None]).mean() + float(np.pi),
+    "keys": lambda ws, x: (block(ws[0], x) * jax.random.bernoulli(jax.random.key(1), 0.5, x.shape)).mean(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_of_every_kind(kind):
+    fun = KINDS[kind]
+    planner = Planner(fun, WS, X, argnums=0)
+    least, most = planner.ends()
+    plain = statetx.measure(jax.value_and_grad(fun), WS, X, gradient=False)
+    assert abs(most / plain.temp_bytes - 1) < 0.02, "what is compared with has no rematerialisation in it"
+    for budget in (most, max(least, (least + most) // 2), least):
+        plan = planner.plan(int(budget))
+        assert plan.temp_bytes <= budget
+        assert_same_gradients(jax.jit(jax.grad(plan.apply(fun))), jax.jit(jax.grad(fun)), WS, X, rtol=1e-4)
+    assert planner.plan(most).stock == "no remat"
+
+
+def test_flags_and_numbers_are_taken_as_they_are():
+    def fun(ws, x, scale, training=False):
+        return loss(ws, x) * scale if training else x.mean()
+
+    plan = statetx.plan(fun, WS, X, 0.5, training=True, budget=0.6, argnums=0)
+    assert plan.extra_flops > 0
+    assert_same_gradients(
+        lambda ws, x: jax.grad(plan.apply(fun))(ws, x, 0.5, training=True),
+        lambda ws, x: jax.grad(fun)(ws, x, 0.5, True),
+        WS,
+        X,
+    )
+
+
+def test_a_step_whose_loss_reads_numbers():
+    n = statetx.State(0)
+
+    def counted(ws, x):
+        n.value += 1
+        return loss(ws, x) * n.value
+
+    plan = statetx.plan(lambda ws, x: statetx.grad(counted)(ws, x), WS, X, budget=0.7)
+    assert plan.temp_bytes <= plan.budget_bytes and n.value == 0
+    plan = statetx.plan(lambda ws, x, s: statetx.grad(lambda ws: loss(ws, x) * s)(ws), WS, X, 0.5, budget=0.7)
+    assert plan.temp_bytes <= plan.budget_bytes
+
+
+def test_jitted_functions_are_not_taken_from_their_caches():
+    step = jax.jit(lambda ws, x: statetx.grad(loss)(ws, x))
+    step(WS, X)
+    plan = statetx.plan(step, WS, X, budget=0.7)
+    assert plan.temp_bytes <= plan.budget_bytes < plan.unplanned_bytes
+    assert jax.jit(plan.apply(step)).lower(WS, X).compile().memory_analysis().temp_size_in_bytes <= plan.budget_bytes
+    kept = jax.jit(statetx.remat(block, policy="everything"))
+    with_it = lambda: jax.jit(jax.grad(functools.partial(loss, block=kept))).lower(WS, X).compile()  # noqa: E731
+    before = with_it().memory_analysis().temp_size_in_bytes
+    statetx.plan(functools.partial(loss, block=kept), WS, X, budget=0.9, argnums=0)
+    assert with_it().memory_analysis().temp_size_in_bytes == before, "and nothing of a plan is left in them"
+
+
+def test_a_loss_that_differentiates():
+    penalty = lambda ws, x: (statetx.grad(loss, argnums=1)(ws, x) ** 2).sum()  # noqa: E731
+    plan = statetx.plan(penalty, WS, X, budget=0.9, argnums=0)
+    planned = jax.jit(jax.grad(plan.apply(penalty)))
+    assert planned.lower(WS, X).compile().memory_analysis().temp_size_in_bytes <= plan.budget_bytes
+    assert str(plan).startswith("gradient of ")
+    assert_same_gradients(planned, jax.jit(jax.grad(penalty)), WS, X, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "transform", [jax.hessian, jax.jacfwd, lambda f: jax.vmap(jax.grad(f)), lambda f: jax.jit(jax.grad(f))]
+)
+def test_planned_functions_are_transformed(transform):
+    fun = lambda x: loss([w[:4, :4] for w in WS], x.reshape(-1, 4))  # noqa: E731
+    x = jnp.linspace(-1, 1, 24).reshape(3, 8)
+    plan = statetx.plan(fun, jax.ShapeDtypeStruct(x.shape if transform is not None else (), x.dtype), budget=1.0)
+    planned = plan.apply(fun)
+    if "vmap" in str(transform.__code__.co_names):
+        plan = statetx.plan(fun, x[0], budget=1.0)
+        planned = plan.apply(fun)
+    np.testing.assert_allclose(transform(planned)(x), transform(fun)(x), rtol=1e-4, atol=1e-5)
+
+
 # -- reuse ------------------------------------------------------------------------------------------------------------
 
 
@@ -395,13 +520,21 @@ def test_fingerprints_tell_programs_apart():
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [0, -1, "lots", True, None, 0.0])
+@pytest.mark.parametrize("budget", [0, -1, "lots", True, None, 0.0, 1.5, "1.5", float("nan"), float("inf")])
 def test_what_is_no_budget(budget):
     with pytest.raises(statetx.PlanError, match="is no number of bytes"):
         statetx.plan(loss, WS, X, budget=budget)
 
 
+def test_budgets_are_read():
+    assert _read_budget(" 0.5 ") == 0.5 and _read_budget(np.float32(0.5)) == 0.5
+    assert _read_budget(1) == 1 and isinstance(_read_budget(1.0), float)
+    assert _read_budget("2KiB") == 2048
+
+
 def test_mistakes():
+    with pytest.raises(ValueError, match="argnums"):
+        statetx.plan(loss, WS, X, budget=0.5, argnums=7)
     with pytest.raises(ValueError, match="objective must be 'flops' or 'time'"):
         statetx.plan(loss, WS, X, budget=0.5, objective="speed")
     with pytest.raises(statetx.PlanError, match="nothing to differentiate"):

@@ -455,14 +455,15 @@ def _read_budget(given: Any) -> int | float:
             )
         except ValueError:
             budget = None
-    is_number = isinstance(budget, numbers.Real) and not isinstance(budget, bool) and math.isfinite(float(budget))
-    if not is_number or budget <= 0 or (budget > 1 and budget != int(budget)):
+    is_number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
+    value = float(budget) if is_number else math.nan
+    if not math.isfinite(value) or value <= 0 or (value > 1 and value != int(value)):
         raise PlanError(
             f"budget={given!r} is no number of bytes, such as 2**30 or '2GiB', and no fraction of what it takes without a plan, "
             f"such as 0.5."
         )
-    is_fraction = budget < 1 or (budget == 1 and not isinstance(budget, numbers.Integral))
-    return float(budget) if is_fraction else int(budget)
+    is_fraction = value < 1 or (value == 1 and not isinstance(budget, numbers.Integral))
+    return value if is_fraction else int(value)
 
 
 def _budget_bytes(search: Search, budget: int | float) -> int:
