@@ -55,7 +55,7 @@ $(BENCH): $(STAMP)
 	@touch $@
 
 bench: $(BENCH)  ## run the benchmarks and the comparison with other libraries, one after the other
-	@set -e; for file in benchmarks/bench_*.py benchmarks/loops.py benchmarks/behaviours.py; do echo "== $$file"; $(PY) "$$file"; done
+	@set -e; for file in benchmarks/bench_*.py benchmarks/loops.py benchmarks/planner.py benchmarks/behaviours.py; do echo "== $$file"; $(PY) "$$file"; done
 
 clean:  ## remove the environment, outputs and caches
 	rm -rf .venv out build dist .pytest_cache .ruff_cache .hypothesis

@@ -234,11 +234,11 @@ class Search:
             if self._was_tried(layout, options) or self.is_late():
                 continue
             if best is not None:
-                if best.added <= max(0.9 * sum(o.price for o in options), self._negligible):
+                if best.added <= max(0.95 * sum(o.price for o in options), self._negligible):
                     continue
                 if self._learn(layout, options):
                     options = layout.stock(n)
-                if self.predict(layout.peak(options)) > 1.25 * budget:
+                if self.predict(layout.peak(options)) > 2 * budget:
                     continue
             self.measure(layout, options, name)
 
