@@ -156,7 +156,7 @@ def scale(quick: bool) -> list[dict[str, Any]]:
         start = time.perf_counter()
         cost(program)
         alone = time.perf_counter() - start
-        equations = len(plan._fields["equations"])
+        equations = plan.num_equations
         found.append(
             {
                 "program": title,

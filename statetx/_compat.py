@@ -283,12 +283,6 @@ class _Fenced:
         return self.policy is not None and self.policy(*args, **params)
 
 
-def policy_of(eqn: Any) -> Any:
-    """The policy that a rematerialised function was given."""
-    policy = eqn.params["policy"]
-    return policy.policy if isinstance(policy, _Fenced) else policy
-
-
 def _lower_remat(ctx: Any, *args: Any, jaxpr: Jaxpr, differentiated: bool, policy: Any, **params: Any) -> Any:
     drops_barriers = _CPU_DROPS_BARRIERS and _platforms(ctx) == ("cpu",)
     is_fenced = isinstance(policy, _Fenced) and (policy.fence == "cond" or drops_barriers)

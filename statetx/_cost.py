@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from . import _compat
 from ._compat import Jaxpr
@@ -189,3 +190,24 @@ class Program:
 def count(jaxpr: Jaxpr) -> int:
     """Operations of a jaxpr's equations."""
     return sum(map(flops, jaxpr.eqns))
+
+
+def with_pullback(
+    fun: Callable[..., tuple[list, list]], moving: Sequence[int]
+) -> Callable[..., tuple[list, list, list]]:
+    """``fun(*arrays) -> (outputs, others)``, and the cotangents of the arrays `moving` for outputs' cotangents of one.
+
+    Of such a program is measured what a gradient takes, here and wherever one is planned.
+    """
+
+    def step(*arrays: Any) -> tuple[list, list, list]:
+        def differentiated(*moved: Any) -> tuple[list, list]:
+            whole = list(arrays)
+            for i, x in zip(moving, moved, strict=True):
+                whole[i] = x
+            return fun(*whole)
+
+        outs, pull, others = jax.vjp(differentiated, *(arrays[i] for i in moving), has_aux=True)
+        return outs, others, list(pull([jnp.ones_like(x) for x in outs]))
+
+    return step

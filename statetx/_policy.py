@@ -538,8 +538,11 @@ class Rewriting(Policy):
     def judge(self, value: Value) -> Verdict:
         raise PolicyError(f"{self!r} is for a whole function: it does not combine with other policies.")
 
-    def rewrite(self, body: Any, name: str) -> Any:
-        """``(operands, *args) -> outputs`` for a staged function (`_jaxpr.Body`) of this name."""
+    def rewrite(self, body: Any, name: str, num_out: int) -> Any:
+        """``(operands, *args) -> outputs`` for a staged function (`_jaxpr.Body`) of this name.
+
+        The first `num_out` outputs are the function's own; those of states that it writes follow.
+        """
         raise NotImplementedError
 
 

@@ -48,6 +48,8 @@ LAYERS = [
     {"planner._analysis"},
     {"planner._layout"},
     {"planner._search"},
+    {"planner._record"},
+    {"planner._capture"},
     {"planner.plan"},
 ]
 

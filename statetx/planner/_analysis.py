@@ -2,7 +2,7 @@
 
 The model. A region is staged with its derivative. What the backward pass reads are values of the forward graph; each is
 either kept or computed again, and what is computed again needs its operands: inputs of the region, kept, or computed
-again themselves. `fronts` gives all the choices of which no other is better in both bytes and work, by integer programs
+again themselves. `Graph.front` gives all the choices of which no other is better in both bytes and work, by integer programs
 (Checkmate, Jain et al., MLSys 2020, within one region). The bytes in use while the region is run backwards are those of a
 walk over its equations, where elementwise operations are taken to be fused into what reads them.
 """
@@ -49,11 +49,6 @@ class Option(NamedTuple):
     offloaded: frozenset[Address] = frozenset()
     loop: Strategy | None = None
 
-    @property
-    def is_untouched(self) -> bool:
-        """Whether it leaves the equations as they are."""
-        return self.kept is None and self.loop is None
-
 
 _PREFIX = "statetx.plan:"
 _FUSED = frozenset(
@@ -74,17 +69,20 @@ class Graph:
         price: of an equation.
         counted: for each input, whether it is computed in the program, so that its cotangent takes memory.
         moves: for each input, whether it is differentiated.
+        pulls: for each output, whether it gets a cotangent.
     """
 
-    def __init__(self, jaxpr: Jaxpr, price: Price, counted: Sequence[bool], moves: Sequence[bool]):
+    def __init__(
+        self, jaxpr: Jaxpr, price: Price, counted: Sequence[bool], moves: Sequence[bool], pulls: Sequence[bool]
+    ):
         self.jaxpr = jaxpr
-        self._price = price
         floats = [i for i, v in enumerate(jaxpr.invars) if moves[i] and is_float(v.aval)]
+        pulled = [i for i, v in enumerate(jaxpr.outvars) if pulls[i] and is_float(v.aval)]
         self._counted = [counted[i] for i in floats]
         self.sites = {site.address: site for site in _keep.survey(jaxpr) if len(site.address) == 2}
         named = _keep.mark(jaxpr, {at: f"{_PREFIX}{at[0]}.{at[1]}" for at in self.sites})
-        self._forward, self._num_out, self._backward = _derivative(named, floats)
-        plain, num_out, self._plain_backward = _derivative(jaxpr, floats)
+        self._forward, self._num_out, self._backward = _derivative(named, floats, pulled)
+        plain, num_out, self._plain_backward = _derivative(jaxpr, floats, pulled)
         self._plain_leaves = _variables(plain.outvars[num_out:], plain.invars)
         leaves = {v for v in plain.outvars[num_out:] if isinstance(v, Var)}
         self.kept_inputs = [i for i, v in enumerate(plain.invars) if v in leaves]
@@ -263,9 +261,8 @@ class _Backward:
         return list(self.jaxpr.outvars)
 
 
-def _derivative(jaxpr: Jaxpr, floats: Sequence[int]) -> tuple[Jaxpr, int, _Backward]:
-    """The forward pass of a region with its residuals as further outputs, and the backward pass for some inputs."""
-    moved = [i for i, v in enumerate(jaxpr.outvars) if is_float(v.aval)]
+def _derivative(jaxpr: Jaxpr, floats: Sequence[int], pulled: Sequence[int]) -> tuple[Jaxpr, int, _Backward]:
+    """A region's outputs `pulled` with the residuals as further outputs, and the backward pass from them to `floats`."""
     tree: Any = None
 
     def forward(*ins: Any) -> list[Any]:
@@ -276,7 +273,7 @@ def _derivative(jaxpr: Jaxpr, floats: Sequence[int]) -> tuple[Jaxpr, int, _Backw
             for i, x in zip(floats, given, strict=True):
                 whole[i] = x
             outs = _compat.evaluate(jaxpr, (), whole)
-            return [jnp.asarray(outs[i]) for i in moved]
+            return [jnp.asarray(outs[i]) for i in pulled]
 
         outs, pull = jax.vjp(differentiated, *(ins[i] for i in floats))
         leaves, tree = jax.tree.flatten(pull)
@@ -284,19 +281,19 @@ def _derivative(jaxpr: Jaxpr, floats: Sequence[int]) -> tuple[Jaxpr, int, _Backw
 
     staged = Body.close(*_compat.stage(forward, [v.aval for v in jaxpr.invars], kind="statetx.plan", name="forward"))
     whole = inline(staged.jaxpr, calls=tuple(JIT), deep=False)
-    leaves = whole.outvars[len(moved) :]
+    leaves = whole.outvars[len(pulled) :]
 
     def backward(*ins: Any) -> list[Any]:
         pull = jax.tree.unflatten(tree, ins[: len(leaves)])
         return jax.tree.leaves(pull(list(ins[len(leaves) :])))
 
-    avals = [v.aval for v in (*leaves, *whole.outvars[: len(moved)])]
+    avals = [v.aval for v in (*leaves, *whole.outvars[: len(pulled)])]
     back = Body.close(*_compat.stage(backward, avals, kind="statetx.plan", name="backward"))
     flat = inline(_bind_literals(back, leaves), calls=tuple(JIT), deep=False)
     residuals = [v for v in leaves if isinstance(v, Var)]
     num = len(residuals)
     split = _Backward(flat, flat.invars[:num], residuals, flat.invars[num:])
-    return whole, len(moved), split
+    return whole, len(pulled), split
 
 
 def _bind_literals(back: Body, leaves: Sequence[Any]) -> Jaxpr:

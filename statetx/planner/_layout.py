@@ -16,10 +16,7 @@ from .._policy import Marks
 from .._strategy import Lengths, Slots
 from .._tree import num_bytes
 from ._analysis import Graph, Option, Price, undominated
-from ._parts import Part, moving_variables, run, split
-
-Choice = tuple[int, ...]
-"""For each part the number of its option."""
+from ._parts import Part, moving_variables, pulled_variables, run, split
 
 
 class Layout:
@@ -29,6 +26,7 @@ class Layout:
         jaxpr: the program, flat.
         cuts: see `split`.
         chosen: the inputs with respect to which it is differentiated.
+        num_out: how many of its outputs are: the first.
         fronts: kept from other layouts of the same program, by part.
 
     Attributes:
@@ -42,6 +40,7 @@ class Layout:
         jaxpr: Jaxpr,
         cuts: Sequence[int] | None,
         chosen: Sequence[int],
+        num_out: int,
         *,
         price: Price,
         policies: Sequence[Any],
@@ -55,14 +54,16 @@ class Layout:
         self.fronts: list[Front] = []
         computed = {v for e in jaxpr.eqns for v in e.outvars}
         moving = moving_variables(jaxpr, chosen)
+        pulled = pulled_variables(jaxpr, num_out)
         first: dict[Any, int] = {}
         for i, part in enumerate(self.parts):
             variables = [None if isinstance(v, Literal) else v for v in part.invars]
             counted = tuple(v in computed for v in variables)
             moves = tuple(v in moving for v in variables)
-            key = (part.key, counted, moves)
+            pulls = tuple(v in pulled for v in part.outvars)
+            key = (part.key, counted, moves, pulls)
             if key not in fronts:
-                fronts[key] = _front(part, counted, moves, price, policies, offload, deadline)
+                fronts[key] = _front(part, counted, moves, pulls, price, policies, offload, deadline)
             self.fronts.append(fronts[key])
             for v, c in zip(variables, counted, strict=True):
                 if c:
@@ -269,25 +270,25 @@ def _front(
     part: Part,
     counted: Sequence[bool],
     moves: Sequence[bool],
+    pulls: Sequence[bool],
     price: Price,
     policies: Sequence[Any],
     offload: float | None,
     deadline: Callable[[], bool],
 ) -> Front:
     nothing_kept = [Option(None, 0, 0, 0.0)]
-    if not any(moves):
+    if not any(moves) or not any(pulls):
         return Front(nothing_kept, nothing_kept * len(policies))
     is_fixed = part.kind == "rest" or bool(_compat.forbidden_effects(part.jaxpr))
     if part.eqn is not None:
         num_constants, num_carry = _compat.scan_counts(part.eqn)
         counted = [num_constants <= i < num_constants + num_carry for i in range(len(part.jaxpr.invars))]
         moves = [m or c for m, c in zip(moves, counted, strict=True)]
+        pulls = [p or i < num_carry for i, p in enumerate(pulls)]
         offload = None
     try:
-        graph = Graph(part.jaxpr, price, counted, moves)
-    except (
-        Exception
-    ):  # without a derivative in reverse mode, which is an error where it is differentiated, and only there
+        graph = Graph(part.jaxpr, price, counted, moves, pulls)
+    except Exception:  # It has no derivative in reverse mode: an error where it is differentiated, and only there.
         return Front(nothing_kept, nothing_kept * len(policies))
     expand = list if part.eqn is None else functools.partial(_of_loop, part, graph, counted)
     untouched = graph.untouched()

@@ -131,6 +131,15 @@ def moving_variables(jaxpr: Jaxpr, chosen: Sequence[int]) -> set[Any]:
     return moving
 
 
+def pulled_variables(jaxpr: Jaxpr, num_out: int) -> set[Any]:
+    """The variables that the first outputs depend on, which may get cotangents."""
+    pulled = {v for v in jaxpr.outvars[:num_out] if not isinstance(v, Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in pulled for v in eqn.outvars):
+            pulled.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return pulled
+
+
 def has_regions(jaxpr: Jaxpr) -> bool:
     """Whether the user marked parts of the program, or of steps of its loops, by rematerialising them."""
     loops = [_compat.open_jaxpr(e.params["jaxpr"])[0] for e in jaxpr.eqns if is_loop(e)]

@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
 from .._compat import Jaxpr
-from .._cost import Cost, Program, flops
+from .._cost import Cost, Program, flops, with_pullback
 from .._policy import as_policy
 from .._strategy import Slots
 from .._tree import is_float
@@ -60,6 +59,7 @@ class Search:
     Args:
         jaxpr: the program, without constants.
         chosen: with respect to which inputs it is differentiated.
+        num_out: how many of its outputs are differentiated: the first.
         price: of an equation.
         offload: price of bringing a byte from the host's memory; None if nothing goes there.
         time_limit: seconds.
@@ -74,6 +74,7 @@ class Search:
         self,
         jaxpr: Jaxpr,
         chosen: Sequence[int],
+        num_out: int,
         *,
         price: Price,
         offload: float | None = None,
@@ -83,7 +84,7 @@ class Search:
     ):
         self._end = None if time_limit is None else time.monotonic() + time_limit
         self._report = report
-        self._compile = compile_ or functools.partial(measured, chosen=list(chosen))
+        self._compile = compile_ or functools.partial(_compiled, chosen=list(chosen), num_out=num_out)
         self.price = price
         self.jaxpr = flatten(jaxpr)
         self.candidates: list[Candidate] = []
@@ -96,7 +97,7 @@ class Search:
             if self.layouts and self.is_late():
                 break
             options = {"policies": policies, "offload": offload, "deadline": self.is_late, "fronts": fronts}
-            self.layouts.append(Layout(program, cuts, chosen, price=price, **options))
+            self.layouts.append(Layout(program, cuts, chosen, num_out, price=price, **options))
         self._forward = sum(map(price, self.jaxpr.eqns))
         self._negligible = 3e-3 * self._forward
 
@@ -303,19 +304,12 @@ def _slope(peak: float, temp: float) -> float:
     return temp / peak if peak > 0 else 1.0
 
 
-def measured(jaxpr: Jaxpr, chosen: Sequence[int]) -> Cost:
-    """What a program without constants costs, compiled with its gradient with respect to the inputs `chosen`."""
-    floats = [i for i, v in enumerate(jaxpr.outvars) if is_float(v.aval)]
+def _compiled(jaxpr: Jaxpr, chosen: Sequence[int], num_out: int) -> Cost:
+    """What a program without constants costs with the gradient of its first outputs for the inputs `chosen`."""
 
-    def step(*ins: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        def differentiated(*given: Any) -> tuple[list[Any], list[Any]]:
-            whole = list(ins)
-            for i, x in zip(chosen, given, strict=True):
-                whole[i] = x
-            outs = _compat.evaluate(jaxpr, (), whole)
-            return [jnp.asarray(outs[i]) for i in floats], [x for i, x in enumerate(outs) if i not in floats]
+    def run(*ins: Any) -> tuple[list[Any], list[Any]]:
+        outs = _compat.evaluate(jaxpr, (), ins)
+        own, new = outs[:num_out], outs[num_out:]
+        return [jnp.asarray(x) for x in own if is_float(x)], [*(x for x in own if not is_float(x)), *new]
 
-        outs, pull, rest = jax.vjp(differentiated, *(ins[i] for i in chosen), has_aux=True)
-        return outs, rest, list(pull([jnp.ones_like(x) for x in outs]))
-
-    return Program(step, [type_of(v.aval) for v in jaxpr.invars]).cost
+    return Program(with_pullback(run, chosen), [type_of(v.aval) for v in jaxpr.invars]).cost

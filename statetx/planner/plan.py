@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
@@ -13,51 +12,24 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.extend.core as jex_core
-import numpy as np
-
-from .. import _compat, _keep, _schedule
-from .._compat import Jaxpr, Literal
-from .._cost import Cost, Program, count, flops
+from .. import _compat, _keep
+from .._compat import Jaxpr
+from .._cost import Cost, flops
 from .._errors import PlanError
 from .._jaxpr import Body
 from .._lift import name_of
 from .._policy import FAMILIES, Rewriting, parse_bytes
-from .._strategy import Lengths, Slots, Strategy
-from .._targets import resolve_argnums
 from .._text import format_bytes, format_table
-from .._tree import is_array, is_float, num_bytes, partition
-from ..residuals._show import format_flops, short_path, short_type
-from ..residuals._trace import short_name, user_line
-from ..transforms.abstract import make_jaxpr
+from .._tree import is_float
+from ..residuals._show import format_flops
+from ..residuals._trace import short_name
 from ..transforms.remat import Remat
-from ._analysis import Option, type_of
-from ._layout import Layout, marks_of, rewrite
-from ._parts import Part, flatten, opened, split
+from ._capture import capture
+from ._layout import rewrite
+from ._parts import flatten, opened, split
+from ._record import VERSION, PlanRow, fields_of, fingerprint, option_of
 from ._search import Candidate, Search
 from .machine import cost_model
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanRow:
-    """What becomes of a value.
-
-    Attributes:
-        value: its name where it has one, else the operation that computes it, and its type.
-        owner: the line that computes it, and the function that this line is in.
-        times: how many such values the program has: one for each part that is alike.
-        bytes: of one of them.
-        decision: "keep", "recompute", "offload", or "as it is" in parts that are not rematerialised.
-        price: of computing one of them from its operands, in operations or seconds.
-    """
-
-    value: str
-    owner: str
-    times: int
-    bytes: int
-    decision: str
-    price: float
 
 
 class Plan(Rewriting):
@@ -76,6 +48,7 @@ class Plan(Rewriting):
         rows: a `PlanRow` for every value of the program; those kept first, the largest of them first.
         stock: the name of the stock policy that it turned out to be; "" if it is none.
         complete: whether the search ended before its time limit.
+        num_equations: of the program that was planned; a loop counts as one.
     """
 
     def __init__(self, fields: dict[str, Any]):
@@ -90,6 +63,7 @@ class Plan(Rewriting):
         self.unplanned_flops: int = fields["unplanned_flops"]
         self.stock: str = fields["stock"]
         self.complete: bool = fields["complete"]
+        self.num_equations = len(fields["equations"])
         self.rows = tuple(PlanRow(**row) for row in fields["rows"])
         self._is_step: bool = fields["is_step"]
         self._digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
@@ -126,13 +100,13 @@ class Plan(Rewriting):
 
         return step
 
-    def rewrite(self, body: Body, name: str) -> Callable:
+    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         program = flatten(body.jaxpr)
         self._check(fingerprint(program), name)
         if self._fields["opened"]:
             program, _ = opened(program)
         parts = split(program, self._fields["cuts"])
-        options = [_option(self._fields["treatments"][i]) for i in self._fields["parts"]]
+        options = [option_of(self._fields["treatments"][i]) for i in self._fields["parts"]]
         planned = Body(rewrite(program, parts, options), [])
         return lambda operands, *args: planned(operands, *args)
 
@@ -167,9 +141,9 @@ class Plan(Rewriting):
         try:
             with open(path) as file:
                 fields = json.load(file)
-            if fields["version"] != _VERSION:
+            if fields["version"] != VERSION:
                 raise PlanError(
-                    f"{path}: a plan of version {fields['version']}; this is version {_VERSION}. Make it anew."
+                    f"{path}: a plan of version {fields['version']}; this is version {VERSION}. Make it anew."
                 )
             return cls(fields)
         except (ValueError, KeyError, TypeError) as e:
@@ -242,9 +216,9 @@ class Plan(Rewriting):
 
     def __str__(self) -> str:
         lines = [
-            f"{'' if self._is_step else 'gradient of '}{self.name}: {format_bytes(self.temp_bytes)} of temporary memory (predicted {format_bytes(self.predicted_bytes)}, "
-            f"budget {format_bytes(self.budget_bytes)}, without a plan {format_bytes(self.unplanned_bytes)}), "
-            f"{100 * self.extra_flops:+.1f}% operations"
+            f"{'' if self._is_step else 'gradient of '}{self.name}: {format_bytes(self.temp_bytes)} of temporary memory "
+            f"(predicted {format_bytes(self.predicted_bytes)}, budget {format_bytes(self.budget_bytes)}, "
+            f"without a plan {format_bytes(self.unplanned_bytes)}), {100 * self.extra_flops:+.1f}% operations"
         ]
         planned = [row for row in self.rows if row.decision != "as it is"]
         shown = [row for row in planned if 200 * row.bytes * row.times >= self.unplanned_bytes][:_SHOWN]
@@ -270,7 +244,6 @@ class Plan(Rewriting):
 
 
 _SHOWN = 16
-_VERSION = 1
 
 
 def _format_seconds(x: float) -> str:
@@ -278,7 +251,7 @@ def _format_seconds(x: float) -> str:
 
 
 class Fit(Rewriting):
-    """``policy="fit:2GiB"``: make a plan for each function that it is used on, for the gradient of all its float inputs.
+    """``policy="fit:2GiB"``: make a plan for each function it is used on, for the gradient of all its float inputs.
 
     Args:
         budget: temporary bytes of that function's gradient, compiled on its own.
@@ -305,10 +278,10 @@ class Fit(Rewriting):
     def __repr__(self) -> str:
         return f"fit:{self.budget if isinstance(self.budget, float) else format_bytes(self.budget).replace(' ', '')}"
 
-    def rewrite(self, body: Body, name: str) -> Callable:
+    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         floats = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval)]
         objective, offload, time_limit = self._options
-        search = _search(body.jaxpr, floats, objective, offload, time_limit)
+        search = _search(body.jaxpr, floats, num_out, objective, offload, time_limit)
         found = _fit(search, self.budget, name)
         planned = Body(found.layout.rewrite(found.options), [])
         return lambda operands, *args: planned(operands, *args)
@@ -332,15 +305,15 @@ def plan(
 
     The function is traced once; no state changes and nothing is computed. Its equations are cut into regions where few
     bytes cross (or where `remat` marks them), the choices of each region are found by integer programs, and the best
-    combination by dynamic programming, with what is in use while each region is run backwards counted in. Candidates are
-    compiled until one keeps the budget and the next better one would not, a handful at most. A scan is planned with its body: what each step
-    keeps, together with the levels or slots of the loop. The stock policies are candidates, too. Nothing random is drawn
-    anew, and each state is written once, as in `remat`.
+    combination by dynamic programming, with what is in use while each region is run backwards counted in. Candidates
+    are compiled until one keeps the budget and the next better one would not, a handful at most. A scan is planned with
+    its body: what each step keeps, together with the levels or slots of the loop. The stock policies are candidates,
+    too. Nothing random is drawn anew, and each state is written once, as in `remat`.
 
     Args:
-        fun: a function to be differentiated, such as a loss; or, where `argnums` is not given, a training step, which calls
-            `statetx.grad` (or ``value_and_grad``, ``vjp``; not JAX's) itself. It may read and write states. Arguments that are
-            no arrays are taken as they are, as in `remat`.
+        fun: a function to be differentiated, such as a loss; or, where `argnums` is not given, a training step, which
+            calls `statetx.grad` (or ``value_and_grad``, ``vjp``; not JAX's) itself. It may read and write states.
+            Arguments that are no arrays are taken as they are, as in `remat`.
         *args, **kwargs: what to call it with; ``jax.ShapeDtypeStruct`` stands for an array.
         budget: temporary bytes of the compiled program beyond its arguments and outputs: a number, ``"2GiB"``, or, as
             a float up to 1, a fraction of what it takes without a plan.
@@ -408,13 +381,13 @@ class Planner:
         self.name = short_name(name_of(fun))
         self._objective = objective
         self._progress = progress
-        self._captured = _capture(fun, args, kwargs, argnums)
-        compile_ = self._captured.compile_step if self._captured.is_step else None
+        self._captured = capture(fun, args, kwargs, argnums)
         report = lambda text: self._report(text)  # noqa: E731
         self._report: Callable[[str], None] = lambda text: None
         with self._shown():
-            captured = self._captured
-            self._search = _search(captured.jaxpr, captured.chosen, objective, offload, time_limit, report, compile_)
+            found = self._captured
+            options = (objective, offload, time_limit, report, found.compile_step)
+            self._search = _search(found.jaxpr, found.chosen, found.num_out, *options)
 
     def ends(self) -> tuple[int, int]:
         """Temporary bytes: the least that was reached so far, and those without a plan."""
@@ -433,7 +406,8 @@ class Planner:
         return None if found is None else self._plan(found, int(budget))
 
     def _plan(self, found: Candidate, budget: int) -> Plan:
-        return Plan(_fields(self._search, found, self.name, budget, self._objective, self._captured.is_step))
+        is_step = self._captured.is_step
+        return Plan(fields_of(self._search, found, self.name, budget, self._objective, is_step))
 
     @contextlib.contextmanager
     def _shown(self) -> Iterator[None]:
@@ -459,8 +433,8 @@ def _read_budget(given: Any) -> int | float:
     value = float(budget) if is_number else math.nan
     if not math.isfinite(value) or value <= 0 or (value > 1 and value != int(value)):
         raise PlanError(
-            f"budget={given!r} is no number of bytes, such as 2**30 or '2GiB', and no fraction of what it takes without a plan, "
-            f"such as 0.5."
+            f"budget={given!r} is no number of bytes, such as 2**30 or '2GiB', and no fraction of what it takes without a "
+            f"plan, such as 0.5."
         )
     is_fraction = value < 1 or (value == 1 and not isinstance(budget, numbers.Integral))
     return value if is_fraction else int(value)
@@ -473,6 +447,7 @@ def _budget_bytes(search: Search, budget: int | float) -> int:
 def _search(
     jaxpr: Jaxpr,
     chosen: Sequence[int],
+    num_out: int,
     objective: str,
     offload: bool,
     time_limit: float | None,
@@ -487,7 +462,7 @@ def _search(
     if offload and _compat.HOST_MEMORY in _compat.memory_spaces():
         per_byte = 1 / cost_model().host_bytes_per_second if objective == "time" else 0.0
     options = {"price": price, "offload": per_byte, "time_limit": time_limit, "report": report, "compile_": compile_}
-    return Search(jaxpr, chosen, **options)
+    return Search(jaxpr, chosen, num_out, **options)
 
 
 def _fit(search: Search, budget: int | float, name: str) -> Candidate:
@@ -515,276 +490,3 @@ def _shown(progress: bool, name: str) -> Iterator[Callable[[str], None]]:
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as bar:
         task = bar.add_task(f"plan {name}")
         yield lambda text: bar.update(task, description=f"plan {name}: {text}")
-
-
-# -- what is planned -------------------------------------------------------------------------------------------------
-
-
-class _Capture(Rewriting):
-    """Takes down the program of the function that it is used on, and lets it be."""
-
-    def __init__(self) -> None:
-        self.bodies: list[
-            tuple[Body, list[int], list[int]]
-        ] = []  # with what is differentiated, and what is no constant
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __repr__(self) -> str:
-        return "plan"
-
-    def rewrite(self, body: Body, name: str) -> Callable:
-        def run(operands: Sequence[Any], *args: Any) -> list[Any]:
-            floats = [(i, x) for i, x in enumerate((*operands, *args)) if is_float(x)]
-            moving = [i for i, x in floats if _compat.is_differentiated(x)]
-            self.bodies.append((body, moving, [i for i, x in floats if isinstance(x, _compat.Tracer)]))
-            return body(operands, *args)
-
-        return run
-
-
-@dataclasses.dataclass(frozen=True)
-class _Captured:
-    jaxpr: Jaxpr
-    chosen: list[int]
-    is_step: bool
-    compile_step: Callable[[Jaxpr], Cost] | None
-
-
-def _capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | Sequence[int] | None) -> _Captured:
-    whole, inner = _Capture(), _Capture()
-    nums = None if argnums is None else resolve_argnums(argnums, len(args), fun)[0]
-
-    @functools.wraps(fun)
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        with _keep.override.differentiated(lambda loss: Remat(loss, policy=inner)):
-            return fun(*args, **kwargs)
-
-    # Whether it differentiates anything itself is seen while it is traced, and it is traced once.
-    planned = Remat(fun if nums is not None else traced, policy=whole)
-    _jaxpr_of(planned, args, kwargs)
-    if inner.bodies:
-        if len({tuple(fingerprint(flatten(body.jaxpr))) for body, _, _ in inner.bodies}) > 1:
-            raise PlanError(
-                f"{name_of(fun)} differentiates more than one function. Fix: make a plan for each of them, and use it as "
-                f"remat(loss, policy=plan)."
-            )
-        body, moving, _ = inner.bodies[0]
-        return _Captured(body.jaxpr, moving, True, functools.partial(_compile_step, fun, args, kwargs))
-    ((body, _, variable),) = whole.bodies
-    is_chosen = []
-    for n, part in enumerate((*args, *kwargs.values())):
-        is_chosen += [nums is None or n in nums] * len(partition(part, _is_traced)[0])
-    num_operands = len(body.jaxpr.invars) - len(is_chosen)
-    chosen = [i for i in variable if i < num_operands or is_chosen[i - num_operands]]
-    if not chosen or not any(is_float(v.aval) for v in body.jaxpr.outvars):
-        raise PlanError(
-            f"{name_of(fun)} has no float output, or no float argument or state, so there is nothing to differentiate; and it "
-            f"differentiates nothing itself by statetx.grad."
-        )
-    return _Captured(body.jaxpr, chosen, False, None)
-
-
-def _is_traced(x: Any) -> bool:
-    """Whether `remat` traces an argument."""
-    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
-
-
-def _jaxpr_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The program of a call; arrays and all that states hold are its inputs, other arguments are as they are."""
-    arrays, others = partition((args, kwargs), _is_traced)
-
-    @functools.wraps(fun)
-    def call(*arrays: Any) -> Any:
-        call_args, call_kwargs = others.combine(arrays)
-        return fun(*call_args, **call_kwargs)
-
-    return make_jaxpr(call)(*arrays)
-
-
-class _Instead(Rewriting):
-    """Has a program that is there already in the place of the function."""
-
-    def __init__(self, jaxpr: Jaxpr):
-        self._planned = Body(jaxpr, [])
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def rewrite(self, body: Body, name: str) -> Callable:
-        return lambda operands, *args: self._planned(operands, *args)
-
-
-def _compile_step(fun: Callable, args: tuple, kwargs: dict[str, Any], jaxpr: Jaxpr) -> Cost:
-    """What a training step costs whose loss is this program."""
-    instead = _Instead(jaxpr)
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        with _keep.override.differentiated(lambda loss: Remat(loss, policy=instead)):
-            return fun(*args, **kwargs)
-
-    program = _jaxpr_of(step, args, kwargs)
-    return Program(jex_core.jaxpr_as_fun(program), [type_of(aval) for aval in program.in_avals]).cost
-
-
-# -- fields ----------------------------------------------------------------------------------------------------------
-
-
-def fingerprint(jaxpr: Jaxpr) -> list[str]:
-    """A line for each equation of a flat program: equal programs have equal lines."""
-    numbers = {v: i for i, v in enumerate(jaxpr.invars)}
-
-    def operand(atom: Any) -> str:
-        if isinstance(atom, Literal):
-            return f"{np.asarray(atom.val).tolist() if np.ndim(atom.val) == 0 else 'constant'}:{_type(atom)}"
-        return f"v{numbers[atom]}:{_type(atom)}"
-
-    lines = []
-    for eqn in jaxpr.eqns:
-        ins = " ".join(map(operand, eqn.invars))
-        for v in eqn.outvars:
-            numbers[v] = len(numbers)
-        outs = " ".join(_type(v) for v in eqn.outvars)
-        params = " ".join(f"{k}={_param(v)}" for k, v in sorted(eqn.params.items()) if k not in _UNSTABLE)
-        lines.append(f"{eqn.primitive.name} {ins} -> {outs}" + (f" [{params}]" if params else ""))
-    return lines
-
-
-_UNSTABLE = frozenset(
-    {"policy", "name", "debug_info", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "ctx_mesh"}
-)
-
-
-def _type(v: Any) -> str:
-    return short_type(str(v.aval.dtype), tuple(v.aval.shape)) if hasattr(v.aval, "dtype") else str(v.aval)
-
-
-def _param(x: Any) -> str:
-    if _compat.is_jaxpr(x):
-        lines = "\n".join(fingerprint(flatten(_compat.open_jaxpr(x)[0])))
-        return hashlib.sha256(lines.encode()).hexdigest()[:12]
-    if isinstance(x, (tuple, list)):
-        return f"({','.join(map(_param, x))})"
-    if callable(x) and not isinstance(x, type):
-        return getattr(x, "__name__", type(x).__name__)
-    return str(x)
-
-
-def _fields(search: Search, found: Candidate, name: str, budget: int, objective: str, is_step: bool) -> dict[str, Any]:
-    layout = found.layout
-    treatments: list[dict[str, Any]] = []
-    numbers = []
-    for option in found.options:
-        written = _written(option)
-        if written not in treatments:
-            treatments.append(written)
-        numbers.append(treatments.index(written))
-    unplanned = search.candidates[0].cost
-    others = [c for c in search.candidates if c is not found]
-    return {
-        "version": _VERSION,
-        "name": name,
-        "objective": objective,
-        "is_step": is_step,
-        "budget_bytes": budget,
-        "predicted_bytes": int(search.predict(found.peak, others) if others else found.peak),
-        "foretold_bytes": int(found.predicted),
-        "temp_bytes": found.temp_bytes,
-        "unplanned_bytes": unplanned.temp_bytes,
-        "flops": unplanned.flops + int(found.added)
-        if objective == "flops"
-        else found.cost.flops + _hidden(layout, found),
-        "unplanned_flops": unplanned.flops,
-        "stock": "" if found.name == "plan" else found.name,
-        "complete": not search.is_late(),
-        "opened": layout.jaxpr is not search.jaxpr,
-        "cuts": None if layout.cuts is None else list(layout.cuts),
-        "parts": numbers,
-        "treatments": treatments,
-        "equations": fingerprint(search.jaxpr),
-        "rows": [dataclasses.asdict(row) for row in _rows(layout, found.options, search.price)],
-        "loops": list(_loops(layout, found.options)),
-        "curve": search.curve(),
-        "measured": [[c.name, c.temp_bytes, c.added / search.whole()] for c in search.candidates],
-    }
-
-
-def _hidden(layout: Layout, found: Candidate) -> int:
-    """Operations of the schedules of loops, of which the equations show one step each."""
-    hidden = 0
-    for part, option in zip(layout.parts, found.options, strict=True):
-        if isinstance(option.loop, Slots):
-            length = part.eqn.params["length"]
-            hidden += _schedule.num_evaluations(length, option.loop.num) * count(part.jaxpr)
-    return hidden
-
-
-def _written(option: Option) -> dict[str, Any]:
-    loop = option.loop
-    written: Any = None
-    if isinstance(loop, Slots):
-        written = ["Slots", loop.num, loop.block]
-    elif isinstance(loop, Lengths):
-        written = ["Lengths", *loop.lengths]
-    kept = None if option.kept is None else sorted(map(list, option.kept))
-    return {"kept": kept, "offloaded": sorted(map(list, option.offloaded)), "loop": written}
-
-
-def _option(written: dict[str, Any]) -> Option:
-    loop: Strategy | None = None
-    if written["loop"] is not None:
-        kind, *numbers = written["loop"]
-        loop = Slots(numbers[0], block=numbers[1]) if kind == "Slots" else Lengths(*numbers)
-    kept = None if written["kept"] is None else frozenset((a, b) for a, b in written["kept"])
-    return Option(kept, 0, 0, 0.0, frozenset((a, b) for a, b in written["offloaded"]), loop)
-
-
-def _rows(layout: Layout, options: Sequence[Option], price: Callable[[Any], float]) -> list[PlanRow]:
-    found: dict[Any, list[Any]] = {}
-    for part, option in zip(layout.parts, options, strict=True):
-        key = (part.key, option.kept, option.offloaded, option.loop)
-        found.setdefault(key, [part, option, 0])[2] += 1
-    rows = []
-    for part, option, times in found.values():
-        rows += _rows_of(part, option, times, price)
-    return sorted(rows, key=lambda r: (r.decision not in ("keep", "offload"), -r.bytes * r.times, -r.price))
-
-
-def _rows_of(part: Part, option: Option, times: int, price: Callable[[Any], float]) -> Iterator[PlanRow]:
-    marks = marks_of(option)
-    length = part.eqn.params["length"] if part.eqn is not None else 1
-    is_planned = option.kept is not None or option.loop is not None
-    for site in _keep.survey(part.jaxpr):
-        if len(site.address) != 2:
-            continue
-        mark = marks.get(site.address)
-        decision = (
-            "as it is"
-            if not is_planned
-            else "recompute"
-            if mark is None
-            else "offload"
-            if "offload" in mark
-            else "keep"
-        )
-        file, line, function = user_line(site.eqn)
-        named = ", ".join(sorted(site.value.names))
-        kind = short_type(str(site.value.type.dtype), tuple(site.value.type.shape))
-        owner = f"{short_path(file)}:{line} ({function})" if file else ""
-        value = f"{named or site.eqn.primitive.name} {kind}"
-        yield PlanRow(value, owner, times * length, num_bytes(site.value.type), decision, float(price(site.eqn)))
-
-
-def _loops(layout: Layout, options: Sequence[Option]) -> Iterator[str]:
-    for part, option in zip(layout.parts, options, strict=True):
-        if part.eqn is not None and option.loop is not None:
-            file, line, _ = user_line(part.eqn)
-            where = f" at {short_path(file)}:{line}" if file else ""
-            yield f"The loop of {part.eqn.params['length']} steps{where} is stored by {option.loop!r}."

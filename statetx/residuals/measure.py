@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from .._cost import Cost, Program
+from .._cost import Cost, Program, with_pullback
 from .._tree import is_float, partition
 from ..transforms.functionalize import functionalize
 
@@ -68,19 +65,10 @@ def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[C
     """Outputs, new states and gradients as a function of arrays, and these arrays."""
     pure = functionalize(fun)
     arrays, others = partition((pure.values(*args, **kwargs), args, kwargs), lambda x: hasattr(x, "dtype"))
-    wanted = [i for i, x in enumerate(arrays) if is_float(x)]
 
-    def step(*arrays: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        def differentiated(*floats: Any) -> tuple[list[Any], list[Any]]:
-            whole = list(arrays)
-            for i, x in zip(wanted, floats, strict=True):
-                whole[i] = x
-            values, args, kwargs = others.combine(whole)
-            out, new = pure(values, *args, **kwargs)
-            floats_out, _ = partition(out, is_float)
-            return floats_out, partition((out, new), lambda x: hasattr(x, "dtype"))[0]
+    def run(*arrays: Any) -> tuple[list[Any], list[Any]]:
+        values, args, kwargs = others.combine(arrays)
+        out, new = pure(values, *args, **kwargs)
+        return partition(out, is_float)[0], partition((out, new), lambda x: hasattr(x, "dtype"))[0]
 
-        outs, pullback, rest = jax.vjp(differentiated, *(arrays[i] for i in wanted), has_aux=True)
-        return outs, rest, list(pullback([jnp.ones_like(x) for x in outs]))
-
-    return step, arrays
+    return with_pullback(run, [i for i, x in enumerate(arrays) if is_float(x)]), arrays

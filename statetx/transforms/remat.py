@@ -242,12 +242,13 @@ class Remat(Wrapper):
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, others.mask)
         origins = owners.origins(staged.operands) if owners else ()
         fence = self._fence if prevent_cse is True else None
-        build = self._build(policy, prevent_cse, fence, origins)
+        num_out = outcome.num_out if is_rewritten else 0
+        build = self._build(policy, prevent_cse, fence, origins, num_out)
         if is_tried:
             _keep.override.note(name_of(fun), policy, staged.jaxpr, origins, prevent_cse)
             kept = build(staged)
         else:
-            kept = table.get(staged, ("remat", policy, prevent_cse, fence, origins), build)
+            kept = table.get(staged, ("remat", policy, prevent_cse, fence, origins, num_out), build)
         outs = kept(staged.operands, *arrays)
         # What needs no computing comes back as the constant that stood for it while tracing.
         return outcome.finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])
@@ -266,10 +267,11 @@ class Remat(Wrapper):
         prevent_cse: bool | tuple[bool, ...],
         fence: str | None,
         origins: Sequence[frozenset[Origin]],
+        num_out: int,
     ) -> Callable[[Body], Callable]:
         def build(body: Body) -> Callable:
             if isinstance(policy, _policy.Rewriting):
-                return policy.rewrite(body, name_of(self.__wrapped__))
+                return policy.rewrite(body, name_of(self.__wrapped__), num_out)
             jaxpr, keeps = _keep.apply(policy, body.jaxpr, origins, name_of(self.__wrapped__))
 
             def rematerialised(operands: Sequence[Any], *args: Any) -> list[Any]:
