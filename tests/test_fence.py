@@ -132,6 +132,17 @@ def test_auto_goes_by_the_platform_that_it_is_lowered_for():
     assert "stablehlo.case" not in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.parametrize("policy", ["dots", statetx.policies.names("h")], ids=repr)
+def test_only_what_a_compiler_may_hold_more_precisely_is_rounded(policy):
+    """JAX rounds all that is kept; of float32 that is a copy, and what is kept was twice in memory."""
+    inner = lambda x: jnp.sin(statetx.checkpoint_name(jnp.tanh(x @ x), "h") @ x)  # noqa: E731
+    count = lambda fun, x: str(jax.make_jaxpr(jax.grad(lambda x: fun(x).sum()))(x)).count("reduce_precision")  # noqa: E731
+    ours, exact, short = statetx.remat(inner, policy=policy), jnp.ones((3, 3)), jnp.ones((3, 3), "bfloat16")
+    assert count(ours, exact) == 0 and count(ours, short) > 0
+    theirs = jax.checkpoint(inner, policy=jax.checkpoint_policies.dots_saveable)
+    assert count(theirs, exact) > 0, "what is kept by others is rounded as JAX does"
+
+
 def test_in_a_loop_there_is_no_fence():
     step = statetx.remat(f)
     loss = lambda x: jax.lax.scan(lambda h, _: (step(h), None), x, length=3)[0].sum()  # noqa: E731
