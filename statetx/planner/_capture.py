@@ -12,7 +12,7 @@ import jax.extend.core as jex_core
 
 from .. import _compat, _keep
 from .._compat import Jaxpr
-from .._cost import Cost, Program
+from .._cost import Cost, Program, sizing_options
 from .._errors import PlanError
 from .._jaxpr import Body
 from .._lift import name_of
@@ -169,4 +169,4 @@ def _compile_step(fun: Callable, args: tuple, kwargs: dict[str, Any], jaxpr: Jax
             return fun(*args, **kwargs)
 
     program = _jaxpr_of(step, args, kwargs)
-    return Program(jex_core.jaxpr_as_fun(program), [type_of(aval) for aval in program.in_avals]).cost
+    return Program(jex_core.jaxpr_as_fun(program), [type_of(aval) for aval in program.in_avals], sizing_options()).cost

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import _compat
 from .._compat import Jaxpr
-from .._cost import Cost, Program, flops, with_pullback
+from .._cost import Cost, Program, flops, sizing_options, with_pullback
 from .._policy import as_policy
 from .._strategy import Slots
 from .._tree import is_float
@@ -109,11 +109,11 @@ class Search:
 
     def fit(self, budget: int) -> Candidate | None:
         """The cheapest candidate within a budget; None if none of those compiled is."""
-        self._ensure_first()
+        self._ensure_unplanned()
         low, high = 0.0, float("inf")
         for _ in range(_TRIES):
             best = self.best(budget)
-            if (best is not None and best.added <= self._negligible) or self.is_late():
+            if (best is not None and best.added - self._least_price(high) <= self._negligible) or self.is_late():
                 break
             target = self._target(budget, low, high)
             found = self._propose(target)
@@ -147,8 +147,16 @@ class Search:
 
     def ends(self) -> tuple[int, int]:
         """The least memory that was reached, and that without rematerialisation."""
-        self._ensure_first()
-        return self.smallest().temp_bytes, self.candidates[0].temp_bytes
+        self._ensure_unplanned()
+        least = self._least()
+        if least is not None and not self.is_late():
+            self.measure(*least)
+        return self.smallest().temp_bytes, self.unplanned_bytes()
+
+    def unplanned_bytes(self) -> int:
+        """Temporary bytes without rematerialisation."""
+        self._ensure_unplanned()
+        return self.candidates[0].temp_bytes
 
     def curve(self, num: int = 20) -> list[tuple[float, float]]:
         """Predicted bytes and added operations (or seconds), as a part of the program's without a plan, of the model's best
@@ -174,13 +182,14 @@ class Search:
         # The backward pass costs about twice the forward pass.
         return max(1e-30, self.candidates[0].cost.flops if self.price is flops else 3 * self._forward)
 
-    def _ensure_first(self) -> None:
-        """Compile both ends: no rematerialisation, and the least memory that the model knows of."""
+    def _ensure_unplanned(self) -> None:
         if not self.candidates:
             self.measure(self.layouts[0], [front.untouched for front in self.layouts[0].fronts], "no remat")
-            least = self._least()
-            if least is not None and not self.is_late():
-                self.measure(*least)
+
+    def _least_price(self, limit: float) -> float:
+        """Of all choices that the model puts below a limit; 0 without one."""
+        found = self._cheapest(limit) if limit < float("inf") else None
+        return 0.0 if found is None else sum(o.price for o in found[1])
 
     def _least(self) -> tuple[Layout, list[Option]] | None:
         while True:
@@ -312,4 +321,4 @@ def _compiled(jaxpr: Jaxpr, chosen: Sequence[int], num_out: int) -> Cost:
         own, new = outs[:num_out], outs[num_out:]
         return [jnp.asarray(x) for x in own if is_float(x)], [*(x for x in own if not is_float(x)), *new]
 
-    return Program(with_pullback(run, chosen), [type_of(v.aval) for v in jaxpr.invars]).cost
+    return Program(with_pullback(run, chosen), [type_of(v.aval) for v in jaxpr.invars], sizing_options()).cost

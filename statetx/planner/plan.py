@@ -441,7 +441,7 @@ def _read_budget(given: Any) -> int | float:
 
 
 def _budget_bytes(search: Search, budget: int | float) -> int:
-    return budget if isinstance(budget, int) else int(budget * search.ends()[1])
+    return budget if isinstance(budget, int) else int(budget * search.unplanned_bytes())
 
 
 def _search(
