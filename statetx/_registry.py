@@ -55,6 +55,10 @@ class Kind(Protocol):
         """The value, reported to every watcher (ours and the library's own)."""
         ...
 
+    def write(self, state: Any, value: Any) -> None:
+        """Store a value as the library's users do."""
+        ...
+
     def publish(self, effect: Effect, live: bool) -> None:
         """Write as the library's users do, reported to every watcher.
 

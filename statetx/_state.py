@@ -290,6 +290,9 @@ class _Native:
     def read(self, state: State) -> Any:
         return state.value
 
+    def write(self, state: State, value: Any) -> None:
+        state.value = value
+
     def publish(self, effect: _registry.Effect, live: bool) -> None:
         del live
         state, frame = effect.state, _registry.current_frame()

@@ -1,8 +1,10 @@
-"""Plain text for people: aligned tables and byte counts."""
+"""Plain text for people: aligned tables, byte counts, and which name was meant."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 def format_bytes(n: int) -> str:
@@ -28,3 +30,9 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: S
         for line in lines
     ]
     return "\n".join([aligned[0], "  ".join("-" * w for w in widths), *aligned[1:]])
+
+
+def suggestion(given: Any, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` with the known name that is nearest to the given one; empty if none is near."""
+    close = difflib.get_close_matches(str(given), list(known), 1)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from .._lift import Wrapper, as_decorator, frame_for, name_of, pack, stage
 from .._paths import Paths, as_predicate
 from .._policy import Origin, as_policy
 from .._signature import StaticArguments
+from .._text import suggestion
 from .._tree import as_array, partition
 from .._typing import Filter, Indices, Names, Policy
 from ..kinds.ref import KIND as REF
@@ -368,8 +368,7 @@ def _remat_class(cls: type, methods: Names, options: dict[str, Any]) -> type:
     wrapped = {}
     for name in names:
         if not callable(getattr(cls, name, None)):
-            close = difflib.get_close_matches(name, dir(cls), 1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = suggestion(name, dir(cls))
             raise TypeError(f"remat: the class {cls.__qualname__} has no method {name!r}.{hint} Name one in methods=.")
         wrapped[name] = as_decorator(Remat, inspect.getattr_static(cls, name), options)
 
