@@ -9,6 +9,8 @@ become an explicit input of it.
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -23,6 +25,7 @@ from ._errors import TraceLeakError
 from ._jaxpr import Body
 from ._paths import reaches
 from ._registry import Effect, Frame, Kind
+from ._text import brief
 from ._tree import Partition, as_array, is_array, partition
 from ._typing import PyTree
 from .kinds.ref import KIND as REF
@@ -283,8 +286,20 @@ class Wrapper:
         return _rebuild, (type(self), self.__wrapped__, self._options)
 
     def __repr__(self) -> str:
-        options = "".join(f", {k}={v!r}" for k, v in self._options.items() if v not in (None, (), True, "auto", False))
-        return f"statetx.{type(self).__name__.lower()}({name_of(self.__wrapped__)}{options})"
+        public = getattr(sys.modules["statetx"], self._made_by(), None)
+        defaults = {} if public is None else inspect.signature(public).parameters
+        given = {k: brief(v) for k, v in self._options.items() if k in defaults}
+        options = "".join(f", {k}={text}" for k, text in given.items() if text != brief(defaults[k].default))
+        return f"statetx.{self._made_by()}({name_of(self.__wrapped__)}{options})"
+
+    def _made_by(self) -> str:
+        """The public function that made this."""
+        return _public_name(type(self))
+
+
+def _public_name(cls: type[Wrapper]) -> str:
+    """The public function that makes wrappers of a class: ``value_and_grad`` for `ValueAndGrad`."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
 
 
 def _rebuild(cls: type[Wrapper], fun: Callable, options: dict[str, Any]) -> Wrapper:
@@ -305,14 +320,14 @@ def name_of(fun: Any) -> str:
     return getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or type(fun).__name__
 
 
-def as_decorator(cls: Callable[..., Any], fun: Any, options: dict[str, Any]) -> Any:
+def as_decorator(cls: type[Wrapper], fun: Any, options: dict[str, Any]) -> Any:
     """``cls(fun, **options)``, or a decorator when there is no function yet; descriptors keep their kind."""
     if fun is None:
         return functools.partial(as_decorator, cls, options=options)
     if isinstance(fun, (staticmethod, classmethod)):
         return type(fun)(as_decorator(cls, fun.__func__, options))
     if not callable(fun):
-        raise TypeError(f"{cls.__name__.lower()} needs a callable, got {type(fun).__name__}: {fun!r}.")
+        raise TypeError(f"{_public_name(cls)} needs a callable, got {type(fun).__name__}: {fun!r}.")
     return cls(fun, **options)
 
 

@@ -340,7 +340,8 @@ class States(Policy):
         if any(self in o.chosen for v in values for o in v.read):
             return ""
         paths = sorted({o.path for v in values for o in v.read})
-        return f"no value is computed from a state that the filter selects. States read: {', '.join(paths) or 'none'}."
+        hint = suggestion(self.filter, paths) if isinstance(self.filter, str) else ""
+        return f"no value is computed from a state that the filter selects.{hint} States read: {', '.join(paths) or 'none'}."
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, States):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,3 +37,19 @@ def suggestion(given: Any, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` with the known name that is nearest to the given one; empty if none is near."""
     close = difflib.get_close_matches(str(given), list(known), 1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+class _Brief(reprlib.Repr):
+    """Types and functions by their names, and of containers the first few items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+
+    def repr1(self, x: Any, level: int) -> str:
+        is_named = isinstance(x, type) or (callable(x) and hasattr(x, "__qualname__"))
+        return x.__qualname__ if is_named else super().repr1(x, level)
+
+
+brief = _Brief().repr
+"""``repr`` for a message: types and functions by their names, long containers cut short."""

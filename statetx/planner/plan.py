@@ -26,7 +26,7 @@ from .._lift import name_of
 from .._policy import FAMILIES, Rewriting, parse_bytes
 from .._strategy import Lengths, Slots, Strategy
 from .._targets import resolve_argnums
-from .._text import format_bytes, format_table
+from .._text import format_bytes, format_table, suggestion
 from .._tree import is_array, is_float, num_bytes, partition
 from ..residuals._show import format_flops, short_path, short_type
 from ..residuals._trace import short_name, user_line
@@ -404,7 +404,9 @@ class Planner:
         **kwargs: Any,
     ):
         if objective not in ("flops", "time"):
-            raise ValueError(f"objective must be 'flops' or 'time', got {objective!r}.")
+            raise ValueError(
+                f"objective must be 'flops' or 'time', got {objective!r}.{suggestion(objective, ['flops', 'time'])}"
+            )
         self.name = short_name(name_of(fun))
         self._objective = objective
         self._progress = progress

@@ -13,8 +13,8 @@ from .._errors import CreatedStateError, StateAccessError
 from .._lift import Lifting, Wrapper, as_decorator, frame_for, name_of, pack, stage
 from .._paths import Paths
 from .._registry import Frame
-from .._text import format_bytes, format_table
-from .._tree import as_array, is_array, is_array_or_number, num_bytes, partition, tree_type_str
+from .._text import format_bytes, format_table, suggestion
+from .._tree import as_array, is_array, is_array_or_number, num_bytes, partition, short_tree_type_str, tree_type_str
 from .._typing import PyTree
 
 
@@ -178,7 +178,7 @@ def _rows(frame: Frame, paths: Paths) -> list[StateRow]:
         if used[path] > 1:  # two states of the same name that no path tells apart
             path = f"{path}#{used[path]}"
         kind_name = type(state).__name__ if kind.name == "statetx" else f"{kind.name}.{type(state).__name__}"
-        type_ = tree_type_str(value)
+        type_ = short_tree_type_str(value, 60)
         rows.append(StateRow(path, state, kind_name, type_, num_bytes(value), read, is_written, created))
 
     for access in frame.accesses.values():
@@ -221,10 +221,10 @@ def functionalize(fun: Any) -> Any:
         >>> float(out), float(new["n"]), float(n.value)
         (2.0, 1.0, 0.0)
     """
-    return as_decorator(Functionalized, fun, {})
+    return as_decorator(Functionalize, fun, {})
 
 
-class Functionalized(Wrapper):
+class Functionalize(Wrapper):
     """Made by `functionalize`."""
 
     def __init__(self, fun: Callable):
@@ -281,7 +281,7 @@ class Functionalized(Wrapper):
         unknown = [path for path in values if path not in self._known]
         if unknown:
             raise StateAccessError(
-                f"No state of {name_of(self.__wrapped__)} has the path {unknown[0]!r}. Known paths: "
+                f"No state of {name_of(self.__wrapped__)} has the path {unknown[0]!r}.{suggestion(unknown[0], self._known)} Known paths: "
                 f"{', '.join(self._known) or 'none'}."
             )
         return {path: self._known[path] for path in values}

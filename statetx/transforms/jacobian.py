@@ -191,7 +191,7 @@ def hessian(
 def _jacobian(transform: Callable, fun: Any, argnums: Any, has_aux: bool, options: dict[str, Any], wrt: Any) -> Any:
     if argnums is None and wrt is None:
         argnums = 0
-    given = {"transform": transform, "argnums": argnums, "wrt": wrt, "has_aux": has_aux, "jax_options": options}
+    given = {"transform": transform, "argnums": argnums, "wrt": wrt, "has_aux": has_aux, **options}
     return as_decorator(Jacobian, fun, given)
 
 
@@ -199,15 +199,18 @@ class Jacobian(Wrapper):
     """Made by `jacfwd` and `jacrev`."""
 
     def __init__(
-        self, fun: Callable, *, transform: Callable, argnums: Any, wrt: Any, has_aux: bool, jax_options: dict[str, Any]
+        self, fun: Callable, *, transform: Callable, argnums: Any, wrt: Any, has_aux: bool, **jax_options: bool
     ):
         given = {"transform": transform, "argnums": argnums, "wrt": wrt, "has_aux": has_aux}
-        super().__init__(fun, {**given, "jax_options": jax_options})
+        super().__init__(fun, {**given, **jax_options})
         self._transform = transform
         self._argnums = argnums
         self._wrt = wrt
         self._has_aux = has_aux
         self._jax_options = jax_options
+
+    def _made_by(self) -> str:
+        return self._transform.__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__

@@ -18,7 +18,7 @@ from .._lift import Wrapper, as_decorator, frame_for, name_of, pack, stage
 from .._paths import Paths, as_predicate
 from .._policy import Origin, as_policy
 from .._signature import StaticArguments
-from .._text import suggestion
+from .._text import brief, suggestion
 from .._tree import as_array, partition
 from .._typing import Filter, Indices, Names, Policy
 from ..kinds.ref import KIND as REF
@@ -168,7 +168,9 @@ def _refuse_options(unknown: dict[str, Any]) -> None:
             "remat has no concrete= (JAX removed it too). Name the arguments that must stay concrete in "
             "static_argnums= or static_argnames=, and use jax.ensure_compile_time_eval() on them in the body."
         )
-    raise TypeError(f"remat got unexpected options: {', '.join(sorted(unknown))}.")
+    known = [name for name in inspect.signature(remat).parameters if name not in ("fun", "unknown")]
+    hints = "".join(suggestion(name, known) for name in sorted(unknown))
+    raise TypeError(f"remat got unexpected options: {', '.join(sorted(unknown))}.{hints} It has {', '.join(known)}.")
 
 
 class Remat(Wrapper):
@@ -311,7 +313,7 @@ class Remat(Wrapper):
             if not allowed(path, state):
                 raise StateAccessError(
                     f"remat({name_of(self.__wrapped__)}) touched {_registry.describe(state, kind, path)}, which its "
-                    f"filter states={self._options['states']!r} excludes.\n"
+                    f"filter states={brief(self._options['states'])} excludes.\n"
                     f"Fix: add the state to the filter, or do not touch it in this function."
                 )
 
@@ -352,10 +354,13 @@ def _check_prevent_cse(prevent_cse: Any) -> bool | tuple | str:
     )
 
 
+_FENCES = ("auto", "barrier", "cond")
+
+
 def _check_fence(prevent_cse: Any, fence: Any) -> tuple[bool | tuple | str, str | None]:
     """The two together: each fence but "auto" says itself what is prevented."""
-    if fence not in ("auto", "barrier", "cond", None):
-        raise TypeError(f"fence must be 'auto', 'barrier', 'cond' or None, got {fence!r}.")
+    if fence not in (*_FENCES, None):
+        raise TypeError(f"fence must be 'auto', 'barrier', 'cond' or None, got {fence!r}.{suggestion(fence, _FENCES)}")
     if fence == "auto":
         return prevent_cse, fence
     if prevent_cse not in ("auto", fence is not None):

@@ -121,6 +121,7 @@ def scan(
         body = run_body(carry)
     check_carry("scan", f, carry_part, body.avals[: len(carry)], body.outs[0], body.out_avals[:num_carry])
     loop = _Loop(body, num_carry, length, rules)
+    rules.check_paths()
     carry, ys = loop.run(carry, xs_leaves, reverse=bool(reverse), unroll=unroll, strategy=strategy, progress=progress)
     return carry_part.combine(carry), body.outs[1].combine(ys)
 

@@ -13,6 +13,7 @@ from .._errors import StateAccessError, StateValueError
 from .._lift import Wrapper, as_decorator, call, frame_for, name_of
 from .._paths import Paths, as_predicate
 from .._registry import Effect
+from .._text import brief
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
@@ -81,7 +82,7 @@ class ShardMap(Wrapper):
         self._rules = []
         for filter, spec in (states or {}).items():
             if not isinstance(spec, PartitionSpec):
-                raise StateValueError(f"shard_map: states={{{filter!r}: {spec!r}}} must give a PartitionSpec.")
+                raise StateValueError(f"shard_map: states={{{brief(filter)}: {spec!r}}} must give a PartitionSpec.")
             self._rules.append((as_predicate(filter), spec))
 
     def __call__(self, *args: Any) -> Any:

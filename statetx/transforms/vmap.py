@@ -165,8 +165,9 @@ class _Examples:
         axes = _broadcast_axes("out_axes", out_axes, out)
         for leaf, axis in zip(leaves, (a for a, d in zip(axes, self._out.mask, strict=True) if d), strict=True):
             put(leaf, axis)
-        for effect in effects:
-            rule = self._rules(effect.state)
+        rules = [self._rules(effect.state) for effect in effects]
+        self._rules.check_paths()
+        for effect, rule in zip(effects, rules, strict=True):
             split = id(effect.state) in self._advanced
             axis = rule if isinstance(rule, int) else 0 if effect.created else None
             dynamic, part = partition(effect.value, is_array if axis is None else is_array_or_number)
