@@ -14,7 +14,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -260,7 +260,13 @@ def _with_explicit_refs(
 # -- callables -------------------------------------------------------------------------------------------------
 
 
-class Wrapper:
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+class Wrapper(Generic[P, R]):
     """Base of what transforms return: a callable that stands for the function it wraps, method or not.
 
     It has the function's name, docstring and signature, binds to instances like a function, and is pickled by
@@ -277,6 +283,10 @@ class Wrapper:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+    @overload
+    def __get__(self: Wrapper[Concatenate[S, Q], R], instance: S, owner: type | None = None) -> Callable[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
@@ -318,6 +328,11 @@ def name_of(fun: Any) -> str:
     while isinstance(fun, functools.partial) or (isinstance(fun, Wrapper) and not hasattr(fun, "__qualname__")):
         fun = fun.func if isinstance(fun, functools.partial) else fun.__wrapped__
     return getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or type(fun).__name__
+
+
+def short_name(name: str) -> str:
+    """A function's qualified name without the functions that it is defined in."""
+    return name.rpartition("<locals>.")[2]
 
 
 def as_decorator(cls: type[Wrapper], fun: Any, options: dict[str, Any]) -> Any:

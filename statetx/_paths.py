@@ -22,6 +22,7 @@ import numpy as np
 from . import _registry
 from ._errors import StateFilterError
 from ._text import brief
+from ._tree import Partition
 from ._typing import Filter
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, np.ndarray, np.generic)
@@ -131,6 +132,37 @@ class Paths:
             assert kind is not None
             path = kind.name_of(state) or f"{type(state).__name__}@{_short(kind.site_of(state))}"
         return path
+
+
+def argument_names(
+    fun: Callable, args: tuple, positions: Sequence[int] | None = None
+) -> Callable[[Sequence[Any]], str]:
+    """Names the leaves of ``(args, kwargs)``, given their paths, as one writes them: ``x``, ``params['w']``.
+
+    `positions`: of those arguments that are left, where some were taken out.
+    """
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    positional += [f"{rest}[{i}]" for i in range(len(args) - len(positional))]
+
+    if positions is not None:
+        positional = [positional[n] for n in positions]
+
+    def name(keys: Sequence[Any]) -> str:
+        first = positional[keys[1].idx] if keys[0].idx == 0 else keys[1].key
+        return first + jax.tree_util.keystr(tuple(keys[2:]))
+
+    return name
+
+
+def leaf_paths(part: Partition, path: str) -> list[str]:
+    """Paths of the dynamic leaves of a state's value."""
+    keys, _ = jax.tree_util.tree_flatten_with_path(part.combine(range(part.num_dynamic)), is_leaf=_registry.is_opaque)
+    return [path + jax.tree_util.keystr(k) for (k, _), m in zip(keys, part.mask, strict=True) if m]
 
 
 def reaches(kind: type, fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

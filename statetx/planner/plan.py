@@ -22,14 +22,14 @@ from .._compat import Jaxpr, Literal
 from .._cost import Cost, Program, count, flops
 from .._errors import PlanError
 from .._jaxpr import Body
-from .._lift import name_of
+from .._lift import name_of, short_name
 from .._policy import FAMILIES, Rewriting, parse_bytes
 from .._strategy import Lengths, Slots, Strategy
 from .._targets import resolve_argnums
 from .._text import format_bytes, format_table, suggestion
 from .._tree import is_array, is_float, num_bytes, partition
 from ..residuals._show import format_flops, short_path, short_type
-from ..residuals._trace import short_name, user_line
+from ..residuals._trace import user_line
 from ..transforms.abstract import make_jaxpr
 from ..transforms.remat import Remat
 from ._analysis import Option, type_of

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .. import _compat, _keep, _policy, _registry
 from .._errors import EffectError, StateAccessError
 from .._jaxpr import Body, table
-from .._lift import Wrapper, as_decorator, frame_for, name_of, pack, stage
+from .._lift import Wrapper, as_decorator, frame_for, name_of, pack, short_name, stage
 from .._paths import Paths, as_predicate
 from .._policy import Origin, as_policy
 from .._signature import StaticArguments
@@ -24,6 +24,7 @@ from .._typing import Filter, Indices, Names, Policy
 from ..kinds.ref import KIND as REF
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 @overload
@@ -250,7 +251,8 @@ class Remat(Wrapper):
             kept = build(staged)
         else:
             kept = table.get(staged, ("remat", policy, prevent_cse, fence, origins), build)
-        outs = kept(staged.operands, *arrays)
+        with jax.named_scope(short_name(name_of(fun))):
+            outs = kept(staged.operands, *arrays)
         # What needs no computing comes back as the constant that stood for it while tracing.
         return outcome.finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])
 
@@ -419,7 +421,7 @@ def _rebuild_instance(cls: type, methods: tuple, options: dict[str, Any], how: t
     return reconstruct(subclass, *args)
 
 
-def checkpoint_name(x: Any, name: str) -> Any:
+def checkpoint_name(x: T, name: str) -> T:
     """Give a value a name for policies to select, as ``jax.ad_checkpoint.checkpoint_name`` does.
 
     Args:

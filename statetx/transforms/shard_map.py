@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.sharding import PartitionSpec
@@ -20,6 +20,24 @@ from .._typing import Filter, PyTree
 _REPLICATED = PartitionSpec()
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class ShardMapOptions(TypedDict, total=False):
+    """What `shard_map` takes besides the function and the specs."""
+
+    mesh: Any
+    axis_names: Any
+    check_vma: bool
+    states: Mapping[Filter, PartitionSpec] | None
+
+
+@overload
+def shard_map(f: F, *, in_specs: Any, out_specs: Any, **options: Unpack[ShardMapOptions]) -> F: ...
+@overload
+def shard_map(
+    f: None = None, *, in_specs: Any, out_specs: Any, **options: Unpack[ShardMapOptions]
+) -> Callable[[F], F]: ...
 def shard_map(
     f: Any = None,
     *,
