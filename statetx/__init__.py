@@ -11,6 +11,7 @@ from ._errors import CarryTypeError as CarryTypeError
 from ._errors import CreatedStateError as CreatedStateError
 from ._errors import EffectError as EffectError
 from ._errors import ForeignStateError as ForeignStateError
+from ._errors import GradientError as GradientError
 from ._errors import PlanError as PlanError
 from ._errors import PolicyError as PolicyError
 from ._errors import PolicyWarning as PolicyWarning
@@ -20,6 +21,7 @@ from ._errors import StatetxError as StatetxError
 from ._errors import StateValueError as StateValueError
 from ._errors import StaticArgumentError as StaticArgumentError
 from ._errors import TraceLeakError as TraceLeakError
+from ._optimizer import Optimizer as Optimizer
 from ._paths import Not as Not
 from ._paths import states as states
 from ._rules import Broadcast as Broadcast

@@ -162,6 +162,12 @@ traced_apart = jax.make_user_context(None)
 """``traced_apart(key)``: a context whose traces JAX's caches keep apart from those under other keys."""
 
 
+def name_inputs(jitted: Any, operands: Sequence[Any], names: Sequence[str]) -> None:
+    """Trace a function made by `jax.jit`, which keeps the trace, and name the inputs that its program for `operands` has."""
+    jaxpr, _ = open_jaxpr(jitted.trace(*operands).jaxpr)
+    jaxpr._debug_info = jaxpr._debug_info._replace(arg_names=tuple(names))
+
+
 def is_jit_disabled() -> bool:
     """Whether `jax.disable_jit` is in force."""
     return _config.disable_jit.value

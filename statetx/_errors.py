@@ -56,6 +56,10 @@ class StateFilterError(StatetxError, ValueError):
     """A filter selects no state, or is not a filter."""
 
 
+class GradientError(StatetxError, ValueError):
+    """Gradients that are not those of the states that an `Optimizer` updates."""
+
+
 class EffectError(StatetxError, NotImplementedError):
     """A function under rematerialisation has an effect that cannot be repeated or undone."""
 

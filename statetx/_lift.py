@@ -9,10 +9,12 @@ become an explicit input of it.
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from ._errors import TraceLeakError
 from ._jaxpr import Body
 from ._paths import reaches
 from ._registry import Effect, Frame, Kind
+from ._text import brief
 from ._tree import Partition, as_array, is_array, partition
 from ._typing import PyTree
 from .kinds.ref import KIND as REF
@@ -257,7 +260,13 @@ def _with_explicit_refs(
 # -- callables -------------------------------------------------------------------------------------------------
 
 
-class Wrapper:
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+class Wrapper(Generic[P, R]):
     """Base of what transforms return: a callable that stands for the function it wraps, method or not.
 
     It has the function's name, docstring and signature, binds to instances like a function, and is pickled by
@@ -274,6 +283,10 @@ class Wrapper:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+    @overload
+    def __get__(self: Wrapper[Concatenate[S, Q], R], instance: S, owner: type | None = None) -> Callable[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
@@ -283,8 +296,20 @@ class Wrapper:
         return _rebuild, (type(self), self.__wrapped__, self._options)
 
     def __repr__(self) -> str:
-        options = "".join(f", {k}={v!r}" for k, v in self._options.items() if v not in (None, (), True, "auto", False))
-        return f"statetx.{type(self).__name__.lower()}({name_of(self.__wrapped__)}{options})"
+        public = getattr(sys.modules["statetx"], self._made_by(), None)
+        defaults = {} if public is None else inspect.signature(public).parameters
+        given = {k: brief(v) for k, v in self._options.items() if k in defaults}
+        options = "".join(f", {k}={text}" for k, text in given.items() if text != brief(defaults[k].default))
+        return f"statetx.{self._made_by()}({name_of(self.__wrapped__)}{options})"
+
+    def _made_by(self) -> str:
+        """The public function that made this."""
+        return _public_name(type(self))
+
+
+def _public_name(cls: type[Wrapper]) -> str:
+    """The public function that makes wrappers of a class: ``value_and_grad`` for `ValueAndGrad`."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
 
 
 def _rebuild(cls: type[Wrapper], fun: Callable, options: dict[str, Any]) -> Wrapper:
@@ -305,14 +330,19 @@ def name_of(fun: Any) -> str:
     return getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or type(fun).__name__
 
 
-def as_decorator(cls: Callable[..., Any], fun: Any, options: dict[str, Any]) -> Any:
+def short_name(name: str) -> str:
+    """A function's qualified name without the functions that it is defined in."""
+    return name.rpartition("<locals>.")[2]
+
+
+def as_decorator(cls: type[Wrapper], fun: Any, options: dict[str, Any]) -> Any:
     """``cls(fun, **options)``, or a decorator when there is no function yet; descriptors keep their kind."""
     if fun is None:
         return functools.partial(as_decorator, cls, options=options)
     if isinstance(fun, (staticmethod, classmethod)):
         return type(fun)(as_decorator(cls, fun.__func__, options))
     if not callable(fun):
-        raise TypeError(f"{cls.__name__.lower()} needs a callable, got {type(fun).__name__}: {fun!r}.")
+        raise TypeError(f"{_public_name(cls)} needs a callable, got {type(fun).__name__}: {fun!r}.")
     return cls(fun, **options)
 
 

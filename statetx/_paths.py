@@ -8,6 +8,7 @@ the variable's name.
 from __future__ import annotations
 
 import dataclasses
+import dis
 import fnmatch
 import functools
 import inspect
@@ -20,6 +21,8 @@ import numpy as np
 
 from . import _registry
 from ._errors import StateFilterError
+from ._text import brief
+from ._tree import Partition
 from ._typing import Filter
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, np.ndarray, np.generic)
@@ -41,6 +44,9 @@ class Not:
 
     def __invert__(self) -> Filter:
         return self.filter
+
+    def __repr__(self) -> str:
+        return f"Not({brief(self.filter)})"
 
 
 def states(obj: Any, filter: Filter = True) -> dict[str, Any]:
@@ -128,6 +134,37 @@ class Paths:
         return path
 
 
+def argument_names(
+    fun: Callable, args: tuple, positions: Sequence[int] | None = None
+) -> Callable[[Sequence[Any]], str]:
+    """Names the leaves of ``(args, kwargs)``, given their paths, as one writes them: ``x``, ``params['w']``.
+
+    `positions`: of those arguments that are left, where some were taken out.
+    """
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    positional += [f"{rest}[{i}]" for i in range(len(args) - len(positional))]
+
+    if positions is not None:
+        positional = [positional[n] for n in positions]
+
+    def name(keys: Sequence[Any]) -> str:
+        first = positional[keys[1].idx] if keys[0].idx == 0 else keys[1].key
+        return first + jax.tree_util.keystr(tuple(keys[2:]))
+
+    return name
+
+
+def leaf_paths(part: Partition, path: str) -> list[str]:
+    """Paths of the dynamic leaves of a state's value."""
+    keys, _ = jax.tree_util.tree_flatten_with_path(part.combine(range(part.num_dynamic)), is_leaf=_registry.is_opaque)
+    return [path + jax.tree_util.keystr(k) for (k, _), m in zip(keys, part.mask, strict=True) if m]
+
+
 def reaches(kind: type, fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call can reach a state of this type."""
     return any(isinstance(state, kind) for _, state in _walk_call(fun, args, kwargs))
@@ -173,6 +210,7 @@ def _own_globals(obj: Any) -> dict[str, Any] | None:
 class _Walk:
     def __init__(self) -> None:
         self._seen: set[int] = set()
+        self._used: dict[str, int] = {}
         self._keep: list[Any] = []  # objects made on the way must outlive the walk, or their ids are used again
 
     def visit(self, obj: Any, path: str, module: dict[str, Any] | None) -> Iterator[tuple[str, Any]]:
@@ -181,7 +219,8 @@ class _Walk:
         self._seen.add(id(obj))
         self._keep.append(obj)
         if _registry.kind_of(obj) is not None:
-            yield path, obj
+            num = self._used[path] = self._used.get(path, 0) + 1
+            yield path if num == 1 else f"{path}#{num}", obj
             return
         for key, child in _children(obj, module):
             yield from self.visit(child, f"{path}.{key}" if path and key else path or key, module)
@@ -256,8 +295,12 @@ def _function_variables(fun: types.FunctionType, module: dict[str, Any] | None) 
                 yield "" if isinstance(content, types.FunctionType) else name, content
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _global_names(const)
+_GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The module variables that a function's code reads, in order; not the attributes, which are among its names too."""
+    names = [i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL_READS]
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _global_names(const)]
+    return tuple(dict.fromkeys([*names, *inner]))

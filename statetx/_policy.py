@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import fnmatch
 import re
@@ -15,6 +14,7 @@ import jax
 from . import _compat
 from ._errors import PolicyError
 from ._paths import as_predicate
+from ._text import suggestion
 from ._tree import freeze, num_bytes
 from ._typing import Filter
 
@@ -239,9 +239,7 @@ def _near(wanted: Iterable[str], there: Iterable[str], what: str) -> str:
     there = sorted(set(there))
     lines = []
     for name in sorted(set(wanted) - set(there)):
-        close = difflib.get_close_matches(name, there, 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        lines.append(f"no value has the {what} {name!r}.{hint}")
+        lines.append(f"no value has the {what} {name!r}.{suggestion(name, there)}")
     if not lines:
         return ""
     listed = ", ".join(map(repr, there)) or "none"
@@ -313,10 +311,8 @@ class Path(Policy):
         paths = sorted({o.path for v in values for o in v.near})
         if any(fnmatch.fnmatchcase(path, self.pattern) for path in paths):
             return ""
-        close = difflib.get_close_matches(self.pattern, paths, 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
         return (
-            f"no value is computed with a state whose path matches {self.pattern!r}.{hint} "
+            f"no value is computed with a state whose path matches {self.pattern!r}.{suggestion(self.pattern, paths)} "
             f"Paths that occur: {', '.join(map(repr, paths)) or 'none'}."
         )
 
@@ -344,7 +340,8 @@ class States(Policy):
         if any(self in o.chosen for v in values for o in v.read):
             return ""
         paths = sorted({o.path for v in values for o in v.read})
-        return f"no value is computed from a state that the filter selects. States read: {', '.join(paths) or 'none'}."
+        hint = suggestion(self.filter, paths) if isinstance(self.filter, str) else ""
+        return f"no value is computed from a state that the filter selects.{hint} States read: {', '.join(paths) or 'none'}."
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, States):
@@ -564,8 +561,7 @@ def as_policy(given: Any) -> Policy:
             return _CONSTANTS[given]
         known = _jax_names()
         if given not in known:
-            close = difflib.get_close_matches(given, [*_CONSTANTS, *known], 1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = suggestion(given, [*_CONSTANTS, *known])
             raise PolicyError(f"No policy is named {given!r}.{hint} Known: {', '.join([*_CONSTANTS, *sorted(known)])}.")
         if given in _FACTORIES:
             raise PolicyError(_not_called(given))

@@ -17,7 +17,7 @@ from . import _compat, _registry
 from ._errors import ForeignStateError
 from ._jaxpr import Body
 from ._lift import Input, Lifting, Outcome, frame_for, name_of, pack, stage
-from ._paths import Paths
+from ._paths import Paths, argument_names, leaf_paths
 from ._signature import StaticArguments
 from ._tree import as_array, freeze, is_argument, is_array_or_number, partition
 from ._typing import PyTree
@@ -160,6 +160,7 @@ class Program:
             isinstance(x, _compat.Tracer) for x in staged.operands
         )
         self._init_compiled(owner, staged, arrays, jax.tree.structure(call.operand))
+        _compat.name_inputs(self.compiled, self.operands_of(call), self._input_names(owner, call, paths))
         self._init_writers()
         self.is_direct = not (self.guards or self.donated or outcome.out.static or self._writers is None)
 
@@ -193,6 +194,16 @@ class Program:
         self.compiled = jax.jit(inner, donate_argnums=(1, 3), **shardings, **owner.jax_options)
         for i in inputs:
             i.values = []  # else the program would keep what the states held when it was staged
+
+    def _input_names(self, owner: Any, call: Call, paths: Paths) -> list[str]:
+        """What profilers show for the inputs: paths of the states, and arguments as one writes them."""
+        states = [leaf for i in self._inputs() for leaf in leaf_paths(i.part, paths(i.state))]
+        dynamic = [n for n, is_static in enumerate(owner.static.mask(len(call.args))) if not is_static]
+        split = owner.static.split(call.args, call.kwargs)[:2]
+        name = argument_names(owner.__wrapped__, call.args, dynamic)
+        leaves = jax.tree_util.tree_flatten_with_path(split, is_leaf=_registry.is_opaque)[0]
+        arguments = [name(keys) for keys, _ in leaves]
+        return [*states, *(arguments[n] for n in (*call.layout.kept, *call.layout.donated))]
 
     def _init_writers(self) -> None:
         """Group the written states by kind; None if the value of some is more than one array."""

@@ -55,6 +55,10 @@ class Kind(Protocol):
         """The value, reported to every watcher (ours and the library's own)."""
         ...
 
+    def write(self, state: Any, value: Any) -> None:
+        """Store a value as the library's users do."""
+        ...
+
     def publish(self, effect: Effect, live: bool) -> None:
         """Write as the library's users do, reported to every watcher.
 
@@ -443,14 +447,14 @@ def user_stacklevel() -> int:
 
 def describe(state: Any, kind: Kind | None = None, path: str | None = None, value: Any = None) -> str:
     """Name a state for a message: type, path or name, shape and dtype, and where it was made."""
-    from ._tree import tree_type_str  # the tree module imports this one
+    from ._tree import short_tree_type_str  # the tree module imports this one
 
     kind = kind or kind_of(state)
     assert kind is not None
     label = path or kind.name_of(state)
     label = f" {label!r}" if label else ""
     value = kind.get(state) if value is None else value
-    return f"{type(state).__name__}{label} ({tree_type_str(value)}, made at {kind.site_of(state)})"
+    return f"{type(state).__name__}{label} ({short_tree_type_str(value)}, made at {kind.site_of(state)})"
 
 
 def refuse_created(effects: Iterable[Effect], where: str) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 
 from . import _compat, _registry
-from ._errors import StateValueError
+from ._errors import StateFilterError, StateValueError
 from ._paths import Paths, as_predicate
+from ._text import brief, suggestion
 from ._typing import Filter
 
 
@@ -50,17 +51,18 @@ class Rules:
         self.name = name
         self.path = Paths(fun)
         self._rules: list[tuple[Callable, Any]] = []
-        self._found: dict[int, Any] = {}
+        self._found: dict[int, tuple[Any, Any]] = {}
         self._needs_paths = False
         if states is not None and not isinstance(states, Mapping):
             raise StateValueError(
                 f"{name}: states= maps filters to rules, as in states={{statetx.Param: 0}}; got {states!r}."
             )
+        self._globs = [filter for filter in states or () if isinstance(filter, str)]
         for filter, rule in (states or {}).items():
             is_axis = isinstance(rule, int) and not isinstance(rule, bool)
             if not is_axis and not any(rule is k for k in known):
                 raise StateValueError(
-                    f"{name}: states={{{filter!r}: {rule!r}}} is not understood. Give an axis (an int) or one of "
+                    f"{name}: states={{{brief(filter)}: {rule!r}}} is not understood. Give an axis (an int) or one of "
                     f"{', '.join(map(repr, known))}."
                 )
             self._rules.append((as_predicate(filter), rule))
@@ -84,8 +86,22 @@ class Rules:
             return None
         if id(state) not in self._found:
             path = self.path(state) if self._needs_paths else ""
-            self._found[id(state)] = next((rule for keep, rule in self._rules if keep(path, state)), None)
-        return self._found[id(state)]
+            rule = next((rule for keep, rule in self._rules if keep(path, state)), None)
+            self._found[id(state)] = state, rule
+        return self._found[id(state)][1]
+
+    def check_paths(self) -> None:
+        """Raise if a path glob selects none of the states that were asked about: those that the function touched."""
+        if not self._globs:
+            return
+        paths = [self.path(state) for state, _ in self._found.values()]
+        for glob in self._globs:
+            if not any(map(as_predicate(glob), paths, self._found)):
+                raise StateFilterError(
+                    f"{self.name}: states={{{glob!r}: ...}} selects no state that the function touches.{suggestion(glob, paths)} "
+                    f"It touches: {', '.join(map(repr, paths)) or 'none'}.\n"
+                    f"Fix: correct the path, or select by a type, which need not occur."
+                )
 
     def slice_type(self, state: Any, aval: Any, length: int) -> Any:
         """The type of one slice of an array of a state that is mapped; the type itself for other states."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
 
 from ._errors import StaticArgumentError
+from ._text import suggestion
 from ._typing import Indices, Names
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -92,9 +92,7 @@ class StaticArguments:
             if any(p.kind is p.VAR_KEYWORD for p in self._parameters) and parameter is None:
                 self.names.add(name)
                 return
-            close = difflib.get_close_matches(str(name), known, 1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise StaticArgumentError(f"static_argnames={name!r}: {self._describe()}.{hint}")
+            raise StaticArgumentError(f"static_argnames={name!r}: {self._describe()}.{suggestion(name, known)}")
         if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
             self.names.add(name)
         if parameter in self._positional:

@@ -117,9 +117,9 @@ class State(Generic[T]):
             _touch(self, frame, writing=False)
 
     def __repr__(self) -> str:
-        from ._tree import tree_type_str
+        from ._tree import short_tree_type_str
 
-        content = repr(self._value) if type(self._value) is _Buried else tree_type_str(self._value)
+        content = repr(self._value) if type(self._value) is _Buried else short_tree_type_str(self._value, 200)
         extra = {"name": self.name} if self.name is not None else {}
         items = "".join(f", {k}={v!r}" for k, v in {**extra, **self.metadata}.items())
         return f"{type(self).__name__}({content}{items})"
@@ -289,6 +289,9 @@ class _Native:
 
     def read(self, state: State) -> Any:
         return state.value
+
+    def write(self, state: State, value: Any) -> None:
+        state.value = value
 
     def publish(self, effect: _registry.Effect, live: bool) -> None:
         del live

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from . import _registry
 from ._errors import StateFilterError, StateValueError
 from ._lift import name_of
 from ._paths import Paths, as_predicate, is_filter
+from ._text import brief, suggestion
 from ._tree import is_array_or_number, partition
 from ._typing import Filter, PyTree
 
@@ -103,6 +104,11 @@ class Targets:
         return jax.tree.unflatten(self._treedef, whole)
 
 
+def _nearest(filter: Filter, paths: Iterable[str]) -> str:
+    globs = (filter,) if isinstance(filter, str) else filter if isinstance(filter, (list, tuple)) else ()
+    return next((hint for glob in globs if isinstance(glob, str) and (hint := suggestion(glob, paths))), "")
+
+
 def _select(filter: Filter, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     reach = Paths(fun, args, kwargs).items()
     keep = as_predicate(filter)
@@ -110,6 +116,7 @@ def _select(filter: Filter, fun: Callable, args: tuple, kwargs: dict[str, Any]) 
     if not found:
         there = ", ".join(f"{p} ({type(s).__name__})" for p, s in list(reach.items())[:8]) or "none"
         raise StateFilterError(
-            f"wrt={filter!r} selects no state of {name_of(fun)}. States that its arguments and variables reach: {there}."
+            f"wrt={brief(filter)} selects no state of {name_of(fun)}.{_nearest(filter, reach)} States that its arguments and "
+            f"variables reach: {there}."
         )
     return found

@@ -1,8 +1,11 @@
-"""Plain text for people: aligned tables and byte counts."""
+"""Plain text for people: aligned tables, byte counts, and which name was meant."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import reprlib
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 def format_bytes(n: int) -> str:
@@ -28,3 +31,25 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: S
         for line in lines
     ]
     return "\n".join([aligned[0], "  ".join("-" * w for w in widths), *aligned[1:]])
+
+
+def suggestion(given: Any, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` with the known name that is nearest to the given one; empty if none is near."""
+    close = difflib.get_close_matches(str(given), list(known), 1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+class _Brief(reprlib.Repr):
+    """Types and functions by their names, and of containers the first few items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+
+    def repr1(self, x: Any, level: int) -> str:
+        is_named = isinstance(x, type) or (callable(x) and hasattr(x, "__qualname__"))
+        return x.__qualname__ if is_named else super().repr1(x, level)
+
+
+brief = _Brief().repr
+"""``repr`` for a message: types and functions by their names, long containers cut short."""

@@ -152,6 +152,12 @@ def tree_type_str(tree: PyTree) -> str:
     return str(jax.tree.map(lambda x: _Word(type_str(x)), tree))
 
 
+def short_tree_type_str(tree: PyTree, width: int = 100) -> str:
+    """`tree_type_str`, or what is left to say where that is longer: ``tuple of 25 leaves``."""
+    text = tree_type_str(tree)
+    return text if len(text) <= width else f"{type(tree).__name__} of {len(jax.tree.leaves(tree))} leaves"
+
+
 def num_bytes(tree: PyTree) -> int:
     """Bytes of all array leaves; a key counts the words it is made of."""
     total = 0

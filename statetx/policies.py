@@ -46,6 +46,7 @@ from ._strategy import Budget as Budget
 from ._strategy import Lengths as Lengths
 from ._strategy import Levels as Levels
 from ._strategy import Slots as Slots
+from ._text import suggestion
 from ._typing import Filter
 
 
@@ -77,7 +78,9 @@ def offload(*what: str | Policy, src: str = "device", dst: str = "pinned_host", 
         otherwise: what to do on a backend without these memories: ``"raise"`` or ``"save"``.
     """
     if otherwise not in ("raise", "save"):
-        raise PolicyError(f"offload: otherwise= must be 'raise' or 'save', got {otherwise!r}.")
+        raise PolicyError(
+            f"offload: otherwise= must be 'raise' or 'save', got {otherwise!r}.{suggestion(otherwise, ['raise', 'save'])}"
+        )
     if not what:
         raise PolicyError("offload needs names or policies: offload('hidden'), offload(policies.dots).")
     named = [x for x in what if isinstance(x, str)]
@@ -118,7 +121,9 @@ def states(filter: Filter, *, missing: str = "raise") -> Policy:
 
 def _check_missing(missing: str) -> str:
     if missing not in ("raise", "warn", "ignore"):
-        raise PolicyError(f"missing= must be 'raise', 'warn' or 'ignore', got {missing!r}.")
+        raise PolicyError(
+            f"missing= must be 'raise', 'warn' or 'ignore', got {missing!r}.{suggestion(missing, ['raise', 'warn', 'ignore'])}"
+        )
     return missing
 
 

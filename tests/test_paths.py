@@ -84,6 +84,32 @@ def test_filters(filter, expected):
     assert list(states(Model(), filter)) == expected
 
 
+weight = Param(1.0)
+
+
+class NamesLikeGlobals:
+    def __init__(self):
+        self.weight = Param(2.0)
+
+    def read(self):
+        return self.weight.value
+
+
+def reads_both(model=NamesLikeGlobals()):  # noqa: B008
+    return model.weight.value + weight.value
+
+
+def test_an_attribute_is_not_taken_for_a_global_of_its_name():
+    model = NamesLikeGlobals()
+    assert states(model.read) == {"weight": model.weight}
+    assert statetx.trace_states(model.read)().reads == {"weight": model.weight}
+
+
+def test_two_states_never_share_a_path():
+    found = states(reads_both)
+    assert len(found) == 2 and found["weight#2"] is weight
+
+
 def test_what_is_no_filter():
     with pytest.raises(statetx.StateFilterError, match="Not a filter: 3"):
         states(Model(), 3)

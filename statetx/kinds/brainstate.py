@@ -346,6 +346,9 @@ class _Brainstate:
         _private.record_state_value_read(state)
         return self.get(state)
 
+    def write(self, state: brainstate.State, value: Any) -> None:
+        state.value = value
+
     def publish(self, effect: _registry.Effect, live: bool) -> None:
         state = effect.state
         if effect.created:

@@ -223,6 +223,9 @@ class _Nnx:
     def read(self, state: nnx.Variable) -> Any:
         return _get_value(state)
 
+    def write(self, state: nnx.Variable, value: Any) -> None:
+        state.set_value(value)
+
     def publish(self, effect: _registry.Effect, live: bool) -> None:
         del live
         state, frame = effect.state, _local.frame

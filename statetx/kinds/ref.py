@@ -35,6 +35,7 @@ class _RefKind:
         state[...] = value
 
     read = get
+    write = set
 
     def get_all(self, states: Sequence[Any]) -> list[Any]:
         return [ref[...] for ref in states]

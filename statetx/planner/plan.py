@@ -17,12 +17,11 @@ from .._compat import Jaxpr
 from .._cost import Cost, flops
 from .._errors import PlanError
 from .._jaxpr import Body
-from .._lift import name_of
+from .._lift import name_of, short_name
 from .._policy import FAMILIES, Rewriting, parse_bytes
-from .._text import format_bytes, format_table
+from .._text import format_bytes, format_table, suggestion
 from .._tree import is_float
 from ..residuals._show import format_flops
-from ..residuals._trace import short_name
 from ..transforms.remat import Remat
 from ._capture import capture
 from ._layout import rewrite
@@ -377,7 +376,9 @@ class Planner:
         **kwargs: Any,
     ):
         if objective not in ("flops", "time"):
-            raise ValueError(f"objective must be 'flops' or 'time', got {objective!r}.")
+            raise ValueError(
+                f"objective must be 'flops' or 'time', got {objective!r}.{suggestion(objective, ['flops', 'time'])}"
+            )
         self.name = short_name(name_of(fun))
         self._objective = objective
         self._progress = progress

@@ -8,7 +8,6 @@ Nothing is computed, and the user's Python runs once.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import re
 import sysconfig
@@ -21,16 +20,11 @@ from jax.extend.core import jaxprs_in_params
 from .. import _compat, _registry
 from .._compat import Jaxpr, Literal
 from .._jaxpr import Body, table
-from .._lift import Lifting, frame_for, name_of, pack, stage
-from .._paths import Paths
+from .._lift import Lifting, frame_for, name_of, pack, short_name, stage
+from .._paths import Paths, argument_names, leaf_paths
 from .._targets import Targets, resolve_argnums, split_aux
 from .._tree import Partition, as_array, is_array, is_array_or_number, is_float
 from .._typing import Filter, PyTree
-
-
-def short_name(name: str) -> str:
-    """A function's qualified name without the functions that it is defined in."""
-    return name.rpartition("<locals>.")[2]
 
 
 class Source(NamedTuple):
@@ -150,14 +144,14 @@ def differentiate(
 
         sources = [Source("constant")] * staged.num_operands
         is_chosen = [False] * staged.num_operands
-        names = _argument_names(fun, args)
+        names = argument_names(fun, args)
         for (keys, _), wanted, dynamic in zip(given, wants, mask, strict=True):
             if dynamic:
                 sources.append(Source("argument", names(keys)))
                 is_chosen.append(wanted)
         paths = Paths(fun, args, kwargs)
         for read in lifting.inputs.values():
-            leaves = _leaf_paths(read.part, paths(read.state))
+            leaves = leaf_paths(read.part, paths(read.state))
             sources += [Source("state", path, type(read.state).__name__) for path in leaves]
             is_chosen += [wants_state(read.state)] * len(leaves)
         assert len(sources) == len(staged.jaxpr.invars)
@@ -182,29 +176,6 @@ class _Reads(Lifting):
 
 def _is_traced(x: Any) -> bool:
     return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
-
-
-def _argument_names(fun: Callable, args: tuple) -> Callable[[Sequence[Any]], str]:
-    """Names the leaves of ``(args, kwargs)``, given their paths, as one writes them: ``x``, ``params['w']``."""
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-    positional += [f"{rest}[{i}]" for i in range(len(args) - len(positional))]
-
-    def name(keys: Sequence[Any]) -> str:
-        first = positional[keys[1].idx] if keys[0].idx == 0 else keys[1].key
-        return first + jax.tree_util.keystr(tuple(keys[2:]))
-
-    return name
-
-
-def _leaf_paths(part: Partition, path: str) -> list[str]:
-    """Paths of the dynamic leaves of a state's value."""
-    keys, _ = jax.tree_util.tree_flatten_with_path(part.combine(range(part.num_dynamic)), is_leaf=_registry.is_opaque)
-    return [path + jax.tree_util.keystr(k) for (k, _), m in zip(keys, part.mask, strict=True) if m]
 
 
 # -- rematerialised regions ------------------------------------------------------------------------------------

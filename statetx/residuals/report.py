@@ -13,13 +13,12 @@ import jax
 
 from .._cost import Cost, Program
 from .._keep import Region, override
-from .._lift import name_of
+from .._lift import name_of, short_name
 from .._policy import as_policy, names_of
 from .._text import format_bytes, format_table
 from .._typing import Policy
 from ..transforms.remat import remat
 from ._show import format_flops
-from ._trace import short_name
 from .measure import with_gradient
 from .table import Residuals, saved_residuals
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
@@ -20,13 +20,16 @@ from .._typing import PyTree
 _MISSING = object()
 
 
+R = TypeVar("R")
+
+
 def cond(
     pred: Any,
-    true_fun: Callable[..., PyTree],
-    false_fun: Callable[..., PyTree],
+    true_fun: Callable[..., R],
+    false_fun: Callable[..., R],
     *operands: Any,
     operand: Any = _MISSING,
-) -> PyTree:
+) -> R:
     """Run one of two functions, which may read and write states.
 
     As ``jax.lax.cond``. The Python of each branch runs once. The states that either branch writes are threaded through
@@ -67,7 +70,7 @@ def cond(
     return _branch("cond", jnp.asarray(pred).astype(bool), [false_fun, true_fun], operands)
 
 
-def switch(index: Any, branches: Sequence[Callable[..., PyTree]], *operands: Any) -> PyTree:
+def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> R:
     """Run one of several functions, which may read and write states; see `cond`.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -13,9 +13,12 @@ from .._errors import CreatedStateError, StateAccessError
 from .._lift import Lifting, Wrapper, as_decorator, frame_for, name_of, pack, stage
 from .._paths import Paths
 from .._registry import Frame
-from .._text import format_bytes, format_table
-from .._tree import as_array, is_array, is_array_or_number, num_bytes, partition, tree_type_str
+from .._text import format_bytes, format_table, suggestion
+from .._tree import as_array, is_array, is_array_or_number, num_bytes, partition, short_tree_type_str, tree_type_str
 from .._typing import PyTree
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +98,7 @@ class StateTrace:
         return table
 
 
-def trace_states(fun: Any) -> Any:
+def trace_states(fun: Callable[P, Any]) -> Callable[P, StateTrace]:
     """Find out which states a function reads, writes and creates, without running it.
 
     Args:
@@ -123,7 +126,7 @@ def trace_states(fun: Any) -> Any:
     return as_decorator(TraceStates, fun, {})
 
 
-class TraceStates(Wrapper):
+class TraceStates(Wrapper[P, Any]):
     """Made by `trace_states`."""
 
     def __init__(self, fun: Callable):
@@ -178,7 +181,7 @@ def _rows(frame: Frame, paths: Paths) -> list[StateRow]:
         if used[path] > 1:  # two states of the same name that no path tells apart
             path = f"{path}#{used[path]}"
         kind_name = type(state).__name__ if kind.name == "statetx" else f"{kind.name}.{type(state).__name__}"
-        type_ = tree_type_str(value)
+        type_ = short_tree_type_str(value, 60)
         rows.append(StateRow(path, state, kind_name, type_, num_bytes(value), read, is_written, created))
 
     for access in frame.accesses.values():
@@ -190,7 +193,7 @@ def _rows(frame: Frame, paths: Paths) -> list[StateRow]:
     return rows
 
 
-def functionalize(fun: Any) -> Any:
+def functionalize(fun: Callable[P, R]) -> Functionalize[P, R]:
     """Make a pure function of one that reads and writes states, for use under any plain JAX transform.
 
     Args:
@@ -221,10 +224,10 @@ def functionalize(fun: Any) -> Any:
         >>> float(out), float(new["n"]), float(n.value)
         (2.0, 1.0, 0.0)
     """
-    return as_decorator(Functionalized, fun, {})
+    return as_decorator(Functionalize, fun, {})
 
 
-class Functionalized(Wrapper):
+class Functionalize(Wrapper[P, R]):
     """Made by `functionalize`."""
 
     def __init__(self, fun: Callable):
@@ -243,7 +246,7 @@ class Functionalized(Wrapper):
         """The current values of these states, by path."""
         return {path: _read(state) for path, state in self.states(*args, **kwargs).items()}
 
-    def __call__(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, values: Mapping[str, Any], *args: P.args, **kwargs: P.kwargs) -> tuple[R, dict[str, Any]]:
         fun = self.__wrapped__
         states = self._resolve(values, args, kwargs)
         given = {id(state): values[path] for path, state in states.items()}
@@ -281,7 +284,7 @@ class Functionalized(Wrapper):
         unknown = [path for path in values if path not in self._known]
         if unknown:
             raise StateAccessError(
-                f"No state of {name_of(self.__wrapped__)} has the path {unknown[0]!r}. Known paths: "
+                f"No state of {name_of(self.__wrapped__)} has the path {unknown[0]!r}.{suggestion(unknown[0], self._known)} Known paths: "
                 f"{', '.join(self._known) or 'none'}."
             )
         return {path: self._known[path] for path in values}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,39 @@ from .._targets import Targets, resolve_argnums, split_aux
 from .._tree import is_array_or_number, partition
 from .._typing import Filter, PyTree
 
+P = ParamSpec("P")
+R = TypeVar("R")
+A = TypeVar("A")
+Argnums = int | Sequence[int] | None
 
+
+class GradOptions(TypedDict, total=False):
+    """What `grad` and `value_and_grad` take besides the function, `argnums` and `has_aux`."""
+
+    wrt: PyTree | Filter
+    holomorphic: bool
+    allow_int: bool
+
+
+@overload
+def grad(
+    fun: Callable[P, tuple[Any, A]],
+    argnums: Argnums = None,
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[GradOptions],
+) -> Callable[P, tuple[Any, A]]: ...
+@overload
+def grad(
+    fun: Callable[P, Any], argnums: Argnums = None, *, has_aux: Literal[False] = False, **options: Unpack[GradOptions]
+) -> Callable[P, Any]: ...
+@overload
+def grad(
+    fun: None = None, argnums: Argnums = None, *, has_aux: bool = False, **options: Unpack[GradOptions]
+) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
 def grad(
     fun: Any = None,
-    argnums: int | Sequence[int] | None = None,
+    argnums: Argnums = None,
     *,
     wrt: PyTree | Filter = None,
     has_aux: bool = False,
@@ -65,9 +94,17 @@ def grad(
     return as_decorator(Grad, fun, options)
 
 
+@overload
+def value_and_grad(
+    fun: Callable[P, R], argnums: Argnums = None, *, has_aux: bool = False, **options: Unpack[GradOptions]
+) -> Callable[P, tuple[R, Any]]: ...
+@overload
+def value_and_grad(
+    fun: None = None, argnums: Argnums = None, *, has_aux: bool = False, **options: Unpack[GradOptions]
+) -> Callable[[Callable[P, R]], Callable[P, tuple[R, Any]]]: ...
 def value_and_grad(
     fun: Any = None,
-    argnums: int | Sequence[int] | None = None,
+    argnums: Argnums = None,
     *,
     wrt: PyTree | Filter = None,
     has_aux: bool = False,
@@ -156,6 +193,14 @@ class Grad(ValueAndGrad):
         return (grads, aux) if self._has_aux else grads
 
 
+@overload
+def vjp(
+    fun: Callable[..., tuple[R, A]], *primals: Any, wrt: PyTree | Filter = None, has_aux: Literal[True]
+) -> tuple[R, Callable[[Any], Any], A]: ...
+@overload
+def vjp(
+    fun: Callable[..., R], *primals: Any, wrt: PyTree | Filter = None, has_aux: Literal[False] = False
+) -> tuple[R, Callable[[Any], Any]]: ...
 def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool = False) -> tuple:
     """Evaluate a function that may read and write states, and return its pullback.
 

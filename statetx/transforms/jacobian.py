@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,20 @@ from .._targets import Targets, resolve_argnums, split_aux
 from .._tree import Partition, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
+P = ParamSpec("P")
+R = TypeVar("R")
+A = TypeVar("A")
+Argnums = int | Sequence[int] | None
 
+
+@overload
+def jvp(
+    fun: Callable[..., tuple[R, A]], primals: Sequence[Any], tangents: Sequence[Any], has_aux: Literal[True]
+) -> tuple[R, R, A]: ...
+@overload
+def jvp(
+    fun: Callable[..., R], primals: Sequence[Any], tangents: Sequence[Any], has_aux: Literal[False] = False
+) -> tuple[R, R]: ...
 def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False) -> tuple:
     """Evaluate a function that may read and write states, and its directional derivative.
 
@@ -50,6 +63,12 @@ def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux:
     return (out, tangent, aux) if has_aux else (out, tangent)
 
 
+@overload
+def linearize(
+    fun: Callable[..., tuple[R, A]], *primals: Any, has_aux: Literal[True]
+) -> tuple[R, Callable[..., R], A]: ...
+@overload
+def linearize(fun: Callable[..., R], *primals: Any, has_aux: Literal[False] = False) -> tuple[R, Callable[..., R]]: ...
 def linearize(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple:
     """Evaluate a function that may read and write states, and return its derivative there as a linear function.
 
@@ -110,9 +129,27 @@ class _Run:
         return self._outcome.finish(leaves)
 
 
+@overload
+def jacfwd(
+    fun: Callable[P, Any],
+    argnums: Argnums = None,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    *,
+    wrt: PyTree | Filter = None,
+) -> Callable[P, Any]: ...
+@overload
+def jacfwd(
+    fun: None = None,
+    argnums: Argnums = None,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    *,
+    wrt: PyTree | Filter = None,
+) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
 def jacfwd(
     fun: Any = None,
-    argnums: int | Sequence[int] | None = None,
+    argnums: Argnums = None,
     has_aux: bool = False,
     holomorphic: bool = False,
     *,
@@ -146,9 +183,29 @@ def jacfwd(
     return _jacobian(jax.jacfwd, fun, argnums, has_aux, {"holomorphic": holomorphic}, wrt)
 
 
+@overload
+def jacrev(
+    fun: Callable[P, Any],
+    argnums: Argnums = None,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    *,
+    wrt: PyTree | Filter = None,
+) -> Callable[P, Any]: ...
+@overload
+def jacrev(
+    fun: None = None,
+    argnums: Argnums = None,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    *,
+    wrt: PyTree | Filter = None,
+) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
 def jacrev(
     fun: Any = None,
-    argnums: int | Sequence[int] | None = None,
+    argnums: Argnums = None,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -166,9 +223,27 @@ def jacrev(
     return _jacobian(jax.jacrev, fun, argnums, has_aux, {"holomorphic": holomorphic, "allow_int": allow_int}, wrt)
 
 
+@overload
+def hessian(
+    fun: Callable[P, Any],
+    argnums: Argnums = None,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    *,
+    wrt: PyTree | Filter = None,
+) -> Callable[P, Any]: ...
+@overload
+def hessian(
+    fun: None = None,
+    argnums: Argnums = None,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    *,
+    wrt: PyTree | Filter = None,
+) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
 def hessian(
     fun: Any = None,
-    argnums: int | Sequence[int] | None = None,
+    argnums: Argnums = None,
     has_aux: bool = False,
     holomorphic: bool = False,
     *,
@@ -191,7 +266,7 @@ def hessian(
 def _jacobian(transform: Callable, fun: Any, argnums: Any, has_aux: bool, options: dict[str, Any], wrt: Any) -> Any:
     if argnums is None and wrt is None:
         argnums = 0
-    given = {"transform": transform, "argnums": argnums, "wrt": wrt, "has_aux": has_aux, "jax_options": options}
+    given = {"transform": transform, "argnums": argnums, "wrt": wrt, "has_aux": has_aux, **options}
     return as_decorator(Jacobian, fun, given)
 
 
@@ -199,15 +274,18 @@ class Jacobian(Wrapper):
     """Made by `jacfwd` and `jacrev`."""
 
     def __init__(
-        self, fun: Callable, *, transform: Callable, argnums: Any, wrt: Any, has_aux: bool, jax_options: dict[str, Any]
+        self, fun: Callable, *, transform: Callable, argnums: Any, wrt: Any, has_aux: bool, **jax_options: bool
     ):
         given = {"transform": transform, "argnums": argnums, "wrt": wrt, "has_aux": has_aux}
-        super().__init__(fun, {**given, "jax_options": jax_options})
+        super().__init__(fun, {**given, **jax_options})
         self._transform = transform
         self._argnums = argnums
         self._wrt = wrt
         self._has_aux = has_aux
         self._jax_options = jax_options
+
+    def _made_by(self) -> str:
+        return self._transform.__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__

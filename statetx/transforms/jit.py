@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
@@ -25,7 +25,27 @@ from .._signature import StaticArguments
 from .._tree import as_array, freeze
 from .._typing import Filter, Indices, Names
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+class JitOptions(TypedDict, total=False):
+    """What `jit` takes besides the function."""
+
+    static_argnums: Indices
+    static_argnames: Names
+    donate_argnums: Indices
+    donate_argnames: Names
+    donate_states: Filter
+    keep_unused: bool
+    inline: bool
+    compiler_options: dict[str, Any] | None
+
+
+@overload
+def jit(fun: Callable[P, R], **options: Unpack[JitOptions]) -> Jit[P, R]: ...
+@overload
+def jit(fun: None = None, **options: Unpack[JitOptions]) -> Callable[[Callable[P, R]], Jit[P, R]]: ...
 def jit(
     fun: Any = None,
     *,
@@ -94,12 +114,12 @@ def jit(
     return as_decorator(Jit, fun, options)
 
 
-class Jit(Wrapper):
+class Jit(Wrapper[P, R]):
     """A compiled function; made by `jit`."""
 
     def __init__(self, fun: Callable, **options: Any):
         super().__init__(fun, options)
-        self._static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
+        self.static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
         self._donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"])
         self.donates = as_predicate(options["donate_states"])
         self.jax_options = {k: options[k] for k in ("keep_unused", "inline", "compiler_options")}
@@ -109,7 +129,7 @@ class Jit(Wrapper):
         self._lock = threading.RLock()  # held while programs are put in order
         self.staging = threading.RLock()  # held by a thread that stages, so that others wait for its program
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         only = self._only
         if only is not None and only[1] == _registry.idle_modes():
             try:
@@ -171,7 +191,7 @@ class Jit(Wrapper):
             rest = [p for p in self._programs.get(call.key, ()) if p is not program]
             self._programs[call.key] = [program, *rest[: _MAX_PROGRAMS - 1]]
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Stage and lower for arguments like these (arrays or ``jax.ShapeDtypeStruct``); no state changes.
 
         Returns:
@@ -192,7 +212,7 @@ class Jit(Wrapper):
         self._layouts.clear()
 
     def _read(self, args: tuple, kwargs: dict[str, Any]) -> Call:
-        dyn_args, dyn_kwargs, merge = self._static.split(args, kwargs)
+        dyn_args, dyn_kwargs, merge = self.static.split(args, kwargs)
         # Taking a module apart reads its states: where that is watched, it must stay whole.
         is_leaf = None if _registry.current_frame() is None else _registry.is_opaque
         leaves, treedef = jax.tree.flatten((dyn_args, dyn_kwargs), is_leaf=is_leaf)
@@ -205,13 +225,13 @@ class Jit(Wrapper):
         if layout.converts:
             leaves = [as_array(x) for x in leaves]
         static: Hashable = ()
-        if layout.static or self._static:
-            given = args if self._static else ()
-            mask = self._static.mask(len(given))
+        if layout.static or self.static:
+            given = args if self.static else ()
+            mask = self.static.mask(len(given))
             static = (
                 tuple([freeze(leaves[i]) for i in layout.static]),
                 tuple([freeze(a) for a, s in zip(given, mask, strict=True) if s]),
-                tuple([(k, freeze(v)) for k, v in sorted(kwargs.items()) if k in self._static.names]),
+                tuple([(k, freeze(v)) for k, v in sorted(kwargs.items()) if k in self.static.names]),
             )
         return Call(args, kwargs, leaves, layout, merge, static)
 

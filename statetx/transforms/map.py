@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from .._typing import PyTree
 from .scan import scan
 from .vmap import vmap
 
+X = TypeVar("X")
+Y = TypeVar("Y")
 
-def map(f: Callable[[Any], PyTree], xs: PyTree, *, batch_size: int | None = None) -> PyTree:
+
+def map(f: Callable[[X], Y], xs: X, *, batch_size: int | None = None) -> Y:
     """Apply a function to each element of the leading axis of `xs`, one after the other; it may read and write states.
 
     As ``jax.lax.map``: a `scan` without a carry. States that the function writes are carried from one element to the

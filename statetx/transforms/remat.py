@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,15 +14,17 @@ import jax.numpy as jnp
 from .. import _compat, _keep, _policy, _registry
 from .._errors import EffectError, StateAccessError
 from .._jaxpr import Body, table
-from .._lift import Wrapper, as_decorator, frame_for, name_of, pack, stage
+from .._lift import Wrapper, as_decorator, frame_for, name_of, pack, short_name, stage
 from .._paths import Paths, as_predicate
 from .._policy import Origin, as_policy
 from .._signature import StaticArguments
+from .._text import brief, suggestion
 from .._tree import as_array, partition
 from .._typing import Filter, Indices, Names, Policy
 from ..kinds.ref import KIND as REF
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 @overload
@@ -168,7 +169,9 @@ def _refuse_options(unknown: dict[str, Any]) -> None:
             "remat has no concrete= (JAX removed it too). Name the arguments that must stay concrete in "
             "static_argnums= or static_argnames=, and use jax.ensure_compile_time_eval() on them in the body."
         )
-    raise TypeError(f"remat got unexpected options: {', '.join(sorted(unknown))}.")
+    known = [name for name in inspect.signature(remat).parameters if name not in ("fun", "unknown")]
+    hints = "".join(suggestion(name, known) for name in sorted(unknown))
+    raise TypeError(f"remat got unexpected options: {', '.join(sorted(unknown))}.{hints} It has {', '.join(known)}.")
 
 
 class Remat(Wrapper):
@@ -249,7 +252,8 @@ class Remat(Wrapper):
             kept = build(staged)
         else:
             kept = table.get(staged, ("remat", policy, prevent_cse, fence, origins, num_out), build)
-        outs = kept(staged.operands, *arrays)
+        with jax.named_scope(short_name(name_of(fun))):
+            outs = kept(staged.operands, *arrays)
         # What needs no computing comes back as the constant that stood for it while tracing.
         return outcome.finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])
 
@@ -313,7 +317,7 @@ class Remat(Wrapper):
             if not allowed(path, state):
                 raise StateAccessError(
                     f"remat({name_of(self.__wrapped__)}) touched {_registry.describe(state, kind, path)}, which its "
-                    f"filter states={self._options['states']!r} excludes.\n"
+                    f"filter states={brief(self._options['states'])} excludes.\n"
                     f"Fix: add the state to the filter, or do not touch it in this function."
                 )
 
@@ -354,10 +358,13 @@ def _check_prevent_cse(prevent_cse: Any) -> bool | tuple | str:
     )
 
 
+_FENCES = ("auto", "barrier", "cond")
+
+
 def _check_fence(prevent_cse: Any, fence: Any) -> tuple[bool | tuple | str, str | None]:
     """The two together: each fence but "auto" says itself what is prevented."""
-    if fence not in ("auto", "barrier", "cond", None):
-        raise TypeError(f"fence must be 'auto', 'barrier', 'cond' or None, got {fence!r}.")
+    if fence not in (*_FENCES, None):
+        raise TypeError(f"fence must be 'auto', 'barrier', 'cond' or None, got {fence!r}.{suggestion(fence, _FENCES)}")
     if fence == "auto":
         return prevent_cse, fence
     if prevent_cse not in ("auto", fence is not None):
@@ -370,8 +377,7 @@ def _remat_class(cls: type, methods: Names, options: dict[str, Any]) -> type:
     wrapped = {}
     for name in names:
         if not callable(getattr(cls, name, None)):
-            close = difflib.get_close_matches(name, dir(cls), 1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = suggestion(name, dir(cls))
             raise TypeError(f"remat: the class {cls.__qualname__} has no method {name!r}.{hint} Name one in methods=.")
         wrapped[name] = as_decorator(Remat, inspect.getattr_static(cls, name), options)
 
@@ -417,7 +423,7 @@ def _rebuild_instance(cls: type, methods: tuple, options: dict[str, Any], how: t
     return reconstruct(subclass, *args)
 
 
-def checkpoint_name(x: Any, name: str) -> Any:
+def checkpoint_name(x: T, name: str) -> T:
     """Give a value a name for policies to select, as ``jax.ad_checkpoint.checkpoint_name`` does.
 
     Args:

@@ -9,7 +9,7 @@ a key of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,17 @@ from .._rules import Broadcast, Carry, Rules, Split
 from .._staged import Staged, check_carry, flatten_carry, kept_types, promote, publish
 from .._strategy import Strategy
 from .._tree import as_array, is_array_or_number, partition, type_str
-from .._typing import Filter, PyTree
+from .._typing import Filter
+
+C = TypeVar("C")
+X = TypeVar("X")
+Y = TypeVar("Y")
 
 
 def scan(
-    f: Callable[[Any, Any], tuple[Any, Any]],
-    init: PyTree,
-    xs: PyTree = None,
+    f: Callable[[C, X], tuple[C, Y]],
+    init: C,
+    xs: X | None = None,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
@@ -37,7 +41,7 @@ def scan(
     states: Mapping[Filter, Any] | None = None,
     checkpoint: Strategy | int | tuple[int, ...] | str | None = None,
     progress: bool = False,
-) -> tuple[PyTree, PyTree]:
+) -> tuple[C, Y]:
     """Run ``carry, y = f(carry, x)`` over the leading axis of `xs`; the body may read and write states.
 
     As ``jax.lax.scan``. The body's Python runs once (twice if the first carry is a Python number that the body turns
@@ -121,6 +125,7 @@ def scan(
         body = run_body(carry)
     check_carry("scan", f, carry_part, body.avals[: len(carry)], body.outs[0], body.out_avals[:num_carry])
     loop = _Loop(body, num_carry, length, rules)
+    rules.check_paths()
     carry, ys = loop.run(carry, xs_leaves, reverse=bool(reverse), unroll=unroll, strategy=strategy, progress=progress)
     return carry_part.combine(carry), body.outs[1].combine(ys)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.sharding import PartitionSpec
@@ -13,12 +13,31 @@ from .._errors import StateAccessError, StateValueError
 from .._lift import Wrapper, as_decorator, call, frame_for, name_of
 from .._paths import Paths, as_predicate
 from .._registry import Effect
+from .._text import brief
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
 _REPLICATED = PartitionSpec()
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class ShardMapOptions(TypedDict, total=False):
+    """What `shard_map` takes besides the function and the specs."""
+
+    mesh: Any
+    axis_names: Any
+    check_vma: bool
+    states: Mapping[Filter, PartitionSpec] | None
+
+
+@overload
+def shard_map(f: F, *, in_specs: Any, out_specs: Any, **options: Unpack[ShardMapOptions]) -> F: ...
+@overload
+def shard_map(
+    f: None = None, *, in_specs: Any, out_specs: Any, **options: Unpack[ShardMapOptions]
+) -> Callable[[F], F]: ...
 def shard_map(
     f: Any = None,
     *,
@@ -81,7 +100,7 @@ class ShardMap(Wrapper):
         self._rules = []
         for filter, spec in (states or {}).items():
             if not isinstance(spec, PartitionSpec):
-                raise StateValueError(f"shard_map: states={{{filter!r}: {spec!r}}} must give a PartitionSpec.")
+                raise StateValueError(f"shard_map: states={{{brief(filter)}: {spec!r}}} must give a PartitionSpec.")
             self._rules.append((as_predicate(filter), spec))
 
     def __call__(self, *args: Any) -> Any:

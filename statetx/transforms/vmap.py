@@ -8,7 +8,7 @@ too, unless the state has an axis: a write that differs has no single value to l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,22 @@ from .._rules import Broadcast, Rules, Split
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
+F = TypeVar("F", bound=Callable[..., Any])
 
+
+class VmapOptions(TypedDict, total=False):
+    """What `vmap` takes besides the function and the axes."""
+
+    axis_name: Any
+    axis_size: int | None
+    spmd_axis_name: Any
+    states: Mapping[Filter, Any] | None
+
+
+@overload
+def vmap(fun: F, in_axes: Any = 0, out_axes: Any = 0, **options: Unpack[VmapOptions]) -> F: ...
+@overload
+def vmap(fun: None = None, in_axes: Any = 0, out_axes: Any = 0, **options: Unpack[VmapOptions]) -> Callable[[F], F]: ...
 def vmap(
     fun: Any = None,
     in_axes: Any = 0,
@@ -165,8 +180,9 @@ class _Examples:
         axes = _broadcast_axes("out_axes", out_axes, out)
         for leaf, axis in zip(leaves, (a for a, d in zip(axes, self._out.mask, strict=True) if d), strict=True):
             put(leaf, axis)
-        for effect in effects:
-            rule = self._rules(effect.state)
+        rules = [self._rules(effect.state) for effect in effects]
+        self._rules.check_paths()
+        for effect, rule in zip(effects, rules, strict=True):
             split = id(effect.state) in self._advanced
             axis = rule if isinstance(rule, int) else 0 if effect.created else None
             dynamic, part = partition(effect.value, is_array if axis is None else is_array_or_number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,18 @@ from .._paths import Paths
 from .._staged import Staged, check_carry, flatten_carry, kept_types, promote, publish, union
 from .._strategy import Slots, Strategy, as_strategy
 from .._tree import Partition, type_str
-from .._typing import PyTree
+
+T = TypeVar("T")
 
 
 def while_loop(
-    cond_fun: Callable[[Any], Any],
-    body_fun: Callable[[Any], PyTree],
-    init_val: PyTree,
+    cond_fun: Callable[[T], Any],
+    body_fun: Callable[[T], T],
+    init_val: T,
     *,
     checkpoint: Slots | int | None = None,
     max_steps: int | None = None,
-) -> PyTree:
+) -> T:
     """Run ``val = body_fun(val)`` while ``cond_fun(val)``; both may read states and the body may write them.
 
     As ``jax.lax.while_loop``: not differentiable in reverse mode, unless `checkpoint` says how many values may be stored
@@ -96,13 +97,13 @@ def _read_slots(checkpoint: Any) -> Slots | None:
 def fori_loop(
     lower: Any,
     upper: Any,
-    body_fun: Callable[[Any, Any], PyTree],
-    init_val: PyTree,
+    body_fun: Callable[[Any, T], T],
+    init_val: T,
     *,
     unroll: int | bool | None = None,
     checkpoint: Strategy | int | tuple[int, ...] | str | None = None,
     progress: bool = False,
-) -> PyTree:
+) -> T:
     """Run ``val = body_fun(i, val)`` for `i` from `lower` up to `upper`; the body may read and write states.
 
     As ``jax.lax.fori_loop``: differentiable in reverse mode if both bounds are Python integers. The Python of the body

@@ -1,0 +1,225 @@
+"""`Optimizer`: one step of optax on states of every kind, and what training code does around it."""
+
+import re
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import statetx
+
+X, Y = jnp.linspace(-1.0, 1.0, 24).reshape(8, 3), jnp.linspace(0.5, -1.0, 16).reshape(8, 2)
+W, B = jnp.linspace(-0.4, 0.6, 6).reshape(3, 2), jnp.array([0.1, -0.2])
+
+
+class Native:
+    def __init__(self):
+        self.w, self.b = statetx.Param(W), statetx.Param(B)
+        self.calls = statetx.State(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls.value += 1
+        return jnp.tanh(x @ self.w.value + self.b.value[None])
+
+
+class Brainstate:
+    def __init__(self):
+        self.weight = brainstate.ParamState({"w": W, "b": B})
+
+    def __call__(self, x):
+        return jnp.tanh(x @ self.weight.value["w"] + self.weight.value["b"][None])
+
+
+class Nnx(nnx.Module):
+    def __init__(self):
+        self.w, self.b = nnx.Param(W), nnx.Param(B)
+
+    def __call__(self, x):
+        return jnp.tanh(x @ self.w[...] + self.b[...][None])
+
+
+KINDS = {Native: statetx.Param, Brainstate: brainstate.ParamState, Nnx: nnx.Param}
+
+
+def loss_of(model):
+    return lambda x, y: jnp.mean((model(x) - y) ** 2)
+
+
+def trained_by_hand(tx, batches):
+    params = {"w": W, "b": B}
+
+    def loss(p, x, y):
+        return jnp.mean((jnp.tanh(x @ p["w"] + p["b"][None]) - y) ** 2)
+
+    memory = tx.init(params)
+    for x, y in batches:
+        updates, memory = tx.update(jax.grad(loss)(params, x, y), memory, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def values(optimizer):
+    """The parameters of one of the models above, as {"w": ..., "b": ...}."""
+    flat = {}
+    for path, state in optimizer.states.items():
+        value = state.get_value() if isinstance(state, nnx.Variable) else state.value
+        flat |= value if isinstance(value, dict) else {path: value}
+    return flat
+
+
+def assert_same(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+@pytest.mark.parametrize("how", ["eager", "jit", "scan"])
+def test_training_equals_optax_by_hand(kind, how):
+    model = kind()
+    tx = optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(0.1))
+    optimizer = statetx.Optimizer(tx, statetx.states(model, KINDS[kind]))
+
+    def step(x, y):
+        loss, grads = statetx.value_and_grad(loss_of(model), wrt=optimizer.states)(x, y)
+        optimizer.update(grads)
+        return loss
+
+    if how == "scan":
+        losses = list(statetx.scan(lambda c, xy: (c, step(*xy)), None, (X.reshape(4, 2, 3), Y.reshape(4, 2, 2)))[1])
+    else:
+        step = statetx.jit(step) if how == "jit" else step
+        losses = [step(x, y) for x, y in zip(X.reshape(4, 2, 3), Y.reshape(4, 2, 2), strict=True)]
+    assert_same(values(optimizer), trained_by_hand(tx, zip(X.reshape(4, 2, 3), Y.reshape(4, 2, 2), strict=True)))
+    assert len(losses) == 4
+    if kind is Native:
+        assert int(model.calls.value) == 4
+
+
+def test_a_jitted_step_is_compiled_once_and_the_memory_is_found_by_path():
+    model = Native()
+    optimizer = statetx.Optimizer(optax.inject_hyperparams(optax.adam)(0.1), statetx.states(model, statetx.Param))
+    runs = []
+
+    @statetx.jit
+    def step():
+        runs.append(1)
+        optimizer.update(statetx.grad(loss_of(model), wrt=optimizer.states)(X, Y))
+
+    for _ in range(3):
+        step()
+    assert len(runs) == 1
+    found = statetx.states({"model": model, "optimizer": optimizer})
+    assert list(found) == ["model.w", "model.b", "model.calls", "optimizer.state"]
+    assert found["optimizer.state"] is optimizer.state
+    assert int(optimizer.state.value.count) == 3
+
+
+def test_an_exception_puts_the_memory_back():
+    w = statetx.Param(jnp.ones(2))
+    optimizer = statetx.Optimizer(optax.adam(0.1), w)
+
+    def fails():
+        optimizer.update(jnp.ones(2))
+        raise KeyError("afterwards")
+
+    with pytest.raises(KeyError):
+        statetx.jit(fails)()
+    assert int(optimizer.state.value[0].count) == 0 and w.value[0] == 1
+
+
+def test_states_keep_their_dtype_and_extra_arguments_are_passed_on():
+    w = statetx.Param(jnp.ones(2, jnp.bfloat16))
+    tx = optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+    optimizer = statetx.Optimizer(tx, [w])
+    for _ in range(4):
+        optimizer.update([jnp.ones(2)], value=jnp.float32(1.0))
+    assert w.value.dtype == jnp.bfloat16 and w.value[0] < 1
+    assert float(optimizer.state.value[1].scale) < 1.0
+
+
+def test_memory_that_starts_as_a_python_number_is_carried():
+    w = statetx.Param(jnp.ones(2))
+    halving = optax.GradientTransformation(lambda params: 1.0, lambda g, s, params: (g, jnp.float32(0.5) * s))
+    optimizer = statetx.Optimizer(halving, w)
+    statetx.fori_loop(0, 2, lambda i, c: optimizer.update(w.value), None)
+    assert optimizer.state.value == 0.25 and w.value[0] == 4
+
+
+def test_accumulated_gradients_equal_those_of_the_whole_batch():
+    whole, scanned, multi = Native(), Native(), Native()
+    x, y = X.reshape(4, 2, 3), Y.reshape(4, 2, 2)
+    weights = statetx.states(whole, statetx.Param)
+    full = statetx.grad(loss_of(whole), wrt=weights)(X, Y)
+
+    weights = statetx.states(scanned, statetx.Param)
+
+    def add(total, batch):
+        return jax.tree.map(jnp.add, total, statetx.grad(loss_of(scanned), wrt=weights)(*batch)), None
+
+    total, _ = statetx.scan(add, {path: jnp.zeros_like(s.value) for path, s in weights.items()}, (x, y))
+    assert_same(jax.tree.map(lambda g: g / 4, total), full)
+    assert int(scanned.calls.value) == 4
+
+    optimizer = statetx.Optimizer(
+        optax.MultiSteps(optax.adam(0.1), every_k_schedule=4), statetx.states(multi, statetx.Param)
+    )
+
+    def step(carry, batch):
+        optimizer.update(statetx.grad(loss_of(multi), wrt=optimizer.states)(*batch))
+        return carry, multi.w.value
+
+    _, history = statetx.scan(step, None, (x, y))
+    assert_same(values(optimizer), trained_by_hand(optax.adam(0.1), [(X, Y)]))
+    assert bool((history[:3] == W[None]).all()) and not bool((history[3] == W).all())
+
+
+@pytest.mark.parametrize(
+    "grads, said",
+    [
+        ({"w": W}, "there is none for 'b'"),
+        ({"b": B, "w": W, "net.w": W}, "there is one for 'net.w', which is not among the states"),
+        ({"b": B, "ww": W}, "Did you mean 'w'?"),
+        ({"b": B, "w": W.T}, "The gradient for 'w' is float32[2,3], the state's value float32[3,2]."),
+        ([B, W], "there is none for 'b', 'w'; there is one for '0', '1'"),
+    ],
+)
+def test_gradients_of_something_else_are_refused(grads, said):
+    model = Native()
+    optimizer = statetx.Optimizer(optax.sgd(0.1), statetx.states(model, statetx.Param))
+    with pytest.raises(statetx.GradientError, match=re.escape(said)) as e:
+        optimizer.update(grads)
+    assert "wrt=optimizer.states" in str(e.value)
+    assert bool((model.w.value == W).all())
+
+
+def test_gradients_in_other_containers_are_refused():
+    w, b = statetx.Param(W), statetx.Param(B)
+    with pytest.raises(
+        statetx.GradientError, match=r"they are PyTreeDef\(\(\*, \*\)\), the states PyTreeDef\(\[\*, \*\]\)"
+    ):
+        statetx.Optimizer(optax.sgd(0.1), [w, b]).update((W, B))
+
+
+def test_what_cannot_be_updated_is_refused():
+    w, n = statetx.Param(W), statetx.State(jnp.zeros((), jnp.int32), name="steps")
+    sgd = optax.sgd(0.1)
+    with pytest.raises(statetx.StateValueError, match="State 'steps' .int32.*Leave it out"):
+        statetx.Optimizer(sgd, {"w": w, "n": n})
+    with pytest.raises(statetx.StateFilterError, match="twice"):
+        statetx.Optimizer(sgd, [w, w])
+    with pytest.raises(statetx.StateFilterError, match="holds a float, which is no state"):
+        statetx.Optimizer(sgd, [w, 1.0])
+    with pytest.raises(statetx.StateFilterError, match="got no states"):
+        statetx.Optimizer(sgd, {})
+    with pytest.raises(statetx.StateFilterError, match=r"statetx.states\(model, filter\)"):
+        statetx.Optimizer(sgd, statetx.Param)
+    with pytest.raises(TypeError, match="gradient transformation"):
+        statetx.Optimizer(0.1, [w])
+
+
+def test_repr_says_how_much():
+    optimizer = statetx.Optimizer(optax.adam(0.1), [statetx.Param(W), statetx.Param(B)])
+    assert repr(optimizer) == "Optimizer(2 states, 32 B; remembers 68 B)"

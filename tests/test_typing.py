@@ -1,0 +1,11 @@
+"""The cases that pyright checks are code that runs."""
+
+import jax.numpy as jnp
+import pytest
+
+from typing_cases import CASES
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_case_runs(case):
+    case(jnp.ones(2))

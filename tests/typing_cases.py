@@ -1,0 +1,156 @@
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+"""What a type checker infers for the public names; `make check` holds pyright to it, and a test runs it.
+
+A line that must be refused says so in a comment, which pyright in turn refuses where nothing is wrong.
+"""
+
+from collections.abc import Callable
+from typing import Any, assert_type
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import statetx
+
+weight = statetx.Param(jnp.ones(2))
+rng = statetx.RngState(0)
+
+
+def scaled(x: jax.Array, *, scale: float = 1.0) -> jax.Array:
+    return scale * x * weight.value
+
+
+def with_aux(x: jax.Array) -> tuple[jax.Array, dict[str, int]]:
+    return scaled(x).sum(), {"n": 1}
+
+
+def total(x: jax.Array) -> jax.Array:
+    return scaled(x).sum()
+
+
+def with_index(i: int, carry: jax.Array) -> jax.Array:
+    return carry * i
+
+
+class Model:
+    def __init__(self) -> None:
+        self.steps = statetx.State(jnp.zeros((), jnp.int32), name="steps")
+
+    @statetx.remat
+    def plain(self, x: jax.Array) -> jax.Array:
+        return scaled(x)
+
+    @statetx.remat(policy="dots")
+    def kept(self, x: jax.Array) -> jax.Array:
+        return scaled(x)
+
+    @statetx.jit
+    def compiled(self, x: jax.Array, *, scale: float = 1.0) -> jax.Array:
+        return scaled(x, scale=scale)
+
+    @statetx.jit(static_argnames="scale", donate_states=True)
+    def static(self, x: jax.Array, scale: int) -> jax.Array:
+        return scaled(x, scale=scale)
+
+
+@statetx.remat
+class Layer:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x
+
+
+def states() -> None:
+    assert_type(weight, statetx.Param[jax.Array])
+    assert_type(weight.value, jax.Array)
+    assert_type(weight.name, str | None)
+    assert_type(statetx.State(0).value, int)
+    assert_type(rng.next(), jax.Array)
+    assert_type(statetx.states(Model(), statetx.Param), dict[str, Any])
+    weight.value = "text"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def wrapped(x: jax.Array) -> None:
+    model = Model()
+    assert_type(statetx.remat(scaled)(x, scale=2.0), jax.Array)
+    assert_type(statetx.checkpoint(scaled)(x), jax.Array)
+    assert_type(model.plain(x), jax.Array)
+    assert_type(model.kept(x), jax.Array)
+    assert_type(Layer(3)(x), jax.Array)
+    assert_type(statetx.checkpoint_name(x, "x"), jax.Array)
+    assert_type(statetx.jit(scaled)(x, scale=2.0), jax.Array)
+    assert_type(statetx.jit(scaled).lower(x), jax.stages.Lowered)
+    assert_type(model.compiled(x, scale=2.0), jax.Array)
+    assert_type(Model.compiled(model, x), jax.Array)
+    assert_type(model.static(x, 2), jax.Array)
+    assert_type(statetx.vmap(scaled, in_axes=0)(x), jax.Array)
+    assert_type(statetx.functionalize(total)({"weight": weight.value}, x), tuple[jax.Array, dict[str, Any]])
+    assert_type(statetx.trace_states(scaled)(x, scale=2.0), statetx.StateTrace)
+
+
+def refused(x: jax.Array) -> None:
+    model = Model()
+    statetx.Optimizer(optax.sgd(0.1), weight).update()  # pyright: ignore[reportCallIssue]
+    statetx.remat(scaled)(x, size=2.0)  # pyright: ignore[reportCallIssue]
+    statetx.remat(scaled, polcy="dots")  # pyright: ignore[reportCallIssue]
+    statetx.jit(scaled)("x")  # pyright: ignore[reportArgumentType]
+    statetx.jit(scaled, static_argnum=0)  # pyright: ignore[reportCallIssue]
+    model.compiled(x, size=2)  # pyright: ignore[reportCallIssue]
+    model.static(x, "2")  # pyright: ignore[reportArgumentType]
+    statetx.grad(total)(x, 1.0)  # pyright: ignore[reportCallIssue]
+    statetx.grad(total, wrt=weight, has_axu=True)  # pyright: ignore[reportCallIssue]
+    statetx.vmap(scaled)()  # pyright: ignore[reportCallIssue]
+    statetx.scan(lambda c: c, x, x)  # pyright: ignore[reportArgumentType]
+    statetx.fori_loop(0, 2, with_index, "text")  # pyright: ignore[reportArgumentType]
+
+
+def derivatives(x: jax.Array) -> None:
+    assert_type(statetx.value_and_grad(total, wrt={"w": weight})(x), tuple[jax.Array, Any])
+    value, _ = statetx.value_and_grad(with_aux, has_aux=True)(x)
+    assert_type(value, tuple[jax.Array, dict[str, int]])
+    _, aux = statetx.grad(with_aux, has_aux=True)(x)
+    assert_type(aux, dict[str, int])
+
+    @statetx.value_and_grad(wrt=weight)
+    def loss(x: jax.Array) -> jax.Array:
+        return total(x)
+
+    assert_type(loss(x), tuple[jax.Array, Any])
+    assert_type(statetx.jvp(total, (x,), (x,)), tuple[jax.Array, jax.Array])
+    assert_type(statetx.vjp(total, x)[0], jax.Array)
+    assert_type(statetx.vjp(with_aux, x, has_aux=True)[2], dict[str, int])
+    out, push = statetx.linearize(total, x)
+    assert_type(out, jax.Array)
+    assert_type(push(x), jax.Array)
+    assert_type(statetx.hessian(total)(x), Any)
+
+
+def loops(x: jax.Array) -> None:
+    def step(carry: jax.Array, element: jax.Array) -> tuple[jax.Array, int]:
+        return carry + element.sum(), 1
+
+    assert_type(statetx.scan(step, x.sum(), x), tuple[jax.Array, int])
+    assert_type(statetx.scan(lambda c, e: (c, total(x)), None, x), tuple[None, jax.Array])
+    assert_type(statetx.map(lambda e: e * 2, x), jax.Array)
+    assert_type(statetx.fori_loop(0, 2, with_index, x), jax.Array)
+    assert_type(statetx.while_loop(lambda c: c.sum() < 10, lambda c: c * 2 + 1, x), jax.Array)
+    assert_type(statetx.cond(True, total, lambda x: x.sum(), x), jax.Array)
+    assert_type(statetx.switch(0, [total, total], x), jax.Array)
+
+
+def training(x: jax.Array) -> None:
+    optimizer = statetx.Optimizer(optax.sgd(0.1), {"w": weight})
+
+    @statetx.jit
+    def train(x: jax.Array) -> jax.Array:
+        value, grads = statetx.value_and_grad(total, wrt=optimizer.states)(x)
+        optimizer.update(grads)
+        return value
+
+    assert_type(train(x), jax.Array)
+
+
+CASES: list[Callable[[jax.Array], None]] = [wrapped, derivatives, loops, training]
