@@ -30,6 +30,9 @@ from ._rules import Split as Split
 from ._state import Param as Param
 from ._state import RngState as RngState
 from ._state import State as State
+from .caches import CacheInfo as CacheInfo
+from .caches import cache_info as cache_info
+from .caches import clear_cache as clear_cache
 from .planner.machine import calibrate as calibrate
 from .planner.plan import Plan as Plan
 from .planner.plan import plan as plan

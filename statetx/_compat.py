@@ -323,15 +323,20 @@ def _empty_of(aval: Any) -> Any:
 
 
 def _is_there(args: Sequence[Any]) -> Any:
-    """True, as computed from one entry of each array: that a number has no more bits set than it has bits."""
+    """True, as computed from an entry of some arrays: that a number has no more bits set than it has bits.
+
+    A branch waits for all its operands, so it need not be computed from every one; but not from constants alone, as
+    cotangents sometimes are.
+    """
+    given = [x for x in args if _has_bits(x.aval if isinstance(x, Tracer) else jax.typeof(x))]
+    chosen = {id(x): x for x in (given[0], max(given, key=lambda x: x.size), given[-1])}
     count = jnp.int32(0)
-    for x in args:
-        if _has_bits(x.aval if isinstance(x, Tracer) else jax.typeof(x)):
-            entry = jax.lax.slice(x, [0] * x.ndim, [1] * x.ndim).reshape(())
-            entry = entry.real if jnp.iscomplexobj(entry) else entry
-            bits = jax.lax.bitcast_convert_type(entry, jnp.dtype(f"uint{8 * entry.dtype.itemsize}"))
-            count += jax.lax.population_count(bits).astype(jnp.int32)
-    return count <= 64 * len(args)
+    for x in chosen.values():
+        entry = jax.lax.slice(x, [0] * x.ndim, [1] * x.ndim).reshape(())
+        entry = entry.real if jnp.iscomplexobj(entry) else entry
+        bits = jax.lax.bitcast_convert_type(entry, jnp.dtype(f"uint{8 * entry.dtype.itemsize}"))
+        count += jax.lax.population_count(bits).astype(jnp.int32)
+    return count <= 64 * len(chosen)
 
 
 def _has_bits(aval: Any) -> bool:

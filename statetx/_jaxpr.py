@@ -255,21 +255,23 @@ class Table:
         self.misses = 0
         self._kept: collections.OrderedDict[Hashable, Callable] = collections.OrderedDict()
         self._lock = threading.RLock()  # a finalizer that runs in here may trace, too
+        self._counts: dict[tuple[str, bool], int] = {}
 
-    def get(self, bodies: Body | Sequence[Body], use: Hashable, build: Callable[..., Callable]) -> Callable:
-        """What `build` made of bodies of these structures, for this use (which names every setting of `build`)."""
+    def get(self, bodies: Body | Sequence[Body], use: tuple, build: Callable[..., Callable]) -> Callable:
+        """What `build` made of bodies of these structures, for this use: a transform's name, and every setting of `build`."""
         bodies = (bodies,) if isinstance(bodies, Body) else bodies
         if _bypass.active or any(body.key.is_unlike for body in bodies):
-            self.misses += 1
+            with self._lock:
+                self._count(use, False)
             return build(*bodies)
         key = (use, *(body.key for body in bodies))
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:
                 self._kept.move_to_end(key)
-                self.hits += 1
+            self._count(use, kept is not None)
+            if kept is not None:
                 return kept
-            self.misses += 1
         if any(body.key.is_unlike for body in bodies):  # as turned out when it was compared
             return build(*bodies)
         # What is kept must not keep the values that one call closed over.
@@ -292,7 +294,22 @@ class Table:
     def clear(self) -> None:
         with self._lock:
             self._kept.clear()
+            self._counts.clear()
             self.hits = self.misses = 0
+
+    def _count(self, use: Any, is_hit: bool) -> None:
+        self.hits += is_hit
+        self.misses += not is_hit
+        counted = (use[0], is_hit)
+        self._counts[counted] = self._counts.get(counted, 0) + 1
+
+    def by_transform(self) -> dict[str, tuple[int, int]]:
+        """Hits and misses by the transform that asked, in alphabetical order."""
+        with self._lock:
+            counts = dict(self._counts)
+        return {
+            name: (counts.get((name, True), 0), counts.get((name, False), 0)) for name in sorted({n for n, _ in counts})
+        }
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -71,7 +71,7 @@ def make_loop(
         options = {"length": length, "reverse": reverse, "policy": policy, "name": name, "tick": tick}
         return _build(Step(body, num_constants, avals, **options), strategy)
 
-    use = ("loop", strategy, title, length, reverse, type(unroll), unroll, num_constants, *avals)
+    use = (staged.name, strategy, title, length, reverse, type(unroll), unroll, num_constants, *avals)
     return table.get(body, use, build)
 
 

@@ -25,8 +25,8 @@ from ._text import brief
 from ._tree import Partition
 from ._typing import Filter
 
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, np.ndarray, np.generic)
-_ATOMS += (jax.Array, types.BuiltinFunctionType, np.ufunc, np.dtype)
+ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, np.ndarray, np.generic)
+ATOMS += (jax.Array, types.BuiltinFunctionType, np.ufunc, np.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,14 +175,14 @@ def _short(site: str) -> str:
 
 
 def _walk(obj: Any) -> Iterator[tuple[str, Any]]:
-    return _Walk().visit(obj, "", _own_globals(obj))
+    return _Walk().visit(obj, "", own_globals(obj))
 
 
 def _walk_call(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     walk = _Walk()
     for name, value in _named_arguments(fun, args, kwargs):
         yield from walk.visit(value, "" if name == "self" else name, None)
-    yield from walk.visit(fun, "", _own_globals(fun))
+    yield from walk.visit(fun, "", own_globals(fun))
 
 
 def _named_arguments(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -194,7 +194,7 @@ def _named_arguments(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return [*zip(names, args, strict=False), *kwargs.items()]
 
 
-def _own_globals(obj: Any) -> dict[str, Any] | None:
+def own_globals(obj: Any) -> dict[str, Any] | None:
     """The module variables that a function may reach: followed for functions of the same module only."""
     while True:
         if isinstance(obj, functools.partial):
@@ -214,7 +214,7 @@ class _Walk:
         self._keep: list[Any] = []  # objects made on the way must outlive the walk, or their ids are used again
 
     def visit(self, obj: Any, path: str, module: dict[str, Any] | None) -> Iterator[tuple[str, Any]]:
-        if id(obj) in self._seen or (isinstance(obj, _ATOMS) and not isinstance(obj, jax.Ref)):
+        if id(obj) in self._seen or (isinstance(obj, ATOMS) and not isinstance(obj, jax.Ref)):
             return
         self._seen.add(id(obj))
         self._keep.append(obj)
@@ -226,9 +226,9 @@ class _Walk:
             yield from self.visit(child, f"{path}.{key}" if path and key else path or key, module)
 
 
-def children(obj: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, with the part of a path for each."""
-    return _children(obj, _own_globals(obj))
+def children(obj: Any, module: dict[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
+    """What an object holds, with the part of a path for each; `module`: variables that functions are looked up in."""
+    return _children(obj, own_globals(obj) if module is None else module)
 
 
 def _children(obj: Any, module: dict[str, Any] | None) -> Iterator[tuple[str, Any]]:

@@ -14,9 +14,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
 
 EXPORTS = """
-Broadcast Carry CarryTypeError CreatedStateError EffectError ForeignStateError GradientError Not Optimizer Param Plan PlanError PolicyError PolicyWarning Residuals RngState Split
+Broadcast CacheInfo Carry CarryTypeError CreatedStateError EffectError ForeignStateError GradientError Not Optimizer Param Plan PlanError PolicyError PolicyWarning Residuals RngState Split
 Stack State StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
-calibrate checkpoint checkpoint_name cond eval_shape fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
+cache_info calibrate checkpoint checkpoint_name clear_cache cond eval_shape fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
 make_jaxpr map measure memory_report plan policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan shard_map stack
 states switch trace_states unstack value_and_grad vjp vmap while_loop
 """.split()
@@ -30,7 +30,7 @@ LAYERS = [
     {"kinds.brainstate", "kinds.ref", "kinds.nnx", "_policy", "_schedule"},
     {"_strategy"},
     {"_lift", "_optimizer", "_rules", "_keep", "policies"},
-    {"_staged", "_targets", "_program"},
+    {"_staged", "_targets", "_program", "_shared"},
     {"_control"},
     {"_checkpointed"},
     {"_loops", "_online"},
@@ -38,7 +38,7 @@ LAYERS = [
         f"transforms.{name}"
         for name in "remat grad jacobian jit scan shard_map while_loop cond vmap functionalize".split()
     },
-    {"transforms.map", "transforms.abstract", "transforms.stack"},
+    {"caches", "transforms.map", "transforms.abstract", "transforms.stack"},
     {"transforms.remat_scan"},
     {"residuals._trace", "residuals._recompute", "residuals._show", "residuals.measure"},
     {"residuals._origin"},

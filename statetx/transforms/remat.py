@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from .. import _compat, _keep, _policy, _registry
 from .._errors import EffectError, StateAccessError
 from .._jaxpr import Body, table
-from .._lift import Wrapper, as_decorator, frame_for, name_of, pack, short_name, stage
+from .._lift import Lifting, Wrapper, as_decorator, frame_for, name_of, pack, short_name, stage
 from .._paths import Paths, as_predicate
 from .._policy import Origin, as_policy
+from .._shared import Recalled, Sight, recall, remember
 from .._signature import StaticArguments
 from .._text import brief, suggestion
-from .._tree import as_array, partition
+from .._tree import as_array, is_array, partition
 from .._typing import Filter, Indices, Names, Policy
 from ..kinds.ref import KIND as REF
 
@@ -37,6 +38,7 @@ def remat(
     static_argnums: Indices = (),
     static_argnames: Names = (),
     states: Filter = True,
+    share_traces: bool = False,
     methods: Names | None = None,
 ) -> F: ...
 
@@ -51,6 +53,7 @@ def remat(
     static_argnums: Indices = (),
     static_argnames: Names = (),
     states: Filter = True,
+    share_traces: bool = False,
     methods: Names | None = None,
 ) -> Callable[[F], F]: ...
 
@@ -64,6 +67,7 @@ def remat(
     static_argnums: Indices = (),
     static_argnames: Names = (),
     states: Filter = True,
+    share_traces: bool = False,
     methods: Names | None = None,
     **unknown: Any,
 ) -> Any:
@@ -94,6 +98,10 @@ def remat(
             in a class body); negative ones count from the end. Python values other than arrays always pass
             untouched, so a training flag needs no declaration; declare an *array* static to keep it concrete.
         static_argnames: the same by name. Either finds the argument by position, keyword or default.
+        share_traces: whether calls that look alike share one run of the function's Python, as the layers of a model do: they
+            look alike where a walk from the function and its arguments meets the same types of objects, arrays and states, and
+            the same flags, numbers and code. You promise that nothing else matters: what other modules hold, files, clocks.
+            Without it your Python runs on every call, and only what comes after it is shared.
         states: a filter for the states that the function may touch; touching another raises (a ``jax.Ref`` only where
             something is traced: in eager code nobody sees it).
         methods: for a class, the names of the methods to rematerialise; ``"__call__"`` if not given.
@@ -150,6 +158,7 @@ def remat(
         "static_argnums": static_argnums,
         "static_argnames": static_argnames,
         "states": states,
+        "share_traces": share_traces,
     }
     if fun is None:
         return functools.partial(remat, **options, methods=methods)
@@ -187,13 +196,17 @@ class Remat(Wrapper):
         static_argnums: Indices = (),
         static_argnames: Names = (),
         states: Filter = True,
+        share_traces: bool = False,
     ):
         options = {"policy": policy, "prevent_cse": prevent_cse, "fence": fence, "static_argnums": static_argnums}
-        super().__init__(fun, {**options, "static_argnames": static_argnames, "states": states})
+        options |= {"static_argnames": static_argnames, "states": states, "share_traces": share_traces}
+        super().__init__(fun, options)
         self._policy = as_policy(policy)
         self._prevent_cse, self._fence = _check_fence(_check_prevent_cse(prevent_cse), fence)
         self._static = StaticArguments(fun, static_argnums, static_argnames)
         self._allowed = None if states is True else as_predicate(states)
+        # What a filter or a policy makes of a state may depend on which state it is.
+        self._shares = share_traces and self._allowed is None and not self._policy.needs_states
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
@@ -217,8 +230,10 @@ class Remat(Wrapper):
                 guard(ref, REF)
             return owners.read(ref) if owners else REF.get(ref)
 
+        lifting: Lifting | None = None
+
         def body(*tracers: Any) -> tuple[list, Any]:
-            on_read = owners and owners.on_read
+            on_read = lifting.on_read if lifting is not None else owners and owners.on_read
             with frame_for("remat", fun, on_read=on_read, allow=guard) as frame:
                 call_args, call_kwargs = merge(*others.combine(tracers))
                 out = fun(*call_args, **call_kwargs)
@@ -228,12 +243,22 @@ class Remat(Wrapper):
             leaves, outcome = body(*arrays)
             return outcome.finish(leaves)
         avals = [_compat.abstract(x) for x in arrays]
+        prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, others.mask)
+        fence = self._fence if prevent_cse is True else None
         is_rewritten = isinstance(policy, _policy.Rewriting)
+        sight: Sight | None = None
+        if self._shares and not (is_tried or is_rewritten or self._static or isinstance(prevent_cse, tuple)):
+            sight = Sight(fun, others, avals, ("remat", policy, prevent_cse, fence))
+            run = recall(sight)
+            if run is not None:
+                return self._finish(run, arrays, live=False)
+            lifting = Lifting(is_array)
         # A policy for the whole function sees the regions within it, whatever policies they have.
         within = _keep.override(_policy.nothing, is_quiet=True) if is_rewritten else contextlib.nullcontext()
         try:
             with within:
-                staged, outcome, refs = stage(body, avals, kind="statetx.remat", name=name_of(fun), read=read)
+                names = {"kind": "statetx.remat", "name": name_of(fun)}
+                staged, outcome, refs = stage(body, avals, **names, lifting=lifting, read=read)
         except jax.errors.ConcretizationTypeError as e:
             e.add_note(
                 f"remat({name_of(fun)}) traces its array arguments. To look at one in Python, name it in static_argnums= "
@@ -242,9 +267,7 @@ class Remat(Wrapper):
             raise
         outcome.add(refs)
         self._refuse_effects(staged)
-        prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, others.mask)
         origins = owners.origins(staged.operands) if owners else ()
-        fence = self._fence if prevent_cse is True else None
         num_out = outcome.num_out if is_rewritten else 0
         build = self._build(policy, prevent_cse, fence, origins, num_out)
         if is_tried:
@@ -252,10 +275,17 @@ class Remat(Wrapper):
             kept = build(staged)
         else:
             kept = table.get(staged, ("remat", policy, prevent_cse, fence, origins, num_out), build)
-        with jax.named_scope(short_name(name_of(fun))):
-            outs = kept(staged.operands, *arrays)
+        inputs = [] if lifting is None else list(lifting.inputs.values())
+        run = Recalled(kept, staged.operands, [x for i in inputs for x in i.values], outcome)
+        if sight is not None and not refs:
+            remember(sight, run, staged, inputs)
+        return self._finish(run, arrays, live=True)
+
+    def _finish(self, run: Recalled, arrays: Sequence[Any], *, live: bool) -> Any:
+        with jax.named_scope(short_name(name_of(self.__wrapped__))):
+            outs = run.kept(run.operands, *arrays, *run.values)
         # What needs no computing comes back as the constant that stood for it while tracing.
-        return outcome.finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])
+        return run.outcome.finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs], live=live)
 
     def _refuse_effects(self, body: Body) -> None:
         for name, place in _compat.forbidden_effects(body.jaxpr):
