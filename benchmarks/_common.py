@@ -13,6 +13,7 @@ import re
 import statistics
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -101,6 +102,33 @@ def summaries(samples: Sequence[Sample], baseline: Sequence[Sample]) -> dict[str
             paired = summary([a / b for a, b in zip(values, others, strict=True)])
             result[f"{what}_ratio"] = {**paired, "of_min": min(values) / min(others)}
     return result
+
+
+def judge(benchmark: str, figures: dict[str, Any], *, quick: bool = False) -> list[str]:
+    """How figures stand to the limits in ``limits.toml``, a line for each.
+
+    Args:
+        figures: by name; a number, or a `summary` of ratios, whose median counts.
+        quick: whether this was a smoke test, whose figures say little.
+    """
+    limits = tomllib.loads((Path(__file__).parent / "limits.toml").read_text()).get(benchmark, {})
+    lines = []
+    for name, figure in figures.items():
+        number = figure["median"] if isinstance(figure, dict) else figure
+        low, high = (figure["q1"], figure["q3"]) if isinstance(figure, dict) else (number, number)
+        middle = f" (middle half {low:.2f} to {high:.2f})" if low != high else ""
+        line = f"{name}: {number:.2f}{middle}"
+        if name in limits:
+            verdict = (
+                "met"
+                if number <= limits[name]
+                else "MISSED, by less than the noise"
+                if low <= limits[name]
+                else "MISSED"
+            )
+            line += f"; at most {limits[name]:g}: {verdict}"
+        lines.append(line + (", a quick run" if quick else "") + ".")
+    return lines
 
 
 def spread(s: dict[str, float], unit: float, digits: int) -> str:

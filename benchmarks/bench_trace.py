@@ -2,8 +2,9 @@
 
 What is compared
     The same program, written by hand in plain JAX with its counters passed in and out (one function object for
-    all `jax.checkpoint` calls, a fresh closure for each, no remat at all), with `statetx.remat` on a method,
-    and with brainstate's own `remat` and `grad`. All update the counters and return loss and gradients.
+    all `jax.checkpoint` calls, a fresh closure for each, no remat at all), with `statetx.remat` on a method, with
+    `share_traces=True` too, and with the `remat` and gradient of brainstate, flax.nnx, flax.linen, haiku and equinox, each
+    on a module of its own kind. All update the counters and return loss and gradients.
 
 What is measured
     Seconds from a function that JAX has never seen to its jaxpr (trace) and from there to StableHLO
@@ -20,6 +21,9 @@ What is fair
     other forms, are not timed. `statetx.jit(f).lower(x)` is timed whole, with the search for states in it, as
     is brainstate's.
 
+First call
+    Trace, lowering and compilation together, for plain JAX and for statetx with the same fence around what is recomputed.
+
 Counts
     Equations of the jaxpr, runs of a block's Python body from nothing to the lowered program, FLOPs and
     temporary bytes of the compiled program. XLA's fusion, and so both of the latter, depends a little on the
@@ -29,11 +33,15 @@ Counts
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
 
 import brainstate
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +51,7 @@ from _common import (
     environment,
     header,
     interleave,
+    judge,
     markdown_table,
     num_equations,
     parse_args,
@@ -50,30 +59,45 @@ from _common import (
     show,
     spread,
     summaries,
+    summary,
     write_json,
 )
+from flax import nnx
 
 import statetx
-from statetx._jaxpr import table
 
 NUM_BLOCKS, WIDTH, BATCH = 24, 64, 32
-TARGET = 0.6
 # On a CPU this XLA pass removes the barriers of jax.checkpoint, and what is recomputed is merged with the
 # forward pass: by default all compile to what they would be without remat. Without the pass they differ.
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else {}
+FENCED = "functional, one function object, statetx fence"
 SHARED, FRESH, PLAIN = "functional, one function object", "functional, fresh closures", "functional, no remat"
 CLEARED, WARM = "statetx.remat, table cleared", "statetx.remat, table warm"
 JIT_CLEARED, JIT_WARM = "statetx.jit(...).lower, table cleared", "statetx.jit(...).lower, table warm"
 OF_BRAINSTATE = "statetx.jit(...).lower, brainstate states, cleared"
+SHARING, JIT_SHARING = "statetx.remat(share_traces=True), cleared", "statetx.jit, share_traces=True, cleared"
 BRAINSTATE = "brainstate.transform remat, grad, jit"
+NNX, LINEN, HAIKU, EQUINOX = (
+    "flax.nnx remat, value_and_grad, jit",
+    "flax.linen remat",
+    "haiku remat",
+    "equinox filter_checkpoint",
+)
 
-_runs = 0  # of a block's Python body
+
+class _Runs:
+    """How often a block's Python body ran; without attributes, so that nothing which walks the code sees it change."""
+
+    __slots__ = ()
+    seen: list[None] = []
+
+
+runs = _Runs()
 
 
 def affine_pair(x: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> Any:
     """The body of a block, in every contestant."""
-    global _runs
-    _runs += 1
+    runs.seen.append(None)
     return x + jnp.tanh(x @ w1 + b1) @ w2 + b2
 
 
@@ -210,6 +234,10 @@ def with_statetx(block_type: Callable, *, whole: bool) -> Case:
     return Case(lambda: jax.jit(pure).trace(values, x), None, loss_and_sum)
 
 
+class SharingBlock(Block):
+    __call__ = statetx.remat(Block.__call__.__wrapped__, share_traces=True)
+
+
 def with_brainstate() -> Case:
     blocks, x = [BrainstateBlock(w) for w in new_weights()], new_input()
     # As a decorator in the class body, brainstate's remat takes `self` for an array; a bound method works.
@@ -223,16 +251,157 @@ def with_brainstate() -> Case:
     return Case(lambda: brainstate.transform.jit(step).trace(x), None, loss_and_sum)
 
 
+class NnxBlock(nnx.Module):
+    def __init__(self, weights: dict[str, jax.Array]):
+        self.w1, self.b1, self.w2, self.b2 = (nnx.Param(weights[k]) for k in ("w1", "b1", "w2", "b2"))
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: Any) -> Any:
+        self.count.set_value(self.count.get_value() + 1)
+        return affine_pair(x, *(p.get_value() for p in (self.w1, self.b1, self.w2, self.b2)))
+
+
+class NnxModel(nnx.Module):
+    def __init__(self) -> None:
+        self.blocks = nnx.List([NnxBlock(w) for w in new_weights()])
+
+    def __call__(self, x: Any) -> Any:
+        block_of = nnx.remat(NnxBlock.__call__)
+        for block in self.blocks:
+            x = block_of(block, x)
+        return x
+
+
+def with_nnx() -> Case:
+    model, x = NnxModel(), new_input()
+    step = nnx.jit(nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2)))
+
+    def loss_and_sum() -> tuple[Any, Any]:
+        value, grads = step(model, x)
+        return value, total(grads)
+
+    return Case(None, lambda: step.lower(model, x), loss_and_sum)
+
+
+class LinenBlock(nn.Module):
+    weights: Any
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        ws = [self.param(k, lambda _, k=k: self.weights[k]) for k in ("w1", "b1", "w2", "b2")]
+        count = self.variable("counts", "count", lambda: jnp.zeros((), jnp.int32))
+        count.value += 1
+        return affine_pair(x, *ws)
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for w in new_weights():
+            x = nn.remat(LinenBlock)(w)(x)
+        return x
+
+
+def of_pure(model: Callable[[Any, Any, Any], Any], params: Any, counts: Any, x: Any) -> Case:
+    """A library whose models are functions ``(params, counts, x) -> (y, counts)``."""
+
+    def step(params: Any, counts: Any, x: Any) -> Any:
+        def loss(params: Any) -> tuple[Any, Any]:
+            y, new_counts = model(params, counts, x)
+            return jnp.mean(y**2), new_counts
+
+        (value, new_counts), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return value, grads, new_counts
+
+    def loss_and_sum() -> tuple[Any, Any]:
+        value, grads, _ = jax.jit(step)(params, counts, x)
+        return value, total(grads)
+
+    return Case(lambda: jax.jit(step).trace(params, counts, x), None, loss_and_sum)
+
+
+def with_linen() -> Case:
+    model, x = LinenModel(), new_input()
+    variables = model.init(jax.random.key(0), x)
+
+    def apply(params: Any, counts: Any, x: Any) -> Any:
+        y, new = model.apply({"params": params, "counts": counts}, x, mutable=["counts"])
+        return y, new["counts"]
+
+    return of_pure(apply, variables["params"], variables["counts"], x)
+
+
+def with_haiku() -> Case:
+    weights, x = new_weights(), new_input()
+
+    def block(n: int, x: Any) -> Any:
+        ws = [
+            hk.get_parameter(f"{k}_{n}", weights[n][k].shape, init=lambda *_, k=k: weights[n][k])
+            for k in ("w1", "b1", "w2", "b2")
+        ]
+        count = hk.get_state(f"count_{n}", (), jnp.int32, init=jnp.zeros)
+        hk.set_state(f"count_{n}", count + 1)
+        return affine_pair(x, *ws)
+
+    def forward(x: Any) -> Any:
+        for n in range(NUM_BLOCKS):
+            x = hk.remat(functools.partial(block, n))(x)
+        return x
+
+    model = hk.transform_with_state(forward)
+    params, counts = model.init(None, x)
+    return of_pure(lambda params, counts, x: model.apply(params, counts, None, x), params, counts, x)
+
+
+class EquinoxBlock(eqx.Module):
+    w1: jax.Array
+    b1: jax.Array
+    w2: jax.Array
+    b2: jax.Array
+
+    def __call__(self, count: Any, x: Any) -> Any:
+        return affine_pair(x, self.w1, self.b1, self.w2, self.b2), count + 1
+
+
+def with_equinox() -> Case:
+    blocks, x = [EquinoxBlock(**w) for w in new_weights()], new_input()
+
+    def model(blocks: Any, counts: Any, x: Any) -> Any:
+        new = []
+        for block, count in zip(blocks, counts, strict=True):
+            x, count = eqx.filter_checkpoint(block)(count, x)
+            new.append(count)
+        return x, new
+
+    return of_pure(model, blocks, [jnp.zeros((), jnp.int32) for _ in blocks], x)
+
+
+def fenced_functional() -> Case:
+    """As by hand with one function object, with statetx's fence: what is compiled is then the same."""
+    return functional(lambda: (lambda wrapped: lambda: wrapped)(statetx.remat(_pure_block)))
+
+
+def _pure_block(w: dict, count: Any, x: Any) -> tuple[Any, Any]:
+    return affine_pair(x, **w), count + 1
+
+
 CONTESTANTS: dict[str, Callable[[], Case]] = {
     SHARED: lambda: functional(one_function_object),
     FRESH: lambda: functional(fresh_closures),
+    FENCED: fenced_functional,
     PLAIN: lambda: functional(no_remat),
     CLEARED: lambda: with_statetx(Block, whole=False),
     WARM: lambda: with_statetx(Block, whole=False),
     JIT_CLEARED: lambda: with_statetx(Block, whole=True),
     JIT_WARM: lambda: with_statetx(Block, whole=True),
     OF_BRAINSTATE: lambda: with_statetx(BrainstateBlock, whole=True),
+    SHARING: lambda: with_statetx(SharingBlock, whole=False),
+    JIT_SHARING: lambda: with_statetx(SharingBlock, whole=True),
     BRAINSTATE: with_brainstate,
+    NNX: with_nnx,
+    LINEN: with_linen,
+    HAIKU: with_haiku,
+    EQUINOX: with_equinox,
 }
 
 
@@ -243,7 +412,7 @@ def timed(name: str) -> Callable[[], Sample]:
     def sample() -> Sample:
         case = CONTESTANTS[name]()
         if name.endswith("cleared"):
-            table.clear()
+            statetx.clear_cache()
         gc.collect()  # what the table kept is part of cycles, and JAX's caches hold on to it weakly
         watch = Stopwatch()
         if case.lower is not None:
@@ -259,20 +428,19 @@ def timed(name: str) -> Callable[[], Sample]:
     return sample
 
 
-def figures(name: str) -> dict[str, Any]:
+def counts(name: str) -> dict[str, Any]:
     """What does not vary: of one trace, lowering and compilation."""
-    global _runs
     case = CONTESTANTS[name]()
-    table.clear()
+    statetx.clear_cache()
     gc.collect()
-    _runs = 0
+    runs.seen.clear()
     traced = case.trace() if case.trace is not None else None
     lowered = traced.lower() if traced is not None else case.lower()  # type: ignore[misc]
-    runs = _runs
+    num_runs = len(runs.seen)
     loss, grads = case.loss_and_sum()
     return {
         "equations": num_equations(traced.jaxpr) if traced is not None else None,
-        "runs": runs,
+        "runs": num_runs,
         "default": costs(lowered.compile()),
         "fenced": costs(lowered.compile(compiler_options=KEEP_BARRIERS)),
         "loss": float(loss),
@@ -288,33 +456,61 @@ def costs(compiled: Any) -> dict[str, float]:
 def measure(rounds: int) -> dict[str, Any]:
     samples = interleave({name: timed(name) for name in CONTESTANTS}, rounds)
     return {
-        name: {**summaries(samples[name], samples[FRESH]), "samples": samples[name], **figures(name)}
+        name: {**summaries(samples[name], samples[FRESH]), "samples": samples[name], **counts(name)}
         for name in CONTESTANTS
     }
 
 
-def check(results: dict[str, Any], judge: bool) -> list[str]:
-    """Raise if the programs do not compute the same; say how the targets were met, those of time if `judge`."""
+def check(results: dict[str, Any]) -> list[str]:
+    """Raise if the programs do not compute the same; say whether they cost the same."""
     reference = results[SHARED]
     for r in results.values():
         for key in ("loss", "gradients"):
             np.testing.assert_allclose(r[key], reference[key], rtol=1e-4)
     lines = []
-    for name in (CLEARED, JIT_CLEARED):
-        r = results[name]
-        same = all(r[key] == reference[key] for key in ("default", "fenced"))
+    for name in (CLEARED, SHARING):
+        same = all(results[name][key] == results[FENCED][key] for key in ("default", "fenced"))
         verdict = "equal" if same else "DIFFER from"
-        lines.append(f"{name}: FLOPs and temporary bytes {verdict} those of '{SHARED}'.")
-        if not judge:
-            continue
-        ratio = r["cpu_ratio"]
-        met = "met" if ratio["median"] <= TARGET else "MISSED"
-        lines.append(
-            f"{name}: {ratio['median']:.2f} of '{FRESH}' (middle half {spread(ratio, 1, 2)}, of the least "
-            f"times {ratio['of_min']:.2f}, by the wall clock {r['wall_ratio']['median']:.2f}); "
-            f"target at most {TARGET}: {met}."
-        )
+        lines.append(f"{name}: FLOPs and temporary bytes {verdict} those of '{FENCED}'.")
     return lines
+
+
+def paired(results: dict[str, Any], name: str, base: str) -> dict[str, float]:
+    """Ratios of CPU time within a round."""
+    ours, theirs = (results[n]["samples"] for n in (name, base))
+    return summary([a["cpu"] / b["cpu"] for a, b in zip(ours, theirs, strict=True)])
+
+
+def figures_of(results: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    """What is judged."""
+    return {
+        "remat, of fresh closures": paired(results, CLEARED, FRESH),
+        "remat, of one function object": paired(results, CLEARED, SHARED),
+        "remat(share_traces=True), of one function object": paired(results, SHARING, SHARED),
+        "statetx.jit, of flax.nnx": paired(results, JIT_CLEARED, NNX),
+        "statetx.jit, of brainstate": paired(results, JIT_CLEARED, BRAINSTATE),
+        "first call, of functional with the same fence": paired(first, CLEARED, FENCED),
+        "first call, of functional with jax.checkpoint": paired(first, CLEARED, SHARED),
+    }
+
+
+def first_calls(rounds: int) -> dict[str, Any]:
+    """Trace, lowering and compilation together."""
+
+    def sample(name: str) -> Callable[[], Sample]:
+        def run() -> Sample:
+            case = CONTESTANTS[name]()
+            statetx.clear_cache()
+            gc.collect()
+            watch = Stopwatch()
+            assert case.trace is not None
+            case.trace().lower().compile()
+            return watch.read()
+
+        return run
+
+    samples = interleave({name: sample(name) for name in (SHARED, FENCED, CLEARED)}, rounds)
+    return {name: {**summaries(s, samples[SHARED]), "samples": s} for name, s in samples.items()}
 
 
 # -- printing --------------------------------------------------------------------------------------------
@@ -365,13 +561,19 @@ def main() -> None:
     rounds = 2 if options.quick else 21
     print(header(env))
     results = measure(rounds)
+    first = first_calls(2 if options.quick else 9)
     title = f"{NUM_BLOCKS} blocks: CPU time of trace and lowering, {rounds} rounds; ratio to '{FRESH}'"
     show(title, TIMES, time_rows(results))
     show("The same in counts", COUNTS, count_rows(results))
-    lines = check(results, judge=not options.quick)
+    figures = figures_of(results, first)
+    lines = [*check(results), *judge("bench_trace", figures, quick=options.quick)]
     print("\n".join(lines))
     if options.json:
-        write_json(options.json, env, {"rounds": rounds, "results": results, "verdict": lines})
+        write_json(
+            options.json,
+            env,
+            {"rounds": rounds, "results": results, "first": first, "figures": figures, "verdict": lines},
+        )
     if options.markdown:
         text = [
             f"{header(env)}; {rounds} rounds.",

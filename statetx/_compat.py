@@ -329,7 +329,8 @@ def _is_there(args: Sequence[Any]) -> Any:
     cotangents sometimes are.
     """
     given = [x for x in args if _has_bits(x.aval if isinstance(x, Tracer) else jax.typeof(x))]
-    chosen = {id(x): x for x in (given[0], max(given, key=lambda x: x.size), given[-1])}
+    by_size = sorted(given, key=lambda x: (x.size, str(x.dtype), x.shape))  # whatever the order of the inputs
+    chosen = {id(x): x for x in (by_size[0], by_size[-1], given[-1])}
     count = jnp.int32(0)
     for x in chosen.values():
         entry = jax.lax.slice(x, [0] * x.ndim, [1] * x.ndim).reshape(())

@@ -58,6 +58,7 @@ def cache_info() -> CacheInfo:
         ...     y, _ = statetx.scan(lambda c, x: (c + jnp.sin(x), None), 0.0, scale * jnp.ones(5))
         >>> print(statetx.cache_info())
         shared          hits  misses  kept  at most
+        --------------  ----  ------  ----  -------
         structures         2       1     1     2048
           scan             2       1
         runs of Python     0       0     0      512
