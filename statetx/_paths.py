@@ -130,7 +130,7 @@ class Paths:
         if path is None:
             kind = _registry.kind_of(state)
             assert kind is not None
-            path = kind.name_of(state) or f"{type(state).__name__}@{_short(kind.site_of(state))}"
+            path = kind.name_of(state) or f"{type(state).__name__}@{short_site(kind.site_of(state))}"
         return path
 
 
@@ -170,7 +170,8 @@ def reaches(kind: type, fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     return any(isinstance(state, kind) for _, state in _walk_call(fun, args, kwargs))
 
 
-def _short(site: str) -> str:
+def short_site(site: str) -> str:
+    """``file:line`` without the folders."""
     return site.replace("\\", "/").rsplit("/", 1)[-1]
 
 

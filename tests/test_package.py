@@ -27,7 +27,7 @@ LAYERS = [
     {"_registry"},
     {"_tree"},
     {"_jaxpr", "_state", "_paths", "_signature", "_cost"},
-    {"kinds.brainstate", "kinds.ref", "kinds.nnx", "_policy", "_schedule"},
+    {"_debug", "kinds.brainstate", "kinds.ref", "kinds.nnx", "_policy", "_schedule"},
     {"_strategy"},
     {"_lift", "_optimizer", "_rules", "_keep", "policies"},
     {"_staged", "_targets", "_program"},
