@@ -166,8 +166,9 @@ def name_inputs(jitted: Any, operands: Sequence[Any], names: Sequence[str]) -> N
     """Trace a function made by `jax.jit`, which keeps the trace, and name the inputs that its program for `operands` has."""
     jaxpr, _ = open_jaxpr(jitted.trace(*operands).jaxpr)
     info = getattr(jaxpr, "_debug_info", None)
-    if info is not None and len(names) == len(jaxpr.invars):
-        jaxpr._debug_info = info._replace(arg_names=tuple(names))
+    if info is not None:
+        closed_over = ("",) * (len(jaxpr.invars) - len(names))
+        jaxpr._debug_info = info._replace(arg_names=(*closed_over, *names))
 
 
 def is_jit_disabled() -> bool:
