@@ -22,7 +22,6 @@ import numpy as np
 from . import _registry
 from ._errors import StateFilterError
 from ._text import brief
-from ._tree import Partition
 from ._typing import Filter
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, np.ndarray, np.generic)
@@ -157,12 +156,6 @@ def argument_names(
         return first + jax.tree_util.keystr(tuple(keys[2:]))
 
     return name
-
-
-def leaf_paths(part: Partition, path: str) -> list[str]:
-    """Paths of the dynamic leaves of a state's value."""
-    keys, _ = jax.tree_util.tree_flatten_with_path(part.combine(range(part.num_dynamic)), is_leaf=_registry.is_opaque)
-    return [path + jax.tree_util.keystr(k) for (k, _), m in zip(keys, part.mask, strict=True) if m]
 
 
 def reaches(kind: type, fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
