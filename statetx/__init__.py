@@ -5,6 +5,7 @@ stores a fraction of the activations; `grad`, `jit`, `scan` and the rest carry s
 explicit inputs and outputs. See the README for a first program.
 """
 
+from . import _debug as _debug
 from . import policies as policies
 from . import testing as testing
 from ._errors import CarryTypeError as CarryTypeError

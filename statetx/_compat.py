@@ -165,7 +165,10 @@ traced_apart = jax.make_user_context(None)
 def name_inputs(jitted: Any, operands: Sequence[Any], names: Sequence[str]) -> None:
     """Trace a function made by `jax.jit`, which keeps the trace, and name the inputs that its program for `operands` has."""
     jaxpr, _ = open_jaxpr(jitted.trace(*operands).jaxpr)
-    jaxpr._debug_info = jaxpr._debug_info._replace(arg_names=tuple(names))
+    info = getattr(jaxpr, "_debug_info", None)
+    if info is not None:
+        closed_over = ("",) * (len(jaxpr.invars) - len(names))
+        jaxpr._debug_info = info._replace(arg_names=(*closed_over, *names))
 
 
 def is_jit_disabled() -> bool:

@@ -86,7 +86,8 @@ class Optimizer:
 
     def __repr__(self) -> str:
         size = format_bytes(sum(num_bytes(_kind_of(s).get(s)) for s in self._states))
-        return f"Optimizer({len(self._states)} states, {size}; remembers {format_bytes(num_bytes(self.state.value))})"
+        num = len(self._states)
+        return f"Optimizer({num} state{'s' if num != 1 else ''}, {size}; remembers {format_bytes(num_bytes(self.state.value))})"
 
 
 def _kind_of(state: Any) -> Any:

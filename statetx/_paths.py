@@ -22,7 +22,6 @@ import numpy as np
 from . import _registry
 from ._errors import StateFilterError
 from ._text import brief
-from ._tree import Partition
 from ._typing import Filter
 
 ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, np.ndarray, np.generic)
@@ -130,7 +129,7 @@ class Paths:
         if path is None:
             kind = _registry.kind_of(state)
             assert kind is not None
-            path = kind.name_of(state) or f"{type(state).__name__}@{_short(kind.site_of(state))}"
+            path = kind.name_of(state) or f"{type(state).__name__}@{short_site(kind.site_of(state))}"
         return path
 
 
@@ -159,18 +158,13 @@ def argument_names(
     return name
 
 
-def leaf_paths(part: Partition, path: str) -> list[str]:
-    """Paths of the dynamic leaves of a state's value."""
-    keys, _ = jax.tree_util.tree_flatten_with_path(part.combine(range(part.num_dynamic)), is_leaf=_registry.is_opaque)
-    return [path + jax.tree_util.keystr(k) for (k, _), m in zip(keys, part.mask, strict=True) if m]
-
-
 def reaches(kind: type, fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call can reach a state of this type."""
     return any(isinstance(state, kind) for _, state in _walk_call(fun, args, kwargs))
 
 
-def _short(site: str) -> str:
+def short_site(site: str) -> str:
+    """``file:line`` without the folders."""
     return site.replace("\\", "/").rsplit("/", 1)[-1]
 
 

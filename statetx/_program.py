@@ -17,7 +17,7 @@ from . import _compat, _registry
 from ._errors import ForeignStateError
 from ._jaxpr import Body
 from ._lift import Input, Lifting, Outcome, frame_for, name_of, pack, stage
-from ._paths import Paths, argument_names, leaf_paths
+from ._paths import Paths, argument_names
 from ._signature import StaticArguments
 from ._tree import as_array, freeze, is_argument, is_array_or_number, partition
 from ._typing import PyTree
@@ -160,7 +160,8 @@ class Program:
             isinstance(x, _compat.Tracer) for x in staged.operands
         )
         self._init_compiled(owner, staged, arrays, jax.tree.structure(call.operand))
-        _compat.name_inputs(self.compiled, self.operands_of(call), self._input_names(owner, call, paths))
+        operands = self.operands_of(call)
+        _compat.name_inputs(self.compiled, operands, self._input_names(owner, call, operands, paths))
         self._init_writers()
         self.is_direct = not (self.guards or self.donated or outcome.out.static or self._writers is None)
 
@@ -195,9 +196,13 @@ class Program:
         for i in inputs:
             i.values = []  # else the program would keep what the states held when it was staged
 
-    def _input_names(self, owner: Any, call: Call, paths: Paths) -> list[str]:
+    def _input_names(self, owner: Any, call: Call, operands: tuple, paths: Paths) -> list[str]:
         """What profilers show for the inputs: paths of the states, and arguments as one writes them."""
-        states = [leaf for i in self._inputs() for leaf in leaf_paths(i.part, paths(i.state))]
+        kept, donated, _, _ = operands
+        states: list[str] = []
+        for i, value in zip(self._inputs(), [*kept, *donated], strict=True):
+            leaves = jax.tree_util.tree_flatten_with_path(value)[0]
+            states += [paths(i.state) + jax.tree_util.keystr(keys) for keys, _ in leaves]
         dynamic = [n for n, is_static in enumerate(owner.static.mask(len(call.args))) if not is_static]
         split = owner.static.split(call.args, call.kwargs)[:2]
         name = argument_names(owner.__wrapped__, call.args, dynamic)

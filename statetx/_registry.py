@@ -105,7 +105,7 @@ class Kind(Protocol):
 class Access:
     """What one frame knows of one state that existed before it."""
 
-    __slots__ = ("before", "contents", "entered", "kind", "owner", "read", "site", "state", "written")
+    __slots__ = ("before", "contents", "entered", "kind", "owner", "read", "read_site", "site", "state", "written")
 
     def __init__(self, state: Any, kind: Kind, before: Any, entered: Any, read: bool, owner: Frame | None):
         self.state = state
@@ -115,7 +115,7 @@ class Access:
         self.entered = entered
         self.read = read
         self.written = False
-        self.site = ""
+        self.site = ""  # of the first write; `read_site` is set by `_debug`
         self.contents: tuple[list[Any], Any] | None = None  # of a container, as it was handed out
 
 
@@ -454,7 +454,18 @@ def describe(state: Any, kind: Kind | None = None, path: str | None = None, valu
     label = path or kind.name_of(state)
     label = f" {label!r}" if label else ""
     value = kind.get(state) if value is None else value
-    return f"{type(state).__name__}{label} ({short_tree_type_str(value)}, made at {kind.site_of(state)})"
+    return (
+        f"{type(state).__name__}{label} ({short_tree_type_str(value)}, made at {kind.site_of(state)}{history(state)})"
+    )
+
+
+def no_history(state: Any) -> str:
+    del state
+    return ""
+
+
+history: Callable[[Any], str] = no_history
+"""What is known of a state's last accesses, for `describe`; `_debug` replaces it."""
 
 
 def refuse_created(effects: Iterable[Effect], where: str) -> None:

@@ -23,23 +23,25 @@ class StaticArguments:
         argnums: positions; negative ones count from the end of the positional parameters (with ``*args``: of the
             arguments of the call).
         argnames: parameter names.
+        kind: what they are, for messages: "static", or what else is said of arguments in this way.
 
     Raises:
         StaticArgumentError: the function has no such parameter.
     """
 
-    def __init__(self, fun: Callable, argnums: Indices, argnames: Names):
+    def __init__(self, fun: Callable, argnums: Indices, argnames: Names, kind: str = "static"):
         self.names: set[str] = set()
         self.positions: set[int] = set()
         self._from_end: set[int] = set()
         self._fun = fun
+        self._kind = kind
         try:
             self._parameters = list(inspect.signature(fun).parameters.values())
         except (TypeError, ValueError):  # builtins may have no signature
             unknown = [("args", inspect.Parameter.VAR_POSITIONAL), ("kwargs", inspect.Parameter.VAR_KEYWORD)]
             self._parameters = [inspect.Parameter(name, kind) for name, kind in unknown]
         self._positional = [p for p in self._parameters if p.kind in _POSITIONAL]
-        for i in _as_indices(argnums):
+        for i in _as_indices(argnums, kind):
             self._add_position(i)
         for name in (argnames,) if isinstance(argnames, str) else argnames:
             self._add_name(name)
@@ -76,7 +78,7 @@ class StaticArguments:
             return
         if not (-num <= i < num or (variadic and i >= 0)):
             raise StaticArgumentError(
-                f"static_argnums={i} is out of range: {self._describe()}. Positions are those of the function as you "
+                f"{self._kind}_argnums={i} is out of range: {self._describe()}. Positions are those of the function as you "
                 f"call it, from 0 to {num - 1} or from -{num} to -1."
             )
         i %= max(num, 1) if i < 0 else max(num, i + 1)
@@ -92,7 +94,7 @@ class StaticArguments:
             if any(p.kind is p.VAR_KEYWORD for p in self._parameters) and parameter is None:
                 self.names.add(name)
                 return
-            raise StaticArgumentError(f"static_argnames={name!r}: {self._describe()}.{suggestion(name, known)}")
+            raise StaticArgumentError(f"{self._kind}_argnames={name!r}: {self._describe()}.{suggestion(name, known)}")
         if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
             self.names.add(name)
         if parameter in self._positional:
@@ -105,9 +107,9 @@ class StaticArguments:
         return f"{name_of(self._fun)} has the parameters ({names})"
 
 
-def _as_indices(argnums: Indices) -> list[int]:
+def _as_indices(argnums: Indices, kind: str) -> list[int]:
     given = (argnums,) if isinstance(argnums, int) or not hasattr(argnums, "__iter__") else argnums
     try:
         return [operator.index(i) for i in given]  # type: ignore[arg-type]
     except TypeError:
-        raise StaticArgumentError(f"static_argnums must be an int or a sequence of ints, got {argnums!r}.") from None
+        raise StaticArgumentError(f"{kind}_argnums must be an int or a sequence of ints, got {argnums!r}.") from None

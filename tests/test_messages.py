@@ -75,6 +75,7 @@ def layer_loss(layer, x):
         (lambda: policies.offload("h", otherwise="saved"), statetx.PolicyError, "save"),
         (lambda: statetx.plan(loss, 1.0, budget="1MiB", objective="flop"), ValueError, "flops"),
         (lambda: statetx.jit(f, static_argnames="xs"), statetx.StaticArgumentError, "x"),
+        (lambda: statetx.jit(layer_loss, donate_argnames="laier"), statetx.StaticArgumentError, "layer"),
         (lambda: statetx.grad(layer_loss, wrt="layer.wieght")(Layer(), 1.0), statetx.StateFilterError, "layer.weight"),
         (
             lambda: statetx.functionalize(layer_loss)({"weight": 1.0}, Layer(), 1.0),
@@ -103,3 +104,10 @@ def test_a_path_that_selects_no_state_is_refused(transform):
         run({"layer.cuont": 0})
     run({"layer.c*": 0})
     run({State: 0, "layer.count": 0, Param: 0})  # shadowed by a type; a type need not occur
+
+
+def test_donated_arguments_are_called_that():
+    with pytest.raises(statetx.StaticArgumentError, match=r"^donate_argnums=3 is out of range"):
+        statetx.jit(f, donate_argnums=3)
+    with pytest.raises(statetx.StaticArgumentError, match=r"^donate_argnames='laier'"):
+        statetx.jit(layer_loss, donate_argnames="laier")

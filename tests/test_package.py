@@ -1,10 +1,14 @@
 """The package as a whole: exports, layers, imports, private names, documentation snippets."""
 
 import ast
+import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 
 import pytest
 
@@ -27,7 +31,7 @@ LAYERS = [
     {"_registry"},
     {"_tree"},
     {"_jaxpr", "_state", "_paths", "_signature", "_cost"},
-    {"kinds.brainstate", "kinds.ref", "kinds.nnx", "_policy", "_schedule"},
+    {"_debug", "kinds.brainstate", "kinds.ref", "kinds.nnx", "_policy", "_schedule"},
     {"_strategy"},
     {"_lift", "_optimizer", "_rules", "_keep", "policies"},
     {"_staged", "_targets", "_program", "_shared"},
@@ -139,6 +143,69 @@ def test_documentation_snippets_run(code):
     assert done.returncode == 0, done.stderr
 
 
-def test_versions_agree():
-    assert f'version = "{statetx.__version__}"' in (ROOT / "pyproject.toml").read_text()
-    assert (ROOT / "statetx" / "py.typed").exists()
+def test_the_version_stands_in_one_place():
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", statetx.__version__)
+    written = re.findall(rf"(?m)^.*version.*{re.escape(statetx.__version__)}.*$", (ROOT / "pyproject.toml").read_text())
+    assert not written, "pyproject.toml takes the version from statetx/__init__.py"
+
+
+SMOKE = """
+import importlib.metadata, pathlib, sys
+import jax.numpy as jnp, statetx
+
+folder = pathlib.Path(statetx.__file__).parent
+assert folder.is_relative_to(sys.prefix), folder
+assert importlib.metadata.version("statetx") == statetx.__version__
+w, n = statetx.Param(jnp.ones(2)), statetx.State(jnp.zeros((), jnp.int32))
+
+@statetx.remat
+def f(x):
+    n.value += 1
+    return (w.value * x).sum()
+
+print(float(statetx.jit(statetx.grad(f, wrt=w))(3.0)[0]), int(n.value), (folder / "py.typed").exists())
+"""
+
+
+@pytest.mark.slow
+def test_what_is_built_can_be_installed_and_used(tmp_path):
+    """Both distributions; the wheel is made from the source distribution, so that nothing is missing there."""
+    pytest.importorskip("hatchling")
+
+    def call(*words, **options):
+        done = subprocess.run([str(w) for w in words], capture_output=True, text=True, **options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    # A copy: what lies about in the working tree is no part of it, and the build leaves nothing behind.
+    kept = shutil.ignore_patterns(".*", "out", "build", "dist", "__pycache__")
+    shutil.copytree(ROOT, tmp_path / "source", ignore=kept)
+    call(
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        tmp_path / "dist",
+        tmp_path / "source",
+        cwd=tmp_path,
+    )
+    (wheel,), (sdist,) = (tmp_path / "dist").glob("*.whl"), (tmp_path / "dist").glob("*.tar.gz")
+
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    own = {str(path.relative_to(ROOT)) for path in SOURCES} | {"statetx/py.typed"}
+    assert {name for name in inside if ".dist-info/" not in name} == own
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in inside)
+    with tarfile.open(sdist) as archive:
+        files = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "Makefile", "constraints.txt"}
+    assert own | wanted | {"tests/test_package.py", "docs/index.md"} <= files
+
+    venv = tmp_path / "venv"
+    call(sys.executable, "-m", "venv", "--without-pip", venv)
+    python = next(venv.glob("*/python"))
+    call(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    site = next(venv.rglob("site-packages"))
+    (site / "dependencies.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")))
+    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    assert call(python, "-c", SMOKE, cwd=tmp_path, env=clean) == "3.0 1 True\n"

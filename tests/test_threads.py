@@ -1,5 +1,6 @@
 """Threads, generators, callbacks and finalizers: a state that a call holds is refused elsewhere, and leaks nothing."""
 
+import concurrent.futures
 import contextlib
 import gc
 import sys
@@ -234,6 +235,19 @@ def test_no_moment_at_which_another_thread_gets_a_tracer(make, act):
         in_thread(here, elsewhere)
     np.testing.assert_array_equal(s.value, np.ones(3))
     assert counts["refused"] and counts["done"]
+
+
+@MAKE
+def test_a_transform_of_another_thread_that_reads_the_value_is_refused(make):
+    s = make(jnp.ones(3))
+
+    def body(x):
+        y = (s.value * x).sum()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool, pytest.raises(statetx.ForeignStateError):
+            pool.submit(_registry.kind_of(s).read, s).result()
+        return y
+
+    assert statetx.grad(body)(1.0) == 3.0
 
 
 @MAKE

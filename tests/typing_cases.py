@@ -41,7 +41,7 @@ class Model:
     def plain(self, x: jax.Array) -> jax.Array:
         return scaled(x)
 
-    @statetx.remat(policy="dots")
+    @statetx.remat(policy="everything")
     def kept(self, x: jax.Array) -> jax.Array:
         return scaled(x)
 

@@ -344,7 +344,8 @@ class _Brainstate:
 
     def read(self, state: brainstate.State) -> Any:
         _private.record_state_value_read(state)
-        return self.get(state)
+        value = self.get(state)  # as in `_guard`
+        return _read_carefully(state) if _owner else value
 
     def write(self, state: brainstate.State, value: Any) -> None:
         state.value = value

@@ -21,7 +21,7 @@ from .. import _compat, _registry
 from .._compat import Jaxpr, Literal
 from .._jaxpr import Body, table
 from .._lift import Lifting, frame_for, name_of, pack, short_name, stage
-from .._paths import Paths, argument_names, leaf_paths
+from .._paths import Paths, argument_names
 from .._targets import Targets, resolve_argnums, split_aux
 from .._tree import Partition, as_array, is_array, is_array_or_number, is_float
 from .._typing import Filter, PyTree
@@ -151,7 +151,7 @@ def differentiate(
                 is_chosen.append(wanted)
         paths = Paths(fun, args, kwargs)
         for read in lifting.inputs.values():
-            leaves = leaf_paths(read.part, paths(read.state))
+            leaves = _leaf_paths(read.part, paths(read.state))
             sources += [Source("state", path, type(read.state).__name__) for path in leaves]
             is_chosen += [wants_state(read.state)] * len(leaves)
         assert len(sources) == len(staged.jaxpr.invars)
@@ -176,6 +176,12 @@ class _Reads(Lifting):
 
 def _is_traced(x: Any) -> bool:
     return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _leaf_paths(part: Partition, path: str) -> list[str]:
+    """Paths of the dynamic leaves of a state's value."""
+    keys, _ = jax.tree_util.tree_flatten_with_path(part.combine(range(part.num_dynamic)), is_leaf=_registry.is_opaque)
+    return [path + jax.tree_util.keystr(k) for (k, _), m in zip(keys, part.mask, strict=True) if m]
 
 
 # -- rematerialised regions ------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import jax
 from .. import _compat, _registry
 from .._errors import CreatedStateError, StateAccessError
 from .._lift import Lifting, Wrapper, as_decorator, frame_for, name_of, pack, stage
-from .._paths import Paths
-from .._registry import Frame
+from .._paths import Paths, short_site
+from .._registry import Access, Frame
 from .._text import format_bytes, format_table, suggestion
 from .._tree import as_array, is_array, is_array_or_number, num_bytes, partition, short_tree_type_str, tree_type_str
 from .._typing import PyTree
@@ -34,6 +34,8 @@ class StateRow:
         read: whether the call reads the value that the state had before it.
         written: whether the call writes it.
         created: whether the call creates it.
+        written_at: ``file:line`` of the first write.
+        read_at: of the first read; known only where ``STATETX_DEBUG`` was set.
     """
 
     path: str
@@ -44,6 +46,8 @@ class StateRow:
     read: bool
     written: bool
     created: bool
+    written_at: str = ""
+    read_at: str = ""
 
 
 class StateTrace:
@@ -70,9 +74,16 @@ class StateTrace:
         return len(self.rows)
 
     def _cells(self) -> list[tuple[str, ...]]:
-        mark = {True: "yes", False: ""}
+        shows_places = any(r.read_at for r in self.rows)
+
+        def mark(is_so: bool, place: str = "") -> str:
+            return (place if shows_places and place else "yes") if is_so else ""
+
         return [
-            (r.path, r.kind, r.type, format_bytes(r.bytes), mark[r.read], mark[r.written], mark[r.created])
+            (
+                *(r.path, r.kind, r.type, format_bytes(r.bytes)),
+                *(mark(r.read, short_site(r.read_at)), mark(r.written, short_site(r.written_at)), mark(r.created)),
+            )
             for r in self.rows
         ]
 
@@ -175,21 +186,24 @@ def _rows(frame: Frame, paths: Paths) -> list[StateRow]:
     rows: list[StateRow] = []
     used: dict[str, int] = {}
 
-    def add(state: Any, kind: Any, value: PyTree, read: bool, is_written: bool, created: bool) -> None:
+    def add(state: Any, kind: Any, value: PyTree, access: Access | None) -> None:
         path = paths(state)
         used[path] = used.get(path, 0) + 1
         if used[path] > 1:  # two states of the same name that no path tells apart
             path = f"{path}#{used[path]}"
         kind_name = type(state).__name__ if kind.name == "statetx" else f"{kind.name}.{type(state).__name__}"
         type_ = short_tree_type_str(value, 60)
-        rows.append(StateRow(path, state, kind_name, type_, num_bytes(value), read, is_written, created))
+        read, effect = access is not None and access.read, written.get(id(state))
+        is_written = access is not None and effect is not None
+        row = StateRow(path, state, kind_name, type_, num_bytes(value), read, is_written, created=access is None)
+        places = {"written_at": effect.site if effect else "", "read_at": getattr(access, "read_site", "")}
+        rows.append(dataclasses.replace(row, **places))
 
     for access in frame.accesses.values():
-        value = access.kind.get(access.state)
-        add(access.state, access.kind, value, access.read, id(access.state) in written, False)
+        add(access.state, access.kind, access.kind.get(access.state), access)
     for effect in frame.effects:
         if effect.created:
-            add(effect.state, effect.kind, effect.value, False, False, True)
+            add(effect.state, effect.kind, effect.value, None)
     return rows
 
 

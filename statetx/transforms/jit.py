@@ -120,7 +120,7 @@ class Jit(Wrapper[P, R]):
     def __init__(self, fun: Callable, **options: Any):
         super().__init__(fun, options)
         self.static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
-        self._donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"])
+        self._donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"], "donate")
         self.donates = as_predicate(options["donate_states"])
         self.jax_options = {k: options[k] for k in ("keep_unused", "inline", "compiler_options")}
         self._layouts: dict[Hashable, Layout] = {}

@@ -1,0 +1,61 @@
+"""``STATETX_DEBUG``: where states are touched, recorded where it is set and at no cost where it is not."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import statetx
+from statetx import _registry
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "how-to" / "debug-and-profile.md"
+MORE = """
+import brainstate
+from flax import nnx
+
+b, v = brainstate.ShortTermState(jnp.ones(2)), nnx.Variable(jnp.ones(2))
+
+
+def both(x):
+    y = b.value * v[...]
+    b.value = y * x
+    v[...] = y
+    return y
+
+
+rows = list(statetx.trace_states(both)(2.0))
+print([(r.read_at.split(":")[-1], r.written_at.split(":")[-1]) for r in rows])
+"""
+
+
+def run(script, folder, **env):
+    (folder / "cell.py").write_text(script)
+    root = str(PAGE.parents[2])
+    done = subprocess.run(
+        [sys.executable, "cell.py"],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": root, **env},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.replace(f"{folder}{os.sep}", "")
+
+
+def test_places_are_shown_for_every_kind(tmp_path):
+    text = PAGE.read_text()
+    script = re.search(r"```python\n(.*?)```", text, re.S)[1]
+    expected = re.search(r"```text\n(.*?)```", text, re.S)[1]
+    first = script.count("\n") + MORE[: MORE.index("    y =")].count("\n") + 1
+    places = [(str(first), str(first + 1)), (str(first), str(first + 2))]
+    assert run(script + MORE, tmp_path, STATETX_DEBUG="1") == f"{expected}{places}\n"
+
+
+@pytest.mark.skipif("STATETX_DEBUG" in os.environ, reason="this run records")
+def test_nothing_is_recorded_by_default():
+    assert _registry.history is _registry.no_history
+    assert statetx.State.value.fget.__module__ == "statetx._state"
+    assert _registry.Frame.touch.__module__ == "statetx._registry"
