@@ -64,4 +64,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pages", nargs="+", type=pathlib.Path)
     for page in parser.parse_args().pages:
-        page.write_text(fill(page.read_text(), str(page)))
+        page.write_text(fill(page.read_text(), page.name))
