@@ -98,7 +98,14 @@ def draw_frame():
     box(axes, 20, 9, 56, 25, "", fill="white", colour=BLUE)
     axes.text(48, 31.3, "jax.checkpoint, jax.grad, jax.lax.scan, ...", ha="center", color=BLUE, weight="bold")
     box(axes, 25, 12, 46, 15.5, "", fill=PALE, colour=ORANGE)
-    axes.text(48, 25, "frame: which states are read, which are written, what they held", ha="center", fontsize=8.5, color=ORANGE)
+    axes.text(
+        48,
+        25,
+        "frame: which states are read, which are written, what they held",
+        ha="center",
+        fontsize=8.5,
+        color=ORANGE,
+    )
     box(axes, 34, 14, 28, 7.5, "your function, once", "mean.value = 0.9 * mean.value + ...")
     arrow(axes, (6, 17.5), (33.3, 17.5), "")
     axes.text(2, 17.5, "x", ha="center", va="center", weight="bold")
@@ -206,7 +213,15 @@ def draw_loops():
         steps = order(checkpoint, length)
         axes.plot(range(len(steps)), steps, ".", ms=2.5, color=colour)
         axes.set_title(title, color=colour, weight="bold", fontsize=10)
-        axes.text(0.98, 0.97, f"{text}\n{len(steps)} runs of the body", transform=axes.transAxes, ha="right", va="top", fontsize=8)
+        axes.text(
+            0.98,
+            0.97,
+            f"{text}\n{len(steps)} runs of the body",
+            transform=axes.transAxes,
+            ha="right",
+            va="top",
+            fontsize=8,
+        )
         axes.set_xlim(-3, 320)
         axes.set_ylim(-2, 85)
         axes.set_yticks([0, 20, 40, 60])

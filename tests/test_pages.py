@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 from pages import BLOCK, fill
 
@@ -17,6 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 EVERY_PAGE = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 PAGES = [path for path in EVERY_PAGE if BLOCK.search(path.read_text())]
+GUIDES = [path for path in PAGES if path.parent.name == "migrate"]
 name_of = lambda path: str(path.relative_to(ROOT))  # noqa: E731
 
 
@@ -29,18 +31,37 @@ def without_measurements(text):
     return "\n".join(kept)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_page_runs(page, tmp_path, monkeypatch):
+def run_page(page, folder, monkeypatch):
     text = page.read_text()
-    for library in set(re.findall(r"^ *import (haiku|equinox|brainstate)|^ *from (flax) ", text, re.M)):
-        pytest.importorskip("".join(library))
-    monkeypatch.chdir(tmp_path)  # for what it writes
+    for library in set(re.findall(r"^ *(?:import|from) (haiku|equinox|flax)\b", text, re.M)):
+        pytest.importorskip(library)
+    monkeypatch.chdir(folder)  # for what it writes
     with jax.numpy_rank_promotion("allow"):  # as users have it
         filled = fill(text, page.name)
     if jax.__version__.startswith("0.10."):  # other versions of JAX compute with other equations
         assert without_measurements(filled) == without_measurements(text)
     else:
         assert filled.count("Traceback") == text.count("Traceback")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in GUIDES], ids=name_of)
+def test_page_runs(page, tmp_path, monkeypatch):
+    run_page(page, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_guide_compares_both_sides(page, tmp_path, monkeypatch):
+    """The page itself compares losses, gradients and states of both libraries: here, that it does, and not zeros."""
+    compare, largest = np.testing.assert_allclose, []
+
+    def assert_allclose(actual, desired, **options):
+        largest.append(float(np.abs(desired).max()))
+        compare(actual, desired, **options)
+
+    monkeypatch.setattr(np.testing, "assert_allclose", assert_allclose)
+    run_page(page, tmp_path, monkeypatch)
+    assert len(largest) > 20
+    assert sum(x > 1e-3 for x in largest) > 0.8 * len(largest)
 
 
 def test_a_wrong_output_is_noticed():
