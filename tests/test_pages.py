@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 import types
@@ -139,3 +140,16 @@ def test_site_builds(tmp_path):
         url for page in pages for url in re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(https?:[^"]*)', page)
     }
     assert not loaded, "the site works without a network"
+
+
+@pytest.mark.slow
+def test_figures_are_drawn(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures = runpy.run_path(str(DOCS / "figures.py"))
+    draws = [f for name, f in figures.items() if name.startswith("draw_")]
+    monkeypatch.setitem(draws[0].__globals__, "IMAGES", tmp_path)
+    for draw in draws:
+        draw()
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in (DOCS / "images").glob("*.svg")}
+    assert all(any(name in page.read_text() for page in EVERY_PAGE) for name in drawn)
