@@ -6,7 +6,7 @@ ARGS ?=
 PY := .venv/bin/python
 STAMP := .venv/.statetx-installed
 RECENT := import sys; sys.exit(sys.version_info < (3, 11))
-EXTRAS := test,examples,docs,flax,dev
+EXTRAS := test,examples,docs,site,flax,dev
 # The benchmarks alone want other libraries to compare with.
 BENCH := .venv/.statetx-bench-installed
 
@@ -14,7 +14,7 @@ BENCH := .venv/.statetx-bench-installed
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-remat3 check format bench clean
+.PHONY: help demo test test-slow test-remat3 check format docs bench clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -49,6 +49,9 @@ check: $(STAMP)  ## lint, formatting and types
 format: $(STAMP)  ## rewrite the sources as `make check` wants them
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+docs: $(STAMP)  ## build the documentation site into out/site
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 $(BENCH): $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'

@@ -1,4 +1,8 @@
-"""Pages whose outputs are produced by running them: ``python tests/pages.py docs/rematerialisation.md`` writes them anew."""
+"""Pages whose code runs: ``python tests/pages.py docs/rematerialisation.md`` writes what their ``pycon`` blocks print anew.
+
+The ``python`` and ``pycon`` blocks of a page share one scope, in order. A block that cannot run says why, in a comment on the
+line above it: ``<!-- not run: needs two hosts -->``.
+"""
 
 import argparse
 import contextlib
@@ -7,25 +11,40 @@ import io
 import os
 import pathlib
 import re
+import textwrap
 import traceback
+import types
+
+BLOCK = re.compile(
+    r"(?:^ *<!-- not run: (?P<reason>\S.*?) -->\n)?^(?P<indent> *)```(?P<kind>python|pycon)\b.*?\n(?P<code>.*?)^(?P=indent)```$",
+    re.M | re.S,
+)
 
 
-def fill(text: str) -> str:
-    """Run the ``pycon`` blocks of a page, one after the other, and put in what they print."""
-    scope: dict = {"__name__": "__main__"}
+def fill(text: str, name: str = "page.py") -> str:
+    """Run the blocks of a page, one after the other, and put in what the ``pycon`` blocks print."""
+    module = types.ModuleType("__main__")  # its own, so that what one page defines no other sees
 
     def run(block: re.Match) -> str:
+        code = textwrap.dedent(block["code"])
+        if block["reason"]:
+            return block[0]
+        if block["kind"] == "python":
+            line = text.count("\n", 0, block.start("code"))
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile("\n" * line + code, name, "exec"), vars(module))
+            return block[0]
         lines = []
-        for example in doctest.DocTestParser().get_examples(block[1]):
+        for example in doctest.DocTestParser().get_examples(code):
             first, *rest = example.source.rstrip("\n").split("\n")
             lines += [f">>> {first}", *(f"... {line}".rstrip() for line in rest)]
-            lines += printed(example.source, scope)
-        return "```pycon\n" + "\n".join(lines) + "\n```"
+            lines += printed(example.source, vars(module))
+        return block[0].replace(block["code"], textwrap.indent("\n".join(lines) + "\n", block["indent"]))
 
     columns = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "132"  # wherever it runs
     try:
-        return re.sub(r"^```pycon\n(.*?)^```", run, text, flags=re.M | re.S)
+        return BLOCK.sub(run, text)
     finally:
         os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
 
@@ -45,4 +64,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pages", nargs="+", type=pathlib.Path)
     for page in parser.parse_args().pages:
-        page.write_text(fill(page.read_text()))
+        page.write_text(fill(page.read_text(), page.name))

@@ -1,4 +1,4 @@
-"""The package as a whole: exports, layers, imports, private names, documentation snippets."""
+"""The package as a whole: exports, layers, imports, private names."""
 
 import ast
 import os
@@ -129,18 +129,6 @@ print(float(statetx.grad(statetx.remat(g))(2.0)), float(b.value))
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert out.stdout.split() == ["1.0", "3.0"]
-
-
-def snippets():
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        for i, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)):
-            yield pytest.param(code, id=f"{path.relative_to(ROOT)}-{i}")
-
-
-@pytest.mark.parametrize("code", list(snippets()))
-def test_documentation_snippets_run(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_version_stands_in_one_place():

@@ -1,14 +1,27 @@
-"""Pages with outputs say what the code prints."""
+"""The documentation: its code runs, its outputs are what that prints, and the site shows every page and every name."""
 
+import os
 import pathlib
 import re
+import runpy
+import subprocess
+import sys
+import types
 
 import jax
+import numpy as np
 import pytest
-from pages import fill
+from pages import BLOCK, fill
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
-PAGES = [path for path in sorted(DOCS.rglob("*.md")) if "```pycon" in path.read_text()]
+import statetx
+from statetx import policies, testing
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+EVERY_PAGE = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [path for path in EVERY_PAGE if BLOCK.search(path.read_text())]
+GUIDES = [path for path in PAGES if path.parent.name == "migrate"]
+name_of = lambda path: str(path.relative_to(ROOT))  # noqa: E731
 
 
 def without_measurements(text):
@@ -20,13 +33,37 @@ def without_measurements(text):
     return "\n".join(kept)
 
 
-@pytest.mark.skipif(
-    not jax.__version__.startswith("0.10."), reason="other versions of JAX compute with other equations"
-)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_page(page):
+def run_page(page, folder, monkeypatch):
     text = page.read_text()
-    assert without_measurements(fill(text)) == without_measurements(text)
+    for library in set(re.findall(r"^ *(?:import|from) (haiku|equinox|flax)\b", text, re.M)):
+        pytest.importorskip(library)
+    monkeypatch.chdir(folder)  # for what it writes
+    with jax.numpy_rank_promotion("allow"):  # as users have it
+        filled = fill(text, page.name)
+    if jax.__version__.startswith("0.10."):  # other versions of JAX compute with other equations
+        assert without_measurements(filled) == without_measurements(text)
+    else:
+        assert filled.count("Traceback") == text.count("Traceback")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in GUIDES], ids=name_of)
+def test_page_runs(page, tmp_path, monkeypatch):
+    run_page(page, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_guide_compares_both_sides(page, tmp_path, monkeypatch):
+    """The page itself compares losses, gradients and states of both libraries: here, that it does, and not zeros."""
+    compare, largest = np.testing.assert_allclose, []
+
+    def assert_allclose(actual, desired, **options):
+        largest.append(float(np.abs(desired).max()))
+        compare(actual, desired, **options)
+
+    monkeypatch.setattr(np.testing, "assert_allclose", assert_allclose)
+    run_page(page, tmp_path, monkeypatch)
+    assert len(largest) > 20
+    assert sum(x > 1e-3 for x in largest) > 0.8 * len(largest)
 
 
 def test_a_wrong_output_is_noticed():
@@ -34,3 +71,85 @@ def test_a_wrong_output_is_noticed():
     right = fill(page)
     assert "\n2\n" in right and "ZeroDivisionError: division by zero" in right
     assert fill(right) == right
+
+
+def test_blocks_share_a_scope_and_failures_are_raised():
+    page = '```python\nx = 1\n```\n=== "tab"\n\n    ```python\n    x += 1\n    ```\n\n```pycon\n>>> x\n```\n'
+    assert fill(page).endswith(">>> x\n2\n```\n")
+    assert fill(fill(page)) == fill(page)
+    with pytest.raises(ZeroDivisionError):
+        fill("```python\n1 / 0\n```\n")
+    assert fill("<!-- not run: why not -->\n```python\n1 / 0\n```\n")
+
+
+def test_few_blocks_are_left_out():
+    reasons = [block["reason"] for page in PAGES for block in BLOCK.finditer(page.read_text()) if block["reason"]]
+    assert len(reasons) <= 2, reasons
+
+
+def site():
+    """mkdocs.yml, as far as it is read here: the pages that the navigation names."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    return re.findall(r"([\w/-]+\.md)$", text[text.index("\nnav:") :], re.M)
+
+
+def test_navigation_names_every_page():
+    pages = {str(path.relative_to(DOCS)) for path in EVERY_PAGE[1:]}
+    named = site()
+    assert len(named) == len(set(named))
+    assert set(named) == pages | {"contributing.md", "changelog.md"}, "a new page needs a place in mkdocs.yml"
+
+
+def test_reference_has_every_public_name():
+    text = "".join(path.read_text() for path in sorted((DOCS / "api").glob("*.md")))
+    shown = re.findall(r"^::: statetx\.(\S+)$", text, re.M)
+    assert len(shown) == len(set(shown))
+    is_module = lambda x: isinstance(x, types.ModuleType)  # noqa: E731
+    expected = {name for name, x in vars(statetx).items() if not name.startswith("_") and not is_module(x)}
+    expected.remove("checkpoint")  # which is remat
+    for module in (policies, testing):
+        short = module.__name__.removeprefix("statetx.")
+        expected |= {f"{short}.{name}" for name, x in vars(module).items() if is_of(module, name, x)}
+    assert expected <= set(shown), "a new public name needs a place in docs/api"
+    for name in shown:  # and what is shown is there
+        found = statetx
+        for part in name.split("."):
+            found = getattr(found, part)
+
+
+def is_of(module, name, x):
+    """Whether a name is one of a module's own: defined there, or imported there to be public (``import X as X``)."""
+    if name.startswith("_"):
+        return False
+    source = pathlib.Path(module.__file__).read_text()
+    return getattr(x, "__module__", None) == module.__name__ or f"import {name} as {name}" in source
+
+
+def test_site_builds(tmp_path):
+    """Strictly: without a dead link, an anchor that is not there, or a name that the reference does not find."""
+    for module in ("mkdocs", "material", "mkdocstrings_handlers.python"):
+        pytest.importorskip(module)
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'id="statetx.remat"' in (tmp_path / "api" / "remat" / "index.html").read_text()
+    pages = [path.read_text() for path in tmp_path.rglob("*.html")]
+    loaded = {
+        url for page in pages for url in re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(https?:[^"]*)', page)
+    }
+    assert not loaded, "the site works without a network"
+
+
+@pytest.mark.slow
+def test_figures_are_drawn(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures = runpy.run_path(str(DOCS / "figures.py"))
+    draws = [f for name, f in figures.items() if name.startswith("draw_")]
+    monkeypatch.setitem(draws[0].__globals__, "IMAGES", tmp_path)
+    for draw in draws:
+        draw()
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in (DOCS / "images").glob("*.svg")}
+    assert all(any(name in page.read_text() for page in EVERY_PAGE) for name in drawn)
