@@ -220,6 +220,8 @@ class Program:
                 states.append(e.state)
                 places.append(n)
             self._writers = list(groups.values())
+        # All states of one kind, in the order of the values: what most programs write.
+        self._writer = self._writers[0] if self._writers is not None and len(self._writers) == 1 else None
 
     def _inputs(self) -> list[Input]:
         """In the order in which the compiled function takes them."""
@@ -248,7 +250,13 @@ class Program:
             kept = self._patiently(_values_of, groups)
         out, writes = self.compiled(kept, [], (args, kwargs), [])
         if writes:
-            self._store(writes)
+            if self._writer is None:
+                self._store(writes)
+                return out
+            try:
+                self._writer[0].set_all(self._writer[1], writes)
+            except ForeignStateError:
+                self._store(writes)
         return out
 
     def _store(self, writes: list) -> None:

@@ -183,6 +183,7 @@ class Frame:
         self.trace = _compat.current_trace()
         self.thread = threading.get_ident()
         self.is_open = True
+        open_frames[id(self)] = None
         _local.frame = self
         for kind in kinds():
             kind.open(self)
@@ -202,6 +203,7 @@ class Frame:
             self._created.clear()
             self.is_open = False
             self.trace = None
+            del open_frames[id(self)]
 
     # -- called by kinds while the frame is open --
 
@@ -291,6 +293,9 @@ class Frame:
 # So a state belongs to the innermost frame that has touched it, and another thread that touches it raises; whoever
 # shares states between threads guards them by a lock. A state is taken before it is given its new value and handed back
 # after it has its old one, so what belongs to nobody holds no tracer of a call that is running.
+
+open_frames: dict[int, None] = {}
+"""Frames of all threads. Where there are none no state has an owner, and while one has `ownership` none gets one."""
 
 ownership = threading.RLock()  # reentrant: a finalizer may run, and touch a state, wherever Python allocates
 

@@ -275,16 +275,16 @@ class _Native:
             raise _registry.foreign(state, self, owner)
 
     def get_all(self, states: Sequence[State]) -> list[Any]:
-        values = [s._value for s in states if s._owner is None]
-        if len(values) != len(states):
-            self.check_free(states)
-        return values
+        with _registry.ownership:
+            if _registry.open_frames:
+                self.check_free(states)
+            return [s._value for s in states]
 
     def set_all(self, states: Sequence[State], values: Iterable[Any]) -> None:
         with _registry.ownership:
-            if [s for s in states if s._owner is not None]:
+            if _registry.open_frames:
                 self.check_free(states)
-            for s, v in zip(states, values, strict=True):
+            for s, v in zip(states, values):  # noqa: B905  # of equal length; to check it takes as long as a store
                 s._value = v
 
     def read(self, state: State) -> Any:

@@ -329,13 +329,15 @@ class _Brainstate:
 
     def get_all(self, states: Sequence[brainstate.State]) -> list[Any]:
         with _registry.ownership:
-            self.check_free(states)
+            if _registry.open_frames:
+                self.check_free(states)
             return [s.__dict__["_value"] for s in states]
 
     def set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
         with _registry.ownership:
-            self.check_free(states)
-            for s, v in zip(states, values, strict=True):
+            if _registry.open_frames:
+                self.check_free(states)
+            for s, v in zip(states, values):  # noqa: B905  # of equal length
                 s.__dict__["_value"] = v
 
     def set(self, state: Any, value: Any) -> None:

@@ -211,13 +211,15 @@ class _Nnx:
 
     def get_all(self, states: Sequence[nnx.Variable]) -> list[Any]:
         with _registry.ownership:
-            self.check_free(states)
+            if _registry.open_frames:
+                self.check_free(states)
             return [_value.__get__(s) for s in states]
 
     def set_all(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> None:
         with _registry.ownership:
-            self.check_free(states)
-            for s, v in zip(states, values, strict=True):
+            if _registry.open_frames:
+                self.check_free(states)
+            for s, v in zip(states, values):  # noqa: B905  # of equal length
                 _value.__set__(s, v)
 
     def read(self, state: nnx.Variable) -> Any:

@@ -1,0 +1,217 @@
+"""Eager calls of loops and branches with a fresh closure each time: what is left of the cost of tracing again.
+
+What is compared
+    ``statetx.scan``, ``cond`` and ``while_loop`` called outside ``jit``, with a function made anew for each call, as people
+    write them in a notebook; ``jax.lax``'s with one function object that is kept, which is the best JAX can do, and with a
+    fresh closure, which compiles each time; brainstate's ``for_loop``, ``cond`` and ``while_loop`` with a fresh closure.
+
+What is measured
+    CPU time a call, medians of interleaved rounds; ratios within a round. And how much the process has grown after 1,000
+    calls of each, by its resident memory, garbage collected before and after.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _common import (
+    Sample,
+    Stopwatch,
+    environment,
+    header,
+    interleave,
+    judge,
+    markdown_table,
+    parse_args,
+    renew_section,
+    show,
+    spread,
+    summaries,
+    write_json,
+)
+
+import statetx
+
+LENGTH = 20
+KEPT, OURS, FRESH, BRAINSTATE = "jax.lax, one function object", "statetx", "jax.lax, fresh closure", "brainstate"
+XS = jnp.linspace(0.0, 1.0, LENGTH)
+
+
+def step(c: Any, x: Any) -> tuple[Any, Any]:
+    return jnp.tanh(c + x), c
+
+
+def keep(fun: Callable) -> Callable:
+    """The function that `fun` makes, always the same."""
+    made = fun()
+    return lambda: made
+
+
+def scans() -> dict[str, Callable[[], Any]]:
+    fresh = lambda: lambda c, x: step(c, x)  # noqa: E731
+    count = statetx.State(jnp.zeros(()))
+
+    def ours() -> Any:
+        def body(c: Any, x: Any) -> tuple[Any, Any]:
+            count.value += 1.0
+            return step(c, x)
+
+        return statetx.scan(body, jnp.zeros(()), XS)
+
+    total = brainstate.ShortTermState(jnp.zeros(()))
+
+    def brainstates() -> Any:
+        def body(x: Any) -> Any:
+            total.value = jnp.tanh(total.value + x)
+            return total.value
+
+        return brainstate.transform.for_loop(body, XS)
+
+    kept = keep(fresh)
+    return {
+        KEPT: lambda: jax.lax.scan(kept(), jnp.zeros(()), XS),
+        OURS: ours,
+        FRESH: lambda: jax.lax.scan(fresh(), jnp.zeros(()), XS),
+        BRAINSTATE: brainstates,
+    }
+
+
+def conds() -> dict[str, Callable[[], Any]]:
+    yes, no = (lambda x: jnp.sin(x)), (lambda x: x * 2.0)
+    flag, x = jnp.array(True), jnp.ones(4)
+    state = statetx.State(jnp.ones(4))
+
+    def ours() -> Any:
+        def write(x: Any) -> Any:
+            state.value = jnp.sin(x)
+            return state.value
+
+        return statetx.cond(flag, write, lambda x: no(x), x)
+
+    return {
+        KEPT: lambda: jax.lax.cond(flag, yes, no, x),
+        OURS: ours,
+        FRESH: lambda: jax.lax.cond(flag, lambda x: yes(x), lambda x: no(x), x),
+        BRAINSTATE: lambda: brainstate.transform.cond(flag, lambda x: yes(x), lambda x: no(x), x),
+    }
+
+
+def while_loops() -> dict[str, Callable[[], Any]]:
+    go, turn = (lambda c: c < LENGTH), (lambda c: c + 1)
+    zero = jnp.zeros((), jnp.int32)
+    count = statetx.State(jnp.zeros(()))
+
+    def ours() -> Any:
+        def body(c: Any) -> Any:
+            count.value += 1.0
+            return turn(c)
+
+        return statetx.while_loop(lambda c: go(c), body, zero)
+
+    return {
+        KEPT: lambda: jax.lax.while_loop(go, turn, zero),
+        OURS: ours,
+        FRESH: lambda: jax.lax.while_loop(lambda c: go(c), lambda c: turn(c), zero),
+        BRAINSTATE: lambda: brainstate.transform.while_loop(lambda c: go(c), lambda c: turn(c), zero),
+    }
+
+
+CALLS = {"scan": scans, "cond": conds, "while_loop": while_loops}
+
+
+def timed(call: Callable[[], Any], times: int) -> Callable[[], Sample]:
+    def sample() -> Sample:
+        watch = Stopwatch()
+        for _ in range(times):
+            out = call()
+        jax.block_until_ready(out)
+        return {what: seconds / times for what, seconds in watch.read().items()}
+
+    return sample
+
+
+def resident_kib() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1024
+
+
+def growth(call: Callable[[], Any], calls: int) -> float:
+    """KiB that a call leaves behind, on average."""
+    for _ in range(50):
+        call()
+    gc.collect()
+    before = resident_kib()
+    for _ in range(calls):
+        jax.block_until_ready(call())
+    gc.collect()
+    return (resident_kib() - before) / calls
+
+
+def measure(rounds: int, calls: int) -> dict[str, Any]:
+    found = {}
+    for name, make in CALLS.items():
+        contestants = make()
+        # Those that compile on every call are a thousand times slower: they take fewer turns.
+        times = {n: 20 if n in (KEPT, OURS) else 1 for n in contestants}
+        samples = interleave({n: timed(call, times[n]) for n, call in contestants.items()}, rounds, warmup=2)
+        kept = {n: growth(call, calls) for n, call in contestants.items() if n in (KEPT, OURS)}
+        kept[BRAINSTATE] = growth(contestants[BRAINSTATE], max(10, calls // 50))
+        found[name] = {
+            n: {**summaries(samples[n], samples[KEPT]), "kib": kept.get(n), "samples": samples[n]} for n in contestants
+        }
+    return found
+
+
+def figures_of(results: dict[str, Any]) -> dict[str, Any]:
+    figures = {f"{name}, of jax.lax with one function object": r[OURS]["cpu_ratio"] for name, r in results.items()}
+    return {**figures, "KiB kept a call, 1,000 calls": max(r[OURS]["kib"] for r in results.values())}
+
+
+COLUMNS = ("call and contestant", "CPU us a call", "middle half", "ratio", "middle half", "KiB kept a call")
+
+
+def rows(results: dict[str, Any]) -> list[list[str]]:
+    return [
+        [
+            f"{name}: {n}",
+            f"{1e6 * r['cpu']['median']:,.0f}",
+            spread(r["cpu"], 1e6, 0),
+            f"{r['cpu_ratio']['median']:.2f}",
+            spread(r["cpu_ratio"], 1, 2),
+            "" if r["kib"] is None else f"{r['kib']:.2f}",
+        ]
+        for name, result in results.items()
+        for n, r in result.items()
+    ]
+
+
+def main() -> None:
+    options = parse_args(__doc__ or "")
+    env = environment()
+    rounds, calls = (3, 100) if options.quick else (15, 1_000)
+    print(header(env))
+    results = measure(rounds, calls)
+    for name, make in CALLS.items():
+        values = [np.asarray(jax.tree.leaves(call())[0]) for n, call in make().items() if n != BRAINSTATE]
+        assert all(np.allclose(v, values[0]) for v in values), name
+    show(f"Eager calls, {rounds} rounds; ratio to '{KEPT}'", COLUMNS, rows(results))
+    figures = figures_of(results)
+    lines = judge("bench_eager", figures, quick=options.quick)
+    print("\n".join(lines))
+    if options.json:
+        write_json(options.json, env, {"rounds": rounds, "results": results, "figures": figures, "verdict": lines})
+    if options.markdown:
+        verdict = "\n".join(f"- {line}" for line in lines)
+        text = [f"{header(env)}; {rounds} rounds, {calls} calls for growth.", markdown_table(COLUMNS, rows(results))]
+        renew_section(options.markdown, "bench_eager", "\n\n".join([*text, verdict]))
+
+
+if __name__ == "__main__":
+    main()
