@@ -38,6 +38,7 @@ from jax._src.lib import version as _jaxlib_version
 from jax._src.state.discharge import discharge_state as _discharge_state
 from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.api_util import shaped_abstractify
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core.primitives import remat_p, scan_p
 
 try:
@@ -619,8 +620,15 @@ def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
 
 
 def zero_tangent(aval: Any) -> Any:
-    """The tangent of an integer."""
-    return np.zeros(aval.shape, jax.dtypes.float0)
+    """The tangent of an integer of this type, as the result of a rule for derivatives."""
+    return SymbolicZero(aval.to_tangent_aval())
+
+
+def zeros(aval: Any) -> Any:
+    """Zeros of a type, with its sharding unless that is of another mesh than the one that is set."""
+    if aval.sharding.mesh != jax.sharding.get_abstract_mesh():
+        return jnp.zeros(aval.shape, aval.dtype)
+    return _instantiate_zeros(_Zero(aval))
 
 
 def forbidden_effects(jaxpr: Jaxpr) -> list[tuple[str, str]]:
