@@ -6,7 +6,7 @@ comes to it. Layers are rematerialised one by one, so they are gathered again in
 
 The devices are CPU devices of this machine. Two processes are joined by `jax.distributed` over the loopback interface, each
 with half of the devices, and exchange data as two hosts do. Half way they save their states, and one process resumes from
-there.
+there. What each process does is in `_multihost_process.py`.
 
 Predicted is the temporary memory of a device. What is computed from a batch is split by n devices. Not split are the matrix
 that a layer is using, which is gathered, and the gradient that is about to be summed over devices; a layer has two matrices of
@@ -17,183 +17,20 @@ one size, so these two are as large as the weights of a layer, and one device ho
 
 import dataclasses
 import json
-import pydoc_data.topics
-import re
 import socket
-import statistics
 import subprocess
 import sys
-import time
+import tempfile
+from pathlib import Path
 
 import numpy as np
 from _common import BLUE, GREEN, MIB, ORANGE, BadInput, between, make_parser, run, show_bytes, tidy
+from _multihost_process import CHARACTERS, WINDOW, Job
 from matplotlib.figure import Figure
 from rich.table import Table
 
-WINDOW, CHARACTERS = 8, 96  # the printable ones of ASCII, and one for all others
-RELATIVE = 1e-4  # sums over the batch are taken in another order, and every step carries that on
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One training: on how many devices, in how many processes."""
-
-    name: str
-    devices: int
-    processes: int = 1
-    saves: bool = False
-    resumes: bool = False
-
-
-# -- what a process does -----------------------------------------------------------------------------------------
-
-
-def train(job, options):
-    """Train in this process, and print a line of JSON for each step; the last is a summary."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    import statetx
-
-    mesh = jax.make_mesh(
-        (job.devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[: job.devices]
-    )
-    rng = np.random.default_rng(options["seed"])
-    width, hidden = options["width"], 4 * options["width"]
-
-    def split(x, axis=0):
-        """An array on the mesh, split along an axis; None to have it on every device."""
-        spec = PartitionSpec(*[None] * axis, "data") if axis is not None else PartitionSpec()
-        return jax.make_array_from_callback(np.shape(x), NamedSharding(mesh, spec), lambda index: x[index])
-
-    def weights(*shape):
-        return rng.normal(size=shape, scale=shape[-2] ** -0.5).astype(np.float32)
-
-    class Layer:
-        def __init__(self):
-            self.up = statetx.Param(weights(width, hidden))
-            self.down = statetx.Param(weights(hidden, width) / 4)
-
-        def __call__(self, x):
-            x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec("data")))
-            return x + jnp.tanh(x @ self.up.value) @ self.down.value
-
-    class Model:
-        def __init__(self):
-            self.embedding = statetx.Param(split(weights(CHARACTERS, width // WINDOW)))
-            self.layers = statetx.stack(Layer, options["layers"])
-            self.readout = statetx.Param(split(weights(width, CHARACTERS)))
-            for state in statetx.states(self.layers).values():
-                state.value = split(np.asarray(state.value), axis=1)  # the first axis is that of the layers
-            self.weights = statetx.states(self, statetx.Param)
-            self.momenta = {path: statetx.State(split_like(w.value)) for path, w in self.weights.items()}
-            self.steps = statetx.State(split(np.zeros((), np.int32), axis=None))
-
-        def loss(self, text):
-            x = self.embedding.value[text[:, :-1]].reshape(len(text), width)
-            x = statetx.remat_scan(self.layers)(x)
-            logits = jax.nn.log_softmax(x @ self.readout.value)
-            return -jnp.mean(jnp.take_along_axis(logits, text[:, -1:], axis=1))
-
-        def step(self, text):
-            loss, grads = statetx.value_and_grad(self.loss, wrt=self.weights)(text)
-            for path, weight in self.weights.items():
-                momentum = self.momenta[path]
-                momentum.value = 0.9 * momentum.value + grads[path]
-                weight.value = weight.value - options["lr"] * momentum.value
-            self.steps.value += 1
-            return loss
-
-    def split_like(x):
-        return jax.make_array_from_callback(x.shape, x.sharding, lambda i: np.zeros(x.shape, x.dtype)[i])
-
-    model = Model()
-    batches = sample(options)
-    step = statetx.jit(model.step, donate_states=True)
-    compiled = step.lower(split(batches[0])).compile()
-    say = print if jax.process_index() == 0 else lambda *_, **__: None
-    losses, seconds = [], []
-    with statetx.Checkpointer(options["checkpoints"], model) as checkpointer:
-        if job.resumes:
-            checkpointer.restore()
-        for i in range(int(model.steps.value), options["steps"]):
-            start = time.perf_counter()
-            losses.append(float(step(split(batches[i]))))
-            seconds.append(time.perf_counter() - start)
-            say(json.dumps({"step": i + 1, "loss": losses[-1]}), flush=True)
-            if job.saves and i + 1 == options["steps"] // 2:
-                checkpointer.save(i + 1)
-    summary = {
-        "losses": losses,
-        "seconds": statistics.median(seconds[1:] or seconds),
-        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
-        "argument_bytes": compiled.memory_analysis().argument_size_in_bytes,
-        "communicated_bytes": communicated(compiled.as_text()),
-        "layer_bytes": 4 * 2 * width * hidden,
-    }
-    say(json.dumps(summary), flush=True)
-
-
-def sample(options):
-    """Return the text of every step, [batch, WINDOW + 1] integers; the same in every process."""
-    topics = pydoc_data.topics.topics
-    codes = np.frombuffer("".join(topics[name] for name in sorted(topics)).encode("ascii", "replace"), np.uint8)
-    codes = np.where((codes >= 32) & (codes < 127), codes - 31, 0).astype(np.int32)
-    rng = np.random.default_rng(options["seed"])
-    starts = rng.integers(len(codes) - WINDOW, size=(options["steps"], options["batch"]))
-    return codes[starts[..., None] + np.arange(WINDOW + 1)]
-
-
-SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
-COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
-
-
-def communicated(program):
-    """Return the bytes that the collectives of a compiled program give to a device, by their kind.
-
-    The text of the program is a list of computations, of which loops call theirs as often as is known.
-    """
-    computations, name = {}, None
-    for line in program.splitlines():
-        if line.endswith("{") and (head := re.match(r"(ENTRY )?%?([\w.\-]+) ", line)):
-            name = "ENTRY" if head[1] else head[2]
-            computations[name] = []
-        elif name:
-            computations[name].append(line)
-
-    def count(name):
-        total = {}
-        for line in computations.get(name, ()):
-            if found := COLLECTIVE.search(line):
-                arrays = re.findall(r"(\w+)\[([\d,]*)\]", found[1])
-                size = sum(SIZES[kind] * int(np.prod([int(d) for d in dims.split(",") if d])) for kind, dims in arrays)
-                total[found[2]] = total.get(found[2], 0) + size
-            times = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-            for group in re.findall(r"(?:body|calls|to_apply|branch_computations)=\{?([%\w.\-, ]+)", line):
-                for called in group.replace("%", "").split(", "):
-                    for kind, size in count(called).items():
-                        total[kind] = total.get(kind, 0) + size * (int(times[1]) if times else 1)
-        return total
-
-    return count("ENTRY")
-
-
-def work(text):
-    """Be one process of a job, which is described in JSON."""
-    given = json.loads(text)
-    job = Job(**given["job"])
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", job.devices // job.processes)
-    if job.processes > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(given["address"], job.processes, given["index"])
-    train(job, given["options"])
-
-
-# -- what this process does --------------------------------------------------------------------------------------
+PROCESS = Path(__file__).with_name("_multihost_process.py")
+RELATIVE = 1e-5  # sums over the batch are taken in another order, and every step carries that on
 
 
 def launch(job, options, progress):
@@ -207,7 +44,7 @@ def launch(job, options, progress):
     try:
         for index in range(job.processes):
             given = {"job": dataclasses.asdict(job), "options": options, "index": index, "address": address}
-            command = [sys.executable, __file__, "--work", json.dumps(given)]
+            command = [sys.executable, str(PROCESS), json.dumps(given)]
             processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         for line in processes[0].stdout:
             said = json.loads(line) if line.startswith("{") else {}  # gloo says something too
@@ -242,10 +79,12 @@ def example(options, progress):
             f"--batch, --width / {WINDOW} and {CHARACTERS} must be multiples of the {most} devices, at least 2"
         )
     given = {k: getattr(options, k) for k in ("seed", "steps", "batch", "width", "layers", "lr")}
-    given["checkpoints"] = str((options.out / f"checkpoints-{time.time_ns()}").resolve())
+    sizes = {"layers": options.layers, "layer_bytes": 4 * 8 * options.width**2}
     results = {}
-    for job in jobs(options.devices):
-        results[job.name] = {**dataclasses.asdict(job), **launch(job, given, progress)}
+    with tempfile.TemporaryDirectory() as folder:
+        for job in jobs(options.devices):
+            summary = launch(job, {**given, "checkpoints": folder}, progress)
+            results[job.name] = {**dataclasses.asdict(job), **sizes, **summary}
     one = results[jobs(options.devices)[0].name]
     for result in results.values():
         n, layer = result["devices"] / one["devices"], one["layer_bytes"]
@@ -314,10 +153,7 @@ def plot(results):
 
 
 def main():
-    """Run the example, or one of its processes."""
-    if sys.argv[1:2] == ["--work"]:
-        work(sys.argv[2])
-        return
+    """Run the example."""
     parser = make_parser(__doc__, "train_multihost")
     add = parser.add_argument
     add("--devices", type=between(int), nargs="+", default=[1, 2, 4, 8], help="how many, the most last")

@@ -7,6 +7,7 @@ orbax's own format does not notice a bit that has changed.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -37,8 +38,8 @@ class Checkpointer:
     It needs orbax, which comes with ``pip install statetx[checkpoint]``. Use it in a ``with`` block, or `close` it.
 
     Args:
-        directory: where the steps go; made if it does not exist. One program at a time may write there: what an
-            unfinished save has left is removed.
+        directory: where the steps go; made if it does not exist. One program at a time may write there: its first
+            `save` removes what an unfinished one has left.
         obj: a model, a function, or a container of these, whose states (`statetx.states`) are saved; their paths are
             the names in the checkpoint. To leave some out, give a dict: ``statetx.states(model, filter)``.
         max_to_keep: how many steps stay, the last ones; None for all.
@@ -76,19 +77,18 @@ class Checkpointer:
             import orbax.checkpoint as orbax
         except ImportError as e:
             raise ImportError("Checkpointer needs orbax: pip install 'statetx[checkpoint]'") from e
-        policies = orbax.checkpoint_managers
         self._obj = obj
         self._args = orbax.args
-        self._manager = orbax.CheckpointManager(
-            os.path.abspath(directory),
-            options=orbax.CheckpointManagerOptions(
-                save_decision_policy=policies.AnySavePolicy(
-                    [policies.FixedIntervalPolicy(save_every), policies.PreemptionCheckpointingPolicy()]
-                ),
-                preservation_policy=policies.LatestN(max_to_keep),
-                cleanup_tmp_directories=True,
+        policies = orbax.checkpoint_managers
+        self._options = functools.partial(
+            orbax.CheckpointManagerOptions,
+            save_decision_policy=policies.AnySavePolicy(
+                [policies.FixedIntervalPolicy(save_every), policies.PreemptionCheckpointingPolicy()]
             ),
+            preservation_policy=policies.LatestN(max_to_keep),
         )
+        self._manager = orbax.CheckpointManager(os.path.abspath(directory), options=self._options())
+        self._has_saved = False
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -112,8 +112,9 @@ class Checkpointer:
             Whether this step is being saved. It is there for sure once `wait` has returned.
 
         Raises:
-            CheckpointError: the directory has this step or a later one; or an earlier save has failed.
+            CheckpointError: the directory has this step or a later one.
             StateValueError: a state holds something other than arrays, numbers, strings and None.
+            Exception: whatever went wrong when an earlier step was written.
         """
         self._refuse_inside("save")
         last = self._manager.latest_step()
@@ -130,6 +131,14 @@ class Checkpointer:
         items = {"manifest": self._args.JsonSave(_sealed(manifest))}
         if arrays:  # orbax saves no empty tree
             items["states"] = self._args.StandardSave(arrays)
+        if not self._has_saved:
+            # A manager that cleans the directory does so in the background, and waits for that in `save` only. And who
+            # only reads must leave alone what another program is writing.
+            self._manager.close()
+            self._manager = type(self._manager)(
+                self._manager.directory, options=self._options(cleanup_tmp_directories=True)
+            )
+            self._has_saved = True
         return self._manager.save(step, args=self._args.Composite(**items), force=True)
 
     def wait(self) -> int | None:

@@ -66,7 +66,7 @@ def one_example_at_a_time(block, x):
 
 # name -> (makes the model, what it does)
 PROGRAMS = {
-    "remat": (Noisy, lambda block, x: statetx.remat(block)(statetx.remat(block)(x))),
+    "remat": (Noisy, lambda block, x: statetx.remat(block)(x)),
     "scan": (Block, in_a_loop(None)),
     "slots": (Noisy, in_a_loop(Slots(2))),
     "levels": (Block, in_a_loop(Levels(2))),
@@ -88,11 +88,24 @@ LAYOUTS = {
     "fsdp": ({"data": 8}, {"up": P("data"), "down": P("data"), "mean": P("data")}, P("data")),
     "both": ({"data": 4, "model": 2}, {"up": P("data", "model"), "down": P("model", "data"), "mean": P()}, P("data")),
 }
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 CASES = [
-    *(("fsdp", program, AxisType.Auto) for program in PROGRAMS),
-    *((layout, program, AxisType.Auto) for layout in ("data", "tensor", "both") for program in ("remat", "remat_scan")),
-    *(("fsdp", program, AxisType.Explicit) for program in ("remat", "slots", "levels", "while_loop", "remat_scan")),
-    ("both", "remat", AxisType.Explicit),
+    *(("fsdp", program, AUTO) for program in PROGRAMS if program not in ("stack", "levels")),
+    *((layout, "remat_scan", AUTO) for layout in ("data", "tensor")),
+    *(("fsdp", program, EXPLICIT) for program in ("slots", "while_loop", "remat_scan")),
+    ("both", "remat", EXPLICIT),
+]
+SLOW = [
+    *(("fsdp", program, AUTO) for program in ("stack", "levels")),
+    *((layout, "remat", AUTO) for layout in ("data", "tensor")),
+    *((layout, program, AUTO) for layout in ("both",) for program in PROGRAMS),
+    *(
+        (layout, program, EXPLICIT)
+        for layout in ("data", "tensor", "both")
+        for program in PROGRAMS
+        if program != "remat"
+    ),
+    *(("fsdp", program, EXPLICIT) for program in ("remat", "scan", "levels", "cond", "vmap", "jvp", "stack")),
 ]
 
 
@@ -143,7 +156,7 @@ def on_a_mesh(layout, program, kind):
     """A training that lies on the devices, and its batch."""
     shape, specs, batch_spec = LAYOUTS[layout]
     mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(kind,) * len(shape))
-    is_explicit = kind is AxisType.Explicit
+    is_explicit = kind is EXPLICIT
     with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():
         training = Training(program)
         training.place(mesh, specs)
@@ -152,7 +165,11 @@ def on_a_mesh(layout, program, kind):
         yield training, jax.device_put(X, NamedSharding(mesh, batch_spec))
 
 
-@pytest.mark.parametrize(("layout", "program", "kind"), CASES, ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize(
+    ("layout", "program", "kind"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_states_stay_where_they_are(layout, program, kind):
     with on_a_mesh(layout, program, kind) as (training, x):
         before = training.shardings()
@@ -173,7 +190,8 @@ def test_states_stay_where_they_are(layout, program, kind):
             assert after[path].is_fully_replicated and after[path].num_devices == 8, path
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda kind: kind.name)
 def test_without_jit_they_stay_too(kind):
     with on_a_mesh("fsdp", "remat", kind) as (training, x):
         before = training.shardings()
@@ -189,7 +207,7 @@ def test_without_jit_they_stay_too(kind):
 
 
 def test_a_constraint_inside_says_how_values_within_lie():
-    with on_a_mesh("fsdp", "scan", AxisType.Auto) as (training, x):
+    with on_a_mesh("fsdp", "scan", AUTO) as (training, x):
         block, mesh = training.model, x.sharding.mesh
 
         def constrained(x):
@@ -202,7 +220,7 @@ def test_a_constraint_inside_says_how_values_within_lie():
 # -- programs for one device of several --
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=lambda kind: kind.name)
 def test_collectives_in_a_rematerialised_function_of_one_device(kind):
     """Weights gathered by hand within remat, gradients reduced by the transpose, a mean over devices as a state."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))

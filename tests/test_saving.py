@@ -1,5 +1,6 @@
 """`Checkpointer`: every kind of state and value, refusals that leave states alone, shardings, kills."""
 
+import gc
 import json
 import os
 import pathlib
@@ -214,6 +215,7 @@ def test_a_step_that_is_not_there_is_refused(saved):
     refused(saved[0], Everything(2), "There is no step 3 .* it has 7", step=3)
 
 
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # orbax, where a read fails
 def test_a_damaged_file_is_refused_or_does_not_matter(saved, tmp_path):
     directory, expected = saved
     files = [f for f in sorted(directory.rglob("*")) if f.is_file() and f.name != "commit_success.txt"]
@@ -239,6 +241,7 @@ def test_a_damaged_file_is_refused_or_does_not_matter(saved, tmp_path):
                 outcomes[str(file.relative_to(directory))] = "refused"
             else:
                 assert contents(model) == (expected if restored else before)
+    gc.collect()  # what orbax has left speaks up here, not in another test
     assert "7/manifest/metadata" in outcomes and len(outcomes) >= 3, outcomes
 
 
