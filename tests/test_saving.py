@@ -1,6 +1,8 @@
 """`Checkpointer`: every kind of state and value, refusals that leave states alone, shardings, kills."""
 
+import contextlib
 import gc
+import inspect
 import json
 import os
 import pathlib
@@ -215,34 +217,46 @@ def test_a_step_that_is_not_there_is_refused(saved):
     refused(saved[0], Everything(2), "There is no step 3 .* it has 7", step=3)
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # orbax, where a read fails
-def test_a_damaged_file_is_refused_or_does_not_matter(saved, tmp_path):
-    directory, expected = saved
-    files = [f for f in sorted(directory.rglob("*")) if f.is_file() and f.name != "commit_success.txt"]
+def close_coroutines():
+    """Where a read fails, orbax leaves coroutines behind that nobody waits for, and that complain in another test."""
+    for x in gc.get_objects():
+        if inspect.iscoroutine(x):
+            with contextlib.suppress(Exception):  # which orbax makes of being closed
+                x.close()
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_file_is_refused_or_does_not_matter(tmp_path):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=512), jnp.float32)
+    with statetx.Checkpointer(tmp_path / "whole", [statetx.State(x)]) as checkpointer:
+        checkpointer.save(1)
+    files = [f for f in sorted((tmp_path / "whole").rglob("*")) if f.is_file() and f.name != "commit_success.txt"]
     damage = random.Random(0)
-    outcomes = {}
-    for n, file in enumerate(files):
+    refused_files = set()
+    for n, (file, is_cut) in enumerate([(file, is_cut) for file in files for is_cut in (True, False)]):
         copy = tmp_path / str(n)
-        shutil.copytree(directory, copy)
-        broken = copy / file.relative_to(directory)
+        shutil.copytree(tmp_path / "whole", copy)
+        broken = copy / file.relative_to(tmp_path / "whole")
         content = bytearray(broken.read_bytes())
-        if n % 2:
+        if is_cut:
             content = content[: len(content) * 2 // 3]
         else:
             content[damage.randrange(len(content))] ^= 1 << damage.randrange(8)
         broken.write_bytes(content)
-        model = Everything(2)
-        before = contents(model)
-        with statetx.Checkpointer(copy, model) as checkpointer:
+        state = statetx.State(jnp.zeros(512))
+        before = state.value
+        with statetx.Checkpointer(copy, [state]) as checkpointer:
             try:
                 restored = checkpointer.restore()
             except statetx.CheckpointError:
-                assert contents(model) == before
-                outcomes[str(file.relative_to(directory))] = "refused"
+                close_coroutines()
+                assert state.value is before
+                refused_files.add((file.name, is_cut))
             else:
-                assert contents(model) == (expected if restored else before)
-    gc.collect()  # what orbax has left speaks up here, not in another test
-    assert "7/manifest/metadata" in outcomes and len(outcomes) >= 3, outcomes
+                np.testing.assert_array_equal(state.value, x if restored else before)
+    assert {("metadata", True), ("metadata", False), ("manifest.ocdbt", True)} <= refused_files
+    assert len(refused_files) >= 8, refused_files
 
 
 def test_a_bit_that_orbax_does_not_miss_is_found(tmp_path):
