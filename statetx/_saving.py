@@ -128,7 +128,7 @@ class Checkpointer:
         live = {path: _Live(state) for path, state in states(self._obj).items()}
         manifest = {path: now.describe(path) for path, now in live.items()}
         arrays = _nest({path: now.arrays() for path, now in live.items()})
-        items = {"manifest": self._args.JsonSave(_sealed(manifest))}
+        items: dict[str, Any] = {"manifest": self._args.JsonSave(_sealed(manifest))}
         if arrays:  # orbax saves no empty tree
             items["states"] = self._args.StandardSave(arrays)
         if not self._has_saved:
