@@ -274,7 +274,18 @@ def test_a_bit_that_orbax_does_not_miss_is_found(tmp_path):
     refused(tmp_path, model, r"\"second\['x'\]\" has changed since it was written")
 
 
-def test_a_state_that_another_thread_holds_leaves_all_as_they_were(tmp_path):
+def test_a_number_that_has_changed_is_found(tmp_path):
+    state = statetx.State(5)
+    with statetx.Checkpointer(tmp_path, [state]) as checkpointer:
+        checkpointer.save(1)
+    manifest = tmp_path / "1" / "manifest" / "metadata"
+    assert manifest.read_text().count('"value": 5') == 1
+    manifest.write_text(manifest.read_text().replace('"value": 5', '"value": 7'))
+    refused(tmp_path, [state], "manifest .* has changed")
+
+
+@pytest.mark.parametrize("item", ["manifest", "states"])
+def test_a_state_that_another_thread_takes_leaves_all_as_they_were(tmp_path, monkeypatch, item):
     a, b = statetx.State(jnp.ones(2)), statetx.State(jnp.ones(2))
     inside, done = threading.Event(), threading.Event()
 
@@ -288,8 +299,15 @@ def test_a_state_that_another_thread_holds_leaves_all_as_they_were(tmp_path):
         checkpointer.save(1)
         a.value = before = jnp.zeros(2)
         thread = threading.Thread(target=slow, args=(1.0,))
-        thread.start()
-        inside.wait(60)
+        read = checkpointer._read
+
+        def read_meanwhile(*args, **items):
+            if item in items:
+                thread.start()
+                inside.wait(60)
+            return read(*args, **items)
+
+        monkeypatch.setattr(checkpointer, "_read", read_meanwhile)
         try:
             with pytest.raises(statetx.ForeignStateError):
                 checkpointer.restore()
