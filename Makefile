@@ -6,7 +6,7 @@ ARGS ?=
 PY := .venv/bin/python
 STAMP := .venv/.statetx-installed
 RECENT := import sys; sys.exit(sys.version_info < (3, 11))
-EXTRAS := test,examples,docs,site,flax,dev
+EXTRAS := test,examples,docs,site,flax,checkpoint,dev
 # The benchmarks alone want other libraries to compare with.
 BENCH := .venv/.statetx-bench-installed
 

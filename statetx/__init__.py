@@ -9,6 +9,7 @@ from . import _debug as _debug
 from . import policies as policies
 from . import testing as testing
 from ._errors import CarryTypeError as CarryTypeError
+from ._errors import CheckpointError as CheckpointError
 from ._errors import CreatedStateError as CreatedStateError
 from ._errors import EffectError as EffectError
 from ._errors import ForeignStateError as ForeignStateError
@@ -28,6 +29,7 @@ from ._paths import states as states
 from ._rules import Broadcast as Broadcast
 from ._rules import Carry as Carry
 from ._rules import Split as Split
+from ._saving import Checkpointer as Checkpointer
 from ._state import Param as Param
 from ._state import RngState as RngState
 from ._state import State as State

@@ -252,7 +252,7 @@ class Scheduled:
 
         types = [_compat.abstract(outs[i]) for i in floats]
         pushed = iter(_compat.linear_call(push, pull, leaves, [moved[i] for i in moving], types))
-        zeros = [next(pushed) if is_float(x) else _compat.zero_tangent(x) for x in outs]
+        zeros = [next(pushed) if is_float(x) else _compat.zero_tangent(_compat.abstract(x)) for x in outs]
         return (carry, ys), (zeros[: len(carry)], zeros[len(carry) :])
 
     def _derivative_of_store(self, args: tuple, tangents: dict[int, Any]) -> Any:
@@ -305,13 +305,12 @@ class Scheduled:
             return self._reverse(primals, stored, cts, moving, given)
 
         def by_nesting(primals: tuple, cts: list) -> list:
-            _, pull = jax.vjp(
+            outs, pull = jax.vjp(
                 lambda *xs: floats_of(self._nested, primals, dict(zip(moving, xs, strict=True))),
                 *[jax.tree.leaves(primals)[i] for i in moving],
             )
             given_cts = iter(cts)
-            types: list[Any] = [a for a in (*self._step.avals, *self._y_types()) if is_float(a)]
-            return list(pull([next(given_cts) if g else _zeros(a) for g, a in zip(given, types, strict=True)]))
+            return list(pull([next(given_cts) if g else jnp.zeros_like(x) for g, x in zip(given, outs, strict=True)]))
 
         def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
             primals, stored, cts = args
@@ -320,9 +319,6 @@ class Scheduled:
             return jvp_of(by_nesting, (primals, cts), mine)
 
         return _with_derivative(scheduled, derivative)
-
-    def _y_types(self) -> list[Any]:
-        return [jax.ShapeDtypeStruct((self._step.length, *a.shape), a.dtype) for a in self._step.y_avals]
 
     def _reverse(
         self, primals: tuple, stored: Any, cts: list, moving: tuple[int, ...], given: tuple[bool, ...]
@@ -338,7 +334,7 @@ class Scheduled:
         given_cts = iter(cts)
         all_cts = [next(given_cts) if g else None for g in given]
         ct_carry = [
-            _zeros(step.avals[i]) if ct is None else ct
+            _compat.zeros(step.avals[i]) if ct is None else ct
             for i, ct in zip(carry_floats, all_cts[: len(carry_floats)], strict=True)
         ]
         ct_ys = all_cts[len(carry_floats) :]
@@ -578,7 +574,7 @@ def _with_derivative(fun: Callable, derivative: Callable) -> Callable:
         out, pushed = derivative(primals, moving)
         leaves, treedef = jax.tree.flatten(out)
         rest = iter(pushed)
-        zeros = [next(rest, None) if is_float(x) else _compat.zero_tangent(x) for x in leaves]
+        zeros = [next(rest, None) if is_float(x) else _compat.zero_tangent(_compat.abstract(x)) for x in leaves]
         return out, treedef.unflatten(
             [jnp.zeros_like(x) if z is None else z for x, z in zip(leaves, zeros, strict=True)]
         )
@@ -609,7 +605,3 @@ def floats_of(fun: Callable, args: tuple, values: dict[int, Any]) -> list[Any]:
 def _replaced(args: tuple, values: dict[int, Any]) -> tuple:
     leaves, treedef = jax.tree.flatten(args)
     return treedef.unflatten([values.get(i, x) for i, x in enumerate(leaves)])
-
-
-def _zeros(aval: Any) -> Any:
-    return jnp.zeros(aval.shape, aval.dtype)

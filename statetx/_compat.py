@@ -38,6 +38,7 @@ from jax._src.lib import version as _jaxlib_version
 from jax._src.state.discharge import discharge_state as _discharge_state
 from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.api_util import shaped_abstractify
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core.primitives import remat_p, scan_p
 
 try:
@@ -318,11 +319,13 @@ def _platforms(ctx: Any) -> tuple[str, ...]:
 def _fenced(jaxpr: Jaxpr, *args: Any) -> list[Any]:
     """Run a jaxpr once all its inputs are there, in a branch that is always taken and that no compiler can know to be."""
     run = jex_core.jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
-    return jax.lax.cond(_is_there(args), run, lambda *_: [_empty_of(v.aval) for v in jaxpr.outvars], *args)
+    # Where axes are explicit, the entry of a sharded array that tells that it is there is for the compiler to find.
+    is_there = jax.sharding.auto_axes(_is_there, out_sharding=jax.P()) if has_explicit_axes() else _is_there
+    return jax.lax.cond(is_there(args), run, lambda *_: [_empty_of(v.aval) for v in jaxpr.outvars], *args)
 
 
 def _empty_of(aval: Any) -> Any:
-    return jax.lax.full(aval.shape, 0, aval.dtype)
+    return jax.lax.full(aval.shape, 0, aval.dtype, sharding=None if aval.sharding.mesh.empty else aval.sharding)
 
 
 def _is_there(args: Sequence[Any]) -> Any:
@@ -400,14 +403,19 @@ def bind_scan(
 
 def empty(length: int, aval: Any) -> Any:
     """An array for `length` values of type `aval`, of which the content is not determined."""
-    return _loops._empty_array((length,), (None,), aval)
+    return replicated(_loops._empty_array((length,), (None,), aval))
 
 
 def replicated(x: Any) -> Any:
-    """A constant with the type of values computed here: where a mesh with explicit axes is set, one that lies on it."""
-    mesh = jax.sharding.get_abstract_mesh()
-    is_explicit = any(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types)
-    return jax.sharding.reshard(x, jax.sharding.PartitionSpec()) if is_explicit else x
+    """A value with the type of what is computed here: where a mesh with explicit axes is set, one that lies on it."""
+    if not has_explicit_axes() or not jax.typeof(x).sharding.mesh.empty:
+        return x
+    return jax.sharding.reshard(x, jax.P())
+
+
+def has_explicit_axes() -> bool:
+    """Whether the mesh that is set has axes of which types say how arrays lie on them."""
+    return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 # -- linear maps -----------------------------------------------------------------------------------------------
@@ -621,8 +629,15 @@ def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
 
 
 def zero_tangent(aval: Any) -> Any:
-    """The tangent of an integer."""
-    return np.zeros(aval.shape, jax.dtypes.float0)
+    """The tangent of an integer of this type, as the result of a rule for derivatives."""
+    return SymbolicZero(aval.to_tangent_aval())
+
+
+def zeros(aval: Any) -> Any:
+    """Zeros of a type, with its sharding unless that is of another mesh than the one that is set."""
+    if aval.sharding.mesh != jax.sharding.get_abstract_mesh():
+        return jnp.zeros(aval.shape, aval.dtype)
+    return _instantiate_zeros(_Zero(aval))
 
 
 def forbidden_effects(jaxpr: Jaxpr) -> list[tuple[str, str]]:

@@ -68,5 +68,9 @@ class CreatedStateError(StatetxError, RuntimeError):
     """A state made inside a loop body or a traced call outlived it where no single value can be given to it."""
 
 
+class CheckpointError(StatetxError, ValueError):
+    """A checkpoint is damaged, or is of other states; or a step cannot be saved where it was asked for."""
+
+
 class PolicyWarning(UserWarning):
     """A rematerialisation policy that makes no difference, or that names what does not occur."""

@@ -141,10 +141,7 @@ def while_loop(test: Body, step: Step, slots: int | None, max_steps: int | None)
 
         def pull(residuals: list, cts: list) -> list:
             (_, constants, _), stored = treedef.unflatten(residuals)
-            cts = [
-                jnp.zeros(step.avals[i].shape, step.avals[i].dtype) if ct is None else ct
-                for i, ct in zip(floats, cts, strict=True)
-            ]
+            cts = [_compat.zeros(step.avals[i]) if ct is None else ct for i, ct in zip(floats, cts, strict=True)]
             run = reverse_compiled.setdefault(consts, _control.compiled(lambda c, s, cts: reverse(c, s, cts, consts)))
             found = run(constants, stored, cts)
             of_carry = dict(zip(floats, found[len(consts) :], strict=True))
@@ -152,7 +149,7 @@ def while_loop(test: Body, step: Step, slots: int | None, max_steps: int | None)
 
         types = [_compat.abstract(out[i]) for i in floats]
         pushed = iter(_compat.linear_call(push, pull, leaves, [moved[i] for i in moving], types))
-        return out, [next(pushed) if is_float(x) else _compat.zero_tangent(x) for x in out]
+        return out, [next(pushed) if is_float(x) else _compat.zero_tangent(_compat.abstract(x)) for x in out]
 
     loop.defjvp(rule, symbolic_zeros=True)
     return loop

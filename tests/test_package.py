@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
 
 EXPORTS = """
-Broadcast CacheInfo Carry CarryTypeError CreatedStateError EffectError ForeignStateError GradientError Not Optimizer Param Plan PlanError PolicyError PolicyWarning Residuals RngState Split
+Broadcast CacheInfo Carry CarryTypeError Checkpointer CheckpointError CreatedStateError EffectError ForeignStateError GradientError Not Optimizer Param Plan PlanError PolicyError PolicyWarning Residuals RngState Split
 Stack State StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
 cache_info calibrate checkpoint checkpoint_name clear_cache cond eval_shape fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
 make_jaxpr map measure memory_report plan policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan shard_map stack
@@ -33,7 +33,7 @@ LAYERS = [
     {"_jaxpr", "_state", "_paths", "_signature", "_cost"},
     {"_debug", "kinds.brainstate", "kinds.ref", "kinds.nnx", "_policy", "_schedule"},
     {"_strategy"},
-    {"_lift", "_optimizer", "_rules", "_keep", "policies"},
+    {"_lift", "_optimizer", "_rules", "_keep", "policies", "_saving"},
     {"_staged", "_targets", "_program", "_shared"},
     {"_control"},
     {"_checkpointed"},
@@ -103,7 +103,7 @@ def test_private_names_stay_in_the_modules_made_for_them():
 def test_import_is_light_and_needs_no_other_library():
     code = (
         "import sys, statetx; "
-        "print([m for m in ('brainstate', 'flax', 'rich', 'matplotlib', 'scipy', 'optax') if m in sys.modules])"
+        "print([m for m in ('brainstate', 'flax', 'rich', 'matplotlib', 'scipy', 'optax', 'orbax') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     heavy = subprocess.run(

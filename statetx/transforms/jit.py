@@ -82,6 +82,13 @@ def jit(
     Returns:
         A callable with the signature of `fun`; its method ``lower(*args)`` gives a ``jax.stages.Lowered``.
 
+    Sharding:
+        There are no ``in_shardings`` and ``out_shardings``: arguments and states lie where you put them
+        (``jax.device_put``), and are computed with there. A state that is written keeps its sharding. One that is on a
+        single device, and was not put there, becomes replicated where others lie on several. What is computed within,
+        outputs too, lies as the compiler finds, or as ``jax.lax.with_sharding_constraint`` says; on a mesh with explicit
+        axes, under ``jax.set_mesh``, as its type says. Donation works with every sharding.
+
     State:
         A written state keeps its sharding and its weak type, so that the second call finds the program of the first.
         A state that the call creates and leaves behind gets its value; the next call is then staged anew.

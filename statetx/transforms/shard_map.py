@@ -8,7 +8,7 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 import jax
 from jax.sharding import PartitionSpec
 
-from .. import _registry
+from .. import _compat, _registry
 from .._errors import StateAccessError, StateValueError
 from .._lift import Wrapper, as_decorator, call, frame_for, name_of
 from .._paths import Paths, as_predicate
@@ -139,9 +139,13 @@ class _Devices:
     def __init__(self, owner: ShardMap, args: tuple):
         self._owner = owner
         self.paths = Paths(owner.__wrapped__, args)
-        reach = self.paths.items() if owner._rules else {}
+        # JAX closes over no array that lies on explicit axes: there the replicated states are inputs too.
+        is_explicit = _compat.has_explicit_axes()
+        reach = self.paths.items() if owner._rules or is_explicit else {}
         found = {id(s): (s, spec) for path, s in reach.items() if (spec := owner.spec_of(path, s)) is not None}
         self._specs = {key: spec for key, (_, spec) in found.items()}
+        if is_explicit:
+            found = {id(s): (s, _REPLICATED) for s in reach.values() if not isinstance(s, jax.Ref)} | found
         self._parts: dict[int, Partition] = {}
         self.state_values: list[list] = []
         self.state_specs: list[PartitionSpec] = []

@@ -1,0 +1,273 @@
+"""States that lie on a mesh of eight CPU devices, under every transform: the same numbers, and they stay where they are."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import statetx
+from helpers import Counted, compilations
+from statetx.policies import Levels, Slots
+
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
+
+WIDTH, BATCH, LAYERS = 8, 16, 4
+
+
+class Block:
+    """A residual block with weights that may be sharded, and a running mean of what it sees."""
+
+    out = None  # with explicit axes: how the product of arrays that are sharded along what is summed comes out
+
+    def __init__(self, seed=0):
+        start = np.random.default_rng(seed)
+        self.up = statetx.Param(jnp.asarray(start.normal(size=(WIDTH, 2 * WIDTH)) / 4, jnp.float32))
+        self.down = statetx.Param(jnp.asarray(start.normal(size=(2 * WIDTH, WIDTH)) / 4, jnp.float32))
+        self.mean = statetx.State(jnp.zeros(WIDTH))
+
+    def __call__(self, x):
+        self.mean.value = 0.9 * self.mean.value + 0.1 * x.mean(0)
+        return x + jnp.matmul(jnp.tanh(x @ self.up.value), self.down.value, out_sharding=self.out)
+
+
+class Noisy(Block):
+    """The same with dropout."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.rng = statetx.RngState(seed)
+
+    def __call__(self, x):
+        return super().__call__(jnp.where(jax.random.bernoulli(self.rng.next(), 0.9, x.shape), x, 0.0))
+
+
+def in_a_loop(checkpoint):
+    return lambda block, x: statetx.scan(lambda c, _: (block(c), None), x, None, 5, checkpoint=checkpoint)[0]
+
+
+def in_a_while_loop(block, x):
+    return statetx.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, block(c[1])), (0, x), checkpoint=Slots(2))[1]
+
+
+def along_a_tangent(block, x):
+    """The block and its derivative along x, added."""
+    return sum(statetx.jvp(block, (x,), (x,)))
+
+
+def one_example_at_a_time(block, x):
+    out = None if block.out is None else P()
+    return statetx.vmap(lambda v: jnp.matmul(jnp.tanh(v @ block.up.value), block.down.value, out_sharding=out))(x)
+
+
+# name -> (makes the model, what it does)
+PROGRAMS = {
+    "remat": (Noisy, lambda block, x: statetx.remat(block)(x)),
+    "scan": (Block, in_a_loop(None)),
+    "slots": (Noisy, in_a_loop(Slots(2))),
+    "levels": (Block, in_a_loop(Levels(2))),
+    "while_loop": (Block, in_a_while_loop),
+    "cond": (Block, lambda block, x: statetx.cond(x.sum() < 1e9, block, lambda x: x, x)),
+    "vmap": (Block, one_example_at_a_time),
+    "jvp": (Block, along_a_tangent),
+    "stack": (lambda: statetx.stack([Block(i) for i in range(LAYERS)]), lambda layers, x: layers(x)),
+    "remat_scan": (
+        lambda: statetx.stack([Block(i) for i in range(LAYERS)]),
+        lambda layers, x: statetx.remat_scan(layers)(x),
+    ),
+}
+
+# name -> mesh, specs of the states by name, spec of the batch
+LAYOUTS = {
+    "data": ({"data": 8}, {"up": P(), "down": P(), "mean": P()}, P("data")),
+    "tensor": ({"model": 8}, {"up": P(None, "model"), "down": P("model"), "mean": P()}, P()),
+    "fsdp": ({"data": 8}, {"up": P("data"), "down": P("data"), "mean": P("data")}, P("data")),
+    "both": ({"data": 4, "model": 2}, {"up": P("data", "model"), "down": P("model", "data"), "mean": P()}, P("data")),
+}
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+CASES = [
+    *(("fsdp", program, AUTO) for program in PROGRAMS if program not in ("stack", "levels")),
+    *((layout, "remat_scan", AUTO) for layout in ("data", "tensor")),
+    *(("fsdp", program, EXPLICIT) for program in ("slots", "while_loop", "remat_scan")),
+    ("both", "remat", EXPLICIT),
+]
+SLOW = [
+    *(("fsdp", program, AUTO) for program in ("stack", "levels")),
+    *((layout, "remat", AUTO) for layout in ("data", "tensor")),
+    *((layout, program, AUTO) for layout in ("both",) for program in PROGRAMS),
+    *(
+        (layout, program, EXPLICIT)
+        for layout in ("data", "tensor", "both")
+        for program in PROGRAMS
+        if program != "remat"
+    ),
+    *(("fsdp", program, EXPLICIT) for program in ("remat", "scan", "levels", "cond", "vmap", "jvp", "stack")),
+]
+
+
+class Training:
+    """Momentum on the weights; a step reads and writes all its states."""
+
+    def __init__(self, program):
+        make, forward = PROGRAMS[program]
+        self.model = make()
+        self.weights = statetx.states(self.model, statetx.Param)
+        self.moments = {path: statetx.State(jnp.zeros_like(w.value)) for path, w in self.weights.items()}
+        self.count = statetx.State(0)
+        self.loss = lambda x: jnp.mean(forward(self.model, x) ** 2)
+
+    def step(self, x):
+        loss, grads = statetx.value_and_grad(self.loss, wrt=self.weights)(x)
+        for path, w in self.weights.items():
+            self.moments[path].value = 0.9 * self.moments[path].value + grads[path]
+            w.value = w.value - 0.01 * self.moments[path].value
+        self.count.value += 1
+        return loss
+
+    def place(self, mesh, specs):
+        """Put the states on a mesh, but for the counter and random keys, which the first step finds where they were made."""
+        for path, state in statetx.states([self.model, self.moments]).items():
+            spec = specs.get(path.rpartition(".")[2])
+            if spec is not None:
+                layers = (None,) * (state.value.ndim - (1 if path.endswith("mean") else 2))
+                state.value = jax.device_put(state.value, NamedSharding(mesh, P(*layers, *spec)))
+
+    def shardings(self):
+        return {p: s.value.sharding for p, s in statetx.states([self.model, self.moments]).items()}
+
+
+X = np.random.default_rng(7).normal(size=(BATCH, WIDTH)).astype(np.float32)
+
+
+@functools.cache
+def expected(program):
+    """Three losses on one device."""
+    training = Training(program)
+    step = statetx.jit(training.step)
+    return [float(step(X)) for _ in range(3)]
+
+
+@contextlib.contextmanager
+def on_a_mesh(layout, program, kind):
+    """A training that lies on the devices, and its batch."""
+    shape, specs, batch_spec = LAYOUTS[layout]
+    mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(kind,) * len(shape))
+    is_explicit = kind is EXPLICIT
+    with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():
+        training = Training(program)
+        training.place(mesh, specs)
+        if is_explicit:
+            getattr(training.model, "__wrapped__", training.model).out = batch_spec
+        yield training, jax.device_put(X, NamedSharding(mesh, batch_spec))
+
+
+@pytest.mark.parametrize(
+    ("layout", "program", "kind"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_states_stay_where_they_are(layout, program, kind):
+    with on_a_mesh(layout, program, kind) as (training, x):
+        before = training.shardings()
+        body = Counted(training.step)
+        step = statetx.jit(body)
+        losses = [float(step(x))]
+        with compilations() as compiled:
+            losses += [float(step(x)), float(step(x))]
+        after = training.shardings()
+    np.testing.assert_allclose(losses, expected(program), rtol=2e-5)  # the order of sums differs
+    assert losses[2] < losses[1] < losses[0]
+    assert body.runs == 1 and not compiled
+    assert int(training.count.value) == 3
+    for path, sharding in before.items():
+        if isinstance(sharding, NamedSharding):
+            assert after[path] == sharding, path
+        else:  # found on one device, and replicated by the first step
+            assert after[path].is_fully_replicated and after[path].num_devices == 8, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda kind: kind.name)
+def test_without_jit_they_stay_too(kind):
+    with on_a_mesh("fsdp", "remat", kind) as (training, x):
+        before = training.shardings()
+        losses = [float(training.step(x)) for _ in range(2)]
+        with compilations() as compiled:
+            losses.append(float(training.step(x)))
+        after = training.shardings()
+    np.testing.assert_allclose(losses, expected("remat"), rtol=2e-5)
+    assert not compiled
+    for path, sharding in before.items():
+        if isinstance(sharding, NamedSharding):
+            assert after[path].is_equivalent_to(sharding, 2 - path.endswith("mean")), path
+
+
+def test_a_constraint_inside_says_how_values_within_lie():
+    with on_a_mesh("fsdp", "scan", AUTO) as (training, x):
+        block, mesh = training.model, x.sharding.mesh
+
+        def constrained(x):
+            return jax.lax.with_sharding_constraint(jnp.tanh(x @ block.up.value), NamedSharding(mesh, P(None, "data")))
+
+        out = statetx.jit(statetx.remat(constrained))(x)
+        assert out.sharding.spec == P(None, "data")
+
+
+# -- programs for one device of several --
+
+
+@pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=lambda kind: kind.name)
+def test_collectives_in_a_rematerialised_function_of_one_device(kind):
+    """Weights gathered by hand within remat, gradients reduced by the transpose, a mean over devices as a state."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    block = Block()
+    noise = statetx.State(jax.random.split(jax.random.key(0), 8))  # each device draws from a key of its own
+    weights, x = {"up": block.up, "down": block.down}, jnp.asarray(X)
+
+    @statetx.remat
+    def layer(x):
+        up, down = (jax.lax.all_gather(w.value, "d", tiled=True) for w in weights.values())
+        keys = jax.vmap(jax.random.split, out_axes=1)(noise.value)
+        noise.value = keys[0]
+        block.mean.value = 0.9 * block.mean.value + 0.1 * jax.lax.pmean(x.mean(0), "d")
+        return x + jnp.tanh(x @ up) @ down + jax.random.normal(keys[1, 0], x.shape)
+
+    def loss(x):
+        total = (statetx.scan(lambda c, _: (layer(c), None), x, None, 3, checkpoint=Slots(2))[0] ** 2).sum()
+        return jax.lax.psum(total, "d")
+
+    split = statetx.shard_map(
+        loss, mesh=mesh, in_specs=P("d"), out_specs=P(), states={"*up": P("d"), "*down": P("d"), "*noise": P("d")}
+    )
+
+    def reference(values, x):
+        keys, mean = jax.random.split(jax.random.key(0), 8), jnp.zeros(WIDTH)
+        for _ in range(3):
+            both = jax.vmap(jax.random.split, out_axes=1)(keys)
+            keys, mean = both[0], 0.9 * mean + 0.1 * x.mean(0)
+            drawn = jax.vmap(lambda key: jax.random.normal(key, (BATCH // 8, WIDTH)))(both[1])
+            x = x + jnp.tanh(x @ values["up"]) @ values["down"] + drawn.reshape(x.shape)
+        return (x**2).sum(), (mean, keys)
+
+    start = {name: w.value for name, w in weights.items()}
+    (value, (mean, keys)), grads = jax.jit(jax.value_and_grad(reference, has_aux=True))(start, x)
+    with jax.set_mesh(mesh):
+        for state, spec in (*((w, P("d")) for w in weights.values()), (noise, P("d")), (block.mean, P())):
+            state.value = jax.device_put(state.value, NamedSharding(mesh, spec))
+        first, x = noise.value, jax.device_put(x, NamedSharding(mesh, P("d")))
+        step = statetx.jit(statetx.value_and_grad(split, wrt=weights))
+        got, got_grads = step(x)
+        np.testing.assert_allclose(got, value, rtol=1e-5)
+        np.testing.assert_allclose(block.mean.value, mean, rtol=1e-5)
+        assert (jax.random.key_data(noise.value) == jax.random.key_data(keys)).all()
+        for name in weights:
+            np.testing.assert_allclose(got_grads[name], grads[name], rtol=1e-4, atol=1e-4)
+            assert got_grads[name].sharding.is_equivalent_to(weights[name].value.sharding, 2)
+        assert noise.value.sharding == first.sharding and noise.value.sharding.num_devices == 8
+        with compilations() as compiled:
+            step(x)
+    assert not compiled

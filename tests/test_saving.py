@@ -1,0 +1,416 @@
+"""`Checkpointer`: every kind of state and value, refusals that leave states alone, shardings, kills."""
+
+import contextlib
+import gc
+import inspect
+import json
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import brainstate
+import brainunit as u
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import statetx
+from helpers import Counted, compilations
+
+CHILD = pathlib.Path(__file__).with_name("interrupted.py")
+OPTIMISER = optax.adamw(1e-3)
+
+
+class Everything:
+    """A state of every kind, with every sort of value."""
+
+    def __init__(self, seed):
+        self.number = seed
+        x = np.random.default_rng(seed).normal(size=(4, 3)).astype(np.float32)
+        self.w = statetx.Param(jnp.asarray(x))
+        weights = {"w": jnp.asarray(x), "b": jnp.asarray(x[0])}
+        self.optimiser = statetx.State(OPTIMISER.update(weights, OPTIMISER.init(weights), weights)[1])
+        self.dtypes = [
+            statetx.State(jnp.asarray(x > 0 if d == "bool" else x).astype(d))
+            for d in ("bfloat16", "float8_e4m3fn", "int4", "bool", "complex64", "uint32")
+        ]
+        self.rng = statetx.RngState(seed)
+        self.keys = statetx.State(jax.random.split(jax.random.key(seed, impl="rbg"), 3))
+        self.numbers = statetx.State(
+            {"int": seed, "float": seed / 3, "flag": seed > 1, "text": str(seed), "none": None}
+        )
+        self.weak = statetx.State(jnp.asarray(float(seed)))
+        self.numpy = statetx.State([x.astype(np.float64), np.int16(seed)])
+        self.empty = statetx.State(jnp.zeros((0, 3)))
+        self.linear = brainstate.nn.Linear(3, 2)  # its ParamState holds a dict
+        self.linear.weight.value = {"weight": jnp.asarray(x[:3, :2]), "bias": jnp.asarray(x[3, :2])}
+        self.random = brainstate.random.RandomState(seed)
+        self.voltage = brainstate.HiddenState(jnp.asarray(x[0]) * u.mV)
+        self.flax = nnx.Linear(3, 2, rngs=nnx.Rngs(seed), bias_init=nnx.initializers.normal())
+        self.ref = jax.new_ref(jnp.asarray(x))
+
+
+def read(state):
+    if isinstance(state, nnx.Variable):
+        return state.get_value()
+    return state[...] if isinstance(state, jax.Ref) else state.value
+
+
+def contents(obj):
+    """All that the states hold, to compare: types and bits."""
+
+    def show(x):
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return str(x.dtype), np.asarray(jax.random.key_data(x)).tolist()
+        weak = jax.typeof(x).weak_type if isinstance(x, jax.Array) else None
+        return type(x), weak, getattr(x, "dtype", None), np.asarray(x).tobytes() if hasattr(x, "dtype") else x
+
+    return {
+        path: (jax.tree.structure(read(s)), [show(x) for x in jax.tree.leaves(read(s))])
+        for path, s in statetx.states(obj).items()
+    }
+
+
+def on_mesh(spec, shape=(8,), axes=("d",), kind=AxisType.Auto):
+    return NamedSharding(jax.make_mesh(shape, axes, axis_types=(kind,) * len(axes)), PartitionSpec(*spec))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A directory with step 7 of `Everything(1)`, and what that held."""
+    directory = tmp_path_factory.mktemp("saved")
+    model = Everything(1)
+    with statetx.Checkpointer(directory, model) as checkpointer:
+        assert checkpointer.restore() is None and checkpointer.steps == []
+        assert checkpointer.save(7) and checkpointer.wait() == 7
+    return directory, contents(model)
+
+
+def test_every_kind_of_state_and_value_comes_back(saved):
+    directory, expected = saved
+    other = Everything(2)
+    before = contents(other)
+    assert [path for path in expected if before[path] == expected[path]] == ["empty"], "the models must differ"
+    with statetx.Checkpointer(directory, other) as checkpointer:
+        assert checkpointer.restore() == 7
+    assert contents(other) == expected
+    assert other.number == 2  # no state
+
+
+def test_a_fresh_number_takes_the_array_that_training_made_of_it(tmp_path):
+    trained, fresh = statetx.State(0), statetx.State(0)
+    statetx.jit(lambda: setattr(trained, "value", trained.value + 1))()
+    assert isinstance(trained.value, jax.Array)
+    with statetx.Checkpointer(tmp_path, {"n": trained}) as checkpointer:
+        checkpointer.save(1)
+    with statetx.Checkpointer(tmp_path, {"n": fresh}) as checkpointer:
+        checkpointer.restore()
+        assert int(fresh.value) == 1 and jax.typeof(fresh.value) == jax.typeof(trained.value)
+        fresh.value = 5
+        checkpointer.save(2)
+        checkpointer.restore(1)
+        checkpointer.restore(2)
+    assert fresh.value == 5 and type(fresh.value) is int
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_values_are_those_of_the_call_though_the_next_steps_take_their_memory(tmp_path, devices):
+    w = statetx.Param(jax.device_put(jnp.zeros((512, 512)), on_mesh(("d",), (devices,))))
+    step = statetx.jit(lambda: setattr(w, "value", w.value + 1), donate_states=True)
+    with statetx.Checkpointer(tmp_path, {"w": w}) as checkpointer:
+        step()
+        checkpointer.save(1)
+        for _ in range(3):
+            old = w.value
+            step()
+        assert old.is_deleted()
+        checkpointer.restore()
+    assert (w.value == 1).all()
+
+
+# -- when, and how many --
+
+
+def test_save_every_force_and_max_to_keep(tmp_path):
+    n = statetx.State(jnp.zeros(()))
+    with statetx.Checkpointer(tmp_path, [n], save_every=3, max_to_keep=2) as checkpointer:
+        begun = [step for step in range(1, 11) if checkpointer.save(step)]
+        assert begun == [3, 6, 9] and checkpointer.wait() == 9 and checkpointer.steps == [6, 9]
+        assert checkpointer.save(10, force=True) and checkpointer.wait() == 10 and checkpointer.steps == [9, 10]
+        with pytest.raises(statetx.CheckpointError, match=r"save\(10\).*has step 10"):
+            checkpointer.save(10)
+    with pytest.raises(ValueError, match="max_to_keep"):
+        statetx.Checkpointer(tmp_path, [n], max_to_keep=0)
+
+
+def test_what_cannot_be_saved_is_refused_by_path(tmp_path):
+    model = {"w": statetx.Param(jnp.ones(2)), "f": statetx.State({"g": print})}
+    with statetx.Checkpointer(tmp_path, model) as checkpointer:
+        with pytest.raises(statetx.StateValueError, match=r"f\['g'\].*builtin_function.*\n.*statetx.states"):
+            checkpointer.save(1)
+        assert checkpointer.steps == []
+        statetx.Checkpointer(tmp_path, statetx.states(model, statetx.Param)).save(1)
+
+
+def test_calls_inside_a_transform_are_refused(tmp_path):
+    w = statetx.Param(jnp.ones(2))
+    with statetx.Checkpointer(tmp_path, [w]) as checkpointer:
+        for inside in (lambda: checkpointer.save(1), checkpointer.restore):
+            with pytest.raises(statetx.CheckpointError, match="outside"):
+                statetx.jit(inside)()
+        assert checkpointer.steps == []
+
+
+# -- foreign and damaged checkpoints --
+
+
+def refused(directory, model, match, step=None):
+    """Restoring raises what is matched, and changes nothing."""
+    before = {path: jax.tree.leaves(read(s)) for path, s in statetx.states(model).items() if not isinstance(s, jax.Ref)}
+    with statetx.Checkpointer(directory, model) as checkpointer:
+        with pytest.raises(statetx.CheckpointError, match=match):
+            checkpointer.restore(step)
+    for path, leaves in before.items():
+        assert all(a is b for a, b in zip(leaves, jax.tree.leaves(read(statetx.states(model)[path])), strict=True)), (
+            path
+        )
+
+
+def without(model, name):
+    delattr(model, name)
+    return model
+
+
+def with_value(model, name, value):
+    getattr(model, name).value = value
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda m: setattr(m, "more", statetx.State(0)) or m, "it has no state 'more'"),
+        (lambda m: without(m, "rng"), "it has a state 'rng'"),
+        (lambda m: with_value(m, "w", jnp.zeros((4, 4))), r"'w' is float32\[4,3\] in it, and float32\[4,4\]"),
+        (lambda m: with_value(m, "w", jnp.zeros((4, 3), jnp.float16)), r"'w' is float32\[4,3\] in it, and float16"),
+        (lambda m: with_value(m, "voltage", read(m.voltage).to(u.volt)), r"'voltage' is .*mV.* and .*V"),
+        (lambda m: with_value(m, "rng", jax.random.key(0, impl="rbg")), r"'rng' is key<fry>\[\] in it, and key<rbg>"),
+        (lambda m: with_value(m, "numbers", {"int": 1}), r"'numbers' is PyTreeDef.*float"),
+        (lambda m: with_value(m, "optimiser", optax.sgd(1.0).init({})), r"'optimiser' is PyTreeDef"),
+    ],
+    ids="more less shape dtype unit generator keys optimiser".split(),
+)
+def test_foreign_states_are_refused_by_the_first_path(saved, change, match):
+    refused(saved[0], change(Everything(2)), match)
+
+
+def test_a_step_that_is_not_there_is_refused(saved):
+    refused(saved[0], Everything(2), "There is no step 3 .* it has 7", step=3)
+
+
+def close_coroutines():
+    """Where a read fails, orbax leaves coroutines behind that nobody waits for, and that complain in another test."""
+    for x in gc.get_objects():
+        if inspect.iscoroutine(x):
+            with contextlib.suppress(Exception):  # which orbax makes of being closed
+                x.close()
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_file_is_refused_or_does_not_matter(tmp_path):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=512), jnp.float32)
+    with statetx.Checkpointer(tmp_path / "whole", [statetx.State(x)]) as checkpointer:
+        checkpointer.save(1)
+    files = [f for f in sorted((tmp_path / "whole").rglob("*")) if f.is_file() and f.name != "commit_success.txt"]
+    damage = random.Random(0)
+    refused_files = set()
+    for n, (file, is_cut) in enumerate([(file, is_cut) for file in files for is_cut in (True, False)]):
+        copy = tmp_path / str(n)
+        shutil.copytree(tmp_path / "whole", copy)
+        broken = copy / file.relative_to(tmp_path / "whole")
+        content = bytearray(broken.read_bytes())
+        if is_cut:
+            content = content[: len(content) * 2 // 3]
+        else:
+            content[damage.randrange(len(content))] ^= 1 << damage.randrange(8)
+        broken.write_bytes(content)
+        state = statetx.State(jnp.zeros(512))
+        before = state.value
+        with statetx.Checkpointer(copy, [state]) as checkpointer:
+            try:
+                restored = checkpointer.restore()
+            except statetx.CheckpointError:
+                close_coroutines()
+                assert state.value is before
+                refused_files.add((file.name, is_cut))
+            else:
+                np.testing.assert_array_equal(state.value, x if restored else before)
+    assert {("metadata", True), ("metadata", False), ("manifest.ocdbt", True)} <= refused_files
+    assert len(refused_files) >= 8, refused_files
+
+
+def test_a_bit_that_orbax_does_not_miss_is_found(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 2**32, (2, 4096), np.uint32)
+    model = {"first": statetx.State(jnp.asarray(noise[0])), "second": statetx.State({"x": jnp.asarray(noise[1])})}
+    with statetx.Checkpointer(tmp_path, model) as checkpointer:
+        checkpointer.save(1)
+    data = max(tmp_path.rglob("ocdbt.process_0/d/*"), key=lambda f: f.stat().st_size)
+    content = bytearray(data.read_bytes())
+    place = content.find(noise[1, 1000:1004].tobytes())
+    assert place >= 0, "noise cannot be compressed"
+    content[place] ^= 1
+    data.write_bytes(content)
+    model["first"].value = jnp.zeros(4096, jnp.uint32)
+    refused(tmp_path, model, r"\"second\['x'\]\" has changed since it was written")
+
+
+def test_a_number_that_has_changed_is_found(tmp_path):
+    state = statetx.State(5)
+    with statetx.Checkpointer(tmp_path, [state]) as checkpointer:
+        checkpointer.save(1)
+    manifest = tmp_path / "1" / "manifest" / "metadata"
+    assert manifest.read_text().count('"value": 5') == 1
+    manifest.write_text(manifest.read_text().replace('"value": 5', '"value": 7'))
+    refused(tmp_path, [state], "manifest .* has changed")
+
+
+@pytest.mark.parametrize("item", ["manifest", "states"])
+def test_a_state_that_another_thread_takes_leaves_all_as_they_were(tmp_path, monkeypatch, item):
+    a, b = statetx.State(jnp.ones(2)), statetx.State(jnp.ones(2))
+    inside, done = threading.Event(), threading.Event()
+
+    @statetx.jit
+    def slow(x):
+        b.value = b.value + x
+        inside.set()
+        done.wait(60)
+
+    with statetx.Checkpointer(tmp_path, {"a": a, "b": b}) as checkpointer:
+        checkpointer.save(1)
+        a.value = before = jnp.zeros(2)
+        thread = threading.Thread(target=slow, args=(1.0,))
+        read = checkpointer._read
+
+        def read_meanwhile(*args, **items):
+            if item in items:
+                thread.start()
+                inside.wait(60)
+            return read(*args, **items)
+
+        monkeypatch.setattr(checkpointer, "_read", read_meanwhile)
+        try:
+            with pytest.raises(statetx.ForeignStateError):
+                checkpointer.restore()
+        finally:
+            done.set()
+            thread.join()
+    assert a.value is before
+
+
+# -- many devices --
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_states_come_back_where_they_lie_now(tmp_path, kind):
+    x = jnp.arange(128.0).reshape(16, 8)
+    rows, columns = on_mesh(("d",), kind=kind), on_mesh((None, "b"), (2, 4), ("a", "b"), kind=kind)
+    w = statetx.Param(jax.device_put(x, rows))
+    alone, key = statetx.State(jnp.ones(3)), statetx.State(jax.device_put(jax.random.key(3), on_mesh((), kind=kind)))
+    with statetx.Checkpointer(tmp_path, {"w": w, "alone": alone, "key": key}) as checkpointer:
+        checkpointer.save(1)
+        for sharding in (rows, columns, None):
+            zeros = jnp.zeros_like(x)
+            w.value = zeros if sharding is None else jax.device_put(zeros, sharding)
+            before, alone.value = w.value, jnp.zeros(3)
+            checkpointer.restore()
+            np.testing.assert_array_equal(w.value, x)
+            assert w.value.sharding == before.sharding and w.value.committed == before.committed
+            assert not alone.value.committed and (alone.value == 1).all()
+            assert key.value.sharding == on_mesh((), kind=kind)
+
+
+def test_a_compiled_step_goes_on_without_being_compiled_again(tmp_path):
+    w, n = statetx.Param(jax.device_put(jnp.arange(8.0), on_mesh(("d",)))), statetx.State(0)
+
+    @Counted
+    def body(x):
+        w.value = w.value * x
+        n.value += 1
+
+    step = statetx.jit(body)
+    with statetx.Checkpointer(tmp_path, [w, n]) as checkpointer:
+        step(2.0)
+        checkpointer.save(1)
+        step(2.0)
+        checkpointer.restore()
+        with compilations() as compiled:
+            step(2.0)
+    assert body.runs == 1 and not compiled
+    np.testing.assert_array_equal(w.value, 4.0 * jnp.arange(8.0))
+
+
+# -- killed --
+
+
+def lives(directory, kills, seed):
+    """Kill a training run again and again, at random moments, and let it end; yields what each life printed."""
+    moments = random.Random(seed)
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHILD.parents[1]), env.get("PYTHONPATH")]))
+    steps = 0
+    for life in range(kills + 1):
+        is_last = life == kills
+        command = [sys.executable, str(CHILD), str(directory), str(steps + 3 if is_last else 10**9)]
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            printed = []
+            if not is_last:
+                # Most of them while step after step is saved, some while it starts, compiles or restores.
+                wanted = "saved" if moments.random() < 0.8 else "begin" if moments.random() < 0.8 else ""
+                while wanted and wanted not in "".join(printed[-1:]):
+                    printed.append(child.stdout.readline())
+                time.sleep(moments.uniform(0.0, 1.0))
+                child.kill()
+            printed += child.stdout.readlines()
+        assert child.returncode == (0 if is_last else -9)
+        said = [json.loads(line) for line in printed if line.endswith("\n")]  # the last may have been cut off
+        steps = max([steps, *(what["step"] for what in said if "step" in what)])
+        yield said
+
+
+def check_kills(directory, kills, seed):
+    losses, saved, begun = {}, 0, []
+    for said in lives(directory, kills, seed):
+        for what in said:
+            if "begin" in what:
+                assert what["begin"] >= saved, "a step that was reported as saved is lost"
+                begun.append(what["begin"])
+            elif "saved" in what:
+                saved = what["saved"]
+            elif "step" in what:
+                losses.setdefault(what["step"], set()).add(what["loss"])
+    expected = said[-1]["expected"]
+    assert len(expected) == saved == max(losses) and losses == {i: {x} for i, x in enumerate(expected, 1)}
+    return {"begun": begun, "steps": saved}
+
+
+def test_a_killed_run_resumes_to_the_same_losses(tmp_path):
+    report = check_kills(tmp_path, kills=2, seed=0)
+    assert report["begun"][-1] > 0
+
+
+@pytest.mark.slow
+def test_fifty_kills(tmp_path):
+    report = check_kills(tmp_path, kills=50, seed=1)
+    assert len(set(report["begun"])) > 25, report
+    print(report)
