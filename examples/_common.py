@@ -94,18 +94,32 @@ def memory_of(step, *args):
     return step.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
-def train(name, step, batches, progress):
-    """Call ``step(*batch)`` for every batch of a list; return the losses, and the median seconds of a call."""
-    task = progress.add_task(name, total=len(batches), status="compiling")
-    losses, seconds = [], []
+def train(steps, batches, progress):
+    """Call each of some steps with each batch: ``step(*batch)``, which returns a loss.
+
+    The steps take turns, so that what else the machine does slows all of them.
+
+    Args:
+        steps: by name.
+        batches: a list of tuples.
+        progress: of `make_progress`.
+
+    Returns:
+        By name, a dict of the losses and the median seconds of a call, ``losses`` and ``step_seconds``.
+    """
+    tasks = {name: progress.add_task(name, total=len(batches), status="compiling") for name in steps}
+    losses, seconds = {name: [] for name in steps}, {name: [] for name in steps}
     for batch in batches:
-        start = time.perf_counter()
-        losses.append(float(step(*batch)))
-        seconds.append(time.perf_counter() - start)
-        if not math.isfinite(losses[-1]):
-            raise BadInput(f"the loss of {name} is {losses[-1]} at step {len(losses)}, try a lower --lr")
-        progress.update(task, advance=1, status=f"loss {losses[-1]:.4f}")
-    return losses, statistics.median(seconds[1:] or seconds)  # the first call compiles
+        for name, step in steps.items():
+            start = time.perf_counter()
+            loss = float(step(*batch))
+            seconds[name].append(time.perf_counter() - start)
+            losses[name].append(loss)
+            if not math.isfinite(loss):
+                raise BadInput(f"the loss of {name} is {loss} at step {len(losses[name])}, try a lower --lr")
+            progress.update(tasks[name], advance=1, status=f"loss {loss:.4f}")
+    medians = {name: statistics.median(s[1:] or s) for name, s in seconds.items()}  # the first call may compile
+    return {name: {"losses": losses[name], "step_seconds": medians[name]} for name in steps}
 
 
 class Optimiser:

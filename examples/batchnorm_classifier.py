@@ -100,23 +100,13 @@ def build(options, wrap):
     return model, step
 
 
-def fit(name, wrap, data, options, progress):
-    """Train and test one model; return what is to be compared."""
-    images, unseen, labels, unseen_labels = data
-    rng = np.random.default_rng(options.seed)
-    picks = [rng.choice(len(images), options.batch, replace=False) for _ in range(options.updates)]
-    model, step = build(options, wrap)
-    with brainstate.environ.context(fit=True):
-        memory = memory_of(step, images[picks[0]], labels[picks[0]])
-        losses, seconds = train(name, step, [(images[i], labels[i]) for i in picks], progress)
+def judge(model, unseen, labels):
+    """Return what the model has learned, and how often each of its statistics was written."""
     with brainstate.environ.context(fit=False):
         predicted = np.argmax(statetx.jit(model)(unseen), axis=1)
     statistics = statetx.states(model, ["*running_mean", "*running_var"])
     return {
-        "losses": losses,
-        "step_seconds": seconds,
-        "temporary_bytes": memory,
-        "accuracy": float(np.mean(predicted == unseen_labels)),
+        "accuracy": float(np.mean(predicted == labels)),
         "writes": sorted({int(state.value) for state in statetx.states(model, "*writes").values()}),
         "statistics": {path: np.ravel(state.value).tolist() for path, state in statistics.items()},
     }
@@ -127,9 +117,17 @@ def example(options, progress):
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
     split = {"test_size": 360, "random_state": options.seed, "stratify": labels}
-    data = train_test_split(images, labels.astype(np.int32), **split)
-    ways = {"no remat": lambda block: block, "remat": statetx.remat}
-    runs = {name: fit(name, wrap, data, options, progress) for name, wrap in ways.items()}
+    images, unseen, labels, unseen_labels = train_test_split(images, labels.astype(np.int32), **split)
+    rng = np.random.default_rng(options.seed)
+    picks = [rng.choice(len(images), options.batch, replace=False) for _ in range(options.updates)]
+    batches = [(images[i], labels[i]) for i in picks]
+
+    models = {"no remat": build(options, lambda block: block), "remat": build(options, statetx.remat)}
+    with brainstate.environ.context(fit=True):
+        memory = {name: memory_of(step, *batches[0]) for name, (_, step) in models.items()}
+        runs = train({name: step for name, (_, step) in models.items()}, batches, progress)
+    for name, (model, _) in models.items():
+        runs[name] |= {"temporary_bytes": memory[name]} | judge(model, unseen, unseen_labels)
 
     plain, remat = runs.values()
     pairs = [(plain["statistics"][path], remat["statistics"][path]) for path in plain["statistics"]]

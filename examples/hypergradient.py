@@ -156,7 +156,7 @@ def example(options, progress):
 
     slopes = check_gradient(trainer)
     judged = {"before": judge(trainer)}
-    losses, seconds = train("settings", update, [()] * options.updates, progress)
+    learned = train({"settings": update}, [()] * options.updates, progress)["settings"]
     judged["after"] = judge(trainer)
 
     table = Table("", *judged, title=f"Settings learned through {options.inner} training steps")
@@ -169,9 +169,9 @@ def example(options, progress):
     table.add_section()
     table.add_row("slope: gradient, differences", f"{slopes['gradient']:.4f}, {slopes['differences']:.4f}", "")
     table.add_row("memory: all steps stored, slots", show_bytes(memory["all steps"]), show_bytes(memory["slots"]))
-    table.add_row("time of an outer step", "", f"{seconds:.3f} s")
-    results = {"losses": losses, "step_seconds": seconds, "temporary_bytes": memory, "slopes": slopes} | judged
-    return table, draw(losses, judged, memory, options), results
+    table.add_row("time of an outer step", "", f"{learned['step_seconds']:.3f} s")
+    results = learned | {"temporary_bytes": memory, "slopes": slopes} | judged
+    return table, draw(learned["losses"], judged, memory, options), results
 
 
 def draw(losses, judged, memory, options):

@@ -91,28 +91,14 @@ class Trainer:
         return loss
 
 
-def fit(name, wrap, data, options, progress):
-    """Train and test one model; return what is to be compared."""
-    images, unseen, labels, unseen_labels = data
-    rng = np.random.default_rng(options.seed)
-    picks = [rng.choice(len(images), options.batch, replace=False) for _ in range(options.updates)]
-    trainer = Trainer(options, wrap)
-    step = statetx.jit(trainer.step)
-    memory = memory_of(step, images[picks[0]], labels[picks[0]])
-    losses, seconds = train(name, step, [(images[i], labels[i]) for i in picks], progress)
-    streams = statetx.states(trainer.model.blocks, nnx.RngCount)
+def judge(model, unseen, labels):
+    """Return how well a model does, and how often each of its dropouts has drawn."""
+    streams = statetx.states(model.blocks, nnx.RngCount)
     draws = sorted({int(count[...]) for path, count in streams.items() if "dropout" in path})
-    trained = float(trainer.model.accuracy.compute())
-    trainer.model.eval()  # dropout is off
-    predicted = np.argmax(statetx.jit(trainer.model)(unseen), axis=1)
-    return {
-        "losses": losses,
-        "step_seconds": seconds,
-        "temporary_bytes": memory,
-        "draws": draws,
-        "training_accuracy": trained,
-        "accuracy": float(np.mean(predicted == unseen_labels)),
-    }
+    on_the_way = float(model.accuracy.compute())
+    model.eval()  # dropout is off
+    predicted = np.argmax(statetx.jit(model)(unseen), axis=1)
+    return {"draws": draws, "training_accuracy": on_the_way, "accuracy": float(np.mean(predicted == labels))}
 
 
 def example(options, progress):
@@ -122,9 +108,17 @@ def example(options, progress):
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     split = {"test_size": 360, "random_state": options.seed, "stratify": labels}
-    data = train_test_split(images, labels.astype(np.int32), **split)
-    ways = {"no remat": lambda block: block, "remat": statetx.remat}
-    runs = {name: fit(name, wrap, data, options, progress) for name, wrap in ways.items()}
+    images, unseen, labels, unseen_labels = train_test_split(images, labels.astype(np.int32), **split)
+    rng = np.random.default_rng(options.seed)
+    picks = [rng.choice(len(images), options.batch, replace=False) for _ in range(options.updates)]
+    batches = [(images[i], labels[i]) for i in picks]
+
+    trainers = {"no remat": Trainer(options, lambda block: block), "remat": Trainer(options, statetx.remat)}
+    steps = {name: statetx.jit(trainer.step) for name, trainer in trainers.items()}
+    memory = {name: memory_of(step, *batches[0]) for name, step in steps.items()}
+    runs = train(steps, batches, progress)
+    for name, trainer in trainers.items():
+        runs[name] |= {"temporary_bytes": memory[name]} | judge(trainer.model, unseen, unseen_labels)
 
     plain, remat = (np.array(r["losses"]) for r in runs.values())
     difference = float(np.max(np.abs(remat / plain - 1)))

@@ -107,19 +107,6 @@ def make_step(model, options):
     return step
 
 
-def fit(name, wrap, batches, options, progress):
-    """Train one model; return it and what is to be compared."""
-    model = Autoencoder(options, wrap)
-    step = make_step(model, options)
-    losses, seconds = train(name, step, [(images,) for images in batches], progress)
-    return model, {
-        "losses": losses,
-        "step_seconds": seconds,
-        "writes": int(model.writes[...]),
-        "counts": np.asarray(model.counts[...]).tolist(),
-    }
-
-
 def count_writes(options, images):
     """Return how often one gradient writes: rematerialised by statetx, and by JAX."""
     writes = {}
@@ -136,9 +123,11 @@ def example(options, progress):
     rng = np.random.default_rng(options.seed)
     batches = [images[rng.choice(len(images), options.batch, replace=False)] for _ in range(options.updates)]
     ways = {"no remat": lambda method: method, "statetx.remat": statetx.remat}
-    models, runs = {}, {}
-    for name, wrap in ways.items():
-        models[name], runs[name] = fit(name, wrap, batches, options, progress)
+    models = {name: Autoencoder(options, wrap) for name, wrap in ways.items()}
+    steps = {name: make_step(model, options) for name, model in models.items()}
+    runs = train(steps, [(images,) for images in batches], progress)
+    for name, model in models.items():
+        runs[name] |= {"writes": int(model.writes[...]), "counts": np.asarray(model.counts[...]).tolist()}
     writes = count_writes(options, batches[0])
 
     plain, remat = runs.values()

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import BLUE, GREEN, GREY, MIB, ORANGE, Optimiser, between, make_parser, run, tidy, train
+from _common import BLUE, GREEN, GREY, MIB, ORANGE, Optimiser, between, make_parser, run, show_bytes, tidy, train
 from matplotlib.figure import Figure
 from rich.table import Table
 from sklearn.datasets import load_digits
@@ -116,7 +116,7 @@ def load_images(seed):
 
 def measure_memory(options, progress):
     """Return temporary bytes of a training step over numbers of time steps: all stored, or a few slots."""
-    lengths = [options.steps // 2**i for i in reversed(range(4))]
+    lengths = [options.steps // n for n in (4, 2, 1)]
     ways = {"plain": None, "slots": statetx.policies.Slots(options.slots)}
     task = progress.add_task("memory", total=len(lengths) * len(ways), status="compiling")
     images, labels = jnp.zeros((options.batch, 8, 8)), jnp.zeros(options.batch, jnp.int32)
@@ -125,7 +125,7 @@ def measure_memory(options, progress):
         for name, checkpoint in ways.items():
             _, update = build(options, length, checkpoint)
             memory[name].append(statetx.measure(update, images, labels, gradient=False).temp_bytes)
-            progress.update(task, advance=1, status=f"{name}, {length} steps: {memory[name][-1] / MIB:.1f} MiB")
+            progress.update(task, advance=1, status=f"{length} steps, {name}: {show_bytes(memory[name][-1])}")
     return memory
 
 
@@ -136,7 +136,7 @@ def example(options, progress):
     model, update = build(options, options.steps, statetx.policies.Slots(options.slots))
     rng = np.random.default_rng(options.seed)
     picks = [rng.choice(len(images), options.batch, replace=False) for _ in range(options.updates)]
-    losses, seconds = train("training", update, [(images[i], labels[i]) for i in picks], progress)
+    trained = train({"training": update}, [(images[i], labels[i]) for i in picks], progress)["training"]
 
     logits, (events, spikes) = statetx.jit(model)(unseen)
     predicted = np.argmax(logits, axis=1)
@@ -146,15 +146,15 @@ def example(options, progress):
 
     table = Table("", "all steps stored", f"{options.slots} stored", title=f"Digits in {options.steps:,} time steps")
     for i, steps in enumerate(memory["steps"]):
-        cells = (f"{memory[way][i] / MIB:,.1f} MiB" for way in ("plain", "slots"))
+        cells = (show_bytes(memory[way][i]) for way in ("plain", "slots"))
         table.add_row(f"memory of a gradient through {steps:,} steps", *cells)
     table.add_section()
-    table.add_row("time of a training step", "", f"{seconds:.3f} s")
+    table.add_row("time of a training step", "", f"{trained['step_seconds']:.3f} s")
     table.add_row("held-out digits read", "", f"{accuracy:.1%}")
     table.add_row("spikes of a neuron for one image", "", f"{np.sum(spikes, 0).mean():.1f}")
 
-    results = {"losses": losses, "step_seconds": seconds, "accuracy": accuracy, "temporary_bytes": memory}
-    return table, draw(np.asarray(events), np.asarray(spikes), losses, confusion, accuracy, memory), results
+    results = trained | {"accuracy": accuracy, "temporary_bytes": memory}
+    return table, draw(np.asarray(events), np.asarray(spikes), trained["losses"], confusion, accuracy, memory), results
 
 
 def draw(events, spikes, losses, confusion, accuracy, memory):
@@ -181,7 +181,11 @@ def draw(events, spikes, losses, confusion, accuracy, memory):
     for way, label, colour in ("plain", "all steps stored", ORANGE), ("slots", "slots", GREEN):
         bytes_.plot(memory["steps"], [n / MIB for n in memory[way]], "o-", color=colour, label=label)
     bytes_.legend(frameon=False)
-    tidy(bytes_, xlabel="time steps", ylabel="temporary memory [MiB]", title="gradient of one batch", yscale="log")
+    tidy(bytes_, xlabel="time steps", ylabel="temporary memory [MiB]", title="training step")
+    bytes_.set_xscale("log", base=2)
+    bytes_.set_yscale("log", base=2)
+    bytes_.set_xticks(memory["steps"], [f"{n:,}" for n in memory["steps"]])
+    bytes_.yaxis.set_major_formatter("{x:g}")
     return figure
 
 

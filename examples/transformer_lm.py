@@ -1,6 +1,6 @@
 """Train a deep character-level transformer in a budget of memory that a plan keeps.
 
-Layers are made one by one and stacked (`statetx.stack`), so that twelve of them are traced and compiled like one. Weights
+Layers are made one by one and stacked (`statetx.stack`), so that a deep model is traced and compiled like one layer. Weights
 are float32 states; layers compute in bfloat16. Each layer drops activations by a `statetx.RngState` of its own. The text
 is the language reference that every Python carries.
 
@@ -44,8 +44,8 @@ def make_options():
     """Describe the options."""
     parser = make_parser(__doc__, "transformer_lm")
     add = parser.add_argument
-    add("--updates", type=between(int, 1), default=60, help="training steps of the planned model")
-    add("--compared", type=between(int, 1), default=8, help="training steps of the other two")
+    add("--compared", type=between(int), default=10, help="training steps of all three, in turns")
+    add("--updates", type=between(int), default=60, help="training steps of the planned model after these")
     add("--layers", type=between(int), default=8, help="transformer layers")
     add("--width", type=between(int), default=128, help="features of a layer, a multiple of 32")
     add("--context", type=between(int), default=128, help="characters that the model sees")
@@ -53,7 +53,7 @@ def make_options():
     add("--dropout", type=between(float, -1e-9, 1), default=0.1, help="part of the activations that is dropped")
     add("--compute", choices=["bfloat16", "float32"], default="bfloat16", help="type that layers compute in")
     add("--budget", default="0.25", help='of temporary memory: "100MiB", or a part of what no rematerialisation takes')
-    add("--lr", type=between(float), default=0.002, help="learning rate of Adam")
+    add("--lr", type=between(float), default=0.001, help="learning rate of Adam")
     return parser
 
 
@@ -136,7 +136,7 @@ def sample_windows(options):
     if len(ids) <= options.context:
         raise BadInput(f"--context {options.context} is more than the text has, {len(ids)} characters")
     rng = np.random.default_rng(options.seed)
-    starts = rng.integers(len(ids) - options.context, size=(options.updates, options.batch, 1))
+    starts = rng.integers(len(ids) - options.context, size=(options.compared + options.updates, options.batch, 1))
     return ids[starts + np.arange(options.context + 1)].astype(np.int32), len(vocabulary)
 
 
@@ -161,18 +161,19 @@ def example(options, progress):
     windows, vocabulary = sample_windows(options)
     plan = make_plan(LanguageModel(vocabulary, options), windows[0], options, progress)
     ways = {"no remat": {}, "each layer": {"wrap": lambda layers: statetx.remat_scan(layers, len(layers))}, "plan": {}}
-    runs = {}
+    steps, memory = {}, {}
     for name, how in ways.items():
         model = LanguageModel(vocabulary, options, **how)
-        step = make_step(model, options, plan if name == "plan" else None)
-        memory = memory_of(step, windows[0])
-        batches = windows if name == "plan" else windows[: options.compared]
-        losses, seconds = train(name, step, [(window,) for window in batches], progress)
-        runs[name] = {"temporary_bytes": memory, "losses": losses, "step_seconds": seconds}
+        steps[name] = make_step(model, options, plan if name == "plan" else None)
+        memory[name] = memory_of(steps[name], windows[0])
+    runs = train(steps, [(window,) for window in windows[: options.compared]], progress)
+    plain = np.array(runs["no remat"]["losses"])
+    for name, trained in runs.items():
+        trained["temporary_bytes"] = memory[name]
+        trained["loss_difference"] = float(np.max(np.abs(trained["losses"] / plain - 1)))
+    rest = train({"plan": steps["plan"]}, [(window,) for window in windows[options.compared :]], progress)
+    runs["plan"]["losses"] += rest["plan"]["losses"]
 
-    first = np.array([run["losses"][: options.compared] for run in runs.values()])
-    for run_, losses in zip(runs.values(), first, strict=True):
-        run_["loss_difference"] = float(np.max(np.abs(losses / first[0] - 1)))
     table = Table("", *runs, title=f"{options.layers} layers of {options.width} features in {options.compute}")
     table.add_row("temporary memory of a step", *(show_bytes(r["temporary_bytes"]) for r in runs.values()))
     table.add_row("median time of a step", *(f"{r['step_seconds']:.3f} s" for r in runs.values()))
@@ -186,8 +187,10 @@ def draw(runs, plan, options):
     """Draw the losses over each other, and memory, operations and time of a step."""
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     losses, memory, curve = figure.subplots(1, 3)
-    for (name, run_), width in zip(reversed(runs.items()), (1.2, 5, 2.5), strict=True):
-        losses.plot(range(1, len(run_["losses"]) + 1), run_["losses"], label=name, color=COLOURS[name], linewidth=width)
+    for (name, trained), width in zip(runs.items(), (7, 4, 1.2), strict=True):
+        losses.plot(
+            range(1, len(trained["losses"]) + 1), trained["losses"], label=name, color=COLOURS[name], linewidth=width
+        )
     losses.legend(frameon=False)
     tidy(losses, xlabel="training step", ylabel="loss [nats per character]", title="training")
     bars = memory.bar(
