@@ -29,10 +29,10 @@ def make_options():
     """Describe the options."""
     parser = make_parser(__doc__, "batchnorm_classifier")
     add = parser.add_argument
-    add("--updates", type=between(int), default=100, help="training steps of each run")
-    add("--blocks", type=between(int), default=6, help="residual blocks of two convolutions")
-    add("--channels", type=between(int), default=24, help="channels of the blocks")
-    add("--batch", type=between(int, 1, 1438), default=128, help="images in a batch")
+    add("--updates", type=between(int), default=80, help="training steps of each run")
+    add("--blocks", type=between(int), default=4, help="residual blocks of two convolutions")
+    add("--channels", type=between(int), default=16, help="channels of the blocks")
+    add("--batch", type=between(int, 1, 1438), default=96, help="images in a batch")
     add("--lr", type=between(float), default=0.003, help="learning rate of Adam")
     return parser
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import BLUE, GREEN, MIB, ORANGE, Optimiser, between, make_parser, run, show_bytes, tidy, train
+from _common import BLUE, GREEN, MIB, ORANGE, Optimiser, between, make_parser, memory_of, run, show_bytes, tidy, train
 from matplotlib.figure import Figure
 from rich.table import Table
 from sklearn.datasets import load_digits
@@ -109,7 +109,7 @@ def load_data(options):
 
 def judge(trainer):
     """Train with the settings as they are; return losses, test accuracy, rates and decays."""
-    losses = statetx.jit(trainer.fit)()
+    losses = trainer.fit()
     images, labels = trainer.data["test"]
     return {
         "inner_losses": np.asarray(losses).tolist(),
@@ -120,41 +120,35 @@ def judge(trainer):
     }
 
 
-def check_gradient(trainer, size=0.02):
+def check_gradient(trainer, gradient, size=0.02):
     """Return the slope along the gradient, by the gradient and by a quotient of differences."""
-    grads = statetx.jit(statetx.grad(trainer.objective, wrt=trainer.settings))()
-    norm = float(optax.global_norm(grads))
-    objective = statetx.jit(trainer.objective)
+    _, grads = gradient()
+    norm = float(np.linalg.norm(list(grads.values())))
     before = {name: state.value for name, state in trainer.settings.items()}
     ends = []
-    for step in size, -size:
+    for step in size, -size, 0:
         for name, state in trainer.settings.items():
             state.value = before[name] + step * grads[name] / norm
-        ends.append(float(objective()))
-    for name, state in trainer.settings.items():
-        state.value = before[name]
+        ends.append(float(gradient()[0]))
     return {"gradient": norm, "differences": (ends[0] - ends[1]) / (2 * size)}
 
 
 def example(options, progress):
     """Measure, check and learn; judge the settings before and after."""
     data = load_data(options)
-    ways = {"all steps": None, "levels": statetx.policies.Levels(2), "slots": statetx.policies.Slots(16)}
     memory = {}
-    for name, checkpoint in ways.items():
+    for name, checkpoint in ("all steps", None), ("slots", statetx.policies.Slots(16)):
         trainer = Trainer(options, data, checkpoint)
-        gradient = statetx.grad(trainer.objective, wrt=trainer.settings)
-        memory[name] = statetx.measure(gradient, gradient=False).temp_bytes
-
+        gradient = statetx.jit(statetx.value_and_grad(trainer.objective, wrt=trainer.settings))
+        memory[name] = memory_of(gradient)
     optimiser = Optimiser(trainer.settings, optax.adam(options.lr))
 
-    @statetx.jit
     def update():
-        loss, grads = statetx.value_and_grad(trainer.objective, wrt=trainer.settings)()
+        loss, grads = gradient()
         optimiser.update(grads)
         return loss
 
-    slopes = check_gradient(trainer)
+    slopes = check_gradient(trainer, gradient)
     judged = {"before": judge(trainer)}
     learned = train({"settings": update}, [()] * options.updates, progress)["settings"]
     judged["after"] = judge(trainer)
@@ -190,7 +184,7 @@ def draw(losses, judged, memory, options):
     rates.axhline(options.rate, color="black", linestyle=":", label="before, all layers")
     rates.legend(frameon=False)
     tidy(rates, xlabel="inner step", ylabel="learning rate", yscale="log", title="learned learning rates")
-    bars = bytes_.bar(list(memory), [n / MIB for n in memory.values()], color=[ORANGE, BLUE, GREEN], width=0.6)
+    bars = bytes_.bar(list(memory), [n / MIB for n in memory.values()], color=[ORANGE, GREEN], width=0.6)
     bytes_.bar_label(bars, [show_bytes(n) for n in memory.values()], padding=3)
     bytes_.margins(y=0.15)
     tidy(bytes_, ylabel="temporary memory [MiB]", title=f"gradient through {options.inner} steps: what is stored")

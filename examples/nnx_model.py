@@ -29,7 +29,7 @@ def make_options():
     """Describe the options."""
     parser = make_parser(__doc__, "nnx_model")
     add = parser.add_argument
-    add("--updates", type=between(int), default=150, help="training steps of each run")
+    add("--updates", type=between(int), default=120, help="training steps of each run")
     add("--blocks", type=between(int), default=6, help="transformer blocks")
     add("--width", type=between(int), default=64, help="features of a block, a multiple of 16")
     add("--batch", type=between(int, 1, 1438), default=128, help="images in a batch")

@@ -123,8 +123,8 @@ def measure_memory(options, progress):
     memory = {"steps": lengths} | {name: [] for name in ways}
     for length in lengths:
         for name, checkpoint in ways.items():
-            _, update = build(options, length, checkpoint)
-            memory[name].append(statetx.measure(update, images, labels, gradient=False).temp_bytes)
+            model, _ = build(options, length, checkpoint)
+            memory[name].append(statetx.measure(model.loss, images, labels).temp_bytes)
             progress.update(task, advance=1, status=f"{length} steps, {name}: {show_bytes(memory[name][-1])}")
     return memory
 
@@ -181,7 +181,7 @@ def draw(events, spikes, losses, confusion, accuracy, memory):
     for way, label, colour in ("plain", "all steps stored", ORANGE), ("slots", "slots", GREEN):
         bytes_.plot(memory["steps"], [n / MIB for n in memory[way]], "o-", color=colour, label=label)
     bytes_.legend(frameon=False)
-    tidy(bytes_, xlabel="time steps", ylabel="temporary memory [MiB]", title="training step")
+    tidy(bytes_, xlabel="time steps", ylabel="temporary memory [MiB]", title="loss and gradient of a batch")
     bytes_.set_xscale("log", base=2)
     bytes_.set_yscale("log", base=2)
     bytes_.set_xticks(memory["steps"], [f"{n:,}" for n in memory["steps"]])

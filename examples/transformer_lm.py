@@ -144,9 +144,8 @@ def make_plan(model, window, options, progress):
     """Return what to keep of the model's loss under the budget."""
     task = progress.add_task("planning", total=None, status=f"budget {options.budget}")
     try:
-        budget = options.budget if options.budget.endswith("B") else float(options.budget)
-        plan = statetx.plan(model.loss, window, budget=budget)
-    except (ValueError, statetx.PlanError) as error:  # no number, or a budget that cannot be kept
+        plan = statetx.plan(model.loss, window, budget=options.budget)
+    except statetx.StatetxError as error:  # no budget, or one that cannot be kept
         raise BadInput(f"--budget {options.budget}: {error}") from error
     progress.update(
         task, total=1, completed=1, status=f"{show_bytes(plan.temp_bytes)} of {show_bytes(plan.budget_bytes)}"

@@ -156,6 +156,7 @@ def example(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.delitem(sys.modules, "_common", raising=False)
     jax.config.update("jax_disable_most_optimizations", True)  # LLVM takes most of the time otherwise
+    jax.config.update("jax_numpy_rank_promotion", "allow")  # brainstate's layers need it
 
     def run(name, *arguments):
         out = tmp_path / "new" / "folder"
@@ -173,6 +174,7 @@ def example(tmp_path, monkeypatch, capsys):
 
     yield run
     jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
     sys.modules.pop("_common", None)
 
 
