@@ -89,6 +89,11 @@ def show_bytes(num):
     return f"{num / MIB:,.1f} MiB" if num >= MIB else f"{num / 1024:,.1f} KiB"
 
 
+def show_difference(ratio):
+    """Return a relative difference as text."""
+    return f"{ratio:.0e}" if ratio else "nothing"
+
+
 def memory_of(step, *args):
     """Return the bytes that XLA reserves for a step of `statetx.jit`; the first call does not compile it again."""
     return step.lower(*args).compile().memory_analysis().temp_size_in_bytes

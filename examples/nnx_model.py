@@ -13,7 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import BLUE, MIB, ORANGE, BadInput, between, make_parser, memory_of, run, show_bytes, tidy, train
+from _common import (
+    BLUE,
+    MIB,
+    ORANGE,
+    BadInput,
+    between,
+    make_parser,
+    memory_of,
+    run,
+    show_bytes,
+    show_difference,
+    tidy,
+    train,
+)
 from flax import nnx
 from matplotlib.figure import Figure
 from rich.table import Table
@@ -34,7 +47,7 @@ def make_options():
     add("--width", type=between(int), default=64, help="features of a block, a multiple of 16")
     add("--batch", type=between(int, 1, 1438), default=128, help="images in a batch")
     add("--dropout", type=between(float, -1e-9, 1), default=0.1, help="part of the activations that is dropped")
-    add("--lr", type=between(float), default=0.002, help="learning rate of AdamW")
+    add("--lr", type=between(float), default=0.001, help="learning rate of AdamW")
     return parser
 
 
@@ -127,7 +140,7 @@ def example(options, progress):
     table.add_row("median time of a step", *(f"{r['step_seconds']:.3f} s" for r in runs.values()))
     table.add_section()
     table.add_row("draws of each dropout", *(", ".join(map(str, r["draws"])) for r in runs.values()))
-    table.add_row("losses differ, relatively, by", "", f"{difference:.0e}")
+    table.add_row("losses differ, relatively, by", "", show_difference(difference))
     table.add_row("last loss, nats", *(f"{r['losses'][-1]:.6f}" for r in runs.values()))
     table.add_row("training digits right, on the way", *(f"{r['training_accuracy']:.1%}" for r in runs.values()))
     table.add_row("held-out digits right", *(f"{r['accuracy']:.1%}" for r in runs.values()))
@@ -142,7 +155,7 @@ def draw(runs, difference):
         label = f"{name}: {fitted['accuracy']:.1%} of held-out digits"
         losses.plot(fitted["losses"], color=COLOURS[name], linewidth=width, label=label)
     losses.legend(frameon=False)
-    title = f"training: losses differ by {difference:.0e}"
+    title = f"training: losses differ by {show_difference(difference)}"
     tidy(losses, xlabel="training step", ylabel="loss [nats]", yscale="log", title=title)
     for axes, key, unit in (memory, "temporary_bytes", MIB), (times, "step_seconds", 1):
         bars = axes.bar(list(runs), [r[key] / unit for r in runs.values()], color=COLOURS.values(), width=0.6)

@@ -7,7 +7,7 @@ et al. 2017, "Neural discrete representation learning", appendix A.1). Those ave
 a function that is rematerialised.
 
 `statetx.remat`, `grad` and `jit` make the Refs explicit around each call. Expect losses and codebooks as without
-rematerialisation, and one write a step. The table also shows what `jax.checkpoint` makes of the same function under
+rematerialisation, and one write a step; a single rematerialised function is about the writes, not about memory. The table also shows what `jax.checkpoint` makes of the same function under
 `jax.grad`: it may write twice.
 """
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import BLUE, GREY, ORANGE, between, make_parser, run, tidy, train
+from _common import BLUE, GREY, ORANGE, between, make_parser, run, show_difference, tidy, train
 from matplotlib.figure import Figure
 from rich.table import Table
 from sklearn.datasets import load_digits
@@ -135,7 +135,7 @@ def example(options, progress):
     table = Table("", *runs, "jax.checkpoint", title=f"A codebook of {options.codes} vectors, {options.updates} steps")
     table.add_row("median time of a step", *(f"{r['step_seconds']:.4f} s" for r in runs.values()), "")
     table.add_row("last loss", *(f"{r['losses'][-1]:.6f}" for r in runs.values()), "")
-    table.add_row("losses differ, relatively, by", "", f"{difference:.0e}", "")
+    table.add_row("losses differ, relatively, by", "", show_difference(difference), "")
     table.add_row("writes of the codebook", *(str(r["writes"]) for r in runs.values()), "")
     table.add_row("writes in one jax.grad", "", *(str(n) for n in writes.values()))
     results = {"runs": runs, "loss_difference": difference, "writes_in_one_gradient": writes}

@@ -186,7 +186,7 @@ def example(options, progress):
     table = Table("", *runs, title=f"{options.layers} layers of {options.width} features in {options.compute}")
     table.add_row("temporary memory of a step", *(show_bytes(r["temporary_bytes"]) for r in runs.values()))
     table.add_row("median time of a step", *(f"{r['step_seconds']:.3f} s" for r in runs.values()))
-    table.add_row("losses differ, relatively, by", *(f"{r['loss_difference']:.0e}" for r in runs.values()))
+    table.add_row("losses differ, relatively, by", *(show_difference(r["loss_difference"]) for r in runs.values()))
     table.add_row("last loss, nats per character", *(f"{r['losses'][-1]:.3f}" for r in runs.values()))
     results = {"runs": runs, "budget_bytes": plan.budget_bytes, "planned_bytes": plan.temp_bytes, "curve": plan.curve()}
     return table, draw(runs, plan, options), results
