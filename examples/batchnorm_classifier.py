@@ -1,15 +1,17 @@
 """Train a convolutional classifier with batch normalisation, and see its running statistics written once a step.
 
-A batch normalisation writes while it computes: each step moves the running mean and variance a little. A block that is
-rematerialised is run twice, and these must move once all the same. The blocks here are brainstate's own layers,
+A batch normalisation writes while it computes: each step moves the running mean and variance a little. A block that
+is rematerialised is run twice, and these must move once all the same. The blocks here are brainstate's own layers,
 untouched, with a counter of writes added; `statetx.remat` goes around each block.
 
 The same model is trained with and without, from the same seed. Expect one write a step in both, the same losses and
-statistics up to rounding, which training slowly amplifies, about half the memory, and the same accuracy on held-out digits,
-where the running statistics take the place of the batch's (brainstate's ``fit`` mode, which statetx's transforms respect).
+statistics up to rounding, which training slowly amplifies, about half the memory, and the same accuracy on held-out
+digits, where the running statistics take the place of the batch's (brainstate's ``fit`` mode, which statetx's
+transforms respect).
 
-On a CPU the rematerialised step is slow: XLA prepares convolutions of a backward pass for its fast routines only outside
-of branches and loops, and up to jaxlib 0.11 what makes rematerialisation last on a CPU is a branch (``fence=``).
+On a CPU the rematerialised step is slow: XLA prepares convolutions of a backward pass for its fast routines only
+outside of branches and loops, and up to jaxlib 0.11 what makes rematerialisation last on a CPU is a branch
+(``fence=``).
 """
 
 import brainstate

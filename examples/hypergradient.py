@@ -1,13 +1,14 @@
 """Learn learning rates and weight decays by the gradient through a whole training run.
 
 A small classifier of scikit-learn's digits is trained by plain gradient descent, hundreds of steps in one
-`statetx.scan`. Each layer has a learning rate of its own, which moves from a first to a last value, and a weight decay.
-These settings are parameters too: the loss on validation images after the last inner step is differentiated with respect
-to them, through every inner step and its gradient. The weights are states that each inner step writes and that each run
-begins anew; ``checkpoint=`` lets the outer gradient store few of them.
+`statetx.scan`. Each layer has a learning rate of its own, which moves from a first to a last value, and a weight
+decay. These settings are parameters too: the loss on validation images after the last inner step is differentiated
+with respect to them, through every inner step and its gradient. The weights are states that each inner step writes
+and that each run begins anew; ``checkpoint=`` lets the outer gradient store few of them.
 
-Expect better settings than those that it starts from, judged by test images that neither loop has seen; an outer gradient
-that agrees with a quotient of differences; and a small part of the memory that storing all inner steps takes.
+Expect better settings than those that it starts from, judged by test images that neither loop has seen; an outer
+gradient that agrees with a quotient of differences; and a small part of the memory that storing all inner steps
+takes.
 """
 
 import jax

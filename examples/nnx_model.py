@@ -1,12 +1,12 @@
 """Train a flax.nnx vision transformer with statetx's transforms on its bound methods.
 
-The model is plain nnx: layer norms, attention, dropout with its random streams, a metric that it updates, an optimiser of
-nnx. The transforms are statetx's: blocks are called through `statetx.remat`, the loss is a bound method under
-`statetx.value_and_grad`, the training step a bound method under `statetx.jit`. There is no graph to split and merge:
-a transform finds the Variables that a call reads and writes.
+The model is plain nnx: layer norms, attention, dropout with its random streams, a metric that it updates, an
+optimiser of nnx. The transforms are statetx's: blocks are called through `statetx.remat`, the loss is a bound method
+under `statetx.value_and_grad`, the training step a bound method under `statetx.jit`. There is no graph to split and
+merge: a transform finds the Variables that a call reads and writes.
 
-The same model is trained with and without rematerialisation. Expect the same losses up to rounding, since dropout is the
-same when a block is computed again and its random stream advances once a step, and a fraction of the memory.
+The same model is trained with and without rematerialisation. Expect the same losses up to rounding, since dropout is
+the same when a block is computed again and its random stream advances once a step, and a fraction of the memory.
 """
 
 import jax

@@ -1,14 +1,14 @@
 """Train an autoencoder with a learned codebook whose whole state is in plain `jax.Ref`s.
 
-Every weight, the codebook, its averages, a counter, a random key and Adam's moments are made by `jax.new_ref`. Images of
-scikit-learn's digits are cut into patches, each patch is coded as the nearest of a few vectors, and decoded. The codebook
-is not trained by gradients: while a batch is coded, each vector moves towards the mean of what it stood for (van den Oord
-et al. 2017, "Neural discrete representation learning", appendix A.1). Those averages are state, written in the middle of
-a function that is rematerialised.
+Every weight, the codebook, its averages, a counter, a random key and Adam's moments are made by `jax.new_ref`. Images
+of scikit-learn's digits are cut into patches, each patch is coded as the nearest of a few vectors, and decoded. The
+codebook is not trained by gradients: while a batch is coded, each vector moves towards the mean of what it stood for
+(van den Oord et al. 2017, "Neural discrete representation learning", appendix A.1). Those averages are state, written
+in the middle of a function that is rematerialised.
 
 `statetx.remat`, `grad` and `jit` make the Refs explicit around each call. Expect losses and codebooks as without
-rematerialisation, and one write a step; a single rematerialised function is about the writes, not about memory. The table also shows what `jax.checkpoint` makes of the same function under
-`jax.grad`: it may write twice.
+rematerialisation, and one write a step; a single rematerialised function is about the writes, not about memory. The
+table also shows what `jax.checkpoint` makes of the same function under `jax.grad`: it may write twice.
 """
 
 import jax

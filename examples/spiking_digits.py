@@ -6,9 +6,9 @@ events; the class is read from slow traces of their spikes after the last step, 
 for seven eighths of the time. The derivative of a spike is that of a fast sigmoid.
 
 Membranes and traces are states of brainstate, the sensors draw from a `statetx.RngState` in every step, and the loop
-is a `statetx.scan` that stores a given number of its steps (``checkpoint=Slots(n)``). What is run again for the gradient
-meets the same events. Expect more than eight of ten unseen digits to be read, and a gradient that takes a small part of the memory
-of a plain loop; memory over the number of steps shows that this part shrinks as loops grow.
+is a `statetx.scan` that stores a given number of its steps (``checkpoint=Slots(n)``). What is run again for the
+gradient meets the same events. Expect more than eight of ten unseen digits to be read, and a gradient that takes a
+small part of the memory of a plain loop; memory over the number of steps shows that this part shrinks as loops grow.
 """
 
 import brainstate

@@ -1,14 +1,14 @@
 """Train a deep character-level transformer in a budget of memory that a plan keeps.
 
-Layers are made one by one and stacked (`statetx.stack`), so that a deep model is traced and compiled like one layer. Weights
-are float32 states; layers compute in bfloat16. Each layer drops activations by a `statetx.RngState` of its own. The text
-is the language reference that every Python carries.
+Layers are made one by one and stacked (`statetx.stack`), so that a deep model is traced and compiled like one layer.
+Weights are float32 states; layers compute in bfloat16. Each layer drops activations by a `statetx.RngState` of its
+own. The text is the language reference that every Python carries.
 
 Three ways to take the gradient are compared: no rematerialisation, every layer computed again (`statetx.remat_scan`),
-and a plan (`statetx.plan`), which chooses what to keep under ``--budget`` and compiles its choice to be sure. The first
-losses of all three are the same up to the rounding of bfloat16, since what is computed again meets the same dropout.
-Expect the plan to take the memory it was given and to add fewer operations than rematerialising every layer. Planning
-compiles some forty small programs, which takes about a minute.
+and a plan (`statetx.plan`), which chooses what to keep under ``--budget`` and compiles its choice to be sure. The
+first losses of all three are the same up to the rounding of bfloat16, since what is computed again meets the same
+dropout. Expect the plan to take the memory it was given and to add fewer operations than rematerialising every layer.
+Planning compiles some forty small programs, which takes about a minute.
 """
 
 import pydoc_data.topics
@@ -29,6 +29,7 @@ from _common import (
     memory_of,
     run,
     show_bytes,
+    show_difference,
     tidy,
     train,
 )
