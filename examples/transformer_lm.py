@@ -7,7 +7,7 @@ own. The text is the language reference that every Python carries.
 Three ways to take the gradient are compared: no rematerialisation, every layer computed again (`statetx.remat_scan`),
 and a plan (`statetx.plan`), which chooses what to keep under ``--budget`` and compiles its choice to be sure. The
 first losses of all three are the same up to the rounding of bfloat16, since what is computed again meets the same
-dropout. Expect the plan to take the memory it was given and to add fewer operations than rematerialising every layer.
+dropout. Expect the plan to keep its budget and to add fewer operations than rematerialising every layer.
 Planning compiles some forty small programs, which takes about a minute.
 """
 
@@ -181,8 +181,8 @@ def example(options, progress):
     for name, trained in runs.items():
         trained["temporary_bytes"] = memory[name]
         trained["loss_difference"] = float(np.max(np.abs(trained["losses"] / plain - 1)))
-    rest = train({"plan": steps["plan"]}, [(window,) for window in windows[options.compared :]], progress)
-    runs["plan"]["losses"] += rest["plan"]["losses"]
+    rest = train({"plan alone": steps["plan"]}, [(window,) for window in windows[options.compared :]], progress)
+    runs["plan"]["losses"] += rest["plan alone"]["losses"]
 
     table = Table("", *runs, title=f"{options.layers} layers of {options.width} features in {options.compute}")
     table.add_row("temporary memory of a step", *(show_bytes(r["temporary_bytes"]) for r in runs.values()))
