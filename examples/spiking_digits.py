@@ -53,7 +53,7 @@ def spike_jvp(primals, tangents):
 class Reader(brainstate.nn.Module):
     """Eight sensors, spiking neurons with many time constants, and a linear readout of their traces."""
 
-    def __init__(self, neurons, steps, seed, checkpoint):
+    def __init__(self, neurons, steps, batch, seed, checkpoint):
         super().__init__()
         self.steps, self.checkpoint = steps, checkpoint
         self.events = statetx.RngState(seed)
@@ -62,8 +62,8 @@ class Reader(brainstate.nn.Module):
         order = np.random.default_rng(seed).permutation(neurons)  # any membrane may have any trace
         self.keep_membrane = np.exp(-1 / np.geomspace(steps / 400, steps / 4, neurons, dtype=np.float32))
         self.keep_trace = np.exp(-1 / np.geomspace(steps / 32, steps, neurons, dtype=np.float32))[order]
-        self.membrane = brainstate.HiddenState(jnp.zeros((1, neurons)))
-        self.trace = brainstate.HiddenState(jnp.zeros((1, neurons)))
+        self.membrane = brainstate.HiddenState(jnp.zeros((batch, neurons)))
+        self.trace = brainstate.HiddenState(jnp.zeros((batch, neurons)))
 
     def step(self, time, images):
         """See one moment of the images [batch, 8, 8]; return the next time, and the events and spikes of the first."""
@@ -93,7 +93,7 @@ class Reader(brainstate.nn.Module):
 def build(options, steps, checkpoint):
     """Return a model made from the seed, and its training step."""
     brainstate.random.seed(options.seed)
-    model = Reader(options.neurons, steps, options.seed, checkpoint)
+    model = Reader(options.neurons, steps, options.batch, options.seed, checkpoint)
     weights = statetx.states(model, brainstate.ParamState)
     schedule = optax.cosine_decay_schedule(options.lr, options.updates)
     optimiser = Optimiser(weights, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule)))

@@ -212,7 +212,7 @@ def test_batchnorm_classifier(example):
     out, results = example("batchnorm_classifier", "--quick")
     plain, remat = results["runs"].values()
     assert plain["writes"] == remat["writes"] == [10]  # as many as there are steps, in every layer
-    assert results["statistics_difference"] < 1e-3
+    assert results["statistics_difference"] < 1e-4
     assert any(value not in (0, 1) for values in remat["statistics"].values() for value in values)
     assert remat["losses"] == pytest.approx(plain["losses"], rel=1e-4) and falls(remat["losses"])
     assert remat["temporary_bytes"] < plain["temporary_bytes"]
