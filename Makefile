@@ -1,6 +1,6 @@
 # Every target sets itself up: a virtual environment in .venv, from nothing but Python 3.11+ and make.
 PYTHON ?= python3
-# Extra words for pytest, as in: make test ARGS="-k remat"
+# Extra words for pytest or an example, as in: make test ARGS="-k remat"
 ARGS ?=
 
 PY := .venv/bin/python
@@ -14,7 +14,7 @@ BENCH := .venv/.statetx-bench-installed
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-remat3 check format docs bench clean
+.PHONY: help demo example test test-slow test-remat3 check format docs bench bench-quick clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -31,6 +31,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## train a recurrent model on real text, storing all or next to nothing (writes out/demo)
 	$(PY) examples/train_long_sequence.py --out out/demo
+
+example: $(STAMP)  ## run an example: make example NAME=spiking_digits ARGS=--quick (examples/README.md lists them)
+	@test -f 'examples/$(NAME).py' || { echo "no examples/$(NAME).py; name one: make example NAME=refs" >&2; exit 2; }
+	$(PY) examples/$(NAME).py $(ARGS)
 
 test: $(STAMP)  ## run the tests and doctests
 	$(PY) -m pytest -n 2 $(ARGS)

@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _common import BadInput, between, make_parser, make_progress
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 import statetx
@@ -42,33 +42,9 @@ COLOURS = {"plain": "#e08a3c", "nested": "#1f5f99", "scheduled": "#3a8f4f"}
 PLAIN, NESTED, SCHEDULED = COLOURS
 
 
-class BadInput(Exception):
-    """An option or a text that the program cannot work with."""
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line on stderr and exit status 2."""
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
-
-
-def between(kind, low=0, high=math.inf):
-    """Return an argparse type: a number of this kind above low and below high."""
-
-    def parse_number(text):
-        if not low < kind(text) < high:
-            raise argparse.ArgumentTypeError(f"must be above {low} and below {high}, got {text}")
-        return kind(text)
-
-    parse_number.__name__ = kind.__name__  # argparse names the type in its message
-    return parse_number
-
-
-def make_parser():
+def make_options():
     """Describe the options."""
-    show_defaults = argparse.ArgumentDefaultsHelpFormatter
-    parser = OneLineParser(description=__doc__.splitlines()[0], formatter_class=show_defaults)
+    parser = make_parser(__doc__, "train_long_sequence")
     add = parser.add_argument
     add("--steps", type=between(int), default=40, help="training steps of each run")
     add("--seq", type=between(int), default=2048, help="characters that the gradient goes back through")
@@ -81,8 +57,6 @@ def make_parser():
     add("--policy", choices=POLICIES, help="what nested and scheduled steps keep (of jax.checkpoint_policies)")
     add("--lr", type=between(float), default=0.003, help="learning rate of Adam")
     add("--text", type=Path, metavar="FILE", help="UTF-8 text to learn, if not Python's language reference")
-    add("--seed", type=between(int, -1, 2**32), default=0, help="seed of the weights and the windows")
-    add("--out", type=Path, metavar="DIR", default=Path("out/train_long_sequence"), help="where results go")
     return parser
 
 
@@ -353,8 +327,7 @@ def run_all(options, console):
     options.out.mkdir(parents=True, exist_ok=True)
     ids, vocabulary = load_text(options.text, options.seq)
     chosen = {name: checkpoint for name, checkpoint in strategies(options).items() if name in options.runs}
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, TextColumn("{task.fields[status]}"), console=console) as progress:
+    with make_progress(console) as progress:
         runs = {n: train(n, checkpoint, ids, vocabulary, options, progress) for n, checkpoint in chosen.items()}
         curve = measure_slots(ids, vocabulary, options, progress) if options.curve else []
     comparisons = {n: compare(runs[PLAIN], run) for n, run in runs.items() if n != PLAIN and PLAIN in runs}
@@ -371,7 +344,7 @@ def run_all(options, console):
 
 def main():
     """Run, or say in one line what is wrong with an option or a file."""
-    parser = make_parser()
+    parser = make_options()
     try:
         run_all(parser.parse_args(), Console())
     except (OSError, UnicodeError, BadInput) as error:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -127,6 +128,7 @@ def test_more_bad_input_in_this_process(bad, named, tmp_path, monkeypatch, capsy
     (tmp_path / "latin1.txt").write_bytes("für ".encode("latin-1") * 100)
     (tmp_path / "short.txt").write_text("short")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *TINY, *bad.split()])
     with pytest.raises(SystemExit) as exit:
         runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -139,3 +141,136 @@ def test_help_lists_the_options(tmp_path):
     assert run.returncode == 0
     for option in "steps seq batch hidden cell runs slots curve no-curve policy lr text seed out".split():
         assert f"--{option}" in run.stdout
+
+
+# -- the other examples, in this process, which has imported what they need ------------------------------------
+
+OTHERS = ["spiking_digits", "transformer_lm", "batchnorm_classifier", "nnx_model", "refs", "hypergradient"]
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch, capsys):
+    """Run an example by name; returns its exit status, its streams, and results.json if there is one."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.delitem(sys.modules, "_common", raising=False)
+    jax.config.update("jax_disable_most_optimizations", True)  # LLVM takes most of the time otherwise
+    jax.config.update("jax_numpy_rank_promotion", "allow")  # brainstate's layers need it
+
+    def run(name, *arguments):
+        out = tmp_path / "new" / "folder"
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--out", str(out), *arguments])
+        status = 0
+        try:
+            runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+        except SystemExit as exit:
+            status = exit.code
+        captured = capsys.readouterr()
+        if status == 0 and "--help" not in arguments:
+            assert (out / "results.png").read_bytes().startswith(b"\x89PNG")
+            return captured.out, json.loads((out / "results.json").read_text())
+        return status, captured
+
+    yield run
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    sys.modules.pop("_common", None)
+
+
+def falls(losses, part=4):
+    """Whether the mean of the last few is below that of the first few."""
+    few = max(1, len(losses) // part)
+    return sum(losses[-few:]) < sum(losses[:few])
+
+
+def test_spiking_digits(example):
+    out, results = example("spiking_digits", "--quick")
+    plain, slots = results["temporary_bytes"]["plain"], results["temporary_bytes"]["slots"]
+    assert falls(results["losses"])
+    assert 0.15 < results["accuracy"] < 1  # of ten digits
+    assert plain[-1] > 2 * plain[0]  # four times the steps
+    assert slots[-1] < plain[-1] / 2 and slots[-1] < 2 * slots[0]
+    assert f"{results['accuracy']:.1%}" in out
+
+
+# Planning compiles some forty programs; a budget that everything fits in needs one.
+@pytest.mark.parametrize("budget", [pytest.param("0.5", marks=pytest.mark.slow), "1GiB"])
+def test_transformer_lm(budget, example):
+    out, results = example("transformer_lm", "--quick", "--budget", budget)
+    plain, layer, plan = results["runs"].values()
+    assert results["planned_bytes"] <= results["budget_bytes"]
+    assert layer["temporary_bytes"] < plain["temporary_bytes"]
+    assert budget == "1GiB" or plan["temporary_bytes"] < plain["temporary_bytes"]
+    assert layer["losses"] == pytest.approx(plain["losses"], rel=1e-4)  # the same dropout
+    assert plan["losses"][:2] == pytest.approx(plain["losses"], rel=1e-4)
+    assert falls(plan["losses"])
+    assert f"{plan['losses'][-1]:.3f}" in out
+
+
+def test_batchnorm_classifier(example):
+    out, results = example("batchnorm_classifier", "--quick")
+    plain, remat = results["runs"].values()
+    assert plain["writes"] == remat["writes"] == [10]  # as many as there are steps, in every layer
+    assert results["statistics_difference"] < 1e-4
+    assert any(value not in (0, 1) for values in remat["statistics"].values() for value in values)
+    assert remat["losses"] == pytest.approx(plain["losses"], rel=1e-4) and falls(remat["losses"])
+    assert remat["temporary_bytes"] < plain["temporary_bytes"]
+    assert f"{remat['losses'][-1]:.6f}" in out
+
+
+def test_nnx_model(example):
+    pytest.importorskip("flax")
+    out, results = example("nnx_model", "--quick")
+    plain, remat = results["runs"].values()
+    assert plain["draws"] == remat["draws"] == [16]  # two in each of eight steps
+    assert results["loss_difference"] < 1e-4 and falls(remat["losses"])
+    assert remat["temporary_bytes"] < plain["temporary_bytes"]
+    assert remat["training_accuracy"] == pytest.approx(plain["training_accuracy"], abs=0.01)
+    assert f"{remat['losses'][-1]:.6f}" in out
+
+
+def test_refs(example):
+    out, results = example("refs", "--quick")
+    plain, remat = results["runs"].values()
+    assert plain["writes"] == remat["writes"] == 20
+    assert results["writes_in_one_gradient"]["statetx.remat"] == 1
+    assert results["loss_difference"] < 1e-4 and falls(remat["losses"])
+    assert remat["counts"] == pytest.approx(plain["counts"], rel=1e-3)
+    assert f"{remat['losses'][-1]:.6f}" in out
+
+
+def test_hypergradient(example):
+    out, results = example("hypergradient", "--quick")
+    assert results["after"]["validation_loss"] < results["before"]["validation_loss"]
+    assert results["slopes"]["gradient"] == pytest.approx(results["slopes"]["differences"], rel=0.1)
+    assert results["temporary_bytes"]["slots"] < results["temporary_bytes"]["all steps"] / 2
+    assert len(results["after"]["inner_losses"]) == 20
+    assert f"{results['after']['validation_loss']:.4f}" in out
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_help_and_bad_options_of_the_others(name, example):
+    status, captured = example(name, "--help")
+    assert status == 0
+    for option in "quick seed out updates lr".split():
+        assert f"--{option}" in captured.out
+    for bad in "--updates 0", "--lr nan", "--seed -1", "--unknown":
+        status, captured = example(name, *bad.split())
+        assert status == 2
+        assert_one_line(captured.err, named=bad.split()[0])
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ("transformer_lm --width 33", "multiple of 32"),
+        ("transformer_lm --budget much", "--budget"),
+        ("nnx_model --width 17", "multiple of 16"),
+        ("spiking_digits --batch 400", "below 361"),
+    ],
+)
+def test_what_an_example_cannot_work_with(bad, named, example):
+    status, captured = example(*bad.split())
+    assert status == 2
+    assert_one_line(captured.err, named)
