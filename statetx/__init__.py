@@ -5,9 +5,11 @@ stores a fraction of the activations; `grad`, `jit`, `scan` and the rest carry s
 explicit inputs and outputs. See the README for a first program.
 """
 
-from . import _debug as _debug
-from . import policies as policies
-from . import testing as testing
+import importlib as _importlib
+import os as _os
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from ._errors import CarryTypeError as CarryTypeError
 from ._errors import CheckpointError as CheckpointError
 from ._errors import CreatedStateError as CreatedStateError
@@ -23,56 +25,114 @@ from ._errors import StatetxError as StatetxError
 from ._errors import StateValueError as StateValueError
 from ._errors import StaticArgumentError as StaticArgumentError
 from ._errors import TraceLeakError as TraceLeakError
-from ._optimizer import Optimizer as Optimizer
-from ._paths import Not as Not
-from ._paths import states as states
-from ._rules import Broadcast as Broadcast
-from ._rules import Carry as Carry
-from ._rules import Split as Split
-from ._saving import Checkpointer as Checkpointer
-from ._state import Param as Param
-from ._state import RngState as RngState
-from ._state import State as State
-from .caches import CacheInfo as CacheInfo
-from .caches import cache_info as cache_info
-from .caches import clear_cache as clear_cache
-from .planner.machine import calibrate as calibrate
-from .planner.plan import Plan as Plan
-from .planner.plan import plan as plan
-from .residuals import memory_report as memory_report
-from .residuals.fwd_bwd import print_fwd_bwd as print_fwd_bwd
-from .residuals.measure import measure as measure
-from .residuals.table import Residuals as Residuals
-from .residuals.table import print_saved_residuals as print_saved_residuals
-from .residuals.table import saved_residuals as saved_residuals
-from .transforms.abstract import eval_shape as eval_shape
-from .transforms.abstract import make_jaxpr as make_jaxpr
-from .transforms.cond import cond as cond
-from .transforms.cond import switch as switch
-from .transforms.functionalize import StateTrace as StateTrace
-from .transforms.functionalize import functionalize as functionalize
-from .transforms.functionalize import trace_states as trace_states
-from .transforms.grad import grad as grad
-from .transforms.grad import value_and_grad as value_and_grad
-from .transforms.grad import vjp as vjp
-from .transforms.jacobian import hessian as hessian
-from .transforms.jacobian import jacfwd as jacfwd
-from .transforms.jacobian import jacrev as jacrev
-from .transforms.jacobian import jvp as jvp
-from .transforms.jacobian import linearize as linearize
-from .transforms.jit import jit as jit
-from .transforms.map import map as map
-from .transforms.remat import checkpoint as checkpoint
-from .transforms.remat import checkpoint_name as checkpoint_name
-from .transforms.remat import remat as remat
-from .transforms.remat_scan import remat_scan as remat_scan
-from .transforms.scan import scan as scan
-from .transforms.shard_map import shard_map as shard_map
-from .transforms.stack import Stack as Stack
-from .transforms.stack import stack as stack
-from .transforms.stack import unstack as unstack
-from .transforms.vmap import vmap as vmap
-from .transforms.while_loop import fori_loop as fori_loop
-from .transforms.while_loop import while_loop as while_loop
 
 __version__ = "0.1.0"
+
+if _TYPE_CHECKING:
+    from . import policies as policies
+    from . import testing as testing
+    from ._optimizer import Optimizer as Optimizer
+    from ._paths import Not as Not
+    from ._paths import states as states
+    from ._rules import Broadcast as Broadcast
+    from ._rules import Carry as Carry
+    from ._rules import Split as Split
+    from ._saving import Checkpointer as Checkpointer
+    from ._state import Param as Param
+    from ._state import RngState as RngState
+    from ._state import State as State
+    from .caches import CacheInfo as CacheInfo
+    from .caches import cache_info as cache_info
+    from .caches import clear_cache as clear_cache
+    from .planner.machine import calibrate as calibrate
+    from .planner.plan import Plan as Plan
+    from .planner.plan import plan as plan
+    from .residuals import memory_report as memory_report
+    from .residuals.fwd_bwd import print_fwd_bwd as print_fwd_bwd
+    from .residuals.measure import measure as measure
+    from .residuals.table import Residuals as Residuals
+    from .residuals.table import print_saved_residuals as print_saved_residuals
+    from .residuals.table import saved_residuals as saved_residuals
+    from .transforms.abstract import eval_shape as eval_shape
+    from .transforms.abstract import make_jaxpr as make_jaxpr
+    from .transforms.cond import cond as cond
+    from .transforms.cond import switch as switch
+    from .transforms.functionalize import StateTrace as StateTrace
+    from .transforms.functionalize import functionalize as functionalize
+    from .transforms.functionalize import trace_states as trace_states
+    from .transforms.grad import grad as grad
+    from .transforms.grad import value_and_grad as value_and_grad
+    from .transforms.grad import vjp as vjp
+    from .transforms.jacobian import hessian as hessian
+    from .transforms.jacobian import jacfwd as jacfwd
+    from .transforms.jacobian import jacrev as jacrev
+    from .transforms.jacobian import jvp as jvp
+    from .transforms.jacobian import linearize as linearize
+    from .transforms.jit import jit as jit
+    from .transforms.map import map as map
+    from .transforms.remat import checkpoint as checkpoint
+    from .transforms.remat import checkpoint_name as checkpoint_name
+    from .transforms.remat import remat as remat
+    from .transforms.remat_scan import remat_scan as remat_scan
+    from .transforms.scan import scan as scan
+    from .transforms.shard_map import shard_map as shard_map
+    from .transforms.stack import Stack as Stack
+    from .transforms.stack import stack as stack
+    from .transforms.stack import unstack as unstack
+    from .transforms.vmap import vmap as vmap
+    from .transforms.while_loop import fori_loop as fori_loop
+    from .transforms.while_loop import while_loop as while_loop
+
+# What is listed above for type checkers, loaded when it is first asked for: an import costs little more than JAX's own.
+_PUBLIC = {
+    "._optimizer": "Optimizer",
+    "._paths": "Not states",
+    "._rules": "Broadcast Carry Split",
+    "._saving": "Checkpointer",
+    "._state": "Param RngState State",
+    ".caches": "CacheInfo cache_info clear_cache",
+    ".planner.machine": "calibrate",
+    ".planner.plan": "Plan plan",
+    ".residuals": "memory_report",
+    ".residuals.fwd_bwd": "print_fwd_bwd",
+    ".residuals.measure": "measure",
+    ".residuals.table": "Residuals print_saved_residuals saved_residuals",
+    ".transforms.abstract": "eval_shape make_jaxpr",
+    ".transforms.cond": "cond switch",
+    ".transforms.functionalize": "StateTrace functionalize trace_states",
+    ".transforms.grad": "grad value_and_grad vjp",
+    ".transforms.jacobian": "hessian jacfwd jacrev jvp linearize",
+    ".transforms.jit": "jit",
+    ".transforms.map": "map",
+    ".transforms.remat": "checkpoint checkpoint_name remat",
+    ".transforms.remat_scan": "remat_scan",
+    ".transforms.scan": "scan",
+    ".transforms.shard_map": "shard_map",
+    ".transforms.stack": "Stack stack unstack",
+    ".transforms.vmap": "vmap",
+    ".transforms.while_loop": "fori_loop while_loop",
+}
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names.split()}
+_SUBMODULES = ("policies", "testing", "caches", "planner", "residuals")
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _SUBMODULES:
+        return _importlib.import_module(f".{name}", __name__)
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'statetx' has no attribute {name!r}")
+    value = globals()[name] = getattr(_importlib.import_module(module, __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(
+        {*(name for name in globals() if not name.startswith("_")), *_MODULE_OF, *_SUBMODULES[:2], "__version__"}
+    )
+
+
+if _os.environ.get("STATETX_DEBUG", "0") not in ("", "0"):
+    from . import _debug
+
+    _debug.install()

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax._src import ad_checkpoint as _ad_checkpoint
@@ -26,6 +25,7 @@ from jax._src import effects as _effects
 from jax._src import linear_util as _lu
 from jax._src import literals as _literals
 from jax._src import source_info_util
+from jax._src.ad_checkpoint import remat_p
 from jax._src.ad_util import Zero as _Zero
 from jax._src.ad_util import instantiate as _instantiate_zeros
 from jax._src.interpreters import ad as _ad
@@ -34,12 +34,12 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow import loops as _loops
+from jax._src.lax.control_flow.loops import scan_p
 from jax._src.lib import version as _jaxlib_version
 from jax._src.state.discharge import discharge_state as _discharge_state
 from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.api_util import shaped_abstractify
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core.primitives import remat_p, scan_p
 
 try:
     # jax 0.12: `scan_p` has trees where it had numbers.
@@ -50,10 +50,10 @@ except ImportError:
 source_info_util.register_exclusion(__file__.rsplit("/", 1)[0])
 
 Tracer = jax.core.Tracer
-Jaxpr = jex_core.Jaxpr
-ClosedJaxpr = jex_core.ClosedJaxpr
-Literal = jex_core.Literal
-Var = jex_core.Var
+Jaxpr = _core.Jaxpr
+ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", _core.Jaxpr)  # jax 0.12 has one class for both
+Literal = _core.Literal
+Var = _core.Var
 _context = _core.trace_ctx
 _InternalRefEffect = _core.InternalMutableArrayEffect
 _eval_trace = _core.eval_trace
@@ -197,7 +197,7 @@ def batched(trace: Any, x: Any, axis: int) -> Any:
 
 def enclosing(trace: Any) -> Any:
     """A context in which operations go where they would outside the transform that this trace belongs to."""
-    return jex_core.set_current_trace(trace.parent_trace)
+    return _core.set_current_trace(trace.parent_trace)
 
 
 def is_differentiated(x: Any) -> bool:
@@ -229,7 +229,7 @@ def stage(fun: Callable[..., list], avals: Sequence[Any], *, kind: str, name: st
 
     The jaxpr's inputs are `avals` and then whatever `new_input` added, in that order.
     """
-    info = jex_core.DebugInfo(kind, name, None, None)  # no names: arguments are still being added
+    info = _core.DebugInfo(kind, name, None, None)  # no names: arguments are still being added
     jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(_lu.wrap_init(fun, debug_info=info), list(avals))
     return jaxpr, consts
 
@@ -244,7 +244,7 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
         tracers = [trace.to_jaxpr_tracer(x, here) for x in args]
         if all(t.aval == v.aval for t, v in zip(tracers, variables, strict=True)):
             return _copy_equations(trace, jaxpr, dict(zip(variables, tracers, strict=True)), here)
-    return jex_core.jaxpr_as_fun(ClosedJaxpr(jaxpr, args[: len(consts)]))(*args[len(consts) :])
+    return _core.jaxpr_as_fun(ClosedJaxpr(jaxpr, args[: len(consts)]))(*args[len(consts) :])
 
 
 def _copy_equations(trace: Any, jaxpr: Jaxpr, env: dict[Any, Any], here: Any) -> list[Any]:
@@ -318,7 +318,7 @@ def _platforms(ctx: Any) -> tuple[str, ...]:
 
 def _fenced(jaxpr: Jaxpr, *args: Any) -> list[Any]:
     """Run a jaxpr once all its inputs are there, in a branch that is always taken and that no compiler can know to be."""
-    run = jex_core.jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
+    run = _core.jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
     # Where axes are explicit, the entry of a sharded array that tells that it is there is for the compiler to find.
     is_there = jax.sharding.auto_axes(_is_there, out_sharding=jax.P()) if has_explicit_axes() else _is_there
     return jax.lax.cond(is_there(args), run, lambda *_: [_empty_of(v.aval) for v in jaxpr.outvars], *args)
@@ -442,7 +442,7 @@ def linear_call(
     )
 
 
-_linear_p = jex_core.Primitive("statetx_linear")
+_linear_p = _core.Primitive("statetx_linear")
 _linear_p.multiple_results = True
 
 
@@ -624,7 +624,7 @@ def is_policy_of_jax(policy: Any) -> bool:
 
 def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
     """The jaxprs among an equation's parameters."""
-    for sub in jex_core.jaxprs_in_params(eqn.params):
+    for sub in _core.jaxprs_in_params(eqn.params):
         yield open_jaxpr(sub)[0]
 
 

@@ -6,7 +6,6 @@ recorded stands in errors that describe a state and in the table of `trace_state
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +78,3 @@ def install() -> None:
         setattr(Frame, name, function)
     setattr(State, "value", property(get, set, doc=value.__doc__))  # noqa: B010
     _registry.history = log.describe
-
-
-if os.environ.get("STATETX_DEBUG", "0") not in ("", "0"):
-    install()

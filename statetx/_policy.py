@@ -525,7 +525,7 @@ class Marks(Policy):
         return f"Marks({len(self.marks)} values)"
 
 
-FAMILIES: dict[str, Callable[[str], Policy]] = {}
+FAMILIES = {"fit": "statetx.planner.plan:Fit"}
 """What makes a policy of ``"name:argument"``, by name; modules above this one add theirs."""
 
 
@@ -556,7 +556,7 @@ def as_policy(given: Any) -> Policy:
     if isinstance(given, str):
         family, colon, argument = given.partition(":")
         if colon and family in FAMILIES:
-            return FAMILIES[family](argument.strip())
+            return pkgutil.resolve_name(FAMILIES[family])(argument.strip())
         if given in _CONSTANTS:
             return _CONSTANTS[given]
         known = _jax_names()

@@ -18,7 +18,7 @@ from .._cost import Cost, flops
 from .._errors import PlanError
 from .._jaxpr import Body
 from .._lift import name_of, short_name
-from .._policy import FAMILIES, Rewriting, parse_bytes
+from .._policy import Rewriting, parse_bytes
 from .._text import format_bytes, format_table, suggestion
 from .._tree import is_float
 from ..residuals._show import format_flops
@@ -284,9 +284,6 @@ class Fit(Rewriting):
         found = _fit(search, self.budget, name)
         planned = Body(found.layout.rewrite(found.options), [])
         return lambda operands, *args: planned(operands, *args)
-
-
-FAMILIES["fit"] = Fit
 
 
 def plan(
