@@ -1,6 +1,8 @@
 """What ``import statetx`` costs over ``import jax``: time, memory, and what else it brings along.
 
-Each sample is a new process that imports one of the two; they take turns. CPU time is of the process from its start, less
+Transforms are loaded when they are first asked for; what they add then is the third row.
+
+Each sample is a new process that imports one of them; they take turns. CPU time is of the process from its start, less
 that of a process that imports nothing. Resident memory is its peak.
 """
 
@@ -27,6 +29,7 @@ from _common import (
 )
 
 JAX, STATETX = "import jax", "import statetx"
+USED = "from statetx import remat, grad, jit, scan, vmap, cond"
 LATE = ("brainstate", "flax", "scipy", "rich", "matplotlib", "optax", "orbax")
 CODE = """
 import json, resource, sys, time
@@ -48,7 +51,7 @@ def measure(rounds: int) -> dict[str, Any]:
         found = run(line)
         return {"cpu": found["cpu"] - nothing, "mib": found["mib"]}
 
-    samples = interleave({line: lambda line=line: sample(line) for line in (JAX, STATETX)}, rounds)
+    samples = interleave({line: lambda line=line: sample(line) for line in (JAX, STATETX, USED)}, rounds)
     return {line: {**summaries(samples[line], samples[JAX]), "samples": samples[line]} for line in samples}
 
 
@@ -78,7 +81,10 @@ def main() -> None:
     show("Import", COLUMNS, rows(results))
     loaded = {name.partition(".")[0] for name in run(STATETX)["modules"]}
     late = [name for name in LATE if name in loaded]
-    figures = {"import statetx, of import jax": results[STATETX]["cpu_ratio"]}
+    figures = {
+        "import statetx, of import jax": results[STATETX]["cpu_ratio"],
+        "import statetx with its transforms, of import jax": results[USED]["cpu_ratio"],
+    }
     lines = [*judge("bench_import", figures, quick=options.quick), f"Of {', '.join(LATE)} it imports {late or 'none'}."]
     print("\n".join(lines))
     if options.json:

@@ -25,6 +25,11 @@ from ._errors import StatetxError as StatetxError
 from ._errors import StateValueError as StateValueError
 from ._errors import StaticArgumentError as StaticArgumentError
 from ._errors import TraceLeakError as TraceLeakError
+from ._paths import Not as Not
+from ._paths import states as states
+from ._state import Param as Param
+from ._state import RngState as RngState
+from ._state import State as State
 
 __version__ = "0.1.0"
 
@@ -32,15 +37,10 @@ if _TYPE_CHECKING:
     from . import policies as policies
     from . import testing as testing
     from ._optimizer import Optimizer as Optimizer
-    from ._paths import Not as Not
-    from ._paths import states as states
     from ._rules import Broadcast as Broadcast
     from ._rules import Carry as Carry
     from ._rules import Split as Split
     from ._saving import Checkpointer as Checkpointer
-    from ._state import Param as Param
-    from ._state import RngState as RngState
-    from ._state import State as State
     from .caches import CacheInfo as CacheInfo
     from .caches import cache_info as cache_info
     from .caches import clear_cache as clear_cache
@@ -83,13 +83,11 @@ if _TYPE_CHECKING:
     from .transforms.while_loop import fori_loop as fori_loop
     from .transforms.while_loop import while_loop as while_loop
 
-# What is listed above for type checkers, loaded when it is first asked for: an import costs little more than JAX's own.
+# What is listed above for type checkers is loaded when it is first asked for: an import costs little more than JAX's own.
 _PUBLIC = {
     "._optimizer": "Optimizer",
-    "._paths": "Not states",
     "._rules": "Broadcast Carry Split",
     "._saving": "Checkpointer",
-    "._state": "Param RngState State",
     ".caches": "CacheInfo cache_info clear_cache",
     ".planner.machine": "calibrate",
     ".planner.plan": "Plan plan",

@@ -51,7 +51,7 @@ source_info_util.register_exclusion(__file__.rsplit("/", 1)[0])
 
 Tracer = jax.core.Tracer
 Jaxpr = _core.Jaxpr
-ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", _core.Jaxpr)  # jax 0.12 has one class for both
+ClosedJaxpr = _core.ClosedJaxpr if hasattr(_core, "ClosedJaxpr") else _core.Jaxpr  # jax 0.12 has one class for both
 Literal = _core.Literal
 Var = _core.Var
 _context = _core.trace_ctx

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import fnmatch
+import pkgutil
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
@@ -526,7 +527,7 @@ class Marks(Policy):
 
 
 FAMILIES = {"fit": "statetx.planner.plan:Fit"}
-"""What makes a policy of ``"name:argument"``, by name; modules above this one add theirs."""
+"""Where to find what makes a policy of ``"name:argument"``: in modules above this one, loaded when they are asked for."""
 
 
 class Rewriting(Policy):
