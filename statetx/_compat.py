@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
@@ -51,7 +51,10 @@ source_info_util.register_exclusion(__file__.rsplit("/", 1)[0])
 
 Tracer = jax.core.Tracer
 Jaxpr = _core.Jaxpr
-ClosedJaxpr = _core.ClosedJaxpr if hasattr(_core, "ClosedJaxpr") else _core.Jaxpr  # jax 0.12 has one class for both
+if TYPE_CHECKING or hasattr(_core, "ClosedJaxpr"):
+    ClosedJaxpr = _core.ClosedJaxpr
+else:  # jax 0.12 has one class for both
+    ClosedJaxpr = _core.Jaxpr
 Literal = _core.Literal
 Var = _core.Var
 _context = _core.trace_ctx
@@ -318,10 +321,46 @@ def _platforms(ctx: Any) -> tuple[str, ...]:
 
 def _fenced(jaxpr: Jaxpr, *args: Any) -> list[Any]:
     """Run a jaxpr once all its inputs are there, in a branch that is always taken and that no compiler can know to be."""
-    run = _core.jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
+
+    def run(*args: Any) -> list[Any]:
+        return _with_canonical_convolutions(jaxpr, args)
+
     # Where axes are explicit, the entry of a sharded array that tells that it is there is for the compiler to find.
     is_there = jax.sharding.auto_axes(_is_there, out_sharding=jax.P()) if has_explicit_axes() else _is_there
     return jax.lax.cond(is_there(args), run, lambda *_: [_empty_of(v.aval) for v in jaxpr.outvars], *args)
+
+
+def _with_canonical_convolutions(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """Run a jaxpr with each convolution on arrays in the order of dimensions that XLA has fast code for on CPUs.
+
+    XLA puts them in that order itself, but only outside branches and loops (`ConvCanonicalization` visits the entry
+    computation alone); derivatives of convolutions are in others, and were 20 times slower here.
+    """
+    env = dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        ins = [read(v) for v in eqn.invars]
+        if eqn.primitive.name == "conv_general_dilated" and eqn.params["batch_group_count"] == 1:
+            outs = [_canonical_convolution(*ins, **eqn.params)]
+        else:
+            outs = bind_equation(eqn, eqn.params, ins)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _canonical_convolution(x: Any, kernel: Any, *, dimension_numbers: Any, **params: Any) -> Any:
+    """The convolution with batch first and features last, inputs before outputs in the kernel."""
+    (batch, feature, *space), (out, into, *window), found = dimension_numbers
+    n = len(space)
+    last = n + 1
+    numbers = jax.lax.ConvDimensionNumbers((0, last, *range(1, last)), (last, n, *range(n)), (0, last, *range(1, last)))
+    x, kernel = jax.lax.transpose(x, (batch, *space, feature)), jax.lax.transpose(kernel, (*window, into, out))
+    result = jax.lax.conv_general_dilated_p.bind(x, kernel, dimension_numbers=numbers, **params)
+    place = {found[0]: 0, found[1]: last, **{s: 1 + i for i, s in enumerate(found[2:])}}
+    return jax.lax.transpose(result, [place[d] for d in range(n + 2)])
 
 
 def _empty_of(aval: Any) -> Any:

@@ -74,10 +74,23 @@ def imported_modules(path):
 
 
 def test_exports():
-    packages = {"kinds", "planner", "residuals", "testing", "transforms"}
-    public = {name for name in vars(statetx) if not name.startswith("_")} - packages
+    packages = {"caches", "kinds", "planner", "residuals", "testing", "transforms"}
+    public = {name for name in dir(statetx) if not name.startswith("_")} - packages
     assert public == set(EXPORTS)
     assert statetx.checkpoint is statetx.remat
+
+
+def test_what_is_loaded_late_is_what_type_checkers_see():
+    tree = ast.parse((ROOT / "statetx" / "__init__.py").read_text())
+    (checked,) = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    seen = {
+        (f".{n.module}", a.name) for n in checked.body if isinstance(n, ast.ImportFrom) and n.module for a in n.names
+    }
+    assert seen == {(module, name) for name, module in statetx._MODULE_OF.items()}
+    for module, name in seen:
+        assert getattr(statetx, name).__name__ == name or name == "checkpoint", module
+    with pytest.raises(AttributeError, match="'statetx' has no attribute 'rematt'"):
+        statetx.rematt  # noqa: B018
 
 
 def test_imports_point_down():
