@@ -235,6 +235,8 @@ class Program:
             return self._run_watched(call)
         kept = self._open_guards(self._patiently(_values_of, self.kept))
         donated = self._patiently(_values_of, self.donated)
+        if self._pins:
+            self._check_places([*kept, *donated])
         if donated:
             kept, donated = _unshare(kept, donated, call)
         out, writes = self.compiled(kept, donated, call.operand, call.donated)
@@ -248,6 +250,8 @@ class Program:
             kept = groups[0].kind.get_all(groups[0].states) if len(groups) == 1 else _values_of(groups)
         except ForeignStateError:
             kept = self._patiently(_values_of, groups)
+        if self._pins:
+            self._check_places(kept)
         out, writes = self.compiled(kept, [], (args, kwargs), [])
         if writes:
             if self._writer is None:
@@ -306,8 +310,11 @@ class Program:
         """Whether argument types, state types and settings are those that were staged."""
         if self.settings != _compat.trace_context() or not _same_types([*call.kept, *call.donated], self.avals):
             return False
-        for i in self._inputs():
-            leaves, part = partition(self._patiently(i.kind.read, i.state), is_array_or_number)
+        for place, i in enumerate(self._inputs()):
+            value = self._patiently(i.kind.read, i.state)
+            if place in self._pins and not self._is_placed(place, value):
+                return False
+            leaves, part = partition(value, is_array_or_number)
             if part.treedef != i.part.treedef or part.mask != i.part.mask or not _same_types(leaves, i.avals):
                 return False
             if freeze(part.static) != freeze(i.part.static):
@@ -333,7 +340,9 @@ class Program:
         A written state on one device that is not committed to it becomes replicated, in this call and after it, for
         else the program would give it back replicated and the next call be compiled for that.
         """
+        self._pins: dict[int, list[Any]] = {}  # by the place of an input, the shardings of its leaves
         inputs = {id(i.state): i for i in self._inputs()}
+        places = {id(i.state): n for n, i in enumerate(self._inputs())}
         everything = [*arrays, *(x for i in inputs.values() for x in i.values)]
         mesh = next((s.mesh for x in everything if (s := _named_sharding(x)) is not None), None)
         if mesh is None:
@@ -349,8 +358,20 @@ class Program:
                 if _named_sharding(x) is None and not getattr(x, "committed", False):
                     i.values[n] = x = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
                 pinned.append(getattr(x, "sharding", None))
+            self._pins[places[id(i.state)]] = pinned[len(pinned) - len(i.values) :]
             i.kind.set(i.state, i.part.combine(i.values))
         return pinned
+
+    def _is_placed(self, place: int, value: Any) -> bool:
+        """Whether a state's value lies where it did when the program was staged, or may be put there."""
+        leaves = [x for x in jax.tree.leaves(value) if isinstance(x, jax.Array)]
+        return len(leaves) != len(self._pins[place]) or all(
+            not x.committed or x.sharding == pin for x, pin in zip(leaves, self._pins[place], strict=True)
+        )
+
+    def _check_places(self, values: Sequence[Any]) -> None:
+        if not all(self._is_placed(place, values[place]) for place in self._pins):
+            raise Restage
 
 
 def _values_of(groups: list[_Group]) -> list:

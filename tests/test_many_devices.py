@@ -271,3 +271,27 @@ def test_collectives_in_a_rematerialised_function_of_one_device(kind):
         with compilations() as compiled:
             step(x)
     assert not compiled
+
+
+def test_states_that_are_placed_anew_are_compiled_for_anew():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    place = lambda spec: NamedSharding(mesh, spec)  # noqa: E731
+    w, count = statetx.State(jax.device_put(jnp.ones(8), place(P()))), statetx.State(jnp.zeros(()))
+
+    @statetx.jit
+    def step(x):
+        w.value, count.value = w.value * x, count.value + 1
+
+    step(2.0)
+    w.value = jax.device_put(w.value, place(P("d")))
+    step(2.0)
+    assert w.value.sharding.spec == P("d") and count.value.sharding.spec == P()
+    with compilations() as compiled:
+        step(2.0)
+        w.value = jax.device_put(w.value, place(P()))
+        step(2.0)
+    assert w.value.sharding.spec == P() and float(w.value[0]) == 16 and float(count.value) == 4
+    assert len(compiled) == 0, "both placements were met before"
+    count.value = jnp.zeros(())  # lies nowhere in particular, and is put where it was
+    step(2.0)
+    assert count.value.sharding.spec == P() and float(count.value) == 1
