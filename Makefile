@@ -61,8 +61,12 @@ $(BENCH): $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	@touch $@
 
-bench: $(BENCH)  ## run the benchmarks and the comparison with other libraries, one after the other
-	@set -e; for file in benchmarks/bench_*.py benchmarks/loops.py benchmarks/planner.py benchmarks/behaviours.py; do echo "== $$file"; $(PY) "$$file"; done
+bench: $(BENCH)  ## run the benchmarks (about half an hour) and the comparison with other libraries; results in out/bench
+	$(PY) benchmarks/run.py $(ARGS)
+	$(PY) benchmarks/behaviours.py
+
+bench-quick: $(BENCH)  ## the fast benchmarks at small sizes, in under two minutes
+	$(PY) benchmarks/run.py --quick $(ARGS)
 
 clean:  ## remove the environment, outputs and caches
 	rm -rf .venv out build dist .pytest_cache .ruff_cache .hypothesis

@@ -40,7 +40,12 @@ from _common import (
 import statetx
 
 LENGTH = 20
-KEPT, OURS, FRESH, BRAINSTATE = "jax.lax, one function object", "statetx", "jax.lax, fresh closure", "brainstate"
+KEPT, OURS, WRITING = (
+    "jax.lax, one function object",
+    "statetx, fresh closure",
+    "statetx, fresh closure that writes a state",
+)
+FRESH, BRAINSTATE = "jax.lax, fresh closure", "brainstate, fresh closure"
 XS = jnp.linspace(0.0, 1.0, LENGTH)
 
 
@@ -77,7 +82,8 @@ def scans() -> dict[str, Callable[[], Any]]:
     kept = keep(fresh)
     return {
         KEPT: lambda: jax.lax.scan(kept(), jnp.zeros(()), XS),
-        OURS: ours,
+        OURS: lambda: statetx.scan(fresh(), jnp.zeros(()), XS),
+        WRITING: ours,
         FRESH: lambda: jax.lax.scan(fresh(), jnp.zeros(()), XS),
         BRAINSTATE: brainstates,
     }
@@ -97,7 +103,8 @@ def conds() -> dict[str, Callable[[], Any]]:
 
     return {
         KEPT: lambda: jax.lax.cond(flag, yes, no, x),
-        OURS: ours,
+        OURS: lambda: statetx.cond(flag, lambda x: yes(x), lambda x: no(x), x),
+        WRITING: ours,
         FRESH: lambda: jax.lax.cond(flag, lambda x: yes(x), lambda x: no(x), x),
         BRAINSTATE: lambda: brainstate.transform.cond(flag, lambda x: yes(x), lambda x: no(x), x),
     }
@@ -117,7 +124,8 @@ def while_loops() -> dict[str, Callable[[], Any]]:
 
     return {
         KEPT: lambda: jax.lax.while_loop(go, turn, zero),
-        OURS: ours,
+        OURS: lambda: statetx.while_loop(lambda c: go(c), lambda c: turn(c), zero),
+        WRITING: ours,
         FRESH: lambda: jax.lax.while_loop(lambda c: go(c), lambda c: turn(c), zero),
         BRAINSTATE: lambda: brainstate.transform.while_loop(lambda c: go(c), lambda c: turn(c), zero),
     }
@@ -159,9 +167,9 @@ def measure(rounds: int, calls: int) -> dict[str, Any]:
     for name, make in CALLS.items():
         contestants = make()
         # Those that compile on every call are a thousand times slower: they take fewer turns.
-        times = {n: 20 if n in (KEPT, OURS) else 1 for n in contestants}
+        times = {n: 20 if n in (KEPT, OURS, WRITING) else 1 for n in contestants}
         samples = interleave({n: timed(call, times[n]) for n, call in contestants.items()}, rounds, warmup=2)
-        kept = {n: growth(call, calls) for n, call in contestants.items() if n in (KEPT, OURS)}
+        kept = {n: growth(call, calls) for n, call in contestants.items() if n in (KEPT, OURS, WRITING)}
         kept[BRAINSTATE] = growth(contestants[BRAINSTATE], max(10, calls // 50))
         found[name] = {
             n: {**summaries(samples[n], samples[KEPT]), "kib": kept.get(n), "samples": samples[n]} for n in contestants
@@ -171,7 +179,7 @@ def measure(rounds: int, calls: int) -> dict[str, Any]:
 
 def figures_of(results: dict[str, Any]) -> dict[str, Any]:
     figures = {f"{name}, of jax.lax with one function object": r[OURS]["cpu_ratio"] for name, r in results.items()}
-    return {**figures, "KiB kept a call, 1,000 calls": max(r[OURS]["kib"] for r in results.values())}
+    return {**figures, "KiB kept a call, 1,000 calls": max(r[WRITING]["kib"] for r in results.values())}
 
 
 COLUMNS = ("call and contestant", "CPU us a call", "middle half", "ratio", "middle half", "KiB kept a call")

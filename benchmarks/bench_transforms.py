@@ -43,6 +43,7 @@ from _common import (
     environment,
     header,
     interleave,
+    judge,
     markdown_table,
     num_equations,
     parse_args,
@@ -612,9 +613,14 @@ def main() -> None:
     results = {name: measure_one(name, rounds) for name in options.only}
     show(f"Trace of each transform, {rounds} rounds; counts: by hand, statetx", COLUMNS, rows(results))
     lines = [] if options.quick else check(results)
+    worst = max(
+        (r[CLEARED]["wall_ratio"] for n, r in results.items() if n != "no transform"), key=lambda r: r["median"]
+    )
+    figures = {"worst transform, of jax": worst}
+    lines += judge("bench_transforms", figures, quick=options.quick)
     print("\n".join(lines))
     if options.json:
-        write_json(options.json, env, {"rounds": rounds, "results": results, "verdict": lines})
+        write_json(options.json, env, {"rounds": rounds, "results": results, "figures": figures, "verdict": lines})
     if options.markdown:
         text = [f"{header(env)}; {rounds} rounds.", markdown_table(COLUMNS, rows(results)), "\n".join(lines)]
         renew_section(options.markdown, "bench_transforms", "\n\n".join(text))

@@ -629,7 +629,8 @@ def main() -> None:
         text.append(f"{titles[section]}:\n\n{markdown_table(columns, cells)}")
         text += ["\n".join(f"- {line}" for line in lines)] if lines else []
     if options.json:
-        write_json(options.json, env, found)
+        verdict = [line for section in found.values() for line in section["verdicts"]]
+        write_json(options.json, env, {**found, "verdict": verdict})
     if options.markdown:
         renew_section(options.markdown, "loops", "\n\n".join(text))
 

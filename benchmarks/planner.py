@@ -237,11 +237,27 @@ def main() -> None:
         show("Time to plan for half of the memory", columns, cells)
         text.append(f"Time to plan for half of the memory, compilations included:\n\n{markdown_table(columns, cells)}")
     if options.json:
-        write_json(options.json, env, found)
+        write_json(options.json, env, {**found, "verdict": lines_of(found)})
     if options.plot and results:
         picture(results, options.plot)
     if options.markdown:
         renew_section(options.markdown, "planner", "\n\n".join(text))
+
+
+def lines_of(found: dict[str, Any]) -> list[str]:
+    """What was asked of plans, in words."""
+    lines = []
+    for name, r in found.get("programs", {}).items():
+        extra = verdicts(name, r)["at full"]
+        shown = "none" if extra is None else f"{100 * extra:+.1f}%"
+        lines.append(f"{name}: {shown} operations at full rematerialisation's memory")
+    lines += [
+        f"{n}: {v[2] / v[0]:.2f} of no remat's memory by the fence alone" for n, v in found.get("fence", {}).items()
+    ]
+    lines += [
+        f"{r['program']}, {r['equations']} equations: planned in {r['seconds']:.1f} s" for r in found.get("scale", [])
+    ]
+    return lines
 
 
 def tables(results: dict[str, Any]) -> list[str]:

@@ -1,0 +1,258 @@
+"""How costs grow: with the number of states, of layers unrolled and stacked, of steps, and with the depth of nesting.
+
+What is measured
+    states: dispatch of a jitted step over 10 to 10,000 scalar states, and its trace. unrolled layers: trace and lowering of
+    the value and gradient of 1 to 1,000 rematerialised layers. stacked layers: the same with ``statetx.stack``, which
+    traces one. steps: the same of a scan with ``checkpoint=Slots(100)`` over 10 to 1,000,000 steps. nesting: of ``remat``
+    within ``remat``, up to eight deep.
+    Each also of hand-written JAX where there is such a thing. CPU time; the least of some repeats.
+
+Growth
+    The exponent p of cost = c * size**p between the two largest sizes: 1 is linear, 0 is flat. With a fixed cost in it p
+    comes out smaller, so a figure above 1 is real.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from _common import Stopwatch, environment, header, judge, markdown_table, parse_args, renew_section, show, write_json
+
+import statetx
+from statetx.policies import Slots
+
+WIDTH = 8
+
+
+def seconds(run: Callable[[], Any], repeats: int) -> float:
+    """The least CPU time."""
+    found = []
+    for _ in range(repeats):
+        gc.collect()
+        watch = Stopwatch()
+        run()
+        found.append(watch.read()["cpu"])
+    return min(found)
+
+
+def per_call(call: Callable[[], Any], calls: int) -> Callable[[], Any]:
+    def run() -> None:
+        for _ in range(calls):
+            out = call()
+        jax.block_until_ready(out)
+
+    return run
+
+
+# -- states --------------------------------------------------------------------------------------------------------
+
+
+def states(num: int) -> dict[str, float]:
+    cells = [statetx.State(jnp.asarray(float(i))) for i in range(num)]
+
+    def step() -> None:
+        for s in cells:
+            s.value += 1
+
+    jitted = statetx.jit(step)
+    trace = seconds(lambda: statetx.jit(lambda: step()).lower(), 3)
+    jitted(), jitted()
+    calls = max(3, 20_000 // num)
+
+    def call() -> Any:
+        jitted()
+        return cells[-1].value
+
+    values = [jnp.asarray(float(i)) for i in range(num)]
+    raw = jax.jit(lambda values: [v + 1 for v in values])
+    raw_trace = seconds(lambda: jax.jit(lambda values: [v + 1 for v in values]).lower(values), 3)
+
+    def raw_call() -> Any:
+        nonlocal values
+        values = raw(values)
+        return values
+
+    raw_call()
+    return {
+        "dispatch": seconds(per_call(call, calls), 5) / calls,
+        "dispatch, jax.jit": seconds(per_call(raw_call, calls), 5) / calls,
+        "trace": trace,
+        "trace, jax.jit": raw_trace,
+    }
+
+
+# -- layers --------------------------------------------------------------------------------------------------------
+
+
+class Layer:
+    def __init__(self, key: Any):
+        self.w = statetx.Param(jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH)
+        self.count = statetx.State(jnp.zeros((), jnp.int32))
+
+    @statetx.remat
+    def __call__(self, x: Any) -> Any:
+        self.count.value += 1
+        return x + jnp.tanh(x @ self.w.value)
+
+
+def unrolled(num: int) -> dict[str, float]:
+    layers = [Layer(key) for key in jax.random.split(jax.random.key(0), num)]
+
+    def loss(x: Any) -> Any:
+        for layer in layers:
+            x = layer(x)
+        return (x**2).mean()
+
+    def by_hand(ws: Any, counts: Any, x: Any) -> Any:
+        def block(w: Any, count: Any, x: Any) -> Any:
+            return x + jnp.tanh(x @ w), count + 1
+
+        block = jax.checkpoint(block)
+
+        def loss(ws: Any) -> Any:
+            y, new = x, []
+            for w, count in zip(ws, counts, strict=True):
+                y, count = block(w, count, y)
+                new.append(count)
+            return (y**2).mean(), new
+
+        return jax.value_and_grad(loss, has_aux=True)(ws)
+
+    x = jnp.ones((4, WIDTH))
+    ws, counts = [layer.w.value for layer in layers], [layer.count.value for layer in layers]
+    step = statetx.value_and_grad(loss, wrt=[layer.w for layer in layers])
+    return {
+        "trace": seconds(lambda: statetx.jit(lambda x: step(x)).lower(x), 2),
+        "trace, by hand": seconds(lambda: jax.jit(lambda *a: by_hand(*a)).lower(ws, counts, x), 2),
+    }
+
+
+def stacked(num: int) -> dict[str, float]:
+    stack = _stack(num)
+    step = statetx.value_and_grad(lambda x: (stack(x) ** 2).mean(), wrt=statetx.states(stack, statetx.Param))
+    x = jnp.ones((4, WIDTH))
+    return {"trace": seconds(lambda: statetx.jit(lambda x: step(x)).lower(x), 3)}
+
+
+def _stack(num: int) -> Any:
+    keys = iter(jax.random.split(jax.random.key(0), num))
+    return statetx.stack(lambda: Layer(next(keys)), num)
+
+
+def steps(num: int) -> dict[str, float]:
+    w = statetx.Param(jnp.eye(WIDTH))
+
+    def loss(x: Any) -> Any:
+        out, _ = statetx.scan(lambda h, _: (jnp.tanh(h @ w.value), None), x, None, num, checkpoint=Slots(min(num, 100)))
+        return out.sum()
+
+    x = jnp.ones((4, WIDTH))
+    return {"trace": seconds(lambda: statetx.jit(statetx.value_and_grad(loss, wrt=w)).lower(x), 3)}
+
+
+def nested(num: int) -> dict[str, float]:
+    w = statetx.Param(jnp.eye(WIDTH))
+
+    def innermost(x: Any) -> Any:
+        return jnp.tanh(x @ w.value)
+
+    def at(depth: int, wrap: Callable, fun: Callable) -> Callable:
+        if depth == 0:
+            return fun
+        inner = at(depth - 1, wrap, fun)
+        return wrap(lambda *x: inner(*x))
+
+    fun = at(num, statetx.remat, innermost)
+    pure = at(num, jax.checkpoint, lambda w, x: jnp.tanh(x @ w))
+    x, value = jnp.ones((4, WIDTH)), w.value
+    step = statetx.value_and_grad(lambda x: fun(x).sum(), wrt=w)
+    raw = jax.value_and_grad(lambda w, x: pure(w, x).sum())
+    return {
+        "trace": seconds(lambda: (statetx.clear_cache(), statetx.jit(lambda x: step(x)).lower(x)), 5),
+        "trace, by hand": seconds(lambda: jax.jit(lambda w, x: raw(w, x)).lower(value, x), 5),
+    }
+
+
+KINDS: dict[str, tuple[Callable[[int], dict[str, float]], Sequence[int], Sequence[int]]] = {
+    "states": (states, (10, 100, 1_000, 10_000), (10, 100)),
+    "unrolled layers": (unrolled, (1, 10, 100, 1_000), (1, 10)),
+    "stacked layers": (stacked, (1, 10, 100, 1_000), (1, 10)),
+    "steps": (steps, (10, 1_000, 100_000, 1_000_000), (10, 1_000)),
+    "nesting": (nested, (1, 2, 4, 8), (1, 2)),
+}
+
+
+def growth(found: dict[int, dict[str, float]], what: str) -> float:
+    (a, first), (b, last) = list(found.items())[-2:]
+    return math.log(last[what] / first[what]) / math.log(b / a)
+
+
+def figures_of(results: dict[str, dict[int, dict[str, float]]]) -> dict[str, float]:
+    return {
+        f"{kind}: growth of {what}": growth(found, what)
+        for kind, found in results.items()
+        for what in next(iter(found.values()))
+    }
+
+
+def picture(results: dict[str, dict[int, dict[str, float]]], path: str) -> None:
+    """Milliseconds over size, a panel for each kind."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 2.9), layout="constrained")
+    colours = {"trace": "#0072b2", "dispatch": "#d55e00"}
+    for axes, (kind, found) in zip(figure.subplots(1, len(results)), results.items(), strict=True):
+        for what in next(iter(found.values())):
+            base, _, other = what.partition(", ")
+            style = {"linestyle": "--", "alpha": 0.6} if other else {"marker": "o", "markersize": 4}
+            axes.loglog(list(found), [1e3 * f[what] for f in found.values()], color=colours[base], label=what, **style)
+        axes.set_title(kind, loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+        axes.legend(frameon=False, fontsize=7)
+    figure.axes[0].set_ylabel("CPU ms", fontsize=8)
+    figure.supxlabel("how many", fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+COLUMNS = ("what grows", "how many", "cost", "CPU ms")
+
+
+def rows(results: dict[str, dict[int, dict[str, float]]]) -> list[list[str]]:
+    return [
+        [kind, f"{num:,}", what, f"{1e3 * value:,.3f}" if value < 0.01 else f"{1e3 * value:,.0f}"]
+        for kind, found in results.items()
+        for num, costs in found.items()
+        for what, value in costs.items()
+    ]
+
+
+def main() -> None:
+    options = parse_args(__doc__ or "", plot={"metavar": "PNG", "help": "draw the growth"})
+    env = environment()
+    print(header(env))
+    results = {}
+    for kind, (measure, sizes, small) in KINDS.items():
+        results[kind] = {num: measure(num) for num in (small if options.quick else sizes)}
+    show("Scale", COLUMNS, rows(results))
+    figures = figures_of(results)
+    lines = judge("bench_scale", figures, quick=options.quick)
+    print("\n".join(lines))
+    if options.plot:
+        picture(results, options.plot)
+    if options.json:
+        write_json(options.json, env, {"results": results, "figures": figures, "verdict": lines})
+    if options.markdown:
+        verdict = "\n".join(f"- {line}" for line in lines)
+        renew_section(
+            options.markdown, "bench_scale", "\n\n".join([header(env), markdown_table(COLUMNS, rows(results)), verdict])
+        )
+
+
+if __name__ == "__main__":
+    main()

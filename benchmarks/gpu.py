@@ -1,0 +1,209 @@
+"""Training steps on an accelerator: time, peak memory and throughput of every way to keep less.
+
+What is compared
+    A transformer (12 layers, width 768, 12 heads, 1,024 tokens, batch 8) and a gated recurrent model (16,384 steps, width
+    512, batch 64); gradients of the loss with respect to all parameters. The transformer without rematerialisation, with
+    each stock policy on its blocks, with products offloaded to the host, and with plans for two thirds and for a third of
+    the memory it takes. The recurrent model stored whole, in nested loops, by schedules of slots, and with the nested
+    loops' checkpoints in the host's memory.
+
+What is measured
+    Each in a process of its own, one after the other, three times around: the median time of a step, ten steps after two
+    to warm up; the most bytes that the device held (its allocator's own figure; where there is none, as on CPUs, arguments,
+    outputs and temporaries of the compiled program); tokens or steps of the sequence a second. Gradients are compared with
+    those of the first.
+
+Runs on a CPU, too: with ``--quick``, at small sizes. Results are written with the device's name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import programs
+from _common import environment, header, markdown_table, parse_args, renew_section, show, write_json
+
+import statetx
+from statetx import policies
+from statetx.policies import Levels, Slots
+
+MIB = 2**20
+TRANSFORMER = {"layers": 12, "width": 768, "heads": 12, "time": 1024, "batch": 8}
+QUICK_TRANSFORMER = {"layers": 2, "width": 64, "heads": 4, "time": 64, "batch": 2}
+RECURRENT, QUICK_RECURRENT = (16_384, 512, 64), (256, 32, 4)  # steps, width, batch
+
+
+def transformer(quick: bool, wrap: Callable = programs.identity) -> programs.Program:
+    return programs.transformer(wrap, **(QUICK_TRANSFORMER if quick else TRANSFORMER))
+
+
+def rematerialised(policy: Any) -> Callable[[bool], programs.Program]:
+    return lambda quick: transformer(quick, lambda f: statetx.remat(f, policy=policy))
+
+
+def planned(fraction: float) -> Callable[[bool], programs.Program]:
+    def make(quick: bool) -> programs.Program:
+        program = transformer(quick)
+        plan = statetx.plan(program.loss, program.params, *program.data, budget=fraction, argnums=0)
+        return program._replace(loss=plan.apply(program.loss))
+
+    return make
+
+
+def recurrent(checkpoint: Any) -> Callable[[bool], programs.Program]:
+    def make(quick: bool) -> programs.Program:
+        steps, width, batch = QUICK_RECURRENT if quick else RECURRENT
+        program = programs.recurrent(steps=steps, width=width, batch=batch)
+        return program._replace(loss=lambda params, xs: loss(params, xs, width, batch))
+
+    def loss(p: Any, xs: Any, width: int, batch: int) -> Any:
+        def step(h: Any, x: Any) -> tuple[Any, Any]:
+            gates = jax.nn.sigmoid(x @ p["x_gates"] + h @ p["h_gates"])
+            z, r = jnp.split(gates, 2, -1)
+            h = (1 - z) * h + z * jnp.tanh(x @ p["x_new"] + (r * h) @ p["h_new"])
+            return h, (h @ p["out"]).mean(-1)
+
+        _, ys = statetx.scan(step, jnp.zeros((batch, width)), xs, checkpoint=checkpoint)
+        return (ys**2).mean()
+
+    return make
+
+
+CONTESTANTS: dict[str, dict[str, Callable[[bool], programs.Program]]] = {
+    "transformer": {
+        "no remat": transformer,
+        "nothing": rematerialised("nothing"),
+        "dots": rematerialised("dots"),
+        "dots_without_batch_dims": rematerialised("dots_without_batch_dims"),
+        "dots, offloaded": rematerialised(policies.offload(policies.dots, otherwise="save")),
+        "plan, 2/3": planned(2 / 3),
+        "plan, 1/3": planned(1 / 3),
+    },
+    "recurrent": {
+        "plain": recurrent(None),
+        "Levels(2)": recurrent(Levels(2)),
+        "Slots(16)": recurrent(Slots(16)),
+        "Slots(128)": recurrent(Slots(128)),
+        "Levels(2), offloaded": recurrent(Levels(2, offload=True)),
+    },
+}
+
+
+def tokens(kind: str, quick: bool) -> int:
+    if kind == "transformer":
+        sizes = QUICK_TRANSFORMER if quick else TRANSFORMER
+        return sizes["time"] * sizes["batch"]
+    steps, _, batch = QUICK_RECURRENT if quick else RECURRENT
+    return steps * batch
+
+
+def one(kind: str, name: str, quick: bool) -> dict[str, Any]:
+    """In this process."""
+    program = CONTESTANTS[kind][name](quick)
+    step = jax.jit(jax.value_and_grad(program.loss)).lower(program.params, *program.data).compile()
+    memory = step.memory_analysis()
+    for _ in range(2):
+        value, grads = jax.block_until_ready(step(program.params, *program.data))
+    times = []
+    for _ in range(3 if quick else 10):
+        start = time.perf_counter()
+        jax.block_until_ready(step(program.params, *program.data))
+        times.append(time.perf_counter() - start)
+    stats = jax.devices()[0].memory_stats() or {}
+    compiled = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    sums = [float(jnp.abs(g).astype(jnp.float32).sum()) for g in jax.tree.leaves(grads)]
+    return {
+        "seconds": statistics.median(times),
+        "peak": stats.get("peak_bytes_in_use", compiled),
+        "temporary": memory.temp_size_in_bytes,
+        "loss": float(value),
+        "gradients": sums,
+    }
+
+
+def run(kind: str, name: str, quick: bool) -> dict[str, Any]:
+    """In a process of its own."""
+    words = [sys.executable, __file__, "--one", kind, name] + (["--quick"] if quick else [])
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(words, capture_output=True, text=True, env=env)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "killed"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+COLUMNS = (
+    "model and what is kept",
+    "ms a step",
+    "of the first",
+    "peak MiB",
+    "temporary MiB",
+    "tokens or steps a second",
+)
+
+
+def rows(results: dict[str, dict[str, Any]], quick: bool) -> list[list[str]]:
+    found = []
+    for kind, by_name in results.items():
+        first = next((r["seconds"] for r in by_name.values() if "seconds" in r), 1.0)
+        for name, r in by_name.items():
+            if "error" in r:
+                found.append([f"{kind}: {name}", r["error"][:60], "", "", "", ""])
+                continue
+            cells = [f"{1e3 * r['seconds']:.1f}", f"{r['seconds'] / first:.2f}", f"{r['peak'] / MIB:,.0f}"]
+            cells += [f"{r['temporary'] / MIB:,.1f}", f"{tokens(kind, quick) / r['seconds']:,.0f}"]
+            found.append([f"{kind}: {name}", *cells])
+    return found
+
+
+def main() -> None:
+    one_of = {"nargs": 2, "metavar": ("KIND", "NAME"), "help": "measure one contestant in this process and print JSON"}
+    options = parse_args(__doc__ or "", one=one_of)
+    if options.one:
+        print(json.dumps(one(*options.one, options.quick)))
+        return
+    env = environment() | {"device": jax.devices()[0].device_kind}
+    print(header(env))
+    samples: dict[str, dict[str, list]] = {kind: {n: [] for n in by_name} for kind, by_name in CONTESTANTS.items()}
+    for _ in range(1 if options.quick else 3):
+        for kind, by_name in CONTESTANTS.items():
+            for name in by_name:
+                samples[kind][name].append(run(kind, name, options.quick))
+    results = {kind: {n: merged(s) for n, s in by_name.items()} for kind, by_name in samples.items()}
+    for kind, by_name in results.items():
+        good = [r for r in by_name.values() if "error" not in r]
+        for r in good:
+            np.testing.assert_allclose(r["loss"], good[0]["loss"], rtol=1e-3, err_msg=kind)
+            np.testing.assert_allclose(r["gradients"], good[0]["gradients"], rtol=1e-2, err_msg=kind)
+    show("On " + env["device"], COLUMNS, rows(results, options.quick))
+    if options.json:
+        write_json(options.json, env, {"results": results})
+    if options.markdown:
+        renew_section(
+            options.markdown, "gpu", "\n\n".join([header(env), markdown_table(COLUMNS, rows(results, options.quick))])
+        )
+
+
+def merged(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median time of several processes, and what they agree on."""
+    failed = [s for s in samples if "error" in s]
+    if failed:
+        return failed[0]
+    return {
+        **samples[0],
+        "seconds": statistics.median(s["seconds"] for s in samples),
+        "peak": max(s["peak"] for s in samples),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Counts that must not grow: compiled programs beside the same written by hand, and how often work is shared."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_laws import NATIVE, PURE, _elements, grad, jit, numbers_of, remat, scalar, scan, transformed
+
+import statetx
+from corpus import X
+from helpers import compilations
+
+
+def compiled_counts(fun, *args):
+    compiled = jax.jit(fun).lower(*args).compile()
+    analysis, memory = compiled.cost_analysis(), compiled.memory_analysis()
+    return {
+        "flops": analysis.get("flops", 0.0),
+        "temporary bytes": memory.temp_size_in_bytes,
+        "instructions": compiled.as_text().count(" = "),
+    }
+
+
+def hand_scan(r, wrt):
+    """As people write it: all states in the carry."""
+
+    def loop(values, x):
+        def body(carry, x):
+            c, values = carry
+            out, values = r(values, x + 0.1 * jnp.sin(c))
+            return (0.5 * c + 0.1 * scalar(out), values), numbers_of(out)
+
+        (c, values), ys = jax.lax.scan(body, (jnp.asarray(0.5, x.dtype), values), _elements(x))
+        return (c, ys), values
+
+    return loop
+
+
+HAND = {**PURE, scan: hand_scan}
+
+
+def by_hand(nesting, program):
+    """The reference under the same transforms; JAX's but for the fence, which is not JAX's."""
+    fun = program.ref
+    for transform in nesting:
+        fun = statetx.remat(fun) if transform is remat else HAND[transform](fun, program.wrt)
+    return fun
+
+
+NESTINGS = [
+    (remat, grad),
+    (scan,),
+    (scan, grad),
+    (remat, scan, grad),
+    (scan, remat, grad),
+    (grad,),
+    (grad, jit),
+    (remat, grad, scan),
+]
+# Those whose references compute the same by the same operations.
+EXACT = "Counter ReadModifyWrite WriteOnly DictValued MutatedDict PythonNumbers".split()
+ALIKE = [*EXACT, "ReadOnly", "Dropout"]
+
+
+FAST = [(remat, grad), (remat, scan, grad), (grad, jit)]
+
+
+@pytest.mark.parametrize(
+    "nesting",
+    [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in NESTINGS],
+    ids=lambda n: "-".join(t.__name__ for t in n),
+)
+@pytest.mark.parametrize("make", [p for p in NATIVE if p.__name__ in ALIKE], ids=lambda p: p.__name__)
+def test_compiled_programs_are_those_written_by_hand(make, nesting):
+    program = make()
+    call = statetx.functionalize(transformed(nesting, program.step, program))
+    x = jnp.asarray(X)
+    ours = compiled_counts(call, call.values(x), x)
+    theirs = compiled_counts(by_hand(nesting, program), program.values(), x)
+    if make.__name__ in EXACT:
+        assert ours == theirs
+    else:  # by hand all states are carried through loops, read or written
+        assert all(ours[what] <= theirs[what] for what in theirs)
+
+
+def test_a_first_call_runs_the_python_once_and_equal_layers_share_what_follows():
+    runs = []
+
+    class Block:
+        def __init__(self):
+            self.w, self.count = statetx.Param(jnp.eye(3)), statetx.State(jnp.zeros((), jnp.int32))
+
+        @statetx.remat
+        def __call__(self, x):
+            runs.append(None)
+            self.count.value += 1
+            return jnp.tanh(x @ self.w.value)
+
+    blocks = [Block() for _ in range(24)]
+
+    def loss(x):
+        for block in blocks:
+            x = block(x)
+        return x.sum()
+
+    statetx.clear_cache()
+    statetx.jit(statetx.grad(loss))(jnp.ones(3))
+    assert len(runs) == 24
+    assert statetx.cache_info().transforms["remat"] == (23, 1)
+
+
+@pytest.mark.parametrize("call", ["scan", "cond", "while_loop", "fori_loop"])
+def test_eager_calls_are_compiled_once_and_leave_nothing(call):
+    count = statetx.State(jnp.zeros(()))
+
+    def step(x):
+        count.value += 1.0
+        return x + 1.0
+
+    calls = {
+        "scan": lambda: statetx.scan(lambda c, _: (step(c), None), jnp.float32(0), None, 3),
+        "cond": lambda: statetx.cond(jnp.array(True), lambda x: step(x), lambda x: x, jnp.float32(0)),
+        "while_loop": lambda: statetx.while_loop(lambda x: x < 3, lambda x: step(x), jnp.float32(0)),
+        "fori_loop": lambda: statetx.fori_loop(0, 3, lambda i, x: step(x), jnp.float32(0)),
+    }
+    calls[call]()
+    calls[call]()
+    size = statetx.cache_info().structures.size
+    with compilations() as compiled:
+        for _ in range(5):
+            calls[call]()
+    assert compiled == [] and statetx.cache_info().structures.size == size
