@@ -103,7 +103,7 @@ def run(program, remat, fit):
     return out, states, jax.random.key_data(brainstate.random.DEFAULT.value)
 
 
-@pytest.mark.parametrize("fit", [True, False])
+@pytest.mark.parametrize("fit", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_rematerialised_method_equals_the_plain_one(program, fit):
     expected, actual = run(program, False, fit), run(program, True, fit)

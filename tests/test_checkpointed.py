@@ -713,6 +713,7 @@ def on_four_devices():
     check(donating(W, h + 0, xs + 0), expected[1:])
 
 
+@pytest.mark.slow  # on eight: test_many_devices.py
 def test_on_four_devices():
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     code = "import test_checkpointed; test_checkpointed.on_four_devices()"

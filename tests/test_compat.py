@@ -1,6 +1,7 @@
 """What is relied upon of JAX's private names: these fail when upstream's meaning shifts."""
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -31,7 +31,7 @@ def results_of(run, out):
     return json.loads((out / "results.json").read_text())
 
 
-@pytest.mark.parametrize("cell", ["gru", "lif"])
+@pytest.mark.parametrize("cell", ["gru", pytest.param("lif", marks=pytest.mark.slow)])
 def test_all_runs_agree_and_take_less_memory(cell, tmp_path):
     out = tmp_path / "new" / "folder"
     out.parent.mkdir()
@@ -69,6 +69,7 @@ def test_a_length_that_no_chunk_divides_loses_no_step(tmp_path):
         assert comparison["weight_difference"] < 1e-5
 
 
+@pytest.mark.slow
 def test_the_policy_reaches_the_steps(tmp_path):
     kept = results_of(train(*TINY, "--policy", "everything_saveable", out=tmp_path), tmp_path)
     nothing = results_of(train(*TINY, out=tmp_path), tmp_path)
@@ -76,6 +77,7 @@ def test_the_policy_reaches_the_steps(tmp_path):
     assert kept["comparisons"]["nested"]["memory_ratio"] < 0.8 * nothing["comparisons"]["nested"]["memory_ratio"]
 
 
+@pytest.mark.slow
 def test_memory_and_time_over_slot_counts(tmp_path):
     # Slots of a size that does not fit beside the weights: XLA also uses the room of results that are yet to come.
     options = ("--curve", "--runs", "scheduled", "--slots", "3", "--batch", "256")
@@ -87,7 +89,7 @@ def test_memory_and_time_over_slot_counts(tmp_path):
     assert all(point["step_seconds"] > 0 for point in results["slots"])
 
 
-@pytest.mark.parametrize("name", RUNS[:2])
+@pytest.mark.parametrize("name", [pytest.param(RUNS[0], marks=pytest.mark.slow), RUNS[1]])
 def test_one_run_alone(name, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("Ein Zug führt über Gräben. " * 10, encoding="utf-8")

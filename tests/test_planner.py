@@ -55,7 +55,7 @@ def assert_same_gradients(planned, plain, *args, rtol=1e-5):
 @pytest.mark.parametrize(
     "fun", [loss, scanned, functools.partial(loss, block=statetx.remat(block))], ids=["plain", "scan", "marked"]
 )
-@pytest.mark.parametrize("budget", [0.95, 0.6, 0.47])
+@pytest.mark.parametrize("budget", [pytest.param(0.95, marks=pytest.mark.slow), 0.6, 0.47])
 def test_budgets_are_kept_and_gradients_are_the_same(fun, budget):
     plan = statetx.plan(fun, WS, X, budget=budget, argnums=0)
     assert plan.temp_bytes <= plan.budget_bytes == int(budget * plan.unplanned_bytes)
@@ -411,7 +411,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [k if n % 3 == 0 else pytest.param(k, marks=pytest.mark.slow) for n, k in enumerate(KINDS)]
+)
 def test_programs_of_every_kind(kind):
     fun = KINDS[kind]
     planner = Planner(fun, WS, X, argnums=0)

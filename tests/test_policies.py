@@ -206,7 +206,7 @@ def equations(jaxpr):
 
 
 # The others take their time, behind the marker.
-FAST = (policies.dots, policies.path("v"), policies.everything, policies.except_names("out"), policies.offload("out"))
+FAST = (policies.dots, policies.path("v"), policies.offload("out"))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ NUMBER_TO_MAPPED_STATE = Block(
 )
 
 
-@settings(max_examples=300, **COMMON)
+@settings(max_examples=120, **COMMON)
 @example(NUMBER_TO_MAPPED_STATE)
 @given(programs())
 def test_random_program_equals_its_reference(program):

@@ -7,6 +7,7 @@ import pickle
 
 import jax
 import jax.experimental
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -161,7 +161,9 @@ def shared_remat(f, program):
     return shared(f)
 
 
-@pytest.mark.parametrize("nesting", [(shared_remat, grad), (shared_remat, jit)], ids=["grad", "jit"])
+@pytest.mark.parametrize(
+    "nesting", [(shared_remat, grad), pytest.param((shared_remat, jit), marks=pytest.mark.slow)], ids=["grad", "jit"]
+)
 @pytest.mark.parametrize(
     "make", [p if p in NATIVE else pytest.param(p, marks=pytest.mark.slow) for p in PROGRAMS], ids=lambda p: p.__name__
 )

@@ -39,7 +39,11 @@ def test_a_rematerialised_layer_is_equivalent_bit_for_bit(policy):
 PROGRAMS = [p for p in corpus.PROGRAMS if p in corpus.NATIVE and not p.grows and p.loops]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    "program",
+    [p if n % 3 == 0 else pytest.param(p, marks=pytest.mark.slow) for n, p in enumerate(PROGRAMS)],
+    ids=lambda p: p.__name__,
+)
 def test_the_corpus_is_equivalent(program):
     # Bit for bit, but where gradients are summed in another order or a branch is compiled as a whole.
     rounds = program.__name__ in ("Nested", "Branches")

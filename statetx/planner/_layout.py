@@ -92,6 +92,13 @@ class Layout:
             most = max(most, base + kept + option.working_bytes)
         return most
 
+    def peak_part(self, options: Sequence[Option]) -> tuple[int, int]:
+        """The part during whose backward pass most is in use, and the bytes that the parts before it keep then."""
+        sums = np.cumsum([0, *(o.kept_bytes for o in options)])
+        in_use = [b + s + o.kept_bytes + o.working_bytes for b, s, o in zip(self.base, sums, options, strict=False)]
+        part = int(np.argmax(in_use))
+        return part, int(sums[part])
+
     def least_peak(self) -> int:
         """The lowest limit within which there is a choice."""
         low, high = 0, max(1, self.peak([min(o, key=lambda x: x.kept_bytes + x.working_bytes) for o in self.options]))

@@ -134,6 +134,8 @@ class Search:
             low, high = (max(low, target), high) if candidate.temp_bytes <= budget else (low, min(high, target))
             if high <= low * 1.005:
                 break
+        if self.best(budget) is None and not self.is_late() and (least := self._least()) is not None:
+            self.measure(*least)
         self._try_stock(budget)
         return self.best(budget)
 
@@ -192,10 +194,19 @@ class Search:
         return 0.0 if found is None else sum(o.price for o in found[1])
 
     def _least(self) -> tuple[Layout, list[Option]] | None:
+        """The choice of the lowest peak, once it is known of all that come near it how near they come."""
         while True:
-            found = self._cheapest(min(layout.least_peak() for layout in self.layouts) * 1.001 + 1)
-            if found is None or not self._learn(*found):
+            limit = min(layout.least_peak() for layout in self.layouts) * 1.001 + 1
+            found = self._cheapest(limit)
+            if found is None or self.is_late() or not (self._learn(*found) | self._learn_of_peak(*found, 1.1 * limit)):
                 return found
+
+    def _learn_of_peak(self, layout: Layout, options: Sequence[Option], limit: float) -> bool:
+        """Measure all options of the part that a choice has its peak in which alone stay within a limit."""
+        part, kept = layout.peak_part(options)
+        front, spare = layout.fronts[part], limit - layout.base[part] - kept
+        near = [o for o in front.options if o.kept_bytes + o.working_bytes <= spare]
+        return any([front.measure(o) for o in near if not self.is_late()])
 
     def _propose(self, limit: float) -> tuple[Layout, list[Option]] | None:
         """The cheapest choice of all layouts that the model puts within a limit, of options that were measured."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -219,7 +220,12 @@ class Plan(Rewriting):
             f"(predicted {format_bytes(self.predicted_bytes)}, budget {format_bytes(self.budget_bytes)}, "
             f"without a plan {format_bytes(self.unplanned_bytes)}), {100 * self.extra_flops:+.1f}% operations"
         ]
-        planned = [row for row in self.rows if row.decision != "as it is"]
+        alike: dict[PlanRow, int] = {}
+        for row in self.rows:
+            if row.decision != "as it is":
+                key = dataclasses.replace(row, times=0)
+                alike[key] = alike.get(key, 0) + row.times
+        planned = [dataclasses.replace(row, times=times) for row, times in alike.items()]
         shown = [row for row in planned if 200 * row.bytes * row.times >= self.unplanned_bytes][:_SHOWN]
         columns = ["value", "owner", "times", "bytes", "decision", "cost"]
         unit = _format_seconds if self._fields["objective"] == "time" else lambda x: format_flops(int(x))
