@@ -38,6 +38,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import _common
 import brainstate
 import equinox as eqx
 import flax.linen as nn
@@ -85,19 +86,9 @@ NNX, LINEN, HAIKU, EQUINOX = (
 )
 
 
-class _Runs:
-    """How often a block's Python body ran; without attributes, so that nothing which walks the code sees it change."""
-
-    __slots__ = ()
-    seen: list[None] = []
-
-
-runs = _Runs()
-
-
 def affine_pair(x: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> Any:
     """The body of a block, in every contestant."""
-    runs.seen.append(None)
+    _common.body_runs.append(None)
     return x + jnp.tanh(x @ w1 + b1) @ w2 + b2
 
 
@@ -433,10 +424,10 @@ def counts(name: str) -> dict[str, Any]:
     case = CONTESTANTS[name]()
     statetx.clear_cache()
     gc.collect()
-    runs.seen.clear()
+    _common.body_runs.clear()
     traced = case.trace() if case.trace is not None else None
     lowered = traced.lower() if traced is not None else case.lower()  # type: ignore[misc]
-    num_runs = len(runs.seen)
+    num_runs = len(_common.body_runs)
     loss, grads = case.loss_and_sum()
     return {
         "equations": num_equations(traced.jaxpr) if traced is not None else None,

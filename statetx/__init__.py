@@ -7,6 +7,7 @@ explicit inputs and outputs. See the README for a first program.
 
 import importlib as _importlib
 import os as _os
+import threading as _threading
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -111,23 +112,27 @@ _PUBLIC = {
     ".transforms.while_loop": "fori_loop while_loop",
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names.split()}
-_SUBMODULES = ("policies", "testing", "caches", "planner", "residuals")
+_SUBMODULES = ("policies", "testing", "caches", "planner", "residuals", "transforms", "kinds")
+_loading = _threading.RLock()
 
 
 def __getattr__(name: str) -> _Any:
-    if name in _SUBMODULES:
-        return _importlib.import_module(f".{name}", __name__)
-    module = _MODULE_OF.get(name)
-    if module is None:
+    if name not in _SUBMODULES and name not in _MODULE_OF:
         raise AttributeError(f"module 'statetx' has no attribute {name!r}")
-    value = globals()[name] = getattr(_importlib.import_module(module, __name__), name)
+    with _loading:  # two threads that load packages from both ends would see half of one
+        if name in _SUBMODULES:
+            return _importlib.import_module(f".{name}", __name__)
+        value = globals()[name] = getattr(_importlib.import_module(_MODULE_OF[name], __name__), name)
     return value
 
 
+__all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
+    {*(name for name in globals() if not name.startswith("_")), *_MODULE_OF, "policies", "testing"}
+)
+
+
 def __dir__() -> list[str]:
-    return sorted(
-        {*(name for name in globals() if not name.startswith("_")), *_MODULE_OF, *_SUBMODULES[:2], "__version__"}
-    )
+    return [*__all__, "__version__"]
 
 
 if _os.environ.get("STATETX_DEBUG", "0") not in ("", "0"):

@@ -301,6 +301,8 @@ def _lower_remat(ctx: Any, *args: Any, jaxpr: Jaxpr, differentiated: bool, polic
     is_fenced = isinstance(policy, _Fenced) and (policy.fence == "cond" or drops_barriers)
     # In shard_map a value's type says on which devices it differs, and both branches would have to agree on that.
     is_plain = not jaxpr.effects and not any(getattr(getattr(a, "mat", None), "varying", ()) for a in ctx.avals_in)
+    # A size that is a symbol (jax.export) cannot be compared with others.
+    is_plain = is_plain and all(isinstance(d, int) for a in ctx.avals_in for d in getattr(a, "shape", ()))
     if differentiated and is_fenced and is_plain and any(map(_has_bits, ctx.avals_in)):
         fenced = _fenced_jaxprs.get(jaxpr)
         if fenced is None:
@@ -343,7 +345,8 @@ def _with_canonical_convolutions(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]
 
     for eqn in jaxpr.eqns:
         ins = [read(v) for v in eqn.invars]
-        if eqn.primitive.name == "conv_general_dilated" and eqn.params["batch_group_count"] == 1:
+        is_plain = eqn.params.get("batch_group_count") == 1 and eqn.params.get("out_sharding") is None
+        if eqn.primitive.name == "conv_general_dilated" and is_plain:
             outs = [_canonical_convolution(*ins, **eqn.params)]
         else:
             outs = bind_equation(eqn, eqn.params, ins)

@@ -283,7 +283,7 @@ def _function_variables(fun: types.FunctionType, module: dict[str, Any] | None) 
     for default in fun.__defaults__ or ():
         yield "", default
     if fun.__globals__ is module:
-        for name in _global_names(fun.__code__):
+        for name in global_names(fun.__code__):
             if name in fun.__globals__:
                 content = fun.__globals__[name]
                 yield "" if isinstance(content, types.FunctionType) else name, content
@@ -293,8 +293,8 @@ _GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 @functools.lru_cache(maxsize=1024)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
+def global_names(code: types.CodeType) -> tuple[str, ...]:
     """The module variables that a function's code reads, in order; not the attributes, which are among its names too."""
     names = [i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL_READS]
-    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _global_names(const)]
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in global_names(const)]
     return tuple(dict.fromkeys([*names, *inner]))

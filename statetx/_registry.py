@@ -185,21 +185,28 @@ class Frame:
         self.is_open = True
         open_frames[id(self)] = None
         _local.frame = self
-        for kind in kinds():
-            kind.open(self)
-            self._watching.append(kind)
+        try:
+            for kind in kinds():
+                kind.open(self)
+                self._watching.append(kind)
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
         return self
 
     def __exit__(self, exc_type, exc, tb) -> None:
-        for kind in reversed(self._watching):
-            kind.close(self)
-        _local.frame = self.parent
         try:
-            if exc_type is None:
-                self._check_suspects()
-                self.effects = self._collect()
+            for kind in reversed(self._watching):
+                kind.close(self)
+            _local.frame = self.parent
+            try:
+                if exc_type is None:
+                    self._check_suspects()
+                    self.effects = self._collect()
+            finally:
+                self._restore()
         finally:
-            self._restore()
+            _local.frame = self.parent
             self._created.clear()
             self.is_open = False
             self.trace = None

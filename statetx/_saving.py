@@ -254,7 +254,7 @@ class _Live:
 
 
 def _describe_leaf(path: str, x: Any) -> dict[str, Any]:
-    if isinstance(x, _VALUES):
+    if isinstance(x, _VALUES) and not isinstance(x, np.generic):  # NumPy's float64 is a float of Python's, too
         return {"type": _type(x), "value": x}
     if not isinstance(x, (jax.Array, np.ndarray, np.generic)) or not is_array(x):
         raise StateValueError(

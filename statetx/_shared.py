@@ -6,28 +6,42 @@ arrays and of what states hold, and which of them are the same object. A call th
 equations from it, with its own arrays and states in the places of those.
 
 What the walk does not see must not matter to the function; that is what the user promises. It does not see variables of
-other modules than the function's own, what is inside objects of other languages, and files, clocks and the like.
+other modules than the function's own, the entries of arrays that have more than one, and files, clocks and the like. Where
+it meets an object whose contents nobody can compare, nothing is shared.
 """
 
 from __future__ import annotations
 
 import collections
+import enum
+import functools
 import threading
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from . import _compat, _registry
 from ._jaxpr import Body
 from ._lift import Input, Outcome, Wrapper
-from ._paths import ATOMS, children, own_globals
+from ._paths import global_names, own_globals
 from ._registry import Effect
-from ._tree import Partition, freeze, partition
+from ._tree import Identity, Partition, freeze, partition
 
 _LARGEST = 1 << 16  # bytes of a NumPy array that is compared by its content
+_PLAIN = (str, bytes, bool, int, float, complex, type(None), type(...), range, slice, enum.Enum, frozenset)
+_PLAIN += (np.generic, np.dtype, types.CodeType, types.ModuleType)
+# Their classes and functions are taken as they are; they hold nothing of the user's that changes.
+_LIBRARIES = frozenset("builtins jax jaxlib numpy flax brainstate statetx optax equinox haiku typing abc enum".split())
+_LIBRARIES |= frozenset("collections functools dataclasses contextlib types operator math threading weakref".split())
+_OPERATIONS = frozenset("builtins jax jaxlib numpy operator".split())
+_BOOKKEEPING = frozenset("__module__ __dict__ __weakref__ __doc__ __qualname__ __annotations__ __slots__".split())
+_BOOKKEEPING |= frozenset("__firstlineno__ __static_attributes__ __abstractmethods__ _abc_impl __parameters__".split())
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType)
+_DESCRIPTORS += (types.MethodDescriptorType, types.ClassMethodDescriptorType)
 
 
 class _Unseen(Exception):
@@ -47,60 +61,164 @@ class Sight:
         self._parts: list[Hashable] = []
         self._seen: dict[int, int] = {}
         self._keep: list[Any] = []  # objects made on the way must outlive the walk, or their ids are used again
+        self._module = own_globals(fun)
         self.key: Hashable = None
         try:
             for obj in (*others.static, fun):
-                self._look(obj, own_globals(fun))
+                self._look(obj)
             key = (settings, _registry.modes(), _compat.trace_context(), others.treedef, others.mask, tuple(avals))
             key = (*key, tuple(self._parts))
             hash(key)
-        except (_Unseen, TypeError, RecursionError):
+        except Exception:  # whatever an object of the user's raises when it is looked at
             return
         self.key = key
-
-    def _look(self, obj: Any, module: dict[str, Any] | None) -> None:
-        parts = self._parts
-        if isinstance(obj, jax.Ref) or (isinstance(obj, np.ndarray) and obj.nbytes > _LARGEST):
-            raise _Unseen
-        if isinstance(obj, ATOMS) and not isinstance(obj, jax.Array):
-            parts.append(freeze(obj))
-            return
-        number = self._seen.setdefault(id(obj), len(self._seen))
-        if number != len(self._seen) - 1:
-            parts.append(("again", number))
-            return
-        self._keep.append(obj)
-        kind = _registry.kind_of(obj)
-        if kind is not None:
-            leaves, part = partition(kind.get(obj))
-            avals = tuple([_compat.abstract(x) for x in leaves])
-            parts.append((type(obj), part.treedef, part.mask, freeze(part.static), avals))
-            self.things.append(obj)
-        elif isinstance(obj, jax.Array):
-            parts.append(_compat.abstract(obj))
-            self.things.append(obj)
-        else:
-            self._look_within(obj, module)
-
-    def _look_within(self, obj: Any, module: dict[str, Any] | None) -> None:
-        if isinstance(obj, types.GeneratorType):
-            raise _Unseen
-        found = list(children(obj, module))
-        if isinstance(obj, Wrapper):
-            found += vars(obj)["_options"].items()
-        elif isinstance(obj, types.FunctionType):
-            self._parts.append(obj.__code__)
-        elif not found and not isinstance(obj, (Mapping, list, tuple)):
-            self._parts.append(freeze(obj))
-            return
-        self._parts.append((type(obj), len(found)))
-        for name, child in found:
-            self._parts.append(name)
-            self._look(child, module)
 
     def find(self, obj: Any) -> int | None:
         """The place of a state or array among the `things`."""
         return next((n for n, thing in enumerate(self.things) if thing is obj), None)
+
+    # What is not named here is unseen: a function that reaches it shares nothing.
+
+    def _look(self, obj: Any) -> None:
+        parts = self._parts
+        if isinstance(obj, _PLAIN):
+            parts.append(freeze(obj))
+            return
+        number = self._seen.get(id(obj))
+        if number is not None:
+            parts.append(("again", number))
+            return
+        self._seen[id(obj)] = len(self._seen)
+        self._keep.append(obj)
+        kind = _registry.kind_of(obj)
+        if isinstance(obj, jax.Ref):
+            raise _Unseen
+        if kind is not None:
+            self._look_at_state(obj, kind)
+        elif isinstance(obj, jax.Array):
+            # An array of one entry steers Python: a flag, a count.
+            content = np.asarray(obj).tobytes() if not isinstance(obj, _compat.Tracer) and _is_scalar(obj) else None
+            parts.append((_compat.abstract(obj), content))
+            self.things.append(obj)
+        elif isinstance(obj, np.ndarray):
+            if obj.nbytes > _LARGEST or obj.dtype.hasobject:
+                raise _Unseen
+            parts.append(freeze(obj))
+        elif isinstance(obj, type):
+            self._look_at_class(obj)
+        elif isinstance(obj, types.FunctionType):
+            self._look_at_function(obj)
+        elif isinstance(obj, types.MethodType):
+            parts.append(types.MethodType)
+            self._look_at_all([obj.__self__, obj.__func__])
+        elif isinstance(obj, functools.partial):
+            parts.append(type(obj))
+            self._look_at_all([obj.func, list(obj.args), obj.keywords, vars(obj)])
+        elif isinstance(obj, Wrapper):
+            parts.append(type(obj))
+            self._look_at_all([obj.__wrapped__, dict(vars(obj)["_options"])])
+        elif isinstance(obj, (property, staticmethod, classmethod, functools.cached_property)):
+            parts.append(type(obj))
+            names = ("fget", "fset", "__func__", "func")
+            self._look_at_all([getattr(obj, name) for name in names if getattr(obj, name, None) is not None])
+        elif callable(obj) and type(obj).__module__.partition(".")[0] in _OPERATIONS:
+            parts.append(Identity(obj))  # an operation of JAX's or NumPy's, or a function that was jitted
+            if isinstance(getattr(obj, "__wrapped__", None), types.FunctionType):
+                self._look(obj.__wrapped__)
+        else:
+            self._look_at_object(obj)
+
+    def _look_at_all(self, objs: Sequence[Any]) -> None:
+        self._parts.append(len(objs))
+        for obj in objs:
+            self._look(obj)
+
+    def _look_at_state(self, state: Any, kind: Any) -> None:
+        leaves, part = partition(kind.get(state))
+        avals = tuple([_compat.abstract(x) for x in leaves])
+        self._parts.append((Identity(type(state)), part.treedef, part.mask, freeze(part.static), avals))
+        self.things.append(state)
+        # Besides its value: names that libraries keep for themselves begin with an underscore.
+        if hasattr(state, "get_metadata"):
+            rest = dict(state.get_metadata())
+        else:
+            rest = {"metadata": getattr(state, "metadata", None)}
+            rest |= {k: v for k, v in getattr(state, "__dict__", {}).items() if not k.startswith("_")}
+        self._look_at_all([kind.name_of(state), rest, type(state)])
+
+    def _look_at_function(self, fun: types.FunctionType) -> None:
+        self._parts.append(fun.__code__)
+        cells = [c.cell_contents if _is_filled(c) else _Unseen for c in fun.__closure__ or ()]
+        self._look_at_all([list(fun.__defaults__ or ()), dict(fun.__kwdefaults__ or {}), cells, _without_wrapped(fun)])
+        if fun.__globals__ is self._module:
+            names = [n for n in global_names(fun.__code__) if n in fun.__globals__]
+            self._parts.append(tuple(names))
+            self._look_at_all([fun.__globals__[n] for n in names])
+
+    def _look_at_class(self, cls: type) -> None:
+        self._parts.append(Identity(cls))
+        for base in cls.__mro__:
+            if not _is_of_library(base):
+                held = {
+                    k: v for k, v in vars(base).items() if k not in _BOOKKEEPING and not isinstance(v, _DESCRIPTORS)
+                }
+                self._parts.append(tuple(held))
+                self._look_at_all(list(held.values()))
+
+    def _look_at_object(self, obj: Any) -> None:
+        self._look(type(obj))
+        known = False
+        if isinstance(obj, dict):
+            self._parts.append(tuple([freeze(k) for k in obj]))
+            self._look_at_all(list(obj.values()))
+            known = True
+        elif isinstance(obj, (list, tuple, collections.deque)):
+            self._look_at_all(list(obj))
+            known = True
+        elif isinstance(obj, set):
+            self._parts.append(freeze(obj))
+            known = True
+        for cls in type(obj).__mro__:
+            slots = cls.__dict__.get("__slots__", ())
+            for slot in (slots,) if isinstance(slots, str) else slots:
+                name = (
+                    f"_{cls.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
+                )
+                if name not in ("__dict__", "__weakref__") and hasattr(obj, name):
+                    self._parts.append(name)
+                    self._look(getattr(obj, name))
+        attributes = getattr(obj, "__dict__", None)
+        if attributes is not None:
+            self._parts.append(tuple(attributes))
+            self._look_at_all(list(attributes.values()))
+        # One of a class that is not Python's has contents that nobody sees.
+        own = [c for c in type(obj).__mro__ if c is not object and not c.__flags__ & _HEAP_TYPE]
+        if not known and own:
+            raise _Unseen
+
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was made by a class statement
+
+
+def _is_of_library(cls: type) -> bool:
+    return (getattr(cls, "__module__", None) or "").partition(".")[0] in _LIBRARIES
+
+
+def _is_scalar(x: jax.Array) -> bool:
+    return x.size <= 1 and x.is_fully_addressable and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _without_wrapped(fun: types.FunctionType) -> dict[str, Any]:
+    """What a function wraps, it closes over, if it calls it."""
+    return {k: v for k, v in vars(fun).items() if k != "__wrapped__"}
 
 
 class Recalled(NamedTuple):
@@ -141,23 +259,31 @@ class _Run:
         return Recalled(self.kept, operands, values, Outcome(self.out, effects, self.values))
 
 
-def remember(sight: Sight, run: Recalled, body: Body, inputs: Sequence[Input]) -> None:
-    """Keep a run for calls that look like the one it was for, if all that it touched was met on the way."""
+def remember(sight: Sight, after: Sight, run: Recalled, body: Body, inputs: Sequence[Input]) -> None:
+    """Keep a run for calls that look like the one it was for, if all that it touched was met on the way.
+
+    Args:
+        after: a sight of the same call once it was run; one that the run has changed shares nothing.
+    """
     kept, operands, _, outcome = run
     # A body that is like no other has a derivative rule of the user's, which reads what it likes whenever it runs.
-    if sight.key is None or body.key.is_unlike or any(e.created for e in outcome.effects):
+    if sight.key is None or after.key != sight.key or body.key.is_unlike or any(e.created for e in outcome.effects):
         return
     places = [sight.find(e.state) for e in outcome.effects]
     reads = [(sight.find(i.state), i.kind, i.part, i.avals) for i in inputs]
     if None in places or any(n is None for n, *_ in reads):
         return
     static = [x for part in (outcome.out, *outcome.values) for x in part.static]
-    if not all(isinstance(x, ATOMS) for x in static):
-        return  # an object that belongs to this very call
+    if not all(isinstance(x, _PLAIN) for x in static):
+        return  # an object, or an array, that belongs to this very call
     found = [(sight.find(x), x) for x in operands]
-    if any(n is None and isinstance(x, _compat.Tracer) for n, x in found):
+    # What Python made of an array that it could look at may be another thing for the next call.
+    is_concrete = any(isinstance(x, jax.Array) and not isinstance(x, _compat.Tracer) for x in sight.things)
+    if any(
+        n is None and (isinstance(x, _compat.Tracer) or (is_concrete and isinstance(x, jax.Array))) for n, x in found
+    ):
         return
-    found = [(n, x if n is None else None) for n, x in found]
+    found = [(n, None if n is not None else x.copy() if isinstance(x, np.ndarray) else x) for n, x in found]
     runs.keep(sight.key, _Run(kept, found, reads, outcome, [n for n in places if n is not None]))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 
 import brainstate
@@ -31,18 +30,18 @@ from test_laws import (
     transformed,
 )
 
+import helpers
 import statetx
 from corpus import X
 from statetx import _shared
 
 shared = functools.partial(statetx.remat, share_traces=True)
-ran = itertools.count()  # of an object that is the same whatever it has counted, the walk takes no notice
 
 
 def runs_of(call):
-    before = next(ran)
+    helpers.body_runs.clear()
     call()
-    return next(ran) - before - 1
+    return len(helpers.body_runs)
 
 
 class Block:
@@ -55,7 +54,7 @@ class Block:
 
     @shared
     def __call__(self, x, training=True):
-        next(ran)
+        helpers.body_runs.append(None)
         return self.plain(x, training)
 
     def plain(self, x, training=True):
@@ -202,7 +201,7 @@ def test_what_belongs_to_one_call_is_not_shared():
 
         @shared
         def __call__(self, x):
-            next(ran)
+            helpers.body_runs.append(None)
             return self, jnp.sin(x * self.w.value)
 
     owners = [Owner(2.0), Owner(3.0)]
@@ -238,7 +237,7 @@ def test_states_of_brainstate_and_their_modes():
 
         @shared
         def update(self, x):
-            next(ran)
+            helpers.body_runs.append(None)
             return self.drop(self.linear(x))
 
     layers = [Layer() for _ in range(3)]
@@ -278,3 +277,149 @@ def test_runs_are_bounded_and_can_be_forgotten():
     assert len(small) == 2
     statetx.clear_cache()
     assert statetx.cache_info().runs == (0, 0, 0, 512)
+
+
+# -- what must tell calls apart: pairs of functions of an object and x, each of which a walk that looks less far confuses ----
+
+
+class Holder:
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+class Listed(list):
+    pass
+
+
+class Wrapping:
+    def __init__(self, fun, factor):
+        functools.update_wrapper(self, fun)
+        self.factor = factor
+
+    def __call__(self, x):
+        return self.factor * x
+
+
+class Slotted:
+    __slots__ = ("__k",)
+
+    def __init__(self, k):
+        self.__k = k
+
+    def k(self):
+        return self.__k
+
+
+class Scaled:
+    scale = 2.0
+
+
+class Marked(statetx.State):
+    pass
+
+
+def listed(k):
+    made = Listed([1.0])
+    made.k = k
+    return made
+
+
+def marked(k):
+    made = Marked(jnp.float32(1.0))
+    made.k = k
+    return made
+
+
+def with_default(k):
+    def fun(x, *, k=k):
+        return k * x
+
+    return fun
+
+
+def with_attribute(k):
+    def fun(x):
+        return fun.k * x
+
+    fun.k = k
+    return fun
+
+
+def two_states(same):
+    a = statetx.State(jnp.float32(2.0))
+    return Holder(a=a, b=a if same else statetx.State(jnp.float32(5.0)))
+
+
+def two_arrays(same):
+    a = jnp.array([3.0, 3.0])
+    return Holder(a=a, b=a if same else jnp.array([7.0, 7.0]))
+
+
+def iterator(start):
+    made = iter([1.0, 2.0, 3.0])
+    [next(made) for _ in range(start)]
+    return Holder(made=made)
+
+
+PAIRS = {
+    "adjacent names of one state": (two_states, (True, False), lambda o, x: o.a.value * x + 10 * o.b.value * x),
+    "adjacent names of one array": (two_arrays, (True, False), lambda o, x: (o.a * x + 10 * o.b * x).sum()),
+    "an array that is returned": (lambda k: Holder(t=jnp.array([k, k])), (1.0, 5.0), lambda o, x: o.t + 0 * x),
+    "metadata": (
+        lambda k: statetx.State(jnp.float32(1.0), scale=k),
+        (2.0, 3.0),
+        lambda s, x: s.value * s.metadata["scale"] * x,
+    ),
+    "attribute of a state": (marked, (2.0, 3.0), lambda s, x: s.value * s.k * x),
+    "keyword-only default": (with_default, (2.0, 3.0), lambda f, x: f(x)),
+    "attribute of a function": (with_attribute, (2.0, 3.0), lambda f, x: f(x)),
+    "attribute of a list": (listed, (2.0, 3.0), lambda o, x: o.k * x),
+    "wrapping object": (lambda k: Wrapping(abs, k), (2.0, 3.0), lambda o, x: o(x)),
+    "type of a key": (lambda k: Holder(d={k: 1.0}), (1, "1"), lambda o, x: x * (2.0 if 1 in o.d else 3.0)),
+    "private slot": (Slotted, (2.0, 3.0), lambda o, x: o.k() * x),
+    "iterator": (iterator, (1, 2), lambda o, x: next(o.made) * x),
+    "bytes that change": (bytearray, (b"a", b"b"), lambda o, x: o[0] * x),
+    "random generator": (np.random.default_rng, (1, 2), lambda o, x: o.uniform() * x),
+    "flag in an array": (lambda k: Holder(t=jnp.float32(k)), (1.0, 5.0), lambda o, x: float(o.t) * x),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_tells_calls_apart(name):
+    make, (first, second), fun = PAIRS[name]
+    _shared.runs.clear()
+    call = shared(fun)
+    for k in (first, second, first):
+        expected, given = fun(make(k), jnp.float32(1.0)), make(k)
+        got = jax.jit(lambda x, given=given: call(given, x))(jnp.float32(1.0))
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_class_attributes_and_flags_that_methods_read(monkeypatch):
+    _shared.runs.clear()
+    call = shared(lambda o, x: o.scale * x)
+    run = lambda: float(jax.jit(lambda x: call(Scaled(), x))(1.0))  # noqa: E731
+    assert (run(), run(), _shared.runs.hits) == (2.0, 2.0, 1)
+    monkeypatch.setattr(Scaled, "scale", 5.0)
+    assert run() == 5.0
+
+
+def test_attributes_that_a_run_sets_are_set_in_each():
+    _shared.runs.clear()
+
+    def note(o, x):
+        o.last = x.shape
+        return 2 * x
+
+    holders = [Holder(last=None), Holder(last=None)]
+    jax.jit(lambda x: [shared(note)(o, x) for o in holders])(jnp.ones(3))
+    assert [o.last for o in holders] == [(3,), (3,)]
+
+
+def test_an_object_that_cannot_be_looked_at_shares_nothing():
+    class Odd(dict):
+        def values(self):
+            raise KeyError("no")
+
+    call = shared(lambda o, x: 2 * x)
+    assert jax.jit(lambda x: call(Odd(a=1), x))(1.0) == 2.0

@@ -70,7 +70,7 @@ def grad(
     Returns:
         A function of the same arguments. It returns the gradients, in the structure of `wrt` (of each state, the
         structure of its value), in that of `argnums`, or the pair of these; with `has_aux` a pair ``(gradients,
-        aux)``.
+        aux)``. A dict has its keys sorted, as JAX gives dicts back: look gradients up by path.
 
     Raises:
         StateFilterError: `wrt` selects no state.

@@ -278,7 +278,8 @@ class Remat(Wrapper):
         inputs = [] if lifting is None else list(lifting.inputs.values())
         run = Recalled(kept, staged.operands, [x for i in inputs for x in i.values], outcome)
         if sight is not None and not refs:
-            remember(sight, run, staged, inputs)
+            after = Sight(fun, others, avals, ("remat", policy, prevent_cse, fence))
+            remember(sight, after, run, staged, inputs)
         return self._finish(run, arrays, live=True)
 
     def _finish(self, run: Recalled, arrays: Sequence[Any], *, live: bool) -> Any:
