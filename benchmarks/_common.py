@@ -28,6 +28,9 @@ def parse_args(doc: str, **more: Any) -> argparse.Namespace:
     """The options that every benchmark has."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke test: few repeats, small sizes")
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="interleaved rounds, in place of the benchmark's own number"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write results and samples to OUT")
     parser.add_argument("--markdown", type=Path, metavar="PAGE", help="renew our section in PAGE")
     for flag, options in more.items():

@@ -297,6 +297,7 @@ def main() -> None:
     options = parse_args(__doc__ or "")
     env = environment()
     sizes, rounds = ((10, 100), 3) if options.quick else (SIZES, 15)
+    rounds = options.rounds or rounds
     print(header(env))
     results = measure(sizes, rounds)
     show(f"Dispatch, {rounds} rounds; ratio to '{RAW}'", COLUMNS, rows(results))

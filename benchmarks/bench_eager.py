@@ -204,6 +204,7 @@ def main() -> None:
     options = parse_args(__doc__ or "")
     env = environment()
     rounds, calls = (3, 100) if options.quick else (15, 1_000)
+    rounds = options.rounds or rounds
     print(header(env))
     results = measure(rounds, calls)
     for name, make in CALLS.items():

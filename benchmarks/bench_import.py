@@ -77,7 +77,7 @@ def main() -> None:
     options = parse_args(__doc__ or "")
     env = environment()
     print(header(env))
-    results = measure(3 if options.quick else 15)
+    results = measure(options.rounds or (3 if options.quick else 15))
     show("Import", COLUMNS, rows(results))
     loaded = {name.partition(".")[0] for name in run(STATETX)["modules"]}
     late = [name for name in LATE if name in loaded]

@@ -549,10 +549,10 @@ def main() -> None:
     if options.quick:
         global NUM_BLOCKS
         NUM_BLOCKS = 4
-    rounds = 2 if options.quick else 21
+    rounds = options.rounds or (2 if options.quick else 15)
     print(header(env))
     results = measure(rounds)
-    first = first_calls(2 if options.quick else 9)
+    first = first_calls(min(rounds, 7))
     title = f"{NUM_BLOCKS} blocks: CPU time of trace and lowering, {rounds} rounds; ratio to '{FRESH}'"
     show(title, TIMES, time_rows(results))
     show("The same in counts", COUNTS, count_rows(results))
