@@ -57,6 +57,7 @@ else:  # jax 0.12 has one class for both
     ClosedJaxpr = _core.Jaxpr
 Literal = _core.Literal
 Var = _core.Var
+TraceState = _core.OpaqueTraceState
 _context = _core.trace_ctx
 _InternalRefEffect = _core.InternalMutableArrayEffect
 _eval_trace = _core.eval_trace

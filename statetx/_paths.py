@@ -24,8 +24,8 @@ from ._errors import StateFilterError
 from ._text import brief
 from ._typing import Filter
 
-ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, np.ndarray, np.generic)
-ATOMS += (jax.Array, types.BuiltinFunctionType, np.ufunc, np.dtype)
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, np.ndarray, np.generic)
+_ATOMS += (jax.Array, types.BuiltinFunctionType, np.ufunc, np.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +208,7 @@ class _Walk:
         self._keep: list[Any] = []  # objects made on the way must outlive the walk, or their ids are used again
 
     def visit(self, obj: Any, path: str, module: dict[str, Any] | None) -> Iterator[tuple[str, Any]]:
-        if id(obj) in self._seen or (isinstance(obj, ATOMS) and not isinstance(obj, jax.Ref)):
+        if id(obj) in self._seen or (isinstance(obj, _ATOMS) and not isinstance(obj, jax.Ref)):
             return
         self._seen.add(id(obj))
         self._keep.append(obj)
@@ -220,9 +220,9 @@ class _Walk:
             yield from self.visit(child, f"{path}.{key}" if path and key else path or key, module)
 
 
-def children(obj: Any, module: dict[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
-    """What an object holds, with the part of a path for each; `module`: variables that functions are looked up in."""
-    return _children(obj, own_globals(obj) if module is None else module)
+def children(obj: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, with the part of a path for each."""
+    return _children(obj, own_globals(obj))
 
 
 def _children(obj: Any, module: dict[str, Any] | None) -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import zlib
@@ -254,7 +255,7 @@ class _Live:
 
 
 def _describe_leaf(path: str, x: Any) -> dict[str, Any]:
-    if isinstance(x, _VALUES) and not isinstance(x, np.generic):  # NumPy's float64 is a float of Python's, too
+    if _is_plain(x):
         return {"type": _type(x), "value": x}
     if not isinstance(x, (jax.Array, np.ndarray, np.generic)) or not is_array(x):
         raise StateValueError(
@@ -271,9 +272,13 @@ def _describe_leaf(path: str, x: Any) -> dict[str, Any]:
     return record
 
 
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, _VALUES) and not isinstance(x, np.generic)  # NumPy's float64 is a float of Python's, too
+
+
 def _type(x: Any) -> str:
     """Shape and dtype that a leaf has, or would have as a JAX array: a fresh model has numbers where a trained one has arrays."""
-    if isinstance(x, (bool, int, float)):
+    if _is_plain(x) and isinstance(x, (bool, int, float)):
         return f"{jnp.result_type(type(x)).name}[]"
     if is_array(x):
         return type_str(_compat.abstract(x)).removeprefix("~")
@@ -363,7 +368,7 @@ def _digest(x: Any) -> int:
 
 @jax.jit
 def _mixed_sum(x: jax.Array) -> jax.Array:
-    """The sum, modulo 2**32, of the words of `x`, each mixed by the bijection that ends MurmurHash3 (Appleby, 2008)."""
+    """The sum, modulo 2**32, of the words of `x`, each with its place, mixed as MurmurHash3 ends (Appleby, 2008)."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
@@ -371,6 +376,9 @@ def _mixed_sum(x: jax.Array) -> jax.Array:
     if x.dtype == bool or jnp.dtype(x.dtype).name.startswith(("int4", "uint4", "int2", "uint2", "float4")):
         x = x.astype(jnp.float32)  # as many values as there are, each its own
     words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")).astype(jnp.uint32)
+    for axis in range(words.ndim):  # so that parts that changed places show
+        stride = jnp.uint32(0x9E3779B9 * math.prod(words.shape[axis + 1 :]) % 2**32)
+        words += stride * jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
     words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
     return jnp.sum(words ^ (words >> 16), dtype=jnp.uint32)

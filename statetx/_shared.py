@@ -18,7 +18,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,14 @@ from ._tree import Identity, Partition, freeze, partition
 
 _LARGEST = 1 << 16  # bytes of a NumPy array that is compared by its content
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), type(...), range, slice, enum.Enum, frozenset)
-_PLAIN += (np.generic, np.dtype, types.CodeType, types.ModuleType)
+_PLAIN += (np.generic, np.dtype, types.CodeType, types.ModuleType, TypeVar, ParamSpec)
 # Their classes and functions are taken as they are; they hold nothing of the user's that changes.
 _LIBRARIES = frozenset("builtins jax jaxlib numpy flax brainstate statetx optax equinox haiku typing abc enum".split())
 _LIBRARIES |= frozenset("collections functools dataclasses contextlib types operator math threading weakref".split())
 _OPERATIONS = frozenset("builtins jax jaxlib numpy operator".split())
 _BOOKKEEPING = frozenset("__module__ __dict__ __weakref__ __doc__ __qualname__ __annotations__ __slots__".split())
 _BOOKKEEPING |= frozenset("__firstlineno__ __static_attributes__ __abstractmethods__ _abc_impl __parameters__".split())
+_BOOKKEEPING |= frozenset("__orig_bases__ __dataclass_fields__ __dataclass_params__ __match_args__".split())
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType)
 _DESCRIPTORS += (types.MethodDescriptorType, types.ClassMethodDescriptorType)
 
@@ -95,6 +96,8 @@ class Sight:
             raise _Unseen
         if kind is not None:
             self._look_at_state(obj, kind)
+        elif isinstance(obj, _compat.TraceState):
+            parts.append(type(obj))  # where flax.nnx made a module; never in the trace that the call will be run in
         elif isinstance(obj, jax.Array):
             # An array of one entry steers Python: a flag, a count.
             content = np.asarray(obj).tobytes() if not isinstance(obj, _compat.Tracer) and _is_scalar(obj) else None
@@ -291,9 +294,11 @@ def recall(sight: Sight) -> Recalled | None:
     """The run of a call that looked like this one; None if there was none."""
     run = runs.find(sight.key)
     try:
-        return None if run is None else run.of(sight.things)
+        found = None if run is None else run.of(sight.things)
     except _Unseen:
-        return None
+        found = None
+    runs.count(is_hit=found is not None)
+    return found
 
 
 class Runs:
@@ -313,12 +318,14 @@ class Runs:
     def find(self, key: Hashable) -> _Run | None:
         with self._lock:
             found = None if key is None else self._kept.get(key)
-            if found is None:
-                self.misses += 1
-            else:
-                self.hits += 1
+            if found is not None:
                 self._kept.move_to_end(key)
             return found
+
+    def count(self, *, is_hit: bool) -> None:
+        with self._lock:
+            self.hits += is_hit
+            self.misses += not is_hit
 
     def keep(self, key: Hashable, run: _Run) -> None:
         with self._lock:

@@ -45,6 +45,17 @@ def test_leaked_tracers_are_those_of_inner_traces():
         transform(outer)(1.0)
 
 
+def test_a_trace_state_says_where_an_object_was_made():
+    pytest.importorskip("flax")
+    from flax import nnx
+
+    module = nnx.Dict(x=1)
+    assert isinstance(module._pytree__state.trace_state.jax_trace, _compat.TraceState)
+    found = []
+    jax.jit(lambda: found.append(jax.extend.core.get_opaque_trace_state()))()
+    assert module._pytree__state.trace_state.jax_trace == jax.extend.core.get_opaque_trace_state() != found[0]
+
+
 def test_loop_bodies_are_recognised():
     seen = []
 

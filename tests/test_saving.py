@@ -25,6 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import statetx
 from helpers import Counted, compilations
+from statetx import _saving
 
 CHILD = pathlib.Path(__file__).with_name("interrupted.py")
 OPTIMISER = optax.adamw(1e-3)
@@ -272,6 +273,25 @@ def test_a_bit_that_orbax_does_not_miss_is_found(tmp_path):
     data.write_bytes(content)
     model["first"].value = jnp.zeros(4096, jnp.uint32)
     refused(tmp_path, model, r"\"second\['x'\]\" has changed since it was written")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_parts_that_changed_places_are_found(kind):
+    x = jnp.arange(128.0).reshape(16, 8)
+    swapped = [x[::-1], x[:, ::-1], x.reshape(16, 4, 2)[:, :, ::-1].reshape(16, 8), x.T, x.at[3:5].set(x[4:2:-1])]
+    assert len({int(_saving._mixed_sum(y)) for y in (x, *swapped)}) == 1 + len(swapped)
+    spread = [on_mesh(("d",), kind=kind), on_mesh((None, "b"), (2, 4), ("a", "b"), kind=kind)]
+    assert {int(_saving._mixed_sum(jax.device_put(x, s))) for s in spread} == {int(_saving._mixed_sum(x))}
+
+
+def test_numbers_of_numpy_come_back(tmp_path):
+    states = [statetx.State(np.float64(0.1)), statetx.State(np.int32(7)), statetx.State(np.bool_(True))]
+    with statetx.Checkpointer(tmp_path, states) as checkpointer:
+        checkpointer.save(1)
+        for state in states:
+            state.value = type(state.value)(0)
+        checkpointer.restore()
+    assert [s.value for s in states] == [0.1, 7, True]
 
 
 def test_a_number_that_has_changed_is_found(tmp_path):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
+from typing import Any, Generic, TypeVar
 
 import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from test_laws import (
     FLIPS,
     NATIVE,
@@ -35,6 +38,7 @@ import statetx
 from corpus import X
 from statetx import _shared
 
+Kind = TypeVar("Kind")
 shared = functools.partial(statetx.remat, share_traces=True)
 
 
@@ -250,6 +254,39 @@ def test_states_of_brainstate_and_their_modes():
     with brainstate.environ.context(fit=True):
         assert runs_of(lambda: statetx.grad(loss)(x)) >= 1
         assert not np.allclose(statetx.grad(loss)(x), quiet)
+
+
+@dataclasses.dataclass
+class OfDataclass(Generic[Kind]):
+    w: Any
+    scale: float = 2.0
+
+    def __call__(self, x):
+        helpers.body_runs.append(None)
+        return jnp.sin(self.w.value * x) * self.scale
+
+
+class OfNnx(nnx.Module):
+    def __init__(self, w):
+        self.w, self.scale = nnx.Param(w), 2.0
+
+    def __call__(self, x):
+        helpers.body_runs.append(None)
+        return jnp.sin(self.w[...] * x) * self.scale
+
+
+@pytest.mark.parametrize("make", [lambda w: OfDataclass(statetx.Param(w)), OfNnx], ids=["dataclass", "nnx"])
+def test_modules_of_other_makes_share(make):
+    _shared.runs.clear()
+    modules = [make(jnp.full(3, w)) for w in (0.5, 1.0, 1.5)]
+    call = statetx.remat(type(modules[0]).__call__, share_traces=True)
+    loss = lambda x, call=call: sum(call(m, x).sum() for m in modules)  # noqa: E731
+    x = jnp.arange(3.0)
+    expected = sum(2 * w * jnp.cos(w * x) for w in (0.5, 1.0, 1.5))
+    assert runs_of(lambda: np.testing.assert_allclose(statetx.grad(loss)(x), expected, rtol=1e-6)) == 1
+    modules[1].scale = 3.0
+    expected += jnp.cos(x)
+    assert runs_of(lambda: np.testing.assert_allclose(statetx.grad(loss)(x), expected, rtol=1e-6)) == 1
 
 
 def test_threads_share():
