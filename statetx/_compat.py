@@ -34,6 +34,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow import loops as _loops
+from jax._src.lax.control_flow.conditionals import cond_p
 from jax._src.lax.control_flow.loops import scan_p
 from jax._src.lib import version as _jaxlib_version
 from jax._src.state.discharge import discharge_state as _discharge_state
@@ -307,7 +308,7 @@ def _lower_remat(ctx: Any, *args: Any, jaxpr: Jaxpr, differentiated: bool, polic
     if differentiated and is_fenced and is_plain and any(map(_has_bits, ctx.avals_in)):
         fenced = _fenced_jaxprs.get(jaxpr)
         if fenced is None:
-            fenced = _fenced_jaxprs[jaxpr] = jax.make_jaxpr(functools.partial(_fenced, jaxpr))(*ctx.avals_in).jaxpr
+            fenced = _fenced_jaxprs[jaxpr] = _fenced(jaxpr, ctx.avals_in)
         return _lower_remat_as_jax(ctx, *args, jaxpr=fenced, differentiated=False, policy=None, prevent_cse=False)
     return _lower_remat_as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
 
@@ -322,15 +323,18 @@ def _platforms(ctx: Any) -> tuple[str, ...]:
     return tuple(ctx.platforms or ctx.module_context.platforms)
 
 
-def _fenced(jaxpr: Jaxpr, *args: Any) -> list[Any]:
+def _fenced(jaxpr: Jaxpr, avals: Sequence[Any]) -> Jaxpr:
     """Run a jaxpr once all its inputs are there, in a branch that is always taken and that no compiler can know to be."""
-
-    def run(*args: Any) -> list[Any]:
-        return _with_canonical_convolutions(jaxpr, args)
-
+    if any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns):
+        run, _ = stage(lambda *args: _with_canonical_convolutions(jaxpr, args), avals, kind="cond", name="run")
+    else:
+        run = jaxpr
+    skip, _ = stage(lambda *_: [_empty_of(v.aval) for v in jaxpr.outvars], avals, kind="cond", name="skip")
+    branches = (ClosedJaxpr(skip, ()), ClosedJaxpr(run, ()))
     # Where axes are explicit, the entry of a sharded array that tells that it is there is for the compiler to find.
     is_there = jax.sharding.auto_axes(_is_there, out_sharding=jax.P()) if has_explicit_axes() else _is_there
-    return jax.lax.cond(is_there(args), run, lambda *_: [_empty_of(v.aval) for v in jaxpr.outvars], *args)
+    both, _ = stage(lambda *args: cond_p.bind(is_there(args), *args, branches=branches), avals, kind="cond", name="fence")
+    return both
 
 
 def _with_canonical_convolutions(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
@@ -372,7 +376,7 @@ def _empty_of(aval: Any) -> Any:
 
 
 def _is_there(args: Sequence[Any]) -> Any:
-    """True, as computed from an entry of some arrays: that a number has no more bits set than it has bits.
+    """1, as computed from an entry of some arrays: whether a number has no more bits set than it has bits.
 
     A branch waits for all its operands, so it need not be computed from every one; but not from constants alone, as
     cotangents sometimes are.
@@ -380,13 +384,13 @@ def _is_there(args: Sequence[Any]) -> Any:
     given = [x for x in args if _has_bits(x.aval if isinstance(x, Tracer) else jax.typeof(x))]
     by_size = sorted(given, key=lambda x: (x.size, str(x.dtype), x.shape))  # whatever the order of the inputs
     chosen = {id(x): x for x in (by_size[0], by_size[-1], given[-1])}
-    count = jnp.int32(0)
+    count: Any = np.int32(0)
     for x in chosen.values():
-        entry = jax.lax.slice(x, [0] * x.ndim, [1] * x.ndim).reshape(())
-        entry = entry.real if jnp.iscomplexobj(entry) else entry
+        entry = jax.lax.reshape(jax.lax.slice(x, [0] * x.ndim, [1] * x.ndim), ())
+        entry = jax.lax.real(entry) if jnp.iscomplexobj(entry) else entry
         bits = jax.lax.bitcast_convert_type(entry, jnp.dtype(f"uint{8 * entry.dtype.itemsize}"))
-        count += jax.lax.population_count(bits).astype(jnp.int32)
-    return count <= 64 * len(chosen)
+        count = jax.lax.add(count, jax.lax.convert_element_type(jax.lax.population_count(bits), np.int32))
+    return jax.lax.convert_element_type(jax.lax.le(count, np.int32(64 * len(chosen))), np.int32)
 
 
 def _has_bits(aval: Any) -> bool:

@@ -17,7 +17,7 @@ import enum
 import functools
 import threading
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -81,23 +81,32 @@ class Sight:
     # What is not named here is unseen: a function that reaches it shares nothing.
 
     def _look(self, obj: Any) -> None:
-        parts = self._parts
-        if isinstance(obj, _PLAIN):
+        parts, cls = self._parts, type(obj)
+        if cls in _EXACT:
+            parts += (cls, obj)
+            return
+        if cls not in _COMMON and isinstance(obj, _PLAIN):
             parts.append(freeze(obj))
             return
         number = self._seen.get(id(obj))
         if number is not None:
-            parts.append(("again", number))
+            parts += (_AGAIN, number)
             return
         self._seen[id(obj)] = len(self._seen)
         self._keep.append(obj)
+        look = _COMMON.get(cls)
+        if look is not None:
+            look(self, obj)
+        else:
+            self._look_at_other(obj)
+
+    def _look_at_other(self, obj: Any) -> None:
+        parts = self._parts
         kind = _registry.kind_of(obj)
         if isinstance(obj, jax.Ref):
             raise _Unseen
         if kind is not None:
             self._look_at_state(obj, kind)
-        elif isinstance(obj, _compat.TraceState):
-            parts.append(type(obj))  # where flax.nnx made a module; never in the trace that the call will be run in
         elif isinstance(obj, jax.Array):
             # An array of one entry steers Python: a flag, a count.
             content = np.asarray(obj).tobytes() if not isinstance(obj, _compat.Tracer) and _is_scalar(obj) else None
@@ -109,11 +118,8 @@ class Sight:
             parts.append(freeze(obj))
         elif isinstance(obj, type):
             self._look_at_class(obj)
-        elif isinstance(obj, types.FunctionType):
-            self._look_at_function(obj)
-        elif isinstance(obj, types.MethodType):
-            parts.append(types.MethodType)
-            self._look_at_all([obj.__self__, obj.__func__])
+        elif isinstance(obj, _compat.TraceState):
+            parts.append(type(obj))  # where flax.nnx made a module; never in the trace that the call will be run in
         elif isinstance(obj, functools.partial):
             parts.append(type(obj))
             self._look_at_all([obj.func, list(obj.args), obj.keywords, vars(obj)])
@@ -131,15 +137,28 @@ class Sight:
         else:
             self._look_at_object(obj)
 
-    def _look_at_all(self, objs: Sequence[Any]) -> None:
+    def _look_at_all(self, objs: Collection[Any]) -> None:
         self._parts.append(len(objs))
         for obj in objs:
             self._look(obj)
 
+    def _look_at_sequence(self, objs: list | tuple) -> None:
+        self._parts.append(type(objs))
+        self._look_at_all(objs)
+
+    def _look_at_dict(self, obj: dict) -> None:
+        self._parts += (dict, *[k if type(k) is str else freeze(k) for k in obj])
+        self._look_at_all(obj.values())
+
+    def _look_at_method(self, obj: types.MethodType) -> None:
+        self._parts.append(types.MethodType)
+        self._look(obj.__self__)
+        self._look(obj.__func__)
+
     def _look_at_state(self, state: Any, kind: Any) -> None:
         leaves, part = partition(kind.get(state))
         avals = tuple([_compat.abstract(x) for x in leaves])
-        self._parts.append((Identity(type(state)), part.treedef, part.mask, freeze(part.static), avals))
+        self._parts += (part.treedef, part.mask, freeze(part.static), avals)
         self.things.append(state)
         # Besides its value: names that libraries keep for themselves begin with an underscore.
         if hasattr(state, "get_metadata"):
@@ -152,28 +171,27 @@ class Sight:
     def _look_at_function(self, fun: types.FunctionType) -> None:
         self._parts.append(fun.__code__)
         cells = [c.cell_contents if _is_filled(c) else _Unseen for c in fun.__closure__ or ()]
-        self._look_at_all([list(fun.__defaults__ or ()), dict(fun.__kwdefaults__ or {}), cells, _without_wrapped(fun)])
+        self._look_at_all(fun.__defaults__ or ())
+        self._look_at_dict(fun.__kwdefaults__ or {})
+        self._look_at_all(cells)
+        # What a function wraps, it closes over, if it calls it.
+        self._look_at_dict({k: v for k, v in vars(fun).items() if k != "__wrapped__"})
         if fun.__globals__ is self._module:
             names = [n for n in global_names(fun.__code__) if n in fun.__globals__]
-            self._parts.append(tuple(names))
-            self._look_at_all([fun.__globals__[n] for n in names])
+            self._look_at_dict({n: fun.__globals__[n] for n in names})
 
     def _look_at_class(self, cls: type) -> None:
         self._parts.append(Identity(cls))
         for base in cls.__mro__:
             if not _is_of_library(base):
-                held = {
-                    k: v for k, v in vars(base).items() if k not in _BOOKKEEPING and not isinstance(v, _DESCRIPTORS)
-                }
-                self._parts.append(tuple(held))
-                self._look_at_all(list(held.values()))
+                held = {k: v for k, v in vars(base).items() if k not in _BOOKKEEPING}
+                self._look_at_dict({k: v for k, v in held.items() if not isinstance(v, _DESCRIPTORS)})
 
     def _look_at_object(self, obj: Any) -> None:
         self._look(type(obj))
         known = False
         if isinstance(obj, dict):
-            self._parts.append(tuple([freeze(k) for k in obj]))
-            self._look_at_all(list(obj.values()))
+            self._look_at_dict(obj)
             known = True
         elif isinstance(obj, (list, tuple, collections.deque)):
             self._look_at_all(list(obj))
@@ -192,13 +210,24 @@ class Sight:
                     self._look(getattr(obj, name))
         attributes = getattr(obj, "__dict__", None)
         if attributes is not None:
-            self._parts.append(tuple(attributes))
-            self._look_at_all(list(attributes.values()))
+            self._look_at_dict(attributes)
         # One of a class that is not Python's has contents that nobody sees.
         own = [c for c in type(obj).__mro__ if c is not object and not c.__flags__ & _HEAP_TYPE]
         if not known and own:
             raise _Unseen
 
+
+# What is met most, without asking what it is an instance of; of other types are states, arrays and the user's objects.
+_COMMON: dict[type, Callable[[Sight, Any], None]] = {
+    dict: Sight._look_at_dict,
+    list: Sight._look_at_sequence,
+    tuple: Sight._look_at_sequence,
+    type: Sight._look_at_class,
+    types.FunctionType: Sight._look_at_function,
+    types.MethodType: Sight._look_at_method,
+}
+_EXACT = frozenset([str, bytes, bool, int, type(None), types.CodeType])  # whose equality says all, with the type
+_AGAIN = object()
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was made by a class statement
 
@@ -217,11 +246,6 @@ def _is_filled(cell: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _without_wrapped(fun: types.FunctionType) -> dict[str, Any]:
-    """What a function wraps, it closes over, if it calls it."""
-    return {k: v for k, v in vars(fun).items() if k != "__wrapped__"}
 
 
 class Recalled(NamedTuple):
