@@ -7,7 +7,6 @@ fails when one of these meanings shifts.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -333,7 +332,9 @@ def _fenced(jaxpr: Jaxpr, avals: Sequence[Any]) -> Jaxpr:
     branches = (ClosedJaxpr(skip, ()), ClosedJaxpr(run, ()))
     # Where axes are explicit, the entry of a sharded array that tells that it is there is for the compiler to find.
     is_there = jax.sharding.auto_axes(_is_there, out_sharding=jax.P()) if has_explicit_axes() else _is_there
-    both, _ = stage(lambda *args: cond_p.bind(is_there(args), *args, branches=branches), avals, kind="cond", name="fence")
+    both, _ = stage(
+        lambda *args: cond_p.bind(is_there(args), *args, branches=branches), avals, kind="cond", name="fence"
+    )
     return both
 
 

@@ -21,7 +21,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -93,12 +93,17 @@ class Kind(Protocol):
 
     def close(self, frame: Frame) -> None: ...
 
+
+@runtime_checkable
+class Modal(Protocol):
+    """A kind whose library has watchers of its own, and settings that a compiled program depends on."""
+
     def is_idle(self) -> bool:
         """Whether nothing of the library watches its states in this thread."""
         ...
 
     def mode(self) -> Hashable:
-        """Settings of the library that a compiled program depends on."""
+        """The settings."""
         ...
 
 
@@ -359,13 +364,15 @@ def check_write(state: Any, kind: Kind, value: Any, anchor: Any | None, site: st
 # Libraries whose states are watched as soon as the program has imported them.
 _FOREIGN = {"brainstate": "statetx.kinds.brainstate", "flax.nnx": "statetx.kinds.nnx"}
 _kinds: list[Kind] = []
-_loaded: list[Kind] = []  # those of foreign libraries
+_modal: list[Modal] = []
 _pending = tuple(_FOREIGN)  # replaced as a whole: other threads may be going through it
 _kinds_lock = threading.RLock()
 
 
 def register_kind(kind: Kind) -> None:
     _kinds.append(kind)
+    if isinstance(kind, Modal):
+        _modal.append(kind)
 
 
 def kinds() -> list[Kind]:
@@ -385,7 +392,6 @@ def _load_pending() -> None:
             if library in _pending:
                 kind = importlib.import_module(_FOREIGN[library]).KIND
                 register_kind(kind)
-                _loaded.append(kind)
                 _pending = tuple(name for name in _pending if name != library)
 
 
@@ -405,7 +411,7 @@ def is_opaque(obj: Any) -> bool:
 def modes() -> Hashable:
     """Settings that a compiled program depends on, of every library whose states are watched."""
     kinds()
-    return tuple([kind.mode() for kind in _loaded])
+    return tuple([kind.mode() for kind in _modal])
 
 
 def is_idle() -> bool:
@@ -422,7 +428,7 @@ def idle_modes() -> Hashable | None:
             _load_pending()
             break
     found = []
-    for kind in _loaded:  # the others have no watchers besides frames, and no modes
+    for kind in _modal:
         if not kind.is_idle():
             return None
         found.append(kind.mode())

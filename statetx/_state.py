@@ -338,12 +338,6 @@ class _Native:
     def close(self, frame: _registry.Frame) -> None:
         pass
 
-    def is_idle(self) -> bool:
-        return True
-
-    def mode(self) -> None:
-        return None
-
 
 NATIVE = _Native()
 _registry.register_kind(NATIVE)

@@ -36,6 +36,7 @@ from .._state import NATIVE, RngState, State, _Buried
 from .._tree import Identity, freeze
 
 _context: Any = _private.TRACE_CONTEXT
+_environment: Any = brainstate.environ._ENV_STATE
 _IMMUTABLE = frozenset({bool, int, float, str, type(None)})
 _SMALL = 4096  # bytes; larger arrays in `environ` are told apart by identity
 
@@ -423,7 +424,8 @@ class _Brainstate:
     def mode(self) -> Hashable:
         # Asked for by every call of a compiled function: the key of the last answer serves while all values, of types
         # that cannot change, are the same objects.
-        settings = brainstate.environ.all()
+        is_plain = not any(_environment.contexts.values())
+        settings = _environment.settings.copy() if is_plain else brainstate.environ.all()
         last, key = self._last_mode
         if len(settings) == len(last):
             for name, value in settings.items():

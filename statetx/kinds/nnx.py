@@ -285,12 +285,6 @@ class _Nnx:
     def close(self, frame: Frame) -> None:
         pass
 
-    def is_idle(self) -> bool:
-        return True
-
-    def mode(self) -> None:
-        return None
-
 
 def _holds_states(obj: Any) -> bool:
     """Whether an nnx object that is no module (an optimizer, a random stream, a user's record) has Variables."""

@@ -72,12 +72,6 @@ class _RefKind:
     def close(self, frame: _registry.Frame) -> None:
         pass
 
-    def is_idle(self) -> bool:
-        return True
-
-    def mode(self) -> None:
-        return None
-
 
 KIND = _RefKind()
 _registry.register_kind(KIND)
