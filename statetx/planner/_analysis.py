@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import _compat, _keep
 from .._compat import Jaxpr, Literal, Var
-from .._cost import Program, sizing_options
+from .._cost import Program, hurried_options
 from .._jaxpr import Body
 from .._strategy import Strategy
 from .._tree import is_float, num_bytes
@@ -240,7 +240,7 @@ class Graph:
             return _compat.evaluate(back.jaxpr, (), [*(residuals[v] for v in back.residuals), *cts])
 
         types = [[type_of(v.aval) for v in vs] for vs in (inputs, back.cotangents)]
-        temp = Program(run, types, sizing_options()).cost.temp_bytes
+        temp = Program(run, types, hurried_options()).cost.temp_bytes
         counted = [v for v, c in zip(back.outs, self._counted, strict=True) if c and isinstance(v, Var)]
         ends = sum(num_bytes(v.aval) for v in (*back.cotangents, *counted))
         back_bytes = sum(self.bytes_of(at) for at in option.offloaded)

@@ -12,7 +12,7 @@ import jax.extend.core as jex_core
 
 from .. import _compat, _keep
 from .._compat import Jaxpr
-from .._cost import Cost, Program, sizing_options
+from .._cost import Program
 from .._errors import PlanError
 from .._jaxpr import Body
 from .._lift import name_of
@@ -74,17 +74,17 @@ class Captured:
     Attributes:
         chosen: the inputs with respect to which it is differentiated.
         num_out: how many of its outputs are: the first.
-        compile_step: of a loss within a training step, what the step costs with a program in the loss's place.
+        step_with: of a loss within a training step, the step with a program in the loss's place, for compiler options.
     """
 
     jaxpr: Jaxpr
     chosen: list[int]
     num_out: int
-    compile_step: Callable[[Jaxpr], Cost] | None = None
+    step_with: Callable[[Jaxpr, dict[str, Any]], Program] | None = None
 
     @property
     def is_step(self) -> bool:
-        return self.compile_step is not None
+        return self.step_with is not None
 
 
 def capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | Sequence[int] | None) -> Captured:
@@ -111,8 +111,8 @@ def capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | S
                 f"remat(loss, policy=plan)."
             )
         loss = inner.found[0]
-        compile_step = functools.partial(_compile_step, fun, args, kwargs)
-        return Captured(loss.jaxpr, loss.moving, loss.num_out, compile_step)
+        step_with = functools.partial(_step_with, fun, args, kwargs)
+        return Captured(loss.jaxpr, loss.moving, loss.num_out, step_with)
     (found,) = whole.found
     is_chosen = []
     for n, part in enumerate((*args, *kwargs.values())):
@@ -160,8 +160,10 @@ class _Instead(Rewriting):
         return lambda operands, *args: self._planned(operands, *args)
 
 
-def _compile_step(fun: Callable, args: tuple, kwargs: dict[str, Any], jaxpr: Jaxpr) -> Cost:
-    """What a training step costs whose loss is this program."""
+def _step_with(
+    fun: Callable, args: tuple, kwargs: dict[str, Any], jaxpr: Jaxpr, compiler_options: dict[str, Any]
+) -> Program:
+    """A training step whose loss is this program."""
     instead = _Instead(jaxpr)
 
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -169,4 +171,4 @@ def _compile_step(fun: Callable, args: tuple, kwargs: dict[str, Any], jaxpr: Jax
             return fun(*args, **kwargs)
 
     program = _jaxpr_of(step, args, kwargs)
-    return Program(jex_core.jaxpr_as_fun(program), [type_of(aval) for aval in program.in_avals], sizing_options()).cost
+    return Program(jex_core.jaxpr_as_fun(program), [type_of(aval) for aval in program.in_avals], compiler_options)

@@ -18,6 +18,8 @@ from .._tree import num_bytes
 from ._analysis import Graph, Option, Price, undominated
 from ._parts import Part, moving_variables, pulled_variables, run, split
 
+STATES = 4096  # pairs of kept bytes and price that a choice is looked for among
+
 
 class Layout:
     """One way to cut a program.
@@ -116,10 +118,11 @@ class Layout:
             kept += min(fitting)
         return True
 
-    def choose(self, limit: float) -> list[Option] | None:
+    def choose(self, limit: float, states: int = STATES) -> list[Option] | None:
         """The options of least price within a limit, None if nothing fits: an exact dynamic program over the parts.
 
-        Of what is kept so far and what it cost, every pair is followed to which no other is preferable.
+        Of what is kept so far and what it cost, every pair is followed to which no other is preferable; if
+        they are more than `states`, some of them.
         """
         kept, price = np.zeros(1), np.zeros(1)
         steps: list[tuple[np.ndarray, np.ndarray]] = []
@@ -135,8 +138,8 @@ class Layout:
             order = np.lexsort((new_kept, new_price))
             best = np.minimum.accumulate(new_kept[order])
             order = order[np.concatenate([[True], best[1:] < best[:-1]])]
-            if len(order) > _STATES:
-                order = order[np.unique(np.linspace(0, len(order) - 1, _STATES).astype(int))]
+            if len(order) > states:
+                order = order[np.unique(np.linspace(0, len(order) - 1, states).astype(int))]
             kept, price = new_kept[order], new_price[order]
             steps.append((before[order], option[order]))
         at, chosen = 0, []  # the cheapest comes first
@@ -150,9 +153,6 @@ class Layout:
     def rewrite(self, options: Sequence[Option]) -> Jaxpr:
         """The program with its parts treated like this."""
         return rewrite(self.jaxpr, self.parts, options)
-
-
-_STATES = 4096
 
 
 def rewrite(jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]) -> Jaxpr:

@@ -97,7 +97,7 @@ def fields_of(
         if written not in treatments:
             treatments.append(written)
         numbers.append(treatments.index(written))
-    unplanned = search.candidates[0].cost
+    unplanned = search.unplanned.cost
     others = [c for c in search.candidates if c is not found]
     is_counted = objective == "flops"
     found_flops = unplanned.flops + int(found.added) if is_counted else found.cost.flops + _hidden(layout, found)

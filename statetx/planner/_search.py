@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import time
@@ -13,15 +14,16 @@ import numpy as np
 
 from .. import _compat
 from .._compat import Jaxpr
-from .._cost import Cost, Program, flops, sizing_options, with_pullback
+from .._cost import Cost, Program, flops, hurried_options, sizing_options, with_pullback
 from .._policy import as_policy
 from .._strategy import Slots
 from .._tree import is_float
 from ._analysis import Option, Price, type_of
-from ._layout import Layout
+from ._layout import STATES, Layout
 from ._parts import flatten, ways_to_cut
 
 STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
+_FAR = 2.3  # the model was never that far above what XLA makes of a program as it is
 _TRIES = 7  # compilations for one budget, at most, before stock policies are tried
 
 
@@ -36,6 +38,7 @@ class Candidate:
         price: of what is computed again, by the model.
         added: what is computed again by the equations of the compiled program; by the model, where these do not show it.
         cost: of the compiled program with its gradient.
+        is_exact: whether its memory is that of the program as users compile it, to the byte.
         predicted: temporary bytes, as foretold from the model and the candidates compiled before.
     """
 
@@ -46,6 +49,7 @@ class Candidate:
     price: float
     added: float
     cost: Cost
+    is_exact: bool
     predicted: float
 
     @property
@@ -64,10 +68,10 @@ class Search:
         offload: price of bringing a byte from the host's memory; None if nothing goes there.
         time_limit: seconds.
         report: called with what is done next.
-        compile_: gives the cost of a program like this one; that of its gradient if not given.
+        program_of: the program to be compiled for one like this one; that with its gradient if not given.
 
     Attributes:
-        candidates: what has been compiled, in this order.
+        candidates: what has been compiled, in this order; but the program as it is comes first, once it is there.
     """
 
     def __init__(
@@ -80,11 +84,11 @@ class Search:
         offload: float | None = None,
         time_limit: float | None = None,
         report: Callable[[str], None] = lambda text: None,
-        compile_: Callable[[Jaxpr], Cost] | None = None,
+        program_of: Callable[[Jaxpr, dict[str, Any]], Program] | None = None,
     ):
         self._end = None if time_limit is None else time.monotonic() + time_limit
         self._report = report
-        self._compile = compile_ or functools.partial(_compiled, chosen=list(chosen), num_out=num_out)
+        self._program_of = program_of or functools.partial(_with_gradient, list(chosen), num_out)
         self.price = price
         self.jaxpr = flatten(jaxpr)
         self.candidates: list[Candidate] = []
@@ -92,6 +96,11 @@ class Search:
         fronts: dict[Any, Any] = {}
         policies = [as_policy(p) for p in STOCK]
         report("looking at the program")
+        # Of a large program, all of which is one region, this takes longest. The compiler leaves Python to others.
+        self._as_it_is = self._program_of(self.jaxpr, hurried_options())
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        self._compiling = pool.submit(lambda: self._as_it_is.cost)
+        pool.shutdown(wait=False)
         self.layouts: list[Layout] = []
         for program, cuts in ways_to_cut(self.jaxpr):
             if self.layouts and self.is_late():
@@ -109,7 +118,19 @@ class Search:
 
     def fit(self, budget: int) -> Candidate | None:
         """The cheapest candidate within a budget; None if none of those compiled is."""
-        self._ensure_unplanned()
+        while True:
+            self._seek(budget)
+            best = self.best(budget)
+            if best is None or best.is_exact:
+                return best
+            confirmed = self._confirm(best)
+            if confirmed.temp_bytes <= budget:
+                return confirmed
+
+    def _seek(self, budget: int) -> None:
+        """Compile candidates, until one keeps the budget and none that is much cheaper can be expected to."""
+        if not self._is_far_above(budget):
+            self._add_unplanned()
         low, high = 0.0, float("inf")
         for _ in range(_TRIES):
             best = self.best(budget)
@@ -137,7 +158,7 @@ class Search:
         if self.best(budget) is None and not self.is_late() and (least := self._least()) is not None:
             self.measure(*least)
         self._try_stock(budget)
-        return self.best(budget)
+        self._add_unplanned()
 
     def best(self, budget: float) -> Candidate | None:
         """The cheapest of what has been compiled that keeps a budget."""
@@ -149,7 +170,7 @@ class Search:
 
     def ends(self) -> tuple[int, int]:
         """The least memory that was reached, and that without rematerialisation."""
-        self._ensure_unplanned()
+        self._add_unplanned()
         least = self._least()
         if least is not None and not self.is_late():
             self.measure(*least)
@@ -157,18 +178,18 @@ class Search:
 
     def unplanned_bytes(self) -> int:
         """Temporary bytes without rematerialisation."""
-        self._ensure_unplanned()
-        return self.candidates[0].temp_bytes
+        return self.unplanned.temp_bytes
 
     def curve(self, num: int = 20) -> list[tuple[float, float]]:
         """Predicted bytes and added operations (or seconds), as a part of the program's without a plan, of the model's best
         choices, from the least memory up to that of the program without a plan."""
+        self._add_unplanned()
         low = min(layout.least_peak() for layout in self.layouts)
         high = max(low + 1, *(c.peak for c in self.candidates))
         whole = self.whole()
         found: list[tuple[float, float]] = []
         for limit in np.geomspace(low * 1.001 + 1, high * 1.001 + 1, num):
-            choice = self._cheapest(limit)
+            choice = self._cheapest(limit, states=256)
             if choice is not None:
                 price = sum(o.price for o in choice[1]) / whole
                 found.append((self.predict(choice[0].peak(choice[1])), price))
@@ -176,17 +197,38 @@ class Search:
         for i, (_, price) in enumerate(found):
             least = min(least, price)
             found[i] = (max(b for b, _ in found[: i + 1]), least)
-        unplanned = float(self.candidates[0].temp_bytes)
+        unplanned = float(self.unplanned.temp_bytes)
         return [*(point for point in found if point[0] < unplanned), (unplanned, 0.0)]
 
     def whole(self) -> float:
         """The price of the program with its gradient."""
         # The backward pass costs about twice the forward pass.
-        return max(1e-30, self.candidates[0].cost.flops if self.price is flops else 3 * self._forward)
+        return max(1e-30, self._as_it_is.flops if self.price is flops else 3 * self._forward)
 
-    def _ensure_unplanned(self) -> None:
-        if not self.candidates:
-            self.measure(self.layouts[0], [front.untouched for front in self.layouts[0].fronts], "no remat")
+    @property
+    def unplanned(self) -> Candidate:
+        """The program without rematerialisation."""
+        self._add_unplanned()
+        return self.candidates[0]
+
+    def _add_unplanned(self) -> None:
+        if self.candidates and self.candidates[0].name == "no remat":
+            return
+        if not self._compiling.done():
+            self._report("compiling the program as it is")
+        layout, options, cost = self.layouts[0], self._untouched, self._compiling.result()
+        peak = layout.peak(options)
+        found = Candidate("no remat", layout, options, peak, 0.0, 0.0, cost, _is_exact(), self.predict(peak))
+        self._tried[self._key(layout, options)] = found
+        self.candidates.insert(0, found)
+
+    @property
+    def _untouched(self) -> list[Option]:
+        return [front.untouched for front in self.layouts[0].fronts]
+
+    def _is_far_above(self, budget: int) -> bool:
+        """Whether the program as it is takes so much more that a plan can be looked for before it is known how much."""
+        return not self._compiling.done() and self.layouts[0].peak(self._untouched) > _FAR * budget
 
     def _least_price(self, limit: float) -> float:
         """Of all choices that the model puts below a limit; 0 without one."""
@@ -220,10 +262,10 @@ class Search:
         pairs = zip(layout.fronts, options, strict=True)
         return any([front.measure(option) for front, option in pairs if not self.is_late()])
 
-    def _cheapest(self, limit: float) -> tuple[Layout, list[Option]] | None:
+    def _cheapest(self, limit: float, states: int = STATES) -> tuple[Layout, list[Option]] | None:
         found = []
         for i, layout in enumerate(self.layouts):
-            options = layout.choose(limit)
+            options = layout.choose(limit, states)
             if options is not None:
                 found.append((sum(o.price for o in options), len(layout.parts), i, options))
         if not found:
@@ -283,7 +325,7 @@ class Search:
 
     def _target(self, budget: int, low: float, high: float) -> float:
         """The limit of the model at which the corrected model meets the budget."""
-        bottom, top = low, high if high < float("inf") else 4.0 * max(budget, *(c.peak for c in self.candidates))
+        bottom, top = low, high if high < float("inf") else 4.0 * max([budget, *(c.peak for c in self.candidates)])
         for _ in range(50):
             middle = (bottom + top) / 2
             bottom, top = (middle, top) if self.predict(middle) <= budget else (bottom, middle)
@@ -308,28 +350,42 @@ class Search:
         peak = layout.peak(options)
         predicted = self.predict(peak)
         self._report(f"compiling plan {len(self.candidates) + 1}")
-        cost = self._compile(layout.rewrite(options))
+        cost = self._program_of(layout.rewrite(options), hurried_options()).cost
         price = sum(o.price for o in options)
         added = price
         # The loops of a schedule have no length that equations show.
         if self.price is flops and not any(isinstance(o.loop, Slots) for o in options):
-            added = cost.flops - self.candidates[0].cost.flops if self.candidates else 0
-        candidate = Candidate(name, layout, list(options), peak, price, added, cost, predicted)
+            added = cost.flops - self._as_it_is.flops
+        candidate = Candidate(name, layout, list(options), peak, price, added, cost, _is_exact(), predicted)
         self._tried[key] = candidate
         self.candidates.append(candidate)
         return candidate
+
+    def _confirm(self, candidate: Candidate) -> Candidate:
+        """Compile a candidate once more, with nothing in a hurry that its memory can depend on."""
+        self._report("compiling the plan that was found once more")
+        cost = self._program_of(candidate.layout.rewrite(candidate.options), sizing_options()).cost
+        found = dataclasses.replace(candidate, cost=cost, is_exact=True)
+        self._tried[self._key(candidate.layout, candidate.options)] = found
+        self.candidates[self.candidates.index(candidate)] = found
+        return found
 
 
 def _slope(peak: float, temp: float) -> float:
     return temp / peak if peak > 0 else 1.0
 
 
-def _compiled(jaxpr: Jaxpr, chosen: Sequence[int], num_out: int) -> Cost:
-    """What a program without constants costs with the gradient of its first outputs for the inputs `chosen`."""
+def _is_exact() -> bool:
+    """Whether compiling in a hurry is not to be had, and what is found is exact at once."""
+    return hurried_options() == sizing_options()
+
+
+def _with_gradient(chosen: Sequence[int], num_out: int, jaxpr: Jaxpr, compiler_options: dict[str, Any]) -> Program:
+    """A program without constants, with the gradient of its first outputs for the inputs `chosen`."""
 
     def run(*ins: Any) -> tuple[list[Any], list[Any]]:
         outs = _compat.evaluate(jaxpr, (), ins)
         own, new = outs[:num_out], outs[num_out:]
         return [jnp.asarray(x) for x in own if is_float(x)], [*(x for x in own if not is_float(x)), *new]
 
-    return Program(with_pullback(run, chosen), [type_of(v.aval) for v in jaxpr.invars], sizing_options()).cost
+    return Program(with_pullback(run, chosen), [type_of(v.aval) for v in jaxpr.invars], compiler_options)

@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import _compat, _keep
 from .._compat import Jaxpr
-from .._cost import Cost, flops
+from .._cost import Program, flops
 from .._errors import PlanError
 from .._jaxpr import Body
 from .._lift import name_of, short_name
@@ -390,7 +390,7 @@ class Planner:
         self._report: Callable[[str], None] = lambda text: None
         with self._shown():
             found = self._captured
-            options = (objective, offload, time_limit, report, found.compile_step)
+            options = (objective, offload, time_limit, report, found.step_with)
             self._search = _search(found.jaxpr, found.chosen, found.num_out, *options)
 
     def ends(self) -> tuple[int, int]:
@@ -456,7 +456,7 @@ def _search(
     offload: bool,
     time_limit: float | None,
     report: Callable[[str], None] = lambda text: None,
-    compile_: Callable[[Jaxpr], Cost] | None = None,
+    program_of: Callable[[Jaxpr, dict[str, Any]], Program] | None = None,
 ) -> Search:
     per_byte = None
     price: Callable[[Any], float] = flops
@@ -465,8 +465,8 @@ def _search(
         price = model.seconds
     if offload and _compat.HOST_MEMORY in _compat.memory_spaces():
         per_byte = 1 / cost_model().host_bytes_per_second if objective == "time" else 0.0
-    options = {"price": price, "offload": per_byte, "time_limit": time_limit, "report": report, "compile_": compile_}
-    return Search(jaxpr, chosen, num_out, **options)
+    options = {"price": price, "offload": per_byte, "time_limit": time_limit, "report": report}
+    return Search(jaxpr, chosen, num_out, program_of=program_of, **options)
 
 
 def _fit(search: Search, budget: int | float, name: str) -> Candidate:
