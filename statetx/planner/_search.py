@@ -20,7 +20,7 @@ from .._strategy import Slots
 from .._tree import is_float
 from ._analysis import Option, Price, type_of
 from ._layout import STATES, Layout
-from ._parts import flatten, ways_to_cut
+from ._parts import flatten, opened, ways_to_cut
 
 STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
 _FAR = 2.3  # the model was never that far above what XLA makes of a program as it is
@@ -97,7 +97,7 @@ class Search:
         policies = [as_policy(p) for p in STOCK]
         report("looking at the program")
         # Of a large program, all of which is one region, this takes longest. The compiler leaves Python to others.
-        self._as_it_is = self._program_of(self.jaxpr, hurried_options())
+        self._as_it_is = self._program_of(opened(self.jaxpr)[0], hurried_options())
         pool = concurrent.futures.ThreadPoolExecutor(1)
         self._compiling = pool.submit(lambda: self._as_it_is.cost)
         pool.shutdown(wait=False)
