@@ -18,7 +18,7 @@ from .._tree import num_bytes
 from ._analysis import Graph, Option, Price, undominated
 from ._parts import Part, moving_variables, pulled_variables, run, split
 
-STATES = 4096  # pairs of kept bytes and price that a choice is looked for among
+_STATES = 16384  # pairs of kept bytes and price that a choice is looked for among
 
 
 class Layout:
@@ -36,6 +36,10 @@ class Layout:
         base: for each part the bytes that must be there when it is run backwards, whatever is chosen: the inputs of it
             and of the parts before it that are computed in the program.
     """
+
+    _version: list[int] | None = None  # of the fronts that `_figures` and `_chosen` are of
+    _figures: list[np.ndarray]
+    _chosen: dict[float, list[Option] | None]
 
     def __init__(
         self,
@@ -118,31 +122,38 @@ class Layout:
             kept += min(fitting)
         return True
 
-    def choose(self, limit: float, states: int = STATES) -> list[Option] | None:
+    def choose(self, limit: float) -> list[Option] | None:
         """The options of least price within a limit, None if nothing fits: an exact dynamic program over the parts.
 
-        Of what is kept so far and what it cost, every pair is followed to which no other is preferable; if
-        they are more than `states`, some of them.
+        Of what is kept so far and what it cost, every pair is followed to which no other is preferable (of more than
+        `_STATES`, some).
         """
-        kept, price = np.zeros(1), np.zeros(1)
+        version = [front.version for front in self.fronts]
+        if version != self._version:
+            self._version, self._chosen = version, {}
+            self._figures = [np.array([o[1:4] for o in options], float).T[:, :, None] for options in self.options]
+        if limit not in self._chosen:
+            self._chosen[limit] = self._choose(limit)
+        return self._chosen[limit]
+
+    def _choose(self, limit: float) -> list[Option] | None:
+        kept, price = np.zeros(1), np.zeros(1)  # the cheapest first
         steps: list[tuple[np.ndarray, np.ndarray]] = []
-        for base, options in zip(self.base, self.options, strict=True):
-            sizes, working, prices = (np.array([o[n] for o in options], float) for n in (1, 2, 3))
-            new_kept = kept[:, None] + sizes
-            fits = base + new_kept + working <= limit
-            before, option = np.nonzero(fits)
+        for base, (sizes, working, prices) in zip(self.base, self._figures, strict=True):
+            new_kept = kept + sizes
+            option, before = np.nonzero(new_kept <= limit - base - working)
             if not len(before):
                 return None
-            new_kept = new_kept[before, option]
-            new_price = price[before] + prices[option]
-            order = np.lexsort((new_kept, new_price))
-            best = np.minimum.accumulate(new_kept[order])
-            order = order[np.concatenate([[True], best[1:] < best[:-1]])]
-            if len(order) > states:
-                order = order[np.unique(np.linspace(0, len(order) - 1, states).astype(int))]
+            new_kept = new_kept[option, before]
+            new_price = (price + prices)[option, before]
+            order = np.argsort(new_price, kind="stable")  # of as many sorted runs as there are options
+            ordered = new_kept[order]
+            order = order[np.concatenate([[True], ordered[1:] < np.minimum.accumulate(ordered)[:-1]])]
+            if len(order) > _STATES:
+                order = order[np.unique(np.linspace(0, len(order) - 1, _STATES).astype(int))]
             kept, price = new_kept[order], new_price[order]
             steps.append((before[order], option[order]))
-        at, chosen = 0, []  # the cheapest comes first
+        at, chosen = 0, []
         for (before, option), options in zip(reversed(steps), reversed(self.options), strict=True):
             chosen.append(options[option[at]])
             at = before[at]
@@ -231,6 +242,7 @@ class Front:
         untouched: the option to leave it as it is.
         options: those to which no other is preferable.
         stock: what each of the policies would do.
+        version: how often something was learned.
 
     Args:
         steps: options of its equations; of a loop, of one step. The first leaves them as they are.
@@ -250,6 +262,7 @@ class Front:
         self._graph = graph
         self._expand = expand
         self._measured: set[Any] = set()
+        self.version = 0
         self._update()
 
     def _update(self) -> None:
@@ -269,6 +282,7 @@ class Front:
                 if (o.kept, o.offloaded) == key:
                     working = working or self._graph.measure(o).working_bytes
                     known[i] = o._replace(working_bytes=working)
+        self.version += 1
         self._update()
         return True
 

@@ -19,7 +19,7 @@ from .._policy import as_policy
 from .._strategy import Slots
 from .._tree import is_float
 from ._analysis import Option, Price, type_of
-from ._layout import STATES, Layout
+from ._layout import Layout
 from ._parts import flatten, opened, ways_to_cut
 
 STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
@@ -187,9 +187,10 @@ class Search:
         low = min(layout.least_peak() for layout in self.layouts)
         high = max(low + 1, *(c.peak for c in self.candidates))
         whole = self.whole()
+        layouts = list({id(c.layout): c.layout for c in self.candidates}.values())
         found: list[tuple[float, float]] = []
         for limit in np.geomspace(low * 1.001 + 1, high * 1.001 + 1, num):
-            choice = self._cheapest(limit, states=256)
+            choice = self._cheapest(limit, layouts)
             if choice is not None:
                 price = sum(o.price for o in choice[1]) / whole
                 found.append((self.predict(choice[0].peak(choice[1])), price))
@@ -262,16 +263,16 @@ class Search:
         pairs = zip(layout.fronts, options, strict=True)
         return any([front.measure(option) for front, option in pairs if not self.is_late()])
 
-    def _cheapest(self, limit: float, states: int = STATES) -> tuple[Layout, list[Option]] | None:
-        found = []
-        for i, layout in enumerate(self.layouts):
-            options = layout.choose(limit, states)
+    def _cheapest(self, limit: float, layouts: Sequence[Layout] | None = None) -> tuple[Layout, list[Option]] | None:
+        layouts, found = layouts or self.layouts, []
+        for i, layout in enumerate(layouts):
+            options = layout.choose(limit)
             if options is not None:
                 found.append((sum(o.price for o in options), len(layout.parts), i, options))
         if not found:
             return None
         _, _, i, options = min(found, key=lambda f: f[:3])
-        return self.layouts[i], options
+        return layouts[i], options
 
     def _next_untried(self, low: float, high: float, known: Candidate, budget: int) -> float | None:
         """A limit of the model whose choice differs from one that is known: above it if that fits, else below."""
