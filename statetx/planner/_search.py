@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +24,6 @@ from ._layout import Layout
 from ._parts import flatten, opened, ways_to_cut
 
 STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
-_FAR = 2.3  # the model was never that far above what XLA makes of a program as it is
 _TRIES = 7  # compilations for one budget, at most, before stock policies are tried
 
 
@@ -38,7 +38,6 @@ class Candidate:
         price: of what is computed again, by the model.
         added: what is computed again by the equations of the compiled program; by the model, where these do not show it.
         cost: of the compiled program with its gradient.
-        is_exact: whether its memory is that of the program as users compile it, to the byte.
         predicted: temporary bytes, as foretold from the model and the candidates compiled before.
     """
 
@@ -49,7 +48,6 @@ class Candidate:
     price: float
     added: float
     cost: Cost
-    is_exact: bool
     predicted: float
 
     @property
@@ -96,7 +94,9 @@ class Search:
         fronts: dict[Any, Any] = {}
         policies = [as_policy(p) for p in STOCK]
         report("looking at the program")
-        # Of a large program, all of which is one region, this takes longest. The compiler leaves Python to others.
+        # Of a large program this takes longest, since all of it is one region. The compiler leaves Python to others.
+        self._has_unplanned = False
+        self._is_confirmed = hurried_options() == sizing_options()
         self._as_it_is = self._program_of(opened(self.jaxpr)[0], hurried_options())
         pool = concurrent.futures.ThreadPoolExecutor(1)
         self._compiling = pool.submit(lambda: self._as_it_is.cost)
@@ -118,19 +118,9 @@ class Search:
 
     def fit(self, budget: int) -> Candidate | None:
         """The cheapest candidate within a budget; None if none of those compiled is."""
-        while True:
-            self._seek(budget)
-            best = self.best(budget)
-            if best is None or best.is_exact:
-                return best
-            confirmed = self._confirm(best)
-            if confirmed.temp_bytes <= budget:
-                return confirmed
-
-    def _seek(self, budget: int) -> None:
-        """Compile candidates, until one keeps the budget and none that is much cheaper can be expected to."""
-        if not self._is_far_above(budget):
-            self._add_unplanned()
+        self._add_unplanned()
+        if self.unplanned_bytes() <= budget:
+            self._confirm_unplanned()
         low, high = 0.0, float("inf")
         for _ in range(_TRIES):
             best = self.best(budget)
@@ -158,7 +148,7 @@ class Search:
         if self.best(budget) is None and not self.is_late() and (least := self._least()) is not None:
             self.measure(*least)
         self._try_stock(budget)
-        self._add_unplanned()
+        return self.best(budget)
 
     def best(self, budget: float) -> Candidate | None:
         """The cheapest of what has been compiled that keeps a budget."""
@@ -179,6 +169,12 @@ class Search:
     def unplanned_bytes(self) -> int:
         """Temporary bytes without rematerialisation."""
         return self.unplanned.temp_bytes
+
+    def part_of_unplanned(self, fraction: float) -> int:
+        """A part of these bytes."""
+        if fraction > 0.99:
+            self._confirm_unplanned()
+        return int(fraction * self.unplanned_bytes())
 
     def curve(self, num: int = 20) -> list[tuple[float, float]]:
         """Predicted bytes and added operations (or seconds), as a part of the program's without a plan, of the model's best
@@ -213,23 +209,26 @@ class Search:
         return self.candidates[0]
 
     def _add_unplanned(self) -> None:
-        if self.candidates and self.candidates[0].name == "no remat":
-            return
-        if not self._compiling.done():
+        if not self._has_unplanned:
+            if not self._compiling.done():
+                self._report("compiling the program as it is")
+            self._put_unplanned(self._compiling.result())
+
+    def _confirm_unplanned(self) -> None:
+        """Compile it once more, with nothing in a hurry that its memory can depend on."""
+        if not self._is_confirmed:
             self._report("compiling the program as it is")
-        layout, options, cost = self.layouts[0], self._untouched, self._compiling.result()
+            self._put_unplanned(self._program_of(opened(self.jaxpr)[0], sizing_options()).cost)
+            self._is_confirmed = True
+
+    def _put_unplanned(self, cost: Cost) -> None:
+        layout = self.layouts[0]
+        options = [front.untouched for front in layout.fronts]
         peak = layout.peak(options)
-        found = Candidate("no remat", layout, options, peak, 0.0, 0.0, cost, _is_exact(), self.predict(peak))
+        found = Candidate("no remat", layout, options, peak, 0.0, 0.0, cost, self.predict(peak))
         self._tried[self._key(layout, options)] = found
-        self.candidates.insert(0, found)
-
-    @property
-    def _untouched(self) -> list[Option]:
-        return [front.untouched for front in self.layouts[0].fronts]
-
-    def _is_far_above(self, budget: int) -> bool:
-        """Whether the program as it is takes so much more that a plan can be looked for before it is known how much."""
-        return not self._compiling.done() and self.layouts[0].peak(self._untouched) > _FAR * budget
+        self.candidates = [found, *self.candidates[self._has_unplanned :]]
+        self._has_unplanned = True
 
     def _least_price(self, limit: float) -> float:
         """Of all choices that the model puts below a limit; 0 without one."""
@@ -313,7 +312,8 @@ class Search:
         known = self.candidates if known is None else known
         points = sorted({(c.peak, c.temp_bytes) for c in known if c.name != "no remat"})
         if not points:
-            points = sorted({(c.peak, c.temp_bytes) for c in known})
+            # XLA fuses more where nothing is rematerialised: half of what the model was off there, by its logarithm.
+            points = sorted({(c.peak, math.sqrt(c.peak * c.temp_bytes)) for c in known})
         if not points:
             return peak
         peaks, temps = np.array(points, float).T
@@ -351,34 +351,20 @@ class Search:
         peak = layout.peak(options)
         predicted = self.predict(peak)
         self._report(f"compiling plan {len(self.candidates) + 1}")
-        cost = self._program_of(layout.rewrite(options), hurried_options()).cost
+        cost = self._program_of(layout.rewrite(options), sizing_options()).cost
         price = sum(o.price for o in options)
         added = price
         # The loops of a schedule have no length that equations show.
         if self.price is flops and not any(isinstance(o.loop, Slots) for o in options):
             added = cost.flops - self._as_it_is.flops
-        candidate = Candidate(name, layout, list(options), peak, price, added, cost, _is_exact(), predicted)
+        candidate = Candidate(name, layout, list(options), peak, price, added, cost, predicted)
         self._tried[key] = candidate
         self.candidates.append(candidate)
         return candidate
 
-    def _confirm(self, candidate: Candidate) -> Candidate:
-        """Compile a candidate once more, with nothing in a hurry that its memory can depend on."""
-        self._report("compiling the plan that was found once more")
-        cost = self._program_of(candidate.layout.rewrite(candidate.options), sizing_options()).cost
-        found = dataclasses.replace(candidate, cost=cost, is_exact=True)
-        self._tried[self._key(candidate.layout, candidate.options)] = found
-        self.candidates[self.candidates.index(candidate)] = found
-        return found
-
 
 def _slope(peak: float, temp: float) -> float:
     return temp / peak if peak > 0 else 1.0
-
-
-def _is_exact() -> bool:
-    """Whether compiling in a hurry is not to be had, and what is found is exact at once."""
-    return hurried_options() == sizing_options()
 
 
 def _with_gradient(chosen: Sequence[int], num_out: int, jaxpr: Jaxpr, compiler_options: dict[str, Any]) -> Program:

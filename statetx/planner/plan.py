@@ -445,7 +445,7 @@ def _read_budget(given: Any) -> int | float:
 
 
 def _budget_bytes(search: Search, budget: int | float) -> int:
-    return budget if isinstance(budget, int) else int(budget * search.unplanned_bytes())
+    return budget if isinstance(budget, int) else search.part_of_unplanned(budget)
 
 
 def _search(
