@@ -208,6 +208,7 @@ def figures_of(results: dict[str, dict[int, dict[str, float]]]) -> dict[str, flo
 def picture(results: dict[str, dict[int, dict[str, float]]], path: str) -> None:
     """Milliseconds over size, a panel for each kind."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
     figure = Figure(figsize=(12, 2.9), layout="constrained")
     colours = {"trace": "#0072b2", "dispatch": "#d55e00"}
@@ -216,6 +217,11 @@ def picture(results: dict[str, dict[int, dict[str, float]]], path: str) -> None:
             base, _, other = what.partition(", ")
             style = {"linestyle": "--", "alpha": 0.6} if other else {"marker": "o", "markersize": 4}
             axes.loglog(list(found), [1e3 * f[what] for f in found.values()], color=colours[base], label=what, **style)
+        values = [1e3 * value for f in found.values() for value in f.values()]
+        axes.set_ylim(min(values) / 2, max(2 * max(values), 50 * min(values)))  # so that what is flat looks flat
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        if max(found) < 10:
+            axes.xaxis.set(major_locator=FixedLocator(list(found)), minor_locator=NullLocator(), ticklabels=list(found))
         axes.set_title(kind, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
