@@ -27,6 +27,7 @@ from jax._src import source_info_util
 from jax._src.ad_checkpoint import remat_p
 from jax._src.ad_util import Zero as _Zero
 from jax._src.ad_util import instantiate as _instantiate_zeros
+from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
@@ -58,6 +59,8 @@ else:  # jax 0.12 has one class for both
 Literal = _core.Literal
 Var = _core.Var
 TraceState = _core.OpaqueTraceState
+ARRAY_TYPES = frozenset([_ArrayImpl, _pe.DynamicJaxprTracer, _ad.LinearizeTracer, _ad.JVPTracer, _batching.BatchTracer])
+"""The types of most arrays: a set is asked in no time, `jax.Array` asks each object."""
 _context = _core.trace_ctx
 _InternalRefEffect = _core.InternalMutableArrayEffect
 _eval_trace = _core.eval_trace

@@ -405,7 +405,13 @@ def kind_of(obj: Any) -> Kind | None:
 
 def is_opaque(obj: Any) -> bool:
     """Whether a tree's flattening stops at this object: a state, or a module that holds states."""
-    return any(kind.is_opaque(obj) for kind in kinds())
+    if type(obj) in _PLAIN:
+        return False
+    return any([kind.is_opaque(obj) for kind in kinds()])
+
+
+# Of what trees hold, what is met most and is no state.
+_PLAIN = frozenset([dict, list, tuple, type(None), bool, int, float, str, np.ndarray, *_compat.ARRAY_TYPES])
 
 
 def modes() -> Hashable:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _registry
+from . import _compat, _registry
 from ._typing import PyTree
 
 _NOT_NUMERIC = frozenset("OSUMm")  # dtype kinds that no JAX array has
@@ -22,7 +22,7 @@ _NOT_NUMERIC = frozenset("OSUMm")  # dtype kinds that no JAX array has
 
 def is_array(x: Any) -> bool:
     """Whether `x` is traced: a JAX or NumPy array, a tracer, a key, or anything with ``__jax_array__``."""
-    if isinstance(x, jax.Array):
+    if type(x) in _compat.ARRAY_TYPES or isinstance(x, jax.Array):
         return True
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype.kind not in _NOT_NUMERIC
