@@ -8,10 +8,6 @@ The same model is trained with and without, from the same seed. Expect one write
 after a step and nearly the same losses (training amplifies rounding), about half the memory, and the same accuracy on
 held-out digits up to one or two of them. There the running statistics take the place of the batch's (brainstate's
 ``fit`` mode, which statetx's transforms respect).
-
-On a CPU the rematerialised step is slow: XLA prepares convolutions of a backward pass for its fast routines only
-outside of branches and loops, and up to jaxlib 0.11 what makes rematerialisation last on a CPU is a branch
-(``fence=``).
 """
 
 import brainstate
