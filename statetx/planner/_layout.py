@@ -192,7 +192,8 @@ def marks_of(option: Option) -> dict[tuple[int, ...], str]:
 def _region(part: Part, option: Option) -> Callable | None:
     if option.kept is None:
         return None
-    jaxpr = _keep.mark(part.jaxpr, marks_of(option))
+    # What keeps nothing is what the user's own rematerialisation is, to the letter: XLA's order of things hangs on it.
+    jaxpr = _keep.mark(part.jaxpr, marks_of(option)) if option.kept else part.as_given
     policy = _keep.keep_marked if option.kept else None
     return lambda *args: _compat.rematerialise(jaxpr, args, policy=policy, prevent_cse=True, fence="auto")
 

@@ -20,12 +20,22 @@ class Part:
         jaxpr: the equations as a function; of a loop, one step of it.
         invars, outvars: variables of the program that the part reads and gives to others.
         eqn: of a loop, the scan.
+        as_given: of a function that the user rematerialises, its jaxpr with the jits in it; of others `jaxpr`.
         key: equal for parts that are alike.
     """
 
-    def __init__(self, kind: str, jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Any], eqn: Any = None):
+    def __init__(
+        self,
+        kind: str,
+        jaxpr: Jaxpr,
+        invars: Sequence[Any],
+        outvars: Sequence[Any],
+        eqn: Any = None,
+        as_given: Jaxpr | None = None,
+    ):
         self.kind = kind
         self.jaxpr = jaxpr
+        self.as_given = jaxpr if as_given is None else as_given
         self.invars = list(invars)
         self.outvars = list(outvars)
         self.eqn = eqn
@@ -84,10 +94,14 @@ def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
             flush(i)
         if eqn.primitive.name in REMAT or is_loop(eqn):
             flush(i)
-            is_region = eqn.primitive.name in REMAT
-            inner = _plain(_compat.open_jaxpr(eqn.params["jaxpr"])[0], is_region)
-            invars, body = _distinct(inner, eqn.invars) if is_region else (eqn.invars, inner)
-            parts.append(Part("region" if is_region else "loop", body, invars, eqn.outvars, None if is_region else eqn))
+            inner = _compat.open_jaxpr(eqn.params["jaxpr"])[0]
+            if eqn.primitive.name in REMAT:
+                invars, given = _distinct(inner, eqn.invars)
+                body = inline(given, calls=tuple(JIT), deep=False)
+                parts.append(Part("region", body, invars, eqn.outvars, as_given=given))
+            else:
+                body = inline(inner, calls=_CALLS, deep=False)  # of its functions that are rematerialised, too
+                parts.append(Part("loop", body, eqn.invars, eqn.outvars, eqn))
             start = i + 1
     flush(len(jaxpr.eqns))
     return parts
@@ -100,11 +114,6 @@ def is_loop(eqn: Any) -> bool:
 
 def _consts(eqn: Any) -> Sequence[Any]:
     return _compat.open_jaxpr(eqn.params["jaxpr"])[1]
-
-
-def _plain(jaxpr: Jaxpr, is_region: bool) -> Jaxpr:
-    """A region's equations with those of jits, and in a loop of rematerialised functions, in their places."""
-    return inline(jaxpr, calls=tuple(JIT) if is_region else _CALLS, deep=False)
 
 
 def _distinct(jaxpr: Jaxpr, atoms: Sequence[Any]) -> tuple[list[Any], Jaxpr]:

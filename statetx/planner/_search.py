@@ -21,7 +21,7 @@ from .._strategy import Slots
 from .._tree import is_float
 from ._analysis import Option, Price, type_of
 from ._layout import Layout
-from ._parts import flatten, opened, ways_to_cut
+from ._parts import flatten, ways_to_cut
 
 STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
 _TRIES = 7  # compilations for one budget, at most, before stock policies are tried
@@ -94,19 +94,14 @@ class Search:
         fronts: dict[Any, Any] = {}
         policies = [as_policy(p) for p in STOCK]
         report("looking at the program")
-        # Of a large program this takes longest, since all of it is one region. The compiler leaves Python to others.
-        self._has_unplanned = False
-        self._is_confirmed = hurried_options() == sizing_options()
-        self._as_it_is = self._program_of(opened(self.jaxpr)[0], hurried_options())
-        pool = concurrent.futures.ThreadPoolExecutor(1)
-        self._compiling = pool.submit(lambda: self._as_it_is.cost)
-        pool.shutdown(wait=False)
         self.layouts: list[Layout] = []
         for program, cuts in ways_to_cut(self.jaxpr):
             if self.layouts and self.is_late():
                 break
             options = {"policies": policies, "offload": offload, "deadline": self.is_late, "fronts": fronts}
             self.layouts.append(Layout(program, cuts, chosen, num_out, price=price, **options))
+            if len(self.layouts) == 1:
+                self._compile_unplanned()
         self._forward = sum(map(price, self.jaxpr.eqns))
         self._negligible = 3e-3 * self._forward
 
@@ -208,6 +203,19 @@ class Search:
         self._add_unplanned()
         return self.candidates[0]
 
+    def _compile_unplanned(self) -> None:
+        """Of a large program this takes longest, since all of it is one region. The compiler leaves Python to others."""
+        self._has_unplanned = False
+        self._is_confirmed = hurried_options() == sizing_options()
+        self._as_it_is = self._program_of(self.layouts[0].rewrite(self._untouched), hurried_options())
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        self._compiling = pool.submit(lambda: self._as_it_is.cost)
+        pool.shutdown(wait=False)
+
+    @property
+    def _untouched(self) -> list[Option]:
+        return [front.untouched for front in self.layouts[0].fronts]
+
     def _add_unplanned(self) -> None:
         if not self._has_unplanned:
             if not self._compiling.done():
@@ -218,12 +226,11 @@ class Search:
         """Compile it once more, with nothing in a hurry that its memory can depend on."""
         if not self._is_confirmed:
             self._report("compiling the program as it is")
-            self._put_unplanned(self._program_of(opened(self.jaxpr)[0], sizing_options()).cost)
+            self._put_unplanned(self._program_of(self.layouts[0].rewrite(self._untouched), sizing_options()).cost)
             self._is_confirmed = True
 
     def _put_unplanned(self, cost: Cost) -> None:
-        layout = self.layouts[0]
-        options = [front.untouched for front in layout.fronts]
+        layout, options = self.layouts[0], self._untouched
         peak = layout.peak(options)
         found = Candidate("no remat", layout, options, peak, 0.0, 0.0, cost, self.predict(peak))
         self._tried[self._key(layout, options)] = found
