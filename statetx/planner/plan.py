@@ -43,7 +43,7 @@ class Plan(Rewriting):
         predicted_bytes: temporary memory by the model, corrected by all other programs that were compiled.
         foretold_bytes: the same as it was before this one was compiled, corrected by those compiled before it.
         temp_bytes: temporary memory of the compiled program with its gradient.
-        unplanned_bytes: the same without rematerialisation.
+        unplanned_bytes: the same without rematerialisation, to within some hundred bytes.
         flops, unplanned_flops: operations of both programs.
         rows: a `PlanRow` for every value of the program; those kept first, the largest of them first.
         stock: the name of the stock policy that it turned out to be; "" if it is none.
