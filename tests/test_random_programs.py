@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from random_programs import Block, Call, Const, Local, Raise, Read, Write, check, programs
 
 import statetx
+from statetx import _lift
 
 COMMON: dict[str, Any] = {
     "deadline": None,
@@ -50,7 +51,7 @@ def test_random_program_equals_its_reference_at_length(program):
 # -- the search can fail ---------------------------------------------------------------------------------------
 
 
-def publish_all_but_one(self, leaves, *, live=True, publish=statetx._lift.Outcome.publish):
+def publish_all_but_one(self, leaves, *, live=True, publish=_lift.Outcome.publish):
     kept = len(self.effects) - 1
     if kept < 0:
         return
