@@ -22,7 +22,8 @@ What is fair
     is brainstate's.
 
 First call
-    Trace, lowering and compilation together, for plain JAX and for statetx with the same fence around what is recomputed.
+    Trace, lowering and compilation together, for plain JAX and for statetx, with the same fence around what is recomputed and
+    without one: on a CPU the fence makes another program, which really recomputes.
 
 Counts
     Equations of the jaxpr, runs of a block's Python body from nothing to the lowered program, FLOPs and
@@ -229,6 +230,10 @@ class SharingBlock(Block):
     __call__ = statetx.remat(Block.__call__.__wrapped__, share_traces=True)
 
 
+class UnfencedBlock(Block):
+    __call__ = statetx.remat(Block.__call__.__wrapped__, fence=None)
+
+
 def with_brainstate() -> Case:
     blocks, x = [BrainstateBlock(w) for w in new_weights()], new_input()
     # As a decorator in the class body, brainstate's remat takes `self` for an array; a bound method works.
@@ -376,6 +381,7 @@ def _pure_block(w: dict, count: Any, x: Any) -> tuple[Any, Any]:
     return affine_pair(x, **w), count + 1
 
 
+UNFENCED = "statetx.remat(fence=None), cleared"
 CONTESTANTS: dict[str, Callable[[], Case]] = {
     SHARED: lambda: functional(one_function_object),
     FRESH: lambda: functional(fresh_closures),
@@ -481,16 +487,19 @@ def figures_of(results: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]
         "statetx.jit, of flax.nnx": paired(results, JIT_CLEARED, NNX),
         "statetx.jit, of brainstate": paired(results, JIT_CLEARED, BRAINSTATE),
         "first call, of functional with the same fence": paired(first, CLEARED, FENCED),
+        "first call without a fence, of functional with jax.checkpoint": paired(first, UNFENCED, SHARED),
         "first call, of functional with jax.checkpoint": paired(first, CLEARED, SHARED),
     }
 
 
 def first_calls(rounds: int) -> dict[str, Any]:
     """Trace, lowering and compilation together."""
+    makes = {name: CONTESTANTS[name] for name in (SHARED, FENCED, CLEARED)}
+    makes[UNFENCED] = lambda: with_statetx(UnfencedBlock, whole=False)
 
-    def sample(name: str) -> Callable[[], Sample]:
+    def sample(make: Callable[[], Case]) -> Callable[[], Sample]:
         def run() -> Sample:
-            case = CONTESTANTS[name]()
+            case = make()
             statetx.clear_cache()
             gc.collect()
             watch = Stopwatch()
@@ -500,7 +509,7 @@ def first_calls(rounds: int) -> dict[str, Any]:
 
         return run
 
-    samples = interleave({name: sample(name) for name in (SHARED, FENCED, CLEARED)}, rounds)
+    samples = interleave({name: sample(make) for name, make in makes.items()}, rounds)
     return {name: {**summaries(s, samples[SHARED]), "samples": s} for name, s in samples.items()}
 
 

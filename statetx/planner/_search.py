@@ -234,7 +234,8 @@ class Search:
         peak = layout.peak(options)
         found = Candidate("no remat", layout, options, peak, 0.0, 0.0, cost, self.predict(peak))
         self._tried[self._key(layout, options)] = found
-        self.candidates = [found, *self.candidates[self._has_unplanned :]]
+        others = self.candidates[1:] if self._has_unplanned else self.candidates
+        self.candidates = [found, *others]
         self._has_unplanned = True
 
     def _least_price(self, limit: float) -> float:
