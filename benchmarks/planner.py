@@ -190,7 +190,8 @@ def picture(results: dict[str, Any], path: str) -> None:
             )
         axes.axvline(result["bytes"] / MIB, color="#999999", linestyle="--", linewidth=1, label="no remat")
         axes.set_title(name, loc="left", fontsize=10)
-        axes.set_ylim(-1, min(60, 1.1 * max(100 * p["extra"] for p in points) + 2))
+        shown = [100 * p["extra"] for p in (*points, *result["stock"].values())]
+        axes.set_ylim(-1, min(60, 1.1 * max(shown) + 2))
         axes.set_xlim(left=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("temporary memory, MiB", fontsize=8)
@@ -227,7 +228,7 @@ def main() -> None:
         text.append(f"Unrolled programs under default compiler flags:\n\n{markdown_table(columns, cells)}")
     if "scale" in chosen:
         found["scale"] = scale(options.quick)
-        columns = ["program", "equations", "seconds", "of these, to compile it unplanned", "compiled"]
+        columns = ["program", "equations", "seconds", "to compile it unplanned for use", "compiled"]
         columns += ["of its budget", "added operations"]
         cells = [
             [r["program"], str(r["equations"]), f"{r['seconds']:.1f}", f"{r['seconds to compile unplanned']:.1f}"]
