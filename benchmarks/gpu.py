@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -137,7 +138,9 @@ def run(kind: str, name: str, quick: bool) -> dict[str, Any]:
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run(words, capture_output=True, text=True, env=env)
     if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "killed"}
+        lines = done.stderr.strip().splitlines() or ["killed"]
+        raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+        return {"error": (raised or lines)[-1].rpartition("Error: ")[2]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
