@@ -59,8 +59,8 @@ else:  # jax 0.12 has one class for both
 Literal = _core.Literal
 Var = _core.Var
 TraceState = _core.OpaqueTraceState
-ARRAY_TYPES = frozenset([_ArrayImpl, _pe.DynamicJaxprTracer, _ad.LinearizeTracer, _ad.JVPTracer, _batching.BatchTracer])
-"""The types of most arrays: a set is asked in no time, `jax.Array` asks each object."""
+ArrayImpl = _ArrayImpl
+"""The type of arrays that are there; tracers may stand for a Ref as well."""
 _context = _core.trace_ctx
 _InternalRefEffect = _core.InternalMutableArrayEffect
 _eval_trace = _core.eval_trace

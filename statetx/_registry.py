@@ -411,7 +411,7 @@ def is_opaque(obj: Any) -> bool:
 
 
 # Of what trees hold, what is met most and is no state.
-_PLAIN = frozenset([dict, list, tuple, type(None), bool, int, float, str, np.ndarray, *_compat.ARRAY_TYPES])
+_PLAIN = frozenset([dict, list, tuple, type(None), bool, int, float, str, np.ndarray, _compat.ArrayImpl])
 
 
 def modes() -> Hashable:

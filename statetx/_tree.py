@@ -22,7 +22,7 @@ _NOT_NUMERIC = frozenset("OSUMm")  # dtype kinds that no JAX array has
 
 def is_array(x: Any) -> bool:
     """Whether `x` is traced: a JAX or NumPy array, a tracer, a key, or anything with ``__jax_array__``."""
-    if type(x) in _compat.ARRAY_TYPES or isinstance(x, jax.Array):
+    if type(x) is _compat.ArrayImpl or isinstance(x, jax.Array):
         return True
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype.kind not in _NOT_NUMERIC
