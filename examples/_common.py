@@ -55,6 +55,14 @@ def make_progress(console):
     return Progress(*columns, TextColumn("{task.fields[status]}"), console=console)
 
 
+def parse(parser, **quick):
+    """Read the options, with one more: ``--quick``, and what it makes of those that are not given."""
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see it work within seconds")
+    if parser.parse_args().quick:
+        parser.set_defaults(**quick)
+    return parser.parse_args()
+
+
 def run(parser, example, **quick):
     """Run an example as the options say, show its table and write its picture and results.
 
@@ -63,10 +71,7 @@ def run(parser, example, **quick):
         example: called with the options and a progress bar; returns a table, a figure and a dict of results.
         **quick: what ``--quick`` makes of options that are not given.
     """
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see it work within seconds")
-    if parser.parse_args().quick:
-        parser.set_defaults(**quick)
-    options = parser.parse_args()
+    options = parse(parser, **quick)
     console = Console()
     try:
         options.out.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import BadInput, between, make_parser, make_progress
+from _common import BadInput, between, make_parser, make_progress, parse
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Column, Table
@@ -346,7 +346,7 @@ def main():
     """Run, or say in one line what is wrong with an option or a file."""
     parser = make_options()
     try:
-        run_all(parser.parse_args(), Console())
+        run_all(parse(parser, seq=64, steps=2, hidden=8, batch=2, curve=False), Console())
     except (OSError, UnicodeError, BadInput) as error:
         parser.error(str(error))
 

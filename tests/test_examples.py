@@ -35,7 +35,7 @@ def results_of(run, out):
 def test_all_runs_agree_and_take_less_memory(cell, tmp_path):
     out = tmp_path / "new" / "folder"
     out.parent.mkdir()
-    run = train(*TINY, "--cell", cell, out=out)
+    run = train("--quick", "--cell", cell, out=out)
     results = results_of(run, out)
 
     plain, *others = (results["runs"][name] for name in RUNS)
@@ -141,7 +141,7 @@ def test_more_bad_input_in_this_process(bad, named, tmp_path, monkeypatch, capsy
 def test_help_lists_the_options(tmp_path):
     run = train("--help", out=tmp_path)
     assert run.returncode == 0
-    for option in "steps seq batch hidden cell runs slots curve no-curve policy lr text seed out".split():
+    for option in "steps seq batch hidden cell runs slots curve no-curve policy lr text seed out quick".split():
         assert f"--{option}" in run.stdout
 
 
