@@ -1,23 +1,19 @@
-"""Loops whose reversal runs steps again instead of keeping what they computed.
+"""Loops that are reversed from carries that a schedule has stored.
 
-Two ways of it, for a body that is there as equations, ``(*constants, *carry, *x) -> (*carry, *y)``:
+The forward sweep stores the carry at a few steps (`_schedule` says which), and the reversal runs forward from the nearest of
+them, storing anew in the slots that are free. It is a nest of three loops without a branch,
 
-- `nested`: loops in loops, each rematerialised. Made of JAX's own parts, it is differentiated in every order and mode.
-- `Scheduled`: the forward sweep stores the carry at a few steps (`_schedule` says which), and the reversal runs forward
-  from the nearest of them, storing anew in the slots that are free. It is a nest of three loops without a branch,
+    for each block of steps, from the last to the first:
+        while the carry in hand is not that before the block:
+            run some steps; store the carry
 
-      for each block of steps, from the last to the first:
-          while the carry in hand is not that before the block:
-              run some steps; store the carry
-
-  of which the compiled size depends on neither length nor slots. These loops have no reverse mode of their own, so
-  what is differentiated twice goes back to `nested`.
+of which the compiled size depends on neither length nor slots. These loops have no reverse mode of their own, so what is
+differentiated twice goes back to `_nested`.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,181 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from . import _compat, _control, _keep, _schedule
-from ._compat import Literal
-from ._jaxpr import Body
-from ._policy import Policy
+from . import _compat, _control, _schedule
+from ._company import with_company
+from ._nested import Step, nested
 from ._staged import as_types
 from ._tree import is_float
-
-
-class Step:
-    """One step of a loop.
-
-    Args:
-        body: ``(*constants, *carry, *x) -> (*carry, *y)``.
-        num_constants: how many constants there are, the body's operands included.
-        avals: the types that the carry must keep.
-        length: of the loop; `reverse` as in `jax.lax.scan`.
-        policy: what a rematerialised step keeps.
-        name: of the function, for messages.
-        tick: called with the number of steps done, and the phase if that is not the loop itself.
-    """
-
-    def __init__(
-        self,
-        body: Body,
-        num_constants: int,
-        avals: Sequence[Any],
-        *,
-        length: int,
-        reverse: bool,
-        policy: Policy | None,
-        name: str,
-        tick: Callable | None = None,
-    ):
-        self.body = body
-        self.tick = tick or (lambda done, phase="": None)
-        self.is_shown = tick is not None
-        self.avals = list(avals)
-        self.length = length
-        self.reverse = reverse
-        self.num_constants = num_constants
-        self.num_carry = len(avals)
-        self.constant_avals: list[Any] = [v.aval for v in body.jaxpr.invars[:num_constants]]
-        self.x_avals: list[Any] = [v.aval for v in body.jaxpr.invars[num_constants + self.num_carry :]]
-        self.y_avals: list[Any] = [v.aval for v in body.jaxpr.outvars[self.num_carry :]]
-        self.name = name
-        self.policy = policy
-
-    def __call__(self, constants: list, carry: list, x: list) -> tuple[list, list]:
-        return self._split(self.body((), *constants, *carry, *x))
-
-    def keeping(self, constants: list, carry: list, x: list) -> tuple[list, list]:
-        """The step, rematerialised with its policy if it has one."""
-        return self(constants, carry, x) if self.policy is None else self.rematerialised(constants, carry, x)
-
-    def rematerialised(self, constants: list, carry: list, x: list) -> tuple[list, list]:
-        jaxpr, keeps = self._kept
-        return self._split(_compat.rematerialise(jaxpr, [*constants, *carry, *x], policy=keeps, prevent_cse=False))
-
-    @functools.cached_property
-    def _kept(self) -> tuple[Any, Any]:
-        jaxpr = self.body.jaxpr
-        return (jaxpr, None) if self.policy is None else _keep.apply(self.policy, jaxpr, (), self.name)
-
-    @functools.cached_property
-    def has_overlap(self) -> bool:
-        """Whether a loop of it gains from running parts of it side by side: see `_with_company`."""
-        return jax.default_backend() == "cpu" and _overlaps(self.body.jaxpr)
-
-    def _split(self, outs: list) -> tuple[list, list]:
-        return as_types(outs[: self.num_carry], self.avals), outs[self.num_carry :]
-
-    def plain(self) -> Callable:
-        """The loop as it is."""
-        if not self.is_shown:
-            return _control.scan(
-                self.body, self.num_constants, self.avals, length=self.length, reverse=self.reverse, unroll=1
-            )
-
-        def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:
-            def one(loop: tuple, x: list) -> tuple[tuple, list]:
-                carry, y = self(constants, loop[1], x)
-                self.tick(loop[0] + 1)
-                return (loop[0] + 1, carry), y
-
-            (_, carry), ys = jax.lax.scan(one, (jnp.int32(0), carry), xs, self.length, self.reverse)
-            return carry, ys
-
-        return _control.compiled(loop)
-
-
-# -- nested loops ------------------------------------------------------------------------------------------------
-
-
-def nested(step: Step, lengths: Sequence[int], *, offload: bool = False) -> Callable:
-    """``(constants, carry, xs) -> (carry, ys)`` by loops in loops, of which each body is rematerialised.
-
-    With `offload` the outermost stores its carries in the host's memory.
-    """
-
-    def loop(constants: list, carry: list, xs: list, length: int, levels: Sequence[int]) -> tuple[list, list]:
-        is_outermost = len(levels) == len(lengths)
-        inner = math.prod(levels[1:])
-        num_turns, rest = divmod(length, inner)
-
-        def turn(carry: list, xs: list, length: int = inner) -> tuple[list, list]:
-            if len(levels) == 1:
-                return step.rematerialised(constants, carry, xs)
-            run = lambda constants, carry, xs: loop(constants, carry, xs, length, levels[1:])  # noqa: E731
-            return _rematerialised(run, None, constants, carry, xs)
-
-        def stored(carry: list) -> list:
-            return [_compat.named(x, _CARRY) for x in carry] if offload and is_outermost else carry
-
-        def outermost_turn(loop: tuple[Any, list], xs: list) -> tuple[tuple, list]:
-            done, carry = loop
-            carry, ys = turn(stored(carry), xs)
-            step.tick(done + inner)
-            return (done + inner, carry), ys
-
-        def turns(carry: list, xs: list) -> tuple[list, list]:
-            if len(levels) > 1:
-                xs = [x.reshape(num_turns, inner, *x.shape[1:]) for x in xs]
-            if is_outermost and step.is_shown:
-                (_, carry), ys = jax.lax.scan(outermost_turn, (jnp.int32(0), carry), xs, num_turns, step.reverse)
-            else:
-                one = lambda carry, xs: turn(stored(carry), xs)  # noqa: E731
-                carry, ys = jax.lax.scan(one, carry, xs, num_turns, step.reverse)
-            return carry, [y.reshape(num_turns * inner, *y.shape[2:]) for y in ys] if len(levels) > 1 else ys
-
-        if not rest:
-            return turns(carry, xs)
-        if num_turns == 0:
-            return turn(carry, xs, length)
-        at = rest if step.reverse else length - rest
-        low, high = [x[:at] for x in xs], [x[at:] for x in xs]
-        if step.reverse:
-            carry, high = turns(carry, high)
-            carry, low = turn(stored(carry), low, rest)
-        else:
-            carry, low = turns(carry, low)
-            carry, high = turn(stored(carry), high, rest)
-        return carry, [jnp.concatenate(parts) for parts in zip(low, high, strict=True)]
-
-    def whole(constants: list, carry: list, xs: list) -> tuple[list, list]:
-        if not offload:
-            return loop(constants, carry, xs, step.length, lengths)
-        keeps = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=[_CARRY],
-            offload_src="device",
-            offload_dst=_compat.HOST_MEMORY,
-        )
-        run = lambda constants, carry, xs: loop(constants, carry, xs, step.length, lengths)  # noqa: E731
-        return _rematerialised(run, keeps, constants, carry, xs)
-
-    return _control.compiled(whole)
-
-
-_CARRY = "statetx.carry"
-
-
-def _rematerialised(fun: Callable, policy: Any, *args: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(args)
-    out_tree: Any = None
-
-    def flat(*leaves: Any) -> list[Any]:
-        nonlocal out_tree
-        outs, out_tree = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
-        return outs
-
-    jaxpr, consts = _compat.stage(flat, [_compat.abstract(x) for x in leaves], kind="scan", name="chunk")
-    body = Body.close(jaxpr, consts)
-    outs = _compat.rematerialise(body.jaxpr, [*body.operands, *leaves], policy=policy, prevent_cse=False)
-    return out_tree.unflatten(outs)
-
 
 # -- a schedule --------------------------------------------------------------------------------------------------
 
@@ -375,7 +201,7 @@ class Scheduled:
             ct_xs = [jax.lax.dynamic_update_slice_in_dim(b, v, low, 0) for b, v in zip(ct_xs, ct_x, strict=True)]
             return ct_carry, sums, ct_xs
 
-        run_steps = _with_company if step.has_overlap else jax.lax.fori_loop
+        run_steps = with_company if step.has_overlap else jax.lax.fori_loop
 
         def advance(first: Any, last: Any, carry: list) -> list:
             return run_steps(first, last, lambda i, c: step(constants, c, self._element(xs, i))[0], carry)
@@ -475,54 +301,6 @@ class Plan(NamedTuple):
         first = _schedule.first_positions(num_blocks, num_slots)
         positions = jnp.asarray([*first, *[0] * (num_slots - len(first))], jnp.int32)
         return cls(jnp.asarray(_schedule.table(num_blocks + 1, num_slots)), positions, jnp.int32(len(first) - 1))
-
-
-def _with_company(first: Any, last: Any, one: Callable, carry: list) -> list:
-    """`jax.lax.fori_loop`, with small writes beside each step.
-
-    On the CPU XLA runs a loop's body one kernel after the other if there are no more than eight of them, so that
-    products that do not need each other wait for each other, each of them split over all threads. With more kernels it
-    runs side by side what can be. The condition reads what is written, or XLA would drop it.
-    """
-
-    def body(loop: tuple) -> tuple:
-        i, carry, marks = loop
-        return i + 1, one(i, carry), [jax.lax.dynamic_update_index_in_dim(m, i, i % len(m), 0) for m in marks]
-
-    def goes_on(loop: tuple) -> Any:
-        i, _, marks = loop
-        return functools.reduce(jnp.logical_and, [m[0] >= 0 for m in marks], i < last)
-
-    # Of different lengths, or they were written by one kernel.
-    marks = [_compat.replicated(jnp.zeros(n, jnp.int32)) for n in (5, 6, 7, 8)]
-    return jax.lax.while_loop(goes_on, body, (first, carry, marks))[1]
-
-
-_LARGE = 2**22  # multiplications, from which on XLA splits a product over threads
-
-
-def _overlaps(jaxpr: Any) -> bool:
-    """Whether there are two large products of which neither needs the other."""
-    needed: dict[Any, frozenset] = {}  # for each variable the large products that it is computed from
-    large: list[Any] = []
-    for i, eqn in enumerate(jaxpr.eqns):
-        if any(map(_overlaps, _compat.inner_jaxprs(eqn))):
-            return True
-        before = frozenset().union(*(needed.get(v, ()) for v in eqn.invars if not isinstance(v, Literal)))
-        if _is_large(eqn):
-            if not before.issuperset(large):
-                return True
-            large.append(i)
-            before |= {i}
-        needed.update(dict.fromkeys(eqn.outvars, before))
-    return False
-
-
-def _is_large(eqn: Any) -> bool:
-    if eqn.primitive.name != "dot_general":
-        return any(_is_large(e) for jaxpr in _compat.inner_jaxprs(eqn) for e in jaxpr.eqns)
-    left, ((contracted, _), _) = eqn.invars[0].aval, eqn.params["dimension_numbers"]
-    return eqn.outvars[0].aval.size * math.prod(left.shape[i] for i in contracted) >= _LARGE
 
 
 def _buffer(length: int, aval: Any, number: int) -> Any:

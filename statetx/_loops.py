@@ -8,11 +8,12 @@ from typing import Any
 import jax
 
 from . import _compat, _control, _schedule
-from ._checkpointed import Scheduled, Step, floats_of, nested
+from ._checkpointed import Scheduled, floats_of
 from ._cost import Program
 from ._errors import EffectError, PolicyError
 from ._jaxpr import Body, table
 from ._lift import name_of
+from ._nested import Step, nested
 from ._progress import Bars
 from ._staged import Staged
 from ._strategy import Auto, Budget, Lengths, Levels, Slots, Strategy, as_strategy

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from . import _compat, _control, _schedule
-from ._checkpointed import Plan, Step, jvp_of, reverse_scheduled
+from ._checkpointed import Plan, jvp_of, reverse_scheduled
 from ._jaxpr import Body
+from ._nested import Step
 from ._tree import is_float
 
 _COLUMNS = 64  # of the schedule's table: as many runs of a step ahead of its reversal are planned for

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx import _checkpointed, _compat, _schedule, policies
+from statetx import _checkpointed, _company, _compat, _schedule, policies
 from statetx.policies import Budget, Lengths, Levels, Slots
 
 STRATEGIES = [
@@ -584,7 +584,7 @@ def test_products_side_by_side_compute_the_same(monkeypatch):
         return jax.make_jaxpr(jax.grad(loss))(xs), jax.jit(jax.grad(loss))(xs)
 
     (_, expected), (before, _) = run(None), run(Slots(3))
-    monkeypatch.setattr(_checkpointed, "_LARGE", 0)
+    monkeypatch.setattr(_company, "_LARGE", 0)
     statetx._jaxpr.table.clear()
     after, got = run(Slots(3))
     statetx._jaxpr.table.clear()
@@ -606,8 +606,8 @@ def test_products_side_by_side_compute_the_same(monkeypatch):
 )
 def test_which_bodies_have_products_side_by_side(fun, overlap):
     large, small = jnp.ones((256, 256)), jnp.ones((16, 16))
-    assert _checkpointed._overlaps(jax.make_jaxpr(fun)(large, large).jaxpr) == overlap
-    assert not _checkpointed._overlaps(jax.make_jaxpr(fun)(small, small).jaxpr)
+    assert _company.overlaps(jax.make_jaxpr(fun)(large, large).jaxpr) == overlap
+    assert not _company.overlaps(jax.make_jaxpr(fun)(small, small).jaxpr)
 
 
 @pytest.mark.parametrize("strategy", [None, Slots(3), Levels(2)], ids=repr)

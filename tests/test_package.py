@@ -28,7 +28,7 @@ states switch trace_states unstack value_and_grad vjp vmap while_loop
 # Each module may import from those in the lines above its own, and from its own line where marked so.
 LAYERS = [
     {"_errors", "_typing", "_compat", "_text", "_progress"},
-    {"_registry"},
+    {"_registry", "_fence", "_company"},
     {"_tree"},
     {"_jaxpr", "_state", "_paths", "_signature", "_cost"},
     {"_debug", "kinds.brainstate", "kinds.ref", "kinds.nnx", "_policy", "_schedule"},
@@ -36,6 +36,7 @@ LAYERS = [
     {"_lift", "_optimizer", "_rules", "_keep", "policies", "_saving"},
     {"_staged", "_targets", "_program", "_shared"},
     {"_control"},
+    {"_nested"},
     {"_checkpointed"},
     {"_loops", "_online"},
     {

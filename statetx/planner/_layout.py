@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import _compat, _keep, _schedule
-from .._checkpointed import Scheduled, Step, nested
+from .. import _compat, _fence, _keep, _schedule
+from .._checkpointed import Scheduled
 from .._compat import Jaxpr, Literal
 from .._jaxpr import Body
+from .._nested import Step, nested
 from .._policy import Marks
 from .._strategy import Lengths, Slots
 from .._tree import num_bytes
@@ -195,7 +196,7 @@ def _region(part: Part, option: Option) -> Callable | None:
     # What keeps nothing is what the user's own rematerialisation is, to the letter: XLA's order of things hangs on it.
     jaxpr = _keep.mark(part.jaxpr, marks_of(option)) if option.kept else part.as_given
     policy = _keep.keep_marked if option.kept else None
-    return lambda *args: _compat.rematerialise(jaxpr, args, policy=policy, prevent_cse=True, fence="auto")
+    return lambda *args: _compat.rematerialise(jaxpr, args, policy=_fence.around(policy, "auto"), prevent_cse=True)
 
 
 def _loop(part: Part, option: Option) -> Callable:

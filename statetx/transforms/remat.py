@@ -11,7 +11,7 @@ from typing import Any, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from .. import _compat, _keep, _policy, _registry
+from .. import _compat, _fence, _keep, _policy, _registry
 from .._errors import EffectError, StateAccessError
 from .._jaxpr import Body, table
 from .._lift import Lifting, Wrapper, as_decorator, frame_for, name_of, pack, short_name, stage
@@ -308,11 +308,12 @@ class Remat(Wrapper):
             if isinstance(policy, _policy.Rewriting):
                 return policy.rewrite(body, name_of(self.__wrapped__), num_out)
             jaxpr, keeps = _keep.apply(policy, body.jaxpr, origins, name_of(self.__wrapped__))
+            around = _fence.around(keeps, fence)
 
             def rematerialised(operands: Sequence[Any], *args: Any) -> list[Any]:
                 # As in jax.checkpoint, a tuple says nothing of what is closed over: no barrier there.
                 cse = (*[False] * len(operands), *prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse
-                return _compat.rematerialise(jaxpr, [*operands, *args], policy=keeps, prevent_cse=cse, fence=fence)
+                return _compat.rematerialise(jaxpr, [*operands, *args], policy=around, prevent_cse=cse)
 
             return rematerialised
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat, _control, _online
-from .._checkpointed import Step
 from .._errors import PolicyError, StateAccessError
 from .._jaxpr import Body, table
 from .._lift import name_of
 from .._loops import make_loop, refuse_effects, resolve_strategy
+from .._nested import Step
 from .._paths import Paths
 from .._staged import Staged, check_carry, flatten_carry, kept_types, promote, publish, union
 from .._strategy import Slots, Strategy, as_strategy

@@ -1,0 +1,189 @@
+"""A step of a loop, and loops in loops of it, each rematerialised: reversed, they run steps again instead of keeping all.
+
+The body is there as equations, ``(*constants, *carry, *x) -> (*carry, *y)``. Made of JAX's own parts, nested loops are differentiated
+in every order and mode.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import _compat, _control, _keep
+from ._company import overlaps
+from ._jaxpr import Body
+from ._policy import Policy
+from ._staged import as_types
+
+
+class Step:
+    """One step of a loop.
+
+    Args:
+        body: ``(*constants, *carry, *x) -> (*carry, *y)``.
+        num_constants: how many constants there are, the body's operands included.
+        avals: the types that the carry must keep.
+        length: of the loop; `reverse` as in `jax.lax.scan`.
+        policy: what a rematerialised step keeps.
+        name: of the function, for messages.
+        tick: called with the number of steps done, and the phase if that is not the loop itself.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        num_constants: int,
+        avals: Sequence[Any],
+        *,
+        length: int,
+        reverse: bool,
+        policy: Policy | None,
+        name: str,
+        tick: Callable | None = None,
+    ):
+        self.body = body
+        self.tick = tick or (lambda done, phase="": None)
+        self.is_shown = tick is not None
+        self.avals = list(avals)
+        self.length = length
+        self.reverse = reverse
+        self.num_constants = num_constants
+        self.num_carry = len(avals)
+        self.constant_avals: list[Any] = [v.aval for v in body.jaxpr.invars[:num_constants]]
+        self.x_avals: list[Any] = [v.aval for v in body.jaxpr.invars[num_constants + self.num_carry :]]
+        self.y_avals: list[Any] = [v.aval for v in body.jaxpr.outvars[self.num_carry :]]
+        self.name = name
+        self.policy = policy
+
+    def __call__(self, constants: list, carry: list, x: list) -> tuple[list, list]:
+        return self._split(self.body((), *constants, *carry, *x))
+
+    def keeping(self, constants: list, carry: list, x: list) -> tuple[list, list]:
+        """The step, rematerialised with its policy if it has one."""
+        return self(constants, carry, x) if self.policy is None else self.rematerialised(constants, carry, x)
+
+    def rematerialised(self, constants: list, carry: list, x: list) -> tuple[list, list]:
+        jaxpr, keeps = self._kept
+        return self._split(_compat.rematerialise(jaxpr, [*constants, *carry, *x], policy=keeps, prevent_cse=False))
+
+    @functools.cached_property
+    def _kept(self) -> tuple[Any, Any]:
+        jaxpr = self.body.jaxpr
+        return (jaxpr, None) if self.policy is None else _keep.apply(self.policy, jaxpr, (), self.name)
+
+    @functools.cached_property
+    def has_overlap(self) -> bool:
+        """Whether a loop of it gains from running parts of it side by side: see `_company`."""
+        return jax.default_backend() == "cpu" and overlaps(self.body.jaxpr)
+
+    def _split(self, outs: list) -> tuple[list, list]:
+        return as_types(outs[: self.num_carry], self.avals), outs[self.num_carry :]
+
+    def plain(self) -> Callable:
+        """The loop as it is."""
+        if not self.is_shown:
+            return _control.scan(
+                self.body, self.num_constants, self.avals, length=self.length, reverse=self.reverse, unroll=1
+            )
+
+        def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:
+            def one(loop: tuple, x: list) -> tuple[tuple, list]:
+                carry, y = self(constants, loop[1], x)
+                self.tick(loop[0] + 1)
+                return (loop[0] + 1, carry), y
+
+            (_, carry), ys = jax.lax.scan(one, (jnp.int32(0), carry), xs, self.length, self.reverse)
+            return carry, ys
+
+        return _control.compiled(loop)
+
+
+# -- nested loops ------------------------------------------------------------------------------------------------
+
+
+def nested(step: Step, lengths: Sequence[int], *, offload: bool = False) -> Callable:
+    """``(constants, carry, xs) -> (carry, ys)`` by loops in loops, of which each body is rematerialised.
+
+    With `offload` the outermost stores its carries in the host's memory.
+    """
+
+    def loop(constants: list, carry: list, xs: list, length: int, levels: Sequence[int]) -> tuple[list, list]:
+        is_outermost = len(levels) == len(lengths)
+        inner = math.prod(levels[1:])
+        num_turns, rest = divmod(length, inner)
+
+        def turn(carry: list, xs: list, length: int = inner) -> tuple[list, list]:
+            if len(levels) == 1:
+                return step.rematerialised(constants, carry, xs)
+            run = lambda constants, carry, xs: loop(constants, carry, xs, length, levels[1:])  # noqa: E731
+            return _rematerialised(run, None, constants, carry, xs)
+
+        def stored(carry: list) -> list:
+            return [_compat.named(x, _CARRY) for x in carry] if offload and is_outermost else carry
+
+        def outermost_turn(loop: tuple[Any, list], xs: list) -> tuple[tuple, list]:
+            done, carry = loop
+            carry, ys = turn(stored(carry), xs)
+            step.tick(done + inner)
+            return (done + inner, carry), ys
+
+        def turns(carry: list, xs: list) -> tuple[list, list]:
+            if len(levels) > 1:
+                xs = [x.reshape(num_turns, inner, *x.shape[1:]) for x in xs]
+            if is_outermost and step.is_shown:
+                (_, carry), ys = jax.lax.scan(outermost_turn, (jnp.int32(0), carry), xs, num_turns, step.reverse)
+            else:
+                one = lambda carry, xs: turn(stored(carry), xs)  # noqa: E731
+                carry, ys = jax.lax.scan(one, carry, xs, num_turns, step.reverse)
+            return carry, [y.reshape(num_turns * inner, *y.shape[2:]) for y in ys] if len(levels) > 1 else ys
+
+        if not rest:
+            return turns(carry, xs)
+        if num_turns == 0:
+            return turn(carry, xs, length)
+        at = rest if step.reverse else length - rest
+        low, high = [x[:at] for x in xs], [x[at:] for x in xs]
+        if step.reverse:
+            carry, high = turns(carry, high)
+            carry, low = turn(stored(carry), low, rest)
+        else:
+            carry, low = turns(carry, low)
+            carry, high = turn(stored(carry), high, rest)
+        return carry, [jnp.concatenate(parts) for parts in zip(low, high, strict=True)]
+
+    def whole(constants: list, carry: list, xs: list) -> tuple[list, list]:
+        if not offload:
+            return loop(constants, carry, xs, step.length, lengths)
+        keeps = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[_CARRY],
+            offload_src="device",
+            offload_dst=_compat.HOST_MEMORY,
+        )
+        run = lambda constants, carry, xs: loop(constants, carry, xs, step.length, lengths)  # noqa: E731
+        return _rematerialised(run, keeps, constants, carry, xs)
+
+    return _control.compiled(whole)
+
+
+_CARRY = "statetx.carry"
+
+
+def _rematerialised(fun: Callable, policy: Any, *args: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(args)
+    out_tree: Any = None
+
+    def flat(*leaves: Any) -> list[Any]:
+        nonlocal out_tree
+        outs, out_tree = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
+        return outs
+
+    jaxpr, consts = _compat.stage(flat, [_compat.abstract(x) for x in leaves], kind="scan", name="chunk")
+    body = Body.close(jaxpr, consts)
+    outs = _compat.rematerialise(body.jaxpr, [*body.operands, *leaves], policy=policy, prevent_cse=False)
+    return out_tree.unflatten(outs)
