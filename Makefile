@@ -61,7 +61,7 @@ $(BENCH): $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	@touch $@
 
-bench: $(BENCH)  ## run the benchmarks (about half an hour) and the comparison with other libraries; results in out/bench
+bench: $(BENCH)  ## run the benchmarks (about an hour) and the comparison with other libraries; results in out/bench
 	$(PY) benchmarks/run.py $(ARGS)
 	$(PY) benchmarks/behaviours.py
 

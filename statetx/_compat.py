@@ -34,13 +34,13 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow import loops as _loops
-from jax._src.lax.control_flow.conditionals import cond_p as cond_p
 from jax._src.lax.control_flow.loops import scan_p
 from jax._src.lib import version as _jaxlib_version
 from jax._src.state.discharge import discharge_state as _discharge_state
 from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.api_util import shaped_abstractify
 from jax.custom_derivatives import SymbolicZero
+from jaxlib.mlir import ir
 
 try:
     # jax 0.12: `scan_p` has trees where it had numbers.
@@ -61,6 +61,9 @@ Var = _core.Var
 TraceState = _core.OpaqueTraceState
 ArrayImpl = _ArrayImpl
 """The type of arrays that are there; tracers may stand for a Ref as well."""
+LEAVES = frozenset([ArrayImpl, _ad.JVPTracer, _ad.LinearizeTracer, _batching.BatchTracer])
+LEAVES |= frozenset([_pe.DynamicJaxprTracer, _pe.JaxprTracer])
+"""Types that no tree takes apart: those of arrays and tracers."""
 _context = _core.trace_ctx
 _InternalRefEffect = _core.InternalMutableArrayEffect
 _eval_trace = _core.eval_trace
@@ -289,6 +292,17 @@ def lower_remat_by(rule: Callable) -> None:
 def platforms(ctx: Any) -> tuple[str, ...]:
     """What is lowered for."""
     return tuple(ctx.platforms or ctx.module_context.platforms)
+
+
+def ir_type(aval: Any) -> Any:
+    """The type of an array when it is lowered."""
+    physical: Any = _core.physical_aval(aval)
+    return ir.RankedTensorType.get(physical.shape, _mlir.dtype_to_ir_type(physical.dtype))
+
+
+def with_sharding(ctx: Any, x: Any, aval: Any) -> Any:
+    """A value while lowering, held to the sharding in its type where axes are explicit."""
+    return _mlir.lower_with_sharding_in_types(ctx, x, aval)
 
 
 CPU_DROPS_BARRIERS = _jaxlib_version[:2] < (0, 12)

@@ -8,16 +8,17 @@ policy.
 from __future__ import annotations
 
 import dataclasses
-import weakref
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo as hlo
 
 from . import _compat
-from ._compat import Jaxpr, Literal, Tracer
+from ._compat import Jaxpr, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,40 +51,74 @@ def _lower(
     is_plain = not jaxpr.effects and not any(getattr(getattr(a, "mat", None), "varying", ()) for a in ctx.avals_in)
     # A size that is a symbol (jax.export) cannot be compared with others.
     is_plain = is_plain and all(isinstance(d, int) for a in ctx.avals_in for d in getattr(a, "shape", ()))
-    if differentiated and is_fenced and is_plain and any(map(_has_bits, ctx.avals_in)):
-        fenced = _fenced_jaxprs.get(jaxpr)
-        if fenced is None:
-            fenced = _fenced_jaxprs[jaxpr] = _fenced(jaxpr, ctx.avals_in)
-        return as_jax(ctx, *args, jaxpr=fenced, differentiated=False, policy=None, prevent_cse=False)
-    return as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
+    if not (differentiated and is_fenced and is_plain and any(map(_has_bits, ctx.avals_in))):
+        return as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
+    if any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns):
+        jaxpr = _in_canonical_order(jaxpr)
+    # A branch that is always taken, and that no compiler can know to be.
+    types = [_compat.ir_type(aval) for aval in ctx.avals_out]
+    branches = hlo.CaseOp(types, _not_zero(args, ctx.avals_in), num_branches=2)
+    with ir.InsertionPoint(branches.regions[0].blocks.append()):
+        hlo.return_([_zeros(t) for t in types])
+    with ir.InsertionPoint(branches.regions[1].blocks.append()):
+        hlo.return_(as_jax(ctx, *args, jaxpr=jaxpr, differentiated=False, policy=None, prevent_cse=False))
+    return [_compat.with_sharding(ctx, x, aval) for x, aval in zip(branches.results, ctx.avals_out, strict=True)]
 
 
-_fenced_jaxprs: weakref.WeakKeyDictionary[Jaxpr, Jaxpr] = weakref.WeakKeyDictionary()
 _compat.lower_remat_by(_lower)
 
 
-def _fenced(jaxpr: Jaxpr, avals: Sequence[Any]) -> Jaxpr:
-    """Run a jaxpr once all its inputs are there, in a branch that is always taken and that no compiler can know to be."""
-    if any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns):
-        run, _ = _compat.stage(lambda *args: _with_canonical_convolutions(jaxpr, args), avals, kind="cond", name="run")
-    else:
-        run = jaxpr
-    skip, _ = _compat.stage(lambda *_: [_empty_of(v.aval) for v in jaxpr.outvars], avals, kind="cond", name="skip")
-    branches = (_compat.ClosedJaxpr(skip, ()), _compat.ClosedJaxpr(run, ()))
-    # Where axes are explicit, the entry of a sharded array that tells that it is there is for the compiler to find.
-    is_there = jax.sharding.auto_axes(_is_there, out_sharding=jax.P()) if _compat.has_explicit_axes() else _is_there
-    both, _ = _compat.stage(
-        lambda *args: _compat.cond_p.bind(is_there(args), *args, branches=branches), avals, kind="cond", name="fence"
-    )
-    return both
+def _not_zero(args: Sequence[Any], avals: Sequence[Any]) -> Any:
+    """A number that is not zero, as computed from the bits of an entry of some arrays.
+
+    A branch waits for all its operands, so it need not be computed from every one; but not from constants alone, as
+    cotangents sometimes are.
+    """
+    given = [n for n, aval in enumerate(avals) if _has_bits(aval)]
+    by_size = sorted(given, key=lambda n: (avals[n].size, str(avals[n].dtype), avals[n].shape))  # in whatever order
+    number = _int32(2)
+    for n in dict.fromkeys((by_size[0], by_size[-1], given[-1])):
+        number = hlo.or_(number, _bits_of_entry(args[n], avals[n]))
+    return number
 
 
-def _with_canonical_convolutions(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
-    """Run a jaxpr with each convolution on arrays in the order of dimensions that XLA has fast code for on CPUs.
+def _bits_of_entry(x: Any, aval: Any) -> Any:
+    """The bits of an array's first entry, as an int32."""
+    if aval.ndim:
+        first = hlo.slice(x, *(ir.DenseI64ArrayAttr.get([n] * aval.ndim) for n in (0, 1, 1)))
+        x = hlo.reshape(_scalar(x.type.element_type), first)
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        x = hlo.real(x)
+    width = x.type.element_type.width
+    bits = hlo.bitcast_convert(_scalar(ir.IntegerType.get_signless(width)), x)
+    return bits if width == 32 else hlo.convert(_scalar(ir.IntegerType.get_signless(32)), bits)
+
+
+def _zeros(kind: Any) -> Any:
+    zero = hlo.convert(_scalar(kind.element_type), _int32(0))
+    return hlo.broadcast_in_dim(kind, zero, ir.DenseI64ArrayAttr.get([]))
+
+
+def _int32(value: int) -> Any:
+    kind = ir.IntegerType.get_signless(32)
+    return hlo.constant(ir.DenseElementsAttr.get_splat(_scalar(kind), ir.IntegerAttr.get(kind, value)))
+
+
+def _scalar(element: Any) -> Any:
+    return ir.RankedTensorType.get((), element)
+
+
+def _in_canonical_order(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr with each convolution on arrays in the order of dimensions that XLA has fast code for on CPUs.
 
     XLA puts them in that order itself, but only outside branches and loops (`ConvCanonicalization` visits the entry
     computation alone); derivatives of convolutions are in others, and were 20 times slower here.
     """
+    run = functools.partial(_with_canonical_convolutions, jaxpr)
+    return _compat.stage(run, [v.aval for v in jaxpr.invars], kind="remat", name="checkpoint")[0]
+
+
+def _with_canonical_convolutions(jaxpr: Jaxpr, *args: Any) -> list[Any]:
     env = dict(zip(jaxpr.invars, args, strict=True))
 
     def read(atom: Any) -> Any:
@@ -110,28 +145,6 @@ def _canonical_convolution(x: Any, kernel: Any, *, dimension_numbers: Any, **par
     result = jax.lax.conv_general_dilated_p.bind(x, kernel, dimension_numbers=numbers, **params)
     place = {found[0]: 0, found[1]: last, **{s: 1 + i for i, s in enumerate(found[2:])}}
     return jax.lax.transpose(result, [place[d] for d in range(n + 2)])
-
-
-def _empty_of(aval: Any) -> Any:
-    return jax.lax.full(aval.shape, 0, aval.dtype, sharding=None if aval.sharding.mesh.empty else aval.sharding)
-
-
-def _is_there(args: Sequence[Any]) -> Any:
-    """1, as computed from an entry of some arrays: whether a number has no more bits set than it has bits.
-
-    A branch waits for all its operands, so it need not be computed from every one; but not from constants alone, as
-    cotangents sometimes are.
-    """
-    given = [x for x in args if _has_bits(x.aval if isinstance(x, Tracer) else jax.typeof(x))]
-    by_size = sorted(given, key=lambda x: (x.size, str(x.dtype), x.shape))  # whatever the order of the inputs
-    chosen = {id(x): x for x in (by_size[0], by_size[-1], given[-1])}
-    count: Any = np.int32(0)
-    for x in chosen.values():
-        entry = jax.lax.reshape(jax.lax.slice(x, [0] * x.ndim, [1] * x.ndim), ())
-        entry = jax.lax.real(entry) if jnp.iscomplexobj(entry) else entry
-        bits = jax.lax.bitcast_convert_type(entry, jnp.dtype(f"uint{8 * entry.dtype.itemsize}"))
-        count = jax.lax.add(count, jax.lax.convert_element_type(jax.lax.population_count(bits), np.int32))
-    return jax.lax.convert_element_type(jax.lax.le(count, np.int32(64 * len(chosen))), np.int32)
 
 
 def _has_bits(aval: Any) -> bool:

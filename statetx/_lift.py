@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
@@ -26,7 +26,7 @@ from ._jaxpr import Body
 from ._paths import reaches
 from ._registry import Effect, Frame, Kind
 from ._text import brief
-from ._tree import Partition, as_array, is_array, partition
+from ._tree import Partition, as_array, freeze, is_array, partition
 from ._typing import PyTree
 from .kinds.ref import KIND as REF
 
@@ -282,6 +282,13 @@ class Wrapper(Generic[P, R]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+    @functools.cached_property
+    def plain_options(self) -> Hashable:
+        """A key for the options; None if some are more than words, flags and numbers."""
+        values = self._options.values()
+        is_plain = all(type(v) in (str, bool, int, type(None)) or (type(v) is tuple and not v) for v in values)
+        return freeze(self._options) if is_plain else None
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...

@@ -29,7 +29,8 @@ from ._jaxpr import Body
 from ._lift import Input, Outcome, Wrapper
 from ._paths import global_names, own_globals
 from ._registry import Effect
-from ._tree import Identity, Partition, freeze, partition
+from ._tree import ARRAY, Identity, Partition, freeze, partition
+from .kinds.ref import KIND as REF
 
 _LARGEST = 1 << 16  # bytes of a NumPy array that is compared by its content
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), type(...), range, slice, enum.Enum, frozenset)
@@ -103,7 +104,7 @@ class Sight:
     def _look_at_other(self, obj: Any) -> None:
         parts = self._parts
         kind = _registry.kind_of(obj)
-        if isinstance(obj, jax.Ref):
+        if kind is REF:
             raise _Unseen
         if kind is not None:
             self._look_at_state(obj, kind)
@@ -124,8 +125,10 @@ class Sight:
             parts.append(type(obj))
             self._look_at_all([obj.func, list(obj.args), obj.keywords, vars(obj)])
         elif isinstance(obj, Wrapper):
-            parts.append(type(obj))
-            self._look_at_all([obj.__wrapped__, dict(vars(obj)["_options"])])
+            parts += (type(obj), obj.plain_options)
+            self._look(obj.__wrapped__)
+            if obj.plain_options is None:
+                self._look_at_dict(obj._options)
         elif isinstance(obj, (property, staticmethod, classmethod, functools.cached_property)):
             parts.append(type(obj))
             names = ("fget", "fset", "__func__", "func")
@@ -142,6 +145,15 @@ class Sight:
         for obj in objs:
             self._look(obj)
 
+    def _look_at_held(self, objs: Any) -> None:
+        """At a list, tuple or dict that belongs to one object and is empty most times."""
+        if not objs:
+            self._parts.append(None)
+        elif isinstance(objs, dict):
+            self._look_at_dict(objs)
+        else:
+            self._look_at_sequence(objs)
+
     def _look_at_sequence(self, objs: list | tuple) -> None:
         self._parts.append(type(objs))
         self._look_at_all(objs)
@@ -157,35 +169,38 @@ class Sight:
 
     def _look_at_state(self, state: Any, kind: Any) -> None:
         leaves, part = partition(kind.get(state))
-        avals = tuple([_compat.abstract(x) for x in leaves])
-        self._parts += (part.treedef, part.mask, freeze(part.static), avals)
+        if part is ARRAY:
+            self._parts += (ARRAY, _compat.abstract(leaves[0]))
+        else:
+            self._parts += (part.treedef, part.mask, freeze(part.static), *[_compat.abstract(x) for x in leaves])
         self.things.append(state)
         # Besides its value: names that libraries keep for themselves begin with an underscore.
         if hasattr(state, "get_metadata"):
-            rest = dict(state.get_metadata())
+            metadata, attributes = state.get_metadata(), {}
         else:
-            rest = {"metadata": getattr(state, "metadata", None)}
-            rest |= {k: v for k, v in getattr(state, "__dict__", {}).items() if not k.startswith("_")}
-        self._look_at_all([kind.name_of(state), rest, type(state)])
+            metadata = getattr(state, "metadata", None)
+            attributes = {k: v for k, v in getattr(state, "__dict__", {}).items() if not k.startswith("_")}
+        self._look(kind.name_of(state))
+        self._look(dict(metadata) if metadata else None)
+        self._look_at_held(attributes)
+        self._look(type(state))
 
     def _look_at_function(self, fun: types.FunctionType) -> None:
-        self._parts.append(fun.__code__)
         cells = [c.cell_contents if _is_filled(c) else _Unseen for c in fun.__closure__ or ()]
-        self._look_at_all(fun.__defaults__ or ())
-        self._look_at_dict(fun.__kwdefaults__ or {})
-        self._look_at_all(cells)
         # What a function wraps, it closes over, if it calls it.
-        self._look_at_dict({k: v for k, v in vars(fun).items() if k != "__wrapped__"})
-        if fun.__globals__ is self._module:
-            names = [n for n in global_names(fun.__code__) if n in fun.__globals__]
-            self._look_at_dict({n: fun.__globals__[n] for n in names})
+        attributes = {k: v for k, v in vars(fun).items() if k != "__wrapped__"}
+        values = fun.__globals__ if fun.__globals__ is self._module else {}
+        used = {n: values[n] for n in global_names(fun.__code__) if n in values}
+        self._parts.append(fun.__code__)
+        for held in (fun.__defaults__, fun.__kwdefaults__, cells, attributes, used):
+            self._look_at_held(held)
 
     def _look_at_class(self, cls: type) -> None:
         self._parts.append(Identity(cls))
         for base in cls.__mro__:
             if not _is_of_library(base):
-                held = {k: v for k, v in vars(base).items() if k not in _BOOKKEEPING}
-                self._look_at_dict({k: v for k, v in held.items() if not isinstance(v, _DESCRIPTORS)})
+                held = {k: v for k, v in vars(base).items() if k not in _BOOKKEEPING and type(v) not in _DESCRIPTORS}
+                self._look_at_dict(held)
 
     def _look_at_object(self, obj: Any) -> None:
         self._look(type(obj))

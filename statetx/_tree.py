@@ -82,15 +82,27 @@ def partition(tree: PyTree, is_dynamic: Callable[[Any], bool] = is_array) -> tup
     Objects that hold states (modules registered as pytrees by their library) are leaves: taking them apart would
     make new states of the old ones.
     """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_registry.is_opaque)
+    if type(tree) in _compat.LEAVES and is_dynamic(tree):
+        return [tree], ARRAY
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_whole)
     mask = tuple(is_dynamic(leaf) for leaf in leaves)
     dynamic = [leaf for leaf, d in zip(leaves, mask, strict=True) if d]
     static = tuple(leaf for leaf, d in zip(leaves, mask, strict=True) if not d)
     return dynamic, Partition(treedef, mask, static)
 
 
+def _is_whole(x: Any) -> bool:
+    return type(x) not in _compat.LEAVES and _registry.is_opaque(x)
+
+
+ARRAY = Partition(jax.tree.structure(0), (True,), ())
+"""The partition of what is nothing but an array."""
+
+
 def as_array(x: Any) -> Any:
     """Give objects that only know how to become a JAX array that form; leave every other alone."""
+    if type(x) in _compat.LEAVES:
+        return x
     if hasattr(x, "__jax_array__") and not isinstance(x, (jax.Array, np.ndarray, np.generic)) and is_array(x):
         return x.__jax_array__()
     return x

@@ -344,6 +344,38 @@ def test_marked_functions_are_regions():
         assert ends <= set(cuts) and len(whole.eqns) > len(first.eqns)
 
 
+def test_what_keeps_nothing_is_the_rematerialisation_that_the_user_wrote():
+    """With the jitted functions in it: other equations make XLA take another order, and other memory."""
+
+    @statetx.remat
+    def gated(w, x):
+        return jax.nn.silu(x @ w) @ w.T
+
+    def fun(w, x):
+        return gated(w, x).sum()
+
+    jaxpr = staged(fun, WS[0], X)
+    parts = _parts.split(jaxpr, None)
+    marked = [p.kind == "region" for p in parts]
+    options = [Option(frozenset() if m else None, 0, 0, 0.0) for m in marked]
+    (planned,) = [e for e in _layout.rewrite(jaxpr, parts, options).eqns if e.primitive.name in _parts.REMAT]
+    (written,) = [e for e in jax.make_jaxpr(fun)(WS[0], X).eqns if e.primitive.name in _parts.REMAT]
+    inside = str(planned.params["jaxpr"])
+    assert inside == str(written.params["jaxpr"]) and "silu" in inside
+    assert (planned.params["policy"], planned.params["prevent_cse"]) == (written.params["policy"], True)
+
+
+def test_a_choice_is_made_anew_when_something_was_learned():
+    front = _layout.Front([Option(None, 100, 0, 0.0), Option(frozenset(), 10, 5, 2.0)], [])
+    layout = object.__new__(_layout.Layout)
+    layout.fronts, layout.base = [front], [0]
+    assert layout.choose(20) is layout.choose(20) and layout.choose(20)[0].price == 2.0
+    front._steps[1] = front._steps[1]._replace(working_bytes=30)  # as `measure` finds
+    front.version += 1
+    front._update()
+    assert layout.choose(20) is None and layout.choose(40)[0].working_bytes == 30
+
+
 def test_time_is_an_objective(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = statetx.calibrate(size=128, repeats=1)

@@ -400,6 +400,16 @@ def iterator(start):
 
 PAIRS = {
     "adjacent names of one state": (two_states, (True, False), lambda o, x: o.a.value * x + 10 * o.b.value * x),
+    "option of a transform": (
+        lambda k: statetx.grad(lambda a, b: a * b * b, argnums=k),
+        (0, 1),
+        lambda g, x: g(x, x + 1),
+    ),
+    "options in a tuple": (
+        lambda k: statetx.grad(lambda a, b: a * b * b, argnums=(k,)),
+        (0, 1),
+        lambda g, x: g(x, x + 1)[0],
+    ),
     "adjacent names of one array": (two_arrays, (True, False), lambda o, x: (o.a * x + 10 * o.b * x).sum()),
     "an array that is returned": (lambda k: Holder(t=jnp.array([k, k])), (1.0, 5.0), lambda o, x: o.t + 0 * x),
     "metadata": (
