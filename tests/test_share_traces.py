@@ -403,12 +403,12 @@ PAIRS = {
     "option of a transform": (
         lambda k: statetx.grad(lambda a, b: a * b * b, argnums=k),
         (0, 1),
-        lambda g, x: g(x, x + 1),
+        lambda g, x: g(x, x + 2),
     ),
     "options in a tuple": (
         lambda k: statetx.grad(lambda a, b: a * b * b, argnums=(k,)),
         (0, 1),
-        lambda g, x: g(x, x + 1)[0],
+        lambda g, x: g(x, x + 2)[0],
     ),
     "adjacent names of one array": (two_arrays, (True, False), lambda o, x: (o.a * x + 10 * o.b * x).sum()),
     "an array that is returned": (lambda k: Holder(t=jnp.array([k, k])), (1.0, 5.0), lambda o, x: o.t + 0 * x),
