@@ -1,8 +1,10 @@
-"""Counting what must not happen too often."""
+"""Counting what must not happen too often, and what the installed JAX has."""
 
 import contextlib
 
 import jax
+
+REMAT3 = getattr(jax.config, "jax_remat3", False)  # JAX 0.10.0 has none
 
 
 class Counted:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import REMAT3
 from statetx import _compat
 
 X = jnp.ones(3)
@@ -173,7 +174,7 @@ def test_arguments_of_other_types_are_not_taken_for_those_of_the_jaxpr():
     assert outs[0].dtype == jnp.bfloat16
 
 
-@pytest.mark.skipif(jax.config.jax_remat3, reason="jax_remat3: jax.checkpoint makes another equation than ours")
+@pytest.mark.skipif(REMAT3, reason="jax_remat3: jax.checkpoint makes another equation than ours")
 def test_a_jaxpr_is_rematerialised_as_a_function_is():
     jaxpr, _ = _compat.stage(lambda x, y: [jnp.sin(x) * y], [jax.typeof(X)] * 2, kind="jit", name="f")
     policy = jax.checkpoint_policies.dots_saveable

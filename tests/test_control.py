@@ -1,6 +1,7 @@
 """What loops and branches bind is what `jax.lax` makes of the same Python."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ BODIES = {
 
 def shape_of(eqn):
     """An equation without what names it: the count and types of its inputs, and its parameters as text."""
-    params = {k: str(v) for k, v in eqn.params.items()}
+    params = {k: re.sub(" at 0x[0-9a-f]+", "", str(v)) for k, v in eqn.params.items()}
     return eqn.primitive, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars], params
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import statetx
+from statetx import _compat, _fence
 
 CPU_DROPS_BARRIERS = jax.__version_info__ < (0, 12)
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="figures of XLA on a CPU")
@@ -110,6 +111,21 @@ def test_inputs_of_which_nothing_can_be_told():
     h = statetx.remat(lambda z: jnp.sin(z) * z, fence="cond")
     lowered = jax.jit(jax.grad(lambda z: h(z).real.sum())).lower(jnp.ones(3, "complex64"))
     assert "stablehlo.case" in lowered.as_text() and "conditional" in lowered.compile().as_text()
+
+
+def test_keys_come_out_of_the_branch():
+    """In a gradient of gradients, what is kept of recomputation may be a key."""
+
+    def draw(x, key):
+        key = jax.random.split(key)[0]
+        return x * jax.random.normal(key, x.shape), key
+
+    args = (jnp.ones(3), jax.random.key(0))
+    params = {"policy": _fence.around(None, "cond"), "prevent_cse": True, "differentiated": True}
+    fenced = jax.jit(lambda *args: _compat.remat_p.bind(*args, jaxpr=jax.make_jaxpr(draw)(*args).jaxpr, **params))
+    assert "stablehlo.case" in fenced.lower(*args).as_text()
+    for a, b in zip(fenced(*args), draw(*args), strict=True):
+        np.testing.assert_array_equal(*(jax.random.key_data(k) if k.dtype == args[1].dtype else k for k in (a, b)))
 
 
 def text(fence, **options):
