@@ -561,7 +561,7 @@ def main() -> None:
     rounds = options.rounds or (2 if options.quick else 15)
     print(header(env))
     results = measure(rounds)
-    first = first_calls(min(rounds, 7))
+    first = first_calls(rounds)
     title = f"{NUM_BLOCKS} blocks: CPU time of trace and lowering, {rounds} rounds; ratio to '{FRESH}'"
     show(title, TIMES, time_rows(results))
     show("The same in counts", COUNTS, count_rows(results))
