@@ -49,8 +49,9 @@ def _lower(
     is_fenced = isinstance(policy, Fenced) and (policy.fence == "cond" or drops_barriers)
     # In shard_map a value's type says on which devices it differs, and both branches would have to agree on that.
     is_plain = not jaxpr.effects and not any(getattr(getattr(a, "mat", None), "varying", ()) for a in ctx.avals_in)
+    avals = (*ctx.avals_in, *ctx.avals_out)
     # A size that is a symbol (jax.export) cannot be compared with others.
-    is_plain = is_plain and all(isinstance(d, int) for a in ctx.avals_in for d in getattr(a, "shape", ()))
+    is_plain = is_plain and all(isinstance(d, int) for a in avals for d in getattr(a, "shape", ()))
     if not (differentiated and is_fenced and is_plain and any(map(_has_bits, ctx.avals_in))):
         return as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
     if any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns):
@@ -72,12 +73,12 @@ def _not_zero(args: Sequence[Any], avals: Sequence[Any]) -> Any:
     """A number that is not zero, as computed from the bits of an entry of some arrays.
 
     A branch waits for all its operands, so it need not be computed from every one; but not from constants alone, as
-    cotangents sometimes are.
+    cotangents and what is closed over often are.
     """
     given = [n for n, aval in enumerate(avals) if _has_bits(aval)]
     by_size = sorted(given, key=lambda n: (avals[n].size, str(avals[n].dtype), avals[n].shape))  # in whatever order
     number = _int32(2)
-    for n in dict.fromkeys((by_size[0], by_size[-1], given[-1])):
+    for n in dict.fromkeys((*by_size[:: -(len(given) // 8 + 1)], given[-1])):
         number = hlo.or_(number, _bits_of_entry(args[n], avals[n]))
     return number
 

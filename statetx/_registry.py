@@ -37,6 +37,9 @@ class Kind(Protocol):
     folder: str
     """Where the library's source is; what it does is attributed to the line that called it."""
 
+    bookkeeping: frozenset[str]
+    """Names of a state's attributes that the library keeps for itself."""
+
     def owns(self, obj: Any) -> bool: ...
 
     def is_opaque(self, obj: Any) -> bool:

@@ -13,6 +13,7 @@ it meets an object whose contents nobody can compare, nothing is shared.
 from __future__ import annotations
 
 import collections
+import dis
 import enum
 import functools
 import threading
@@ -127,6 +128,7 @@ class Sight:
         elif isinstance(obj, Wrapper):
             parts += (type(obj), obj.plain_options)
             self._look(obj.__wrapped__)
+            self._look_at_held({k: v for k, v in vars(obj).items() if k not in _own_names(type(obj))})
             if obj.plain_options is None:
                 self._look_at_dict(obj._options)
         elif isinstance(obj, (property, staticmethod, classmethod, functools.cached_property)):
@@ -174,26 +176,26 @@ class Sight:
         else:
             self._parts += (part.treedef, part.mask, freeze(part.static), *[_compat.abstract(x) for x in leaves])
         self.things.append(state)
-        # Besides its value: names that libraries keep for themselves begin with an underscore.
         if hasattr(state, "get_metadata"):
-            metadata, attributes = state.get_metadata(), {}
+            self._look(dict(state.get_metadata()))
         else:
-            metadata = getattr(state, "metadata", None)
-            attributes = {k: v for k, v in getattr(state, "__dict__", {}).items() if not k.startswith("_")}
+            self._look(getattr(state, "metadata", None))
+            self._look_at_attributes(state, kind.bookkeeping)
         self._look(kind.name_of(state))
-        self._look(dict(metadata) if metadata else None)
-        self._look_at_held(attributes)
         self._look(type(state))
 
     def _look_at_function(self, fun: types.FunctionType) -> None:
-        cells = [c.cell_contents if _is_filled(c) else _Unseen for c in fun.__closure__ or ()]
         # What a function wraps, it closes over, if it calls it.
         attributes = {k: v for k, v in vars(fun).items() if k != "__wrapped__"}
         values = fun.__globals__ if fun.__globals__ is self._module else {}
         used = {n: values[n] for n in global_names(fun.__code__) if n in values}
-        self._parts.append(fun.__code__)
-        for held in (fun.__defaults__, fun.__kwdefaults__, cells, attributes, used):
+        self._parts += (fun.__code__, fun.__name__)
+        for held in (fun.__defaults__, fun.__kwdefaults__, fun.__closure__, attributes, used):
             self._look_at_held(held)
+
+    def _look_at_cell(self, cell: types.CellType) -> None:
+        self._parts.append(types.CellType)
+        self._look(cell.cell_contents if _is_filled(cell) else _Unseen)
 
     def _look_at_class(self, cls: type) -> None:
         self._parts.append(Identity(cls))
@@ -214,22 +216,26 @@ class Sight:
         elif isinstance(obj, set):
             self._parts.append(freeze(obj))
             known = True
-        for cls in type(obj).__mro__:
-            slots = cls.__dict__.get("__slots__", ())
-            for slot in (slots,) if isinstance(slots, str) else slots:
-                name = (
-                    f"_{cls.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
-                )
-                if name not in ("__dict__", "__weakref__") and hasattr(obj, name):
-                    self._parts.append(name)
-                    self._look(getattr(obj, name))
-        attributes = getattr(obj, "__dict__", None)
-        if attributes is not None:
-            self._look_at_dict(attributes)
+        self._look_at_attributes(obj)
         # One of a class that is not Python's has contents that nobody sees.
         own = [c for c in type(obj).__mro__ if c is not object and not c.__flags__ & _HEAP_TYPE]
         if not known and own:
             raise _Unseen
+
+    def _look_at_attributes(self, obj: Any, skip: Collection[str] = ()) -> None:
+        for cls in type(obj).__mro__:
+            slots = cls.__dict__.get("__slots__", ())
+            for slot in (slots,) if isinstance(slots, str) else slots:
+                if slot in skip:
+                    continue
+                is_mangled = slot.startswith("__") and not slot.endswith("__")
+                name = f"_{cls.__name__.lstrip('_')}{slot}" if is_mangled else slot
+                if name not in ("__dict__", "__weakref__") and hasattr(obj, name):
+                    self._parts.append(name)
+                    self._look(getattr(obj, name))
+        attributes = getattr(obj, "__dict__", None)
+        if attributes is not None:  # objects may share it
+            self._look({k: v for k, v in attributes.items() if k not in skip} if skip else attributes)
 
 
 # What is met most, without asking what it is an instance of; of other types are states, arrays and the user's objects.
@@ -240,6 +246,7 @@ _COMMON: dict[type, Callable[[Sight, Any], None]] = {
     type: Sight._look_at_class,
     types.FunctionType: Sight._look_at_function,
     types.MethodType: Sight._look_at_method,
+    types.CellType: Sight._look_at_cell,
 }
 _EXACT = frozenset([str, bytes, bool, int, type(None), types.CodeType])  # whose equality says all, with the type
 _AGAIN = object()
@@ -249,6 +256,14 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was made by a class sta
 
 def _is_of_library(cls: type) -> bool:
     return (getattr(cls, "__module__", None) or "").partition(".")[0] in _LIBRARIES
+
+
+@functools.cache
+def _own_names(cls: type[Wrapper]) -> frozenset[str]:
+    """Attributes of a transformed function that are not the user's: those that methods assign, and what stands for the function."""
+    functions = [f for base in cls.__mro__ for f in vars(base).values() if isinstance(f, types.FunctionType)]
+    assigned = [i.argval for f in functions for i in dis.get_instructions(f) if i.opname == "STORE_ATTR"]
+    return frozenset([*assigned, *functools.WRAPPER_ASSIGNMENTS, "__wrapped__", *dir(cls)])
 
 
 def _is_scalar(x: jax.Array) -> bool:

@@ -135,6 +135,8 @@ def freeze(x: Any) -> Hashable:
         return (type(x), x.real.hex(), x.imag.hex())
     if isinstance(x, (tuple, list)):
         return (type(x), *[freeze(v) for v in x])
+    if isinstance(x, slice):  # from Python 3.12 on it can be hashed, and is equal where 1 is True
+        return (type(x), freeze(x.start), freeze(x.stop), freeze(x.step))
     if isinstance(x, dict):
         return (type(x), *[(freeze(k), freeze(v)) for k, v in x.items()])
     if isinstance(x, (set, frozenset)):

@@ -398,8 +398,143 @@ def iterator(start):
     return Holder(made=made)
 
 
+def two_with(metadata):
+    a, b = statetx.State(jnp.float32(1.0)), statetx.State(jnp.float32(1.0))
+    a.metadata, b.metadata = metadata
+    return Holder(a=a, b=b)
+
+
+def shared_metadata(same):
+    one = {"train": False}
+    return two_with([one, one if same else dict(one)])
+
+
+def sets_for_a_while(o, x):
+    o.a.metadata["train"] = True
+    try:
+        return o.b.value * x * (10 if o.b.metadata["train"] else 1)
+    finally:
+        o.a.metadata["train"] = False
+
+
+def metadata_as_attribute(same):
+    held, state = {"train": False}, statetx.State(jnp.float32(1.0))
+    state.metadata = held if same else dict(held)
+    return Holder(held=held, state=state)
+
+
+def sets_attribute_for_a_while(o, x):
+    o.held["train"] = True
+    try:
+        return o.state.value * x * (10 if o.state.metadata["train"] else 1)
+    finally:
+        o.held["train"] = False
+
+
+class Scaling(dict):
+    """A dict with attributes."""
+
+
+def attribute_of_metadata(k):
+    state = statetx.State(jnp.float32(1.0))
+    state.metadata = Scaling()
+    state.metadata.scale = k
+    return state
+
+
+def empty_metadata(kind):
+    state = statetx.State(jnp.float32(1.0))
+    state.metadata = kind
+    return state
+
+
+class SlottedState(statetx.State):
+    __slots__ = ("k",)
+
+    def __init__(self, k):
+        super().__init__(jnp.float32(1.0))
+        self.k = k
+
+
+class AttributedState(statetx.State):
+    def __init__(self, k):
+        super().__init__(jnp.float32(1.0))
+        self._k = k
+
+
+class AttributedBrainstate(brainstate.State):
+    def __init__(self, k):
+        super().__init__(jnp.float32(1.0))
+        self._k = k
+
+
+def transformed_with_attribute(k):
+    @statetx.jit
+    def g(x):
+        return 2 * x
+
+    g.k = k
+    return g
+
+
+def closures(same):
+    def make():
+        n = 0
+
+        def add(k):
+            nonlocal n
+            n += k
+
+        return add, lambda: n
+
+    first, second = make(), make()
+    return Holder(add=first[0], get=(first if same else second)[1])
+
+
+def counted(o, x):
+    o.add(1)
+    try:
+        return x * (1.0 + o.get())
+    finally:
+        o.add(-1)
+
+
+def objects(same):
+    a, b = Holder(k=0.0), Holder(k=0.0)
+    if same:
+        b.__dict__ = a.__dict__
+    return Holder(a=a, b=b)
+
+
+def moved_for_a_while(o, x):
+    o.a.k = 1.0
+    try:
+        return x * (1.0 + o.b.k)
+    finally:
+        o.a.k = 0.0
+
+
+def named(name):
+    def g(x):
+        return x
+
+    g.__name__ = name
+    return g
+
+
 PAIRS = {
     "adjacent names of one state": (two_states, (True, False), lambda o, x: o.a.value * x + 10 * o.b.value * x),
+    "metadata of two states": (shared_metadata, (False, True), sets_for_a_while),
+    "metadata that is an attribute": (metadata_as_attribute, (False, True), sets_attribute_for_a_while),
+    "attribute of metadata": (attribute_of_metadata, (2.0, 3.0), lambda s, x: s.value * s.metadata.scale * x),
+    "metadata that is empty": (empty_metadata, ({}, []), lambda s, x: x * (2 if isinstance(s.metadata, dict) else 3)),
+    "slot of a state": (SlottedState, (2.0, 3.0), lambda s, x: s.value * s.k * x),
+    "private attribute of a state": (AttributedState, (2.0, 3.0), lambda s, x: s.value * s._k * x),
+    "private attribute of brainstate's": (AttributedBrainstate, (2.0, 3.0), lambda s, x: s.value * s._k * x),
+    "attribute of a transformed function": (transformed_with_attribute, (2.0, 3.0), lambda g, x: g(x) * g.k),
+    "closures of one cell": (closures, (False, True), lambda o, x: counted(o, x)),
+    "objects of one dict": (objects, (False, True), moved_for_a_while),
+    "name of a function": (named, ("a", "bb"), lambda g, x: x * len(g.__name__)),
     "option of a transform": (
         lambda k: statetx.grad(lambda a, b: a * b * b, argnums=k),
         (0, 1),

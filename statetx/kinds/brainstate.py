@@ -300,6 +300,9 @@ class _Brainstate:
     """See `_registry.Kind`."""
 
     name = "brainstate"
+    bookkeeping: frozenset[str] = frozenset(
+        "_trace_state _value _level _source_info _hooks_manager _name _been_writen _backup".split()
+    )
     folder = os.path.dirname(brainstate.__file__)
 
     def __init__(self) -> None:

@@ -183,6 +183,7 @@ class _Nnx:
     """See `_registry.Kind`."""
 
     name = "flax.nnx"
+    bookkeeping: frozenset[str] = frozenset()  # what else a Variable has is its metadata
     folder = os.path.dirname(flax.__file__)
 
     def owns(self, obj: Any) -> bool:

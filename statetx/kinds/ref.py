@@ -21,6 +21,7 @@ class _RefKind:
     """See `_registry.Kind`."""
 
     name = "jax.Ref"
+    bookkeeping: frozenset[str] = frozenset()
     folder = _compat.JAX_FOLDER
 
     def owns(self, obj: Any) -> bool:
