@@ -562,7 +562,12 @@ def names_in_policy(policy: Any) -> frozenset[str]:
     """The names that a policy made by ``jax.checkpoint_policies`` was given; empty where they cannot be told."""
     found = getattr(policy, "saveable_names", None) or getattr(policy, "names", None)
     if found is None:
-        found = [x for content in _closed_over(policy, 1) if isinstance(content, (set, tuple, list)) for x in content]
+        found = [
+            x
+            for content in _closed_over(policy, 1)
+            if isinstance(content, (set, frozenset, tuple, list))
+            for x in content
+        ]
     return frozenset(x for x in found if isinstance(x, str)) if is_policy_of_jax(policy) else frozenset()
 
 

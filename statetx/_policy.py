@@ -397,6 +397,9 @@ class JaxPolicy(Policy):
         return _near(_compat.names_in_policy(self.fun), (name for v in values for name in v.names), "name")
 
     def __repr__(self) -> str:
+        maker, _, inner = getattr(self.fun, "__qualname__", "").partition(".<locals>.")
+        if inner and _compat.is_policy_of_jax(self.fun):  # as it was asked for
+            return f"{maker}({', '.join(map(repr, sorted(_compat.names_in_policy(self.fun))))})"
         return getattr(self.fun, "__name__", None) or repr(self.fun)
 
 

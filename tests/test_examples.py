@@ -104,7 +104,7 @@ def assert_one_line(error, named):
 
 
 @pytest.mark.parametrize(
-    "bad", ["--steps 0", "--cell nope", "--text missing.txt", "--policy nope", "--runs plain --lr 1e30"]
+    "bad", ["--steps 0", "--cell nope", "--text missing.txt", "--policy nope", "--runs plain --lr 1e38"]
 )
 def test_bad_input_ends_in_one_line_and_status_2(bad, tmp_path):
     run = train(*TINY, *bad.split(), out=tmp_path / "out")
