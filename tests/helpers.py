@@ -4,7 +4,7 @@ import contextlib
 
 import jax
 
-REMAT3 = getattr(jax.config, "jax_remat3", False)  # JAX 0.10.0 has none
+REMAT3 = getattr(jax.config, "jax_remat3", False)  # not every JAX has it
 
 
 class Counted:
