@@ -73,12 +73,13 @@ def _not_zero(args: Sequence[Any], avals: Sequence[Any]) -> Any:
     """A number that is not zero, as computed from the bits of an entry of some arrays.
 
     A branch waits for all its operands, so it need not be computed from every one; but not from constants alone, as
-    cotangents and what is closed over often are.
+    cotangents sometimes are. The smallest and the largest are parameters mostly: reading what is computed in the program
+    makes XLA fuse anew, which took 1.4 times as long to compile.
     """
     given = [n for n, aval in enumerate(avals) if _has_bits(aval)]
     by_size = sorted(given, key=lambda n: (avals[n].size, str(avals[n].dtype), avals[n].shape))  # in whatever order
     number = _int32(2)
-    for n in dict.fromkeys((*by_size[:: -(len(given) // 8 + 1)], given[-1])):
+    for n in dict.fromkeys((by_size[0], by_size[-1], given[-1])):
         number = hlo.or_(number, _bits_of_entry(args[n], avals[n]))
     return number
 
