@@ -256,7 +256,7 @@ class _Native:
     """`statetx.State` as a kind; see `_registry.Kind`."""
 
     name = "statetx"
-    bookkeeping: frozenset[str] = frozenset([*State.__slots__, "__orig_class__"])
+    bookkeeping: frozenset[str] = frozenset(State.__slots__)
     folder = _registry.PACKAGE
 
     def owns(self, obj: Any) -> bool:
