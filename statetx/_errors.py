@@ -25,7 +25,7 @@ class StateAccessError(StatetxError, PermissionError):
 
 
 class CarryTypeError(StatetxError, TypeError):
-    """The shape, dtype, weak type or structure of a carried state changed in a loop body."""
+    """The shape, dtype or structure of a carried state changed in a loop body, or branches leave different ones."""
 
 
 class StaticArgumentError(StatetxError, ValueError):
@@ -46,6 +46,10 @@ class PlanError(PolicyError):
     def __init__(self, message: str, smallest_bytes: int | None = None):
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
+
+
+class FunctionError(StatetxError, TypeError):
+    """A transform was given a function that it cannot run as one call: a generator, a coroutine, a descriptor."""
 
 
 class StateValueError(StatetxError, TypeError):
@@ -74,3 +78,7 @@ class CheckpointError(StatetxError, ValueError):
 
 class PolicyWarning(UserWarning):
     """A rematerialisation policy that makes no difference, or that names what does not occur."""
+
+
+class StagingWarning(UserWarning):
+    """A jitted function that is staged again in every call, because of states that it makes."""

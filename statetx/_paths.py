@@ -8,24 +8,21 @@ the variable's name.
 from __future__ import annotations
 
 import dataclasses
-import dis
 import fnmatch
 import functools
 import inspect
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from . import _registry
 from ._errors import StateFilterError
+from ._objects import named_arguments
 from ._text import brief
 from ._typing import Filter
-
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, np.ndarray, np.generic)
-_ATOMS += (jax.Array, types.BuiltinFunctionType, np.ufunc, np.dtype)
+from ._walk import Walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +48,13 @@ class Not:
 def states(obj: Any, filter: Filter = True) -> dict[str, Any]:
     """Find the states in an object: a mapping from path to state.
 
-    Looks through attributes, dataclasses, mappings, sequences, pytrees, bound methods, partials, and the variables
-    that a function closes over or reads from its module. A state that is reachable in several ways appears once,
-    under the first path; order and paths are those of definition, the same in every run.
+    Looks through attributes, slots, class attributes, mappings, sequences, sets, arrays of objects, pytrees, bound methods,
+    partials, and what a function closes over, has as a default or reads from modules. A state that is reachable in several
+    ways appears once, under the first path; order and paths are those of definition, the same in every run. Only a set has
+    no order: its states go by name, or type and number.
+
+    What methods would read if they were called, and what is referred to weakly, does not belong to the object. A transform
+    that takes a filter goes by what the call touches, and includes these.
 
     Args:
         obj: model, function, or container of these.
@@ -74,7 +75,12 @@ def states(obj: Any, filter: Filter = True) -> dict[str, Any]:
         ['0.count']
     """
     select = as_predicate(filter)
-    return {path: state for path, state in _walk(obj) if select(path, state)}
+    return {path: state for path, state in Walk().held(obj) if select(path, state)}
+
+
+def holds_states(obj: Any) -> bool:
+    """Whether an object holds states of its own, besides those of its class."""
+    return next(Walk(follows_classes=False).held(obj, is_called=False), None) is not None
 
 
 def is_filter(x: Any) -> bool:
@@ -114,23 +120,45 @@ class Paths:
     """Paths of the states that a call can reach, found when first asked for."""
 
     def __init__(self, fun: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None):
-        self._roots = (fun, tuple(args), dict(kwargs or {}))
-        self._found: dict[int, str] | None = None
+        self._fun = fun
+        self._arguments = (tuple(args), dict(kwargs or {}))
+
+    @functools.cached_property
+    def _walk(self) -> Walk:
+        return Walk()
+
+    @functools.cached_property
+    def held(self) -> dict[str, Any]:
+        """The states that the function and its arguments hold or read by name."""
+        parts = [
+            self._walk.held(value, name, is_called=False)
+            for name, value in named_arguments(self._fun, *self._arguments)
+        ]
+        return dict(itertools.chain(*parts, self._walk.held(self._fun)))
+
+    @functools.cached_property
+    def beyond(self) -> dict[str, Any]:
+        """States that the call may touch besides: what methods and their helpers read, what is referred to weakly."""
+        return {} if self.held is None else dict(self._walk.beyond())
 
     def items(self) -> dict[str, Any]:
         """Every state that the call can reach, by path."""
-        return {path: state for path, state in _walk_call(*self._roots)}
+        return self.held | self.beyond
+
+    @functools.cached_property
+    def _by_state(self) -> dict[int, str]:
+        return {id(state): path for path, state in self.items().items()}
 
     def __call__(self, state: Any) -> str:
         """The state's path, else its name, else its type and the place where it was made."""
-        if self._found is None:
-            self._found = {id(s): path for path, s in self.items().items()}
-        path = self._found.get(id(state))
-        if path is None:
-            kind = _registry.kind_of(state)
-            assert kind is not None
-            path = kind.name_of(state) or f"{type(state).__name__}@{short_site(kind.site_of(state))}"
-        return path
+        return self._by_state.get(id(state)) or label(state)
+
+
+def label(state: Any) -> str:
+    """What stands for a path where there is none: the state's name, else its type and the place where it was made."""
+    kind = _registry.kind_of(state)
+    assert kind is not None
+    return kind.name_of(state) or f"{type(state).__name__}@{short_site(kind.site_of(state))}"
 
 
 def argument_names(
@@ -160,141 +188,9 @@ def argument_names(
 
 def reaches(kind: type, fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call can reach a state of this type."""
-    return any(isinstance(state, kind) for _, state in _walk_call(fun, args, kwargs))
+    return any(isinstance(state, kind) for state in Paths(fun, args, kwargs).items().values())
 
 
 def short_site(site: str) -> str:
     """``file:line`` without the folders."""
     return site.replace("\\", "/").rsplit("/", 1)[-1]
-
-
-def _walk(obj: Any) -> Iterator[tuple[str, Any]]:
-    return _Walk().visit(obj, "", own_globals(obj))
-
-
-def _walk_call(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    walk = _Walk()
-    for name, value in _named_arguments(fun, args, kwargs):
-        yield from walk.visit(value, "" if name == "self" else name, None)
-    yield from walk.visit(fun, "", own_globals(fun))
-
-
-def _named_arguments(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    try:
-        names = list(inspect.signature(fun).parameters)
-    except (TypeError, ValueError):
-        names = []
-    names += [str(i) for i in range(len(names), len(args))]
-    return [*zip(names, args, strict=False), *kwargs.items()]
-
-
-def own_globals(obj: Any) -> dict[str, Any] | None:
-    """The module variables that a function may reach: followed for functions of the same module only."""
-    while True:
-        if isinstance(obj, functools.partial):
-            obj = obj.func
-        elif isinstance(obj, types.MethodType):
-            obj = obj.__func__
-        elif _is_wrapper(obj):
-            obj = obj.__wrapped__
-        else:
-            return obj.__globals__ if isinstance(obj, types.FunctionType) else None
-
-
-class _Walk:
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-        self._used: dict[str, int] = {}
-        self._keep: list[Any] = []  # objects made on the way must outlive the walk, or their ids are used again
-
-    def visit(self, obj: Any, path: str, module: dict[str, Any] | None) -> Iterator[tuple[str, Any]]:
-        if id(obj) in self._seen or (isinstance(obj, _ATOMS) and not isinstance(obj, jax.Ref)):
-            return
-        self._seen.add(id(obj))
-        self._keep.append(obj)
-        if _registry.kind_of(obj) is not None:
-            num = self._used[path] = self._used.get(path, 0) + 1
-            yield path if num == 1 else f"{path}#{num}", obj
-            return
-        for key, child in _children(obj, module):
-            yield from self.visit(child, f"{path}.{key}" if path and key else path or key, module)
-
-
-def children(obj: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, with the part of a path for each."""
-    return _children(obj, own_globals(obj))
-
-
-def _children(obj: Any, module: dict[str, Any] | None) -> Iterator[tuple[str, Any]]:
-    if isinstance(obj, Mapping):
-        yield from ((str(k), v) for k, v in obj.items())
-    elif isinstance(obj, (list, tuple)):
-        names = getattr(obj, "_fields", None) or map(str, range(len(obj)))
-        yield from zip(names, obj, strict=True)
-    elif isinstance(obj, Set):
-        return  # no order, no path
-    elif isinstance(obj, types.GeneratorType):
-        return  # to look at what it gives would change it
-    elif isinstance(obj, types.MethodType):
-        yield "", obj.__self__
-        yield "", obj.__func__
-    elif isinstance(obj, functools.partial):
-        yield "", obj.func
-        yield from _named_arguments(obj.func, obj.args, obj.keywords)
-    elif isinstance(obj, types.FunctionType):
-        yield from _function_variables(obj, module)
-    elif _is_wrapper(obj):
-        yield "", obj.__wrapped__
-    elif type(obj).__module__.split(".")[0] in ("jax", "jaxlib", "numpy", "threading", "weakref"):
-        return
-    else:
-        yield from _attributes(obj)
-
-
-def _is_wrapper(obj: Any) -> bool:
-    """Whether an object stands for the function it wraps; an instance of a class that wraps another does not."""
-    return "__wrapped__" in getattr(obj, "__dict__", ())
-
-
-def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
-    found = False
-    for cls in type(obj).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            if not slot.startswith("__") and hasattr(obj, slot):
-                found = True
-                yield slot, getattr(obj, slot)
-    attributes = getattr(obj, "__dict__", None)
-    if attributes is not None:
-        yield from list(attributes.items())
-    elif not found:
-        children, _ = jax.tree_util.tree_flatten_with_path(obj, is_leaf=lambda x: x is not obj)
-        if not (len(children) == 1 and children[0][1] is obj):
-            yield from ((jax.tree_util.keystr(keys, simple=True), child) for keys, child in children)
-
-
-def _function_variables(fun: types.FunctionType, module: dict[str, Any] | None) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True):
-        try:
-            content = cell.cell_contents
-        except ValueError:
-            continue
-        yield "" if name in ("self", "fun", "__class__") else name, content
-    for default in fun.__defaults__ or ():
-        yield "", default
-    if fun.__globals__ is module:
-        for name in global_names(fun.__code__):
-            if name in fun.__globals__:
-                content = fun.__globals__[name]
-                yield "" if isinstance(content, types.FunctionType) else name, content
-
-
-_GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
-
-
-@functools.lru_cache(maxsize=1024)
-def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The module variables that a function's code reads, in order; not the attributes, which are among its names too."""
-    names = [i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL_READS]
-    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in global_names(const)]
-    return tuple(dict.fromkeys([*names, *inner]))

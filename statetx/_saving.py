@@ -10,21 +10,26 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from . import _compat, _registry
+from ._atomic import commit, locked
 from ._errors import CheckpointError, StateValueError
-from ._paths import states
-from ._tree import is_array, type_str
+from ._objects import HIDDEN, children
+from ._text import brief
+from ._tree import is_array, is_array_or_number, type_str
 from ._typing import PyTree
+from ._walk import Walk
 
 _VALUES = (bool, int, float, str, type(None))  # which JSON gives back as they were
 
@@ -41,8 +46,9 @@ class Checkpointer:
     Args:
         directory: where the steps go; made if it does not exist. One program at a time may write there: its first
             `save` removes what an unfinished one has left.
-        obj: a model, a function, or a container of these, whose states (`statetx.states`) are saved; their paths are
-            the names in the checkpoint. To leave some out, give a dict: ``statetx.states(model, filter)``.
+        obj: a model, a function, or a container of these, whose states are saved: those that `statetx.states` finds, and
+            those that its methods read from modules and closures. Their paths are the names in the checkpoint. To say
+            which, give a dict of states: ``statetx.states(model, filter)``.
         max_to_keep: how many steps stay, the last ones; None for all.
         save_every: `save` writes the steps that this divides, and does nothing for others.
 
@@ -79,6 +85,7 @@ class Checkpointer:
         except ImportError as e:
             raise ImportError("Checkpointer needs orbax: pip install 'statetx[checkpoint]'") from e
         self._obj = obj
+        self._directory = _as_directory(directory)
         self._args = orbax.args
         policies = orbax.checkpoint_managers
         self._options = functools.partial(
@@ -88,7 +95,7 @@ class Checkpointer:
             ),
             preservation_policy=policies.LatestN(max_to_keep),
         )
-        self._manager = orbax.CheckpointManager(os.path.abspath(directory), options=self._options())
+        self._manager = orbax.CheckpointManager(self._directory, options=self._options())
         self._has_saved = False
 
     def __enter__(self) -> Checkpointer:
@@ -106,18 +113,20 @@ class Checkpointer:
         """Begin to save the states as they are now; earlier saves are waited for.
 
         Args:
-            step: a number above those of the steps there are.
+            step: a whole number of at least 0, above those of the steps there are.
             force: save also where `save_every` does not ask for it.
 
         Returns:
             Whether this step is being saved. It is there for sure once `wait` has returned.
 
         Raises:
-            CheckpointError: the directory has this step or a later one.
+            CheckpointError: the directory has this step or a later one; there is no state to save, a value in place of one, or
+                one that no path finds again in another process; of several processes, each has a value of its own.
             StateValueError: a state holds something other than arrays, numbers, strings and None.
             Exception: whatever went wrong when an earlier step was written.
         """
         self._refuse_inside("save")
+        step = _as_step("save", step)
         last = self._manager.latest_step()
         if last is not None and step <= last:
             raise CheckpointError(
@@ -126,8 +135,10 @@ class Checkpointer:
             )
         if not (force or self._manager.should_save(step)):
             return False
-        live = {path: _Live(state) for path, state in states(self._obj).items()}
+        live = {path: _Live(state) for path, state in _states_of(self._obj).items()}
         manifest = {path: now.describe(path) for path, now in live.items()}
+        if jax.process_count() > 1:
+            _refuse_local(live)
         arrays = _nest({path: now.arrays() for path, now in live.items()})
         items: dict[str, Any] = {"manifest": self._args.JsonSave(_sealed(manifest))}
         if arrays:  # orbax saves no empty tree
@@ -162,27 +173,23 @@ class Checkpointer:
         """
         self._refuse_inside("restore")
         self._manager.wait_until_finished()
-        step = self._manager.latest_step() if step is None else step
+        step = self._manager.latest_step() if step is None else _as_step("restore", step)
         if step is None:
             return None
         where = f"step {step} in {self._manager.directory}"
         if step not in self.steps:
             raise CheckpointError(f"There is no {where}; it has {', '.join(map(str, self.steps)) or 'none'}.")
         saved = _unsealed(self._read(where, step, manifest=self._args.JsonRestore()), where)
-        live = {path: _Live(state) for path, state in states(self._obj).items()}
+        live = {path: _Live(state) for path, state in _states_of(self._obj).items()}
         _compare(saved, live, where)
         wanted = _nest({path: now.targets(saved[path]["leaves"]) for path, now in live.items()})
         arrays = self._read(where, step, states=self._args.StandardRestore(wanted)) if wanted else {}
         values = []
         for path, now in live.items():
             found = _unnest(arrays.get(path, {}))
-            _check_digests(path, saved[path]["leaves"], found, where)
+            _check_contents(path, saved[path]["leaves"], found, where)
             values.append(now.restored(saved[path]["leaves"], found))
-        with _registry.ownership:
-            for now in live.values():
-                now.check_free()
-            for now, value in zip(live.values(), values, strict=True):
-                now.kind.set(now.state, value)
+        locked(_registry.ownership, _store_all, list(live.values()), values)
         return step
 
     def close(self) -> None:
@@ -199,6 +206,92 @@ class Checkpointer:
     def _refuse_inside(self, method: str) -> None:
         if not _registry.is_idle():
             raise CheckpointError(f"Checkpointer.{method} reads and writes files: call it outside of every transform.")
+
+
+def _as_directory(directory: str | os.PathLike) -> str:
+    path = os.path.abspath(directory)
+    parts = [path]
+    while not os.path.lexists(parts[-1]):
+        parts.append(os.path.dirname(parts[-1]))
+    if not os.path.isdir(parts[-1]):
+        raise CheckpointError(
+            f"Checkpointer: {parts[-1]} is no directory. Fix: save to a directory, new or there already."
+        )
+    return path
+
+
+def _as_step(method: str, step: Any) -> int:
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise CheckpointError(f"Checkpointer.{method}: a step is a whole number of at least 0, got {step!r}.")
+    return number
+
+
+# -- which states ----------------------------------------------------------------------------------------------------
+
+
+def _states_of(obj: Any) -> dict[str, Any]:
+    """What a `Checkpointer` saves, by paths that hold in another process."""
+    leaves = dict(_leaves_of(obj, ""))
+    found: dict[str, Any] = {}
+    if all(_registry.kind_of(leaf) is not None for leaf in leaves.values()):
+        for path, state in leaves.items():
+            if not any(state is other for other in found.values()):
+                found[path] = state
+    else:
+        walk = Walk(all_methods=True)
+        for path, leaf in leaves.items():
+            _refuse_value(path, leaf)
+            found.update(walk.held(leaf, path))
+        found.update(walk.beyond())
+        _refuse_unstable(found, walk)
+    if not found:
+        raise CheckpointError(
+            f"Checkpointer: there is no state in {brief(obj)}, so nothing would be saved.\nFix: give the model, or a dict of states."
+        )
+    return found
+
+
+def _leaves_of(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What the containers hold that a `Checkpointer` was given."""
+    if type(obj) not in (dict, list, tuple):
+        yield path, obj
+        return
+    for key, child in children(obj):
+        yield from _leaves_of(child, f"{path}.{key}" if path else key)
+
+
+def _refuse_value(path: str, leaf: Any) -> None:
+    if is_array_or_number(leaf) or isinstance(leaf, (bool, str, bytes)):
+        raise CheckpointError(
+            f"Checkpointer: {path or 'what it was given'!r} is {_article(type_str(leaf))}, no state, and would not be saved.\n"
+            f"Fix: give the state itself rather than its value, keep the value in a statetx.State, or leave it out."
+        )
+
+
+def _refuse_unstable(found: Mapping[str, Any], walk: Walk) -> None:
+    for path in found:
+        if HIDDEN in path.split("."):
+            holder = path.partition(f".{HIDDEN}")[0]
+            raise CheckpointError(
+                f"Checkpointer: a state is held by {holder!r}, an iterator, a cache or another object whose inside has no "
+                f"names, so that no path finds it in another process.\n"
+                f"Fix: hold it in a list, a dict or an attribute as well, or give a dict of states."
+            )
+        for holder in walk.unstable:
+            if path.startswith(f"{holder}." if holder else ""):
+                raise CheckpointError(
+                    f"Checkpointer: the state {path!r} is in the set {holder!r}, which has no order, and other items of the "
+                    f"set have the same name or type, so that no path tells them apart in another process.\n"
+                    f"Fix: use a list or a dict, or give the states names of their own (name=)."
+                )
+
+
+def _article(word: str) -> str:
+    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
 # -- what a checkpoint says of a state -------------------------------------------------------------------------------
@@ -316,6 +409,12 @@ def _unnest(part: Any) -> dict[str, Any]:
 # -- is it what it was -----------------------------------------------------------------------------------------------
 
 
+def _store_all(live: Sequence[_Live], values: Sequence[Any]) -> None:
+    for now in live:
+        now.check_free()
+    commit([now.kind.store(now.state, value) for now, value in zip(live, values, strict=True)])
+
+
 def _compare(saved: Mapping[str, Any], live: Mapping[str, _Live], where: str) -> None:
     """Raise unless a checkpoint is of these states: same paths, structures, shapes and dtypes."""
     for path, now in live.items():
@@ -351,11 +450,43 @@ def _unsealed(sealed: Any, where: str) -> dict[str, Any]:
     return manifest
 
 
-def _check_digests(path: str, saved: Mapping[str, Any], arrays: Mapping[str, Any], where: str) -> None:
+def _check_contents(path: str, saved: Mapping[str, Any], arrays: Mapping[str, Any], where: str) -> None:
     for place, x in arrays.items():
-        if _digest(x) != saved[place]["digest"]:
+        # The words of a random key may come back without their type.
+        if _type(x) != saved[place]["type"] or _digest(x) != saved[place]["digest"]:
             raise CheckpointError(
                 f"{path + place!r} has changed since it was written, in {where}.\nFix: restore another step."
+            )
+
+
+def _refuse_local(live: Mapping[str, _Live]) -> None:
+    """Raise for values of which several processes have one each: a checkpoint has room for that of process 0.
+
+    Called by all processes at once.
+    """
+    leaves = {path + place: x for path, now in live.items() for place, x in now.leaves.items()}
+    for path, x in leaves.items():
+        if isinstance(x, jax.Array) and x.is_fully_addressable:
+            raise CheckpointError(
+                f"Checkpointer: {path!r}, a {type_str(x)}, lies on devices of this process alone, and each of the "
+                f"{jax.process_count()} processes has one of its own.\n"
+                f"Fix: put it on a mesh of all processes (jax.make_array_from_process_local_data), or leave it out."
+            )
+    local = [path for path, x in leaves.items() if not isinstance(x, jax.Array)]
+    digests = [zlib.crc32(repr(x).encode()) if _is_plain(x) else _digest(x) for x in map(leaves.__getitem__, local)]
+    counts = multihost_utils.process_allgather(np.uint32(len(local)))
+    if len(set(counts.tolist())) > 1:
+        raise CheckpointError(
+            f"Checkpointer: the processes save different states; this one has {len(local)} values that are no jax.Array, "
+            f"and the others {sorted(set(counts.tolist()) - {len(local)})}.\nFix: build the same model in every process."
+        )
+    of_all = multihost_utils.process_allgather(np.array(digests, np.uint32))
+    for path, column in zip(local, np.transpose(of_all), strict=True):
+        if len(set(column.tolist())) > 1:
+            raise CheckpointError(
+                f"Checkpointer: {path!r} differs between the processes, and would be restored everywhere as process 0 has it.\n"
+                f"Fix: keep it in an array on a mesh of all processes (jax.make_array_from_process_local_data), or leave it "
+                f"out and save it by yourself."
             )
 
 
@@ -363,7 +494,13 @@ def _digest(x: Any) -> int:
     """A number that a changed bit changes, and that does not depend on how an array lies on devices."""
     if not isinstance(x, jax.Array):
         return zlib.crc32(np.asarray(x).tobytes())
-    return int(_mixed_sum(x))
+    return int(_mixed_sum(_on_device(x)))
+
+
+def _on_device(x: jax.Array) -> jax.Array:
+    """The array in the memory that its devices compute in: it may be kept in that of the host."""
+    default = next(iter(x.sharding.device_set)).default_memory().kind
+    return x if x.sharding.memory_kind in (None, default) else jax.device_put(x, x.sharding.with_memory_kind(default))
 
 
 @jax.jit

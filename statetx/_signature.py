@@ -54,6 +54,17 @@ class StaticArguments:
         late = {i + num_args for i in self._from_end}
         return [i in self.positions or i in late for i in range(num_args)]
 
+    def refuse_overlap(self, other: StaticArguments) -> None:
+        """Raise if an argument is both what these are and what the others are."""
+        both = sorted(self.names & other.names) or sorted(
+            (self.positions & other.positions) | (self._from_end & other._from_end)
+        )
+        if both:
+            raise StaticArgumentError(
+                f"Argument {both[0]!r} is both {self._kind} and {other._kind}d: {self._describe()}. A static argument has no "
+                f"memory to give away.\nFix: leave it out of {other._kind}_argnums and {other._kind}_argnames."
+            )
+
     def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], Callable]:
         """The dynamic arguments, and a function that puts the static ones back among them."""
         if not self:

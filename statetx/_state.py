@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import operator
 import sys
 import weakref
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _compat, _registry
+from ._atomic import Store, commit, locked
 from ._errors import StateValueError
 
 T = TypeVar("T")
@@ -58,7 +60,7 @@ class State(Generic[T]):
     metadata: dict[str, Any]
     _owner: _registry.Frame | None  # the innermost frame that has touched it, or in which it was made
     _home: weakref.ref | None  # the trace it was made in, None when made eagerly
-    _view: Any  # what a foreign library takes this state for, once one of its transforms has met it
+    _view: weakref.ref | None  # to what a foreign library takes this state for, once one of its transforms has met it
 
     def __init__(self, value: T, *, name: str | None = None, **metadata: Any):
         if isinstance(value, State):
@@ -102,6 +104,8 @@ class State(Generic[T]):
         if self._owner is not frame:
             _touch(self, frame, writing=True)
         access = frame.accesses.get(id(self)) if frame is not None else None
+        if self._home is not None:
+            _leave_dead_home(self, None if access is not None else frame)
         if not _compat.is_eager() and (frame is None or _compat.current_trace() is not frame.trace):
             _registry.check_write(self, NATIVE, value, _anchor(self, frame, access), _registry.call_site())
         if frame is not None and access is not None and not access.written:
@@ -219,19 +223,9 @@ def _construction_site() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def _touch(state: State, frame: _registry.Frame | None, *, writing: bool) -> None:
+def _touch(state: State, frame: Any, *, writing: bool) -> None:
     """Report the first touch of `state` in `frame` to each frame, outermost first, that has not seen it yet."""
-    pending = []
-    step = frame
-    while step is not None and step is not state._owner:
-        pending.append(step)
-        step = step.parent
-    owner = state._owner
-    if owner is not None and step is not owner:
-        raise _registry.foreign(state, NATIVE, owner)
-    for watching in reversed(pending):
-        # For the frames around the innermost, a write is not one until the transform publishes it.
-        watching.touch(state, NATIVE, writing=writing and watching is frame)
+    _registry.report_touch(state, NATIVE, frame, state._owner, writing=writing)
 
 
 def _check_home(state: State, value: Any) -> None:
@@ -245,6 +239,13 @@ def _check_home(state: State, value: Any) -> None:
         raise _registry.buried(state, NATIVE.site_of(state), reason)
 
 
+def _leave_dead_home(state: State, frame: _registry.Frame | None) -> None:
+    """Let a state whose trace has ended belong to the frame that it was made in, or to nobody, now that it is written."""
+    home = state._home() if state._home is not None else None
+    if home is None or not _compat.is_live(home):
+        state._home = None if frame is None else _compat.trace_ref(frame.trace)
+
+
 def _anchor(state: State, frame: _registry.Frame | None, access: _registry.Access | None) -> Any | None:
     """The innermost trace whose tracers the state may hold: the watching frame's, or the one it was made in."""
     if frame is not None and access is not None:
@@ -256,6 +257,8 @@ class _Native:
     """`statetx.State` as a kind; see `_registry.Kind`."""
 
     name = "statetx"
+    base = State
+    conductors = ()
     bookkeeping: frozenset[str] = frozenset(State.__slots__)
     folder = _registry.PACKAGE
 
@@ -267,8 +270,8 @@ class _Native:
     def get(self, state: State) -> Any:
         return state._value
 
-    def set(self, state: State, value: Any) -> None:
-        state._value = value
+    def store(self, state: State, value: Any) -> Store:
+        return _set_value, state, value
 
     def check_free(self, states: Sequence[State]) -> None:
         """Raise if a call in another thread holds the value of one of these states; for a thread that watches none."""
@@ -276,17 +279,23 @@ class _Native:
             raise _registry.foreign(state, self, owner)
 
     def get_all(self, states: Sequence[State]) -> list[Any]:
-        with _registry.ownership:
-            if _registry.open_frames:
-                self.check_free(states)
-            return [s._value for s in states]
+        return locked(_registry.ownership, self._get_all, states)
+
+    def _get_all(self, states: Sequence[State]) -> list[Any]:
+        if _registry.open_frames:
+            self.check_free(states)
+        return [s._value for s in states]
 
     def set_all(self, states: Sequence[State], values: Iterable[Any]) -> None:
-        with _registry.ownership:
-            if _registry.open_frames:
-                self.check_free(states)
-            for s, v in zip(states, values):  # noqa: B905  # of equal length; to check it takes as long as a store
-                s._value = v
+        locked(_registry.ownership, self._set_all, states, values)
+
+    def _set_all(self, states: Sequence[State], values: Iterable[Any]) -> None:
+        if _registry.open_frames:
+            self.check_free(states)
+        commit([self.storing(states, values)])
+
+    def storing(self, states: Sequence[State], values: Iterable[Any]) -> Store:
+        return collections.deque, map(_set_value, states, values), 0
 
     def read(self, state: State) -> Any:
         return state.value
@@ -294,35 +303,34 @@ class _Native:
     def write(self, state: State, value: Any) -> None:
         state.value = value
 
-    def publish(self, effect: _registry.Effect, live: bool) -> None:
+    def announce(self, effect: _registry.Effect, live: bool) -> list[Store]:
         del live
         state, frame = effect.state, _registry.current_frame()
+        store = self.store(state, effect.value)
         if effect.created:
-            state._home = _compat.trace_ref(_compat.current_trace())
-            state._value = effect.value
-            return
+            return [(_set_home, state, _compat.trace_ref(_compat.current_trace())), store]
         if state._owner is not frame:
             _touch(state, frame, writing=True)
         access = frame.accesses.get(id(state)) if frame is not None else None
         _registry.check_write(state, self, effect.value, _anchor(state, frame, access), effect.site)
         if frame is not None and access is not None:
             frame.note_write(access, effect.site)
-        with _registry.ownership:
-            if frame is None:
-                self.check_free([state])
-            state._value = effect.value
+        return [store]
 
-    def bury(self, state: State, reason: str) -> None:
-        state._value = _Buried(reason)
-        state._owner = frame = _registry.current_frame()
-        if frame is not None:
-            frame.mark_created(state, self)
+    def bury(self, state: State, reason: str, closing: Any) -> list[Store]:
+        frame = _registry.around(closing)
+        home = None if frame is None else _compat.trace_ref(frame.trace)
+        stores = [self.store(state, _Buried(reason)), self.claim(state, frame), (_set_home, state, home)]
+        return stores if frame is None else [*stores, frame.creation(state, self)]
+
+    def is_lost(self, state: State) -> bool:
+        return type(state._value) is _Buried
 
     def owner(self, state: State) -> _registry.Frame | None:
         return state._owner
 
-    def own(self, state: State, frame: _registry.Frame | None) -> None:
-        state._owner = frame
+    def claim(self, state: State, frame: Any) -> Store:
+        return _set_owner, state, frame
 
     def is_random(self, state: State) -> bool:
         return isinstance(state, RngState)
@@ -333,12 +341,13 @@ class _Native:
     def site_of(self, state: State) -> str:
         return "{}:{}".format(*state._site)
 
-    def open(self, frame: _registry.Frame) -> None:
-        pass
+    def open(self, frame: _registry.Frame) -> list[Store]:
+        return []
 
-    def close(self, frame: _registry.Frame) -> None:
-        pass
+    close = open
 
+
+_set_value, _set_owner, _set_home = (State.__dict__[slot].__set__ for slot in ("_value", "_owner", "_home"))
 
 NATIVE = _Native()
 _registry.register_kind(NATIVE)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -43,21 +45,25 @@ class Targets:
 
     Args:
         wrt: a state, a pytree of states, or a filter over the states that the call can reach.
+        allow_int: whether integers may be among them.
+
+    A filter selects by what the call touches. The states that the function and its arguments hold are targets. Those that
+    lie further out, and that a call perhaps touches, are `candidates`: they are differentiated too, and come into the
+    result if they were read. A state that is read and selected without being either raises.
     """
 
-    def __init__(self, wrt: Any, fun: Callable, args: tuple, kwargs: dict[str, Any]):
-        if is_filter(wrt):
-            wrt = _select(wrt, fun, args, kwargs)
+    def __init__(self, wrt: Any, fun: Callable, args: tuple, kwargs: dict[str, Any], *, allow_int: bool = False):
+        self._fun = fun
+        self._allow_int = allow_int
+        self._filter = wrt if is_filter(wrt) else None
+        self._candidates: set[int] = set()
+        if self._filter is not None:
+            self._paths = Paths(fun, args, kwargs)
+            wrt = self._select(self._paths)
+        if isinstance(wrt, dict) and not isinstance(wrt, (OrderedDict, defaultdict)):  # those two JAX knows
+            wrt = dict(wrt)  # a library's own dict, as brainstate's FlattedDict, is one of states; gradients are values
         self.states, self._treedef = jax.tree.flatten(wrt, is_leaf=_registry.is_opaque)
-        self._kinds = []
-        for state in self.states:
-            kind = _registry.kind_of(state)
-            if kind is None:
-                raise StateFilterError(
-                    f"wrt= holds a {type(state).__name__}, which is no state. Pass states, a dict of them such as "
-                    f"statetx.states(model, statetx.Param), or a filter."
-                )
-            self._kinds.append(kind)
+        self._kinds = [_kind_of(state) for state in self.states]
         if not self.states:
             raise StateFilterError("wrt= is empty: there is nothing to differentiate with respect to.")
         self._positions = {id(s): i for i, s in enumerate(self.states)}
@@ -66,25 +72,15 @@ class Targets:
             raise StateFilterError(
                 f"wrt= lists {_registry.describe(twice)} twice. Each state has one gradient: list it once."
             )
+        self.has_refs = self._filter is True or any(isinstance(state, jax.Ref) for state in self.states)
         self._parts: list[Any] = []
+        self._read: set[int] = set()
 
     def values(self) -> list[list]:
         """The states' values, each as the list of its array leaves."""
         values = []
         for state, kind in zip(self.states, self._kinds, strict=True):
-            value = kind.read(state)
-            arrays, part = partition(value, is_array_or_number)
-            if part.static or not arrays:
-                raise StateValueError(
-                    f"Cannot differentiate with respect to {_registry.describe(state, kind)}: its value holds a "
-                    f"{type(part.static[0] if part.static else value).__name__}, which is no array."
-                )
-            for x in arrays:
-                if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-                    raise StateValueError(
-                        f"Cannot differentiate with respect to {_registry.describe(state, kind)}: gradients need "
-                        f"floating-point or complex values. Leave it out of wrt=."
-                    )
+            arrays, part = self._differentiable(state, kind, kind.read(state))
             self._parts.append(part)
             values.append(arrays)
         return values
@@ -93,30 +89,98 @@ class Targets:
         """A frame's hook that hands the body these values in place of the states' own."""
 
         def on_read(state: Any, kind: Any, value: Any) -> Any:
+            self.note_read(state, kind)
             i = self._positions.get(id(state))
             return value if i is None else self._parts[i].combine(values[i])
 
         return on_read
 
+    def note_read(self, state: Any, kind: Any) -> None:
+        """Record that the call reads a state; raises for one that the filter selects and that is no target."""
+        if id(state) in self._positions:
+            self._read.add(id(state))
+            return
+        if self._filter is None or not as_predicate(self._filter)(self._paths(state), state):
+            return
+        self._differentiable(state, kind, kind.get(state))
+        raise StateFilterError(
+            f"wrt={brief(self._filter)} selects {_registry.describe(state, kind)}, which {name_of(self._fun)} reads. It "
+            f"would get no gradient: no walk over the function and its arguments finds it.\n"
+            f"Cause: something holds it that cannot be looked into, or code looks it up by name.\n"
+            f"Fix: give the states themselves, wrt={{**statetx.states(model, {brief(self._filter)}), 'name': state}}."
+        )
+
+    def is_target(self, state: Any) -> bool:
+        """Whether the function is differentiated with respect to this state, once it was read."""
+        return id(state) in self._positions
+
     def combine(self, values: list[list]) -> PyTree:
         """Values for the states, in the structure of `wrt`."""
         whole = [part.combine(v) for part, v in zip(self._parts, values, strict=True)]
-        return jax.tree.unflatten(self._treedef, whole)
+        result = jax.tree.unflatten(self._treedef, whole)
+        unread = self._candidates - self._read
+        if not unread:
+            return result
+        paths = sorted(self._selected)
+        return {p: result[p] for p in paths if id(self._selected[p]) not in unread}
+
+    def _select(self, paths: Paths) -> dict[str, Any]:
+        keep = as_predicate(self._filter)
+        selected = {path: state for path, state in paths.held.items() if keep(path, state)}
+        further = {path: state for path, state in paths.beyond.items() if self._may_be_target(path, state)}
+        if selected:
+            self._candidates = {id(state) for state in further.values()}
+        self._selected = selected | further
+        if not self._selected:
+            there = ", ".join(f"{p} ({type(s).__name__})" for p, s in list(paths.items().items())[:8]) or "none"
+            raise StateFilterError(
+                f"wrt={brief(self._filter)} selects no state of {name_of(self._fun)}.{_nearest(self._filter, paths.items())} "
+                f"States that its arguments and variables reach: {there}."
+            )
+        return self._selected
+
+    def _may_be_target(self, path: str, state: Any) -> bool:
+        """Whether a state that the call may never touch is selected, and can be read and differentiated."""
+        kind = _kind_of(state)
+        owner = kind.owner(state)
+        if owner is not None and (owner.thread != threading.get_ident() or not owner.is_open):
+            return False
+        try:
+            is_selected = as_predicate(self._filter)(path, state)
+        except Exception:  # of the user's predicate, which need not know what the call does not touch
+            return False
+        arrays, part = partition(kind.get(state), is_array_or_number)
+        return bool(is_selected and arrays and not part.static and all(map(self._is_differentiable, arrays)))
+
+    def _is_differentiable(self, x: Any) -> bool:
+        return self._allow_int or jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+    def _differentiable(self, state: Any, kind: Any, value: Any) -> tuple[list, Any]:
+        arrays, part = partition(value, is_array_or_number)
+        if part.static or not arrays:
+            raise StateValueError(
+                f"Cannot differentiate with respect to {_registry.describe(state, kind)}: its value holds a "
+                f"{type(part.static[0] if part.static else value).__name__}, which is no array."
+            )
+        for x in arrays:
+            if not self._is_differentiable(x):
+                raise StateValueError(
+                    f"Cannot differentiate with respect to {_registry.describe(state, kind)}: gradients need "
+                    f"floating-point or complex values. Leave it out of wrt=."
+                )
+        return arrays, part
+
+
+def _kind_of(state: Any) -> Any:
+    kind = _registry.kind_of(state)
+    if kind is None:
+        raise StateFilterError(
+            f"wrt= holds a {type(state).__name__}, which is no state. Pass states, a dict of them such as "
+            f"statetx.states(model, statetx.Param), or a filter."
+        )
+    return kind
 
 
 def _nearest(filter: Filter, paths: Iterable[str]) -> str:
     globs = (filter,) if isinstance(filter, str) else filter if isinstance(filter, (list, tuple)) else ()
     return next((hint for glob in globs if isinstance(glob, str) and (hint := suggestion(glob, paths))), "")
-
-
-def _select(filter: Filter, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    reach = Paths(fun, args, kwargs).items()
-    keep = as_predicate(filter)
-    found = {path: state for path, state in reach.items() if keep(path, state)}
-    if not found:
-        there = ", ".join(f"{p} ({type(s).__name__})" for p, s in list(reach.items())[:8]) or "none"
-        raise StateFilterError(
-            f"wrt={brief(filter)} selects no state of {name_of(fun)}.{_nearest(filter, reach)} States that its arguments and "
-            f"variables reach: {there}."
-        )
-    return found

@@ -123,31 +123,42 @@ class Identity:
         return id(self.obj)
 
 
-def freeze(x: Any) -> Hashable:
+def _by_equality(x: Any) -> Hashable:
+    try:
+        hash(x)
+    except TypeError:
+        return Identity(x)
+    return (type(x), x)
+
+
+def freeze(x: Any, other: Callable[[Any], Hashable] = _by_equality) -> Hashable:
     """A key that is equal for values that a program cannot tell apart.
 
     Types count: 1, True and 1.0 differ, and so do 0.0 and -0.0, a list and a tuple. Containers and NumPy arrays go by
-    content, other objects by their own equality, and what cannot be hashed by identity.
+    content and attributes; `other` says what stands for other objects: if it is not given, their own equality, or their identity if
+    they cannot be hashed.
     """
     if isinstance(x, float):
         return (type(x), x.hex())
     if isinstance(x, complex):
         return (type(x), x.real.hex(), x.imag.hex())
     if isinstance(x, (tuple, list)):
-        return (type(x), *[freeze(v) for v in x])
+        return (type(x), *[freeze(v, other) for v in x], *_attributes(x, other))
     if isinstance(x, slice):  # from Python 3.12 on it can be hashed, and is equal where 1 is True
-        return (type(x), freeze(x.start), freeze(x.stop), freeze(x.step))
+        return (type(x), freeze(x.start, other), freeze(x.stop, other), freeze(x.step, other))
     if isinstance(x, dict):
-        return (type(x), *[(freeze(k), freeze(v)) for k, v in x.items()])
+        return (type(x), *[(freeze(k, other), freeze(v, other)) for k, v in x.items()], *_attributes(x, other))
     if isinstance(x, (set, frozenset)):
-        return (type(x), frozenset([freeze(v) for v in x]))
+        return (type(x), frozenset([freeze(v, other) for v in x]), *_attributes(x, other))
     if isinstance(x, (np.ndarray, np.generic)) and x.dtype != object:
         return (type(x), x.dtype.str, x.shape, x.tobytes())
-    try:
-        hash(x)
-    except TypeError:
-        return Identity(x)
-    return (type(x), x)
+    return other(x)
+
+
+def _attributes(x: Any, other: Callable[[Any], Hashable]) -> tuple[Hashable, ...]:
+    """A key for the attributes that a container of a class of the user's has besides its items."""
+    attributes = getattr(x, "__dict__", None)
+    return (freeze(dict(attributes), other),) if attributes else ()
 
 
 def type_str(x: Any) -> str:

@@ -9,35 +9,39 @@ therefore looks, at every read and write, whether the state belongs to a frame o
 
 Relied upon beyond the documented interface, and tested in `tests/test_brainstate.py`: the attributes ``_value``,
 ``_level``, ``_been_writen`` of a state; its methods ``_read_value`` and ``_write_value``, through which `value` goes; the
-thread's ``TRACE_CONTEXT`` (``state_stack``, ``new_state_catcher``); the functions that make a selector of the states
-declared to a `vmap`.
+thread's ``TRACE_CONTEXT`` (``state_stack``, ``new_state_catcher``).
 """
 
 from __future__ import annotations
 
-import functools
+import collections
+import itertools
+import operator
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
 from brainstate import _state as _private
-from brainstate.transform import _mapping1 as _declared
-from brainstate.transform import _mapping_core as _selected
+from brainstate.util import StateJaxTracer
 
 from .. import _compat, _registry
-from .._errors import StateAccessError
-from .._state import NATIVE, RngState, State, _Buried
+from .._atomic import Store, commit, locked
+from .._state import NATIVE, State, _Buried
 from .._tree import Identity, freeze
+from ._views import View, view_of
 
 _context: Any = _private.TRACE_CONTEXT
+_NAME = itertools.repeat("_value")
+_put: Any = operator.setitem
 _environment: Any = brainstate.environ._ENV_STATE
 _IMMUTABLE = frozenset({bool, int, float, str, type(None)})
+_CONDUCTORS = "_state.py transform graph random util nn/_collective_ops.py nn/_common.py nn/_module.py".split()
 _SMALL = 4096  # bytes; larger arrays in `environ` are told apart by identity
 
 
@@ -50,7 +54,7 @@ class _Observer(brainstate.StateTraceStack):
         self.kind = kind
 
     def read_its_value(self, state: brainstate.State) -> None:
-        if isinstance(state, _View):
+        if isinstance(state, View):
             self._touch_native(state.native)
         elif id(state) not in self.frame.accesses:
             self.frame.touch(state, self.kind, writing=False)
@@ -60,23 +64,32 @@ class _Observer(brainstate.StateTraceStack):
             state.touch_from(self.frame)
 
     def write_its_value(self, state: brainstate.State) -> None:
-        if isinstance(state, _View):
+        if isinstance(state, View):
             self._touch_native(state.native)
             if _context.state_stack[-1] is self:
-                self.frame.note_write(self.frame.accesses[id(state.native)])
+                self.frame.note_write(self.frame.touch(state.native, NATIVE, writing=True))
             return
         # For a frame further out it is no write before the transform inside it, ours or brainstate's, publishes it.
         innermost = _context.state_stack[-1] is self
         access = self.frame.accesses.get(id(state))
-        if access is None:
+        if access is None or (innermost and not access.claimed):
             access = self.frame.touch(state, self.kind, writing=innermost)
         if innermost and (not access.written or _compat.current_trace() is not self.frame.trace):
             self.frame.mark_written(access)
 
     def append(self, state: brainstate.State) -> None:
         """Called for each state created, as brainstate does for its `catch_new_states`."""
-        if _innermost(_context.new_state_catcher) is self:
+        if _innermost(_context.new_state_catcher) is self and not isinstance(state, View):
             self.frame.mark_created(state, self.kind)
+
+
+class _Strays(weakref.WeakSet):
+    """The states made while a trace stack of brainstate's is the outermost: their level ends with that.
+
+    brainstate leaves it as deep as it was, so that no transform entered later at that depth would see them touched.
+    """
+
+    append = weakref.WeakSet.add
 
 
 def _innermost(stacks: list[Any]) -> _Observer | None:
@@ -86,100 +99,35 @@ def _innermost(stacks: list[Any]) -> _Observer | None:
 # -- statetx.State under brainstate's transforms ---------------------------------------------------------------
 
 
-class _View(brainstate.State):
-    """What brainstate takes a `statetx.State` for: a state of its own whose value is that of the other."""
-
-    native: State
-
-    @property
-    def _value(self) -> Any:
-        return self.native._value
-
-    @_value.setter
-    def _value(self, value: Any) -> None:
-        self.native._value = value
-
-    def _read_value(self) -> Any:
-        return _read_carefully(self)
-
-    @property
-    def type(self) -> type:
-        """brainstate's filters ask for it: `statetx.Param` selects the views of `statetx.Param`s."""
-        return type(self.native)
-
-    def __repr__(self) -> str:
-        return _registry.describe(self.native, NATIVE)
-
-    def raise_error_with_source_info(self, error: Exception) -> NoReturn:
-        raise StateAccessError(
-            f"{self!r} cannot be used in this way under a transform of brainstate: {' '.join(str(error).split())}\n"
-            f"Fix: declare the state where brainstate asks for it, or use statetx's transform of the same name."
-        ) from error
-
-
-class _RandomView(_View, brainstate.random.RandomState):
-    """That of an `RngState`: a brainstate `vmap` gives each example a key of its own."""
-
-    def check_if_deleted(self) -> None:
-        pass  # a NumPy key is no placeholder here
-
-
-_TEMPLATE = brainstate.State(None)
-
-
-def _view_of(state: State, level: int) -> _View:
-    if state._view is None:
-        attributes = vars(_TEMPLATE.copy()).copy()  # made without its constructor, which would announce a new state
-        del attributes["_value"]
-        view: Any = object.__new__(_RandomView if isinstance(state, RngState) else _View)
-        view.__dict__.update(attributes, native=state, _level=level, _name=state.name, _backup=None)
-        state._view = view
-    elif level < state._view._level:  # made inside a transform that it has outlived
-        state._view.__dict__["_level"] = level
-    return state._view
-
-
-def _with_views(select: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Let a function of brainstate's that makes a selector of states take `statetx.State`s."""
-
-    def view(x: Any) -> Any:
-        return _view_of(x, len(_context.state_stack)) if isinstance(x, State) else x
-
-    @functools.wraps(select)
-    def selected(states: Any) -> Any:
-        return select(jax.tree.map(view, states))
-
-    return selected
-
-
-for _module, _name in ((_declared, "make_identity_predicate"), (_selected, "coerce_axis_value_to_predicate")):
-    setattr(_module, _name, _with_views(getattr(_module, _name)))
-
-
 class _Bridge:
     """A frame of ours for a trace stack of brainstate's: reports what happens to `statetx.State`s to that stack.
 
     brainstate gives the old values back itself, when its transform has run.
     """
 
+    is_undo = False
+
     def __init__(self, stack: brainstate.StateTraceStack):
         self.name = f"a transform of brainstate ({stack.name or 'StateTraceStack'})"
         self.stack = stack
         self.parent = _registry.current_frame()
+        self.note = None if self.parent is None else self.parent.note
         self.trace = _compat.current_trace()
         self.thread = threading.get_ident()
         self.accesses: dict[int, _registry.Access] = {}
         self.is_open = True
-        self._created: list[tuple[weakref.ref, Any]] = []
+        self.strays = _Strays() if len(_context.state_stack) == 1 else None
+        self._created: list[tuple[Any, Any]] = []
 
     def touch(self, state: Any, kind: Any, *, writing: bool) -> _registry.Access:
-        owner = _registry.take(state, kind, self)
+        access = _registry.take(state, kind, self, writing=writing)
         before = kind.get(state)
         if type(before) is _Buried:
-            kind.own(state, owner)
+            del self.accesses[id(state)]
+            commit([kind.claim(state, access.owner)])
             raise _registry.buried(state, kind.site_of(state), before.reason)
-        access = self.accesses[id(state)] = _registry.Access(state, kind, before, before, not writing, owner)
-        self.stack.read_its_value(_view_of(state, self._level_of(state)))
+        access.before = before
+        self.stack.read_its_value(view_of(state, self._level_of(state)))
         access.entered = kind.get(state)
         return access
 
@@ -194,28 +142,57 @@ class _Bridge:
     def note_write(self, access: _registry.Access, site: str = "") -> None:
         access.written = True
         access.site = site or _registry.call_site()
-        self.stack.write_its_value(access.state._view)
+        self.stack.write_its_value(access.state._view())  # which the stack keeps alive
         # brainstate reports a write to every stack at once, and some of its transforms rely on that when they store.
         outer: Any = self.parent
         if isinstance(outer, _Bridge) and id(access.state) in outer.accesses:
             outer.note_write(outer.accesses[id(access.state)], access.site)
 
+    def open(self) -> list[Store]:
+        strays = [] if self.strays is None else [(_context.new_state_catcher.append, self.strays)]
+        return [*strays, (_registry.set_current_frame, self)]
+
     def mark_created(self, state: Any, kind: Any) -> None:
-        self._created.append((weakref.ref(state), kind))
+        if self.note is not None:
+            self.note(state)
+        if _is_caught():
+            _private.record_state_init(view_of(state, len(_context.state_stack)))
+        commit([self.creation(state, kind)])
+
+    def creation(self, state: Any, kind: Any) -> Store:
+        return self._created.append, (weakref.ref(state), kind)
 
     def close(self) -> None:
-        self.is_open = False
-        _registry.set_current_frame(self.parent)
+        if not self.is_open:
+            return
+        stores = [access.kind.claim(access.state, access.owner) for access in self.accesses.values()]
+        for state, kind in [(ref(), kind) for ref, kind in self._created]:
+            if state is None:
+                continue
+            # brainstate looks after what it catches: its maps batch the values, its traces take them out again.
+            if not _is_caught() and any(isinstance(x, _compat.Tracer) for x in jax.tree.leaves(kind.get(state))):
+                stores += kind.bury(state, f"it was created inside {self.name}", self)
+            else:
+                stores += _handed_over(state, kind, self.parent)
+        if self.strays is not None:
+            place = _context.new_state_catcher.index(self.strays)
+            stores.append((operator.delitem, _context.new_state_catcher, place))
+            stores += [(operator.setitem, vars(state), "_level", 0) for state in self.strays]
+        commit([*stores, (setattr, self, "is_open", False), (_registry.set_current_frame, self.parent)])
         for access in self.accesses.values():
-            access.kind.own(access.state, access.owner)
-            access.before = access.entered = None
-        for ref, kind in self._created:
-            state = ref()
-            if state is not None and any(isinstance(x, _compat.Tracer) for x in jax.tree.leaves(kind.get(state))):
-                kind.bury(state, f"it was created inside {self.name}")
-            elif state is not None:
-                state._owner = self.parent
+            access.before = access.entered = _registry.UNKNOWN
         self.trace = None
+
+
+def _is_caught() -> bool:
+    """Whether brainstate looks after the states that are made now."""
+    return any(not isinstance(c, (_Observer, _Strays)) for c in _context.new_state_catcher)
+
+
+def _handed_over(state: Any, kind: Any, frame: Any) -> list[Store]:
+    """Stores that make a state one that this frame has made, or nobody's."""
+    claim = kind.claim(state, frame)
+    return [claim] if frame is None else [claim, frame.creation(state, kind)]
 
 
 def _watch_stacks() -> None:
@@ -225,15 +202,17 @@ def _watch_stacks() -> None:
 
     def entered(self: brainstate.StateTraceStack) -> brainstate.StateTraceStack:
         stack = enter(self)
-        bridges[id(self)] = bridge = _Bridge(self)
-        _registry.set_current_frame(bridge)
+        bridge = _Bridge(self)
+        commit([(operator.setitem, bridges, id(self), bridge), *bridge.open()])
         return stack
 
     def left(self: brainstate.StateTraceStack, *exc: Any) -> None:
-        leave(self, *exc)
-        bridge = bridges.pop(id(self), None)
-        if bridge is not None:  # else it was entered before this module was imported
-            bridge.close()
+        try:
+            leave(self, *exc)
+        finally:
+            bridge = bridges.pop(id(self), None)
+            if bridge is not None:  # else it was entered before this module was imported
+                bridge.close()
 
     brainstate.StateTraceStack.__enter__ = entered  # type: ignore[method-assign]
     brainstate.StateTraceStack.__exit__ = left  # type: ignore[method-assign]
@@ -251,16 +230,16 @@ _owner: dict[int, _registry.Frame] = {}
 
 def _check_free(state: brainstate.State) -> None:
     """Raise if a call in another thread holds the value of this state."""
-    native = isinstance(state, _View)
-    owner = state.native._owner if native else _owner.get(id(state))
+    if isinstance(state, View):
+        return state.check_free()
+    owner = _owner.get(id(state))
     if owner is not None and owner.thread != threading.get_ident():
-        raise _registry.foreign(*((state.native, NATIVE) if native else (state, KIND)), owner)
+        raise _registry.foreign(state, KIND, owner)
 
 
 def _read_carefully(state: brainstate.State) -> Any:
-    with _registry.ownership:  # no other thread takes it between the look and the read
-        _check_free(state)
-        return state._value
+    # Under the lock no other thread takes it between the look and the read.
+    return locked(_registry.ownership, lambda: (_check_free(state), state._value)[1])
 
 
 def _guard() -> None:
@@ -278,15 +257,21 @@ def _guard() -> None:
         self.check_if_deleted()
         self._check_invalidated()
         value = self._value
+        if type(value) is _Buried:
+            raise _registry.buried(self, KIND.site_of(self), value.reason)
         return _read_carefully(self) if _owner else value
 
     def write(self: Any, value: Any) -> None:
-        with _registry.ownership:
-            _check_free(self)
-            self._value = value
+        locked(_registry.ownership, lambda: (_check_free(self), setattr(self, "_value", value)))
 
     def restore(self: Any, value: Any) -> None:
         _check_free(self)
+        innermost = (
+            _context.state_stack[-1] if self._level < len(_context.state_stack) else None
+        )  # None: it was made here
+        if isinstance(innermost, _Observer) and innermost.frame.is_undo:
+            state, kind = (self.native, NATIVE) if isinstance(self, View) else (self, KIND)
+            innermost.frame.touch(state, kind, writing=True)  # brainstate reports it as a read
         restore_value(self, value)
 
     brainstate.StateTraceStack.read_its_value = reported  # type: ignore[method-assign]
@@ -300,6 +285,8 @@ class _Brainstate:
     """See `_registry.Kind`."""
 
     name = "brainstate"
+    base = brainstate.State
+    conductors = tuple(os.path.join(os.path.dirname(brainstate.__file__), *f.split("/")) for f in _CONDUCTORS)
     bookkeeping: frozenset[str] = frozenset(
         "_trace_state _value _level _source_info _hooks_manager _name _been_writen _backup".split()
     )
@@ -332,71 +319,91 @@ class _Brainstate:
                 _check_free(s)
 
     def get_all(self, states: Sequence[brainstate.State]) -> list[Any]:
-        with _registry.ownership:
-            if _registry.open_frames:
-                self.check_free(states)
-            return [s.__dict__["_value"] for s in states]
+        return locked(_registry.ownership, self._get_all, states)
+
+    def _get_all(self, states: Sequence[brainstate.State]) -> list[Any]:
+        if _registry.open_frames:
+            self.check_free(states)
+        return [s.__dict__["_value"] for s in states]
 
     def set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
-        with _registry.ownership:
-            if _registry.open_frames:
-                self.check_free(states)
-            for s, v in zip(states, values):  # noqa: B905  # of equal length
-                s.__dict__["_value"] = v
+        locked(_registry.ownership, self._set_all, states, values)
 
-    def set(self, state: Any, value: Any) -> None:
+    def _set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
+        if _registry.open_frames:
+            self.check_free(states)
+        commit([self.storing(states, values)])
+
+    def storing(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
+        return collections.deque, map(_put, map(vars, states), _NAME, values), 0
+
+    def store(self, state: Any, value: Any) -> Store:
         # Past the hooks and guards of `.value`: nothing of the user's happens here.
-        state.__dict__["_value"] = value
+        return operator.setitem, vars(state), "_value", value
 
     def read(self, state: brainstate.State) -> Any:
         _private.record_state_value_read(state)
         value = self.get(state)  # as in `_guard`
+        if type(value) is _Buried:
+            raise _registry.buried(state, self.site_of(state), value.reason)
         return _read_carefully(state) if _owner else value
 
     def write(self, state: brainstate.State, value: Any) -> None:
         state.value = value
 
-    def publish(self, effect: _registry.Effect, live: bool) -> None:
+    def announce(self, effect: _registry.Effect, live: bool) -> list[Store]:
         state = effect.state
+        store = self.store(state, effect.value)
         if effect.created:
-            state.__dict__["_value"] = effect.value
-            return
+            trace_state = (
+                operator.setitem,
+                vars(state),
+                "_trace_state",
+                StateJaxTracer(),
+            )  # that of its making has ended
+            return [trace_state, store]
         if not live:
             # Hooks ran in the body, when it was traced, and are part of its values: only the watchers are told.
             _private.record_state_value_write(state)
         self._check(state, effect)
-        with _registry.ownership:
-            _check_free(state)
-            state.__dict__["_been_writen"] = True
-            state.__dict__["_value"] = effect.value
+        _check_free(state)
+        return [(operator.setitem, vars(state), "_been_writen", True), store]
 
     def _check(self, state: brainstate.State, effect: _registry.Effect) -> None:
-        stacks = _context.state_stack[state.stack_level :]
+        stacks = _context.state_stack
         if not stacks:
             if not state._trace_state.is_valid():  # made in this very trace, it dies with it
                 _registry.check_write(state, self, effect.value, None, effect.site)
         elif isinstance(stacks[-1], _Observer):
             frame = stacks[-1].frame
             _registry.check_write(state, self, effect.value, frame.trace, effect.site)
-            access = frame.accesses[id(state)]
-            access.written, access.site = True, access.site or effect.site
+            access = frame.accesses.get(id(state))
+            if access is not None:  # else it was made in this very frame
+                if not access.claimed:
+                    frame.touch(state, self, writing=True)
+                access.written, access.site = True, access.site or effect.site
         # Else one of brainstate's own transforms is innermost, and takes the tracer out of the state again.
 
-    def bury(self, state: brainstate.State, reason: str) -> None:
+    def bury(self, state: brainstate.State, reason: str, closing: Any) -> list[Store]:
         del reason  # brainstate has its own message for a state whose trace has ended
-        state._invalidate_trace_value()
-        state.stack_level = len(_context.state_stack)
-        for catcher in _context.new_state_catcher:
-            catcher.append(state)
+        around = _registry.around(closing)
+        while isinstance(around, _Bridge):
+            around = around.parent
+        level = len(_context.state_stack) if closing is None else _context.state_stack.index(self.observer(closing))
+        stores = [
+            self.store(state, _private._INVALIDATED_TRACE_VALUE),
+            (operator.setitem, vars(state), "_level", level),
+        ]
+        return stores if around is None else [*stores, around.creation(state, self)]
+
+    def is_lost(self, state: brainstate.State) -> bool:
+        return isinstance(vars(state)["_value"], (_Buried, _private._InvalidatedTraceValue))
 
     def owner(self, state: brainstate.State) -> _registry.Frame | None:
         return _owner.get(id(state))
 
-    def own(self, state: brainstate.State, frame: _registry.Frame | None) -> None:
-        if frame is None:
-            _owner.pop(id(state), None)
-        else:
-            _owner[id(state)] = frame
+    def claim(self, state: brainstate.State, frame: Any) -> Store:
+        return (_owner.pop, id(state), None) if frame is None else (operator.setitem, _owner, id(state), frame)
 
     def is_random(self, state: brainstate.State) -> bool:
         return isinstance(state, brainstate.random.RandomState)
@@ -407,19 +414,24 @@ class _Brainstate:
     def site_of(self, state: brainstate.State) -> str:
         return _compat.traceback_site(state.source_info.traceback, _registry.library_folders())
 
-    def open(self, frame: _registry.Frame) -> None:
-        observer = self._observers[id(frame)] = _Observer(frame, self)
-        _context.state_stack.append(observer)
-        _context.new_state_catcher.append(observer)
+    def open(self, frame: _registry.Frame) -> list[Store]:
+        observer = _Observer(frame, self)
+        return [
+            (operator.setitem, self._observers, id(frame), observer),
+            (_context.state_stack.append, observer),
+            (_context.new_state_catcher.append, observer),
+        ]
 
     def observer(self, frame: _registry.Frame) -> _Observer:
         return self._observers[id(frame)]
 
-    def close(self, frame: _registry.Frame) -> None:
-        observer = self._observers.pop(id(frame))
-        for stack in (_context.state_stack, _context.new_state_catcher):
-            assert stack[-1] is observer, "a brainstate trace context was left open inside the call"
-            stack.pop()
+    def close(self, frame: _registry.Frame) -> list[Store]:
+        observer = self.observer(frame)
+        cuts = [
+            (operator.delitem, stacks, slice(stacks.index(observer), None))
+            for stacks in (_context.state_stack, _context.new_state_catcher)
+        ]
+        return [*cuts, (self._observers.pop, id(frame))]
 
     def is_idle(self) -> bool:
         return not _context.state_stack

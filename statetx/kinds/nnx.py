@@ -17,6 +17,8 @@ Relied upon beyond the documented interface, and tested in `tests/test_nnx.py`: 
 
 from __future__ import annotations
 
+import collections
+import operator
 import os
 import sys
 import weakref
@@ -30,6 +32,8 @@ from flax import nnx
 from flax.nnx import pytreelib, tracers
 
 from .. import _compat, _registry
+from .._atomic import Store, commit, locked
+from .._errors import StateAccessError
 from .._registry import Frame
 from .._state import _Buried
 
@@ -76,7 +80,9 @@ def _get_value(state: nnx.Variable) -> Any:
             _touch(state, frame, writing=False)
         value = _value.__get__(state)
     if type(value) is _Buried:
-        raise _registry.buried(state, KIND.site_of(state), value.reason)
+        if sys._getframe(1).f_code is _SET_VALUE:
+            return _Blank(state)
+        raise _buried(state)
     return value
 
 
@@ -96,6 +102,27 @@ def _set_value(state: nnx.Variable, value: Any) -> None:
         KIND.set_all([state], [value])
     else:
         _value.__set__(state, value)
+
+
+class _Blank:
+    """Stands for the old value of a Variable that has none, at which nnx's `set_value` looks before it stores a new one."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: nnx.Variable):
+        self._state = state
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if index is not Ellipsis:
+            raise _buried(self._state)
+        _set_value(self._state, value)
+
+
+_SET_VALUE = nnx.Variable.set_value.__code__
+
+
+def _buried(state: nnx.Variable) -> StateAccessError:
+    return _registry.buried(state, KIND.site_of(state), _value.__get__(state).reason)
 
 
 def _get_trace(state: nnx.Variable) -> tracers.TraceState:
@@ -164,25 +191,19 @@ def _touch(state: nnx.Variable, frame: Frame | None, *, writing: bool) -> None:
     if home is not None and home is frame:
         return
     owner = _owner.get(id(state)) or home
-    if owner is frame or isinstance(_value.__get__(state), jax.Ref):
+    value = _value.__get__(state)
+    if owner is frame or isinstance(value, jax.Ref):
         return
-    pending = []
-    step = frame
-    while step is not None and step is not owner:
-        pending.append(step)
-        step = step.parent
-    if step is not owner:
-        assert owner is not None
-        raise _registry.foreign(state, KIND, owner)
-    for watching in reversed(pending):
-        # For the frames around the innermost, a write is not one until the transform publishes it.
-        watching.touch(state, KIND, writing=writing and watching is frame)
+    is_write = writing or type(value) is _Buried  # what has no value can only be given one
+    _registry.report_touch(state, KIND, frame, owner, writing=is_write)
 
 
 class _Nnx:
     """See `_registry.Kind`."""
 
     name = "flax.nnx"
+    base = nnx.Variable
+    conductors = tuple(os.path.join(os.path.dirname(nnx.__file__), f) for f in ("variablelib.py", "pytreelib.py"))
     bookkeeping: frozenset[str] = frozenset()  # what else a Variable has is its metadata
     folder = os.path.dirname(flax.__file__)
 
@@ -199,8 +220,8 @@ class _Nnx:
     def get(self, state: nnx.Variable) -> Any:
         return _value.__get__(state)
 
-    def set(self, state: nnx.Variable, value: Any) -> None:
-        _value.__set__(state, value)
+    def store(self, state: nnx.Variable, value: Any) -> Store:
+        return _value.__set__, state, value
 
     def check_free(self, states: Sequence[nnx.Variable]) -> None:
         """Raise if a call in another thread holds the value of one of these; for a thread that watches none."""
@@ -211,17 +232,23 @@ class _Nnx:
                     raise _registry.foreign(s, self, owner)
 
     def get_all(self, states: Sequence[nnx.Variable]) -> list[Any]:
-        with _registry.ownership:
-            if _registry.open_frames:
-                self.check_free(states)
-            return [_value.__get__(s) for s in states]
+        return locked(_registry.ownership, self._get_all, states)
+
+    def _get_all(self, states: Sequence[nnx.Variable]) -> list[Any]:
+        if _registry.open_frames:
+            self.check_free(states)
+        return [_value.__get__(s) for s in states]
 
     def set_all(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> None:
-        with _registry.ownership:
-            if _registry.open_frames:
-                self.check_free(states)
-            for s, v in zip(states, values):  # noqa: B905  # of equal length
-                _value.__set__(s, v)
+        locked(_registry.ownership, self._set_all, states, values)
+
+    def _set_all(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> None:
+        if _registry.open_frames:
+            self.check_free(states)
+        commit([self.storing(states, values)])
+
+    def storing(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> Store:
+        return collections.deque, map(_value.__set__, states, values), 0
 
     def read(self, state: nnx.Variable) -> Any:
         return _get_value(state)
@@ -229,13 +256,13 @@ class _Nnx:
     def write(self, state: nnx.Variable, value: Any) -> None:
         state.set_value(value)
 
-    def publish(self, effect: _registry.Effect, live: bool) -> None:
+    def announce(self, effect: _registry.Effect, live: bool) -> list[Store]:
         del live
         state, frame = effect.state, _local.frame
+        store = self.store(state, effect.value)
         if effect.created:
-            _trace.__set__(state, tracers.TraceState() if frame is None else _Home(frame, effect.site))
-            _value.__set__(state, effect.value)
-            return
+            home = tracers.TraceState() if frame is None else _Home(frame, effect.site)
+            return [(_trace.__set__, state, home), store]
         if _owner.get(id(state)) is not frame:
             _touch(state, frame, writing=True)
         access = frame.accesses.get(id(state)) if frame is not None else None
@@ -244,30 +271,26 @@ class _Nnx:
             frame.note_write(access, effect.site)
         elif not _trace.__get__(state).is_valid():  # made in this very trace, it dies with it
             _registry.check_write(state, self, effect.value, None, effect.site)
-        with _registry.ownership:
-            if frame is None:
-                self.check_free([state])
-            _value.__set__(state, effect.value)
+        return [store]
 
-    def bury(self, state: nnx.Variable, reason: str) -> None:
-        frame, site = _local.frame, self.site_of(state)
-        _value.__set__(state, _Buried(reason))
-        _owner.pop(id(state), None)
+    def bury(self, state: nnx.Variable, reason: str, closing: Any) -> list[Store]:
+        frame = _registry.around(closing)
+        stores = [self.store(state, _Buried(reason)), self.claim(state, None)]
         if frame is None:
-            home = _trace.__get__(state)
-            assert type(home) is _Home, "only what was made in a frame is buried"
-        else:
-            _trace.__set__(state, _Home(frame, site))
-            frame.mark_created(state, self, _Made(state))
+            assert type(_trace.__get__(state)) is _Home, "only what was made in a frame is buried"
+            return stores
+        with _compat.within(frame.trace):
+            home = _Home(frame, self.site_of(state))
+        return [*stores, (_trace.__set__, state, home), frame.creation(state, self, _Made(state))]
+
+    def is_lost(self, state: nnx.Variable) -> bool:
+        return type(_value.__get__(state)) is _Buried
 
     def owner(self, state: nnx.Variable) -> Frame | None:
         return _owner.get(id(state))
 
-    def own(self, state: nnx.Variable, frame: Frame | None) -> None:
-        if frame is None:
-            _owner.pop(id(state), None)
-        else:
-            _owner[id(state)] = frame
+    def claim(self, state: nnx.Variable, frame: Any) -> Store:
+        return (_owner.pop, id(state), None) if frame is None else (operator.setitem, _owner, id(state), frame)
 
     def is_random(self, state: nnx.Variable) -> bool:
         # The key of an RngStream; every draw folds the stream's count into it. Not one that was split already.
@@ -280,11 +303,14 @@ class _Nnx:
         made = _trace.__get__(state)
         return (type(made) is _Home and made.site) or "a place that flax does not record"
 
-    def open(self, frame: Frame) -> None:
-        pass
+    def class_options(self, cls: type) -> dict[str, Any]:
+        is_node = issubclass(cls, nnx.Pytree) and not cls._pytree__is_pytree
+        return {"pytree": False} if is_node else {}
 
-    def close(self, frame: Frame) -> None:
-        pass
+    def open(self, frame: Frame) -> list[Store]:
+        return []
+
+    close = open
 
 
 def _holds_states(obj: Any) -> bool:

@@ -8,6 +8,9 @@ writes it after. Transforms that stage nothing stage a function that can reach a
 
 from __future__ import annotations
 
+import collections
+import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,12 +18,15 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat, _registry
+from .._atomic import Store, commit
 
 
 class _RefKind:
     """See `_registry.Kind`."""
 
     name = "jax.Ref"
+    base = jax.Ref
+    conductors = ()
     bookkeeping: frozenset[str] = frozenset()
     folder = _compat.JAX_FOLDER
 
@@ -32,31 +38,42 @@ class _RefKind:
     def get(self, state: Any) -> Any:
         return state[...]
 
-    def set(self, state: Any, value: Any) -> None:
-        state[...] = value
+    def store(self, state: Any, value: Any) -> Store:
+        return _compat.ref_store(state, value)
 
     read = get
-    write = set
+
+    def write(self, state: Any, value: Any) -> None:
+        state[...] = value
 
     def get_all(self, states: Sequence[Any]) -> list[Any]:
         return [ref[...] for ref in states]
 
     def set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
-        for ref, value in zip(states, values, strict=True):
-            ref[...] = value
+        commit([self.storing(states, values)])
 
-    def publish(self, effect: _registry.Effect, live: bool) -> None:
+    def check_free(self, states: Sequence[Any]) -> None:
+        pass
+
+    def storing(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
+        stores = [self.store(ref, value) for ref, value in zip(states, values, strict=True)]
+        return collections.deque, itertools.starmap(operator.call, stores), 0
+
+    def announce(self, effect: _registry.Effect, live: bool) -> list[Store]:
         del live  # JAX sees the write wherever it stands, and checks it
-        effect.state[...] = effect.value
+        return [self.store(effect.state, effect.value)]
 
-    def bury(self, state: Any, reason: str) -> None:
+    def bury(self, state: Any, reason: str, closing: Any) -> list[Store]:
         raise AssertionError("Refs are never recorded as created")
+
+    def is_lost(self, state: Any) -> bool:
+        return False
 
     def owner(self, state: Any) -> None:
         return None  # what threads do to a Ref is JAX's affair
 
-    def own(self, state: Any, frame: Any) -> None:
-        pass
+    def claim(self, state: Any, frame: Any) -> Store:
+        raise AssertionError("frames hold no Refs")
 
     def is_random(self, state: Any) -> bool:
         return jnp.issubdtype(state.dtype, jax.dtypes.prng_key)
@@ -67,11 +84,10 @@ class _RefKind:
     def site_of(self, state: Any) -> str:
         return "a place that JAX does not record"
 
-    def open(self, frame: _registry.Frame) -> None:
-        pass
+    def open(self, frame: _registry.Frame) -> list[Store]:
+        return []
 
-    def close(self, frame: _registry.Frame) -> None:
-        pass
+    close = open
 
 
 KIND = _RefKind()

@@ -1,0 +1,118 @@
+"""`statetx.State` as brainstate's transforms see it.
+
+Relied upon beyond the documented interface, and tested in `tests/test_brainstate.py`: the attributes ``_value``,
+``_level`` of a state, its methods ``_read_value`` and ``_invalidate_trace_value``; the functions that make a selector of
+the states declared to a `vmap`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import brainstate
+import jax
+from brainstate import _state as _private
+from brainstate.transform import _mapping1 as _declared
+from brainstate.transform import _mapping_core as _selected
+
+from .. import _registry
+from .._atomic import commit, locked
+from .._errors import StateAccessError
+from .._state import NATIVE, RngState, State, _leave_dead_home
+
+_context: Any = _private.TRACE_CONTEXT
+
+
+class View(brainstate.State):
+    """What brainstate takes a `statetx.State` for: a state of its own whose value is that of the other."""
+
+    native: State
+
+    @property
+    def _value(self) -> Any:
+        return self.native._value
+
+    @_value.setter
+    def _value(self, value: Any) -> None:
+        native, frame = self.native, _registry.current_frame()
+        if native._home is not None:  # made inside the transform that hands it over now
+            _leave_dead_home(native, frame if frame is not None and native._owner is frame else None)
+        native._value = value
+
+    def _read_value(self) -> Any:
+        # Under the lock no other thread takes it between the look and the read.
+        return locked(_registry.ownership, lambda: (self.check_free(), self._value)[1])
+
+    def check_free(self) -> None:
+        """Raise if a call in another thread holds the value."""
+        owner = self.native._owner
+        if owner is not None and owner.thread != threading.get_ident():
+            raise _registry.foreign(self.native, NATIVE, owner)
+
+    def _invalidate_trace_value(self) -> None:
+        commit(NATIVE.bury(self.native, "it was created inside a transform of brainstate", None))
+
+    @property
+    def type(self) -> type:
+        """brainstate's filters ask for it: `statetx.Param` selects the views of `statetx.Param`s."""
+        return type(self.native)
+
+    def __repr__(self) -> str:
+        return _registry.describe(self.native, NATIVE)
+
+    def raise_error_with_source_info(self, error: Exception) -> NoReturn:
+        raise StateAccessError(
+            f"{self!r} cannot be used in this way under a transform of brainstate: {' '.join(str(error).split())}\n"
+            f"Fix: declare the state where brainstate asks for it, or use statetx's transform of the same name."
+        ) from error
+
+
+class _RandomView(View, brainstate.random.RandomState):
+    """That of an `RngState`: a brainstate `vmap` gives each example a key of its own."""
+
+    def check_if_deleted(self) -> None:
+        pass  # a NumPy key is no placeholder here
+
+
+_TEMPLATE = brainstate.State(None)
+
+
+def view_of(state: State, level: int) -> View:
+    view: Any = None if state._view is None else state._view()
+    if view is None:
+        attributes = vars(_TEMPLATE.copy()).copy()  # made without its constructor, which would announce a new state
+        del attributes["_value"]
+        view = object.__new__(_RandomView if isinstance(state, RngState) else View)
+        view.__dict__.update(attributes, native=state, _level=level, _name=state.name, _backup=None)
+        state._view = weakref.ref(view)  # else what a transform leaves behind would live until cycles are collected
+    elif level < view._level:  # made inside a transform that it has outlived
+        view.__dict__["_level"] = level
+    return view
+
+
+def _with_views(select: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let a function of brainstate's that makes a selector of states take `statetx.State`s."""
+
+    def view(x: Any) -> Any:
+        return view_of(x, len(_context.state_stack)) if isinstance(x, State) else x
+
+    @functools.wraps(select)
+    def selected(states: Any) -> Any:
+        views = jax.tree.map(view, states)
+        predicate = select(views)
+
+        def is_selected(*args: Any) -> bool:
+            return predicate(*args)
+
+        is_selected.__dict__["views"] = views  # which the predicate tells apart by id
+        return is_selected
+
+    return selected
+
+
+for _module, _name in ((_declared, "make_identity_predicate"), (_selected, "coerce_axis_value_to_predicate")):
+    setattr(_module, _name, _with_views(getattr(_module, _name)))
