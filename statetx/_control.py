@@ -2,8 +2,8 @@
 
 `jax.lax.scan` and its like trace the Python function that they are given, which costs as much again where the function
 only evaluates a jaxpr. What is made here binds their primitives to the jaxpr itself, which gives the same equation.
-`jax.lax` does more for bodies that hand an input on as it is (it becomes a constant, or never enters the loop), have
-effects, or change the type of a carry, and it runs loops in Python under `jax.disable_jit`: these go through it.
+`jax.lax` does more for bodies that return an input unchanged (it becomes a constant, or never enters the loop) or have
+effects, and it runs loops in Python under `jax.disable_jit`: these go through it.
 
 Each function here is given bodies and returns a function of arrays, to be kept in the table of structures: the
 primitives' parameters then are the same objects at every call, and JAX's caches, keyed by them, are hit.
@@ -21,24 +21,20 @@ from jax.extend.core.primitives import cond_p, while_p
 
 from . import _compat
 from ._jaxpr import Body
-from ._staged import as_types
 
 
-def scan(
-    body: Body, num_constants: int, avals: Sequence[Any], *, length: int, reverse: bool, unroll: int | bool
-) -> Callable:
-    """``(constants, carry, xs) -> (carry, ys)``, all lists; `avals` are the types that the carry must keep."""
-    num_carry = len(avals)
+def scan(body: Body, num_constants: int, num_carry: int, *, length: int, reverse: bool, unroll: int | bool) -> Callable:
+    """``(constants, carry, xs) -> (carry, ys)``, all lists."""
 
     @compiled
     def through_lax(constants: list, carry: list, xs: list) -> tuple[list, list]:
         def step(c: list, x: list) -> tuple[list, list]:
             outs = body(constants, *c, *x)
-            return as_types(outs[:num_carry], avals), outs[num_carry:]
+            return outs[:num_carry], outs[num_carry:]
 
         return jax.lax.scan(step, carry, xs, length, reverse, unroll)
 
-    if unroll is True or unroll != 1 or not _is_plain(body, num_constants, avals):
+    if unroll is True or unroll != 1 or not _is_plain(body, num_constants, num_carry):
         return through_lax
     jaxpr = _compat.close(body.jaxpr, ())
 
@@ -51,17 +47,14 @@ def scan(
     return scan
 
 
-def while_loop(test: Body, body: Body, avals: Sequence[Any]) -> Callable:
-    """``(constants of the test, constants of the body, carry) -> (carry)``, all lists; for `avals` see `scan`."""
-    num_constants = len(body.jaxpr.invars) - len(avals)
+def while_loop(test: Body, body: Body, num_constants: int) -> Callable:
+    """``(constants of the test, constants of the body, carry) -> (carry)``, all lists; the body has `num_constants`."""
 
     @compiled
     def through_lax(test_constants: list, body_constants: list, carry: list) -> list:
-        return jax.lax.while_loop(
-            lambda c: test(test_constants, *c)[0], lambda c: as_types(body(body_constants, *c), avals), carry
-        )
+        return jax.lax.while_loop(lambda c: test(test_constants, *c)[0], lambda c: body(body_constants, *c), carry)
 
-    if test.jaxpr.effects or not _is_plain(body, num_constants, avals):
+    if test.jaxpr.effects or not _is_plain(body, num_constants, len(body.jaxpr.outvars)):
         return through_lax
     test_jaxpr, body_jaxpr = _compat.close(test.jaxpr, ()), _compat.close(body.jaxpr, ())
 
@@ -75,18 +68,22 @@ def while_loop(test: Body, body: Body, avals: Sequence[Any]) -> Callable:
     return while_loop
 
 
-def branch(bodies: Sequence[Body], avals: Sequence[Any]) -> Callable:
-    """``(index, *operands) -> outputs``; `avals` are the types of the outputs, and a bool picks the second of two."""
+def branch(bodies: Sequence[Body], dtypes: Sequence[Any]) -> Callable:
+    """``(index, *operands) -> outputs``, of these dtypes where they are not None; a bool picks the second of two bodies."""
+
+    def through_body(body: Body, *operands: Any) -> list:
+        outs = zip(body((), *operands), dtypes, strict=True)
+        return [x if dtype is None else jax.lax.convert_element_type(x, dtype) for x, dtype in outs]
 
     @compiled
     def through_lax(index: Any, *operands: Any) -> list:
-        branches = [lambda *xs, b=b: as_types(b((), *xs), avals) for b in bodies]
+        branches = [functools.partial(through_body, body) for body in bodies]
         if index.dtype == bool:
             return jax.lax.cond(index, branches[1], branches[0], *operands)
         return jax.lax.switch(index, branches, *operands)
 
     handed_on = zip(*(_handed_on(b.jaxpr) for b in bodies), strict=True)
-    is_plain = all(_keeps_types(b.jaxpr, avals) for b in bodies)
+    is_plain = all(_is_pure(b.jaxpr) for b in bodies) and all(dtype is None for dtype in dtypes)
     if len(bodies) == 1 or not is_plain or any(i[0] is not None and len(set(i)) == 1 for i in handed_on):
         return through_lax
     jaxprs = tuple([_compat.close(b.jaxpr, ()) for b in bodies])
@@ -102,22 +99,18 @@ def branch(bodies: Sequence[Body], avals: Sequence[Any]) -> Callable:
     return branch
 
 
-def _is_plain(body: Body, num_constants: int, avals: Sequence[Any]) -> bool:
+def _is_plain(body: Body, num_constants: int, num_carry: int) -> bool:
     """Whether `jax.lax` would make a loop of a body as it is: ``(constants, carry, xs) -> (carry, ys)``."""
     handed_on = _handed_on(body.jaxpr)
-    num_carry = len(avals)
     return (
-        _keeps_types(body.jaxpr, avals)
+        _is_pure(body.jaxpr)
         and all(i != num_constants + n for n, i in enumerate(handed_on[:num_carry]))
         and all(i is None or i < num_constants + num_carry for i in handed_on[num_carry:])
     )
 
 
-def _keeps_types(jaxpr: Any, avals: Sequence[Any]) -> bool:
-    """Whether the first outputs have these types, and the jaxpr no effects."""
-    return not (jaxpr.effects or jaxpr.is_high) and all(
-        v.aval == aval for v, aval in zip(jaxpr.outvars, avals, strict=False)
-    )
+def _is_pure(jaxpr: Any) -> bool:
+    return not (jaxpr.effects or jaxpr.is_high)
 
 
 def _handed_on(jaxpr: Any) -> list[int | None]:

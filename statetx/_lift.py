@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
@@ -21,12 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _compat, _registry
-from ._errors import TraceLeakError
+from ._atomic import Store, commit
+from ._errors import FunctionError
 from ._jaxpr import Body
-from ._paths import reaches
+from ._opaque import refuse_function, refuse_hidden, refuse_unfinished
+from ._paths import Paths, reaches
 from ._registry import Effect, Frame, Kind
+from ._subclass import is_object
 from ._text import brief
-from ._tree import Partition, as_array, freeze, is_array, partition
+from ._tree import Partition, as_array, is_array, partition
 from ._typing import PyTree
 from .kinds.ref import KIND as REF
 
@@ -49,9 +52,9 @@ class Outcome:
         self.values = values
         self.num_out = out.num_dynamic
 
-    def finish(self, leaves: Sequence[Any], *, live: bool = True) -> PyTree:
+    def finish(self, leaves: Sequence[Any]) -> PyTree:
         """Store the effects' values in their states and return the output; `leaves` as `pack` gave them."""
-        self.publish(leaves[self.num_out :], live=live)
+        self.publish(leaves[self.num_out :])
         return self.out.combine(leaves[: self.num_out])
 
     def add(self, effects: list[Effect]) -> Outcome:
@@ -60,15 +63,18 @@ class Outcome:
         self.values = [*self.values, *(partition(0, lambda x: True)[1] for _ in effects)]
         return self
 
-    def publish(self, leaves: Sequence[Any], *, live: bool = True) -> None:
-        """`finish` without the output: `leaves` are those of the effects."""
-        position = 0
-        for effect, part in zip(self.effects, self.values, strict=True):
-            end = position + part.num_dynamic
-            effect.value = part.combine(leaves[position:end])
-            position = end
-            effect.kind.publish(effect, live)
-            effect.value = None
+    def publish(self, leaves: Sequence[Any], *, live: bool = True, also: Sequence[Store] = ()) -> None:
+        """`finish` without the output: `leaves` are those of the effects; `also` as in `_registry.publish`."""
+        set_values(self.effects, self.values, leaves)
+        _registry.publish(self.effects, live=live, also=also)
+
+
+def set_values(effects: Sequence[Effect], parts: Sequence[Partition], leaves: Sequence[Any]) -> None:
+    """Give each effect its value; `leaves` are those of all of them, in order."""
+    position = 0
+    for effect, part in zip(effects, parts, strict=True):
+        effect.value = part.combine(leaves[position : position + part.num_dynamic])
+        position += part.num_dynamic
 
 
 def is_traced(x: Any) -> bool:
@@ -80,36 +86,27 @@ def is_traced(x: Any) -> bool:
 
 def pack(out: PyTree, effects: list[Effect], is_dynamic: Callable[[Any], bool] = is_traced) -> tuple[list, Outcome]:
     """Split output and effects into leaves that JAX carries and the rest."""
-    leaves, out_part = partition(out, is_dynamic)
+    leaves, out_part = take_apart(out, is_dynamic)
     values = []
     for effect in effects:
         dynamic, part = partition(effect.value, is_dynamic)
         leaves += dynamic
         values.append(part)
         effect.value = None
-    _check_hidden(out_part)
     return leaves, Outcome(out_part, effects, values)
 
 
-def _check_hidden(out: Partition) -> None:
-    """Raise if an opaque object in the output carries a tracer of the trace that is about to end."""
-    trace = _compat.current_trace()
-    for leaf in out.static:
-        if _registry.kind_of(leaf) is not None:
-            continue
-        attributes = getattr(leaf, "__dict__", None)
-        if not attributes or isinstance(leaf, (type, types.FunctionType, types.ModuleType)):
-            continue
-        for name, value in list(attributes.items()):
-            leaves = jax.tree.leaves(value, is_leaf=_registry.is_opaque)
-            found = [x for x in leaves if isinstance(x, _compat.Tracer) and x._trace is trace]
-            if found:
-                raise TraceLeakError(
-                    f"The function returned a {type(leaf).__name__} whose attribute {name!r} holds an array computed "
-                    f"inside ({found[0].aval.str_short()}). JAX cannot see into that object, so the array would be "
-                    f"left as a dead tracer.\nFix: return the array itself, or register {type(leaf).__name__} as a "
-                    f"pytree (jax.tree_util.register_dataclass)."
-                )
+def take_apart(out: PyTree, is_dynamic: Callable[[Any], bool] = is_traced) -> tuple[list, Partition]:
+    """`partition` of what a call returned, inside the transform that it leaves.
+
+    Raises:
+        TraceLeakError: an object that passes by holds an array of the trace that is about to end.
+        FunctionError: what was returned is a generator or a coroutine.
+    """
+    refuse_unfinished(out)  # before JAX warns that it takes an iterator for a leaf
+    leaves, part = partition(out, is_dynamic)
+    refuse_hidden(part.static)
+    return leaves, part
 
 
 # -- functions as bodies of equations --------------------------------------------------------------------------
@@ -142,16 +139,25 @@ class Lifting:
     Args:
         is_dynamic: which leaves of a value become inputs; others are seen as they are.
         slice: maps a state and one of its leaves to the type that the body sees, for states that are mapped.
+        enter: maps a state and its value to the one with which it enters, for states that are promoted.
     """
 
-    def __init__(self, is_dynamic: Callable[[Any], bool], slice: Callable[[Any, Any], Any] | None = None):
+    def __init__(
+        self,
+        is_dynamic: Callable[[Any], bool],
+        slice: Callable[[Any, Any], Any] | None = None,
+        enter: Callable[[Any, Any], Any] | None = None,
+    ):
         self.is_dynamic = is_dynamic
         self.slice = slice
+        self.enter = enter
         self.inputs: dict[int, Input] = {}  # by id of the state, in the order of the first reads
         self.num_variables = 0
         self.trace: Any = None
 
     def on_read(self, state: Any, kind: Kind, value: Any) -> Any:
+        if self.enter is not None:
+            value = self.enter(state, value)
         dynamic, part = partition(value, self.is_dynamic)
         dynamic = [as_array(x) for x in dynamic]
         avals = [_compat.abstract(x) for x in dynamic]
@@ -198,24 +204,27 @@ def stage(
     return Body.close(jaxpr, consts), extra, []
 
 
-def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
+def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs: bool = False) -> PyTree:
     """Run a function for a transform that stages nothing, under its frame.
 
-    JAX refuses writes of differentiated or mapped values to a `jax.Ref` from outside. If the call can reach one, the
-    function is staged and its Refs made explicit, as anywhere else; the frame gets what is left in them.
+    JAX refuses writes of differentiated or mapped values to a `jax.Ref` from outside. If the call can reach one, or the
+    transform asks for Refs, the function is staged and its Refs made explicit, as anywhere else; the frame gets what is left
+    in them.
     """
-    if not _compat.made_refs() or not reaches(jax.Ref, fun, args, kwargs):
-        return fun(*args, **kwargs)
+    if not _compat.made_refs() or not (wants_refs or reaches(jax.Ref, fun, args, kwargs)):
+        out = fun(*args, **kwargs)
+        refuse_unfinished(out)
+        return out
     frame = _registry.current_frame()
     assert frame is not None
 
     def body() -> tuple[list, Any]:
-        with Frame(frame.name) as inner:
-            out = fun(*args, **kwargs)
-        return pack(out, inner.effects)
+        inner = Frame(frame.name)
+        return pack(inner.run(fun, *args, **kwargs), inner.effects)
 
     def read(ref: Any) -> Any:
-        return ref[...] if frame.on_read is None else frame.on_read(ref, REF, ref[...])
+        value = REF.get(ref) if _compat.belongs_here(ref) else _read_outside(ref, frame)
+        return value if frame.on_read is None else frame.on_read(ref, REF, value)
 
     transform = frame.name.partition("(")[0]
     staged, outcome, refs = stage(body, (), kind=f"statetx.{transform}", name=name_of(fun), read=read)
@@ -223,23 +232,41 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
     for effect in reversed(refs):
         effect.value = outs.pop()
         if _compat.belongs_here(effect.state):
-            REF.publish(effect, True)  # an argument that is mapped
+            _registry.publish([effect], live=True)  # an argument that is mapped
         else:
             frame.add_effect(effect)
     return outcome.finish(outs)
+
+
+def _read_outside(ref: Any, frame: Frame) -> Any:
+    """The value of a Ref from outside the transform: a shard_map cannot read one within."""
+    with _compat.enclosing(frame.trace):
+        return REF.get(ref)
+
+
+def run_at_once(name: str, fun: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any], allow: Any = None) -> T:
+    """Run a function where nothing is traced, and undo its writes if it fails; `allow` as in `Frame`."""
+    frame = frame_for(name, fun, allow=allow, is_undo=True)
+    refs = Paths(fun, args, kwargs).items().values() if _compat.made_refs() else ()
+    saved = [(ref, ref[...]) for ref in refs if isinstance(ref, jax.Ref)]  # nothing tells who writes a Ref
+    try:
+        out = frame.run(fun, *args, **kwargs)
+        _registry.publish(frame.effects, live=True, also=[(saved.clear,)])
+        return out
+    except BaseException:
+        commit([REF.store(ref, value) for ref, value in saved])
+        raise
 
 
 def _with_explicit_refs(
     jaxpr: Any, consts: list[Any], lifting: Lifting | None, read: Callable[[Any], Any]
 ) -> tuple[Body, list[Effect]]:
     invars = [*jaxpr.constvars, *jaxpr.invars]
-    pure, written = _compat.discharge_refs(_compat.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars))
+    pure, is_ref, written = _compat.discharge_refs(_compat.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars))
     effects = [
-        Effect(ref, REF, None, "a place that JAX does not record", None, created=False)
-        for ref, w in zip(consts, written, strict=False)
-        if w
+        Effect(ref, REF, None, "a place that JAX does not record") for ref, w in zip(consts, written, strict=False) if w
     ]
-    is_ref = [isinstance(c, jax.Ref) for c in consts]
+    is_ref = is_ref[: len(consts)]
     values = [read(c) if r else c for c, r in zip(consts, is_ref, strict=True)]
     variables = pure.invars
     if lifting is not None:
@@ -264,31 +291,44 @@ P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Wrapper(Generic[P, R]):
     """Base of what transforms return: a callable that stands for the function it wraps, method or not.
 
     It has the function's name, docstring and signature, binds to instances like a function, and is pickled by
-    reference where a module variable or class attribute names it, else by its parts.
+    reference where a module variable or class attribute names it, else by its parts. Attributes that it does not have
+    itself are read from what it wraps and, if that is a callable object, written to it.
     """
 
     __qualname__: str
+    _object: Any = None  # the callable object that it stands for, once it is made
 
     def __init__(self, fun: Callable, options: dict[str, Any]):
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
         self._options = options
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    @functools.cached_property
-    def plain_options(self) -> Hashable:
-        """A key for the options; None if some are more than words, flags and numbers."""
-        values = self._options.values()
-        is_plain = all(type(v) in (str, bool, int, type(None)) or (type(v) is tuple and not v) for v in values)
-        return freeze(self._options) if is_plain else None
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a protocol, which the wrapper follows or does not
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__wrapped__, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = self._object is None or name in vars(self) or hasattr(type(self), name)
+        object.__setattr__(self, name, value) if is_own else setattr(self._object, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        is_own = self._object is None or name in vars(self)
+        object.__delattr__(self, name) if is_own else delattr(self._object, name)
+
+    @property
+    def __isabstractmethod__(self) -> bool:
+        return getattr(self.__wrapped__, "__isabstractmethod__", False)
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...
@@ -320,7 +360,7 @@ def _public_name(cls: type[Wrapper]) -> str:
 
 
 def _rebuild(cls: type[Wrapper], fun: Callable, options: dict[str, Any]) -> Wrapper:
-    return cls(fun, **options)
+    return as_decorator(cls, fun, options)
 
 
 def _find_global(wrapper: Wrapper) -> Any:
@@ -330,8 +370,14 @@ def _find_global(wrapper: Wrapper) -> Any:
     return found
 
 
+def _is_call_of_object(fun: Any) -> bool:
+    return isinstance(fun, types.MethodType) and getattr(fun.__func__, "__name__", "") == "__call__"
+
+
 def name_of(fun: Any) -> str:
-    """A short name for messages and traces."""
+    """A short name for messages and traces; that of its class for the call of an object."""
+    if _is_call_of_object(fun):
+        return type(fun.__self__).__name__
     while isinstance(fun, functools.partial) or (isinstance(fun, Wrapper) and not hasattr(fun, "__qualname__")):
         fun = fun.func if isinstance(fun, functools.partial) else fun.__wrapped__
     return getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or type(fun).__name__
@@ -344,13 +390,35 @@ def short_name(name: str) -> str:
 
 def as_decorator(cls: type[Wrapper], fun: Any, options: dict[str, Any]) -> Any:
     """``cls(fun, **options)``, or a decorator when there is no function yet; descriptors keep their kind."""
+    decorate = functools.partial(as_decorator, cls, options=options)
     if fun is None:
-        return functools.partial(as_decorator, cls, options=options)
+        return decorate
     if isinstance(fun, (staticmethod, classmethod)):
-        return type(fun)(as_decorator(cls, fun.__func__, options))
+        return type(fun)(decorate(fun.__func__))
+    if isinstance(fun, property) and fun.fget is not None:
+        return fun.getter(decorate(fun.fget))
+    if isinstance(fun, functools.cached_property):
+        return functools.cached_property(decorate(fun.func))
+    if isinstance(fun, functools.partialmethod):
+        return functools.partialmethod(decorate(fun.func), *fun.args, **fun.keywords)
+    name = _public_name(cls)
     if not callable(fun):
-        raise TypeError(f"{_public_name(cls)} needs a callable, got {type(fun).__name__}: {fun!r}.")
-    return cls(fun, **options)
+        raise _refusal(name, fun)
+    refuse_function(fun, name, name_of(fun))
+    made = cls(fun, **options)
+    if is_object(fun):
+        made._object = fun
+    return made
+
+
+def _refusal(transform: str, fun: Any) -> FunctionError:
+    kind = type(fun).__name__
+    if not hasattr(type(fun), "__get__"):
+        return FunctionError(f"{transform} needs a callable, got {kind}: {fun!r}.")
+    return FunctionError(
+        f"{transform} needs a callable, and cannot stand above @{kind}, which chooses a function when it is looked up.\n"
+        f"Fix: put @statetx.{transform} below @{kind}, and below each function that is registered with it."
+    )
 
 
 def frame_for(name: str, fun: Callable, **hooks: Any) -> Frame:

@@ -1,106 +1,36 @@
 """`Program`: what one staging of a jitted function gave, ready to run for every call of the same types.
 
-A call's arguments are taken apart by a `Layout` into a `Call`; a program gathers the values of its states, calls one
-`jax.jit`-ed function, and stores what it returns.
+A program gathers the values of its states, calls one `jax.jit`-ed function, and stores what it returns. The arguments come
+as a `Call`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _compat, _registry
+from ._atomic import Store, commit, locked
+from ._call import Call
 from ._errors import ForeignStateError
 from ._jaxpr import Body
 from ._lift import Input, Lifting, Outcome, frame_for, name_of, pack, stage
+from ._made import Making, States, left_by, notes_for_staging, standing
 from ._paths import Paths, argument_names
-from ._signature import StaticArguments
-from ._tree import as_array, freeze, is_argument, is_array_or_number, partition
+from ._state import _Buried
+from ._tree import freeze, is_array_or_number, partition
 from ._typing import PyTree
+from .kinds.ref import KIND as REF
 
 
 class Restage(Exception):
     """JAX asks for types or settings other than those that a program was staged for."""
-
-
-class Layout:
-    """Where the dynamic, donated and static leaves of a call's arguments are; the same for equal types.
-
-    Attributes:
-        is_split: whether JAX's flattening takes apart an object that holds states, which must stay whole.
-        converts: whether some leaf is no array yet but knows how to become one.
-    """
-
-    def __init__(self, donated: StaticArguments, args: tuple, kwargs: dict[str, Any]):
-        arrays, self.others = partition((args, kwargs), is_argument)
-        self.key = (self.others.treedef, self.others.mask)
-        self.converts = any(as_array(x) is not x for x in arrays)
-        whole = [x for x in self.others.static if _registry.is_opaque(x)]
-        self.is_split = not jax.tree_util.all_leaves(whole)
-        mask = self.others.mask
-        self.static = [i for i, dynamic in enumerate(mask) if not dynamic]
-        flags = _donation_flags(donated, args, kwargs) if donated else [False] * len(mask)
-        self.donated = [i for i, dynamic in enumerate(mask) if dynamic and flags[i]]
-        self.kept = [i for i, dynamic in enumerate(mask) if dynamic and not flags[i]]
-        self.is_plain = not (self.static or self.donated or self.is_split or self.converts)
-
-
-def _donation_flags(donated: StaticArguments, args: tuple, kwargs: dict[str, Any]) -> list[bool]:
-    flags: list[bool] = []
-    for arg, flag in zip(args, donated.mask(len(args)), strict=True):
-        flags += [flag] * len(jax.tree.leaves(arg, is_leaf=_registry.is_opaque))
-    for key in sorted(kwargs):  # the order in which JAX flattens a dict
-        flags += [key in donated.names] * len(jax.tree.leaves(kwargs[key], is_leaf=_registry.is_opaque))
-    return flags
-
-
-class Call:
-    """The arguments of one call, taken apart.
-
-    Attributes:
-        kept, donated: the dynamic leaves.
-        is_direct: whether JAX can be handed the arguments as they came.
-        operand: what it is handed: the pair of arguments and keyword arguments, or else the kept leaves.
-    """
-
-    __slots__ = (
-        "args",
-        "donated",
-        "is_direct",
-        "kept",
-        "key",
-        "kwargs",
-        "layout",
-        "leaves",
-        "merge",
-        "modes",
-        "operand",
-    )
-
-    def __init__(self, args: tuple, kwargs: dict, leaves: list, layout: Layout, merge: Callable, static: Hashable):
-        self.args = args
-        self.kwargs = kwargs
-        self.leaves = leaves
-        self.layout = layout
-        self.merge = merge
-        self.modes = _registry.modes()
-        self.key = (layout.key, static, self.modes)
-        self.is_direct = layout.is_plain and not static
-        self.kept = leaves if layout.is_plain else [leaves[i] for i in layout.kept]
-        self.donated = [leaves[i] for i in layout.donated]
-        self.operand = (args, kwargs) if self.is_direct else self.kept
-
-    def with_arrays(self, kept: Sequence[Any], donated: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
-        """The user's arguments, with these in the places of the dynamic leaves."""
-        leaves = list(self.leaves)
-        for i, x in zip((*self.layout.kept, *self.layout.donated), (*kept, *donated), strict=True):
-            leaves[i] = x
-        dyn_args, dyn_kwargs = jax.tree.unflatten(self.layout.others.treedef, leaves)
-        return self.merge(dyn_args, dyn_kwargs)
 
 
 class _Group:
@@ -111,7 +41,7 @@ class _Group:
     def __init__(self, kind: Any, inputs: list[Input]):
         self.kind = kind
         self.inputs = inputs
-        self.states = [i.state for i in inputs]
+        self.states = States(i.state for i in inputs)
 
 
 class Program:
@@ -121,22 +51,34 @@ class Program:
     `operand`, and its donated leaves; it returns the output, or its leaves where not all of it is arrays, and the
     leaves of the written states.
 
+    Args:
+        tried: programs for calls of this kind that could not run this one; it shares what JAX compiled for an equal one.
+
     Attributes:
-        is_reusable: whether another call may run it. Not so where the staging created a state that stays, or closed
-            over a value that another trace computes.
+        is_reusable: whether another call may run it. Not so where the staging closed over a value that another trace
+            computes.
         is_direct: whether nothing but arrays goes in and comes out, and none is donated.
         guards: inputs with parts that are not arrays; the program stands for these very parts.
+        making: the states that the call makes and leaves behind.
     """
 
-    def __init__(self, owner: Any, call: Call):
+    def __init__(self, owner: Any, call: Call, tried: Sequence[Program]):
         fun = owner.__wrapped__
+        self.name = f"jit({name_of(fun)})"
         lifting = Lifting(is_array_or_number)
         num_kept = len(call.kept)
+        before, made, notes = standing(), [], notes_for_staging()
+
+        def run_jitted(frame: Any, *args: Any, **kwargs: Any) -> Any:  # see `_straight.BODY`
+            out = fun(*args, **kwargs)
+            made.extend(left_by(frame, notes))
+            return out
 
         def body(*tracers: Any) -> tuple[list, Any]:
-            with frame_for("jit", fun, on_read=lifting.on_read) as frame:
-                args, kwargs = call.with_arrays(tracers[:num_kept], tracers[num_kept:])
-                out = fun(*args, **kwargs)
+            frame = frame_for("jit", fun, on_read=lifting.on_read, aliases=False)
+            frame.note = notes
+            args, kwargs = call.with_arrays(tracers[:num_kept], tracers[num_kept:])
+            out = frame.run(run_jitted, frame, *args, **kwargs)
             for effect in frame.effects:
                 _keep_type(effect, lifting.inputs.get(id(effect.state)))
             return pack(out, frame.effects, is_array_or_number)
@@ -156,16 +98,26 @@ class Program:
             (donated if is_donated else kept).append(i)
         self.kept, self.donated = _group(kept), _group(donated)
         self.guards = [i for g in self.kept for i in g.inputs if i.part.static]
-        self.is_reusable = not any(e.created for e in outcome.effects) and not any(
-            isinstance(x, _compat.Tracer) for x in staged.operands
-        )
-        self._init_compiled(owner, staged, arrays, jax.tree.structure(call.operand))
+        self.is_reusable = not any(isinstance(x, _compat.Tracer) for x in staged.operands)
+        self._init_compiled(owner, staged, arrays, jax.tree.structure(call.operand), tried)
         operands = self.operands_of(call)
         _compat.name_inputs(self.compiled, operands, self._input_names(owner, call, operands, paths))
         self._init_writers()
-        self.is_direct = not (self.guards or self.donated or outcome.out.static or self._writers is None)
+        self._made = [e for e in outcome.effects if e.created]
+        states = {id(x.state): (x.state, x.kind) for x in (*self._inputs(), *outcome.effects)}
+        self.making = Making(made, states, before, notes)
+        self.is_direct = not (self.guards or self.donated or outcome.out.static or self._writers is None or self.making)
 
-    def _init_compiled(self, owner: Any, staged: Body, arrays: list[Any], operand_tree: Any) -> None:
+    def count_references(self) -> None:
+        """Tell the states that calls have made which of the references to them are this program's."""
+        inputs, effects = self._inputs(), self.outcome.effects
+        written = [state for _, states, _ in self._writers or () for state in states]
+        listed = [*_states_of(self.kept), *_states_of(self.donated), *written]
+        self.making.own(self, [*(x.state for x in (*inputs, *effects)), *listed])
+
+    def _init_compiled(
+        self, owner: Any, staged: Body, arrays: list[Any], operand_tree: Any, tried: Sequence[Program]
+    ) -> None:
         inputs = self._inputs()
         base = staged.num_operands + len(self.avals)
         variables = staged.jaxpr.invars[:base] + [staged.jaxpr.invars[base + v] for i in inputs for v in i.variables]
@@ -192,9 +144,23 @@ class Program:
         inner.__name__ = inner.__qualname__ = name_of(owner.__wrapped__)
         pinned = self._pin_shardings(arrays)
         shardings = {} if pinned is None else {"out_shardings": (None, pinned)}
-        self.compiled = jax.jit(inner, donate_argnums=(1, 3), **shardings, **owner.jax_options)
+        self._body = Body(jaxpr, operands)
+        self._form = (operand_tree, treedefs, out_part.treedef, len(_states_of(self.kept)), self.settings)
+        self._is_unlike = bool(self.guards or out_part.static or pinned is not None)
+        twin = next((p for p in tried if p.making and self._is_like(p)), None)
+        if twin is not None:
+            self.compiled = twin.compiled
+        else:
+            self.compiled = jax.jit(inner, donate_argnums=(1, 3), **shardings, **owner.jax_options)
         for i in inputs:
             i.values = []  # else the program would keep what the states held when it was staged
+
+    def _is_like(self, other: Program) -> bool:
+        """Whether what JAX compiles for the one is right for the other, too."""
+        if self._is_unlike or other._is_unlike or self._form != other._form:
+            return False
+        mine, others = self._body, other._body
+        return [*map(id, mine.operands)] == [*map(id, others.operands)] and mine.key == others.key
 
     def _input_names(self, owner: Any, call: Call, operands: tuple, paths: Paths) -> list[str]:
         """What profilers show for the inputs: paths of the states, and arguments as one writes them."""
@@ -216,12 +182,17 @@ class Program:
         if all(p.num_dynamic == 1 and jax.tree_util.treedef_is_leaf(p.treedef) for p in self.outcome.values):
             groups: dict[int, tuple[Any, list, list[int]]] = {}
             for n, e in enumerate(self.outcome.effects):
-                kind, states, places = groups.setdefault(id(e.kind), (e.kind, [], []))
+                kind, states, places = groups.setdefault(id(e.kind), (e.kind, States(), []))
                 states.append(e.state)
                 places.append(n)
             self._writers = list(groups.values())
         # All states of one kind, in the order of the values: what most programs write.
         self._writer = self._writers[0] if self._writers is not None and len(self._writers) == 1 else None
+        # Written states whose values are inputs, too, with the places of these.
+        places = {id(i.state): n for n, i in enumerate(self._inputs()) if i.kind is not REF}
+        self._updated = [(e, places[id(e.state)]) for e in self.outcome.effects if id(e.state) in places]
+        for effect in self.outcome.effects:
+            effect.before = _registry.UNKNOWN  # else the program would keep what the states held when it was staged
 
     def _inputs(self) -> list[Input]:
         """In the order in which the compiled function takes them."""
@@ -233,15 +204,34 @@ class Program:
         """Run for a call whose types the program accepts; raises `Restage` before anything is done if it does not."""
         if not _registry.is_idle():
             return self._run_watched(call)
-        kept = self._open_guards(self._patiently(_values_of, self.kept))
+        moves = self._moves()
+        raw = self._patiently(_values_of, self.kept)
         donated = self._patiently(_values_of, self.donated)
         if self._pins:
-            self._check_places([*kept, *donated])
+            self._check_places([*raw, *donated])
+        kept = self._open_guards(raw)
         if donated:
             kept, donated = _unshare(kept, donated, call)
-        out, writes = self.compiled(kept, donated, call.operand, call.donated)
-        self._store(writes)
+            operands = (kept, donated, call.operand, call.donated)
+            out = self._run_donating(operands, lambda writes: self._store(writes, [], moves))
+        else:
+            out, writes = self.compiled(kept, donated, call.operand, call.donated)
+            self._store(writes, raw, moves)
         return self.outcome.out.combine(out) if self.outcome.out.static else out
+
+    def out_info(self) -> Any:
+        """The output, with a ``jax.ShapeDtypeStruct`` for each array."""
+        avals: list[Any] = [v.aval for v in self._body.jaxpr.outvars[: self.outcome.num_out]]
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+        return self.outcome.out.combine(shapes)
+
+    def _moves(self) -> list[Store]:
+        """What has to be stored besides values, see `Making.moves`."""
+        moves = self.making.moves() if self.making else []
+        if moves is None:
+            raise Restage
+        self.making.was_used = True
+        return moves
 
     def run_directly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """`run` where nobody watches and everything is arrays: JAX finds out whether their types are the right ones."""
@@ -254,26 +244,70 @@ class Program:
             self._check_places(kept)
         out, writes = self.compiled(kept, [], (args, kwargs), [])
         if writes:
-            if self._writer is None:
-                self._store(writes)
-                return out
-            try:
+            if self._writer is None or threading.active_count() > 1:
+                self._store(writes, kept)
+            else:
                 self._writer[0].set_all(self._writer[1], writes)
-            except ForeignStateError:
-                self._store(writes)
         return out
 
-    def _store(self, writes: list) -> None:
-        if self._writers is None:
-            self._publish(writes, live=False)
-            return
-        try:
-            self._set_all(writes)
-        except ForeignStateError:
-            self._patiently(self._set_all, writes)
+    def _run_donating(self, operands: tuple, store: Callable[[list], None]) -> Any:
+        """Run a program that takes the arrays of some states for its results: once it has run, these must be stored.
 
-    def _publish(self, writes: list, *, live: bool) -> None:
-        self._patiently(functools.partial(self.outcome.publish, live=live), writes)
+        `store` may be called again after an interrupt.
+        """
+        results: list[tuple[Any, list]] = []
+        try:
+            commit([(results.extend, map(self.compiled, *([x] for x in operands)))])
+            store(results[0][1])
+        except BaseException as e:
+            try:
+                if results:
+                    store(results[0][1])
+            finally:
+                self._name_lost(operands[1], e)
+            raise
+        return results[0][0]
+
+    def _name_lost(self, donated: list, error: BaseException) -> None:
+        """Have states whose arrays a failed call has taken say so."""
+        inputs = [i for g in self.donated for i in g.inputs]
+        lost = [i for i, x in zip(inputs, donated, strict=True) if i.kind.get(i.state) is x and _is_deleted(x)]
+        if lost:
+            reason = f"its array was donated to {self.name}, which failed"
+            commit([i.kind.store(i.state, _Buried(reason)) for i in lost])
+            names = ", ".join(_registry.describe(i.state, i.kind, value=0) for i in lost[:3])
+            error.add_note(
+                f"{self.name} had taken the arrays of {len(lost)} donated states for its results, and these have no value "
+                f"now: {names}{', ...' * (len(lost) > 3)}.\nFix: write them again or restore a checkpoint; without "
+                f"donate_states= a call that fails leaves the old values."
+            )
+
+    def _store(self, writes: list, values: list, moves: Sequence[Store] = ()) -> None:
+        """Store what a call returned; `values` are those that its inputs had."""
+        if self._writers is None:
+            self._publish(writes, values, moves, live=False)
+        else:
+            self._patiently(functools.partial(locked, _registry.ownership, self._set_all, writes, moves), values)
+
+    def _publish(self, writes: list, values: list, moves: Sequence[Store] = (), *, live: bool) -> None:
+        def publish(values: list) -> None:
+            if values:
+                for effect, place in self._updated:
+                    effect.before = values[place]
+            self.outcome.publish(writes, live=live, also=moves)
+
+        self._patiently(publish, values)
+
+    def _set_all(self, writes: list, moves: Sequence[Store], values: list) -> None:
+        writers = self._writers or ()
+        for kind, states, _ in writers:
+            kind.check_free(states)
+        if values and threading.active_count() > 1:
+            for effect, place in self._updated:
+                if effect.kind.get(effect.state) is not values[place]:
+                    raise _registry.changed(effect.state, effect.kind)
+        stores = [kind.storing(states, [writes[n] for n in places]) for kind, states, places in writers]
+        commit([*stores, *moves])
 
     def _patiently(self, touch: Callable[[Any], Any], x: Any) -> Any:
         """Touch states; if another thread holds one, once more when nobody stages this very function any more."""
@@ -282,16 +316,18 @@ class Program:
         except ForeignStateError:
             if not _registry.is_idle():
                 raise
-            with self._staging:
-                return touch(x)
-
-    def _set_all(self, writes: list) -> None:
-        for kind, states, places in self._writers or ():
-            kind.set_all(states, writes if len(places) == len(writes) else [writes[n] for n in places])
+            return locked(self._staging, touch, x)
 
     def _run_watched(self, call: Call, *, live: bool = False) -> Any:
-        out, writes = self.compiled(*self.operands_of(call))
-        self._publish(writes, live=live)
+        moves = [] if live else self._moves()
+        for effect in self._made:
+            effect.created = live  # later calls find the state there
+        operands = self.operands_of(call)
+        if operands[1]:
+            out = self._run_donating(operands, lambda writes: self._publish(writes, [], moves, live=live))
+        else:
+            out, writes = self.compiled(*operands)
+            self._publish(writes, [] if self.guards else operands[0], moves, live=live)
         return self.outcome.out.combine(out) if self.outcome.out.static else out
 
     def first_run(self, call: Call) -> Any:
@@ -306,9 +342,15 @@ class Program:
             kept, donated = _unshare(kept, donated, call)
         return kept, donated, call.operand, call.donated
 
+    def is_for(self, call: Call) -> bool:
+        """Whether argument types and settings are those that were staged."""
+        return self.settings == _compat.trace_context() and _same_types([*call.kept, *call.donated], self.avals)
+
     def accepts(self, call: Call) -> bool:
-        """Whether argument types, state types and settings are those that were staged."""
-        if self.settings != _compat.trace_context() or not _same_types([*call.kept, *call.donated], self.avals):
+        """`is_for`, and whether the types of states are those that were staged."""
+        if not self.is_for(call):
+            return False
+        if self.making and self.making.moves() is None:
             return False
         for place, i in enumerate(self._inputs()):
             value = self._patiently(i.kind.read, i.state)
@@ -320,11 +362,6 @@ class Program:
             if freeze(part.static) != freeze(i.part.static):
                 return False
         return True
-
-    def check_values(self) -> None:
-        """Read every input as a user does, so that one that cannot be read says why."""
-        for i in self._inputs():
-            i.kind.read(i.state)
 
     def _open_guards(self, kept: list) -> list:
         if not self.guards:
@@ -356,10 +393,10 @@ class Program:
                 continue
             for n, x in enumerate(i.values):
                 if _named_sharding(x) is None and not getattr(x, "committed", False):
-                    i.values[n] = x = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+                    i.values[n] = x = _placed(x, NamedSharding(mesh, PartitionSpec()))
                 pinned.append(getattr(x, "sharding", None))
             self._pins[places[id(i.state)]] = pinned[len(pinned) - len(i.values) :]
-            i.kind.set(i.state, i.part.combine(i.values))
+            commit([i.kind.store(i.state, i.part.combine(i.values))])
         return pinned
 
     def _is_placed(self, place: int, value: Any) -> bool:
@@ -374,10 +411,22 @@ class Program:
             raise Restage
 
 
+def _placed(x: Any, sharding: NamedSharding) -> Any:
+    """An array on these devices. Those of other processes take words of random keys, but no keys."""
+    if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.device_put(x, sharding)
+    words = jax.device_put(jax.random.key_data(x), sharding)
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+
+
 def _values_of(groups: list[_Group]) -> list:
     if len(groups) == 1:
         return groups[0].kind.get_all(groups[0].states)
     return [v for group in groups for v in group.kind.get_all(group.states)]
+
+
+def _states_of(groups: list[_Group]) -> list[Any]:
+    return [state for group in groups for state in group.states]
 
 
 def _group(inputs: list[Input]) -> list[_Group]:
@@ -407,6 +456,10 @@ def _same_types(leaves: Sequence[Any], avals: Sequence[Any]) -> bool:
         if a.shape != b.shape or a.dtype != b.dtype or a.weak_type != b.weak_type:
             return False
     return True
+
+
+def _is_deleted(value: PyTree) -> bool:
+    return any(isinstance(x, _compat.ArrayImpl) and x.is_deleted() for x in jax.tree.leaves(value))
 
 
 def _unshare(kept: list, donated: list, call: Call) -> tuple[list, list]:

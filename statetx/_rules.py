@@ -5,11 +5,12 @@ A rule is one of the objects below or an axis. Each transform says which it know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import isclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from . import _compat, _registry
 from ._errors import StateFilterError, StateValueError
@@ -45,11 +46,20 @@ class Rules:
         states: from filter to rule; filters are tried in order.
         fun: the function, to find paths.
         known: the rules that the transform takes besides an axis.
+        args, kwargs: what the function is called with.
     """
 
-    def __init__(self, name: str, states: Mapping[Filter, Any] | None, fun: Callable, known: tuple[Rule, ...]):
+    def __init__(
+        self,
+        name: str,
+        states: Mapping[Filter, Any] | None,
+        fun: Callable,
+        known: tuple[Rule, ...],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ):
         self.name = name
-        self.path = Paths(fun)
+        self.path = Paths(fun, args, kwargs)
         self._rules: list[tuple[Callable, Any]] = []
         self._found: dict[int, tuple[Any, Any]] = {}
         self._needs_paths = False
@@ -68,10 +78,10 @@ class Rules:
             self._rules.append((as_predicate(filter), rule))
             self._needs_paths |= not isclass(filter)
         if self._rules and _compat.made_refs():
-            self._refuse_mapped_refs()
+            self._refuse_mapped_refs(fun)
 
-    def _refuse_mapped_refs(self) -> None:
-        for path, state in self.path.items().items():
+    def _refuse_mapped_refs(self, fun: Callable) -> None:
+        for path, state in Paths(fun).held.items():
             if isinstance(state, jax.Ref) and isinstance(self(state), int):
                 raise StateValueError(
                     f"{self.name} cannot map {_registry.describe(state, path=path)}, which the function closes over: "
@@ -102,6 +112,17 @@ class Rules:
                     f"It touches: {', '.join(map(repr, paths)) or 'none'}.\n"
                     f"Fix: correct the path, or select by a type, which need not occur."
                 )
+
+    def size_of_mapped(self) -> int | None:
+        """The length of the axis of the first mapped state that the function holds; None if there is none."""
+        for state in self.path.held.values() if self._rules else ():
+            axis, kind = self(state), _registry.kind_of(state)
+            if isinstance(axis, int) and kind is not None:
+                shapes = [jnp.shape(x) for x in jax.tree.leaves(kind.get(state))]
+                sizes = [shape[axis] for shape in shapes if -len(shape) <= axis < len(shape)]
+                if sizes:
+                    return sizes[0]
+        return None
 
     def slice_type(self, state: Any, aval: Any, length: int) -> Any:
         """The type of one slice of an array of a state that is mapped; the type itself for other states."""
