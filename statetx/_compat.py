@@ -6,12 +6,14 @@ fails when one of these meanings shifts.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.core
@@ -36,6 +38,7 @@ from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow import loops as _loops
 from jax._src.lax.control_flow.loops import scan_p
 from jax._src.lib import version as _jaxlib_version
+from jax._src.sharding_impls import UNSPECIFIED  # noqa: F401  # pyright: ignore[reportPrivateImportUsage]  # in equations of jit
 from jax._src.state.discharge import discharge_state as _discharge_state
 from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.api_util import shaped_abstractify
@@ -152,6 +155,11 @@ def is_live(trace: Any) -> bool:
     return any(_tag(t) is _tag(trace) for t in around) or any(not hasattr(t, "parent_trace") for t in around)
 
 
+def ends_here(tracer: Any) -> bool:
+    """Whether a tracer cannot be used when the current trace has ended."""
+    return _tag(tracer._trace) is _tag(_context.trace) or not is_live(tracer._trace)
+
+
 def transform_name(trace: Any) -> str:
     """The transform that a trace belongs to, as its name in `jax`: ``"jit"``, ``"grad"`` (for every kind of
     differentiation), ``"vmap"``, ``"scan"`` ..."""
@@ -205,9 +213,66 @@ def batched(trace: Any, x: Any, axis: int) -> Any:
     return _batching.BatchTracer(trace, x, axis % len(x.shape), source_info_util.current())
 
 
+def vmaps_around() -> list[Any]:
+    """The traces of every `jax.vmap` around the current trace, innermost first."""
+    return [t for t in _parents(_context.trace) if isinstance(t, _batching.BatchTrace)]
+
+
+def with_examples(x: Any, axis: int | None, to: int, axis_data: Any) -> Any:
+    """An array whose examples lie along `axis`, with their axis at `to`; None: the same for all, repeated."""
+    if axis is None:
+        return _batching.broadcast(x, axis_data.size, to, axis_data.explicit_mesh_axis)
+    return jnp.moveaxis(x, axis, to)
+
+
+def which_are_mapped(x: Any, vmaps: Sequence[Any]) -> list[bool]:
+    """For each of `vmaps_around`, whether `x` differs between its examples; True where that cannot be told."""
+    found = []
+    for trace in vmaps:
+        while isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)):
+            x = x.primal
+        if not isinstance(x, _batching.BatchTracer):
+            found.append(isinstance(x, Tracer))  # of another kind, such as that of a jit inside the map
+        elif x._trace.tag is not trace.tag:
+            found.append(False)
+        else:
+            found.append(x.batch_dim is not None)
+            x = x.val
+    return found
+
+
+def map_jaxpr(
+    jaxpr: Jaxpr, axis_data: Any, is_mapped: Sequence[bool], instantiate: Sequence[bool]
+) -> tuple[Jaxpr, Sequence[Any], list[bool]]:
+    """A jaxpr without constants for all examples of a `jax.vmap` at once, along axis 0 of the inputs that are mapped.
+
+    Returns it with its constants, and which outputs are mapped; those in `instantiate` are in any case.
+    """
+    mapped, outs = _batching.batch_jaxpr(ClosedJaxpr(jaxpr, ()), axis_data, list(is_mapped), list(instantiate))
+    return *open_jaxpr(mapped), list(outs)
+
+
+def map_over(fun: Callable, axis_data: Any, in_axes: Any) -> Callable:
+    """`jax.vmap` over the axis of another; examples lie along axis 0 of all outputs."""
+    name = None if axis_data.name is _core.no_axis_name else axis_data.name
+    options = {"axis_name": name, "axis_size": axis_data.size, "spmd_axis_name": axis_data.spmd_name}
+    return jax.vmap(fun, in_axes=in_axes, out_axes=0, **options)
+
+
+def outside() -> Any:
+    """A context in which nothing is being traced."""
+    return _core.set_current_trace(_eval_trace)
+
+
 def enclosing(trace: Any) -> Any:
     """A context in which operations go where they would outside the transform that this trace belongs to."""
-    return _core.set_current_trace(trace.parent_trace)
+    # That of a shard_map which is not compiled names none: it runs right in eager code.
+    return _core.set_current_trace(getattr(trace, "parent_trace", _eval_trace))
+
+
+def within(trace: Any) -> Any:
+    """A context in which this trace is the current one."""
+    return _core.set_current_trace(trace)
 
 
 def is_differentiated(x: Any) -> bool:
@@ -309,19 +374,37 @@ CPU_DROPS_BARRIERS = _jaxlib_version[:2] < (0, 12)
 """Whether XLA removes optimisation barriers before it merges equal computations."""
 
 
-KEPT = "statetx:"
-"""What the names begin with that this package gives to values to be kept."""
+mark_primitive = _core.Primitive("statetx_mark")
+"""The identity, which says that a rematerialised function of this package keeps the value: ``region`` is the number of the
+function, ``what`` becomes of the value. Policies of JAX do not see it as a name."""
+mark_primitive.def_impl(lambda x, **_: x)
+mark_primitive.def_abstract_eval(lambda x, **_: x)
+_ad.primitive_jvps[mark_primitive] = lambda primals, tangents, **params: (
+    mark_primitive.bind(*primals, **params),
+    tangents[0],  # not marked: it would be an operation to transpose
+)
+_batching.primitive_batchers[mark_primitive] = lambda args, dims, **params: (
+    mark_primitive.bind(*args, **params),
+    dims[0],
+)
+_mlir.register_lowering(mark_primitive, lambda ctx, x, **_: [x])
 
 
 def _insert_reduce_precision(jaxpr: Jaxpr, num_res: int) -> Jaxpr:
     """As JAX's function of this name, which rounds what is kept to its own precision, lest the compiler keep more.
 
-    Of float32 and float64 it keeps no more, and there the rounding is only a copy: values named by us are spared it.
+    Of float32 and float64 it keeps no more, and there the rounding is only a copy: values marked by us are spared it. And so
+    are complex numbers, on which JAX's function fails.
     """
-    ours = {e.outvars[0] for e in jaxpr.eqns if e.primitive is name_primitive and e.params["name"].startswith(KEPT)}
+    ours = {e.outvars[0] for e in jaxpr.eqns if e.primitive is mark_primitive}
     first = len(jaxpr.outvars) - num_res
     outs, res = jaxpr.outvars[:first], jaxpr.outvars[first:]
-    is_spared = [isinstance(v, Var) and v in ours and getattr(v.aval, "dtype", None) in _EXACT for v in res]
+
+    def is_exact(v: Any) -> bool:
+        dtype = getattr(v.aval, "dtype", None)
+        return isinstance(v, Var) and ((v in ours and dtype in _EXACT) or dtype in _COMPLEX)
+
+    is_spared = list(map(is_exact, res))
     if not any(is_spared):
         return _insert_reduce_precision_as_jax(jaxpr, num_res)
     rounded = [v for v, s in zip(res, is_spared, strict=True) if not s]
@@ -333,6 +416,7 @@ def _insert_reduce_precision(jaxpr: Jaxpr, num_res: int) -> Jaxpr:
 
 
 _EXACT = (np.dtype("float32"), np.dtype("float64"))
+_COMPLEX = (np.dtype("complex64"), np.dtype("complex128"))
 _insert_reduce_precision_as_jax = _ad_checkpoint._insert_reduce_precision
 _ad_checkpoint._insert_reduce_precision = _insert_reduce_precision
 
@@ -431,17 +515,15 @@ def _linear_batch(
     if all(d is None for d in (*res_dims, *dims)):
         params = {"fun": fun, "transpose": transpose, "num_res": num_res, "out_avals": out_avals}
         return _linear_p.bind(*args, **params), [None] * len(out_avals)
-    options = {"axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
-    options["axis_name"] = None if axis.name is _core.no_axis_name else axis.name
 
     def mapped_transpose(residuals: list, cts: list) -> list:
         ct_dims = [None if ct is None else 0 for ct in cts]
-        outs = jax.vmap(transpose, in_axes=(res_dims, ct_dims), out_axes=0, **options)(residuals, cts)
+        outs = map_over(transpose, axis, (res_dims, ct_dims))(residuals, cts)
         return [x.sum(0) if d is None else jnp.moveaxis(x, 0, d) for x, d in zip(outs, dims, strict=True)]
 
     outs = _linear_p.bind(
         *args,
-        fun=jax.vmap(fun, in_axes=(res_dims, dims), out_axes=0, **options),
+        fun=map_over(fun, axis, (res_dims, dims)),
         transpose=mapped_transpose,
         num_res=num_res,
         out_avals=tuple(_core.unmapped_aval(axis.size, 0, aval) for aval in out_avals),
@@ -457,6 +539,162 @@ _batching.fancy_primitive_batchers[_linear_p] = _linear_batch
 _mlir.register_lowering(_linear_p, _mlir.lower_fun(_linear_impl, multiple_results=True))
 
 
+# -- loops with a derivative of their own ----------------------------------------------------------------------
+
+
+class OwnLoop(Protocol):
+    """What `call_loop` calls: a function of arrays with rules of its own.
+
+    Attributes:
+        body: the equations of a step, ``(*constants, *carry, *x) -> (*carry, *y)``.
+        length: how many steps.
+        num_constants, num_carry: how many of the arguments are constants and carries, the first of them.
+        keeps_steps: whether it may keep values of every step for its derivative, so that a policy may choose among them.
+    """
+
+    body: Jaxpr
+    length: int
+    num_constants: int
+    num_carry: int
+    keeps_steps: bool
+
+    def with_body(self, body: Jaxpr) -> OwnLoop: ...
+
+    def is_plain(self) -> bool:
+        """Whether its derivative is that of the plain loop where no `vmap` stands around it."""
+        ...
+
+    def plain_args(self, args: list) -> list | None:
+        """What to differentiate the plain loop at, if that is its derivative at these arguments; None otherwise."""
+        ...
+
+    def run(self, args: list) -> list: ...
+
+    def jaxpr_for(self, avals: Sequence[Any]) -> ClosedJaxpr:
+        """Its equations, for arguments of these types."""
+        ...
+
+    def jvp(self, args: list, tangents: dict[int, Any]) -> tuple[list, list]:
+        """The outputs and the tangents of those that are floats, for tangents of the arguments that have some."""
+        ...
+
+    def map(self, args: list, axes: list[int | None], axis_data: Any) -> tuple[list, list[int | None]]:
+        """The outputs for all examples of a `jax.vmap`, which lie along these axes, and their axes."""
+        ...
+
+
+def loop_of(eqn: Any) -> OwnLoop | None:
+    """The loop of an equation that `call_loop` made; None of other equations."""
+    return eqn.params["loop"] if eqn.primitive is _loop_p else None
+
+
+def with_body(eqn: Any, body: Jaxpr) -> Any:
+    """An equation that `call_loop` made, with another body."""
+    loop = eqn.params["loop"].with_body(body)
+    with eqn.ctx.manager:
+        jaxpr = loop.jaxpr_for([v.aval for v in eqn.invars])
+    return eqn.replace(params={"jaxpr": jaxpr, "loop": loop})
+
+
+def call_loop(loop: OwnLoop, args: Sequence[Any]) -> list[Any]:
+    """Run a loop with rules of its own, which are called as late as those of JAX's own operations.
+
+    Those of `jax.custom_jvp` are not: in a function that is staged the rule is traced once, without the `vmap` around.
+    """
+    return _loop_p.bind(*args, jaxpr=loop.jaxpr_for([jax.typeof(x) for x in args]), loop=loop)
+
+
+_loop_p = _core.Primitive("statetx_loop")
+_loop_p.multiple_results = True
+
+
+def _loop_jvp(args: Any, tangents: Any, *, loop: OwnLoop, **_: Any) -> tuple[list, list]:
+    has_tangent = [type(t) is not _Zero and t.dtype != jax.dtypes.float0 for t in tangents]
+    outs, pushed = loop.jvp(list(args), {i: t for i, t in enumerate(tangents) if has_tangent[i]})
+    rest = iter(pushed)
+    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in outs]
+    return outs, [
+        next(rest) if f else _Zero(abstract(x).to_tangent_aval()) for x, f in zip(outs, is_float, strict=True)
+    ]
+
+
+def _loop_linearize(is_vjp: bool, nonzeros: Any, *args: Any, jaxpr: ClosedJaxpr, loop: OwnLoop) -> Any:
+    """That of a scan where the derivative is the plain loop's: JAX keeps it, and would trace one by `_loop_jvp` each time."""
+    scan = jaxpr.eqns[0]
+    scan, body = jaxpr.eqns[0] if len(jaxpr.eqns) == 1 else None, jaxpr.jaxpr
+    is_scan = (
+        scan is not None and scan.primitive is scan_p and scan.invars == body.invars and scan.outvars == body.outvars
+    )
+    plain = loop.plain_args(list(args)) if is_scan else None
+    if scan is None or plain is None:
+        return _ad.fallback_linearize_rule(_loop_p, is_vjp, nonzeros, *args, jaxpr=jaxpr, loop=loop)
+    return _ad.primitive_linearizations[scan_p](is_vjp, nonzeros, *plain, **scan.params)
+
+
+def _loop_batch(axis: Any, args: Any, dims: Any, *, loop: OwnLoop, **_: Any) -> tuple[list, list]:
+    return loop.map(list(args), list(dims), axis)
+
+
+def _loop_transpose(cts: Any, *args: Any, jaxpr: ClosedJaxpr, loop: OwnLoop) -> list[Any]:
+    """Of a loop that is linear in some arguments, in place of which stand their types."""
+    linear = [i for i, x in enumerate(args) if _ad.is_undefined_primal(x)]
+    has_ct = [i for i, ct in enumerate(cts) if type(ct) is not _Zero]
+
+    def run(*values: Any) -> list[Any]:
+        whole = list(args)
+        for i, x in zip(linear, values, strict=True):
+            whole[i] = x
+        outs = _core.jaxpr_as_fun(jaxpr)(*whole)
+        return [outs[i] for i in has_ct]
+
+    found = iter(jax.linear_transpose(run, *(args[i].aval for i in linear))([cts[i] for i in has_ct]))
+    return [next(found) if i in linear else None for i in range(len(args))]
+
+
+_loop_p.def_impl(lambda *args, loop, jaxpr: loop.run(list(args)))
+_loop_p.def_effectful_abstract_eval(lambda *_, loop, jaxpr: (jaxpr.out_avals, jaxpr.effects))
+_ad.primitive_jvps[_loop_p] = _loop_jvp
+_ad.primitive_linearizations[_loop_p] = _loop_linearize
+_ad.primitive_transposes[_loop_p] = _loop_transpose
+_batching.fancy_primitive_batchers[_loop_p] = _loop_batch
+_mlir.register_lowering(
+    _loop_p,
+    _mlir.lower_fun(lambda *args, loop, jaxpr: _core.jaxpr_as_fun(jaxpr)(*args), multiple_results=True),
+)
+
+
+# -- noticing vmap ---------------------------------------------------------------------------------------------
+
+
+def noticing(values: Sequence[Any], which: int, notice: Callable[[Any, list[bool]], Callable]) -> Any:
+    """One of `values`, unchanged.
+
+    Whenever a `jax.vmap` maps some of them, also in a program that was traced without it, ``notice(axis, is_mapped)`` is
+    called with the `vmap`'s axis, and for each value whether it is mapped; it returns what is called the next time.
+    """
+    return _notice_p.bind(*values, which=which, notice=notice)
+
+
+_notice_p = _core.Primitive("statetx_notice")
+
+
+def _notice_batch(axis: Any, args: Any, dims: Any, *, which: int, notice: Callable) -> tuple[Any, Any]:
+    if any(d is not None for d in dims):
+        notice = notice(axis, [d is not None for d in dims])
+    return _notice_p.bind(*args, which=which, notice=notice), dims[which]
+
+
+def _notice_impl(*args: Any, which: int, notice: Callable) -> Any:
+    return args[which]
+
+
+_notice_p.def_impl(_notice_impl)
+_notice_p.def_abstract_eval(_notice_impl)
+_ad.primitive_jvps[_notice_p] = lambda ps, ts, **params: (_notice_p.bind(*ps, **params), ts[params["which"]])
+_batching.fancy_primitive_batchers[_notice_p] = _notice_batch
+_mlir.register_lowering(_notice_p, _mlir.lower_fun(_notice_impl, multiple_results=False))
+
+
 # -- editing jaxprs --------------------------------------------------------------------------------------------
 
 
@@ -466,6 +704,28 @@ def bind_equation(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> list
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
         outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
     return outs if eqn.primitive.multiple_results else [outs]
+
+
+def mark_equation(like: Any, source: Any, target: Any, *, region: int, what: str) -> Any:
+    """An equation that marks the variable `source` and makes `target` of it, attributed to the line of an equation."""
+    params = {"region": region, "what": what}
+    return _core.new_jaxpr_eqn([source], [target], mark_primitive, params, _core.no_effects, like.source_info, like.ctx)
+
+
+def function_of(eqn: Any) -> Jaxpr:
+    """An equation as a function of the variables among its operands."""
+    invars = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))
+    outvars = [Var(v.aval) for v in eqn.outvars]
+    info = _core.DebugInfo("statetx", eqn.primitive.name, None, None)
+    return Jaxpr([], invars, outvars, [eqn.replace(outvars=outvars)], eqn.effects, info)
+
+
+no_equations = Jaxpr([], [], [], [], debug_info=_core.DebugInfo("statetx", "nothing", (), ()))
+
+
+def is_dropped(v: Any) -> bool:
+    """Whether a result of an equation has no name, since no other reads it."""
+    return isinstance(v, _core.DropVar)
 
 
 def rebuild(jaxpr: Jaxpr, *, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any] | None = None) -> Jaxpr:
@@ -518,6 +778,40 @@ def named(x: Any, name: str) -> Any:
     return name_primitive.bind(x, name=name)
 
 
+def established(x: Any) -> Any:
+    """A jaxpr, closed or not, with the equations that `jax_remat3` makes for names and `jax.checkpoint` in their older form.
+
+    Only the older form is one that `remat_p` hands to its policy.
+    """
+    # A derivative rule may have names that the function has not.
+    if not (getattr(x, "is_high", False) or getattr(jax.config, "jax_remat3", False)):
+        return x
+    jaxpr, consts = open_jaxpr(x)
+    eqns = [_established_equation(eqn) for eqn in jaxpr.eqns]
+    high = any(v.aval.is_high for v in jaxpr.invars) or any(
+        e.primitive.is_high(*(v.aval for v in e.invars), **e.params) for e in eqns
+    )
+    jaxpr = jaxpr.replace(eqns=eqns, is_high=high)
+    return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, consts)
+
+
+def _established_equation(eqn: Any) -> Any:
+    if has_rule(eqn):
+        return with_rule(eqn, established, established(eqn.params["call_jaxpr"]))
+    new = eqn.params.get("_prim")
+    if new is None:
+        return map_jaxprs(established, eqn)
+    kind = type(new).__name__ if type(new).__module__ == _ad_checkpoint.__name__ else ""
+    if kind == "CheckpointName":
+        return eqn.replace(primitive=name_primitive, params={"name": new.name})
+    if kind == "RematTraced":
+        jaxpr, consts = open_jaxpr(established(new.jaxpr))
+        if not consts:
+            params = {"jaxpr": jaxpr, "policy": new.policy, "prevent_cse": True, "differentiated": False}
+            return eqn.replace(primitive=remat_p, params=params)
+    return eqn
+
+
 def output_types(primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """The types of an operation's results."""
     if "call_jaxpr" in params:  # custom derivatives, which JAX types by the jaxpr alone
@@ -542,6 +836,11 @@ def to_host(x: Any) -> Any:
 def to_device(x: Any) -> Any:
     """`x` in the device's memory."""
     return jax.device_put(x, jax.memory.Space.Device)
+
+
+def memory_of(aval: Any) -> str:
+    """The memory that a value waits in; "" for the device's."""
+    return HOST_MEMORY if getattr(aval, "memory_space", None) is jax.memory.Space.Host else ""
 
 
 def memory_spaces() -> list[str]:
@@ -646,6 +945,18 @@ def made_refs() -> bool:
     return _made_refs
 
 
+def ref_store(ref: Any, value: Any) -> tuple[Any, ...]:
+    """A function and its arguments that store an array in a Ref; written in C where nothing is traced.
+
+    A value that the Ref does not take is refused by JAX here and now.
+    """
+    buffers = None if isinstance(ref, Tracer) or not is_eager() else getattr(ref, "_refs", None)
+    buffer = getattr(buffers, "_buf", None)
+    if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+        return operator.setitem, ref, ..., value
+    return setattr, buffers, "_buf", jax.device_put(value, buffer.sharding, may_alias=False)
+
+
 def belongs_here(x: Any) -> bool:
     """Whether `x` is a tracer of the current trace."""
     return isinstance(x, Tracer) and _tag(x._trace) is _tag(_context.trace)
@@ -658,13 +969,15 @@ def touches_refs(jaxpr: Jaxpr, consts: Sequence[Any]) -> bool:
     return any(isinstance(e, _InternalRefEffect) for e in jaxpr.effects)
 
 
-def discharge_refs(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool]]:
-    """Make every Ref of a jaxpr without constants explicit.
+def discharge_refs(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool], list[bool]]:
+    """Make the Refs of a jaxpr without constants explicit.
 
     Inputs that are Refs become their values, and the last value of each that is written becomes a further output, in
-    the order of the inputs. Returns, for each input, whether it is such a Ref.
+    the order of the inputs. Returns, for each input, whether it is a Ref that was made explicit, and whether it is written.
+    A Ref that is an argument of a function with a derivative rule stays: the rule may write it in the backward pass.
     """
-    is_ref = [isinstance(v.aval, _AbstractRef) for v in jaxpr.invars]
+    in_rules = _refs_in_rules(jaxpr)
+    is_ref = [isinstance(v.aval, _AbstractRef) and v not in in_rules for v in jaxpr.invars]
     # lower=False keeps the rules of custom derivatives.
     pure, consts = open_jaxpr(_discharge_state(ClosedJaxpr(jaxpr, []), should_discharge=is_ref, lower=False))
     num_out = len(jaxpr.outvars)
@@ -675,7 +988,17 @@ def discharge_refs(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool]]:
     outvars = [*pure.outvars[:num_out], *(v for v, w in zip(last, written, strict=True) if w)]
     assert not consts, "discharging a jaxpr without constants made some"
     flags = iter(written)
-    return rebuild(pure, invars=invars, outvars=outvars), [r and next(flags) for r in is_ref]
+    return rebuild(pure, invars=invars, outvars=outvars), is_ref, [r and next(flags) for r in is_ref]
+
+
+def _refs_in_rules(jaxpr: Any) -> set[Any]:
+    """Variables of Refs that some equation hands to a function with a derivative rule, at any depth."""
+    found = set()
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        refs = [v for v in eqn.invars if isinstance(v.aval, _AbstractRef)]
+        if refs and (eqn.primitive.name in _RULES or any(map(_refs_in_rules, inner_jaxprs(eqn)))):
+            found.update(refs)
+    return found
 
 
 # -- structure of equations ------------------------------------------------------------------------------------
@@ -695,15 +1018,23 @@ def is_written_by_jax(jaxpr: Jaxpr) -> bool:
     return (jaxpr.debug_info.func_filename or "").startswith(JAX_FOLDER)
 
 
-def map_jaxprs(fun: Callable[[Any], Any], params: dict[str, Any]) -> dict[str, Any]:
-    """An equation's parameters with `fun` applied to each jaxpr in them, closed or not."""
+def map_jaxprs(fun: Callable[[Any], Any], eqn: Any) -> Any:
+    """An equation with `fun` applied to each jaxpr in it, closed or not; of a loop with rules of its own, to that of a step.
+
+    Returns the equation itself if that changes none.
+    """
+    loop = loop_of(eqn)
+    if loop is not None:
+        body = fun(loop.body)
+        return eqn if body is loop.body else with_body(eqn, body)
 
     def apply(x: Any) -> Any:
         if isinstance(x, (tuple, list)) and any(map(is_jaxpr, x)):
             return getattr(x, "_make", type(x))([apply(v) for v in x])
         return fun(x) if is_jaxpr(x) else x
 
-    return {key: apply(value) for key, value in params.items()}
+    params = {key: apply(value) for key, value in eqn.params.items()}
+    return eqn if all(params[k] is v for k, v in eqn.params.items()) else eqn.replace(params=params)
 
 
 def with_equations(x: Any, eqns: Sequence[Any]) -> Any:
@@ -713,12 +1044,90 @@ def with_equations(x: Any, eqns: Sequence[Any]) -> Any:
     return ClosedJaxpr(x.jaxpr.replace(eqns=list(eqns)), x.consts)
 
 
+CALLS = dict.fromkeys(["jit", "pjit", "remat2", "remat", "checkpoint", "shard_map", "compute_on"], "jaxpr")
+CALLS |= {"closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+"""Operations that run a jaxpr once, on their operands, for their results, and the parameter that it is. A policy of `remat_p` is
+asked about the equations within, and not about the operation."""
+
+
+@contextlib.contextmanager
+def inside(*eqns: Any) -> Iterator[None]:
+    """A context in which functions are traced as they were for the jaxprs in an equation (in an equation, and so on)."""
+    with contextlib.ExitStack() as stack:
+        for params in (eqn.params for eqn in eqns if eqn.primitive.name == "shard_map"):
+            mesh, axes = params["mesh"], params["newly_manual_axes"]
+            manual = axes | set(mesh.manual_axes)
+            stack.enter_context(_core.extend_axis_env_nd([(k, v) for k, v in mesh.shape.items() if k in manual]))
+            types = dict.fromkeys(axes, jax.sharding.AxisType.Manual)
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types(types)))
+            stack.enter_context(_config._check_vma(params["check_vma"]))
+        yield
+
+
+_RULES = {"custom_jvp_call": "jvp_jaxpr_fun", "custom_vjp_call": "fwd_jaxpr_thunk"}
+
+
+def has_rule(eqn: Any) -> bool:
+    """Whether an equation is a call of a function with a custom derivative."""
+    return eqn.primitive.name in _RULES
+
+
+def rule_of(eqn: Any) -> Jaxpr:
+    """The equations that take the place of a call with a custom derivative where all its operands are differentiated.
+
+    Of a ``custom_jvp``, ``(*operands, *tangents) -> (*results, *tangents)``, of a ``custom_vjp`` ``(*operands) ->
+    (*residuals, *results)``; the first operands, which the function closes over (`num_closed_over`), are left out. As JAX
+    asks for them, and JAX keeps the answer.
+    """
+    num = len(eqn.invars) - num_closed_over(eqn)
+    is_jvp = eqn.primitive.name == "custom_jvp_call"
+    # What JAX wants to know of each operand: whether its tangent is zero, or whether it is not.
+    return eqn.params[_RULES[eqn.primitive.name]].call_wrapped(*[not is_jvp] * num)[0]
+
+
+def num_closed_over(eqn: Any) -> int:
+    return eqn.params["num_consts"]
+
+
+def results_of_rule(eqn: Any, rule: Jaxpr) -> list[int]:
+    """Which outputs of a rule are the results of the function."""
+    num = len(eqn.outvars)
+    first = 0 if eqn.primitive.name == "custom_jvp_call" else len(rule.outvars) - num
+    return list(range(first, first + num))
+
+
+def with_rule(eqn: Any, edit: Callable[[Jaxpr], Jaxpr], call: Any) -> Any:
+    """The equation with an edited rule, and with `call` for the jaxpr that stands where nothing is differentiated."""
+    key = _RULES[eqn.primitive.name]
+    rule = eqn.params[key]
+
+    @functools.cache  # as JAX's own is, so that what comes of it is traced once
+    def edited(*flags: bool) -> Any:
+        jaxpr, *others = rule.call_wrapped(*flags)
+        return edit(jaxpr), *others
+
+    changes = {key: _lu.wrap_init(edited, debug_info=rule.debug_info), "call_jaxpr": call}
+    return eqn.replace(params={**eqn.params, **changes})
+
+
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """How many constants and carries a scan has: the first of its operands, in this order."""
     if "num_carry" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = map(list, eqn.params["ft_in"].unpack())  # from jax 0.12 on
     return len(consts), len(carry)
+
+
+def with_scan_constants(eqn: Any, jaxpr: ClosedJaxpr, constants: Sequence[Any]) -> Any:
+    """A scan with another body, which takes these variables as its first constants, too."""
+    params = {**eqn.params, "jaxpr": jaxpr}
+    if "num_carry" in params:
+        params["num_consts"] += len(constants)
+    else:
+        assert _flattree is not None
+        consts, carry, xs = params["ft_in"].unpack()
+        params["ft_in"] = _flattree.pack((_flattree.nones(len(constants) + len(list(consts))), carry, xs))
+    return eqn.replace(params=params, invars=[*constants, *eqn.invars])
 
 
 def scope(eqn: Any) -> str:
@@ -751,7 +1160,7 @@ def derivative_rule(x: Any) -> tuple[Any, ...] | None:
     inner = x
     for _ in range(4):  # the memoising thunks around the rule, each a closure over the next
         found = [f for f in _closed_over(inner.f) if isinstance(f, _lu.WrappedFun)]
-        if len(found) != 1:
+        if len(found) != 1 or not _stands_in_jax(inner.f):  # one of `with_rule` is another rule than that within
             break
         inner = found[0]
     rule = inner.f
@@ -771,9 +1180,12 @@ def _defined_by_jax(fun: Any) -> bool:
         return isinstance(fun, (str, int, float, type(None)))
     while not isinstance(fun, FunctionType) and hasattr(fun, "__wrapped__"):
         fun = fun.__wrapped__  # what jax.jit and its kin return
+    return _stands_in_jax(fun) and all(map(_defined_by_jax, _closed_over(fun, 1)))
+
+
+def _stands_in_jax(fun: Any) -> bool:
     # Not its __module__, which functools.wraps copies from another function.
-    inside = isinstance(fun, FunctionType) and fun.__code__.co_filename.startswith(JAX_FOLDER + os.sep)
-    return inside and all(map(_defined_by_jax, _closed_over(fun, 1)))
+    return isinstance(fun, FunctionType) and fun.__code__.co_filename.startswith(JAX_FOLDER + os.sep)
 
 
 def _closed_over(fun: Any, depth: int = 3) -> Iterator[Any]:

@@ -8,7 +8,8 @@ partial evaluation, lowering and compilation between layers that are alike and b
 
 Two jaxprs are taken for alike only where every part compares equal. A part that cannot be compared (a custom
 derivative rule of the user's, which may read anything when it runs; an effect on a Ref) makes the whole unlike any
-other: the table errs on the side of doing the work again.
+other: the table errs on the side of doing the work again. Where nothing is traced no rule can run: there they are
+taken off first.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p, custom_vjp_call_p
 
 from . import _compat
+from ._atomic import locked
 from ._compat import Jaxpr, Literal
+from ._hoist import hoist
 from ._tree import Identity, freeze
 
 
@@ -49,7 +53,7 @@ class Body:
     @classmethod
     def close(cls, jaxpr: Jaxpr, consts: Sequence[Any]) -> Body:
         """A body of a jaxpr with constants, which become its operands."""
-        return cls(*_hoist(jaxpr, consts))
+        return cls(*hoist(jaxpr, consts))
 
     @functools.cached_property
     def key(self) -> Structure:
@@ -61,31 +65,6 @@ class Body:
     @property
     def num_operands(self) -> int:
         return len(self.operands)
-
-
-def _hoist(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
-    """Make constants inputs, those included that JAX writes into equations as literal scalar arrays."""
-    operands = list(consts)
-    invars = list(jaxpr.constvars)
-    hoisted: dict[int, Any] = {}
-
-    def lift(atom: Any) -> Any:
-        if not (isinstance(atom, Literal) and isinstance(atom.val, jax.Array)):
-            return atom
-        var = hoisted.get(id(atom.val))
-        if var is None:
-            var = hoisted[id(atom.val)] = _compat.Var(atom.aval)
-            invars.append(var)
-            operands.append(atom.val)
-        return var
-
-    eqns = []
-    for eqn in jaxpr.eqns:
-        if any(isinstance(v, Literal) and isinstance(v.val, jax.Array) for v in eqn.invars):
-            eqn = eqn.replace(invars=[lift(v) for v in eqn.invars])
-        eqns.append(eqn)
-    outvars = [lift(v) for v in jaxpr.outvars]
-    return _compat.rebuild(jaxpr, invars=[*invars, *jaxpr.invars], outvars=outvars, eqns=eqns), operands
 
 
 # -- structure -------------------------------------------------------------------------------------------------
@@ -135,6 +114,7 @@ class Structure:
 
 
 _functional: dict[Any, bool] = {}
+_WITH_RULES = (custom_jvp_call_p, custom_vjp_call_p)
 
 
 def _holds_functions(eqn: Any) -> bool:
@@ -208,7 +188,9 @@ def _jaxpr_param(x: Any) -> Hashable:
 
 
 def _constant(x: Any) -> Hashable:
-    """Equal for equal bits; arrays on a device, which cannot change, go by identity."""
+    """Equal for equal bits."""
+    if isinstance(x, jax.Array):
+        raise _Unlike  # one that could not be made an operand: what keeps the equation would keep it alive
     if isinstance(x, np.ndarray) and x.ndim and x.flags.writeable:
         raise _Unlike  # its owner may change it in place, here and in what would be kept
     if isinstance(x, (np.ndarray, np.generic)):
@@ -230,6 +212,24 @@ class _Key:
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, _Key) and self.hash == other.hash and self.parts == other.parts)
+
+
+def _without_rules(x: Jaxpr) -> Jaxpr:
+    """A jaxpr in which functions with derivative rules are plain calls, at any depth.
+
+    For what is executed at once: no derivative can reach it, so rules that make it unlike any other do not matter.
+    """
+
+    def of_equation(eqn: Any) -> Any:
+        if eqn.primitive in _WITH_RULES or _compat.loop_of(eqn) is not None:
+            call = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+            return eqn.replace(primitive=closed_call_p, params={"call_jaxpr": _without_rules(call)})
+        return _compat.map_jaxprs(_without_rules, eqn)
+
+    jaxpr, _ = _compat.open_jaxpr(x)
+    eqns = [of_equation(eqn) for eqn in jaxpr.eqns]
+    is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    return x if is_same else _compat.with_equations(x, eqns)
 
 
 # -- the table -------------------------------------------------------------------------------------------------
@@ -260,26 +260,32 @@ class Table:
     def get(self, bodies: Body | Sequence[Body], use: tuple, build: Callable[..., Callable]) -> Callable:
         """What `build` made of bodies of these structures, for this use: a transform's name, and every setting of `build`."""
         bodies = (bodies,) if isinstance(bodies, Body) else bodies
+        if _compat.is_eager() and any(body.key.is_unlike for body in bodies):
+            bodies = [Body(_without_rules(body.jaxpr), body.operands) for body in bodies]
         if _bypass.active or any(body.key.is_unlike for body in bodies):
-            with self._lock:
-                self._count(use, False)
+            locked(self._lock, self._count, use, False)
             return build(*bodies)
         key = (use, *(body.key for body in bodies))
-        with self._lock:
-            kept = self._kept.get(key)
-            if kept is not None:
-                self._kept.move_to_end(key)
-            self._count(use, kept is not None)
-            if kept is not None:
-                return kept
+        kept = locked(self._lock, self._find, key, use)
+        if kept is not None:
+            return kept
         if any(body.key.is_unlike for body in bodies):  # as turned out when it was compared
             return build(*bodies)
         # What is kept must not keep the values that one call closed over.
         built = build(*(Body(body.jaxpr, []) for body in bodies))
-        with self._lock:
-            kept = self._kept.setdefault(key, built)
-            while len(self._kept) > self.size:
-                self._kept.popitem(last=False)
+        return locked(self._lock, self._keep, key, built)
+
+    def _find(self, key: Hashable, use: tuple) -> Callable | None:
+        kept = self._kept.get(key)
+        if kept is not None:
+            self._kept.move_to_end(key)
+        self._count(use, kept is not None)
+        return kept
+
+    def _keep(self, key: Hashable, built: Callable) -> Callable:
+        kept = self._kept.setdefault(key, built)
+        while len(self._kept) > self.size:
+            self._kept.popitem(last=False)
         return kept
 
     @contextlib.contextmanager
@@ -292,10 +298,12 @@ class Table:
             _bypass.active = before
 
     def clear(self) -> None:
-        with self._lock:
-            self._kept.clear()
-            self._counts.clear()
-            self.hits = self.misses = 0
+        locked(self._lock, self._clear)
+
+    def _clear(self) -> None:
+        self._kept.clear()
+        self._counts.clear()
+        self.hits = self.misses = 0
 
     def _count(self, use: Any, is_hit: bool) -> None:
         self.hits += is_hit
@@ -305,8 +313,7 @@ class Table:
 
     def by_transform(self) -> dict[str, tuple[int, int]]:
         """Hits and misses by the transform that asked, in alphabetical order."""
-        with self._lock:
-            counts = dict(self._counts)
+        counts = locked(self._lock, self._counts.copy)
         return {
             name: (counts.get((name, True), 0), counts.get((name, False), 0)) for name in sorted({n for n, _ in counts})
         }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ._jaxpr import table
-from ._shared import runs
 from ._text import format_table
 
 
@@ -28,18 +27,15 @@ class CacheInfo(NamedTuple):
 
     Attributes:
         structures: programs that were differentiated, lowered and compiled for another call of the same structure.
-        runs: runs of a function's Python, which ``remat(share_traces=True)`` shares.
         transforms: hits and misses in `structures` by the transform that asked.
     """
 
     structures: Counts
-    runs: Counts
     transforms: dict[str, tuple[int, int]]
 
     def __str__(self) -> str:
         rows = [["structures", *map(str, self.structures)]]
         rows += [[f"  {name}", str(hits), str(misses), "", ""] for name, (hits, misses) in self.transforms.items()]
-        rows.append(["runs of Python", *map(str, self.runs)])
         columns = ["shared", "hits", "misses", "kept", "at most"]
         return format_table(columns, rows, right=columns[1:])
 
@@ -57,17 +53,15 @@ def cache_info() -> CacheInfo:
         >>> for scale in (1.0, 2.0, 3.0):
         ...     y, _ = statetx.scan(lambda c, x: (c + jnp.sin(x), None), 0.0, scale * jnp.ones(5))
         >>> print(statetx.cache_info())
-        shared          hits  misses  kept  at most
-        --------------  ----  ------  ----  -------
-        structures         2       1     1     2048
-          scan             2       1
-        runs of Python     0       0     0      512
+        shared      hits  misses  kept  at most
+        ----------  ----  ------  ----  -------
+        structures     2       1     1     2048
+          scan         2       1
     """
     structures = Counts(table.hits, table.misses, len(table), table.size)
-    return CacheInfo(structures, Counts(runs.hits, runs.misses, len(runs), runs.size), table.by_transform())
+    return CacheInfo(structures, table.by_transform())
 
 
 def clear_cache() -> None:
     """Forget all that is shared, and count from zero. JAX's own caches are left: see ``jax.clear_caches``."""
     table.clear()
-    runs.clear()

@@ -20,7 +20,7 @@ from .transforms.functionalize import functionalize
 from .transforms.remat import remat
 
 
-def assert_remat_equivalent(fun: Callable, *args: Any, rtol: float = 0.0, atol: float = 0.0, **kwargs: Any) -> None:
+def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, atol: float = 0.0, **kwargs: Any) -> None:
     """Check that rematerialisation changes nothing that a function computes.
 
     Runs the function and its pullback twice without rematerialisation and once with it, and compares outputs, the states'
@@ -160,7 +160,7 @@ def _jaxpr_of(pure: Callable, values: Any, args: tuple, kwargs: dict[str, Any]) 
     return jax.make_jaxpr(run)(*arrays).jaxpr
 
 
-def assert_residuals(fun: Callable, *args: Any, expected: int | Sequence[str], **kwargs: Any) -> None:
+def assert_residuals(fun: Callable, /, *args: Any, expected: int | Sequence[str], **kwargs: Any) -> None:
     """Check what a function keeps for its backward pass, beyond its arguments, states and constants.
 
     Args:
@@ -227,6 +227,6 @@ class count_traces(Wrapper):
         super().__init__(fun, {})
         self.count = 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         self.count += 1
         return self.__wrapped__(*args, **kwargs)

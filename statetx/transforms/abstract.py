@@ -10,12 +10,13 @@ import jax
 
 from .. import _compat
 from .._lift import Outcome, frame_for, pack
+from .._signature import StaticArguments
 from .._staged import Staged
 from .._tree import as_array, is_argument, is_array_or_number, partition
-from .._typing import PyTree
+from .._typing import Indices, PyTree
 
 
-def eval_shape(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> PyTree:
+def eval_shape(fun: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTree:
     """Find out the types of a function's output; it may read and write states, and none changes.
 
     Args:
@@ -24,6 +25,9 @@ def eval_shape(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> PyTree:
 
     Returns:
         The output with a ``jax.ShapeDtypeStruct`` for each array; other objects are as the function returned them.
+
+    State:
+        States that the function makes and leaves behind, those of a model, hold ``jax.ShapeDtypeStruct`` too.
 
     Source:
         ``jax.eval_shape``.
@@ -38,28 +42,34 @@ def eval_shape(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> PyTree:
         ShapeDtypeStruct(shape=(3,), dtype=float32)
         >>> n.value
         Array([0., 0., 0.], dtype=float32)
+        >>> statetx.eval_shape(lambda: [statetx.Param(jnp.ones((2, 3)))])[0].value
+        ShapeDtypeStruct(shape=(2, 3), dtype=float32)
     """
     arrays, others = partition((args, kwargs), lambda x: is_array_or_number(x) or isinstance(x, jax.ShapeDtypeStruct))
     outcome: Outcome | None = None
 
     def body(*tracers: Any) -> list:
         nonlocal outcome
-        with frame_for("eval_shape", fun):
-            call_args, call_kwargs = others.combine(tracers)
-            out = fun(*call_args, **call_kwargs)
-        leaves, outcome = pack(out, [], is_array_or_number)
+        call_args, call_kwargs = others.combine(tracers)
+        frame = frame_for("eval_shape", fun)
+        out = frame.run(fun, *call_args, **call_kwargs)
+        leaves, outcome = pack(out, [e for e in frame.effects if e.created], is_array_or_number)
         return leaves
 
     shapes = jax.eval_shape(body, *arrays)
     assert outcome is not None
-    return outcome.out.combine(shapes)
+    return outcome.finish(shapes)
 
 
-def make_jaxpr(fun: Callable[..., PyTree]) -> Callable[..., Any]:
+def make_jaxpr(
+    fun: Callable[..., PyTree], static_argnums: Indices = (), *, return_shape: bool = False
+) -> Callable[..., Any]:
     """Make a function that gives the equations of one that may read and write states.
 
     Args:
         fun: the function. Arguments that are no arrays, numbers or ``jax.ShapeDtypeStruct`` pass untouched.
+        static_argnums: positions of further arguments that pass untouched, as in `jit`.
+        return_shape: whether to return a pair with the types of the output, as `eval_shape` gives them.
 
     Returns:
         A function of the same arguments that returns a ``jax.extend.core.ClosedJaxpr``. Its inputs are the values of
@@ -80,12 +90,15 @@ def make_jaxpr(fun: Callable[..., PyTree]) -> Callable[..., Any]:
         2
     """
 
+    static = StaticArguments(fun, static_argnums, ())
+
     @functools.wraps(fun, assigned=("__doc__",), updated=())
     def jaxpr_of(*args: Any, **kwargs: Any) -> Any:
-        arrays, others = partition((args, kwargs), is_argument)
+        dyn_args, dyn_kwargs, merge = static.split(args, kwargs)
+        arrays, others = partition((dyn_args, dyn_kwargs), is_argument)
 
         def call(*tracers: Any) -> tuple[PyTree]:
-            call_args, call_kwargs = others.combine(tracers)
+            call_args, call_kwargs = merge(*others.combine(tracers))
             return (fun(*call_args, **call_kwargs),)
 
         avals = [_compat.abstract(as_array(x)) for x in arrays]
@@ -93,6 +106,10 @@ def make_jaxpr(fun: Callable[..., PyTree]) -> Callable[..., Any]:
         before = {key: staged.state_vars(i) for key, i in staged.inputs.items()}
         after = before | staged.written_vars
         states_in, states_out = ([v for key in before for v in of[key]] for of in (before, after))
-        return staged.close([*states_in, *staged.arg_vars], [*staged.out_vars, *states_out])
+        closed = staged.close([*states_in, *staged.arg_vars], [*staged.out_vars, *states_out])
+        if not return_shape:
+            return closed
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in staged.out_avals]
+        return closed, staged.outs[0].combine(shapes)
 
     return jaxpr_of

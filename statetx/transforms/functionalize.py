@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 
 from .. import _compat, _registry
-from .._errors import CreatedStateError, StateAccessError
-from .._lift import Lifting, Wrapper, as_decorator, frame_for, name_of, pack, stage
+from .._errors import CreatedStateError, StateAccessError, StateValueError
+from .._lift import Lifting, Wrapper, as_decorator, frame_for, name_of, pack, run_at_once, stage, take_apart
 from .._paths import Paths, short_site
-from .._registry import Access, Frame
-from .._text import format_bytes, format_table, suggestion
-from .._tree import as_array, is_array, is_array_or_number, num_bytes, partition, short_tree_type_str, tree_type_str
+from .._registry import Access, Effect, Frame
+from .._text import brief, format_bytes, format_table, suggestion
+from .._tree import (
+    Partition,
+    as_array,
+    freeze,
+    is_argument,
+    is_array,
+    is_array_or_number,
+    num_bytes,
+    partition,
+    short_tree_type_str,
+    tree_type_str,
+)
 from .._typing import PyTree
 
 P = ParamSpec("P")
@@ -143,7 +154,7 @@ class TraceStates(Wrapper[P, Any]):
     def __init__(self, fun: Callable):
         super().__init__(fun, {})
 
-    def __call__(self, *args: Any, **kwargs: Any) -> StateTrace:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> StateTrace:
         frame, refs, paths = _trace(self.__wrapped__, args, kwargs)
         return StateTrace(name_of(self.__wrapped__).split(".")[-1], [*_rows(frame, paths), *_ref_rows(refs, paths)])
 
@@ -154,9 +165,8 @@ def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, l
     frame = frame_for("trace_states", fun)
 
     def body(*tracers: Any) -> tuple[list, None]:
-        with frame:
-            call_args, call_kwargs = others.combine(tracers)
-            out = fun(*call_args, **call_kwargs)
+        call_args, call_kwargs = others.combine(tracers)
+        out = frame.run(fun, *call_args, **call_kwargs)
         for effect in frame.effects:
             effect.value = jax.tree.map(_type_only, effect.value)
         leaves, _ = pack(out, [])
@@ -216,16 +226,20 @@ def functionalize(fun: Callable[P, R]) -> Functionalize[P, R]:
     Returns:
         ``pure``, with
 
-        - ``pure.values(*args)``: the current values of the states that the call touches, by path. States that hold
-          no number or array and are only read (a mode string, a flag) are left out; they count as they are.
+        - ``pure.values(*args)``: the current values of the states that the call touches, by path: arrays and numbers, which
+          any JAX transform takes. What else is in a state's tree (a mode string, a flag) is read from the state when `pure` is
+          called, and is None in the value. A state that holds nothing else is left out, unless it is a flag that the call
+          writes.
         - ``pure(values, *args)``: ``(out, new_values)``, the latter with the same paths. No state is touched.
-        - ``pure.states(*args)``: these states by path, to put new values into.
+        - ``pure.states(*args)``: these states by path.
+        - ``pure.store(values, *args)``: puts such values into the states.
 
     A ``jax.Ref`` is left to JAX: it is no part of the values, and a call writes it in place.
 
     Raises:
         StateAccessError: the call touches a state that `values` does not hold.
         CreatedStateError: the call creates a state that outlives it.
+        StateValueError: the call writes another string, or another object that is no array, to a state.
 
     Example:
         >>> import jax, jax.numpy as jnp, statetx
@@ -248,32 +262,46 @@ class Functionalize(Wrapper[P, R]):
         super().__init__(fun, {})
         self._known: dict[str, Any] = {}
 
-    def states(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def states(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The states that a call with these arguments touches, by path."""
         frame, _, paths = _trace(self.__wrapped__, args, kwargs)
         rows = [r for r in _rows(frame, paths) if not r.created]
-        found = {r.path: r.state for r in rows if r.written or _holds_numbers(r.state)}
+        found = {r.path: r.state for r in rows if _holds_numbers(r.state) or (r.written and _arrays_of(r.state))}
         self._known |= found
         return found
 
-    def values(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def values(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The current values of these states, by path."""
-        return {path: _read(state) for path, state in self.states(*args, **kwargs).items()}
+        return {path: _passable(_read(state)) for path, state in self.states(*args, **kwargs).items()}
 
-    def __call__(self, values: Mapping[str, Any], *args: P.args, **kwargs: P.kwargs) -> tuple[R, dict[str, Any]]:
+    def store(self, values: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> None:
+        """Put values into the states that they are of, all or none.
+
+        Args:
+            values: a dict as `values` gives it, or as a call returns it.
+            args: of the function; only where the states are not known from an earlier call.
+
+        Raises:
+            StateAccessError: a path that the function does not have.
+        """
+        states = self._resolve(values, args, kwargs)
+        run_at_once("functionalize", _write_all, (states, values), {})
+
+    def __call__(self, values: Mapping[str, Any], /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, dict[str, Any]]:
         fun = self.__wrapped__
         states = self._resolve(values, args, kwargs)
         given = {id(state): values[path] for path, state in states.items()}
 
         def on_read(state: Any, kind: Any, value: Any) -> Any:
             if id(state) in given:
-                return given[id(state)]
+                return _completed(given[id(state)], value)
             if not partition(value, is_array_or_number)[0]:
                 return value
             raise StateAccessError(self._missing(state, kind, args, kwargs))
 
-        with frame_for("functionalize", fun, on_read=on_read) as frame:
-            out = fun(*args, **kwargs)
+        frame = frame_for("functionalize", fun, on_read=on_read, frees_cycles=True)
+        out = frame.run(fun, *args, **kwargs)
+        take_apart(out)
         new = dict(values)
         paths = {id(state): path for path, state in states.items()}
         for effect in frame.effects:
@@ -282,9 +310,12 @@ class Functionalize(Wrapper[P, R]):
                     f"{type(effect.state).__name__} made at {effect.site} was created inside {frame.name} and outlived "
                     f"the call, whose only results are values.\nFix: create the state before the call."
                 )
-            if id(effect.state) not in paths:
+            path = paths.get(id(effect.state))
+            value = _written(effect, path)
+            if path is not None:
+                new[path] = value
+            elif jax.tree.leaves(value):
                 raise StateAccessError(self._missing(effect.state, effect.kind, args, kwargs))
-            new[paths[id(effect.state)]] = effect.value
         return out, new
 
     def _resolve(self, values: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -319,3 +350,62 @@ def _read(state: Any) -> Any:
 
 def _holds_numbers(state: Any) -> bool:
     return bool(partition(_read(state), is_array_or_number)[0])
+
+
+# -- values that any JAX transform takes -------------------------------------------------------------------------------
+
+
+def _split(value: PyTree) -> tuple[list[Any], Partition]:
+    """Partition a state's value: arrays and numbers are dynamic, and in a value without these its flags are."""
+    arrays, part = partition(value, is_array_or_number)
+    return (arrays, part) if arrays else partition(value, is_argument)
+
+
+def _arrays_of(state: Any) -> list[Any]:
+    return _split(_read(state))[0]
+
+
+def _passable(value: PyTree) -> PyTree:
+    """A value with None for every leaf that no JAX transform takes."""
+    arrays, part = _split(value)
+    return _with_static(part, [None] * len(part.static)).combine(arrays)
+
+
+def _with_static(part: Partition, static: Sequence[Any]) -> Partition:
+    return Partition(part.treedef, part.mask, tuple(static))
+
+
+def _write_all(states: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    for path, state in states.items():
+        kind = _registry.kind_of(state)
+        assert kind is not None
+        kind.write(state, _completed(values[path], kind.read(state)))
+
+
+def _completed(given: PyTree, now: PyTree) -> PyTree:
+    """What was given, with the leaves that the state has now where it has None and they are no arrays."""
+    _, part = _split(now)
+    if not part.static:
+        return given
+    leaves, treedef = jax.tree.flatten(given, is_leaf=_registry.is_opaque)
+    return part.combine(leaves) if treedef == jax.tree.structure(_passable(now), is_leaf=_registry.is_opaque) else given
+
+
+def _written(effect: Effect, path: str | None) -> PyTree:
+    """The new value of a state, with None where it has what it had."""
+    arrays, part = _split(effect.value)
+    if not part.static:
+        return effect.value
+    before = _split(_read(effect.state))[1]
+    same_places = (before.treedef, before.mask) == (part.treedef, part.mask)
+    static: list[Any] = []
+    for i, leaf in enumerate(part.static):
+        is_same = same_places and freeze(leaf) == freeze(before.static[i])
+        if not (is_same or isinstance(leaf, bool)):
+            raise StateValueError(
+                f"The call writes {brief(leaf)} to {_registry.describe(effect.state, effect.kind, path)}, at {effect.site}. "
+                f"New values are arrays and numbers, which any JAX transform takes.\n"
+                f"Fix: write it outside of the functionalized function, or keep a number in its place."
+            )
+        static.append(None if is_same else leaf)
+    return _with_static(part, static).combine(arrays)

@@ -12,17 +12,24 @@ that were staged it raises `Restage`, since the user's Python may do something e
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+import warnings
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
 from .. import _compat, _registry
-from .._lift import Wrapper, as_decorator
+from .._atomic import locked
+from .._call import Call, Layout
+from .._errors import StagingWarning
+from .._keys import Programs, static_key
+from .._lift import Wrapper, as_decorator, name_of, run_at_once
+from .._made import Making
 from .._paths import as_predicate
-from .._program import Call, Layout, Program, Restage
+from .._program import Program, Restage
 from .._signature import StaticArguments
-from .._tree import as_array, freeze
+from .._stages import Lowered, Traced
+from .._tree import as_array
 from .._typing import Filter, Indices, Names
 
 P = ParamSpec("P")
@@ -67,20 +74,24 @@ def jit(
 
     Args:
         fun: the function. Arguments may be arrays, Python numbers and pytrees of them, as in ``jax.jit``; any other
-            object (a model, a string, None) is static by itself, told apart by equality, or by identity if it cannot
-            be hashed.
+            object (a model, a string, None) is static by itself, told apart by equality; by identity if it cannot be
+            hashed or holds states. A program goes with the model that it was made for.
         static_argnums: positions of static arguments, counted as you call the function, negative ones from the end.
             Unhashable values are welcome.
         static_argnames: the same by name.
         donate_argnums: positions of arguments whose memory the program may use for its results.
         donate_argnames: the same by name.
-        donate_states: a filter, or True: written states that it selects hand their old memory to the program.
+        donate_states: a filter, or True: written states that it selects hand their old memory to the program. If JAX
+            fails after it has taken that memory (a callback that raises, an interrupt in the first call), the old values
+            are gone: reading such a state raises `StateAccessError`, and the exception names them. Save a checkpoint
+            before, or do not donate.
         keep_unused: as in ``jax.jit``.
         inline: as in ``jax.jit``.
         compiler_options: as in ``jax.jit``.
 
     Returns:
-        A callable with the signature of `fun`; its method ``lower(*args)`` gives a ``jax.stages.Lowered``.
+        A callable with the signature of `fun`; its methods ``trace``, ``lower`` and ``eval_shape`` are those of ``jax.jit``.
+        Attributes of a callable object are read from it and written to it; what was compiled does not see the change.
 
     Sharding:
         There are no ``in_shardings`` and ``out_shardings``: arguments and states lie where you put them
@@ -91,9 +102,13 @@ def jit(
 
     State:
         A written state keeps its sharding and its weak type, so that the second call finds the program of the first.
-        A state that the call creates and leaves behind gets its value; the next call is then staged anew.
-        Threads may share the function and the states it reads: while one stages it, the others wait. What they write
-        is as if each had read all states before its call and written them after it; guard that by a lock.
+        A state that every call makes and leaves in an attribute is made once, when the function is staged, and receives the
+        values of later calls. Where that would differ from what Python does (the state is made only if there is none yet, or
+        the caller has kept that of the call before), the function is staged again, with a `StagingWarning` if this repeats.
+        After an exception or an interrupt every state holds its old value, unless it was donated.
+        Threads may share the function and the states it reads: while one stages it, the others wait. Where another
+        thread writes a state between the moment a call reads it and the moment the call writes it, the call raises
+        `ForeignStateError` and writes nothing; guard such calls by a lock.
 
     Source:
         ``jax.jit``.
@@ -128,15 +143,17 @@ class Jit(Wrapper[P, R]):
         super().__init__(fun, options)
         self.static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
         self._donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"], "donate")
+        self.static.refuse_overlap(self._donated)
         self.donates = as_predicate(options["donate_states"])
         self.jax_options = {k: options[k] for k in ("keep_unused", "inline", "compiler_options")}
         self._layouts: dict[Hashable, Layout] = {}
-        self._programs: dict[Hashable, list[Program]] = {}  # of a key, most recently used first
+        self._programs = Programs(_MAX_KEYS)  # of a key, most recently used first
         self._only: tuple[Program, Hashable] | None = None  # the one program there is, and the modes it is for
+        self._has_warned = False
         self._lock = threading.RLock()  # held while programs are put in order
         self.staging = threading.RLock()  # held by a thread that stages, so that others wait for its program
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         only = self._only
         if only is not None and only[1] == _registry.idle_modes():
             try:
@@ -146,7 +163,7 @@ class Jit(Wrapper[P, R]):
             except TypeError:
                 pass  # an argument or a state that JAX does not take: what follows finds out which
         if _compat.is_jit_disabled():
-            return self.__wrapped__(*args, **kwargs)
+            return run_at_once("jit", self.__wrapped__, args, kwargs)
         call = self._read(args, kwargs)
         programs = self._programs.get(call.key)
         if programs:
@@ -156,13 +173,13 @@ class Jit(Wrapper[P, R]):
                     return program.run(call)
                 except Restage:
                     pass
-                except TypeError:
-                    program.check_values()
-                    raise
+                except TypeError:  # a state may hold what is no array now, or have lost its value, which `accepts` says
+                    if program.accepts(call):
+                        raise
             for program in programs:
                 if program.accepts(call):
                     if program is not programs[0]:
-                        self._put_first(call, program)
+                        locked(self._lock, self._put_first, call, program)
                     try:
                         return program.run(call)
                     except Restage:  # the arguments come in another form than those that were staged
@@ -172,45 +189,69 @@ class Jit(Wrapper[P, R]):
     def _first_run(self, call: Call, tried: list[Program] | None) -> Any:
         if not _registry.is_idle():
             # No waiting here, where a call further out may be what another thread waits for.
-            return self._stage(call).first_run(call)
-        with self.staging:
-            program = self._stage(call) if self._programs.get(call.key) is tried else None
+            return self._stage(call, tried or []).first_run(call)
+        program = locked(self.staging, self._stage_unless_done, call, tried)
         if program is None:  # another thread has staged one meanwhile
             return self(*call.args, **call.kwargs)
         return program.first_run(call)
 
-    def _stage(self, call: Call) -> Program:
-        program = Program(self, call)
+    def _stage_unless_done(self, call: Call, tried: list[Program] | None) -> Program | None:
+        return self._stage(call, tried or []) if self._programs.get(call.key) is tried else None
+
+    def _stage(self, call: Call, tried: Sequence[Program]) -> Program:
+        program = Program(self, call, tried)
+        program.count_references()
+        program.making.settle()
+        if program.making.makes:
+            self._warn(program.making, [p.making for p in tried[:1] if p.is_for(call)])
         if program.is_reusable:
-            self._keep(call, program)
+            locked(self._lock, self._keep, call, program)
         return program
 
+    def _warn(self, making: Making, last: Sequence[Making]) -> None:
+        """Say, once, that calls are staged again and again for the states that they make."""
+        making.num_unused = sum(m.num_unused + 1 for m in last if m.makes and not m.was_used)
+        if making.num_unused >= (3 if making.is_settled else 1) and not self._has_warned:
+            self._has_warned = True
+            advice = making.advice(f"jit({name_of(self.__wrapped__)})")
+            warnings.warn(advice, StagingWarning, stacklevel=_registry.user_stacklevel())
+
     def _keep(self, call: Call, program: Program) -> None:
-        with self._lock:
-            is_first = not self._programs
-            while len(self._programs) >= _MAX_KEYS and call.key not in self._programs:
-                del self._programs[next(iter(self._programs))]
-            self._put_first(call, program)
-            self._only = (program, call.modes) if is_first and call.is_direct and program.is_direct else None
+        is_first = not self._programs
+        self._put_first(call, program)
+        self._only = (program, call.modes) if is_first and call.is_direct and program.is_direct else None
 
     def _put_first(self, call: Call, program: Program) -> None:
-        with self._lock:
-            rest = [p for p in self._programs.get(call.key, ()) if p is not program]
-            self._programs[call.key] = [program, *rest[: _MAX_PROGRAMS - 1]]
+        rest = [p for p in self._programs.get(call.key, ()) if p is not program and p.making.may_run()]
+        self._programs.keep(call.key, [program, *rest[: _MAX_PROGRAMS - 1]])
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Traced:
+        """Stage for arguments like these (arrays or ``jax.ShapeDtypeStruct``); no state changes.
+
+        Returns:
+            As ``jax.stages.Traced``: ``.jaxpr``, ``.out_info``, ``.lower()``.
+        """
+        program, call = self._program_for(args, kwargs)
+        return Traced(program.compiled.trace(*program.operands_of(call)), program, self._read, call)
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Stage and lower for arguments like these (arrays or ``jax.ShapeDtypeStruct``); no state changes.
 
         Returns:
-            A ``jax.stages.Lowered``; ``.compile()`` gives memory and cost analyses.
+            As ``jax.stages.Lowered``; ``.compile()`` gives memory and cost analyses, and a callable that reads and
+            writes states as this one does, and never compiles.
         """
+        program, call = self._program_for(args, kwargs)
+        return Lowered(program.compiled.lower(*program.operands_of(call)), program, self._read, call)
+
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
+        """The output for arguments like these, with a ``jax.ShapeDtypeStruct`` for each array; no state changes."""
+        return self._program_for(args, kwargs)[0].out_info()
+
+    def _program_for(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, Call]:
         call = self._read(args, kwargs)
-        for program in self._programs.get(call.key, ()):
-            if program.accepts(call):
-                break
-        else:
-            program = self._stage(call)
-        return program.compiled.lower(*program.operands_of(call))
+        programs = self._programs.get(call.key, [])
+        return next((p for p in programs if p.accepts(call)), None) or self._stage(call, programs), call
 
     def clear_cache(self) -> None:
         """Forget every program."""
@@ -220,13 +261,17 @@ class Jit(Wrapper[P, R]):
 
     def _read(self, args: tuple, kwargs: dict[str, Any]) -> Call:
         dyn_args, dyn_kwargs, merge = self.static.split(args, kwargs)
-        # Taking a module apart reads its states: where that is watched, it must stay whole.
-        is_leaf = None if _registry.current_frame() is None else _registry.is_opaque
+        # Taking a module apart reads its states: where that is watched, it must stay whole. One that refers to itself has no end.
+        is_whole = _registry.current_frame() is not None or any(map(_registry.is_opaque, (*args, *kwargs.values())))
+        is_leaf = _registry.is_opaque if is_whole else None
         leaves, treedef = jax.tree.flatten((dyn_args, dyn_kwargs), is_leaf=is_leaf)
-        types = (treedef, tuple(map(type, leaves)))
+        donated = self._donation(args) if self._donated else None
+        types = (treedef, tuple(map(type, leaves)), donated and donated[0])
         layout = self._layouts.get(types)
         if layout is None:
-            layout = self._layouts[types] = Layout(self._donated, dyn_args, dyn_kwargs)
+            if len(self._layouts) >= _MAX_KEYS:
+                self._layouts.clear()
+            layout = self._layouts[types] = Layout(donated, dyn_args, dyn_kwargs)
         if layout.is_split:
             leaves = jax.tree.leaves((dyn_args, dyn_kwargs), is_leaf=_registry.is_opaque)
         if layout.converts:
@@ -236,11 +281,16 @@ class Jit(Wrapper[P, R]):
             given = args if self.static else ()
             mask = self.static.mask(len(given))
             static = (
-                tuple([freeze(leaves[i]) for i in layout.static]),
-                tuple([freeze(a) for a, s in zip(given, mask, strict=True) if s]),
-                tuple([(k, freeze(v)) for k, v in sorted(kwargs.items()) if k in self.static.names]),
+                tuple([static_key(leaves[i]) for i in layout.static]),
+                tuple([static_key(a) for a, s in zip(given, mask, strict=True) if s]),
+                tuple([(k, static_key(v)) for k, v in sorted(kwargs.items()) if k in self.static.names]),
             )
         return Call(args, kwargs, leaves, layout, merge, static)
+
+    def _donation(self, args: tuple) -> tuple[tuple[bool, ...], set[str]]:
+        num = len(args)
+        pairs = zip(self._donated.mask(num), self.static.mask(num), strict=True)
+        return tuple([donated for donated, static in pairs if not static]), self._donated.names
 
 
 _MAX_KEYS = 256  # combinations of static arguments; the oldest is forgotten
