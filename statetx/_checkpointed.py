@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
-from . import _compat, _control, _schedule
+from . import _compat, _schedule
 from ._company import with_company
+from ._derivative import Loop, floats_of, jvp_of, with_derivative
 from ._nested import Step, nested
 from ._staged import as_types
 from ._tree import is_float
@@ -30,7 +30,7 @@ from ._tree import is_float
 # -- a schedule --------------------------------------------------------------------------------------------------
 
 
-class Scheduled:
+class Scheduled(Loop):
     """A loop that is reversed from a bounded number of slots.
 
     Args:
@@ -41,31 +41,27 @@ class Scheduled:
     """
 
     def __init__(self, step: Step, slots: int, block: int = 1, *, offload: bool = False):
-        self._step = step
+        super().__init__(step)
+        self._offload = offload
         self._slots = SlotMemory(offload)
         self._block = block
         self._num_blocks, self._rest = divmod(step.length, block)
         self.slots = max(1, min(slots, self._num_blocks))
-        self._sweep = _with_derivative(self._store, self._derivative_of_store)
+        self._sweep = with_derivative(self._store, self._derivative_of_store)
         self._reversal = functools.cache(self._make_reversal)
         lengths = _schedule.nested_lengths(step.length, 2 if step.length < 20_000 else 3)
         self._nested = nested(step, lengths)
-        self._call = jax.custom_jvp(step.plain())
-        self._call.defjvp(self._rule, symbolic_zeros=True)
 
-    def __call__(self, constants: list, carry: list, xs: list) -> tuple[list, list]:
-        return self._call(constants, carry, xs)
+    def with_step(self, step: Step) -> Scheduled:
+        return Scheduled(step, self.slots, self._block, offload=self._offload)
 
     # -- derivatives --
 
-    def _rule(self, primals: tuple, tangents: tuple) -> tuple[Any, Any]:
-        """The loop's derivative: a linear map, whose transpose is the reversal."""
-        (carry, ys), stored = self._sweep(*primals)
+    def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
+        """A linear map, whose transpose is the reversal."""
+        outs, stored = self._sweep(*primals)
         leaves, treedef = jax.tree.flatten((primals, stored))
-        moved = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
-        moving = tuple(i for i, t in enumerate(moved) if not isinstance(t, SymbolicZero) and is_float(t))
-        outs = [*carry, *ys]
-        floats = [i for i, x in enumerate(outs) if is_float(x)]
+        moving = tuple(tangents)
 
         def push(residuals: list, tangents: list) -> list[Any]:
             primals, _ = treedef.unflatten(residuals)
@@ -76,10 +72,8 @@ class Scheduled:
             given = tuple(ct is not None for ct in cts)
             return self._reversal(moving, given)(primals, stored, [ct for ct in cts if ct is not None])
 
-        types = [_compat.abstract(outs[i]) for i in floats]
-        pushed = iter(_compat.linear_call(push, pull, leaves, [moved[i] for i in moving], types))
-        zeros = [next(pushed) if is_float(x) else _compat.zero_tangent(_compat.abstract(x)) for x in outs]
-        return (carry, ys), (zeros[: len(carry)], zeros[len(carry) :])
+        types = [_compat.abstract(x) for x in jax.tree.leaves(outs) if is_float(x)]
+        return outs, _compat.linear_call(push, pull, leaves, list(tangents.values()), types)
 
     def _derivative_of_store(self, args: tuple, tangents: dict[int, Any]) -> Any:
         """The derivative of the sweep: what is stored does not count, since what is done with it is a function of the
@@ -90,14 +84,14 @@ class Scheduled:
     # -- the forward sweep --
 
     def _at(self, i: Any) -> Any:
-        return self._step.length - 1 - i if self._step.reverse else i
+        return self.step.length - 1 - i if self.step.reverse else i
 
     def _element(self, xs: list, i: Any) -> list:
         return [jax.lax.dynamic_index_in_dim(x, self._at(i), 0, keepdims=False) for x in xs]
 
     def _store(self, constants: list, carry: list, xs: list) -> Any:
         """Run the loop: ``(carry, ys), (slots, carry after the last whole block)``."""
-        step = self._step
+        step = self.step
         positions = _schedule.first_positions(self._num_blocks, self.slots) if self._num_blocks else []
         bounds = jnp.asarray([p * self._block for p in (*positions, self._num_blocks)], jnp.int32)
 
@@ -144,12 +138,12 @@ class Scheduled:
             mine = {i if i < num else i - skipped: t for i, t in tangents.items() if i < num or i >= num + skipped}
             return jvp_of(by_nesting, (primals, cts), mine)
 
-        return _with_derivative(scheduled, derivative)
+        return with_derivative(scheduled, derivative)
 
     def _reverse(
         self, primals: tuple, stored: Any, cts: list, moving: tuple[int, ...], given: tuple[bool, ...]
     ) -> list:
-        step, block = self._step, self._block
+        step, block = self.step, self._block
         constants, _, xs = primals
         slots, middle = stored
         num_constants, first_x = step.num_constants, step.num_constants + step.num_carry
@@ -277,7 +271,7 @@ def reverse_scheduled(
         inner = (slots, positions, top, positions[top], memory.read(slots, top), runs)
         slots, positions, top, _, carry, runs = jax.lax.while_loop(is_before, go_on, inner)
         loop = reverse_block(target * block, carry=carry, loop=loop)
-        return slots, positions, top - (positions[top] == target), loop, runs
+        return slots, positions, jnp.where(positions[top] == target, top - 1, top), loop, runs
 
     state = (slots, _compat.replicated(plan.positions), plan.top, loop, jnp.int32(0))
     return jax.lax.fori_loop(0, num_blocks, one_block, state)[-2:]
@@ -331,55 +325,3 @@ class SlotMemory:
         if condition is not True:
             carry = [jax.lax.select(condition, x, old) for x, old in zip(carry, self.read(slots, i), strict=True)]
         return [jax.lax.dynamic_update_index_in_dim(s, self._store(x), i, 0) for s, x in zip(slots, carry, strict=True)]
-
-
-# -- derivatives by another function -----------------------------------------------------------------------------
-
-
-def _with_derivative(fun: Callable, derivative: Callable) -> Callable:
-    """`fun`, compiled, with a derivative of its own.
-
-    Args:
-        derivative: ``(args, tangents by leaf) -> (output, tangents of its first float leaves)``; those of the others
-            are zero.
-    """
-    compiled = jax.custom_jvp(_control.compiled(fun))
-
-    @functools.partial(compiled.defjvp, symbolic_zeros=True)
-    def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
-        moved = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
-        moving = {i: t for i, t in enumerate(moved) if not isinstance(t, SymbolicZero) and is_float(t)}
-        out, pushed = derivative(primals, moving)
-        leaves, treedef = jax.tree.flatten(out)
-        rest = iter(pushed)
-        zeros = [next(rest, None) if is_float(x) else _compat.zero_tangent(_compat.abstract(x)) for x in leaves]
-        return out, treedef.unflatten(
-            [jnp.zeros_like(x) if z is None else z for x, z in zip(leaves, zeros, strict=True)]
-        )
-
-    return compiled
-
-
-def jvp_of(fun: Callable, args: tuple, tangents: dict[int, Any]) -> tuple[Any, list[Any]]:
-    """The output of ``fun(*args)``, and the tangents of its float leaves; `tangents` by leaf of the arguments."""
-    leaves = jax.tree.leaves(args)
-    out_tree: Any = None
-
-    def of_moving(*moving: Any) -> tuple[list, list]:
-        nonlocal out_tree
-        out = fun(*_replaced(args, dict(zip(tangents, moving, strict=True))))
-        outs, out_tree = jax.tree.flatten(out)
-        return [x for x in outs if is_float(x)], [None if is_float(x) else x for x in outs]
-
-    floats, pushed, others = jax.jvp(of_moving, [leaves[i] for i in tangents], list(tangents.values()), has_aux=True)
-    rest = iter(floats)
-    return out_tree.unflatten([next(rest) if x is None else x for x in others]), pushed
-
-
-def floats_of(fun: Callable, args: tuple, values: dict[int, Any]) -> list[Any]:
-    return [x for x in jax.tree.leaves(fun(*_replaced(args, values))) if is_float(x)]
-
-
-def _replaced(args: tuple, values: dict[int, Any]) -> tuple:
-    leaves, treedef = jax.tree.flatten(args)
-    return treedef.unflatten([values.get(i, x) for i, x in enumerate(leaves)])

@@ -23,9 +23,9 @@ from ._compat import Jaxpr
 
 _MOVES = frozenset(
     "broadcast_in_dim reshape transpose squeeze expand_dims slice dynamic_slice dynamic_update_slice gather concatenate pad rev "
-    "copy copy_p device_put convert_element_type bitcast_convert_type reduce_precision name iota split stop_gradient "
+    "copy copy_p device_put convert_element_type bitcast_convert_type reduce_precision name statetx_mark iota split stop_gradient "
     "optimization_barrier sharding_constraint select_n empty empty2 create_token random_wrap random_unwrap random_seed real imag "
-    "scatter tie_in unvmap_any pvary axis_index symbolic_zeros".split()
+    "scatter tie_in unvmap_any pvary axis_index symbolic_zeros statetx_notice".split()
 )
 _ROUNDS = 20
 _THREEFRY = 5 * _ROUNDS + 3 * 5  # a 20-round block: add, rotate (3), xor a round; a key injection every fourth

@@ -6,10 +6,11 @@ in every order and mode.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,38 +28,46 @@ class Step:
     Args:
         body: ``(*constants, *carry, *x) -> (*carry, *y)``.
         num_constants: how many constants there are, the body's operands included.
-        avals: the types that the carry must keep.
+        num_carry: how many carries.
         length: of the loop; `reverse` as in `jax.lax.scan`.
         policy: what a rematerialised step keeps.
         name: of the function, for messages.
         tick: called with the number of steps done, and the phase if that is not the loop itself.
+        kept: the body with the names by which its policy keeps values, and JAX's policy for these; made where it is not given.
     """
 
     def __init__(
         self,
         body: Body,
         num_constants: int,
-        avals: Sequence[Any],
+        num_carry: int,
         *,
         length: int,
         reverse: bool,
         policy: Policy | None,
         name: str,
         tick: Callable | None = None,
+        kept: tuple[Any, Any] | None = None,
     ):
         self.body = body
-        self.tick = tick or (lambda done, phase="": None)
+        self._tick = tick
         self.is_shown = tick is not None
-        self.avals = list(avals)
+        self.avals: list[Any] = [v.aval for v in body.jaxpr.outvars[:num_carry]]
         self.length = length
         self.reverse = reverse
         self.num_constants = num_constants
-        self.num_carry = len(avals)
+        self.num_carry = num_carry
         self.constant_avals: list[Any] = [v.aval for v in body.jaxpr.invars[:num_constants]]
         self.x_avals: list[Any] = [v.aval for v in body.jaxpr.invars[num_constants + self.num_carry :]]
         self.y_avals: list[Any] = [v.aval for v in body.jaxpr.outvars[self.num_carry :]]
         self.name = name
         self.policy = policy
+        if kept is not None:
+            self._kept = kept
+
+    def tick(self, done: Any, phase: str = "") -> None:
+        if self._tick is not None:
+            self._tick(done, phase)
 
     def __call__(self, constants: list, carry: list, x: list) -> tuple[list, list]:
         return self._split(self.body((), *constants, *carry, *x))
@@ -84,11 +93,58 @@ class Step:
     def _split(self, outs: list) -> tuple[list, list]:
         return as_types(outs[: self.num_carry], self.avals), outs[self.num_carry :]
 
+    def with_body(self, jaxpr: _compat.Jaxpr) -> Step:
+        """The step with other equations, of the same inputs and outputs."""
+        step = copy.copy(self)
+        step.body = Body(jaxpr, self.body.operands)
+        if "_kept" in vars(self) and self._kept[0] is self.body.jaxpr:  # named before it was mapped
+            step._kept = (jaxpr, self._kept[1])
+        else:
+            vars(step).pop("_kept", None)
+        return step
+
+    def mapped(self, axis: Any, is_mapped: Sequence[bool]) -> MappedStep:
+        """The step for all examples of a `jax.vmap` at once.
+
+        Args:
+            axis: the axis of the examples, as JAX describes it.
+            is_mapped: for each input of the body, whether it differs between examples.
+        """
+        # Ours judge the equations as they were staged, so what they keep is named before the equations are mapped.
+        jaxpr, keeps = self._kept
+        num_before, num_after = self.num_constants, self.num_constants + self.num_carry
+        constants, carry, x = (
+            list(is_mapped[:num_before]),
+            list(is_mapped[num_before:num_after]),
+            list(is_mapped[num_after:]),
+        )
+        while True:  # a carry is mapped if it is at first, or what a step makes of it
+            instantiate = [*carry, *([False] * len(self.y_avals))]
+            mapped, consts, outs = _compat.map_jaxpr(jaxpr, axis, [*constants, *carry, *x], instantiate)
+            if outs[: self.num_carry] == carry:
+                break
+            carry = [a or b for a, b in zip(carry, outs, strict=False)]
+        body = Body.close(mapped, consts)
+        step = Step(
+            body,
+            body.num_operands + self.num_constants,
+            self.num_carry,
+            length=self.length,
+            reverse=self.reverse,
+            policy=self.policy,
+            name=f"{self.name}, mapped over {axis.size} examples",
+            tick=self._tick,
+            kept=(body.jaxpr, keeps),
+        )
+        place = lambda flags, axis: [axis if flag else None for flag in flags]  # noqa: E731
+        in_axes = [*place([*constants, *carry], 0), *place(x, 1)]
+        return MappedStep(step, body.operands, in_axes, [*place(carry, 0), *place(outs[self.num_carry :], 1)])
+
     def plain(self) -> Callable:
         """The loop as it is."""
         if not self.is_shown:
             return _control.scan(
-                self.body, self.num_constants, self.avals, length=self.length, reverse=self.reverse, unroll=1
+                self.body, self.num_constants, self.num_carry, length=self.length, reverse=self.reverse, unroll=1
             )
 
         def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:
@@ -101,6 +157,21 @@ class Step:
             return carry, ys
 
         return _control.compiled(loop)
+
+
+class MappedStep(NamedTuple):
+    """A `Step` for all examples at once.
+
+    Attributes:
+        consts: values of the step's first constants, which the original has not.
+        in_axes: for each constant, carry and xs of the original's loop the axis of the examples, None if it is the same
+            for all; `out_axes` for the last carries and the ys.
+    """
+
+    step: Step
+    consts: list[Any]
+    in_axes: list[int | None]
+    out_axes: list[int | None]
 
 
 # -- nested loops ------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from . import _compat, _control, _schedule
-from ._checkpointed import Plan, jvp_of, reverse_scheduled
+from ._checkpointed import Plan, reverse_scheduled
+from ._derivative import jvp_of, nonzero_tangents, tangents_of
 from ._jaxpr import Body
 from ._nested import Step
 from ._tree import is_float
@@ -129,10 +129,10 @@ def while_loop(test: Body, step: Step, slots: int | None, max_steps: int | None)
         test_constants, constants, carry = primals
         out, stored = store(*primals)
         leaves, treedef = jax.tree.flatten((primals, stored))
-        moved = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
         first, last = len(test_constants), len(test_constants) + len(constants)
         # What only the test reads does not move the result.
-        moving = [i for i, t in enumerate(moved) if i >= first and not isinstance(t, SymbolicZero) and is_float(t)]
+        nonzero = {i: t for i, t in nonzero_tangents(tangents).items() if i >= first}
+        moving = list(nonzero)
         consts = tuple(i - first for i in moving if i < last)
         floats = [i for i, a in enumerate(step.avals) if is_float(a)]
 
@@ -149,8 +149,7 @@ def while_loop(test: Body, step: Step, slots: int | None, max_steps: int | None)
             return [*found[: len(consts)], *(of_carry[i - last] for i in moving if i >= last)]
 
         types = [_compat.abstract(out[i]) for i in floats]
-        pushed = iter(_compat.linear_call(push, pull, leaves, [moved[i] for i in moving], types))
-        return out, [next(pushed) if is_float(x) else _compat.zero_tangent(_compat.abstract(x)) for x in out]
+        return out, tangents_of(out, _compat.linear_call(push, pull, leaves, list(nonzero.values()), types))
 
     loop.defjvp(rule, symbolic_zeros=True)
     return loop

@@ -74,7 +74,7 @@ def split(rows: Any, length: Any, slots: Any) -> Any:
     """
     r = (rows[slots] < length).sum() - 1  # the least r with beta(slots, r) >= length
     most, rest = rows[slots, r], length - rows[slots - 1, r]
-    return most + (rest - most) * (rest < most)
+    return most + (rest - most) * (rest < most).astype(rows.dtype)
 
 
 def first_positions(length: int, slots: int) -> list[int]:

@@ -173,9 +173,11 @@ class Slots(Strategy):
 class Budget(Strategy):
     """As little recomputation as fits in so many bytes.
 
-    The loop's gradient program is compiled, a few times the first time that a body of its structure is met, and the
-    number of slots and the block (see `Slots`) chosen so that its temporary memory is at most the budget. A loop that
-    fits as it is stays as it is.
+    When the loop is differentiated, its gradient program is compiled, a few times the first time that a body of its
+    structure is met, and the number of slots and the block (see `Slots`) chosen so that its temporary memory is at most
+    the budget. A plain loop that fits stays plain, and a loop that is not differentiated is not measured.
+
+    Under ``vmap`` the budget holds for all examples together.
 
     Args:
         bytes: a number, or text such as ``"64MiB"``.
@@ -185,7 +187,9 @@ class Budget(Strategy):
         What counts is what XLA reserves for the gradient of the loop alone, beyond its inputs and outputs.
 
     Raises:
-        PolicyError: not even one slot fits; the message says how much it needs.
+        PolicyError: at the call, the size is malformed. When the gradient is built, not even one slot fits; the message
+            says how much one slot needs. Or the gradient was traced without a ``vmap`` that maps it later, as with
+            ``vmap(grad(jit(f)))``, and exceeds the budget.
 
     Example:
         >>> from statetx import policies
@@ -203,7 +207,7 @@ class Budget(Strategy):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Auto(Strategy):
-    """Chosen by what the carry and one step take: see `choose` in `_checkpointed`."""
+    """Chosen by what the carry and one step take, when the loop is differentiated: see `_sized`."""
 
     def __repr__(self) -> str:
         return "'auto'"

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _compat, _control
+from .._carry import differs, drift_error, leaf_names, structure_strs
 from .._errors import CarryTypeError
 from .._jaxpr import Body, table
 from .._lift import Input, name_of
 from .._paths import Paths
 from .._registry import Effect
-from .._staged import Staged, publish, union
-from .._tree import as_array, partition, type_str
+from .._staged import Staged, is_loop_leaf, publish, union
+from .._tree import Partition, as_array, is_array_or_number, partition, type_str
 from .._typing import PyTree
 
 _MISSING = object()
@@ -33,20 +36,22 @@ def cond(
     """Run one of two functions, which may read and write states.
 
     As ``jax.lax.cond``. The Python of each branch runs once. The states that either branch writes are threaded through
-    both: the branch that does not write one hands it on.
+    both: the branch that does not write one hands it on. A state that holds a Python number, or another value of a weak
+    type, is promoted where one branch writes it and the other does not: ``State(0)`` to which one branch adds a float is a
+    float afterwards.
 
     Args:
         pred: a scalar bool (or number), concrete or traced.
         true_fun: called as ``true_fun(*operands)`` where `pred` is true.
         false_fun: called where it is not; must return the same types.
-        *operands: pytrees of arrays; other objects pass untouched.
+        *operands: pytrees of arrays and numbers; other objects pass untouched.
         operand: a lone operand, as in ``jax.lax.cond``.
 
     Returns:
         The output of the branch taken.
 
     Raises:
-        CarryTypeError: the branches return different types, or write a state with another type than it had.
+        CarryTypeError: the branches return different types, or leave a state with different types.
         CreatedStateError: a branch created a state that outlives it.
 
     Source:
@@ -65,8 +70,10 @@ def cond(
         if operands:
             raise TypeError("cond: give either operands by position or operand=, not both.")
         operands = (operand,)
-    if jnp.ndim(pred) != 0:
-        raise TypeError(f"cond: the predicate must be a scalar, got {type_str(as_array(pred))}.")
+    if not is_loop_leaf(pred) or jnp.ndim(pred) != 0 or jnp.issubdtype(jnp.result_type(pred), jnp.complexfloating):
+        raise TypeError(
+            f"cond: the predicate must be a scalar, true or false or a real number, got {type_str(as_array(pred))}."
+        )
     return _branch("cond", jnp.asarray(pred).astype(bool), [false_fun, true_fun], operands)
 
 
@@ -76,7 +83,7 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
     Args:
         index: a scalar integer; what lies outside the range is clamped to it, as in ``jax.lax.switch``.
         branches: the functions; at least one.
-        *operands: pytrees of arrays; other objects pass untouched.
+        *operands: pytrees of arrays and numbers; other objects pass untouched.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -104,7 +111,7 @@ def _branch(name: str, index: Any, branches: Sequence[Callable], operands: tuple
             raise TypeError(f"{name}: every branch must be callable, got {type(f).__name__}.")
     if _compat.is_jit_disabled() and not isinstance(index, _compat.Tracer):
         return branches[min(max(int(index), 0), len(branches) - 1)](*operands)
-    arrays, part = partition(operands)
+    arrays, part = partition(operands, is_array_or_number)
     arrays = [as_array(x) for x in arrays]
     avals = [_compat.abstract(x) for x in arrays]
     staged = [
@@ -118,20 +125,24 @@ class _Branches:
 
     Order of the inputs: operands of every branch, the states that any of them touches, arguments; of the outputs: the
     output, and the states that any of them writes.
+
+    What the branches return must agree in dtypes, as in ``jax.lax.cond``, which also says what becomes of weak types. What
+    they leave in a state must agree as well, a branch that does not write it being one that leaves it unchanged; but a
+    weak type, that of a Python number, is promoted to what another branch leaves, as a loop promotes it.
     """
 
     def __init__(self, name: str, staged: list[Staged]):
         self._name = name
         self._staged = staged
         self._states: list[Input] = union([s.inputs for s in staged])
-        written: list[Effect] = union([{id(e.state): e for e in s.effects} for s in staged])
-        self._written = [(e, next(i for i in self._states if i.state is e.state)) for e in written]
-        for s in staged:
-            paths = Paths(s.fun)
-            for effect in s.effects:
-                s.check_written(effect, paths)
+        self._effects: list[Effect] = union([{id(e.state): e for e in s.effects} for s in staged])
+        self._written = [next(i for i in self._states if i.state is e.state) for e in self._effects]
         self._check_outputs()
-        self._bodies = [self._arrange(s) for s in staged]
+        self._left = [[_Left.make(s, read) for s in staged] for read in self._written]
+        self._dtypes: list[Any] = [None] * staged[0].num_out
+        for left in self._left:
+            self._dtypes += _agree(name, left)
+        self._bodies = [self._arrange(n) for n in range(len(staged))]
 
     def _check_outputs(self) -> None:
         first = self._staged[0]
@@ -142,34 +153,119 @@ class _Branches:
                     f"{first.outs[0].treedef}\n  {name_of(s.fun)}: {s.outs[0].treedef}"
                 )
             for a, b in zip(first.out_avals, s.out_avals, strict=True):
-                if (a.shape, a.dtype) != (b.shape, b.dtype):
+                if differs(a, b):
                     raise CarryTypeError(
                         f"{self._name}: all branches must return the same types; {name_of(first.fun)} returns "
                         f"{type_str(a)} where {name_of(s.fun)} returns {type_str(b)}."
                     )
 
-    def _arrange(self, s: Staged) -> Body:
+    def _arrange(self, n: int) -> Body:
+        s = self._staged[n]
         state_vars = {id(i.state): s.state_vars(i) for i in self._states}
         own = iter(s.operand_vars)
         operand_vars = [
             next(own) if other is s else _compat.Var(v.aval) for other in self._staged for v in other.operand_vars
         ]
         invars = [*operand_vars, *(v for vs in state_vars.values() for v in vs), *s.arg_vars]
-        written = [v for e, _ in self._written for v in s.written_vars.get(id(e.state), state_vars[id(e.state)])]
+        left = zip(self._written, self._left, strict=True)
+        written = [v for i, branches in left for v in branches[n].atoms(state_vars[id(i.state)])]
         return s.arrange(invars, [*s.out_vars, *written])
 
     def run(self, index: Any, arrays: list) -> PyTree:
-        out_avals = [_strongest(avals) for avals in zip(*(s.out_avals for s in self._staged), strict=True)]
-        avals = [*out_avals, *(a for _, i in self._written for a in i.avals)]
-
-        kept = table.get(self._bodies, (self._name, tuple(avals)), lambda *bodies: _control.branch(bodies, avals))
+        dtypes = self._dtypes
+        kept = table.get(self._bodies, (self._name, tuple(dtypes)), lambda *bodies: _control.branch(bodies, dtypes))
         constants = [x for s in self._staged for x in s.operands]
         outs = kept(index, *constants, *(x for i in self._states for x in i.values), *arrays)
         first = self._staged[0]
-        effects = [e for e, _ in self._written]
-        publish(effects, [i.part for _, i in self._written], outs[first.num_out :])
+        publish(self._effects, [branches[0].part for branches in self._left], outs[first.num_out :])
         return first.outs[0].combine(outs[: first.num_out])
 
 
-def _strongest(avals: tuple) -> Any:
-    return next((a for a in avals if not a.weak_type), avals[0])
+# -- what branches leave in a state ----------------------------------------------------------------------------
+
+
+class _Left(NamedTuple):
+    """What a branch leaves in a state that some branch writes.
+
+    Attributes:
+        staged: the branch.
+        effect: its write, None if it leaves the state unchanged.
+        part: `Partition` of what it leaves; `avals` the types of the leaves.
+        values: the leaves, if they are those that the state has on entry; else their types.
+    """
+
+    staged: Staged
+    effect: Effect | None
+    part: Partition
+    avals: list[Any]
+    values: list[Any]
+
+    @classmethod
+    def make(cls, staged: Staged, read: Input) -> _Left:
+        key = id(read.state)
+        if key in staged.written:
+            effect = next(e for e in staged.effects if e.state is read.state)
+            avals = staged.written_avals[key]
+            return cls(staged, effect, staged.written[key], avals, avals)
+        values, part = partition(read.part.combine(read.values), is_loop_leaf)
+        return cls(staged, None, part, [_compat.abstract(x) for x in values], values)
+
+    def atoms(self, state_vars: Sequence[Any]) -> list[Any]:
+        """The leaves as outputs of the branch's body; `state_vars` hold the state on entry."""
+        if self.effect is not None:
+            return self.staged.written_vars[id(self.effect.state)]
+        inputs = iter(state_vars)  # of all leaves but Python bools, which Python may branch on
+        pairs = zip(self.values, self.avals, strict=True)
+        return [_compat.Literal(np.bool_(x), aval) if isinstance(x, bool) else next(inputs) for x, aval in pairs]
+
+
+def _agree(name: str, left: list[_Left]) -> list[Any]:
+    """For each leaf that the branches leave in a state, the dtype to which it is promoted; None if their dtypes are equal.
+
+    Raises:
+        CarryTypeError: they leave it with different types.
+    """
+    first = left[0].part
+    for other in left[1:]:
+        part = other.part
+        if (part.treedef, part.mask, part.static) != (first.treedef, first.mask, first.static):
+            raise _disagreement(name, [left[0], other])
+    dtypes = []
+    for n in range(first.num_dynamic):
+        dtype = _join(left, n)
+        if dtype is None:
+            raise _disagreement(name, next(p for p in itertools.combinations(left, 2) if _join(p, n) is None), n)
+        dtypes.append(dtype if any(x.avals[n].dtype != dtype for x in left) else None)
+    return dtypes
+
+
+def _join(left: Sequence[_Left], leaf: int) -> Any:
+    """The dtype to which what branches leave in one place promotes; None if there is none, or the shapes differ."""
+    avals = [x.avals[leaf] for x in left]
+    if all(a.shape == avals[0].shape and a.dtype == avals[0].dtype for a in avals):
+        return avals[0].dtype
+    try:
+        dtype = jnp.result_type(*(x.values[leaf] for x in left))
+    except ValueError:  # keys, or an integer where promotion is strict
+        return None
+    agrees = all(a.shape == avals[0].shape and (a.weak_type or a.dtype == dtype) for a in avals)
+    return dtype if agrees else None
+
+
+def _disagreement(name: str, pair: Sequence[_Left], n: int | None = None) -> CarryTypeError:
+    """The error for two branches, of which at least one writes: in leaf `n`, or in the structure of the value."""
+    a, b = sorted(pair, key=lambda left: left.effect is not None)
+    leaf = "" if n is None else leaf_names(a.part)[n]
+    types = (
+        [type_str(x.avals[n]) for x in (a, b)] if n is not None else structure_strs([(x.part, x.avals) for x in (a, b)])
+    )
+    assert b.effect is not None
+    paths = Paths(b.staged.fun)
+    if a.effect is None:
+        return drift_error(name, b.effect, paths, leaf, types, "branch")
+    state, kind = b.effect.state, b.effect.kind
+    return CarryTypeError(
+        f"{name}: the branches leave {type(state).__name__} {paths(state)!r}{leaf}, made at {kind.site_of(state)}, with "
+        f"different types: {name_of(a.staged.fun)} writes {types[0]} at {a.effect.site}, {name_of(b.staged.fun)} writes "
+        f"{types[1]} at {b.effect.site}.\nFix: convert the value in one of them."
+    )

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import _keep
-from .._lift import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack
+from .._lift import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, take_apart
 from .._targets import Targets, resolve_argnums, split_aux
-from .._tree import is_array_or_number, partition
+from .._tree import Partition, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
 P = ParamSpec("P")
@@ -62,7 +62,8 @@ def grad(
         fun: returns a scalar, or a scalar and auxiliary data with `has_aux`.
         argnums: positions of the arguments to differentiate; 0 if `wrt` is not given either, none if it is.
         wrt: the states to differentiate: a state, a list or dict of states (``statetx.states(model, Param)``), or
-            a filter, which selects among the states that the call can reach and gives a dict by path.
+            a filter, which selects among the states that the function and its arguments hold, and those besides that the
+            call reads, and gives a dict by path. A dict of brainstate (``net.states()``) gives a plain dict.
         has_aux: whether `fun` returns a pair whose second item is passed through.
         holomorphic: as in ``jax.grad``.
         allow_int: as in ``jax.grad``.
@@ -73,7 +74,7 @@ def grad(
         aux)``. A dict has its keys sorted, as JAX gives dicts back: look gradients up by path.
 
     Raises:
-        StateFilterError: `wrt` selects no state.
+        StateFilterError: `wrt` selects no state, or one that the call reads and that nothing leads to.
         StateValueError: a state's value cannot be differentiated.
 
     Source:
@@ -150,13 +151,15 @@ class ValueAndGrad(Wrapper):
         self._has_aux = has_aux
         self._jax_options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         value, aux, grads = self._differentiate(args, kwargs)
         return ((value, aux) if self._has_aux else value), grads
 
     def _differentiate(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
         fun = self.__wrapped__
-        targets = Targets(self._wrt, fun, args, kwargs) if self._wrt is not None else None
+        allow_int = self._jax_options["allow_int"]
+        targets = Targets(self._wrt, fun, args, kwargs, allow_int=allow_int) if self._wrt is not None else None
+        wants_refs = targets is not None and targets.has_refs
         nums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
         outcome: Outcome | None = None
         wrapped = _keep.override.wrapped(fun)
@@ -167,8 +170,8 @@ class ValueAndGrad(Wrapper):
             call_args = list(args)
             for i, x in zip(nums, diff_args, strict=True):
                 call_args[i] = x
-            with frame_for("grad", fun, on_read=on_read) as frame:
-                out = call(wrapped, call_args, kwargs)
+            frame = frame_for("grad", fun, on_read=on_read)
+            out = frame.run(call, wrapped, call_args, kwargs, wants_refs)
             value, aux = split_aux(out, fun) if self._has_aux else (out, None)
             leaves, outcome = pack(aux, frame.effects)
             return value, leaves
@@ -188,7 +191,7 @@ class ValueAndGrad(Wrapper):
 class Grad(ValueAndGrad):
     """Made by `grad`."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         _, aux, grads = self._differentiate(args, kwargs)
         return (grads, aux) if self._has_aux else grads
 
@@ -213,7 +216,7 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
     Returns:
         ``(out, pullback)``, with `has_aux` ``(out, pullback, aux)``. ``pullback(cotangent_of_out)`` returns a tuple
         with a cotangent for each primal; with `wrt`, the pair of the states' cotangents and that tuple. It runs
-        none of the user's Python and writes no state.
+        none of the user's Python and writes no state. It is a pytree: a jitted function may return it.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -226,6 +229,7 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
         (9.0, 6.0, 1)
     """
     targets = Targets(wrt, fun, primals, {}) if wrt is not None else None
+    wants_refs = targets is not None and targets.has_refs
     arrays, others = partition(primals, is_array_or_number)
     outcome: Outcome | None = None
     out_part: Any = None
@@ -233,31 +237,68 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
 
     def pure(state_values: list, *diff: Any) -> tuple[list, list]:
         nonlocal outcome, out_part
-        with frame_for("vjp", fun, on_read=targets and targets.on_read(state_values)) as frame:
-            out = call(wrapped, others.combine(diff), {})
+        frame = frame_for("vjp", fun, on_read=targets and targets.on_read(state_values))
+        out = frame.run(call, wrapped, others.combine(diff), {}, wants_refs)
         out, aux = split_aux(out, fun) if has_aux else (out, None)
         leaves, outcome = pack(aux, frame.effects)
-        out_leaves, out_part = partition(out, is_array_or_number)
+        out_leaves, out_part = take_apart(out, is_array_or_number)
         return [jnp.asarray(x) for x in out_leaves], leaves
 
     out_leaves, pull, leaves = jax.vjp(pure, targets.values() if targets else [], *arrays, has_aux=True)
     assert outcome is not None
     aux = outcome.finish(leaves)
 
-    def pullback(cotangent: Any) -> Any:
-        given, treedef = jax.tree.flatten(cotangent)
-        if treedef != out_part.treedef:
-            raise TypeError(
-                f"The pullback of {name_of(fun)} needs a cotangent in the structure of its output, "
-                f"{out_part.treedef}, and got {treedef}."
-            )
-        given = [
-            jnp.asarray(c, x.dtype) if isinstance(c, (int, float, complex)) else c
-            for c, x in zip([c for c, d in zip(given, out_part.mask, strict=True) if d], out_leaves, strict=True)
-        ]
-        of_states, *of_arrays = pull(given)
-        of_args = others.combine(of_arrays)
-        return of_args if targets is None else (targets.combine(of_states), of_args)
-
+    form = _Form(name_of(fun), out_part, [x.dtype for x in out_leaves], others, targets)
+    pullback = Pullback(pull, form)
     out = out_part.combine(out_leaves)
     return (out, pullback, aux) if has_aux else (out, pullback)
+
+
+class _Form:
+    """What a pullback takes and gives besides arrays."""
+
+    def __init__(self, name: str, out: Partition, dtypes: list[Any], primals: Partition, targets: Targets | None):
+        self.name = name
+        self.out = out
+        self.dtypes = dtypes
+        self.primals = primals
+        self.targets = targets
+
+
+@jax.tree_util.register_pytree_node_class
+class Pullback:
+    """The linear map from a cotangent of a function's output to those of its inputs; made by `vjp`.
+
+    A pytree, as JAX's is: a compiled function may return it or take it as an argument.
+    """
+
+    def __init__(self, pull: Callable, form: _Form):
+        self._pull = pull
+        self._form = form
+
+    def __call__(self, cotangent: Any) -> Any:
+        form = self._form
+        given, treedef = jax.tree.flatten(cotangent)
+        if treedef != form.out.treedef:
+            raise TypeError(
+                f"The pullback of {form.name} needs a cotangent in the structure of its output, {form.out.treedef}, and "
+                f"got {treedef}."
+            )
+        dynamic = [c for c, d in zip(given, form.out.mask, strict=True) if d]
+        converted = [
+            jnp.asarray(c, dtype) if isinstance(c, (int, float, complex)) else c
+            for c, dtype in zip(dynamic, form.dtypes, strict=True)
+        ]
+        of_states, *of_arrays = self._pull(converted)
+        of_args = form.primals.combine(of_arrays)
+        return of_args if form.targets is None else (form.targets.combine(of_states), of_args)
+
+    def __repr__(self) -> str:
+        return f"<pullback of {self._form.name}>"
+
+    def tree_flatten(self) -> tuple[tuple[Callable], _Form]:
+        return (self._pull,), self._form
+
+    @classmethod
+    def tree_unflatten(cls, form: _Form, children: tuple[Callable]) -> Pullback:
+        return cls(*children, form)

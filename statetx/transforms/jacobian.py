@@ -8,9 +8,9 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from .._lift import Outcome, Wrapper, as_decorator, call, frame_for, pack
+from .._lift import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, take_apart
 from .._targets import Targets, resolve_argnums, split_aux
-from .._tree import Partition, is_array_or_number, partition
+from .._tree import Partition, is_array_or_number
 from .._typing import Filter, PyTree
 
 P = ParamSpec("P")
@@ -56,6 +56,12 @@ def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux:
         >>> float(out), float(slope), n.value
         (0.0, 2.0, 1)
     """
+    for name, value in (("primals", primals), ("tangents", tangents)):
+        if not isinstance(value, (tuple, list)):
+            raise TypeError(
+                f"jvp: {name} must be a tuple or a list with an item for each argument of {name_of(fun)}, got "
+                f"{type(value).__name__}."
+            )
     run = _Run("jvp", fun, has_aux)
     out, tangent, leaves = jax.jvp(run, tuple(primals), tuple(tangents), has_aux=True)
     aux = run.finish(leaves)
@@ -79,7 +85,7 @@ def linearize(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple:
 
     Returns:
         ``(out, pushforward)``, with `has_aux` ``(out, pushforward, aux)``. ``pushforward(*tangents)`` runs none of the
-        user's Python and writes no state.
+        user's Python and writes no state. It is a pytree: a jitted function may return it.
 
     Source:
         ``jax.linearize``.
@@ -97,13 +103,35 @@ def linearize(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple:
     run = _Run("linearize", fun, has_aux)
     out, pushforward, leaves = jax.linearize(run, *primals, has_aux=True)
     aux = run.finish(leaves)
-    part = run.out
-
-    def push(*tangents: Any) -> Any:
-        return part.combine(pushforward(*tangents))
-
-    out = part.combine(out)
+    push = Pushforward(pushforward, run.out, name_of(fun))
+    out = run.out.combine(out)
     return (out, push, aux) if has_aux else (out, push)
+
+
+@jax.tree_util.register_pytree_node_class
+class Pushforward:
+    """The derivative of a function at a point, as a linear map; made by `linearize`.
+
+    A pytree, as JAX's is: a compiled function may return it or take it as an argument.
+    """
+
+    def __init__(self, push: Callable, out: Partition, name: str):
+        self._push = push
+        self._out = out
+        self._name = name
+
+    def __call__(self, *tangents: Any) -> Any:
+        return self._out.combine(self._push(*tangents))
+
+    def __repr__(self) -> str:
+        return f"<derivative of {self._name}>"
+
+    def tree_flatten(self) -> tuple[tuple[Callable], tuple[Partition, str]]:
+        return (self._push,), (self._out, self._name)
+
+    @classmethod
+    def tree_unflatten(cls, form: tuple[Partition, str], children: tuple[Callable]) -> Pushforward:
+        return cls(*children, *form)
 
 
 class _Run:
@@ -118,10 +146,10 @@ class _Run:
         self._has_aux = has_aux
 
     def __call__(self, *primals: Any) -> tuple[list, list]:
-        with frame_for(self._name, self._fun) as frame:
-            out = call(self._fun, primals, {})
+        frame = frame_for(self._name, self._fun)
+        out = frame.run(call, self._fun, primals, {})
         out, aux = split_aux(out, self._fun) if self._has_aux else (out, None)
-        out_leaves, self.out = partition(out, is_array_or_number)
+        out_leaves, self.out = take_apart(out, is_array_or_number)
         leaves, self._outcome = pack(aux, frame.effects)
         return [jnp.asarray(x) for x in out_leaves], leaves
 
@@ -287,9 +315,11 @@ class Jacobian(Wrapper):
     def _made_by(self) -> str:
         return self._transform.__name__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
-        targets = Targets(self._wrt, fun, args, kwargs) if self._wrt is not None else None
+        allow_int = self._jax_options.get("allow_int", False)
+        targets = Targets(self._wrt, fun, args, kwargs, allow_int=allow_int) if self._wrt is not None else None
+        wants_refs = targets is not None and targets.has_refs
         nums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
         outcome: Outcome | None = None
         structure: Any = None
@@ -299,8 +329,8 @@ class Jacobian(Wrapper):
             call_args = list(args)
             for i, x in zip(nums, diff_args, strict=True):
                 call_args[i] = x
-            with frame_for(self._transform.__name__, fun, on_read=targets and targets.on_read(state_values)) as frame:
-                out = call(fun, call_args, kwargs)
+            frame = frame_for(self._transform.__name__, fun, on_read=targets and targets.on_read(state_values))
+            out = frame.run(call, fun, call_args, kwargs, wants_refs)
             out, aux = split_aux(out, fun) if self._has_aux else (out, None)
             structure = jax.tree.structure(out)
             leaves, outcome = pack(aux, frame.effects)

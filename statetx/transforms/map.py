@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from .._strategy import Strategy
 from .scan import scan
 from .vmap import vmap
 
@@ -15,7 +17,14 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 
 
-def map(f: Callable[[X], Y], xs: X, *, batch_size: int | None = None) -> Y:
+def map(
+    f: Callable[[X], Y],
+    xs: X,
+    *,
+    batch_size: int | None = None,
+    checkpoint: Strategy | int | tuple[int, ...] | str | None = None,
+    progress: bool = False,
+) -> Y:
     """Apply a function to each element of the leading axis of `xs`, one after the other; it may read and write states.
 
     As ``jax.lax.map``: a `scan` without a carry. States that the function writes are carried from one element to the
@@ -25,6 +34,8 @@ def map(f: Callable[[X], Y], xs: X, *, batch_size: int | None = None) -> Y:
         f: called with one element.
         xs: a pytree of arrays with a leading axis of equal length.
         batch_size: as in ``jax.lax.map``, this many elements at a time under `vmap`, whose rules for states hold then.
+        checkpoint: how the loop stores less for its gradient, as in `scan`.
+        progress: whether a bar shows how far the loop is, as in `scan`.
 
     Returns:
         The outputs, stacked along a new leading axis.
@@ -41,15 +52,23 @@ def map(f: Callable[[X], Y], xs: X, *, batch_size: int | None = None) -> Y:
         >>> statetx.map(running_sum, jnp.arange(4.0))
         Array([0., 1., 3., 6.], dtype=float32)
     """
+
+    def loop(f: Callable, xs: Any) -> Any:
+        @functools.wraps(f, updated=())  # messages and bars name it
+        def step(carry: None, x: Any) -> tuple[None, Any]:
+            return carry, f(x)
+
+        return scan(step, None, xs, checkpoint=checkpoint, progress=progress)[1]
+
     if batch_size is None:
-        return scan(lambda carry, x: (carry, f(x)), None, xs)[1]
+        return loop(f, xs)
     if batch_size < 1:
         raise ValueError(f"map: batch_size must be at least 1, got {batch_size}.")
     length = len(jax.tree.leaves(xs)[0])
     whole = length // batch_size * batch_size
     batches = jax.tree.map(lambda x: x[:whole].reshape(-1, batch_size, *x.shape[1:]), xs)
     batched = vmap(f)
-    ys = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), scan(lambda c, x: (c, batched(x)), None, batches)[1])
+    ys = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), loop(batched, batches))
     if whole == length:
         return ys
     rest = batched(jax.tree.map(lambda x: x[whole:], xs))

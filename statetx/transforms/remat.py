@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from .. import _compat, _fence, _keep, _policy, _registry
 from .._errors import EffectError, StateAccessError
 from .._jaxpr import Body, table
-from .._lift import Lifting, Wrapper, as_decorator, frame_for, name_of, pack, short_name, stage
+from .._lift import Wrapper, as_decorator, frame_for, name_of, pack, run_at_once, short_name, stage
 from .._paths import Paths, as_predicate
 from .._policy import Origin, as_policy
-from .._shared import Recalled, Sight, recall, remember
 from .._signature import StaticArguments
+from .._subclass import has_twins, is_object, make_subclass, subclass_for, twin
 from .._text import brief, suggestion
-from .._tree import as_array, is_array, partition
+from .._tree import as_array, freeze, partition
 from .._typing import Filter, Indices, Names, Policy
 from ..kinds.ref import KIND as REF
 
@@ -38,7 +38,6 @@ def remat(
     static_argnums: Indices = (),
     static_argnames: Names = (),
     states: Filter = True,
-    share_traces: bool = False,
     methods: Names | None = None,
 ) -> F: ...
 
@@ -53,7 +52,6 @@ def remat(
     static_argnums: Indices = (),
     static_argnames: Names = (),
     states: Filter = True,
-    share_traces: bool = False,
     methods: Names | None = None,
 ) -> Callable[[F], F]: ...
 
@@ -67,7 +65,6 @@ def remat(
     static_argnums: Indices = (),
     static_argnames: Names = (),
     states: Filter = True,
-    share_traces: bool = False,
     methods: Names | None = None,
     **unknown: Any,
 ) -> Any:
@@ -79,7 +76,9 @@ def remat(
     loss it saves nothing, since all of it is then recomputed at once.
 
     Works as ``@remat``, ``@remat(policy=...)`` and ``remat(f)``, on functions, methods in a class body, bound
-    methods, callable objects, partials, lambdas and classes. Where nothing is traced, ``remat(f)(x)`` is ``f(x)``.
+    methods, callable objects, partials, lambdas and classes, above or below ``@staticmethod``, ``@classmethod``,
+    ``@property``, ``@functools.cached_property`` and ``functools.partialmethod``. Where nothing is traced, ``remat(f)(x)``
+    runs ``f(x)``.
 
     Args:
         fun: what to rematerialise. For a class, returns a subclass whose `methods` are rematerialised.
@@ -98,20 +97,21 @@ def remat(
             in a class body); negative ones count from the end. Python values other than arrays always pass
             untouched, so a training flag needs no declaration; declare an *array* static to keep it concrete.
         static_argnames: the same by name. Either finds the argument by position, keyword or default.
-        share_traces: whether calls that look alike share one run of the function's Python, as the layers of a model do: they
-            look alike where a walk from the function and its arguments meets the same types of objects, arrays and states, and
-            the same flags, numbers and code. You promise that nothing else matters: what other modules hold, files, clocks.
-            Without it your Python runs on every call, and only what comes after it is shared.
         states: a filter for the states that the function may touch; touching another raises (a ``jax.Ref`` only where
             something is traced: in eager code nobody sees it).
         methods: for a class, the names of the methods to rematerialise; ``"__call__"`` if not given.
 
     Returns:
-        A callable with the signature, name and docstring of `fun`.
+        A callable with the signature, name and docstring of `fun`. Of a callable object, such as a module of
+        brainstate, flax or equinox, it is an instance of a subclass of its class that has the same ``__dict__``: what
+        is written to an attribute of one is there in the other, and its library finds it, and the states inside,
+        where the object was. Objects that hold more than a ``__dict__`` (slots) get a function that reads and writes
+        their attributes.
 
     State:
         Reads and writes what `fun` does. Values read are inputs of the rematerialised region, values written are
-        outputs of it.
+        outputs of it. A call that fails is undone, in eager code too, where that costs about as much as two operations
+        of JAX.
 
     Memory:
         Between forward and backward pass it keeps inputs of the region that are not kept anyway: its array
@@ -158,7 +158,6 @@ def remat(
         "static_argnums": static_argnums,
         "static_argnames": static_argnames,
         "states": states,
-        "share_traces": share_traces,
     }
     if fun is None:
         return functools.partial(remat, **options, methods=methods)
@@ -166,7 +165,7 @@ def remat(
         return _remat_class(fun, ("__call__",) if methods is None else methods, options)
     if methods is not None:
         raise TypeError(f"remat: methods= is for classes, and {name_of(fun)} is a {type(fun).__name__}.")
-    return as_decorator(Remat, fun, options)
+    return _remat_object(fun, options) if is_object(fun) else as_decorator(Remat, fun, options)
 
 
 checkpoint = remat
@@ -196,22 +195,19 @@ class Remat(Wrapper):
         static_argnums: Indices = (),
         static_argnames: Names = (),
         states: Filter = True,
-        share_traces: bool = False,
     ):
         options = {"policy": policy, "prevent_cse": prevent_cse, "fence": fence, "static_argnums": static_argnums}
-        options |= {"static_argnames": static_argnames, "states": states, "share_traces": share_traces}
+        options |= {"static_argnames": static_argnames, "states": states}
         super().__init__(fun, options)
         self._policy = as_policy(policy)
         self._prevent_cse, self._fence = _check_fence(_check_prevent_cse(prevent_cse), fence)
         self._static = StaticArguments(fun, static_argnums, static_argnames)
         self._allowed = None if states is True else as_predicate(states)
-        # What a filter or a policy makes of a state may depend on which state it is.
-        self._shares = share_traces and self._allowed is None and not self._policy.needs_states
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
-        if _compat.is_eager() and self._allowed is None:
-            return fun(*args, **kwargs)
+        if _compat.is_eager():
+            return run_at_once("remat", fun, args, kwargs, allow=self._guard(args, kwargs))
         policy = self._policy
         is_tried = _keep.override.met is not None
         if is_tried:
@@ -230,35 +226,21 @@ class Remat(Wrapper):
                 guard(ref, REF)
             return owners.read(ref) if owners else REF.get(ref)
 
-        lifting: Lifting | None = None
-
         def body(*tracers: Any) -> tuple[list, Any]:
-            on_read = lifting.on_read if lifting is not None else owners and owners.on_read
-            with frame_for("remat", fun, on_read=on_read, allow=guard) as frame:
-                call_args, call_kwargs = merge(*others.combine(tracers))
-                out = fun(*call_args, **call_kwargs)
+            frame = frame_for("remat", fun, on_read=owners and owners.on_read, allow=guard)
+            call_args, call_kwargs = merge(*others.combine(tracers))
+            out = frame.run(fun, *call_args, **call_kwargs)
             return pack(out, frame.effects)
 
-        if _compat.is_eager():
-            leaves, outcome = body(*arrays)
-            return outcome.finish(leaves)
         avals = [_compat.abstract(x) for x in arrays]
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, others.mask)
         fence = self._fence if prevent_cse is True else None
         is_rewritten = isinstance(policy, _policy.Rewriting)
-        sight: Sight | None = None
-        if self._shares and not (is_tried or is_rewritten or self._static or isinstance(prevent_cse, tuple)):
-            sight = Sight(fun, others, avals, ("remat", policy, prevent_cse, fence))
-            run = recall(sight)
-            if run is not None:
-                return self._finish(run, arrays, live=False)
-            lifting = Lifting(is_array)
         # A policy for the whole function sees the regions within it, whatever policies they have.
         within = _keep.override(_policy.nothing, is_quiet=True) if is_rewritten else contextlib.nullcontext()
         try:
             with within:
-                names = {"kind": "statetx.remat", "name": name_of(fun)}
-                staged, outcome, refs = stage(body, avals, **names, lifting=lifting, read=read)
+                staged, outcome, refs = stage(body, avals, kind="statetx.remat", name=name_of(fun), read=read)
         except jax.errors.ConcretizationTypeError as e:
             e.add_note(
                 f"remat({name_of(fun)}) traces its array arguments. To look at one in Python, name it in static_argnums= "
@@ -275,18 +257,10 @@ class Remat(Wrapper):
             kept = build(staged)
         else:
             kept = table.get(staged, ("remat", policy, prevent_cse, fence, origins, num_out), build)
-        inputs = [] if lifting is None else list(lifting.inputs.values())
-        run = Recalled(kept, staged.operands, [x for i in inputs for x in i.values], outcome)
-        if sight is not None and not refs:
-            after = Sight(fun, others, avals, ("remat", policy, prevent_cse, fence))
-            remember(sight, after, run, staged, inputs)
-        return self._finish(run, arrays, live=True)
-
-    def _finish(self, run: Recalled, arrays: Sequence[Any], *, live: bool) -> Any:
-        with jax.named_scope(short_name(name_of(self.__wrapped__))):
-            outs = run.kept(run.operands, *arrays, *run.values)
+        with jax.named_scope(short_name(name_of(fun))):
+            outs = kept(staged.operands, *arrays)
         # What needs no computing comes back as the constant that stood for it while tracing.
-        return run.outcome.finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs], live=live)
+        return outcome.finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])
 
     def _refuse_effects(self, body: Body) -> None:
         for name, place in _compat.forbidden_effects(body.jaxpr):
@@ -412,47 +386,43 @@ def _remat_class(cls: type, methods: Names, options: dict[str, Any]) -> type:
             hint = suggestion(name, dir(cls))
             raise TypeError(f"remat: the class {cls.__qualname__} has no method {name!r}.{hint} Name one in methods=.")
         wrapped[name] = as_decorator(Remat, inspect.getattr_static(cls, name), options)
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        made = super(subclass, self).__reduce_ex__(protocol)
-        if isinstance(made, str) or _is_importable(subclass):
-            return made
-        _, args, *rest = _copyreg_parts(self, made)
-        return (_rebuild_instance, (cls, names, options, args), *rest)
-
-    namespace = {
-        **wrapped,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "__wrapped__": cls,
-        "__reduce_ex__": reduce,
-    }
-    if not hasattr(cls, "__dict__") or "__slots__" in cls.__dict__:
-        namespace["__slots__"] = ()
-    subclass = type(cls)(cls.__name__, (cls,), namespace)
-    return subclass
+    return make_subclass(cls, wrapped, _remat_class, cls, names, options)
 
 
-def _is_importable(cls: type) -> bool:
-    import sys
-
-    found: Any = sys.modules.get(cls.__module__)
-    for part in cls.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is cls
+# -- objects ---------------------------------------------------------------------------------------------------
 
 
-def _copyreg_parts(instance: Any, made: tuple) -> tuple:
-    """What ``__reduce_ex__`` gave, with the class taken out of the arguments of the reconstructor."""
-    _, args, *rest = made
-    return made[0], (made[0], tuple(a for a in args if a is not type(instance))), *rest
+def _remat_object(obj: Any, options: dict[str, Any]) -> Any:
+    """The twin of an object whose ``__call__`` is rematerialised; a function where there can be none."""
+    if has_twins(type(obj)):
+        # A TypeError: the class allows no subclasses, or there is a mistake in the options, which is found again below.
+        with contextlib.suppress(TypeError):
+            return twin(obj, _class_of_objects(type(obj), options))
+    return as_decorator(Remat, obj, options)
 
 
-def _rebuild_instance(cls: type, methods: tuple, options: dict[str, Any], how: tuple) -> Any:
-    reconstruct, args = how
-    subclass = _remat_class(cls, methods, options)
-    return reconstruct(subclass, *args)
+def _class_of_objects(cls: type, options: dict[str, Any]) -> type:
+    def make() -> type:
+        return make_subclass(cls, {"__call__": _ObjectCall(cls, options)}, _class_of_objects, cls, options)
+
+    return subclass_for(cls, ("remat", freeze(options)), make)
+
+
+class _ObjectCall(Wrapper):
+    """The ``__call__`` of rematerialised objects: `self` is closed over, and not counted among the arguments."""
+
+    def __init__(self, cls: type, options: dict[str, Any]):
+        function = inspect.getattr_static(cls, "__call__")
+        super().__init__(function, options)
+        self._any = as_decorator(Remat, self._bind(object.__new__(cls)), options)
+
+    def _bind(self, instance: Any) -> Callable:
+        return self.__wrapped__.__get__(instance, type(instance))
+
+    def __call__(self, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+        bound = object.__new__(Remat)
+        vars(bound).update(vars(self._any), __wrapped__=self._bind(instance))
+        return bound(*args, **kwargs)
 
 
 def checkpoint_name(x: T, name: str) -> T:

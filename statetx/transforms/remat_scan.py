@@ -123,7 +123,7 @@ class RematScan:
     def __len__(self) -> int:
         return self._num
 
-    def __call__(self, carry: PyTree, xs: PyTree = None, **kwargs: Any) -> PyTree:
+    def __call__(self, carry: PyTree, /, xs: PyTree = None, **kwargs: Any) -> PyTree:
         """Apply the layers; see `remat_scan`."""
         fun = self.__wrapped__.__wrapped__ if isinstance(self.__wrapped__, Stack) else self.__wrapped__
         has_xs, has_ys = xs is not None, self._has_ys

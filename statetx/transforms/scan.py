@@ -8,22 +8,27 @@ a key of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from .. import _compat, _registry
+from .. import _compat, _registry, _unstaged
+from .._carry import flatten_carry, settle
 from .._errors import StateAccessError
 from .._jaxpr import Body
 from .._lift import Input, name_of
 from .._loops import make_loop, resolve_strategy
+from .._opaque import refuse_unfinished
+from .._registry import Effect
 from .._rules import Broadcast, Carry, Rules, Split
-from .._staged import Staged, check_carry, flatten_carry, kept_types, promote, publish
+from .._staged import Staged, publish
 from .._strategy import Strategy
 from .._tree import as_array, is_array_or_number, partition, type_str
 from .._typing import Filter
+from ..kinds.ref import KIND as REF
 
 C = TypeVar("C")
 X = TypeVar("X")
@@ -44,15 +49,16 @@ def scan(
 ) -> tuple[C, Y]:
     """Run ``carry, y = f(carry, x)`` over the leading axis of `xs`; the body may read and write states.
 
-    As ``jax.lax.scan``. The body's Python runs once (twice if the first carry is a Python number that the body turns
-    into an array of another type); the compiled loop runs it `length` times. Each step sees the states as the step
+    As ``jax.lax.scan``. The body's Python runs once, or twice if the carry or a state is a Python number that the body
+    turns into an array of another dtype; the compiled loop runs it `length` times. Each step sees the states as the step
     before left them, and after the loop they hold what the last step wrote.
 
     Args:
         f: the body, ``(carry, x) -> (carry, y)``.
         init: the first carry; a pytree of arrays and Python numbers.
-        xs: a pytree of arrays with a leading axis of equal length, or None.
-        length: number of steps; needed if `xs` has no arrays.
+        xs: a pytree of arrays with a leading axis of equal length, or None. A ``jax.Ref`` among them is sliced, too: a step
+            gets a Ref of its slice, and what it writes there is in the Ref after the loop.
+        length: number of steps; needed if `xs` has no arrays and no state that the body holds has an axis.
         reverse: whether to run from the last element to the first.
         unroll: number of steps in one iteration of the compiled loop, as in ``jax.lax.scan``.
         states: how the states that a filter selects take part: `Carry`, `Broadcast`, an axis (the state has one
@@ -68,17 +74,19 @@ def scan(
         ``(carry, ys)``: the last carry, and the outputs stacked along a new leading axis.
 
     State:
-        Reads and writes what the body does. A carried state keeps shape, dtype, weak type and structure.
+        Reads and writes what the body does. A carried state keeps shape, dtype and structure. A leaf of a weak type,
+        that of a Python number, is promoted as in the carry of ``jax.lax.scan``: ``State(0)`` to which the body adds a
+        float is a float afterwards, also after no step at all.
 
     Memory:
         Under reverse-mode differentiation each step keeps what its backward step needs: rematerialise the body
         (``statetx.remat``) to keep only what is carried, or give `checkpoint` to keep less than that.
 
     Raises:
-        CarryTypeError: a step would change the type of a carried state.
+        CarryTypeError: a step would change the type of the carry or of a carried state.
         CreatedStateError: the body created a state that outlives the loop.
-        StateAccessError: the body wrote a `Broadcast` state.
-        PolicyError: `checkpoint` cannot be had, as a budget that is too small.
+        StateAccessError: the body wrote a `Broadcast` state, or reaches a Ref in `xs` in another way, too.
+        PolicyError: `checkpoint` cannot be had; a budget that is too small is found when the loop is differentiated.
         EffectError: the body calls a host callback with effects, and `checkpoint` would call it again.
 
     Source:
@@ -97,40 +105,57 @@ def scan(
     """
     if not callable(f):
         raise TypeError(f"scan needs a callable as the body, got {type(f).__name__}.")
+    unroll = unroll if isinstance(unroll, bool) else operator.index(unroll)
     strategy = resolve_strategy("scan", checkpoint, unroll)
     carry, carry_part = flatten_carry("scan", init)
-    xs_leaves, xs_part = partition(xs, is_array_or_number)
-    xs_leaves = [as_array(x) for x in xs_leaves]
-    length = _resolve_length(xs_leaves, length)
+    xs_leaves, xs_part = partition(xs, lambda x: is_array_or_number(x) or isinstance(x, jax.Ref))
+    refs = {n: x for n, x in enumerate(xs_leaves) if isinstance(x, jax.Ref)}
+    xs_leaves = [x[...] if isinstance(x, jax.Ref) else as_array(x) for x in xs_leaves]
     rules = Rules("scan", states, f, (Carry, Broadcast, Split))
+    length = _resolve_length(xs_leaves, length, rules)
+    if _unstaged.is_wanted():
+        if length:
+            return _unstaged.scan(f, init, xs, length, bool(reverse), rules)
+        with jax.disable_jit(False):  # without a step only staging tells the types of the output
+            return scan(f, init, xs, length, states=states)
     x_avals = [_compat.drop_axis(_compat.abstract(x), 0) for x in xs_leaves]
 
-    def call(*leaves: Any) -> tuple[Any, Any]:
-        out = f(carry_part.combine(leaves[: len(carry)]), xs_part.combine(leaves[len(carry) :]))
+    def call(*leaves: Any) -> tuple[Any, Any, list]:
+        x = [jax.new_ref(leaf) if n in refs else leaf for n, leaf in enumerate(leaves[len(carry) :])]
+        out = f(carry_part.combine(leaves[: len(carry)]), xs_part.combine(x))
+        refuse_unfinished(out)
         if not (isinstance(out, (tuple, list)) and len(out) == 2):
             raise TypeError(f"scan: the body {name_of(f)} must return a pair (carry, y), got {type(out).__name__}.")
-        return out[0], out[1]
+        return out[0], out[1], [x[n][...] for n in refs]
 
-    def run_body(carry: list) -> Staged:
+    def stage(carry: list, enter: Callable) -> Staged:
         avals = [*map(_compat.abstract, carry), *x_avals]
-        return Staged(
-            "scan", f, call, avals, kind="scan", slice=lambda state, aval: rules.slice_type(state, aval, length)
-        )
+        slice = lambda state, aval: rules.slice_type(state, aval, length)  # noqa: E731
+        return Staged("scan", f, call, avals, kind="scan", slice=slice, enter=enter)
 
-    body = run_body(carry)
-    num_carry = body.outs[0].num_dynamic
-    promoted = promote(carry, body.avals[: len(carry)], body.out_avals[:num_carry])
-    if promoted is not None:
-        carry = promoted
-        body = run_body(carry)
-    check_carry("scan", f, carry_part, body.avals[: len(carry)], body.outs[0], body.out_avals[:num_carry])
-    loop = _Loop(body, num_carry, length, rules)
+    def is_carried(effect: Effect) -> bool:
+        rule = rules(effect.state)
+        return rule is None or rule is Carry or (rule is Broadcast and effect.kind.is_random(effect.state))
+
+    body, carry, _ = settle(stage, carry, carry_part, is_carried=is_carried)
+    loop = _Loop(body, len(carry), length, rules, _effects_on(refs.values(), body))
     rules.check_paths()
     carry, ys = loop.run(carry, xs_leaves, reverse=bool(reverse), unroll=unroll, strategy=strategy, progress=progress)
     return carry_part.combine(carry), body.outs[1].combine(ys)
 
 
-def _resolve_length(xs: Sequence[Any], length: int | None) -> int:
+def _effects_on(refs: Collection[jax.Ref], body: Staged) -> list[Effect]:
+    """What a loop does to Refs that it is given as `xs`: of each step, a slice is written."""
+    for ref in refs:
+        if id(ref) in body.inputs or sum(r is ref for r in refs) > 1:
+            raise StateAccessError(
+                f"scan: {_registry.describe(ref, REF)} is given as xs and reached by the body in another way, too. A step "
+                f"would not know which of the two it writes.\nFix: use only the slice that the body receives."
+            )
+    return [Effect(ref, REF, None, REF.site_of(ref)) for ref in refs]
+
+
+def _resolve_length(xs: Sequence[Any], length: int | None, rules: Rules) -> int:
     lengths = []
     for x in xs:
         if jnp.ndim(x) == 0:
@@ -142,7 +167,10 @@ def _resolve_length(xs: Sequence[Any], length: int | None) -> int:
             raise ValueError(f"scan: length={length} disagrees with the leading axes of xs, which are {lengths}.")
         return length
     if not lengths:
-        raise ValueError("scan: give length=, or xs with at least one array.")
+        of_states = rules.size_of_mapped()
+        if of_states is None:
+            raise ValueError("scan: give length=, or xs with at least one array.")
+        return of_states
     if len(set(lengths)) > 1:
         raise ValueError(f"scan: the leading axes of xs have different lengths: {lengths}.")
     return lengths[0]
@@ -152,11 +180,15 @@ class _Loop:
     """A staged body with its states sorted by how they take part.
 
     Order of the loop body's inputs: operands, broadcast and repeated states, carry, carried and repeated states, x, mapped
-    states; of its outputs: carry, carried and repeated states, y, mapped states that are written.
+    states; of its outputs: carry, carried and repeated states, y, slices of Refs in xs, mapped states that are written.
+
+    Args:
+        refs: effects on Refs in xs; their slices follow y among the outputs.
     """
 
-    def __init__(self, body: Staged, num_carry: int, length: int, rules: Rules):
+    def __init__(self, body: Staged, num_carry: int, length: int, rules: Rules, refs: list[Effect]):
         self._staged = body
+        self._refs = refs
         self._length = length
         self._num_carry = num_carry
         self._rules = rules
@@ -168,13 +200,8 @@ class _Loop:
         self._repeated: list[Input] = []  # random states of which every step draws the same
         for i in body.inputs.values():
             self._sort(i)
-        for i in (*self._carried, *self._repeated):
-            if id(i.state) in self._written:
-                body.check_written(self._written[id(i.state)], rules.path)
         self._stacked = [(i, axis) for i, axis in self._mapped if id(i.state) in self._written]
         self._body = self._arrange()
-        avals = kept_types(body.avals[:num_carry], body.out_avals[:num_carry])
-        self._avals = [*avals, *(a for i in (*self._carried, *self._repeated) for a in i.avals)]
 
     def _sort(self, i: Input) -> None:
         rule, effect = self._rules(i.state), self._written.get(id(i.state))
@@ -225,20 +252,22 @@ class _Loop:
         mapped = [*(k[1:] for k in keys), *(jnp.moveaxis(x, axis, 0) for i, axis in self._mapped for x in i.values)]
         carried = values([*self._carried, *self._repeated])
         constants = [*self._staged.operands, *values(self._broadcast), *values(self._repeated)]
-        loop = make_loop(self._staged, self._body, len(constants), self._avals, self._length, **options)
+        num_carry = len(carry) + len(carried)
+        loop = make_loop(self._staged, self._body, len(constants), num_carry, self._length, **options)
         carry, ys = loop(constants, [*carry, *carried], [*xs, *mapped])
-        num_carry, num_ys = self._num_carry, len(self._staged.out_vars) - self._num_carry
-        self._publish(carry[num_carry:], ys[num_ys:], [k[0] for k in keys])
-        return carry[:num_carry], ys[:num_ys]
+        num_carry, num_stacked = self._num_carry, len(self._staged.out_vars) - self._num_carry
+        self._publish(carry[num_carry:], ys[num_stacked:], [k[0] for k in keys], ys[num_stacked - len(self._refs) :])
+        return carry[:num_carry], ys[: num_stacked - len(self._refs)]
 
-    def _publish(self, carried: list, stacked: list, advanced: list) -> None:
+    def _publish(self, carried: list, stacked: list, advanced: list, slices: list) -> None:
         """Store what the loop leaves in the written states, in the order in which the body wrote them."""
         carried_, stacked_, advanced_ = iter(carried), iter(stacked), iter(advanced)
         left: dict[int, list] = {}
         for i in (*self._carried, *self._repeated):
             left[id(i.state)] = [next(carried_) for _ in i.values]
         for i, axis in self._stacked:
-            left[id(i.state)] = [jnp.moveaxis(next(stacked_), 0, axis) for _ in i.values]
+            left[id(i.state)] = [jnp.moveaxis(next(stacked_), 0, axis) for _ in self._staged.written_vars[id(i.state)]]
         left |= {id(i.state): [next(advanced_) for _ in i.values] for i in self._split}
         leaves = [x for e in self._staged.effects for x in left[id(e.state)]]
-        publish(self._staged.effects, self._staged.values, leaves)
+        parts = [*self._staged.values, *(partition(0, is_array_or_number)[1] for _ in self._refs)]
+        publish([*self._staged.effects, *self._refs], parts, [*leaves, *slices[: len(self._refs)]])

@@ -8,9 +8,9 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 import jax
 from jax.sharding import PartitionSpec
 
-from .. import _compat, _registry
-from .._errors import StateAccessError, StateValueError
-from .._lift import Wrapper, as_decorator, call, frame_for, name_of
+from .. import _registry
+from .._errors import StateAccessError, StateFilterError, StateValueError
+from .._lift import Wrapper, as_decorator, call, frame_for, name_of, take_apart
 from .._paths import Paths, as_predicate
 from .._registry import Effect
 from .._text import brief
@@ -103,7 +103,7 @@ class ShardMap(Wrapper):
                 raise StateValueError(f"shard_map: states={{{brief(filter)}: {spec!r}}} must give a PartitionSpec.")
             self._rules.append((as_predicate(filter), spec))
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, /, *args: Any) -> Any:
         fun = self.__wrapped__
         specs = _broadcast_specs(self._in_specs, args)
         leaves, part = partition(args, is_array)
@@ -111,8 +111,8 @@ class ShardMap(Wrapper):
         devices = _Devices(self, args)
 
         def body(state_values: list, tracers: list) -> dict[str, list]:
-            with frame_for("shard_map", fun, on_read=devices.on_read(state_values)) as frame:
-                out = call(fun, part.combine(tracers), {})
+            frame = frame_for("shard_map", fun, on_read=devices.on_read(state_values), frees_cycles=True)
+            out = frame.run(call, fun, part.combine(tracers), {})
             return devices.sort(out, frame.effects)
 
         groups = {str(s): s for s in (_REPLICATED, *_specs_in(self._out_specs), *(s for _, s in self._rules))}
@@ -139,33 +139,52 @@ class _Devices:
     def __init__(self, owner: ShardMap, args: tuple):
         self._owner = owner
         self.paths = Paths(owner.__wrapped__, args)
-        # JAX closes over no array that lies on explicit axes: there the replicated states are inputs too.
-        is_explicit = _compat.has_explicit_axes()
-        reach = self.paths.items() if owner._rules or is_explicit else {}
-        found = {id(s): (s, spec) for path, s in reach.items() if (spec := owner.spec_of(path, s)) is not None}
-        self._specs = {key: spec for key, (_, spec) in found.items()}
-        if is_explicit:
-            found = {id(s): (s, _REPLICATED) for s in reach.values() if not isinstance(s, jax.Ref)} | found
         self._parts: dict[int, Partition] = {}
         self.state_values: list[list] = []
         self.state_specs: list[PartitionSpec] = []
-        for key, (state, spec) in found.items():
-            kind = _registry.kind_of(state)
-            assert kind is not None
-            values, self._parts[key] = partition(kind.read(state), is_array)
-            self.state_values.append(values)
-            self.state_specs.append(spec)
+        # Replicated states are inputs, too. JAX closes over no array that lies on explicit axes, knows no derivative of one that
+        # lies on others and is read in a loop, and gives each device a second copy of any.
+        for path, state in self.paths.items().items():
+            is_held = path in self.paths.held
+            spec = owner.spec_of(path, state)
+            is_required = spec is not None and is_held
+            if spec is None and is_held and not isinstance(state, jax.Ref):
+                spec = _REPLICATED
+            if spec is not None:
+                self._add_input(state, spec, is_required)
         self._plan: list[tuple[str, int]] = []
         self._out: Partition | None = None
         self._effects: list[tuple[Effect, Partition]] = []
         self.replicated_writes: list[Effect] = []
 
+    def _add_input(self, state: Any, spec: PartitionSpec, is_required: bool) -> None:
+        kind = _registry.kind_of(state)
+        assert kind is not None
+        try:
+            value = kind.read(state)
+        except Exception:  # of its library: it has no value, or may not be read here
+            if is_required:
+                raise
+            return  # the call may never touch it
+        values, self._parts[id(state)] = partition(value, is_array)
+        self.state_values.append(values)
+        self.state_specs.append(spec)
+
     def on_read(self, values: list[list]) -> Callable[[Any, Any, Any], Any]:
         given = dict(zip(self._parts, values, strict=True))
 
         def on_read(state: Any, kind: Any, value: Any) -> Any:
-            mine = given.get(id(state))
-            return value if mine is None else self._parts[id(state)].combine(mine)
+            if id(state) in given:
+                return self._parts[id(state)].combine(given[id(state)])
+            path = self.paths(state)
+            if self._owner.spec_of(path, state) is not None:
+                raise StateFilterError(
+                    f"shard_map: states= selects {_registry.describe(state, kind, path)}, which "
+                    f"{name_of(self._owner.__wrapped__)} reads. Every device would get all of it: no walk over the function "
+                    f"and its arguments finds it.\n"
+                    f"Fix: hold the state in an attribute of an object that the function closes over, or in an argument."
+                )
+            return value
 
         return on_read
 
@@ -178,13 +197,14 @@ class _Devices:
             self._plan.append((name, len(self.groups[name])))
             self.groups[name].append(leaf)
 
-        leaves, self._out = partition(out, is_array_or_number)
+        leaves, self._out = take_apart(out, is_array_or_number)
         specs = _broadcast_specs(self._owner._out_specs, out)
         for leaf, spec in zip(leaves, (s for s, d in zip(specs, self._out.mask, strict=True) if d), strict=True):
             put(leaf, spec)
         for effect in effects:
-            spec = self._specs.get(id(effect.state), _REPLICATED)
-            if id(effect.state) not in self._specs:
+            spec = self._owner.spec_of(self.paths(effect.state), effect.state)
+            if spec is None:
+                spec = _REPLICATED
                 self.replicated_writes.append(effect)
             dynamic, part = partition(effect.value, is_array)
             effect.value = None
@@ -210,8 +230,7 @@ class _Devices:
         out = self._out.combine([next(leaves) for _ in range(self._out.num_dynamic)])
         for effect, part in self._effects:
             effect.value = part.combine([next(leaves) for _ in range(part.num_dynamic)])
-            effect.kind.publish(effect, True)
-            effect.value = None
+        _registry.publish([effect for effect, _ in self._effects], live=True)
         return out
 
 

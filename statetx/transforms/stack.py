@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import threading
 import types
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -12,10 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat, _registry
+from .._atomic import commit
 from .._errors import StateValueError
-from .._paths import as_predicate, children, states
-from .._tree import is_array, is_array_or_number, partition, tree_type_str
+from .._objects import attributes, children, extras, has_parts, is_opaque, is_wrapper, set_items, weak_children
+from .._paths import Paths, as_predicate, states
+from .._tree import Identity, freeze, is_array, is_array_or_number, partition, tree_type_str
 from .._typing import Filter, PyTree
+from .._walk import Walk
 from ..kinds.ref import KIND as REF
 from .scan import scan
 
@@ -71,9 +76,8 @@ def stack(
         made = list(layers)
         if not made or num not in (None, len(made)):
             raise ValueError(f"stack: num={num} disagrees with the {len(made)} layers given.")
-    for i, layer in enumerate(made[1:], 1):
-        _check_alike(made[0], layer, "", f"layer {i}", set())
-    return Stack(made[0], len(made), axis, _stack_states(made, axis, as_predicate(shared)))
+    partners = [_check_alike(made[0], layer, f"layer {i}") for i, layer in enumerate(made[1:], 1)]
+    return Stack(made[0], len(made), axis, _stack_states(made[0], partners, axis, as_predicate(shared)))
 
 
 class Stack:
@@ -105,7 +109,7 @@ class Stack:
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(self._num))
 
-    def __call__(self, carry: PyTree, *args: Any, **kwargs: Any) -> PyTree:
+    def __call__(self, carry: PyTree, /, *args: Any, **kwargs: Any) -> PyTree:
         """Apply the layers one after the other: ``carry = layer(carry, *args, **kwargs)``."""
         fun = self.__wrapped__
         body = lambda carry, _: (fun(carry, *args, **kwargs), None)  # noqa: E731
@@ -135,9 +139,14 @@ class Stack:
                 memo[id(state)] = state  # shared by all layers, and so by the copy
             memo |= {id(x): x for x in jax.tree.leaves(value)}
         layer = copy.deepcopy(self.__wrapped__, memo)
+        left = next((p for p, s in Paths(layer).items().items() if id(s) in self._stacked), None)
+        if left is not None:
+            raise StateValueError(
+                f"stack: cannot copy a layer, which refers to its state {left!r} weakly or from code: the copy would still "
+                f"refer to the state of all layers.\nFix: hold the state in an attribute of the layer only."
+            )
         copies = states(layer)
-        for path, value in values.items():
-            _kind(copies[path]).set(copies[path], value)
+        commit([_kind(copies[path]).store(copies[path], value) for path, value in values.items()])
         return layer
 
 
@@ -152,13 +161,26 @@ def _kind(state: Any) -> Any:
     return kind
 
 
-def _stack_states(layers: list[Any], axis: int, shared: Callable[[str, Any], bool]) -> list[Any]:
-    """Give the states of the first layer the values of all; returns those that got them."""
-    found = [states(layer) for layer in layers]
+def _stack_states(
+    layer: Any, partners: list[dict[int, Any]], axis: int, shared: Callable[[str, Any], bool]
+) -> list[Any]:
+    """Give the states of the first layer the values of all; returns those that got them.
+
+    `partners`: for each other layer, the states that correspond to the first's, by id.
+    """
+    found = dict(Walk(follows_classes=False).held(layer, is_called=False))
+    known = {id(state) for state in found.values()}
+    foreign = [(n, i) for n, p in enumerate(partners, 1) for i, s in p.items() if i not in known and i != id(s)]
+    for n, i in foreign:
+        path = next(path for path, state in Paths(layer).items().items() if id(state) == i)
+        raise StateValueError(
+            f"stack: layer {n} refers to the state {path!r} that it does not hold, and the first layer to another.\n"
+            f"Fix: hold the state in an attribute of the layer, or let all layers refer to one."
+        )
     stacked, values = [], []
-    for path, first in found[0].items():
-        alike = [f[path] for f in found]
-        if shared(path, first) or (len(layers) > 1 and all(state is first for state in alike)):
+    for path, first in found.items():
+        alike = [first, *(p.get(id(first), first) for p in partners)]
+        if shared(path, first) or (len(alike) > 1 and all(state is first for state in alike)):
             continue
         if len({id(state) for state in alike}) != len(alike):
             raise StateValueError(
@@ -169,8 +191,7 @@ def _stack_states(layers: list[Any], axis: int, shared: Callable[[str, Any], boo
             raise StateValueError(f"stack: {path!r} is a jax.Ref, whose shape is fixed. Fix: use statetx.State for it.")
         stacked.append(first)
         values.append(_stack_values([kind.read(state) for state in alike], path, axis))
-    for state, value in zip(stacked, values, strict=True):
-        _kind(state).set(state, value)
+    commit([_kind(state).store(state, value) for state, value in zip(stacked, values, strict=True)])
     return stacked
 
 
@@ -193,37 +214,99 @@ def _type(x: Any) -> tuple:
     return jnp.shape(x), jnp.result_type(x)
 
 
+# -- are the layers alike ----------------------------------------------------------------------------------------------
+#
+# One layer's Python runs for all, so whatever two layers hold besides states must be equal, and their states must correspond
+# one to one. What cannot be looked into is compared by `==`; what is then not equal is refused.
+
 _LABELS = frozenset({"name", "_name"})
+_INERT = (type(threading.Lock()), type(threading.RLock()))  # hold nothing that a layer could compute with
 
 
-def _check_alike(a: Any, b: Any, path: str, which: str, seen: set[int]) -> None:
-    """Raise if what two layers hold besides states differs."""
-    if a is b or id(a) in seen or path.rpartition(".")[2] in _LABELS:
-        return
-    seen.add(id(a))
-    if type(a) is not type(b):
-        raise _differs(path, which, type(a).__name__, type(b).__name__)
-    if _registry.kind_of(a) is not None:
-        return
-    if is_array(a):
-        if isinstance(a, _compat.Tracer) or a.shape != b.shape or not np.array_equal(a, b):
+def _check_alike(first: Any, other: Any, which: str) -> dict[int, Any]:
+    """Raise if what two layers hold besides states differs; returns the other's state for each of the first's, by id."""
+    partners: dict[int, Any] = {}
+    taken: dict[int, str] = {}  # the other's states, and where they were met
+    seen: set[tuple[int, int]] = set()
+    alive: list[Any] = []  # objects made on the way must outlive the comparison, or their ids are used again
+    pending = [("", first, other)]
+    while pending:
+        path, a, b = pending.pop()
+        is_label = path.rpartition(".")[2] in _LABELS
+        if (id(a), id(b)) in seen or is_label or (a is b and not has_parts(a)):
+            continue
+        seen.add((id(a), id(b)))
+        alive += (a, b)
+        if type(a) is not type(b):
+            same_name = type(a).__name__ == type(b).__name__
+            raise _differs(path, which, *(str(type(x)) if same_name else type(x).__name__ for x in (a, b)))
+        kind = _registry.kind_of(a)
+        if kind is not None:
+            if partners.setdefault(id(a), b) is not b or taken.setdefault(id(b), path) != path:
+                raise _differs(path, which, "one state in several places", "several states there, or the reverse")
+            mine, theirs = list(extras(a, kind)), list(extras(b, kind))
+        else:
+            if a is not b:
+                _check_content(a, b, path, which)
+            mine, theirs = _parts(a), _parts(b)
+        if [key for key, _ in mine] != [key for key, _ in theirs]:
+            mine_keys, their_keys = (", ".join(key for key, _ in parts) or "none" for parts in (mine, theirs))
+            raise _differs(path, which, f"parts {mine_keys}", f"parts {their_keys}")
+        pairs = zip(mine, theirs, strict=True)
+        pending += [(f"{path}.{k}" if path and k else path or k, x, y) for (k, x), (_, y) in pairs][::-1]
+    return partners
+
+
+def _parts(obj: Any) -> list[tuple[str, Any]]:
+    if _is_array(obj):
+        return list(attributes(obj)) if isinstance(obj, np.ndarray) else []
+    return [*children(obj), *weak_children(obj)]
+
+
+def _check_content(a: Any, b: Any, path: str, which: str) -> None:
+    """Raise if two objects of one type differ in what is none of their parts."""
+    if _is_array(a):
+        is_known = not isinstance(a, _compat.Tracer) and a.shape == b.shape
+        if not (is_known and np.array_equal(_words(a), _words(b), equal_nan=_has_nan(a))):
             raise _differs(path, which, f"{a}", f"{b}")
-        return
-    if isinstance(a, (str, bytes, int, float, complex, bool, type)):
-        if a != b and not (a != a and b != b):
-            raise _differs(path, which, repr(a), repr(b))
-        return
-    if isinstance(a, types.FunctionType) and a.__code__ is not b.__code__:
+    elif isinstance(a, Set) and not set_items(a)[1]:
+        raise StateValueError(
+            f"stack: the set {path!r} has several objects of one name or type, and no order by which those of layer 0 "
+            f"correspond to those of {which}.\nFix: use a list or a dict, or give the states names."
+        )
+    elif _content(a) != _content(b):
         raise _differs(path, which, repr(a), repr(b))
-    if isinstance(a, types.ModuleType):
-        return
-    mine, theirs = dict(children(a)), dict(children(b))
-    if not mine and (callable(a) or isinstance(a, (Set, np.dtype))) and a != b:
-        raise _differs(path, which, repr(a), repr(b))
-    if list(mine) != list(theirs):
-        raise _differs(path, which, f"parts {', '.join(mine)}", f"parts {', '.join(theirs)}")
-    for key, child in mine.items():
-        _check_alike(child, theirs[key], f"{path}.{key}" if path and key else path or key, which, seen)
+
+
+def _content(obj: Any) -> Hashable:
+    if isinstance(obj, types.FunctionType):
+        return (Identity(obj.__code__), Identity(obj.__globals__))
+    if isinstance(obj, (type, types.ModuleType)):
+        return Identity(obj)
+    if isinstance(obj, Mapping):
+        return tuple([freeze(key) for key in obj if not has_parts(key)])
+    if isinstance(obj, Set):
+        return freeze(frozenset([freeze(item) for item in obj if not has_parts(item)]))
+    if isinstance(obj, np.ndarray):
+        return obj.shape
+    if isinstance(obj, _INERT):
+        return ()
+    if isinstance(obj, (str, bytes, int, float, complex)) or (is_opaque(type(obj)) and not is_wrapper(obj)):
+        return freeze(obj)
+    return getattr(obj, "maxlen", None) if isinstance(obj, collections.deque) else ()
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.generic)) or (isinstance(x, np.ndarray) and not x.dtype.hasobject)
+
+
+def _words(x: Any) -> np.ndarray:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+def _has_nan(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _differs(path: str, which: str, a: str, b: str) -> StateValueError:

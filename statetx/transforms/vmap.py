@@ -12,13 +12,15 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _compat, _registry
 from .._errors import StateAccessError
-from .._lift import Wrapper, as_decorator, call, frame_for, name_of
+from .._lift import Wrapper, as_decorator, call, frame_for, name_of, take_apart
+from .._paths import argument_names
 from .._registry import Effect
 from .._rules import Broadcast, Rules, Split
-from .._tree import Partition, as_array, is_array, is_array_or_number, partition
+from .._tree import Partition, as_array, is_array, is_array_or_number, partition, type_str
 from .._typing import Filter, PyTree
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,7 +58,7 @@ def vmap(
         in_axes: for each argument, or for parts of it, the axis to map over, or None; as in ``jax.vmap``.
         out_axes: the same for the output.
         axis_name: a name for collectives.
-        axis_size: number of examples, where no argument is mapped.
+        axis_size: number of examples, where no argument is mapped and no state that `fun` holds has an axis.
         spmd_axis_name: as in ``jax.vmap``.
         states: how the states that a filter selects take part: an axis (each example has its own slice, and what it
             writes is stacked back along that axis), `Broadcast` (all examples share the value), or `Split` (each
@@ -68,7 +70,7 @@ def vmap(
     State:
         A split random state advances once. A broadcast state can be written if the value is the same for every example
         (a counter, a mean over `axis_name`). States created in the call and left behind are stacked along a new
-        leading axis.
+        leading axis, or the one that `states` gives them; with `Broadcast` they keep the value all examples share.
 
     Raises:
         StateAccessError: a write to a state that is not mapped differs between the examples.
@@ -110,7 +112,7 @@ class Vmap(Wrapper):
         self._jax_options = jax_options
         Rules("vmap", states, fun, (Broadcast, Split))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
         in_axes = tuple(self._in_axes) if isinstance(self._in_axes, list) else self._in_axes
         arg_axes = _broadcast_axes("in_axes", in_axes, args)
@@ -118,21 +120,73 @@ class Vmap(Wrapper):
         axes = [*arg_axes, *([0] * (len(part.mask) - len(arg_axes)))]
         axes = [a for a, dynamic in zip(axes, part.mask, strict=True) if dynamic]
         mapped = [_as_operand(x) for x, a in zip(leaves, axes, strict=True) if a is not None]
-        examples = _Examples(self, Rules("vmap", self._states, fun, (Broadcast, Split)))
+        rules = Rules("vmap", self._states, fun, (Broadcast, Split), args, kwargs)
+        size = _Sizes(fun, args, kwargs, part, leaves, axes).check(rules, self._jax_options["axis_size"])
+        examples = _Examples(self, rules)
 
         def body(tracers: list) -> dict[str, list]:
             examples.trace = _compat.current_trace()
             rest = iter(tracers)
             dynamic = [next(rest) if a is not None else x for x, a in zip(leaves, axes, strict=True)]
-            with frame_for("vmap", fun, on_read=examples.on_read) as frame:
-                call_args, call_kwargs = part.combine(dynamic)
-                out = call(fun, call_args, call_kwargs)
+            frame = frame_for("vmap", fun, on_read=examples.on_read)
+            out = frame.run(call, fun, *part.combine(dynamic))
             return examples.sort(out, self._out_axes, frame.effects)
 
         mapped_axes = [a for a in axes if a is not None]
         groups = {str(a): a for a in (None, 0, *_axes_in(self._out_axes))}
-        run = jax.vmap(body, in_axes=(mapped_axes,), out_axes=groups, **self._jax_options)
+        run = jax.vmap(body, in_axes=(mapped_axes,), out_axes=groups, **{**self._jax_options, "axis_size": size})
         return examples.finish(run(mapped))
+
+
+class _Sizes:
+    """How many examples the arguments of a call have, with errors in the words of the function's parameters."""
+
+    def __init__(self, fun: Callable, args: tuple, kwargs: dict[str, Any], part: Partition, leaves: list, axes: list):
+        self._fun = fun
+        self._args = args
+        self._kwargs = kwargs
+        self._part = part
+        self._leaves = leaves
+        self._axes = axes
+
+    def check(self, rules: Rules, axis_size: int | None) -> int | None:
+        """The number of examples; None if `jax.vmap` finds it in the arguments.
+
+        Raises:
+            ValueError: there is none, or not one that all agree on.
+        """
+        found: dict[int, int] = {}  # by size, the first leaf that has it
+        for n, (x, axis) in enumerate(zip(self._leaves, self._axes, strict=True)):
+            if axis is None:
+                continue
+            shape = np.shape(x) if not hasattr(x, "shape") else x.shape
+            if not -len(shape) <= axis < len(shape):
+                raise ValueError(
+                    f"vmap({name_of(self._fun)}): argument {self._name(n)} has no axis {axis}.\n"
+                    f"Fix: give None for it in in_axes, so that every example gets the whole."
+                )
+            found.setdefault(shape[axis], n)
+        if len({*found, *(() if axis_size is None else (axis_size,))}) > 1:
+            sizes = [f"{self._name(n)} has {size} along axis {self._axes[n]}" for size, n in found.items()]
+            sizes += [] if axis_size is None else [f"axis_size is {axis_size}"]
+            raise ValueError(
+                f"vmap({name_of(self._fun)}): the arguments differ in the number of examples: {', '.join(sizes)}.\n"
+                f"Fix: give arrays of equal length along these axes, or None in in_axes for what every example gets whole."
+            )
+        if found or axis_size is not None:
+            return axis_size
+        size = rules.size_of_mapped()
+        if size is None:
+            raise ValueError(
+                f"vmap({name_of(self._fun)}): no argument has an axis to map over, so the number of examples is not known. "
+                f"Python numbers have none.\nFix: give an array, or axis_size=."
+            )
+        return size
+
+    def _name(self, n: int) -> str:
+        paths, _ = jax.tree_util.tree_flatten_with_path((self._args, self._kwargs), is_leaf=_registry.is_opaque)
+        dynamic = [path for (path, _), is_dynamic in zip(paths, self._part.mask, strict=True) if is_dynamic]
+        return f"{argument_names(self._fun, self._args)(dynamic[n])} ({type_str(as_array(self._leaves[n]))})"
 
 
 class _Examples:
@@ -176,7 +230,7 @@ class _Examples:
             groups[str(axis)].append(leaf)
 
         is_dynamic = lambda x: is_array_or_number(x) or isinstance(x, bool)  # noqa: E731
-        leaves, self._out = partition(out, is_dynamic)
+        leaves, self._out = take_apart(out, is_dynamic)
         axes = _broadcast_axes("out_axes", out_axes, out)
         for leaf, axis in zip(leaves, (a for a, d in zip(axes, self._out.mask, strict=True) if d), strict=True):
             put(leaf, axis)
@@ -184,7 +238,7 @@ class _Examples:
         self._rules.check_paths()
         for effect, rule in zip(effects, rules, strict=True):
             split = id(effect.state) in self._advanced
-            axis = rule if isinstance(rule, int) else 0 if effect.created else None
+            axis = rule if isinstance(rule, int) else 0 if effect.created and rule is not Broadcast else None
             dynamic, part = partition(effect.value, is_array if axis is None else is_array_or_number)
             effect.value = None
             if axis is None and not split:
@@ -219,8 +273,7 @@ class _Examples:
             else:
                 values = [next(leaves) for _ in range(part.num_dynamic)]
                 effect.value = part.combine([x if axis is None else jnp.moveaxis(x, 0, axis) for x in values])
-            effect.kind.publish(effect, True)
-            effect.value = None
+        _registry.publish([effect for effect, _, _ in self._effects], live=True)
         return out
 
 
@@ -229,7 +282,7 @@ def _as_operand(x: Any) -> Any:
 
 
 def _axes_in(axes: Any) -> list[int]:
-    return sorted({a for a in jax.tree.leaves(axes) if a is not None})
+    return sorted({a for a in jax.tree.leaves(axes) if isinstance(a, int)})
 
 
 def _broadcast_axes(name: str, axes: Any, tree: PyTree) -> list[int | None]:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from .. import _compat, _control, _online
+from .. import _compat, _control, _online, _unstaged
+from .._carry import flatten_carry, settle
 from .._errors import PolicyError, StateAccessError
 from .._jaxpr import Body, table
 from .._lift import name_of
 from .._loops import make_loop, refuse_effects, resolve_strategy
 from .._nested import Step
 from .._paths import Paths
-from .._staged import Staged, check_carry, flatten_carry, kept_types, promote, publish, union
+from .._staged import Staged, publish, union
 from .._strategy import Slots, Strategy, as_strategy
-from .._tree import Partition, type_str
+from .._tree import type_str
 
 T = TypeVar("T")
 
@@ -33,7 +36,8 @@ def while_loop(
     """Run ``val = body_fun(val)`` while ``cond_fun(val)``; both may read states and the body may write them.
 
     As ``jax.lax.while_loop``: not differentiable in reverse mode, unless `checkpoint` says how many values may be stored
-    for that. The Python of each function runs once.
+    for that. The Python of each function runs once, or that of the body twice where a Python number in `init_val` or in
+    a state is promoted (see `scan`).
 
     Args:
         cond_fun: returns a scalar bool. It sees the states as the last step left them.
@@ -74,12 +78,29 @@ def while_loop(
     slots = _read_slots(checkpoint)
     if max_steps is not None and (isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 0):
         raise ValueError(f"while_loop: max_steps must be a whole number, got {max_steps!r}.")
+    _check_callable("while_loop", cond_fun, "condition")
+    _check_callable("while_loop", body_fun, "body")
     carry, part = flatten_carry("while_loop", init_val)
-    body, carry = _stage_body("while_loop", body_fun, lambda *xs: (body_fun(part.combine(xs)),), carry, part, [])
-    test = Staged("while_loop", cond_fun, lambda *xs: (cond_fun(part.combine(xs)),), body.avals, kind="while_cond")
+    if _unstaged.is_wanted():
+        with contextlib.suppress(
+            jax.errors.ConcretizationTypeError
+        ):  # under vmap the examples may end at different steps
+            return _unstaged.while_loop(cond_fun, body_fun, init_val, max_steps)
+
+    def stage(fun: Callable, kind: str, carry: list, enter: Callable) -> Staged:
+        call = lambda *xs: (fun(part.combine(xs)),)  # noqa: E731
+        return Staged("while_loop", fun, call, list(map(_compat.abstract, carry)), kind=kind, enter=enter)
+
+    body, carry, enter = settle(functools.partial(stage, body_fun, "while_body"), carry, part)
+    test = stage(cond_fun, "while_cond", carry, enter)
     _check_test(test)
-    loop = _Loop("while_loop", body, test)
+    loop = _Loop(body, test)
     return part.combine(loop.publish(loop.run_while(carry, slots, max_steps)))
+
+
+def _check_callable(name: str, fun: Any, what: str) -> None:
+    if not callable(fun):
+        raise TypeError(f"{name} needs a callable as the {what}, got {type(fun).__name__}.")
 
 
 def _read_slots(checkpoint: Any) -> Slots | None:
@@ -107,7 +128,7 @@ def fori_loop(
     """Run ``val = body_fun(i, val)`` for `i` from `lower` up to `upper`; the body may read and write states.
 
     As ``jax.lax.fori_loop``: differentiable in reverse mode if both bounds are Python integers. The Python of the body
-    runs once.
+    runs once, or twice where a Python number is promoted (see `scan`).
 
     Args:
         lower, upper: integers or scalar integer arrays; `upper` itself is not reached.
@@ -137,6 +158,7 @@ def fori_loop(
         >>> float(statetx.fori_loop(0, 3, body, 1.0)), float(total.value)
         (8.0, 7.0)
     """
+    _check_callable("fori_loop", body_fun, "body")
     for name, bound in (("lower", lower), ("upper", upper)):
         if jnp.ndim(bound) != 0 or not jnp.issubdtype(jnp.result_type(bound), jnp.integer):
             raise TypeError(f"fori_loop: {name} must be a scalar integer, got {type_str(bound)}: {bound!r}.")
@@ -154,40 +176,37 @@ def fori_loop(
     are_ints = isinstance(lower, int) and isinstance(upper, int)
     start = lower if are_ints else jnp.asarray(lower + 0 * upper)
     carry, part = flatten_carry("fori_loop", init_val)
+    if _unstaged.is_wanted(lower, upper):
+        return _unstaged.fori_loop(range(int(lower), int(upper)), body_fun, init_val)
 
     def step(i: Any, *xs: Any) -> tuple[Any, Any]:
         return jax.lax.add(i, jax.lax.full_like(i, 1)), body_fun(i, part.combine(xs))
 
-    body, carry = _stage_body("fori_loop", body_fun, step, carry, part, [_compat.abstract(start)])
+    def stage(carry: list, enter: Callable) -> Staged:
+        return Staged(
+            "fori_loop", body_fun, step, list(map(_compat.abstract, [start, *carry])), kind="fori_loop", enter=enter
+        )
+
+    body, carry, _ = settle(stage, carry, part, num_before=1)
     if is_static:
-        loop = _Loop("fori_loop", body, None)
+        loop = _Loop(body, None)
         length = max(int(upper) - int(lower), 0)
         options: dict[str, Any] = {"unroll": unroll or 1, "strategy": strategy, "progress": progress}
-        run = make_loop(body, loop.bodies[0], len(loop.constants[0]), loop.carry_avals, length, **options)
+        run = make_loop(
+            body,
+            loop.bodies[0],
+            len(loop.constants[0]),
+            len(body.out_avals) + len(loop.state_values),
+            length,
+            **options,
+        )
         left, _ = run(*loop.constants, [start, *carry, *loop.state_values], [])
     else:
         limit = jnp.asarray(upper, body.avals[0].dtype)
         test = Staged("fori_loop", body_fun, lambda i, *xs: (i < limit,), body.avals, kind="while_cond")
-        loop = _Loop("fori_loop", body, test)
+        loop = _Loop(body, test)
         left = loop.run_while([start, *carry])
     return part.combine(loop.publish(left)[1:])
-
-
-def _stage_body(
-    name: str, fun: Callable, call: Callable[..., tuple], carry: list, part: Partition, before: list
-) -> tuple[Staged, list]:
-    """Stage a body ``(*before, *carry) -> (*before, carry)``; gives the carry too, with the types that the body keeps."""
-    kind = {"while_loop": "while_body"}.get(name, name)
-    for _ in range(2):
-        avals = [_compat.abstract(x) for x in carry]
-        body = Staged(name, fun, call, [*before, *avals], kind=kind)
-        out_avals = body.out_avals[len(before) :]
-        promoted = promote(carry, avals, out_avals)
-        if promoted is None:
-            break
-        carry = promoted
-    check_carry(name, fun, part, avals, body.outs[-1], out_avals)
-    return body, carry
 
 
 def _check_test(test: Staged) -> None:
@@ -209,22 +228,17 @@ class _Loop:
     Attributes:
         bodies: the condition, if there is one, and the body, with inputs ordered: constants, carry, carried states.
         constants: for each of them, the values of its constants.
-        carry_avals: types of the carry and the carried states.
         state_values: first values of the carried states.
     """
 
-    def __init__(self, name: str, body: Staged, test: Staged | None):
+    def __init__(self, body: Staged, test: Staged | None):
         stages = [body] if test is None else [test, body]
         states = union([s.inputs for s in stages])
         written = {id(e.state) for e in body.effects}
         self._body = body
         self._carried = [i for i in states if id(i.state) in written]
         constant = [i for i in states if id(i.state) not in written]
-        paths = Paths(body.fun)
-        for effect in body.effects:
-            body.check_written(effect, paths)
         self.state_values = [x for i in self._carried for x in i.values]
-        self.carry_avals = [*kept_types(body.avals, body.out_avals), *(a for i in self._carried for a in i.avals)]
         self.bodies: list[Body] = []
         self.constants: list[list] = []
         for s in stages:
@@ -240,14 +254,15 @@ class _Loop:
         refuse_effects(self._body, self.bodies[-1], slots)
 
         def build(test: Body, body: Body) -> Callable:
+            num_constants = len(self.constants[-1])
             if slots is None and max_steps is None:
-                return _control.while_loop(test, body, self.carry_avals)
-            num_constants, name = len(self.constants[-1]), f"while_loop({name_of(self._body.fun)})"
+                return _control.while_loop(test, body, num_constants)
+            name = f"while_loop({name_of(self._body.fun)})"
             options = {"length": 0, "reverse": False, "policy": slots and slots.policy, "name": name}
-            step = Step(body, num_constants, self.carry_avals, **options)
+            step = Step(body, num_constants, len(body.jaxpr.outvars), **options)
             return _online.while_loop(test, step, slots and slots.num, max_steps)
 
-        kept = table.get(self.bodies, ("while_loop", slots, max_steps, *self.carry_avals), build)
+        kept = table.get(self.bodies, ("while_loop", slots, max_steps, *map(len, self.constants)), build)
         return kept(*self.constants, [*carry, *self.state_values])
 
     def publish(self, carry: list) -> list:
