@@ -16,10 +16,12 @@ from ._errors import CheckpointError as CheckpointError
 from ._errors import CreatedStateError as CreatedStateError
 from ._errors import EffectError as EffectError
 from ._errors import ForeignStateError as ForeignStateError
+from ._errors import FunctionError as FunctionError
 from ._errors import GradientError as GradientError
 from ._errors import PlanError as PlanError
 from ._errors import PolicyError as PolicyError
 from ._errors import PolicyWarning as PolicyWarning
+from ._errors import StagingWarning as StagingWarning
 from ._errors import StateAccessError as StateAccessError
 from ._errors import StateFilterError as StateFilterError
 from ._errors import StatetxError as StatetxError

@@ -72,7 +72,13 @@ class Value:
         return num_bytes(self.type) * self.times
 
 
-VIEWS = frozenset("reshape transpose broadcast_in_dim squeeze expand_dims copy copy_p".split())
+VIEWS = frozenset("reshape transpose broadcast_in_dim squeeze expand_dims copy copy_p name".split())
+VIEWS |= {_compat.mark_primitive.name}
+VIEWS |= {
+    "pvary",
+    "reduced_vary_cast_p",
+    "vary_unreduced_cast_p",
+}  # in shard_map, where a value begins to count as varying
 
 
 class Decision(enum.IntEnum):
@@ -157,7 +163,7 @@ class Policy:
     def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> Any:
         """Judge one equation, as ``jax.checkpoint`` asks; for `remat` the policy sees more than that."""
         if _compat.is_debug_callback(primitive):
-            return True  # as in `_keep.keep_marked`
+            return True  # as in `_marks.KeepMarked`
         outs = _compat.output_types(primitive, inputs, params)
         if not outs:
             return False
@@ -517,7 +523,7 @@ class Marks(Policy):
     """Keeps what was chosen for the equations of one function.
 
     Attributes:
-        marks: addresses of values in that function, and what becomes of each; see `_keep.mark`.
+        marks: addresses of values in that function, and what becomes of each; see `_marks.mark`.
     """
 
     marks: tuple[tuple[tuple[int, ...], str], ...]

@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _compat, _keep
+from .. import _compat, _keep, _marks
 from .._compat import Jaxpr, Literal, Var
 from .._cost import Program, hurried_options
 from .._jaxpr import Body
 from .._strategy import Strategy
+from .._survey import Survey
 from .._tree import is_float, num_bytes
 from ..residuals._trace import JIT, inline
 
@@ -50,8 +51,8 @@ class Option(NamedTuple):
     loop: Strategy | None = None
 
 
-_PREFIX = "statetx.plan:"
-_FUSED = frozenset(
+_PLANNED = -1  # the region of marks that are no policy's
+_FUSED = {_compat.mark_primitive.name} | frozenset(
     "abs add and broadcast_in_dim cbrt ceil clamp convert_element_type copy copy_p cos div eq erf erf_inv exp exp2 expm1 floor ge "
     "gt integer_pow iota is_finite le log log1p logistic lt max min mul name ne neg not or pad pow reduce_precision rem reshape "
     "rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin slice sqrt square squeeze "
@@ -79,8 +80,8 @@ class Graph:
         floats = [i for i, v in enumerate(jaxpr.invars) if moves[i] and is_float(v.aval)]
         pulled = [i for i, v in enumerate(jaxpr.outvars) if pulls[i] and is_float(v.aval)]
         self._counted = [counted[i] for i in floats]
-        self.sites = {site.address: site for site in _keep.survey(jaxpr) if len(site.address) == 2}
-        named = _keep.mark(jaxpr, {at: f"{_PREFIX}{at[0]}.{at[1]}" for at in self.sites})
+        self.sites = {site.address: site for site in Survey(jaxpr).results if len(site.address) == 2}
+        named = _marks.mark(jaxpr, {at: f"{at[0]}.{at[1]}" for at in self.sites}, region=_PLANNED)
         self._forward, self._num_out, self._backward = _derivative(named, floats, pulled)
         plain, num_out, self._plain_backward = _derivative(jaxpr, floats, pulled)
         self._plain_leaves = _variables(plain.outvars[num_out:], plain.invars)
@@ -92,8 +93,8 @@ class Graph:
         self._names: dict[Any, Address] = {}
         for i in self._needed:
             eqn = self._forward.eqns[i]
-            if eqn.primitive is _compat.name_primitive and eqn.params["name"].startswith(_PREFIX):
-                equation, output = eqn.params["name"].removeprefix(_PREFIX).split(".")
+            if eqn.primitive is _compat.mark_primitive and eqn.params["region"] == _PLANNED:
+                equation, output = eqn.params["what"].split(".")
                 self._names[eqn.outvars[0]] = (int(equation), int(output))
         outputs = {v for v in jaxpr.outvars if isinstance(v, Var)}
         # What the region gives to others is there already where they keep what they read.
@@ -155,8 +156,8 @@ class Graph:
 
     def by_policy(self, policy: Any) -> Option:
         """The region, keeping what a policy says."""
-        marks = _keep.decide(policy, list(self.sites.values()))
-        return self.option(frozenset((at[0], at[1]) for at in marks if at in self.sites))
+        labels = _keep.decide(policy, list(self.sites.values()))
+        return self.option(frozenset((at[0], at[1]) for at in labels))
 
     def bytes_of(self, address: Address) -> int:
         return 0 if address in self._is_output else num_bytes(self.sites[address].value.type)

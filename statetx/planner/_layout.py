@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import _compat, _fence, _keep, _schedule
+from .. import _compat, _fence, _keep, _marks, _schedule
 from .._checkpointed import Scheduled
 from .._compat import Jaxpr, Literal
 from .._jaxpr import Body
@@ -185,17 +185,16 @@ def rewrite(jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]) -> J
 
 
 def marks_of(option: Option) -> dict[tuple[int, ...], str]:
-    """What the option keeps, as `_keep.mark` takes it."""
-    offload = f"{_compat.KEPT}offload:device:{_compat.HOST_MEMORY}"
-    return {at: offload if at in option.offloaded else f"{_compat.KEPT}save" for at in sorted(option.kept or ())}
+    """What the option keeps, as `_keep.keep` takes it."""
+    offload = _marks.offload("device", _compat.HOST_MEMORY)
+    return {at: offload if at in option.offloaded else _marks.SAVE for at in sorted(option.kept or ())}
 
 
 def _region(part: Part, option: Option) -> Callable | None:
     if option.kept is None:
         return None
     # What keeps nothing is what the user's own rematerialisation is, to the letter: XLA's order of things hangs on it.
-    jaxpr = _keep.mark(part.jaxpr, marks_of(option)) if option.kept else part.as_given
-    policy = _keep.keep_marked if option.kept else None
+    jaxpr, policy = _keep.keep(part.jaxpr, marks_of(option)) if option.kept else (part.as_given, None)
     return lambda *args: _compat.rematerialise(jaxpr, args, policy=_fence.around(policy, "auto"), prevent_cse=True)
 
 
@@ -220,13 +219,12 @@ def _loop(part: Part, option: Option) -> Callable:
 
 def _step(part: Part, option: Option) -> Step:
     num_constants, num_carry = _compat.scan_counts(part.eqn)
-    avals = [v.aval for v in part.jaxpr.outvars[:num_carry]]
     marks = None if option.kept is None else Marks(tuple(marks_of(option).items()))
     params = part.eqn.params
     return Step(
         Body(part.jaxpr, []),
         num_constants,
-        avals,
+        num_carry,
         length=params["length"],
         reverse=params["reverse"],
         policy=marks,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jax.extend.core.primitives import closed_call_p
+
 from .. import _compat
 from .._compat import Jaxpr, Literal
 from .._jaxpr import Body
@@ -47,8 +49,29 @@ class Part:
 
 
 def flatten(jaxpr: Jaxpr) -> Jaxpr:
-    """The program without its inner jits; each variable stands in one place."""
-    return inline(jaxpr, calls=tuple(JIT), deep=False)
+    """The program without its inner jits; each variable stands in one place.
+
+    A loop with ``checkpoint="auto"`` or a size that stays plain becomes a scan, and can be planned.
+    """
+    return _without_jits(_plain_loops(jaxpr))
+
+
+def _without_jits(jaxpr: Jaxpr) -> Jaxpr:
+    return inline(jaxpr, calls=(*JIT, "closed_call"), deep=False)
+
+
+def _plain_loops(x: Any) -> Any:
+    """The program, at any depth, with calls of plain loops for those of ours that are left as they are."""
+
+    def of_equation(eqn: Any) -> Any:
+        loop = _compat.loop_of(eqn)
+        if loop is not None and loop.is_plain():
+            eqn = eqn.replace(primitive=closed_call_p, params={"call_jaxpr": eqn.params["jaxpr"]})
+        return _compat.map_jaxprs(_plain_loops, eqn)
+
+    eqns = _compat.open_jaxpr(x)[0].eqns
+    new = [of_equation(eqn) for eqn in eqns]
+    return x if all(a is b for a, b in zip(new, eqns, strict=True)) else _compat.with_equations(x, new)
 
 
 def opened(jaxpr: Jaxpr) -> tuple[Jaxpr, set[int]]:
@@ -62,7 +85,7 @@ def opened(jaxpr: Jaxpr) -> tuple[Jaxpr, set[int]]:
     return inline(jaxpr, calls=_CALLS, deep=False), ends
 
 
-_CALLS = (*JIT, *REMAT)
+_CALLS = (*JIT, *REMAT, "closed_call")
 
 
 def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
@@ -85,7 +108,7 @@ def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
             read = {v: None for e in eqns for v in e.invars if not isinstance(v, Literal) and v not in made}
             given = [v for e in eqns for v in e.outvars if uses.get(v, -1) >= end]
             body = _compat.rebuild(jaxpr, invars=list(read), outvars=given, eqns=eqns)
-            parts.append(Part(kind, flatten(body), list(read), given))
+            parts.append(Part(kind, _without_jits(body), list(read), given))
         start = end
 
     boundaries = set(cuts or ())
@@ -97,7 +120,7 @@ def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
             inner = _compat.open_jaxpr(eqn.params["jaxpr"])[0]
             if eqn.primitive.name in REMAT:
                 invars, given = _distinct(inner, eqn.invars)
-                body = inline(given, calls=tuple(JIT), deep=False)
+                body = _without_jits(given)
                 parts.append(Part("region", body, invars, eqn.outvars, as_given=given))
             else:
                 body = inline(inner, calls=_CALLS, deep=False)  # of its functions that are rematerialised, too

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import _compat, _keep, _schedule
+from .. import _compat, _schedule
 from .._compat import Jaxpr, Literal
 from .._cost import count
 from .._strategy import Lengths, Slots, Strategy
+from .._survey import Survey
 from .._tree import num_bytes
 from ..residuals._show import short_path, short_type
 from ..residuals._trace import user_line
@@ -173,7 +174,7 @@ def _rows_of(part: Part, option: Option, times: int, price: Callable[[Any], floa
     marks = marks_of(option)
     length = part.eqn.params["length"] if part.eqn is not None else 1
     is_planned = option.kept is not None or option.loop is not None
-    for site in _keep.survey(part.jaxpr):
+    for site in Survey(part.jaxpr).results:
         if len(site.address) != 2:
             continue
         mark = marks.get(site.address)

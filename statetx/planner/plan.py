@@ -294,6 +294,7 @@ class Fit(Rewriting):
 
 def plan(
     fun: Callable[..., Any],
+    /,
     *args: Any,
     budget: int | float | str,
     objective: str = "flops",
@@ -370,6 +371,7 @@ class Planner:
     def __init__(
         self,
         fun: Callable[..., Any],
+        /,
         *args: Any,
         objective: str = "flops",
         offload: bool = False,

@@ -8,15 +8,13 @@ from typing import Any
 
 from .. import _compat
 from .._compat import Jaxpr, Literal
-from .._keep import survey
 from .._policy import Origin
+from .._survey import Survey
 from ._trace import EAGER, REMAT, Passes, inline, regions_of
-
-# Marks of `statetx.remat`, which are no names of the user's: "statetx:save", "statetx:offload:<from>:<to>".
-MARK = "statetx:"
 
 # What hands a value on: the operation before it is the one to name.
 _SEEN_THROUGH = frozenset({"name", "reduce_precision", "device_put", "copy", "copy_p", "optimization_barrier", "pvary"})
+_SEEN_THROUGH |= {_compat.mark_primitive.name}
 
 _FILLS = frozenset({"broadcast_in_dim", "empty", "empty2"})
 
@@ -29,9 +27,9 @@ class Place:
         times: product of the lengths of the loops that stacked it.
         aval: its type, in one step of these loops.
         eqn: the operation that computes it; None for an input or literal.
-        address: of that value, as in `_keep.Site`.
+        address: of that value, as in `_survey.Site`.
         input: index among the inputs of the whole; None if it is none.
-        names: all that ``checkpoint_name`` gave it, marks included.
+        names: all that ``checkpoint_name`` gave it.
         regions: the rematerialised regions in which it is computed.
         aliases: variables, at any depth, that hold this value in one step.
     """
@@ -95,7 +93,7 @@ class Origins:
         self._top = _Level(jaxpr)
         self._inputs = {v: i for i, v in enumerate(jaxpr.invars)}
         known = [frozenset() if path is None else frozenset({Origin(path, frozenset())}) for path in states]
-        self._near = {site.address: site.value.near for site in survey(jaxpr, known)}
+        self._near = {site.address: site.value.near for site in Survey(jaxpr, known).sites}
 
     def __call__(self, atom: Any) -> Place:
         level, place = self._top, Place(atom.aval)
@@ -147,7 +145,7 @@ class Origins:
             eqn = level.jaxpr.eqns[level.made[v][0]]
             others.append((eqn, v))
         for eqn, _ in others:
-            if eqn.primitive.name == "name" and eqn.params["name"] not in place.names:
+            if eqn.primitive is _compat.name_primitive and eqn.params["name"] not in place.names:
                 place.names.append(eqn.params["name"])
         if stacked:
             place.aliases |= {v, *(out for _, out in others)}
@@ -176,10 +174,13 @@ class Origins:
 # -- the arrays that are kept --------------------------------------------------------------------------------------
 
 
+_NAMING = (_compat.name_primitive, _compat.mark_primitive)
+
+
 def buffers(passes: Passes) -> list[list[int]]:
     """The residuals, by index, that are one array each; in the order of their first."""
     jaxpr = inline(passes.forward, calls=tuple(EAGER))
-    names = {e.outvars[0]: e.invars[0] for e in jaxpr.eqns if e.primitive.name == "name"}
+    names = {e.outvars[0]: e.invars[0] for e in jaxpr.eqns if e.primitive in _NAMING}
     groups: dict[Any, list[int]] = {}
     for i, atom in enumerate(jaxpr.outvars[passes.num_out :]):
         while not isinstance(atom, Literal) and atom in names:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import jaxprs_in_params
 
 from .. import _compat, _registry
 from .._compat import Jaxpr, Literal
@@ -76,7 +75,7 @@ class Passes:
 
         avals = [v.aval for v in body.invars]
         closed = Body.close(*_compat.stage(run, avals, kind="statetx.residuals", name=name))
-        self.forward = closed.jaxpr
+        self.forward = _compat.established(closed.jaxpr)
         self.sources = [Source("constant")] * closed.num_operands + list(sources)
         self.chosen = [closed.num_operands + i for i in chosen]
         self._pullback = pullback
@@ -97,7 +96,7 @@ class Passes:
 
         avals = [v.aval for v in (*self.residuals, *self.forward.outvars[: self.num_out])]
         jaxpr, consts = _compat.stage(run, avals, kind="statetx.residuals", name=f"backward of {self.name}")
-        return inline(jaxpr, consts, calls=tuple(c for c in ALL if c not in REMAT))
+        return inline(_compat.established(jaxpr), consts, calls=tuple(c for c in ALL if c not in REMAT))
 
 
 def differentiate(
@@ -112,10 +111,10 @@ def differentiate(
     """Stage a function and its derivative; which values it is differentiated with respect to, `saved_residuals` says."""
     everything = argnums is None and wrt is None
     nums, _ = resolve_argnums(argnums, len(args), fun)
-    selected = None if wrt is None else {id(state) for state in Targets(wrt, fun, args, kwargs).states}
+    targets = None if wrt is None else Targets(wrt, fun, args, kwargs)
 
     def wants_state(state: Any) -> bool:
-        return everything or (selected is not None and id(state) in selected)
+        return everything or (targets is not None and targets.is_target(state))
 
     given, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_registry.is_opaque)
     wants = [everything or (keys[0].idx == 0 and keys[1].idx in nums) for keys, _ in given]
@@ -125,13 +124,13 @@ def differentiate(
     others = Partition(treedef, mask, tuple(x for (_, x), m in zip(given, mask, strict=True) if not m))
     arrays = [as_array(x) for (_, x), m in zip(given, mask, strict=True) if m]
 
-    lifting = _Reads(selected)
+    lifting = _Reads(targets)
     name = name_of(fun)
 
     def body(*tracers: Any) -> tuple[list, None]:
-        with frame_for("saved_residuals", fun, on_read=lifting.on_read) as frame:
-            call_args, call_kwargs = others.combine(tracers)
-            out = fun(*call_args, **call_kwargs)
+        frame = frame_for("saved_residuals", fun, on_read=lifting.on_read)
+        call_args, call_kwargs = others.combine(tracers)
+        out = frame.run(fun, *call_args, **call_kwargs)
         for effect in frame.effects:
             effect.value = None
         leaves, _ = pack(split_aux(out, fun)[0] if has_aux else out, [])
@@ -165,12 +164,15 @@ def differentiate(
 class _Reads(Lifting):
     """Every state's arrays are inputs; its Python numbers too where they were asked for by `wrt`."""
 
-    def __init__(self, selected: Collection[int] | None):
+    def __init__(self, targets: Targets | None):
         super().__init__(is_array)
-        self._selected = selected or ()
+        self._targets = targets
 
     def on_read(self, state: Any, kind: Any, value: Any) -> Any:
-        self.is_dynamic = is_array_or_number if id(state) in self._selected else is_array
+        self.is_dynamic = is_array
+        if self._targets is not None:
+            self._targets.note_read(state, kind)
+            self.is_dynamic = is_array_or_number if self._targets.is_target(state) else is_array
         return super().on_read(state, kind, value)
 
 
@@ -192,15 +194,15 @@ _TAG = "statetx-remat-"
 
 def _tag(x: Any, regions: list[str]) -> Any:
     """Give each rematerialised region a scope of its own, by which what differentiation makes of it is known."""
+    jaxpr, _ = _compat.open_jaxpr(x)
     eqns = []
-    for eqn in _compat.open_jaxpr(x)[0].eqns:
+    for eqn in jaxpr.eqns:
         if eqn.primitive.name in REMAT:
             regions.append(short_name(_compat.open_jaxpr(eqn.params["jaxpr"])[0].debug_info.func_name))
             eqn = _compat.with_scope(eqn, f"{_TAG}{len(regions) - 1}")
-        if any(True for _ in jaxprs_in_params(eqn.params)):
-            eqn = eqn.replace(params=_compat.map_jaxprs(lambda j: _tag(j, regions), eqn.params))
-        eqns.append(eqn)
-    return _compat.with_equations(x, eqns)
+        eqns.append(_compat.map_jaxprs(lambda j: _tag(j, regions), eqn))
+    is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    return x if is_same else _compat.with_equations(x, eqns)
 
 
 def regions_of(eqn: Any) -> list[int]:
@@ -228,7 +230,7 @@ def user_line(eqn: Any) -> tuple[str, int, str]:
 JIT = {"jit": "jaxpr", "pjit": "jaxpr"}
 _INNER = dict.fromkeys(REMAT, "jaxpr")
 EAGER = {"closed_call": "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
-EAGER |= {"custom_vjp_call": "call_jaxpr", **_INNER}
+EAGER |= {"custom_vjp_call": "call_jaxpr", "statetx_loop": "jaxpr", **_INNER}
 ALL = tuple({**JIT, **EAGER})
 
 
@@ -258,8 +260,8 @@ def inline(x: Any, consts: Sequence[Any] = (), *, calls: Collection[str], deep: 
                 outs = run(inner, inner_env, eqn, same)
             else:
                 outs = [_compat.Var(v.aval) for v in eqn.outvars]
-                params = _compat.map_jaxprs(lambda j: inline(j, calls=calls), eqn.params) if deep else eqn.params
-                eqns.append(eqn.replace(invars=ins, outvars=outs, params=params))
+                eqn = _compat.map_jaxprs(lambda j: inline(j, calls=calls), eqn) if deep else eqn
+                eqns.append(eqn.replace(invars=ins, outvars=outs))
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 

@@ -17,7 +17,7 @@ from .._compat import Jaxpr, Literal
 from .._text import format_bytes
 from .._tree import num_bytes
 from .._typing import Filter, PyTree
-from ._origin import MARK, buffers
+from ._origin import buffers
 from ._show import short_path, short_type
 from ._trace import ALL, REMAT, Passes, differentiate, inline, regions_of, user_line
 
@@ -182,7 +182,7 @@ _SHOWN = frozenset(
     "lengths padding window_dimensions direction num_keys".split()
 )
 _MAX_PARAM = 24
-_FOLDED = frozenset({"name", "reduce_precision"})
+_FOLDED = frozenset({"name", "reduce_precision", _compat.mark_primitive.name})
 
 
 class _Printer:
@@ -225,7 +225,7 @@ class _Printer:
         for eqn in self._forward.eqns:
             if eqn.primitive.name in _FOLDED:
                 self._same[eqn.outvars[0]] = eqn.invars[0]
-                if not eqn.params.get("name", MARK).startswith(MARK):
+                if eqn.primitive is _compat.name_primitive:
                     given[self._root(eqn.outvars[0])] = eqn.params["name"]
         atoms = self._forward.outvars[self._passes.num_out :]
         numbers = itertools.count(1)
@@ -324,9 +324,8 @@ class _Printer:
         (v,), (source,) = eqn.outvars, eqn.invars
         self._same[v] = source
         line = self._lines.get(self._root(source))
-        name = eqn.params.get("name", MARK)
-        if line is not None and not name.startswith(MARK):
-            line.insert(-1, Piece(f" named {name!r}", "detail"))
+        if line is not None and eqn.primitive is _compat.name_primitive:
+            line.insert(-1, Piece(f" named {eqn.params['name']!r}", "detail"))
 
     def _bodies(self, eqn: Any, depth: int) -> Iterator[Line]:
         name = eqn.primitive.name
@@ -440,6 +439,7 @@ def _without_dead(jaxpr: Jaxpr) -> Jaxpr:
 
 def print_fwd_bwd(
     fun: Callable[..., Any],
+    /,
     *args: Any,
     argnums: int | Sequence[int] | None = None,
     wrt: PyTree | Filter = None,

@@ -12,6 +12,7 @@ from ..transforms.functionalize import functionalize
 
 def measure(
     fun: Callable[..., Any],
+    /,
     *args: Any,
     gradient: bool = True,
     compiler_options: dict[str, Any] | None = None,

@@ -178,6 +178,7 @@ def _ratio(a: float, b: float) -> str:
 
 def memory_report(
     fun: Callable[..., Any],
+    /,
     *args: Any,
     policies: Sequence[Policy] | None = None,
     repeats: int = 0,

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
+from .. import _compat
 from .._compat import Literal
 from .._tree import num_bytes
 from .._typing import Filter, PyTree
 from . import _show
-from ._origin import MARK, PLAIN, UNKNOWN, Origins, Place, buffers, readers
+from ._origin import PLAIN, UNKNOWN, Origins, Place, buffers, readers
 from ._recompute import Recomputation
 from ._trace import ALL, Passes, Source, differentiate, inline, user_line
 
@@ -153,6 +154,7 @@ class Residuals(Sequence[Residual]):
 
 def saved_residuals(
     fun: Callable[..., Any],
+    /,
     *args: Any,
     argnums: int | Sequence[int] | None = None,
     wrt: PyTree | Filter = None,
@@ -225,10 +227,10 @@ def _rows(passes: Passes) -> Iterator[Residual]:
         atom = atoms[group[0]]
         flops = 0 if place.eqn is None else recompute(atom, own)
         who = set().union(*(read[i] for i in group))
-        yield _row(passes, place, num_bytes(atom.aval), flops, who, origins.near(place))
+        yield _row(passes, place, atom.aval, flops, who, origins.near(place))
 
 
-def _row(passes: Passes, place: Place, size: int, flops: int, who: set[int], near: list[str]) -> Residual:
+def _row(passes: Passes, place: Place, aval: Any, flops: int, who: set[int], near: list[str]) -> Residual:
     if place.input is not None:
         source = passes.sources[place.input]
     else:
@@ -236,23 +238,22 @@ def _row(passes: Passes, place: Place, size: int, flops: int, who: set[int], nea
     if source.origin == "state":
         near = [source.path]
     file, line, function = ("", 0, "") if place.eqn is None else user_line(place.eqn)
-    offloaded = [name.split(":")[-1] for name in place.names if name.startswith(f"{MARK}offload:")]
     return Residual(
         shape=tuple(place.aval.shape),
         dtype=str(place.aval.dtype),
         times=place.times,
-        nbytes=size,
+        nbytes=num_bytes(aval),
         origin=source.origin,
         path=source.path,
         kind=source.kind,
-        names=tuple(sorted(name for name in place.names if not name.startswith(MARK))),
+        names=tuple(sorted(place.names)),
         primitive="" if place.eqn is None else place.eqn.primitive.name,
         source=f"{file}:{line}" if file else "",
         function=function,
         module=", ".join(sorted({path.rpartition(".")[0] for path in near} - {""})),
         flops=flops,
         why=_reasons(passes, place, who),
-        memory=offloaded[0] if offloaded else "",
+        memory=_compat.memory_of(aval) if source.origin == "intermediate" else "",
     )
 
 
@@ -267,6 +268,7 @@ def _reasons(passes: Passes, place: Place, who: set[int]) -> tuple[str, ...]:
 
 def print_saved_residuals(
     fun: Callable[..., Any],
+    /,
     *args: Any,
     argnums: int | Sequence[int] | None = None,
     wrt: PyTree | Filter = None,
