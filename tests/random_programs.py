@@ -168,7 +168,6 @@ class _Scope:
     shapes: dict[str, tuple[int, ...]]
     free: frozenset[str]
     constant: frozenset[str] = frozenset()
-    typed: bool = False  # Python numbers must stay Python numbers (or weak arrays): in loops and branches
     draws: bool = True
     in_vmap: bool = False
     shared_rng: bool = False
@@ -208,10 +207,10 @@ def _write(draw: Any, scope: _Scope) -> Any:
     obj = OBJECTS[name]
     if obj in ("n", "i"):
         return Count(name, draw(st.integers(1, 3)))
-    # A Python number has a weak type, and a loop refuses a state that enters with one and leaves with a strong one.
-    # So only two objects hold them: `f`, and `u` while it is mapped, which is given nothing but constants.
+    # Two objects hold Python numbers: `f`, which loops and branches promote, and `u` while it is mapped, which is given
+    # nothing but constants.
     shape = scope.shapes.get(obj, ())
-    constant = obj == "u" or obj in scope.constant or (obj == "f" and scope.typed) or draw(st.integers(0, 3)) == 0
+    constant = obj == "u" or obj in scope.constant or draw(st.integers(0, 3)) == 0
     expr = Const(draw(_constants)) if constant else _expr(draw, scope)
     raw = constant and shape == () and obj in ("f", "u")
     return draw(st.sampled_from((Write, Update)))(name, shape, expr, raw)
@@ -264,10 +263,10 @@ def _call(draw: Any, scope: _Scope, budget: _Budget) -> Call:
         of_arg = not wrt or draw(st.booleans())
         return Call(kind, _block(draw, inner, budget), arg, caught, wrt=tuple(names), of_arg=of_arg)
     if kind == "fori":
-        return Call(kind, _block(draw, dataclasses.replace(inner, typed=True), budget), arg, caught)
+        return Call(kind, _block(draw, inner, budget), arg, caught)
     if kind == "cond":
         frozen = {} if not scope.in_vmap else {"constant": frozenset()}
-        inner = dataclasses.replace(inner, typed=True, draws=scope.draws and not scope.shared_rng, **frozen)
+        inner = dataclasses.replace(inner, draws=scope.draws and not scope.shared_rng, **frozen)
         if scope.in_vmap:
             inner = dataclasses.replace(inner, free=inner.free - {"n", "i", "f"})
         threshold = draw(st.sampled_from((-0.1234567, 0.0765432)))
@@ -279,7 +278,7 @@ def _call(draw: Any, scope: _Scope, budget: _Budget) -> Call:
     inner = dataclasses.replace(inner, shapes=shapes)
     if kind == "scan":
         rng = draw(st.sampled_from(("default", "split")))
-        inner = dataclasses.replace(inner, num_locals=inner.num_locals + 1, typed=True)
+        inner = dataclasses.replace(inner, num_locals=inner.num_locals + 1)
         xs, reverse = _expr(draw, scope, 1), draw(st.booleans())
         checkpoint = draw(st.sampled_from((None, None, 2, statetx.policies.Levels(1))))
         block = _block(draw, inner, budget)

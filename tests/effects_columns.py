@@ -1,0 +1,444 @@
+"""Every transform crossed with every side effect: the columns.
+
+A column is a function of a model and a number that has one side effect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import io_callback
+
+import statetx
+
+NO_VALUE = "no value"  # what is seen of a state that says so when it is read
+
+
+class Boom(Exception):
+    """Raised by a column."""
+
+
+class Opaque:
+    """An object that JAX cannot see into."""
+
+    def __init__(self, content: Any):
+        self.content = content
+
+
+# -- kinds -----------------------------------------------------------------------------------------------------
+
+
+class Kind:
+    """How one library makes, reads and writes a state."""
+
+    name: str
+    no_value: type[Exception] = statetx.StateAccessError
+    """Raised where a state is read whose value ended with the call that made it."""
+
+    def make(self, name: str, value: Any) -> Any:
+        raise NotImplementedError
+
+    def rng(self) -> Any:
+        raise NotImplementedError
+
+    def get(self, state: Any) -> Any:
+        return state.value
+
+    def set(self, state: Any, value: Any) -> None:
+        state.value = value
+
+    def draw(self, rng: Any) -> jax.Array:
+        raise NotImplementedError
+
+    def key_of(self, state: Any) -> Any:
+        """The state itself, or the one that holds the key of a random stream."""
+        return state
+
+
+class Native(Kind):
+    name = "statetx"
+
+    def make(self, name: str, value: Any) -> Any:
+        return statetx.State(value, name=name)
+
+    def rng(self) -> Any:
+        return statetx.RngState(7)
+
+    def draw(self, rng: Any) -> jax.Array:
+        return rng.next()
+
+
+class Brainstate(Kind):
+    name = "brainstate"
+    no_value = brainstate.TraceContextError
+
+    def make(self, name: str, value: Any) -> Any:
+        return brainstate.State(value, name=name)
+
+    def rng(self) -> Any:
+        return brainstate.random.RandomState(7)
+
+    def draw(self, rng: Any) -> jax.Array:
+        return rng.split_key()
+
+
+class Nnx(Kind):
+    name = "nnx"
+
+    def make(self, name: str, value: Any) -> Any:
+        return nnx.Variable(value)
+
+    def get(self, state: Any) -> Any:
+        return state.get_value()
+
+    def set(self, state: Any, value: Any) -> None:
+        state.set_value(value)
+
+    def rng(self) -> Any:
+        return nnx.Rngs(7)
+
+    def draw(self, rng: Any) -> jax.Array:
+        return rng()
+
+    def key_of(self, state: Any) -> Any:
+        return state.default.key if isinstance(state, nnx.Rngs) else state
+
+
+class Ref(Kind):
+    name = "ref"
+
+    def make(self, name: str, value: Any) -> Any:
+        return jax.new_ref(value)
+
+    def get(self, state: Any) -> Any:
+        return state[...]
+
+    def set(self, state: Any, value: Any) -> None:
+        state[...] = value
+
+    def rng(self) -> Any:
+        return jax.new_ref(jax.random.key(7))
+
+    def draw(self, rng: Any) -> jax.Array:
+        rng[...], key = jax.random.split(rng[...])
+        return key
+
+
+KINDS = {kind.name: kind for kind in (Native(), Brainstate(), Nnx(), Ref())}
+VALUES: dict[str, Callable[[], Any]] = {
+    "alpha": lambda: jnp.float32(0.4),
+    "weak": lambda: 0.25,
+    "items": lambda: [jnp.float32(0.1), jnp.float32(0.2)],
+    "table": lambda: {"p": jnp.float32(0.7)},
+    "buffer": lambda: np.array([0.5, 0.6], np.float32),
+    "mode": lambda: "hot",
+    "spare": lambda: jnp.float32(0.9),
+}
+"""What the states of a model hold. A message about one has its name in it."""
+
+
+class Model:
+    """States of one kind as attributes, and a Ref whatever the kind. A plain one is for plain calls."""
+
+    def __init__(self, kind: Kind, column: Column, is_plain: bool):
+        self.kind = kind
+        self.is_plain = is_plain
+        for name in column.states:
+            setattr(self, name, kind.rng() if name == "rng" else kind.make(name, VALUES[name]()))
+        self.ref = jax.new_ref(jnp.float32(0.6))
+
+    def get(self, name: str) -> Any:
+        return self.kind.get(getattr(self, name))
+
+    def set(self, name: str, value: Any) -> None:
+        self.kind.set(getattr(self, name), value)
+
+    def values(self) -> dict[str, Any]:
+        """What all states hold, those too that were made meanwhile; "no value" if that is what they say."""
+        out: dict[str, Any] = {"ref": self.ref[...]}
+        for name, state in states_of(self):
+            try:
+                value = self.kind.get(self.kind.key_of(state))
+            except self.kind.no_value:
+                value = NO_VALUE
+            out[name] = jax.random.key_data(value) if name == "rng" else value
+            if name == "rng" and self.kind.name == "nnx":
+                out["count"] = state.default.count.get_value()
+        return out
+
+
+def states_of(model: Model) -> list[tuple[str, Any]]:
+    return [(name, state) for name, state in vars(model).items() if name not in ("kind", "is_plain", "ref")]
+
+
+# -- columns ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A side effect.
+
+    Attributes:
+        effect: what happens, ``(model, x) -> y``.
+        states: those of the model that it needs.
+        kinds: the kinds that can do it at all.
+        varies: whether it writes something that depends on `x`.
+    """
+
+    name: str
+    effect: Callable[[Model, Any], Any]
+    states: tuple[str, ...] = ("alpha",)
+    kinds: tuple[str, ...] = ("statetx", "brainstate", "nnx", "ref")
+    varies: bool = False
+
+
+COLUMNS: dict[str, Column] = {}
+CELLS = ("statetx", "brainstate", "nnx")
+HOLDERS = ("statetx", "brainstate")  # nnx hands out copies of containers
+
+
+def column(name: str, **options: Any) -> Callable[[Callable], Callable]:
+    def add(effect: Callable) -> Callable:
+        COLUMNS[name] = Column(name, effect, **options)
+        return effect
+
+    return add
+
+
+@column("read")
+def _(m, x):
+    return x * m.get("alpha")
+
+
+@column("write", varies=True)
+def _(m, x):
+    m.set("alpha", 0.5 * x)
+    return jnp.sin(x)
+
+
+@column("read and write", varies=True)
+def _(m, x):
+    m.set("alpha", m.get("alpha") + 0.5 * x)
+    return jnp.sin(m.get("alpha"))
+
+
+@column("count")
+def _(m, x):
+    m.set("alpha", m.get("alpha") + 1.0)
+    return x * m.get("alpha")
+
+
+@column("write only")
+def _(m, x):
+    m.set("alpha", jnp.float32(2.0))
+    return jnp.sin(x)
+
+
+@column("draw", states=("rng",))
+def _(m, x):
+    return x * jax.random.uniform(m.kind.draw(m.rng))
+
+
+@column("make and keep", kinds=CELLS)
+def _(m, x):
+    m.new = m.kind.make("new", 2.0 * x)
+    m.kind.set(m.new, m.get("new") + 1.0)
+    return x * m.get("new")
+
+
+@column("make and drop", kinds=CELLS)
+def _(m, x):
+    state = m.kind.make("new", 2.0 * x)
+    m.kind.set(state, m.kind.get(state) + m.get("alpha"))
+    return x * m.kind.get(state)
+
+
+@column("delete", states=("alpha", "spare"))
+def _(m, x):
+    if hasattr(m, "spare"):
+        del m.spare
+    return x * m.get("alpha")
+
+
+@column("list in place", states=("items",), kinds=HOLDERS, varies=True)
+def _(m, x):
+    m.get("items")[0] = 0.5 * x
+    return x * m.get("items")[1]
+
+
+@column("dict in place", states=("table",), kinds=HOLDERS)
+def _(m, x):
+    m.get("table")["p"] = m.get("table")["p"] + 1.0
+    return x * m.get("table")["p"]
+
+
+@column("NumPy array in place", states=("buffer",), kinds=HOLDERS)
+def _(m, x):
+    m.get("buffer")[0] += 1.0
+    return jnp.sin(x)
+
+
+@column("list grows", states=("items",), kinds=HOLDERS)
+def _(m, x):
+    m.get("items").append(jnp.float32(0.3))
+    return x * m.get("items")[0]
+
+
+@column("structure", kinds=CELLS)
+def _(m, x):
+    m.set("alpha", {"p": jnp.float32(1.0)})
+    return jnp.sin(x)
+
+
+@column("shape", kinds=CELLS)
+def _(m, x):
+    m.set("alpha", jnp.ones(2))
+    return jnp.sin(x)
+
+
+@column("dtype", kinds=CELLS)
+def _(m, x):
+    m.set("alpha", jnp.int32(3))
+    return jnp.sin(x)
+
+
+@column("strong becomes weak", kinds=CELLS)
+def _(m, x):
+    m.set("alpha", 0.5)
+    return jnp.sin(x)
+
+
+@column("weak becomes strong", states=("weak",), kinds=CELLS)
+def _(m, x):
+    m.set("weak", jnp.float32(0.5) + m.get("weak"))
+    return x * m.get("weak")
+
+
+@column("string", states=("mode",), kinds=CELLS)
+def _(m, x):
+    m.set("mode", "cold")
+    return jnp.sin(x)
+
+
+@column("same string", states=("mode",), kinds=CELLS)
+def _(m, x):
+    m.set("mode", "hot")
+    return x if m.get("mode") == "hot" else -x
+
+
+@column("None", kinds=CELLS)
+def _(m, x):
+    m.set("alpha", None)
+    return jnp.sin(x)
+
+
+@column("opaque object", kinds=CELLS, varies=True)
+def _(m, x):
+    m.set("alpha", Opaque(x))
+    return jnp.sin(x)
+
+
+@column("raise", varies=True)
+def _(m, x):
+    m.set("alpha", 0.5 * x)
+    raise Boom
+
+
+@column("raise and catch")
+def _(m, x):
+    try:
+        m.set("alpha", m.get("alpha") + 1.0)
+        raise Boom
+    except Boom:
+        return x * m.get("alpha")
+
+
+@column("catch from a remat")
+def _(m, x):
+    def fails(x):
+        m.set("alpha", 5.0 * x)
+        raise Boom
+
+    if not m.is_plain:  # else it has not happened
+        try:
+            statetx.remat(fails)(x)
+        except Boom:
+            pass
+    return x * m.get("alpha")
+
+
+def _nested(wrap: Callable) -> Callable:
+    def effect(m: Model, x: Any) -> Any:
+        def inner(x: Any) -> Any:
+            m.set("alpha", m.get("alpha") + 1.0)
+            return x * m.get("alpha")
+
+        return inner(x) if m.is_plain else wrap(inner, x)
+
+    return effect
+
+
+NESTED: dict[str, Callable[[Callable, Any], Any]] = {
+    "remat": lambda f, x: statetx.remat(f)(x),
+    "jit": lambda f, x: statetx.jit(f)(x),
+    "scan": lambda f, x: statetx.scan(lambda c, _: (f(c), None), x, length=1)[0],
+    "cond": lambda f, x: statetx.cond(True, f, lambda x: x, x),
+    "vmap": lambda f, x: statetx.vmap(f, axis_size=1, in_axes=None)(x)[0],
+    "jvp": lambda f, x: statetx.jvp(f, (x,), (x,))[0],
+    "vjp": lambda f, x: statetx.vjp(f, x)[0],
+}
+for _name, _wrap in NESTED.items():
+    COLUMNS[f"write in {_name}"] = Column(f"write in {_name}", _nested(_wrap))
+
+
+@column("touch by another thread", kinds=CELLS)
+def _(m, x):
+    m.set("alpha", m.get("alpha") + 1.0)
+    seen: list[Any] = []
+
+    def look() -> None:
+        try:
+            seen.append(m.get("alpha"))
+        except statetx.ForeignStateError as e:
+            seen.append(e)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    (what,) = seen
+    assert not isinstance(what, jax.core.Tracer), "another thread has got a tracer"
+    return x * m.get("alpha")
+
+
+@column("debug.print")
+def _(m, x):
+    m.set("alpha", m.get("alpha") + 1.0)
+    jax.debug.print("")
+    return x * m.get("alpha")
+
+
+@column("io_callback")
+def _(m, x):
+    m.set("alpha", m.get("alpha") + 1.0)
+    io_callback(lambda: None, None)
+    return x * m.get("alpha")
+
+
+@column("pure_callback")
+def _(m, x):
+    m.set("alpha", jax.pure_callback(lambda: np.float32(2.0), jax.ShapeDtypeStruct((), jnp.float32)))
+    return x * m.get("alpha")
+
+
+@column("Ref", kinds=CELLS)
+def _(m, x):
+    m.ref[...] = m.ref[...] + m.get("alpha")
+    return x * m.ref[...]

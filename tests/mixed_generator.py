@@ -1,0 +1,442 @@
+"""Random programs in which kinds of states are mixed, drawn from a seed: what transforms stand in them, and of what.
+
+`mixed_statements` says what may stand where.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mixed_statements import NOWHERE, Maps, Scope, Statements, View
+from mixed_syntax import SHAPES, SIZE, Call, Cell, Expr, Fun, If, Program, Raise, Shape, Statement, Turn, Write, walk
+
+POLICIES = (
+    "None",
+    "policies.nothing",
+    "policies.everything",
+    "policies.dots",
+    "'dots'",
+    "policies.dots_without_batch_dims",
+    "policies.names('h', missing='ignore')",
+    "policies.except_names('h', missing='ignore')",
+    "policies.states(True, missing='ignore')",
+    "policies.path('m.*', missing='ignore')",
+    "policies.larger_than(8)",
+    "policies.dots | policies.names('h', missing='ignore')",
+    "policies.primitives('tanh', missing='ignore')",
+    "jax.checkpoint_policies.everything_saveable",
+    "jax.checkpoint_policies.dots_saveable",
+)
+FENCES = (
+    "prevent_cse=True",
+    "prevent_cse=False",
+    "fence=None",
+    "fence='barrier'",
+    "fence='cond'",
+    "prevent_cse=True, fence='cond'",
+)
+SCHEDULES = (
+    "None",
+    "None",
+    "policies.Slots(2)",
+    "1",
+    "policies.Levels(1)",
+    "policies.Levels(2)",
+    "policies.Lengths(3, 1)",
+)
+MEASURED = ("policies.Budget('1MiB')", "'auto'", "'1MiB'")
+SLOTS = ("policies.Slots(2)", "1")
+COMPILED = frozenset("jit scan fori while map cond switch shard_map pure bs_jit bs_for_loop bs_cond".split())
+ONE_RUN = frozenset("remat jit grad vjp jvp linearize jacobian hessian plain".split())
+
+
+class Generator(Statements):
+    """Draws one program."""
+
+    def call(self, scope: Scope) -> tuple[list[Statement], Scope]:
+        """A transform of a new function, applied to an expression."""
+        self.calls -= 1
+        kinds = ["remat", "remat", "grad", "vjp", "jvp", "vmap", "vmap", "plain", "helper"]
+        kinds += self.pick(((), ("linearize", "jacobian"), ("jacobian", "hessian")))
+        if self.compiled > 0 and self.chance(0.55):
+            kinds = ["jit", "jit", "scan", "scan", "scan", "fori", "while", "map", "cond", "cond", "switch"]
+            kinds += self.pick((("shard_map",), ("pure",), ("bs_jit", "bs_for_loop", "bs_cond")))
+        if scope.varying and self.chance(0.7):
+            kinds = [k for k in kinds if k not in ("helper",)]
+        kind = self.pick(kinds)
+        if kind in COMPILED:
+            self.compiled -= 1
+        before = len(scope.names)
+        calls = getattr(self, f"call_{kind}", None)
+        call = calls(scope) if calls else self.call_plain(scope)
+        call.depth = scope.depth
+        assert len(scope.names) == before
+        for name, shape in call.names:
+            scope = scope.with_name(name, shape, scope.maps)
+        return [call], scope
+
+    def simple(self, scope: Scope, kind: str, template: str, inner: Scope, result: Shape | None = None) -> Call:
+        """A transform of a function of one argument, whose call is one."""
+        shape = self.shape()
+        out = shape if result is None else result
+        name = self.fresh("v")
+        fun = self.fun(inner, [(shape, scope.maps)], [out])
+        return Call(kind, f"{name} = {template}", [fun], [self.expr(scope, shape, depth=1)], [(name, out)])
+
+    def call_plain(self, scope: Scope) -> Call:
+        return self.simple(scope, "plain", "{f}({f_}{0})", scope.inside())
+
+    def call_helper(self, scope: Scope) -> Call:
+        if scope.varying or scope.foreign or not self.helpers:
+            return self.call_plain(scope)
+        helper, model, name = self.pick(self.helpers), self.pick(("m", "k")), self.fresh("v")
+        wrap = self.pick(("{h}", "remat({h})", "remat({h}, policy='dots')"))
+        template = f"{name} = {wrap.format(h=helper.name)}({model}, {{0}})"
+        return Call("plain", template, [], [self.expr(scope, (SIZE,), depth=1)], [(name, (SIZE,))])
+
+    def call_remat(self, scope: Scope) -> Call:
+        options = [f"policy={self.pick(POLICIES)}"] if self.chance(0.7) else []
+        options += [self.pick(FENCES)] if self.chance(0.4) else []
+        return self.simple(scope, "remat", f"remat({', '.join(['{f}', *options])})({{f_}}{{0}})", scope.inside())
+
+    def call_jit(self, scope: Scope) -> Call:
+        times = self.pick((1, 1, 2, 3))
+        inner = scope.inside(flags=False, once=False) if times > 1 else scope.inside()
+        call = self.simple(scope, "jit", "", inner)
+        ((name, shape),) = call.names
+        compiled = self.fresh("g")
+        call.template = f"{compiled} = jit({{f}})"
+        takes = call.parts[0].shape
+        call.after = [f"{name} = {compiled}({{f_}}{{0}})"]
+        if times > 1:
+            call.after.append(f"{name} = {name} - {compiled}({{f_}}jnp.full({takes}, 0.4))")
+        if times > 2:
+            call.after.append(f"{name} = {name} + {compiled}({{f_}}{{0}})")
+        call.funs[0].runs = times
+        return call
+
+    def targets(self, scope: Scope) -> list[Cell]:
+        views = [v for v in scope.views if v.shape is not None and v.cell.kind != "ref" and v.cell.sort != "numpy"]
+        cells = [v.cell for v in self.rng.sample(views, min(len(views), self.rng.randint(0, 2)))]
+        return cells
+
+    def call_grad(self, scope: Scope) -> Call:
+        inner = scope.inside(reverse=scope.reverse + 1)
+        shape, cells, name = self.shape(), self.targets(scope), self.fresh("v")
+        has_aux, with_value = self.chance(0.3), self.chance(0.5)
+        results = [(), (SIZE,)] if has_aux else [()]
+        fun = self.fun(inner, [(shape, scope.maps)], results)
+        wrt, of_arg = "", not cells or self.chance(0.5)
+        if cells:
+            listed = [f"{{c{i}}}" for i in range(len(cells))]
+            form = self.pick(("[{}]", "{{{{{}}}}}"))
+            entries = listed if form == "[{}]" else [f"'t{i}': {c}" for i, c in enumerate(listed)]
+            wrt = ", wrt=" + (listed[0] if len(cells) == 1 and self.chance(0.5) else form.format(", ".join(entries)))
+            wrt += ", argnums=0" if of_arg else ""
+        aux = ", has_aux=True" if has_aux else ""
+        which = "value_and_grad" if with_value else "grad"
+        out = self.fresh("o")
+        template = f"{out} = {which}({{f}}{wrt}{aux})({{f_}}{{0}})"
+        if fun.style == "argument" and of_arg:
+            template = (
+                template.replace("argnums=0", "argnums=1")
+                if cells
+                else template.replace(f"{{f}}{aux}", f"{{f}}, argnums=1{aux}")
+            )
+        return Call(
+            "grad", template, [fun], [self.expr(scope, shape, depth=1)], [(name, ())], cells, [f"{name} = total({out})"]
+        )
+
+    def call_vjp(self, scope: Scope) -> Call:
+        call = self.simple(scope, "vjp", "", scope.inside(reverse=scope.reverse + 1))
+        ((name, _),), pull = call.names, self.fresh("p")
+        call.cells = self.targets(scope)
+        wrt = f", wrt=[{', '.join(f'{{c{i}}}' for i in range(len(call.cells)))}]" if call.cells else ""
+        call.funs[0].style = "closure"
+        call.template = f"{name}, {pull} = vjp({{f}}, {{0}}{wrt})"
+        of = self.fresh("v")
+        call.after = [f"{of} = total({pull}(jnp.cos({name})))"]
+        call.names.append((of, ()))
+        return call
+
+    def call_jvp(self, scope: Scope) -> Call:
+        call = self.simple(scope, "jvp", "", scope.inside())
+        ((name, shape),), tangent = call.names, self.fresh("v")
+        call.funs[0].style = "closure"
+        call.template = f"{name}, {tangent} = jvp({{f}}, ({{0}},), (jnp.cos({{0}}),))"
+        call.names.append((tangent, shape))
+        return call
+
+    def call_linearize(self, scope: Scope) -> Call:
+        call = self.simple(scope, "linearize", "", scope.inside(reverse=scope.reverse + 1))
+        ((name, shape),), push, tangent = call.names, self.fresh("p"), self.fresh("v")
+        call.funs[0].style = "closure"
+        call.template = f"{name}, {push} = linearize({{f}}, {{0}})"
+        call.after = [f"{tangent} = {push}(jnp.cos({{0}}))"]
+        call.names.append((tangent, shape))
+        return call
+
+    def call_jacobian(self, scope: Scope) -> Call:
+        which = self.pick(("jacfwd", "jacrev"))
+        call = self.simple(scope, "jacobian", "", scope.inside(reverse=scope.reverse + (which == "jacrev")))
+        (name, _) = call.names.pop()
+        call.funs[0].style = "closure"
+        call.cells = self.targets(scope)[:1]
+        wrt = ", wrt={c0}, argnums=0" if call.cells else ""
+        call.template = f"{name} = total({which}({{f}}{wrt})({{0}}))"
+        call.names = [(name, ())]
+        return call
+
+    def call_hessian(self, scope: Scope) -> Call:
+        call = self.simple(scope, "hessian", "", scope.inside(reverse=scope.reverse + 1), ())
+        call.funs[0].style = "closure"
+        call.template = f"{call.names[0][0]} = total(hessian({{f}})({{0}}))"
+        return call
+
+    # -- loops and maps --
+
+    def sliced(
+        self, scope: Scope, rules: dict[str, str], vmap: int | None, likely: float
+    ) -> tuple[tuple[View, ...], list[Cell]]:
+        """Views in a loop or map that gives some states an axis; fills `rules` by the number of the state."""
+        views, cells = [], []
+        for view in scope.views:
+            cell, shape = view.cell, view.shape
+            maps = view.maps if vmap is None else view.maps | {vmap}
+            if shape and cell.kind != "ref" and cell.sort != "numpy" and self.chance(likely):
+                axis = self.pick(range(len(shape)))
+                rules[f"c{len(cells)}"] = str(axis)
+                cells.append(cell)
+                view = View(cell, shape[:axis] + shape[axis + 1 :], maps)
+            elif cell.sort == "rng":
+                if cell.kind != "nnx" and self.chance(0.3):
+                    rules[f"c{len(cells)}"] = "Split" if vmap is None else "Broadcast"
+                    cells.append(cell)
+                elif vmap is not None:
+                    view = View(cell, shape, maps)
+            elif cell.sort == "key" and cell.kind == "ref" and vmap is not None:
+                view = View(cell, shape, maps)  # a Ref that holds a key is random, a State is not
+            views.append(view)
+        return tuple(views), cells
+
+    def rules(self, rules: dict[str, str]) -> str:
+        entries = ", ".join(f"only({{{key}}}): {rule}" for key, rule in rules.items())
+        return f", states={{{{{entries}}}}}" if rules else ""
+
+    def schedule(self, scope: Scope) -> str:
+        options = MEASURED if self.chance(0.04) else SCHEDULES
+        chosen = self.pick(options)
+        return "" if chosen == "None" else f", checkpoint={chosen}"
+
+    def call_scan(self, scope: Scope) -> Call:
+        carry, x, y = self.shape(), self.pick(((), (SIZE,))), self.pick(((), (SIZE,)))
+        rules: dict[str, str] = {}
+        views, cells = self.sliced(scope, rules, None, 0.25)
+        inner = scope.inside(views=views, once=False, typed=True)
+        fun = self.fun(inner, [(carry, scope.maps), (x, scope.maps)], [carry, y], 2)
+        fun.style = "closure"
+        schedule = self.schedule(scope)
+        options = ", reverse=True" if self.chance(0.3) else ""
+        options += ", unroll=2" if not schedule and self.chance(0.15) else ""
+        names = [(self.fresh("v"), carry), (self.fresh("v"), (SIZE, *y))]
+        template = f"{names[0][0]}, {names[1][0]} = scan({{f}}, {{0}}, {{1}}{options}{self.rules(rules)}{schedule})"
+        return Call(
+            "scan",
+            template,
+            [fun],
+            [self.expr(scope, carry, depth=1), self.expr(scope, (SIZE, *x), depth=1)],
+            names,
+            cells,
+        )
+
+    def call_fori(self, scope: Scope) -> Call:
+        shape, name = self.shape(), self.fresh("v")
+        fun = self.fun(scope.inside(once=False, typed=True), [((), NOWHERE), (shape, scope.maps)], [shape], 2)
+        fun.style = "closure"
+        template = f"{name} = fori_loop(0, 3, {{f}}, {{0}}{self.schedule(scope)})"
+        return Call("fori", template, [fun], [self.expr(scope, shape, depth=1)], [(name, shape)])
+
+    def call_while(self, scope: Scope) -> Call:
+        if scope.reverse > 1:
+            return self.call_plain(scope)
+        shape, name = self.shape(), self.fresh("v")
+        fun = self.fun(
+            scope.inside(once=False, typed=True, reverse=scope.reverse + 1), [(shape, scope.maps)], [shape], 2
+        )
+        fun.style = "closure"
+        checkpoint = f", checkpoint={self.pick(SLOTS)}" if scope.reverse or self.chance(0.3) else ""
+        template = (
+            f"{name}, _ = while_loop(lambda c: c[1] < 3, lambda c: ({{f}}(c[0]), c[1] + 1), ({{0}}, 0){checkpoint})"
+        )
+        return Call("while", template, [fun], [self.expr(scope, shape, depth=1)], [(name, shape)])
+
+    def call_map(self, scope: Scope) -> Call:
+        shape, name, out = self.pick(((), (SIZE,))), self.fresh("v"), self.pick(((), (SIZE,)))
+        fun = self.fun(scope.inside(once=False, typed=True), [(shape, scope.maps)], [out], 2)
+        fun.style = "closure"
+        return Call(
+            "map",
+            f"{name} = map({{f}}, {{0}})",
+            [fun],
+            [self.expr(scope, (SIZE, *shape), depth=1)],
+            [(name, (SIZE, *out))],
+        )
+
+    def call_vmap(self, scope: Scope) -> Call:
+        self.num_names += 1
+        vmap = self.num_names
+        shape, out = self.pick(((), (), (SIZE,))), self.pick(((), (SIZE,)))
+        rules: dict[str, str] = {}
+        views, cells = self.sliced(scope, rules, vmap, 0.5)
+        maps = scope.maps | {vmap}
+        inner = scope.inside(views=views, once=False, maps=maps)
+        params = [(shape, maps)]
+        parts = [self.expr(scope, (SIZE, *shape), depth=1)]
+        axes = ""
+        if shape and self.chance(0.3):
+            axes = ", in_axes=1"
+        elif self.chance(0.3):
+            params.append(((SIZE,), scope.maps))
+            parts.append(self.expr(scope, (SIZE,), depth=1))
+            axes = ", in_axes=(0, None)"
+        fun = self.fun(inner, params, [out])
+        fun.style = "closure"
+        name = self.fresh("v")
+        takes = ", ".join(f"{{{i}}}" for i in range(len(parts)))
+        return Call(
+            "vmap",
+            f"{name} = vmap({{f}}{axes}{self.rules(rules)})({takes})",
+            [fun],
+            parts,
+            [(name, (SIZE, *out))],
+            cells,
+        )
+
+    def predicate(self, scope: Scope) -> tuple[Expr, Maps]:
+        flags = [v for v in scope.views if v.cell.sort == "flag"]
+        if flags and self.chance(0.4):
+            return Expr((), "{cell}", cell=self.pick(flags).cell), NOWHERE
+        if self.chance(0.15):
+            return Expr((), self.pick(("True", "jnp.asarray(False)"))), NOWHERE
+        value = self.expr(scope, (), depth=1)
+        return Expr((), "{0} > 0.0765", [value]), self.maps_of(value, scope)
+
+    def call_cond(self, scope: Scope, template: str = "cond({0}, {f}, {g}, {1})", kind: str = "cond") -> Call:
+        shape, out, name = self.shape(), self.shape(), self.fresh("v")
+        pred, maps = self.predicate(scope)
+        num = template.count("{f}") + template.count("{g}") + template.count("{h}")
+        inner = scope.inside(once=False, typed=True, varying=scope.varying | maps)
+        if kind == "bs_cond":
+            inner = foreign(inner)
+        funs = [self.fun(inner, [(shape, scope.maps)], [out], 2) for _ in range(num)]
+        for f in funs:
+            f.style = "closure"
+        return Call(kind, f"{name} = {template}", funs, [pred, self.expr(scope, shape, depth=1)], [(name, out)])
+
+    def call_switch(self, scope: Scope) -> Call:
+        return self.call_cond(scope, "switch(jnp.where({0}, 2, 0), [{f}, {g}, {h}], {1})", "switch")
+
+    def call_shard_map(self, scope: Scope) -> Call:
+        if scope.sharded:  # JAX refuses a mesh whose axes are manual already
+            return self.call_jit(scope)
+        options = self.pick(("", ", check_vma=False"))
+        call = self.simple(
+            scope,
+            "shard_map",
+            f"shard_map({{f}}, mesh=mesh, in_specs=P(), out_specs=P(){options})({{0}})",
+            scope.inside(sharded=True),
+        )
+        call.funs[0].style = "closure"
+        return call
+
+    def call_pure(self, scope: Scope) -> Call:
+        call = self.simple(scope, "pure", "run_pure({f}, {0})", foreign(scope.inside()))
+        call.funs[0].style, call.funs[0].runs = "closure", 3
+        return call
+
+    # -- brainstate's own transforms around --
+
+    def call_bs_jit(self, scope: Scope) -> Call:
+        call = self.simple(scope, "bs_jit", "bs_jit({f})({0})", foreign(scope.inside()))
+        call.funs[0].style, call.funs[0].runs = "closure", 3
+        return call
+
+    def call_bs_for_loop(self, scope: Scope) -> Call:
+        shape, name, out = self.pick(((), (SIZE,))), self.fresh("v"), self.pick(((), (SIZE,)))
+        fun = self.fun(foreign(scope.inside(once=False, typed=True)), [(shape, scope.maps)], [out], 3)
+        fun.style = "closure"
+        return Call(
+            "bs_for_loop",
+            f"{name} = bs_for_loop({{f}}, {{0}})",
+            [fun],
+            [self.expr(scope, (SIZE, *shape), depth=1)],
+            [(name, (SIZE, *out))],
+        )
+
+    def call_bs_cond(self, scope: Scope) -> Call:
+        return self.call_cond(scope, "bs_cond({0}, {f}, {g}, {1})", "bs_cond")
+
+    # -- programs --
+
+    def helper(self, cells: list[Cell]) -> Fun:
+        """A function of a model and an array, for models that both have these states."""
+        s, n = (dataclasses.replace(c, place=f"model.{c.place.partition('.')[2]}") for c in cells)
+        name = self.fresh("f")
+        read = Expr((), "jnp.mean(jnp.asarray({cell}))", cell=s)
+        body: list[Statement] = [Write(n, Expr((), "{cell} + 1", cell=n))]
+        if self.chance(0.5):
+            body.append(Write(s, Expr((), "0.9 * {cell}", cell=s)))
+        if self.chance(0.3):
+            body.append(If("model.fail", [Raise("Boom")], []))
+        result = Expr((SIZE,), "jnp.tanh({0} * {1})", [Expr((SIZE,), "x", name="x"), read])
+        return Fun(name, [("model", ()), ("x", (SIZE,))], body, [result])
+
+    def program(self) -> Program:
+        cells = self.cells()
+        wrap = self.pick(("{f}", "{f}", "{f}", "jit({f})", "remat({f})", "jit(remat({f}))"))
+        twins = False
+        if self.chance(0.5):
+            shared = [
+                self.cell("m.both", self.pick(("vector", "scalar"))),
+                self.cell("m.calls", self.pick(("int", "count"))),
+            ]
+            self.helpers.append(self.helper(shared))
+            cells += shared
+            twins = self.chance(0.5)
+            if twins:
+                cells += [dataclasses.replace(c, place=c.place.replace("m.", "k.")) for c in shared]
+        views = tuple(
+            View(c, SHAPES.get(c.sort)) for c in cells if c.place not in ("m.both", "k.both", "m.calls", "k.calls")
+        )
+        flags = "jit" not in wrap
+        scope = Scope(self.pick((2, 3, 3, 4)), (), views, flags=flags, once=flags)
+        main = self.fun(scope, [((SIZE,), NOWHERE)], [self.shape(), ()])
+        while not any(isinstance(s, Call) and s.kind != "plain" for s in walk(main.body)) or isinstance(
+            main.body[-1], Raise
+        ):
+            main = self.fun(scope, [((SIZE,), NOWHERE)], [self.shape(), ()])
+            self.calls = max(self.calls, 2)
+        main.name, main.style = "main", "closure"
+        turns: list[Turn] = []
+        for i in range(self.pick((1, 2, 2, 3))):
+            if i and self.chance(0.5) and flags:
+                turns.append(Turn(None, self.pick(("m.training = not m.training", "m.fail = not m.fail"))))
+            turns.append(
+                Turn(Expr((SIZE,), f"jnp.asarray({self.pick(([0.3, -0.7, 1.1], [-0.2, 0.4, 0.9], [0.8, 0.1, -0.5]))})"))
+            )
+        aliases = [(f"k.{name}", f"m.{name}") for name in ("both", "calls")] if self.helpers and not twins else []
+        return Program(self.seed, cells, self.helpers, main, wrap, turns, aliases)
+
+
+def foreign(scope: Scope) -> Scope:
+    """Inside a transform that knows statetx's and brainstate's states only, and undoes nothing."""
+    views = tuple(
+        v
+        for v in scope.views
+        if v.cell.kind in ("statetx", "brainstate") and v.cell.sort not in ("mode", "loose", "list")
+    )
+    return dataclasses.replace(scope, foreign=True, raises=False, views=views)
+
+
+def program_of(seed: int) -> Program:
+    return Generator(seed).program()

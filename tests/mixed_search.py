@@ -1,0 +1,120 @@
+"""Search mixed programs for counterexamples, from a shell.
+
+python tests/mixed_search.py 0 5000 --out found.jsonl   # a line for each seed; run again, it goes on where it stopped
+python tests/mixed_search.py 337                        # one program, reduced and printed if it fails
+python tests/mixed_search.py 0 200 --threads            # two programs at a time, in two threads
+python tests/mixed_search.py 0 400 --coverage           # how many programs have each feature
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import traceback
+from collections.abc import Callable, Iterator
+
+import conftest  # noqa: F401  # the suite's settings of JAX
+import jax
+import mixed_syntax
+from mixed_generator import program_of
+from mixed_syntax import Call, Do, If, Make, Program, Raise, Statement, Try, source, statements, walk
+from random_mixed import check, check_seed, check_threads
+
+# -- what the programs have in them ----------------------------------------------------------------------------
+
+
+def has(test: Callable[[Statement], bool]) -> Callable[[Program], bool]:
+    return lambda program: any(test(s) for s in statements(program))
+
+
+def depth(fun: mixed_syntax.Fun) -> int:
+    calls = [s for s in mixed_syntax.walk_here(fun.body) if isinstance(s, Call)]
+    return max((1 + max(map(depth, c.funs), default=0) for c in calls), default=0)
+
+
+def raises_in_a_call(s: Statement) -> bool:
+    calls = s.body if isinstance(s, Try) else []
+    return any(isinstance(c, Call) and any(isinstance(r, Raise) for r in walk([c])) for c in calls)
+
+
+KINDS = (
+    "remat jit grad vjp jvp linearize jacobian hessian scan fori while map vmap cond switch shard_map pure bs_jit bs_for_loop bs_cond"
+).split()
+FEATURES: dict[str, Callable[[Program], bool]] = {
+    **{kind: has(lambda s, kind=kind: isinstance(s, Call) and s.kind == kind) for kind in KINDS},
+    **{f"sort {sort}": lambda p, sort=sort: any(c.sort == sort for c in p.cells) for sort in mixed_syntax.INITIAL},
+    "two kinds of states": lambda p: len({c.kind for c in p.cells}) >= 2,
+    "four kinds of states": lambda p: len({c.kind for c in p.cells}) == 4,
+    "depth 4": lambda p: depth(p.main) >= 4,
+    "exception from a transformed call, caught": has(raises_in_a_call),
+    "exception raised where a flag says so": has(lambda s: isinstance(s, If) and "fail" in s.test),
+    "state left on an attribute": has(lambda s: isinstance(s, Make) and s.place.startswith("m.new")),
+    "state appended to a list": has(lambda s: isinstance(s, Make) and s.appended),
+    "state dropped": has(lambda s: isinstance(s, Make) and s.place.startswith("t")),
+    "state deleted": has(lambda s: isinstance(s, Do) and s.template.startswith("del")),
+    "container changed in place": has(lambda s: isinstance(s, Do) and ".append(" in s.template),
+    "schedule": has(lambda s: isinstance(s, Call) and "checkpoint=" in s.template),
+    "mapped state": has(lambda s: isinstance(s, Call) and "only({c0}): 0" in s.template),
+    "gradient of a state": has(lambda s: isinstance(s, Call) and "wrt=" in s.template and s.kind == "grad"),
+    "policy": has(lambda s: isinstance(s, Call) and "policy=" in s.template),
+    "fence": has(lambda s: isinstance(s, Call) and "fence=" in s.template),
+    "function called for two models": lambda p: "(k, " in source(p, "statetx"),
+    "main compiled": lambda p: "jit" in p.wrap,
+    "several calls of main": lambda p: sum(t.x is not None for t in p.turns) > 1,
+}
+
+
+def coverage(seeds: range) -> dict[str, int]:
+    """How many of these programs have each feature."""
+    programs = [program_of(seed) for seed in seeds]
+    return {name: sum(map(test, programs)) for name, test in FEATURES.items()}
+
+
+# -- the search ------------------------------------------------------------------------------------------------
+
+
+def search(seeds: range, check: Callable[[int], str], out: pathlib.Path | None) -> Iterator[tuple[int, str]]:
+    """What is wrong with each program that `out` does not have yet, written there."""
+    done = {json.loads(line)["seed"] for line in out.read_text().splitlines()} if out and out.exists() else set()
+    for n, seed in enumerate(s for s in seeds if s not in done):
+        try:
+            wrong = check(seed)
+        except Exception as e:  # the check itself has failed
+            wrong = "".join(traceback.format_exception(e))
+        if out:
+            with out.open("a") as file:
+                print(json.dumps({"seed": seed, "wrong": wrong}), file=file)
+        if n % 300 == 299:
+            jax.clear_caches()  # compiled programs would fill the memory
+        yield seed, wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("first", type=int)
+    parser.add_argument(
+        "last", type=int, nargs="?", help="one past the last seed; without it, that of `first` is run alone"
+    )
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--threads", action="store_true")
+    parser.add_argument("--coverage", action="store_true")
+    args = parser.parse_args()
+    if args.last is None and not args.threads:
+        check_seed(args.first)
+        return print(f"program {args.first}: nothing is wrong")
+    seeds = range(args.first, args.first + 1 if args.last is None else args.last)
+    if args.coverage:
+        for name, num in coverage(seeds).items():
+            print(f"{num:6d}  {name}")
+        return None
+    num_wrong = 0
+    for seed, wrong in search(seeds, check_threads if args.threads else lambda seed: check(program_of(seed)), args.out):
+        if wrong:
+            num_wrong += 1
+            print(f"{seed}: {wrong}", flush=True)
+    return print(f"{len(seeds)} seeds, {num_wrong} of those run now are wrong")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,412 @@
+"""Statements of random programs in which kinds of states are mixed: the rules of what may stand where.
+
+Values stay of order one and states decay, so that rounding is not amplified. What examples of a map share is written alike by
+construction: every variable and state has the set of maps over which it varies, and a state takes what varies over the maps that
+it is mapped over itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+from mixed_syntax import (
+    CLASSES,
+    IN_REFS,
+    RANDOM,
+    SHAPES,
+    SIZE,
+    Call,
+    Cell,
+    Do,
+    Expr,
+    Fun,
+    If,
+    Let,
+    Make,
+    Raise,
+    Shape,
+    Statement,
+    Try,
+    Write,
+    number,
+    walk,
+)
+
+Maps = frozenset[int]
+NOWHERE: Maps = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A state as it is seen at a place of a program: its shape there, and the maps over which it varies."""
+
+    cell: Cell
+    shape: Shape | None
+    maps: Maps = NOWHERE
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """What may stand at a place of a program.
+
+    Attributes:
+        names: variables: name, shape, the maps over which it varies.
+        views: the states.
+        maps: the maps around.
+        varying: the maps whose examples may take different branches here.
+        once: whether the Python here runs once for one run of what is around.
+        typed: whether states keep their types: in loops and branches.
+        flags: whether Python may look at what changes between calls.
+        raises: whether it may raise.
+        reverse: how many reverse-mode derivatives are around.
+        foreign: whether a transform of brainstate's is around.
+        sharded: whether a `shard_map` is around.
+    """
+
+    depth: int
+    names: tuple[tuple[str, Shape, Maps], ...]
+    views: tuple[View, ...]
+    maps: Maps = NOWHERE
+    varying: Maps = NOWHERE
+    once: bool = True
+    typed: bool = False
+    flags: bool = True
+    raises: bool = True
+    reverse: int = 0
+    foreign: bool = False
+    sharded: bool = False
+    model: str = "m"
+
+    def can_write(self, view: View) -> bool:
+        return self.varying <= view.maps
+
+    def with_name(self, name: str, shape: Shape, maps: Maps) -> Scope:
+        return dataclasses.replace(self, names=(*self.names, (name, shape, maps)))
+
+    def inside(self, **changes: object) -> Scope:
+        return dataclasses.replace(self, depth=self.depth - 1, **changes)  # type: ignore[arg-type]
+
+
+FOREIGN = frozenset("pure bs_jit bs_for_loop bs_cond".split())
+"""Calls in which nothing is raised: what is around them undoes nothing."""
+
+
+class Statements:
+    """Draws states, expressions, statements and functions."""
+
+    def __init__(self, seed: int):
+        self.rng = random.Random(seed)
+        self.seed = seed
+        self.calls = self.rng.choice((3, 4, 5, 6))
+        self.compiled = self.rng.choice((0, 0, 1, 1, 1, 2, 2, 3))
+        self.num_names = 0
+        self.helpers: list[Fun] = []
+
+    # -- choices --
+
+    def chance(self, p: float) -> bool:
+        return self.rng.random() < p
+
+    def pick(self, options: Sequence):
+        return self.rng.choice(options)
+
+    def fresh(self, letter: str) -> str:
+        self.num_names += 1
+        return f"{letter}{self.num_names}"
+
+    # -- states --
+
+    def cells(self) -> list[Cell]:
+        sorts = ["vector", "scalar", self.pick(("matrix", "vector"))]
+        pool = "matrix number weak int count flag half numpy tree list loose mode key rng rng vector tree loose count".split()
+        sorts += [self.pick(pool) for _ in range(self.rng.randint(2, 5))]
+        cells = []
+        for n, sort in enumerate(sorts):
+            cells.append(self.cell(self.place(n), sort))
+        return cells
+
+    def place(self, n: int) -> str:
+        return self.pick((f"m.s{n}", f"m.s{n}", f"m.bag['s{n}']", f"m.part.s{n}", f"m.row[{n}]", f"k.s{n}"))
+
+    def cell(self, place: str, sort: str) -> Cell:
+        kinds = ["statetx", "statetx", "brainstate", "nnx", "ref"]
+        if sort == "rng":
+            kind = self.pick(("statetx", "statetx", "brainstate", "nnx"))
+            return Cell(place, kind, RANDOM[kind], sort)
+        kind = self.pick(kinds if sort in IN_REFS else kinds[:4])
+        return Cell(place, kind, self.pick(CLASSES[kind]), sort)
+
+    # -- expressions --
+
+    def maps_of(self, expr: Expr, scope: Scope) -> Maps:
+        if expr.name:
+            return next((maps for name, _, maps in scope.names if name == expr.name), scope.maps)
+        own = next((v.maps for v in scope.views if v.cell is expr.cell), NOWHERE)
+        return own.union(*(self.maps_of(p, scope) for p in expr.parts))
+
+    def expr(self, scope: Scope, shape: Shape, allowed: Maps | None = None, depth: int = 2) -> Expr:
+        """An expression of this shape that varies over no other maps than `allowed`."""
+        allowed = scope.maps if allowed is None else allowed
+        if depth == 0 or self.chance(0.25):
+            return self.leaf(scope, shape, allowed)
+        e = lambda s=shape: self.expr(scope, s, allowed, depth - 1)  # noqa: E731
+        forms = [
+            lambda: Expr(shape, "jnp.sin({0})", [e()]),
+            lambda: Expr(shape, "jnp.tanh({0})", [e()]),
+            lambda: Expr(shape, "(0.5 * {0} - 0.3 * {1})", [e(), e()]),
+            lambda: Expr(shape, "{0} * {1}", [e(()), Expr(shape, "jnp.cos({0})", [e()])]),
+            lambda: Expr(shape, "checkpoint_name({0}, 'h')", [Expr(shape, "jnp.sin({0})", [e()])]),
+            lambda: Expr(shape, "jax.nn.softplus({0})", [e()]),
+            lambda: Expr(shape, "jnp.where({0} > 0.0765, {1}, {2})", [e(()), e(), e()]),
+            lambda: Expr(shape, "jax.lax.stop_gradient({0})", [Expr(shape, "jnp.sin({0})", [e()])]),
+        ]
+        if shape == ():
+            forms += [
+                lambda: Expr((), "jnp.mean({0})", [e((SIZE,))]),
+                lambda: Expr((), "0.3 * jnp.dot({0}, {1})", [e((SIZE,)), e((SIZE,))]),
+                lambda: Expr((), "{0}[1]", [e((SIZE,))]),
+            ] * 2
+        if shape == (SIZE,):
+            forms.append(lambda: Expr(shape, "0.3 * jnp.dot({0}, {1})", [e((SIZE, SIZE)), e()]))
+            forms.append(lambda: Expr(shape, "jnp.stack([{0}, {1}, {0}])", [e(()), e(())]))
+        if len(shape) == 2:
+            forms.append(lambda: Expr(shape, "jnp.outer({0}, {1})", [e((SIZE,)), e((SIZE,))]))
+        return self.pick(forms)()
+
+    def leaf(self, scope: Scope, shape: Shape, allowed: Maps) -> Expr:
+        leaves = [Expr(shape, name, name=name) for name, s, maps in scope.names if s == shape and maps <= allowed]
+        leaves = leaves[-3:]
+        for view in scope.views:
+            if view.maps <= allowed:
+                leaves += self.readings(view, shape)
+        if not leaves or self.chance(0.1):
+            return number(shape, self.pick((0.3, -0.7, 0.9, 1.1)))
+        return self.pick(leaves)
+
+    def readings(self, view: View, shape: Shape) -> list[Expr]:
+        cell, templates = view.cell, []
+        if view.shape == shape:
+            templates.append("jnp.asarray({cell})" if cell.sort == "numpy" else "{cell}")
+        elif shape == ():
+            templates += {
+                "int": ["0.1 * {cell}"],
+                "count": ["0.1 * {cell}"],
+                "half": ["0.1 * jnp.asarray({cell}, jnp.float32)"],
+                "loose": ["total({cell})"],
+                "tree": ["0.1 * {cell}['n']", "{cell}['p'].left"],
+                "flag": ["jnp.where({cell}, 0.3, -0.2)"],
+                "key": ["jax.random.uniform({cell})"],
+            }.get(cell.sort, [])
+        elif shape == (SIZE,):
+            templates += {"tree": ["{cell}['a']"], "list": ["{cell}[0]"]}.get(cell.sort, [])
+        return [Expr(shape, t, cell=cell) for t in templates]
+
+    # -- statements --
+
+    def block(self, scope: Scope, most: int = 3) -> tuple[list[Statement], Scope]:
+        body: list[Statement] = []
+        for _ in range(self.rng.randint(1, most)):
+            new, scope = self.statement(scope)
+            body += new
+            if new and isinstance(new[-1], Raise):
+                break
+        return body, scope
+
+    def statement(self, scope: Scope) -> tuple[list[Statement], Scope]:
+        kind = self.pick(
+            ("let", "write", "write", "write", "draw", "make", "drop", "delete", "if", "raise", "try", *("call",) * 7)
+        )
+        if kind == "call" and scope.depth and self.calls > 0:
+            return self.call(scope)
+        if kind == "draw":
+            return self.draw(scope)
+        if kind == "make":
+            return self.make(scope)
+        if kind == "drop":
+            return self.make_and_drop(scope)
+        if kind == "delete" and scope.once and scope.flags and not scope.foreign:
+            return self.delete(scope)
+        if kind == "if":
+            return self.branch(scope)
+        if kind == "raise" and scope.raises and self.chance(0.6):
+            error = self.pick(("Boom", "Boom", "KeyError", "Halt"))
+            if scope.flags and self.chance(0.5):
+                return [If(f"{scope.model}.fail", [Raise(error)], [])], scope
+            return ([Raise(error)], scope) if self.chance(0.4) else ([], scope)
+        if kind == "try" and scope.depth and self.calls > 0 and not scope.foreign:
+            return self.attempt(scope)
+        if kind in ("write", "call", "try"):
+            return self.write(scope), scope
+        name, shape = self.fresh("v"), self.shape()
+        expr = self.expr(scope, shape)
+        return [Let(name, shape, expr)], scope.with_name(name, shape, self.maps_of(expr, scope))
+
+    def shape(self) -> Shape:
+        return self.pick(((), (SIZE,), (SIZE,), (SIZE, SIZE)))
+
+    def write(self, scope: Scope) -> list[Statement]:
+        views = [v for v in scope.views if scope.can_write(v) and v.cell.sort != "rng"]
+        if not views:
+            return []
+        view = self.pick(views)
+        cell, e = view.cell, lambda shape=(): self.expr(scope, shape, view.maps)
+        if view.shape is not None and cell.sort not in ("number", "weak"):
+            if view.shape == () and cell.kind != "ref" and self.chance(0.15):
+                return [Write(cell, number((), self.pick((0.3, -0.7))))]
+            if self.chance(0.4):
+                mix = "0.5 * {cell} + 0.5 * {0}" if cell.sort != "numpy" else "jnp.asarray(0.5 * {cell} + 0.5 * {0})"
+                return [Write(cell, Expr(view.shape, mix, [e(view.shape)], cell))]
+            return [Write(cell, e(view.shape))]
+        return self.special_write(scope, cell, e)
+
+    def special_write(self, scope: Scope, cell: Cell, e) -> list[Statement]:
+        vector, own = (SIZE,), lambda template, *parts: Expr((), template, list(parts), cell)  # noqa: E731
+        drifts = not scope.typed or self.chance(0.05)
+        match cell.sort:
+            case "number" | "weak":
+                return [Write(cell, self.pick((own("0.5 * {cell} + 0.1"), number((), 0.7), e())))]
+            case "int" | "count" | "half":
+                return [Write(cell, own(f"{{cell}} + {self.pick((1, 2))}"))]
+            case "flag":
+                return [Write(cell, self.pick((own("{0} > 0.0765", e()), own("~{cell}"))))]
+            case "key":
+                return [Write(cell, own("jax.random.split({cell})[0]"))]
+            case "mode" if drifts:
+                return [Write(cell, Expr((), self.pick(("'hot'", "'cold'"))))]
+            case "tree":
+                return self.pick(
+                    (  # nnx hands out copies of containers, and brainstate's transforms lose what is changed in place
+                        [Do("{cell}['a'] = {0}", cell, [e(vector)])],
+                        [
+                            Do("{cell}['n'] += 1", cell),
+                            Do("{cell}['p'] = Pair({0}, 0.5 * {cell}['p'].right)", cell, [e()]),
+                        ],
+                        [Write(cell, own("{{**{cell}, 'a': 0.5 * {cell}['a'] + 0.5 * {0}}}", e(vector)))],
+                    )[2 * (cell.kind == "nnx" or scope.foreign) :]
+                )
+            case "list" if cell.kind == "nnx":
+                return [Write(cell, own("[{0}, *{cell}[1:]]", e(vector)))]
+            case "list":
+                if drifts and self.chance(0.5):
+                    grow = Do("{cell}.append({0})", cell, [e()]), "len({cell}) < 4"
+                    shrink = Do("{cell}.pop()", cell), "len({cell}) > 2"
+                    line, test = self.pick((grow, shrink))
+                    return [If(test, [line], [], cell)]
+                return [Do("{cell}[0] = {0}", cell, [e(vector)])]
+            case "loose" if drifts:
+                forms = (
+                    "{0}",
+                    "({0}, 1)",
+                    "{{'x': {0}}}",
+                    "None",
+                    "0.5",
+                    "3",
+                    "'text'",
+                    "[{0}, None]",
+                    "np.ones(2, np.float32)",
+                    "True",
+                )
+                return [Write(cell, own(self.pick(forms), e(self.shape())))]
+        return []
+
+    def draw(self, scope: Scope) -> tuple[list[Statement], Scope]:
+        views = [v for v in scope.views if v.cell.sort == "rng" and scope.can_write(v)]
+        if not views:
+            return [], scope
+        view, name, shape = self.pick(views), self.fresh("v"), self.pick(((), (SIZE,)))
+        line = f"{name} = jnp.tanh(jax.random.normal(draw({{place}}), {shape}))"
+        return [Do(line, view.cell, name=name, shape=shape)], scope.with_name(name, shape, view.maps)
+
+    def made(self, scope: Scope, place: str) -> tuple[Make, View]:
+        kind = self.pick(("statetx", "statetx", "brainstate", "nnx"))
+        sort = self.pick(("scalar", "vector"))
+        cell = Cell(place, kind, self.pick(CLASSES[kind]), sort)
+        make = Make(place, kind, cell.cls, self.expr(scope, SHAPES[sort]))
+        return make, View(cell, SHAPES[sort], scope.maps)
+
+    def make(self, scope: Scope) -> tuple[list[Statement], Scope]:
+        """A state that stays: on an attribute, in a dict or in a list."""
+        if scope.foreign or (scope.typed and not self.chance(0.08)):
+            return [], scope
+        n, model = self.pick((0, 1)), scope.model
+        if scope.once and scope.flags and self.chance(0.3):
+            return [Make(f"{model}.items", "statetx", "statetx.State", self.expr(scope, ()), True)], scope
+        make, view = self.made(scope, self.pick((f"{model}.new{n}", f"{model}.bag['new{n}']")))
+        views = tuple(v for v in scope.views if v.cell.place != make.place)
+        return [make], dataclasses.replace(scope, views=(*views, view))
+
+    def make_and_drop(self, scope: Scope) -> tuple[list[Statement], Scope]:
+        """A state that ends with the function, used in between."""
+        if scope.foreign:
+            return [], scope
+        make, view = self.made(scope, self.fresh("t"))
+        return [make], dataclasses.replace(scope, views=(*scope.views, view))
+
+    def delete(self, scope: Scope) -> tuple[list[Statement], Scope]:
+        n, model = self.pick((0, 1)), scope.model
+        name = self.fresh("v")
+        place, there = self.pick(
+            ((f"{model}.new{n}", f"hasattr({model}, 'new{n}')"), (f"{model}.bag['new{n}']", f"'new{n}' in {model}.bag"))
+        )
+        if self.chance(0.5):
+            line = Do(f"{name} = total(peek({place})) if {there} else jnp.asarray(0.2)", name=name)
+            return [line], scope.with_name(name, (), scope.maps)
+        views = tuple(v for v in scope.views if v.cell.place != place)
+        if self.chance(0.3):
+            return [If(f"{model}.items", [Do(f"{model}.items.pop()")], [])], scope
+        return [If(there, [Do(f"del {place}")], [])], dataclasses.replace(scope, views=views)
+
+    def branch(self, scope: Scope) -> tuple[list[Statement], Scope]:
+        modes = [v.cell for v in scope.views if v.cell.sort == "mode"]
+        if modes and self.chance(0.6):
+            cell = self.pick(modes)
+            return [If("{cell} == 'hot'", self.write(scope), self.write(scope), cell)], scope
+        if scope.flags:
+            return [If(f"{scope.model}.training", self.write(scope), self.write(scope))], scope
+        return [], scope
+
+    def attempt(self, scope: Scope) -> tuple[list[Statement], Scope]:
+        name, shape = self.fresh("v"), self.shape()
+        fallback = self.expr(scope, shape)
+        inner = dataclasses.replace(scope, raises=True)
+        body, within = self.block(inner, 2)
+        if not any(isinstance(s, Call) for s in body):
+            call, within = self.call(within)
+            body += call
+        if self.chance(0.6):
+            self.let_fail(body)
+        handler = self.write(scope) if self.chance(0.5) else []
+        error = self.pick(("Boom", "Boom", "(Boom, KeyError)", "Exception", "BaseException"))
+        expr = self.expr(within, shape)
+        return [Try(name, shape, fallback, body, expr, error, handler)], scope.with_name(name, shape, scope.maps)
+
+    def let_fail(self, body: list[Statement]) -> None:
+        """Let a function in these statements raise in the end, after what it has written."""
+        funs = [f for s in walk(body) if isinstance(s, Call) and s.kind not in FOREIGN for f in s.funs]
+        inside = {id(f) for s in walk(body) if isinstance(s, Call) and s.kind in FOREIGN for f in inner_functions(s)}
+        funs = [f for f in funs if id(f) not in inside]
+        if funs:
+            self.pick(funs).body.append(Raise(self.pick(("Boom", "Boom", "KeyError"))))
+
+    # -- functions --
+
+    def fun(self, scope: Scope, params: Sequence[tuple[Shape, Maps]], results: Sequence[Shape], runs: int = 1) -> Fun:
+        """A function of these parameters; `scope` is that of its body without them."""
+        names = [(self.fresh("x"), shape, maps) for shape, maps in params]
+        for name, shape, maps in names:
+            scope = scope.with_name(name, shape, maps)
+        body, end = self.block(scope)
+        exprs = [self.expr(end, shape) for shape in results]
+        name = self.fresh("f")
+        style = self.pick(("closure", "closure", "argument", "method")) if scope.model == "m" else "closure"
+        return Fun(name, [(n, s) for n, s, _ in names], body, exprs, runs, style)
+
+    def call(self, scope: Scope) -> tuple[list[Statement], Scope]:
+        """A transform of a new function, applied to an expression."""
+        raise NotImplementedError
+
+
+def inner_functions(call: Call) -> list[Fun]:
+    return [f for s in walk([call]) if isinstance(s, Call) for f in s.funs]

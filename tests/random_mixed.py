@@ -1,0 +1,500 @@
+"""Run a program of `mixed_generator` under statetx and by `mixed_reference`, compare all there is, and reduce what differs."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import linecache
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import mixed_syntax
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
+from mixed_cells import Cell, Only, is_numeric, leaf_type
+from mixed_generator import program_of
+from mixed_reference import Reference
+from mixed_syntax import Call, Fun, Make, Program, source, statements
+
+import statetx
+from statetx import StateAccessError, _registry
+
+TOLERANCE = 2e-4  # float32; values are of order one, so that a wrong term shows
+
+
+class Boom(Exception):
+    """What programs raise."""
+
+
+class Halt(BaseException):
+    """As Boom, but no Exception, like an interrupt."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Pair:
+    """A pytree of the user's."""
+
+    left: Any
+    right: Any
+
+
+class Model:
+    """An object with states. Nothing but its attributes tells models apart."""
+
+    def __init__(self, is_part: bool = False):
+        self.training, self.fail = True, False
+        self.bag: dict[str, Any] = {}
+        self.items: list[Any] = []
+        self.row: list[Any] = [None] * 10
+        if not is_part:
+            self.part = Model(is_part=True)
+
+
+def total(tree: Any) -> Any:
+    """One float of all numbers in a tree."""
+    leaves = [jnp.mean(jnp.asarray(x, jnp.float32)) for x in jax.tree.leaves(tree) if is_numeric(x)]
+    return jnp.tanh(sum(leaves, jnp.zeros(())))
+
+
+# -- two worlds ------------------------------------------------------------------------------------------------
+
+
+class World:
+    """Names that a program uses, and how its states are looked at."""
+
+    def __init__(self) -> None:
+        self.ticks: collections.Counter[str] = collections.Counter()
+        self.common = {
+            "jax": jax,
+            "jnp": jnp,
+            "np": np,
+            "types": types,
+            "Boom": Boom,
+            "Halt": Halt,
+            "Pair": Pair,
+            "Model": Model,
+            "P": PartitionSpec,
+            "policies": statetx.policies,
+            "checkpoint_name": statetx.checkpoint_name,
+            "total": total,
+            "tick": lambda name: self.ticks.update([name]),
+        }
+
+    def names(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def read(self, state: Any) -> Any:
+        raise NotImplementedError
+
+    def is_state(self, x: Any) -> bool:
+        raise NotImplementedError
+
+
+class Plain(World):
+    """The reference."""
+
+    name = "reference"
+
+    def names(self) -> dict[str, Any]:
+        r = Reference()
+
+        class Rng:
+            """A random state as each library has it."""
+
+            def __init__(self, kind: str, seed: int):
+                self.kind = kind
+                self.key = Cell(r, jax.random.key(seed), is_random=True)
+                self.count = Cell(r, jnp.uint32(0)) if kind == "nnx" else None
+
+        def draw(rng: Any) -> jax.Array:
+            if rng.count is not None:
+                key = jax.random.fold_in(rng.key.value, rng.count.value)
+                rng.count.value = rng.count.value + 1
+                return key
+            rng.key.value, key = jax.random.split(rng.key.value)
+            return key
+
+        transforms = {name: getattr(r, name) for name in TRANSFORMS if hasattr(r, name)}
+        return {
+            **self.common,
+            **transforms,
+            "bs_jit": r.jit,
+            "run_pure": lambda f, *args: r.jit(f)(*args),
+            "bs_cond": lambda *args: r.jit(lambda: r.cond(*args))(),
+            "bs_for_loop": lambda f, xs: r.jit(lambda: r.map(f, xs))(),
+            "Cell": lambda value, **options: Cell(r, value, **options),
+            "Rng": Rng,
+            "draw": draw,
+            "peek": lambda cell: cell.value,
+            "only": lambda x: Only(x.key if isinstance(x, Rng) else x),
+            "mesh": None,
+            "Split": "Split",
+            "Carry": "Carry",
+            "Broadcast": "Broadcast",
+        }
+
+    def is_state(self, x: Any) -> bool:
+        return isinstance(x, Cell) or type(x).__name__ == "Rng"
+
+    def read(self, state: Any) -> Any:
+        if isinstance(state, Cell):
+            return state.value
+        return state.key.value if state.count is None else (state.key.value, state.count.value)
+
+
+TRANSFORMS = (
+    "remat jit grad value_and_grad vjp jvp linearize jacfwd jacrev hessian scan fori_loop while_loop map vmap cond switch shard_map"
+).split()
+
+
+class System(World):
+    """statetx."""
+
+    name = "statetx"
+
+    def names(self) -> dict[str, Any]:
+        transform = brainstate.transform
+        mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+        return {
+            **self.common,
+            **{name: getattr(statetx, name) for name in TRANSFORMS},
+            "statetx": statetx,
+            "brainstate": brainstate,
+            "nnx": nnx,
+            "run_pure": run_pure,
+            "bs_jit": transform.jit,
+            "bs_cond": transform.cond,
+            "bs_for_loop": transform.for_loop,
+            "draw": draw,
+            "peek": self.read,
+            "only": only,
+            "mesh": mesh,
+            "Split": statetx.Split,
+            "Carry": statetx.Carry,
+            "Broadcast": statetx.Broadcast,
+        }
+
+    def is_state(self, x: Any) -> bool:
+        return _registry.kind_of(x) is not None or isinstance(x, nnx.Rngs)
+
+    def read(self, state: Any) -> Any:
+        if isinstance(state, nnx.Rngs):
+            return state.default.key.get_value(), state.default.count.get_value()
+        if isinstance(state, jax.Ref):
+            return state[...]
+        return state.get_value() if isinstance(state, nnx.Variable) else state.value
+
+
+def draw(rng: Any) -> jax.Array:
+    if isinstance(rng, statetx.RngState):
+        return rng.next()
+    return rng() if isinstance(rng, nnx.Rngs) else rng.split_key()
+
+
+def only(state: Any) -> Callable[[str, Any], bool]:
+    """A filter."""
+    return lambda path, s: s is state
+
+
+def run_pure(fun: Callable, *args: Any) -> Any:
+    """A call through plain JAX."""
+    pure = statetx.functionalize(fun)
+    states = pure.states(*args)
+    out, new = jax.jit(pure)(pure.values(*args), *args)
+    for path, state in states.items():
+        state.value = new[path]
+    return out
+
+
+# -- what a run leaves -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Record:
+    """Results of the turns, what the models hold at the end, and how often each function was run."""
+
+    outs: list[Any]
+    models: dict[str, Any]
+    open: set[str]  # states whose weak type nobody promises
+    ticks: dict[str, int]
+    stagings: int  # how often a compiled main may be staged: calls that failed, and kinds of types among the others
+
+
+NO_VALUE = (StateAccessError, brainstate.TraceContextError)
+ERRORS = (Boom, Halt, KeyError, statetx.StatetxError, *NO_VALUE)
+"""What a program may raise by its nature."""
+
+
+def run(program: Program, world: World, between: Callable[[], None] = lambda: None) -> Record:
+    """Run a program from the making of its models on; `between` is called after each turn."""
+    text = source(program, world.name)
+    file = f"<program {program.seed} on {world.name}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    names = world.names()
+    exec(compile(text, file, "exec"), names)
+    m, k = names["build"]()
+    main = names["program"](m, k)
+    outs: list[Any] = []
+    first = [state for _, state in look({"m": m, "k": k}, world)]
+    types, num_failed = set(), 0
+    for turn in program.turns:
+        if turn.x is None:
+            exec(turn.line, {"m": m, "k": k})
+            between()
+            continue
+        x = eval(turn.x.text(world.name), names)
+        now = str([jax.tree.map(leaf_type, value_of(state, world), is_leaf=is_numeric) for state in first])
+        try:
+            outs.append(main(x))
+            types.add(now)
+        except ERRORS as e:
+            # The reference and statetx have these names in common; of a state without a value, brainstate says it.
+            outs.append(StateAccessError.__name__ if isinstance(e, NO_VALUE) else type(e).__name__)
+            num_failed += 1
+        between()
+    states = dict(look({"m": m, "k": k}, world))
+    is_open = {path for path, state in states.items() if isinstance(state, Cell) and state.is_weak_open}
+    return Record(
+        outs,
+        {path: value_of(state, world) for path, state in states.items()},
+        is_open,
+        dict(world.ticks),
+        len(types) + num_failed,
+    )
+
+
+def look(x: Any, world: World, path: str = "", seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
+    if world.is_state(x):
+        yield path, x
+    elif isinstance(x, Model):
+        if id(x) not in seen:
+            for name, part in vars(x).items():
+                yield from look(part, world, f"{path}.{name}", seen | {id(x)})
+    elif isinstance(x, dict):
+        for name, part in x.items():
+            yield from look(part, world, f"{path}[{name}]", seen)
+    elif isinstance(x, list):
+        for i, part in enumerate(x):
+            yield from look(part, world, f"{path}[{i}]", seen)
+
+
+def value_of(state: Any, world: World) -> Any:
+    try:
+        return world.read(state)
+    except Exception as e:
+        return Gone(e)
+
+
+class Gone:
+    """A state that cannot be read."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+
+# -- comparing -------------------------------------------------------------------------------------------------
+
+
+def difference(actual: Record, wanted: Record) -> str:
+    """The first thing in which two runs differ, empty if there is none."""
+    for i, (a, b) in enumerate(zip(actual.outs, wanted.outs, strict=True)):
+        found = tree_difference(a, b, weak=False)
+        if found:
+            return f"output of call {i}: {found}"
+    if set(actual.models) != set(wanted.models):
+        return f"states {sorted(set(actual.models) ^ set(wanted.models))} are there only once"
+    for path, b in wanted.models.items():
+        a = actual.models[path]
+        if isinstance(a, Gone) or isinstance(b, Gone):
+            if type(a) is not type(b):
+                return f"state {path}: {a.error if isinstance(a, Gone) else a!r} in place of {b.error if isinstance(b, Gone) else b!r}"
+            continue
+        found = tree_difference(a, b, weak=path not in wanted.open)
+        if found:
+            return f"state {path}: {found}"
+    return ""
+
+
+def tree_difference(a: Any, b: Any, weak: bool) -> str:
+    if isinstance(a, str) or isinstance(b, str):
+        return "" if isinstance(a, str) and isinstance(b, str) and a == b else f"{a!r} in place of {b!r}"
+    xs, ys = jax.tree_util.tree_leaves_with_path(a), jax.tree_util.tree_leaves_with_path(b)
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        return f"structure {jax.tree.structure(a)} in place of {jax.tree.structure(b)}"
+    for (path, x), (_, y) in zip(xs, ys, strict=True):
+        found = leaf_difference(x, y, weak)
+        if found:
+            return f"{jax.tree_util.keystr(path)} {found}"
+    return ""
+
+
+def leaf_difference(x: Any, y: Any, weak: bool) -> str:
+    if isinstance(x, jax.core.Tracer):
+        return f"a tracer {x!r}"
+    if not is_numeric(y) or not is_numeric(x):
+        return "" if type(x) is type(y) and x == y else f"{x!r} in place of {y!r}"
+    (shape, dtype, is_weak), wanted = leaf_type(x), leaf_type(y)
+    if (shape, dtype) != wanted[:2] or (weak and is_weak != wanted[2]):
+        return f"type {(shape, dtype, is_weak)} in place of {wanted}"
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        x, y = jax.random.key_data(x), jax.random.key_data(y)
+    x, y = np.asarray(x), np.asarray(y)
+    if x.dtype.kind not in "biu":
+        close = np.isclose(x.astype(np.float64), y.astype(np.float64), rtol=TOLERANCE, atol=TOLERANCE)
+        return "" if close.all() else f"{x} in place of {y}"
+    return "" if np.array_equal(x, y) else f"{x} in place of {y}"
+
+
+def too_many_runs(program: Program, ticks: dict[str, int], stagings: int) -> str:
+    """A function whose Python ran more often than the law allows."""
+    # One that leaves a state behind may be staged again: that proves that every call makes it (decision 0016).
+    is_staged_once = "jit" in program.wrap and not any(isinstance(s, Make) and s.is_left for s in statements(program))
+    turns = stagings if is_staged_once else sum(t.x is not None for t in program.turns)
+    most: collections.Counter[str] = collections.Counter()
+
+    def count(fun: Fun, runs: int) -> None:
+        most[fun.name] += runs
+        for s in mixed_syntax.walk_here(fun.body):
+            if isinstance(s, Call):
+                for f in s.funs:
+                    count(f, runs * f.runs)
+
+    count(program.main, turns)
+    helpers = {f.name for f in program.helpers}
+    for name, runs in ticks.items():
+        if name not in helpers and runs > most[name]:
+            return f"{name} was run {runs} times, at most {most[name]} are right"
+    return ""
+
+
+# -- checking --------------------------------------------------------------------------------------------------
+
+
+def check(program: Program) -> str:
+    """What is wrong with a program's run, empty if nothing is."""
+    with strict_warnings():
+        try:
+            wanted = run(program, Plain())
+        except Exception as e:
+            return f"REFERENCE {type(e).__name__}: {e}"
+        try:
+            actual = run(program, System())
+        except Exception as e:
+            return f"{type(e).__name__}: {str(e)[:500]}"
+        return compare(program, actual, wanted) or open_frames()
+
+
+@contextlib.contextmanager
+def strict_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", statetx.PolicyWarning)  # policies are drawn without a look at the function
+        warnings.simplefilter("ignore", statetx.StagingWarning)  # states are made without a look at what keeps them
+        yield
+
+
+def compare(program: Program, actual: Record, wanted: Record) -> str:
+    return difference(actual, wanted) or too_many_runs(program, actual.ticks, wanted.stagings)
+
+
+def open_frames() -> str:
+    return "a frame is open" if _registry.open_frames or _registry.current_frame() is not None else ""
+
+
+SHARED_STEPS: tuple[Callable[[Callable], Callable], ...] = (
+    statetx.jit,
+    statetx.remat,
+    statetx.grad,
+    lambda f: statetx.jit(statetx.grad(statetx.remat(f))),
+    lambda f: lambda x: statetx.vmap(f, axis_size=1, in_axes=None)(x),
+    lambda f: lambda x: statetx.fori_loop(0, 1, lambda i, c: f(c), x),
+    lambda f: lambda x: statetx.cond(x > 0.0, f, f, x),
+)
+
+
+def check_threads(seed: int) -> str:
+    """Two programs in two threads. Their models are their own; of a third both have a lock, and count in it."""
+    programs = [program_of(2 * seed), program_of(2 * seed + 1)]
+    with strict_warnings():
+        wanted = [run(p, Plain()) for p in programs]
+        shared = Model()
+        shared.bag = {
+            "n": statetx.State(jnp.zeros((), jnp.int32)),
+            "b": brainstate.State(0.0),
+            "v": nnx.Variable(jnp.uint8(0)),
+        }
+        lock, start = threading.Lock(), threading.Barrier(2)
+        actual: list[Any] = [None, None]
+
+        def bump(x: Any) -> Any:
+            shared.bag["n"].value += 1
+            shared.bag["b"].value += 0.25
+            shared.bag["v"].set_value(shared.bag["v"].get_value() + 2)
+            return 2 * x
+
+        step = SHARED_STEPS[seed % len(SHARED_STEPS)](bump)
+
+        def between() -> None:
+            with lock:
+                step(jnp.float32(0.5))
+
+        def work(i: int) -> None:
+            start.wait()
+            try:
+                actual[i] = run(programs[i], System(), between)
+            except BaseException as e:
+                actual[i] = e
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for p, a, w in zip(programs, actual, wanted, strict=True):
+            found = f"{type(a).__name__}: {a}" if isinstance(a, BaseException) else compare(p, a, w)
+            if found:
+                return f"in a thread: {report(p, found)}"
+        turns = sum(len(p.turns) for p in programs)
+        left = [float(System().read(s)) for s in shared.bag.values()]
+        return open_frames() if left == [turns, turns / 4, 2 * turns] else f"{left} after {turns} turns"
+
+
+def reduce(program: Program, found: str, limit: int = 400) -> tuple[Program, str]:
+    """A program with nothing left that can be taken out of it, which fails alike."""
+    kind_of_failure = lambda found: found.partition(":")[0].partition(" ")[0]  # noqa: E731
+    category = kind_of_failure(found)
+    tries = 0
+    improved = True
+    while improved and tries < limit:
+        improved = False
+        for candidate in mixed_syntax.smaller(program):
+            tries += 1
+            with contextlib.suppress(SyntaxError):
+                now = check(candidate)
+                if now and kind_of_failure(now) == category:
+                    program, found, improved = candidate, now, True
+                    break
+            if tries >= limit:
+                break
+    return program, found
+
+
+def report(program: Program, found: str) -> str:
+    turns = "\n".join(f"main({t.x.text('statetx')})" if t.x else t.line for t in program.turns)
+    return f"program {program.seed}: {found}\n\n{source(program, 'statetx')}\n{turns}\n"
+
+
+def check_seed(seed: int) -> None:
+    program = program_of(seed)
+    found = check(program)
+    if found:
+        raise AssertionError(report(*reduce(program, found)))

@@ -1,0 +1,227 @@
+"""Every transform crossed with every side effect, for every kind of state; `effects_table` holds the rows and columns.
+
+`refused` says which cells raise, and what; in all others the transform does what plain calls do. No cell leaves a tracer or an
+open frame behind, and after an error every state holds what it held before.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import effects_table as table
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from effects_columns import COLUMNS, KINDS, Boom, Column, states_of
+from effects_table import ROWS, Case, Row
+
+import statetx
+from statetx import _lift, _registry
+from statetx._jaxpr import table as table_of_structures
+
+TOLERANCE = 2e-3  # of differences in float32
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+READS = {"read", "make and drop", "delete", "catch from a remat"}
+CHANGES_TYPE = {
+    "list grows": "items",
+    "structure": "alpha",
+    "shape": "alpha",
+    "dtype": "alpha",
+    "string": "mode",
+    "None": "alpha",
+}
+LIFTS = {"jit", "loop", "slots", "condition", "branch", "shard_map", "jaxpr", "functionalize"}
+"""Groups of rows that make tracers of NumPy arrays in states, which cannot be changed in place."""
+
+
+def refused(row: Row, column: Column) -> tuple[type[BaseException], str | None] | None:
+    """What a cell raises, and a pattern of its message; None where it does as plain calls do."""
+    group, name = row.group, column.name
+    state = f"{column.states[0]}'"
+    if name == "raise":
+        return (Boom, statetx.TraceLeakError) if group == "custom" else Boom, None
+    if group == "eager":
+        return None
+    if name == "opaque object":
+        return statetx.TraceLeakError, "alpha|Variable"
+    if name == "NumPy array in place" and (group in LIFTS or row.name == "remat in jit"):
+        return TypeError, "immutable"
+    if name == "io_callback" and group in ("remat", "slots"):
+        return statetx.EffectError, "io_callback|host callback"
+    if group == "condition" and name not in READS | {"make and keep"}:
+        return statetx.StateAccessError, "ref'" if name == "Ref" else column.states[0]  # a part of it in an nnx.Rngs
+    if group in ("loop", "slots", "branch"):
+        if name in CHANGES_TYPE:
+            return statetx.CarryTypeError, state
+    if name == "make and keep" and group in LIFTS - {"jit"}:
+        return statetx.CreatedStateError, "made at .*outlived"
+    if group == "vmap" and column.varies:
+        return statetx.StateAccessError, state
+    if group == "functionalize" and name == "string":
+        return statetx.StateValueError, "mode'|Variable"
+    if group == "custom" and name not in READS | {"same string"}:
+        return statetx.TraceLeakError, "was given a value that jax's custom_"
+    return None
+
+
+def is_in_table(row: Row, column: Column, kind: str) -> bool:
+    if row.group != "custom":
+        return True
+    if (kind, column.name) == ("nnx", "make and keep"):
+        return False  # see `test_a_variable_made_under_a_rule_of_the_users_is_not_seen`
+    # A Ref under a derivative rule of the user's, and what JAX runs twice there.
+    return kind != "ref" and column.name not in (
+        "Ref",
+        "NumPy array in place",
+        "strong becomes weak",
+        "same string",
+        "string",
+        "None",
+    )
+
+
+# -- the table -------------------------------------------------------------------------------------------------
+
+
+def cells() -> Iterator[tuple[Row, Column, str, bool]]:
+    """All cells, and whether each is run by default: one of two for each row and column, the kinds in turn."""
+    for i, row in enumerate(ROWS):
+        for j, column in enumerate(COLUMNS.values()):
+            kinds = [kind for kind in column.kinds if is_in_table(row, column, kind)]
+            for n, kind in enumerate(kinds):
+                yield row, column, kind, (i + j) % 2 == 0 and n == (i + j) // 2 % len(kinds)
+
+
+def params() -> Iterator[Any]:
+    for row, column, kind, is_quick in cells():
+        name = f"{row.name}-{column.name}-{kind}".replace(" ", "_")
+        yield pytest.param(row, column, kind, id=name, marks=() if is_quick else pytest.mark.slow)
+
+
+def test_cells_run_by_default_have_every_row_column_and_kind():
+    quick = [(row.name, column.name, kind) for row, column, kind, is_quick in cells() if is_quick]
+    for names in zip(*quick, strict=True):
+        assert len(names) >= 400
+    of_rows = collections.Counter((row, kind) for row, _, kind in quick)
+    of_columns = collections.Counter((column, kind) for _, column, kind in quick)
+    assert all(of_rows[row.name, kind] for row in ROWS for kind in KINDS if (row.group, kind) != ("custom", "ref"))
+    assert all(of_columns[name, kind] for name, column in COLUMNS.items() for kind in column.kinds)
+
+
+@pytest.mark.parametrize("row, column, kind", list(params()))
+def test_cell(row, column, kind):
+    case, plain = Case(KINDS[kind], column, is_plain=False), Case(KINDS[kind], column, is_plain=True)
+    expected = refused(row, column)
+    if expected is not None:
+        error, message = expected
+        with pytest.raises(error, match=message):
+            row.apply(case.fun, table.X)
+        with contextlib.suppress(Boom):
+            table.undone(plain, table.X)
+        plain.undo()
+    else:
+        out, wanted = row.apply(case.fun, table.X), row.plain(plain, table.X)
+        assert not difference(out, wanted, TOLERANCE)
+    left = case.values()
+    for name, value in plain.values().items():
+        assert not difference(left.pop(name), value, 1e-5), name
+    assert not left
+    assert not _registry.open_frames and _registry.current_frame() is None
+    use(case)
+
+
+def use(case: Case) -> None:
+    """Write every state that there is: none stays refused."""
+    kind = case.model.kind
+    for _, state in states_of(case.model):
+        state = kind.key_of(state)
+        try:
+            value = kind.get(state)
+        except kind.no_value:
+            value = jnp.float32(1.0)
+        kind.set(state, value)
+        assert not difference(kind.get(state), value, 0.0)
+
+
+def difference(a: Any, b: Any, tolerance: float) -> str:
+    leaves = jax.tree.leaves(a)
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return f"{a} holds a tracer"
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        return f"{a} in place of {b}"
+    for x, y in zip(leaves, jax.tree.leaves(b), strict=True):
+        if not (hasattr(y, "dtype") or isinstance(y, (int, float))):
+            if type(x) is not type(y) or (isinstance(y, (str, type)) and x != y):
+                return f"{x!r} in place of {y!r}"
+            continue
+        if (jnp.shape(x), jnp.result_type(x)) != (jnp.shape(y), jnp.result_type(y)):
+            return f"{x!r} in place of {y!r}"
+        if isinstance(y, jax.ShapeDtypeStruct):
+            continue
+        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        if not np.allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), atol=tolerance, rtol=tolerance):
+            return f"{x} in place of {y}"
+    return ""
+
+
+@pytest.mark.parametrize("rule", ["custom_jvp", "custom_vjp"])
+def test_a_variable_made_under_a_rule_of_the_users_is_not_seen(rule):
+    """As `kinds/nnx.py` says: a Variable made in a transform that is not statetx's, as nnx's own make them, ends with that.
+
+    Where the user's code keeps one, the tracer in it is refused by JAX as soon as it is used.
+    """
+    case = Case(KINDS["nnx"], COLUMNS["make and keep"], is_plain=False)
+    row = next(row for row in ROWS if row.name == rule)
+    row.apply(case.fun, table.X)
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        jnp.sin(case.model.new.get_value())
+
+
+# -- the table can fail ----------------------------------------------------------------------------------------
+
+
+def publish_all_but_one(self, leaves, *, live=True, publish=_lift.Outcome.publish):
+    num = len(self.effects) - 1
+    if num >= 0:
+        self.effects, self.values = self.effects[:num], self.values[:num]
+        publish(self, leaves, live=live)
+
+
+BREAKAGES = {
+    "an effect is not published": ("_lift.Outcome.publish", publish_all_but_one, "grad", "count"),
+    "writes stay after an exception": ("_registry.Access.undo", lambda self: [], "remat in jit", "raise"),
+    "a key does not advance": ("_state.RngState.next", lambda self: jax.random.split(self.value)[1], "vmap", "draw"),
+    "what a container holds is not compared": (
+        "_registry.Copy.was_changed",
+        lambda self: False,
+        "vjp",
+        "dict in place",
+    ),
+    "tracers are not looked for": ("_registry.check_write", lambda *args, **options: None, "custom_jvp", "write only"),
+    "drift is not looked for": ("_carry._check_written", lambda *args: None, "scan", "dtype"),
+}
+"""By what is broken: a name of statetx's, what takes its place, and a cell that must notice."""
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_a_broken_feature_is_seen_in_a_cell(breakage, monkeypatch):
+    """By what the cell asserts, or by an error that is not the one it expects, of statetx or of JAX."""
+    name, broken, row_name, column_name = BREAKAGES[breakage]
+    row, column = next(row for row in ROWS if row.name == row_name), COLUMNS[column_name]
+    table_of_structures.clear()
+    test_cell(row, column, "statetx")
+    table_of_structures.clear()
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises((AssertionError, TypeError, statetx.StatetxError, pytest.fail.Exception)),
+    ):
+        patch.setattr(f"statetx.{name}", broken)
+        test_cell(row, column, "statetx")
+    table_of_structures.clear()

@@ -1,0 +1,109 @@
+"""Random programs in which kinds of states are mixed agree with plain Python: outputs, states, types, exceptions, runs of the body.
+
+`mixed_generator` draws them, `mixed_reference` says what they mean. ``check_seed(n)`` runs one and prints it, reduced, if it fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import mixed_search
+import mixed_syntax
+import pytest
+import random_mixed
+from mixed_generator import program_of
+from mixed_syntax import source
+from random_mixed import check, check_seed, check_threads, reduce
+
+from statetx import _lift
+
+NUM_FAST, NUM_SLOW, CHUNK = 12, 5000, 50
+
+
+@pytest.mark.parametrize("first", range(0, NUM_FAST, 4))
+def test_mixed_program_equals_its_reference(first):
+    for seed in range(first, first + 4):
+        check_seed(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, NUM_SLOW, CHUNK))
+def test_mixed_program_equals_its_reference_at_length(first):
+    for seed in range(first, first + CHUNK):
+        check_seed(seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mixed_programs_in_two_threads(seed):
+    assert not check_threads(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 200, CHUNK))
+def test_mixed_programs_in_two_threads_at_length(first):
+    for seed in range(first, first + CHUNK):
+        assert not check_threads(seed), seed
+
+
+# -- the search can fail ---------------------------------------------------------------------------------------
+
+
+def publish_all_but_one(self, leaves, *, live=True, publish=_lift.Outcome.publish):
+    num = len(self.effects) - 1
+    if num >= 0:
+        self.effects, self.values = self.effects[:num], self.values[:num]
+        publish(self, leaves, live=live)
+
+
+BREAKAGES = {
+    "states keep what a call left in them": ("_registry.Access.undo", lambda self: [], "grad("),
+    "one effect is not published": ("_lift.Outcome.publish", publish_all_but_one, "vjp("),
+    "a key does not advance": ("_state.RngState.next", lambda self: jax.random.split(self.value)[1], "draw("),
+    "what a container holds is not compared": ("_registry.Copy.was_changed", lambda self: False, "['a'] = "),
+    "what a call writes is forgotten": ("_registry.Frame._collect", lambda self: [], "jvp("),
+}
+"""By what is broken: a name of statetx's, what takes its place, and a word in the programs that may notice."""
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_a_broken_feature_is_found_and_reduced(breakage, monkeypatch):
+    name, broken, word = BREAKAGES[breakage]
+    programs = [p for p in map(program_of, range(200)) if word in source(p, "statetx")]
+    monkeypatch.setattr(f"statetx.{name}", broken)
+    program, found = next((p, f) for p in programs if (f := check(p)))
+    reduced, _ = reduce(program, found, limit=8)
+    assert check(reduced)
+    assert len(source(reduced, "statetx")) <= len(source(program, "statetx"))
+    monkeypatch.undo()
+    assert not check(reduced), "the counterexample is one without the breakage too"
+
+
+# -- the generator reaches what it is for ----------------------------------------------------------------------
+
+
+def test_generator_reaches_every_feature():
+    """Of 400 programs, at least four have each; `python tests/mixed_search.py 0 400 --coverage` prints the counts."""
+    counts = mixed_search.coverage(range(400))
+    assert min(counts.values()) >= 4, counts
+    assert counts["two kinds of states"] >= 300, "kinds are not mixed in most programs"
+
+
+def test_programs_are_the_same_for_the_same_seed():
+    assert source(program_of(3), "statetx") == source(program_of(3), "statetx")
+
+
+def test_reduced_programs_are_python():
+    for seed in range(10):
+        for program in itertools.islice(mixed_syntax.smaller(program_of(seed)), 40):
+            for world in ("statetx", "reference"):
+                compile(source(program, world), "<program>", "exec")
+
+
+def test_reduction_ends_with_the_least_that_fails(monkeypatch):
+    """With a check that fails where a Ref is made, nothing but that is left."""
+    program = next(p for p in map(program_of, range(50)) if any(c.kind == "ref" for c in p.cells))
+    monkeypatch.setattr(random_mixed, "check", lambda p: "ref" if any(c.kind == "ref" for c in p.cells) else "")
+    reduced, _ = reduce(program, "ref", limit=4000)
+    assert [c.kind for c in reduced.cells] == ["ref"]
+    assert not reduced.main.body and not reduced.turns
