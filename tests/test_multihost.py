@@ -4,10 +4,15 @@ import json
 import os
 import pathlib
 import runpy
+import socket
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
+
+import statetx
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "examples" / "train_multihost.py"
 
@@ -60,3 +65,82 @@ def test_bad_input_ends_in_one_line(tmp_path, monkeypatch, capsys):
         runpy.run_path(str(SCRIPT), run_name="__main__")
     error = capsys.readouterr().err
     assert exit.value.code == 2 and error.count("\n") == 1 and "multiples of the 3 devices" in error
+
+
+TWO_PROCESSES = """
+import json, sys, jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+index = int(sys.argv[1])
+jax.distributed.initialize(sys.argv[2], 2, index)
+import jax.numpy as jnp, numpy as np, statetx
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+x = jax.make_array_from_callback((8,), NamedSharding(mesh, P("d")), lambda i: np.arange(8, dtype=np.float32)[i])
+rng, n, traces = statetx.RngState(0), statetx.State(0), []
+
+@statetx.jit
+def step(x):
+    traces.append(1)
+    n.value += 1
+    return (x * jax.random.normal(rng.next(), x.shape)).sum()
+
+said = [("losses", [float(step(x)) for _ in range(3)], len(traces), int(n.value))]
+values = {
+    "same number": 7,
+    "same array": np.full(2, 7),
+    "placed": x,
+    "number": 10 + index,
+    "array": np.full(2, 10 + index),
+    "local": jnp.full(2, 10 + index),
+}
+for name, value in values.items():
+    state = statetx.State(value)
+    with statetx.Checkpointer(f"{sys.argv[3]}/{name}", {"position": state}) as checkpointer:
+        try:
+            checkpointer.save(1)
+            said.append((name, "saved"))
+        except statetx.CheckpointError as e:
+            said.append((name, str(e).split(",")[0].splitlines()[0]))
+json.dump(said, open(f"{sys.argv[3]}/said-{index}.json", "w"))  # gloo writes to stdout, from several threads
+"""
+
+
+def test_two_processes_share_a_key_and_refuse_to_save_what_differs(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SCRIPT.parents[1]), env.get("PYTHONPATH"))))
+    command = [sys.executable, "-c", TWO_PROCESSES]
+    processes = [
+        subprocess.Popen(
+            [*command, str(i), address, str(tmp_path)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        outs = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [p.returncode for p in processes] == [0, 0], outs
+    said = [json.loads((tmp_path / f"said-{i}.json").read_text()) for i in range(2)]
+    assert said[0] == said[1]
+    rng = statetx.RngState(0)
+    losses = [float((np.arange(8.0) * jax.random.normal(rng.next(), (8,))).sum()) for _ in range(3)]
+    assert said[0][0] == ["losses", pytest.approx(losses, rel=1e-5), 1, 3], "one trace, three steps"
+    assert said[0][1:] == [
+        ["same number", "saved"],
+        ["same array", "saved"],
+        ["placed", "saved"],
+        ["number", "Checkpointer: 'position' differs between the processes"],
+        ["array", "Checkpointer: 'position' differs between the processes"],
+        ["local", "Checkpointer: 'position'"],
+    ]
