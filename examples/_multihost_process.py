@@ -53,7 +53,7 @@ class Layer:
 
 
 class Model:
-    """Embedding, layers, readout, and the momenta of all weights: each split along one axis."""
+    """Embedding with dropout, layers, readout, and the momenta of all weights: each split along one axis."""
 
     def __init__(self, mesh, *, seed, width, layers, lr):
         rng = np.random.default_rng(seed)
@@ -67,10 +67,13 @@ class Model:
             for path, state in states.items():  # the first axis of a stack is that of the layers
                 state.value = split(state.value, mesh, axis=1 if path.startswith("layers") else 0)
         self.steps = statetx.State(split(np.int32(0), mesh, axis=None))
+        self.dropout = statetx.RngState(seed)
 
     def loss(self, text):
         """Return the mean surprise at the last character of each window, in nats."""
         x = self.embedding.value[text[:, :-1]].reshape(len(text), -1)
+        keep = jax.random.bernoulli(self.dropout.next(), 0.9, x.shape)  # the same on any number of devices
+        x = jnp.where(keep, x / 0.9, 0)
         x = statetx.remat_scan(self.layers)(x)
         logits = jax.nn.log_softmax(x @ self.readout.value)
         return -jnp.mean(jnp.take_along_axis(logits, text[:, -1:], axis=1))

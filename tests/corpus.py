@@ -27,7 +27,7 @@ U = np.array([[0.1, 0.7, -0.3], [-0.5, 0.4, 0.2], [0.6, -0.1, 0.3]])
 
 
 def strong(x: float) -> jax.Array:
-    """An array of the default float type; ``jnp.array(0.5)`` is weakly typed, which a loop must not change."""
+    """An array of the default float type; ``jnp.array(0.5)`` is weakly typed, which a loop would promote."""
     return jnp.array(np.array(x))
 
 

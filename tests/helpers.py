@@ -33,6 +33,3 @@ def compilations():
         yield events
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
-
-
-body_runs: list[None] = []  # of functions that share traces: what another module holds, they do not see change

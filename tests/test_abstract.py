@@ -1,9 +1,11 @@
 """`make_jaxpr` and `eval_shape`."""
 
+import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import statetx
 
@@ -75,3 +77,34 @@ def test_eval_shape_passes_what_is_no_array():
     cell = Cell()
     assert statetx.eval_shape(lambda x: (cell(x), "train"), X) == (jax.ShapeDtypeStruct((3,), "float32"), "train")
     assert cell.runs == 1 and int(cell.count.value["n"]) == 0
+
+
+def test_eval_shape_of_a_constructor_gives_a_model_of_types():
+    class Native:
+        def __init__(self, width):
+            self.w = statetx.Param(jnp.ones((2, width)))
+            self.opt = statetx.State({"m": jnp.zeros(3), "step": 0})
+
+    made = [
+        statetx.eval_shape(lambda: Native(3)).w.value,
+        statetx.eval_shape(lambda: brainstate.nn.Linear(2, 3)).weight.value["weight"],
+        statetx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0))).kernel.get_value(),
+    ]
+    for value in made:
+        assert isinstance(value, jax.ShapeDtypeStruct) and value.shape == (2, 3) and value.dtype == jnp.float32
+    value = statetx.eval_shape(lambda: Native(3)).opt.value
+    assert value["m"].shape == (3,) and value["step"].dtype == jnp.int32
+
+
+def test_make_jaxpr_takes_static_arguments_and_gives_types():
+    s = statetx.State(jnp.ones(2))
+
+    def f(n, x):
+        return {"y": s.value * x**n, "n": n}
+
+    closed, shape = statetx.make_jaxpr(f, 0, return_shape=True)(2, jnp.ones(2))
+    assert "integer_pow[y=2]" in str(closed) or "square" in str(closed)
+    assert shape["y"].shape == (2,) and shape["n"].shape == ()
+    assert len(closed.jaxpr.invars) == 2
+    with pytest.raises(statetx.StaticArgumentError, match="static_argnums=2 is out of range"):
+        statetx.make_jaxpr(f, 2)

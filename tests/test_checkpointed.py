@@ -349,8 +349,8 @@ def test_eager_calls_compile_once():
 # -- mistakes ------------------------------------------------------------------------------------------------------
 
 
-def scan(checkpoint, **options):
-    return statetx.scan(lambda h, x: (h * x, None), 1.0, jnp.ones(10), checkpoint=checkpoint, **options)
+def scan(checkpoint, init=1.0, **options):
+    return statetx.scan(lambda h, x: (h * x, None), init, jnp.ones(10), checkpoint=checkpoint, **options)
 
 
 def test_mistakes():
@@ -369,7 +369,7 @@ def test_mistakes():
     with pytest.raises(
         statetx.PolicyError, match=r"(?s)needs .* with one slot, more than the budget of 1 B.*Fix: allow"
     ):
-        scan(Budget(1))
+        jax.grad(lambda x: scan(Budget(1), x))(1.0)
     with pytest.raises(statetx.PolicyError, match=r"(?s)known ahead.*while_loop"):
         statetx.fori_loop(0, jnp.asarray(3), lambda i, x: x, 1.0, checkpoint=2)
     with pytest.raises(statetx.EffectError, match=r"scan: the body .* calls .*show at .*would run again"):
@@ -644,6 +644,28 @@ def test_bars_have_the_name_of_their_own_loop(capsys):
         assert f"scan {f.__name__}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_map_has_the_schedules_and_bars_of_scan(batch_size, capsys):
+    w = statetx.Param(jnp.array(0.5))
+    xs = jnp.linspace(0.1, 1.0, 200)
+
+    def sharpen(x):
+        return jnp.tanh(w.value * x) ** 2
+
+    def loss(**options):
+        return lambda: jnp.sum(statetx.map(sharpen, xs, batch_size=batch_size, **options))
+
+    expected = statetx.grad(loss(), wrt=w)()
+    assert "while" not in str(statetx.make_jaxpr(statetx.grad(loss(), wrt=w))())
+    stored = statetx.grad(loss(checkpoint=Slots(2)), wrt=w)
+    np.testing.assert_allclose(stored(), expected, rtol=1e-5)
+    assert "while" in str(statetx.make_jaxpr(stored)())  # the schedule's nest of loops
+    loss(progress=True)()
+    jax.effects_barrier()
+    shown = capsys.readouterr().out
+    assert "sharpen" in shown and "100%" in shown
+
+
 def test_progress_counts_each_step_once(monkeypatch):
     """Also where an inner loop is as long as the whole."""
     seen = []
@@ -719,3 +741,27 @@ def test_on_four_devices():
     code = "import test_checkpointed; test_checkpointed.on_four_devices()"
     folder = os.path.dirname(__file__)
     subprocess.run([sys.executable, "-c", code], env=os.environ | flags, cwd=folder, check=True, timeout=300)
+
+
+STRICT = {
+    "Slots": lambda body: statetx.scan(body, 1.0, jnp.ones(12), checkpoint=Slots(2))[0],
+    "Slots(1)": lambda body: statetx.scan(body, 1.0, jnp.ones(12), checkpoint=1)[0],
+    "block": lambda body: statetx.scan(body, 1.0, jnp.ones(12), checkpoint=Slots(3, block=2))[0],
+    "auto": lambda body: statetx.scan(body, 1.0, jnp.ones(12), checkpoint="auto")[0],
+    "size": lambda body: statetx.scan(body, 1.0, jnp.ones(12), checkpoint="1MiB")[0],
+    "levels": lambda body: statetx.scan(body, 1.0, jnp.ones(12), checkpoint=Levels(2))[0],
+    "fori_loop": lambda body: statetx.fori_loop(0, 12, lambda i, c: body(c, 1.0)[0], 1.0, checkpoint=2),
+    "while_loop": lambda body: statetx.while_loop(
+        lambda c: c[0] < 12, lambda c: (c[0] + 1, body(c[1], 1.0)[0]), (0, 1.0), checkpoint=2
+    )[1],
+}
+
+
+@pytest.mark.parametrize("name", STRICT)
+def test_schedules_under_strict_promotion(name):
+    w = statetx.Param(jnp.float32(0.5))
+    loss = lambda: STRICT[name](lambda c, x: (jnp.tanh(c * w.value) + x, None))  # noqa: E731
+    expected = statetx.grad(loss, wrt=w)()
+    with jax.numpy_dtype_promotion("strict"):
+        np.testing.assert_array_equal(statetx.grad(loss, wrt=w)(), expected)
+        np.testing.assert_array_equal(statetx.jit(statetx.grad(loss, wrt=w))(), expected)

@@ -188,3 +188,51 @@ def test_a_jaxpr_is_rematerialised_as_a_function_is():
     np.testing.assert_allclose(jax.grad(loss(ours))(X), jax.grad(loss(theirs))(X), rtol=1e-6)
     twice = jax.make_jaxpr(lambda x: [ours(x, x), ours(x, x)])(X)
     assert twice.eqns[0].params["jaxpr"] is twice.eqns[1].params["jaxpr"]
+
+
+def test_vmaps_are_found_and_noticed():
+    noticed, mapped = [], []
+
+    def notice(axis, is_mapped):
+        noticed.append((axis.size, is_mapped))
+        return notice
+
+    def f(x, y):
+        vmaps = _compat.vmaps_around()
+        mapped.append(
+            [(t.axis_data.size, *(_compat.which_are_mapped(v, vmaps)[n] for v in (x, y))) for n, t in enumerate(vmaps)]
+        )
+        return _compat.noticing([x, y], 0, notice) * y
+
+    x, y = jnp.ones((2, 3)), jnp.ones(3)
+    f(y, y)
+    assert mapped.pop() == [] and not noticed
+    expected = jax.vmap(lambda x: jax.vmap(lambda x, y: x * y)(x, y))(x)
+    np.testing.assert_array_equal(jax.vmap(lambda x: jax.vmap(f)(x, y))(x), expected)
+    assert mapped.pop() == [(3, True, True), (2, True, False)]
+    assert noticed == [(3, [True, True]), (2, [True, False])]
+    noticed.clear()
+    jitted = jax.jit(f)
+    jitted(y, y)
+    assert not noticed
+    jax.vmap(jitted, (0, None))(x, y)
+    assert noticed == [(2, [True, False])]
+    jax.vmap(jax.grad(lambda x: f(x, y).sum()))(x)
+    assert mapped.pop() == [(2, True, False)]
+    jax.vmap(jax.jit(jax.grad(lambda x: f(x, y[0]))))(y)
+    assert mapped.pop() == [(3, True, True)]  # tracers of the jit do not say whether they are mapped
+
+
+def test_a_plain_loop_is_linearized_by_the_rule_of_scan(monkeypatch):
+    import statetx
+
+    traced, fallback = [], _compat._ad.fallback_linearize_rule
+
+    def noted(primitive, *args, **params):
+        traced.append(primitive.name)
+        return fallback(primitive, *args, **params)
+
+    monkeypatch.setattr(_compat._ad, "fallback_linearize_rule", noted)
+    loop = lambda x: statetx.scan(lambda c, _: (c * 0.5, None), x, None, 70, checkpoint="auto")[0]  # noqa: E731
+    np.testing.assert_allclose(jax.grad(loop)(1.0), 0.5**70, rtol=1e-5)
+    assert "mul" in traced and "statetx_loop" not in traced

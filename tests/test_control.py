@@ -15,10 +15,6 @@ from statetx._jaxpr import table
 X, XS = jnp.arange(3.0), jnp.arange(12.0).reshape(4, 3)
 
 
-def weak(c, x):
-    return c + 1, x
-
-
 BODIES = {
     "plain": lambda c, x: (jnp.sin(c) * x, c + x),
     "closes over": lambda c, x: (c * XS[0] + jnp.asarray(2.0), x.sum()),
@@ -27,8 +23,17 @@ BODIES = {
     "carry as output": lambda c, x: (c * x, c),
     "constant output": lambda c, x: (c * x, 3.0),
     "nothing out": lambda c, x: (c + x, None),
+    "weak first carry": lambda c, x: (c + x.sum(), c),
+    "strong first carry, weak result": lambda c, x: (2.0, c * x),
     "inner loop": lambda c, x: (jax.lax.fori_loop(0, 3, lambda i, v: v * x, c), jnp.tanh(x)),
     "effect": lambda c, x: (jax.debug.callback(lambda v: None, c) or c * x, x.sum()),
+}
+
+
+FIRST = {
+    "carry handed on": (X, X + 1),
+    "weak first carry": 0.5,
+    "strong first carry, weak result": jnp.float32(0.5),
 }
 
 
@@ -50,7 +55,7 @@ def equation(f, *args, name):
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": 2}, {"unroll": True}], ids=str)
 @pytest.mark.parametrize("name", BODIES)
 def test_scan_is_the_equation_of_jax(name, options):
-    init = (X, X + 1) if name == "carry handed on" else X
+    init = FIRST.get(name, X)
     ours, theirs = (lambda init, xs, scan=scan: scan(BODIES[name], init, xs, **options) for scan in SCANS)
     table.clear()
     for _ in range(2):  # a structure that is new, and one that is known

@@ -99,10 +99,70 @@ def test_functionalize_under_every_plain_transform():
 def test_functionalize_can_be_put_back():
     cell = Cell()
     pure = statetx.functionalize(cell.step)
-    _, new = pure(pure.values(X), X)
-    for path, state in pure.states(X).items():
-        state.value = new[path]
-    assert int(cell.log.value["n"]) == 1
+    _, new = jax.jit(pure)(pure.values(X), X)
+    pure.store(new)
+    assert int(cell.log.value["n"]) == 1 and cell.log.value["tag"] == "t"
+    statetx.functionalize(cell.step).store(new, X)
+    with pytest.raises(statetx.StateAccessError, match="has the path 'v'"):
+        pure.store({"v": 1.0})
+
+
+def test_functionalize_puts_back_all_values_or_none():
+    a, b = statetx.State(1.0, name="a"), statetx.State(2.0, name="b")
+    pure = statetx.functionalize(lambda: a.value + b.value)
+    pure.values()
+
+    @jax.jit
+    def leak(x):
+        pure.store({"a": 5.0, "b": x + 1.0})
+
+    with pytest.raises(statetx.TraceLeakError, match="State 'b'"):
+        leak(1.0)
+    assert (a.value, b.value) == (1.0, 2.0)
+    statetx.jit(lambda: pure.store({"a": jnp.float32(5.0), "b": jnp.float32(6.0)}))()
+    assert (float(a.value), float(b.value)) == (5.0, 6.0)
+
+
+def test_functionalized_values_are_what_any_transform_takes():
+    cell = Cell()
+    both = statetx.State({"x": jnp.ones(3), "mode": "a", "flag": True, "fun": jnp.sin}, name="both")
+    toggle, unread = statetx.State(True, name="toggle"), statetx.State("text", name="unread")
+
+    def f(x):
+        toggle.value = toggle.value == False  # noqa: E712  # as a traced value, too
+        unread.value = "text"
+        held = both.value
+        assert held["mode"] == "a" and held["flag"] is True
+        both.value = {**held, "x": held["x"] + x}
+        return cell.step(x) + held["fun"](held["x"]).sum()
+
+    pure = statetx.functionalize(f)
+    values = pure.values(X)
+    assert values["both"]["mode"] is None and "unread" not in values
+    out, new = jax.jit(pure)(values, X)
+    assert jax.tree.structure(new) == jax.tree.structure(values)
+    np.testing.assert_allclose(new["both"]["x"], 1 + X)
+    assert not new["toggle"] and both.value["mode"] == "a"
+    pure.store(new)
+    assert (
+        set(both.value) == {"x", "mode", "flag", "fun"} and both.value["mode"] == "a" and both.value["fun"] is jnp.sin
+    )
+    given, _ = pure({**new, "both": {**both.value, "x": jnp.zeros(3)}}, X)  # a whole value, where JAX is not asked
+    np.testing.assert_allclose(given, pure({**new, "both": {**new["both"], "x": jnp.zeros(3)}}, X)[0])
+
+
+@pytest.mark.parametrize("name", ["both", "text"])
+def test_a_functionalized_call_refuses_to_write_what_is_no_array(name):
+    states = {"both": statetx.State({"x": 1.0, "mode": "a"}), "text": statetx.State("a")}
+
+    def f(x):
+        states[name].value = {"x": x, "mode": "b"} if name == "both" else "b"
+        return x
+
+    pure = statetx.functionalize(f)
+    with pytest.raises(statetx.StateValueError, match=r"writes 'b' to State.*test_functionalize.py:\d+"):
+        pure(pure.values(1.0), 1.0)
+    assert states["both"].value["mode"] == "a" and states["text"].value == "a"
 
 
 def test_functionalize_mistakes():

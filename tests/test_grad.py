@@ -188,3 +188,48 @@ def test_integer_arguments_pass_when_not_differentiated():
         return x ** int(n) if mode == "power" else x
 
     assert float(statetx.grad(f)(2.0, 3, "power")) == 12.0 and int(s.value) == 3
+
+
+def test_integers_get_float0_where_they_are_allowed():
+    count, w = statetx.Param(jnp.arange(3)), statetx.Param(A)
+
+    def loss(x):
+        return (count.value * 1.0).sum() * x * w.value.sum()
+
+    of_count = statetx.grad(loss, wrt=count, allow_int=True)(2.0)
+    assert of_count.dtype == jax.dtypes.float0 and of_count.shape == (3,)
+    grads = statetx.grad(loss, wrt=statetx.Param, allow_int=True)(2.0)
+    assert grads["count"].dtype == jax.dtypes.float0
+    np.testing.assert_allclose(grads["w"], jnp.full(2, 6.0))
+    jacobian = statetx.jacrev(loss, allow_int=True, wrt=count)(2.0)
+    assert jacobian.dtype == jax.jacrev(lambda count: (count * 1.0).sum(), allow_int=True)(count.value).dtype
+    with pytest.raises(statetx.StateValueError, match="gradients need floating-point"):
+        statetx.grad(loss, wrt=count)(2.0)
+    with pytest.raises(statetx.StateValueError, match="gradients need floating-point"):
+        statetx.grad(loss, wrt=statetx.Param)(2.0)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, statetx.jit], ids=["jax", "statetx"])
+def test_pullback_leaves_and_enters_a_compiled_function(jit):
+    w = statetx.Param(jnp.array([1.0, 2.0]))
+
+    def f(x, flag):
+        return {"y": w.value * jnp.sin(x["a"]), "flag": flag}
+
+    def start(x):
+        return statetx.vjp(f, {"a": x}, "text", wrt={"w": w})
+
+    x, cotangent = jnp.array([0.3, 0.7]), jnp.array([1.0, -1.0])
+    _, plain = start(x)
+    expected = plain({"y": cotangent, "flag": "text"})
+    _, pullback = jit(lambda x: (0, start(x)[1]))(x)
+    for out in (
+        pullback({"y": cotangent, "flag": "text"}),
+        jit(lambda p, c: p({"y": c, "flag": "t"})[0])(pullback, cotangent),
+    ):
+        out = out if isinstance(out, tuple) else (out, expected[1])
+        np.testing.assert_allclose(out[0]["w"], expected[0]["w"])
+        np.testing.assert_allclose(out[1][0]["a"], expected[1][0]["a"])
+    assert "pullback of" in repr(pullback)
+    with pytest.raises(TypeError, match=r"pullback of .*f needs a cotangent in the structure"):
+        pullback(cotangent)

@@ -106,3 +106,25 @@ def test_states_are_intact_after_a_failure():
     with pytest.raises(KeyError):
         statetx.linearize(fails, X)
     assert m.last.value is before and m.n.value == 0
+
+
+@pytest.mark.parametrize("jit", [jax.jit, statetx.jit], ids=["jax", "statetx"])
+def test_linear_map_leaves_and_enters_a_compiled_function(jit):
+    w = statetx.Param(jnp.array([1.0, 2.0]))
+
+    def f(x):
+        return {"y": w.value * jnp.sin(x)}
+
+    x = jnp.array([0.3, 0.7])
+    push = jit(lambda x: statetx.linearize(f, x)[1])(x)
+    np.testing.assert_allclose(push(jnp.ones(2))["y"], w.value * jnp.cos(x), rtol=1e-6)
+    np.testing.assert_allclose(jit(lambda p, t: p(t))(push, jnp.ones(2))["y"], w.value * jnp.cos(x), rtol=1e-6)
+
+
+def test_jvp_says_what_primals_are():
+    with pytest.raises(
+        TypeError, match="jvp: primals must be a tuple or a list with an item for each argument of .*, got float"
+    ):
+        statetx.jvp(lambda x: x, 1.0, (1.0,))
+    with pytest.raises(TypeError, match="jvp: tangents must be a tuple or a list"):
+        statetx.jvp(lambda x: x, (1.0,), jnp.ones(1))

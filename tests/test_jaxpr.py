@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import statetx
+from helpers import compilations
 from statetx import _compat
 from statetx._jaxpr import Body, Table, table
 from statetx._lift import stage
@@ -190,3 +191,41 @@ def test_rule_that_borrows_the_name_of_one_of_jax():
 
 
 SCALE = [0.0]
+
+
+def test_eager_loops_and_branches_over_a_rule_of_the_users_own_compile_once():
+    """No derivative can reach what runs in eager code, so there the rule tells no two bodies apart."""
+
+    @jax.custom_jvp
+    def spike(x):
+        return (x > 0).astype(x.dtype)
+
+    spike.defjvp(lambda primals, tangents: (spike(*primals), 2.0 * tangents[0]))
+
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    identity.defvjp(lambda x: (x, None), lambda _, ct: (3.0 * ct,))
+    potential = statetx.State(jnp.zeros(3))
+
+    def step(x):
+        potential.value = 0.5 * potential.value + x
+        return jax.jit(spike)(identity(potential.value) - 1.0)
+
+    calls = {
+        "map": lambda xs: statetx.map(lambda x: step(x), xs),
+        "while_loop": lambda xs: statetx.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(xs[0])), (0, xs[0]))[
+            1
+        ],
+        "cond": lambda xs: statetx.cond(xs[0, 0] > 0, lambda x: step(x), lambda x: x, xs[0]),
+    }
+    xs = jnp.linspace(1.3, 1.9, 12).reshape(4, 3)
+    for name, call in calls.items():
+        first = call(xs)
+        with compilations() as events:
+            call(xs)
+        assert events == [], name
+        assert first.any(), name
+    grad = statetx.grad(lambda xs: calls["map"](xs).sum())(xs)  # where something is traced, the rules hold
+    np.testing.assert_allclose(grad[-1], 6.0)

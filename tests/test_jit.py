@@ -1,5 +1,6 @@
 """`jit`: compilations, caches, statics, donation, shardings."""
 
+import dataclasses
 import functools
 import gc
 import threading
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import statetx
@@ -421,3 +423,150 @@ def test_order_of_static_keywords_does_not_matter_and_programs_are_bounded():
     f(1.0, a=1, b=2)
     f(1.0, b=2, a=1)
     assert body.runs == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Equal:
+    """Equal to another of its width, whatever its state."""
+
+    width: int
+    w: statetx.State = dataclasses.field(compare=False)
+
+    def __call__(self, x):
+        return x * self.w.value
+
+
+class Table(dict):
+    """Equal to another dict, whatever its attributes."""
+
+
+@pytest.mark.parametrize("static", [{}, {"static_argnums": 0}])
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: (x, "a"), lambda x: {"a": [x]}], ids=["alone", "tuple", "dict"]
+)
+def test_static_objects_that_are_equal_and_hold_other_states_have_programs_of_their_own(static, wrap):
+    body = Counted(lambda held, x: jax.tree.leaves(held, is_leaf=callable)[0](x))
+    run = statetx.jit(body, **static)
+    one, other = Equal(1, statetx.State(jnp.float32(2))), Equal(1, statetx.State(jnp.float32(3)))
+    assert one == other and hash(one) == hash(other)
+    for _ in range(2):
+        assert (run(wrap(one), 1.0), run(wrap(other), 1.0)) == (2.0, 3.0)
+    assert body.runs == 2
+
+
+def test_static_containers_are_told_apart_by_the_states_in_their_attributes():
+    one, other = Table(a=1), Table(a=1)
+    one.w, other.w = statetx.State(jnp.float32(2)), statetx.State(jnp.float32(3))
+    run = statetx.jit(lambda table, x: x * table.w.value, static_argnums=0)
+    assert one == other and (run(one, 1.0), run(other, 1.0)) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize("value", ["text", None, (1.0, "text"), [jnp.ones(2)]], ids=str)
+@pytest.mark.parametrize("make", [statetx.State, brainstate.State, nnx.Variable])
+def test_a_call_writes_what_is_no_array_where_an_array_was(make, value):
+    state = make(jnp.asarray(2.0))
+    read, write = (state.get_value, state.set_value) if make is nnx.Variable else (lambda: state.value, None)
+
+    def step(x):
+        is_array = isinstance(read(), jax.Array)
+        y = x * read() if is_array else x
+        write(value) if write else setattr(state, "value", value)
+        return y
+
+    counted = Counted(step)
+    f = statetx.jit(counted)
+    assert [float(f(3.0)) for _ in range(3)] == [6.0, 3.0, 3.0]
+    assert jax.tree.structure(read()) == jax.tree.structure(value) and counted.runs == 2
+
+
+@pytest.mark.parametrize("static", [(), (0,), (1,), (0, 2), (-1,)])
+@pytest.mark.parametrize("donated", [(0,), (1,), (2,), (3,), (0, 3)])
+def test_jit_donates_the_arguments_that_the_user_counts(static, donated):
+    """As jax.jit: positions of donated arguments count the static ones, too."""
+    if {i % 4 for i in static} & set(donated):
+        with pytest.raises(statetx.StaticArgumentError, match="both static and donated"):
+            statetx.jit(lambda a, b, c, d: a, static_argnums=static, donate_argnums=donated)
+        return
+
+    def gone(jit):
+        f = jit(lambda a, b, c, d: [x * 2 for x in (a, b, c, d)], static_argnums=static, donate_argnums=donated)
+        args = [i if i in {j % 4 for j in static} else jnp.ones(i + 1) for i in range(4)]
+        f(*args)
+        return [not isinstance(x, int) and x.is_deleted() for x in args]
+
+    assert gone(statetx.jit) == gone(jax.jit) == [i in donated for i in range(4)]
+
+
+def test_jit_donates_by_name_beside_static_names():
+    f = statetx.jit(lambda n, c, d: (c * n, d), static_argnames="n", donate_argnames="c")
+    for call in (lambda c, d: f(2, c, d), lambda c, d: f(c=c, d=d, n=2), lambda c, d: f(2, d=d, c=c)):
+        c, d = jnp.ones(3), jnp.ones(4)
+        call(c, d)
+        assert c.is_deleted() and not d.is_deleted()
+    with pytest.raises(statetx.StaticArgumentError, match="'n' is both static and donated"):
+        statetx.jit(lambda n: n, static_argnames="n", donate_argnums=0)
+
+
+def ahead():
+    n, w = statetx.State(0), statetx.Param(jnp.arange(3.0))
+
+    @Counted
+    def body(x, flag="a"):
+        n.value += 1
+        w.value = w.value + x
+        return {"y": 2 * w.value, "flag": flag}
+
+    return n, w, body, statetx.jit(body)
+
+
+def test_compiled_ahead_of_its_calls_it_reads_and_writes_states():
+    n, w, body, f = ahead()
+    compiled = f.lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
+    assert (
+        int(n.value) == 0
+        and compiled.memory_analysis().argument_size_in_bytes > 0
+        and "HloModule" in compiled.as_text()
+    )
+    x = jnp.ones(3)
+    with compilations() as events:
+        for i in range(3):
+            out = compiled(x)
+            assert int(n.value) == i + 1 and out["flag"] == "a"
+            np.testing.assert_allclose(out["y"], 2 * np.asarray(w.value))
+    assert body.runs == 1 and not events
+    np.testing.assert_allclose(w.value, jnp.arange(3.0) + 3)
+
+
+def test_compiled_ahead_it_refuses_other_types_and_transforms():
+    n, w, _, f = ahead()
+    compiled = f.lower(jnp.ones(3)).compile()
+    for args in [(jnp.ones((2, 3)),), (jnp.ones(3), "b"), (jnp.ones(3, jnp.int32),)]:
+        with pytest.raises(TypeError, match=r"jit\(.*\) was compiled for arguments .*float32\[3\]"):
+            compiled(*args)
+    w.value = jnp.zeros((2, 3))
+    with pytest.raises(TypeError, match="those of states differ"):
+        compiled(jnp.ones(3))
+    with pytest.raises(statetx.StateAccessError, match="compiled ahead of its calls"):
+        jax.grad(lambda x: compiled(x)["y"].sum())(jnp.ones(3))
+    assert int(n.value) == 0
+
+
+def test_trace_and_eval_shape_run_nothing():
+    n, _, body, f = ahead()
+    assert f.eval_shape(jnp.ones(3)) == {"y": jax.ShapeDtypeStruct((3,), jnp.float32), "flag": "a"}
+    traced = f.trace(jnp.ones(3))
+    assert len(traced.jaxpr.in_avals) == 3 and len(traced.jaxpr.out_avals) == 3 and traced.out_info["y"].shape == (3,)
+    assert float(traced.lower().compile()(jnp.ones(3))["y"][0]) == 2.0
+    assert body.runs == 1 and int(n.value) == 1
+
+
+def test_compiled_ahead_it_donates_and_undoes():
+    w = statetx.Param(jnp.arange(3.0))
+
+    def step(x):
+        w.value = w.value * x
+
+    compiled = statetx.jit(step, donate_states=True).lower(2.0).compile()
+    before = w.value
+    compiled(2.0)
+    assert before.is_deleted() and w.value.tolist() == [0.0, 2.0, 4.0]

@@ -1333,10 +1333,8 @@ def _publish_nothing(self, leaves, *, live=True):
         effect.value = None
 
 
-def _restore_nothing(self):
-    for access in self.accesses.values():
-        access.kind.own(access.state, access.owner)
-        access.before = access.entered = access.contents = None
+def _undo_nothing(self):
+    return [self.kind.claim(self.state, self.owner)] if self.claimed else []
 
 
 def _run_twice(fun, avals, **options):
@@ -1377,8 +1375,8 @@ class _Alike:
 BREAKAGES = {
     "writes are lost": ("_lift.Outcome.publish", _publish_nothing, _law(corpus.ReadModifyWrite, (remat, grad))),
     "writes stay after an exception": (
-        "_registry.Frame._restore",
-        _restore_nothing,
+        "_registry.Access.undo",
+        _undo_nothing,
         lambda mp: check_exceptions(corpus.ReadModifyWrite, (remat, grad), Bomb(mp), 1),
     ),
     "a write inside a trace is not looked at": (
@@ -1394,7 +1392,7 @@ BREAKAGES = {
     "operands' types do not count": ("_jaxpr.Structure", _Alike, _stale(_flip_named("Operation"))),
     "derivative rules do not count": ("_compat.derivative_rule", lambda x: (), _stale(_flip_named("Rule"))),
     "static arguments go by equality": (
-        "transforms.jit.freeze",
+        "transforms.jit.static_key",
         lambda x: x,
         lambda mp: test_jit_tells_static_arguments_apart(0.0, -0.0),
     ),

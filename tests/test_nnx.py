@@ -602,14 +602,43 @@ def test_private_names_relied_upon():
     assert type(kind._trace.__get__(v)) is kind.tracers.TraceState and v._trace_state.is_valid()
     assert kind._module_trace.__get__(fresh()._pytree__state).is_valid()
     frame = statetx._registry.Frame("test")
-    with frame:
+    x = v[...]
+
+    def body():
         made = Count(jnp.ones(()))
         assert [s for s, _ in frame.created()] == [made]
         Count(jnp.ones(()))
         assert len(list(frame.created())) == 1
-        x = v[...]
-        v[...] = x + 1
+        v[...] = v[...] + 1
         assert list(frame.accesses.values())[0].written
+
+    frame.run(body)
     assert v[...] is x
-    del made
     gc.collect()
+
+
+CALLS = {
+    "jit": lambda m, x: statetx.jit(lambda m, x: m(x))(m, x),
+    "jit by name": lambda m, x: statetx.jit(lambda x, m: m(x))(x, m=m),
+    "remat": lambda m, x: statetx.remat(lambda m, x: m(x))(m, x),
+    "jit(remat)": lambda m, x: statetx.jit(statetx.remat(lambda m, x: m(x)))(m, x),
+    "vmap": lambda m, x: statetx.vmap(lambda m, x: m(x), in_axes=(None, 0))(m, x[None])[0],
+    "cond": lambda m, x: statetx.cond(x[0] > -1, lambda m, x: m(x), lambda m, x: 0.0, m, x),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_module_that_refers_to_itself_is_an_argument(name):
+    class Cyclic(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(3))
+            self.me = self
+
+        def __call__(self, x):
+            return (self.w[...] * x).sum()
+
+    model = Cyclic()
+    for _ in range(2):
+        np.testing.assert_allclose(CALLS[name](model, jnp.arange(3.0)), 3.0)
+    grads = statetx.grad(lambda x: CALLS[name](model, x))(jnp.arange(3.0))
+    np.testing.assert_allclose(grads, jnp.ones(3))

@@ -18,8 +18,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
 
 EXPORTS = """
-Broadcast CacheInfo Carry CarryTypeError Checkpointer CheckpointError CreatedStateError EffectError ForeignStateError GradientError Not Optimizer Param Plan PlanError PolicyError PolicyWarning Residuals RngState Split
-Stack State StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
+Broadcast CacheInfo Carry CarryTypeError Checkpointer CheckpointError CreatedStateError EffectError ForeignStateError FunctionError GradientError Not Optimizer Param Plan PlanError PolicyError PolicyWarning Residuals RngState Split
+Stack State StagingWarning StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
 cache_info calibrate checkpoint checkpoint_name clear_cache cond eval_shape fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
 make_jaxpr map measure memory_report plan policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan shard_map stack
 states switch trace_states unstack value_and_grad vjp vmap while_loop
@@ -27,18 +27,37 @@ states switch trace_states unstack value_and_grad vjp vmap while_loop
 
 # Each module may import from those in the lines above its own, and from its own line where marked so.
 LAYERS = [
-    {"_errors", "_typing", "_compat", "_text", "_progress"},
+    {"_errors", "_typing", "_compat", "_text", "_progress", "_atomic"},
     {"_registry", "_fence", "_company"},
-    {"_tree"},
-    {"_jaxpr", "_state", "_paths", "_signature", "_cost"},
-    {"_debug", "kinds.brainstate", "kinds.ref", "kinds.nnx", "_policy", "_schedule"},
+    {"_tree", "_hoist"},
+    {"_objects"},
+    {"_code"},
+    {"_walk"},
+    {"_jaxpr", "_state", "_straight", "_paths", "_signature", "_cost", "_subclass"},
+    {"kinds._views"},
+    {
+        "_call",
+        "_debug",
+        "_made",
+        "_opaque",
+        "_keys",
+        "kinds.brainstate",
+        "kinds.ref",
+        "kinds.nnx",
+        "_policy",
+        "_schedule",
+    },
     {"_strategy"},
-    {"_lift", "_optimizer", "_rules", "_keep", "policies", "_saving"},
-    {"_staged", "_targets", "_program", "_shared"},
-    {"_control"},
+    {"_lift", "_optimizer", "_rules", "_survey", "policies", "_saving"},
+    {"_marks"},
+    {"_keep"},
+    {"_staged", "_targets", "_program"},
+    {"_control", "_carry", "_unstaged", "_stages"},
     {"_nested"},
+    {"_derivative"},
     {"_checkpointed"},
-    {"_loops", "_online"},
+    {"_online", "_sized"},
+    {"_loops"},
     {
         f"transforms.{name}"
         for name in "remat grad jacobian jit scan shard_map while_loop cond vmap functionalize".split()

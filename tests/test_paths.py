@@ -99,6 +99,10 @@ def reads_both(model=NamesLikeGlobals()):  # noqa: B008
     return model.weight.value + weight.value
 
 
+def reads_weight(self):
+    return self.weight.value + weight.value
+
+
 def test_an_attribute_is_not_taken_for_a_global_of_its_name():
     model = NamesLikeGlobals()
     assert states(model.read) == {"weight": model.weight}
@@ -106,8 +110,10 @@ def test_an_attribute_is_not_taken_for_a_global_of_its_name():
 
 
 def test_two_states_never_share_a_path():
-    found = states(reads_both)
-    assert len(found) == 2 and found["weight#2"] is weight
+    found = states([reads_both, types.MethodType(reads_both, NamesLikeGlobals())])
+    assert list(found) == ["0.model.weight", "1.weight"]
+    found = states(functools.partial(reads_weight, NamesLikeGlobals()))
+    assert len(found) == 2 and found["weight"] is weight and "weight#2" in found
 
 
 def test_what_is_no_filter():

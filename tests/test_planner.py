@@ -314,6 +314,19 @@ def test_loops_are_planned_with_their_bodies():
     assert_same_gradients(jax.grad(plan.apply(scanned)), jax.grad(scanned), [*WS] * 8, X)
 
 
+def test_a_loop_that_a_size_leaves_plain_is_planned_as_a_scan():
+    def program(checkpoint):
+        def loss(w, x):
+            return statetx.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, 80, checkpoint=checkpoint)[0].sum()
+
+        mapped = lambda w, x: jax.vmap(statetx.remat(lambda x: loss(w, x)))(x[None]).sum() + loss(w, x)  # noqa: E731
+        return _parts.split(_parts.flatten(staged(mapped, WS[0], X[:2])), None)
+
+    kinds = [[part.kind for part in program(cp)] for cp in (None, "auto", "64MiB", Slots(3))]
+    assert kinds[0].count("loop") == 1 and "loop" not in kinds[3]
+    assert kinds[1] == kinds[2] == kinds[0]
+
+
 def test_every_treatment_of_a_loop_computes_the_same():
     jaxpr = staged(lambda w, x: scanned([w] * 6, x), WS[0], X)
     parts = _parts.split(jaxpr, None)

@@ -16,6 +16,7 @@ import statetx
 from helpers import REMAT3
 from statetx import _compat, _keep, policies
 from statetx._policy import Decision, Everything, Value, Verdict
+from statetx._survey import Survey
 
 A, B, OFF = policies.names("a"), policies.names("b"), policies.offload("a")
 
@@ -288,7 +289,7 @@ def test_values_inside_loops_branches_and_jitted_functions():
     assert held(None) == [(4,)]
     assert (6, 4) in held(policies.names("step")) and (6, 4) in held(policies.names("in jit"))
     assert held(policies.names("branch")).count((4,)) == 2
-    found = {name: v for s in _keep.survey(jax.make_jaxpr(f)(jnp.ones(4)).jaxpr) for v in [s.value] for name in v.names}
+    found = {name: v for s in Survey(jax.make_jaxpr(f)(jnp.ones(4)).jaxpr).sites for v in [s.value] for name in v.names}
     assert found["step"].times == 6 and found["step"].nbytes == 6 * 4 * 4 and found["step"].primitive.name == "sin"
     assert found["in jit"].primitive.name == "tanh" and found["branch"].primitive.name == "exp"
     expected = jax.grad(f)(jnp.ones(4))

@@ -168,8 +168,8 @@ def test_discharge_as_relied_upon():
     jaxpr, consts = _compat.stage(lambda x: [x * ref[...].sum()], [jax.typeof(1.0)], kind="jit", name="f")
     assert consts == [ref] and _compat.touches_refs(jaxpr, consts)
     plain = _compat.rebuild(jaxpr, invars=[*jaxpr.constvars, *jaxpr.invars], outvars=jaxpr.outvars)
-    explicit, written = _compat.discharge_refs(plain)
-    assert written == [False, False] and len(explicit.outvars) == 1
+    explicit, is_ref, written = _compat.discharge_refs(plain)
+    assert is_ref == [True, False] and written == [False, False] and len(explicit.outvars) == 1
     assert [v.aval.shape for v in explicit.invars] == [(3,), ()]
 
 
@@ -313,3 +313,116 @@ def test_states_filter_of_remat_forbids_refs_too():
     np.testing.assert_array_equal(model.h[...], H)
     statetx.grad(statetx.remat(model.step, states=["w", "h"]))(X)
     assert not np.array_equal(model.h[...], H)
+
+
+def sliced(scan, reverse=False, **options):
+    """A loop over a Ref and an array, of which each step writes its slice of the Ref."""
+
+    def run(ref, w):
+        def body(carry, x):
+            slot, y = x["slot"], x["y"]
+            assert slot.shape == (3,)
+            slot[...] = jnp.tanh(slot[...] * w + carry)
+            slot[0] += y
+            return carry + slot[1], slot[...].sum()
+
+        return scan(body, jnp.zeros(()), {"slot": ref, "y": jnp.arange(4.0)}, reverse=reverse, **options)
+
+    return run
+
+
+START = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("options", [{}, {"checkpoint": 2}, {"unroll": 2}], ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_scan_slices_a_ref_that_is_among_xs(reverse, options, compiled):
+    ours, theirs = jax.new_ref(START), jax.new_ref(START)
+    out = (statetx.jit if compiled else lambda f: f)(sliced(statetx.scan, reverse, **options))(ours, W[1])
+    expected = sliced(jax.lax.scan, reverse)(theirs, W[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), out, expected)
+    np.testing.assert_allclose(ours[...], theirs[...], rtol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": 2}], ids=str)
+def test_gradient_of_a_scan_over_a_ref(options):
+    def loss(scan, options, start, w):
+        ref = jax.new_ref(start)
+        carry, ys = sliced(scan, **options)(ref, w)
+        return (carry + ys.sum()) + (ref[...] ** 2).sum()
+
+    expected = jax.grad(lambda *a: loss(jax.lax.scan, {}, *a), (0, 1))(START, W[1])
+    for grad in (jax.grad, statetx.grad):
+        out = grad(lambda *a: loss(statetx.scan, options, *a), (0, 1))(START, W[1])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), out, expected)
+
+
+def test_map_slices_a_ref():
+    ref = jax.new_ref(jnp.arange(3.0))
+
+    def double(x):
+        x[...] *= 2
+        return x[...] + 1
+
+    np.testing.assert_allclose(statetx.map(double, ref), [1.0, 3.0, 5.0])
+    np.testing.assert_allclose(ref[...], [0.0, 2.0, 4.0])
+
+
+def test_scan_refuses_a_ref_in_two_roles():
+    ref = jax.new_ref(jnp.arange(3.0))
+    with pytest.raises(statetx.StateAccessError, match=r"Ref \(float32\[3\].*given as xs and reached by the body"):
+        statetx.scan(lambda c, x: (c + ref[...].sum() * x[...], None), 0.0, ref)
+    with pytest.raises(statetx.StateAccessError, match="given as xs and reached"):
+        statetx.scan(lambda c, x: (c + x[0][...] * x[1][...], None), 0.0, (ref, ref))
+    np.testing.assert_allclose(ref[...], [0.0, 1.0, 2.0])
+
+
+@jax.custom_vjp
+def stash(ref, x):
+    """`x`, whose cotangent is written to the Ref in the backward pass."""
+    return x
+
+
+stash.defvjp(lambda ref, x: (x, ref), lambda ref, g: (ref.__setitem__(..., g), (None, g))[1])
+
+
+def stashing(ref, x):
+    return jnp.sin(stash(ref, jnp.sin(x)))
+
+
+def stashing_body(ref):
+    return lambda x, _: (stashing(ref, x), None)
+
+
+STASHING = {
+    "remat": lambda r, x: statetx.remat(stashing)(r, x),
+    "remat(closure)": lambda r, x: statetx.remat(lambda x: stashing(r, x))(x),
+    "remat(remat)": lambda r, x: statetx.remat(lambda x: statetx.remat(stashing)(r, x))(x),
+    "jit": lambda r, x: statetx.jit(stashing)(r, x),
+    "scan": lambda r, x: statetx.scan(stashing_body(r), x, None, 1)[0],
+    "scan(remat)": lambda r, x: statetx.scan(statetx.remat(stashing_body(r)), x, None, 1)[0],
+    "jit(remat(jit))": lambda r, x: statetx.jit(lambda x: statetx.remat(lambda x: statetx.jit(stashing)(r, x))(x))(x),
+}
+DERIVED = {
+    "jax.grad": lambda f: jax.grad(f)(1.0),
+    "grad": lambda f: statetx.grad(f)(1.0),
+    "vjp": lambda f: statetx.vjp(f, 1.0)[1](1.0)[0],
+    "jit(grad)": lambda f: statetx.jit(statetx.grad(f))(1.0),
+}
+
+
+@pytest.mark.parametrize("derived", DERIVED)
+@pytest.mark.parametrize("name", STASHING)
+def test_a_derivative_rule_writes_a_ref_in_the_backward_pass(name, derived):
+    """JAX's guide on Refs logs gradients in this way. `jax.lax.cond` cannot, and `statetx.cond` neither."""
+    ref, count = jax.new_ref(jnp.float32(0.0)), statetx.State(0)
+
+    def f(x):
+        count.value += 1
+        return STASHING[name](ref, x)
+
+    slope = DERIVED[derived](f)
+    np.testing.assert_allclose(ref[...], jnp.cos(jnp.sin(1.0)), rtol=1e-6)
+    np.testing.assert_allclose(slope, jnp.cos(jnp.sin(1.0)) * jnp.cos(1.0), rtol=1e-6)
+    assert int(count.value) == 1

@@ -11,7 +11,7 @@ import pytest
 from helpers import REMAT3
 
 HERE = pathlib.Path(__file__).parent
-FILES = ["test_remat.py", "test_ref.py", "test_scan.py", "test_control_flow.py"]
+FILES = ["test_remat.py", "test_ref.py", "test_scan.py", "test_control_flow.py", "test_keep.py"]
 
 
 @pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this JAX has none")

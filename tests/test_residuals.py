@@ -285,6 +285,19 @@ def test_what_custom_rules_keep_is_found():
         assert row.primitive == "cosh" and row.nbytes == 12 * row.times
 
 
+def test_functions_in_a_loop_of_a_size_are_named():
+    @statetx.remat
+    def cell(h):
+        return jnp.sin(jnp.sin(h))
+
+    def rows(checkpoint):
+        loop = lambda h: statetx.scan(lambda h, _: (cell(h), None), h, None, 70, checkpoint=checkpoint)[0]  # noqa: E731
+        return [(row.type, row.times, row.why, row.source) for row in statetx.saved_residuals(loop, jnp.ones(3))]
+
+    assert rows("auto") == rows("64MiB") == rows(None)
+    assert any("input of cell" in row[2] for row in rows("auto"))
+
+
 def test_nested_remat_keeps_for_the_outer_function():
     inner = statetx.remat(jnp.sin, policy="everything_saveable")
     outer = statetx.remat(lambda x: inner(jnp.exp(inner(x))))

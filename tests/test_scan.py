@@ -146,21 +146,6 @@ def test_drift_of_a_carried_state_names_the_culprit(drift):
     assert net.h.value is before
 
 
-def test_weak_type_drift_of_a_carried_state():
-    h = statetx.State(0.0)
-
-    def body(c, x):
-        h.value = h.value + x.sum()
-        return c, None
-
-    with pytest.raises(statetx.CarryTypeError, match=r"enters as ~float32\[\] and leaves as float32\[\].*weak type"):
-        statetx.scan(body, 0, XS)
-    assert h.value == 0.0 and type(h.value) is float
-    h.value = jnp.float32(0.0)
-    statetx.scan(lambda c, x: (setattr(h, "value", 1.0), (c, None))[1], 0, XS)  # to a weak type: the strong one stays
-    assert float(h.value) == 1.0 and not h.value.weak_type
-
-
 def test_drift_of_the_carry():
     with pytest.raises(statetx.CarryTypeError, match=r"carry at \['a'\]: it enters a step as int32\[\].*float32\[3\]"):
         statetx.scan(lambda c, x: ({"a": x}, None), {"a": jnp.int32(0)}, XS)
@@ -329,3 +314,8 @@ def test_a_weak_first_carry_of_the_right_dtype_needs_one_run():
     runs = 0
     statetx.scan(step, 0.0, jnp.arange(3.0))
     assert runs == 1
+
+
+def test_unroll_must_be_known():
+    with pytest.raises(jax.errors.TracerIntegerConversionError):
+        jax.jit(lambda n: statetx.scan(lambda c, z: (c, z), n, None, 3, unroll=n))(3)

@@ -1,9 +1,12 @@
 """`shard_map` on four CPU devices: replicated and split states, collectives, remat inside."""
 
+import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statetx
@@ -83,3 +86,87 @@ def test_write_that_may_differ_between_devices():
     assert m.total.value is before
     with pytest.raises(statetx.StateValueError, match="must give a PartitionSpec"):
         statetx.shard_map(f, mesh=mesh(), in_specs=P(), out_specs=P(), states={"h": 0})
+
+
+def test_ref_closed_over_is_read_and_written_in_eager_code():
+    one = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    ref = jax.new_ref(jnp.float32(1.0))
+
+    @statetx.shard_map(mesh=one, in_specs=P("d"), out_specs=P("d"))
+    def f(x):
+        ref[...] = ref[...] + jax.lax.psum(x.sum(), "d")
+        return x * ref[...]
+
+    assert f(jnp.ones(2)).tolist() == [3.0, 3.0]
+    assert float(ref[...]) == 3.0
+
+
+def split(f, out_specs):
+    return statetx.shard_map(f, mesh=mesh(), in_specs=P("d"), out_specs=out_specs)
+
+
+def temporary_bytes(f, *args):
+    return f.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_replicated_weights_take_the_memory_of_a_program_by_hand():
+    """Closed over, they took as many bytes again on each device."""
+    weights = jax.device_put(jnp.ones((8, 64, 64)), NamedSharding(mesh(), P()))
+    x = jax.device_put(jnp.ones((16, 64)), NamedSharding(mesh(), P("d")))
+
+    def by_hand(weights, x):
+        body = jax.checkpoint(lambda c, w: (c + jnp.tanh(c @ w), None), prevent_cse=False)
+        return jax.lax.psum((jax.lax.scan(body, x, weights)[0] ** 2).sum(), "d")
+
+    hand = jax.jit(jax.value_and_grad(jax.shard_map(by_hand, mesh=mesh(), in_specs=(P(), P("d")), out_specs=P())))
+    w = statetx.Param(weights)
+
+    def loss(x):
+        body = statetx.remat(lambda c, w: (c + jnp.tanh(c @ w), None))
+        return jax.lax.psum((statetx.scan(body, x, w.value)[0] ** 2).sum(), "d")
+
+    ours = statetx.jit(statetx.value_and_grad(split(loss, P()), wrt=w))
+    assert temporary_bytes(ours, x) <= temporary_bytes(hand, weights, x) < w.value.nbytes
+    for a, b in zip(ours(x), hand(weights, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_weights_that_a_step_has_placed_are_read_in_a_loop_of_another_program():
+    w, x = statetx.Param(jnp.eye(16) * 0.1), jnp.ones((16, 16))
+
+    def rnn(x):
+        h = statetx.scan(lambda c, _: (jnp.tanh(c @ w.value), None), x, None, 5)[0]
+        return jax.lax.pmean((h**2).sum(), "d")
+
+    @statetx.jit
+    def step(x):
+        loss, g = statetx.value_and_grad(split(rnn, P()), wrt=w)(x)
+        w.value = w.value - 0.1 * g
+        return loss, g
+
+    step(x)
+    _, grad = step(jnp.concatenate([x, x]))
+    assert float(jnp.abs(grad).max()) > 0
+
+
+def test_a_constant_loss_that_lies_on_the_mesh():
+    """Its cotangent is made with the type that it has within."""
+    s = statetx.State(jax.device_put(jnp.ones(()), NamedSharding(mesh(), P())))
+    f = split(lambda x: x + statetx.grad(lambda y: s.value)(x.sum()), P("d"))
+    np.testing.assert_allclose(f(jnp.ones(16)), jnp.ones(16))
+
+
+@pytest.mark.parametrize("make", [statetx.State, brainstate.State, nnx.Variable])
+def test_a_state_without_a_value_that_the_call_does_not_touch(make):
+    """Left by a call that failed, in a list that the function holds."""
+    items, w = [], statetx.Param(jnp.asarray(2.0))
+
+    def f(x, fails):
+        if fails:
+            items.append(make(x.sum()))
+        return [x * w.value, len(items)][0]
+
+    with pytest.raises(statetx.CreatedStateError):
+        split(lambda x: f(x, True), P("d"))(jnp.ones(4))
+    assert len(items) == 1
+    np.testing.assert_allclose(split(lambda x: f(x, False), P("d"))(jnp.ones(4)), 2 * jnp.ones(4))

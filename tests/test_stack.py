@@ -1,7 +1,11 @@
 """Stacked layers and `remat_scan`: equal to the Python loop over the layers, in values, states and gradients."""
 
+import collections
 import copy
 import functools
+import random
+import threading
+import weakref
 
 import brainstate
 import jax
@@ -401,3 +405,109 @@ def test_mistakes():
         statetx.remat_scan(3, num=4)
     with pytest.raises(ValueError, match="axes= by filter"):
         statetx.remat_scan(Layer, 3, axes={True: 0})(statetx.RngState(0))
+
+
+# -- what tells layers apart --
+
+
+class Holder:
+    def __init__(self, held):
+        self.w = statetx.Param(jnp.ones(4))
+        self.held = held
+
+    def __call__(self, x):
+        return x * self.w.value
+
+
+def dotted(policy):
+    return statetx.remat(lambda x: x, policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({1: 2.0}, {"1": 2.0}),
+        ({1, 2}, {1, 3}),
+        ((0.0,), (-0.0,)),
+        (True, 1),
+        (jax.random.key(0), jax.random.key(1)),
+        (np.array([None, 1.0]), np.array([None, 2.0])),
+        (random.Random(0), random.Random(1)),
+        (jnp, np),
+        (functools.partial(jnp.sum, axis=0), functools.partial(jnp.sum, axis=1)),
+        (collections.deque([1], 2), collections.deque([1], 3)),
+        (jax.jit(lambda x: x + 1), jax.jit(lambda x: x + 2)),
+        (dotted("dots"), dotted(None)),
+        (slice(1), slice(2)),
+        (iter([1]), iter([2])),
+        (statetx.State(0, unit="a"), statetx.State(0, unit="b")),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_layers_that_differ_in_any_part_are_refused(one, other):
+    with pytest.raises(statetx.StateValueError, match="differ in 'held"):
+        statetx.stack([Holder(one), Holder(other)])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: float("nan"),
+        lambda: np.array([jnp.nan, 1.0]),
+        lambda: jax.random.key(0),
+        lambda: {"a": (1, [2.0, {3, "b"}])},
+        lambda: functools.partial(jnp.sum, axis=0),
+        lambda: jax.jit(lambda x: x + 1),
+        lambda: dotted("dots"),
+        lambda: [threading.Lock(), np.dtype("f4"), slice(1), range(3), jnp.tanh, object],
+        lambda: np.array([None, 1.0]),
+    ],
+)
+def test_layers_whose_parts_are_equal_are_stacked(make):
+    assert statetx.stack([Holder(make()), Holder(make())])(X).shape == (4,)
+
+
+def test_layers_whose_states_do_not_correspond_are_refused():
+    tied, untied = Holder(None), Holder(statetx.Param(jnp.ones(4)))
+    tied.held = tied.w
+    for layers in ([tied, untied], [untied, tied]):
+        with pytest.raises(statetx.StateValueError, match="one state in several places"):
+            statetx.stack(layers)
+    crossed = [Holder([statetx.Param(jnp.ones(4))]), Holder(None)]
+    crossed[1].held = crossed[0].held
+    crossed[0].w = crossed[0].held[0]
+    with pytest.raises(statetx.StateValueError, match="one state in several places"):
+        statetx.stack(crossed)
+    pairs = [Holder({statetx.Param(jnp.ones(4)), statetx.Param(jnp.ones(4))}) for _ in range(2)]
+    with pytest.raises(statetx.StateValueError, match="the set 'held' has several objects of one name or type"):
+        statetx.stack(pairs)
+
+
+def test_layers_that_refer_to_states_of_others_are_refused():
+    others = [statetx.Param(jnp.ones(4)) for _ in range(2)]
+    with pytest.raises(statetx.StateValueError, match="layer 1 refers to the state 'held' that it does not hold"):
+        statetx.stack([Holder(weakref.ref(w)) for w in others])
+    layers = [Holder(None) for _ in range(2)]
+    for layer in layers:
+        layer.held = weakref.ref(layer.w)
+    stacked = statetx.stack(layers)
+    np.testing.assert_allclose(stacked(X), X)
+    with pytest.raises(statetx.StateValueError, match="cannot copy"):
+        stacked[0]
+
+
+def test_what_a_class_holds_is_shared():
+    class Shared:
+        scale = statetx.Param(jnp.full(4, 2.0))
+
+        def __init__(self):
+            self.w = statetx.Param(jnp.ones(4))
+
+        def __call__(self, x):
+            return x * self.w.value * self.scale.value
+
+    for num in (1, 3):
+        layers = statetx.stack(Shared, num)
+        assert Shared.scale.value.shape == (4,) and layers.__wrapped__.w.value.shape == (num, 4)
+        np.testing.assert_allclose(layers(X), X * 2.0**num)
+        np.testing.assert_allclose(layers[0](X), X * 2.0)

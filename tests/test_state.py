@@ -6,6 +6,7 @@ import pickle
 import threading
 import weakref
 
+import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -295,3 +296,24 @@ def test_frames_keep_nothing_alive():
     gc.collect()
     assert ref() is None
     assert _registry.current_frame() is None
+
+
+@pytest.mark.parametrize("make", [statetx.State, brainstate.State])
+def test_container_changed_in_place_or_state_made_under_a_custom_rule_raises(make):
+    """No write is seen there: what the call leaves is looked at in the end."""
+    items, models = make([jnp.zeros(())]), []
+
+    def change(x):
+        items.value[0] = x
+        return x
+
+    def keep(x):
+        models.append(make(2 * x))
+        return x
+
+    for fun in (change, keep):
+        rule = jax.custom_jvp(fun)
+        rule.defjvp(lambda primals, tangents, fun=fun: (fun(*primals), tangents[0]))
+        with pytest.raises(statetx.TraceLeakError, match=r"custom_jvp.*(changed it in place|test_state.py:\d+)"):
+            statetx.jit(rule)(1.0)
+    assert float(items.value[0]) == 0.0

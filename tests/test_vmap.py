@@ -203,3 +203,40 @@ def test_private_batch_tracers():
         return (s * x).sum()
 
     np.testing.assert_array_equal(jax.vmap(f, (0, None))(jnp.ones(3), 1.0), [3, 5, 7])
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda f: statetx.vmap(f)(jnp.ones(10), b=jnp.ones((2, 3))),
+            r"^vmap\(.*both\): the arguments differ in the number of examples: a \(float32\[10\]\) has 10 along axis 0, "
+            r"b \(float32\[2,3\]\) has 2 along axis 0",
+        ),
+        (
+            lambda f: statetx.vmap(f, axis_size=2)({"w": jnp.ones(8)}, None),
+            r"a\['w'\] \(float32\[8\]\) has 8 along axis 0, axis_size is 2",
+        ),
+        (lambda f: statetx.vmap(f)(4.0, 2), "no argument has an axis to map over.*Python numbers have none"),
+        (lambda f: statetx.vmap(f, (1, None))(jnp.ones(3), 1), r"argument a \(float32\[3\]\) has no axis 1"),
+        (lambda f: statetx.vmap(f)({}, ()), "no argument has an axis to map over"),
+    ],
+)
+def test_sizes_that_do_not_agree_are_named_by_arguments(call, message):
+    def both(a, b):
+        return a, b
+
+    with pytest.raises(ValueError, match=message):
+        call(both)
+
+
+def test_out_axes_must_be_numbers():
+    with pytest.raises(TypeError, match="vmap: out_axes must hold ints and None, got ArrayImpl"):
+        statetx.vmap(lambda x: x, out_axes=jnp.ones(2))(jnp.ones(3))
+
+
+def test_number_of_examples_is_that_of_a_mapped_state():
+    h = statetx.State(jnp.arange(6.0).reshape(2, 3))
+    np.testing.assert_allclose(statetx.vmap(lambda: h.value.sum(), states={statetx.State: 1})(), [3.0, 5.0, 7.0])
+    carry, ys = statetx.scan(lambda c, _: (c + h.value.sum(), h.value), 0.0, states={statetx.State: 0})
+    assert float(carry) == 15.0 and ys.shape == (2, 3)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 import statetx
+from statetx._stages import Lowered
 
 weight = statetx.Param(jnp.ones(2))
 rng = statetx.RngState(0)
@@ -82,7 +83,7 @@ def wrapped(x: jax.Array) -> None:
     assert_type(Layer(3)(x), jax.Array)
     assert_type(statetx.checkpoint_name(x, "x"), jax.Array)
     assert_type(statetx.jit(scaled)(x, scale=2.0), jax.Array)
-    assert_type(statetx.jit(scaled).lower(x), jax.stages.Lowered)
+    assert_type(statetx.jit(scaled).lower(x), Lowered)
     assert_type(model.compiled(x, scale=2.0), jax.Array)
     assert_type(Model.compiled(model, x), jax.Array)
     assert_type(model.static(x, 2), jax.Array)

@@ -1,0 +1,144 @@
+"""Arrays in nested jaxprs become inputs: nothing that a kept function holds keeps a user's arrays alive."""
+
+import gc
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from statetx._hoist import hoist
+from statetx._jaxpr import table
+
+X = jnp.linspace(-1.0, 1.0, 5)
+
+
+def layer(seed, jit):
+    """A jitted function that closes over an array and a scalar on a device."""
+    table, scale = jnp.arange(5.0) + seed, jnp.float32(2.0 + seed)
+    return jit(lambda x: jnp.sin(table * x) * scale)
+
+
+def loop(f):
+    return lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, 3)[0]
+
+
+def countdown(f):
+    """Without a derivative: the loop's outcome does not matter, its equations do."""
+
+    def test(carry):
+        return (carry[0] < 3) & (f(carry[1]).sum() < 1e9)
+
+    return lambda x: x * jax.lax.while_loop(test, lambda c: (c[0] + 1, f(c[1])), (0, jax.lax.stop_gradient(x)))[1]
+
+
+def branch(f):
+    return lambda x: jax.lax.cond(x.sum() > 9.0, lambda x: x, f, x)
+
+
+def two_branches(f):
+    g = layer(7, jax.jit if hasattr(f, "lower") else lambda f: f)
+    return lambda x: jax.lax.cond(x.sum() > 9.0, f, lambda x: g(x) + f(x), x)
+
+
+NESTINGS = {
+    "jit": lambda f: f,
+    "jit of jit": lambda f: jax.jit(lambda x: f(x) + 1),
+    "scan": loop,
+    "while_loop": countdown,
+    "cond": branch,
+    "two branches": two_branches,
+    "checkpoint": jax.checkpoint,
+    "all": lambda f: jax.jit(loop(branch(jax.checkpoint(f)))),
+}
+
+
+def arrays_in(jaxpr, consts):
+    """The arrays on devices that equations hold, at any depth."""
+    found = [x for x in consts if isinstance(x, jax.Array)]
+    for eqn in jaxpr.eqns:
+        found += [v.val for v in eqn.invars if isinstance(getattr(v, "val", None), jax.Array)]
+        for leaf in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(leaf, "eqns"):
+                found += arrays_in(getattr(leaf, "jaxpr", leaf), getattr(leaf, "consts", ()))
+    return found
+
+
+@pytest.mark.parametrize("name", NESTINGS)
+def test_hoist_leaves_no_array_in_any_equation(name):
+    closed = jax.make_jaxpr(NESTINGS[name](layer(0, jax.jit)))(X)
+    assert arrays_in(closed.jaxpr, closed.consts)
+    jaxpr, arrays = hoist(closed.jaxpr, closed.consts)
+    assert len(arrays) >= 2 and not arrays_in(jaxpr, ())
+    assert len({id(a) for a in arrays}) == len(arrays), "an array that is used twice is one input"
+    out = jax.core.eval_jaxpr(jaxpr, (), *arrays, X)
+    np.testing.assert_allclose(out[0], NESTINGS[name](layer(0, jax.jit))(X), rtol=1e-6)
+
+
+TRANSFORMS = {
+    "remat": lambda f: statetx.grad(lambda x: statetx.remat(f)(x).sum()),
+    "scan": lambda f: statetx.grad(lambda x: statetx.scan(lambda c, _: (f(c), None), x, None, 2)[0].sum()),
+    "cond": lambda f: statetx.grad(lambda x: statetx.cond(x.sum() < 9.0, f, lambda x: x, x).sum()),
+    "schedule": lambda f: statetx.grad(
+        lambda x: statetx.scan(lambda c, _: (f(c), None), x, None, 4, checkpoint=2)[0].sum()
+    ),
+}
+
+
+CELLS = [
+    pytest.param(*cell, marks=() if n % 8 == 0 or cell[:2] == ("jit", "remat") else pytest.mark.slow)
+    for n, cell in enumerate(itertools.product(NESTINGS, TRANSFORMS, ("jax", "statetx")))
+]
+
+
+@pytest.mark.parametrize("name, transform, library", CELLS)
+def test_no_call_keeps_arrays_alive(name, transform, library):
+    """A new model in each call, its layers jitted by themselves."""
+    jit = {"jax": jax.jit, "statetx": statetx.jit}[library]
+    live = []
+    for seed in range(3):
+        f = NESTINGS[name](layer(seed, jit))
+        out = TRANSFORMS[transform](f)(X)
+        plain = reference(
+            transform, NESTINGS[name](layer(seed, lambda f: f))
+        )  # jax.jit in a jax.lax.cond keeps arrays alive
+        np.testing.assert_allclose(out, jax.grad(lambda x, f=plain: f(x).sum())(X), rtol=2e-5, atol=1e-6)
+        del f, out, plain
+        gc.collect()
+        live.append(len(jax.live_arrays()))
+    assert live[1] == live[2]
+
+
+def reference(transform, f):
+    def run(x):
+        for _ in range({"scan": 2, "schedule": 4}.get(transform, 1)):
+            x = f(x)
+        return x
+
+    return run
+
+
+def test_models_whose_layers_are_jitted_are_alike():
+    statetx.clear_cache()
+    for seed in range(3):
+        f = statetx.remat(layer(seed, jax.jit))
+        statetx.grad(lambda x, f=f: f(x).sum())(X)
+    assert (table.misses, table.hits) == (1, 2)
+
+
+@pytest.mark.slow
+def test_thousands_of_calls_keep_no_bytes():
+    def call(seed):
+        f = layer(seed, jax.jit)
+        for transform in TRANSFORMS.values():
+            transform(f)(X)
+
+    sizes = []
+    for num in (10, 2000):
+        for seed in range(num):
+            call(float(seed))
+        gc.collect()
+        sizes.append(sum(x.nbytes for x in jax.live_arrays()))
+    assert sizes[0] == sizes[1]

@@ -1,0 +1,314 @@
+"""An interrupt at any line of statetx: every state holds its old value or every state its new one, and all can be used.
+
+`sys.settrace` raises KeyboardInterrupt at one line of the package after the other, as Ctrl-C does at a moment of its own
+choice, and looks at the states each time. What happens inside a function written in C cannot be divided, by either.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import statetx
+from statetx import _registry
+from statetx._jaxpr import table
+from statetx.kinds import brainstate as brainstate_kind
+from statetx.kinds import nnx as nnx_kind
+
+PACKAGE = os.path.dirname(statetx.__file__)
+
+
+class Variable(nnx.Variable):
+    value = property(nnx.Variable.get_value, nnx.Variable.set_value)
+
+
+class Ref:
+    """A `jax.Ref` with the interface of a state."""
+
+    def __init__(self, value):
+        self.ref = jax.new_ref(value)
+
+    value = property(lambda self: self.ref[...], lambda self, value: self.ref.__setitem__(..., value))
+
+
+KINDS = {"State": statetx.State, "brainstate": brainstate.ShortTermState, "nnx": Variable, "Ref": Ref}
+MIXED = (*KINDS.values(),)
+
+
+class Model:
+    """Four states that change together: `i`, `2 i`, `3 i` and `4 i` after `i` steps."""
+
+    def __init__(self, kinds):
+        self.cells = [kind(jnp.zeros(())) for kind in kinds]
+
+    def step(self, x):
+        for n, cell in enumerate(self.cells, start=1):
+            cell.value = cell.value + n * x
+        return x * self.cells[0].value
+
+    def touch(self):
+        for cell in self.cells:
+            cell.value = cell.value
+
+    def steps_done(self):
+        values = [float(cell.value) for cell in self.cells]
+        assert values == [n * values[0] for n in range(1, len(values) + 1)], f"a mixture of old and new: {values}"
+        return values[0]
+
+
+class TreeModel(Model):
+    """The same with trees as values, which no program stores directly."""
+
+    def __init__(self, kinds):
+        self.cells = [kind({"x": jnp.zeros(())}) for kind in kinds]
+
+    def step(self, x):
+        for n, cell in enumerate(self.cells, start=1):
+            cell.value = {"x": cell.value["x"] + n * x}
+        return x * self.cells[0].value["x"]
+
+    def steps_done(self):
+        values = [float(cell.value["x"]) for cell in self.cells]
+        assert values == [n * values[0] for n in range(1, len(values) + 1)], f"a mixture of old and new: {values}"
+        return values[0]
+
+
+class MakingModel(Model):
+    """A step also makes a state and leaves it in an attribute; its value is that of the next state in the row."""
+
+    def __init__(self, kinds):
+        super().__init__(kinds)
+        self.kinds = kinds
+
+    def step(self, x):
+        self.made = self.kinds[0](self.cells[0].value + x)
+        out = Model.step(self, x)
+        self.made.value = self.made.value * (len(self.kinds) + 1)
+        return out
+
+    def steps_done(self):
+        done = super().steps_done()
+        assert not hasattr(self, "made") or float(self.made.value) == done * (len(self.kinds) + 1), "made and written"
+        return done
+
+
+# What makes a function of the model that takes one step.
+HOW = {
+    "remat, eager": statetx.remat,
+    "grad": statetx.grad,
+    "vjp": lambda f: lambda x: statetx.vjp(f, x)[0],
+    "jacfwd": statetx.jacfwd,
+    "grad(remat)": lambda f: statetx.grad(statetx.remat(f)),
+    "jit": statetx.jit,
+    "jit, donated": statetx.jit(donate_states=True),
+    "remat(jit)": lambda f: statetx.remat(statetx.jit(f)),
+    "vmap": lambda f: lambda x: statetx.vmap(lambda _: f(x))(jnp.zeros(2)),
+    "scan": lambda f: lambda x: statetx.scan(lambda c, _: (c, f(x)), 0, None, 1),
+    "fori_loop": lambda f: lambda x: statetx.fori_loop(0, 1, lambda i, c: f(x), 0.0),
+    "cond": lambda f: lambda x: statetx.cond(jnp.array(True), f, lambda x: x, x),
+}
+
+
+@contextlib.contextmanager
+def interrupted_at(nth, seen):
+    """Raise KeyboardInterrupt at the line of statetx that is the `nth` to run; `seen[0]` counts the lines."""
+
+    def in_package(frame, event, arg):
+        if event == "line":
+            seen[0] += 1
+            if seen[0] == nth:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return in_package
+
+    def on_call(frame, event, arg):
+        return in_package if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def check_locks_are_free(call, where):
+    locks = [_registry.ownership, _registry._kinds_lock, table._lock]
+    if isinstance(call, statetx.transforms.jit.Jit):
+        locks += [call.staging, call._lock]
+
+    def look():
+        for lock in locks:
+            free.append(lock.acquire(blocking=False))
+            if free[-1]:
+                lock.release()
+
+    free = []
+    thread = threading.Thread(target=look)  # the locks are reentrant: this thread would get them in any case
+    thread.start()
+    thread.join()
+    assert all(free), f"a lock is held {where}"
+
+
+def check_every_line(model, make, step=1, start=1):
+    """Interrupt a step at every `step`-th line; `make` gives the function that is called. Returns how often."""
+    num, done = 0, model.steps_done()
+    nth = start
+    while True:
+        call, seen = make(), [0]
+        try:
+            with interrupted_at(nth, seen):
+                call(1.0)
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        num += 1
+        where = f"after an interrupt at line event {nth}"
+        assert _registry.current_frame() is None and not _registry.open_frames, f"a frame is open {where}"
+        assert not brainstate_kind._context.state_stack and not brainstate_kind._context.new_state_catcher, where
+        check_locks_are_free(call, where)
+        assert not brainstate_kind._owner and not nnx_kind._owner, f"a state stays refused {where}"
+        assert model.steps_done() in (done, done + 1), where
+        model.touch()  # they can be written, too
+        done = model.steps_done()
+        nth += step
+    assert model.steps_done() == done + 1
+    return num
+
+
+# The fast suite looks at every line of what compiles nothing, and at some lines of the rest.
+FAST = {"remat, eager": 1, "jit": 1, "jit, donated": 1, "grad": 4}
+CASES = [
+    *[(how, kinds) for how in ("remat, eager", "grad", "jit") for kinds in KINDS],
+    *[(how, "mixed") for how in HOW],
+]
+
+
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), None], ids=["every line", "fast"])
+@pytest.mark.parametrize(("how", "kinds"), CASES)
+def test_interrupt_at_every_line_of_a_call(how, kinds, step):
+    makes = MIXED if kinds == "mixed" else [KINDS[kinds]] * 2
+    model = Model([m for m in makes if m is not Ref] if how == "vmap" else makes)  # vmap refuses a Ref from outside
+    call = HOW[how](model.step)
+    call(1.0)  # where something is compiled or kept, the interrupted calls are later ones
+    assert check_every_line(model, lambda: call, step=step or FAST.get(how, 17)) > 10
+
+
+@pytest.mark.parametrize("options", [{}, {"donate_states": True}], ids=["", "donated"])
+def test_interrupt_at_every_line_of_a_compiled_call_with_trees_for_values(options):
+    model = TreeModel(MIXED[:3])
+    call = statetx.jit(model.step, **options)
+    call(1.0)
+    assert check_every_line(model, lambda: call) > 20
+
+
+@pytest.mark.parametrize("options", [{}, {"donate_states": True}], ids=["", "donated"])
+@pytest.mark.parametrize("kinds", ["State", "brainstate", "nnx"])
+def test_interrupt_at_every_line_of_a_compiled_call_that_makes_a_state(kinds, options):
+    model = MakingModel([KINDS[kinds], *MIXED[:3]])
+    call = statetx.jit(model.step, **options)
+    for _ in range(2):
+        call(1.0)
+    made = id(model.made)
+    assert check_every_line(model, lambda: call) > 20
+    assert id(model.made) == made  # no call was staged again
+
+
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 13])
+@pytest.mark.parametrize("how", ["jit", "jit, donated"])
+def test_interrupt_of_a_call_that_is_staged_and_compiled(how, step):
+    model = Model(MIXED)
+    assert check_every_line(model, lambda: HOW[how](model.step), step=step) > 20
+
+
+def test_interrupt_at_every_line_of_a_restore(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    model = Model([statetx.State, brainstate.ShortTermState, Variable])
+    checkpointer = statetx.Checkpointer(tmp_path, model)
+    with checkpointer:
+        model.step(5.0)
+        checkpointer.save(0)
+        checkpointer.wait()
+        nth, num = 1, 0
+        while True:
+            for n, cell in enumerate(model.cells, start=1):
+                cell.value = jnp.asarray(7.0 * n)
+            try:
+                with interrupted_at(nth, [0]):
+                    checkpointer.restore()
+            except KeyboardInterrupt:
+                assert model.steps_done() in (5.0, 7.0)
+                num += 1
+            else:
+                break
+            nth += 5
+    assert model.steps_done() == 5.0 and num > 20
+
+
+def test_interrupt_of_a_save_leaves_the_saved_steps_whole(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    model = Model([statetx.State, brainstate.ShortTermState, Variable])
+    last, num, nth = None, 0, 1
+    while last is None or nth < 2000:
+        with statetx.Checkpointer(tmp_path, model, max_to_keep=2) as checkpointer:
+            model.step(1.0)
+            step = int(model.steps_done())
+            try:
+                with interrupted_at(nth, [0]):
+                    checkpointer.save(step)
+                    checkpointer.wait()
+                last, nth = step, 2000
+            except KeyboardInterrupt:
+                num, nth = num + 1, nth + 47
+            assert model.steps_done() == step
+        with statetx.Checkpointer(tmp_path, model, max_to_keep=2) as checkpointer:
+            if checkpointer.restore() is not None:
+                assert model.steps_done() == checkpointer.steps[-1]
+            for n, cell in enumerate(model.cells, start=1):
+                cell.value = jnp.asarray(float(n * step))
+    assert num > 3 and last == step
+
+
+def test_exception_in_a_callback_of_a_donating_program_says_what_is_lost():
+    state = statetx.State(jnp.ones(3))
+
+    def fail(x):
+        raise ValueError("from the callback")
+
+    @statetx.jit(donate_states=True)
+    def step(x):
+        state.value = state.value + jax.pure_callback(fail, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+    with pytest.raises(Exception, match="from the callback") as e:
+        step(1.0)
+        jax.block_until_ready(state.value)
+    if "donated states" in "".join(getattr(e.value, "__notes__", ())):  # it came while the program was called
+        with pytest.raises(statetx.StateAccessError, match="donated to jit"):
+            _ = state.value
+    state.value = jnp.zeros(3)
+    assert float(statetx.jit(lambda: state.value.sum())()) == 0.0
+
+
+def test_interrupted_call_inside_a_transform_that_catches_it():
+    model = Model([statetx.State, brainstate.ShortTermState, Variable])
+    inner = statetx.remat(model.step)
+
+    def outer(x):
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(outer.nth, [0]):
+            inner(x)
+        return x * 2.0
+
+    num = 0
+    for outer.nth in range(1, 150, 3):
+        before = model.steps_done()
+        assert float(statetx.grad(outer)(1.0)) == 2.0
+        assert model.steps_done() in (before, before + 1)
+        num += model.steps_done() == before
+    assert num > 10

@@ -1,0 +1,458 @@
+"""What policies keep of functions that stand within the rematerialised one, beside what `jax.checkpoint` keeps of them."""
+
+import collections
+import contextlib
+import warnings
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+import statetx
+from helpers import REMAT3
+from statetx import _compat, policies
+
+JAX = jax.checkpoint_policies
+# The product is the one large value that the backward pass reads: what it is raised to is computed from it.
+W = jnp.linspace(-1.0, 1.0, 4 * 16).reshape(4, 16)
+X = jnp.linspace(-1.0, 2.0, 4 * 4).reshape(4, 4)
+MESH = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+@contextlib.contextmanager
+def older_remat():
+    """`jax.checkpoint` as it is without `jax_remat3`, with which it sees nothing of what is nested."""
+    if not REMAT3:
+        yield
+        return
+    jax.config.update("jax_remat3", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_remat3", True)
+
+
+def block(w):
+    def f(x):
+        h = checkpoint_name(x @ w(), "h")  # f32[4,16], in shard_map f32[2,16]
+        return jnp.sin(x * (h * h).sum(1, keepdims=True))
+
+    return f
+
+
+def with_vjp(w):
+    @jax.custom_vjp
+    def f(x, w):
+        return block(lambda: w)(x)
+
+    def forward(x, w):
+        h = checkpoint_name(x @ w, "h")
+        s = (h * h).sum(1, keepdims=True)
+        return jnp.sin(x * s), (x, w, h, s)
+
+    def backward(residuals, ct):
+        x, w, h, s = residuals
+        ct = ct * jnp.cos(x * s)
+        ct_h = (ct * x).sum(1, keepdims=True) * 2 * h
+        return ct * s + ct_h @ w.T, x.T @ ct_h
+
+    f.defvjp(forward, backward)
+    return lambda x: f(x, w())
+
+
+def with_jvp(w):
+    @jax.custom_jvp
+    def f(x, w):
+        return block(lambda: w)(x)
+
+    @f.defjvp
+    def _(primals, tangents):
+        (x, w), (dx, dw) = primals, tangents
+        h = checkpoint_name(x @ w, "h")
+        s = (h * h).sum(1, keepdims=True)
+        ds = (2 * h * (dx @ w + x @ dw)).sum(1, keepdims=True)
+        return jnp.sin(x * s), jnp.cos(x * s) * (dx * s + x * ds)
+
+    return lambda x: f(x, w())
+
+
+def in_scan(f, length=3):
+    return lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=length)[0]
+
+
+def on_devices(f):
+    return jax.shard_map(f, mesh=MESH, in_specs=P("d"), out_specs=P("d"))
+
+
+# What stands in the rematerialised function, given how to rematerialise and the weight.
+NESTINGS = {
+    "remat": lambda remat, w: remat(block(w)),
+    "jax.checkpoint": lambda remat, w: jax.checkpoint(block(w)),
+    "remat in remat": lambda remat, w: remat(lambda x: jnp.cos(remat(block(w))(x))),
+    "jit": lambda remat, w: jax.jit(block(w)),
+    "remat in jit": lambda remat, w: jax.jit(remat(block(w))),
+    "remat in scan": lambda remat, w: in_scan(remat(block(w))),
+    "scan in remat": lambda remat, w: remat(in_scan(block(w))),
+    "remat in cond": lambda remat, w: lambda x: jax.lax.cond(x[0, 0] < 0, remat(block(w)), jnp.cos, x),
+    "shard_map": lambda remat, w: on_devices(block(w)),
+    "remat in shard_map": lambda remat, w: on_devices(remat(block(w))),
+    "shard_map in remat": lambda remat, w: remat(on_devices(block(w))),
+    "custom_vjp": lambda remat, w: with_vjp(w),
+    "remat of custom_vjp": lambda remat, w: remat(with_vjp(w)),
+    "custom_vjp in scan": lambda remat, w: in_scan(with_vjp(w)),
+    "custom_vjp in shard_map": lambda remat, w: on_devices(with_vjp(lambda: jax.lax.pcast(w(), "d", to="varying"))),
+    "custom_jvp": lambda remat, w: with_jvp(w),
+    "remat of custom_jvp": lambda remat, w: remat(jax.jit(with_jvp(w))),
+    "inner policy": lambda remat, w: remat(lambda x: jnp.exp(jnp.tanh(block(w)(x))), policy=JAX.everything_saveable),
+}
+
+# With JAX's of the same meaning; the states and the sizes that are chosen here are those of the one product.
+POLICIES = {
+    "dots": (policies.dots, JAX.dots_saveable),
+    "dots_without_batch_dims": (policies.dots_without_batch_dims, JAX.dots_with_no_batch_dims_saveable),
+    "names": (policies.names("h"), JAX.save_only_these_names("h")),
+    "states": (policies.states(statetx.Param), JAX.save_only_these_names("h")),
+    "larger_than": (policies.larger_than(100) & policies.primitives("dot_general"), JAX.dots_saveable),
+    "everything": (policies.everything, JAX.everything_saveable),
+    "nothing": (policies.nothing, None),
+    "jax's dots": (JAX.dots_saveable, JAX.dots_saveable),
+    "jax's dots without batch dims": (JAX.dots_with_no_batch_dims_saveable, JAX.dots_with_no_batch_dims_saveable),
+    "jax's names": (JAX.save_only_these_names("h"), JAX.save_only_these_names("h")),
+    "jax's other names": (JAX.save_any_names_but_these(), JAX.save_any_names_but_these()),
+}
+
+
+def ours(nesting, policy, w):
+    inner = NESTINGS[nesting](statetx.remat, lambda: w.value)
+    return statetx.remat(lambda x: jnp.cos(inner(jnp.sin(x))), policy=policy)
+
+
+def theirs(nesting, policy, w):
+    inner = NESTINGS[nesting](jax.checkpoint, lambda: w)
+    return jax.checkpoint(lambda x: jnp.cos(inner(jnp.sin(x))), policy=policy)
+
+
+def kept(fun, *args):
+    rows = statetx.saved_residuals(fun, *args)
+    return sorted((row.type, row.times) for row in rows if row.origin == "intermediate")
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jex_core.jaxprs_in_params(eqn.params):
+            yield from equations(_compat.open_jaxpr(inner)[0])
+
+
+def num_products(gradient, *args):
+    """Products in both passes."""
+    return sum(eqn.primitive.name == "dot_general" for eqn in equations(jax.make_jaxpr(gradient)(*args).jaxpr))
+
+
+# The functions are made for each use: JAX's caches take a function that reads a state for one that it has seen.
+def our_gradient(nesting, policy):
+    w = statetx.Param(W)
+    f = ours(nesting, policy, w)
+    return statetx.grad(lambda x: f(x).sum(), 0, wrt=w)
+
+
+def their_function(nesting, policy):
+    return lambda w, x: theirs(nesting, policy, w)(x)
+
+
+def their_gradient(nesting, policy):
+    return jax.grad(lambda w, x: theirs(nesting, policy, w)(x).sum(), (0, 1))
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_residuals_and_recomputation_are_those_of_jax(nesting):
+    found = {}
+    for name, (policy, _) in POLICIES.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", statetx.PolicyWarning)
+            found[name] = (
+                kept(ours(nesting, policy, statetx.Param(W)), X),
+                num_products(our_gradient(nesting, policy), X),
+            )
+    with older_remat():
+        expected = {
+            name: (kept(their_function(nesting, policy), W, X), num_products(their_gradient(nesting, policy), W, X))
+            for name, (_, policy) in POLICIES.items()
+        }
+    assert found == expected
+    assert len(found["names"][0]) == 1 and found["nothing"][1] > found["names"][1] == 3
+
+
+# The others take their time, behind the marker.
+@pytest.mark.parametrize("policy", [pytest.param(p, marks=[] if p == "names" else pytest.mark.slow) for p in POLICIES])
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_gradients_are_those_without_a_policy(nesting, policy):
+    actual = statetx.jit(our_gradient(nesting, POLICIES[policy][0]))(X)
+    with older_remat():
+        expected = jax.jit(their_gradient(nesting, JAX.everything_saveable))(W, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, expected)
+
+
+# -- whose policy decides ------------------------------------------------------------------------------------------
+
+
+def two_products(x):
+    h = checkpoint_name(x @ W, "h")
+    return checkpoint_name(jnp.sin(jnp.tanh(h) @ W.T), "g")
+
+
+INNER = {
+    "statetx.remat": statetx.remat(two_products, policy=policies.dots | policies.names("g")),
+    "jax.checkpoint": jax.checkpoint(two_products, policy=JAX.dots_saveable),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_the_outer_policy_decides_what_is_left_and_the_inner_what_is_recomputed_within(inner):
+    f = lambda x: jnp.exp(INNER[inner](jnp.sin(x)))  # noqa: E731
+    with older_remat():
+        reference = lambda x: jnp.exp(jax.checkpoint(two_products, policy=JAX.dots_saveable)(jnp.sin(x)))  # noqa: E731
+        expected = num_products(jax.grad(lambda x: jax.checkpoint(reference)(x).sum()), X)
+    outer = {
+        statetx.remat(f): [],
+        statetx.remat(f, policy=policies.names("h")): [("f32[4,16]", 1)],
+        statetx.remat(f, policy=policies.primitives("tanh")): [("f32[4,16]", 1)],
+        statetx.remat(f, policy=policies.names("h") | policies.names("g")): [("f32[4,16]", 1), ("f32[4,4]", 1)],
+        # The inner function's marks are no names.
+        statetx.remat(f, policy=JAX.save_any_names_but_these("g")): [("f32[4,16]", 1)],
+    }
+    for fun, rows in outer.items():
+        assert kept(fun, X) == rows, fun._policy
+    assert num_products(jax.grad(lambda x: statetx.remat(f)(x).sum()), X) == expected
+    if not REMAT3:  # which sees nothing of what is nested
+        assert kept(jax.checkpoint(f, policy=JAX.save_any_names_but_these("g")), X) == [("f32[4,16]", 1)]
+
+
+def test_three_functions_in_each_other_keep_for_the_outermost():
+    innermost = statetx.remat(two_products, policy=policies.dots)
+    middle = statetx.remat(lambda x: jnp.cos(innermost(x)), policy=policies.names("g"))
+    for policy, rows in [
+        (policies.nothing, []),
+        (policies.names("h"), [("f32[4,16]", 1)]),
+        (policies.dots & ~policies.names("h"), [("f32[4,4]", 1)]),
+    ]:
+        assert kept(statetx.remat(lambda x: jnp.sin(middle(x)), policy=policy), X) == rows
+    f = lambda x: jnp.sin(jnp.cos(two_products(x))).sum()  # noqa: E731
+    g = statetx.remat(lambda x: jnp.sin(middle(x)), policy=policies.names("h"))
+    np.testing.assert_allclose(jax.grad(lambda x: g(x).sum())(X), jax.grad(f)(X), rtol=1e-5)
+
+
+# -- messages ------------------------------------------------------------------------------------------------------
+
+
+def test_names_that_occur_within_are_told():
+    f = statetx.remat(lambda x: on_devices(statetx.remat(two_products))(x), policy=policies.names("hh"))
+    with pytest.raises(statetx.PolicyError, match=r"no value has the name 'hh'. Did you mean 'h'\? .*: 'g', 'h'"):
+        kept(f, X)
+
+
+def test_a_name_in_a_loop_that_nothing_is_kept_of_is_told_from_a_misspelt_one():
+    def f(x):
+        h = jax.lax.while_loop(
+            lambda c: c[0, 0] < 0, lambda c: checkpoint_name(c + 1, "turn"), jax.lax.stop_gradient(x)
+        )
+        return jnp.sin(x * h)
+
+    with pytest.raises(statetx.PolicyError, match="'turn' is given within while, of which no single value can be kept"):
+        kept(statetx.remat(f, policy=policies.names("turn")), X)
+
+
+# -- places --------------------------------------------------------------------------------------------------------
+
+
+def test_names_given_to_what_enters_a_step_are_those_of_each_step():
+    def f(x):
+        step = lambda c, _: (jnp.sin(checkpoint_name(c, "carry")) * 2, None)  # noqa: E731
+        return jax.lax.scan(step, jnp.sin(x), None, length=5)[0]
+
+    (row,) = statetx.saved_residuals(statetx.remat(f, policy=policies.names("carry")), X)[1:]
+    assert (row.names, row.type, row.times) == (("carry",), "f32[4,4]", 5)
+    with older_remat():
+        theirs = jax.checkpoint(f, policy=JAX.save_only_these_names("carry"))
+        assert kept(theirs, X) == [("f32[4,4]", 5)]
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["", "vmap"])
+@pytest.mark.parametrize("checkpoint", ["auto", "64MiB"])
+def test_values_of_a_step_are_kept_where_a_size_leaves_the_loop_plain(checkpoint, mapped):
+    if mapped and REMAT3:
+        pytest.skip("JAX does not map names where it is on")
+
+    def gradient(policy, checkpoint):
+        def step(c, _):
+            return jnp.sin(checkpoint_name(jnp.sin(c @ X), "product")), None
+
+        run = lambda x: statetx.scan(step, x, None, 70, checkpoint=checkpoint)[0]  # noqa: E731
+        f = statetx.remat(jax.vmap(run) if mapped else run, policy=policy)
+        return lambda x: jax.grad(lambda x: f(x).sum())(x)
+
+    for policy in (policies.nothing, policies.names("product"), policies.dots):
+        ours, plain = gradient(policy, checkpoint), gradient(policy, None)
+        assert num_products(ours, X) == num_products(plain, X)
+        np.testing.assert_allclose(ours(X), plain(X), rtol=1e-6)
+    counts = [num_products(gradient(p, checkpoint), X) for p in (policies.nothing, policies.dots)]
+    assert counts[1] < counts[0]
+
+
+def test_a_name_in_a_loop_that_stores_carries_is_out_of_reach():
+    def f(x):
+        step = lambda c, _: (jnp.sin(checkpoint_name(c, "carry")), None)  # noqa: E731
+        return statetx.scan(step, x, None, 70, checkpoint=policies.Slots(3))[0]
+
+    with pytest.raises(statetx.PolicyError, match=r"given within a loop that stores carries \(checkpoint=\)"):
+        kept(statetx.remat(f, policy=policies.names("carry")), X)
+
+
+@pytest.mark.parametrize("transform", ["jax", "statetx", "declared"])
+def test_states_in_shard_map_are_those_of_the_products_they_are_in(transform):
+    w = statetx.Param(jnp.eye(4))
+    block = lambda x: jnp.sin(jnp.sin(x @ w.value))  # noqa: E731
+    specs = {"mesh": MESH, "in_specs": P("d"), "out_specs": P("d")}
+    policy = policies.states(statetx.Param)
+    if transform == "jax":
+        f = jax.shard_map(statetx.remat(block, policy=policy), **specs)
+    elif transform == "statetx":
+        f = statetx.shard_map(statetx.remat(block, policy=policy), **specs)
+    else:
+        gathered = lambda x: jnp.sin(x @ jax.lax.all_gather(w.value, "d", tiled=True))  # noqa: E731
+        f = statetx.shard_map(statetx.remat(gathered, policy=policy | policies.dots), **specs, states={"w": P("d")})
+    rows = [r for r in statetx.saved_residuals(f, X) if r.origin == "intermediate"]
+    products = [r for r in rows if r.primitive == "dot_general"]
+    assert [r.type for r in products] == ["f32[4,4]"]
+    assert [r.primitive for r in rows if r not in products] == (["all_gather"] if transform == "declared" else [])
+
+
+def test_offloaded_values_within_wait_in_the_other_memory():
+    for nest in (statetx.remat, lambda f: statetx.remat(jax.jit(statetx.remat(f))), in_scan):
+        f = statetx.remat(nest(lambda x: two_products(x)), policy=policies.offload("h"))
+        (row,) = [r for r in statetx.saved_residuals(f, X) if r.origin == "intermediate"]
+        assert (row.names, row.type, row.memory) == (("h",), "f32[4,16]", "pinned_host")
+
+
+# -- rules of custom derivatives -----------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def scaled(x, y):
+    return jnp.sin(x) * y
+
+
+def scaled_forward(x, y):
+    residual = checkpoint_name(jnp.cos(x.value), "slope") if x.perturbed else None
+    return jnp.sin(x.value) * y.value, (residual, y.value, jnp.sin(x.value))
+
+
+def scaled_backward(residuals, ct):
+    slope, y, sine = residuals
+    return None if slope is None else slope * y * ct, sine * ct
+
+
+scaled.defvjp(scaled_forward, scaled_backward, symbolic_zeros=True)
+
+
+def test_a_rule_that_is_told_what_is_differentiated_is_judged_for_that():
+    keep_slope = statetx.remat(lambda x, y: jnp.tanh(scaled(jnp.exp(x), jnp.exp(y))), policy=policies.names("slope"))
+    assert kept(keep_slope, X, X) == [("f32[4,4]", 1)]
+    assert kept(lambda y: keep_slope(X, y), X) == []
+    plain = lambda x, y: jnp.tanh(jnp.sin(jnp.exp(x)) * jnp.exp(y)).sum()  # noqa: E731
+    for argnums in (0, 1, (0, 1)):
+        actual = jax.grad(lambda x, y: keep_slope(x, y).sum(), argnums)(X, X / 3)
+        expected = jax.grad(plain, argnums)(X, X / 3)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), actual, expected)
+
+
+@jax.custom_jvp
+def exponential(x):
+    return jnp.exp(x), x
+
+
+@exponential.defjvp
+def _(primals, tangents):
+    y = jnp.exp(*primals)
+    return (y, *primals), (y * tangents[0], *tangents)
+
+
+def test_results_of_a_function_with_a_rule_are_kept_in_it():
+    """Marked outside, the result would be computed again for the rule, which reads its own."""
+    for f in (
+        lambda x: jnp.sin(checkpoint_name(exponential(x @ W)[0], "e")),
+        lambda x: jnp.sin(checkpoint_name(jax.jit(exponential)(x @ W)[0], "e")),
+        statetx.remat(lambda x: jnp.sin(checkpoint_name(exponential(x @ W)[0], "e"))),
+    ):
+        g = statetx.remat(f, policy=policies.names("e"))
+        assert kept(g, X) == [("f32[4,16]", 1)]
+        found = collections.Counter(
+            e.primitive.name for e in equations(jax.make_jaxpr(jax.grad(lambda x, g=g: g(x).sum()))(X).jaxpr)
+        )
+        assert found["exp"] == 1
+
+
+def test_the_result_of_a_rule_that_nothing_is_differentiated_by_is_kept():
+    f = statetx.remat(lambda x: x * checkpoint_name(exponential(jnp.sin(X))[0], "e"), policy=policies.names("e"))
+    assert kept(f, X) == [("f32[4,4]", 1)]
+    np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(X), jnp.exp(jnp.sin(X)), rtol=1e-6)
+
+
+def test_a_rule_that_fails_does_so_where_it_is_differentiated():
+    @jax.custom_vjp
+    def f(x):
+        return jnp.sin(x)
+
+    def forward(x):
+        raise ValueError("no rule for this")
+
+    f.defvjp(forward, lambda _, ct: (ct,))
+    g = statetx.remat(lambda x: f(jax.lax.stop_gradient(x)) * jnp.sin(x @ x), policy=policies.dots)
+    np.testing.assert_allclose(
+        jax.grad(lambda x: g(x).sum())(X), jax.grad(lambda x: (jnp.sin(X) * jnp.sin(x @ x)).sum())(X), rtol=1e-5
+    )
+    with pytest.raises(ValueError, match="no rule for this"):
+        jax.grad(lambda x: statetx.remat(f, policy=policies.everything)(x).sum())(X)
+
+
+# -- other transforms ----------------------------------------------------------------------------------------------
+
+TWICE = ["custom_jvp", "remat in remat", "remat in scan", "inner policy", "remat in cond"]
+
+
+@pytest.mark.parametrize("nesting", [pytest.param(n, marks=[] if n in TWICE[:2] else pytest.mark.slow) for n in TWICE])
+@pytest.mark.parametrize("policy", ["names", "larger_than"])
+def test_mapped_pushed_forward_and_differentiated_twice(nesting, policy):
+    w = statetx.Param(W)
+    f = lambda x: ours(nesting, POLICIES[policy][0], w)(x).sum()  # noqa: E731
+    with older_remat():
+        plain = lambda x: theirs(nesting, JAX.everything_saveable, W)(x).sum()  # noqa: E731
+        xs, t = jnp.stack([X, X / 2]), jnp.cos(X)
+        expected = (
+            jax.vmap(jax.grad(plain))(xs),
+            jax.jvp(plain, (X,), (t,)),
+            jax.jvp(jax.grad(plain), (X,), (t,)),
+        )
+    actual = jax.vmap(jax.grad(f))(xs), jax.jvp(f, (X,), (t,)), jax.jvp(jax.grad(f), (X,), (t,))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), actual, expected)
+
+
+@pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this JAX has none")
+def test_names_of_jax_are_seen_with_its_new_rematerialisation_switched_on():
+    is_on = jax.config.jax_remat3
+    jax.config.update("jax_remat3", True)
+    try:
+        f = lambda x: two_products(x)  # noqa: E731
+        for nest in (f, jax.checkpoint(f), in_scan(f), jax.jit(f), statetx.remat(f), on_devices(f)):
+            for policy in (policies.names("h"), JAX.save_only_these_names("h")):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error", statetx.PolicyWarning)
+                    rows = statetx.saved_residuals(statetx.remat(nest, policy=policy), X)
+                (row,) = [r for r in rows if r.origin == "intermediate"]
+                assert (row.names, row.type) == (("h",), "f32[4,16]")
+    finally:
+        jax.config.update("jax_remat3", is_on)

@@ -1,0 +1,207 @@
+"""Static arguments of compiled functions: told apart as they should be, and not kept alive."""
+
+import dataclasses
+import gc
+import threading
+import weakref
+
+import brainstate
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import statetx
+
+X = jnp.ones(2)
+
+
+class Plain:
+    def __init__(self, i):
+        self.w = statetx.Param(jnp.full(2, float(i)))
+
+
+class Slots:
+    __slots__ = ("w",)
+    __init__ = Plain.__init__
+
+
+@dataclasses.dataclass
+class Unhashable:
+    i: int
+    w: statetx.Param = dataclasses.field(init=False, compare=False)
+
+    def __post_init__(self):
+        self.w = statetx.Param(jnp.full(2, float(self.i)))
+        self.i = 0
+
+
+@dataclasses.dataclass(slots=True)
+class UnhashableSlots:
+    i: int
+    w: statetx.Param = dataclasses.field(init=False, compare=False)
+
+    __post_init__ = Unhashable.__post_init__
+
+
+class Equal(Plain):
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+    def __hash__(self):
+        return 7
+
+
+class Nnx(nnx.Module):
+    def __init__(self, i):
+        self.w = nnx.Param(jnp.full(2, float(i)))
+
+
+class Brainstate(brainstate.nn.Module):
+    def __init__(self, i):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.full(2, float(i)))
+
+
+class Arrays:
+    def __init__(self, i):
+        self.w = Plain(i).w.value
+
+
+MODELS = [Plain, Slots, Unhashable, UnhashableSlots, Equal, Nnx, Brainstate, Arrays]
+ALLOW_NO_REFERENCE = (Slots, UnhashableSlots)
+
+
+def weight(model):
+    if isinstance(model, Arrays):
+        return model.w
+    return model.w[...] if isinstance(model, Nnx) else model.w.value
+
+
+@pytest.mark.parametrize("cls", MODELS)
+@pytest.mark.parametrize("how", ["argument", "method", "static", "list", "bound method", "keyword"])
+def test_models_are_told_apart_and_not_kept_alive(cls, how):
+    runs = []
+
+    def body(model, x):
+        runs.append(None)
+        return (weight(model) * x).sum()
+
+    class Model(cls):
+        __slots__ = ()
+        step = statetx.jit(body)
+        plain = body
+
+    jitted, call = {
+        "argument": (step := statetx.jit(body), step),
+        "keyword": (step, lambda model, x: step(model=model, x=x)),
+        "method": (Model.step, lambda model, x: model.step(x)),
+        "static": (pinned := statetx.jit(body, static_argnums=0), pinned),
+        "list": (listed := statetx.jit(lambda models, x: body(*models, x)), lambda model, x: listed([model], x)),
+        "bound method": (applied := statetx.jit(lambda f, x: f(x)), lambda model, x: applied(model.plain, x)),
+    }[how]
+    arrays, models = [], []
+    for i in range(1, 6):
+        model = Model(i)
+        assert float(call(model, X)) == float(call(model, 2 * X)) / 2 == 2.0 * i
+        assert len(runs) == i, "one program for a model"
+        arrays.append(weakref.ref(weight(model)))
+        if cls not in ALLOW_NO_REFERENCE:
+            models.append(weakref.ref(model))
+    del model
+    gc.collect()
+    if cls in ALLOW_NO_REFERENCE:  # the last goes when another program comes
+        assert sum(ref() is not None for ref in arrays) == 1
+        call(Model(6), X)
+        gc.collect()
+    assert not any(ref() is not None for ref in (*arrays, *models))
+    assert len(jitted._programs) == (cls in ALLOW_NO_REFERENCE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    width: int
+    note: object = None
+
+
+def test_static_objects_without_states_go_by_equality():
+    runs = []
+
+    @statetx.jit
+    def f(config, x):
+        runs.append(config)
+        return x * config.width
+
+    for _ in range(3):
+        gc.collect()
+        assert float(f(Config(2), 1.0)) == 2.0
+    assert len(runs) == 1
+    assert float(f(Config(3), 1.0)) == 3.0 and len(runs) == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    width: int
+    w: statetx.Param = dataclasses.field(compare=False)
+
+
+def test_models_that_compare_equal_are_told_apart():
+    runs = []
+
+    @statetx.jit
+    def f(layer, x):
+        runs.append(layer)
+        return x * layer.w.value
+
+    a, b = Layer(1, statetx.Param(jnp.float32(2))), Layer(1, statetx.Param(jnp.float32(5)))
+    assert a == b and hash(a) == hash(b)
+    for _ in range(2):
+        assert (float(f(a, 1.0)), float(f(b, 1.0))) == (2.0, 5.0)
+    assert len(runs) == 2
+    nested = statetx.jit(lambda config, x: x * config.note.w.value)
+    assert (float(nested(Config(1, a), 1.0)), float(nested(Config(1, b), 1.0))) == (2.0, 5.0)
+
+
+def test_programs_for_equal_arguments_beside_a_model_go_with_it():
+    f = statetx.jit(lambda model, config, x: model.w.value * config.width * x)
+    models = [Plain(1), Plain(2)]
+    for model in models:
+        for width in (1, 2):
+            assert float(f(model, Config(width), X)[0]) == float(model.w.value[0]) * width
+    assert len(f._programs) == 4
+    del model
+    models.pop()
+    gc.collect()
+    assert len(f._programs) == 2
+    f.clear_cache()
+    models.pop()
+    gc.collect()
+    assert float(f(Plain(7), Config(1), X)[0]) == 7.0
+
+
+def test_old_programs_make_room_for_new_ones(monkeypatch):
+    f = statetx.jit(lambda config, x: config.width * x)
+    f._programs._size = 3
+    for width in range(6):
+        f(Config(width), X)
+        assert len(f._programs) <= 3
+    assert [key[1][0][0].obj.width for key in f._programs] == [3, 4, 5]
+
+
+def test_models_may_die_in_any_thread():
+    f = statetx.jit(lambda model, x: model.w.value * x)
+    errors = []
+
+    def work(start):
+        try:
+            for i in range(start, start + 4):
+                assert float(f(Plain(i), X)[0]) == i
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=work, args=(10 * n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert not errors and len(f._programs) == 0
