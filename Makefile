@@ -6,7 +6,7 @@ ARGS ?=
 PY := .venv/bin/python
 STAMP := .venv/.statetx-installed
 RECENT := import sys; sys.exit(sys.version_info < (3, 11))
-EXTRAS := test,examples,docs,site,flax,checkpoint,dev
+EXTRAS := test,examples,docs,site,flax,checkpoint,ecosystem,dev
 # The benchmarks alone want other libraries to compare with.
 BENCH := .venv/.statetx-bench-installed
 
@@ -37,13 +37,13 @@ example: $(STAMP)  ## run an example: make example NAME=spiking_digits ARGS=--qu
 	$(PY) examples/$(NAME).py $(ARGS)
 
 test: $(STAMP)  ## run the tests and doctests
-	$(PY) -m pytest -n 2 $(ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-slow: $(STAMP)  ## run every test, the slow ones too
-	$(PY) -m pytest -n 2 -m "slow or not slow" $(ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal -m "slow or not slow" $(ARGS)
 
 test-remat3: $(STAMP)  ## run the tests with JAX's new rematerialisation switched on
-	JAX_REMAT3=1 $(PY) -m pytest -n 2 $(ARGS)
+	JAX_REMAT3=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 check: $(STAMP)  ## lint, formatting and types
 	$(PY) -m ruff check .

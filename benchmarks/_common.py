@@ -38,8 +38,6 @@ def parse_args(doc: str, **more: Any) -> argparse.Namespace:
     return parser.parse_args()
 
 
-body_runs: list[None] = []  # of functions that share traces, which do not see what another module holds
-
 # -- timing ---------------------------------------------------------------------------------------------
 
 Sample = dict[str, float]  # seconds by what they were spent on

@@ -2,9 +2,8 @@
 
 What is compared
     The same program, written by hand in plain JAX with its counters passed in and out (one function object for
-    all `jax.checkpoint` calls, a fresh closure for each, no remat at all), with `statetx.remat` on a method, with
-    `share_traces=True` too, and with the `remat` and gradient of brainstate, flax.nnx, flax.linen, haiku and equinox, each
-    on a module of its own kind. All update the counters and return loss and gradients.
+    all `jax.checkpoint` calls, a fresh closure for each, no remat at all), with `statetx.remat` on a method, and with
+    the `remat` and gradient of brainstate, flax.nnx, flax.linen, haiku and equinox, each on a module of its own kind. All update the counters and return loss and gradients.
 
 What is measured
     Seconds from a function that JAX has never seen to its jaxpr (trace) and from there to StableHLO
@@ -39,7 +38,6 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-import _common
 import brainstate
 import equinox as eqx
 import flax.linen as nn
@@ -77,7 +75,6 @@ SHARED, FRESH, PLAIN = "functional, one function object", "functional, fresh clo
 CLEARED, WARM = "statetx.remat, table cleared", "statetx.remat, table warm"
 JIT_CLEARED, JIT_WARM = "statetx.jit(...).lower, table cleared", "statetx.jit(...).lower, table warm"
 OF_BRAINSTATE = "statetx.jit(...).lower, brainstate states, cleared"
-SHARING, JIT_SHARING = "statetx.remat(share_traces=True), cleared", "statetx.jit, share_traces=True, cleared"
 BRAINSTATE = "brainstate.transform remat, grad, jit"
 NNX, LINEN, HAIKU, EQUINOX = (
     "flax.nnx remat, value_and_grad, jit",
@@ -86,10 +83,12 @@ NNX, LINEN, HAIKU, EQUINOX = (
     "equinox filter_checkpoint",
 )
 
+body_runs: list[None] = []  # one entry for each run of `affine_pair`
+
 
 def affine_pair(x: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> Any:
     """The body of a block, in every contestant."""
-    _common.body_runs.append(None)
+    body_runs.append(None)
     return x + jnp.tanh(x @ w1 + b1) @ w2 + b2
 
 
@@ -224,10 +223,6 @@ def with_statetx(block_type: Callable, *, whole: bool) -> Case:
     pure = statetx.functionalize(step)
     values = pure.values(x)
     return Case(lambda: jax.jit(pure).trace(values, x), None, loss_and_sum)
-
-
-class SharingBlock(Block):
-    __call__ = statetx.remat(Block.__call__.__wrapped__, share_traces=True)
 
 
 class UnfencedBlock(Block):
@@ -392,8 +387,6 @@ CONTESTANTS: dict[str, Callable[[], Case]] = {
     JIT_CLEARED: lambda: with_statetx(Block, whole=True),
     JIT_WARM: lambda: with_statetx(Block, whole=True),
     OF_BRAINSTATE: lambda: with_statetx(BrainstateBlock, whole=True),
-    SHARING: lambda: with_statetx(SharingBlock, whole=False),
-    JIT_SHARING: lambda: with_statetx(SharingBlock, whole=True),
     BRAINSTATE: with_brainstate,
     NNX: with_nnx,
     LINEN: with_linen,
@@ -430,10 +423,10 @@ def counts(name: str) -> dict[str, Any]:
     case = CONTESTANTS[name]()
     statetx.clear_cache()
     gc.collect()
-    _common.body_runs.clear()
+    body_runs.clear()
     traced = case.trace() if case.trace is not None else None
     lowered = traced.lower() if traced is not None else case.lower()  # type: ignore[misc]
-    num_runs = len(_common.body_runs)
+    num_runs = len(body_runs)
     loss, grads = case.loss_and_sum()
     return {
         "equations": num_equations(traced.jaxpr) if traced is not None else None,
@@ -464,12 +457,9 @@ def check(results: dict[str, Any]) -> list[str]:
     for r in results.values():
         for key in ("loss", "gradients"):
             np.testing.assert_allclose(r[key], reference[key], rtol=1e-4)
-    lines = []
-    for name in (CLEARED, SHARING):
-        same = all(results[name][key] == results[FENCED][key] for key in ("default", "fenced"))
-        verdict = "equal" if same else "DIFFER from"
-        lines.append(f"{name}: FLOPs and temporary bytes {verdict} those of '{FENCED}'.")
-    return lines
+    same = all(results[CLEARED][key] == results[FENCED][key] for key in ("default", "fenced"))
+    verdict = "equal" if same else "DIFFER from"
+    return [f"{CLEARED}: FLOPs and temporary bytes {verdict} those of '{FENCED}'."]
 
 
 def paired(results: dict[str, Any], name: str, base: str) -> dict[str, float]:
@@ -483,7 +473,6 @@ def figures_of(results: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]
     return {
         "remat, of fresh closures": paired(results, CLEARED, FRESH),
         "remat, of one function object": paired(results, CLEARED, SHARED),
-        "remat(share_traces=True), of one function object": paired(results, SHARING, SHARED),
         "statetx.jit, of flax.nnx": paired(results, JIT_CLEARED, NNX),
         "statetx.jit, of brainstate": paired(results, JIT_CLEARED, BRAINSTATE),
         "first call, of functional with the same fence": paired(first, CLEARED, FENCED),
