@@ -26,6 +26,7 @@ from jax._src import effects as _effects
 from jax._src import linear_util as _lu
 from jax._src import literals as _literals
 from jax._src import source_info_util
+from jax._src import util as _util
 from jax._src.ad_checkpoint import remat_p
 from jax._src.ad_util import Zero as _Zero
 from jax._src.ad_util import instantiate as _instantiate_zeros
@@ -299,13 +300,25 @@ def new_input(trace: Any, aval: Any) -> Any:
         return trace.new_arg(aval, source_info_util.current())
 
 
-def stage(fun: Callable[..., list], avals: Sequence[Any], *, kind: str, name: str) -> tuple[Jaxpr, list]:
+def stage(
+    fun: Callable[..., list], avals: Sequence[Any], *, kind: str, name: str, names: Sequence[str] | None = None
+) -> tuple[Jaxpr, list]:
     """Trace ``fun(*arrays) -> list of arrays`` to a jaxpr; return it with the values it closes over.
 
-    The jaxpr's inputs are `avals` and then whatever `new_input` added, in that order.
+    The jaxpr's inputs are `avals` and then whatever `new_input` added, in that order. Errors raised while `fun` runs call
+    them by `names`, which are not asked for otherwise, and the function ``str(names)``.
     """
-    info = _core.DebugInfo(kind, name, None, None)  # no names: arguments are still being added
-    jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(_lu.wrap_init(fun, debug_info=info), list(avals))
+    plain = _core.DebugInfo(kind, name, None, None)
+    named: Any = plain if names is None else plain._replace(func_src_info=str(names), arg_names=names)
+
+    def run(*tracers: Any) -> list:
+        frame = _context.trace.frame
+        try:
+            return fun(*tracers)
+        finally:
+            frame.debug_info = plain  # names keep the arguments
+
+    jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(_lu.wrap_init(run, debug_info=named), list(avals))
     return jaxpr, consts
 
 
@@ -1198,3 +1211,8 @@ def _closed_over(fun: Any, depth: int = 3) -> Iterator[Any]:
             continue
         yield content
         yield from _closed_over(content, depth - 1)
+
+
+def register_cache(cache: Any, name: str) -> None:
+    """Have ``jax.clear_caches`` call `cache.cache_clear()`, as long as the cache is alive."""
+    _util.register_cache(cache, name)

@@ -8,6 +8,7 @@ become an explicit input of it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
@@ -25,7 +26,7 @@ from ._atomic import Store, commit
 from ._errors import FunctionError
 from ._jaxpr import Body
 from ._opaque import refuse_function, refuse_hidden, refuse_unfinished
-from ._paths import Paths, reaches
+from ._paths import Paths, argument_names, reaches
 from ._registry import Effect, Frame, Kind
 from ._subclass import is_object
 from ._text import brief
@@ -112,6 +113,42 @@ def take_apart(out: PyTree, is_dynamic: Callable[[Any], bool] = is_traced) -> tu
 # -- functions as bodies of equations --------------------------------------------------------------------------
 
 
+class InputNames(Sequence[str]):
+    """What JAX's errors call the inputs of a trace: arguments as one writes them, states by their paths.
+
+    Args:
+        fun: the user's function.
+        arguments: from inputs of the trace, what `fun` is called with.
+    """
+
+    def __init__(self, fun: Callable, arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]] | None = None):
+        self.fun = fun
+        self.arguments = arguments
+        self.num_arguments = 0
+        self.lifting: Lifting | None = None
+
+    def __str__(self) -> str:
+        code = getattr(inspect.unwrap(self.fun), "__code__", None)
+        return name_of(self.fun) + (f" at {code.co_filename}:{code.co_firstlineno}" if code else "")
+
+    def __len__(self) -> int:
+        return self.num_arguments + (self.lifting.num_variables if self.lifting else 0)
+
+    def __getitem__(self, place: Any) -> Any:
+        if place >= self.num_arguments:
+            states = self.lifting.inputs.values() if self.lifting else ()
+            i = next((i for i in states if place - self.num_arguments in i.variables), None)
+            return "unknown" if i is None else Paths(self.fun)(i.state)
+        leaves = [object() for _ in range(self.num_arguments)]
+        with contextlib.suppress(Exception):  # a user's container may refuse what is no array
+            args, kwargs = self.arguments(leaves) if self.arguments else ((), {})
+            name = argument_names(self.fun, args)
+            for keys, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
+                if leaf is leaves[place]:
+                    return name(keys)
+        return "unknown"
+
+
 class Input:
     """A state whose value is an input of a staged function.
 
@@ -173,7 +210,7 @@ def stage(
     avals: Sequence[Any],
     *,
     kind: str,
-    name: str,
+    names: InputNames,
     lifting: Lifting | None = None,
     read: Callable[[Any], Any] = REF.get,
 ) -> tuple[Body, Any, list[Effect]]:
@@ -197,7 +234,8 @@ def stage(
                 lifting.trace = None
         return leaves
 
-    jaxpr, consts = _compat.stage(run, avals, kind=kind, name=name)
+    names.num_arguments, names.lifting = len(avals), lifting
+    jaxpr, consts = _compat.stage(run, avals, kind=kind, name=name_of(names.fun), names=names)
     if _compat.touches_refs(jaxpr, consts):
         body, effects = _with_explicit_refs(jaxpr, consts, lifting, read)
         return body, extra, effects
@@ -227,7 +265,7 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs:
         return value if frame.on_read is None else frame.on_read(ref, REF, value)
 
     transform = frame.name.partition("(")[0]
-    staged, outcome, refs = stage(body, (), kind=f"statetx.{transform}", name=name_of(fun), read=read)
+    staged, outcome, refs = stage(body, (), kind=f"statetx.{transform}", names=InputNames(fun), read=read)
     outs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in staged(staged.operands)]
     for effect in reversed(refs):
         effect.value = outs.pop()

@@ -20,7 +20,7 @@ from ._atomic import Store, commit, locked
 from ._call import Call
 from ._errors import ForeignStateError
 from ._jaxpr import Body
-from ._lift import Input, Lifting, Outcome, frame_for, name_of, pack, stage
+from ._lift import Input, InputNames, Lifting, Outcome, frame_for, name_of, pack, stage
 from ._made import Making, States, left_by, notes_for_staging, standing
 from ._paths import Paths, argument_names
 from ._state import _Buried
@@ -74,10 +74,13 @@ class Program:
             made.extend(left_by(frame, notes))
             return out
 
+        def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+            return call.with_arrays(leaves[:num_kept], leaves[num_kept:])
+
         def body(*tracers: Any) -> tuple[list, Any]:
             frame = frame_for("jit", fun, on_read=lifting.on_read, aliases=False)
             frame.note = notes
-            args, kwargs = call.with_arrays(tracers[:num_kept], tracers[num_kept:])
+            args, kwargs = arguments(tracers)
             out = frame.run(run_jitted, frame, *args, **kwargs)
             for effect in frame.effects:
                 _keep_type(effect, lifting.inputs.get(id(effect.state)))
@@ -86,8 +89,8 @@ class Program:
         arrays = [*call.kept, *call.donated]
         self.avals = [_compat.abstract(x) for x in arrays]
         self.settings = _compat.trace_context()
-        self._staging = owner.staging
-        staged, outcome, refs = stage(body, self.avals, kind="jit", name=name_of(fun), lifting=lifting)
+        self._staging = owner.cache.staging
+        staged, outcome, refs = stage(body, self.avals, kind="jit", names=InputNames(fun, arguments), lifting=lifting)
         self.outcome: Outcome = outcome.add(refs)
         written = {id(e.state) for e in outcome.effects}
         paths = Paths(fun, call.args, call.kwargs)

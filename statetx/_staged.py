@@ -13,7 +13,7 @@ from typing import Any
 from . import _compat, _registry
 from ._errors import StateValueError
 from ._jaxpr import Body
-from ._lift import Input, Lifting, frame_for, name_of, set_values, stage, take_apart
+from ._lift import Input, InputNames, Lifting, frame_for, name_of, set_values, stage, take_apart
 from ._registry import Effect, refuse_created
 from ._tree import Partition, is_array_or_number, partition
 
@@ -30,6 +30,7 @@ class Staged:
         name: the transform, for messages.
         fun: the user's function, for messages.
         call: called with the argument leaves; returns a tuple of trees, each an output of the function.
+        arguments: from these leaves, what `fun` is called with, for messages.
         avals: types of the argument leaves.
         kind: what JAX calls such a body.
         slice, enter: see `Lifting`.
@@ -51,6 +52,7 @@ class Staged:
         avals: Sequence[Any],
         *,
         kind: str,
+        arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]],
         slice: Callable[[Any, Any], Any] | None = None,
         enter: Callable[[Any, Any], Any] | None = None,
     ):
@@ -87,7 +89,7 @@ class Staged:
                 effect.value = None
             return leaves, frame.effects
 
-        self._body, effects, refs = stage(body, avals, kind=kind, name=name_of(fun), lifting=lifting)
+        self._body, effects, refs = stage(body, avals, kind=kind, names=InputNames(fun, arguments), lifting=lifting)
         self.effects: list[Effect] = [*effects, *refs]
         self.values += [partition(0, is_loop_leaf)[1] for _ in refs]
         self.inputs: dict[int, Input] = lifting.inputs

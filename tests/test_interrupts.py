@@ -141,7 +141,7 @@ def interrupted_at(nth, seen):
 def check_locks_are_free(call, where):
     locks = [_registry.ownership, _registry._kinds_lock, table._lock]
     if isinstance(call, statetx.transforms.jit.Jit):
-        locks += [call.staging, call._lock]
+        locks += [call.cache.staging, call.cache.lock]
 
     def look():
         for lock in locks:

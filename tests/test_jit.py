@@ -570,3 +570,75 @@ def test_compiled_ahead_it_donates_and_undoes():
     before = w.value
     compiled(2.0)
     assert before.is_deleted() and w.value.tolist() == [0.0, 2.0, 4.0]
+
+
+# -- made anew ---------------------------------------------------------------------------------------------------
+
+
+def test_jit_made_anew_for_a_function_finds_its_programs():
+    total = statetx.State(jnp.zeros(()))
+    traces = []
+
+    def add(x, scale=1.0):
+        traces.append(1)
+        total.value += scale * x
+        return total.value
+
+    outs = [float(statetx.jit(add)(1.0)) for _ in range(5)]
+    assert outs == [1.0, 2.0, 3.0, 4.0, 5.0] and len(traces) == 1
+    static = [float(statetx.jit(add, static_argnames=["scale"])(1.0, scale=2)) for _ in range(3)]
+    assert static == [7.0, 9.0, 11.0] and len(traces) == 2, "other options, other programs"
+    statetx.jit(add).clear_cache()
+    assert float(statetx.jit(add)(1.0)) == 12.0 and len(traces) == 3
+
+
+def test_functions_made_anew_do_not_share():
+    def make(scale):
+        return lambda x: scale * x
+
+    assert [float(statetx.jit(make(s))(2.0)) for s in (1.0, 2.0)] == [2.0, 4.0]
+
+
+def test_clear_caches_of_jax_forgets_programs():
+    traces = []
+
+    @statetx.jit
+    def f(x):
+        traces.append(1)
+        return x
+
+    f(1.0), f(1.0), jax.clear_caches(), f(1.0)
+    assert len(traces) == 2
+
+
+def test_the_programs_of_a_function_go_with_it():
+    def make():
+        held = statetx.State(jnp.full(3, 7.0))
+
+        def fun(x):
+            held.value += x
+            return held.value
+
+        return fun, weakref.ref(held), weakref.ref(fun)
+
+    fun, state, function = make()
+    for donates in (False, True):
+        statetx.jit(fun, donate_states=donates)(1.0)
+    del fun
+    gc.collect()
+    assert function() is None and state() is None
+
+
+def test_options_without_end_are_forgotten():
+    traces = []
+
+    def fun(x):
+        traces.append(1)
+        return x
+
+    for n in range(20):
+        statetx.jit(fun, donate_states=lambda path, state, n=n: False)(1.0)
+    statetx.jit(fun)(1.0), statetx.jit(fun)(1.0)
+    assert len(traces) == 21
+    caches = statetx.transforms.jit._caches[fun]
+    assert len(caches) <= 8

@@ -114,7 +114,7 @@ def test_models_are_told_apart_and_not_kept_alive(cls, how):
         call(Model(6), X)
         gc.collect()
     assert not any(ref() is not None for ref in (*arrays, *models))
-    assert len(jitted._programs) == (cls in ALLOW_NO_REFERENCE)
+    assert len(jitted.cache.programs) == (cls in ALLOW_NO_REFERENCE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,11 +167,11 @@ def test_programs_for_equal_arguments_beside_a_model_go_with_it():
     for model in models:
         for width in (1, 2):
             assert float(f(model, Config(width), X)[0]) == float(model.w.value[0]) * width
-    assert len(f._programs) == 4
+    assert len(f.cache.programs) == 4
     del model
     models.pop()
     gc.collect()
-    assert len(f._programs) == 2
+    assert len(f.cache.programs) == 2
     f.clear_cache()
     models.pop()
     gc.collect()
@@ -180,11 +180,11 @@ def test_programs_for_equal_arguments_beside_a_model_go_with_it():
 
 def test_old_programs_make_room_for_new_ones(monkeypatch):
     f = statetx.jit(lambda config, x: config.width * x)
-    f._programs._size = 3
+    f.cache.programs._size = 3
     for width in range(6):
         f(Config(width), X)
-        assert len(f._programs) <= 3
-    assert [key[1][0][0].obj.width for key in f._programs] == [3, 4, 5]
+        assert len(f.cache.programs) <= 3
+    assert [key[1][0][0].obj.width for key in f.cache.programs] == [3, 4, 5]
 
 
 def test_models_may_die_in_any_thread():
@@ -204,4 +204,4 @@ def test_models_may_die_in_any_thread():
     for thread in threads:
         thread.join()
     gc.collect()
-    assert not errors and len(f._programs) == 0
+    assert not errors and len(f.cache.programs) == 0

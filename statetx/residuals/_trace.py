@@ -19,7 +19,7 @@ import jax
 from .. import _compat, _registry
 from .._compat import Jaxpr, Literal
 from .._jaxpr import Body, table
-from .._lift import Lifting, frame_for, name_of, pack, short_name, stage
+from .._lift import InputNames, Lifting, frame_for, name_of, pack, short_name, stage
 from .._paths import Paths, argument_names
 from .._targets import Targets, resolve_argnums, split_aux
 from .._tree import Partition, as_array, is_array, is_array_or_number, is_float
@@ -138,7 +138,9 @@ def differentiate(
 
     with table.bypassed():
         avals = [_compat.abstract(x) for x in arrays]
-        staged, _, refs = stage(body, avals, kind="statetx.residuals", name=name, lifting=lifting)
+        staged, _, refs = stage(
+            body, avals, kind="statetx.residuals", names=InputNames(fun, others.combine), lifting=lifting
+        )
         outs = range(len(staged.jaxpr.outvars) - len(refs))
 
         sources = [Source("constant")] * staged.num_operands

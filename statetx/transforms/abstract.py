@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from .. import _compat
-from .._lift import Outcome, frame_for, pack
+from .. import _compat, _registry
+from .._lift import InputNames, Outcome, frame_for, pack, stage
 from .._signature import StaticArguments
 from .._staged import Staged
 from .._tree import as_array, is_argument, is_array_or_number, partition
@@ -21,7 +21,8 @@ def eval_shape(fun: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTr
 
     Args:
         fun: the function.
-        *args, **kwargs: its arguments, or ``jax.ShapeDtypeStruct`` in the places of arrays.
+        *args, **kwargs: its arguments. In the places of arrays may stand ``jax.ShapeDtypeStruct``, or any object with a
+            ``shape`` and a ``dtype`` that is no state.
 
     Returns:
         The output with a ``jax.ShapeDtypeStruct`` for each array; other objects are as the function returned them.
@@ -45,20 +46,30 @@ def eval_shape(fun: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTr
         >>> statetx.eval_shape(lambda: [statetx.Param(jnp.ones((2, 3)))])[0].value
         ShapeDtypeStruct(shape=(2, 3), dtype=float32)
     """
-    arrays, others = partition((args, kwargs), lambda x: is_array_or_number(x) or isinstance(x, jax.ShapeDtypeStruct))
+    arrays, others = partition((args, kwargs), _is_typed)
     outcome: Outcome | None = None
+    names = InputNames(fun, others.combine)
 
-    def body(*tracers: Any) -> list:
-        nonlocal outcome
+    def body(*tracers: Any) -> tuple[list, Outcome]:
         call_args, call_kwargs = others.combine(tracers)
         frame = frame_for("eval_shape", fun)
         out = frame.run(fun, *call_args, **call_kwargs)
-        leaves, outcome = pack(out, [e for e in frame.effects if e.created], is_array_or_number)
-        return leaves
+        return pack(out, [e for e in frame.effects if e.created], is_array_or_number)
 
-    shapes = jax.eval_shape(body, *arrays)
+    def run(*tracers: Any) -> list:
+        nonlocal outcome
+        avals = [_compat.abstract(x) for x in tracers]
+        staged, outcome, _ = stage(body, avals, kind="statetx.eval_shape", names=names)
+        return staged(staged.operands, *tracers)
+
+    shapes = jax.eval_shape(run, *arrays)
     assert outcome is not None
     return outcome.finish(shapes)
+
+
+def _is_typed(x: Any) -> bool:
+    has_type = hasattr(x, "shape") and hasattr(x, "dtype")
+    return is_array_or_number(x) or (has_type and not isinstance(x, type) and not _registry.is_opaque(x))
 
 
 def make_jaxpr(
@@ -97,12 +108,15 @@ def make_jaxpr(
         dyn_args, dyn_kwargs, merge = static.split(args, kwargs)
         arrays, others = partition((dyn_args, dyn_kwargs), is_argument)
 
+        def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+            return merge(*others.combine(leaves))
+
         def call(*tracers: Any) -> tuple[PyTree]:
-            call_args, call_kwargs = merge(*others.combine(tracers))
+            call_args, call_kwargs = arguments(tracers)
             return (fun(*call_args, **call_kwargs),)
 
         avals = [_compat.abstract(as_array(x)) for x in arrays]
-        staged = Staged("make_jaxpr", fun, call, avals, kind="statetx.make_jaxpr")
+        staged = Staged("make_jaxpr", fun, call, avals, kind="statetx.make_jaxpr", arguments=arguments)
         before = {key: staged.state_vars(i) for key, i in staged.inputs.items()}
         after = before | staged.written_vars
         states_in, states_out = ([v for key in before for v in of[key]] for of in (before, after))

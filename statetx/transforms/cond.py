@@ -114,9 +114,12 @@ def _branch(name: str, index: Any, branches: Sequence[Callable], operands: tuple
     arrays, part = partition(operands, is_array_or_number)
     arrays = [as_array(x) for x in arrays]
     avals = [_compat.abstract(x) for x in arrays]
-    staged = [
-        Staged(name, f, lambda *xs, f=f: (f(*part.combine(xs)),), avals, kind=f"statetx.{name}") for f in branches
-    ]
+
+    def stage(f: Callable) -> Staged:
+        call = lambda *xs: (f(*part.combine(xs)),)  # noqa: E731
+        return Staged(name, f, call, avals, kind=f"statetx.{name}", arguments=lambda xs: (part.combine(xs), {}))
+
+    staged = [stage(f) for f in branches]
     return _Branches(name, staged).run(index, arrays)
 
 

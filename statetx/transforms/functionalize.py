@@ -10,7 +10,7 @@ import jax
 
 from .. import _compat, _registry
 from .._errors import CreatedStateError, StateAccessError, StateValueError
-from .._lift import Lifting, Wrapper, as_decorator, frame_for, name_of, pack, run_at_once, stage, take_apart
+from .._lift import InputNames, Lifting, Wrapper, as_decorator, frame_for, name_of, pack, run_at_once, stage, take_apart
 from .._paths import Paths, short_site
 from .._registry import Access, Effect, Frame
 from .._text import brief, format_bytes, format_table, suggestion
@@ -174,7 +174,7 @@ def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, l
 
     avals = [_compat.abstract(as_array(x)) for x in arrays]
     refs = Lifting(is_array)  # not given to the frame: it collects Refs only
-    _, _, effects = stage(body, avals, kind="statetx.trace_states", name=name_of(fun), lifting=refs)
+    _, _, effects = stage(body, avals, kind="statetx.trace_states", names=InputNames(fun, others.combine), lifting=refs)
     written = {id(e.state) for e in effects}
     found = [(i.state, id(i.state) in written) for i in refs.inputs.values()]
     return frame, found, Paths(fun, args, kwargs)

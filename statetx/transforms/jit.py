@@ -12,7 +12,9 @@ that were staged it raises `Restage`, since the user's Python may do something e
 from __future__ import annotations
 
 import threading
+import types
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
@@ -71,6 +73,8 @@ def jit(
     run; between calls only their values move. As with ``jax.jit``, the user's Python runs once for each combination
     of argument types and static arguments, and what it reads from other Python objects is remembered. It runs again
     when the type of a state changes, and when a mode that a kind of state declares (brainstate's ``environ``) does.
+    ``jit(fun)`` made anew, for the same function and with equal options, finds the programs that there are, until
+    ``jax.clear_caches()`` or `clear_cache` forgets them.
 
     Args:
         fun: the function. Arguments may be arrays, Python numbers and pytrees of them, as in ``jax.jit``; any other
@@ -146,26 +150,21 @@ class Jit(Wrapper[P, R]):
         self.static.refuse_overlap(self._donated)
         self.donates = as_predicate(options["donate_states"])
         self.jax_options = {k: options[k] for k in ("keep_unused", "inline", "compiler_options")}
-        self._layouts: dict[Hashable, Layout] = {}
-        self._programs = Programs(_MAX_KEYS)  # of a key, most recently used first
-        self._only: tuple[Program, Hashable] | None = None  # the one program there is, and the modes it is for
-        self._has_warned = False
-        self._lock = threading.RLock()  # held while programs are put in order
-        self.staging = threading.RLock()  # held by a thread that stages, so that others wait for its program
+        self.cache = _cache_of(fun, options)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        only = self._only
+        only = self.cache.only
         if only is not None and only[1] == _registry.idle_modes():
             try:
                 return only[0].run_directly(args, kwargs)
             except Restage:
-                self._only = None
+                self.cache.only = None
             except TypeError:
                 pass  # an argument or a state that JAX does not take: what follows finds out which
         if _compat.is_jit_disabled():
             return run_at_once("jit", self.__wrapped__, args, kwargs)
         call = self._read(args, kwargs)
-        programs = self._programs.get(call.key)
+        programs = self.cache.programs.get(call.key)
         if programs:
             program = programs[0]
             if len(programs) == 1 and not program.guards:
@@ -179,7 +178,7 @@ class Jit(Wrapper[P, R]):
             for program in programs:
                 if program.accepts(call):
                     if program is not programs[0]:
-                        locked(self._lock, self._put_first, call, program)
+                        locked(self.cache.lock, self._put_first, call, program)
                     try:
                         return program.run(call)
                     except Restage:  # the arguments come in another form than those that were staged
@@ -190,13 +189,13 @@ class Jit(Wrapper[P, R]):
         if not _registry.is_idle():
             # No waiting here, where a call further out may be what another thread waits for.
             return self._stage(call, tried or []).first_run(call)
-        program = locked(self.staging, self._stage_unless_done, call, tried)
+        program = locked(self.cache.staging, self._stage_unless_done, call, tried)
         if program is None:  # another thread has staged one meanwhile
             return self(*call.args, **call.kwargs)
         return program.first_run(call)
 
     def _stage_unless_done(self, call: Call, tried: list[Program] | None) -> Program | None:
-        return self._stage(call, tried or []) if self._programs.get(call.key) is tried else None
+        return self._stage(call, tried or []) if self.cache.programs.get(call.key) is tried else None
 
     def _stage(self, call: Call, tried: Sequence[Program]) -> Program:
         program = Program(self, call, tried)
@@ -205,25 +204,25 @@ class Jit(Wrapper[P, R]):
         if program.making.makes:
             self._warn(program.making, [p.making for p in tried[:1] if p.is_for(call)])
         if program.is_reusable:
-            locked(self._lock, self._keep, call, program)
+            locked(self.cache.lock, self._keep, call, program)
         return program
 
     def _warn(self, making: Making, last: Sequence[Making]) -> None:
         """Say, once, that calls are staged again and again for the states that they make."""
         making.num_unused = sum(m.num_unused + 1 for m in last if m.makes and not m.was_used)
-        if making.num_unused >= (3 if making.is_settled else 1) and not self._has_warned:
-            self._has_warned = True
+        if making.num_unused >= (3 if making.is_settled else 1) and not self.cache.has_warned:
+            self.cache.has_warned = True
             advice = making.advice(f"jit({name_of(self.__wrapped__)})")
             warnings.warn(advice, StagingWarning, stacklevel=_registry.user_stacklevel())
 
     def _keep(self, call: Call, program: Program) -> None:
-        is_first = not self._programs
+        is_first = not self.cache.programs
         self._put_first(call, program)
-        self._only = (program, call.modes) if is_first and call.is_direct and program.is_direct else None
+        self.cache.only = (program, call.modes) if is_first and call.is_direct and program.is_direct else None
 
     def _put_first(self, call: Call, program: Program) -> None:
-        rest = [p for p in self._programs.get(call.key, ()) if p is not program and p.making.may_run()]
-        self._programs.keep(call.key, [program, *rest[: _MAX_PROGRAMS - 1]])
+        rest = [p for p in self.cache.programs.get(call.key, ()) if p is not program and p.making.may_run()]
+        self.cache.programs.keep(call.key, [program, *rest[: _MAX_PROGRAMS - 1]])
 
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Stage for arguments like these (arrays or ``jax.ShapeDtypeStruct``); no state changes.
@@ -250,14 +249,12 @@ class Jit(Wrapper[P, R]):
 
     def _program_for(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, Call]:
         call = self._read(args, kwargs)
-        programs = self._programs.get(call.key, [])
+        programs = self.cache.programs.get(call.key, [])
         return next((p for p in programs if p.accepts(call)), None) or self._stage(call, programs), call
 
     def clear_cache(self) -> None:
-        """Forget every program."""
-        self._only = None
-        self._programs.clear()
-        self._layouts.clear()
+        """Forget every program of the function, as ``jax.clear_caches`` does for all functions."""
+        self.cache.cache_clear()
 
     def _read(self, args: tuple, kwargs: dict[str, Any]) -> Call:
         dyn_args, dyn_kwargs, merge = self.static.split(args, kwargs)
@@ -266,12 +263,13 @@ class Jit(Wrapper[P, R]):
         is_leaf = _registry.is_opaque if is_whole else None
         leaves, treedef = jax.tree.flatten((dyn_args, dyn_kwargs), is_leaf=is_leaf)
         donated = self._donation(args) if self._donated else None
-        types = (treedef, tuple(map(type, leaves)), donated and donated[0])
-        layout = self._layouts.get(types)
+        key = (treedef, tuple(map(type, leaves)), donated and donated[0])
+        layouts = self.cache.layouts
+        layout = layouts.get(key)
         if layout is None:
-            if len(self._layouts) >= _MAX_KEYS:
-                self._layouts.clear()
-            layout = self._layouts[types] = Layout(donated, dyn_args, dyn_kwargs)
+            if len(layouts) >= _MAX_KEYS:
+                layouts.clear()
+            layout = layouts[key] = Layout(donated, dyn_args, dyn_kwargs)
         if layout.is_split:
             leaves = jax.tree.leaves((dyn_args, dyn_kwargs), is_leaf=_registry.is_opaque)
         if layout.converts:
@@ -293,5 +291,49 @@ class Jit(Wrapper[P, R]):
         return tuple([donated for donated, static in pairs if not static]), self._donated.names
 
 
+class _Cache:
+    """What calls of a function have staged, for every `jit` of it with the same options.
+
+    Attributes:
+        layouts: those of arguments, by their structure and types.
+        programs: those of a key, most recently used first.
+        only: the one program there is, and the modes it is for.
+        has_warned: whether a `StagingWarning` was given.
+        lock: held while programs are put in order.
+        staging: held by a thread that stages, so that others wait for its program.
+    """
+
+    def __init__(self) -> None:
+        self.layouts: dict[Hashable, Layout] = {}
+        self.programs = Programs(_MAX_KEYS)
+        self.only: tuple[Program, Hashable] | None = None
+        self.has_warned = False
+        self.lock = threading.RLock()
+        self.staging = threading.RLock()
+        _compat.register_cache(self, "statetx.jit")
+
+    def cache_clear(self) -> None:
+        self.only = None
+        self.programs.clear()
+        self.layouts.clear()
+
+
+_caches: weakref.WeakKeyDictionary[types.FunctionType, dict[Hashable, _Cache]] = weakref.WeakKeyDictionary()
+
+
+def _cache_of(fun: Callable, options: dict[str, Any]) -> _Cache:
+    """The cache of a function under these options: `jit` made anew for a function finds what was staged for it."""
+    if not isinstance(fun, types.FunctionType):  # a bound method, for one, is made whenever it is looked up
+        return _Cache()
+    caches = _caches.setdefault(fun, {})
+    key = static_key(options)
+    if key not in caches:
+        while len(caches) >= _MAX_OPTIONS:
+            caches.pop(next(iter(caches)), None)
+        caches[key] = _Cache()
+    return caches[key]
+
+
+_MAX_OPTIONS = 8  # combinations of options for one function; the oldest is forgotten
 _MAX_KEYS = 256  # combinations of static arguments; the oldest is forgotten
 _MAX_PROGRAMS = 64  # for one structure of arguments; more types than that are staged again

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .. import _compat, _fence, _keep, _policy, _registry
 from .._errors import EffectError, StateAccessError
 from .._jaxpr import Body, table
-from .._lift import Wrapper, as_decorator, frame_for, name_of, pack, run_at_once, short_name, stage
+from .._lift import InputNames, Wrapper, as_decorator, frame_for, name_of, pack, run_at_once, short_name, stage
 from .._paths import Paths, as_predicate
 from .._policy import Origin, as_policy
 from .._signature import StaticArguments
@@ -226,9 +226,12 @@ class Remat(Wrapper):
                 guard(ref, REF)
             return owners.read(ref) if owners else REF.get(ref)
 
+        def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+            return merge(*others.combine(leaves))
+
         def body(*tracers: Any) -> tuple[list, Any]:
             frame = frame_for("remat", fun, on_read=owners and owners.on_read, allow=guard)
-            call_args, call_kwargs = merge(*others.combine(tracers))
+            call_args, call_kwargs = arguments(tracers)
             out = frame.run(fun, *call_args, **call_kwargs)
             return pack(out, frame.effects)
 
@@ -240,7 +243,9 @@ class Remat(Wrapper):
         within = _keep.override(_policy.nothing, is_quiet=True) if is_rewritten else contextlib.nullcontext()
         try:
             with within:
-                staged, outcome, refs = stage(body, avals, kind="statetx.remat", name=name_of(fun), read=read)
+                staged, outcome, refs = stage(
+                    body, avals, kind="statetx.remat", names=InputNames(fun, arguments), read=read
+                )
         except jax.errors.ConcretizationTypeError as e:
             e.add_note(
                 f"remat({name_of(fun)}) traces its array arguments. To look at one in Python, name it in static_argnums= "

@@ -120,9 +120,12 @@ def scan(
             return scan(f, init, xs, length, states=states)
     x_avals = [_compat.drop_axis(_compat.abstract(x), 0) for x in xs_leaves]
 
+    def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+        return (carry_part.combine(leaves[: len(carry)]), xs_part.combine(leaves[len(carry) :])), {}
+
     def call(*leaves: Any) -> tuple[Any, Any, list]:
         x = [jax.new_ref(leaf) if n in refs else leaf for n, leaf in enumerate(leaves[len(carry) :])]
-        out = f(carry_part.combine(leaves[: len(carry)]), xs_part.combine(x))
+        out = f(*arguments([*leaves[: len(carry)], *x])[0])
         refuse_unfinished(out)
         if not (isinstance(out, (tuple, list)) and len(out) == 2):
             raise TypeError(f"scan: the body {name_of(f)} must return a pair (carry, y), got {type(out).__name__}.")
@@ -131,7 +134,7 @@ def scan(
     def stage(carry: list, enter: Callable) -> Staged:
         avals = [*map(_compat.abstract, carry), *x_avals]
         slice = lambda state, aval: rules.slice_type(state, aval, length)  # noqa: E731
-        return Staged("scan", f, call, avals, kind="scan", slice=slice, enter=enter)
+        return Staged("scan", f, call, avals, kind="scan", arguments=arguments, slice=slice, enter=enter)
 
     def is_carried(effect: Effect) -> bool:
         rule = rules(effect.state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -88,8 +88,10 @@ def while_loop(
             return _unstaged.while_loop(cond_fun, body_fun, init_val, max_steps)
 
     def stage(fun: Callable, kind: str, carry: list, enter: Callable) -> Staged:
-        call = lambda *xs: (fun(part.combine(xs)),)  # noqa: E731
-        return Staged("while_loop", fun, call, list(map(_compat.abstract, carry)), kind=kind, enter=enter)
+        arguments = lambda xs: ((part.combine(xs),), {})  # noqa: E731
+        call = lambda *xs: (fun(*arguments(xs)[0]),)  # noqa: E731
+        avals = list(map(_compat.abstract, carry))
+        return Staged("while_loop", fun, call, avals, kind=kind, arguments=arguments, enter=enter)
 
     body, carry, enter = settle(functools.partial(stage, body_fun, "while_body"), carry, part)
     test = stage(cond_fun, "while_cond", carry, enter)
@@ -180,12 +182,14 @@ def fori_loop(
         return _unstaged.fori_loop(range(int(lower), int(upper)), body_fun, init_val)
 
     def step(i: Any, *xs: Any) -> tuple[Any, Any]:
-        return jax.lax.add(i, jax.lax.full_like(i, 1)), body_fun(i, part.combine(xs))
+        return jax.lax.add(i, jax.lax.full_like(i, 1)), body_fun(*arguments([i, *xs])[0])
+
+    def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+        return (leaves[0], part.combine(leaves[1:])), {}
 
     def stage(carry: list, enter: Callable) -> Staged:
-        return Staged(
-            "fori_loop", body_fun, step, list(map(_compat.abstract, [start, *carry])), kind="fori_loop", enter=enter
-        )
+        avals = list(map(_compat.abstract, [start, *carry]))
+        return Staged("fori_loop", body_fun, step, avals, kind="fori_loop", arguments=arguments, enter=enter)
 
     body, carry, _ = settle(stage, carry, part, num_before=1)
     if is_static:
@@ -203,7 +207,8 @@ def fori_loop(
         left, _ = run(*loop.constants, [start, *carry, *loop.state_values], [])
     else:
         limit = jnp.asarray(upper, body.avals[0].dtype)
-        test = Staged("fori_loop", body_fun, lambda i, *xs: (i < limit,), body.avals, kind="while_cond")
+        is_left = lambda i, *xs: (i < limit,)  # noqa: E731
+        test = Staged("fori_loop", body_fun, is_left, body.avals, kind="while_cond", arguments=arguments)
         loop = _Loop(body, test)
         left = loop.run_while([start, *carry])
     return part.combine(loop.publish(left)[1:])
