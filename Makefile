@@ -3,18 +3,22 @@ PYTHON ?= python3
 # Extra words for pytest or an example, as in: make test ARGS="-k remat"
 ARGS ?=
 
-PY := .venv/bin/python
-STAMP := .venv/.statetx-installed
+# The environment, and the version of jax in it if not that of constraints.txt.
+VENV ?= .venv
+JAX ?=
+
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.statetx-installed
 RECENT := import sys; sys.exit(sys.version_info < (3, 11))
 EXTRAS := test,examples,docs,site,flax,checkpoint,ecosystem,dev
 # The benchmarks alone want other libraries to compare with.
-BENCH := .venv/.statetx-bench-installed
+BENCH := $(VENV)/.statetx-bench-installed
 
 # pyright: be quiet about newer releases than the pinned one
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test test-slow test-remat3 check format docs bench bench-quick clean
+.PHONY: help demo example test test-slow test-remat3 test-py312 test-py313 check format docs bench bench-quick clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -24,9 +28,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PY) -c '$(RECENT)' 2>/dev/null || { \
 	  $(PYTHON) -c '$(RECENT)' 2>/dev/null || { \
 	    echo "statetx needs Python 3.11 or newer, '$(PYTHON)' is not; name one: make PYTHON=python3.12 ..." >&2; exit 2; }; \
-	  $(PYTHON) -m venv --clear .venv; }
+	  $(PYTHON) -m venv --clear $(VENV); }
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@{ sed -E '$(if $(JAX),/^jax(lib)?==/d)' constraints.txt; $(if $(JAX),echo "jax==$(JAX)"; echo "jaxlib==$(JAX)";) } > $(VENV)/constraints.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 demo: $(STAMP)  ## train a recurrent model on real text, storing all or next to nothing (writes out/demo)
@@ -45,6 +50,12 @@ test-slow: $(STAMP)  ## run every test, the slow ones too
 test-remat3: $(STAMP)  ## run the tests with JAX's new rematerialisation switched on
 	JAX_REMAT3=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
+test-py312:  ## run the tests on Python 3.12 with jax 0.11.2, in an environment of their own
+	$(MAKE) test PYTHON=python3.12 VENV=.venv-py312 JAX=0.11.2
+
+test-py313:  ## run the tests on Python 3.13 with the newest jax, in an environment of their own
+	$(MAKE) test PYTHON=python3.13 VENV=.venv-py313
+
 check: $(STAMP)  ## lint, formatting and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -58,7 +69,7 @@ docs: $(STAMP)  ## build the documentation site into out/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 $(BENCH): $(STAMP)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[bench]'
 	@touch $@
 
 bench: $(BENCH)  ## run the benchmarks (about an hour) and the comparison with other libraries; results in out/bench
@@ -69,5 +80,5 @@ bench-quick: $(BENCH)  ## the fast benchmarks at small sizes, in under two minut
 	$(PY) benchmarks/run.py --quick $(ARGS)
 
 clean:  ## remove the environment, outputs and caches
-	rm -rf .venv out build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-py312 .venv-py313 out build dist .pytest_cache .ruff_cache .hypothesis
 	find statetx tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
