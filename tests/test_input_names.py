@@ -76,27 +76,28 @@ def test_a_state_is_called_by_its_path(transform):
     assert "the value of the argument model.flags.train." in str(raised.value)
 
 
-def test_names_are_forgotten_with_the_trace():
-    class Held:
-        pass
+class Held:
+    pass
 
-    held = Held()
-    names = []
+
+def traced():
+    """The names that a trace had, what they called its input, and a weak reference to what the function holds."""
+    held, names = Held(), []
 
     def fun(x):
-        frame = _compat.current_trace().frame
-        names.append(frame.debug_info.arg_names)
+        names.append(_compat.current_trace().frame.debug_info.arg_names)
         return x + len(vars(held))
 
-    program = statetx.jit(fun)
-    program(X)
-    assert isinstance(names[0], _lift.InputNames) and names[0][0] == "x"
+    statetx.jit(fun)(X)
     jaxpr = statetx.make_jaxpr(fun)(X).jaxpr
     assert not isinstance(jaxpr.debug_info.arg_names, _lift.InputNames)
-    alive = weakref.ref(held)
-    del names, program, held, fun, jaxpr
+    return type(names[0]), names[0][0], weakref.ref(held)
+
+
+def test_names_are_forgotten_with_the_trace():
+    cls, name, alive = traced()
     gc.collect()
-    assert alive() is None
+    assert (cls, name) == (_lift.InputNames, "x") and alive() is None
 
 
 @pytest.mark.parametrize("broken", [lambda x: x.nothing, lambda x: 1 / 0])
