@@ -149,15 +149,14 @@ class Scheduled(Loop):
         num_constants, first_x = step.num_constants, step.num_constants + step.num_carry
         const_places = [i for i in moving if i < num_constants]
         x_places = [i - first_x for i in moving if i >= first_x]
-        carry_floats = [i for i, a in enumerate(step.avals) if is_float(a)]
+        all_floats = [i for i, a in enumerate(step.avals) if is_float(a)]
+        carry_floats = step.moving_carry(moving)
         y_floats = [i for i, a in enumerate(step.y_avals) if is_float(a)]
         given_cts = iter(cts)
         all_cts = [next(given_cts) if g else None for g in given]
-        ct_carry = [
-            _compat.zeros(step.avals[i]) if ct is None else ct
-            for i, ct in zip(carry_floats, all_cts[: len(carry_floats)], strict=True)
-        ]
-        ct_ys = all_cts[len(carry_floats) :]
+        of_carry = dict(zip(all_floats, all_cts, strict=False))
+        ct_carry = [_compat.zeros(step.avals[i]) if of_carry[i] is None else of_carry[i] for i in carry_floats]
+        ct_ys = all_cts[len(all_floats) :]
 
         def reverse_block(first: Any, size: int, carry: list, loop: tuple) -> tuple:
             """Reverse the steps from `first` on, of which the first finds this carry."""
@@ -212,7 +211,7 @@ class Scheduled(Loop):
             plan = Plan.make(self._num_blocks, self.slots)
             loop, _ = reverse_scheduled(self._num_blocks, plan, block, slots, loop, advance, size, self._slots)
         ct_carry, sums, ct_xs = loop
-        of_carry = dict(zip(carry_floats, ct_carry, strict=True))
+        of_carry.update(zip(carry_floats, ct_carry, strict=True))
         return [*sums, *(of_carry[i - num_constants] for i in moving if num_constants <= i < first_x), *ct_xs]
 
 

@@ -322,6 +322,11 @@ def stage(
     return jaxpr, consts
 
 
+def with_tangents(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
+    """Which outputs of a jaxpr have a tangent that is not zero by itself, where these inputs have one."""
+    return list(_ad.jvp_jaxpr(ClosedJaxpr(jaxpr, ()), list(given), instantiate=False)[1])
+
+
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Run a jaxpr's equations on `args`."""
     trace = _context.trace

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from ._company import overlaps
 from ._jaxpr import Body
 from ._policy import Policy
 from ._staged import as_types
+from ._tree import is_float
 
 
 class Step:
@@ -89,6 +90,24 @@ class Step:
     def has_overlap(self) -> bool:
         """Whether a loop of it gains from running parts of it side by side: see `_company`."""
         return jax.default_backend() == "cpu" and overlaps(self.body.jaxpr)
+
+    def moving_carry(self, moving: Iterable[int]) -> list[int]:
+        """The float carries that a derivative with respect to these inputs of the body must follow: themselves among them, or
+        made from them by something that has a derivative."""
+        floats = [i for i, aval in enumerate(self.avals) if is_float(aval)]
+        given = [False] * len(self.body.jaxpr.invars)
+        for i in moving:
+            given[i] = True
+        first = self.num_constants
+        while not all(given[first + i] for i in floats):
+            found = [
+                i for i, moves in enumerate(_compat.with_tangents(self.body.jaxpr, given)[: self.num_carry]) if moves
+            ]
+            if all(given[first + i] for i in found):
+                break
+            for i in found:
+                given[first + i] = True
+        return [i for i in floats if given[first + i]]
 
     def _split(self, outs: list) -> tuple[list, list]:
         return as_types(outs[: self.num_carry], self.avals), outs[self.num_carry :]

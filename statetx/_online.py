@@ -91,10 +91,9 @@ def while_loop(test: Body, step: Step, slots: int | None, max_steps: int | None)
         carry, count, stored, positions, used, _ = jax.lax.while_loop(is_running, fill, loop)
         return carry, (stored, positions, used - 1, count)
 
-    def reverse(constants: list, stored: Any, ct_carry: list, moving: tuple[int, ...]) -> list:
-        """Cotangents of the constants that `moving` names, and of the first carry's floats."""
+    def reverse(constants: list, stored: Any, ct_carry: list, moving: tuple[int, ...], floats: tuple[int, ...]) -> list:
+        """Cotangents of the constants that `moving` names, and of those of the first carry that `floats` names."""
         slots_of, positions, top, count = stored
-        floats = [i for i, a in enumerate(step.avals) if is_float(a)]
 
         def reverse_step(first: Any, *, carry: list, loop: tuple) -> tuple:
             def run(consts: list, values: list) -> list:
@@ -135,6 +134,7 @@ def while_loop(test: Body, step: Step, slots: int | None, max_steps: int | None)
         moving = list(nonzero)
         consts = tuple(i - first for i in moving if i < last)
         floats = [i for i, a in enumerate(step.avals) if is_float(a)]
+        followed = tuple(step.moving_carry(i - first for i in moving))
 
         def push(residuals: list, tangents: list) -> list:
             primals, _ = treedef.unflatten(residuals)
@@ -142,10 +142,12 @@ def while_loop(test: Body, step: Step, slots: int | None, max_steps: int | None)
 
         def pull(residuals: list, cts: list) -> list:
             (_, constants, _), stored = treedef.unflatten(residuals)
-            cts = [_compat.zeros(step.avals[i]) if ct is None else ct for i, ct in zip(floats, cts, strict=True)]
-            run = reverse_compiled.setdefault(consts, _control.compiled(lambda c, s, cts: reverse(c, s, cts, consts)))
+            of_carry = dict(zip(floats, cts, strict=True))
+            cts = [_compat.zeros(step.avals[i]) if of_carry[i] is None else of_carry[i] for i in followed]
+            key = consts, followed
+            run = reverse_compiled.setdefault(key, _control.compiled(lambda c, s, cts: reverse(c, s, cts, *key)))
             found = run(constants, stored, cts)
-            of_carry = dict(zip(floats, found[len(consts) :], strict=True))
+            of_carry = dict(zip(followed, found[len(consts) :], strict=True))
             return [*found[: len(consts)], *(of_carry[i - last] for i in moving if i >= last)]
 
         types = [_compat.abstract(out[i]) for i in floats]

@@ -765,3 +765,50 @@ def test_schedules_under_strict_promotion(name):
     with jax.numpy_dtype_promotion("strict"):
         np.testing.assert_array_equal(statetx.grad(loss, wrt=w)(), expected)
         np.testing.assert_array_equal(statetx.jit(statetx.grad(loss, wrt=w))(), expected)
+
+
+# -- what needs no derivative ------------------------------------------------------------------------------------
+
+
+def on_the_host(t):
+    return jax.pure_callback(lambda t: np.float32(np.sqrt(t)), jax.ShapeDtypeStruct((), jnp.float32), t)
+
+
+def damped(c):
+    """The second of three carries moves with what is differentiated; of the first, JAX has no derivative; the third is its own."""
+    t, v, w = c
+    return t + on_the_host(t), jnp.sin(v) * jax.lax.stop_gradient(t), 0.5 * w
+
+
+WITHOUT_DERIVATIVE = {
+    "Slots(2)": lambda c: statetx.scan(lambda c, _: (damped(c), None), c, None, 7, checkpoint=Slots(2))[0],
+    "Slots(2), block=3": lambda c: statetx.scan(
+        lambda c, _: (damped(c), None), c, None, 7, checkpoint=Slots(2, block=3)
+    )[0],
+    "Levels(2)": lambda c: statetx.scan(lambda c, _: (damped(c), None), c, None, 7, checkpoint=Levels(2))[0],
+    "fori_loop": lambda c: statetx.fori_loop(0, 7, lambda _, c: damped(c), c, checkpoint=Slots(2)),
+    "while_loop": lambda c: statetx.while_loop(lambda c: c[0] < 30, damped, c, checkpoint=Slots(3)),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_DERIVATIVE)
+@pytest.mark.parametrize("moving", [(1,), (2,), (1, 2)])
+def test_carries_that_do_not_depend_on_what_is_differentiated_need_no_derivative(name, moving):
+    start = [jnp.float32(1.0), jnp.float32(0.5), jnp.float32(2.0)]
+
+    def loss(run, *values):
+        c = [*start]
+        for i, x in zip(moving, values, strict=True):
+            c[i] = x
+        return sum(run(tuple(c))[1:])
+
+    values = [start[i] for i in moving]
+    places = tuple(range(len(moving)))
+    got = jax.grad(lambda *v: loss(WITHOUT_DERIVATIVE[name], *v), places)(*values)
+    steps, t = 0, 1.0
+    while steps < 7 if name != "while_loop" else t < 30:
+        steps, t = steps + 1, t + t**0.5
+    wanted = jax.grad(lambda *v: loss(lambda c: jax.lax.fori_loop(0, steps, lambda _, c: damped(c), c), *v), places)(
+        *values
+    )
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
