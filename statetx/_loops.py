@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import _compat, _control, _schedule
+from . import _compat, _control, _key_words, _schedule
 from ._checkpointed import Scheduled
 from ._errors import EffectError, PolicyError
 from ._jaxpr import Body, table
@@ -65,9 +65,13 @@ def make_loop(
         tick = Bars(title, length).tick if title else None
         policy = getattr(strategy, "policy", None)
         options = {"length": length, "reverse": reverse, "policy": policy, "name": name, "tick": tick}
-        return _build(Step(body, num_constants, num_carry, **options), strategy)
+        if not is_of_words:
+            return _build(Step(body, num_constants, num_carry, **options), strategy)
+        step = Step(_key_words.body_of_words(body), num_constants, num_carry, **options)
+        return _key_words.loop_of_words(_build(step, strategy), body)
 
-    use = (staged.name, strategy, title, length, reverse, type(unroll), unroll, num_constants, num_carry)
+    is_of_words = strategy is not None and _key_words.are_wanted(body)
+    use = (is_of_words, staged.name, strategy, title, length, reverse, type(unroll), unroll, num_constants, num_carry)
     return table.get(body, use, build)
 
 

@@ -51,7 +51,7 @@ LAYERS = [
     {"_lift", "_optimizer", "_rules", "_survey", "policies", "_saving"},
     {"_marks"},
     {"_keep"},
-    {"_staged", "_targets", "_program"},
+    {"_staged", "_targets", "_program", "_key_words"},
     {"_control", "_carry", "_unstaged", "_stages"},
     {"_nested"},
     {"_derivative"},

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .. import _compat, _control, _online, _unstaged
+from .. import _compat, _control, _key_words, _online, _unstaged
 from .._carry import flatten_carry, settle
 from .._errors import PolicyError, StateAccessError
 from .._jaxpr import Body, table
@@ -260,6 +260,12 @@ class _Loop:
 
         def build(test: Body, body: Body) -> Callable:
             num_constants = len(self.constants[-1])
+            if is_of_words:
+                inner = build_loop(_key_words.body_of_words(test), _key_words.body_of_words(body), num_constants)
+                return _key_words.loop_of_words(inner, body)
+            return build_loop(test, body, num_constants)
+
+        def build_loop(test: Body, body: Body, num_constants: int) -> Callable:
             if slots is None and max_steps is None:
                 return _control.while_loop(test, body, num_constants)
             name = f"while_loop({name_of(self._body.fun)})"
@@ -267,7 +273,9 @@ class _Loop:
             step = Step(body, num_constants, len(body.jaxpr.outvars), **options)
             return _online.while_loop(test, step, slots and slots.num, max_steps)
 
-        kept = table.get(self.bodies, ("while_loop", slots, max_steps, *map(len, self.constants)), build)
+        is_of_words = slots is not None and _key_words.are_wanted(*self.bodies)
+        use = ("while_loop", is_of_words, slots, max_steps, *map(len, self.constants))
+        kept = table.get(self.bodies, use, build)
         return kept(*self.constants, [*carry, *self.state_values])
 
     def publish(self, carry: list) -> list:
