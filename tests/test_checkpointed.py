@@ -250,12 +250,18 @@ FEW = (Slots(3), Slots(3, block=4), Levels(2))
 MORE = [pytest.param(s, id=repr(s), marks=() if s in FEW else pytest.mark.slow) for s in STRATEGIES]
 
 
+@functools.cache
+def without_checkpoint(mode):
+    f, args = program(13)
+    return MODES[mode](functools.partial(f, None), *args)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("strategy", MORE)
 def test_same_numbers(strategy, mode):
     f, args = program(13)
     actual = MODES[mode](functools.partial(f, strategy), *args)
-    expected = MODES[mode](functools.partial(f, None), *args)
+    expected = without_checkpoint(mode)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
@@ -263,11 +269,16 @@ def test_same_numbers(strategy, mode):
 LAYOUTS = [(1, False), (2, True), (3, False), (12, True), (13, False), (64, True), (65, False)]
 
 
+@functools.cache
+def with_gradient(strategy, layout):
+    f, args = program(*layout)
+    return jax.value_and_grad(f, (1, 2, 3))(strategy, *args)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("strategy", [Slots(2), Slots(5, block=3), Levels(2), Levels(3), "auto"], ids=repr)
 def test_any_length_and_direction(strategy, layout):
-    f, args = program(*layout)
-    actual, expected = (jax.value_and_grad(f, (1, 2, 3))(s, *args) for s in (strategy, None))
+    actual, expected = (with_gradient(s, layout) for s in (strategy, None))
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
@@ -297,6 +308,7 @@ class Cell:
         return self.h.value.sum()
 
 
+@functools.cache
 def train(strategy, wrap=lambda f: f):
     cell, xs = Cell(), jnp.cos(jnp.arange(39.0)).reshape(13, 3)
 
@@ -431,14 +443,15 @@ def test_while_loop(slots, mode):
     way = ONLINE_MODES[mode]
     for scale in (0.3, 0.9, 1.0):  # from a few steps to many
         args = (W * scale, H)
-        if mode == "forward over reverse":
-            expected = jax.jvp(jax.grad(unrolled_by_count(*args), (0, 1)), args, args)[1]
-        elif mode == "jvp":
-            expected = jax.jvp(unrolled_by_count(*args), args, args)
-        else:
-            expected = jax.grad(unrolled_by_count(*args), (0, 1))(*args)
+        expected = unrolled(mode.partition(",")[0], scale)
         for a, b in zip(jax.tree.leaves(way(decay(slots))(*args)), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@functools.cache
+def unrolled(mode, scale):
+    args = (W * scale, H)
+    return ONLINE_MODES[mode](unrolled_by_count(*args))(*args)
 
 
 def unrolled_by_count(w, h):
