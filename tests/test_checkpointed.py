@@ -276,7 +276,11 @@ def with_gradient(strategy, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("strategy", [Slots(2), Slots(5, block=3), Levels(2), Levels(3), "auto"], ids=repr)
+@pytest.mark.parametrize(
+    "strategy",
+    [Slots(2), Slots(5, block=3), Levels(2), *(pytest.param(s, marks=pytest.mark.slow) for s in (Levels(3), "auto"))],
+    ids=repr,
+)
 def test_any_length_and_direction(strategy, layout):
     actual, expected = (with_gradient(s, layout) for s in (strategy, None))
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
@@ -438,18 +442,18 @@ ONLINE_MODES = {
 
 
 @pytest.mark.parametrize("mode", ONLINE_MODES)
-@pytest.mark.parametrize("slots", [1, 2, 3, 4, 7, 100])
+@pytest.mark.parametrize("slots", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 7, 100)), 4])
 def test_while_loop(slots, mode):
     way = ONLINE_MODES[mode]
     for scale in (0.3, 0.9, 1.0):  # from a few steps to many
         args = (W * scale, H)
-        expected = unrolled(mode.partition(",")[0], scale)
+        expected = derivative_of_unrolled(mode.partition(",")[0], scale)
         for a, b in zip(jax.tree.leaves(way(decay(slots))(*args)), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 @functools.cache
-def unrolled(mode, scale):
+def derivative_of_unrolled(mode, scale):
     args = (W * scale, H)
     return ONLINE_MODES[mode](unrolled_by_count(*args))(*args)
 

@@ -95,12 +95,25 @@ ALIKE = "Counter ReadModifyWrite WriteOnly DictValued MutatedDict PythonNumbers 
 FAST = [(remat, grad), (remat, scan, grad), (grad, jit), (remat, grad, vmap), (remat, vmap, scan, grad)]
 
 
-@pytest.mark.parametrize(
-    "nesting",
-    [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in NESTINGS],
-    ids=lambda n: "-".join(t.__name__ for t in n),
-)
-@pytest.mark.parametrize("make", [p for p in NATIVE if p.__name__ in ALIKE], ids=lambda p: p.__name__)
+def programs() -> list:
+    """Those under `vmap` take longest to compile: two of them are enough for the fast suite."""
+    return [
+        pytest.param(
+            p,
+            nesting,
+            id=f"{p.__name__}-{'-'.join(t.__name__ for t in nesting)}",
+            marks=[pytest.mark.slow] * (nesting not in FAST or (vmap in nesting and p.__name__ not in BROAD)),
+        )
+        for p in NATIVE
+        if p.__name__ in ALIKE
+        for nesting in NESTINGS
+    ]
+
+
+BROAD = ("Dropout", "DictValued")
+
+
+@pytest.mark.parametrize(("make", "nesting"), programs())
 def test_compiled_programs_are_those_written_by_hand(make, nesting):
     program = make()
     if vmap in nesting:

@@ -320,7 +320,7 @@ def check_law(make: type[Program], nesting: Nesting, num_calls: int = 2, toleran
         values = snapshot(program.values())
 
 
-FAST: list[Nesting] = [(remat, grad), (remat, jit), (remat, scan, grad, jit)]
+FAST: list[Nesting] = [(remat, grad), (remat, scan, grad, jit)]
 
 
 @pytest.mark.parametrize("make, nesting", cases(PROGRAMS, NESTINGS, FAST))
@@ -521,7 +521,10 @@ def plain_cases() -> list:
             name,
             is_remat,
             id=f"{p.__name__}-{name}{'-remat' * is_remat}",
-            marks=[KEPT_BY_BRAINSTATE] if (p.__name__, name) in kept else [],
+            marks=[
+                *[KEPT_BY_BRAINSTATE] * ((p.__name__, name) in kept),
+                *[pytest.mark.slow] * (p not in NATIVE and name in ("vmap", "make_jaxpr")),
+            ],
         )
         for p, is_remat in watched
         for name in PLAIN_JAX

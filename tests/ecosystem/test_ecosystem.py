@@ -59,20 +59,10 @@ def assert_equal_numbers(ours, theirs):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
-@functools.cache
-def ours(name):
-    return run(name, OURS)
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_numbers_equal_those_of_brainstates_transforms(name):
-    result, _ = ours(name)
+def test_numbers_equal_those_of_brainstates_transforms_and_a_step_is_staged_once(name):
+    result, compiled = run(name, OURS)
     assert_equal_numbers(result, expected(name))
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_step_is_staged_once(name):
-    _, compiled = ours(name)
     assert compiled[-1] == 0  # the second step may know the states by their final types
 
 
@@ -85,7 +75,14 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("name", ["recurrent_classifier", "spiking_classifier_remat", "trained_through_time"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "recurrent_classifier",
+        pytest.param("spiking_classifier_remat", marks=pytest.mark.slow),
+        pytest.param("trained_through_time", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("theirs", MIXED)
 def test_numbers_stay_where_only_some_transforms_are_exchanged(name, theirs):
     result, _ = run(name, MIXED[theirs])
