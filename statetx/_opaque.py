@@ -13,6 +13,8 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import jax
+
 from . import _compat, _registry
 from ._errors import CreatedStateError, FunctionError, TraceLeakError
 from ._objects import children, has_parts
@@ -56,7 +58,7 @@ def refuse_hidden(leaves: Iterable[Any], returned: Callable[[], str] = lambda: "
         return
     for leaf in leaves:
         refuse_unfinished(leaf, returned)
-        if isinstance(leaf, _compat.Tracer) and _compat.ends_here(leaf):
+        if isinstance(leaf, jax.Ref) and isinstance(leaf, _compat.Tracer) and _compat.ends_here(leaf):
             raise CreatedStateError(
                 f"{returned()} a {leaf.aval.str_short()} that was created inside; it ends with the trace.\n"
                 f"Fix: return its value (ref[...] or jax.freeze(ref)), or create the Ref outside."

@@ -116,7 +116,9 @@ def scan(
     length = _resolve_length(xs_leaves, length, rules)
     if _unstaged.is_wanted():
         if length:
-            return _unstaged.scan(f, carry_part.combine(map(jnp.asarray, carry)), xs, length, bool(reverse), rules)
+            return _unstaged.scan(
+                f, carry_part.combine([jnp.asarray(x) for x in carry]), xs, length, bool(reverse), rules
+            )
         with jax.disable_jit(False):  # without a step only staging tells the types of the output
             return scan(f, init, xs, length, states=states)
     x_avals = [_compat.drop_axis(_compat.abstract(x), 0) for x in xs_leaves]

@@ -85,7 +85,7 @@ def while_loop(
         with contextlib.suppress(
             jax.errors.ConcretizationTypeError
         ):  # under vmap the examples may end at different steps
-            return _unstaged.while_loop(cond_fun, body_fun, part.combine(map(jnp.asarray, carry)), max_steps)
+            return _unstaged.while_loop(cond_fun, body_fun, part.combine([jnp.asarray(x) for x in carry]), max_steps)
 
     def stage(fun: Callable, kind: str, carry: list, enter: Callable) -> Staged:
         call = lambda *xs: (fun(part.combine(xs)),)  # noqa: E731
@@ -175,10 +175,12 @@ def fori_loop(
     if progress and not is_static:
         raise ValueError("fori_loop: progress=True needs a number of steps that is known ahead: give Python integers.")
     carry, part = flatten_carry("fori_loop", init_val)
+    length = 0
     if is_static:
         lower, upper = int(lower), int(upper)  # as JAX does, which cuts off fractions of bounds that are known
+        length = max(upper - lower, 0)
         if _unstaged.is_wanted():
-            return _unstaged.fori_loop(range(lower, upper), body_fun, part.combine(map(jnp.asarray, carry)))
+            return _unstaged.fori_loop(range(lower, upper), body_fun, part.combine([jnp.asarray(x) for x in carry]))
     start = lower if is_static else jnp.asarray(lower + 0 * upper)
 
     def step(i: Any, *xs: Any) -> tuple[Any, Any]:
@@ -192,7 +194,6 @@ def fori_loop(
     body, carry, _ = settle(stage, carry, part, num_before=1)
     if is_static:
         loop = _Loop(body, None)
-        length = max(upper - lower, 0)
         options: dict[str, Any] = {"unroll": unroll or 1, "strategy": strategy, "progress": progress}
         run = make_loop(
             body,
