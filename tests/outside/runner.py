@@ -307,7 +307,8 @@ flax {importlib.metadata.version("flax")}, brainstate {importlib.metadata.versio
 The tests of JAX, flax.nnx and brainstate themselves, with statetx's transforms in place of theirs. A *difference* is deliberate, and
 each is stated in this documentation, mostly among the [differences from JAX](differences.md); *not applicable* are tests of private names, of
 options that statetx does not have, those that skip themselves and those that call nothing which was exchanged; a *fault* is ours, and open. Every
-test that does not pass is named with its reason in `tests/outside/*.toml`. Of a test with more than 16 generated cases, 8 are run (JAX's control flow).
+test that does not pass is named with its reason in `tests/outside/*.toml`. nnx's `vmap`, `scan`, `vjp` and `jvp`, which take modules apart, stay nnx's.
+Of JAX's control-flow tests with more than 16 generated cases, 8 are run. An expected error must have its type; its words may be statetx's.
 
 | tests | run | passed | difference | not applicable | fault |
 |---|--:|--:|--:|--:|--:|
