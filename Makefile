@@ -18,7 +18,7 @@ BENCH := $(VENV)/.statetx-bench-installed
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test test-slow test-remat3 test-py312 test-py313 check format docs bench bench-quick clean
+.PHONY: help demo example test test-slow test-outside test-remat3 test-py312 test-py313 check format docs bench bench-quick clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -45,7 +45,10 @@ test: $(STAMP)  ## run the tests and doctests
 	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-slow: $(STAMP)  ## run every test, the slow ones too
-	$(PY) -m pytest -n 2 --dist worksteal -m "slow or not slow" $(ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal -m "not outside" $(ARGS)
+
+test-outside: $(STAMP)  ## run the tests of JAX, flax.nnx and brainstate with these transforms (CONTRIBUTING.md)
+	$(PY) -m pytest tests/outside -m outside $(ARGS)
 
 test-remat3: $(STAMP)  ## run the tests with JAX's new rematerialisation switched on
 	JAX_REMAT3=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)

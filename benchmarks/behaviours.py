@@ -469,7 +469,10 @@ def main() -> None:
         print(*(f"{n:3}. {note}" for n, note in enumerate(notes, 1)), sep="\n", end="\n\n")
     show("Totals", *totals(outcome))
     if options.markdown:
-        options.markdown.write_text(markdown(outcome))
+        _, heading, rest = options.markdown.read_text().partition(
+            "## Tests of other libraries\n"
+        )  # written by tests/outside
+        options.markdown.write_text(markdown(outcome) + (f"\n{heading}{rest}" if heading else ""))
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ LEAVES |= frozenset([_pe.DynamicJaxprTracer, _pe.JaxprTracer])
 """Types that no tree takes apart: those of arrays and tracers."""
 _context = _core.trace_ctx
 _InternalRefEffect = _core.InternalMutableArrayEffect
+_internal_ref_effect = _core.internal_mutable_array_effect
 _eval_trace = _core.eval_trace
 
 # What JAX calls the trace of a loop body (`DebugInfo.traced_for`); ours are named alike in `stage`.
@@ -994,10 +995,12 @@ def discharge_refs(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool], list[bool]]:
     the order of the inputs. Returns, for each input, whether it is a Ref that was made explicit, and whether it is written.
     A Ref that is an argument of a function with a derivative rule stays: the rule may write it in the backward pass.
     """
+    jaxpr = _hold_rules(jaxpr)
     in_rules = _refs_in_rules(jaxpr)
     is_ref = [isinstance(v.aval, _AbstractRef) and v not in in_rules for v in jaxpr.invars]
-    # lower=False keeps the rules of custom derivatives.
+    # lower=False keeps the rules of functions that are given a Ref.
     pure, consts = open_jaxpr(_discharge_state(ClosedJaxpr(jaxpr, []), should_discharge=is_ref, lower=False))
+    pure = _release_rules(pure)
     num_out = len(jaxpr.outvars)
     invars = [*pure.constvars, *pure.invars]
     refs = [v for v, r in zip(pure.invars, is_ref, strict=True) if r]
@@ -1007,6 +1010,57 @@ def discharge_refs(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool], list[bool]]:
     assert not consts, "discharging a jaxpr without constants made some"
     flags = iter(written)
     return rebuild(pure, invars=invars, outvars=outvars), is_ref, [r and next(flags) for r in is_ref]
+
+
+class _Held:
+    """An equation out of the sight of JAX."""
+
+    def __init__(self, eqn: Any):
+        self.eqn = eqn
+
+
+_held_p = _core.Primitive("statetx_held")
+_held_p.multiple_results = True
+_held_p.def_abstract_eval(lambda *_, held: [v.aval for v in held.eqn.outvars])
+
+
+def _hold_rules(x: Any) -> Any:
+    """A jaxpr, closed or not, whose calls of functions with a derivative rule, at any depth, are held back.
+
+    JAX discharges after differentiation. Of what stands in an inner jaxpr, or makes a Ref of its own, it would keep the
+    function and drop its rule.
+    """
+
+    def hold(eqn: Any) -> Any:
+        if not has_rule(eqn):
+            return map_jaxprs(_hold_rules, eqn)
+        if any(isinstance(v.aval, _AbstractRef) for v in eqn.invars):
+            return eqn
+        return eqn.replace(primitive=_held_p, params={"held": _Held(eqn)}, effects=_core.no_effects)
+
+    return _with_equations_if_other(x, [hold(eqn) for eqn in open_jaxpr(x)[0].eqns])
+
+
+def _release_rules(x: Any) -> Any:
+    """What `_hold_rules` held back, where it stands now."""
+
+    def release(eqn: Any) -> Any:
+        if eqn.primitive is _held_p:
+            return eqn.params["held"].eqn.replace(invars=eqn.invars, outvars=eqn.outvars)
+        inner = map_jaxprs(_release_rules, eqn)
+        shows = any(_internal_ref_effect in jaxpr.effects for jaxpr in inner_jaxprs(inner))
+        return inner.replace(effects=inner.effects | {_internal_ref_effect}) if shows else inner
+
+    return _with_equations_if_other(x, [release(eqn) for eqn in open_jaxpr(x)[0].eqns])
+
+
+def _with_equations_if_other(x: Any, eqns: list[Any]) -> Any:
+    jaxpr, _ = open_jaxpr(x)
+    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+        return x
+    effects = jaxpr.effects | {e for eqn in eqns for e in eqn.effects if isinstance(e, _InternalRefEffect)}
+    jaxpr = jaxpr.replace(eqns=eqns, effects=effects)
+    return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, x.consts)
 
 
 def _refs_in_rules(jaxpr: Any) -> set[Any]:

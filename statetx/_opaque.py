@@ -13,8 +13,10 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import jax
+
 from . import _compat, _registry
-from ._errors import FunctionError, TraceLeakError
+from ._errors import CreatedStateError, FunctionError, TraceLeakError
 from ._objects import children, has_parts
 
 _DEPTH = 5  # attributes of attributes: an object that hides an array deeper than that is not found out
@@ -49,12 +51,18 @@ def refuse_hidden(leaves: Iterable[Any], returned: Callable[[], str] = lambda: "
 
     Raises:
         TraceLeakError: an attribute, or what a function closes over, is such a tracer.
+        CreatedStateError: a leaf is a ``jax.Ref`` that was made inside.
         FunctionError: an object is a generator or a coroutine.
     """
     if _compat.is_eager():
         return
     for leaf in leaves:
         refuse_unfinished(leaf, returned)
+        if isinstance(leaf, jax.Ref) and isinstance(leaf, _compat.Tracer) and _compat.ends_here(leaf):
+            raise CreatedStateError(
+                f"{returned()} a {leaf.aval.str_short()} that was created inside; it ends with the trace.\n"
+                f"Fix: return its value (ref[...] or jax.freeze(ref)), or create the Ref outside."
+            )
         hidden = hidden_tracer(leaf, _compat.ends_here)
         if hidden is not None:
             raise _leak(leaf, *hidden, returned())

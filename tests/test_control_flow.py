@@ -116,6 +116,7 @@ def test_mistakes_in_branches():
         ),
         (lambda: statetx.cond(jnp.ones(2), lambda: 1, lambda: 2), TypeError, "predicate must be a scalar"),
         (lambda: statetx.switch(1.5, [lambda: 1]), TypeError, "index must be a scalar integer"),
+        (lambda: statetx.switch(lambda: 0, [lambda: 1]), TypeError, "index must be a scalar integer, got function"),
         (lambda: statetx.switch(0, []), ValueError, "at least one branch"),
         (lambda: statetx.cond(true, lambda: "a", lambda: "a"), statetx.StateValueError, "is a str, which is no array"),
         (lambda: statetx.cond(true, 3, lambda: 1), TypeError, "every branch must be callable"),
@@ -180,9 +181,68 @@ def test_fori_loop_gradient_and_unroll():
         m.a.value = jnp.asarray(1.0)
         np.testing.assert_allclose(statetx.grad(loss, 0, wrt=m.w)(0.5, unroll), expected, rtol=1e-5)
         np.testing.assert_allclose(m.a.value, 16.0)
-    with pytest.raises(TypeError, match="upper must be a scalar integer"):
-        statetx.fori_loop(0, 2.5, lambda i, x: x, 1.0)
+    with pytest.raises(TypeError, match="upper must be a scalar, a real number, got str"):
+        statetx.fori_loop(0, "2", lambda i, x: x, 1.0)
+    with pytest.raises(TypeError, match=r"lower must be a scalar, a real number, got float32\[2\]"):
+        statetx.fori_loop(jnp.zeros(2), 2, lambda i, x: x, 1.0)
     assert float(statetx.fori_loop(3, 3, lambda i, x: x + 1, 1.0)) == 1.0
+
+
+BOUNDS = [(0.5, 2.75), (jnp.float32(-1.0), 1.0), (jnp.int32(1), 3), (2.0, 1.0), (np.int16(0), jnp.int16(2))]
+
+
+@pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+def test_bounds_mean_what_they_mean_in_jax(bounds):
+    total = statetx.State(0.0)
+
+    def body(i, x):
+        total.value += i * 1.0
+        return x * (2.0 + i)
+
+    def theirs(lower, upper, x):
+        return jax.lax.fori_loop(lower, upper, lambda i, x: (x[0] * (2.0 + i), x[1] + i * 1.0), (x, 0.0))
+
+    def ours(lower, upper, x):
+        total.value = 0.0
+        return statetx.fori_loop(lower, upper, body, x), total.value
+
+    for disabled in (False, True):
+        with jax.disable_jit(disabled):
+            np.testing.assert_allclose(ours(*bounds, 1.0), theirs(*bounds, 1.0), rtol=1e-6)
+    gradient = lambda f: jax.grad(lambda x: f(*bounds, x)[0])(1.0)  # noqa: E731
+    np.testing.assert_allclose(gradient(ours), gradient(theirs), rtol=1e-6)
+    traced = [jnp.asarray(b, jnp.result_type(*bounds)) for b in bounds]
+    total.value = 0.0
+    np.testing.assert_allclose(statetx.jit(ours)(*traced, 1.0), jax.jit(theirs)(*traced, 1.0), rtol=1e-6)
+    with pytest.raises(statetx.PolicyError, match="lower or upper is traced"):
+        jax.jit(lambda n: statetx.fori_loop(0, n, lambda i, x: x, 1.0, checkpoint=2))(2)
+
+
+def test_a_carry_is_not_changed_in_place_under_disable_jit():
+    """jax#27019: NumPy's ``+=`` in a body changes the array that the caller gave."""
+
+    def body(x, total):
+        x += 1.0
+        return x, total + x
+
+    loops = {
+        "while_loop": lambda x: statetx.while_loop(lambda c: c[0] < 3.0, lambda c: body(*c), (x, x)),
+        "fori_loop": lambda x: statetx.fori_loop(0, 3, lambda i, c: body(*c), (x, x)),
+        "scan": lambda x: statetx.scan(lambda c, _: (body(*c), None), (x, x), None, 3)[0],
+    }
+    for name, loop in loops.items():
+        x = np.zeros((), np.float32)
+        with jax.disable_jit():
+            assert tuple(map(float, loop(x))) == (3.0, 6.0), name
+        assert x == 0.0
+
+
+@pytest.mark.parametrize("argument", ["length", "unroll"])
+def test_tracer_where_scan_needs_an_integer(argument):
+    f = lambda n: statetx.scan(lambda c, _: (c, None), 0.0, **{"length": 3, argument: n})[0]  # noqa: E731
+    with pytest.raises(jax.errors.ConcretizationTypeError, match=f"scan: {argument}= must be known"):
+        jax.jit(f)(3)
+    assert jax.jit(f, static_argnums=0)(3) == 0.0
 
 
 def test_while_loop():

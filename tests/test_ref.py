@@ -379,6 +379,71 @@ def test_scan_refuses_a_ref_in_two_roles():
 
 
 @jax.custom_vjp
+def through_a_ref(x):
+    ref = jax.new_ref(x)
+    ref[...] *= 2.0
+    return ref[...]
+
+
+through_a_ref.defvjp(lambda x: (through_a_ref(x), None), lambda _, g: (5.0 * g,))  # no derivative but that of the rule
+
+
+def beside_a_ref(x):
+    ref = jax.new_ref(x)
+    ref[...] *= 1.0
+    return through_a_ref(ref[...])
+
+
+AROUND = {
+    "": lambda f: f,
+    "jax.jit": jax.jit,
+    "jax.checkpoint": jax.checkpoint,
+    "jax.lax.scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, 1)[0],
+    "jax.lax.cond": lambda f: lambda x: jax.lax.cond(x > 0, f, f, x),
+    "remat": statetx.remat,
+    "scan": lambda f: lambda x: statetx.scan(lambda c, _: (f(c), None), x, None, 1)[0],
+    "cond": lambda f: lambda x: statetx.cond(x > 0, f, f, x),
+    "scan(remat)": lambda f: lambda x: statetx.scan(statetx.remat(lambda c, _: (f(c), None)), x, None, 1)[0],
+}
+
+
+@pytest.mark.parametrize("fun", [through_a_ref, beside_a_ref], ids=["its own", "beside"])
+@pytest.mark.parametrize("inner", AROUND)
+@pytest.mark.parametrize("outer", [statetx.jit, statetx.remat], ids=["jit", "remat"])
+def test_rules_stay_where_refs_are_made_explicit(outer, inner, fun):
+    """JAX discharges after differentiation, and loses the rules of functions that stand in inner jaxprs or make Refs."""
+    f = outer(AROUND[inner](fun))
+    assert (f(3.0), jax.grad(f)(3.0), statetx.grad(f)(3.0), jax.jit(statetx.grad(f))(3.0)) == (6.0, 5.0, 5.0, 5.0)
+
+
+@pytest.mark.parametrize("inner", AROUND)
+def test_rules_stay_beside_a_ref_that_is_closed_over(inner):
+    ref = jax.new_ref(1.0)
+
+    def fun(x):
+        ref[...] += 1.0
+        return through_a_ref(x)
+
+    assert statetx.grad(statetx.remat(AROUND[inner](fun)))(3.0) == 5.0
+    assert ref[...] == 2.0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: statetx.jit(jax.new_ref)(x),
+        lambda x: statetx.vmap(lambda x: {"a": jax.new_ref(x)})(x[None]),
+        lambda x: statetx.cond(x > 0, jax.new_ref, jax.new_ref, x),
+        lambda x: statetx.scan(lambda c, _: (jax.new_ref(c), None), x, None, 2),
+    ],
+    ids=["jit", "vmap", "cond", "scan"],
+)
+def test_ref_that_is_made_inside_cannot_be_returned(call):
+    with pytest.raises(statetx.CreatedStateError, match=r"returned a Ref\{float32\[\]\} that was created inside"):
+        call(jnp.float32(1.0))
+
+
+@jax.custom_vjp
 def stash(ref, x):
     """`x`, whose cotangent is written to the Ref in the backward pass."""
     return x

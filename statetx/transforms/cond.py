@@ -100,7 +100,7 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
     branches = list(branches)
     if not branches:
         raise ValueError("switch: give at least one branch.")
-    if jnp.ndim(index) != 0 or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
+    if not is_loop_leaf(index) or jnp.ndim(index) != 0 or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
         raise TypeError(f"switch: the index must be a scalar integer, got {type_str(as_array(index))}.")
     return _branch("switch", jnp.asarray(index), branches, operands)
 

@@ -105,6 +105,7 @@ def scan(
     """
     if not callable(f):
         raise TypeError(f"scan needs a callable as the body, got {type(f).__name__}.")
+    _check_known("unroll", unroll)
     unroll = unroll if isinstance(unroll, bool) else operator.index(unroll)
     strategy = resolve_strategy("scan", checkpoint, unroll)
     carry, carry_part = flatten_carry("scan", init)
@@ -115,7 +116,9 @@ def scan(
     length = _resolve_length(xs_leaves, length, rules)
     if _unstaged.is_wanted():
         if length:
-            return _unstaged.scan(f, init, xs, length, bool(reverse), rules)
+            return _unstaged.scan(
+                f, carry_part.combine([jnp.asarray(x) for x in carry]), xs, length, bool(reverse), rules
+            )
         with jax.disable_jit(False):  # without a step only staging tells the types of the output
             return scan(f, init, xs, length, states=states)
     x_avals = [_compat.drop_axis(_compat.abstract(x), 0) for x in xs_leaves]
@@ -158,6 +161,16 @@ def _effects_on(refs: Collection[jax.Ref], body: Staged) -> list[Effect]:
     return [Effect(ref, REF, None, REF.site_of(ref)) for ref in refs]
 
 
+def _check_known(argument: str, value: Any) -> None:
+    """Refuse a tracer where an integer decides about the program."""
+    if isinstance(value, _compat.Tracer):
+        raise jax.errors.ConcretizationTypeError(
+            value,
+            f"scan: {argument}= must be known while the loop is traced.\nFix: give a Python integer; in a jitted function, "
+            f"declare the argument that it comes from in static_argnames.",
+        )
+
+
 def _resolve_length(xs: Sequence[Any], length: int | None, rules: Rules) -> int:
     lengths = []
     for x in xs:
@@ -165,6 +178,7 @@ def _resolve_length(xs: Sequence[Any], length: int | None, rules: Rules) -> int:
             raise ValueError(f"scan: xs holds a {type_str(x)}, which has no leading axis to loop over.")
         lengths.append(x.shape[0])
     if length is not None:
+        _check_known("length", length)
         length = int(length)
         if any(n != length for n in lengths):
             raise ValueError(f"scan: length={length} disagrees with the leading axes of xs, which are {lengths}.")

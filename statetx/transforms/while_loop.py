@@ -20,7 +20,7 @@ from .._nested import Step
 from .._paths import Paths
 from .._staged import Staged, publish, union
 from .._strategy import Slots, Strategy, as_strategy
-from .._tree import type_str
+from .._tree import is_array_or_number, type_str
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ def while_loop(
         with contextlib.suppress(
             jax.errors.ConcretizationTypeError
         ):  # under vmap the examples may end at different steps
-            return _unstaged.while_loop(cond_fun, body_fun, init_val, max_steps)
+            return _unstaged.while_loop(cond_fun, body_fun, part.combine([jnp.asarray(x) for x in carry]), max_steps)
 
     def stage(fun: Callable, kind: str, carry: list, enter: Callable) -> Staged:
         arguments = lambda xs: ((part.combine(xs),), {})  # noqa: E731
@@ -133,7 +133,8 @@ def fori_loop(
     runs once, or twice where a Python number is promoted (see `scan`).
 
     Args:
-        lower, upper: integers or scalar integer arrays; `upper` itself is not reached.
+        lower, upper: scalar integers; `upper` itself is not reached. Real numbers mean what they mean in JAX: their
+            fractions are cut off where they are known, and count where they are traced.
         body_fun: ``(i, val) -> val``.
         init_val: a pytree of arrays and Python numbers.
         unroll: as in ``jax.lax.fori_loop``.
@@ -162,24 +163,27 @@ def fori_loop(
     """
     _check_callable("fori_loop", body_fun, "body")
     for name, bound in (("lower", lower), ("upper", upper)):
-        if jnp.ndim(bound) != 0 or not jnp.issubdtype(jnp.result_type(bound), jnp.integer):
-            raise TypeError(f"fori_loop: {name} must be a scalar integer, got {type_str(bound)}: {bound!r}.")
-    is_static = all(not isinstance(b, jax.Array) for b in (lower, upper))
+        if not is_array_or_number(bound) or jnp.ndim(bound) != 0 or not _is_real(bound):
+            raise TypeError(f"fori_loop: {name} must be a scalar, a real number, got {type_str(bound)}: {bound!r}.")
+    is_static = not isinstance(lower, _compat.Tracer) and not isinstance(upper, _compat.Tracer)
     if not is_static and unroll not in (None, False, 1):
-        raise ValueError("fori_loop: unroll= needs bounds that are known ahead; lower or upper is a JAX array.")
+        raise ValueError("fori_loop: unroll= needs bounds that are known ahead; lower or upper is traced.")
     strategy = resolve_strategy("fori_loop", checkpoint, unroll)
     if strategy is not None and not is_static:
         raise PolicyError(
-            "fori_loop: checkpoint= needs a number of steps that is known ahead; lower or upper is a JAX array.\n"
+            "fori_loop: checkpoint= needs a number of steps that is known ahead; lower or upper is traced.\n"
             "Fix: give Python integers, or use while_loop(..., checkpoint=Slots(n)), which takes any number of steps."
         )
     if progress and not is_static:
         raise ValueError("fori_loop: progress=True needs a number of steps that is known ahead: give Python integers.")
-    are_ints = isinstance(lower, int) and isinstance(upper, int)
-    start = lower if are_ints else jnp.asarray(lower + 0 * upper)
     carry, part = flatten_carry("fori_loop", init_val)
-    if _unstaged.is_wanted(lower, upper):
-        return _unstaged.fori_loop(range(int(lower), int(upper)), body_fun, init_val)
+    length = 0
+    if is_static:
+        lower, upper = int(lower), int(upper)  # as JAX does, which cuts off fractions of bounds that are known
+        length = max(upper - lower, 0)
+        if _unstaged.is_wanted():
+            return _unstaged.fori_loop(range(lower, upper), body_fun, part.combine([jnp.asarray(x) for x in carry]))
+    start = lower if is_static else jnp.asarray(lower + 0 * upper)
 
     def step(i: Any, *xs: Any) -> tuple[Any, Any]:
         return jax.lax.add(i, jax.lax.full_like(i, 1)), body_fun(*arguments([i, *xs])[0])
@@ -194,7 +198,6 @@ def fori_loop(
     body, carry, _ = settle(stage, carry, part, num_before=1)
     if is_static:
         loop = _Loop(body, None)
-        length = max(int(upper) - int(lower), 0)
         options: dict[str, Any] = {"unroll": unroll or 1, "strategy": strategy, "progress": progress}
         run = make_loop(
             body,
@@ -212,6 +215,10 @@ def fori_loop(
         loop = _Loop(body, test)
         left = loop.run_while([start, *carry])
     return part.combine(loop.publish(left)[1:])
+
+
+def _is_real(x: Any) -> bool:
+    return any(jnp.issubdtype(jnp.result_type(x), kind) for kind in (jnp.integer, jnp.floating))
 
 
 def _check_test(test: Staged) -> None:
