@@ -51,6 +51,7 @@ LAYERS = [
     {"_lift", "_optimizer", "_rules", "_survey", "policies", "_saving"},
     {"_marks"},
     {"_keep"},
+    {"_places"},
     {"_staged", "_targets", "_program"},
     {"_control", "_carry", "_unstaged", "_stages"},
     {"_nested"},
