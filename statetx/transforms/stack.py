@@ -201,8 +201,8 @@ def _annotate(stacked: Sequence[Any], axis: int, change: str) -> None:
     """Tell the metadata of states that an axis for the layers was inserted or is to be deleted."""
     for state in stacked:
         kind = _kind(state)
+        leaves = jax.tree.leaves(kind.get(state))
         if isinstance(kind, _registry.Annotated):
-            leaves = jax.tree.leaves(kind.get(state))
             getattr(kind, change)(state, axis if axis >= 0 or not leaves else axis + jnp.ndim(leaves[0]))
 
 
