@@ -7,6 +7,7 @@ fails when one of these meanings shifts.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import operator
 import os
@@ -262,6 +263,88 @@ def map_over(fun: Callable, axis_data: Any, in_axes: Any) -> Callable:
 def outside() -> Any:
     """A context in which nothing is being traced."""
     return _core.set_current_trace(_eval_trace)
+
+
+@dataclasses.dataclass(frozen=True)
+class Manual:
+    """The `jax.shard_map` that code runs in: its mesh, the axes that are divided by hand, whether types name varying axes."""
+
+    mesh: Any
+    axes: tuple[str, ...]
+    is_checked: bool
+
+
+def manual_around() -> Manual | None:
+    """The `jax.shard_map` around the code that is running."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(mesh.manual_axes)
+    return Manual(mesh, axes, _config._check_vma.value) if axes else None
+
+
+def concrete_mesh(mesh: Any) -> Any:
+    """A mesh of devices like an abstract one: the one that is set, or else one of the first devices."""
+    here = _config.device_context.value
+    if isinstance(here, jax.sharding.Mesh) and here.shape_tuple == mesh.shape_tuple:
+        return here
+    auto, manual = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual
+    types = tuple([auto if t == manual else t for t in mesh.axis_types])
+    return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=types, devices=jax.devices()[: mesh.size])
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The axes of a `jax.shard_map` along which a value of this type differs, where types say so."""
+    manual = getattr(aval, "mat", None)  # in some versions of JAX `vma` alone
+    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
+
+
+def as_varying(x: Any, axes: Sequence[str]) -> Any:
+    """The value with a type that varies along these axes of a `jax.shard_map`, where types say so."""
+    missing = tuple([a for a in axes if a not in varying_axes(jax.typeof(x))])
+    return jax.lax.pcast(x, missing, to="varying") if missing and _config._check_vma.value else x
+
+
+def varying_like(x: Any, y: Any) -> Any:
+    """The value with a type that varies along the axes along which `y` does."""
+    return as_varying(x, tuple(varying_axes(jax.typeof(y))))
+
+
+@contextlib.contextmanager
+def outside_of_all() -> Iterator[None]:
+    """A context in which nothing is being traced, and no `jax.vmap` and no `jax.shard_map` is around."""
+    here = _config.device_context.value
+    mesh = here.abstract_mesh if isinstance(here, jax.sharding.Mesh) else jax.sharding.AbstractMesh((), ())
+    axes = _context.axis_env
+    with _core.set_current_trace(_eval_trace), jax.sharding.use_abstract_mesh(mesh), _config._check_vma(False):
+        _context.set_axis_env(_core.top_axis_env)
+        try:
+            yield
+        finally:
+            _context.set_axis_env(axes)
+
+
+def named_axes(axes: Sequence[Any]) -> Any:
+    """A context with the names of the axes of these `jax.vmap`s, described as JAX does."""
+    return _core.extend_axis_env_nd([(a.name, a.size) for a in axes if a.name is not _core.no_axis_name])
+
+
+def explicit_axis_of(axis_data: Any) -> Any:
+    """The explicit mesh axes along which a `jax.vmap` is divided."""
+    return axis_data.explicit_mesh_axis
+
+
+def primal_of(x: Any) -> Any:
+    """The value that a tracer of a derivative varies; None for others."""
+    return x.primal if isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)) else None
+
+
+def repeated(aval: Any, num: int) -> Any:
+    """The type of so many values of this type along a new axis 0."""
+    return _core.unmapped_aval(num, 0, aval)
+
+
+def examples_of(x: Any) -> tuple[Any, int | None] | None:
+    """The values of all examples, and their axis, for the tracer of one; None for others."""
+    return (x.val, x.batch_dim) if isinstance(x, _batching.BatchTracer) else None
 
 
 def enclosing(trace: Any) -> Any:

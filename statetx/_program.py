@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from . import _compat, _registry
+from ._around import note
 from ._atomic import Store, commit, locked
 from ._call import Call
 from ._errors import ForeignStateError
@@ -65,6 +66,7 @@ class Program:
         fun = owner.__wrapped__
         self.name = f"jit({name_of(fun)})"
         lifting = Lifting(is_array_or_number)
+        arrays = [*call.kept, *call.donated]
         num_kept = len(call.kept)
         before, made, notes = standing(), [], notes_for_staging()
 
@@ -76,13 +78,13 @@ class Program:
         def body(*tracers: Any) -> tuple[list, Any]:
             frame = frame_for("jit", fun, on_read=lifting.on_read, aliases=False)
             frame.note = notes
+            note(tracers, arrays)
             args, kwargs = call.with_arrays(tracers[:num_kept], tracers[num_kept:])
             out = frame.run(run_jitted, frame, *args, **kwargs)
             for effect in frame.effects:
                 _keep_type(effect, lifting.inputs.get(id(effect.state)))
             return pack(out, frame.effects, is_array_or_number)
 
-        arrays = [*call.kept, *call.donated]
         self.avals = [_compat.abstract(x) for x in arrays]
         self.settings = _compat.trace_context()
         self._staging = owner.staging

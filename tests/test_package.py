@@ -47,7 +47,7 @@ LAYERS = [
         "_policy",
         "_schedule",
     },
-    {"_strategy"},
+    {"_strategy", "_around"},
     {"_lift", "_optimizer", "_rules", "_survey", "policies", "_saving"},
     {"_marks"},
     {"_keep"},

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from .. import _compat
+from .._around import note
 from .._lift import Outcome, frame_for, pack
 from .._signature import StaticArguments
 from .._staged import Staged
@@ -97,19 +98,39 @@ def make_jaxpr(
         dyn_args, dyn_kwargs, merge = static.split(args, kwargs)
         arrays, others = partition((dyn_args, dyn_kwargs), is_argument)
 
-        def call(*tracers: Any) -> tuple[PyTree]:
+        def call(*tracers: Any) -> PyTree:
             call_args, call_kwargs = merge(*others.combine(tracers))
-            return (fun(*call_args, **call_kwargs),)
+            return fun(*call_args, **call_kwargs)
 
-        avals = [_compat.abstract(as_array(x)) for x in arrays]
-        staged = Staged("make_jaxpr", fun, call, avals, kind="statetx.make_jaxpr")
-        before = {key: staged.state_vars(i) for key, i in staged.inputs.items()}
-        after = before | staged.written_vars
-        states_in, states_out = ([v for key in before for v in of[key]] for of in (before, after))
-        closed = staged.close([*states_in, *staged.arg_vars], [*staged.out_vars, *states_out])
+        staged = _stage(call, arrays, fun)
+        closed = _close(staged)[0]
         if not return_shape:
             return closed
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in staged.out_avals]
         return closed, staged.outs[0].combine(shapes)
 
     return jaxpr_of
+
+
+def staged_jaxpr(fun: Callable[..., PyTree], arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The equations of ``fun(*arrays)`` as `make_jaxpr` gives them, and their inputs: values of states, and the arrays."""
+    closed, values = _close(_stage(fun, arrays, fun))
+    return closed, [*values, *arrays]
+
+
+def _stage(call: Callable[..., PyTree], arrays: Sequence[Any], fun: Callable) -> Staged:
+    def body(*tracers: Any) -> tuple[PyTree]:
+        note(tracers, arrays)
+        return (call(*tracers),)
+
+    avals = [_compat.abstract(as_array(x)) for x in arrays]
+    return Staged("make_jaxpr", fun, body, avals, kind="statetx.make_jaxpr")
+
+
+def _close(staged: Staged) -> tuple[Any, list[Any]]:
+    """The equations, with the values of states as inputs in front, and these values."""
+    before = {key: staged.state_vars(i) for key, i in staged.inputs.items()}
+    after = before | staged.written_vars
+    states_in, states_out = ([v for key in before for v in of[key]] for of in (before, after))
+    closed = staged.close([*states_in, *staged.arg_vars], [*staged.out_vars, *states_out])
+    return closed, [x for i in staged.inputs.values() for x in i.values]
