@@ -448,6 +448,13 @@ def ir_type(aval: Any) -> Any:
     return ir.RankedTensorType.get(physical.shape, _mlir.dtype_to_ir_type(physical.dtype))
 
 
+def num_devices(ctx: Any) -> int:
+    """On how many devices the module runs that is being lowered."""
+    axes = ctx.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)
+    return int(mesh.size if mesh is not None else getattr(axes, "num_devices", 1))
+
+
 def with_sharding(ctx: Any, x: Any, aval: Any) -> Any:
     """A value while lowering, held to the sharding in its type where axes are explicit."""
     return _mlir.lower_with_sharding_in_types(ctx, x, aval)
