@@ -796,6 +796,30 @@ def bind_equation(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> list
     return outs if eqn.primitive.multiple_results else [outs]
 
 
+def with_varying_inputs(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluate equations on values that vary along more axes of a `jax.shard_map` than when they were staged."""
+    env = dict(zip(jaxpr.invars, args, strict=True))
+    read = lambda v: v.val if isinstance(v, Literal) else env[v]  # noqa: E731
+    for eqn in jaxpr.eqns:
+        ins = [read(v) for v in eqn.invars]
+        name = eqn.primitive.name
+        if name == "pvary":
+            outs = [as_varying(x, eqn.params["axes"]) for x in ins]
+        elif name in ("jit", "pjit"):
+            inner, consts = open_jaxpr(eqn.params["jaxpr"])
+            with eqn.ctx.manager:
+                outs = with_varying_inputs(
+                    inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars]), [*consts, *ins]
+                )
+        else:
+            if not any(True for _ in inner_jaxprs(eqn)):
+                axes = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in ins)))
+                ins = [as_varying(x, axes) for x in ins]
+            outs = bind_equation(eqn, eqn.params, ins)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
 def mark_equation(like: Any, source: Any, target: Any, *, region: int, what: str) -> Any:
     """An equation that marks the variable `source` and makes `target` of it, attributed to the line of an equation."""
     params = {"region": region, "what": what}

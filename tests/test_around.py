@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import statetx
 from statetx._around import Around, note, sharding_of
+from statetx.policies import Slots
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
 
@@ -219,6 +220,45 @@ def test_a_size_in_shard_map_is_that_of_a_device(check_vma):
     sizes = {c: compiled_bytes(run(c), x) for c in (None, 1, "512KiB", "8MiB")}
     assert sizes["8MiB"] == sizes[None]
     assert sizes[1] < sizes["512KiB"] <= 2**19 + 2**15
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+def test_a_while_loop_with_slots_does_as_many_steps_as_each_device_needs(check_vma):
+    """Gradients of replicated weights are summed over devices after the loop: within it they would wait for each other."""
+    mesh, x = mesh_of(), jnp.linspace(0.1, 1.5, 128).reshape(16, 8)
+    w, total = statetx.Param(jnp.full((8, 8), 0.1)), statetx.State(jnp.zeros(8))
+    step = lambda w, c: jnp.where(c < 40, c + jnp.tanh(c @ w), c)  # noqa: E731  # jnp.where is jitted
+
+    def f(x):
+        def body(carry):
+            total.value += 1.0
+            return carry[0] + 1, step(w.value, carry[1])
+
+        return statetx.while_loop(lambda c: (c[0] < 12) & (c[1].sum() < 60), body, (0, x), checkpoint=Slots(2))[1]
+
+    def by_hand(w, x):
+        loss, counts = 0.0, []
+        for part in jnp.split(x, 8):
+            counts.append(0)
+            while counts[-1] < 12 and float(jax.lax.stop_gradient(part).sum()) < 60:
+                part, counts[-1] = step(w, part), counts[-1] + 1
+            loss += (part**2).sum()
+        return loss, counts
+
+    run = statetx.shard_map(
+        lambda x: jax.lax.psum((f(x) ** 2).sum(), "d"),
+        mesh=mesh,
+        in_specs=P("d"),
+        out_specs=P(),
+        check_vma=check_vma,
+        states={"*total": P("d")},
+    )
+    compiled = statetx.jit(statetx.value_and_grad(run, wrt=w)).lower(x).compile()
+    (expected, counts), expected_grad = jax.value_and_grad(by_hand, has_aux=True)(w.value, x)
+    value, grad = compiled(x)
+    assert len(set(counts)) > 3 and total.value.tolist() == counts
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(grad, expected_grad, rtol=1e-4)
 
 
 # -- what is known of shardings --
