@@ -49,6 +49,7 @@ class Places:
         arrays: the arguments.
         inputs: the states that are read.
         outcome: what the program returns; `avals` are the types of all written leaves.
+        brings_mesh: whether equations of the program name a mesh, so that it runs there wherever its operands are.
 
     Attributes:
         out_shardings: of the written leaves; None if nothing lies on a mesh.
@@ -56,7 +57,14 @@ class Places:
         is_partial: whether arrays on a mesh are computed by an enclosing trace, so that their shardings are unknown.
     """
 
-    def __init__(self, arrays: Sequence[Any], inputs: Sequence[Input], outcome: Outcome, avals: Sequence[Any]):
+    def __init__(
+        self,
+        arrays: Sequence[Any],
+        inputs: Sequence[Input],
+        outcome: Outcome,
+        avals: Sequence[Any],
+        brings_mesh: bool = False,
+    ):
         self._written: list[_Written] = []
         self.out_shardings: list[Sharding | None] | None = None
         operands = [*arrays, *(x for i in inputs for x in i.values)]
@@ -74,7 +82,10 @@ class Places:
         self.is_open = False
         hidden = has_tracer(operands if mesh is None else old_leaves)
         self.is_partial = hidden and is_on_mesh(map(_compat.abstract, operands))
+        self.brings_mesh = mesh is None and brings_mesh and not hidden
         if mesh is None:
+            if self.brings_mesh:
+                self._leave_open(outcome, before, index)
             return
         self.out_shardings = []
         for effect, part, leaves in zip(outcome.effects, outcome.values, before, strict=True):
@@ -94,6 +105,16 @@ class Places:
             self._written.append(written)
             self.out_shardings += [s if fixed else None for s, fixed in zip(shardings, written.is_fixed, strict=True)]
         self.is_open = any(s is None for w in self._written for s in w.shardings)
+
+    def _leave_open(self, outcome: Outcome, before: Sequence[list | None], index: dict[int, int]) -> None:
+        """Every state gets its sharding from the first call."""
+        start = 0
+        for effect, part, leaves in zip(outcome.effects, outcome.values, before, strict=True):
+            if leaves is not None:
+                place = index.get(id(effect.state))
+                self._written.append(_Written(effect, place, start, [None] * len(leaves)))
+            start += part.num_dynamic
+        self.is_open = bool(self._written)
 
     def __bool__(self) -> bool:
         return self.is_partial or bool(self._written)
@@ -122,6 +143,14 @@ class Places:
             if len(leaves) == len(w.shardings) and not all(map(_lies, leaves, w.shardings, w.is_fixed)):
                 return False
         return True
+
+
+def names_mesh(jaxpr: _compat.Jaxpr) -> bool:
+    """Whether an equation says that values are divided among devices."""
+    return any(e.primitive.name in _PLACING or any(map(names_mesh, _compat.inner_jaxprs(e))) for e in jaxpr.eqns)
+
+
+_PLACING = frozenset(["shard_map", "sharding_constraint", "device_put", "reshard"])
 
 
 def is_on_mesh(avals: Iterable[Any]) -> bool:

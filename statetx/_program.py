@@ -22,7 +22,7 @@ from ._jaxpr import Body
 from ._lift import Input, Lifting, Outcome, frame_for, name_of, pack, stage
 from ._made import Making, States, left_by, notes_for_staging, standing
 from ._paths import Paths, argument_names
-from ._places import Places, has_tracer, is_on_mesh
+from ._places import Places, has_tracer, is_on_mesh, names_mesh
 from ._state import _Buried
 from ._tree import freeze, is_array_or_number, partition
 from ._typing import PyTree
@@ -146,7 +146,8 @@ class Program:
             return (outs[:num_out] if out_part.static else out_part.combine(outs[:num_out])), outs[num_out:]
 
         inner.__name__ = inner.__qualname__ = name_of(owner.__wrapped__)
-        self._places = Places(arrays, inputs, self.outcome, [v.aval for v in jaxpr.outvars[num_out:]])
+        out_avals = [v.aval for v in jaxpr.outvars[num_out:]]
+        self._places = Places(arrays, inputs, self.outcome, out_avals, names_mesh(jaxpr))
         pinned = self._places.out_shardings
         shardings = {} if pinned is None else {"out_shardings": (None, pinned)}
         self._body = Body(jaxpr, operands)
@@ -387,7 +388,7 @@ class Program:
 
     def _is_elsewhere(self, leaves: Sequence[Any]) -> bool:
         """Whether some of these arrays lie on a mesh, and none did when the program was made, or the other way round."""
-        if self._is_on_mesh is None:
+        if self._is_on_mesh is None or self._places.brings_mesh:
             return False
         return self._is_on_mesh != is_on_mesh([_compat.abstract(x) for x in leaves if is_array_or_number(x)])
 

@@ -131,6 +131,28 @@ def test_a_function_that_is_compiled_ahead_for_types_on_a_mesh_keeps_shardings()
     assert last.value.sharding.spec == P("d") and int(count.value) == 2
 
 
+def test_a_function_that_names_a_mesh_is_staged_once():
+    """Its first call finds states on one device, and leaves them on the mesh."""
+    mesh = mesh_of()
+    total = statetx.State(jnp.zeros(16))
+
+    def run(x):
+        total.value = total.value + jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("d")))
+
+    body = Counted(run)
+    step = statetx.jit(body)
+    for n in range(3):
+        step(jnp.ones(16))
+        assert len(total.value.devices()) == 8 and float(total.value.sum()) == 16 * (n + 1)
+    assert body.runs == 1
+    first = total.value.sharding.spec
+    for spec in (P("d"), P()):
+        total.value = put(total.value, *spec)
+        step(jnp.ones(16))
+        assert total.value.sharding.spec == spec
+    assert body.runs == 2, first
+
+
 # -- meshes of one device --
 
 
