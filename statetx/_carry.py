@@ -131,8 +131,8 @@ def _promote_leaf(x: Any, aval: Any) -> Any:
 
 
 def differs(a: Any, b: Any) -> bool:
-    """Whether values of these types cannot take each other's place; weakness does not count."""
-    return (a.shape, a.dtype) != (b.shape, b.dtype)
+    """Whether values of these types cannot replace each other: shape, dtype, explicit sharding; weakness does not count."""
+    return (a.shape, a.dtype, a.sharding.spec) != (b.shape, b.dtype, b.sharding.spec)
 
 
 def _check_carry(body: Staged, first: Partition, avals: Sequence[Any], returned: Partition, out_avals: Any) -> None:
@@ -146,8 +146,8 @@ def _check_carry(body: Staged, first: Partition, avals: Sequence[Any], returned:
             where = leaf_names(first)[n] or "the carry"
             raise CarryTypeError(
                 f"{body.name}: the body {name_of(body.fun)} changes the type of the carry at {where}: it enters a step as "
-                f"{type_str(a)} and leaves it as {type_str(b)}.\nFix: convert it in the body, or start with the type "
-                f"that the body returns."
+                f"{type_str(a)} and leaves it as {type_str(b)}.\nFix: convert it in the body{_resharding(a, b)}, or start "
+                f"with the type that the body returns."
             )
 
 
@@ -179,13 +179,18 @@ def drift_error(
 ) -> CarryTypeError:
     """The error for a write that gives a state another type; `types` are those before and after."""
     before, after = types
+    hint = " (jax.sharding.reshard)" if "@" in before + after else ""
     weak = " (~ marks a weak type, that of a Python number)" if "~" in before + after else ""
     return CarryTypeError(
         f"{name} changes the type of {type(effect.state).__name__} {paths(effect.state)!r}{leaf}, made at "
         f"{effect.kind.site_of(effect.state)}: it enters as {before} and leaves as {after}{weak}, written at "
         f"{effect.site}.\nA state must keep its type here, since one compiled body serves every {serves}.\n"
-        f"Fix: create the state with the type that is written, or convert the value before writing it."
+        f"Fix: create the state with the type that is written, or convert the value before writing it{hint}."
     )
+
+
+def _resharding(a: Any, b: Any) -> str:
+    return " (jax.sharding.reshard)" if a.sharding.spec != b.sharding.spec else ""
 
 
 def leaf_names(part: Partition) -> list[str]:

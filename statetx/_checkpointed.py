@@ -272,7 +272,8 @@ def reverse_scheduled(
         loop = reverse_block(target * block, carry=carry, loop=loop)
         return slots, positions, jnp.where(positions[top] == target, top - 1, top), loop, runs
 
-    state = (slots, _compat.replicated(plan.positions), plan.top, loop, jnp.int32(0))
+    num_runs = _compat.varying_like(jnp.int32(0), plan.top)
+    state = (slots, _compat.replicated(plan.positions), plan.top, loop, num_runs)
     return jax.lax.fori_loop(0, num_blocks, one_block, state)[-2:]
 
 

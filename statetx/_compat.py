@@ -7,6 +7,7 @@ fails when one of these meanings shifts.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import operator
 import os
@@ -266,6 +267,88 @@ def outside() -> Any:
     return _core.set_current_trace(_eval_trace)
 
 
+@dataclasses.dataclass(frozen=True)
+class Manual:
+    """The `jax.shard_map` that code runs in: its mesh, the axes that are divided by hand, whether types name varying axes."""
+
+    mesh: Any
+    axes: tuple[str, ...]
+    is_checked: bool
+
+
+def manual_around() -> Manual | None:
+    """The `jax.shard_map` around the code that is running."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(mesh.manual_axes)
+    return Manual(mesh, axes, _config._check_vma.value) if axes else None
+
+
+def concrete_mesh(mesh: Any) -> Any:
+    """A mesh of devices like an abstract one: the one that is set, or else one of the first devices."""
+    here = _config.device_context.value
+    if isinstance(here, jax.sharding.Mesh) and here.shape_tuple == mesh.shape_tuple:
+        return here
+    auto, manual = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual
+    types = tuple([auto if t == manual else t for t in mesh.axis_types])
+    return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=types, devices=jax.devices()[: mesh.size])
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The axes of a `jax.shard_map` along which a value of this type differs, where types say so."""
+    manual = getattr(aval, "mat", None)  # in some versions of JAX `vma` alone
+    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
+
+
+def as_varying(x: Any, axes: Sequence[str]) -> Any:
+    """The value with a type that varies along these axes of a `jax.shard_map`, where types say so."""
+    missing = tuple([a for a in axes if a not in varying_axes(jax.typeof(x))])
+    return jax.lax.pcast(x, missing, to="varying") if missing and _config._check_vma.value else x
+
+
+def varying_like(x: Any, y: Any) -> Any:
+    """The value with a type that varies along the axes along which `y` does."""
+    return as_varying(x, tuple(varying_axes(jax.typeof(y))))
+
+
+@contextlib.contextmanager
+def outside_of_all() -> Iterator[None]:
+    """A context in which nothing is being traced, and no `jax.vmap` and no `jax.shard_map` is around."""
+    here = _config.device_context.value
+    mesh = here.abstract_mesh if isinstance(here, jax.sharding.Mesh) else jax.sharding.AbstractMesh((), ())
+    axes = _context.axis_env
+    with _core.set_current_trace(_eval_trace), jax.sharding.use_abstract_mesh(mesh), _config._check_vma(False):
+        _context.set_axis_env(_core.top_axis_env)
+        try:
+            yield
+        finally:
+            _context.set_axis_env(axes)
+
+
+def named_axes(axes: Sequence[Any]) -> Any:
+    """A context with the names of the axes of these `jax.vmap`s, described as JAX does."""
+    return _core.extend_axis_env_nd([(a.name, a.size) for a in axes if a.name is not _core.no_axis_name])
+
+
+def explicit_axis_of(axis_data: Any) -> Any:
+    """The explicit mesh axes along which a `jax.vmap` is divided."""
+    return axis_data.explicit_mesh_axis
+
+
+def primal_of(x: Any) -> Any:
+    """The value that a tracer of a derivative varies; None for others."""
+    return x.primal if isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)) else None
+
+
+def repeated(aval: Any, num: int) -> Any:
+    """The type of so many values of this type along a new axis 0."""
+    return _core.unmapped_aval(num, 0, aval)
+
+
+def examples_of(x: Any) -> tuple[Any, int | None] | None:
+    """The values of all examples, and their axis, for the tracer of one; None for others."""
+    return (x.val, x.batch_dim) if isinstance(x, _batching.BatchTracer) else None
+
+
 def enclosing(trace: Any) -> Any:
     """A context in which operations go where they would outside the transform that this trace belongs to."""
     # That of a shard_map which is not compiled names none: it runs right in eager code.
@@ -382,6 +465,13 @@ def ir_type(aval: Any) -> Any:
     """The type of an array when it is lowered."""
     physical: Any = _core.physical_aval(aval)
     return ir.RankedTensorType.get(physical.shape, _mlir.dtype_to_ir_type(physical.dtype))
+
+
+def num_devices(ctx: Any) -> int:
+    """On how many devices the module runs that is being lowered."""
+    axes = ctx.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)
+    return int(mesh.size if mesh is not None else getattr(axes, "num_devices", 1))
 
 
 def with_sharding(ctx: Any, x: Any, aval: Any) -> Any:
@@ -723,6 +813,30 @@ def bind_equation(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> list
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
         outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
     return outs if eqn.primitive.multiple_results else [outs]
+
+
+def with_varying_inputs(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluate equations on values that vary along more axes of a `jax.shard_map` than when they were staged."""
+    env = dict(zip(jaxpr.invars, args, strict=True))
+    read = lambda v: v.val if isinstance(v, Literal) else env[v]  # noqa: E731
+    for eqn in jaxpr.eqns:
+        ins = [read(v) for v in eqn.invars]
+        name = eqn.primitive.name
+        if name == "pvary":
+            outs = [as_varying(x, eqn.params["axes"]) for x in ins]
+        elif name in ("jit", "pjit"):
+            inner, consts = open_jaxpr(eqn.params["jaxpr"])
+            with eqn.ctx.manager:
+                outs = with_varying_inputs(
+                    inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars]), [*consts, *ins]
+                )
+        else:
+            if not any(True for _ in inner_jaxprs(eqn)):
+                axes = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in ins)))
+                ins = [as_varying(x, axes) for x in ins]
+            outs = bind_equation(eqn, eqn.params, ins)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
 
 
 def mark_equation(like: Any, source: Any, target: Any, *, region: int, what: str) -> Any:

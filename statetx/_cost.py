@@ -239,6 +239,6 @@ def with_pullback(
             return fun(*whole)
 
         outs, pull, others = jax.vjp(differentiated, *(arrays[i] for i in moving), has_aux=True)
-        return outs, others, list(pull([jnp.ones_like(x) for x in outs]))
+        return outs, others, list(pull([_compat.varying_like(jnp.ones_like(x), x) for x in outs]))
 
     return step

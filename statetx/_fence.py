@@ -58,7 +58,9 @@ def _lower(
         jaxpr = _in_canonical_order(jaxpr)
     # A branch that is always taken, and that no compiler can know to be.
     types = [_compat.ir_type(aval) for aval in ctx.avals_out]
-    branches = hlo.CaseOp(types, _not_zero(args, ctx.avals_in), num_branches=2)
+    is_divided = _compat.num_devices(ctx) > 1 and _compat.platforms(ctx) == ("cpu",)
+    index = _not_zero_anywhere() if is_divided else _not_zero(args, ctx.avals_in)
+    branches = hlo.CaseOp(types, index, num_branches=2)
     with ir.InsertionPoint(branches.regions[0].blocks.append()):
         hlo.return_([_zeros(t) for t in types])
     with ir.InsertionPoint(branches.regions[1].blocks.append()):
@@ -82,6 +84,15 @@ def _not_zero(args: Sequence[Any], avals: Sequence[Any]) -> Any:
     for n in dict.fromkeys((by_size[0], by_size[-1], given[-1])):
         number = hlo.or_(number, _bits_of_entry(args[n], avals[n]))
     return number
+
+
+def _not_zero_anywhere() -> Any:
+    """The same for CPU programs of several devices, where reading an entry of a divided array would take a collective.
+
+    XLA's partitioner takes a replica's number as it is, and its CPU passes do not fold it, though a partitioned program has one
+    replica only.
+    """
+    return hlo.or_(_int32(2), hlo.convert(_scalar(ir.IntegerType.get_signless(32)), hlo.replica_id()))
 
 
 def _bits_of_entry(x: Any, aval: Any) -> Any:

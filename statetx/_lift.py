@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _compat, _registry
+from ._around import note
 from ._atomic import Store, commit
 from ._errors import FunctionError
 from ._jaxpr import Body
@@ -202,7 +203,10 @@ class Lifting:
             avals = [self.slice(state, aval) for aval in avals]
         self.inputs[id(state)] = Input(state, kind, part, dynamic, avals, self.num_variables)
         self.num_variables += len(avals)
-        return part.combine([_compat.new_input(self.trace, aval) for aval in avals])
+        inputs = [_compat.new_input(self.trace, aval) for aval in avals]
+        if self.slice is None:
+            note(inputs, dynamic)
+        return part.combine(inputs)
 
 
 def stage(

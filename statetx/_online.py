@@ -51,6 +51,9 @@ def while_loop(test: Body, step: Step, slots: int | None, max_steps: int | None)
     if slots is None:
         return plain
 
+    # Where devices of a shard_map may do different numbers of steps, counts vary as the condition does.
+    axes = sorted(_compat.varying_axes(test.jaxpr.outvars[0].aval))
+
     def store(test_constants: list, constants: list, carry: list) -> tuple[list, Any]:
         """The last carry, and what the reversal needs: slots, their positions, which is the last, number of steps."""
 
@@ -86,8 +89,9 @@ def while_loop(test: Body, step: Step, slots: int | None, max_steps: int | None)
             return carry, count, stored, positions, used, distance
 
         stored = [_compat.empty(slots, aval) for aval in step.avals]
-        zero = jnp.int32(0)
-        loop = (carry, zero, stored, _compat.replicated(jnp.zeros(slots, jnp.int32)), zero, jnp.int32(1))
+        zero, one, positions = jnp.int32(0), jnp.int32(1), _compat.replicated(jnp.zeros(slots, jnp.int32))
+        zero, one, positions = (_compat.as_varying(x, axes) for x in (zero, one, positions))
+        loop = (carry, zero, stored, positions, zero, one)
         carry, count, stored, positions, used, _ = jax.lax.while_loop(is_running, fill, loop)
         return carry, (stored, positions, used - 1, count)
 

@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _compat, _registry
+from ._around import note
 from ._atomic import Store, commit, locked
 from ._call import Call
 from ._errors import ForeignStateError
@@ -23,6 +22,7 @@ from ._jaxpr import Body
 from ._lift import Input, InputNames, Lifting, Outcome, frame_for, name_of, pack, stage
 from ._made import Making, States, left_by, notes_for_staging, standing
 from ._paths import Paths, argument_names
+from ._places import Places, has_tracer, is_on_mesh, names_mesh
 from ._state import _Buried
 from ._tree import freeze, is_array_or_number, partition
 from ._typing import PyTree
@@ -66,6 +66,7 @@ class Program:
         fun = owner.__wrapped__
         self.name = f"jit({name_of(fun)})"
         lifting = Lifting(is_array_or_number)
+        arrays = [*call.kept, *call.donated]
         num_kept = len(call.kept)
         before, made, notes = standing(), [], notes_for_staging()
 
@@ -80,13 +81,13 @@ class Program:
         def body(*tracers: Any) -> tuple[list, Any]:
             frame = frame_for("jit", fun, on_read=lifting.on_read, aliases=False)
             frame.note = notes
+            note(tracers, arrays)
             args, kwargs = arguments(tracers)
             out = frame.run(run_jitted, frame, *args, **kwargs)
             for effect in frame.effects:
                 _keep_type(effect, lifting.inputs.get(id(effect.state)))
             return pack(out, frame.effects, is_array_or_number)
 
-        arrays = [*call.kept, *call.donated]
         self.avals = [_compat.abstract(x) for x in arrays]
         self.settings = _compat.trace_context()
         self._staging = owner.cache.staging
@@ -109,7 +110,8 @@ class Program:
         self._made = [e for e in outcome.effects if e.created]
         states = {id(x.state): (x.state, x.kind) for x in (*self._inputs(), *outcome.effects)}
         self.making = Making(made, states, before, notes)
-        self.is_direct = not (self.guards or self.donated or outcome.out.static or self._writers is None or self.making)
+        is_whole = self._writers is not None and not (self._places.is_open or self._places.is_partial)
+        self.is_direct = is_whole and not (self.guards or self.donated or outcome.out.static or self.making)
 
     def count_references(self) -> None:
         """Tell the states that calls have made which of the references to them are this program's."""
@@ -130,6 +132,7 @@ class Program:
         treedefs = [None if i in self.guards else i.part.treedef for i in inputs]
 
         out_part = self.outcome.out
+        self._is_on_mesh: bool | None = None  # known when JAX traces `inner` for the first time
 
         def inner(kept: list, donated: list, operand: PyTree, donated_args: list) -> tuple[PyTree, list]:
             values = [*kept, *donated]
@@ -139,13 +142,16 @@ class Program:
             for value, treedef in zip(values, treedefs, strict=True):
                 if treedef is not None and jax.tree.structure(value) != treedef:
                     raise Restage
-            if self.settings != _compat.trace_context() or not _same_types(leaves, avals):
+            if self.settings != _compat.trace_context() or not _same_types(leaves, avals) or self._is_elsewhere(leaves):
                 raise Restage
+            self._is_on_mesh = is_on_mesh(map(_compat.abstract, leaves))
             outs = _compat.evaluate(jaxpr, (), (*operands, *leaves))
             return (outs[:num_out] if out_part.static else out_part.combine(outs[:num_out])), outs[num_out:]
 
         inner.__name__ = inner.__qualname__ = name_of(owner.__wrapped__)
-        pinned = self._pin_shardings(arrays)
+        out_avals = [v.aval for v in jaxpr.outvars[num_out:]]
+        self._places = Places(arrays, inputs, self.outcome, out_avals, names_mesh(jaxpr))
+        pinned = self._places.out_shardings
         shardings = {} if pinned is None else {"out_shardings": (None, pinned)}
         self._body = Body(jaxpr, operands)
         self._form = (operand_tree, treedefs, out_part.treedef, len(_states_of(self.kept)), self.settings)
@@ -210,8 +216,8 @@ class Program:
         moves = self._moves()
         raw = self._patiently(_values_of, self.kept)
         donated = self._patiently(_values_of, self.donated)
-        if self._pins:
-            self._check_places([*raw, *donated])
+        if self._places:
+            self._check_places([*raw, *donated], call)
         kept = self._open_guards(raw)
         if donated:
             kept, donated = _unshare(kept, donated, call)
@@ -243,8 +249,8 @@ class Program:
             kept = groups[0].kind.get_all(groups[0].states) if len(groups) == 1 else _values_of(groups)
         except ForeignStateError:
             kept = self._patiently(_values_of, groups)
-        if self._pins:
-            self._check_places(kept)
+        if self._places and not self._places.accept(kept):
+            raise Restage
         out, writes = self.compiled(kept, [], (args, kwargs), [])
         if writes:
             if self._writer is None or threading.active_count() > 1:
@@ -287,12 +293,17 @@ class Program:
 
     def _store(self, writes: list, values: list, moves: Sequence[Store] = ()) -> None:
         """Store what a call returned; `values` are those that its inputs had."""
+        if self._places.is_open:
+            self._places.learn(writes)
         if self._writers is None:
             self._publish(writes, values, moves, live=False)
         else:
             self._patiently(functools.partial(locked, _registry.ownership, self._set_all, writes, moves), values)
 
     def _publish(self, writes: list, values: list, moves: Sequence[Store] = (), *, live: bool) -> None:
+        if self._places.is_open:
+            self._places.learn(writes)
+
         def publish(values: list) -> None:
             if values:
                 for effect, place in self._updated:
@@ -326,6 +337,8 @@ class Program:
         for effect in self._made:
             effect.created = live  # later calls find the state there
         operands = self.operands_of(call)
+        if self._places and not live:
+            self._check_places([*operands[0], *operands[1]], call)
         if operands[1]:
             out = self._run_donating(operands, lambda writes: self._publish(writes, [], moves, live=live))
         else:
@@ -355,10 +368,12 @@ class Program:
             return False
         if self.making and self.making.moves() is None:
             return False
-        for place, i in enumerate(self._inputs()):
-            value = self._patiently(i.kind.read, i.state)
-            if place in self._pins and not self._is_placed(place, value):
-                return False
+        values = [self._patiently(i.kind.read, i.state) for i in self._inputs()]
+        if self._places and not self._accepts_places(values, call):
+            return False
+        if self._is_elsewhere([*call.kept, *call.donated, *jax.tree.leaves(values)]):
+            return False
+        for i, value in zip(self._inputs(), values, strict=True):
             leaves, part = partition(value, is_array_or_number)
             if part.treedef != i.part.treedef or part.mask != i.part.mask or not _same_types(leaves, i.avals):
                 return False
@@ -374,52 +389,21 @@ class Program:
 
     # -- shardings --
 
-    def _pin_shardings(self, arrays: Sequence[Any]) -> list | None:
-        """Output shardings for the written states, where any array of the call lies on several devices.
+    def _is_elsewhere(self, leaves: Sequence[Any]) -> bool:
+        """Whether some of these arrays lie on a mesh, and none did when the program was made, or the other way round."""
+        if self._is_on_mesh is None or self._places.brings_mesh:
+            return False
+        return self._is_on_mesh != is_on_mesh([_compat.abstract(x) for x in leaves if is_array_or_number(x)])
 
-        A written state on one device that is not committed to it becomes replicated, in this call and after it, for
-        else the program would give it back replicated and the next call be compiled for that.
-        """
-        self._pins: dict[int, list[Any]] = {}  # by the place of an input, the shardings of its leaves
-        inputs = {id(i.state): i for i in self._inputs()}
-        places = {id(i.state): n for n, i in enumerate(self._inputs())}
-        everything = [*arrays, *(x for i in inputs.values() for x in i.values)]
-        mesh = next((s.mesh for x in everything if (s := _named_sharding(x)) is not None), None)
-        if mesh is None:
-            return None
-        pinned: list[Any] = []
-        for effect, part in zip(self.outcome.effects, self.outcome.values, strict=True):
-            i = inputs.get(id(effect.state))
-            same = i is not None and i.part.treedef == part.treedef and i.part.mask == part.mask
-            if i is None or not same:
-                pinned += [None] * part.num_dynamic
-                continue
-            for n, x in enumerate(i.values):
-                if _named_sharding(x) is None and not getattr(x, "committed", False):
-                    i.values[n] = x = _placed(x, NamedSharding(mesh, PartitionSpec()))
-                pinned.append(getattr(x, "sharding", None))
-            self._pins[places[id(i.state)]] = pinned[len(pinned) - len(i.values) :]
-            commit([i.kind.store(i.state, i.part.combine(i.values))])
-        return pinned
+    def _accepts_places(self, values: Sequence[Any], call: Call) -> bool:
+        """Whether the written states lie where the program leaves them; `values` are those of the inputs."""
+        if self._places.is_partial and not has_tracer([*call.kept, *call.donated, *values]):
+            return False
+        return self._places.accept(values)
 
-    def _is_placed(self, place: int, value: Any) -> bool:
-        """Whether a state's value lies where it did when the program was staged, or may be put there."""
-        leaves = [x for x in jax.tree.leaves(value) if isinstance(x, jax.Array)]
-        return len(leaves) != len(self._pins[place]) or all(
-            not x.committed or x.sharding == pin for x, pin in zip(leaves, self._pins[place], strict=True)
-        )
-
-    def _check_places(self, values: Sequence[Any]) -> None:
-        if not all(self._is_placed(place, values[place]) for place in self._pins):
+    def _check_places(self, values: Sequence[Any], call: Call) -> None:
+        if not self._accepts_places(values, call):
             raise Restage
-
-
-def _placed(x: Any, sharding: NamedSharding) -> Any:
-    """An array on these devices. Those of other processes take words of random keys, but no keys."""
-    if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.device_put(x, sharding)
-    words = jax.device_put(jax.random.key_data(x), sharding)
-    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
 
 
 def _values_of(groups: list[_Group]) -> list:
@@ -458,6 +442,8 @@ def _same_types(leaves: Sequence[Any], avals: Sequence[Any]) -> bool:
         a = _compat.abstract(leaf)
         if a.shape != b.shape or a.dtype != b.dtype or a.weak_type != b.weak_type:
             return False
+        if a.sharding.spec != b.sharding.spec:  # of axes that are explicit; types do not say how others are used
+            return False
     return True
 
 
@@ -476,11 +462,3 @@ def _unshare(kept: list, donated: list, call: Call) -> tuple[list, list]:
         return x
 
     return kept, jax.tree.map(own, donated)
-
-
-def _named_sharding(x: PyTree) -> NamedSharding | None:
-    if isinstance(x, jax.Array) and not isinstance(x, _compat.Tracer):
-        sharding = x.sharding
-        if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
-            return sharding
-    return None

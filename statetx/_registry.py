@@ -148,6 +148,19 @@ class Modal(Protocol):
 
 
 @runtime_checkable
+class Annotated(Protocol):
+    """A kind whose states have metadata for each dimension of the value, such as the mesh axes that divide it."""
+
+    def insert_axis(self, state: Any, axis: int) -> None:
+        """Add metadata for a dimension that was added to the value and is not divided."""
+        ...
+
+    def delete_axis(self, state: Any, axis: int) -> None:
+        """Remove the metadata of a dimension that was removed from the value."""
+        ...
+
+
+@runtime_checkable
 class Subclassed(Protocol):
     """A kind whose library makes classes of several sorts."""
 

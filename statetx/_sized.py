@@ -10,25 +10,20 @@ exceeded then raises.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from . import _compat, _schedule
+from ._around import Around, Map, device_bytes
 from ._checkpointed import Scheduled
-from ._cost import Program
 from ._derivative import Loop, floats_of, jvp_of
 from ._errors import PolicyError
 from ._nested import Step
 from ._strategy import Auto, Budget, Slots
 from ._text import format_bytes
 from ._tree import is_float, num_bytes
-
-Map = tuple[Any, tuple[bool, ...]]
-"""A `jax.vmap` around a loop's derivative: its axis, and for each constant, carry and xs whether it is mapped."""
-
 
 SHORT = 64  # steps, below which a schedule gains nothing
 _SLACK = 2**10  # bytes by which a program around the loop may differ from the loop's own
@@ -44,36 +39,36 @@ class Sized(Loop):
         super().__init__(step)
         self._strategy = strategy
         self._loops: dict[Slots | None, Callable] = {None: step.plain()}
-        self._chosen: dict[tuple[Map, ...], Slots | None] = {}
-        self._bytes: dict[tuple[Slots | None, tuple[Map, ...]], int] = {}
+        self._chosen: dict[Around, Slots | None] = {}
+        self._bytes: dict[tuple[Slots | None, Around], int] = {}
 
     def with_step(self, step: Step) -> Sized:
         return Sized(step, self._strategy)
 
     def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
         leaves, treedef = jax.tree.flatten(primals)
-        slots = self._slots_for(_maps_around(leaves))
+        slots = self._slots_for(Around.of(leaves))
         loop, primals = self._loop(slots), treedef.unflatten(self._watched(leaves, slots))
         return loop.derivative(primals, tangents) if isinstance(loop, Scheduled) else jvp_of(loop, primals, tangents)
 
     def is_plain(self) -> bool:
-        return self._slots_for(()) is None
+        return self._slots_for(Around(manual=_compat.manual_around())) is None
 
     def plain_args(self, args: list) -> list | None:
-        return self._watched(args, None) if self._slots_for(_maps_around(args)) is None else None
+        return self._watched(args, None) if self._slots_for(Around.of(args)) is None else None
 
     def _watched(self, args: list, slots: Slots | None) -> list:
         """The arguments of the loop; with a budget the smallest of them now depends on being watched."""
         if not args or not isinstance(self._strategy, Budget):
             return args
         n = min(range(len(args)), key=lambda i: num_bytes(args[i]))
-        watched = _compat.noticing(args, n, _Watch(self, slots))
+        watched = _compat.noticing(args, n, _Watch(self, slots, Around(manual=_compat.manual_around())))
         return [watched if i == n else x for i, x in enumerate(args)]
 
-    def _slots_for(self, maps: tuple[Map, ...]) -> Slots | None:
-        if maps not in self._chosen:
-            self._chosen[maps] = self._fit(maps) if isinstance(self._strategy, Budget) else self._choose(maps)
-        return self._chosen[maps]
+    def _slots_for(self, around: Around) -> Slots | None:
+        if around not in self._chosen:
+            self._chosen[around] = self._fit(around) if isinstance(self._strategy, Budget) else self._choose(around)
+        return self._chosen[around]
 
     def _loop(self, slots: Slots | None) -> Callable:
         if slots not in self._loops:
@@ -83,11 +78,11 @@ class Sized(Loop):
 
     # -- "auto" --
 
-    def _choose(self, maps: tuple[Map, ...]) -> Slots | None:
+    def _choose(self, around: Around) -> Slots | None:
         """The least memory at which no step is run more than three times; None for a loop that keeps little."""
-        step, num_examples = self.step, _num_examples(maps)
+        step, num_examples = self.step, around.num_examples
         kept = _bytes_kept_by_a_step(step) * num_examples
-        carry = num_bytes(step.avals) * num_examples
+        carry = sum(map(device_bytes, step.avals)) * num_examples
         if step.length * (kept + carry) <= _SMALL:
             return None
         candidates = []
@@ -101,25 +96,25 @@ class Sized(Loop):
 
     # -- a number of bytes --
 
-    def _fit(self, maps: tuple[Map, ...]) -> Slots | None:
+    def _fit(self, around: Around) -> Slots | None:
         """The fewest runs of steps within the budget, as compiled; None if the plain loop fits."""
         step, budget = self.step, self._budget
-        if self._temporary(None, maps) <= budget:
+        if self._temporary(None, around) <= budget:
             return None
-        least = self._temporary(Slots(1), maps)
+        least = self._temporary(Slots(1), around)
         if least > budget:
             raise PolicyError(
-                f"{step.name}: the gradient of this loop{_over(maps)} needs {format_bytes(least + _SLACK)} with one slot, "
+                f"{step.name}: the gradient of this loop{_over(around)} needs {format_bytes(least + _SLACK)} with one slot, "
                 f"more than the budget of {format_bytes(budget + _SLACK)}.\n"
                 f"Fix: allow that much; or let a step compute less: give policy=, or rematerialise in it."
             )
-        carry = max(1, num_bytes(step.avals) * _num_examples(maps))
-        of_block = max(0, self._temporary(Slots(1, block=2), maps) - least) if step.length > 3 else 0
+        carry = max(1, sum(map(device_bytes, step.avals)) * around.num_examples)
+        of_block = max(0, self._temporary(Slots(1, block=2), around) - least) if step.length > 3 else 0
         allowed = budget
         for _ in range(6):
             _, block, num = _affordable(step.length, allowed - least, carry, of_block)
             slots = Slots(num, block=block)
-            over = self._temporary(slots, maps) - budget
+            over = self._temporary(slots, around) - budget
             if over <= 0:
                 return slots
             allowed -= over + (allowed - least) // 16
@@ -132,20 +127,24 @@ class Sized(Loop):
         assert isinstance(self._strategy, Budget)
         return self._strategy.bytes - _SLACK
 
-    def _temporary(self, slots: Slots | None, maps: tuple[Map, ...]) -> int:
-        if (slots, maps) not in self._bytes:
-            self._bytes[slots, maps] = temporary_bytes(self.step, self._loop(slots), maps)
-        return self._bytes[slots, maps]
+    def _temporary(self, slots: Slots | None, around: Around) -> int:
+        if (slots, around) not in self._bytes:
+            self._bytes[slots, around] = temporary_bytes(self.step, self._loop(slots), around)
+        return self._bytes[slots, around]
 
-    def check(self, slots: Slots | None, maps: tuple[Map, ...]) -> None:
+    def check(self, slots: Slots | None, around: Around) -> None:
         """Raise unless the budget is kept by a loop that has been mapped since its strategy was decided."""
         # Decided for as many or more: what was compiled then says enough.
-        if any(key[0] == slots and _covers(key[1], maps) for key, size in self._bytes.items() if size <= self._budget):
+        if any(
+            key[0] == slots and _covers(key[1].maps, around.maps)
+            for key, size in self._bytes.items()
+            if size <= self._budget
+        ):
             return
-        needed = self._temporary(slots, maps)
+        needed = self._temporary(slots, around)
         if needed > self._budget:
             raise PolicyError(
-                f"{self.step.name}: checkpoint={self._strategy!r} is exceeded: the gradient of this loop{_over(maps)} needs "
+                f"{self.step.name}: checkpoint={self._strategy!r} is exceeded: the gradient of this loop{_over(around)} needs "
                 f"{format_bytes(needed + _SLACK)}. It was traced without that vmap, by a jit or a loop, which trace once, so "
                 f"that the examples could not be counted.\n"
                 f"Fix: put jit outside of the vmap; or differentiate outside of it, as in grad(lambda x: vmap(f)(x).sum()); or "
@@ -155,35 +154,23 @@ class Sized(Loop):
 
 @dataclasses.dataclass(frozen=True)
 class _Watch:
-    """Checks a budget whenever the gradient is mapped: `maps`, innermost first, until now."""
+    """Checks a budget whenever the gradient is mapped: `around` is what it runs under until now."""
 
     loop: Sized
     slots: Slots | None
-    maps: tuple[Map, ...] = ()
+    around: Around
 
     def __call__(self, axis: Any, is_mapped: Sequence[bool]) -> _Watch:
-        maps = (*self.maps, (axis, tuple(is_mapped)))
-        self.loop.check(self.slots, maps)
-        return dataclasses.replace(self, maps=maps)
+        around = self.around.over(axis, is_mapped)
+        self.loop.check(self.slots, around)
+        return dataclasses.replace(self, around=around)
 
 
 # -- maps around a loop ------------------------------------------------------------------------------------------
 
 
-def _maps_around(leaves: Sequence[Any]) -> tuple[Map, ...]:
-    """Every `jax.vmap` around that maps some of the loop's inputs, or may, innermost first."""
-    vmaps = _compat.vmaps_around()
-    flags = zip(*(_compat.which_are_mapped(x, vmaps) for x in leaves), strict=True)
-    maps = [(vmap.axis_data, of_vmap) for vmap, of_vmap in zip(vmaps, flags, strict=False)]
-    return tuple([m for m in maps if any(m[1])])
-
-
-def _num_examples(maps: Sequence[Map]) -> int:
-    return math.prod(axis.size for axis, _ in maps)
-
-
-def _over(maps: Sequence[Map]) -> str:
-    return f", mapped over {_num_examples(maps)} examples," if maps else ""
+def _over(around: Around) -> str:
+    return f", mapped over {around.num_examples} examples," if around.maps else ""
 
 
 def _covers(maps: Sequence[Map], others: Sequence[Map]) -> bool:
@@ -212,33 +199,22 @@ def _affordable(length: int, spare: int, carry: int, of_block: int) -> tuple[int
     return min(found)
 
 
-def temporary_bytes(step: Step, loop: Callable, maps: Sequence[Map] = ()) -> int:
-    """What XLA reserves for the gradient of a loop with respect to all its inputs, beyond these and its outputs.
-
-    `maps` are around the gradient.
-    """
-    leading = lambda aval: jax.ShapeDtypeStruct((step.length, *aval.shape), aval.dtype)  # noqa: E731
-    types: list[Any] = [*step.constant_avals, *step.avals, *map(leading, step.x_avals)]
-    floats = [i for i, a in enumerate(types) if is_float(a)]
-    ct_types = [a for a in (*step.avals, *map(leading, step.y_avals)) if is_float(a)]
+def temporary_bytes(step: Step, loop: Callable, around: Around = Around()) -> int:  # noqa: B008
+    """What XLA reserves on a device for the gradient of a loop with respect to all its inputs, beyond these and its outputs."""
+    of_steps = lambda aval: _compat.repeated(aval, step.length)  # noqa: E731
+    avals: list[Any] = [*step.constant_avals, *step.avals, *map(of_steps, step.x_avals)]
+    floats = [i for i, a in enumerate(avals) if is_float(a)]
+    ct_avals = [a for a in (*step.avals, *map(of_steps, step.y_avals)) if is_float(a)]
     num_before_xs = step.num_constants + step.num_carry
 
-    def gradient(leaves: list, cts: list) -> Any:
+    def gradient(*inputs: Any) -> Any:
+        leaves, cts = list(inputs[: len(avals)]), list(inputs[len(avals) :])
         args = leaves[: step.num_constants], leaves[step.num_constants : num_before_xs], leaves[num_before_xs:]
         run = lambda *xs: floats_of(loop, args, dict(zip(floats, xs, strict=True)))  # noqa: E731
         outs, pull = jax.vjp(run, *[leaves[i] for i in floats])
         return outs, pull(cts)
 
-    one_of = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
-    types, ct_types = [*map(one_of, types)], [*map(one_of, ct_types)]
-    for axis, is_mapped in maps:
-        examples = lambda a, n=axis.size: jax.ShapeDtypeStruct((n, *a.shape), a.dtype)  # noqa: E731
-        in_axes = [0 if flag else None for flag in is_mapped]
-        gradient = _compat.map_over(gradient, axis, (in_axes, [0] * len(ct_types)))
-        types = [examples(a) if flag else a for a, flag in zip(types, is_mapped, strict=True)]
-        ct_types = [*map(examples, ct_types)]
-    with _compat.outside():
-        return Program(gradient, (types, ct_types)).cost.temp_bytes
+    return around.program(gradient, [*avals, *ct_avals]).cost.temp_bytes
 
 
 def _bytes_kept_by_a_step(step: Step) -> int:
@@ -259,4 +235,4 @@ def _bytes_kept_by_a_step(step: Step) -> int:
 
     jaxpr, _ = _compat.stage(pullback, types, kind="scan", name="step")
     kept = {v: v.aval for v in jaxpr.outvars if isinstance(v, _compat.Var) and v not in jaxpr.invars}
-    return num_bytes(list(kept.values()))
+    return sum(map(device_bytes, kept.values()))

@@ -162,12 +162,23 @@ def _attributes(x: Any, other: Callable[[Any], Hashable]) -> tuple[Hashable, ...
 
 
 def type_str(x: Any) -> str:
-    """Shape and dtype as in ``float32[3,4]``; the Python type's name for what is no array."""
+    """Shape and dtype as in ``float32[3,4]``, explicit axes as in ``float32[3@data,4]``; else the name of the Python type."""
     if is_array(x) or (hasattr(x, "dtype") and hasattr(x, "shape")):
         aval = x if not isinstance(x, jax.Array) else jax.typeof(x)
         weak = "~" if getattr(aval, "weak_type", False) else ""
-        return f"{weak}{np.dtype(x.dtype).name if _has_numpy_dtype(x) else x.dtype}[{','.join(map(str, x.shape))}]"
+        dtype = np.dtype(x.dtype).name if _has_numpy_dtype(x) else x.dtype
+        return f"{weak}{dtype}[{','.join(map(_size_str, x.shape, _axes(aval)))}]"
     return type(x).__name__
+
+
+def _axes(aval: Any) -> Sequence[Any]:
+    """For each dimension, the explicit mesh axes along which a type is sharded: None, a name or names."""
+    sharding = None if isinstance(aval, jax.ShapeDtypeStruct) else getattr(aval, "sharding", None)
+    return (None,) * len(aval.shape) if sharding is None else tuple(sharding.spec)
+
+
+def _size_str(size: int, axes: Any) -> str:
+    return f"{size}" if axes is None else f"{size}@{axes}".replace("'", "").replace(" ", "")
 
 
 def tree_type_str(tree: PyTree) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -215,6 +216,37 @@ def test_a_constraint_inside_says_how_values_within_lie():
 
         out = statetx.jit(statetx.remat(constrained))(x)
         assert out.sharding.spec == P(None, "data")
+
+
+# -- the fence --
+
+
+def test_the_fence_adds_no_collective():
+    """Each block reduces its gradient in its branch, beside the loss; nothing is reduced to know the branch."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AUTO,))
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    weights = [statetx.Param(place(jnp.eye(64) / 9 + i, P())) for i in range(4)]
+    x = place(jnp.ones((2048, 64)), P("d"))
+
+    def block(w, x):
+        h = x @ w
+        for _ in range(6):
+            h = jnp.sin(h) * x
+        return x + h
+
+    def compiled(fence):
+        def loss(x):
+            for w in weights:
+                x = statetx.remat(lambda x, w=w: block(w.value, x), fence=fence)(x)
+            return jnp.mean(x**2)
+
+        return statetx.jit(statetx.value_and_grad(loss, wrt=weights)).lower(x).compile()
+
+    fenced, text = compiled("cond"), compiled("cond").as_text()
+    assert text.count(" conditional(") == 4
+    found = re.findall(r"= (\S+?)(?:\{[\d,]*\})? (?:all-\w+|collective-\w+|reduce-scatter)\(", text)
+    assert sorted(found) == ["f32[64,64]"] * 4 + ["f32[]"]
+    assert fenced.memory_analysis().temp_size_in_bytes < 0.7 * compiled(None).memory_analysis().temp_size_in_bytes
 
 
 # -- programs for one device of several --

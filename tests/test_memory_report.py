@@ -212,3 +212,24 @@ def test_shown_as_text_html_and_rich():
     again = json.loads(json.dumps(report.to_dict()))
     assert again["rows"][1]["temp_bytes"] == report["as written"].temp_bytes
     assert np.isclose(again["rows"][0]["seconds"], report["no remat"].seconds)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
+def test_sizes_on_a_mesh_say_what_they_are_of():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))  # noqa: E731
+    block = Block(0)
+    for state in statetx.states(block).values():
+        state.value = place(state.value)
+    reports = [statetx.memory_report(block.loop, x) for x in (X, place(X, "d"))]
+    alone, divided = ([r.residual_bytes for r in report.rows] for report in reports)
+    assert alone == divided, "of whole arrays"
+    row, base = reports[1]["as written"], reports[0]["as written"]
+    weights = 2 * 64 * 64 * 4 + 4
+    assert base.argument_bytes == X.nbytes + weights and row.argument_bytes == X.nbytes // 8 + weights
+    assert row.temp_bytes < base.temp_bytes / 2
+    title = str(reports[1]).partition("\n")[0]
+    assert (
+        title == "Block.loop: value and gradient on 8 devices; residuals and FLOPs of all of them, other sizes of one"
+    )
+    assert reports[1].to_dict()["num_devices"] == 8

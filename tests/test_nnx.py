@@ -642,3 +642,43 @@ def test_a_module_that_refers_to_itself_is_an_argument(name):
         np.testing.assert_allclose(CALLS[name](model, jnp.arange(3.0)), 3.0)
     grads = statetx.grad(lambda x: CALLS[name](model, x))(jnp.arange(3.0))
     np.testing.assert_allclose(grads, jnp.ones(3))
+
+
+# -- metadata --
+
+
+@pytest.mark.filterwarnings("ignore:Variable hooks are deprecated")
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_stacked_layers_have_the_axis_in_their_metadata(axis):
+    seen = []
+
+    class Noted(nnx.Param):
+        def on_add_axis(self, index, name):
+            seen.append(("add", index, name))
+
+        def on_remove_axis(self, index, name):
+            seen.append(("remove", index, name))
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.w = Noted(jax.random.normal(rngs.params(), (8, 4)), out_sharding=("d", None), eager_sharding=False)
+            self.short = nnx.Param(jnp.ones(3), out_sharding=("d",), eager_sharding=False)
+            self.plain = nnx.Param(jnp.ones(3))
+
+    make = nnx.vmap(Layer, out_axes=axis if axis >= 0 else 0, transform_metadata={nnx.PARTITION_NAME: None})
+    by_hand = make(nnx.Rngs(0).split(4))
+    seen.clear()
+    layers = statetx.stack([Layer(nnx.Rngs(i)) for i in range(4)], axis=axis)
+    states = statetx.states(layers)
+    expected = {0: (None, "d", None), 1: ("d", None, None), -1: ("d", None, None)}[axis]
+    assert states["w"].get_metadata("out_sharding") == expected
+    assert states["short"].get_metadata("out_sharding") == ((None, "d") if axis == 0 else ("d", None))
+    assert "out_sharding" not in states["plain"].get_metadata()
+    if axis >= 0:
+        assert by_hand.w.get_metadata("out_sharding") == expected
+    assert seen == [("add", axis % 3, None)]
+    one = layers[1]
+    assert one.w.get_value().shape == (8, 4) and one.w.get_metadata("out_sharding") == ("d", None)
+    assert one.short.get_metadata("out_sharding") == ("d",)
+    assert states["w"].get_metadata("out_sharding") == expected, "the copy has metadata of its own"
+    assert seen == [("add", axis % 3, None), ("remove", axis % 3, None)]

@@ -307,10 +307,29 @@ class _Nnx:
         is_node = issubclass(cls, nnx.Pytree) and not cls._pytree__is_pytree
         return {"pytree": False} if is_node else {}
 
+    def insert_axis(self, state: nnx.Variable, axis: int) -> None:
+        names = _axis_names(state)
+        if names is not None:
+            names += [None] * (axis - len(names))
+            state.set_metadata(out_sharding=(*names[:axis], None, *names[axis:]))
+        state.add_axis(axis, None)  # the user's hooks, as in `nnx.vmap`
+
+    def delete_axis(self, state: nnx.Variable, axis: int) -> None:
+        names = _axis_names(state)
+        if names is not None:
+            state.set_metadata(out_sharding=(*names[:axis], *names[axis + 1 :]))
+        state.remove_axis(axis, None)
+
     def open(self, frame: Frame) -> list[Store]:
         return []
 
     close = open
+
+
+def _axis_names(state: nnx.Variable) -> list[Any] | None:
+    """The mesh axes of each dimension, if the user has given them."""
+    names = state.get_metadata("out_sharding", None)
+    return list(names) if isinstance(names, tuple | list | jax.sharding.PartitionSpec) else None
 
 
 def _holds_states(obj: Any) -> bool:

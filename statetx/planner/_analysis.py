@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat, _keep, _marks
+from .._around import Around, device_bytes
 from .._compat import Jaxpr, Literal, Var
-from .._cost import Program, hurried_options
+from .._cost import hurried_options
 from .._jaxpr import Body
 from .._strategy import Strategy
 from .._survey import Survey
-from .._tree import is_float, num_bytes
+from .._tree import is_float
 from ..residuals._trace import JIT, inline
 
 Address = tuple[int, int]
@@ -71,12 +72,20 @@ class Graph:
         counted: for each input, whether it is computed in the program, so that its cotangent takes memory.
         moves: for each input, whether it is differentiated.
         pulls: for each output, whether it gets a cotangent.
+        around: what it runs under.
     """
 
     def __init__(
-        self, jaxpr: Jaxpr, price: Price, counted: Sequence[bool], moves: Sequence[bool], pulls: Sequence[bool]
+        self,
+        jaxpr: Jaxpr,
+        price: Price,
+        counted: Sequence[bool],
+        moves: Sequence[bool],
+        pulls: Sequence[bool],
+        around: Around = Around(),  # noqa: B008
     ):
         self.jaxpr = jaxpr
+        self._around = around.of_parts()
         floats = [i for i, v in enumerate(jaxpr.invars) if moves[i] and is_float(v.aval)]
         pulled = [i for i, v in enumerate(jaxpr.outvars) if pulls[i] and is_float(v.aval)]
         self._counted = [counted[i] for i in floats]
@@ -151,7 +160,7 @@ class Graph:
 
     def untouched(self) -> Option:
         """The region without rematerialisation."""
-        kept = sum(num_bytes(v.aval) for v in self._plain_leaves)
+        kept = sum(device_bytes(v.aval) for v in self._plain_leaves)
         return Option(None, kept, self._walk(self._plain_backward, []), 0.0)
 
     def by_policy(self, policy: Any) -> Option:
@@ -160,7 +169,7 @@ class Graph:
         return self.option(frozenset((at[0], at[1]) for at in labels))
 
     def bytes_of(self, address: Address) -> int:
-        return 0 if address in self._is_output else num_bytes(self.sites[address].value.type)
+        return 0 if address in self._is_output else device_bytes(self.sites[address].value.type)
 
     def _computed_again(self, kept: frozenset[Address]) -> list[int]:
         have = {v for v, at in self._names.items() if at in kept}
@@ -204,19 +213,19 @@ class Graph:
                         for u in eqn.invars:
                             if isinstance(u, Var):
                                 last[read(u)] = max(last[read(u)], last.get(v, -1))
-        live = sum(num_bytes(v.aval) for v in backward.cotangents)
+        live = sum(device_bytes(v.aval) for v in backward.cotangents)
         ends: dict[int, int] = {}
         for v in backward.cotangents:
             at = last.get(v, 0)
-            ends[at] = ends.get(at, 0) + num_bytes(v.aval)
+            ends[at] = ends.get(at, 0) + device_bytes(v.aval)
         most = live
         for i, eqn in enumerate(eqns):
             fused = eqn.primitive.name in _FUSED
             for v in eqn.outvars:
                 if v in uncounted or (fused and v not in is_read) or v not in last:
                     continue
-                live += num_bytes(v.aval)
-                ends[last[v]] = ends.get(last[v], 0) + num_bytes(v.aval)
+                live += device_bytes(v.aval)
+                ends[last[v]] = ends.get(last[v], 0) + device_bytes(v.aval)
             most = max(most, live)
             live -= ends.get(i, 0)
         return most
@@ -232,7 +241,7 @@ class Graph:
         inputs = dict.fromkeys(v for e in again for v in e.invars if isinstance(v, Var) and v not in made)
         inputs |= dict.fromkeys(v for v in [*back.leaves, *have] if v not in made)
 
-        def run(given: list[Any], cts: list[Any]) -> list[Any]:
+        def run(given: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
             env = dict(zip(inputs, given, strict=True))
             for eqn in again:
                 ins = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
@@ -240,10 +249,11 @@ class Graph:
             residuals = {r: env[v] for r, v in zip(back.residuals, back.leaves, strict=True)}
             return _compat.evaluate(back.jaxpr, (), [*(residuals[v] for v in back.residuals), *cts])
 
-        types = [[type_of(v.aval) for v in vs] for vs in (inputs, back.cotangents)]
-        temp = Program(run, types, hurried_options()).cost.temp_bytes
+        avals = [v.aval for v in (*inputs, *back.cotangents)]
+        program = self._around.program(lambda *xs: run(xs[: len(inputs)], xs[len(inputs) :]), avals, hurried_options())
+        temp = program.cost.temp_bytes // self._around.num_examples
         counted = [v for v, c in zip(back.outs, self._counted, strict=True) if c and isinstance(v, Var)]
-        ends = sum(num_bytes(v.aval) for v in (*back.cotangents, *counted))
+        ends = sum(device_bytes(v.aval) for v in (*back.cotangents, *counted))
         back_bytes = sum(self.bytes_of(at) for at in option.offloaded)
         return option._replace(working_bytes=temp + ends + back_bytes)
 
@@ -303,11 +313,6 @@ def _bind_literals(back: Body, leaves: Sequence[Any]) -> Jaxpr:
     values += leaves
     given = {v: a for v, a in zip(back.jaxpr.invars, values, strict=False) if isinstance(a, Literal)}
     return _compat.without_dead_code(_compat.with_literals(back.jaxpr, given))
-
-
-def type_of(aval: Any) -> Any:
-    """The type as ``jax.jit`` takes it in the place of an argument."""
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def _variables(atoms: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ import jax
 import jax.extend.core as jex_core
 
 from .. import _compat, _keep
+from .._around import Around, sharding_of
 from .._compat import Jaxpr
 from .._cost import Program
 from .._errors import PlanError
@@ -19,9 +20,8 @@ from .._lift import name_of
 from .._policy import Rewriting
 from .._targets import resolve_argnums
 from .._tree import is_array, is_float, partition
-from ..transforms.abstract import make_jaxpr
+from ..transforms.abstract import staged_jaxpr
 from ..transforms.remat import Remat
-from ._analysis import type_of
 from ._parts import flatten
 from ._record import fingerprint
 
@@ -33,12 +33,14 @@ class _Found(NamedTuple):
         num_out: how many outputs are its own.
         moving: the inputs that are being differentiated.
         variable: the float inputs that are no constants.
+        around: what it runs under.
     """
 
     jaxpr: Jaxpr
     num_out: int
     moving: list[int]
     variable: list[int]
+    around: Around
 
 
 class _Capture(Rewriting):
@@ -61,7 +63,7 @@ class _Capture(Rewriting):
             floats = [(i, x) for i, x in enumerate((*operands, *args)) if is_float(x)]
             moving = [i for i, x in floats if _compat.is_differentiated(x)]
             variable = [i for i, x in floats if isinstance(x, _compat.Tracer)]
-            self.found.append(_Found(body.jaxpr, num_out, moving, variable))
+            self.found.append(_Found(body.jaxpr, num_out, moving, variable, Around.of([*operands, *args])))
             return body(operands, *args)
 
         return run
@@ -74,12 +76,14 @@ class Captured:
     Attributes:
         chosen: the inputs with respect to which it is differentiated.
         num_out: how many of its outputs are: the first.
+        around: what it runs under.
         step_with: of a loss within a training step, the step with a program in the loss's place, for compiler options.
     """
 
     jaxpr: Jaxpr
     chosen: list[int]
     num_out: int
+    around: Around
     step_with: Callable[[Jaxpr, dict[str, Any]], Program] | None = None
 
     @property
@@ -112,7 +116,7 @@ def capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | S
             )
         loss = inner.found[0]
         step_with = functools.partial(_step_with, fun, args, kwargs)
-        return Captured(loss.jaxpr, loss.moving, loss.num_out, step_with)
+        return Captured(loss.jaxpr, loss.moving, loss.num_out, loss.around, step_with)
     (found,) = whole.found
     is_chosen = []
     for n, part in enumerate((*args, *kwargs.values())):
@@ -124,7 +128,7 @@ def capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | S
             f"{name_of(fun)} has no float output, or no float argument or state, so there is nothing to differentiate; and it "
             f"differentiates nothing itself by statetx.grad."
         )
-    return Captured(found.jaxpr, chosen, found.num_out)
+    return Captured(found.jaxpr, chosen, found.num_out, found.around)
 
 
 def _is_traced(x: Any) -> bool:
@@ -132,8 +136,8 @@ def _is_traced(x: Any) -> bool:
     return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
-def _jaxpr_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The program of a call; arrays and all that states hold are its inputs, other arguments are as they are."""
+def _jaxpr_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """The program of a call, and its inputs: what states hold, and the arrays; other arguments are as they are."""
     arrays, others = partition((args, kwargs), _is_traced)
 
     @functools.wraps(fun)
@@ -141,7 +145,7 @@ def _jaxpr_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         call_args, call_kwargs = others.combine(arrays)
         return fun(*call_args, **call_kwargs)
 
-    return make_jaxpr(call)(*arrays)
+    return staged_jaxpr(call, arrays)
 
 
 class _Instead(Rewriting):
@@ -170,5 +174,7 @@ def _step_with(
         with _keep.override.differentiated(lambda loss: Remat(loss, policy=instead)):
             return fun(*args, **kwargs)
 
-    program = _jaxpr_of(step, args, kwargs)
-    return Program(jex_core.jaxpr_as_fun(program), [type_of(aval) for aval in program.in_avals], compiler_options)
+    program, inputs = _jaxpr_of(step, args, kwargs)
+    shardings = tuple(map(sharding_of, inputs))
+    around = Around(shardings=shardings if any(shardings) else ())
+    return around.program(jex_core.jaxpr_as_fun(program), program.in_avals, compiler_options)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from .. import _compat, _fence, _keep, _marks, _schedule
+from .._around import Around, device_bytes
 from .._checkpointed import Scheduled
 from .._compat import Jaxpr, Literal
 from .._jaxpr import Body
 from .._nested import Step, nested
 from .._policy import Marks
 from .._strategy import Lengths, Slots
-from .._tree import num_bytes
 from ._analysis import Graph, Option, Price, undominated
 from ._parts import Part, moving_variables, pulled_variables, run, split
 
@@ -54,6 +54,7 @@ class Layout:
         offload: float | None,
         deadline: Callable[[], bool],
         fronts: dict[Any, Front],
+        around: Around,
     ):
         self.jaxpr = jaxpr
         self.cuts = cuts
@@ -70,14 +71,14 @@ class Layout:
             pulls = tuple(v in pulled for v in part.outvars)
             key = (part.key, counted, moves, pulls)
             if key not in fronts:
-                fronts[key] = _front(part, counted, moves, pulls, price, policies, offload, deadline)
+                fronts[key] = _front(part, counted, moves, pulls, price, policies, offload, deadline, around)
             self.fronts.append(fronts[key])
             for v, c in zip(variables, counted, strict=True):
                 if c:
                     first.setdefault(v, i)
         added = [0] * len(self.parts)
         for v, i in first.items():
-            added[i] += num_bytes(v.aval)
+            added[i] += device_bytes(v.aval)
         self.base = np.cumsum(added).tolist()
 
     @property
@@ -296,6 +297,7 @@ def _front(
     policies: Sequence[Any],
     offload: float | None,
     deadline: Callable[[], bool],
+    around: Around,
 ) -> Front:
     nothing_kept = [Option(None, 0, 0, 0.0)]
     if not any(moves) or not any(pulls):
@@ -308,7 +310,7 @@ def _front(
         pulls = [p or i < num_carry for i, p in enumerate(pulls)]
         offload = None
     try:
-        graph = Graph(part.jaxpr, price, counted, moves, pulls)
+        graph = Graph(part.jaxpr, price, counted, moves, pulls, around)
     except Exception:  # It has no derivative in reverse mode: an error where it is differentiated, and only there.
         return Front(nothing_kept, nothing_kept * len(policies))
     expand = list if part.eqn is None else functools.partial(_of_loop, part, graph, counted)
@@ -322,11 +324,11 @@ def _front(
 def _of_loop(part: Part, graph: Graph, is_carry: Sequence[bool], steps: Sequence[Option]) -> list[Option]:
     """What can be done with a loop whose steps can be treated so: last, the last of them and a carry for each step."""
     length, invars = part.eqn.params["length"], part.jaxpr.invars
-    carry = sum(num_bytes(v.aval) for v, c in zip(invars, is_carry, strict=True) if c)
+    carry = sum(device_bytes(v.aval) for v, c in zip(invars, is_carry, strict=True) if c)
     options = []
     for step in steps:
         if step.kept is None:
-            kept_carry = sum(num_bytes(invars[i].aval) for i in graph.kept_inputs if is_carry[i])
+            kept_carry = sum(device_bytes(invars[i].aval) for i in graph.kept_inputs if is_carry[i])
             options.append(step._replace(kept_bytes=length * (step.kept_bytes + kept_carry)))
             options += _with_slots(step, graph, length, carry)
             continue

@@ -8,9 +8,10 @@ from typing import Any
 from jax.extend.core.primitives import closed_call_p
 
 from .. import _compat
+from .._around import device_bytes
 from .._compat import Jaxpr, Literal
 from .._jaxpr import Body
-from .._tree import is_float, num_bytes
+from .._tree import is_float
 from ..residuals._trace import JIT, REMAT, inline
 
 
@@ -188,8 +189,8 @@ def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
     for i, eqn in enumerate(jaxpr.eqns):
         for v in eqn.outvars:
             if v in uses:
-                change[i + 1] += num_bytes(v.aval)
-                change[uses[v] + 1] -= num_bytes(v.aval)
+                change[i + 1] += device_bytes(v.aval)
+                change[uses[v] + 1] -= device_bytes(v.aval)
     live, found = 0, []
     for delta in change[:-2]:
         live += delta

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from .. import _compat, _schedule
+from .._around import device_bytes
 from .._compat import Jaxpr, Literal
 from .._cost import count
 from .._strategy import Lengths, Slots, Strategy
 from .._survey import Survey
-from .._tree import num_bytes
 from ..residuals._show import short_path, short_type
 from ..residuals._trace import user_line
 from ._analysis import Option
@@ -189,7 +189,7 @@ def _rows_of(part: Part, option: Option, times: int, price: Callable[[Any], floa
         kind = short_type(str(site.value.type.dtype), tuple(site.value.type.shape))
         owner = f"{short_path(file)}:{line} ({function})" if file else ""
         value = f"{named or site.eqn.primitive.name} {kind}"
-        yield PlanRow(value, owner, times * length, num_bytes(site.value.type), decision, float(price(site.eqn)))
+        yield PlanRow(value, owner, times * length, device_bytes(site.value.type), decision, float(price(site.eqn)))
 
 
 def _loops(layout: Layout, options: Sequence[Option]) -> Iterator[str]:

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
+from .._around import Around
 from .._compat import Jaxpr
 from .._cost import Cost, Program, flops, hurried_options, sizing_options, with_pullback
 from .._policy import as_policy
 from .._strategy import Slots
 from .._tree import is_float
-from ._analysis import Option, Price, type_of
+from ._analysis import Option, Price
 from ._layout import Layout
 from ._parts import flatten, ways_to_cut
 
@@ -67,6 +68,7 @@ class Search:
         time_limit: seconds.
         report: called with what is done next.
         program_of: the program to be compiled for one like this one; that with its gradient if not given.
+        around: what the program runs under.
 
     Attributes:
         candidates: what has been compiled, in this order; but the program as it is comes first, once it is there.
@@ -83,10 +85,11 @@ class Search:
         time_limit: float | None = None,
         report: Callable[[str], None] = lambda text: None,
         program_of: Callable[[Jaxpr, dict[str, Any]], Program] | None = None,
+        around: Around = Around(),  # noqa: B008
     ):
         self._end = None if time_limit is None else time.monotonic() + time_limit
         self._report = report
-        self._program_of = program_of or functools.partial(_with_gradient, list(chosen), num_out)
+        self._program_of = program_of or functools.partial(_with_gradient, list(chosen), num_out, around)
         self.price = price
         self.jaxpr = flatten(jaxpr)
         self.candidates: list[Candidate] = []
@@ -99,6 +102,7 @@ class Search:
             if self.layouts and self.is_late():
                 break
             options = {"policies": policies, "offload": offload, "deadline": self.is_late, "fronts": fronts}
+            options |= {"around": around}
             self.layouts.append(Layout(program, cuts, chosen, num_out, price=price, **options))
             if len(self.layouts) == 1:
                 self._compile_unplanned()
@@ -375,7 +379,9 @@ def _slope(peak: float, temp: float) -> float:
     return temp / peak if peak > 0 else 1.0
 
 
-def _with_gradient(chosen: Sequence[int], num_out: int, jaxpr: Jaxpr, compiler_options: dict[str, Any]) -> Program:
+def _with_gradient(
+    chosen: Sequence[int], num_out: int, around: Around, jaxpr: Jaxpr, compiler_options: dict[str, Any]
+) -> Program:
     """A program without constants, with the gradient of its first outputs for the inputs `chosen`."""
 
     def run(*ins: Any) -> tuple[list[Any], list[Any]]:
@@ -383,4 +389,4 @@ def _with_gradient(chosen: Sequence[int], num_out: int, jaxpr: Jaxpr, compiler_o
         own, new = outs[:num_out], outs[num_out:]
         return [jnp.asarray(x) for x in own if is_float(x)], [*(x for x in own if not is_float(x)), *new]
 
-    return Program(with_pullback(run, chosen), [type_of(v.aval) for v in jaxpr.invars], compiler_options)
+    return around.program(with_pullback(run, chosen), [v.aval for v in jaxpr.invars], compiler_options)

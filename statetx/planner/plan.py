@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .. import _compat, _keep
+from .._around import Around
 from .._compat import Jaxpr
 from .._cost import Program, flops
 from .._errors import PlanError
@@ -284,12 +285,21 @@ class Fit(Rewriting):
         return f"fit:{self.budget if isinstance(self.budget, float) else format_bytes(self.budget).replace(' ', '')}"
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+        planned: dict[Around, Body] = {}
+
+        def run(operands: Sequence[Any], *args: Any) -> list[Any]:
+            around = Around.of([*operands, *args])
+            if around not in planned:
+                planned[around] = self._planned(body, name, num_out, around)
+            return planned[around](operands, *args)
+
+        return run
+
+    def _planned(self, body: Body, name: str, num_out: int, around: Around) -> Body:
         floats = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval)]
-        objective, offload, time_limit = self._options
-        search = _search(body.jaxpr, floats, num_out, objective, offload, time_limit)
+        search = _search(body.jaxpr, floats, num_out, *self._options, around=around)
         found = _fit(search, self.budget, name)
-        planned = Body(found.layout.rewrite(found.options), [])
-        return lambda operands, *args: planned(operands, *args)
+        return Body(found.layout.rewrite(found.options), [])
 
 
 def plan(
@@ -392,7 +402,7 @@ class Planner:
         self._report: Callable[[str], None] = lambda text: None
         with self._shown():
             found = self._captured
-            options = (objective, offload, time_limit, report, found.step_with)
+            options = (objective, offload, time_limit, report, found.step_with, found.around)
             self._search = _search(found.jaxpr, found.chosen, found.num_out, *options)
 
     def ends(self) -> tuple[int, int]:
@@ -417,7 +427,7 @@ class Planner:
 
     @contextlib.contextmanager
     def _shown(self) -> Iterator[None]:
-        with _shown(self._progress, self.name) as report:
+        with _shown(self._progress, self.name) as report, self._captured.around.entered():
             self._report = report
             yield
         self._report = lambda text: None
@@ -459,6 +469,7 @@ def _search(
     time_limit: float | None,
     report: Callable[[str], None] = lambda text: None,
     program_of: Callable[[Jaxpr, dict[str, Any]], Program] | None = None,
+    around: Around = Around(),  # noqa: B008
 ) -> Search:
     per_byte = None
     price: Callable[[Any], float] = flops
@@ -468,7 +479,7 @@ def _search(
     if offload and _compat.HOST_MEMORY in _compat.memory_spaces():
         per_byte = 1 / cost_model().host_bytes_per_second if objective == "time" else 0.0
     options = {"price": price, "offload": per_byte, "time_limit": time_limit, "report": report}
-    return Search(jaxpr, chosen, num_out, program_of=program_of, **options)
+    return Search(jaxpr, chosen, num_out, program_of=program_of, around=around, **options)
 
 
 def _fit(search: Search, budget: int | float, name: str) -> Candidate:

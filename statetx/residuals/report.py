@@ -74,10 +74,13 @@ class MemoryReport:
         name: the function's.
         rows: one for each policy, the first without rematerialisation.
         diagnoses: empty where memory fell as it should.
+        num_devices: on how many devices the programs run. Residuals and FLOPs are of all devices together; memory of the
+            compiled programs (temporary, arguments, outputs, peak) is that of one device.
     """
 
-    def __init__(self, name: str, rows: Sequence[Measured], diagnoses: Sequence[Diagnosis]):
+    def __init__(self, name: str, rows: Sequence[Measured], diagnoses: Sequence[Diagnosis], num_devices: int = 1):
         self.name = name
+        self.num_devices = num_devices
         self.rows = tuple(rows)
         self.diagnoses = tuple(diagnoses)
 
@@ -86,6 +89,13 @@ class MemoryReport:
             if row.policy == policy:
                 return row
         raise KeyError(f"{policy!r}; there are {', '.join(repr(row.policy) for row in self.rows)}")
+
+    @property
+    def _title(self) -> str:
+        title = f"{self.name}: value and gradient"
+        if self.num_devices == 1:
+            return title
+        return f"{title} on {self.num_devices} devices; residuals and FLOPs of all of them, other sizes of one"
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         base = self.rows[0]
@@ -108,7 +118,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         columns, cells = self._table()
-        lines = [f"{self.name}: value and gradient", format_table(columns, cells, right=columns[1:])]
+        lines = [self._title, format_table(columns, cells, right=columns[1:])]
         return "\n".join([*lines, *map(str, self.diagnoses)])
 
     __repr__ = __str__
@@ -120,7 +130,7 @@ class MemoryReport:
 
         columns, cells = self._table()
         table = Table(
-            title=f"{self.name}: value and gradient",
+            title=self._title,
             box=box.SIMPLE_HEAD,
             title_justify="left",
             title_style="bold",
@@ -158,7 +168,7 @@ class MemoryReport:
             for d in self.diagnoses
         )
         return (
-            f'<div style="overflow-x:auto"><p style="margin:4px 0"><b>{html_.escape(self.name)}: value and gradient</b></p>'
+            f'<div style="overflow-x:auto"><p style="margin:4px 0"><b>{html_.escape(self._title)}</b></p>'
             f'<table style="border-collapse:collapse;font-size:90%"><thead><tr>{head}</tr></thead><tbody>{body}</tbody>'
             f"</table>{notes}</div>"
         )
@@ -169,7 +179,8 @@ class MemoryReport:
         for row in self.rows:
             fields = {f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "residuals"}
             rows.append({**fields, "residual_bytes": row.residual_bytes, "peak_bytes": row.peak_bytes})
-        return {"name": self.name, "rows": rows, "diagnoses": [dataclasses.asdict(d) for d in self.diagnoses]}
+        named = {"name": self.name, "num_devices": self.num_devices}
+        return {**named, "rows": rows, "diagnoses": [dataclasses.asdict(d) for d in self.diagnoses]}
 
 
 def _ratio(a: float, b: float) -> str:
@@ -237,7 +248,8 @@ def memory_report(
     diagnoses: list[Diagnosis] = []
     for row in rows[1:]:
         diagnoses += _diagnose(row, rows[0], regions[row.policy], programs[row.policy].lowered, programs[OFF].lowered)
-    return MemoryReport(short_name(name_of(fun)), rows, list(dict.fromkeys(diagnoses)))
+    num_devices = max([len(x.sharding.device_set) for x in inputs[OFF] if isinstance(x, jax.Array)], default=1)
+    return MemoryReport(short_name(name_of(fun)), rows, list(dict.fromkeys(diagnoses)), num_devices)
 
 
 def _measured(label: str, kept: Residuals, cost: Cost, seconds: float | None) -> Measured:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from .. import _compat, _registry
+from .._around import note
 from .._lift import InputNames, Outcome, frame_for, pack, stage
 from .._signature import StaticArguments
 from .._staged import Staged
@@ -111,19 +112,38 @@ def make_jaxpr(
         def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
             return merge(*others.combine(leaves))
 
-        def call(*tracers: Any) -> tuple[PyTree]:
-            call_args, call_kwargs = arguments(tracers)
-            return (fun(*call_args, **call_kwargs),)
-
-        avals = [_compat.abstract(as_array(x)) for x in arrays]
-        staged = Staged("make_jaxpr", fun, call, avals, kind="statetx.make_jaxpr", arguments=arguments)
-        before = {key: staged.state_vars(i) for key, i in staged.inputs.items()}
-        after = before | staged.written_vars
-        states_in, states_out = ([v for key in before for v in of[key]] for of in (before, after))
-        closed = staged.close([*states_in, *staged.arg_vars], [*staged.out_vars, *states_out])
+        staged = _stage(arguments, arrays, fun)
+        closed = _close(staged)[0]
         if not return_shape:
             return closed
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in staged.out_avals]
         return closed, staged.outs[0].combine(shapes)
 
     return jaxpr_of
+
+
+def staged_jaxpr(fun: Callable[..., PyTree], arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The equations of ``fun(*arrays)`` as `make_jaxpr` gives them, and their inputs: values of states, and the arrays."""
+    closed, values = _close(_stage(lambda leaves: (tuple(leaves), {}), arrays, fun))
+    return closed, [*values, *arrays]
+
+
+def _stage(
+    arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]], arrays: Sequence[Any], fun: Callable
+) -> Staged:
+    def call(*tracers: Any) -> tuple[PyTree]:
+        note(tracers, arrays)
+        args, kwargs = arguments(tracers)
+        return (fun(*args, **kwargs),)
+
+    avals = [_compat.abstract(as_array(x)) for x in arrays]
+    return Staged("make_jaxpr", fun, call, avals, kind="statetx.make_jaxpr", arguments=arguments)
+
+
+def _close(staged: Staged) -> tuple[Any, list[Any]]:
+    """The equations, with the values of states as inputs in front, and these values."""
+    before = {key: staged.state_vars(i) for key, i in staged.inputs.items()}
+    after = before | staged.written_vars
+    states_in, states_out = ([v for key in before for v in of[key]] for of in (before, after))
+    closed = staged.close([*states_in, *staged.arg_vars], [*staged.out_vars, *states_out])
+    return closed, [x for i in staged.inputs.values() for x in i.values]

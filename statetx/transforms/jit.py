@@ -99,8 +99,9 @@ def jit(
 
     Sharding:
         There are no ``in_shardings`` and ``out_shardings``: arguments and states lie where you put them
-        (``jax.device_put``), and are computed with there. A state that is written keeps its sharding. One that is on a
-        single device, and was not put there, becomes replicated where others lie on several. What is computed within,
+        (``jax.device_put``), and are computed with there. A state that is written keeps its sharding, if this divides its
+        new shape. One that is read on a single device, without having been put there, becomes replicated where other
+        arrays are on a mesh; one that is only written gets its sharding from the compiler. What is computed within,
         outputs too, lies as the compiler finds, or as ``jax.lax.with_sharding_constraint`` says; on a mesh with explicit
         axes, under ``jax.set_mesh``, as its type says. Donation works with every sharding.
 

@@ -146,6 +146,7 @@ class Stack:
                 f"refer to the state of all layers.\nFix: hold the state in an attribute of the layer only."
             )
         copies = states(layer)
+        _annotate([copies[path] for path in values], self.axis, "delete_axis")
         commit([_kind(copies[path]).store(copies[path], value) for path, value in values.items()])
         return layer
 
@@ -192,7 +193,17 @@ def _stack_states(
         stacked.append(first)
         values.append(_stack_values([kind.read(state) for state in alike], path, axis))
     commit([_kind(state).store(state, value) for state, value in zip(stacked, values, strict=True)])
+    _annotate(stacked, axis, "insert_axis")
     return stacked
+
+
+def _annotate(stacked: Sequence[Any], axis: int, change: str) -> None:
+    """Tell the metadata of states that an axis for the layers was inserted or is to be deleted."""
+    for state in stacked:
+        kind = _kind(state)
+        leaves = jax.tree.leaves(kind.get(state))
+        if isinstance(kind, _registry.Annotated):
+            getattr(kind, change)(state, axis if axis >= 0 or not leaves else axis + jnp.ndim(leaves[0]))
 
 
 def _stack_values(values: list[PyTree], path: str, axis: int) -> PyTree:

@@ -280,10 +280,30 @@ class _Loop:
             step = Step(body, num_constants, len(body.jaxpr.outvars), **options)
             return _online.while_loop(test, step, slots and slots.num, max_steps)
 
+        values = [*carry, *self.state_values]
+        if slots is not None:
+            values = self._vary(values)
         is_of_words = slots is not None and _key_words.are_wanted(*self.bodies)
         use = ("while_loop", is_of_words, slots, max_steps, *map(len, self.constants))
         kept = table.get(self.bodies, use, build)
-        return kept(*self.constants, [*carry, *self.state_values])
+        return kept(*self.constants, values)
+
+    def _vary(self, carry: list) -> list:
+        """Give all values types that differ between devices of a shard_map whose conditions may differ; returns the carry.
+
+        The reversal of such a loop has as many steps as a device has done. The sum of a gradient over devices must therefore stand
+        outside of the loop: constants differ before it, by their types, and their cotangents are summed after it.
+        """
+        axes = sorted(_compat.varying_axes(self.bodies[0].jaxpr.outvars[0].aval))
+        if not axes:
+            return carry
+        carry = [_compat.as_varying(x, axes) for x in carry]
+        self.constants = [[_compat.as_varying(x, axes) for x in values] for values in self.constants]
+        self.bodies = [
+            _varying(body, [jax.typeof(x) for x in (*values, *carry)], axes)
+            for body, values in zip(self.bodies, self.constants, strict=True)
+        ]
+        return carry
 
     def publish(self, carry: list) -> list:
         """Store the carried states' last values; returns the leaves of the carry."""
@@ -293,3 +313,12 @@ class _Loop:
         leaves = [x for e in self._body.effects for x in left[id(e.state)]]
         publish(self._body.effects, self._body.values, leaves)
         return carry[: self._body.num_out]
+
+
+def _varying(body: Body, avals: Sequence[Any], axes: Sequence[str]) -> Body:
+    """The same equations for inputs of types that vary along these axes."""
+
+    def run(*args: Any) -> list[Any]:
+        return [_compat.as_varying(x, axes) for x in _compat.with_varying_inputs(body.jaxpr, args)]
+
+    return Body.close(*_compat.stage(run, avals, kind="while_body", name="while_loop"))

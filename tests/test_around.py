@@ -1,0 +1,299 @@
+"""Sizes and plans count bytes of one device: under shardings, `vmap` and `shard_map`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import statetx
+from statetx._around import Around, note, sharding_of
+from statetx.policies import Slots
+
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+KINDS = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda kind: kind.name)
+
+
+def mesh_of(kind=AUTO):
+    return jax.make_mesh((8,), ("d",), axis_types=(kind,))
+
+
+class Net:
+    """Residual layers whose activations are much larger than weights, and a count as a state."""
+
+    def __init__(self, mesh, width=64):
+        place = lambda x: jax.device_put(x, NamedSharding(mesh, P()))  # noqa: E731
+        self.ws = [statetx.Param(place(jnp.full((width, width), 0.01 * (i + 1)))) for i in range(4)]
+        self.count = statetx.State(place(jnp.zeros(())))
+
+    def __call__(self, x):
+        self.count.value += 1
+        for w in self.ws:
+            x = x + jnp.tanh(jnp.sin(x @ w.value))
+        return jnp.mean(x**2)
+
+
+def batch_on(mesh, width=64, num=2048):
+    x = jnp.linspace(-1, 1, num * width, dtype=jnp.float32).reshape(num, width)
+    return jax.device_put(x, NamedSharding(mesh, P("d")))
+
+
+def compiled_bytes(fun, *args):
+    return statetx.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+# -- plans and fit: --
+
+
+@KINDS
+def test_a_plan_counts_bytes_of_a_device(kind):
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        net, x = Net(mesh), batch_on(mesh)
+        step = statetx.value_and_grad(net, wrt=net.ws)
+        whole = compiled_bytes(step, x)
+        plan = statetx.plan(net, x, budget=int(1.3 * whole))
+        assert plan.stock == "no remat" and abs(plan.unplanned_bytes - whole) < 0.3 * whole
+        plan = statetx.plan(net, x, budget=int(0.75 * whole))
+        planned = statetx.value_and_grad(plan.apply(net), wrt=net.ws)
+        assert compiled_bytes(planned, x) <= 0.8 * whole
+        for a, b in zip(jax.tree.leaves(planned(x)), jax.tree.leaves(step(x)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@KINDS
+@pytest.mark.parametrize("within", [False, True], ids=["eager", "jit"])
+def test_fit_counts_bytes_of_a_device(kind, within):
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        net, x = Net(mesh), batch_on(mesh)
+        whole = compiled_bytes(statetx.value_and_grad(net, wrt=net.ws), x)
+        fitted = statetx.value_and_grad(statetx.remat(net, policy=f"fit:{int(0.75 * whole)}"), wrt=net.ws)
+        if within:
+            assert compiled_bytes(fitted, x) <= 0.8 * whole
+        else:
+            fitted(x)
+
+
+def test_a_plan_of_a_step_counts_bytes_of_a_device():
+    mesh = mesh_of()
+    net, x = Net(mesh), batch_on(mesh)
+
+    def step(x):
+        loss, grads = statetx.value_and_grad(net, wrt=net.ws)(x)
+        for w, g in zip(net.ws, grads, strict=True):
+            w.value = w.value - 0.1 * g
+        return loss
+
+    whole = compiled_bytes(step, x)
+    plan = statetx.plan(step, x, budget=int(0.75 * whole))
+    assert compiled_bytes(plan.apply(step), x) <= 0.8 * whole
+
+
+def test_fit_on_a_mesh_whose_types_name_axes():
+    """Operands that are made within a function are sharded by their types."""
+    mesh = mesh_of(EXPLICIT)
+    with jax.set_mesh(mesh):
+        w, x = statetx.Param(jax.device_put(jnp.ones((8, 8)), P())), batch_on(mesh, 8, 512)
+
+        def loss(x):
+            for _ in range(3):
+                h = x @ w.value
+                x = jnp.where(jax.device_put(jnp.ones(h.shape, bool), jax.typeof(h).sharding), jnp.tanh(h), x)
+            return jnp.mean(x**2)
+
+        step = statetx.grad(loss, wrt=w)
+        fitted = statetx.grad(statetx.remat(loss, policy="fit:1MiB"), wrt=w)
+        np.testing.assert_allclose(statetx.jit(fitted)(x), statetx.jit(step)(x), rtol=1e-5)
+        assert statetx.plan(loss, x, budget="1MiB").temp_bytes <= 2**20
+        assert statetx.plan(step, x, budget="1MiB").temp_bytes <= 2**20
+
+
+# -- loops --
+
+
+@KINDS
+def test_a_budget_of_a_loop_counts_bytes_of_a_device(kind):
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        w = statetx.Param(jax.device_put(jnp.full((64, 64), 0.01), NamedSharding(mesh, P())))
+        x = batch_on(mesh, num=512)
+
+        def loss(x, checkpoint=None):
+            body = lambda c, _: (jnp.tanh(c @ w.value), None)  # noqa: E731
+            return jnp.mean(statetx.scan(body, x, None, 128, checkpoint=checkpoint)[0] ** 2)
+
+        step = lambda checkpoint: statetx.value_and_grad(lambda x: loss(x, checkpoint), wrt=w)  # noqa: E731
+        # A carry has 16 KiB on a device, and 128 KiB in all.
+        budget = 2**18
+        sizes = {c: compiled_bytes(step(c), x) for c in (None, 1, "256KiB")}
+        assert sizes[1] < sizes["256KiB"] <= budget + 2**15 < sizes[None]
+
+
+def test_a_loop_that_fits_on_a_device_stays_plain():
+    mesh = mesh_of()
+    w = statetx.Param(jax.device_put(jnp.full((64, 64), 0.01), NamedSharding(mesh, P())))
+    body = lambda c, _: (jnp.tanh(c @ w.value), None)  # noqa: E731
+    x = batch_on(mesh, num=512)
+    sizes = [
+        compiled_bytes(
+            statetx.value_and_grad(lambda x, c=c: statetx.scan(body, x, None, 128, checkpoint=c)[0].sum(), wrt=w), x
+        )
+        for c in (None, "8MiB")  # a device needs 4 MiB, all together 24
+    ]
+    assert sizes[0] == sizes[1]
+
+
+# -- vmap and shard_map --
+
+
+def test_fit_under_a_named_axis():
+    w, xs = statetx.Param(jnp.eye(64)), jnp.linspace(-1, 1, 2 * 128 * 64).reshape(2, 128, 64)
+
+    def f(x):
+        for _ in range(3):
+            x = jnp.tanh(x @ w.value)
+            x = x - jax.lax.pmean(x.mean(0, keepdims=True), "batch")
+        return jnp.mean(x**2)
+
+    def run(policy):
+        loss = lambda xs: statetx.vmap(statetx.remat(f, policy=policy), axis_name="batch")(xs).mean()  # noqa: E731
+        return statetx.grad(loss, wrt=w)
+
+    whole = compiled_bytes(run("everything"), xs)
+    np.testing.assert_allclose(statetx.jit(run("fit:1MiB"))(xs), statetx.jit(run(None))(xs), rtol=1e-5, atol=1e-7)
+    assert compiled_bytes(run(f"fit:{int(0.9 * whole)}"), xs) <= 0.95 * whole
+
+
+def in_shard_map(f, mesh, check_vma):
+    return statetx.shard_map(
+        lambda x: jax.lax.psum((f(x) ** 2).sum(), "d"), mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=check_vma
+    )
+
+
+W, WS = statetx.Param(jnp.full((8, 8), 0.1)), statetx.Param(jnp.full((6, 8, 8), 0.1))
+
+
+def cell(c):
+    return c + jnp.tanh(c @ W.value)
+
+
+def meeting(c):
+    return cell(c) - jax.lax.pmean(c.mean(0, keepdims=True), "d")
+
+
+LOOPS = {
+    "scan": lambda checkpoint: (
+        lambda x: statetx.scan(lambda c, _: (cell(c), None), x, None, 6, checkpoint=checkpoint)[0]
+    ),
+    "collective": lambda checkpoint: (
+        lambda x: statetx.scan(lambda c, _: (meeting(c), None), x, None, 6, checkpoint=checkpoint)[0]
+    ),
+    "remat_scan": lambda lengths: (
+        lambda x: statetx.remat_scan(lambda c: c + jnp.tanh(c @ WS.value), lengths=lengths or (2, 3), num=6)(x)
+    ),
+    "fit": lambda size: statetx.remat(lambda x: cell(cell(cell(x))), policy=size and f"fit:{size}"),
+    "fit, collective": lambda size: statetx.remat(lambda x: meeting(meeting(x)), policy=size and f"fit:{size}"),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_sizes_in_shard_map(name, check_vma):
+    mesh, x = mesh_of(), jnp.linspace(-1, 1, 128).reshape(16, 8)
+    params = [W] if name != "remat_scan" else [WS]
+    run = lambda size: statetx.jit(statetx.value_and_grad(in_shard_map(LOOPS[name](size), mesh, check_vma), wrt=params))  # noqa: E731
+    (value, (grad,)), (expected, (expected_grad,)) = run("1MiB")(x), run(None)(x)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(grad, expected_grad, rtol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+def test_a_size_in_shard_map_is_that_of_a_device(check_vma):
+    mesh, x = mesh_of(), jnp.ones((512, 64))
+    w = statetx.Param(jnp.full((64, 64), 0.01))
+    f = lambda c: lambda x: statetx.scan(lambda h, _: (jnp.tanh(h @ w.value), None), x, None, 128, checkpoint=c)[0]  # noqa: E731
+    run = lambda c: statetx.value_and_grad(in_shard_map(f(c), mesh, check_vma), wrt=w)  # noqa: E731
+    sizes = {c: compiled_bytes(run(c), x) for c in (None, 1, "512KiB", "8MiB")}
+    assert sizes["8MiB"] == sizes[None]
+    assert sizes[1] < sizes["512KiB"] <= 2**19 + 2**15
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+def test_a_while_loop_with_slots_does_as_many_steps_as_each_device_needs(check_vma):
+    """Gradients of replicated weights are summed over devices after the loop: within it they would wait for each other."""
+    mesh, x = mesh_of(), jnp.linspace(0.1, 1.5, 128).reshape(16, 8)
+    w, total = statetx.Param(jnp.full((8, 8), 0.1)), statetx.State(jnp.zeros(8))
+    step = lambda w, c: jnp.where(c < 40, c + jnp.tanh(c @ w), c)  # noqa: E731  # jnp.where is jitted
+
+    def f(x):
+        def body(carry):
+            total.value += 1.0
+            return carry[0] + 1, step(w.value, carry[1])
+
+        return statetx.while_loop(lambda c: (c[0] < 12) & (c[1].sum() < 60), body, (0, x), checkpoint=Slots(2))[1]
+
+    def by_hand(w, x):
+        loss, counts = 0.0, []
+        for part in jnp.split(x, 8):
+            counts.append(0)
+            while counts[-1] < 12 and float(jax.lax.stop_gradient(part).sum()) < 60:
+                part, counts[-1] = step(w, part), counts[-1] + 1
+            loss += (part**2).sum()
+        return loss, counts
+
+    run = statetx.shard_map(
+        lambda x: jax.lax.psum((f(x) ** 2).sum(), "d"),
+        mesh=mesh,
+        in_specs=P("d"),
+        out_specs=P(),
+        check_vma=check_vma,
+        states={"*total": P("d")},
+    )
+    compiled = statetx.jit(statetx.value_and_grad(run, wrt=w)).lower(x).compile()
+    (expected, counts), expected_grad = jax.value_and_grad(by_hand, has_aux=True)(w.value, x)
+    value, grad = compiled(x)
+    assert len(set(counts)) > 3 and total.value.tolist() == counts
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(grad, expected_grad, rtol=1e-4)
+
+
+# -- what is known of shardings --
+
+
+def test_the_sharding_of_a_tracer_that_stands_for_an_array():
+    mesh, found = mesh_of(), {}
+    x, w = batch_on(mesh, 8, 16), statetx.State(jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(None, "d"))))
+
+    def look(x):
+        found["argument"], found["state"] = sharding_of(x), sharding_of(w.value)
+        found["computed"] = sharding_of(x + 1)
+        jax.grad(lambda x: [found.update(primal=sharding_of(x)), x.sum()][1])(x)
+        jax.vmap(lambda x: found.update(example=sharding_of(x)), in_axes=1)(x)
+        return x
+
+    statetx.jit(look)(x)
+    named = lambda *spec: NamedSharding(mesh, P(*spec))  # noqa: E731
+    assert found == {
+        "argument": named("d", None),
+        "state": named(None, "d"),
+        "computed": None,
+        "primal": named("d", None),
+        "example": named(None, "d"),
+    }
+
+
+def test_notes_of_tracers_do_not_outlive_them():
+    from statetx import _around
+
+    mesh, num = mesh_of(), len(_around._noted)
+    statetx.jit(lambda x: x * 2)(batch_on(mesh, 8, 16))
+    jax.clear_caches()
+    import gc
+
+    gc.collect()
+    assert len(_around._noted) <= num
+    assert Around.of([jnp.ones(3)]) == Around() and note([], []) is None

@@ -1,0 +1,258 @@
+"""Where the states that a jitted function writes lie, and how often it is compiled for that."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import statetx
+from helpers import Counted, compilations
+
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
+
+
+def mesh_of(num=8, kind=AxisType.Auto):
+    return jax.make_mesh((num,), ("d",), axis_types=(kind,), devices=jax.devices()[:num])
+
+
+def put(x, *spec, mesh=None):
+    return jax.device_put(x, NamedSharding(mesh or mesh_of(), P(*spec)))
+
+
+# -- states that are only written --
+
+
+def test_a_state_that_is_only_written_keeps_its_sharding():
+    w, last = statetx.State(put(jnp.eye(8))), statetx.State(put(jnp.zeros((16, 8)), "d"))
+
+    @statetx.jit
+    def step(x):
+        last.value = x @ w.value
+
+    step(put(jnp.ones((16, 8))))
+    assert last.value.sharding.spec == P("d")
+    np.testing.assert_array_equal(last.value, np.ones((16, 8)))
+
+
+def test_a_state_that_is_only_written_brings_the_mesh():
+    last = statetx.State(put(jnp.zeros(16), "d"))
+    step = statetx.jit(lambda x: setattr(last, "value", x + 1))
+    step(jnp.ones(16))
+    assert last.value.sharding == NamedSharding(mesh_of(), P("d"))
+
+
+def test_arguments_on_another_device_take_a_state_that_is_only_written_with_them():
+    last = statetx.State(put(jnp.zeros(16), "d"))
+    device = jax.devices()[3]
+    statetx.jit(lambda x: setattr(last, "value", x + 1))(jax.device_put(jnp.ones(16), device))
+    assert last.value.devices() == {device}
+
+
+def test_a_state_that_was_not_put_anywhere_and_is_only_written_stays_where_the_first_call_leaves_it():
+    last = statetx.State(jnp.zeros((16, 8)))
+    body = Counted(lambda x: setattr(last, "value", x * 2))
+    step = statetx.jit(body)
+    step(put(jnp.ones((16, 8)), "d"))
+    assert last.value.sharding.spec == P("d"), "as jax.jit leaves it"
+    with compilations() as compiled:
+        step(put(jnp.ones((16, 8)), "d"))
+    assert not compiled and body.runs == 1
+    last.value = put(last.value)
+    step(put(jnp.ones((16, 8)), "d"))
+    assert last.value.sharding.spec == P(), "the user has put it there"
+
+
+def test_a_state_that_is_only_written_is_placed_again():
+    last = statetx.State(put(jnp.zeros(16), "d"))
+    body = Counted(lambda x: setattr(last, "value", x + 1))
+    step, x = statetx.jit(body), put(jnp.ones(16))
+    for spec, runs in ((P("d"), 1), (P(), 2), (P("d"), 2)):
+        last.value = put(last.value, *spec)
+        step(x)
+        assert last.value.sharding.spec == spec and body.runs == runs
+
+
+# -- first called where nothing lies on a mesh --
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
+def test_a_function_that_first_ran_on_one_device_keeps_shardings(donate):
+    last, w = statetx.State(jnp.zeros((16, 8))), statetx.State(jnp.eye(8))
+
+    def run(x):
+        last.value = 0 * last.value.sum() + x @ w.value
+
+    body = Counted(run)
+    step = statetx.jit(body, donate_states=donate)
+    step(jnp.ones((16, 8)))
+    last.value, w.value = put(last.value, "d"), put(w.value)
+    x = put(jnp.ones((16, 8)))
+    with compilations() as compiled:
+        step(x)
+    assert last.value.sharding.spec == P("d")
+    assert body.runs == 2 and len(compiled) == 1, "staged again before anything is compiled"
+    with compilations() as compiled:
+        step(x)
+        step(x)
+    assert body.runs == 2 and not compiled
+    last.value, w.value = jnp.zeros((16, 8)), jnp.eye(8)
+    with compilations() as compiled:
+        step(jnp.ones((16, 8)))
+    assert body.runs == 2 and not compiled and last.value.devices() == {jax.devices()[0]}
+
+
+def test_a_function_that_was_staged_within_a_transform_keeps_shardings_outside():
+    w = statetx.State(put(jnp.ones(8), "d"))
+
+    def run(x):
+        w.value = 0 * w.value.sum() + x
+
+    step, x = statetx.jit(run), put(jnp.ones(8))
+    statetx.jit(lambda x: step(x * 2))(x)
+    step(x)
+    assert w.value.sharding.spec == P("d")
+    statetx.grad(lambda x: [step(x), w.value.sum()][1])(x)
+    assert w.value.sharding.spec == P("d")
+
+
+def test_a_function_that_is_compiled_ahead_for_types_on_a_mesh_keeps_shardings():
+    last, count = statetx.State(put(jnp.zeros(8), "d")), statetx.State(0)
+
+    @statetx.jit
+    def step(x):
+        last.value, count.value = x * 2, count.value + 1
+
+    x = put(jnp.ones(8))
+    compiled = step.lower(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)).compile()
+    compiled(x)
+    compiled(x)
+    assert last.value.sharding.spec == P("d") and int(count.value) == 2
+
+
+def test_a_function_that_names_a_mesh_is_staged_once():
+    """Its first call finds states on one device, and leaves them on the mesh."""
+    mesh = mesh_of()
+    total = statetx.State(jnp.zeros(16))
+
+    def run(x):
+        total.value = total.value + jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("d")))
+
+    body = Counted(run)
+    step = statetx.jit(body)
+    for n in range(3):
+        step(jnp.ones(16))
+        assert len(total.value.devices()) == 8 and float(total.value.sum()) == 16 * (n + 1)
+    assert body.runs == 1
+    first = total.value.sharding.spec
+    for spec in (P("d"), P()):
+        total.value = put(total.value, *spec)
+        step(jnp.ones(16))
+        assert total.value.sharding.spec == spec
+    assert body.runs == 2, first
+
+
+# -- meshes of one device --
+
+
+@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_one_compilation_for_a_mesh(num, kind):
+    mesh = mesh_of(num, kind)
+    w, count = statetx.State(put(jnp.ones(8), "d", mesh=mesh)), statetx.State(0)
+
+    @statetx.jit
+    def step():
+        w.value, count.value = w.value + 1, count.value + 1
+
+    counts = []
+    with jax.set_mesh(mesh):
+        for _ in range(3):
+            with compilations() as compiled:
+                step()
+            counts.append(len(compiled))
+    assert counts == [1, 0, 0]
+    assert w.value.sharding.spec == P("d") and int(count.value) == 3
+
+
+# -- one place, written in two ways --
+
+
+def test_two_ways_to_write_a_sharding_are_one():
+    w = statetx.State(put(jnp.ones((16, 4)), "d"))
+    body = Counted(lambda: setattr(w, "value", w.value * 2))
+    step = statetx.jit(body)
+    step()
+    w.value = put(jnp.ones((16, 4)), "d", None)
+    with compilations() as compiled:
+        step()
+    assert body.runs == 1 and not compiled
+    w.value = put(jnp.ones((16, 4)), None, "d", mesh=mesh_of(4))
+    step()
+    assert body.runs == 2 and w.value.sharding.spec == P(None, "d")
+
+
+# -- states whose shape changes --
+
+
+def test_a_state_whose_new_shape_cannot_be_divided_lies_where_the_compiler_finds():
+    s = statetx.State(put(jnp.ones((16, 4)), "d"))
+    grow = lambda v: jnp.concatenate([v, v[:3]])  # noqa: E731
+    by_hand = jax.jit(grow)(s.value)
+    statetx.jit(lambda: setattr(s, "value", grow(s.value)))()
+    assert s.value.shape == (19, 4) and s.value.sharding == by_hand.sharding
+
+
+def test_a_state_whose_new_shape_can_be_divided_keeps_its_sharding():
+    s = statetx.State(put(jnp.ones((16, 4)), "d"))
+    statetx.jit(lambda: setattr(s, "value", jnp.concatenate([s.value, s.value[:8]])))()
+    assert s.value.shape == (24, 4) and s.value.sharding.spec == P("d")
+
+
+# -- axes that are explicit --
+
+
+def test_what_python_sees_of_a_sharding_is_never_stale():
+    mesh, seen = mesh_of(kind=AxisType.Explicit), []
+    with jax.set_mesh(mesh):
+        w = statetx.State(put(jnp.ones((8, 8)), mesh=mesh))
+
+        @statetx.jit
+        def f(x):
+            seen.append((jax.typeof(x).sharding.spec, jax.typeof(w.value).sharding.spec))
+            return x + w.value.sum()
+
+        x = jnp.ones((16, 8))
+        assert f(put(x, "d", mesh=mesh)).sharding.spec == P("d", None)
+        assert f(put(x, mesh=mesh)).sharding.spec == P(None, None)
+        w.value = put(w.value, "d", mesh=mesh)
+        f(put(x, mesh=mesh))
+    assert seen == [(P("d", None), P(None, None)), (P(None, None), P(None, None)), (P(None, None), P("d", None))]
+
+
+def test_a_carried_state_whose_sharding_changes_is_named():
+    mesh = mesh_of(kind=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        h, x = statetx.State(jnp.zeros((16, 4))), put(jnp.ones((16, 4)), "d", mesh=mesh)
+
+        def body(c, _):
+            h.value = h.value + c
+            return c, None
+
+        run = statetx.jit(lambda x: statetx.scan(body, x, None, 3))
+        with pytest.raises(statetx.CarryTypeError, match=r"'h'.*float32\[16,4\].*float32\[16@d,4\](.|\n)*reshard"):
+            run(x)
+        h.value = put(h.value, "d", mesh=mesh)
+        run(x)
+        assert h.value.sharding.spec == P("d") and float(h.value.sum()) == 3 * 64
+
+
+def test_a_carry_or_a_branch_whose_sharding_changes_is_refused():
+    mesh = mesh_of(kind=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x = put(jnp.ones((16, 4)), "d", mesh=mesh)
+        with pytest.raises(statetx.CarryTypeError, match=r"float32\[16,4\] and leaves it as float32\[16@d,4\]"):
+            statetx.fori_loop(0, 3, lambda i, c: c + x, jnp.zeros((16, 4)))
+        with pytest.raises(statetx.CarryTypeError, match=r"float32\[16,4\] where .* float32\[16@d,4\]"):
+            statetx.cond(x.sum() > 0, lambda: x, lambda: jnp.zeros((16, 4)))
