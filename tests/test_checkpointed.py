@@ -387,7 +387,8 @@ def test_mistakes():
     ):
         jax.grad(lambda x: scan(Budget(1), x))(1.0)
     with pytest.raises(statetx.PolicyError, match=r"(?s)known ahead.*while_loop"):
-        statetx.fori_loop(0, jnp.asarray(3), lambda i, x: x, 1.0, checkpoint=2)
+        jax.jit(lambda n: statetx.fori_loop(0, n, lambda i, x: x, 1.0, checkpoint=2))(3)
+    assert statetx.fori_loop(0, jnp.asarray(3), lambda i, x: x + i, 1.0, checkpoint=2) == 4.0
     with pytest.raises(statetx.EffectError, match=r"scan: the body .* calls .*show at .*would run again"):
         from jax.experimental import io_callback
 
