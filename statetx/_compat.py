@@ -198,6 +198,11 @@ def is_jit_disabled() -> bool:
     return _config.disable_jit.value
 
 
+def checks_keys() -> bool:
+    """Whether ``jax_debug_key_reuse`` is in force."""
+    return _config.debug_key_reuse.value
+
+
 def trace_context() -> Any:
     """Hashable: every JAX setting that a trace depends on."""
     return _config.trace_context()

@@ -19,7 +19,7 @@ from ._jaxpr import Body
 def are_wanted(*bodies: Body) -> bool:
     """Whether the checker is on, and a key goes into one of the bodies or comes out."""
     ends = (v.aval for body in bodies for v in (*body.jaxpr.invars, *body.jaxpr.outvars))
-    return jax.config.jax_debug_key_reuse and any(map(_is_key, ends))
+    return _compat.checks_keys() and any(map(_is_key, ends))
 
 
 def body_of_words(body: Body) -> Body:
