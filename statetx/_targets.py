@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from . import _registry
-from ._errors import StateFilterError, StateValueError
+from ._errors import StateAccessError, StateFilterError, StateValueError
 from ._lift import name_of
 from ._paths import Paths, as_predicate, is_filter
 from ._text import brief, suggestion
 from ._tree import is_array_or_number, partition
 from ._typing import Filter, PyTree
+from ._walk import Walk
 
 
 def split_aux(out: Any, fun: Callable) -> tuple[Any, Any]:
@@ -38,6 +39,27 @@ def resolve_argnums(argnums: Any, num_args: int, fun: Callable) -> tuple[list[in
                 f"arguments. Pass differentiated arguments by position."
             )
     return [i % num_args for i in nums], as_tuple
+
+
+def refuse_lost_writes(transform: str, fun: Callable, effects: Iterable[Any], taken_apart: Iterable[Any]) -> None:
+    """Refuse a write to a state of an argument that the transform has taken apart as a pytree: it would go to a copy.
+
+    Raises:
+        StateAccessError: there is one. A module of ``flax.nnx`` is a pytree, and brings its Variables along.
+    """
+    written = {id(e.state): e for e in effects}
+    if not written:
+        return
+    for tree in taken_apart:
+        for obj in filter(_registry.is_opaque, jax.tree.leaves(tree, is_leaf=_registry.is_opaque)):
+            for path, state in Walk().held(obj, type(obj).__name__):
+                if id(state) in written:
+                    raise StateAccessError(
+                        f"{transform}({name_of(fun)}) takes an argument apart that holds states: the function gets a copy of "
+                        f"{type(state).__name__} {path!r}, and writes it at {written[id(state)].site}, which would be lost.\n"
+                        f"Fix: close over the {type(obj).__name__}, or give it as an argument that stays whole, and choose its "
+                        f"states by wrt=: {transform}(f, wrt=nnx.Param)."
+                    )
 
 
 class Targets:

@@ -682,3 +682,31 @@ def test_stacked_layers_have_the_axis_in_their_metadata(axis):
     assert one.short.get_metadata("out_sharding") == ("d",)
     assert states["w"].get_metadata("out_sharding") == expected, "the copy has metadata of its own"
     assert seen == [("add", axis % 3, None), ("remove", axis % 3, None)]
+
+
+class Counting(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(3))
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+
+
+@pytest.mark.parametrize("transform", [statetx.grad, statetx.value_and_grad, statetx.jacrev, statetx.jacfwd])
+def test_a_write_to_the_copy_that_is_differentiated_is_refused(transform):
+    model = Counting()
+
+    def loss(model, x):
+        model.calls[...] += 1
+        return (model.w[...] * x).sum()
+
+    with pytest.raises(statetx.StateAccessError, match=r"(?s)copy of BatchStat .Counting.calls.*wrt=nnx.Param"):
+        transform(loss)(model, jnp.ones(3))
+    assert float(model.calls[...]) == 0
+    out = transform(loss, wrt=nnx.Param)(model, jnp.ones(3))
+    grads = out[1] if transform is statetx.value_and_grad else out
+    np.testing.assert_array_equal(grads["model.w"], jnp.ones(3))
+    assert float(model.calls[...]) == 1, "the module stays whole, and is written"
+
+
+def test_a_module_that_is_only_read_is_differentiated_as_a_pytree():
+    grads = statetx.grad(lambda model, x: (model.w[...] * x).sum())(Counting(), 2 * jnp.ones(3))
+    np.testing.assert_array_equal(grads.w[...], 2 * jnp.ones(3))

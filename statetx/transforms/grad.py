@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .. import _keep
 from .._lift import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, take_apart
-from .._targets import Targets, resolve_argnums, split_aux
+from .._targets import Targets, refuse_lost_writes, resolve_argnums, split_aux
 from .._tree import Partition, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
@@ -172,6 +172,7 @@ class ValueAndGrad(Wrapper):
                 call_args[i] = x
             frame = frame_for("grad", fun, on_read=on_read)
             out = frame.run(call, wrapped, call_args, kwargs, wants_refs)
+            refuse_lost_writes("grad", fun, frame.effects, diff_args)
             value, aux = split_aux(out, fun) if self._has_aux else (out, None)
             leaves, outcome = pack(aux, frame.effects)
             return value, leaves

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._lift import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, take_apart
-from .._targets import Targets, resolve_argnums, split_aux
+from .._targets import Targets, refuse_lost_writes, resolve_argnums, split_aux
 from .._tree import Partition, is_array_or_number
 from .._typing import Filter, PyTree
 
@@ -331,6 +331,7 @@ class Jacobian(Wrapper):
                 call_args[i] = x
             frame = frame_for(self._transform.__name__, fun, on_read=targets and targets.on_read(state_values))
             out = frame.run(call, fun, call_args, kwargs, wants_refs)
+            refuse_lost_writes(self._transform.__name__, fun, frame.effects, diff_args)
             out, aux = split_aux(out, fun) if self._has_aux else (out, None)
             structure = jax.tree.structure(out)
             leaves, outcome = pack(aux, frame.effects)
