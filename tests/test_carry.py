@@ -39,6 +39,14 @@ UPDATES = {
 UPDATES["tree"] = (Log(jnp.full((3,), 0), 0), UPDATES["tree"][1])
 
 # Each runs `step`, which has a state of its own, for the first `n` elements of `XS`; and the same by hand with `jax.lax`.
+def with_traced(n, f):
+    """Call ``f(n)`` with a tracer; unlike `statetx.jit`, this leaves weak types as the body does."""
+    pure = statetx.functionalize(f)
+    out, values = jax.jit(pure)(pure.values(n), n)
+    pure.store(values)
+    return out
+
+
 LOOPS = {
     "scan": (
         lambda step, n: statetx.scan(lambda c, x: (c, step(x)), None, XS[:n]),
@@ -61,7 +69,7 @@ LOOPS = {
         lambda f, init, n: jax.lax.fori_loop(0, n, lambda i, c: f(c, XS[i]), init),
     ),
     "fori_loop, dynamic": (
-        lambda step, n: statetx.fori_loop(0, jnp.asarray(n), lambda i, c: (step(XS[i]), c)[1], 0),
+        lambda step, n: with_traced(n, lambda n: statetx.fori_loop(0, n, lambda i, c: (step(XS[i]), c)[1], 0)),
         lambda f, init, n: jax.lax.fori_loop(0, n, lambda i, c: f(c, XS[i]), init),
     ),
     "while_loop": (

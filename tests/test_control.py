@@ -108,7 +108,7 @@ def test_branches_are_the_equation_of_jax(other):
         lambda f: statetx.scan(lambda c, x: (f(c) * x, c), X, XS),
         lambda f: statetx.while_loop(lambda c: c.sum() < 9, lambda c: f(c) + 1, X),
         lambda f: statetx.fori_loop(0, 3, lambda i, c: f(c) + i, X),
-        lambda f: statetx.fori_loop(0, jnp.asarray(3), lambda i, c: f(c) + i, X),
+        lambda f: statetx.fori_loop(0, jnp.asarray(3) + 0, lambda i, c: f(c) + i, X),
         lambda f: statetx.cond(True, f, jnp.cos, X),
     ],
     ids=["scan", "while_loop", "fori_loop", "fori_loop, dynamic", "cond"],
