@@ -282,7 +282,7 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs:
 
 def _read_outside(ref: Any, frame: Frame) -> Any:
     """The value of a Ref from outside the transform: a shard_map cannot read one within."""
-    with _compat.enclosing(frame.trace):
+    with _compat.enclosing(frame.trace) if frame.outside is None else _compat.within(frame.outside):
         return REF.get(ref)
 
 

@@ -276,6 +276,7 @@ class Frame:
         aliases: whether states that hold one container hand out one copy of it.
         frees_cycles: whether the call must know which of the states that it made outlive it: those that only reference
             cycles hold are freed first. A jitted function that closes over a local state is such a cycle.
+        outside: the trace around the transform, where the transform's own trace does not name it.
 
     Attributes:
         note: called with each state that is made in the call, by its constructor; also in the frames inside this one.
@@ -292,6 +293,7 @@ class Frame:
         is_undo: bool = False,
         aliases: bool = True,
         frees_cycles: bool = False,
+        outside: Any = None,
     ):
         self.name = name
         self.on_read = on_read
@@ -299,6 +301,7 @@ class Frame:
         self.is_undo = is_undo
         self.aliases = aliases
         self.frees_cycles = frees_cycles
+        self.outside = outside
         self.accesses: dict[int, Access] = {}
         self.effects: list[Effect] = []
         self.is_open = False

@@ -38,6 +38,7 @@ UPDATES = {
 }
 UPDATES["tree"] = (Log(jnp.full((3,), 0), 0), UPDATES["tree"][1])
 
+
 # Each runs `step`, which has a state of its own, for the first `n` elements of `XS`; and the same by hand with `jax.lax`.
 def with_traced(n, f):
     """Call ``f(n)`` with a tracer; unlike `statetx.jit`, this leaves weak types as the body does."""

@@ -170,3 +170,46 @@ def test_a_state_without_a_value_that_the_call_does_not_touch(make):
         split(lambda x: f(x, True), P("d"))(jnp.ones(4))
     assert len(items) == 1
     np.testing.assert_allclose(split(lambda x: f(x, False), P("d"))(jnp.ones(4)), 2 * jnp.ones(4))
+
+
+LOOPS_AROUND = {
+    "eager, thrice": lambda update: [update() for _ in range(3)],
+    "scan": lambda update: statetx.scan(lambda c, _: (c, update())[:1] * 2, 0.0, None, 3),
+    "Slots": lambda update: statetx.scan(lambda c, _: (c, update())[:1] * 2, 0.0, None, 3, checkpoint=2),
+    "fori_loop": lambda update: statetx.fori_loop(0, 3, lambda i, c: (update(), c)[1], 0.0),
+    "while_loop": lambda update: statetx.while_loop(lambda c: c < 3, lambda c: (update(), c + 1)[1], 0),
+    "jit, thrice": lambda update: [f() for f in [statetx.jit(update)] * 3],
+    "scan in jvp": lambda update: statetx.jvp(
+        lambda x: statetx.scan(lambda c, _: (c + x, update())[:1] * 2, x, None, 3)[0], (1.0,), (1.0,)
+    ),
+    "cond in scan": lambda update: statetx.scan(
+        lambda c, _: (statetx.cond(c >= 0, lambda: (update(), 0.0)[1], lambda: 0.0), None), 0.0, None, 3
+    ),
+}
+
+
+@pytest.mark.parametrize("make", [jax.new_ref, statetx.State], ids=["Ref", "State"])
+@pytest.mark.parametrize("name", LOOPS_AROUND)
+def test_what_a_turn_of_a_loop_leaves_in_a_ref_is_what_the_next_one_reads(name, make):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    state = make(jax.device_put(jnp.asarray([1.0, 2.0]), NamedSharding(mesh, P())))
+    key = "value" if make is statetx.State else ...
+
+    def read():
+        return state.value if key == "value" else state[...]
+
+    def write(value):
+        if key == "value":
+            state.value = value
+        else:
+            state[...] = value
+
+    def double(x):
+        write(2 * read() + 0 * x.sum())
+        return x
+
+    def update():
+        return jnp.sum(statetx.shard_map(double, mesh=mesh, in_specs=P(), out_specs=P())(jnp.ones(2)))
+
+    LOOPS_AROUND[name](update)
+    np.testing.assert_array_equal(read(), [8.0, 16.0])

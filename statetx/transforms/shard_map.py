@@ -8,7 +8,7 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 import jax
 from jax.sharding import PartitionSpec
 
-from .. import _registry
+from .. import _compat, _registry
 from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._lift import Wrapper, as_decorator, call, frame_for, name_of, take_apart
 from .._paths import Paths, as_predicate
@@ -111,10 +111,13 @@ class ShardMap(Wrapper):
         devices = _Devices(self, args)
 
         def body(state_values: list, tracers: list) -> dict[str, list]:
-            frame = frame_for("shard_map", fun, on_read=devices.on_read(state_values), frees_cycles=True)
+            frame = frame_for(
+                "shard_map", fun, on_read=devices.on_read(state_values), frees_cycles=True, outside=outside
+            )
             out = frame.run(call, fun, part.combine(tracers), {})
             return devices.sort(out, frame.effects)
 
+        outside = _compat.current_trace()
         groups = {str(s): s for s in (_REPLICATED, *_specs_in(self._out_specs), *(s for _, s in self._rules))}
         devices.groups = {name: [] for name in groups}
         in_specs = (devices.state_specs, specs)
