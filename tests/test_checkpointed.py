@@ -703,7 +703,7 @@ def test_no_progress_costs_nothing():
     text = str(jax.make_jaxpr(lambda: scan(None))())
     assert text == str(jax.make_jaxpr(lambda: scan(None, progress=False))()) and "callback" not in text
     with pytest.raises(ValueError, match="progress=True needs a number of steps"):
-        statetx.fori_loop(0, jnp.asarray(3), lambda i, x: x, 1.0, progress=True)
+        jax.jit(lambda n: statetx.fori_loop(0, n, lambda i, x: x, 1.0, progress=True))(3)
 
 
 # -- many devices --------------------------------------------------------------------------------------------------
