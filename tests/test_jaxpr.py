@@ -14,14 +14,14 @@ import statetx
 from helpers import compilations
 from statetx import _compat
 from statetx._jaxpr import Body, Table, table
-from statetx._lift import stage
+from statetx._lift import InputNames, stage
 
 X = jnp.arange(3.0)
 
 
 def body_of(f, *args):
     avals = [_compat.abstract(x) for x in args]
-    return stage(lambda *xs: ([f(*xs)], None), avals, kind="test", name="f")[0]
+    return stage(lambda *xs: ([f(*xs)], None), avals, kind="test", names=InputNames(f))[0]
 
 
 def alike(f, g, *args, other=None):
