@@ -71,7 +71,7 @@ def make_loop(
         return _key_words.loop_of_words(_build(step, strategy), body)
 
     is_of_words = strategy is not None and _key_words.are_wanted(body)
-    use = (is_of_words, staged.name, strategy, title, length, reverse, type(unroll), unroll, num_constants, num_carry)
+    use = (staged.name, is_of_words, strategy, title, length, reverse, type(unroll), unroll, num_constants, num_carry)
     return table.get(body, use, build)
 
 

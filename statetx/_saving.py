@@ -374,7 +374,8 @@ def _type(x: Any) -> str:
     if _is_plain(x) and isinstance(x, (bool, int, float)):
         return f"{jnp.result_type(type(x)).name}[]"
     if is_array(x):
-        return type_str(_compat.abstract(x)).removeprefix("~")
+        aval = _compat.abstract(x)  # a checkpoint is restored to wherever a state lies: shardings do not count
+        return type_str(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     return type(x).__name__
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import statetx
-from helpers import Counted, compilations
+from helpers import REMAT3, Counted, compilations
 from statetx import _compat
 
 H = jnp.array([0.3, -0.7, 1.1])
@@ -418,6 +418,8 @@ def test_rules_stay_where_refs_are_made_explicit(outer, inner, fun):
 
 @pytest.mark.parametrize("inner", AROUND)
 def test_rules_stay_beside_a_ref_that_is_closed_over(inner):
+    if REMAT3 and inner == "jax.checkpoint":
+        pytest.skip("JAX's new checkpoint has no rule for a Ref that is written inside")
     ref = jax.new_ref(1.0)
 
     def fun(x):
