@@ -100,7 +100,9 @@ def test_state_made_under_vmap_inside_jit_is_written_in_every_transform(kind):
     check_written(WRITERS, kind, MAKERS["vmap"], True)
 
 
-@each_kind
+@pytest.mark.parametrize(
+    "kind", [k if k is brainstate.HiddenState else pytest.param(k, marks=pytest.mark.slow) for k in KINDS.values()]
+)
 @pytest.mark.parametrize("maker", sorted(MAKERS.keys() - {"vmap"}))
 def test_state_made_in_a_transform_inside_jit_is_written_in_others(kind, maker):
     check_written(["grad", "scan", "jit"], kind, MAKERS[maker], "vmap" in maker)

@@ -12,12 +12,14 @@ from helpers import REMAT3
 
 HERE = pathlib.Path(__file__).parent
 FILES = ["test_remat.py", "test_ref.py", "test_scan.py", "test_control_flow.py", "test_keep.py"]
+FAST = ["test_remat.py", "test_keep.py"]
 
 
 @pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this JAX has none")
 @pytest.mark.skipif(REMAT3, reason="it is on already")
-def test_with_the_new_rematerialisation_switched_on():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / name) for name in FILES)]
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in FILES])
+def test_with_the_new_rematerialisation_switched_on(name):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / name)]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "JAX_REMAT3": "1"}, cwd=HERE.parent
     )

@@ -263,7 +263,11 @@ PROGRAMS = [
 KINDS = {"statetx": statetx.State, "brainstate": brainstate.HiddenState}
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(statetx.State, marks=pytest.mark.slow), brainstate.HiddenState],
+    ids=KINDS,
+)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 def test_state_made_in_the_first_call_only_goes_on(program, kind):
     find = program(kind)
@@ -328,7 +332,7 @@ def test_straight_code_is_staged_once(program):
 
 
 @pytest.mark.parametrize("name", ["LOAD_FAST_OR_NOT", "CALL_SOMETIMES", "STORE_FAST_MAYBE", "JUMP_NOWHERE"])
-@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_unknown_operation_counts_as_a_condition(monkeypatch, name, where):
     read = _straight._instructions
 
