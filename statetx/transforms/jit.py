@@ -73,8 +73,8 @@ def jit(
     run; between calls only their values move. As with ``jax.jit``, the user's Python runs once for each combination
     of argument types and static arguments, and what it reads from other Python objects is remembered. It runs again
     when the type of a state changes, and when a mode that a kind of state declares (brainstate's ``environ``) does.
-    ``jit(fun)`` made anew, for the same function and with equal options, finds the programs that there are, until
-    ``jax.clear_caches()`` or `clear_cache` forgets them.
+    Two calls of ``jit(fun)`` with the same function and equal options share their compiled programs, until
+    ``jax.clear_caches()`` or ``clear_cache()`` removes them.
 
     Args:
         fun: the function. Arguments may be arrays, Python numbers and pytrees of them, as in ``jax.jit``; any other
@@ -323,7 +323,7 @@ _caches: weakref.WeakKeyDictionary[types.FunctionType, dict[Hashable, _Cache]] =
 
 
 def _cache_of(fun: Callable, options: dict[str, Any]) -> _Cache:
-    """The cache of a function under these options: `jit` made anew for a function finds what was staged for it."""
+    """The cache of a function with these options, which every `jit` of it shares."""
     if not isinstance(fun, types.FunctionType):  # a bound method, for one, is made whenever it is looked up
         return _Cache()
     caches = _caches.setdefault(fun, {})
