@@ -89,7 +89,7 @@ def _not_zero(args: Sequence[Any], avals: Sequence[Any]) -> Any:
 def _not_zero_anywhere() -> Any:
     """The same for CPU programs of several devices, where reading an entry of a divided array would take a collective.
 
-    XLA's partitioner takes a replica's number as it is, and its CPU passes do not fold it, though a partitioned program has one
+    XLA's partitioner does not change a replica's number, and its CPU passes do not fold it, though a partitioned program has one
     replica only.
     """
     return hlo.or_(_int32(2), hlo.convert(_scalar(ir.IntegerType.get_signless(32)), hlo.replica_id()))

@@ -1,6 +1,6 @@
 """Objects that JAX's trees do not take apart: what they hold must not outlive the trace that computed it.
 
-Such an object passes a transform as it is. One that was given a tracer inside would keep it after the trace has ended,
+A transform passes such an object on unchanged. One that was given a tracer inside would keep it after the trace has ended,
 out of sight of every check that goes by the leaves of a tree; so would a generator or a coroutine, whose body has not
 run yet.
 """

@@ -40,7 +40,7 @@ NOWHERE: Maps = frozenset()
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A state as it is seen at a place of a program: its shape there, and the maps over which it varies."""
+    """How a state looks at a place in a program: its shape there, and the maps over which it varies."""
 
     cell: Cell
     shape: Shape | None

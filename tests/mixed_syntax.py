@@ -458,7 +458,7 @@ def _splice(block: list[Statement], i: int, k: int) -> None:
 
 
 def _untransform(block: list[Statement], i: int) -> None:
-    """The function called as it is, where its result has the shape that the transform's has."""
+    """The function called without a transform, where its result has the shape that the transform's has."""
     call = block[i]
     fun = call.funs[0]
     (name, shape), params = call.names[0], [shape for _, shape in fun.params]

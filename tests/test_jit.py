@@ -572,10 +572,10 @@ def test_compiled_ahead_it_donates_and_undoes():
     assert before.is_deleted() and w.value.tolist() == [0.0, 2.0, 4.0]
 
 
-# -- made anew ---------------------------------------------------------------------------------------------------
+# -- called twice --------------------------------------------------------------------------------------------------
 
 
-def test_jit_made_anew_for_a_function_finds_its_programs():
+def test_jit_called_again_for_a_function_shares_its_programs():
     total = statetx.State(jnp.zeros(()))
     traces = []
 
@@ -592,7 +592,7 @@ def test_jit_made_anew_for_a_function_finds_its_programs():
     assert float(statetx.jit(add)(1.0)) == 12.0 and len(traces) == 3
 
 
-def test_functions_made_anew_do_not_share():
+def test_new_function_objects_do_not_share():
     def make(scale):
         return lambda x: scale * x
 

@@ -62,7 +62,7 @@ class View(types.ModuleType):
 
 
 def view(x: Any, swaps: Mapping[str, Any]) -> Any:
-    """A `View` of a module that holds swapped names, directly or in a submodule; anything else as it is."""
+    """A `View` of a module that holds swapped names, directly or in a submodule; anything else unchanged."""
     if isinstance(x, types.ModuleType) and any(path.startswith(f"{x.__name__}.") for path in swaps):
         return View(x, swaps)
     return x
