@@ -14,7 +14,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
@@ -135,7 +135,13 @@ class InputNames(Sequence[str]):
     def __len__(self) -> int:
         return self.num_arguments + (self.lifting.num_variables if self.lifting else 0)
 
+    def __iter__(self) -> Iterator[str]:
+        """Nothing for each input: JAX copies the names of whole jaxprs, of which only traces' errors look one up."""
+        return iter(("",) * len(self))
+
     def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return tuple(self)[place]
         if place >= self.num_arguments:
             states = self.lifting.inputs.values() if self.lifting else ()
             i = next((i for i in states if place - self.num_arguments in i.variables), None)

@@ -105,3 +105,10 @@ def test_an_argument_that_cannot_be_put_together_is_unknown(broken):
     names = _lift.InputNames(choose, lambda leaves: broken(leaves))
     names.num_arguments = 1
     assert names[0] == "unknown" and len(names) == 1 and str(names).startswith("choose at ")
+
+
+def test_names_can_be_copied():
+    """JAX 0.12 copies them into each jaxpr that holds a constant."""
+    names = _lift.InputNames(choose)
+    names.num_arguments = 3
+    assert tuple(names) == ("", "", "") and names[1:] == ("", "")
