@@ -213,3 +213,15 @@ def test_what_a_turn_of_a_loop_leaves_in_a_ref_is_what_the_next_one_reads(name, 
 
     LOOPS_AROUND[name](update)
     np.testing.assert_array_equal(read(), [8.0, 16.0])
+
+
+@pytest.mark.parametrize(
+    "differentiate", [lambda f: statetx.jvp(f, (1.1,), (2.0,))[1], lambda f: statetx.linearize(f, 1.1)[1](2.0)]
+)
+def test_a_derivative_at_a_python_number(differentiate):
+    one, scale = jax.make_mesh((1,), ("d",)), jax.new_ref(jnp.float32(3.0))
+
+    def f(x):
+        return statetx.shard_map(lambda a: a * x * scale[...], mesh=one, in_specs=P(), out_specs=P())(jnp.ones(3))
+
+    np.testing.assert_allclose(statetx.jit(lambda: differentiate(f))(), 6.0)

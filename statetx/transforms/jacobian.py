@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._lift import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, take_apart
 from .._targets import Targets, refuse_lost_writes, resolve_argnums, split_aux
-from .._tree import Partition, is_array_or_number
+from .._tree import Partition, is_array_or_number, is_number
 from .._typing import Filter, PyTree
 
 P = ParamSpec("P")
@@ -63,7 +63,7 @@ def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux:
                 f"{type(value).__name__}."
             )
     run = _Run("jvp", fun, has_aux)
-    out, tangent, leaves = jax.jvp(run, tuple(primals), tuple(tangents), has_aux=True)
+    out, tangent, leaves = jax.jvp(run, _arrays(primals), _arrays(tangents), has_aux=True)
     aux = run.finish(leaves)
     out, tangent = run.out.combine(out), run.out.combine(tangent)
     return (out, tangent, aux) if has_aux else (out, tangent)
@@ -101,7 +101,7 @@ def linearize(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple:
         (9.0, 6.0, 3.0)
     """
     run = _Run("linearize", fun, has_aux)
-    out, pushforward, leaves = jax.linearize(run, *primals, has_aux=True)
+    out, pushforward, leaves = jax.linearize(run, *_arrays(primals), has_aux=True)
     aux = run.finish(leaves)
     push = Pushforward(pushforward, run.out, name_of(fun))
     out = run.out.combine(out)
@@ -132,6 +132,11 @@ class Pushforward:
     @classmethod
     def tree_unflatten(cls, form: tuple[Partition, str], children: tuple[Callable]) -> Pushforward:
         return cls(*children, *form)
+
+
+def _arrays(trees: Sequence[Any]) -> tuple:
+    """Arrays in place of Python numbers, which JAX's tracers would hand to equations that take arrays only."""
+    return tuple(jax.tree.map(lambda x: jnp.asarray(x) if is_number(x) else x, list(trees)))
 
 
 class _Run:
