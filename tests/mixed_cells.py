@@ -76,8 +76,10 @@ def leaf_type(x: Any) -> Any:
     """(shape, dtype, is weak) of numbers and arrays; anything else is its own type."""
     if not is_numeric(x):
         return x
-    weak = getattr(x, "weak_type", type(x) in (int, float))
-    return jnp.shape(x), jnp.result_type(x) if not isinstance(x, bool) else np.dtype(bool), weak
+    dtype = np.dtype(bool) if isinstance(x, bool) else jnp.result_type(x)
+    is_python_number = isinstance(x, (int, float)) and not isinstance(x, np.generic)  # also JAX's subclasses of these
+    # A bool gives way to every other dtype, weak or not.
+    return jnp.shape(x), dtype, dtype != bool and getattr(x, "weak_type", is_python_number)
 
 
 def leaf_types(tree: Tree) -> list[Any]:
