@@ -253,7 +253,7 @@ class Generator(Statements):
         shape, name = self.shape(), self.fresh("v")
         fun = self.fun(scope.inside(once=False, typed=True), [((), NOWHERE), (shape, scope.maps)], [shape], 2)
         fun.style = "closure"
-        template = f"{name} = fori_loop(0, 3, {{f}}, {{0}}{self.schedule(scope)})"
+        template = f"{name} = fori_loop(0, 3, lambda i, c: {{f}}(0.1 * i, c), {{0}}{self.schedule(scope)})"
         return Call("fori", template, [fun], [self.expr(scope, shape, depth=1)], [(name, shape)])
 
     def call_while(self, scope: Scope) -> Call:

@@ -63,6 +63,7 @@ class Scope:
         reverse: how many reverse-mode derivatives are around.
         foreign: whether a transform of brainstate's is around.
         sharded: whether a `shard_map` is around.
+        kept: places of states on which statements further out rely: nothing else may be put there, nor nothing.
     """
 
     depth: int
@@ -77,6 +78,7 @@ class Scope:
     reverse: int = 0
     foreign: bool = False
     sharded: bool = False
+    kept: frozenset[str] = frozenset()
     model: str = "m"
 
     def can_write(self, view: View) -> bool:
@@ -86,7 +88,12 @@ class Scope:
         return dataclasses.replace(self, names=(*self.names, (name, shape, maps)))
 
     def inside(self, **changes: object) -> Scope:
-        return dataclasses.replace(self, depth=self.depth - 1, **changes)  # type: ignore[arg-type]
+        """The scope of a function's body."""
+        return dataclasses.replace(self.keep(), depth=self.depth - 1, **changes)  # type: ignore[arg-type]
+
+    def keep(self) -> Scope:
+        """The scope of statements after which others go on with the states of this one."""
+        return dataclasses.replace(self, kept=frozenset(v.cell.place for v in self.views))
 
 
 FOREIGN = frozenset("pure bs_jit bs_for_loop bs_cond".split())
@@ -334,6 +341,8 @@ class Statements:
         if scope.once and scope.flags and self.chance(0.3):
             return [Make(f"{model}.items", "statetx", "statetx.State", self.expr(scope, ()), True)], scope
         make, view = self.made(scope, self.pick((f"{model}.new{n}", f"{model}.bag['new{n}']")))
+        if make.place in scope.kept:
+            return [], scope
         views = tuple(v for v in scope.views if v.cell.place != make.place)
         return [make], dataclasses.replace(scope, views=(*views, view))
 
@@ -356,6 +365,8 @@ class Statements:
         views = tuple(v for v in scope.views if v.cell.place != place)
         if self.chance(0.3):
             return [If(f"{model}.items", [Do(f"{model}.items.pop()")], [])], scope
+        if place in scope.kept:
+            return [], scope
         return [If(there, [Do(f"del {place}")], [])], dataclasses.replace(scope, views=views)
 
     def branch(self, scope: Scope) -> tuple[list[Statement], Scope]:
@@ -370,7 +381,7 @@ class Statements:
     def attempt(self, scope: Scope) -> tuple[list[Statement], Scope]:
         name, shape = self.fresh("v"), self.shape()
         fallback = self.expr(scope, shape)
-        inner = dataclasses.replace(scope, raises=True)
+        inner = dataclasses.replace(scope.keep(), raises=True)
         body, within = self.block(inner, 2)
         if not any(isinstance(s, Call) for s in body):
             call, within = self.call(within)
