@@ -123,7 +123,7 @@ class InputNames(Sequence[str]):
     """
 
     def __init__(self, fun: Callable, arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]] | None = None):
-        self.fun = fun
+        self.fun: Callable | None = fun
         self.arguments = arguments
         self.num_arguments = 0
         self.lifting: Lifting | None = None
@@ -142,6 +142,8 @@ class InputNames(Sequence[str]):
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return tuple(self)[place]
+        if self.fun is None:
+            return "unknown"
         if place >= self.num_arguments:
             states = self.lifting.inputs.values() if self.lifting else ()
             i = next((i for i in states if place - self.num_arguments in i.variables), None)
@@ -154,6 +156,10 @@ class InputNames(Sequence[str]):
                 if leaf is leaves[place]:
                     return name(keys)
         return "unknown"
+
+    def forget(self) -> None:
+        """Let go of the function and what it holds: JAX keeps the names of a trace that has failed."""
+        self.fun = self.arguments = self.lifting = None
 
 
 class Input:
@@ -240,6 +246,7 @@ def stage(
         try:
             leaves, extra = fun(*tracers)
         finally:
+            names.forget()
             if lifting is not None:
                 lifting.trace = None
         return leaves

@@ -81,23 +81,43 @@ class Held:
 
 
 def traced():
-    """The names that a trace had, what they called its input, and a weak reference to what the function holds."""
-    held, names = Held(), []
+    """The type of the names that a trace had, what they called its input, and a weak reference to what the function holds."""
+    held, found = Held(), []
 
     def fun(x):
-        names.append(_compat.current_trace().frame.debug_info.arg_names)
+        names = _compat.current_trace().frame.debug_info.arg_names
+        found.append((type(names), names[0]))
         return x + len(vars(held))
 
     statetx.jit(fun)(X)
     jaxpr = statetx.make_jaxpr(fun)(X).jaxpr
     assert not isinstance(jaxpr.debug_info.arg_names, _lift.InputNames)
-    return type(names[0]), names[0][0], weakref.ref(held)
+    return *found[0], weakref.ref(held)
 
 
 def test_names_are_forgotten_with_the_trace():
     cls, name, alive = traced()
     gc.collect()
     assert (cls, name) == (_lift.InputNames, "x") and alive() is None
+
+
+def failed():
+    """A weak reference to what a function holds whose trace, of equations on constants, has failed."""
+    held, key = Held(), jax.new_ref(jax.random.key(0))
+
+    def fun(x):
+        key[...] = jax.random.split(key[...])[0]
+        raise KeyError(len(vars(held)))
+
+    with pytest.raises(KeyError):
+        statetx.vmap(fun)(X)
+    return weakref.ref(held)
+
+
+def test_names_are_forgotten_with_a_trace_that_failed():
+    alive = failed()
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("broken", [lambda x: x.nothing, lambda x: 1 / 0])
