@@ -79,7 +79,7 @@ def leaf_type(x: Any) -> Any:
     dtype = np.dtype(bool) if isinstance(x, bool) else jnp.result_type(x)
     is_python_number = isinstance(x, (int, float)) and not isinstance(x, np.generic)  # also JAX's subclasses of these
     # A bool gives way to every other dtype, weak or not.
-    return jnp.shape(x), dtype, dtype != bool and getattr(x, "weak_type", is_python_number)
+    return jnp.shape(x), dtype, dtype != np.dtype(bool) and getattr(x, "weak_type", is_python_number)
 
 
 def leaf_types(tree: Tree) -> list[Any]:
