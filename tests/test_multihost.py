@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -67,13 +68,47 @@ def test_bad_input_ends_in_one_line(tmp_path, monkeypatch, capsys):
     assert exit.value.code == 2 and error.count("\n") == 1 and "multiples of the 3 devices" in error
 
 
-TWO_PROCESSES = """
+PROLOGUE = """
 import json, sys, jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 index = int(sys.argv[1])
 jax.distributed.initialize(sys.argv[2], 2, index)
+"""
+
+
+def two_processes(program, directory):
+    """Start a program, after `PROLOGUE`, as two processes: of two devices each, with the directory as an argument."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SCRIPT.parents[1]), env.get("PYTHONPATH"))))
+    command = [sys.executable, "-c", PROLOGUE + program]
+    return [
+        subprocess.Popen(
+            [*command, str(i), address, str(directory)],
+            env=env,
+            stdout=subprocess.DEVNULL,  # gloo writes there, from several threads
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+
+
+def finish(processes):
+    """Wait for processes to end well."""
+    try:
+        errors = [process.communicate(timeout=300)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [p.returncode for p in processes] == [0, 0], errors
+
+
+TWO_PROCESSES = """
 import jax.numpy as jnp, numpy as np, statetx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -104,33 +139,12 @@ for name, value in values.items():
             said.append((name, "saved"))
         except statetx.CheckpointError as e:
             said.append((name, str(e).split(",")[0].splitlines()[0]))
-json.dump(said, open(f"{sys.argv[3]}/said-{index}.json", "w"))  # gloo writes to stdout, from several threads
+json.dump(said, open(f"{sys.argv[3]}/said-{index}.json", "w"))
 """
 
 
 def test_two_processes_share_a_key_and_refuse_to_save_what_differs(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SCRIPT.parents[1]), env.get("PYTHONPATH"))))
-    command = [sys.executable, "-c", TWO_PROCESSES]
-    processes = [
-        subprocess.Popen(
-            [*command, str(i), address, str(tmp_path)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    try:
-        outs = [process.communicate(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [p.returncode for p in processes] == [0, 0], outs
+    finish(two_processes(TWO_PROCESSES, tmp_path))
     said = [json.loads((tmp_path / f"said-{i}.json").read_text()) for i in range(2)]
     assert said[0] == said[1]
     rng = statetx.RngState(0)
@@ -144,3 +158,60 @@ def test_two_processes_share_a_key_and_refuse_to_save_what_differs(tmp_path):
         ["array", "Checkpointer: 'position' differs between the processes"],
         ["local", "Checkpointer: 'position'"],
     ]
+
+
+KILLED = """
+import os, jax.numpy as jnp, numpy as np, statetx
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+place = lambda x: jax.make_array_from_callback(x.shape, NamedSharding(mesh, P("d")), lambda i: x[i])
+x = place(np.arange(32, dtype=np.float32).reshape(8, 4) / 32)
+w, rng, n = statetx.Param(place(np.full((8, 4), 0.5, np.float32))), statetx.RngState(0), statetx.State(0)
+
+def loss(x):
+    return (jax.random.bernoulli(rng.next(), 0.7, x.shape) * jnp.tanh(x * w.value) - x).std()
+
+@statetx.jit(donate_states=True)
+def step(x):
+    value, gradient = statetx.value_and_grad(statetx.remat(loss), wrt=w)(x)
+    w.value, n.value = w.value - 3.0 * gradient, n.value + 1
+    return value
+
+with statetx.Checkpointer(sys.argv[3] + "/saved", [w, rng, n]) as checkpointer:
+    checkpointer.restore()
+    with open(f"{sys.argv[3]}/said-{index}", "a") as said:
+        while int(n.value) < 8:
+            print(int(n.value), float(step(x)), file=said, flush=True)
+            checkpointer.save(int(n.value))
+            checkpointer.wait()
+            if int(n.value) == 4 and not os.path.exists(sys.argv[3] + "/killed"):
+                if index == 1:
+                    os.kill(os.getpid(), 9)
+                checkpointer.wait(), float(step(x))  # in which it waits for the one that is gone
+"""
+
+
+def test_two_processes_of_which_one_is_killed_resume_to_the_losses_of_one(tmp_path):
+    first, second = two_processes(KILLED, tmp_path)
+    try:
+        error = second.communicate(timeout=300)[1]
+        assert second.returncode == -9, error
+    finally:
+        first.kill()  # as a cluster does when one of its machines is gone
+        first.communicate()
+    (tmp_path / "killed").touch()
+    finish(two_processes(KILLED, tmp_path))
+
+    w, rng, losses = jnp.full((8, 4), 0.5), statetx.RngState(0), []
+    x = jnp.arange(32.0).reshape(8, 4) / 32
+    for _ in range(8):
+        kept = jax.random.bernoulli(rng.next(), 0.7, x.shape)
+        loss, gradient = jax.value_and_grad(lambda w: (kept * jnp.tanh(x * w) - x).std())(w)  # noqa: B023
+        w = w - 3.0 * gradient
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    for i in range(2):
+        said = [line.split() for line in (tmp_path / f"said-{i}").read_text().splitlines()]
+        assert [int(n) for n, _ in said] == list(range(8)), "no step is done again, none is left out"
+        np.testing.assert_allclose([float(loss) for _, loss in said], losses, rtol=1e-5)
