@@ -129,6 +129,8 @@ class InputNames(Sequence[str]):
         self.lifting: Lifting | None = None
 
     def __str__(self) -> str:
+        if self.fun is None:
+            return "unknown"
         code = getattr(inspect.unwrap(self.fun), "__code__", None)
         return name_of(self.fun) + (f" at {code.co_filename}:{code.co_firstlineno}" if code else "")
 
