@@ -26,6 +26,7 @@ from jax._src import core as _core
 from jax._src import effects as _effects
 from jax._src import linear_util as _lu
 from jax._src import literals as _literals
+from jax._src import mesh as _mesh
 from jax._src import source_info_util
 from jax._src import util as _util
 from jax._src.ad_checkpoint import remat_p
@@ -45,6 +46,7 @@ from jax._src.state.discharge import discharge_state as _discharge_state
 from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.api_util import shaped_abstractify
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core.primitives import closed_call_p
 from jaxlib.mlir import ir
 
 try:
@@ -290,8 +292,8 @@ def manual_around() -> Manual | None:
 
 def concrete_mesh(mesh: Any) -> Any:
     """A mesh of devices like an abstract one: the one that is set, or else one of the first devices."""
-    here = _config.device_context.value
-    if isinstance(here, jax.sharding.Mesh) and here.shape_tuple == mesh.shape_tuple:
+    here = _mesh.get_concrete_mesh()
+    if here.shape_tuple == mesh.shape_tuple:
         return here
     auto, manual = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual
     types = tuple([auto if t == manual else t for t in mesh.axis_types])
@@ -318,8 +320,7 @@ def varying_like(x: Any, y: Any) -> Any:
 @contextlib.contextmanager
 def outside_of_all() -> Iterator[None]:
     """A context in which nothing is being traced, and no `jax.vmap` and no `jax.shard_map` is around."""
-    here = _config.device_context.value
-    mesh = here.abstract_mesh if isinstance(here, jax.sharding.Mesh) else jax.sharding.AbstractMesh((), ())
+    mesh = _mesh.get_concrete_mesh().abstract_mesh
     axes = _context.axis_env
     with _core.set_current_trace(_eval_trace), jax.sharding.use_abstract_mesh(mesh), _config._check_vma(False):
         _context.set_axis_env(_core.top_axis_env)
@@ -1236,7 +1237,8 @@ def with_equations(x: Any, eqns: Sequence[Any]) -> Any:
 
 
 CALLS = dict.fromkeys(["jit", "pjit", "remat2", "remat", "checkpoint", "shard_map", "compute_on"], "jaxpr")
-CALLS |= {"closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+CLOSED_CALL = closed_call_p.name  # "closed_call" before JAX 0.12, "eval_jaxpr" since
+CALLS |= {CLOSED_CALL: "call_jaxpr", "core_call": "call_jaxpr"}
 """Operations that run a jaxpr once, on their operands, for their results, and the parameter that it is. A policy of `remat_p` is
 asked about the equations within, and not about the operation."""
 

@@ -148,7 +148,7 @@ _RULES: dict[str, Callable[[_Scope, Any], Any]] = {
         _of_call("jaxpr", ("in_shardings", _compat.UNSPECIFIED), ("in_layouts", None), ("donated_invars", False)),
     ),
     **dict.fromkeys(["remat2", "remat", "checkpoint"], _of_call("jaxpr")),
-    "closed_call": _of_call("call_jaxpr"),
+    _compat.CLOSED_CALL: _of_call("call_jaxpr"),
     "scan": _of_scan,
     "while": _of_while,
     "cond": _of_cond,

@@ -58,7 +58,7 @@ def flatten(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _without_jits(jaxpr: Jaxpr) -> Jaxpr:
-    return inline(jaxpr, calls=(*JIT, "closed_call"), deep=False)
+    return inline(jaxpr, calls=(*JIT, _compat.CLOSED_CALL), deep=False)
 
 
 def _plain_loops(x: Any) -> Any:
@@ -86,7 +86,7 @@ def opened(jaxpr: Jaxpr) -> tuple[Jaxpr, set[int]]:
     return inline(jaxpr, calls=_CALLS, deep=False), ends
 
 
-_CALLS = (*JIT, *REMAT, "closed_call")
+_CALLS = (*JIT, *REMAT, _compat.CLOSED_CALL)
 
 
 def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:

@@ -231,7 +231,7 @@ def user_line(eqn: Any) -> tuple[str, int, str]:
 # Calls and where their jaxpr is. What is traced here runs one equation at a time, and of the calls only a jit is compiled.
 JIT = {"jit": "jaxpr", "pjit": "jaxpr"}
 _INNER = dict.fromkeys(REMAT, "jaxpr")
-EAGER = {"closed_call": "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+EAGER = {_compat.CLOSED_CALL: "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 EAGER |= {"custom_vjp_call": "call_jaxpr", "statetx_loop": "jaxpr", **_INNER}
 ALL = tuple({**JIT, **EAGER})
 
