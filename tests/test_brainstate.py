@@ -957,7 +957,8 @@ def test_gradients_of_a_flatted_dict_come_in_a_plain_dict():
         total, _ = statetx.scan(
             lambda c, _: (jax.tree.map(jnp.add, c, statetx.grad(loss, wrt=weights)()), None), zeros, length=2
         )
-    jax.tree.map(np.testing.assert_allclose, ours, theirs)
+    same = np.testing.assert_allclose if jax.__version_info__ < (0, 12) else assert_same
+    jax.tree.map(same, ours, theirs)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 2 * b, rtol=1e-6), total, theirs)
     assert any(np.abs(g).max() > 0 for g in jax.tree.leaves(ours))
     with brainstate.environ.context(fit=False):

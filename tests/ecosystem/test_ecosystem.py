@@ -21,6 +21,7 @@ from brain_programs import OURS, PROGRAMS, THEIRS, start, values  # noqa: E402
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ETP primitive"),  # weights that an online algorithm leaves to others
     pytest.mark.filterwarnings("ignore:brainevent:DeprecationWarning"),  # names that brainstate uses of it
+    pytest.mark.filterwarnings("ignore:core.Jaxpr is missing a DebugInfo"),  # braintrace's, on jax 0.12
 ]
 
 
