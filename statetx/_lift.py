@@ -138,7 +138,7 @@ class InputNames(Sequence[str]):
         return self.num_arguments + (self.lifting.num_variables if self.lifting else 0)
 
     def __iter__(self) -> Iterator[str]:
-        """Nothing for each input: JAX copies the names of whole jaxprs, of which only traces' errors look one up."""
+        """An empty name for each input: JAX 0.12 copies all of them into a jaxpr, and errors of a trace look up single ones."""
         return iter(("",) * len(self))
 
     def __getitem__(self, place: Any) -> Any:

@@ -63,7 +63,7 @@ class Scope:
         reverse: how many reverse-mode derivatives are around.
         foreign: whether a transform of brainstate's is around.
         sharded: whether a `shard_map` is around.
-        kept: places of states on which statements further out rely: nothing else may be put there, nor nothing.
+        kept: places of states that statements further out go on to use: no other state is put there, and none is deleted.
     """
 
     depth: int

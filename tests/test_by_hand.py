@@ -80,9 +80,7 @@ def by_hand(values, x, out):
         return (*layer(weights, mean, drawn, x, out), key), None
 
     def loss(weights, x):
-        step = jax.checkpoint(
-            functools.partial(turn, weights), prevent_cse=False
-        )  # in a loop there is nothing to prevent
+        step = jax.checkpoint(functools.partial(turn, weights), prevent_cse=False)  # as JAX advises within a scan
         turns = jax.checkpoint(lambda c, _: jax.lax.scan(step, c, None, 3), prevent_cse=False)
         (x, mean, key), _ = jax.lax.scan(turns, (x, values["mean"], values["key"]), None, 2)
         return jnp.mean(x**2), {"mean": mean, "key": key}
