@@ -312,9 +312,24 @@ class _Reader:
         if name in self._made and not (isinstance(value, (*_PLAIN, *_FUNCTIONS)) or _is_ours(value)):
             raise _Conditional  # an object that was made in the call, too
         if name in self._frame.f_code.co_freevars:
-            for cell in _cells(self._frame.f_code, name, value):
+            for cell in self._cells(name, value):
                 self._note_read(functools.partial(_contents, cell))
         return value
+
+    @functools.cached_property
+    def _functions(self) -> list[types.FunctionType]:
+        """Those of this code: any of them may be the one that is running. To find them takes a look at every object."""
+        code = self._frame.f_code
+        return [f for f in gc.get_referrers(code) if isinstance(f, types.FunctionType) and f.__code__ is code]
+
+    def _cells(self, name: str, value: Any) -> list[types.CellType]:
+        """The cells of a variable from an enclosing function that may be the one which the running function reads."""
+        index = self._frame.f_code.co_freevars.index(name)
+        cells = [f.__closure__[index] for f in self._functions if f.__closure__]
+        cells = [cell for cell in cells if _contents(cell) is value]
+        if not cells:
+            raise _Conditional
+        return cells
 
     def _attribute(self, value: Any, name: str) -> Any:
         self.names.add(name)
@@ -399,16 +414,6 @@ def _is_plainly_set(owner: Any, name: str) -> bool:
 
 def _code_file(fun: Any) -> str:
     return getattr(getattr(fun, "__code__", None), "co_filename", "")
-
-
-def _cells(code: types.CodeType, name: str, value: Any) -> list[types.CellType]:
-    """The cells of a variable from an enclosing function that may be the one which a running function reads."""
-    functions = [f for f in gc.get_referrers(code) if isinstance(f, types.FunctionType) and f.__code__ is code]
-    cells = [f.__closure__[code.co_freevars.index(name)] for f in functions if f.__closure__]
-    cells = [cell for cell in cells if _contents(cell) is value]
-    if not cells:
-        raise _Conditional
-    return cells
 
 
 def _contents(cell: types.CellType) -> Any:

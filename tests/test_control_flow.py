@@ -413,7 +413,6 @@ def test_loops_need_callables(loop):
         loop(42)
 
 
-@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="its jit no longer hands an argument on around the call")
 def test_what_branches_hand_on_does_not_become_mapped():
     keep = lambda x, y: statetx.scan(lambda c, _: (c, None), y, None, 1)[0]  # noqa: E731
     run = jax.vmap(lambda x, y: statetx.cond(x < 0, keep, keep, x, y), (0, None), None)
