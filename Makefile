@@ -45,7 +45,7 @@ test: $(STAMP)  ## run the tests and doctests
 	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-slow: $(STAMP)  ## run every test, the slow ones too
-	$(PY) -m pytest -n 2 --dist worksteal -m "not outside" $(ARGS)
+	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=3" $(PY) -m pytest -n 2 --dist worksteal -m "not outside" $(ARGS)
 
 test-outside: $(STAMP)  ## run the tests of JAX, flax.nnx and brainstate with these transforms (CONTRIBUTING.md)
 	$(PY) -m pytest tests/outside -m outside $(ARGS)

@@ -83,7 +83,7 @@ def two_processes(program, directory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SCRIPT.parents[1]), env.get("PYTHONPATH"))))
     command = [sys.executable, "-c", PROLOGUE + program]
     return [
