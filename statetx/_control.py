@@ -120,7 +120,7 @@ def _handed_on(jaxpr: Any) -> list[int | None]:
 
 
 # JAX 0.12 has several ways to inline, and takes `True` for a later one, which would leave an equation of the jit here.
-_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def compiled(fun: Callable) -> Callable:
