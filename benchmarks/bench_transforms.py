@@ -56,7 +56,7 @@ from _common import (
 from jax.sharding import PartitionSpec as P
 
 import statetx
-from statetx._jaxpr import table
+from statetx._equations.structure import table
 
 WIDTH, BATCH, STEPS = 8, 4, 5
 TARGET = 1.15

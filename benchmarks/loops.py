@@ -47,7 +47,7 @@ from _common import (
 )
 
 import statetx
-from statetx import _schedule
+from statetx._loops import schedule
 from statetx.policies import Budget, Levels, Slots
 
 MIB = 2**20
@@ -412,7 +412,7 @@ def measure_thousand(quick: bool) -> Results:
             network = statetx.remat_scan(layers)
             pure = statetx.functionalize(statetx.grad(lambda x: network(x).sum(), wrt=statetx.states(layers)))
             values = pure.values(x)
-            statetx._jaxpr.table.clear()
+            statetx._equations.structure.table.clear()
             jax.clear_caches()
             start = time.perf_counter()
             lowered = jax.jit(lambda values, x: pure(values, x)).lower(values, x)
@@ -574,7 +574,7 @@ def counts_section(length: int) -> tuple[tuple, list, list[str]]:
     cells = []
     for slots in (5, 10, 20, 50):
         mine, theirs = runs_a_step(ours(Slots(slots)), length), runs_a_step(equinox_scan(slots), length)
-        best = _schedule.num_evaluations(length, slots) / length
+        best = schedule.num_evaluations(length, slots) / length
         assert mine == best
         cells.append([str(slots), f"{mine:.2f}", f"{best:.2f}", f"{theirs:.2f}"])
     return columns, cells, []

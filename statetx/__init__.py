@@ -28,22 +28,20 @@ from ._errors import StatetxError as StatetxError
 from ._errors import StateValueError as StateValueError
 from ._errors import StaticArgumentError as StaticArgumentError
 from ._errors import TraceLeakError as TraceLeakError
-from ._paths import Not as Not
-from ._paths import states as states
-from ._state import Param as Param
-from ._state import RngState as RngState
-from ._state import State as State
+from ._objects.paths import Not as Not
+from ._objects.paths import states as states
+from .kinds.native import Param as Param
+from .kinds.native import RngState as RngState
+from .kinds.native import State as State
 
 __version__ = "0.1.0"
 
 if _TYPE_CHECKING:
     from . import policies as policies
     from . import testing as testing
-    from ._optimizer import Optimizer as Optimizer
-    from ._rules import Broadcast as Broadcast
-    from ._rules import Carry as Carry
-    from ._rules import Split as Split
-    from ._saving import Checkpointer as Checkpointer
+    from ._lift.rules import Broadcast as Broadcast
+    from ._lift.rules import Carry as Carry
+    from ._lift.rules import Split as Split
     from .caches import CacheInfo as CacheInfo
     from .caches import cache_info as cache_info
     from .caches import clear_cache as clear_cache
@@ -56,6 +54,8 @@ if _TYPE_CHECKING:
     from .residuals.table import Residuals as Residuals
     from .residuals.table import print_saved_residuals as print_saved_residuals
     from .residuals.table import saved_residuals as saved_residuals
+    from .training.checkpointer import Checkpointer as Checkpointer
+    from .training.optimizer import Optimizer as Optimizer
     from .transforms.abstract import eval_shape as eval_shape
     from .transforms.abstract import make_jaxpr as make_jaxpr
     from .transforms.cond import cond as cond
@@ -71,7 +71,7 @@ if _TYPE_CHECKING:
     from .transforms.jacobian import jacrev as jacrev
     from .transforms.jacobian import jvp as jvp
     from .transforms.jacobian import linearize as linearize
-    from .transforms.jit import jit as jit
+    from .transforms.jit.api import jit as jit
     from .transforms.map import map as map
     from .transforms.remat import checkpoint as checkpoint
     from .transforms.remat import checkpoint_name as checkpoint_name
@@ -88,9 +88,9 @@ if _TYPE_CHECKING:
 
 # What is listed above for type checkers is loaded when it is first asked for: an import costs little more than JAX's own.
 _PUBLIC = {
-    "._optimizer": "Optimizer",
-    "._rules": "Broadcast Carry Split",
-    "._saving": "Checkpointer",
+    ".training.optimizer": "Optimizer",
+    "._lift.rules": "Broadcast Carry Split",
+    ".training.checkpointer": "Checkpointer",
     ".caches": "CacheInfo cache_info clear_cache",
     ".planner.machine": "calibrate",
     ".planner.plan": "Plan plan",
@@ -103,7 +103,7 @@ _PUBLIC = {
     ".transforms.functionalize": "StateTrace functionalize trace_states",
     ".transforms.grad": "grad value_and_grad vjp",
     ".transforms.jacobian": "hessian jacfwd jacrev jvp linearize",
-    ".transforms.jit": "jit",
+    ".transforms.jit.api": "jit",
     ".transforms.map": "map",
     ".transforms.remat": "checkpoint checkpoint_name remat",
     ".transforms.remat_scan": "remat_scan",
@@ -138,6 +138,6 @@ def __dir__() -> list[str]:
 
 
 if _os.environ.get("STATETX_DEBUG", "0") not in ("", "0"):
-    from . import _debug
+    from .kinds import debug as _kinds_debug
 
-    _debug.install()
+    _kinds_debug.install()

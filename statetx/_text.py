@@ -7,6 +7,11 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
+from ._typing import PyTree
+
 
 def format_bytes(n: int) -> str:
     """Bytes with a binary unit: ``"1.5 KiB"``."""
@@ -53,3 +58,45 @@ class _Brief(reprlib.Repr):
 
 brief = _Brief().repr
 """``repr`` for a message: types and functions by their names, long containers cut short."""
+
+
+def type_str(x: Any) -> str:
+    """Shape and dtype as in ``float32[3,4]``, explicit axes as in ``float32[3@data,4]``; else the name of the Python type."""
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        aval = x if not isinstance(x, jax.Array) else jax.typeof(x)
+        weak = "~" if getattr(aval, "weak_type", False) else ""
+        dtype = np.dtype(x.dtype).name if _has_numpy_dtype(x) else x.dtype
+        return f"{weak}{dtype}[{','.join(map(_size_str, x.shape, _axes(aval)))}]"
+    return type(x).__name__
+
+
+def _axes(aval: Any) -> Sequence[Any]:
+    """For each dimension, the explicit mesh axes along which a type is sharded: None, a name or names."""
+    sharding = None if isinstance(aval, jax.ShapeDtypeStruct) else getattr(aval, "sharding", None)
+    return (None,) * len(aval.shape) if sharding is None else tuple(sharding.spec)
+
+
+def _size_str(size: int, axes: Any) -> str:
+    return f"{size}" if axes is None else f"{size}@{axes}".replace("'", "").replace(" ", "")
+
+
+def tree_type_str(tree: PyTree) -> str:
+    """The type of a tree: `type_str` of a lone leaf, else the container with its leaves' types."""
+    if jax.tree.structure(tree) == jax.tree.structure(0):
+        return type_str(tree)
+    return str(jax.tree.map(lambda x: _Word(type_str(x)), tree))
+
+
+def short_tree_type_str(tree: PyTree, width: int = 100) -> str:
+    """`tree_type_str`, or what is left to say where that is longer: ``tuple of 25 leaves``."""
+    text = tree_type_str(tree)
+    return text if len(text) <= width else f"{type(tree).__name__} of {len(jax.tree.leaves(tree))} leaves"
+
+
+def _has_numpy_dtype(x: Any) -> bool:
+    return isinstance(x.dtype, np.dtype)
+
+
+class _Word(str):
+    __slots__ = ()
+    __repr__ = str.__str__

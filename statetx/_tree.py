@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _compat, _registry
+from . import _jax, _states
 from ._typing import PyTree
 
 _NOT_NUMERIC = frozenset("OSUMm")  # dtype kinds that no JAX array has
@@ -22,12 +22,12 @@ _NOT_NUMERIC = frozenset("OSUMm")  # dtype kinds that no JAX array has
 
 def is_array(x: Any) -> bool:
     """Whether `x` is traced: a JAX or NumPy array, a tracer, a key, or anything with ``__jax_array__``."""
-    if type(x) is _compat.ArrayImpl or isinstance(x, jax.Array):
+    if type(x) is _jax.ArrayImpl or isinstance(x, jax.Array):
         return True
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype.kind not in _NOT_NUMERIC
     # A state may know how to become an array (flax's do): it is no array, whatever it holds.
-    return hasattr(x, "__jax_array__") and not isinstance(x, type) and not _registry.is_opaque(x)
+    return hasattr(x, "__jax_array__") and not isinstance(x, type) and not _states.is_opaque(x)
 
 
 def is_number(x: Any) -> bool:
@@ -82,7 +82,7 @@ def partition(tree: PyTree, is_dynamic: Callable[[Any], bool] = is_array) -> tup
     Objects that hold states (modules registered as pytrees by their library) are leaves: taking them apart would
     make new states of the old ones.
     """
-    if type(tree) in _compat.LEAVES and is_dynamic(tree):
+    if type(tree) in _jax.LEAVES and is_dynamic(tree):
         return [tree], ARRAY
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_whole)
     mask = tuple(is_dynamic(leaf) for leaf in leaves)
@@ -92,7 +92,7 @@ def partition(tree: PyTree, is_dynamic: Callable[[Any], bool] = is_array) -> tup
 
 
 def _is_whole(x: Any) -> bool:
-    return type(x) not in _compat.LEAVES and _registry.is_opaque(x)
+    return type(x) not in _jax.LEAVES and _states.is_opaque(x)
 
 
 ARRAY = Partition(jax.tree.structure(0), (True,), ())
@@ -101,7 +101,7 @@ ARRAY = Partition(jax.tree.structure(0), (True,), ())
 
 def as_array(x: Any) -> Any:
     """Give objects that only know how to become a JAX array that form; leave every other alone."""
-    if type(x) in _compat.LEAVES:
+    if type(x) in _jax.LEAVES:
         return x
     if hasattr(x, "__jax_array__") and not isinstance(x, (jax.Array, np.ndarray, np.generic)) and is_array(x):
         return x.__jax_array__()
@@ -161,39 +161,6 @@ def _attributes(x: Any, other: Callable[[Any], Hashable]) -> tuple[Hashable, ...
     return (freeze(dict(attributes), other),) if attributes else ()
 
 
-def type_str(x: Any) -> str:
-    """Shape and dtype as in ``float32[3,4]``, explicit axes as in ``float32[3@data,4]``; else the name of the Python type."""
-    if is_array(x) or (hasattr(x, "dtype") and hasattr(x, "shape")):
-        aval = x if not isinstance(x, jax.Array) else jax.typeof(x)
-        weak = "~" if getattr(aval, "weak_type", False) else ""
-        dtype = np.dtype(x.dtype).name if _has_numpy_dtype(x) else x.dtype
-        return f"{weak}{dtype}[{','.join(map(_size_str, x.shape, _axes(aval)))}]"
-    return type(x).__name__
-
-
-def _axes(aval: Any) -> Sequence[Any]:
-    """For each dimension, the explicit mesh axes along which a type is sharded: None, a name or names."""
-    sharding = None if isinstance(aval, jax.ShapeDtypeStruct) else getattr(aval, "sharding", None)
-    return (None,) * len(aval.shape) if sharding is None else tuple(sharding.spec)
-
-
-def _size_str(size: int, axes: Any) -> str:
-    return f"{size}" if axes is None else f"{size}@{axes}".replace("'", "").replace(" ", "")
-
-
-def tree_type_str(tree: PyTree) -> str:
-    """The type of a tree: `type_str` of a lone leaf, else the container with its leaves' types."""
-    if jax.tree.structure(tree) == jax.tree.structure(0):
-        return type_str(tree)
-    return str(jax.tree.map(lambda x: _Word(type_str(x)), tree))
-
-
-def short_tree_type_str(tree: PyTree, width: int = 100) -> str:
-    """`tree_type_str`, or what is left to say where that is longer: ``tuple of 25 leaves``."""
-    text = tree_type_str(tree)
-    return text if len(text) <= width else f"{type(tree).__name__} of {len(jax.tree.leaves(tree))} leaves"
-
-
 def num_bytes(tree: PyTree) -> int:
     """Bytes of all array leaves; a key counts the words it is made of."""
     total = 0
@@ -201,12 +168,3 @@ def num_bytes(tree: PyTree) -> int:
         if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
             total += int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize
     return total
-
-
-def _has_numpy_dtype(x: Any) -> bool:
-    return isinstance(x.dtype, np.dtype)
-
-
-class _Word(str):
-    __slots__ = ()
-    __repr__ = str.__str__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 PyTree = Any
 """A nest of containers known to ``jax.tree_util`` with arrays or other objects at its leaves."""
@@ -17,3 +17,11 @@ or None."""
 
 Indices = int | Sequence[int]
 Names = str | Sequence[str]
+
+C = TypeVar("C", bound=type)
+
+
+def public(cls: C) -> C:
+    """Mark a class that users know as ``statetx.Name``: tracebacks, reprs and pickles name it so, wherever it is defined."""
+    cls.__module__ = "statetx"
+    return cls

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ._jaxpr import table
+from ._equations.structure import table
 from ._text import format_table
+from ._typing import public
 
 
 class Counts(NamedTuple):
@@ -22,6 +23,7 @@ class Counts(NamedTuple):
     max_size: int
 
 
+@public
 class CacheInfo(NamedTuple):
     """What `cache_info` returns; prints as a table.
 

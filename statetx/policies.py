@@ -25,27 +25,17 @@ from __future__ import annotations
 import functools
 
 from ._errors import PolicyError
-from ._policy import (
-    ExceptNames,
-    Names,
-    Offload,
-    Or,
-    Path,
-    Primitives,
-    Size,
-    States,
-    as_policy,
-)
-from ._policy import Policy as Policy
-from ._policy import dots as dots
-from ._policy import dots_without_batch_dims as dots_without_batch_dims
-from ._policy import everything as everything
-from ._policy import nothing as nothing
-from ._policy import parse_bytes as parse_bytes
-from ._strategy import Budget as Budget
-from ._strategy import Lengths as Lengths
-from ._strategy import Levels as Levels
-from ._strategy import Slots as Slots
+from ._loops.strategy import Budget as Budget
+from ._loops.strategy import Lengths as Lengths
+from ._loops.strategy import Levels as Levels
+from ._loops.strategy import Slots as Slots
+from ._remat.policy import ExceptNames, Names, Offload, Or, Path, Primitives, Size, States, as_policy
+from ._remat.policy import Policy as Policy
+from ._remat.policy import dots as dots
+from ._remat.policy import dots_without_batch_dims as dots_without_batch_dims
+from ._remat.policy import everything as everything
+from ._remat.policy import nothing as nothing
+from ._remat.policy import parse_bytes as parse_bytes
 from ._text import suggestion
 from ._typing import Filter
 

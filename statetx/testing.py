@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _compat
-from ._keep import override
-from ._lift import Wrapper, name_of
+from . import _jax
+from ._lift.stage import Wrapper, name_of
+from ._remat.decide import override
 from ._tree import is_float, partition
 from .residuals.table import saved_residuals
 from .transforms.functionalize import functionalize
@@ -139,7 +139,7 @@ def _suspects(pure: Callable, values: Any, args: tuple, kwargs: dict[str, Any], 
         f"It draws from the global generator of {name}, which is no state: use a statetx.RngState." for name in drawn
     ]
     with override(is_off=True):
-        found = _compat.callbacks(_jaxpr_of(pure, values, args, kwargs))
+        found = _jax.callbacks(_jaxpr_of(pure, values, args, kwargs))
     for name, place in found:
         lines.append(
             f"It calls {name} on the host, at {place}, once more for each recomputation: that must give the same."

@@ -13,6 +13,14 @@ jax.config.update("jax_num_cpu_devices", 8)  # before any array is made: backend
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_collection(session):
+    """Load every public class, so that its doctests are found: they are those of the module `statetx`."""
+    import statetx
+
+    for name in statetx.__all__:
+        getattr(statetx, name)
+
+
 def pytest_collection_finish(session):
     """Leave half a million objects of the libraries and of pytest out of every garbage collection."""
     gc.collect()

@@ -25,7 +25,7 @@ from mixed_reference import Reference
 from mixed_syntax import Call, Fun, Make, Program, source, statements
 
 import statetx
-from statetx import StateAccessError, _registry
+from statetx import StateAccessError, _frames, _states
 
 TOLERANCE = 2e-4  # float32; values are of order one, so that a wrong term shows
 
@@ -184,7 +184,7 @@ class System(World):
         }
 
     def is_state(self, x: Any) -> bool:
-        return _registry.kind_of(x) is not None or isinstance(x, nnx.Rngs)
+        return _states.kind_of(x) is not None or isinstance(x, nnx.Rngs)
 
     def read(self, state: Any) -> Any:
         if isinstance(state, nnx.Rngs):
@@ -407,7 +407,7 @@ def compare(program: Program, actual: Record, wanted: Record) -> str:
 
 
 def open_frames() -> str:
-    return "a frame is open" if _registry.open_frames or _registry.current_frame() is not None else ""
+    return "a frame is open" if _frames.open_frames or _frames.current_frame() is not None else ""
 
 
 SHARED_STEPS: tuple[Callable[[Callable], Callable], ...] = (

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statetx
-from statetx._around import Around, note, sharding_of
+from statetx._lift.stage.around import Around, note, sharding_of
 from statetx.policies import Slots
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
@@ -287,13 +287,13 @@ def test_the_sharding_of_a_tracer_that_stands_for_an_array():
 
 
 def test_notes_of_tracers_do_not_outlive_them():
-    from statetx import _around
+    from statetx._lift import around
 
-    mesh, num = mesh_of(), len(_around._noted)
+    mesh, num = mesh_of(), len(around._noted)
     statetx.jit(lambda x: x * 2)(batch_on(mesh, 8, 16))
     jax.clear_caches()
     import gc
 
     gc.collect()
-    assert len(_around._noted) <= num
+    assert len(around._noted) <= num
     assert Around.of([jnp.ones(3)]) == Around() and note([], []) is None

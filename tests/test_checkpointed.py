@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx import _checkpointed, _company, _compat, _schedule, policies
+from statetx import _jax, policies
+from statetx._loops import checkpointed, cpu_concurrency, schedule
 from statetx.policies import Budget, Lengths, Levels, Slots
 
 STRATEGIES = [
@@ -47,24 +48,24 @@ def fewest_runs_ahead(length, slots):
 
 def test_the_optimum_is_that_of_trying_everything():
     for n, c in itertools.product(range(1, 41), range(1, 43)):
-        assert _schedule.num_evaluations(n, c) == fewest_runs_ahead(n + 1, c) + n
+        assert schedule.num_evaluations(n, c) == fewest_runs_ahead(n + 1, c) + n
 
 
 def count_evaluations(slots, longest):
     """The runs of the body in the compiled nest of loops, for each length up to `longest`."""
-    rows = jnp.asarray(_schedule.table(longest + 1, slots))
+    rows = jnp.asarray(schedule.table(longest + 1, slots))
 
     @jax.jit
     def reverse(length, positions, top):
-        plan = _checkpointed.Plan(rows, positions, top)
+        plan = checkpointed.Plan(rows, positions, top)
         stored = [jnp.asarray(positions)]  # the carry is the number of the step that finds it
-        is_right, runs = _checkpointed.reverse_scheduled(
+        is_right, runs = checkpointed.reverse_scheduled(
             length, plan, 1, stored, True, lambda i, j, carry: [j], lambda i, *, carry, loop: loop & (carry[0] == i)
         )
         return is_right, length + runs + length  # the forward sweep, what is run ahead, what is differentiated
 
     for length in range(max(1, slots - 1), longest + 1):
-        plan = _checkpointed.Plan.make(length, slots)
+        plan = checkpointed.Plan.make(length, slots)
         is_right, runs = reverse(length, plan.positions, plan.top)
         assert is_right
         yield length, int(runs)
@@ -72,7 +73,7 @@ def count_evaluations(slots, longest):
 
 def check_counts(slots, longest=200):
     for length, runs in count_evaluations(slots, longest):
-        assert runs == _schedule.num_evaluations(length, slots), (length, slots)
+        assert runs == schedule.num_evaluations(length, slots), (length, slots)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5, 50])
@@ -91,16 +92,16 @@ def test_the_body_runs_as_often_as_is_least_for_all(slots):
     [(1000, 5, 7.29), (1000, 10, 4.64), (1000, 20, 3.75), (1000, 50, 2.95), (10**6, 20, 7.82), (10**6, 1500, 3.00)],
 )
 def test_known_optima(length, slots, runs_a_step):
-    assert round(_schedule.num_evaluations(length, slots) / length, 2) == runs_a_step
+    assert round(schedule.num_evaluations(length, slots) / length, 2) == runs_a_step
 
 
 @pytest.mark.parametrize(("length", "slots"), [(4099, 7), (65_537, 20), (999_983, 20), (10**6, 100)])
 def test_the_body_runs_as_often_as_is_least_in_long_loops(length, slots):
-    plan = _checkpointed.Plan.make(length, slots)
+    plan = checkpointed.Plan.make(length, slots)
 
     @jax.jit
     def reverse():
-        return _checkpointed.reverse_scheduled(
+        return checkpointed.reverse_scheduled(
             length,
             plan,
             1,
@@ -111,7 +112,7 @@ def test_the_body_runs_as_often_as_is_least_in_long_loops(length, slots):
         )
 
     is_right, runs = reverse()
-    assert is_right and 2 * length + int(runs) == _schedule.num_evaluations(length, slots)
+    assert is_right and 2 * length + int(runs) == schedule.num_evaluations(length, slots)
 
 
 def runs_of_the_body(length, checkpoint):
@@ -131,7 +132,7 @@ def runs_of_the_body(length, checkpoint):
 @pytest.mark.parametrize(("length", "slots"), [(2, 1), (7, 1), (12, 2), (23, 3), (23, 5), (40, 40), (40, 60)])
 def test_runs_of_a_whole_gradient(length, slots):
     # A slot for every state there is saves no more.
-    assert runs_of_the_body(length, Slots(slots)) == _schedule.num_evaluations(length, min(slots, length))
+    assert runs_of_the_body(length, Slots(slots)) == schedule.num_evaluations(length, min(slots, length))
 
 
 def test_blocks_trade_runs_for_memory():
@@ -143,7 +144,7 @@ def test_blocks_trade_runs_for_memory():
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 64, 97, 4096, 4099, 10**6, 999_983])
 @pytest.mark.parametrize("levels", [1, 2, 3, 4])
 def test_nested_lengths(length, levels):
-    lengths = _schedule.nested_lengths(length, levels)
+    lengths = schedule.nested_lengths(length, levels)
     inner = int(np.prod(lengths[1:], dtype=np.int64))
     assert inner * lengths[0] <= length < inner * (lengths[0] + 1)
     if length > 50 and levels <= 2:
@@ -533,7 +534,7 @@ def test_runs_of_a_loop_of_unknown_length():
         return len(calls)
 
     for steps, slots in ((5, 5), (100, 10), (100, 3), (37, 6)):
-        best = _schedule.num_evaluations(steps, slots)
+        best = schedule.num_evaluations(steps, slots)
         assert best <= count(steps, slots) <= (1.3 if slots > 3 else 1.8) * best, (steps, slots)
 
 
@@ -574,12 +575,12 @@ def test_carries_in_the_hosts_memory(strategy):
 
 
 def num_tanh(jaxpr):
-    inside = sum(num_tanh(sub) for eqn in jaxpr.eqns for sub in _compat.inner_jaxprs(eqn))
+    inside = sum(num_tanh(sub) for eqn in jaxpr.eqns for sub in _jax.inner_jaxprs(eqn))
     return inside + sum(eqn.primitive.name == "tanh" for eqn in jaxpr.eqns)
 
 
 def test_no_memory_of_the_host(monkeypatch):
-    monkeypatch.setattr("statetx._compat.memory_spaces", lambda: ["device"])
+    monkeypatch.setattr("statetx._jax.memory_spaces", lambda: ["device"])
     with pytest.raises(statetx.PolicyError, match="have no 'pinned_host' memory"):
         scan(Slots(2, offload=True))
 
@@ -602,10 +603,10 @@ def test_products_side_by_side_compute_the_same(monkeypatch):
         return jax.make_jaxpr(jax.grad(loss))(xs), jax.jit(jax.grad(loss))(xs)
 
     (_, expected), (before, _) = run(None), run(Slots(3))
-    monkeypatch.setattr(_company, "_LARGE", 0)
-    statetx._jaxpr.table.clear()
+    monkeypatch.setattr(cpu_concurrency, "_LARGE", 0)
+    statetx._equations.structure.table.clear()
     after, got = run(Slots(3))
-    statetx._jaxpr.table.clear()
+    statetx._equations.structure.table.clear()
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     if jax.default_backend() == "cpu":
         assert "i32[8]" in str(after) and "i32[8]" not in str(before)
@@ -624,8 +625,8 @@ def test_products_side_by_side_compute_the_same(monkeypatch):
 )
 def test_which_bodies_have_products_side_by_side(fun, overlap):
     large, small = jnp.ones((256, 256)), jnp.ones((16, 16))
-    assert _company.overlaps(jax.make_jaxpr(fun)(large, large).jaxpr) == overlap
-    assert not _company.overlaps(jax.make_jaxpr(fun)(small, small).jaxpr)
+    assert cpu_concurrency.overlaps(jax.make_jaxpr(fun)(large, large).jaxpr) == overlap
+    assert not cpu_concurrency.overlaps(jax.make_jaxpr(fun)(small, small).jaxpr)
 
 
 @pytest.mark.parametrize("strategy", [None, Slots(3), Levels(2)], ids=repr)
@@ -687,7 +688,7 @@ def test_map_has_the_schedules_and_bars_of_scan(batch_size, capsys):
 def test_progress_counts_each_step_once(monkeypatch):
     """Also where an inner loop is as long as the whole."""
     seen = []
-    monkeypatch.setattr("statetx._progress.Bars._show", lambda self, done, phase: seen.append(done))
+    monkeypatch.setattr("statetx._loops.build.progress.Bars._show", lambda self, done, phase: seen.append(done))
 
     def loss(w):
         return statetx.scan(

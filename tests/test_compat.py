@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from helpers import REMAT3
-from statetx import _compat
+from statetx import _jax
 
 X = jnp.ones(3)
 
@@ -16,10 +16,10 @@ def test_traces_nest_and_name_their_transform():
     names = []
 
     def note(x):
-        names.append(_compat.transform_name(_compat.current_trace()))
+        names.append(_jax.transform_name(_jax.current_trace()))
         return x
 
-    assert _compat.is_eager()
+    assert _jax.is_eager()
     jax.jit(note)(1.0)
     jax.grad(note)(1.0)
     jax.vmap(note)(X)
@@ -32,12 +32,12 @@ def test_traces_nest_and_name_their_transform():
 
 def test_leaked_tracers_are_those_of_inner_traces():
     def outer(x):
-        anchor = _compat.current_trace()
+        anchor = _jax.current_trace()
 
         def inner(y):
-            assert _compat.leaked_tracers({"a": (x, 1, np.ones(2))}, anchor) == []
-            assert len(_compat.leaked_tracers([x, y], anchor)) == 1
-            assert len(_compat.leaked_tracers([x, y], None)) == 2
+            assert _jax.leaked_tracers({"a": (x, 1, np.ones(2))}, anchor) == []
+            assert len(_jax.leaked_tracers([x, y], anchor)) == 1
+            assert len(_jax.leaked_tracers([x, y], None)) == 2
             return x * y
 
         return jax.grad(inner)(2.0) + jax.vmap(inner)(X).sum() + jax.jit(inner)(1.0)
@@ -51,7 +51,7 @@ def test_a_trace_state_says_where_an_object_was_made():
     from flax import nnx
 
     module = nnx.Dict(x=1)
-    assert isinstance(module._pytree__state.trace_state.jax_trace, _compat.TraceState)
+    assert isinstance(module._pytree__state.trace_state.jax_trace, _jax.TraceState)
     found = []
     jax.jit(lambda: found.append(jax.extend.core.get_opaque_trace_state()))()
     assert module._pytree__state.trace_state.jax_trace == jax.extend.core.get_opaque_trace_state() != found[0]
@@ -61,7 +61,7 @@ def test_loop_bodies_are_recognised():
     seen = []
 
     def note(*args):
-        seen.append(_compat.in_loop_body())
+        seen.append(_jax.in_loop_body())
         return args[-1]
 
     jax.lax.scan(lambda c, x: (c, note(x)), 0, X)
@@ -79,33 +79,33 @@ def test_loop_bodies_are_recognised():
 
 def test_inputs_added_while_staging_come_last_in_order():
     def f(x):
-        a = _compat.new_input(_compat.current_trace(), jax.typeof(jnp.ones((2, 3))))
+        a = _jax.new_input(_jax.current_trace(), jax.typeof(jnp.ones((2, 3))))
         y = jnp.sin(x)
-        b = _compat.new_input(_compat.current_trace(), jax.typeof(jnp.int32(1)))
+        b = _jax.new_input(_jax.current_trace(), jax.typeof(jnp.int32(1)))
         return [y * b + a.sum(), a]
 
-    jaxpr, consts = _compat.stage(f, [jax.typeof(X)], kind="scan", name="f")
+    jaxpr, consts = _jax.stage(f, [jax.typeof(X)], kind="scan", name="f")
     assert consts == [] and [v.aval.shape for v in jaxpr.invars] == [(3,), (2, 3), ()]
-    outs = _compat.evaluate(jaxpr, (), (X, jnp.ones((2, 3)), jnp.int32(2)))
+    outs = _jax.evaluate(jaxpr, (), (X, jnp.ones((2, 3)), jnp.int32(2)))
     np.testing.assert_allclose(outs[0], jnp.sin(X) * 2 + 6, rtol=1e-6)
     jax.extend.core.check_jaxpr(jaxpr)
 
 
 def test_closed_over_values_are_constants_of_the_jaxpr():
     def outer(x):
-        jaxpr, consts = _compat.stage(lambda y: [y * x], [jax.typeof(X)], kind="jit", name="f")
+        jaxpr, consts = _jax.stage(lambda y: [y * x], [jax.typeof(X)], kind="jit", name="f")
         assert len(consts) == 1 and consts[0] is x
-        return _compat.evaluate(jaxpr, consts, (X,))[0].sum()
+        return _jax.evaluate(jaxpr, consts, (X,))[0].sum()
 
     assert jax.grad(outer)(2.0) == 3.0
 
 
 def test_weak_types_and_slices():
-    assert _compat.with_weak_type(jnp.float32(1), True).weak_type
-    assert not _compat.with_weak_type(jax.jit(lambda: 1.0)(), False).weak_type
-    aval = _compat.abstract(np.ones((2, 3, 4), np.float32))
-    assert _compat.drop_axis(aval, 1).shape == (2, 4) and _compat.drop_axis(aval, -1).shape == (2, 3)
-    assert _compat.abstract(1.0).weak_type and _compat.abstract(np.float64(1)).dtype == jnp.float32
+    assert _jax.with_weak_type(jnp.float32(1), True).weak_type
+    assert not _jax.with_weak_type(jax.jit(lambda: 1.0)(), False).weak_type
+    aval = _jax.abstract(np.ones((2, 3, 4), np.float32))
+    assert _jax.drop_axis(aval, 1).shape == (2, 4) and _jax.drop_axis(aval, -1).shape == (2, 3)
+    assert _jax.abstract(1.0).weak_type and _jax.abstract(np.float64(1)).dtype == jnp.float32
 
 
 def test_derivative_rules_of_jax_are_recognised_and_users_are_not():
@@ -116,8 +116,8 @@ def test_derivative_rules_of_jax_are_recognised_and_users_are_not():
     own.defjvps(lambda t, out, x: t)
 
     def rules(f):
-        jaxpr, _ = _compat.stage(lambda x: [f(x)], [jax.typeof(X)], kind="jit", name="f")
-        return [_compat.derivative_rule(e.params["jvp_jaxpr_fun"]) for e in jaxpr.eqns if "jvp_jaxpr_fun" in e.params]
+        jaxpr, _ = _jax.stage(lambda x: [f(x)], [jax.typeof(X)], kind="jit", name="f")
+        return [_jax.derivative_rule(e.params["jvp_jaxpr_fun"]) for e in jaxpr.eqns if "jvp_jaxpr_fun" in e.params]
 
     (first,), (second,) = rules(jax.nn.relu), rules(jax.nn.relu)
     assert first is not None and first == second
@@ -125,19 +125,19 @@ def test_derivative_rules_of_jax_are_recognised_and_users_are_not():
 
 
 def test_settings_are_told_apart():
-    plain = _compat.trace_context()
-    assert plain == _compat.trace_context()
+    plain = _jax.trace_context()
+    assert plain == _jax.trace_context()
     with jax.default_matmul_precision("highest"):
-        assert _compat.trace_context() != plain
+        assert _jax.trace_context() != plain
     with jax.enable_x64(True):
-        assert _compat.trace_context() != plain
+        assert _jax.trace_context() != plain
 
 
 def test_places_outside_the_libraries():
     source_info = jax.jit(lambda x: x * 2).trace(1.0).jaxpr.eqns[0].source_info
-    folders = (_compat.JAX_FOLDER,)
-    assert __file__ in _compat.traceback_site(source_info.traceback, folders)
-    assert _compat.traceback_site(None, folders) == "unknown place"
+    folders = (_jax.JAX_FOLDER,)
+    assert __file__ in _jax.traceback_site(source_info.traceback, folders)
+    assert _jax.traceback_site(None, folders) == "unknown place"
 
 
 def test_equations_copied_to_a_trace_are_those_of_running_them():
@@ -146,41 +146,40 @@ def test_equations_copied_to_a_trace_are_those_of_running_them():
             y = jax.nn.relu(x) * jnp.arange(3.0)
         return [y + n, x, np.float32(2)]
 
-    jaxpr, consts = _compat.stage(f, [jax.typeof(X), jax.typeof(jnp.ones(()))], kind="jit", name="f")
+    jaxpr, consts = _jax.stage(f, [jax.typeof(X), jax.typeof(jnp.ones(()))], kind="jit", name="f")
 
     def copied(x):
         with jax.named_scope("outer"):
-            return _compat.evaluate(jaxpr, consts, (x, 1.0 * x[0]))
+            return _jax.evaluate(jaxpr, consts, (x, 1.0 * x[0]))
 
     def run(x):
         with jax.named_scope("outer"):
-            return jax.extend.core.jaxpr_as_fun(_compat.ClosedJaxpr(jaxpr, consts))(x, 1.0 * x[0])
+            return jax.extend.core.jaxpr_as_fun(_jax.ClosedJaxpr(jaxpr, consts))(x, 1.0 * x[0])
 
     ours, theirs = jax.make_jaxpr(copied)(X), jax.make_jaxpr(run)(X)
     assert str(ours) == str(theirs)
     for a, b in zip(ours.eqns, theirs.eqns, strict=True):
         assert a.source_info.name_stack == b.source_info.name_stack and a.ctx == b.ctx
     ours_at, theirs_at = (
-        [_compat.traceback_site(e.source_info.traceback, (_compat.JAX_FOLDER,)) for e in j.eqns[-2:]]
-        for j in (ours, theirs)
+        [_jax.traceback_site(e.source_info.traceback, (_jax.JAX_FOLDER,)) for e in j.eqns[-2:]] for j in (ours, theirs)
     )
     assert ours_at == theirs_at
     jax.extend.core.check_jaxpr(ours.jaxpr)
 
 
 def test_arguments_of_other_types_are_not_taken_for_those_of_the_jaxpr():
-    jaxpr, consts = _compat.stage(lambda x: [jnp.sin(x)], [jax.typeof(X)], kind="jit", name="f")
-    outs = jax.make_jaxpr(lambda x: _compat.evaluate(jaxpr, consts, (x,)))(jnp.ones(3, jnp.bfloat16)).out_avals
+    jaxpr, consts = _jax.stage(lambda x: [jnp.sin(x)], [jax.typeof(X)], kind="jit", name="f")
+    outs = jax.make_jaxpr(lambda x: _jax.evaluate(jaxpr, consts, (x,)))(jnp.ones(3, jnp.bfloat16)).out_avals
     assert outs[0].dtype == jnp.bfloat16
 
 
 @pytest.mark.skipif(REMAT3, reason="jax_remat3: jax.checkpoint makes another equation than ours")
 def test_a_jaxpr_is_rematerialised_as_a_function_is():
-    jaxpr, _ = _compat.stage(lambda x, y: [jnp.sin(x) * y], [jax.typeof(X)] * 2, kind="jit", name="f")
+    jaxpr, _ = _jax.stage(lambda x, y: [jnp.sin(x) * y], [jax.typeof(X)] * 2, kind="jit", name="f")
     policy = jax.checkpoint_policies.dots_saveable
 
     def ours(x, y):
-        return _compat.rematerialise(jaxpr, [x, y], policy=policy, prevent_cse=(True, False))
+        return _jax.rematerialise(jaxpr, [x, y], policy=policy, prevent_cse=(True, False))
 
     theirs = jax.checkpoint(lambda x, y: [jnp.sin(x) * y], policy=policy, prevent_cse=(True, False))
     assert str(jax.make_jaxpr(ours)(X, X)) == str(jax.make_jaxpr(theirs)(X, X))
@@ -198,11 +197,11 @@ def test_vmaps_are_found_and_noticed():
         return notice
 
     def f(x, y):
-        vmaps = _compat.vmaps_around()
+        vmaps = _jax.vmaps_around()
         mapped.append(
-            [(t.axis_data.size, *(_compat.which_are_mapped(v, vmaps)[n] for v in (x, y))) for n, t in enumerate(vmaps)]
+            [(t.axis_data.size, *(_jax.which_are_mapped(v, vmaps)[n] for v in (x, y))) for n, t in enumerate(vmaps)]
         )
-        return _compat.noticing([x, y], 0, notice) * y
+        return _jax.noticing([x, y], 0, notice) * y
 
     x, y = jnp.ones((2, 3)), jnp.ones(3)
     f(y, y)
@@ -226,13 +225,13 @@ def test_vmaps_are_found_and_noticed():
 def test_a_plain_loop_is_linearized_by_the_rule_of_scan(monkeypatch):
     import statetx
 
-    traced, fallback = [], _compat._ad.fallback_linearize_rule
+    traced, fallback = [], _jax.batching._ad.fallback_linearize_rule
 
     def noted(primitive, *args, **params):
         traced.append(primitive.name)
         return fallback(primitive, *args, **params)
 
-    monkeypatch.setattr(_compat._ad, "fallback_linearize_rule", noted)
+    monkeypatch.setattr(_jax.batching._ad, "fallback_linearize_rule", noted)
     loop = lambda x: statetx.scan(lambda c, _: (c * 0.5, None), x, None, 70, checkpoint="auto")[0]  # noqa: E731
     np.testing.assert_allclose(jax.grad(loop)(1.0), 0.5**70, rtol=1e-5)
     assert "mul" in traced and "statetx_loop" not in traced

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx import _compat
-from statetx._jaxpr import table
+from statetx import _jax
+from statetx._equations.structure import table
 
 X, XS = jnp.arange(3.0), jnp.arange(12.0).reshape(4, 3)
 
@@ -47,7 +47,7 @@ def equation(f, *args, name):
     jaxpr = jax.make_jaxpr(f)(*args).jaxpr
     while not any(e.primitive.name == name for e in jaxpr.eqns):  # newer versions of JAX inline later
         (call,) = [e for e in jaxpr.eqns if e.primitive.name in ("jit", "pjit")]
-        jaxpr = _compat.open_jaxpr(call.params["jaxpr"])[0]
+        jaxpr = _jax.open_jaxpr(call.params["jaxpr"])[0]
     (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == name]
     return shape_of(eqn)
 
@@ -116,7 +116,7 @@ def test_branches_are_the_equation_of_jax(other):
 def test_equations_are_not_traced_again(loop, monkeypatch):
     """The body is staged, and its jaxpr bound: nothing evaluates it."""
     evaluated = []
-    monkeypatch.setattr(_compat, "evaluate", lambda *args: evaluated.append(args))
+    monkeypatch.setattr(_jax, "evaluate", lambda *args: evaluated.append(args))
     table.clear()
     jax.make_jaxpr(lambda: loop(lambda x: jnp.sin(x)))()
     assert not evaluated

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import statetx
 from helpers import Counted, compilations
-from statetx._jaxpr import table
+from statetx._equations.structure import table
 
 
 class Model:

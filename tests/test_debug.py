@@ -9,7 +9,8 @@ import sys
 import pytest
 
 import statetx
-from statetx import _registry
+from statetx import _frames
+from statetx._states import messages
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "how-to" / "debug-and-profile.md"
 MORE = """
@@ -56,6 +57,6 @@ def test_places_are_shown_for_every_kind(tmp_path):
 
 @pytest.mark.skipif("STATETX_DEBUG" in os.environ, reason="this run records")
 def test_nothing_is_recorded_by_default():
-    assert _registry.history is _registry.no_history
-    assert statetx.State.value.fget.__module__ == "statetx._state"
-    assert _registry.Frame.touch.__module__ == "statetx._registry"
+    assert messages.history is messages.no_history
+    assert statetx.State.value.fget.__module__ == "statetx.kinds.native"
+    assert _frames.Frame.touch.__module__ == "statetx._frames.frame"

@@ -20,8 +20,9 @@ from effects_columns import COLUMNS, KINDS, Boom, Column, states_of
 from effects_table import ROWS, Case, Row
 
 import statetx
-from statetx import _lift, _registry
-from statetx._jaxpr import table as table_of_structures
+from statetx import _frames
+from statetx._equations.structure import table as table_of_structures
+from statetx._lift import stage
 
 TOLERANCE = 2e-3  # of differences in float32
 
@@ -132,7 +133,7 @@ def test_cell(row, column, kind):
     for name, value in plain.values().items():
         assert not difference(left.pop(name), value, 1e-5), name
     assert not left
-    assert not _registry.open_frames and _registry.current_frame() is None
+    assert not _frames.open_frames and _frames.current_frame() is None
     use(case)
 
 
@@ -187,7 +188,7 @@ def test_a_variable_made_under_a_rule_of_the_users_is_not_seen(rule):
 # -- the table can fail ----------------------------------------------------------------------------------------
 
 
-def publish_all_but_one(self, leaves, *, live=True, publish=_lift.Outcome.publish):
+def publish_all_but_one(self, leaves, *, live=True, publish=stage.Outcome.publish):
     num = len(self.effects) - 1
     if num >= 0:
         self.effects, self.values = self.effects[:num], self.values[:num]
@@ -195,16 +196,16 @@ def publish_all_but_one(self, leaves, *, live=True, publish=_lift.Outcome.publis
 
 
 BREAKAGES = {
-    "an effect is not published": ("_lift.Outcome.publish", publish_all_but_one, "grad", "count"),
-    "writes stay after an exception": ("_registry.Access.undo", lambda self: [], "remat in jit", "raise"),
+    "an effect is not published": ("stage.Outcome.publish", publish_all_but_one, "grad", "count"),
+    "writes stay after an exception": ("_frames.Access.undo", lambda self: [], "remat in jit", "raise"),
     "a key does not advance": ("_state.RngState.next", lambda self: jax.random.split(self.value)[1], "vmap", "draw"),
     "what a container holds is not compared": (
-        "_registry.Copy.was_changed",
+        "_frames.Copy.was_changed",
         lambda self: False,
         "vjp",
         "dict in place",
     ),
-    "tracers are not looked for": ("_registry.check_write", lambda *args, **options: None, "custom_jvp", "write only"),
+    "tracers are not looked for": ("_frames.check_write", lambda *args, **options: None, "custom_jvp", "write only"),
     "drift is not looked for": ("_carry._check_written", lambda *args: None, "scan", "dtype"),
 }
 """By what is broken: a name of statetx's, what takes its place, and a cell that must notice."""

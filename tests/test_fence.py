@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx import _compat, _fence
+from statetx import _jax
+from statetx._remat import fence as _fence
 
 CPU_DROPS_BARRIERS = jax.__version_info__ < (0, 12)
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="figures of XLA on a CPU")
@@ -131,7 +132,7 @@ def test_keys_come_out_of_the_branch():
 
     args = (jnp.ones(3), jax.random.key(0))
     params = {"policy": _fence.around(None, "cond"), "prevent_cse": True, "differentiated": True}
-    fenced = jax.jit(lambda *args: _compat.remat_p.bind(*args, jaxpr=jax.make_jaxpr(draw)(*args).jaxpr, **params))
+    fenced = jax.jit(lambda *args: _jax.remat_p.bind(*args, jaxpr=jax.make_jaxpr(draw)(*args).jaxpr, **params))
     assert "stablehlo.case" in fenced.lower(*args).as_text()
     for a, b in zip(fenced(*args), draw(*args), strict=True):
         np.testing.assert_array_equal(*(jax.random.key_data(k) if k.dtype == args[1].dtype else k for k in (a, b)))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx._hoist import hoist
-from statetx._jaxpr import table
+from statetx._equations.hoist import hoist
+from statetx._equations.structure import table
 
 X = jnp.linspace(-1.0, 1.0, 5)
 

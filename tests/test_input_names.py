@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import statetx
-from statetx import _compat, _lift
+from statetx import _jax
+from statetx._lift import stage
 
 X = jnp.ones(3)
 YES = jnp.bool_(True)
@@ -85,20 +86,20 @@ def traced():
     held, found = Held(), []
 
     def fun(x):
-        names = _compat.current_trace().frame.debug_info.arg_names
+        names = _jax.current_trace().frame.debug_info.arg_names
         found.append((type(names), names[0]))
         return x + len(vars(held))
 
     statetx.jit(fun)(X)
     jaxpr = statetx.make_jaxpr(fun)(X).jaxpr
-    assert not isinstance(jaxpr.debug_info.arg_names, _lift.InputNames)
+    assert not isinstance(jaxpr.debug_info.arg_names, stage.InputNames)
     return *found[0], weakref.ref(held)
 
 
 def test_names_are_forgotten_with_the_trace():
     cls, name, alive = traced()
     gc.collect()
-    assert (cls, name) == (_lift.InputNames, "x") and alive() is None
+    assert (cls, name) == (stage.InputNames, "x") and alive() is None
 
 
 def failed():
@@ -122,13 +123,13 @@ def test_names_are_forgotten_with_a_trace_that_failed():
 
 @pytest.mark.parametrize("broken", [lambda x: x.nothing, lambda x: 1 / 0])
 def test_an_argument_that_cannot_be_put_together_is_unknown(broken):
-    names = _lift.InputNames(choose, lambda leaves: broken(leaves))
+    names = stage.InputNames(choose, lambda leaves: broken(leaves))
     names.num_arguments = 1
     assert names[0] == "unknown" and len(names) == 1 and str(names).startswith("choose at ")
 
 
 def test_names_can_be_copied():
     """JAX 0.12 copies them into each jaxpr that holds a constant."""
-    names = _lift.InputNames(choose)
+    names = stage.InputNames(choose)
     names.num_arguments = 3
     assert tuple(names) == ("", "", "") and names[1:] == ("", "")

@@ -16,8 +16,8 @@ import pytest
 from flax import nnx
 
 import statetx
-from statetx import _registry
-from statetx._jaxpr import table
+from statetx import _frames, _states
+from statetx._equations.structure import table
 from statetx.kinds import brainstate as brainstate_kind
 from statetx.kinds import nnx as nnx_kind
 
@@ -139,7 +139,7 @@ def interrupted_at(nth, seen):
 
 
 def check_locks_are_free(call, where):
-    locks = [_registry.ownership, _registry._kinds_lock, table._lock]
+    locks = [_frames.ownership, _states._kinds_lock, table._lock]
     if isinstance(call, statetx.transforms.jit.Jit):
         locks += [call.cache.staging, call.cache.lock]
 
@@ -171,7 +171,7 @@ def check_every_line(model, make, step=1, start=1):
             break
         num += 1
         where = f"after an interrupt at line event {nth}"
-        assert _registry.current_frame() is None and not _registry.open_frames, f"a frame is open {where}"
+        assert _frames.current_frame() is None and not _frames.open_frames, f"a frame is open {where}"
         assert not brainstate_kind._context.state_stack and not brainstate_kind._context.new_state_catcher, where
         check_locks_are_free(call, where)
         assert not brainstate_kind._owner and not nnx_kind._owner, f"a state stays refused {where}"

@@ -12,15 +12,15 @@ import pytest
 
 import statetx
 from helpers import compilations
-from statetx import _compat
-from statetx._jaxpr import Body, Table, table
-from statetx._lift import InputNames, stage
+from statetx import _jax
+from statetx._equations.structure import Body, Table, table
+from statetx._lift.stage.stage import InputNames, stage
 
 X = jnp.arange(3.0)
 
 
 def body_of(f, *args):
-    avals = [_compat.abstract(x) for x in args]
+    avals = [_jax.abstract(x) for x in args]
     return stage(lambda *xs: ([f(*xs)], None), avals, kind="test", names=InputNames(f))[0]
 
 
@@ -111,9 +111,7 @@ def test_evaluates_to_the_function():
     b = body_of(lambda x: jnp.sin(x) * BIG2[0, :3] + jnp.asarray(4.0), X)
     np.testing.assert_array_equal(b(b.operands, X)[0], jnp.full(3, 4.0))
     assert not b.jaxpr.constvars
-    assert not any(
-        isinstance(v, _compat.Literal) and isinstance(v.val, jax.Array) for e in b.jaxpr.eqns for v in e.invars
-    )
+    assert not any(isinstance(v, _jax.Literal) and isinstance(v.val, jax.Array) for e in b.jaxpr.eqns for v in e.invars)
 
 
 def test_keeps_one_function_and_no_values():

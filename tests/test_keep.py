@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import statetx
 from helpers import REMAT3
-from statetx import _compat, policies
+from statetx import _jax, policies
 
 JAX = jax.checkpoint_policies
 # The product is the one large value that the backward pass reads: what it is raised to is computed from it.
@@ -145,7 +145,7 @@ def equations(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in jex_core.jaxprs_in_params(eqn.params):
-            yield from equations(_compat.open_jaxpr(inner)[0])
+            yield from equations(_jax.open_jaxpr(inner)[0])
 
 
 def num_products(gradient, *args):

@@ -1245,7 +1245,7 @@ def test_what_is_kept_does_not_follow_a_numpy_array_that_changes(is_scan, size):
 
     first, second = np.ones((3, size), np.float32), np.ones((3, size), np.float32)
     expected = run(second, jax.jit)
-    statetx._jaxpr.table.clear()
+    statetx._equations.structure.table.clear()
     run(first, lambda g: lambda x: plain_grad(g, x))
     first += 1.0
     assert_flip_same(run(second, jax.jit), expected)
@@ -1345,8 +1345,8 @@ def _run_twice(fun, avals, **options):
     return _STAGE(fun, avals, **options)
 
 
-_STAGE = statetx._lift.stage
-_CLOSE = statetx._jaxpr.Body.close.__func__
+_STAGE = statetx._lift.stage.stage
+_CLOSE = statetx._equations.structure.Body.close.__func__
 
 
 def _bake(cls, jaxpr, consts):
@@ -1405,14 +1405,14 @@ BREAKAGES = {
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_the_suite_can_fail(breakage, monkeypatch):
     name, broken, check = BREAKAGES[breakage]
-    statetx._jaxpr.table.clear()
+    statetx._equations.structure.table.clear()
     with monkeypatch.context() as patch:
         check(patch)
-    statetx._jaxpr.table.clear()
+    statetx._equations.structure.table.clear()
     with (
         monkeypatch.context() as patch,
         pytest.raises((AssertionError, ValueError, TypeError, jax.errors.JAXTypeError)),
     ):
         patch.setattr(f"statetx.{name}", broken)
         check(patch)
-    statetx._jaxpr.table.clear()
+    statetx._equations.structure.table.clear()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx import _compat, policies
+from statetx import _jax, policies
 
 
 class Block:
@@ -133,7 +133,7 @@ def test_merged_back():
 
 
 barriers_are_dropped = pytest.mark.skipif(
-    not _compat.CPU_DROPS_BARRIERS or jax.default_backend() != "cpu", reason="XLA respects the barrier"
+    not _jax.CPU_DROPS_BARRIERS or jax.default_backend() != "cpu", reason="XLA respects the barrier"
 )
 
 

@@ -601,7 +601,7 @@ def test_private_names_relied_upon():
     assert kind._value.__get__(v) is v.get_raw_value()
     assert type(kind._trace.__get__(v)) is kind.tracers.TraceState and v._trace_state.is_valid()
     assert kind._module_trace.__get__(fresh()._pytree__state).is_valid()
-    frame = statetx._registry.Frame("test")
+    frame = statetx._frames.Frame("test")
     x = v[...]
 
     def body():

@@ -13,6 +13,7 @@ import zipfile
 import pytest
 
 import statetx
+from code_map import PAGE, TIERS, with_map
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
@@ -25,73 +26,27 @@ make_jaxpr map measure memory_report plan policies print_fwd_bwd print_saved_res
 states switch trace_states unstack value_and_grad vjp vmap while_loop
 """.split()
 
-# Each module may import from those in the lines above its own, and from its own line where marked so.
-LAYERS = [
-    {"_errors", "_typing", "_compat", "_text", "_progress", "_atomic"},
-    {"_registry", "_fence", "_company"},
-    {"_tree", "_hoist"},
-    {"_objects"},
-    {"_code"},
-    {"_walk"},
-    {"_jaxpr", "_state", "_straight", "_paths", "_signature", "_cost", "_subclass"},
-    {"kinds._views"},
-    {
-        "_call",
-        "_debug",
-        "_made",
-        "_opaque",
-        "_keys",
-        "kinds.brainstate",
-        "kinds.ref",
-        "kinds.nnx",
-        "_policy",
-        "_schedule",
-    },
-    {"_strategy", "_around"},
-    {"_lift", "_optimizer", "_rules", "_survey", "policies", "_saving"},
-    {"_marks"},
-    {"_keep"},
-    {"_places"},
-    {"_staged", "_targets", "_program", "_key_words"},
-    {"_control", "_carry", "_unstaged", "_stages"},
-    {"_nested"},
-    {"_derivative"},
-    {"_checkpointed"},
-    {"_online", "_sized"},
-    {"_loops"},
-    {
-        f"transforms.{name}"
-        for name in "remat grad jacobian jit scan shard_map while_loop cond vmap functionalize".split()
-    },
-    {"caches", "transforms.map", "transforms.abstract", "transforms.stack"},
-    {"transforms.remat_scan"},
-    {"residuals._trace", "residuals._recompute", "residuals._show", "residuals.measure"},
-    {"residuals._origin"},
-    {"residuals.table", "residuals.fwd_bwd"},
-    {"residuals.report", "testing"},
-    {"planner._parts", "planner.machine"},
-    {"planner._analysis"},
-    {"planner._layout"},
-    {"planner._search"},
-    {"planner._record"},
-    {"planner._capture"},
-    {"planner.plan"},
-]
-
 
 def module_name(path):
-    return ".".join(path.relative_to(ROOT / "statetx").with_suffix("").parts)
+    return ".".join(path.relative_to(ROOT / "statetx").with_suffix("").parts).removesuffix(".__init__")
 
 
 def imported_modules(path):
-    """Modules of this package that a module imports when it is itself imported."""
-    package = module_name(path).split(".")[:-1]
-    for node in ast.parse(path.read_text()).body:
+    """Modules of this package that a module imports, be it in a function; not those that type checkers alone import."""
+    package = list(path.relative_to(ROOT / "statetx").parts[:-1])
+    tree = ast.parse(path.read_text())
+    tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))]
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
             for alias in node.names:
-                whole = ".".join([*base, alias.name])
-                yield (whole if (ROOT / "statetx" / (whole.replace(".", "/") + ".py")).exists() else ".".join(base))
+                whole = [*base, alias.name]
+                yield ".".join(
+                    whole
+                    if (ROOT.joinpath("statetx", *whole[:-1], f"{whole[-1]}.py")).exists()
+                    or ROOT.joinpath("statetx", *whole, "__init__.py").exists()
+                    else base
+                )
 
 
 def test_exports():
@@ -99,6 +54,8 @@ def test_exports():
     public = {name for name in dir(statetx) if not name.startswith("_")} - packages
     assert public == set(EXPORTS)
     assert statetx.checkpoint is statetx.remat
+    classes = [getattr(statetx, name) for name in EXPORTS if isinstance(getattr(statetx, name), type)]
+    assert {cls.__module__ for cls in classes} == {"statetx"} and len(classes) > 25  # in tracebacks, reprs and pickles
 
 
 def test_what_is_loaded_late_is_what_type_checkers_see():
@@ -115,20 +72,27 @@ def test_what_is_loaded_late_is_what_type_checkers_see():
 
 
 def test_imports_point_down():
-    level = {name: i for i, layer in enumerate(LAYERS) for name in layer}
-    modules = {module_name(p) for p in SOURCES if p.name != "__init__.py"}
-    assert modules == set(level), "a new module needs a place in LAYERS"
-    for path in SOURCES:
-        if path.name == "__init__.py":
-            continue
-        for imported in imported_modules(path):
-            assert level[imported] < level[module_name(path)], f"{module_name(path)} imports {imported}"
+    """Between folders by their tiers; inside a folder, without a circle. Imports in functions count, too."""
+    tiers = {name: i for i, names in enumerate(TIERS.split("\n")) for name in names.split()}
+    imports = {module_name(p): set(imported_modules(p)) for p in SOURCES if p != ROOT / "statetx" / "__init__.py"}
+    assert {m.split(".")[0] for m in imports} == set(tiers), "a new folder needs a place among TIERS"
+    for module, imported in imports.items():
+        for other in imported:
+            own, theirs = module.split(".")[0], other.split(".")[0]
+            assert own == theirs or tiers[theirs] < tiers[own], f"{module} imports {other}"
+    for _ in range(len(imports)):
+        imports = {m: found for m, others in imports.items() if (found := others & imports.keys())}
+    assert not imports, "modules that import each other"
+
+
+def test_the_map_of_the_code_is_that_of_the_tree():
+    assert PAGE.read_text() == with_map(PAGE.read_text()), "run python tests/code_map.py"
 
 
 def test_private_names_stay_in_the_modules_made_for_them():
     for path in SOURCES:
         text = path.read_text()
-        if path.name != "_compat.py":
+        if path.parent.name != "_jax":
             assert "jax._src" not in text and "jax.interpreters" not in text, path
         if path.parent.name != "kinds":
             assert not re.search(r"^\s*(import|from) (brainstate|flax)", text, re.M), path

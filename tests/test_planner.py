@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx import _compat, _cost
-from statetx._cost import flops
-from statetx._jaxpr import Body
-from statetx._strategy import Lengths, Slots
+from statetx import _jax
+from statetx._equations import cost as _cost
+from statetx._equations.cost import flops
+from statetx._equations.structure import Body
+from statetx._loops.build.strategy import Lengths, Slots
 from statetx.planner import CostModel, Planner, _layout, _parts, _search, machine
 from statetx.planner._analysis import Graph, Option
 from statetx.planner.plan import _read_budget, fingerprint
@@ -331,7 +332,7 @@ def test_every_treatment_of_a_loop_computes_the_same():
     jaxpr = staged(lambda w, x: scanned([w] * 6, x), WS[0], X)
     parts = _parts.split(jaxpr, None)
     (at,) = [i for i, p in enumerate(parts) if p.eqn is not None]
-    expected = jax.grad(lambda w: _compat.evaluate(jaxpr, (), [w, X])[0])(WS[0])
+    expected = jax.grad(lambda w: _jax.evaluate(jaxpr, (), [w, X])[0])(WS[0])
     kept = frozenset({(0, 0), (1, 0)})
     for option in (
         Option(None, 0, 0, 0),
@@ -342,7 +343,7 @@ def test_every_treatment_of_a_loop_computes_the_same():
     ):
         options = [option if i == at else Option(None, 0, 0, 0) for i in range(len(parts))]
         planned = _layout.rewrite(jaxpr, parts, options)
-        got = jax.grad(lambda w: _compat.evaluate(planned, (), [w, X])[0])(WS[0])  # noqa: B023
+        got = jax.grad(lambda w: _jax.evaluate(planned, (), [w, X])[0])(WS[0])  # noqa: B023
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -406,14 +407,14 @@ def test_time_is_an_objective(tmp_path, monkeypatch):
 
 
 def test_offload():
-    memories = _compat.memory_spaces()
+    memories = _jax.memory_spaces()
     graph = Graph(staged(lambda w, x: block(w, x).sum(), WS[0], X), flops, [False, True], [True, True], [True])
     front = graph.front(offload=0.0)
     assert (
         any(o.offloaded for o in front)
         and min(o.price for o in front if o.kept_bytes == 0) < graph.option(frozenset()).price
     )
-    if _compat.HOST_MEMORY in memories:
+    if _jax.HOST_MEMORY in memories:
         option = next(o for o in front if o.offloaded)
         assert any("offload" in mark for mark in _layout.marks_of(option).values())
 

@@ -14,9 +14,10 @@ import pytest
 
 import statetx
 from helpers import REMAT3
-from statetx import _compat, _keep, policies
-from statetx._policy import Decision, Everything, Value, Verdict
-from statetx._survey import Survey
+from statetx import _jax, policies
+from statetx._remat import decide
+from statetx._remat.policy import Decision, Everything, Value, Verdict
+from statetx._remat.survey import Survey
 
 A, B, OFF = policies.names("a"), policies.names("b"), policies.offload("a")
 
@@ -102,7 +103,7 @@ def test_jax_policies_in_the_algebra():
         offload_dst="pinned_host",
     )
     kept = policies.nothing | both
-    named = lambda name: Value(_compat.name_primitive, (), {"name": name}, jax.typeof(1.0), names=frozenset({name}))  # noqa: E731
+    named = lambda name: Value(_jax.name_primitive, (), {"name": name}, jax.typeof(1.0), names=frozenset({name}))  # noqa: E731
     assert kept.judge(named("a")).decision is Decision.SAVE
     assert kept.judge(named("b")) == (Decision.OFFLOAD, "device", "pinned_host", "raise")
     assert kept.judge(named("c")).decision is Decision.RECOMPUTE
@@ -204,7 +205,7 @@ def equations(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in jex_core.jaxprs_in_params(eqn.params):
-            yield from equations(_compat.open_jaxpr(inner)[0])
+            yield from equations(_jax.open_jaxpr(inner)[0])
 
 
 # The others take their time, behind the marker.
@@ -334,7 +335,7 @@ def test_what_never_occurs_is_named(policy, message):
 
 
 def test_missing_things_by_choice():
-    _keep._warned.clear()
+    decide._warned.clear()
     with pytest.warns(statetx.PolicyWarning, match="Did you mean 'hidden'") as caught:
         trace(policies.dots | policies.names("hiden", missing="warn"))
     assert caught[0].filename == __file__
@@ -370,7 +371,7 @@ def test_missing_things_by_choice():
     ids=["too large", "any size", "a contradiction", "dots without a product", "jax's anything except"],
 )
 def test_a_policy_that_changes_nothing_says_so_once(policy, same):
-    _keep._warned.clear()
+    decide._warned.clear()
 
     def f(x):
         return jnp.sin(statetx.checkpoint_name(jnp.sin(x), "a")).sum()
@@ -531,7 +532,7 @@ def _primitives_of_recomputation(f, *args):
                 found.append(eqn.primitive.name)
             for sub in jex_core.jaxprs_in_params(eqn.params):
                 again = eqn.primitive.name in ("checkpoint", "remat2") and eqn.params.get("differentiated", False)
-                visit(_compat.open_jaxpr(sub)[0], inside or again)
+                visit(_jax.open_jaxpr(sub)[0], inside or again)
 
     visit(jax.make_jaxpr(jax.grad(lambda *a: f(*a).sum()))(*args).jaxpr, False)
     return found
@@ -550,7 +551,7 @@ def test_a_value_whose_operands_are_not_differentiated_is_kept():
 
 def test_a_name_on_a_view_or_offloading_it_all_is_not_keeping_everything():
     views = statetx.remat(lambda x: jnp.sin(statetx.checkpoint_name(x.reshape(2, 2), "v")), policy=policies.names("v"))
-    elsewhere = policies.offload(policies.everything, dst=_compat.memory_spaces()[0])
+    elsewhere = policies.offload(policies.everything, dst=_jax.memory_spaces()[0])
     away = statetx.remat(lambda x: jnp.sin(jnp.sin(x)), policy=elsewhere)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

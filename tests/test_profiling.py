@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import statetx
-from statetx._jaxpr import table
+from statetx._equations.structure import table
 
 
 class Block:

@@ -16,7 +16,7 @@ from mixed_generator import program_of
 from mixed_syntax import source
 from random_mixed import check, check_seed, check_threads, reduce
 
-from statetx import _lift
+from statetx._lift import stage
 
 NUM_FAST, NUM_SLOW, CHUNK = 12, 5000, 50
 
@@ -49,7 +49,7 @@ def test_mixed_programs_in_two_threads_at_length(first):
 # -- the search can fail ---------------------------------------------------------------------------------------
 
 
-def publish_all_but_one(self, leaves, *, live=True, publish=_lift.Outcome.publish):
+def publish_all_but_one(self, leaves, *, live=True, publish=stage.Outcome.publish):
     num = len(self.effects) - 1
     if num >= 0:
         self.effects, self.values = self.effects[:num], self.values[:num]
@@ -58,7 +58,7 @@ def publish_all_but_one(self, leaves, *, live=True, publish=_lift.Outcome.publis
 
 BREAKAGES = {
     "states keep what a call left in them": ("_registry.Access.undo", lambda self: [], "grad("),
-    "one effect is not published": ("_lift.Outcome.publish", publish_all_but_one, "vjp("),
+    "one effect is not published": ("stage.Outcome.publish", publish_all_but_one, "vjp("),
     "a key does not advance": ("_state.RngState.next", lambda self: jax.random.split(self.value)[1], "draw("),
     "what a container holds is not compared": ("_registry.Copy.was_changed", lambda self: False, "['a'] = "),
     "what a call writes is forgotten": ("_registry.Frame._collect", lambda self: [], "jvp("),

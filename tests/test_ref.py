@@ -10,7 +10,7 @@ import pytest
 
 import statetx
 from helpers import REMAT3, Counted, compilations
-from statetx import _compat
+from statetx import _jax
 
 H = jnp.array([0.3, -0.7, 1.1])
 W = jnp.array([0.5, 1.5, -0.4])
@@ -165,10 +165,10 @@ def test_paths_and_table():
 
 def test_discharge_as_relied_upon():
     ref = jax.new_ref(H)
-    jaxpr, consts = _compat.stage(lambda x: [x * ref[...].sum()], [jax.typeof(1.0)], kind="jit", name="f")
-    assert consts == [ref] and _compat.touches_refs(jaxpr, consts)
-    plain = _compat.rebuild(jaxpr, invars=[*jaxpr.constvars, *jaxpr.invars], outvars=jaxpr.outvars)
-    explicit, is_ref, written = _compat.discharge_refs(plain)
+    jaxpr, consts = _jax.stage(lambda x: [x * ref[...].sum()], [jax.typeof(1.0)], kind="jit", name="f")
+    assert consts == [ref] and _jax.touches_refs(jaxpr, consts)
+    plain = _jax.rebuild(jaxpr, invars=[*jaxpr.constvars, *jaxpr.invars], outvars=jaxpr.outvars)
+    explicit, is_ref, written = _jax.discharge_refs(plain)
     assert is_ref == [True, False] and written == [False, False] and len(explicit.outvars) == 1
     assert [v.aval.shape for v in explicit.invars] == [(3,), ()]
 
@@ -298,9 +298,9 @@ def test_the_first_ref_is_noticed_wherever_it_is_made():
     code = """
 import jax, jax.numpy as jnp, statetx
 from statetx import _compat
-before = _compat.made_refs()
+before = _jax.made_refs()
 jax.make_jaxpr(lambda x: jax.new_ref(x)[...])(1.0)
-print(before, _compat.made_refs())
+print(before, _jax.made_refs())
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["False", "True"]

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import statetx
 from helpers import Counted, compilations
-from statetx import _saving
+from statetx.training import checkpointer as _saving
 
 CHILD = pathlib.Path(__file__).with_name("interrupted.py")
 OPTIMISER = optax.adamw(1e-3)

@@ -7,7 +7,7 @@ import pytest
 
 import statetx
 from helpers import Counted, compilations
-from statetx._jaxpr import table
+from statetx._equations.structure import table
 
 XS = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 

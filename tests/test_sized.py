@@ -128,7 +128,7 @@ def test_a_loop_that_stays_plain_has_the_equations_of_a_scan(mapped):
 
 @pytest.mark.parametrize("name", ["grad of vmap", "vmap of grad", "grad of vmap, in a loop"])
 def test_auto_counts_the_examples(name, monkeypatch):
-    monkeypatch.setattr("statetx._sized._SMALL", BUDGET)
+    monkeypatch.setattr("statetx._loops.tune._SMALL", BUDGET)
     make = PROGRAMS[name]
     assert temporary(make("auto")) < temporary(make(None)) / 4
     alone = lambda cp: jax.jit(jax.grad(lambda w, x: one(w, x, cp))).lower(W, X[0]).compile()  # noqa: E731
@@ -269,7 +269,7 @@ def test_a_loop_that_is_linear_is_transposed():
 
 def test_a_loop_inside_another_finds_its_program_again():
     """Loops with rules of their own are values: a body that holds one is compared, and is alike."""
-    from statetx._jaxpr import table
+    from statetx._equations.structure import table
 
     def loss(w):
         inner = lambda h: statetx.scan(lambda h, _: (jnp.tanh(h * w), None), h, None, 5, checkpoint=2)[0]  # noqa: E731

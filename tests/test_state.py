@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx import _registry
+from statetx import _frames
 
 
 def test_subclass_metadata_and_repr():
@@ -295,7 +295,7 @@ def test_frames_keep_nothing_alive():
     del s
     gc.collect()
     assert ref() is None
-    assert _registry.current_frame() is None
+    assert _frames.current_frame() is None
 
 
 @pytest.mark.parametrize("make", [statetx.State, brainstate.State])

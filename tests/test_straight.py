@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import statetx
-from statetx import _straight
+from statetx.transforms.jit import straight
 
 
 class Box:
@@ -334,7 +334,7 @@ def test_straight_code_is_staged_once(program):
 @pytest.mark.parametrize("name", ["LOAD_FAST_OR_NOT", "CALL_SOMETIMES", "STORE_FAST_MAYBE", "JUMP_NOWHERE"])
 @pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_unknown_operation_counts_as_a_condition(monkeypatch, name, where):
-    read = _straight._instructions
+    read = straight._instructions
 
     def with_an_unknown_one(code):
         ops = read(code)
@@ -345,5 +345,5 @@ def test_unknown_operation_counts_as_a_condition(monkeypatch, name, where):
         return [*ops[:place], ops[place]._replace(opname=name), *ops[place:]]
 
     assert num_runs(assigned_directly(Box())) == 1
-    monkeypatch.setattr(_straight, "_instructions", with_an_unknown_one)
+    monkeypatch.setattr(straight, "_instructions", with_an_unknown_one)
     assert num_runs(assigned_directly(Box())) == 2

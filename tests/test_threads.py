@@ -17,7 +17,7 @@ from flax import nnx
 
 import statetx
 from helpers import Counted
-from statetx import _compat, _registry
+from statetx import _frames, _jax, _states
 from statetx.kinds import brainstate as brainstate_kind
 from statetx.kinds import nnx as nnx_kind
 
@@ -39,7 +39,7 @@ MAKE = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def _nothing_is_held_afterwards():
     with jax.numpy_rank_promotion("allow"):  # brainstate's random states need it
         yield
-    assert _registry.current_frame() is None and not brainstate_kind._owner and not nnx_kind._owner
+    assert _frames.current_frame() is None and not brainstate_kind._owner and not nnx_kind._owner
 
 
 @contextlib.contextmanager
@@ -157,8 +157,8 @@ def test_state_is_held_until_it_has_its_old_value_back(make, monkeypatch):
         except statetx.ForeignStateError:
             seen.append(None)
 
-    collect = _registry.Frame._collect
-    monkeypatch.setattr(_registry.Frame, "_collect", lambda frame: in_thread(look) or collect(frame))
+    collect = _frames.Frame._collect
+    monkeypatch.setattr(_frames.Frame, "_collect", lambda frame: in_thread(look) or collect(frame))
     statetx.grad(lambda x: setattr(s, "value", s.value * x) or x)(2.0)
     assert seen == [None]  # else the other thread would have got the tracer of a call that is closing
 
@@ -246,7 +246,7 @@ def test_a_transform_of_another_thread_that_reads_the_value_is_refused(make):
     def body(x):
         y = (s.value * x).sum()
         with concurrent.futures.ThreadPoolExecutor(1) as pool, pytest.raises(statetx.ForeignStateError):
-            pool.submit(_registry.kind_of(s).read, s).result()
+            pool.submit(_states.kind_of(s).read, s).result()
         return y
 
     assert statetx.grad(body)(1.0) == 3.0
@@ -255,7 +255,7 @@ def test_a_transform_of_another_thread_that_reads_the_value_is_refused(make):
 @MAKE
 def test_of_two_threads_that_start_to_trace_at_once_one_is_refused(make, monkeypatch):
     s, start, refused, results = make(jnp.ones(())), threading.Barrier(2), threading.Event(), []
-    kind = _registry.kind_of(s)
+    kind = _states.kind_of(s)
     owner = kind.owner
     monkeypatch.setattr(kind, "owner", lambda state: (owner(state), time.sleep(0.05))[0])  # room for the other thread
 
@@ -278,7 +278,7 @@ def test_of_two_threads_that_start_to_trace_at_once_one_is_refused(make, monkeyp
 
 def test_state_taken_by_another_thread_while_it_is_being_written(monkeypatch):
     s, held, go = statetx.State(jnp.ones(())), threading.Event(), threading.Event()
-    is_eager, threads = _compat.is_eager, []
+    is_eager, threads = _jax.is_eager, []
 
     def f(x):
         y = s.value * x
@@ -287,13 +287,13 @@ def test_state_taken_by_another_thread_while_it_is_being_written(monkeypatch):
         return y
 
     def after_the_first_look():
-        monkeypatch.setattr(_compat, "is_eager", is_eager)
+        monkeypatch.setattr(_jax, "is_eager", is_eager)
         threads.append(threading.Thread(target=lambda: statetx.grad(f)(2.0)))
         threads[0].start()
         assert held.wait(60)
         return True
 
-    monkeypatch.setattr(_compat, "is_eager", after_the_first_look)
+    monkeypatch.setattr(_jax, "is_eager", after_the_first_look)
     with pytest.raises(statetx.ForeignStateError):
         s.value = jnp.zeros(())
     go.set()

@@ -8,7 +8,7 @@ import pytest
 
 import statetx
 from helpers import Counted
-from statetx import _compat
+from statetx import _jax
 
 XS = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 W = jnp.array([0.5, 1.5, -0.4])
@@ -194,12 +194,12 @@ def test_map():
 
 def test_private_batch_tracers():
     def f(x, y):
-        trace = _compat.current_trace()
-        s = _compat.batched(trace, jnp.arange(6.0).reshape(2, 3), 1)
-        assert s.shape == (2,) and _compat.batch_size(trace) == 3
-        assert _compat.is_batched(x, trace) and _compat.is_batched(s, trace) and not _compat.is_batched(y, trace)
-        with _compat.enclosing(trace):
-            assert _compat.is_eager()
+        trace = _jax.current_trace()
+        s = _jax.batched(trace, jnp.arange(6.0).reshape(2, 3), 1)
+        assert s.shape == (2,) and _jax.batch_size(trace) == 3
+        assert _jax.is_batched(x, trace) and _jax.is_batched(s, trace) and not _jax.is_batched(y, trace)
+        with _jax.enclosing(trace):
+            assert _jax.is_eager()
         return (s * x).sum()
 
     np.testing.assert_array_equal(jax.vmap(f, (0, None))(jnp.ones(3), 1.0), [3, 5, 7])

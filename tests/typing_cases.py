@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 import statetx
-from statetx._stages import Lowered
+from statetx.transforms.jit.stages import Lowered
 
 weight = statetx.Param(jnp.ones(2))
 rng = statetx.RngState(0)

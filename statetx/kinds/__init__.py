@@ -1,1 +1,1 @@
-"""One module for each kind of state besides our own; those of a library are imported when the program imports it."""
+"""One module for each kind of state: `State` and its own, `jax.Ref`, and those of libraries, imported when a program imports one."""

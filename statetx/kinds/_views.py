@@ -19,10 +19,10 @@ from brainstate import _state as _private
 from brainstate.transform import _mapping1 as _declared
 from brainstate.transform import _mapping_core as _selected
 
-from .. import _registry
+from .. import _frames, _states
 from .._atomic import commit, locked
 from .._errors import StateAccessError
-from .._state import NATIVE, RngState, State, _leave_dead_home
+from .native import NATIVE, RngState, State, _leave_dead_home
 
 _context: Any = _private.TRACE_CONTEXT
 
@@ -38,20 +38,20 @@ class View(brainstate.State):
 
     @_value.setter
     def _value(self, value: Any) -> None:
-        native, frame = self.native, _registry.current_frame()
+        native, frame = self.native, _frames.current_frame()
         if native._home is not None:  # made inside the transform that hands it over now
             _leave_dead_home(native, frame if frame is not None and native._owner is frame else None)
         native._value = value
 
     def _read_value(self) -> Any:
         # Under the lock no other thread takes it between the look and the read.
-        return locked(_registry.ownership, lambda: (self.check_free(), self._value)[1])
+        return locked(_frames.ownership, lambda: (self.check_free(), self._value)[1])
 
     def check_free(self) -> None:
         """Raise if a call in another thread holds the value."""
         owner = self.native._owner
         if owner is not None and owner.thread != threading.get_ident():
-            raise _registry.foreign(self.native, NATIVE, owner)
+            raise _frames.foreign(self.native, NATIVE, owner)
 
     def _invalidate_trace_value(self) -> None:
         commit(NATIVE.bury(self.native, "it was created inside a transform of brainstate", None))
@@ -62,7 +62,7 @@ class View(brainstate.State):
         return type(self.native)
 
     def __repr__(self) -> str:
-        return _registry.describe(self.native, NATIVE)
+        return _states.describe(self.native, NATIVE)
 
     def raise_error_with_source_info(self, error: Exception) -> NoReturn:
         raise StateAccessError(

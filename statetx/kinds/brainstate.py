@@ -30,11 +30,11 @@ import numpy as np
 from brainstate import _state as _private
 from brainstate.util import StateJaxTracer
 
-from .. import _compat, _registry
+from .. import _frames, _jax, _states
 from .._atomic import Store, commit, locked
-from .._state import NATIVE, State, _Buried
 from .._tree import Identity, freeze
 from ._views import View, view_of
+from .native import NATIVE, State, _Buried
 
 _context: Any = _private.TRACE_CONTEXT
 _NAME = itertools.repeat("_value")
@@ -48,7 +48,7 @@ _SMALL = 4096  # bytes; larger arrays in `environ` are told apart by identity
 class _Observer(brainstate.StateTraceStack):
     """A frame's place on brainstate's stack."""
 
-    def __init__(self, frame: _registry.Frame, kind: _Brainstate):
+    def __init__(self, frame: _frames.Frame, kind: _Brainstate):
         super().__init__(name=None)
         self.frame = frame
         self.kind = kind
@@ -74,7 +74,7 @@ class _Observer(brainstate.StateTraceStack):
         access = self.frame.accesses.get(id(state))
         if access is None or (innermost and not access.claimed):
             access = self.frame.touch(state, self.kind, writing=innermost)
-        if innermost and (not access.written or _compat.current_trace() is not self.frame.trace):
+        if innermost and (not access.written or _jax.current_trace() is not self.frame.trace):
             self.frame.mark_written(access)
 
     def append(self, state: brainstate.State) -> None:
@@ -110,22 +110,22 @@ class _Bridge:
     def __init__(self, stack: brainstate.StateTraceStack):
         self.name = f"a transform of brainstate ({stack.name or 'StateTraceStack'})"
         self.stack = stack
-        self.parent = _registry.current_frame()
+        self.parent = _frames.current_frame()
         self.note = None if self.parent is None else self.parent.note
-        self.trace = _compat.current_trace()
+        self.trace = _jax.current_trace()
         self.thread = threading.get_ident()
-        self.accesses: dict[int, _registry.Access] = {}
+        self.accesses: dict[int, _frames.Access] = {}
         self.is_open = True
         self.strays = _Strays() if len(_context.state_stack) == 1 else None
         self._created: list[tuple[Any, Any]] = []
 
-    def touch(self, state: Any, kind: Any, *, writing: bool) -> _registry.Access:
-        access = _registry.take(state, kind, self, writing=writing)
+    def touch(self, state: Any, kind: Any, *, writing: bool) -> _frames.Access:
+        access = _frames.take(state, kind, self, writing=writing)
         before = kind.get(state)
         if type(before) is _Buried:
             del self.accesses[id(state)]
             commit([kind.claim(state, access.owner)])
-            raise _registry.buried(state, kind.site_of(state), before.reason)
+            raise _states.buried(state, kind.site_of(state), before.reason)
         access.before = before
         self.stack.read_its_value(view_of(state, self._level_of(state)))
         access.entered = kind.get(state)
@@ -139,9 +139,9 @@ class _Bridge:
         stack = frame.stack if isinstance(frame, _Bridge) else KIND.observer(frame)
         return _context.state_stack.index(stack)
 
-    def note_write(self, access: _registry.Access, site: str = "") -> None:
+    def note_write(self, access: _frames.Access, site: str = "") -> None:
         access.written = True
-        access.site = site or _registry.call_site()
+        access.site = site or _states.call_site()
         self.stack.write_its_value(access.state._view())  # which the stack keeps alive
         # brainstate reports a write to every stack at once, and some of its transforms rely on that when they store.
         outer: Any = self.parent
@@ -150,7 +150,7 @@ class _Bridge:
 
     def open(self) -> list[Store]:
         strays = [] if self.strays is None else [(_context.new_state_catcher.append, self.strays)]
-        return [*strays, (_registry.set_current_frame, self)]
+        return [*strays, (_frames.set_current_frame, self)]
 
     def mark_created(self, state: Any, kind: Any) -> None:
         if self.note is not None:
@@ -170,7 +170,7 @@ class _Bridge:
             if state is None:
                 continue
             # brainstate looks after what it catches: its maps batch the values, its traces take them out again.
-            if not _is_caught() and any(isinstance(x, _compat.Tracer) for x in jax.tree.leaves(kind.get(state))):
+            if not _is_caught() and any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves(kind.get(state))):
                 stores += kind.bury(state, f"it was created inside {self.name}", self)
             else:
                 stores += _handed_over(state, kind, self.parent)
@@ -178,9 +178,9 @@ class _Bridge:
             place = _context.new_state_catcher.index(self.strays)
             stores.append((operator.delitem, _context.new_state_catcher, place))
             stores += [(operator.setitem, vars(state), "_level", 0) for state in self.strays]
-        commit([*stores, (setattr, self, "is_open", False), (_registry.set_current_frame, self.parent)])
+        commit([*stores, (setattr, self, "is_open", False), (_frames.set_current_frame, self.parent)])
         for access in self.accesses.values():
-            access.before = access.entered = _registry.UNKNOWN
+            access.before = access.entered = _frames.UNKNOWN
         self.trace = None
 
 
@@ -225,7 +225,7 @@ _watch_stacks()
 
 # The innermost frame that has touched a state, by the state's id, while that frame is open: its accesses keep the state
 # alive.
-_owner: dict[int, _registry.Frame] = {}
+_owner: dict[int, _frames.Frame] = {}
 
 
 def _check_free(state: brainstate.State) -> None:
@@ -234,12 +234,12 @@ def _check_free(state: brainstate.State) -> None:
         return state.check_free()
     owner = _owner.get(id(state))
     if owner is not None and owner.thread != threading.get_ident():
-        raise _registry.foreign(state, KIND, owner)
+        raise _frames.foreign(state, KIND, owner)
 
 
 def _read_carefully(state: brainstate.State) -> Any:
     # Under the lock no other thread takes it between the look and the read.
-    return locked(_registry.ownership, lambda: (_check_free(state), state._value)[1])
+    return locked(_frames.ownership, lambda: (_check_free(state), state._value)[1])
 
 
 def _guard() -> None:
@@ -258,11 +258,11 @@ def _guard() -> None:
         self._check_invalidated()
         value = self._value
         if type(value) is _Buried:
-            raise _registry.buried(self, KIND.site_of(self), value.reason)
+            raise _states.buried(self, KIND.site_of(self), value.reason)
         return _read_carefully(self) if _owner else value
 
     def write(self: Any, value: Any) -> None:
-        locked(_registry.ownership, lambda: (_check_free(self), setattr(self, "_value", value)))
+        locked(_frames.ownership, lambda: (_check_free(self), setattr(self, "_value", value)))
 
     def restore(self: Any, value: Any) -> None:
         _check_free(self)
@@ -282,7 +282,7 @@ _guard()
 
 
 class _Brainstate:
-    """See `_registry.Kind`."""
+    """See `_states.Kind`."""
 
     name = "brainstate"
     base = brainstate.State
@@ -319,18 +319,18 @@ class _Brainstate:
                 _check_free(s)
 
     def get_all(self, states: Sequence[brainstate.State]) -> list[Any]:
-        return locked(_registry.ownership, self._get_all, states)
+        return locked(_frames.ownership, self._get_all, states)
 
     def _get_all(self, states: Sequence[brainstate.State]) -> list[Any]:
-        if _registry.open_frames:
+        if _frames.open_frames:
             self.check_free(states)
         return [s.__dict__["_value"] for s in states]
 
     def set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
-        locked(_registry.ownership, self._set_all, states, values)
+        locked(_frames.ownership, self._set_all, states, values)
 
     def _set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
-        if _registry.open_frames:
+        if _frames.open_frames:
             self.check_free(states)
         commit([self.storing(states, values)])
 
@@ -345,13 +345,13 @@ class _Brainstate:
         _private.record_state_value_read(state)
         value = self.get(state)  # as in `_guard`
         if type(value) is _Buried:
-            raise _registry.buried(state, self.site_of(state), value.reason)
+            raise _states.buried(state, self.site_of(state), value.reason)
         return _read_carefully(state) if _owner else value
 
     def write(self, state: brainstate.State, value: Any) -> None:
         state.value = value
 
-    def announce(self, effect: _registry.Effect, live: bool) -> list[Store]:
+    def announce(self, effect: _frames.Effect, live: bool) -> list[Store]:
         state = effect.state
         store = self.store(state, effect.value)
         if effect.created:
@@ -369,14 +369,14 @@ class _Brainstate:
         _check_free(state)
         return [(operator.setitem, vars(state), "_been_writen", True), store]
 
-    def _check(self, state: brainstate.State, effect: _registry.Effect) -> None:
+    def _check(self, state: brainstate.State, effect: _frames.Effect) -> None:
         stacks = _context.state_stack
         if not stacks:
             if not state._trace_state.is_valid():  # made in this very trace, it dies with it
-                _registry.check_write(state, self, effect.value, None, effect.site)
+                _frames.check_write(state, self, effect.value, None, effect.site)
         elif isinstance(stacks[-1], _Observer):
             frame = stacks[-1].frame
-            _registry.check_write(state, self, effect.value, frame.trace, effect.site)
+            _frames.check_write(state, self, effect.value, frame.trace, effect.site)
             access = frame.accesses.get(id(state))
             if access is not None:  # else it was made in this very frame
                 if not access.claimed:
@@ -386,7 +386,7 @@ class _Brainstate:
 
     def bury(self, state: brainstate.State, reason: str, closing: Any) -> list[Store]:
         del reason  # brainstate has its own message for a state whose trace has ended
-        around = _registry.around(closing)
+        around = _frames.around(closing)
         while isinstance(around, _Bridge):
             around = around.parent
         level = len(_context.state_stack) if closing is None else _context.state_stack.index(self.observer(closing))
@@ -399,7 +399,7 @@ class _Brainstate:
     def is_lost(self, state: brainstate.State) -> bool:
         return isinstance(vars(state)["_value"], (_Buried, _private._InvalidatedTraceValue))
 
-    def owner(self, state: brainstate.State) -> _registry.Frame | None:
+    def owner(self, state: brainstate.State) -> _frames.Frame | None:
         return _owner.get(id(state))
 
     def claim(self, state: brainstate.State, frame: Any) -> Store:
@@ -412,9 +412,9 @@ class _Brainstate:
         return state.name
 
     def site_of(self, state: brainstate.State) -> str:
-        return _compat.traceback_site(state.source_info.traceback, _registry.library_folders())
+        return _jax.traceback_site(state.source_info.traceback, _states.library_folders())
 
-    def open(self, frame: _registry.Frame) -> list[Store]:
+    def open(self, frame: _frames.Frame) -> list[Store]:
         observer = _Observer(frame, self)
         return [
             (operator.setitem, self._observers, id(frame), observer),
@@ -422,10 +422,10 @@ class _Brainstate:
             (_context.new_state_catcher.append, observer),
         ]
 
-    def observer(self, frame: _registry.Frame) -> _Observer:
+    def observer(self, frame: _frames.Frame) -> _Observer:
         return self._observers[id(frame)]
 
-    def close(self, frame: _registry.Frame) -> list[Store]:
+    def close(self, frame: _frames.Frame) -> list[Store]:
         observer = self.observer(frame)
         cuts = [
             (operator.delitem, stacks, slice(stacks.index(observer), None))
@@ -464,7 +464,7 @@ def _freeze(value: Any) -> Hashable:
 def _freeze_leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, jax.Array):
         extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-        if isinstance(leaf, _compat.Tracer) or extended or leaf.nbytes > _SMALL:
+        if isinstance(leaf, _jax.Tracer) or extended or leaf.nbytes > _SMALL:
             return Identity(leaf)
         return freeze(np.asarray(leaf))
     return freeze(leaf)

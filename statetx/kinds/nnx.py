@@ -6,7 +6,7 @@ reports to the frames of the thread; where no frame is open it costs one lookup 
 
 nnx lets a Variable, and the attributes of a module, be written only under the trace they were made in, which
 ``_trace_state`` remembers. Inside a frame there is a property before that too: what existed before the frame may be
-written, since the frame puts the old value back; `_registry.check_write` refuses a write that would leave a tracer.
+written, since the frame puts the old value back; `_frames.check_write` refuses a write that would leave a tracer.
 
 Not watched: Variables with ``ref=True``, which hold a `jax.Ref` (a kind of its own), and with ``hijax=True``.
 
@@ -31,13 +31,13 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import pytreelib, tracers
 
-from .. import _compat, _registry
+from .. import _frames, _jax, _states
 from .._atomic import Store, commit, locked
 from .._errors import StateAccessError
-from .._registry import Frame
-from .._state import _Buried
+from .._frames import Frame
+from .native import _Buried
 
-_local = _registry._local
+_local = _frames._local
 _value: Any = nnx.Variable.__dict__["_raw_value"]
 _trace: Any = nnx.Variable.__dict__["_trace_state"]
 _module_trace: Any = pytreelib.PytreeState.__dict__["_trace_state"]
@@ -93,8 +93,8 @@ def _set_value(state: nnx.Variable, value: Any) -> None:
             _touch(state, frame, writing=True)
         access = frame.accesses.get(id(state))
         if access is not None:
-            if _compat.current_trace() is not frame.trace:
-                _registry.check_write(state, KIND, value, frame.trace, _registry.call_site())
+            if _jax.current_trace() is not frame.trace:
+                _frames.check_write(state, KIND, value, frame.trace, _states.call_site())
             if not access.written:
                 frame.note_write(access)
         _value.__set__(state, value)
@@ -122,7 +122,7 @@ _SET_VALUE = nnx.Variable.set_value.__code__
 
 
 def _buried(state: nnx.Variable) -> StateAccessError:
-    return _registry.buried(state, KIND.site_of(state), _value.__get__(state).reason)
+    return _states.buried(state, KIND.site_of(state), _value.__get__(state).reason)
 
 
 def _get_trace(state: nnx.Variable) -> tracers.TraceState:
@@ -141,9 +141,9 @@ def _set_trace(state: nnx.Variable, made: tracers.TraceState) -> None:
     if frame is None:
         _trace.__set__(state, tracers.TraceState() if type(made) is _Home else made)
         return
-    _trace.__set__(state, _Home(frame, _registry.call_site()))
+    _trace.__set__(state, _Home(frame, _states.call_site()))
     # One made in a transform inside the frame that is not ours, as nnx's own make them, ends with that.
-    if _compat.current_trace() is frame.trace:
+    if _jax.current_trace() is frame.trace:
         frame.mark_created(state, KIND, _Made(state))
 
 
@@ -152,7 +152,7 @@ def _get_module_trace(state: pytreelib.PytreeState) -> tracers.TraceState:
     if type(made) is _Home and made.frame is None:
         return tracers.TraceState()
     # Not under a transform inside the frame: nobody would take a tracer out of an attribute again.
-    return made if frame is None or _compat.current_trace() is not frame.trace else tracers.TraceState()
+    return made if frame is None or _jax.current_trace() is not frame.trace else tracers.TraceState()
 
 
 def _set_module_trace(state: pytreelib.PytreeState, made: tracers.TraceState) -> None:
@@ -195,11 +195,11 @@ def _touch(state: nnx.Variable, frame: Frame | None, *, writing: bool) -> None:
     if owner is frame or isinstance(value, jax.Ref):
         return
     is_write = writing or type(value) is _Buried  # what has no value can only be given one
-    _registry.report_touch(state, KIND, frame, owner, writing=is_write)
+    _frames.report_touch(state, KIND, frame, owner, writing=is_write)
 
 
 class _Nnx:
-    """See `_registry.Kind`."""
+    """See `_states.Kind`."""
 
     name = "flax.nnx"
     base = nnx.Variable
@@ -229,21 +229,21 @@ class _Nnx:
             for s in states:
                 owner = _owner.get(id(s))
                 if owner is not None:
-                    raise _registry.foreign(s, self, owner)
+                    raise _frames.foreign(s, self, owner)
 
     def get_all(self, states: Sequence[nnx.Variable]) -> list[Any]:
-        return locked(_registry.ownership, self._get_all, states)
+        return locked(_frames.ownership, self._get_all, states)
 
     def _get_all(self, states: Sequence[nnx.Variable]) -> list[Any]:
-        if _registry.open_frames:
+        if _frames.open_frames:
             self.check_free(states)
         return [_value.__get__(s) for s in states]
 
     def set_all(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> None:
-        locked(_registry.ownership, self._set_all, states, values)
+        locked(_frames.ownership, self._set_all, states, values)
 
     def _set_all(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> None:
-        if _registry.open_frames:
+        if _frames.open_frames:
             self.check_free(states)
         commit([self.storing(states, values)])
 
@@ -256,7 +256,7 @@ class _Nnx:
     def write(self, state: nnx.Variable, value: Any) -> None:
         state.set_value(value)
 
-    def announce(self, effect: _registry.Effect, live: bool) -> list[Store]:
+    def announce(self, effect: _frames.Effect, live: bool) -> list[Store]:
         del live
         state, frame = effect.state, _local.frame
         store = self.store(state, effect.value)
@@ -267,19 +267,19 @@ class _Nnx:
             _touch(state, frame, writing=True)
         access = frame.accesses.get(id(state)) if frame is not None else None
         if frame is not None and access is not None:
-            _registry.check_write(state, self, effect.value, frame.trace, effect.site)
+            _frames.check_write(state, self, effect.value, frame.trace, effect.site)
             frame.note_write(access, effect.site)
         elif not _trace.__get__(state).is_valid():  # made in this very trace, it dies with it
-            _registry.check_write(state, self, effect.value, None, effect.site)
+            _frames.check_write(state, self, effect.value, None, effect.site)
         return [store]
 
     def bury(self, state: nnx.Variable, reason: str, closing: Any) -> list[Store]:
-        frame = _registry.around(closing)
+        frame = _frames.around(closing)
         stores = [self.store(state, _Buried(reason)), self.claim(state, None)]
         if frame is None:
             assert type(_trace.__get__(state)) is _Home, "only what was made in a frame is buried"
             return stores
-        with _compat.within(frame.trace):
+        with _jax.within(frame.trace):
             home = _Home(frame, self.site_of(state))
         return [*stores, (_trace.__set__, state, home), frame.creation(state, self, _Made(state))]
 

@@ -17,18 +17,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _compat, _registry
+from .. import _frames, _jax, _states
 from .._atomic import Store, commit
 
 
 class _RefKind:
-    """See `_registry.Kind`."""
+    """See `_states.Kind`."""
 
     name = "jax.Ref"
     base = jax.Ref
     conductors = ()
     bookkeeping: frozenset[str] = frozenset()
-    folder = _compat.JAX_FOLDER
+    folder = _jax.JAX_FOLDER
 
     def owns(self, obj: Any) -> bool:
         return isinstance(obj, jax.Ref)
@@ -39,7 +39,7 @@ class _RefKind:
         return state[...]
 
     def store(self, state: Any, value: Any) -> Store:
-        return _compat.ref_store(state, value)
+        return _jax.ref_store(state, value)
 
     read = get
 
@@ -59,7 +59,7 @@ class _RefKind:
         stores = [self.store(ref, value) for ref, value in zip(states, values, strict=True)]
         return collections.deque, itertools.starmap(operator.call, stores), 0
 
-    def announce(self, effect: _registry.Effect, live: bool) -> list[Store]:
+    def announce(self, effect: _frames.Effect, live: bool) -> list[Store]:
         del live  # JAX sees the write wherever it stands, and checks it
         return [self.store(effect.state, effect.value)]
 
@@ -84,11 +84,11 @@ class _RefKind:
     def site_of(self, state: Any) -> str:
         return "a place that JAX does not record"
 
-    def open(self, frame: _registry.Frame) -> list[Store]:
+    def open(self, frame: _frames.Frame) -> list[Store]:
         return []
 
     close = open
 
 
 KIND = _RefKind()
-_registry.register_kind(KIND)
+_states.register_kind(KIND)

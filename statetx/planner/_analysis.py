@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _compat, _keep, _marks
-from .._around import Around, device_bytes
-from .._compat import Jaxpr, Literal, Var
-from .._cost import hurried_options
-from .._jaxpr import Body
-from .._strategy import Strategy
-from .._survey import Survey
+from .. import _jax
+from .._equations.cost import hurried_options
+from .._equations.structure import Body
+from .._jax import Jaxpr, Literal, Var
+from .._lift.around import Around, device_bytes
+from .._loops.strategy import Strategy
+from .._remat import decide, mark
+from .._remat.survey import Survey
 from .._tree import is_float
 from ..residuals._trace import JIT, inline
 
@@ -53,7 +54,7 @@ class Option(NamedTuple):
 
 
 _PLANNED = -1  # the region of marks that are no policy's
-_FUSED = {_compat.mark_primitive.name} | frozenset(
+_FUSED = {_jax.mark_primitive.name} | frozenset(
     "abs add and broadcast_in_dim cbrt ceil clamp convert_element_type copy copy_p cos div eq erf erf_inv exp exp2 expm1 floor ge "
     "gt integer_pow iota is_finite le log log1p logistic lt max min mul name ne neg not or pad pow reduce_precision rem reshape "
     "rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin slice sqrt square squeeze "
@@ -90,7 +91,7 @@ class Graph:
         pulled = [i for i, v in enumerate(jaxpr.outvars) if pulls[i] and is_float(v.aval)]
         self._counted = [counted[i] for i in floats]
         self.sites = {site.address: site for site in Survey(jaxpr).results if len(site.address) == 2}
-        named = _marks.mark(jaxpr, {at: f"{at[0]}.{at[1]}" for at in self.sites}, region=_PLANNED)
+        named = mark.mark(jaxpr, {at: f"{at[0]}.{at[1]}" for at in self.sites}, region=_PLANNED)
         self._forward, self._num_out, self._backward = _derivative(named, floats, pulled)
         plain, num_out, self._plain_backward = _derivative(jaxpr, floats, pulled)
         self._plain_leaves = _variables(plain.outvars[num_out:], plain.invars)
@@ -102,7 +103,7 @@ class Graph:
         self._names: dict[Any, Address] = {}
         for i in self._needed:
             eqn = self._forward.eqns[i]
-            if eqn.primitive is _compat.mark_primitive and eqn.params["region"] == _PLANNED:
+            if eqn.primitive is _jax.mark_primitive and eqn.params["region"] == _PLANNED:
                 equation, output = eqn.params["what"].split(".")
                 self._names[eqn.outvars[0]] = (int(equation), int(output))
         outputs = {v for v in jaxpr.outvars if isinstance(v, Var)}
@@ -165,7 +166,7 @@ class Graph:
 
     def by_policy(self, policy: Any) -> Option:
         """The region, keeping what a policy says."""
-        labels = _keep.decide(policy, list(self.sites.values()))
+        labels = decide.decide(policy, list(self.sites.values()))
         return self.option(frozenset((at[0], at[1]) for at in labels))
 
     def bytes_of(self, address: Address) -> int:
@@ -245,9 +246,9 @@ class Graph:
             env = dict(zip(inputs, given, strict=True))
             for eqn in again:
                 ins = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-                env.update(zip(eqn.outvars, _compat.bind_equation(eqn, eqn.params, ins), strict=True))
+                env.update(zip(eqn.outvars, _jax.bind_equation(eqn, eqn.params, ins), strict=True))
             residuals = {r: env[v] for r, v in zip(back.residuals, back.leaves, strict=True)}
-            return _compat.evaluate(back.jaxpr, (), [*(residuals[v] for v in back.residuals), *cts])
+            return _jax.evaluate(back.jaxpr, (), [*(residuals[v] for v in back.residuals), *cts])
 
         avals = [v.aval for v in (*inputs, *back.cotangents)]
         program = self._around.program(lambda *xs: run(xs[: len(inputs)], xs[len(inputs) :]), avals, hurried_options())
@@ -283,14 +284,14 @@ def _derivative(jaxpr: Jaxpr, floats: Sequence[int], pulled: Sequence[int]) -> t
             whole = list(ins)
             for i, x in zip(floats, given, strict=True):
                 whole[i] = x
-            outs = _compat.evaluate(jaxpr, (), whole)
+            outs = _jax.evaluate(jaxpr, (), whole)
             return [jnp.asarray(outs[i]) for i in pulled]
 
         outs, pull = jax.vjp(differentiated, *(ins[i] for i in floats))
         leaves, tree = jax.tree.flatten(pull)
         return [*outs, *leaves]
 
-    staged = Body.close(*_compat.stage(forward, [v.aval for v in jaxpr.invars], kind="statetx.plan", name="forward"))
+    staged = Body.close(*_jax.stage(forward, [v.aval for v in jaxpr.invars], kind="statetx.plan", name="forward"))
     whole = inline(staged.jaxpr, calls=tuple(JIT), deep=False)
     leaves = whole.outvars[len(pulled) :]
 
@@ -299,7 +300,7 @@ def _derivative(jaxpr: Jaxpr, floats: Sequence[int], pulled: Sequence[int]) -> t
         return jax.tree.leaves(pull(list(ins[len(leaves) :])))
 
     avals = [v.aval for v in (*leaves, *whole.outvars[: len(pulled)])]
-    back = Body.close(*_compat.stage(backward, avals, kind="statetx.plan", name="backward"))
+    back = Body.close(*_jax.stage(backward, avals, kind="statetx.plan", name="backward"))
     flat = inline(_bind_literals(back, leaves), calls=tuple(JIT), deep=False)
     residuals = [v for v in leaves if isinstance(v, Var)]
     num = len(residuals)
@@ -312,7 +313,7 @@ def _bind_literals(back: Body, leaves: Sequence[Any]) -> Jaxpr:
     values: list[Any] = [Literal(x, v.aval) for x, v in zip(back.operands, back.jaxpr.invars, strict=False)]
     values += leaves
     given = {v: a for v, a in zip(back.jaxpr.invars, values, strict=False) if isinstance(a, Literal)}
-    return _compat.without_dead_code(_compat.with_literals(back.jaxpr, given))
+    return _jax.without_dead_code(_jax.with_literals(back.jaxpr, given))
 
 
 def _variables(atoms: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:

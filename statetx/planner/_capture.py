@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex_core
 
-from .. import _compat, _keep
-from .._around import Around, sharding_of
-from .._compat import Jaxpr
-from .._cost import Program
+from .. import _jax
+from .._equations.cost import Program
+from .._equations.structure import Body
 from .._errors import PlanError
-from .._jaxpr import Body
-from .._lift import name_of
-from .._policy import Rewriting
-from .._targets import resolve_argnums
+from .._jax import Jaxpr
+from .._lift.around import Around, sharding_of
+from .._lift.stage import name_of
+from .._lift.targets import resolve_argnums
+from .._remat import decide
+from .._remat.policy import Rewriting
 from .._tree import is_array, is_float, partition
 from ..transforms.abstract import staged_jaxpr
 from ..transforms.remat import Remat
@@ -61,8 +62,8 @@ class _Capture(Rewriting):
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         def run(operands: Sequence[Any], *args: Any) -> list[Any]:
             floats = [(i, x) for i, x in enumerate((*operands, *args)) if is_float(x)]
-            moving = [i for i, x in floats if _compat.is_differentiated(x)]
-            variable = [i for i, x in floats if isinstance(x, _compat.Tracer)]
+            moving = [i for i, x in floats if _jax.is_differentiated(x)]
+            variable = [i for i, x in floats if isinstance(x, _jax.Tracer)]
             self.found.append(_Found(body.jaxpr, num_out, moving, variable, Around.of([*operands, *args])))
             return body(operands, *args)
 
@@ -102,7 +103,7 @@ def capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | S
 
     @functools.wraps(fun)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        with _keep.override.differentiated(lambda loss: Remat(loss, policy=inner)):
+        with decide.override.differentiated(lambda loss: Remat(loss, policy=inner)):
             return fun(*args, **kwargs)
 
     # Whether it differentiates anything itself is seen while it is traced, and it is traced once.
@@ -171,7 +172,7 @@ def _step_with(
     instead = _Instead(jaxpr)
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        with _keep.override.differentiated(lambda loss: Remat(loss, policy=instead)):
+        with decide.override.differentiated(lambda loss: Remat(loss, policy=instead)):
             return fun(*args, **kwargs)
 
     program, inputs = _jaxpr_of(step, args, kwargs)

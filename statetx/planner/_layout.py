@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from .. import _compat, _fence, _keep, _marks, _schedule
-from .._around import Around, device_bytes
-from .._checkpointed import Scheduled
-from .._compat import Jaxpr, Literal
-from .._jaxpr import Body
-from .._nested import Step, nested
-from .._policy import Marks
-from .._strategy import Lengths, Slots
+from .. import _jax
+from .._equations.structure import Body
+from .._jax import Jaxpr, Literal
+from .._lift.around import Around, device_bytes
+from .._loops import schedule
+from .._loops.checkpointed import Scheduled
+from .._loops.nested import Step, nested
+from .._loops.strategy import Lengths, Slots
+from .._remat import decide, fence, mark
+from .._remat.policy import Marks
 from ._analysis import Graph, Option, Price, undominated
 from ._parts import Part, moving_variables, pulled_variables, run, split
 
@@ -179,29 +181,29 @@ def rewrite(jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]) -> J
         how.append(made[key])
     avals = [v.aval for v in jaxpr.invars]
     body = Body.close(
-        *_compat.stage(lambda *args: run(jaxpr, parts, how, args), avals, kind="statetx.plan", name="planned")
+        *_jax.stage(lambda *args: run(jaxpr, parts, how, args), avals, kind="statetx.plan", name="planned")
     )
     assert not body.operands, "rewriting a program without constants made some"
     return body.jaxpr
 
 
 def marks_of(option: Option) -> dict[tuple[int, ...], str]:
-    """What the option keeps, as `_keep.keep` takes it."""
-    offload = _marks.offload("device", _compat.HOST_MEMORY)
-    return {at: offload if at in option.offloaded else _marks.SAVE for at in sorted(option.kept or ())}
+    """What the option keeps, as `decide.keep` takes it."""
+    offload = mark.offload("device", _jax.HOST_MEMORY)
+    return {at: offload if at in option.offloaded else mark.SAVE for at in sorted(option.kept or ())}
 
 
 def _region(part: Part, option: Option) -> Callable | None:
     if option.kept is None:
         return None
     # What keeps nothing is what the user's own rematerialisation is, to the letter: XLA's order of things hangs on it.
-    jaxpr, policy = _keep.keep(part.jaxpr, marks_of(option)) if option.kept else (part.as_given, None)
-    return lambda *args: _compat.rematerialise(jaxpr, args, policy=_fence.around(policy, "auto"), prevent_cse=True)
+    jaxpr, policy = decide.keep(part.jaxpr, marks_of(option)) if option.kept else (part.as_given, None)
+    return lambda *args: _jax.rematerialise(jaxpr, args, policy=fence.around(policy, "auto"), prevent_cse=True)
 
 
 def _loop(part: Part, option: Option) -> Callable:
     step = _step(part, option)
-    num_constants, num_carry = _compat.scan_counts(part.eqn)
+    num_constants, num_carry = _jax.scan_counts(part.eqn)
     if option.loop is None:
         call: Callable = step.plain()
     elif isinstance(option.loop, Slots):
@@ -219,7 +221,7 @@ def _loop(part: Part, option: Option) -> Callable:
 
 
 def _step(part: Part, option: Option) -> Step:
-    num_constants, num_carry = _compat.scan_counts(part.eqn)
+    num_constants, num_carry = _jax.scan_counts(part.eqn)
     marks = None if option.kept is None else Marks(tuple(marks_of(option).items()))
     params = part.eqn.params
     return Step(
@@ -302,9 +304,9 @@ def _front(
     nothing_kept = [Option(None, 0, 0, 0.0)]
     if not any(moves) or not any(pulls):
         return Front(nothing_kept, nothing_kept * len(policies))
-    is_fixed = part.kind == "rest" or bool(_compat.forbidden_effects(part.jaxpr))
+    is_fixed = part.kind == "rest" or bool(_jax.forbidden_effects(part.jaxpr))
     if part.eqn is not None:
-        num_constants, num_carry = _compat.scan_counts(part.eqn)
+        num_constants, num_carry = _jax.scan_counts(part.eqn)
         counted = [num_constants <= i < num_constants + num_carry for i in range(len(part.jaxpr.invars))]
         moves = [m or c for m, c in zip(moves, counted, strict=True)]
         pulls = [p or i < num_carry for i, p in enumerate(pulls)]
@@ -345,7 +347,7 @@ def _of_loop(part: Part, graph: Graph, is_carry: Sequence[bool], steps: Sequence
 def _with_slots(step: Option, graph: Graph, length: int, carry: int) -> list[Option]:
     options, slots = [], 1
     while slots < length:
-        runs = _schedule.num_evaluations(length, slots) - length
+        runs = schedule.num_evaluations(length, slots) - length
         working = step.working_bytes + step.kept_bytes + 2 * carry
         options.append(Option(None, slots * carry, working, runs * graph.forward_price, loop=Slots(slots)))
         slots = slots + 1 if slots < 4 else slots * 3 // 2
@@ -357,6 +359,6 @@ def _inner_lengths(length: int) -> tuple[int, ...]:
     """Lengths of inner loops to try: about the square root, and some powers of two around it."""
     if length < 4:
         return ()
-    root = _schedule.nested_lengths(length, 2)[1]
+    root = schedule.nested_lengths(length, 2)[1]
     found = {root, *(2**n for n in range(1, length.bit_length()))}
     return tuple(n for n in found if 1 < n <= length // 2)

@@ -7,10 +7,10 @@ from typing import Any
 
 from jax.extend.core.primitives import closed_call_p
 
-from .. import _compat
-from .._around import device_bytes
-from .._compat import Jaxpr, Literal
-from .._jaxpr import Body
+from .. import _jax
+from .._equations.structure import Body
+from .._jax import Jaxpr, Literal
+from .._lift.around import device_bytes
 from .._tree import is_float
 from ..residuals._trace import JIT, REMAT, inline
 
@@ -42,7 +42,7 @@ class Part:
         self.invars = list(invars)
         self.outvars = list(outvars)
         self.eqn = eqn
-        length = None if eqn is None else (eqn.params["length"], eqn.params["reverse"], *_compat.scan_counts(eqn))
+        length = None if eqn is None else (eqn.params["length"], eqn.params["reverse"], *_jax.scan_counts(eqn))
         self.key = (kind, length, Body(jaxpr, []).key)
 
     def __repr__(self) -> str:
@@ -58,21 +58,21 @@ def flatten(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _without_jits(jaxpr: Jaxpr) -> Jaxpr:
-    return inline(jaxpr, calls=(*JIT, _compat.CLOSED_CALL), deep=False)
+    return inline(jaxpr, calls=(*JIT, _jax.CLOSED_CALL), deep=False)
 
 
 def _plain_loops(x: Any) -> Any:
     """The program, at any depth, with calls of plain loops for those of ours that are left as they are."""
 
     def of_equation(eqn: Any) -> Any:
-        loop = _compat.loop_of(eqn)
+        loop = _jax.loop_of(eqn)
         if loop is not None and loop.is_plain():
             eqn = eqn.replace(primitive=closed_call_p, params={"call_jaxpr": eqn.params["jaxpr"]})
-        return _compat.map_jaxprs(_plain_loops, eqn)
+        return _jax.map_jaxprs(_plain_loops, eqn)
 
-    eqns = _compat.open_jaxpr(x)[0].eqns
+    eqns = _jax.open_jaxpr(x)[0].eqns
     new = [of_equation(eqn) for eqn in eqns]
-    return x if all(a is b for a, b in zip(new, eqns, strict=True)) else _compat.with_equations(x, new)
+    return x if all(a is b for a, b in zip(new, eqns, strict=True)) else _jax.with_equations(x, new)
 
 
 def opened(jaxpr: Jaxpr) -> tuple[Jaxpr, set[int]]:
@@ -86,7 +86,7 @@ def opened(jaxpr: Jaxpr) -> tuple[Jaxpr, set[int]]:
     return inline(jaxpr, calls=_CALLS, deep=False), ends
 
 
-_CALLS = (*JIT, *REMAT, _compat.CLOSED_CALL)
+_CALLS = (*JIT, *REMAT, _jax.CLOSED_CALL)
 
 
 def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
@@ -108,7 +108,7 @@ def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
             made = {v for e in eqns for v in e.outvars}
             read = {v: None for e in eqns for v in e.invars if not isinstance(v, Literal) and v not in made}
             given = [v for e in eqns for v in e.outvars if uses.get(v, -1) >= end]
-            body = _compat.rebuild(jaxpr, invars=list(read), outvars=given, eqns=eqns)
+            body = _jax.rebuild(jaxpr, invars=list(read), outvars=given, eqns=eqns)
             parts.append(Part(kind, _without_jits(body), list(read), given))
         start = end
 
@@ -118,7 +118,7 @@ def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
             flush(i)
         if eqn.primitive.name in REMAT or is_loop(eqn):
             flush(i)
-            inner = _compat.open_jaxpr(eqn.params["jaxpr"])[0]
+            inner = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
             if eqn.primitive.name in REMAT:
                 invars, given = _distinct(inner, eqn.invars)
                 body = _without_jits(given)
@@ -137,7 +137,7 @@ def is_loop(eqn: Any) -> bool:
 
 
 def _consts(eqn: Any) -> Sequence[Any]:
-    return _compat.open_jaxpr(eqn.params["jaxpr"])[1]
+    return _jax.open_jaxpr(eqn.params["jaxpr"])[1]
 
 
 def _distinct(jaxpr: Jaxpr, atoms: Sequence[Any]) -> tuple[list[Any], Jaxpr]:
@@ -145,7 +145,7 @@ def _distinct(jaxpr: Jaxpr, atoms: Sequence[Any]) -> tuple[list[Any], Jaxpr]:
     given = {v: a for v, a in zip(jaxpr.invars, atoms, strict=True) if isinstance(a, Literal)}
     if not given:
         return list(atoms), jaxpr
-    return [a for a in atoms if not isinstance(a, Literal)], _compat.with_literals(jaxpr, given)
+    return [a for a in atoms if not isinstance(a, Literal)], _jax.with_literals(jaxpr, given)
 
 
 def _last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
@@ -175,7 +175,7 @@ def pulled_variables(jaxpr: Jaxpr, num_out: int) -> set[Any]:
 
 def has_regions(jaxpr: Jaxpr) -> bool:
     """Whether the user marked parts of the program, or of steps of its loops, by rematerialising them."""
-    loops = [_compat.open_jaxpr(e.params["jaxpr"])[0] for e in jaxpr.eqns if is_loop(e)]
+    loops = [_jax.open_jaxpr(e.params["jaxpr"])[0] for e in jaxpr.eqns if is_loop(e)]
     return any(e.primitive.name in REMAT for e in jaxpr.eqns) or any(map(has_regions, loops))
 
 
@@ -260,6 +260,6 @@ def run(
         if instead is not None:
             outs = instead(*ins)
         else:
-            outs = _compat.evaluate(part.jaxpr, (), ins)
+            outs = _jax.evaluate(part.jaxpr, (), ins)
         env.update(zip(part.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]

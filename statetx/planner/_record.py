@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import _compat, _schedule
-from .._around import device_bytes
-from .._compat import Jaxpr, Literal
-from .._cost import count
-from .._strategy import Lengths, Slots, Strategy
-from .._survey import Survey
+from .. import _jax
+from .._equations.cost import count
+from .._jax import Jaxpr, Literal
+from .._lift.around import device_bytes
+from .._loops import schedule
+from .._loops.strategy import Lengths, Slots, Strategy
+from .._remat.survey import Survey
 from ..residuals._show import short_path, short_type
 from ..residuals._trace import user_line
 from ._analysis import Option
@@ -76,8 +77,8 @@ def _type(v: Any) -> str:
 
 
 def _param(x: Any) -> str:
-    if _compat.is_jaxpr(x):
-        lines = "\n".join(fingerprint(flatten(_compat.open_jaxpr(x)[0])))
+    if _jax.is_jaxpr(x):
+        lines = "\n".join(fingerprint(flatten(_jax.open_jaxpr(x)[0])))
         return hashlib.sha256(lines.encode()).hexdigest()[:12]
     if isinstance(x, (tuple, list)):
         return f"({','.join(map(_param, x))})"
@@ -134,7 +135,7 @@ def _hidden(layout: Layout, found: Candidate) -> int:
     for part, option in zip(layout.parts, found.options, strict=True):
         if isinstance(option.loop, Slots):
             length = part.eqn.params["length"]
-            hidden += _schedule.num_evaluations(length, option.loop.num) * count(part.jaxpr)
+            hidden += schedule.num_evaluations(length, option.loop.num) * count(part.jaxpr)
     return hidden
 
 

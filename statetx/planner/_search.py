@@ -13,12 +13,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _compat
-from .._around import Around
-from .._compat import Jaxpr
-from .._cost import Cost, Program, flops, hurried_options, sizing_options, with_pullback
-from .._policy import as_policy
-from .._strategy import Slots
+from .. import _jax
+from .._equations.cost import Cost, Program, flops, hurried_options, sizing_options, with_pullback
+from .._jax import Jaxpr
+from .._lift.around import Around
+from .._loops.strategy import Slots
+from .._remat.policy import as_policy
 from .._tree import is_float
 from ._analysis import Option, Price
 from ._layout import Layout
@@ -385,7 +385,7 @@ def _with_gradient(
     """A program without constants, with the gradient of its first outputs for the inputs `chosen`."""
 
     def run(*ins: Any) -> tuple[list[Any], list[Any]]:
-        outs = _compat.evaluate(jaxpr, (), ins)
+        outs = _jax.evaluate(jaxpr, (), ins)
         own, new = outs[:num_out], outs[num_out:]
         return [jnp.asarray(x) for x in own if is_float(x)], [*(x for x in own if not is_float(x)), *new]
 

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _compat
-from .._cost import flops
+from .. import _jax
+from .._equations.cost import flops
 from .._text import format_bytes
 from .._tree import num_bytes
 
@@ -43,9 +43,9 @@ class CostModel:
     def seconds(self, eqn: Any) -> float:
         """The time of an equation, those within it included; of a scan, of all its steps."""
         if eqn.primitive.name == "scan":
-            body = _compat.open_jaxpr(eqn.params["jaxpr"])[0]
+            body = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
             return eqn.params["length"] * sum(map(self.seconds, body.eqns))
-        inner = [j for j in _compat.inner_jaxprs(eqn)]
+        inner = [j for j in _jax.inner_jaxprs(eqn)]
         if inner and eqn.primitive.name not in ("custom_jvp_call", "custom_vjp_call"):
             return sum(self.seconds(e) for jaxpr in inner for e in jaxpr.eqns)
         moved = sum(num_bytes(v.aval) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype"))
@@ -84,7 +84,7 @@ def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5) -
     large = jnp.ones((max(4 * n * n, 2**22),), jnp.float32)
     sweep = _seconds(jax.jit(lambda x: x + 1), large, repeats)
     try:
-        there_and_back = _seconds(lambda x: _compat.to_device(_compat.to_host(x)), large, repeats)
+        there_and_back = _seconds(lambda x: _jax.to_device(_jax.to_host(x)), large, repeats)
     except Exception:  # a backend without such memory
         there_and_back = sweep
     model = CostModel(

@@ -13,16 +13,18 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .. import _compat, _keep
-from .._around import Around
-from .._compat import Jaxpr
-from .._cost import Program, flops
+from .. import _jax
+from .._equations.cost import Program, flops
+from .._equations.structure import Body
 from .._errors import PlanError
-from .._jaxpr import Body
-from .._lift import name_of, short_name
-from .._policy import Rewriting, parse_bytes
+from .._jax import Jaxpr
+from .._lift.around import Around
+from .._lift.stage import name_of, short_name
+from .._remat import decide
+from .._remat.policy import Rewriting, parse_bytes
 from .._text import format_bytes, format_table, suggestion
 from .._tree import is_float
+from .._typing import public
 from ..residuals._show import format_flops
 from ..transforms.remat import Remat
 from ._capture import capture
@@ -33,6 +35,7 @@ from ._search import Candidate, Search
 from .machine import cost_model
 
 
+@public
 class Plan(Rewriting):
     """What to keep of a program, made by `plan`; a policy for `remat`.
 
@@ -96,7 +99,7 @@ class Plan(Rewriting):
 
         @functools.wraps(fun)
         def step(*args: Any, **kwargs: Any) -> Any:
-            with _keep.override.differentiated(lambda loss: Remat(loss, policy=self)):
+            with decide.override.differentiated(lambda loss: Remat(loss, policy=self)):
                 return fun(*args, **kwargs)
 
         return step
@@ -476,7 +479,7 @@ def _search(
     if objective == "time":
         model = cost_model()
         price = model.seconds
-    if offload and _compat.HOST_MEMORY in _compat.memory_spaces():
+    if offload and _jax.HOST_MEMORY in _jax.memory_spaces():
         per_byte = 1 / cost_model().host_bytes_per_second if objective == "time" else 0.0
     options = {"price": price, "offload": per_byte, "time_limit": time_limit, "report": report}
     return Search(jaxpr, chosen, num_out, program_of=program_of, around=around, **options)

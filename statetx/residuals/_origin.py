@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from .. import _compat
-from .._compat import Jaxpr, Literal
-from .._policy import Origin
-from .._survey import Survey
+from .. import _jax
+from .._jax import Jaxpr, Literal
+from .._remat.policy import Origin
+from .._remat.survey import Survey
 from ._trace import EAGER, REMAT, Passes, inline, regions_of
 
 # What hands a value on: the operation before it is the one to name.
 _SEEN_THROUGH = frozenset({"name", "reduce_precision", "device_put", "copy", "copy_p", "optimization_barrier", "pvary"})
-_SEEN_THROUGH |= {_compat.mark_primitive.name}
+_SEEN_THROUGH |= {_jax.mark_primitive.name}
 
 _FILLS = frozenset({"broadcast_in_dim", "empty", "empty2"})
 
@@ -65,7 +65,7 @@ class _Level:
         """The level of the n-th jaxpr in an equation."""
         found = self._levels.get((index, n))
         if found is None:
-            inner = _compat.open_jaxpr(jaxpr)[0]
+            inner = _jax.open_jaxpr(jaxpr)[0]
             found = self._levels[index, n] = _Level(inner, (*self.address, index, n), self, self.jaxpr.eqns[index])
         return found
 
@@ -117,7 +117,7 @@ class Origins:
             if name in _SEEN_THROUGH:
                 atom = eqn.invars[n if len(eqn.invars) == len(eqn.outvars) else 0]
             elif name == "scan":
-                is_step = n >= _compat.scan_counts(eqn)[1]
+                is_step = n >= _jax.scan_counts(eqn)[1]
                 level = level.within(i, 0, eqn.params["jaxpr"])
                 atom = level.jaxpr.outvars[n]
                 stacked = stacked and is_step
@@ -145,7 +145,7 @@ class Origins:
             eqn = level.jaxpr.eqns[level.made[v][0]]
             others.append((eqn, v))
         for eqn, _ in others:
-            if eqn.primitive is _compat.name_primitive and eqn.params["name"] not in place.names:
+            if eqn.primitive is _jax.name_primitive and eqn.params["name"] not in place.names:
                 place.names.append(eqn.params["name"])
         if stacked:
             place.aliases |= {v, *(out for _, out in others)}
@@ -155,7 +155,7 @@ class Origins:
         eqn, n = level.eqn, level.jaxpr.invars.index(v)
         assert level.outer is not None
         if eqn.primitive.name == "scan":
-            num_consts, num_carry = _compat.scan_counts(eqn)
+            num_consts, num_carry = _jax.scan_counts(eqn)
             n_carry = n - num_consts
             if 0 <= n_carry < num_carry and level.jaxpr.outvars[n_carry] is not v:
                 return level, level.jaxpr.outvars[n_carry]
@@ -174,7 +174,7 @@ class Origins:
 # -- the arrays that are kept --------------------------------------------------------------------------------------
 
 
-_NAMING = (_compat.name_primitive, _compat.mark_primitive)
+_NAMING = (_jax.name_primitive, _jax.mark_primitive)
 
 
 def buffers(passes: Passes) -> list[list[int]]:
@@ -207,7 +207,7 @@ def readers(jaxpr: Jaxpr) -> list[set[int]]:
         add(v, {PLAIN})
     for eqn in reversed(jaxpr.eqns):
         name = eqn.primitive.name
-        inner = [_compat.open_jaxpr(x)[0] for x in _loop_bodies(eqn)]
+        inner = [_jax.open_jaxpr(x)[0] for x in _loop_bodies(eqn)]
         if name in REMAT:
             region = (regions_of(eqn) or [UNKNOWN])[-1]
             for v in eqn.invars:

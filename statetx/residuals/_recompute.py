@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from .. import _compat
-from .._compat import Jaxpr, Literal
-from .._cost import flops
+from .. import _jax
+from .._equations.cost import flops
+from .._jax import Jaxpr, Literal
 
 
 class Recomputation:
@@ -54,8 +54,8 @@ def _partial(eqn: Any, outs: Collection[Any], have: Collection[Any]) -> tuple[in
     """Operations for some outputs of an equation, and its operands that they need; of a scan only its part is run."""
     if eqn.primitive.name != "scan":
         return flops(eqn), eqn.invars
-    body = _compat.open_jaxpr(eqn.params["jaxpr"])[0]
-    start, num_carry = _compat.scan_counts(eqn)
+    body = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
+    start, num_carry = _jax.scan_counts(eqn)
     made = {v: e for e in body.eqns for v in e.outvars}
     targets = [inner for v, inner in zip(eqn.outvars, body.outvars, strict=True) if v in outs]
     carries = dict(zip(body.invars[start : start + num_carry], body.outvars[:num_carry], strict=True))

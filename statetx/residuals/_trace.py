@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import _compat, _registry
-from .._compat import Jaxpr, Literal
-from .._jaxpr import Body, table
-from .._lift import InputNames, Lifting, frame_for, name_of, pack, short_name, stage
-from .._paths import Paths, argument_names
-from .._targets import Targets, resolve_argnums, split_aux
+from .. import _jax, _states
+from .._equations.structure import Body, table
+from .._jax import Jaxpr, Literal
+from .._lift.stage import InputNames, Lifting, frame_for, name_of, pack, short_name, stage
+from .._lift.targets import Targets, resolve_argnums, split_aux
+from .._objects.paths import Paths, argument_names
 from .._tree import Partition, as_array, is_array, is_array_or_number, is_float
 from .._typing import Filter, PyTree
 
@@ -66,7 +66,7 @@ class Passes:
                 whole = list(ins)
                 for i, x in zip(chosen, given, strict=True):
                     whole[i] = x
-                results = _compat.evaluate(body, (), whole)
+                results = _jax.evaluate(body, (), whole)
                 return [results[i] for i in outs]
 
             values, pull = jax.vjp(differentiated, *(ins[i] for i in chosen))
@@ -74,8 +74,8 @@ class Passes:
             return [*values, *leaves]
 
         avals = [v.aval for v in body.invars]
-        closed = Body.close(*_compat.stage(run, avals, kind="statetx.residuals", name=name))
-        self.forward = _compat.established(closed.jaxpr)
+        closed = Body.close(*_jax.stage(run, avals, kind="statetx.residuals", name=name))
+        self.forward = _jax.established(closed.jaxpr)
         self.sources = [Source("constant")] * closed.num_operands + list(sources)
         self.chosen = [closed.num_operands + i for i in chosen]
         self._pullback = pullback
@@ -95,8 +95,8 @@ class Passes:
             return jax.tree.leaves(pull(list(ins[num:])))
 
         avals = [v.aval for v in (*self.residuals, *self.forward.outvars[: self.num_out])]
-        jaxpr, consts = _compat.stage(run, avals, kind="statetx.residuals", name=f"backward of {self.name}")
-        return inline(_compat.established(jaxpr), consts, calls=tuple(c for c in ALL if c not in REMAT))
+        jaxpr, consts = _jax.stage(run, avals, kind="statetx.residuals", name=f"backward of {self.name}")
+        return inline(_jax.established(jaxpr), consts, calls=tuple(c for c in ALL if c not in REMAT))
 
 
 def differentiate(
@@ -116,7 +116,7 @@ def differentiate(
     def wants_state(state: Any) -> bool:
         return everything or (targets is not None and targets.is_target(state))
 
-    given, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_registry.is_opaque)
+    given, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_states.is_opaque)
     wants = [everything or (keys[0].idx == 0 and keys[1].idx in nums) for keys, _ in given]
     mask = tuple(
         _is_traced(x) or (w and isinstance(x, (float, complex))) for (_, x), w in zip(given, wants, strict=True)
@@ -137,7 +137,7 @@ def differentiate(
         return leaves, None
 
     with table.bypassed():
-        avals = [_compat.abstract(x) for x in arrays]
+        avals = [_jax.abstract(x) for x in arrays]
         staged, _, refs = stage(
             body, avals, kind="statetx.residuals", names=InputNames(fun, others.combine), lifting=lifting
         )
@@ -184,7 +184,7 @@ def _is_traced(x: Any) -> bool:
 
 def _leaf_paths(part: Partition, path: str) -> list[str]:
     """Paths of the dynamic leaves of a state's value."""
-    keys, _ = jax.tree_util.tree_flatten_with_path(part.combine(range(part.num_dynamic)), is_leaf=_registry.is_opaque)
+    keys, _ = jax.tree_util.tree_flatten_with_path(part.combine(range(part.num_dynamic)), is_leaf=_states.is_opaque)
     return [path + jax.tree_util.keystr(k) for (k, _), m in zip(keys, part.mask, strict=True) if m]
 
 
@@ -196,20 +196,20 @@ _TAG = "statetx-remat-"
 
 def _tag(x: Any, regions: list[str]) -> Any:
     """Give each rematerialised region a scope of its own, by which what differentiation makes of it is known."""
-    jaxpr, _ = _compat.open_jaxpr(x)
+    jaxpr, _ = _jax.open_jaxpr(x)
     eqns = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in REMAT:
-            regions.append(short_name(_compat.open_jaxpr(eqn.params["jaxpr"])[0].debug_info.func_name))
-            eqn = _compat.with_scope(eqn, f"{_TAG}{len(regions) - 1}")
-        eqns.append(_compat.map_jaxprs(lambda j: _tag(j, regions), eqn))
+            regions.append(short_name(_jax.open_jaxpr(eqn.params["jaxpr"])[0].debug_info.func_name))
+            eqn = _jax.with_scope(eqn, f"{_TAG}{len(regions) - 1}")
+        eqns.append(_jax.map_jaxprs(lambda j: _tag(j, regions), eqn))
     is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
-    return x if is_same else _compat.with_equations(x, eqns)
+    return x if is_same else _jax.with_equations(x, eqns)
 
 
 def regions_of(eqn: Any) -> list[int]:
     """The rematerialised regions that an equation is part of, outermost first."""
-    return [int(n) for n in re.findall(_TAG + r"(\d+)", _compat.scope(eqn))]
+    return [int(n) for n in re.findall(_TAG + r"(\d+)", _jax.scope(eqn))]
 
 
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")})
@@ -220,8 +220,8 @@ def user_line(eqn: Any) -> tuple[str, int, str]:
 
     Where all of it is installed, of the innermost that is not in JAX, in statetx or in a library of states.
     """
-    traceback, folders = eqn.source_info.traceback, _registry.library_folders()
-    found = _compat.traceback_frame(traceback, folders + _INSTALLED) or _compat.traceback_frame(traceback, folders)
+    traceback, folders = eqn.source_info.traceback, _states.library_folders()
+    found = _jax.traceback_frame(traceback, folders + _INSTALLED) or _jax.traceback_frame(traceback, folders)
     file, line, function = found or ("", 0, "")
     return file, line, short_name(function)
 
@@ -231,7 +231,7 @@ def user_line(eqn: Any) -> tuple[str, int, str]:
 # Calls and where their jaxpr is. What is traced here runs one equation at a time, and of the calls only a jit is compiled.
 JIT = {"jit": "jaxpr", "pjit": "jaxpr"}
 _INNER = dict.fromkeys(REMAT, "jaxpr")
-EAGER = {_compat.CLOSED_CALL: "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+EAGER = {_jax.CLOSED_CALL: "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 EAGER |= {"custom_vjp_call": "call_jaxpr", "statetx_loop": "jaxpr", **_INNER}
 ALL = tuple({**JIT, **EAGER})
 
@@ -242,7 +242,7 @@ def inline(x: Any, consts: Sequence[Any] = (), *, calls: Collection[str], deep: 
     No variable occurs in two places of it, not even where a jaxpr did. This holds at every depth, unless not `deep`: then
     what stands in loops, branches and other calls is left as it is.
     """
-    jaxpr, own = _compat.open_jaxpr(x)
+    jaxpr, own = _jax.open_jaxpr(x)
     eqns: list[Any] = []
 
     def run(jaxpr: Jaxpr, env: dict[Any, Any], outer: Any, same_line: bool) -> list[Any]:
@@ -251,26 +251,26 @@ def inline(x: Any, consts: Sequence[Any] = (), *, calls: Collection[str], deep: 
 
         for eqn in jaxpr.eqns:
             if outer is not None:
-                eqn = _compat.inlined(eqn, outer, same_line=same_line)
+                eqn = _jax.inlined(eqn, outer, same_line=same_line)
             ins = [read(v) for v in eqn.invars]
             name = eqn.primitive.name
             if name in calls:
-                inner, values = _compat.open_jaxpr(eqn.params[JIT.get(name) or EAGER[name]])
+                inner, values = _jax.open_jaxpr(eqn.params[JIT.get(name) or EAGER[name]])
                 # The lines of a function of JAX's own are those of whoever called it first.
-                same = same_line or _compat.is_written_by_jax(inner)
+                same = same_line or _jax.is_written_by_jax(inner)
                 inner_env = dict(zip(inner.invars, ins, strict=True)) | _literals(inner, values)
                 outs = run(inner, inner_env, eqn, same)
             else:
-                outs = [_compat.Var(v.aval) for v in eqn.outvars]
-                eqn = _compat.map_jaxprs(lambda j: inline(j, calls=calls), eqn) if deep else eqn
+                outs = [_jax.Var(v.aval) for v in eqn.outvars]
+                eqn = _jax.map_jaxprs(lambda j: inline(j, calls=calls), eqn) if deep else eqn
                 eqns.append(eqn.replace(invars=ins, outvars=outs))
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    invars = [_compat.Var(v.aval) for v in jaxpr.invars]
+    invars = [_jax.Var(v.aval) for v in jaxpr.invars]
     env = dict(zip(jaxpr.invars, invars, strict=True)) | _literals(jaxpr, consts or own)
     outvars = run(jaxpr, env, None, False)
-    return _compat.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns)
+    return _jax.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns)
 
 
 def _literals(jaxpr: Jaxpr, consts: Sequence[Any]) -> dict[Any, Any]:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import _compat
-from .._compat import Jaxpr, Literal
+from .. import _jax
+from .._jax import Jaxpr, Literal
 from .._text import format_bytes
 from .._tree import num_bytes
 from .._typing import Filter, PyTree
@@ -182,7 +182,7 @@ _SHOWN = frozenset(
     "lengths padding window_dimensions direction num_keys".split()
 )
 _MAX_PARAM = 24
-_FOLDED = frozenset({"name", "reduce_precision", _compat.mark_primitive.name})
+_FOLDED = frozenset({"name", "reduce_precision", _jax.mark_primitive.name})
 
 
 class _Printer:
@@ -225,7 +225,7 @@ class _Printer:
         for eqn in self._forward.eqns:
             if eqn.primitive.name in _FOLDED:
                 self._same[eqn.outvars[0]] = eqn.invars[0]
-                if eqn.primitive is _compat.name_primitive:
+                if eqn.primitive is _jax.name_primitive:
                     given[self._root(eqn.outvars[0])] = eqn.params["name"]
         atoms = self._forward.outvars[self._passes.num_out :]
         numbers = itertools.count(1)
@@ -324,13 +324,13 @@ class _Printer:
         (v,), (source,) = eqn.outvars, eqn.invars
         self._same[v] = source
         line = self._lines.get(self._root(source))
-        if line is not None and eqn.primitive is _compat.name_primitive:
+        if line is not None and eqn.primitive is _jax.name_primitive:
             line.insert(-1, Piece(f" named {eqn.params['name']!r}", "detail"))
 
     def _bodies(self, eqn: Any, depth: int) -> Iterator[Line]:
         name = eqn.primitive.name
         if name in REMAT:
-            body = _compat.open_jaxpr(eqn.params["jaxpr"])[0]
+            body = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
             self._same.update(zip(body.invars, eqn.invars, strict=True))
             known = set(body.invars)
             copies = []
@@ -343,8 +343,8 @@ class _Printer:
             yield from self._equations(body, depth)
             yield from copies
         elif name == "scan":
-            body = _compat.open_jaxpr(eqn.params["jaxpr"])[0]
-            start, num_carry = _compat.scan_counts(eqn)
+            body = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
+            start, num_carry = _jax.scan_counts(eqn)
             end = start + num_carry
             self._same.update(zip(body.invars[:start], eqn.invars[:start], strict=True))
             for inside, outside in zip(body.invars[start:end], eqn.invars[start:end], strict=True):
@@ -358,15 +358,15 @@ class _Printer:
                     yield [Piece("  " * depth), *self._list(word, atoms)]
         elif name == "cond":
             for i, branch in enumerate(eqn.params["branches"]):
-                body = _compat.open_jaxpr(branch)[0]
+                body = _jax.open_jaxpr(branch)[0]
                 self._same.update(zip(body.invars, eqn.invars[1:], strict=True))
                 yield [Piece("  " * depth), Piece(f"branch {i}", "operation")]
                 yield from self._equations(body, depth + 1)
                 yield [Piece("  " * (depth + 1)), *self._list("return", body.outvars)]
         elif name in ("while", "shard_map"):
             for key, value in eqn.params.items():
-                if _compat.is_jaxpr(value):
-                    body = _compat.open_jaxpr(value)[0]
+                if _jax.is_jaxpr(value):
+                    body = _jax.open_jaxpr(value)[0]
                     word = key.removesuffix("jaxpr").removesuffix("_") or "body"
                     yield [Piece("  " * depth), *self._list(word, body.invars, types=True)]
                     yield from self._equations(body, depth + 1)
@@ -431,7 +431,7 @@ def _without_dead(jaxpr: Jaxpr) -> Jaxpr:
         if eqn.effects or alive.intersection(eqn.outvars):
             eqns.append(eqn)
             alive |= {v for v in eqn.invars if not isinstance(v, Literal)}
-    return _compat.rebuild(jaxpr, invars=jaxpr.invars, outvars=jaxpr.outvars, eqns=eqns[::-1])
+    return _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=jaxpr.outvars, eqns=eqns[::-1])
 
 
 # -- the functions ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .._cost import Cost, Program, with_pullback
+from .._equations.cost import Cost, Program, with_pullback
 from .._tree import is_float, partition
 from ..transforms.functionalize import functionalize
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 
-from .._cost import Cost, Program
-from .._keep import Region, override
-from .._lift import name_of, short_name
-from .._policy import as_policy, names_of
+from .._equations.cost import Cost, Program
+from .._lift.stage import name_of, short_name
+from .._remat.decide import Region, override
+from .._remat.policy import as_policy, names_of
 from .._text import format_bytes, format_table
 from .._typing import Policy
 from ..transforms.remat import remat

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
-from .. import _compat
-from .._compat import Literal
+from .. import _jax
+from .._jax import Literal
 from .._tree import num_bytes
-from .._typing import Filter, PyTree
+from .._typing import Filter, PyTree, public
 from . import _show
 from ._origin import PLAIN, UNKNOWN, Origins, Place, buffers, readers
 from ._recompute import Recomputation
@@ -71,6 +71,7 @@ class Residual:
         return _show.line(self)
 
 
+@public
 class Residuals(Sequence[Residual]):
     """The values that a function keeps for its backward pass: a sequence of `Residual`, in the order of the forward pass.
 
@@ -253,7 +254,7 @@ def _row(passes: Passes, place: Place, aval: Any, flops: int, who: set[int], nea
         module=", ".join(sorted({path.rpartition(".")[0] for path in near} - {""})),
         flops=flops,
         why=_reasons(passes, place, who),
-        memory=_compat.memory_of(aval) if source.origin == "intermediate" else "",
+        memory=_jax.memory_of(aval) if source.origin == "intermediate" else "",
     )
 
 

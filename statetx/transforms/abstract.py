@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from .. import _compat, _registry
-from .._around import note
-from .._lift import InputNames, Outcome, frame_for, pack, stage
-from .._signature import StaticArguments
-from .._staged import Staged
+from .. import _jax, _states
+from .._lift.around import note
+from .._lift.signature import StaticArguments
+from .._lift.stage import InputNames, Outcome, frame_for, pack, stage
+from .._lift.staged import Staged
 from .._tree import as_array, is_argument, is_array_or_number, partition
 from .._typing import Indices, PyTree
 
@@ -59,7 +59,7 @@ def eval_shape(fun: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTr
 
     def run(*tracers: Any) -> list:
         nonlocal outcome
-        avals = [_compat.abstract(x) for x in tracers]
+        avals = [_jax.abstract(x) for x in tracers]
         staged, outcome, _ = stage(body, avals, kind="statetx.eval_shape", names=names)
         return staged(staged.operands, *tracers)
 
@@ -70,7 +70,7 @@ def eval_shape(fun: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTr
 
 def _is_typed(x: Any) -> bool:
     has_type = hasattr(x, "shape") and hasattr(x, "dtype")
-    return is_array_or_number(x) or (has_type and not isinstance(x, type) and not _registry.is_opaque(x))
+    return is_array_or_number(x) or (has_type and not isinstance(x, type) and not _states.is_opaque(x))
 
 
 def make_jaxpr(
@@ -136,7 +136,7 @@ def _stage(
         args, kwargs = arguments(tracers)
         return (fun(*args, **kwargs),)
 
-    avals = [_compat.abstract(as_array(x)) for x in arrays]
+    avals = [_jax.abstract(as_array(x)) for x in arrays]
     return Staged("make_jaxpr", fun, call, avals, kind="statetx.make_jaxpr", arguments=arguments)
 
 

@@ -9,15 +9,17 @@ from typing import Any, NamedTuple, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _compat, _control
-from .._carry import differs, drift_error, leaf_names, structure_strs
+from .. import _jax
+from .._equations.structure import Body, table
 from .._errors import CarryTypeError
-from .._jaxpr import Body, table
-from .._lift import Input, name_of
-from .._paths import Paths
-from .._registry import Effect
-from .._staged import Staged, is_loop_leaf, publish, union
-from .._tree import Partition, as_array, is_array_or_number, partition, type_str
+from .._frames import Effect
+from .._lift.carry import differs, drift_error, leaf_names, structure_strs
+from .._lift.stage import Input, name_of
+from .._lift.staged import Staged, is_loop_leaf, publish, union
+from .._loops import bind
+from .._objects.paths import Paths
+from .._text import type_str
+from .._tree import Partition, as_array, is_array_or_number, partition
 from .._typing import PyTree
 
 _MISSING = object()
@@ -109,11 +111,11 @@ def _branch(name: str, index: Any, branches: Sequence[Callable], operands: tuple
     for f in branches:
         if not callable(f):
             raise TypeError(f"{name}: every branch must be callable, got {type(f).__name__}.")
-    if _compat.is_jit_disabled() and not isinstance(index, _compat.Tracer):
+    if _jax.is_jit_disabled() and not isinstance(index, _jax.Tracer):
         return branches[min(max(int(index), 0), len(branches) - 1)](*operands)
     arrays, part = partition(operands, is_array_or_number)
     arrays = [as_array(x) for x in arrays]
-    avals = [_compat.abstract(x) for x in arrays]
+    avals = [_jax.abstract(x) for x in arrays]
 
     def stage(f: Callable) -> Staged:
         call = lambda *xs: (f(*part.combine(xs)),)  # noqa: E731
@@ -167,7 +169,7 @@ class _Branches:
         state_vars = {id(i.state): s.state_vars(i) for i in self._states}
         own = iter(s.operand_vars)
         operand_vars = [
-            next(own) if other is s else _compat.Var(v.aval) for other in self._staged for v in other.operand_vars
+            next(own) if other is s else _jax.Var(v.aval) for other in self._staged for v in other.operand_vars
         ]
         invars = [*operand_vars, *(v for vs in state_vars.values() for v in vs), *s.arg_vars]
         left = zip(self._written, self._left, strict=True)
@@ -176,7 +178,7 @@ class _Branches:
 
     def run(self, index: Any, arrays: list) -> PyTree:
         dtypes = self._dtypes
-        kept = table.get(self._bodies, (self._name, tuple(dtypes)), lambda *bodies: _control.branch(bodies, dtypes))
+        kept = table.get(self._bodies, (self._name, tuple(dtypes)), lambda *bodies: bind.branch(bodies, dtypes))
         constants = [x for s in self._staged for x in s.operands]
         outs = kept(index, *constants, *(x for i in self._states for x in i.values), *arrays)
         first = self._staged[0]
@@ -211,7 +213,7 @@ class _Left(NamedTuple):
             avals = staged.written_avals[key]
             return cls(staged, effect, staged.written[key], avals, avals)
         values, part = partition(read.part.combine(read.values), is_loop_leaf)
-        return cls(staged, None, part, [_compat.abstract(x) for x in values], values)
+        return cls(staged, None, part, [_jax.abstract(x) for x in values], values)
 
     def atoms(self, state_vars: Sequence[Any]) -> list[Any]:
         """The leaves as outputs of the branch's body; `state_vars` hold the state on entry."""
@@ -219,7 +221,7 @@ class _Left(NamedTuple):
             return self.staged.written_vars[id(self.effect.state)]
         inputs = iter(state_vars)  # of all leaves but Python bools, which Python may branch on
         pairs = zip(self.values, self.avals, strict=True)
-        return [_compat.Literal(np.bool_(x), aval) if isinstance(x, bool) else next(inputs) for x, aval in pairs]
+        return [_jax.Literal(np.bool_(x), aval) if isinstance(x, bool) else next(inputs) for x, aval in pairs]
 
 
 def _agree(name: str, left: list[_Left]) -> list[Any]:

@@ -8,25 +8,25 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from .. import _compat, _registry
+from .. import _jax, _states
 from .._errors import CreatedStateError, StateAccessError, StateValueError
-from .._lift import InputNames, Lifting, Wrapper, as_decorator, frame_for, name_of, pack, run_at_once, stage, take_apart
-from .._paths import Paths, short_site
-from .._registry import Access, Effect, Frame
-from .._text import brief, format_bytes, format_table, suggestion
-from .._tree import (
-    Partition,
-    as_array,
-    freeze,
-    is_argument,
-    is_array,
-    is_array_or_number,
-    num_bytes,
-    partition,
-    short_tree_type_str,
-    tree_type_str,
+from .._frames import Access, Effect, Frame
+from .._lift.stage import (
+    InputNames,
+    Lifting,
+    Wrapper,
+    as_decorator,
+    frame_for,
+    name_of,
+    pack,
+    run_at_once,
+    stage,
+    take_apart,
 )
-from .._typing import PyTree
+from .._objects.paths import Paths, short_site
+from .._text import brief, format_bytes, format_table, short_tree_type_str, suggestion, tree_type_str
+from .._tree import Partition, as_array, freeze, is_argument, is_array, is_array_or_number, num_bytes, partition
+from .._typing import PyTree, public
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,6 +61,7 @@ class StateRow:
     read_at: str = ""
 
 
+@public
 class StateTrace:
     """What one call reads, writes and creates; prints as a table.
 
@@ -172,7 +173,7 @@ def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, l
         leaves, _ = pack(out, [])
         return leaves, None
 
-    avals = [_compat.abstract(as_array(x)) for x in arrays]
+    avals = [_jax.abstract(as_array(x)) for x in arrays]
     refs = Lifting(is_array)  # not given to the frame: it collects Refs only
     _, _, effects = stage(body, avals, kind="statetx.trace_states", names=InputNames(fun, others.combine), lifting=refs)
     written = {id(e.state) for e in effects}
@@ -188,7 +189,7 @@ def _ref_rows(refs: list[tuple[Any, bool]], paths: Paths) -> list[StateRow]:
 
 
 def _type_only(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, _compat.Tracer) else x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, _jax.Tracer) else x
 
 
 def _rows(frame: Frame, paths: Paths) -> list[StateRow]:
@@ -337,13 +338,13 @@ class Functionalize(Wrapper[P, R]):
     def _missing(self, state: Any, kind: Any, args: tuple, kwargs: dict[str, Any]) -> str:
         path = Paths(self.__wrapped__, args, kwargs)(state)
         return (
-            f"The call touched {_registry.describe(state, kind, path)}, which the given values do not hold.\n"
+            f"The call touched {_states.describe(state, kind, path)}, which the given values do not hold.\n"
             f"Fix: take the values from .values(*args) of a call that touches the same states."
         )
 
 
 def _read(state: Any) -> Any:
-    kind = _registry.kind_of(state)
+    kind = _states.kind_of(state)
     assert kind is not None
     return kind.read(state)
 
@@ -377,7 +378,7 @@ def _with_static(part: Partition, static: Sequence[Any]) -> Partition:
 
 def _write_all(states: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for path, state in states.items():
-        kind = _registry.kind_of(state)
+        kind = _states.kind_of(state)
         assert kind is not None
         kind.write(state, _completed(values[path], kind.read(state)))
 
@@ -387,8 +388,8 @@ def _completed(given: PyTree, now: PyTree) -> PyTree:
     _, part = _split(now)
     if not part.static:
         return given
-    leaves, treedef = jax.tree.flatten(given, is_leaf=_registry.is_opaque)
-    return part.combine(leaves) if treedef == jax.tree.structure(_passable(now), is_leaf=_registry.is_opaque) else given
+    leaves, treedef = jax.tree.flatten(given, is_leaf=_states.is_opaque)
+    return part.combine(leaves) if treedef == jax.tree.structure(_passable(now), is_leaf=_states.is_opaque) else given
 
 
 def _written(effect: Effect, path: str | None) -> PyTree:
@@ -403,7 +404,7 @@ def _written(effect: Effect, path: str | None) -> PyTree:
         is_same = same_places and freeze(leaf) == freeze(before.static[i])
         if not (is_same or isinstance(leaf, bool)):
             raise StateValueError(
-                f"The call writes {brief(leaf)} to {_registry.describe(effect.state, effect.kind, path)}, at {effect.site}. "
+                f"The call writes {brief(leaf)} to {_states.describe(effect.state, effect.kind, path)}, at {effect.site}. "
                 f"New values are arrays and numbers, which any JAX transform takes.\n"
                 f"Fix: write it outside of the functionalized function, or keep a number in its place."
             )

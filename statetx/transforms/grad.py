@@ -8,9 +8,9 @@ from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from .. import _keep
-from .._lift import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, take_apart
-from .._targets import Targets, refuse_lost_writes, resolve_argnums, split_aux
+from .._lift.stage import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, take_apart
+from .._lift.targets import Targets, refuse_lost_writes, resolve_argnums, split_aux
+from .._remat import decide
 from .._tree import Partition, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
@@ -162,7 +162,7 @@ class ValueAndGrad(Wrapper):
         wants_refs = targets is not None and targets.has_refs
         nums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
         outcome: Outcome | None = None
-        wrapped = _keep.override.wrapped(fun)
+        wrapped = decide.override.wrapped(fun)
 
         def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
             nonlocal outcome
@@ -234,7 +234,7 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
     arrays, others = partition(primals, is_array_or_number)
     outcome: Outcome | None = None
     out_part: Any = None
-    wrapped = _keep.override.wrapped(fun)
+    wrapped = decide.override.wrapped(fun)
 
     def pure(state_values: list, *diff: Any) -> tuple[list, list]:
         nonlocal outcome, out_part

@@ -8,8 +8,8 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from .._lift import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, take_apart
-from .._targets import Targets, refuse_lost_writes, resolve_argnums, split_aux
+from .._lift.stage import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, take_apart
+from .._lift.targets import Targets, refuse_lost_writes, resolve_argnums, split_aux
 from .._tree import Partition, is_array_or_number, is_number
 from .._typing import Filter, PyTree
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .._strategy import Strategy
+from .._loops.strategy import Strategy
 from .scan import scan
 from .vmap import vmap
 

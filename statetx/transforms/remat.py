@@ -11,14 +11,17 @@ from typing import Any, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from .. import _compat, _fence, _keep, _policy, _registry
+from .. import _jax, _states
+from .._equations.structure import Body, table
 from .._errors import EffectError, StateAccessError
-from .._jaxpr import Body, table
-from .._lift import InputNames, Wrapper, as_decorator, frame_for, name_of, pack, run_at_once, short_name, stage
-from .._paths import Paths, as_predicate
-from .._policy import Origin, as_policy
-from .._signature import StaticArguments
-from .._subclass import has_twins, is_object, make_subclass, subclass_for, twin
+from .._lift.signature import StaticArguments
+from .._lift.stage import InputNames, Wrapper, as_decorator, frame_for, name_of, pack, run_at_once, short_name, stage
+from .._lift.subclass import has_twins, is_object, make_subclass, subclass_for, twin
+from .._objects.paths import Paths, as_predicate
+from .._remat import decide
+from .._remat import fence as _fence
+from .._remat import policy as _policy
+from .._remat.policy import Origin, as_policy
 from .._text import brief, suggestion
 from .._tree import as_array, freeze, partition
 from .._typing import Filter, Indices, Names, Policy
@@ -206,14 +209,14 @@ class Remat(Wrapper):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
-        if _compat.is_eager():
+        if _jax.is_eager():
             return run_at_once("remat", fun, args, kwargs, allow=self._guard(args, kwargs))
         policy = self._policy
-        is_tried = _keep.override.met is not None
+        is_tried = decide.override.met is not None
         if is_tried:
-            if _keep.override.is_off:
+            if decide.override.is_off:
                 return fun(*args, **kwargs)
-            policy = _keep.override.policy or policy
+            policy = decide.override.policy or policy
         dyn_args, dyn_kwargs, merge = self._static.split(args, kwargs)
         arrays, others = partition((dyn_args, dyn_kwargs))
         arrays = [as_array(x) for x in arrays]
@@ -235,12 +238,12 @@ class Remat(Wrapper):
             out = frame.run(fun, *call_args, **call_kwargs)
             return pack(out, frame.effects)
 
-        avals = [_compat.abstract(x) for x in arrays]
+        avals = [_jax.abstract(x) for x in arrays]
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, others.mask)
         fence = self._fence if prevent_cse is True else None
         is_rewritten = isinstance(policy, _policy.Rewriting)
         # A policy for the whole function sees the regions within it, whatever policies they have.
-        within = _keep.override(_policy.nothing, is_quiet=True) if is_rewritten else contextlib.nullcontext()
+        within = decide.override(_policy.nothing, is_quiet=True) if is_rewritten else contextlib.nullcontext()
         try:
             with within:
                 staged, outcome, refs = stage(
@@ -258,7 +261,7 @@ class Remat(Wrapper):
         num_out = outcome.num_out if is_rewritten else 0
         build = self._build(policy, prevent_cse, fence, origins, num_out)
         if is_tried:
-            _keep.override.note(name_of(fun), policy, staged.jaxpr, origins, prevent_cse)
+            decide.override.note(name_of(fun), policy, staged.jaxpr, origins, prevent_cse)
             kept = build(staged)
         else:
             kept = table.get(staged, ("remat", policy, prevent_cse, fence, origins, num_out), build)
@@ -268,7 +271,7 @@ class Remat(Wrapper):
         return outcome.finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])
 
     def _refuse_effects(self, body: Body) -> None:
-        for name, place in _compat.forbidden_effects(body.jaxpr):
+        for name, place in _jax.forbidden_effects(body.jaxpr):
             raise EffectError(
                 f"remat({name_of(self.__wrapped__)}) calls {name} at {place}, a host callback with effects, which would "
                 f"run again when the function is recomputed.\nFix: call it outside the rematerialised function, or use "
@@ -286,13 +289,13 @@ class Remat(Wrapper):
         def build(body: Body) -> Callable:
             if isinstance(policy, _policy.Rewriting):
                 return policy.rewrite(body, name_of(self.__wrapped__), num_out)
-            jaxpr, keeps = _keep.apply(policy, body.jaxpr, origins, name_of(self.__wrapped__))
+            jaxpr, keeps = decide.apply(policy, body.jaxpr, origins, name_of(self.__wrapped__))
             around = _fence.around(keeps, fence)
 
             def rematerialised(operands: Sequence[Any], *args: Any) -> list[Any]:
                 # As in jax.checkpoint, a tuple says nothing of what is closed over: no barrier there.
                 cse = (*[False] * len(operands), *prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse
-                return _compat.rematerialise(jaxpr, [*operands, *args], policy=around, prevent_cse=cse)
+                return _jax.rematerialise(jaxpr, [*operands, *args], policy=around, prevent_cse=cse)
 
             return rematerialised
 
@@ -300,13 +303,13 @@ class Remat(Wrapper):
 
     def _resolve_prevent_cse(self, args: tuple, kwargs: dict, mask: Sequence[bool]) -> bool | tuple[bool, ...]:
         if self._prevent_cse == "auto":
-            return not _compat.in_loop_body()
+            return not _jax.in_loop_body()
         if isinstance(self._prevent_cse, bool):
             return self._prevent_cse
         full = (args, kwargs) if kwargs else args
         try:
             tree = jax.tree.map(
-                lambda flag, part: jax.tree.map(lambda _: flag, part, is_leaf=_registry.is_opaque),
+                lambda flag, part: jax.tree.map(lambda _: flag, part, is_leaf=_states.is_opaque),
                 self._prevent_cse,
                 full,
             )
@@ -327,7 +330,7 @@ class Remat(Wrapper):
             path = paths(state)
             if not allowed(path, state):
                 raise StateAccessError(
-                    f"remat({name_of(self.__wrapped__)}) touched {_registry.describe(state, kind, path)}, which its "
+                    f"remat({name_of(self.__wrapped__)}) touched {_states.describe(state, kind, path)}, which its "
                     f"filter states={brief(self._options['states'])} excludes.\n"
                     f"Fix: add the state to the filter, or do not touch it in this function."
                 )
@@ -452,4 +455,4 @@ def checkpoint_name(x: T, name: str) -> T:
     if not isinstance(name, str):
         raise TypeError(f"checkpoint_name needs a string as the name, got {type(name).__name__}: {name!r}.")
     arrays, others = partition(x)
-    return others.combine([_compat.named(as_array(a), name) for a in arrays])
+    return others.combine([_jax.named(as_array(a), name) for a in arrays])

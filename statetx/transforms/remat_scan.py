@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .. import _registry
-from .._lift import name_of
-from .._paths import Not, as_predicate
-from .._rules import Broadcast, Carry, Split
-from .._schedule import slots_for
-from .._strategy import Auto, Lengths, Slots, Strategy, as_strategy
+from .. import _states
+from .._lift.rules import Broadcast, Carry, Split
+from .._lift.stage import name_of
+from .._loops.schedule import slots_for
+from .._loops.strategy import Auto, Lengths, Slots, Strategy, as_strategy
+from .._objects.paths import Not, as_predicate
 from .._typing import Filter, Policy, PyTree
 from .scan import scan
 from .stack import Stack, stack
@@ -197,7 +197,7 @@ def _takes_nothing(target: Callable) -> bool:
 
 
 def _is_random(path: str, state: Any) -> bool:
-    kind = _registry.kind_of(state)
+    kind = _states.kind_of(state)
     return kind is not None and kind.is_random(state)
 
 

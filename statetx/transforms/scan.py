@@ -15,18 +15,20 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .. import _compat, _registry, _unstaged
-from .._carry import flatten_carry, settle
+from .. import _jax, _states
+from .._equations.structure import Body
 from .._errors import StateAccessError
-from .._jaxpr import Body
-from .._lift import Input, name_of
-from .._loops import make_loop, resolve_strategy
-from .._opaque import refuse_unfinished
-from .._registry import Effect
-from .._rules import Broadcast, Carry, Rules, Split
-from .._staged import Staged, publish
-from .._strategy import Strategy
-from .._tree import as_array, is_array_or_number, partition, type_str
+from .._frames import Effect
+from .._lift.carry import flatten_carry, settle
+from .._lift.rules import Broadcast, Carry, Rules, Split
+from .._lift.stage import Input, name_of
+from .._lift.staged import Staged, publish
+from .._loops import eager
+from .._loops.build import make_loop, resolve_strategy
+from .._loops.strategy import Strategy
+from .._objects.opaque import refuse_unfinished
+from .._text import type_str
+from .._tree import as_array, is_array_or_number, partition
 from .._typing import Filter
 from ..kinds.ref import KIND as REF
 
@@ -114,14 +116,12 @@ def scan(
     xs_leaves = [x[...] if isinstance(x, jax.Ref) else as_array(x) for x in xs_leaves]
     rules = Rules("scan", states, f, (Carry, Broadcast, Split))
     length = _resolve_length(xs_leaves, length, rules)
-    if _unstaged.is_wanted():
+    if eager.is_wanted():
         if length:
-            return _unstaged.scan(
-                f, carry_part.combine([jnp.asarray(x) for x in carry]), xs, length, bool(reverse), rules
-            )
+            return eager.scan(f, carry_part.combine([jnp.asarray(x) for x in carry]), xs, length, bool(reverse), rules)
         with jax.disable_jit(False):  # without a step only staging tells the types of the output
             return scan(f, init, xs, length, states=states)
-    x_avals = [_compat.drop_axis(_compat.abstract(x), 0) for x in xs_leaves]
+    x_avals = [_jax.drop_axis(_jax.abstract(x), 0) for x in xs_leaves]
 
     def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
         return (carry_part.combine(leaves[: len(carry)]), xs_part.combine(leaves[len(carry) :])), {}
@@ -135,7 +135,7 @@ def scan(
         return out[0], out[1], [x[n][...] for n in refs]
 
     def stage(carry: list, enter: Callable) -> Staged:
-        avals = [*map(_compat.abstract, carry), *x_avals]
+        avals = [*map(_jax.abstract, carry), *x_avals]
         slice = lambda state, aval: rules.slice_type(state, aval, length)  # noqa: E731
         return Staged("scan", f, call, avals, kind="scan", arguments=arguments, slice=slice, enter=enter)
 
@@ -155,7 +155,7 @@ def _effects_on(refs: Collection[jax.Ref], body: Staged) -> list[Effect]:
     for ref in refs:
         if id(ref) in body.inputs or sum(r is ref for r in refs) > 1:
             raise StateAccessError(
-                f"scan: {_registry.describe(ref, REF)} is given as xs and reached by the body in another way, too. A step "
+                f"scan: {_states.describe(ref, REF)} is given as xs and reached by the body in another way, too. A step "
                 f"would not know which of the two it writes.\nFix: use only the slice that the body receives."
             )
     return [Effect(ref, REF, None, REF.site_of(ref)) for ref in refs]
@@ -163,7 +163,7 @@ def _effects_on(refs: Collection[jax.Ref], body: Staged) -> list[Effect]:
 
 def _check_known(argument: str, value: Any) -> None:
     """Refuse a tracer where an integer decides about the program."""
-    if isinstance(value, _compat.Tracer):
+    if isinstance(value, _jax.Tracer):
         raise jax.errors.ConcretizationTypeError(
             value,
             f"scan: {argument}= must be known while the loop is traced.\nFix: give a Python integer; in a jitted function, "
@@ -230,7 +230,7 @@ class _Loop:
             self._repeated.append(i)
         elif rule is Broadcast and effect is not None:
             raise StateAccessError(
-                f"scan: {_registry.describe(i.state, i.kind, self._rules.path(i.state))} is declared Broadcast and was "
+                f"scan: {_states.describe(i.state, i.kind, self._rules.path(i.state))} is declared Broadcast and was "
                 f"written at {effect.site}.\nFix: declare it Carry, or give an axis to stack its writes along."
             )
         elif rule is Carry or effect is not None:
@@ -249,7 +249,7 @@ class _Loop:
             *states(self._repeated),
             *carry_vars,
             *states(self._carried),
-            *(_compat.Var(a) for i in self._repeated for a in i.avals),
+            *(_jax.Var(a) for i in self._repeated for a in i.avals),
             *x_vars,
             *states(sliced),
         ]

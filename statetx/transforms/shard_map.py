@@ -8,11 +8,11 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 import jax
 from jax.sharding import PartitionSpec
 
-from .. import _compat, _registry
+from .. import _frames, _jax, _states
 from .._errors import StateAccessError, StateFilterError, StateValueError
-from .._lift import Wrapper, as_decorator, call, frame_for, name_of, take_apart
-from .._paths import Paths, as_predicate
-from .._registry import Effect
+from .._frames import Effect
+from .._lift.stage import Wrapper, as_decorator, call, frame_for, name_of, take_apart
+from .._objects.paths import Paths, as_predicate
 from .._text import brief
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
@@ -117,7 +117,7 @@ class ShardMap(Wrapper):
             out = frame.run(call, fun, part.combine(tracers), {})
             return devices.sort(out, frame.effects)
 
-        outside = _compat.current_trace()
+        outside = _jax.current_trace()
         groups = {str(s): s for s in (_REPLICATED, *_specs_in(self._out_specs), *(s for _, s in self._rules))}
         devices.groups = {name: [] for name in groups}
         in_specs = (devices.state_specs, specs)
@@ -161,7 +161,7 @@ class _Devices:
         self.replicated_writes: list[Effect] = []
 
     def _add_input(self, state: Any, spec: PartitionSpec, is_required: bool) -> None:
-        kind = _registry.kind_of(state)
+        kind = _states.kind_of(state)
         assert kind is not None
         try:
             value = kind.read(state)
@@ -182,7 +182,7 @@ class _Devices:
             path = self.paths(state)
             if self._owner.spec_of(path, state) is not None:
                 raise StateFilterError(
-                    f"shard_map: states= selects {_registry.describe(state, kind, path)}, which "
+                    f"shard_map: states= selects {_states.describe(state, kind, path)}, which "
                     f"{name_of(self._owner.__wrapped__)} reads. Every device would get all of it: no walk over the function "
                     f"and its arguments finds it.\n"
                     f"Fix: hold the state in an attribute of an object that the function closes over, or in an argument."
@@ -192,7 +192,7 @@ class _Devices:
         return on_read
 
     def sort(self, out: PyTree, effects: Sequence[Effect]) -> dict[str, list]:
-        _registry.refuse_created(effects, f"shard_map({name_of(self._owner.__wrapped__)})")
+        _frames.refuse_created(effects, f"shard_map({name_of(self._owner.__wrapped__)})")
         names = _Names()
 
         def put(leaf: Any, spec: PartitionSpec) -> None:
@@ -219,7 +219,7 @@ class _Devices:
 
     def explain(self) -> str:
         written = ", ".join(
-            f"{_registry.describe(e.state, e.kind, self.paths(e.state))} at {e.site}" for e in self.replicated_writes
+            f"{_states.describe(e.state, e.kind, self.paths(e.state))} at {e.site}" for e in self.replicated_writes
         )
         return (
             f"shard_map({name_of(self._owner.__wrapped__)}) wrote replicated states, and JAX cannot tell that all devices "
@@ -233,7 +233,7 @@ class _Devices:
         out = self._out.combine([next(leaves) for _ in range(self._out.num_dynamic)])
         for effect, part in self._effects:
             effect.value = part.combine([next(leaves) for _ in range(part.num_dynamic)])
-        _registry.publish([effect for effect, _ in self._effects], live=True)
+        _frames.publish([effect for effect, _ in self._effects], live=True)
         return out
 
 
@@ -257,7 +257,7 @@ def _broadcast_specs(specs: Any, tree: PyTree) -> list[PartitionSpec]:
     found: list[PartitionSpec] = []
 
     def fill(spec: Any, part: PyTree) -> None:
-        found.extend([_REPLICATED if spec is None else spec] * len(jax.tree.leaves(part, is_leaf=_registry.is_opaque)))
+        found.extend([_REPLICATED if spec is None else spec] * len(jax.tree.leaves(part, is_leaf=_states.is_opaque)))
 
     jax.tree.map(fill, specs, tree, is_leaf=_is_spec)
     return found

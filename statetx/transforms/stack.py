@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _compat, _registry
+from .. import _jax, _states
 from .._atomic import commit
 from .._errors import StateValueError
-from .._objects import attributes, children, extras, has_parts, is_opaque, is_wrapper, set_items, weak_children
-from .._paths import Paths, as_predicate, states
-from .._tree import Identity, freeze, is_array, is_array_or_number, partition, tree_type_str
-from .._typing import Filter, PyTree
-from .._walk import Walk
+from .._objects.contents import attributes, children, extras, has_parts, is_opaque, is_wrapper, set_items, weak_children
+from .._objects.paths import Paths, as_predicate, states
+from .._objects.walk import Walk
+from .._text import tree_type_str
+from .._tree import Identity, freeze, is_array, is_array_or_number, partition
+from .._typing import Filter, PyTree, public
 from ..kinds.ref import KIND as REF
 from .scan import scan
 
@@ -80,6 +81,7 @@ def stack(
     return Stack(made[0], len(made), axis, _stack_states(made[0], partners, axis, as_predicate(shared)))
 
 
+@public
 class Stack:
     """Layers as one; made by `stack`.
 
@@ -157,7 +159,7 @@ def unstack(layers: Stack) -> list[Any]:
 
 
 def _kind(state: Any) -> Any:
-    kind = _registry.kind_of(state)
+    kind = _states.kind_of(state)
     assert kind is not None
     return kind
 
@@ -202,7 +204,7 @@ def _annotate(stacked: Sequence[Any], axis: int, change: str) -> None:
     for state in stacked:
         kind = _kind(state)
         leaves = jax.tree.leaves(kind.get(state))
-        if isinstance(kind, _registry.Annotated):
+        if isinstance(kind, _states.Annotated):
             getattr(kind, change)(state, axis if axis >= 0 or not leaves else axis + jnp.ndim(leaves[0]))
 
 
@@ -251,7 +253,7 @@ def _check_alike(first: Any, other: Any, which: str) -> dict[int, Any]:
         if type(a) is not type(b):
             same_name = type(a).__name__ == type(b).__name__
             raise _differs(path, which, *(str(type(x)) if same_name else type(x).__name__ for x in (a, b)))
-        kind = _registry.kind_of(a)
+        kind = _states.kind_of(a)
         if kind is not None:
             if partners.setdefault(id(a), b) is not b or taken.setdefault(id(b), path) != path:
                 raise _differs(path, which, "one state in several places", "several states there, or the reverse")
@@ -277,7 +279,7 @@ def _parts(obj: Any) -> list[tuple[str, Any]]:
 def _check_content(a: Any, b: Any, path: str, which: str) -> None:
     """Raise if two objects of one type differ in what is none of their parts."""
     if _is_array(a):
-        is_known = not isinstance(a, _compat.Tracer) and a.shape == b.shape
+        is_known = not isinstance(a, _jax.Tracer) and a.shape == b.shape
         if not (is_known and np.array_equal(_words(a), _words(b), equal_nan=_has_nan(a))):
             raise _differs(path, which, f"{a}", f"{b}")
     elif isinstance(a, Set) and not set_items(a)[1]:

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _compat, _registry
+from .. import _frames, _jax, _states
 from .._errors import StateAccessError
-from .._lift import Wrapper, as_decorator, call, frame_for, name_of, take_apart
-from .._paths import argument_names
-from .._registry import Effect
-from .._rules import Broadcast, Rules, Split
-from .._tree import Partition, as_array, is_array, is_array_or_number, partition, type_str
+from .._frames import Effect
+from .._lift.rules import Broadcast, Rules, Split
+from .._lift.stage import Wrapper, as_decorator, call, frame_for, name_of, take_apart
+from .._objects.paths import argument_names
+from .._text import type_str
+from .._tree import Partition, as_array, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -125,7 +126,7 @@ class Vmap(Wrapper):
         examples = _Examples(self, rules)
 
         def body(tracers: list) -> dict[str, list]:
-            examples.trace = _compat.current_trace()
+            examples.trace = _jax.current_trace()
             rest = iter(tracers)
             dynamic = [next(rest) if a is not None else x for x, a in zip(leaves, axes, strict=True)]
             frame = frame_for("vmap", fun, on_read=examples.on_read)
@@ -184,7 +185,7 @@ class _Sizes:
         return size
 
     def _name(self, n: int) -> str:
-        paths, _ = jax.tree_util.tree_flatten_with_path((self._args, self._kwargs), is_leaf=_registry.is_opaque)
+        paths, _ = jax.tree_util.tree_flatten_with_path((self._args, self._kwargs), is_leaf=_states.is_opaque)
         dynamic = [path for (path, _), is_dynamic in zip(paths, self._part.mask, strict=True) if is_dynamic]
         return f"{argument_names(self._fun, self._args)(dynamic[n])} ({type_str(as_array(self._leaves[n]))})"
 
@@ -211,15 +212,15 @@ class _Examples:
         if rule is not Split and not isinstance(rule, int):
             return value
         # The read may stand in a trace further in: what follows belongs outside the map.
-        with _compat.enclosing(self.trace):
+        with _jax.enclosing(self.trace):
             if not isinstance(rule, int):
-                keys = jax.random.split(value, _compat.batch_size(self.trace) + 1)
+                keys = jax.random.split(value, _jax.batch_size(self.trace) + 1)
                 self._advanced[id(state)] = keys[0]
-                return _compat.batched(self.trace, keys[1:], 0)
+                return _jax.batched(self.trace, keys[1:], 0)
             arrays, part = partition(value)
             for x in arrays:
-                self._rules.slice_type(state, _compat.abstract(x), _compat.batch_size(self.trace))
-            return part.combine([_compat.batched(self.trace, jnp.asarray(x), rule) for x in arrays])
+                self._rules.slice_type(state, _jax.abstract(x), _jax.batch_size(self.trace))
+            return part.combine([_jax.batched(self.trace, jnp.asarray(x), rule) for x in arrays])
 
     def sort(self, out: PyTree, out_axes: Any, effects: Sequence[Effect]) -> dict[str, list]:
         """The traced leaves of output and writes in groups, by the axis along which they are stacked."""
@@ -250,12 +251,12 @@ class _Examples:
         return groups
 
     def _check_equal(self, effect: Effect, leaves: Sequence[Any]) -> None:
-        if not any(_compat.is_batched(x, self.trace) for x in leaves):
+        if not any(_jax.is_batched(x, self.trace) for x in leaves):
             return
         path = self._rules.path(effect.state)
         raise StateAccessError(
             f"vmap({name_of(self._owner.__wrapped__)}) wrote a value that differs between the examples to "
-            f"{_registry.describe(effect.state, effect.kind, path)}, at {effect.site}. One state cannot hold them all.\n"
+            f"{_states.describe(effect.state, effect.kind, path)}, at {effect.site}. One state cannot hold them all.\n"
             f"Fix: declare the axis along which it has one slice for each example, vmap(..., states={{{path!r}: 0}}), or "
             f"reduce the value over the examples first (jax.lax.pmean over an axis_name)."
         )
@@ -273,7 +274,7 @@ class _Examples:
             else:
                 values = [next(leaves) for _ in range(part.num_dynamic)]
                 effect.value = part.combine([x if axis is None else jnp.moveaxis(x, 0, axis) for x in values])
-        _registry.publish([effect for effect, _, _ in self._effects], live=True)
+        _frames.publish([effect for effect, _, _ in self._effects], live=True)
         return out
 
 
@@ -290,7 +291,7 @@ def _broadcast_axes(name: str, axes: Any, tree: PyTree) -> list[int | None]:
     found: list[int | None] = []
 
     def fill(axis: Any, part: PyTree) -> None:
-        for leaf in jax.tree.leaves(part, is_leaf=_registry.is_opaque):
+        for leaf in jax.tree.leaves(part, is_leaf=_states.is_opaque):
             if axis is not None and not isinstance(axis, int):
                 raise TypeError(f"vmap: {name} must hold ints and None, got {type(axis).__name__}: {axis!r}.")
             # What is no array cannot be mapped: it passes untouched.

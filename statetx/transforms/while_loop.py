@@ -10,17 +10,20 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .. import _compat, _control, _key_words, _online, _unstaged
-from .._carry import flatten_carry, settle
+from .. import _jax
+from .._equations.structure import Body, table
 from .._errors import PolicyError, StateAccessError
-from .._jaxpr import Body, table
-from .._lift import name_of
-from .._loops import make_loop, refuse_effects, resolve_strategy
-from .._nested import Step
-from .._paths import Paths
-from .._staged import Staged, publish, union
-from .._strategy import Slots, Strategy, as_strategy
-from .._tree import is_array_or_number, type_str
+from .._lift import key_reuse
+from .._lift.carry import flatten_carry, settle
+from .._lift.stage import name_of
+from .._lift.staged import Staged, publish, union
+from .._loops import bind, eager, online
+from .._loops.build import make_loop, refuse_effects, resolve_strategy
+from .._loops.nested import Step
+from .._loops.strategy import Slots, Strategy, as_strategy
+from .._objects.paths import Paths
+from .._text import type_str
+from .._tree import is_array_or_number
 
 T = TypeVar("T")
 
@@ -81,16 +84,16 @@ def while_loop(
     _check_callable("while_loop", cond_fun, "condition")
     _check_callable("while_loop", body_fun, "body")
     carry, part = flatten_carry("while_loop", init_val)
-    if _unstaged.is_wanted():
+    if eager.is_wanted():
         with contextlib.suppress(
             jax.errors.ConcretizationTypeError
         ):  # under vmap the examples may end at different steps
-            return _unstaged.while_loop(cond_fun, body_fun, part.combine([jnp.asarray(x) for x in carry]), max_steps)
+            return eager.while_loop(cond_fun, body_fun, part.combine([jnp.asarray(x) for x in carry]), max_steps)
 
     def stage(fun: Callable, kind: str, carry: list, enter: Callable) -> Staged:
         arguments = lambda xs: ((part.combine(xs),), {})  # noqa: E731
         call = lambda *xs: (fun(*arguments(xs)[0]),)  # noqa: E731
-        avals = list(map(_compat.abstract, carry))
+        avals = list(map(_jax.abstract, carry))
         return Staged("while_loop", fun, call, avals, kind=kind, arguments=arguments, enter=enter)
 
     body, carry, enter = settle(functools.partial(stage, body_fun, "while_body"), carry, part)
@@ -165,7 +168,7 @@ def fori_loop(
     for name, bound in (("lower", lower), ("upper", upper)):
         if not is_array_or_number(bound) or jnp.ndim(bound) != 0 or not _is_real(bound):
             raise TypeError(f"fori_loop: {name} must be a scalar, a real number, got {type_str(bound)}: {bound!r}.")
-    is_static = not isinstance(lower, _compat.Tracer) and not isinstance(upper, _compat.Tracer)
+    is_static = not isinstance(lower, _jax.Tracer) and not isinstance(upper, _jax.Tracer)
     if not is_static and unroll not in (None, False, 1):
         raise ValueError("fori_loop: unroll= needs bounds that are known ahead; lower or upper is traced.")
     strategy = resolve_strategy("fori_loop", checkpoint, unroll)
@@ -181,8 +184,8 @@ def fori_loop(
     if is_static:
         lower, upper = int(lower), int(upper)  # as JAX does, which cuts off fractions of bounds that are known
         length = max(upper - lower, 0)
-        if _unstaged.is_wanted():
-            return _unstaged.fori_loop(range(lower, upper), body_fun, part.combine([jnp.asarray(x) for x in carry]))
+        if eager.is_wanted():
+            return eager.fori_loop(range(lower, upper), body_fun, part.combine([jnp.asarray(x) for x in carry]))
     start = lower if is_static else jnp.asarray(lower + 0 * upper)
 
     def step(i: Any, *xs: Any) -> tuple[Any, Any]:
@@ -192,7 +195,7 @@ def fori_loop(
         return (leaves[0], part.combine(leaves[1:])), {}
 
     def stage(carry: list, enter: Callable) -> Staged:
-        avals = list(map(_compat.abstract, [start, *carry]))
+        avals = list(map(_jax.abstract, [start, *carry]))
         return Staged("fori_loop", body_fun, step, avals, kind="fori_loop", arguments=arguments, enter=enter)
 
     body, carry, _ = settle(stage, carry, part, num_before=1)
@@ -268,22 +271,22 @@ class _Loop:
         def build(test: Body, body: Body) -> Callable:
             num_constants = len(self.constants[-1])
             if is_of_words:
-                inner = build_loop(_key_words.body_of_words(test), _key_words.body_of_words(body), num_constants)
-                return _key_words.loop_of_words(inner, body)
+                inner = build_loop(key_reuse.body_of_words(test), key_reuse.body_of_words(body), num_constants)
+                return key_reuse.loop_of_words(inner, body)
             return build_loop(test, body, num_constants)
 
         def build_loop(test: Body, body: Body, num_constants: int) -> Callable:
             if slots is None and max_steps is None:
-                return _control.while_loop(test, body, num_constants)
+                return bind.while_loop(test, body, num_constants)
             name = f"while_loop({name_of(self._body.fun)})"
             options = {"length": 0, "reverse": False, "policy": slots and slots.policy, "name": name}
             step = Step(body, num_constants, len(body.jaxpr.outvars), **options)
-            return _online.while_loop(test, step, slots and slots.num, max_steps)
+            return online.while_loop(test, step, slots and slots.num, max_steps)
 
         values = [*carry, *self.state_values]
         if slots is not None:
             values = self._vary(values)
-        is_of_words = slots is not None and _key_words.are_wanted(*self.bodies)
+        is_of_words = slots is not None and key_reuse.are_wanted(*self.bodies)
         use = ("while_loop", is_of_words, slots, max_steps, *map(len, self.constants))
         kept = table.get(self.bodies, use, build)
         return kept(*self.constants, values)
@@ -294,11 +297,11 @@ class _Loop:
         The reversal of such a loop has as many steps as a device has done. The sum of a gradient over devices must therefore stand
         outside of the loop: constants differ before it, by their types, and their cotangents are summed after it.
         """
-        axes = sorted(_compat.varying_axes(self.bodies[0].jaxpr.outvars[0].aval))
+        axes = sorted(_jax.varying_axes(self.bodies[0].jaxpr.outvars[0].aval))
         if not axes:
             return carry
-        carry = [_compat.as_varying(x, axes) for x in carry]
-        self.constants = [[_compat.as_varying(x, axes) for x in values] for values in self.constants]
+        carry = [_jax.as_varying(x, axes) for x in carry]
+        self.constants = [[_jax.as_varying(x, axes) for x in values] for values in self.constants]
         self.bodies = [
             _varying(body, [jax.typeof(x) for x in (*values, *carry)], axes)
             for body, values in zip(self.bodies, self.constants, strict=True)
@@ -319,6 +322,6 @@ def _varying(body: Body, avals: Sequence[Any], axes: Sequence[str]) -> Body:
     """The same equations for inputs of types that vary along these axes."""
 
     def run(*args: Any) -> list[Any]:
-        return [_compat.as_varying(x, axes) for x in _compat.with_varying_inputs(body.jaxpr, args)]
+        return [_jax.as_varying(x, axes) for x in _jax.with_varying_inputs(body.jaxpr, args)]
 
-    return Body.close(*_compat.stage(run, avals, kind="while_body", name="while_loop"))
+    return Body.close(*_jax.stage(run, avals, kind="while_body", name="while_loop"))

@@ -1,0 +1,1 @@
+"""Jaxprs as values: their structure, their arrays as inputs, their cost."""

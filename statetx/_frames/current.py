@@ -1,0 +1,50 @@
+"""The innermost open frame of each thread."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+from .. import _jax
+from .._states.registry import _load_pending, _modal, _pending
+
+if TYPE_CHECKING:
+    from .frame import Frame
+
+
+class _Local(threading.local):
+    frame: Frame | None = None
+
+
+_local = _Local()
+
+
+def current_frame() -> Frame | None:
+    return _local.frame
+
+
+set_current_frame = functools.partial(setattr, _local, "frame")  # written in C, as a `Store` needs it
+
+
+def is_idle() -> bool:
+    """Whether nobody watches states in this thread and nothing is being traced."""
+    return idle_modes() is not None
+
+
+def idle_modes() -> Hashable | None:
+    """`modes` if the thread is idle, else None: all that the fast path of a compiled function asks for, in one go."""
+    if _local.frame is not None or _jax._context.trace is not _jax._eval_trace:
+        return None
+    for library in _pending:
+        if library in sys.modules:
+            _load_pending()
+            break
+    found = []
+    for kind in _modal:
+        if not kind.is_idle():
+            return None
+        found.append(kind.mode())
+    return tuple(found)

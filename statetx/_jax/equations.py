@@ -1,0 +1,118 @@
+"""Jaxprs and their equations: types and parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax._src import core as _core
+from jax._src.ad_util import Zero as _Zero
+from jax._src.ad_util import instantiate as _instantiate_zeros
+from jax._src.lax import lax as _lax
+from jax.api_util import shaped_abstractify
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core.primitives import closed_call_p
+
+Jaxpr = _core.Jaxpr
+
+
+if TYPE_CHECKING or hasattr(_core, "ClosedJaxpr"):
+    ClosedJaxpr = _core.ClosedJaxpr
+else:  # jax 0.12 has one class for both
+    ClosedJaxpr = _core.Jaxpr
+
+
+Literal = _core.Literal
+
+
+Var = _core.Var
+
+
+def abstract(x: Any) -> Any:
+    """The type (shape, dtype, weak type, sharding) that `x` has as an argument of a traced function."""
+    return jax.typeof(x) if isinstance(x, jax.Array) else shaped_abstractify(x)
+
+
+no_equations = Jaxpr([], [], [], [], debug_info=_core.DebugInfo("statetx", "nothing", (), ()))
+
+
+def is_dropped(v: Any) -> bool:
+    """Whether a result of an equation has no name, since no other reads it."""
+    return isinstance(v, _core.DropVar)
+
+
+def close(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
+    """A jaxpr without constants, with these values for its first inputs."""
+    num = len(consts)
+    return ClosedJaxpr(jaxpr.replace(constvars=jaxpr.invars[:num], invars=jaxpr.invars[num:]), list(consts))
+
+
+def drop_axis(aval: Any, axis: int) -> Any:
+    """The type of one slice of an array of type `aval` along `axis`."""
+    return _core.mapped_aval(aval.shape[axis], axis % len(aval.shape), aval)
+
+
+def with_weak_type(x: Any, weak: bool) -> Any:
+    """`x` with its type made weak or strong, the value unchanged."""
+    return _lax._convert_element_type(x, weak_type=weak)
+
+
+def output_types(primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """The types of an operation's results."""
+    if "call_jaxpr" in params:  # custom derivatives, which JAX types by the jaxpr alone
+        return [v.aval for v in open_jaxpr(params["call_jaxpr"])[0].outvars]
+    out = primitive.abstract_eval(*inputs, **params)[0]
+    return list(out) if primitive.multiple_results else [out]
+
+
+def is_debug_callback(primitive: Any) -> bool:
+    """Whether an operation is ``jax.debug.callback`` or ``jax.debug.print``."""
+    return primitive.name in ("debug_callback", "debug_print")
+
+
+def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
+    """The jaxprs among an equation's parameters."""
+    for sub in _core.jaxprs_in_params(eqn.params):
+        yield open_jaxpr(sub)[0]
+
+
+def zero_tangent(aval: Any) -> Any:
+    """The tangent of an integer of this type, as the result of a rule for derivatives."""
+    return SymbolicZero(aval.to_tangent_aval())
+
+
+def zeros(aval: Any) -> Any:
+    """Zeros of a type, with its sharding unless that is of another mesh than the one that is set."""
+    if aval.sharding.mesh != jax.sharding.get_abstract_mesh():
+        return jnp.zeros(aval.shape, aval.dtype)
+    return _instantiate_zeros(_Zero(aval))
+
+
+def is_jaxpr(x: Any) -> bool:
+    return isinstance(x, (Jaxpr, ClosedJaxpr))
+
+
+def open_jaxpr(x: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """Split a jaxpr, closed or not, into equations and constants (one class serves both from jax 0.12 on)."""
+    return (x.jaxpr, x.consts) if isinstance(x, ClosedJaxpr) else (x, getattr(x, "consts", ()))
+
+
+CALLS = dict.fromkeys(["jit", "pjit", "remat2", "remat", "checkpoint", "shard_map", "compute_on"], "jaxpr")
+
+
+CLOSED_CALL = closed_call_p.name  # "closed_call" before JAX 0.12, "eval_jaxpr" since
+
+
+CALLS |= {CLOSED_CALL: "call_jaxpr", "core_call": "call_jaxpr"}
+
+
+"""Operations that run a jaxpr once, on their operands, for their results, and the parameter that it is. A policy of `remat_p` is
+asked about the equations within, and not about the operation."""
+
+
+def scope(eqn: Any) -> str:
+    """The names that stand around an equation: those of ``jax.named_scope`` and of transforms, joined by slashes."""
+    return str(eqn.source_info.name_stack)

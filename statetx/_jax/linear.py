@@ -1,0 +1,115 @@
+"""A linear function with a transpose of its own, as one equation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax._src import core as _core
+from jax._src.ad_util import Zero as _Zero
+from jax._src.ad_util import instantiate as _instantiate_zeros
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import mlir as _mlir
+
+from .batching import map_over
+
+
+def linear_call(
+    fun: Callable[[list, list], list],
+    transpose: Callable[[list, list], list],
+    residuals: Sequence[Any],
+    tangents: Sequence[Any],
+    out_avals: Sequence[Any],
+) -> list[Any]:
+    """``fun(residuals, tangents)``, linear in the tangents, with a transpose of its own.
+
+    As ``jax.custom_derivatives.linear_call``, and more: it can be mapped, and differentiated with respect to the
+    residuals, which differentiates `fun`.
+
+    Args:
+        fun: returns arrays of types `out_avals`.
+        transpose: ``(residuals, cotangents) -> cotangents of the tangents``; a cotangent is None where it is zero.
+    """
+    return _linear_p.bind(
+        *residuals, *tangents, fun=fun, transpose=transpose, num_res=len(residuals), out_avals=tuple(out_avals)
+    )
+
+
+_linear_p = _core.Primitive("statetx_linear")
+
+
+_linear_p.multiple_results = True
+
+
+def _linear_impl(*args: Any, fun: Callable, transpose: Callable, num_res: int, out_avals: Any) -> list[Any]:
+    return fun(list(args[:num_res]), list(args[num_res:]))
+
+
+def _linear_jvp(primals: Any, tangents: Any, *, fun: Callable, num_res: int, **params: Any) -> Any:
+    moving = [i for i, t in enumerate(tangents) if type(t) is not _Zero and t.dtype != jax.dtypes.float0]
+    outs = _linear_p.bind(*primals, fun=fun, num_res=num_res, **params)
+    if all(i >= num_res for i in moving):
+        moved = [_instantiate_zeros(t) for t in tangents[num_res:]]
+        return outs, _linear_p.bind(*primals[:num_res], *moved, fun=fun, num_res=num_res, **params)
+
+    def of_moving(*values: Any) -> list[Any]:
+        whole = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            whole[i] = value
+        return fun(whole[:num_res], whole[num_res:])
+
+    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+def _linear_transpose(
+    cts: Any, *args: Any, fun: Callable, transpose: Callable, num_res: int, out_avals: Any
+) -> list[Any]:
+    given = [None if type(ct) is _Zero else ct for ct in cts]
+    if all(ct is None for ct in given):
+        return [None] * len(args)
+    return [None] * num_res + transpose(list(args[:num_res]), given)
+
+
+def _linear_batch(
+    axis: Any, args: Any, dims: Any, *, fun: Callable, transpose: Callable, num_res: int, out_avals: Any
+) -> tuple[list[Any], list[Any]]:
+    res_dims, dims = list(dims[:num_res]), list(dims[num_res:])
+    if all(d is None for d in (*res_dims, *dims)):
+        params = {"fun": fun, "transpose": transpose, "num_res": num_res, "out_avals": out_avals}
+        return _linear_p.bind(*args, **params), [None] * len(out_avals)
+
+    def mapped_transpose(residuals: list, cts: list) -> list:
+        ct_dims = [None if ct is None else 0 for ct in cts]
+        outs = map_over(transpose, axis, (res_dims, ct_dims))(residuals, cts)
+        return [x.sum(0) if d is None else jnp.moveaxis(x, 0, d) for x, d in zip(outs, dims, strict=True)]
+
+    outs = _linear_p.bind(
+        *args,
+        fun=map_over(fun, axis, (res_dims, dims)),
+        transpose=mapped_transpose,
+        num_res=num_res,
+        out_avals=tuple(_core.unmapped_aval(axis.size, 0, aval) for aval in out_avals),
+    )
+    return outs, [0] * len(outs)
+
+
+_linear_p.def_impl(_linear_impl)
+
+
+_linear_p.def_abstract_eval(lambda *_, out_avals, **__: list(out_avals))
+
+
+_ad.primitive_jvps[_linear_p] = _linear_jvp
+
+
+_ad.primitive_transposes[_linear_p] = _linear_transpose
+
+
+_batching.fancy_primitive_batchers[_linear_p] = _linear_batch
+
+
+_mlir.register_lowering(_linear_p, _mlir.lower_fun(_linear_impl, multiple_results=True))

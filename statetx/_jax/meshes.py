@@ -1,0 +1,124 @@
+"""Meshes, manual axes, and types that vary along them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.core
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import mesh as _mesh
+
+from .editing import bind_equation
+from .equations import Jaxpr, Literal, inner_jaxprs, open_jaxpr
+from .traces import _context, _eval_trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Manual:
+    """The `jax.shard_map` that code runs in: its mesh, the axes that are divided by hand, whether types name varying axes."""
+
+    mesh: Any
+    axes: tuple[str, ...]
+    is_checked: bool
+
+
+def manual_around() -> Manual | None:
+    """The `jax.shard_map` around the code that is running."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(mesh.manual_axes)
+    return Manual(mesh, axes, _config._check_vma.value) if axes else None
+
+
+def concrete_mesh(mesh: Any) -> Any:
+    """A mesh of devices like an abstract one: the one that is set, or else one of the first devices."""
+    here = _mesh.get_concrete_mesh()
+    if here.shape_tuple == mesh.shape_tuple:
+        return here
+    auto, manual = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual
+    types = tuple([auto if t == manual else t for t in mesh.axis_types])
+    return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=types, devices=jax.devices()[: mesh.size])
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The axes of a `jax.shard_map` along which a value of this type differs, where types say so."""
+    manual = getattr(aval, "mat", None)  # in some versions of JAX `vma` alone
+    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
+
+
+def as_varying(x: Any, axes: Sequence[str]) -> Any:
+    """The value with a type that varies along these axes of a `jax.shard_map`, where types say so."""
+    missing = tuple([a for a in axes if a not in varying_axes(jax.typeof(x))])
+    return jax.lax.pcast(x, missing, to="varying") if missing and _config._check_vma.value else x
+
+
+def varying_like(x: Any, y: Any) -> Any:
+    """The value with a type that varies along the axes along which `y` does."""
+    return as_varying(x, tuple(varying_axes(jax.typeof(y))))
+
+
+@contextlib.contextmanager
+def outside_of_all() -> Iterator[None]:
+    """A context in which nothing is being traced, and no `jax.vmap` and no `jax.shard_map` is around."""
+    mesh = _mesh.get_concrete_mesh().abstract_mesh
+    axes = _context.axis_env
+    with _core.set_current_trace(_eval_trace), jax.sharding.use_abstract_mesh(mesh), _config._check_vma(False):
+        _context.set_axis_env(_core.top_axis_env)
+        try:
+            yield
+        finally:
+            _context.set_axis_env(axes)
+
+
+def replicated(x: Any) -> Any:
+    """A value with the type of what is computed here: where a mesh with explicit axes is set, one that lies on it."""
+    if not has_explicit_axes() or not jax.typeof(x).sharding.mesh.empty:
+        return x
+    return jax.sharding.reshard(x, jax.P())
+
+
+def has_explicit_axes() -> bool:
+    """Whether the mesh that is set has axes of which types say how arrays lie on them."""
+    return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def with_varying_inputs(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluate equations on values that vary along more axes of a `jax.shard_map` than when they were staged."""
+    env = dict(zip(jaxpr.invars, args, strict=True))
+    read = lambda v: v.val if isinstance(v, Literal) else env[v]  # noqa: E731
+    for eqn in jaxpr.eqns:
+        ins = [read(v) for v in eqn.invars]
+        name = eqn.primitive.name
+        if name == "pvary":
+            outs = [as_varying(x, eqn.params["axes"]) for x in ins]
+        elif name in ("jit", "pjit"):
+            inner, consts = open_jaxpr(eqn.params["jaxpr"])
+            with eqn.ctx.manager:
+                outs = with_varying_inputs(
+                    inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars]), [*consts, *ins]
+                )
+        else:
+            if not any(True for _ in inner_jaxprs(eqn)):
+                axes = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in ins)))
+                ins = [as_varying(x, axes) for x in ins]
+            outs = bind_equation(eqn, eqn.params, ins)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+@contextlib.contextmanager
+def inside(*eqns: Any) -> Iterator[None]:
+    """A context in which functions are traced as they were for the jaxprs in an equation (in an equation, and so on)."""
+    with contextlib.ExitStack() as stack:
+        for params in (eqn.params for eqn in eqns if eqn.primitive.name == "shard_map"):
+            mesh, axes = params["mesh"], params["newly_manual_axes"]
+            manual = axes | set(mesh.manual_axes)
+            stack.enter_context(_core.extend_axis_env_nd([(k, v) for k, v in mesh.shape.items() if k in manual]))
+            types = dict.fromkeys(axes, jax.sharding.AxisType.Manual)
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types(types)))
+            stack.enter_context(_config._check_vma(params["check_vma"]))
+        yield

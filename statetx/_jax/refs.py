@@ -1,0 +1,152 @@
+"""Refs: which jaxprs touch them, and jaxprs without them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+from jax._src import core as _core
+from jax._src.state.discharge import discharge_state as _discharge_state
+from jax._src.state.types import AbstractRef as _AbstractRef
+
+from .editing import map_jaxprs, rebuild
+from .equations import ClosedJaxpr, Jaxpr, inner_jaxprs, open_jaxpr
+from .rules import _RULES, has_rule
+from .traces import Tracer, is_eager
+
+_InternalRefEffect = _core.InternalMutableArrayEffect
+
+
+_internal_ref_effect = _core.internal_mutable_array_effect
+
+
+_ref_init = _AbstractRef.__init__  # every Ref has a type, those too that are made while tracing
+
+
+_made_refs = False
+
+
+def _note_ref(self: Any, *args: Any, **kwargs: Any) -> None:
+    global _made_refs
+    _made_refs = True
+    _AbstractRef.__init__ = _ref_init
+    _ref_init(self, *args, **kwargs)
+
+
+_AbstractRef.__init__ = _note_ref  # type: ignore[method-assign]  # until the first Ref is made
+
+
+def made_refs() -> bool:
+    """Whether the program has made a `jax.Ref` since this package was imported."""
+    return _made_refs
+
+
+def ref_store(ref: Any, value: Any) -> tuple[Any, ...]:
+    """A function and its arguments that store an array in a Ref; written in C where nothing is traced.
+
+    A value that the Ref does not take is refused by JAX here and now.
+    """
+    buffers = None if isinstance(ref, Tracer) or not is_eager() else getattr(ref, "_refs", None)
+    buffer = getattr(buffers, "_buf", None)
+    if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+        return operator.setitem, ref, ..., value
+    return setattr, buffers, "_buf", jax.device_put(value, buffer.sharding, may_alias=False)
+
+
+def touches_refs(jaxpr: Jaxpr, consts: Sequence[Any]) -> bool:
+    """Whether a staged function closes over a `jax.Ref` or makes one."""
+    if any(isinstance(c, jax.Ref) for c in consts):
+        return True
+    return any(isinstance(e, _InternalRefEffect) for e in jaxpr.effects)
+
+
+def discharge_refs(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool], list[bool]]:
+    """Make the Refs of a jaxpr without constants explicit.
+
+    Inputs that are Refs become their values, and the last value of each that is written becomes a further output, in
+    the order of the inputs. Returns, for each input, whether it is a Ref that was made explicit, and whether it is written.
+    A Ref that is an argument of a function with a derivative rule stays: the rule may write it in the backward pass.
+    """
+    jaxpr = _hold_rules(jaxpr)
+    in_rules = _refs_in_rules(jaxpr)
+    is_ref = [isinstance(v.aval, _AbstractRef) and v not in in_rules for v in jaxpr.invars]
+    # lower=False keeps the rules of functions that are given a Ref.
+    pure, consts = open_jaxpr(_discharge_state(ClosedJaxpr(jaxpr, []), should_discharge=is_ref, lower=False))
+    pure = _release_rules(pure)
+    num_out = len(jaxpr.outvars)
+    invars = [*pure.constvars, *pure.invars]
+    refs = [v for v, r in zip(pure.invars, is_ref, strict=True) if r]
+    last = pure.outvars[num_out:]
+    written = [new is not old for new, old in zip(last, refs, strict=True)]
+    outvars = [*pure.outvars[:num_out], *(v for v, w in zip(last, written, strict=True) if w)]
+    assert not consts, "discharging a jaxpr without constants made some"
+    flags = iter(written)
+    return rebuild(pure, invars=invars, outvars=outvars), is_ref, [r and next(flags) for r in is_ref]
+
+
+class _Held:
+    """An equation out of the sight of JAX."""
+
+    def __init__(self, eqn: Any):
+        self.eqn = eqn
+
+
+_held_p = _core.Primitive("statetx_held")
+
+
+_held_p.multiple_results = True
+
+
+_held_p.def_abstract_eval(lambda *_, held: [v.aval for v in held.eqn.outvars])
+
+
+def _hold_rules(x: Any) -> Any:
+    """A jaxpr, closed or not, whose calls of functions with a derivative rule, at any depth, are held back.
+
+    JAX discharges after differentiation. Of what stands in an inner jaxpr, or makes a Ref of its own, it would keep the
+    function and drop its rule.
+    """
+
+    def hold(eqn: Any) -> Any:
+        if not has_rule(eqn):
+            return map_jaxprs(_hold_rules, eqn)
+        if any(isinstance(v.aval, _AbstractRef) for v in eqn.invars):
+            return eqn
+        return eqn.replace(primitive=_held_p, params={"held": _Held(eqn)}, effects=_core.no_effects)
+
+    return _with_equations_if_other(x, [hold(eqn) for eqn in open_jaxpr(x)[0].eqns])
+
+
+def _release_rules(x: Any) -> Any:
+    """What `_hold_rules` held back, where it stands now."""
+
+    def release(eqn: Any) -> Any:
+        if eqn.primitive is _held_p:
+            return eqn.params["held"].eqn.replace(invars=eqn.invars, outvars=eqn.outvars)
+        inner = map_jaxprs(_release_rules, eqn)
+        shows = any(_internal_ref_effect in jaxpr.effects for jaxpr in inner_jaxprs(inner))
+        return inner.replace(effects=inner.effects | {_internal_ref_effect}) if shows else inner
+
+    return _with_equations_if_other(x, [release(eqn) for eqn in open_jaxpr(x)[0].eqns])
+
+
+def _with_equations_if_other(x: Any, eqns: list[Any]) -> Any:
+    jaxpr, _ = open_jaxpr(x)
+    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+        return x
+    effects = jaxpr.effects | {e for eqn in eqns for e in eqn.effects if isinstance(e, _InternalRefEffect)}
+    jaxpr = jaxpr.replace(eqns=eqns, effects=effects)
+    return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, x.consts)
+
+
+def _refs_in_rules(jaxpr: Any) -> set[Any]:
+    """Variables of Refs that some equation hands to a function with a derivative rule, at any depth."""
+    found = set()
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        refs = [v for v in eqn.invars if isinstance(v.aval, _AbstractRef)]
+        if refs and (eqn.primitive.name in _RULES or any(map(_refs_in_rules, inner_jaxprs(eqn)))):
+            found.update(refs)
+    return found

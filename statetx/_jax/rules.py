@@ -1,0 +1,119 @@
+"""Functions with derivative rules, in equations and in Python."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+import jax
+import jax.core
+from jax._src import linear_util as _lu
+
+from .equations import Jaxpr
+from .traces import JAX_FOLDER
+
+
+def is_written_by_jax(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr is that of a function in JAX's own source, such as ``jnp.where``."""
+    return (jaxpr.debug_info.func_filename or "").startswith(JAX_FOLDER)
+
+
+_RULES = {"custom_jvp_call": "jvp_jaxpr_fun", "custom_vjp_call": "fwd_jaxpr_thunk"}
+
+
+def has_rule(eqn: Any) -> bool:
+    """Whether an equation is a call of a function with a custom derivative."""
+    return eqn.primitive.name in _RULES
+
+
+def rule_of(eqn: Any) -> Jaxpr:
+    """The equations that take the place of a call with a custom derivative where all its operands are differentiated.
+
+    Of a ``custom_jvp``, ``(*operands, *tangents) -> (*results, *tangents)``, of a ``custom_vjp`` ``(*operands) ->
+    (*residuals, *results)``; the first operands, which the function closes over (`num_closed_over`), are left out. As JAX
+    asks for them, and JAX keeps the answer.
+    """
+    num = len(eqn.invars) - num_closed_over(eqn)
+    is_jvp = eqn.primitive.name == "custom_jvp_call"
+    # What JAX wants to know of each operand: whether its tangent is zero, or whether it is not.
+    return eqn.params[_RULES[eqn.primitive.name]].call_wrapped(*[not is_jvp] * num)[0]
+
+
+def num_closed_over(eqn: Any) -> int:
+    return eqn.params["num_consts"]
+
+
+def results_of_rule(eqn: Any, rule: Jaxpr) -> list[int]:
+    """Which outputs of a rule are the results of the function."""
+    num = len(eqn.outvars)
+    first = 0 if eqn.primitive.name == "custom_jvp_call" else len(rule.outvars) - num
+    return list(range(first, first + num))
+
+
+def with_rule(eqn: Any, edit: Callable[[Jaxpr], Jaxpr], call: Any) -> Any:
+    """The equation with an edited rule, and with `call` for the jaxpr that stands where nothing is differentiated."""
+    key = _RULES[eqn.primitive.name]
+    rule = eqn.params[key]
+
+    @functools.cache  # as JAX's own is, so that what comes of it is traced once
+    def edited(*flags: bool) -> Any:
+        jaxpr, *others = rule.call_wrapped(*flags)
+        return edit(jaxpr), *others
+
+    changes = {key: _lu.wrap_init(edited, debug_info=rule.debug_info), "call_jaxpr": call}
+    return eqn.replace(params={**eqn.params, **changes})
+
+
+def derivative_rule(x: Any) -> tuple[Any, ...] | None:
+    """What identifies a custom derivative rule held as an equation's parameter; None where nothing does.
+
+    JAX wraps the rule anew in every trace. Only rules that JAX itself defines are recognised: they read nothing
+    that may change. A user's rule runs when the equation is differentiated and may read anything, so two
+    equations that hold one are never taken for equal.
+    """
+    if not isinstance(x, _lu.WrappedFun):
+        return None
+    inner = x
+    for _ in range(4):  # the memoising thunks around the rule, each a closure over the next
+        found = [f for f in _closed_over(inner.f) if isinstance(f, _lu.WrappedFun)]
+        if len(found) != 1 or not _stands_in_jax(inner.f):  # one of `with_rule` is another rule than that within
+            break
+        inner = found[0]
+    rule = inner.f
+    if not _defined_by_jax(rule):
+        return None
+    static = tuple(a for _, args in inner.transforms for a in args if not callable(a))
+    return (rule, *static)
+
+
+def _defined_by_jax(fun: Any) -> bool:
+    """Whether a function, and every function it closes over, stands in JAX's own source."""
+    if isinstance(fun, (tuple, list)):
+        return all(map(_defined_by_jax, fun))
+    if isinstance(fun, jax.custom_jvp):
+        return _defined_by_jax(fun.fun)
+    if not callable(fun):
+        return isinstance(fun, (str, int, float, type(None)))
+    while not isinstance(fun, FunctionType) and hasattr(fun, "__wrapped__"):
+        fun = fun.__wrapped__  # what jax.jit and its kin return
+    return _stands_in_jax(fun) and all(map(_defined_by_jax, _closed_over(fun, 1)))
+
+
+def _stands_in_jax(fun: Any) -> bool:
+    # Not its __module__, which functools.wraps copies from another function.
+    return isinstance(fun, FunctionType) and fun.__code__.co_filename.startswith(JAX_FOLDER + os.sep)
+
+
+def _closed_over(fun: Any, depth: int = 3) -> Iterator[Any]:
+    if not isinstance(fun, FunctionType) or depth == 0:
+        return
+    for cell in fun.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+        yield content
+        yield from _closed_over(content, depth - 1)

@@ -1,0 +1,1 @@
+"""States through a transform: inputs, staging, effects, wrappers, signatures, rules, carries."""

@@ -1,0 +1,200 @@
+"""The types of what loops carry: promotion of weak types, and drift.
+
+One compiled body serves every step, so what enters a step must have the type of what leaves it. Only the weak type of a
+Python number (``State(0.0)``, ``jnp.full(shape, 0.0)``) may change, as in `jax.lax`: where the body returns or writes
+another dtype to which it promotes, the first value is converted and the body staged again. That may change further weak
+leaves, so it is repeated until none does. Each staging makes a weak leaf strong, which bounds their number; two are enough
+unless leaves depend on each other. Where only the weakness differs nothing is staged again: the type of the result is the
+one that leaves a step, also as in `jax.lax`.
+
+The same rule holds for the leaves of the carry that is given as an argument and for those of the states that a body
+writes: `settle` applies it to both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _jax, _states
+from .._errors import CarryTypeError, StateValueError
+from .._frames import Effect
+from .._objects.paths import Paths
+from .._text import tree_type_str, type_str
+from .._tree import Partition, partition
+from .._typing import PyTree
+from .stage import name_of
+from .staged import Staged, is_loop_leaf
+
+
+def flatten_carry(name: str, init: PyTree) -> tuple[list[Any], Partition]:
+    """The leaves of a carry as arrays.
+
+    Raises:
+        StateValueError: some leaf is no array and no number.
+    """
+    leaves, part = partition(init, is_loop_leaf)
+    if part.static:
+        raise StateValueError(
+            f"{name}: the carry holds a {type(part.static[0]).__name__}, which is no array. Close over it in the body."
+        )
+    return [
+        x.__jax_array__() if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__") else x for x in leaves
+    ], part
+
+
+def settle(
+    stage: Callable[[list, Callable], Staged],
+    carry: list,
+    part: Partition,
+    *,
+    num_before: int = 0,
+    is_carried: Callable[[Effect], bool] = lambda effect: True,
+) -> tuple[Staged, list, Callable]:
+    """Stage the body of a loop, with its first values promoted until the types that enter a step are those that leave it.
+
+    Args:
+        stage: ``(carry, enter) -> body``; `enter` gives a state's first value, as in `Staged`.
+        carry: leaves of the carry, of which `part` is the `Partition`.
+        num_before: how many arguments, and outputs, of the body stand before the carry.
+        is_carried: whether the loop carries a state that is written.
+
+    Returns:
+        The body, the carry with its promoted leaves, and `enter`.
+
+    Raises:
+        CarryTypeError: a leaf leaves a step with another type than it enters with, to which it does not promote.
+    """
+    promoted: dict[int, tuple[Any, PyTree]] = {}  # states by id, with their first values
+
+    def enter(state: Any, value: PyTree) -> PyTree:
+        return promoted.get(id(state), (state, value))[1]
+
+    while True:
+        body = stage(carry, enter)
+        returned = body.outs[num_before]
+        out_avals = body.out_avals[num_before : num_before + returned.num_dynamic]
+        changed = False
+        if returned.treedef == part.treedef:
+            first, carry = carry, [promote(x, aval) for x, aval in zip(carry, out_avals, strict=True)]
+            changed = any(x is not y for x, y in zip(first, carry, strict=True))
+        carried = [effect for effect in body.effects if is_carried(effect)]
+        for effect in carried:
+            value = _promoted_value(body, effect)
+            if value is not None:
+                promoted[id(effect.state)] = effect.state, value
+                changed = True
+        if not changed:
+            break
+    _check_carry(body, part, body.avals[num_before : num_before + len(carry)], returned, out_avals)
+    paths = Paths(body.fun)
+    for effect in carried:
+        _check_written(body, effect, paths)
+    return body, carry, enter
+
+
+def promote(x: Any, aval: Any) -> Any:
+    """The value `x`, promoted where its type is weak and `aval`, the type of the next value, is of another dtype.
+
+    As ``jax.lax.scan`` has it, except that what does not get the type of the next value is left unchanged.
+    """
+    before = _jax.abstract(x)
+    if not before.weak_type or before.shape != aval.shape or before.dtype == aval.dtype:
+        return x
+    try:
+        dtype = jnp.result_type(x, aval)
+    except ValueError:  # a key, or an integer where promotion is strict
+        return x
+    return jax.lax.convert_element_type(x, dtype) if dtype == aval.dtype else x
+
+
+def _promoted_value(body: Staged, effect: Effect) -> PyTree | None:
+    """The first value of a written state with the leaves promoted that must be; None if there are none."""
+    read, written = body.inputs[id(effect.state)], body.written[id(effect.state)]
+    first = read.part.combine(read.values)
+    leaves, part = partition(first, is_loop_leaf)
+    if (part.treedef, part.mask) != (written.treedef, written.mask):
+        return None
+    promoted = [_promote_leaf(x, aval) for x, aval in zip(leaves, body.written_avals[id(effect.state)], strict=True)]
+    return None if all(x is y for x, y in zip(leaves, promoted, strict=True)) else part.combine(promoted)
+
+
+def _promote_leaf(x: Any, aval: Any) -> Any:
+    # A Python bool in a state is a flag that Python may branch on; one that is written is an array, as in the carry.
+    return np.bool_(x) if isinstance(x, bool) else promote(x, aval)
+
+
+# -- drift -----------------------------------------------------------------------------------------------------
+
+
+def differs(a: Any, b: Any) -> bool:
+    """Whether values of these types cannot replace each other: shape, dtype, explicit sharding; weakness does not count."""
+    return (a.shape, a.dtype, a.sharding.spec) != (b.shape, b.dtype, b.sharding.spec)
+
+
+def _check_carry(body: Staged, first: Partition, avals: Sequence[Any], returned: Partition, out_avals: Any) -> None:
+    if returned.treedef != first.treedef:
+        raise CarryTypeError(
+            f"{body.name}: the body {name_of(body.fun)} must return a carry in the structure it was given,\n"
+            f"  given:    {first.treedef}\n  returned: {returned.treedef}"
+        )
+    for n, (a, b) in enumerate(zip(avals, out_avals, strict=True)):
+        if differs(a, b):
+            where = leaf_names(first)[n] or "the carry"
+            raise CarryTypeError(
+                f"{body.name}: the body {name_of(body.fun)} changes the type of the carry at {where}: it enters a step as "
+                f"{type_str(a)} and leaves it as {type_str(b)}.\nFix: convert it in the body{_resharding(a, b)}, or start "
+                f"with the type that the body returns."
+            )
+
+
+def _check_written(body: Staged, effect: Effect, paths: Callable[[Any], str]) -> None:
+    """Raise unless a state leaves the body with the type with which it enters."""
+    read, written = body.inputs[id(effect.state)].part, body.written[id(effect.state)]
+    avals, out_avals = body.inputs[id(effect.state)].avals, body.written_avals[id(effect.state)]
+    leaf = ""
+    if (read.treedef, read.mask, read.static) == (written.treedef, written.mask, written.static):
+        drift = next((n for n, (a, b) in enumerate(zip(avals, out_avals, strict=True)) if differs(a, b)), None)
+        if drift is None:
+            return
+        leaf = leaf_names(read)[drift]
+        changed = [type_str(avals[drift]), type_str(out_avals[drift])]
+    else:
+        changed = structure_strs([(read, avals), (written, out_avals)])
+    raise drift_error(body.name, effect, paths, leaf, changed, "step")
+
+
+def structure_strs(values: Sequence[tuple[Partition, Sequence[Any]]]) -> list[str]:
+    """Words for the structures of values that differ: of their containers, or of the objects in equal ones."""
+    if len({part.treedef for part, _ in values}) > 1:
+        return [str(part.treedef) for part, _ in values]
+    return [tree_type_str(part.combine(avals)) for part, avals in values]
+
+
+def drift_error(
+    name: str, effect: Effect, paths: Callable[[Any], str], leaf: str, types: Sequence[str], serves: str
+) -> CarryTypeError:
+    """The error for a write that gives a state another type; `types` are those before and after."""
+    before, after = types
+    hint = " (jax.sharding.reshard)" if "@" in before + after else ""
+    weak = " (~ marks a weak type, that of a Python number)" if "~" in before + after else ""
+    return CarryTypeError(
+        f"{name} changes the type of {type(effect.state).__name__} {paths(effect.state)!r}{leaf}, made at "
+        f"{effect.kind.site_of(effect.state)}: it enters as {before} and leaves as {after}{weak}, written at "
+        f"{effect.site}.\nA state must keep its type here, since one compiled body serves every {serves}.\n"
+        f"Fix: create the state with the type that is written, or convert the value before writing it{hint}."
+    )
+
+
+def _resharding(a: Any, b: Any) -> str:
+    return " (jax.sharding.reshard)" if a.sharding.spec != b.sharding.spec else ""
+
+
+def leaf_names(part: Partition) -> list[str]:
+    """How each dynamic leaf of a tree is reached from it: ``.ret``, ``['w'][0]``; nothing for a lone leaf."""
+    keys = jax.tree_util.tree_flatten_with_path(part.combine(range(part.num_dynamic)), is_leaf=_states.is_opaque)[0]
+    return [jax.tree_util.keystr(path) for (path, _), dynamic in zip(keys, part.mask, strict=True) if dynamic]

@@ -1,0 +1,137 @@
+"""How states take part in loops and maps: what ``states=`` may say.
+
+A rule is one of the objects below or an axis. Each transform says which it knows and what holds where none is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import isclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _jax, _states
+from .._errors import StateFilterError, StateValueError
+from .._objects.paths import Paths, as_predicate
+from .._text import brief, suggestion
+from .._typing import Filter
+
+
+class Rule:
+    """A way of taking part; the instances are module variables of `statetx`."""
+
+    def __init__(self, name: str, doc: str):
+        self._name = name
+        self.__doc__ = doc
+
+    def __repr__(self) -> str:
+        return f"statetx.{self._name}"
+
+    def __reduce__(self) -> str:
+        return self._name
+
+
+Carry = Rule("Carry", "Each step sees what the step before wrote; the default for states that a loop writes.")
+Broadcast = Rule("Broadcast", "Each step or example sees the same value, and a write that differs between them raises.")
+Split = Rule("Split", "A random state gives each step or example a key of its own, and advances once.")
+
+
+class Rules:
+    """What a ``states=`` argument says of each state.
+
+    Args:
+        name: the transform, for messages.
+        states: from filter to rule; filters are tried in order.
+        fun: the function, to find paths.
+        known: the rules that the transform takes besides an axis.
+        args, kwargs: what the function is called with.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        states: Mapping[Filter, Any] | None,
+        fun: Callable,
+        known: tuple[Rule, ...],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ):
+        self.name = name
+        self.path = Paths(fun, args, kwargs)
+        self._rules: list[tuple[Callable, Any]] = []
+        self._found: dict[int, tuple[Any, Any]] = {}
+        self._needs_paths = False
+        if states is not None and not isinstance(states, Mapping):
+            raise StateValueError(
+                f"{name}: states= maps filters to rules, as in states={{statetx.Param: 0}}; got {states!r}."
+            )
+        self._globs = [filter for filter in states or () if isinstance(filter, str)]
+        for filter, rule in (states or {}).items():
+            is_axis = isinstance(rule, int) and not isinstance(rule, bool)
+            if not is_axis and not any(rule is k for k in known):
+                raise StateValueError(
+                    f"{name}: states={{{brief(filter)}: {rule!r}}} is not understood. Give an axis (an int) or one of "
+                    f"{', '.join(map(repr, known))}."
+                )
+            self._rules.append((as_predicate(filter), rule))
+            self._needs_paths |= not isclass(filter)
+        if self._rules and _jax.made_refs():
+            self._refuse_mapped_refs(fun)
+
+    def _refuse_mapped_refs(self, fun: Callable) -> None:
+        for path, state in Paths(fun).held.items():
+            if isinstance(state, jax.Ref) and isinstance(self(state), int):
+                raise StateValueError(
+                    f"{self.name} cannot map {_states.describe(state, path=path)}, which the function closes over: "
+                    f"whoever reads it sees the whole.\n"
+                    f"Fix: pass it to the mapped function as an argument, with an axis in in_axes, or keep the value in a "
+                    f"statetx.State."
+                )
+
+    def __call__(self, state: Any) -> Any:
+        """The first rule whose filter selects the state, None if none does."""
+        if not self._rules:
+            return None
+        if id(state) not in self._found:
+            path = self.path(state) if self._needs_paths else ""
+            rule = next((rule for keep, rule in self._rules if keep(path, state)), None)
+            self._found[id(state)] = state, rule
+        return self._found[id(state)][1]
+
+    def check_paths(self) -> None:
+        """Raise if a path glob selects none of the states that were asked about: those that the function touched."""
+        if not self._globs:
+            return
+        paths = [self.path(state) for state, _ in self._found.values()]
+        for glob in self._globs:
+            if not any(map(as_predicate(glob), paths, self._found)):
+                raise StateFilterError(
+                    f"{self.name}: states={{{glob!r}: ...}} selects no state that the function touches.{suggestion(glob, paths)} "
+                    f"It touches: {', '.join(map(repr, paths)) or 'none'}.\n"
+                    f"Fix: correct the path, or select by a type, which need not occur."
+                )
+
+    def size_of_mapped(self) -> int | None:
+        """The length of the axis of the first mapped state that the function holds; None if there is none."""
+        for state in self.path.held.values() if self._rules else ():
+            axis, kind = self(state), _states.kind_of(state)
+            if isinstance(axis, int) and kind is not None:
+                shapes = [jnp.shape(x) for x in jax.tree.leaves(kind.get(state))]
+                sizes = [shape[axis] for shape in shapes if -len(shape) <= axis < len(shape)]
+                if sizes:
+                    return sizes[0]
+        return None
+
+    def slice_type(self, state: Any, aval: Any, length: int) -> Any:
+        """The type of one slice of an array of a state that is mapped; the type itself for other states."""
+        axis = self(state)
+        if not isinstance(axis, int):
+            return aval
+        if not -len(aval.shape) <= axis < len(aval.shape) or aval.shape[axis] != length:
+            raise StateValueError(
+                f"{self.name}: {_states.describe(state, path=self.path(state))} is mapped along axis {axis}, which "
+                f"must have the length of the {self.name}, {length}."
+            )
+        return _jax.drop_axis(aval, axis)

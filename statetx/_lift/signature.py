@@ -1,0 +1,126 @@
+"""Static arguments, counted as the user wrote the function."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from .._errors import StaticArgumentError
+from .._text import suggestion
+from .._typing import Indices, Names
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class StaticArguments:
+    """Which arguments of a function are static, whether they come by position, by keyword or by default.
+
+    Args:
+        fun: the function as the user calls it: ``self`` is argument 0 of a method in a class body and absent from a
+            bound method.
+        argnums: positions; negative ones count from the end of the positional parameters (with ``*args``: of the
+            arguments of the call).
+        argnames: parameter names.
+        kind: what they are, for messages: "static", or what else is said of arguments in this way.
+
+    Raises:
+        StaticArgumentError: the function has no such parameter.
+    """
+
+    def __init__(self, fun: Callable, argnums: Indices, argnames: Names, kind: str = "static"):
+        self.names: set[str] = set()
+        self.positions: set[int] = set()
+        self._from_end: set[int] = set()
+        self._fun = fun
+        self._kind = kind
+        try:
+            self._parameters = list(inspect.signature(fun).parameters.values())
+        except (TypeError, ValueError):  # builtins may have no signature
+            unknown = [("args", inspect.Parameter.VAR_POSITIONAL), ("kwargs", inspect.Parameter.VAR_KEYWORD)]
+            self._parameters = [inspect.Parameter(name, kind) for name, kind in unknown]
+        self._positional = [p for p in self._parameters if p.kind in _POSITIONAL]
+        for i in _as_indices(argnums, kind):
+            self._add_position(i)
+        for name in (argnames,) if isinstance(argnames, str) else argnames:
+            self._add_name(name)
+
+    def __bool__(self) -> bool:
+        return bool(self.names or self.positions or self._from_end)
+
+    def mask(self, num_args: int) -> list[bool]:
+        """For each positional argument of a call, whether it is static."""
+        late = {i + num_args for i in self._from_end}
+        return [i in self.positions or i in late for i in range(num_args)]
+
+    def refuse_overlap(self, other: StaticArguments) -> None:
+        """Raise if an argument is both what these are and what the others are."""
+        both = sorted(self.names & other.names) or sorted(
+            (self.positions & other.positions) | (self._from_end & other._from_end)
+        )
+        if both:
+            raise StaticArgumentError(
+                f"Argument {both[0]!r} is both {self._kind} and {other._kind}d: {self._describe()}. A static argument has no "
+                f"memory to give away.\nFix: leave it out of {other._kind}_argnums and {other._kind}_argnames."
+            )
+
+    def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], Callable]:
+        """The dynamic arguments, and a function that puts the static ones back among them."""
+        if not self:
+            return args, kwargs, lambda a, k: (a, k)
+        mask = self.mask(len(args))
+        static_args = tuple(a for a, s in zip(args, mask, strict=True) if s)
+        static_kwargs = {k: v for k, v in kwargs.items() if k in self.names}
+
+        def merge(dyn_args: tuple, dyn_kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            dynamic, static = iter(dyn_args), iter(static_args)
+            merged = tuple(next(static) if s else next(dynamic) for s in mask)
+            return merged, {k: static_kwargs[k] if k in static_kwargs else dyn_kwargs[k] for k in kwargs}
+
+        dyn_args = tuple(a for a, s in zip(args, mask, strict=True) if not s)
+        return dyn_args, {k: v for k, v in kwargs.items() if k not in static_kwargs}, merge
+
+    def _add_position(self, i: int) -> None:
+        num = len(self._positional)
+        variadic = any(p.kind is p.VAR_POSITIONAL for p in self._parameters)
+        if i < 0 and variadic:
+            self._from_end.add(i)
+            return
+        if not (-num <= i < num or (variadic and i >= 0)):
+            raise StaticArgumentError(
+                f"{self._kind}_argnums={i} is out of range: {self._describe()}. Positions are those of the function as you "
+                f"call it, from 0 to {num - 1} or from -{num} to -1."
+            )
+        i %= max(num, 1) if i < 0 else max(num, i + 1)
+        self.positions.add(i)
+        if i < num and self._positional[i].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            self.names.add(self._positional[i].name)
+
+    def _add_name(self, name: str) -> None:
+        known = {p.name: p for p in self._parameters}
+        parameter = known.get(name)
+        variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        if parameter is None or parameter.kind in variadic:
+            if any(p.kind is p.VAR_KEYWORD for p in self._parameters) and parameter is None:
+                self.names.add(name)
+                return
+            raise StaticArgumentError(f"{self._kind}_argnames={name!r}: {self._describe()}.{suggestion(name, known)}")
+        if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
+            self.names.add(name)
+        if parameter in self._positional:
+            self.positions.add(self._positional.index(parameter))
+
+    def _describe(self) -> str:
+        from .stage import name_of
+
+        names = ", ".join(str(p).split(":")[0].split("=")[0] for p in self._parameters)
+        return f"{name_of(self._fun)} has the parameters ({names})"
+
+
+def _as_indices(argnums: Indices, kind: str) -> list[int]:
+    given = (argnums,) if isinstance(argnums, int) or not hasattr(argnums, "__iter__") else argnums
+    try:
+        return [operator.index(i) for i in given]  # type: ignore[arg-type]
+    except TypeError:
+        raise StaticArgumentError(f"{kind}_argnums must be an int or a sequence of ints, got {argnums!r}.") from None

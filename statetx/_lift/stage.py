@@ -1,0 +1,483 @@
+"""The one way to carry states through a JAX transform.
+
+Every transform does the same: run the function under a frame inside the JAX transform (`call`), return the values
+that it wrote as further outputs (`Outcome`), and store them in the states once the transform has returned
+(`Outcome.finish`). Transforms that need the function as a jaxpr use `stage`, which adds that each state read may
+become an explicit input of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _frames, _jax
+from .._atomic import Store, commit
+from .._equations.structure import Body
+from .._errors import FunctionError
+from .._frames import Effect, Frame
+from .._objects.opaque import refuse_function, refuse_hidden, refuse_unfinished
+from .._objects.paths import Paths, argument_names, reaches
+from .._states import Kind
+from .._text import brief
+from .._tree import Partition, as_array, is_array, partition
+from .._typing import PyTree
+from ..kinds.ref import KIND as REF
+from .around import note
+from .subclass import is_object
+
+# -- what one call gave ----------------------------------------------------------------------------------------
+
+
+class Outcome:
+    """Output and effects of one framed call, with the traced leaves taken out to cross a JAX transform.
+
+    Attributes:
+        effects: what the call wrote, values removed.
+        out: the output's `Partition`; `values`, for each effect, its value's.
+    """
+
+    __slots__ = ("effects", "num_out", "out", "values")
+
+    def __init__(self, out: Partition, effects: list[Effect], values: list[Partition]):
+        self.out = out
+        self.effects = effects
+        self.values = values
+        self.num_out = out.num_dynamic
+
+    def finish(self, leaves: Sequence[Any]) -> PyTree:
+        """Store the effects' values in their states and return the output; `leaves` as `pack` gave them."""
+        self.publish(leaves[self.num_out :])
+        return self.out.combine(leaves[: self.num_out])
+
+    def add(self, effects: list[Effect]) -> Outcome:
+        """Add effects of one array each, whose leaves follow those there are."""
+        self.effects = [*self.effects, *effects]
+        self.values = [*self.values, *(partition(0, lambda x: True)[1] for _ in effects)]
+        return self
+
+    def publish(self, leaves: Sequence[Any], *, live: bool = True, also: Sequence[Store] = ()) -> None:
+        """`finish` without the output: `leaves` are those of the effects; `also` as in `_frames.publish`."""
+        set_values(self.effects, self.values, leaves)
+        _frames.publish(self.effects, live=live, also=also)
+
+
+def set_values(effects: Sequence[Effect], parts: Sequence[Partition], leaves: Sequence[Any]) -> None:
+    """Give each effect its value; `leaves` are those of all of them, in order."""
+    position = 0
+    for effect, part in zip(effects, parts, strict=True):
+        effect.value = part.combine(leaves[position : position + part.num_dynamic])
+        position += part.num_dynamic
+
+
+def is_traced(x: Any) -> bool:
+    """Whether a leaf must cross the transform: a tracer, or what stands for an array while tracing."""
+    if isinstance(x, (_jax.Tracer, *_jax.LITERALS)):
+        return True
+    return is_array(x) and not isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def pack(out: PyTree, effects: list[Effect], is_dynamic: Callable[[Any], bool] = is_traced) -> tuple[list, Outcome]:
+    """Split output and effects into leaves that JAX carries and the rest."""
+    leaves, out_part = take_apart(out, is_dynamic)
+    values = []
+    for effect in effects:
+        dynamic, part = partition(effect.value, is_dynamic)
+        leaves += dynamic
+        values.append(part)
+        effect.value = None
+    return leaves, Outcome(out_part, effects, values)
+
+
+def take_apart(out: PyTree, is_dynamic: Callable[[Any], bool] = is_traced) -> tuple[list, Partition]:
+    """`partition` of what a call returned, inside the transform that it leaves.
+
+    Raises:
+        TraceLeakError: an object that passes by holds an array of the trace that is about to end.
+        FunctionError: what was returned is a generator or a coroutine.
+    """
+    refuse_unfinished(out)  # before JAX warns that it takes an iterator for a leaf
+    leaves, part = partition(out, is_dynamic)
+    refuse_hidden(part.static)
+    return leaves, part
+
+
+# -- functions as bodies of equations --------------------------------------------------------------------------
+
+
+class InputNames(Sequence[str]):
+    """What JAX's errors call the inputs of a trace: arguments as one writes them, states by their paths.
+
+    Args:
+        fun: the user's function.
+        arguments: from inputs of the trace, what `fun` is called with.
+    """
+
+    def __init__(self, fun: Callable, arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]] | None = None):
+        self.fun: Callable | None = fun
+        self.arguments = arguments
+        self.num_arguments = 0
+        self.lifting: Lifting | None = None
+
+    def __str__(self) -> str:
+        if self.fun is None:
+            return "unknown"
+        code = getattr(inspect.unwrap(self.fun), "__code__", None)
+        return name_of(self.fun) + (f" at {code.co_filename}:{code.co_firstlineno}" if code else "")
+
+    def __len__(self) -> int:
+        return self.num_arguments + (self.lifting.num_variables if self.lifting else 0)
+
+    def __iter__(self) -> Iterator[str]:
+        """An empty name for each input: JAX 0.12 copies all of them into a jaxpr, and errors of a trace look up single ones."""
+        return iter(("",) * len(self))
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return tuple(self)[place]
+        if self.fun is None:
+            return "unknown"
+        if place >= self.num_arguments:
+            states = self.lifting.inputs.values() if self.lifting else ()
+            i = next((i for i in states if place - self.num_arguments in i.variables), None)
+            return "unknown" if i is None else Paths(self.fun)(i.state)
+        leaves = [object() for _ in range(self.num_arguments)]
+        with contextlib.suppress(Exception):  # a user's container may refuse what is no array
+            args, kwargs = self.arguments(leaves) if self.arguments else ((), {})
+            name = argument_names(self.fun, args)
+            for keys, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
+                if leaf is leaves[place]:
+                    return name(keys)
+        return "unknown"
+
+    def forget(self) -> None:
+        """Let go of the function and what it holds: JAX keeps the names of a trace that has failed."""
+        self.fun = self.arguments = self.lifting = None
+
+
+class Input:
+    """A state whose value is an input of a staged function.
+
+    Attributes:
+        part: the value's `Partition`; its dynamic leaves are inputs of the trace.
+        values: these leaves, in the enclosing context.
+        avals: their types, as the body sees them.
+        variables: the inputs' places among those that were added while staging.
+    """
+
+    __slots__ = ("avals", "kind", "part", "state", "values", "variables")
+
+    def __init__(self, state: Any, kind: Kind, part: Partition, values: list[Any], avals: list[Any], start: int):
+        self.state = state
+        self.kind = kind
+        self.part = part
+        self.values = values
+        self.avals = avals
+        self.variables = range(start, start + len(values))
+
+
+class Lifting:
+    """While a function is staged, turn the value of each state it reads into inputs of the trace.
+
+    Args:
+        is_dynamic: which leaves of a value become inputs; others are seen as they are.
+        slice: maps a state and one of its leaves to the type that the body sees, for states that are mapped.
+        enter: maps a state and its value to the one with which it enters, for states that are promoted.
+    """
+
+    def __init__(
+        self,
+        is_dynamic: Callable[[Any], bool],
+        slice: Callable[[Any, Any], Any] | None = None,
+        enter: Callable[[Any, Any], Any] | None = None,
+    ):
+        self.is_dynamic = is_dynamic
+        self.slice = slice
+        self.enter = enter
+        self.inputs: dict[int, Input] = {}  # by id of the state, in the order of the first reads
+        self.num_variables = 0
+        self.trace: Any = None
+
+    def on_read(self, state: Any, kind: Kind, value: Any) -> Any:
+        if self.enter is not None:
+            value = self.enter(state, value)
+        dynamic, part = partition(value, self.is_dynamic)
+        dynamic = [as_array(x) for x in dynamic]
+        avals = [_jax.abstract(x) for x in dynamic]
+        if self.slice is not None:
+            avals = [self.slice(state, aval) for aval in avals]
+        self.inputs[id(state)] = Input(state, kind, part, dynamic, avals, self.num_variables)
+        self.num_variables += len(avals)
+        inputs = [_jax.new_input(self.trace, aval) for aval in avals]
+        if self.slice is None:
+            note(inputs, dynamic)
+        return part.combine(inputs)
+
+
+def stage(
+    fun: Callable[..., tuple[list, Any]],
+    avals: Sequence[Any],
+    *,
+    kind: str,
+    names: InputNames,
+    lifting: Lifting | None = None,
+    read: Callable[[Any], Any] = REF.get,
+) -> tuple[Body, Any, list[Effect]]:
+    """Trace ``fun(*arrays) -> (list of arrays, anything)`` once; return it as a `Body`, the anything, and Ref effects.
+
+    The body's inputs are its operands, one for each of `avals`, and `lifting`'s, in this order. Refs that the function
+    closes over are made explicit: their values are operands, or inputs of `lifting`'s if there is one, and the last
+    values of those that are written are further outputs, one for each of the effects returned. `read` gets a Ref's
+    value.
+    """
+    extra = None
+
+    def run(*tracers: Any) -> list[Any]:
+        nonlocal extra
+        if lifting is not None:
+            lifting.trace = _jax.current_trace()
+        try:
+            leaves, extra = fun(*tracers)
+        finally:
+            names.forget()
+            if lifting is not None:
+                lifting.trace = None
+        return leaves
+
+    names.num_arguments, names.lifting = len(avals), lifting
+    jaxpr, consts = _jax.stage(run, avals, kind=kind, name=name_of(names.fun), names=names)
+    if _jax.touches_refs(jaxpr, consts):
+        body, effects = _with_explicit_refs(jaxpr, consts, lifting, read)
+        return body, extra, effects
+    return Body.close(jaxpr, consts), extra, []
+
+
+def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs: bool = False) -> PyTree:
+    """Run a function for a transform that stages nothing, under its frame.
+
+    JAX refuses writes of differentiated or mapped values to a `jax.Ref` from outside. If the call can reach one, or the
+    transform asks for Refs, the function is staged and its Refs made explicit, as anywhere else; the frame gets what is left
+    in them.
+    """
+    if not _jax.made_refs() or not (wants_refs or reaches(jax.Ref, fun, args, kwargs)):
+        out = fun(*args, **kwargs)
+        refuse_unfinished(out)
+        return out
+    frame = _frames.current_frame()
+    assert frame is not None
+
+    def body() -> tuple[list, Any]:
+        inner = Frame(frame.name)
+        return pack(inner.run(fun, *args, **kwargs), inner.effects)
+
+    def read(ref: Any) -> Any:
+        value = REF.get(ref) if _jax.belongs_here(ref) else _read_outside(ref, frame)
+        return value if frame.on_read is None else frame.on_read(ref, REF, value)
+
+    transform = frame.name.partition("(")[0]
+    staged, outcome, refs = stage(body, (), kind=f"statetx.{transform}", names=InputNames(fun), read=read)
+    outs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in staged(staged.operands)]
+    for effect in reversed(refs):
+        effect.value = outs.pop()
+        if _jax.belongs_here(effect.state):
+            _frames.publish([effect], live=True)  # an argument that is mapped
+        else:
+            frame.add_effect(effect)
+    return outcome.finish(outs)
+
+
+def _read_outside(ref: Any, frame: Frame) -> Any:
+    """The value of a Ref from outside the transform: a shard_map cannot read one within."""
+    with _jax.enclosing(frame.trace) if frame.outside is None else _jax.within(frame.outside):
+        return REF.get(ref)
+
+
+def run_at_once(name: str, fun: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any], allow: Any = None) -> T:
+    """Run a function where nothing is traced, and undo its writes if it fails; `allow` as in `Frame`."""
+    frame = frame_for(name, fun, allow=allow, is_undo=True)
+    refs = Paths(fun, args, kwargs).items().values() if _jax.made_refs() else ()
+    saved = [(ref, ref[...]) for ref in refs if isinstance(ref, jax.Ref)]  # nothing tells who writes a Ref
+    try:
+        out = frame.run(fun, *args, **kwargs)
+        _frames.publish(frame.effects, live=True, also=[(saved.clear,)])
+        return out
+    except BaseException:
+        commit([REF.store(ref, value) for ref, value in saved])
+        raise
+
+
+def _with_explicit_refs(
+    jaxpr: Any, consts: list[Any], lifting: Lifting | None, read: Callable[[Any], Any]
+) -> tuple[Body, list[Effect]]:
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    pure, is_ref, written = _jax.discharge_refs(_jax.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars))
+    effects = [
+        Effect(ref, REF, None, "a place that JAX does not record") for ref, w in zip(consts, written, strict=False) if w
+    ]
+    is_ref = is_ref[: len(consts)]
+    values = [read(c) if r else c for c, r in zip(consts, is_ref, strict=True)]
+    variables = pure.invars
+    if lifting is not None:
+        # They take the place of states that were read: at the end, each with an input of its own.
+        refs = [i for i, r in enumerate(is_ref) if r]
+        for i in refs:
+            dynamic, part = partition(values[i])
+            aval = _jax.abstract(values[i])
+            lifting.inputs[id(consts[i])] = Input(consts[i], REF, part, dynamic, [aval], lifting.num_variables)
+            lifting.num_variables += 1
+        rest = [i for i in range(len(variables)) if i not in set(refs)]
+        variables = [variables[i] for i in (*rest, *refs)]
+        values = [v for v, r in zip(values, is_ref, strict=True) if not r]
+    body = Body.close(_jax.rebuild(pure, invars=variables, outvars=pure.outvars), ())
+    return Body(body.jaxpr, [*body.operands, *values]), effects
+
+
+# -- callables -------------------------------------------------------------------------------------------------
+
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class Wrapper(Generic[P, R]):
+    """Base of what transforms return: a callable that stands for the function it wraps, method or not.
+
+    It has the function's name, docstring and signature, binds to instances like a function, and is pickled by
+    reference where a module variable or class attribute names it, else by its parts. Attributes that it does not have
+    itself are read from what it wraps and, if that is a callable object, written to it.
+    """
+
+    __qualname__: str
+    _object: Any = None  # the callable object that it stands for, once it is made
+
+    def __init__(self, fun: Callable, options: dict[str, Any]):
+        functools.update_wrapper(self, fun, updated=())
+        self.__wrapped__ = fun
+        self._options = options
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a protocol, which the wrapper follows or does not
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__wrapped__, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = self._object is None or name in vars(self) or hasattr(type(self), name)
+        object.__setattr__(self, name, value) if is_own else setattr(self._object, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        is_own = self._object is None or name in vars(self)
+        object.__delattr__(self, name) if is_own else delattr(self._object, name)
+
+    @property
+    def __isabstractmethod__(self) -> bool:
+        return getattr(self.__wrapped__, "__isabstractmethod__", False)
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+    @overload
+    def __get__(self: Wrapper[Concatenate[S, Q], R], instance: S, owner: type | None = None) -> Callable[Q, R]: ...
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        if _find_global(self) is self:
+            return self.__qualname__
+        return _rebuild, (type(self), self.__wrapped__, self._options)
+
+    def __repr__(self) -> str:
+        public = getattr(sys.modules["statetx"], self._made_by(), None)
+        defaults = {} if public is None else inspect.signature(public).parameters
+        given = {k: brief(v) for k, v in self._options.items() if k in defaults}
+        options = "".join(f", {k}={text}" for k, text in given.items() if text != brief(defaults[k].default))
+        return f"statetx.{self._made_by()}({name_of(self.__wrapped__)}{options})"
+
+    def _made_by(self) -> str:
+        """The public function that made this."""
+        return _public_name(type(self))
+
+
+def _public_name(cls: type[Wrapper]) -> str:
+    """The public function that makes wrappers of a class: ``value_and_grad`` for `ValueAndGrad`."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+
+
+def _rebuild(cls: type[Wrapper], fun: Callable, options: dict[str, Any]) -> Wrapper:
+    return as_decorator(cls, fun, options)
+
+
+def _find_global(wrapper: Wrapper) -> Any:
+    found: Any = sys.modules.get(getattr(wrapper, "__module__", None) or "")
+    for part in getattr(wrapper, "__qualname__", "<none>").split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _is_call_of_object(fun: Any) -> bool:
+    return isinstance(fun, types.MethodType) and getattr(fun.__func__, "__name__", "") == "__call__"
+
+
+def name_of(fun: Any) -> str:
+    """A short name for messages and traces; that of its class for the call of an object."""
+    if _is_call_of_object(fun):
+        return type(fun.__self__).__name__
+    while isinstance(fun, functools.partial) or (isinstance(fun, Wrapper) and not hasattr(fun, "__qualname__")):
+        fun = fun.func if isinstance(fun, functools.partial) else fun.__wrapped__
+    return getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or type(fun).__name__
+
+
+def short_name(name: str) -> str:
+    """A function's qualified name without the functions that it is defined in."""
+    return name.rpartition("<locals>.")[2]
+
+
+def as_decorator(cls: type[Wrapper], fun: Any, options: dict[str, Any]) -> Any:
+    """``cls(fun, **options)``, or a decorator when there is no function yet; descriptors keep their kind."""
+    decorate = functools.partial(as_decorator, cls, options=options)
+    if fun is None:
+        return decorate
+    if isinstance(fun, (staticmethod, classmethod)):
+        return type(fun)(decorate(fun.__func__))
+    if isinstance(fun, property) and fun.fget is not None:
+        return fun.getter(decorate(fun.fget))
+    if isinstance(fun, functools.cached_property):
+        return functools.cached_property(decorate(fun.func))
+    if isinstance(fun, functools.partialmethod):
+        return functools.partialmethod(decorate(fun.func), *fun.args, **fun.keywords)
+    name = _public_name(cls)
+    if not callable(fun):
+        raise _refusal(name, fun)
+    refuse_function(fun, name, name_of(fun))
+    made = cls(fun, **options)
+    if is_object(fun):
+        made._object = fun
+    return made
+
+
+def _refusal(transform: str, fun: Any) -> FunctionError:
+    kind = type(fun).__name__
+    if not hasattr(type(fun), "__get__"):
+        return FunctionError(f"{transform} needs a callable, got {kind}: {fun!r}.")
+    return FunctionError(
+        f"{transform} needs a callable, and cannot stand above @{kind}, which chooses a function when it is looked up.\n"
+        f"Fix: put @statetx.{transform} below @{kind}, and below each function that is registered with it."
+    )
+
+
+def frame_for(name: str, fun: Callable, **hooks: Any) -> Frame:
+    return Frame(f"{name}({name_of(fun)})", **hooks)

@@ -1,0 +1,208 @@
+"""What a function is differentiated with respect to: arguments by position, states by `Targets`."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _states
+from .._errors import StateAccessError, StateFilterError, StateValueError
+from .._objects.paths import Paths, as_predicate, is_filter
+from .._objects.walk import Walk
+from .._text import brief, suggestion
+from .._tree import is_array_or_number, partition
+from .._typing import Filter, PyTree
+from .stage import name_of
+
+
+def split_aux(out: Any, fun: Callable) -> tuple[Any, Any]:
+    if not (isinstance(out, (tuple, list)) and len(out) == 2):
+        raise TypeError(f"With has_aux=True {name_of(fun)} must return a pair (value, aux), got {type(out).__name__}.")
+    return out[0], out[1]
+
+
+def resolve_argnums(argnums: Any, num_args: int, fun: Callable) -> tuple[list[int], bool]:
+    if argnums is None:
+        return [], True
+    as_tuple = not hasattr(argnums, "__index__")
+    nums = [operator.index(i) for i in (list(argnums) if as_tuple else [argnums])]
+    for i in nums:
+        if not -num_args <= i < num_args:
+            raise ValueError(
+                f"argnums={argnums!r} asks for argument {i}, and {name_of(fun)} was called with {num_args} positional "
+                f"arguments. Pass differentiated arguments by position."
+            )
+    return [i % num_args for i in nums], as_tuple
+
+
+def refuse_lost_writes(transform: str, fun: Callable, effects: Iterable[Any], taken_apart: Iterable[Any]) -> None:
+    """Refuse a write to a state of an argument that the transform has taken apart as a pytree: it would go to a copy.
+
+    Raises:
+        StateAccessError: there is one. A module of ``flax.nnx`` is a pytree, and brings its Variables along.
+    """
+    written = {id(e.state): e for e in effects}
+    if not written:
+        return
+    for tree in taken_apart:
+        for obj in filter(_states.is_opaque, jax.tree.leaves(tree, is_leaf=_states.is_opaque)):
+            for path, state in Walk().held(obj, type(obj).__name__):
+                if id(state) in written:
+                    raise StateAccessError(
+                        f"{transform}({name_of(fun)}) takes an argument apart that holds states: the function gets a copy of "
+                        f"{type(state).__name__} {path!r}, and writes it at {written[id(state)].site}, which would be lost.\n"
+                        f"Fix: close over the {type(obj).__name__}, or give it as an argument that stays whole, and choose its "
+                        f"states by wrt=: {transform}(f, wrt=nnx.Param)."
+                    )
+
+
+class Targets:
+    """The states that a function is differentiated with respect to.
+
+    Args:
+        wrt: a state, a pytree of states, or a filter over the states that the call can reach.
+        allow_int: whether integers may be among them.
+
+    A filter selects by what the call touches. The states that the function and its arguments hold are targets. Those that
+    lie further out, and that a call perhaps touches, are `candidates`: they are differentiated too, and come into the
+    result if they were read. A state that is read and selected without being either raises.
+    """
+
+    def __init__(self, wrt: Any, fun: Callable, args: tuple, kwargs: dict[str, Any], *, allow_int: bool = False):
+        self._fun = fun
+        self._allow_int = allow_int
+        self._filter = wrt if is_filter(wrt) else None
+        self._candidates: set[int] = set()
+        if self._filter is not None:
+            self._paths = Paths(fun, args, kwargs)
+            wrt = self._select(self._paths)
+        if isinstance(wrt, dict) and not isinstance(wrt, (OrderedDict, defaultdict)):  # those two JAX knows
+            wrt = dict(wrt)  # a library's own dict, as brainstate's FlattedDict, is one of states; gradients are values
+        self.states, self._treedef = jax.tree.flatten(wrt, is_leaf=_states.is_opaque)
+        self._kinds = [_kind_of(state) for state in self.states]
+        if not self.states:
+            raise StateFilterError("wrt= is empty: there is nothing to differentiate with respect to.")
+        self._positions = {id(s): i for i, s in enumerate(self.states)}
+        if len(self._positions) < len(self.states):
+            twice = next(s for i, s in enumerate(self.states) if self._positions[id(s)] != i)
+            raise StateFilterError(
+                f"wrt= lists {_states.describe(twice)} twice. Each state has one gradient: list it once."
+            )
+        self.has_refs = self._filter is True or any(isinstance(state, jax.Ref) for state in self.states)
+        self._parts: list[Any] = []
+        self._read: set[int] = set()
+
+    def values(self) -> list[list]:
+        """The states' values, each as the list of its array leaves."""
+        values = []
+        for state, kind in zip(self.states, self._kinds, strict=True):
+            arrays, part = self._differentiable(state, kind, kind.read(state))
+            self._parts.append(part)
+            values.append(arrays)
+        return values
+
+    def on_read(self, values: list[list]) -> Callable[[Any, Any, Any], Any]:
+        """A frame's hook that hands the body these values in place of the states' own."""
+
+        def on_read(state: Any, kind: Any, value: Any) -> Any:
+            self.note_read(state, kind)
+            i = self._positions.get(id(state))
+            return value if i is None else self._parts[i].combine(values[i])
+
+        return on_read
+
+    def note_read(self, state: Any, kind: Any) -> None:
+        """Record that the call reads a state; raises for one that the filter selects and that is no target."""
+        if id(state) in self._positions:
+            self._read.add(id(state))
+            return
+        if self._filter is None or not as_predicate(self._filter)(self._paths(state), state):
+            return
+        self._differentiable(state, kind, kind.get(state))
+        raise StateFilterError(
+            f"wrt={brief(self._filter)} selects {_states.describe(state, kind)}, which {name_of(self._fun)} reads. It "
+            f"would get no gradient: no walk over the function and its arguments finds it.\n"
+            f"Cause: something holds it that cannot be looked into, or code looks it up by name.\n"
+            f"Fix: give the states themselves, wrt={{**statetx.states(model, {brief(self._filter)}), 'name': state}}."
+        )
+
+    def is_target(self, state: Any) -> bool:
+        """Whether the function is differentiated with respect to this state, once it was read."""
+        return id(state) in self._positions
+
+    def combine(self, values: list[list]) -> PyTree:
+        """Values for the states, in the structure of `wrt`."""
+        whole = [part.combine(v) for part, v in zip(self._parts, values, strict=True)]
+        result = jax.tree.unflatten(self._treedef, whole)
+        unread = self._candidates - self._read
+        if not unread:
+            return result
+        paths = sorted(self._selected)
+        return {p: result[p] for p in paths if id(self._selected[p]) not in unread}
+
+    def _select(self, paths: Paths) -> dict[str, Any]:
+        keep = as_predicate(self._filter)
+        selected = {path: state for path, state in paths.held.items() if keep(path, state)}
+        further = {path: state for path, state in paths.beyond.items() if self._may_be_target(path, state)}
+        if selected:
+            self._candidates = {id(state) for state in further.values()}
+        self._selected = selected | further
+        if not self._selected:
+            there = ", ".join(f"{p} ({type(s).__name__})" for p, s in list(paths.items().items())[:8]) or "none"
+            raise StateFilterError(
+                f"wrt={brief(self._filter)} selects no state of {name_of(self._fun)}.{_nearest(self._filter, paths.items())} "
+                f"States that its arguments and variables reach: {there}."
+            )
+        return self._selected
+
+    def _may_be_target(self, path: str, state: Any) -> bool:
+        """Whether a state that the call may never touch is selected, and can be read and differentiated."""
+        kind = _kind_of(state)
+        owner = kind.owner(state)
+        if owner is not None and (owner.thread != threading.get_ident() or not owner.is_open):
+            return False
+        try:
+            is_selected = as_predicate(self._filter)(path, state)
+        except Exception:  # of the user's predicate, which need not know what the call does not touch
+            return False
+        arrays, part = partition(kind.get(state), is_array_or_number)
+        return bool(is_selected and arrays and not part.static and all(map(self._is_differentiable, arrays)))
+
+    def _is_differentiable(self, x: Any) -> bool:
+        return self._allow_int or jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+    def _differentiable(self, state: Any, kind: Any, value: Any) -> tuple[list, Any]:
+        arrays, part = partition(value, is_array_or_number)
+        if part.static or not arrays:
+            raise StateValueError(
+                f"Cannot differentiate with respect to {_states.describe(state, kind)}: its value holds a "
+                f"{type(part.static[0] if part.static else value).__name__}, which is no array."
+            )
+        for x in arrays:
+            if not self._is_differentiable(x):
+                raise StateValueError(
+                    f"Cannot differentiate with respect to {_states.describe(state, kind)}: gradients need "
+                    f"floating-point or complex values. Leave it out of wrt=."
+                )
+        return arrays, part
+
+
+def _kind_of(state: Any) -> Any:
+    kind = _states.kind_of(state)
+    if kind is None:
+        raise StateFilterError(
+            f"wrt= holds a {type(state).__name__}, which is no state. Pass states, a dict of them such as "
+            f"statetx.states(model, statetx.Param), or a filter."
+        )
+    return kind
+
+
+def _nearest(filter: Filter, paths: Iterable[str]) -> str:
+    globs = (filter,) if isinstance(filter, str) else filter if isinstance(filter, (list, tuple)) else ()
+    return next((hint for glob in globs if isinstance(glob, str) and (hint := suggestion(glob, paths))), "")

@@ -1,0 +1,1 @@
+"""Loops: strategies and schedules of checkpoints, nested and checkpointed loops, binding, tuning."""

@@ -1,0 +1,133 @@
+"""Loops and branches of which the bodies are there already, as equations.
+
+`jax.lax.scan` and its like trace the Python function that they are given, which costs as much again where the function
+only evaluates a jaxpr. What is made here binds their primitives to the jaxpr itself, which gives the same equation.
+`jax.lax` does more for bodies that return an input unchanged (it becomes a constant, or never enters the loop) or have
+effects, and it runs loops in Python under `jax.disable_jit`: these go through it.
+
+Each function here is given bodies and returns a function of arrays, to be kept in the table of structures: the
+primitives' parameters then are the same objects at every call, and JAX's caches, keyed by them, are hit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core.primitives import cond_p, while_p
+
+from .. import _jax
+from .._equations.structure import Body
+
+
+def scan(body: Body, num_constants: int, num_carry: int, *, length: int, reverse: bool, unroll: int | bool) -> Callable:
+    """``(constants, carry, xs) -> (carry, ys)``, all lists."""
+
+    @compiled
+    def through_lax(constants: list, carry: list, xs: list) -> tuple[list, list]:
+        def step(c: list, x: list) -> tuple[list, list]:
+            outs = body(constants, *c, *x)
+            return outs[:num_carry], outs[num_carry:]
+
+        return jax.lax.scan(step, carry, xs, length, reverse, unroll)
+
+    if unroll is True or unroll != 1 or not _is_plain(body, num_constants, num_carry):
+        return through_lax
+    jaxpr = _jax.close(body.jaxpr, ())
+
+    def scan(constants: list, carry: list, xs: list) -> tuple[list, list]:
+        if _jax.is_jit_disabled():
+            return through_lax(constants, carry, xs)
+        outs = _jax.bind_scan(jaxpr, constants, carry, xs, length=length, reverse=reverse)
+        return outs[:num_carry], outs[num_carry:]
+
+    return scan
+
+
+def while_loop(test: Body, body: Body, num_constants: int) -> Callable:
+    """``(constants of the test, constants of the body, carry) -> (carry)``, all lists; the body has `num_constants`."""
+
+    @compiled
+    def through_lax(test_constants: list, body_constants: list, carry: list) -> list:
+        return jax.lax.while_loop(lambda c: test(test_constants, *c)[0], lambda c: body(body_constants, *c), carry)
+
+    if test.jaxpr.effects or not _is_plain(body, num_constants, len(body.jaxpr.outvars)):
+        return through_lax
+    test_jaxpr, body_jaxpr = _jax.close(test.jaxpr, ()), _jax.close(body.jaxpr, ())
+
+    def while_loop(test_constants: list, body_constants: list, carry: list) -> list:
+        if _jax.is_jit_disabled():
+            return through_lax(test_constants, body_constants, carry)
+        counts = {"cond_nconsts": len(test_constants), "body_nconsts": len(body_constants)}
+        operands = (*test_constants, *body_constants, *carry)
+        return while_p.bind(*operands, cond_jaxpr=test_jaxpr, body_jaxpr=body_jaxpr, **counts)
+
+    return while_loop
+
+
+def branch(bodies: Sequence[Body], dtypes: Sequence[Any]) -> Callable:
+    """``(index, *operands) -> outputs``, of these dtypes where they are not None; a bool picks the second of two bodies."""
+
+    def through_body(body: Body, *operands: Any) -> list:
+        outs = zip(body((), *operands), dtypes, strict=True)
+        return [x if dtype is None else jax.lax.convert_element_type(x, dtype) for x, dtype in outs]
+
+    @compiled
+    def through_lax(index: Any, *operands: Any) -> list:
+        branches = [functools.partial(through_body, body) for body in bodies]
+        if index.dtype == bool:
+            return jax.lax.cond(index, branches[1], branches[0], *operands)
+        return jax.lax.switch(index, branches, *operands)
+
+    handed_on = zip(*(_handed_on(b.jaxpr) for b in bodies), strict=True)
+    is_plain = all(_is_pure(b.jaxpr) for b in bodies) and all(dtype is None for dtype in dtypes)
+    if len(bodies) == 1 or not is_plain or any(i[0] is not None and len(set(i)) == 1 for i in handed_on):
+        return through_lax
+    jaxprs = tuple([_jax.close(b.jaxpr, ()) for b in bodies])
+
+    def branch(index: Any, *operands: Any) -> list:
+        if _jax.is_jit_disabled():
+            return through_lax(index, *operands)
+        which = jax.lax.convert_element_type(index, jnp.int32)
+        if index.dtype != bool:
+            which = jax.lax.clamp(jnp.int32(0), which, jnp.int32(len(jaxprs) - 1))
+        return cond_p.bind(which, *operands, branches=jaxprs)
+
+    return branch
+
+
+def _is_plain(body: Body, num_constants: int, num_carry: int) -> bool:
+    """Whether `jax.lax` would make a loop of a body as it is: ``(constants, carry, xs) -> (carry, ys)``."""
+    handed_on = _handed_on(body.jaxpr)
+    return (
+        _is_pure(body.jaxpr)
+        and all(i != num_constants + n for n, i in enumerate(handed_on[:num_carry]))
+        and all(i is None or i < num_constants + num_carry for i in handed_on[num_carry:])
+    )
+
+
+def _is_pure(jaxpr: Any) -> bool:
+    return not (jaxpr.effects or jaxpr.is_high)
+
+
+def _handed_on(jaxpr: Any) -> list[int | None]:
+    """For each output, which input it is; None if it is computed."""
+    places = {v: i for i, v in enumerate(jaxpr.invars)}
+    return [places.get(v) if isinstance(v, _jax.Var) else None for v in jaxpr.outvars]
+
+
+# JAX 0.12 has several ways to inline, and takes `True` for a later one, which would leave an equation of the jit here.
+_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def compiled(fun: Callable) -> Callable:
+    """Compiled once for each structure where nothing is traced, inlined where something is; made when first called."""
+
+    @functools.cache
+    def jitted() -> Callable:
+        return jax.jit(fun, inline=_INLINE)
+
+    return lambda *args: jitted()(*args)

@@ -1,0 +1,109 @@
+"""From a staged body to its loop: a plain one, or one that stores what ``checkpoint=`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .. import _jax
+from .._equations.structure import Body, table
+from .._errors import EffectError, PolicyError
+from .._lift import key_reuse
+from .._lift.stage import name_of
+from .._lift.staged import Staged
+from . import bind, schedule
+from .checkpointed import Scheduled
+from .nested import Step, nested
+from .progress import Bars
+from .strategy import Auto, Budget, Lengths, Levels, Slots, Strategy, as_strategy
+from .tune import SHORT, Sized
+
+
+def resolve_strategy(name: str, checkpoint: Any, unroll: Any) -> Strategy | None:
+    """What ``checkpoint=`` means, None if nothing.
+
+    Raises:
+        PolicyError: it means nothing known, or comes with `unroll`.
+    """
+    if checkpoint is None:
+        return None
+    if unroll is True or unroll not in (1, False, None):
+        raise PolicyError(
+            f"{name}: unroll={unroll!r} and checkpoint={checkpoint!r} do not go together; give one of them."
+        )
+    return as_strategy(name, checkpoint)
+
+
+def make_loop(
+    staged: Staged,
+    body: Body,
+    num_constants: int,
+    num_carry: int,
+    length: int,
+    *,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    strategy: Strategy | None = None,
+    progress: bool = False,
+) -> Callable:
+    """The loop ``(constants, carry, xs) -> (carry, ys)`` of a body that `staged` gave, from the table.
+
+    Args:
+        body: ``(*constants, *carry, *x) -> (*carry, *y)``.
+        strategy: how it stores less; None for a plain loop.
+        progress: whether a bar shows how far it is.
+
+    Raises:
+        EffectError: the body has effects that must not be repeated, and a strategy would.
+        PolicyError: the strategy cannot be had.
+    """
+    refuse_effects(staged, body, strategy)
+    title = f"{staged.name} {name_of(staged.fun).rpartition('.')[2]}" if progress else None
+
+    def build(body: Body) -> Callable:
+        name = f"{staged.name}({name_of(staged.fun)})"
+        if strategy is None and title is None:
+            return bind.scan(body, num_constants, num_carry, length=length, reverse=reverse, unroll=unroll)
+        tick = Bars(title, length).tick if title else None
+        policy = getattr(strategy, "policy", None)
+        options = {"length": length, "reverse": reverse, "policy": policy, "name": name, "tick": tick}
+        if not is_of_words:
+            return _build(Step(body, num_constants, num_carry, **options), strategy)
+        step = Step(key_reuse.body_of_words(body), num_constants, num_carry, **options)
+        return key_reuse.loop_of_words(_build(step, strategy), body)
+
+    is_of_words = strategy is not None and key_reuse.are_wanted(body)
+    use = (staged.name, is_of_words, strategy, title, length, reverse, type(unroll), unroll, num_constants, num_carry)
+    return table.get(body, use, build)
+
+
+def refuse_effects(staged: Staged, body: Body, strategy: Strategy | None) -> None:
+    """Raise if a strategy would repeat effects of the body that must not be repeated."""
+    for callback, place in _jax.forbidden_effects(body.jaxpr) if strategy is not None else ():
+        raise EffectError(
+            f"{staged.name}: the body {name_of(staged.fun)} calls {callback} at {place}, a host callback with effects, "
+            f"which would run again when a step is recomputed, as checkpoint={strategy!r} has it.\n"
+            f"Fix: call it outside the loop, or use jax.pure_callback if it only computes, or jax.debug.callback if it "
+            f"may run twice."
+        )
+
+
+def _build(step: Step, strategy: Strategy | None) -> Callable:
+    if strategy is None or step.length == 0:
+        return step.plain()
+    if isinstance(strategy, Auto) and step.length < SHORT:
+        return step.plain()
+    if isinstance(strategy, (Auto, Budget)):
+        return Sized(step, strategy)
+    offload = getattr(strategy, "offload", False)
+    if offload and _jax.HOST_MEMORY not in _jax.memory_spaces():
+        raise PolicyError(f"{step.name}: {strategy!r}: the devices have no {_jax.HOST_MEMORY!r} memory.")
+    if isinstance(strategy, Slots):
+        return Scheduled(step, strategy.num, strategy.block, offload=offload)
+    if isinstance(strategy, Levels):
+        lengths = schedule.nested_lengths(step.length, strategy.num)
+    else:
+        assert isinstance(strategy, Lengths)
+        lengths = strategy.lengths
+        strategy.check(step.name, "steps", step.length)
+    return nested(step, lengths, offload=offload)

@@ -1,0 +1,160 @@
+"""Loops with a derivative of their own, and functions differentiated as others.
+
+A loop that stores less is a primitive (`_jax.call_loop`), so that it is still a loop when it is mapped or
+differentiated, wherever it was staged. `vmap` makes it the loop of the mapped step, which all examples take at once. A
+derivative that is taken later counts all examples, and weights that they share get one cotangent; a mapped derivative
+would give each example its own, to be summed at the end.
+
+A `vmap` around a derivative maps the equations of the derivative's rule, as for any other function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from .. import _jax
+from .._tree import is_float
+from . import bind
+from .nested import MappedStep, Step
+
+
+class Loop:
+    """A loop ``(constants, carry, xs) -> (carry, ys)``, which subclasses differentiate."""
+
+    keeps_steps = False  # see `_jax.OwnLoop`
+
+    def __init__(self, step: Step):
+        self.step = step
+        self.body = step.body.jaxpr
+        self.length, self.num_constants, self.num_carry = step.length, step.num_constants, step.num_carry
+        self._plain = step.plain()
+        self._jaxprs: dict[Any, Any] = {}
+        self._mapped: dict[Any, tuple[Loop, MappedStep]] = {}
+
+    def __call__(self, constants: list, carry: list, xs: list) -> tuple[list, list]:
+        args = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (*constants, *carry, *xs)]
+        return self._split(_jax.call_loop(self, args))
+
+    def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
+        """The loop's outputs, and the tangents of those that are floats, given tangents by leaf of the arguments."""
+        raise NotImplementedError
+
+    def with_step(self, step: Step) -> Loop:
+        """The same of another step."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.step.name})"
+
+    # -- see `_jax.OwnLoop` --
+
+    def with_body(self, body: _jax.Jaxpr) -> Loop:
+        return self.with_step(self.step.with_body(body))
+
+    def is_plain(self) -> bool:
+        return False
+
+    def plain_args(self, args: list) -> list | None:
+        return None
+
+    def run(self, args: list) -> list:
+        carry, ys = self._plain(*self._sort(args))
+        return [*carry, *ys]
+
+    def jaxpr_for(self, avals: Sequence[Any]) -> Any:
+        key = (tuple(avals), _jax.trace_context())
+        if key not in self._jaxprs:
+            jaxpr, consts = _jax.stage(lambda *xs: self.run(list(xs)), avals, kind="scan", name=self.step.name)
+            self._jaxprs[key] = _jax.close(jaxpr, consts)
+        return self._jaxprs[key]
+
+    def jvp(self, args: list, tangents: dict[int, Any]) -> tuple[list, list]:
+        (carry, ys), pushed = self.derivative(self._sort(args), tangents)
+        return [*carry, *ys], pushed
+
+    def map(self, args: list, axes: list[int | None], axis_data: Any) -> tuple[list, list[int | None]]:
+        key = (axis_data, *(axis is not None for axis in axes), _jax.trace_context())
+        if key not in self._mapped:
+            mapped = self.step.mapped(axis_data, [axis is not None for axis in axes])
+            self._mapped[key] = self.with_step(mapped.step), mapped
+        loop, mapped = self._mapped[key]
+        parts = zip(args, axes, mapped.in_axes, strict=True)
+        args = [x if to is None else _jax.with_examples(x, axis, to, axis_data) for x, axis, to in parts]
+        return _jax.call_loop(loop, [*mapped.consts, *args]), mapped.out_axes
+
+    def _sort(self, args: list) -> tuple[list, list, list]:
+        first, last = self.step.num_constants, self.step.num_constants + self.step.num_carry
+        return args[:first], args[first:last], args[last:]
+
+    def _split(self, outs: list) -> tuple[list, list]:
+        return outs[: self.step.num_carry], outs[self.step.num_carry :]
+
+
+# -- derivatives by another function -----------------------------------------------------------------------------
+
+
+def with_derivative(fun: Callable, derivative: Callable) -> Callable:
+    """`fun`, compiled, with a derivative of its own.
+
+    Args:
+        derivative: ``(args, tangents by leaf) -> (output, tangents of its first float leaves)``; those of the others
+            are zero.
+    """
+    compiled = jax.custom_jvp(bind.compiled(fun))
+
+    @functools.partial(compiled.defjvp, symbolic_zeros=True)
+    def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+        out, pushed = derivative(primals, nonzero_tangents(tangents))
+        floats = [x for x in jax.tree.leaves(out) if is_float(x)]
+        zeros = map(jnp.zeros_like, floats[len(pushed) :])
+        return out, tangents_of(out, [*pushed, *zeros])
+
+    return compiled
+
+
+def tangent_leaves(tangents: Any) -> list[Any]:
+    """The leaves of the tangents that a rule is given, symbolic zeros among them."""
+    return jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
+
+
+def nonzero_tangents(tangents: Any) -> dict[int, Any]:
+    """By leaf, the tangents that are not zero."""
+    return {i: t for i, t in enumerate(tangent_leaves(tangents)) if not isinstance(t, SymbolicZero) and is_float(t)}
+
+
+def tangents_of(out: Any, floats: Iterable[Any]) -> Any:
+    """The tangents of an output, given those of its float leaves."""
+    leaves, treedef = jax.tree.flatten(out)
+    rest = iter(floats)
+    return treedef.unflatten([next(rest) if is_float(x) else _jax.zero_tangent(_jax.abstract(x)) for x in leaves])
+
+
+def jvp_of(fun: Callable, args: tuple, tangents: dict[int, Any]) -> tuple[Any, list[Any]]:
+    """The output of ``fun(*args)``, and the tangents of its float leaves; `tangents` by leaf of the arguments."""
+    leaves = jax.tree.leaves(args)
+    out_tree: Any = None
+
+    def of_moving(*moving: Any) -> tuple[list, list]:
+        nonlocal out_tree
+        out = fun(*_replaced(args, dict(zip(tangents, moving, strict=True))))
+        outs, out_tree = jax.tree.flatten(out)
+        return [x for x in outs if is_float(x)], [None if is_float(x) else x for x in outs]
+
+    floats, pushed, others = jax.jvp(of_moving, [leaves[i] for i in tangents], list(tangents.values()), has_aux=True)
+    rest = iter(floats)
+    return out_tree.unflatten([next(rest) if x is None else x for x in others]), pushed
+
+
+def floats_of(fun: Callable, args: tuple, values: dict[int, Any]) -> list[Any]:
+    return [x for x in jax.tree.leaves(fun(*_replaced(args, values))) if is_float(x)]
+
+
+def _replaced(args: tuple, values: dict[int, Any]) -> tuple:
+    leaves, treedef = jax.tree.flatten(args)
+    return treedef.unflatten([values.get(i, x) for i, x in enumerate(leaves)])

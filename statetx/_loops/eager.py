@@ -1,0 +1,165 @@
+"""Loops under ``jax.disable_jit``: Python's own, whose bodies see concrete values and may print them or step through them.
+
+States take part as in the compiled loop. A call is atomic here too: its writes are undone if a step fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _frames, _jax, _states
+from .._errors import StateAccessError
+from .._frames import Effect, refuse_created
+from .._lift.rules import Broadcast, Rules, Split
+from .._lift.stage import frame_for, name_of, run_at_once
+from .._tree import is_array_or_number, partition
+from .._typing import PyTree
+
+
+def is_wanted(*values: Any) -> bool:
+    """Whether loops run as Python: under ``jax.disable_jit``, unless what decides about their steps is being traced."""
+    return _jax.is_jit_disabled() and not any(isinstance(x, _jax.Tracer) for x in values)
+
+
+def scan(fun: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool, rules: Rules) -> tuple[PyTree, PyTree]:
+    """As `statetx.scan`, with at least one step."""
+
+    def loop() -> tuple[PyTree, PyTree]:
+        leaves, part = partition(xs, lambda x: is_array_or_number(x) or isinstance(x, jax.Ref))
+        refs = [(n, x) for n, x in enumerate(leaves) if isinstance(x, jax.Ref)]
+        leaves = [x[...] if isinstance(x, jax.Ref) else jnp.asarray(x) for x in leaves]
+        carry, ys, slices = init, [], []
+        taking_part = _Mapped(fun, length, rules)
+        for i in range(length)[:: -1 if reverse else 1]:
+            x = [leaf[i] for leaf in leaves]
+            for n, _ in refs:
+                x[n] = jax.new_ref(x[n])
+            carry, y = taking_part.step(i, carry, part.combine(x))
+            ys.append(y)
+            slices.append([x[n][...] for n, _ in refs])
+        taking_part.finish()
+        if reverse:
+            ys.reverse()
+            slices.reverse()
+        for k, (_, ref) in enumerate(refs):
+            ref[...] = jnp.stack([step[k] for step in slices])
+        return carry, jax.tree.map(lambda *steps: jnp.stack([jnp.asarray(y) for y in steps]), *ys)
+
+    return run_at_once("scan", loop, (), {})
+
+
+def while_loop(test: Callable, body: Callable, init: PyTree, max_steps: int | None) -> PyTree:
+    """As `statetx.while_loop`."""
+
+    def loop() -> PyTree:
+        val, num = init, 0
+        while (max_steps is None or num < max_steps) and _holds(test, val):
+            val, num = _step("while_loop", body, (val,)), num + 1
+        return val
+
+    return run_at_once("while_loop", loop, (), {})
+
+
+def fori_loop(steps: Iterable[int], body: Callable, init: PyTree) -> PyTree:
+    """As `statetx.fori_loop`."""
+
+    def loop() -> PyTree:
+        val = init
+        for i in steps:
+            val = _step("fori_loop", body, (jnp.asarray(i), val))
+        return val
+
+    return run_at_once("fori_loop", loop, (), {})
+
+
+def _holds(test: Callable, val: PyTree) -> bool:
+    frame = frame_for("while_loop", test)
+    result = frame.run(test, val)
+    for effect in frame.effects:
+        raise StateAccessError(
+            f"while_loop: the condition {name_of(test)} wrote {_states.describe(effect.state, effect.kind)} at "
+            f"{effect.site}. A random draw is a write too.\nFix: write it in the body and let the condition read it."
+        )
+    return bool(result)
+
+
+def _step(name: str, fun: Callable, args: tuple) -> Any:
+    frame = frame_for(name, fun)
+    out = frame.run(fun, *args)
+    refuse_created(frame.effects, frame.name)
+    _frames.publish(frame.effects, live=True)
+    return out
+
+
+class _Mapped:
+    """The states of a scan that are not simply carried: those with an axis, split, or drawn from alike in every step."""
+
+    def __init__(self, fun: Callable, length: int, rules: Rules):
+        self._fun = fun
+        self._length = length
+        self._rules = rules
+        self._keys: dict[int, Any] = {}
+        self._left: dict[int, tuple[Effect, dict[int, Any]]] = {}  # what steps wrote
+
+    def step(self, i: int, carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+        frame = frame_for("scan", self._fun, on_read=lambda state, kind, value: self._value(i, state, kind, value))
+        out = frame.run(self._fun, carry, x)
+        if not (isinstance(out, (tuple, list)) and len(out) == 2):
+            raise TypeError(
+                f"scan: the body {name_of(self._fun)} must return a pair (carry, y), got {type(out).__name__}."
+            )
+        refuse_created(frame.effects, frame.name)
+        carried = []
+        for effect in frame.effects:
+            rule = self._rules(effect.state)
+            if rule is Broadcast and not effect.kind.is_random(effect.state):
+                raise StateAccessError(
+                    f"scan: {_states.describe(effect.state, effect.kind, self._rules.path(effect.state))} is declared "
+                    f"Broadcast and was written at {effect.site}.\nFix: declare it Carry, or give an axis to stack its "
+                    f"writes along."
+                )
+            if isinstance(rule, int) or rule in (Split, Broadcast):
+                self._left.setdefault(id(effect.state), (effect, {}))[1][i] = effect.value
+            else:
+                carried.append(effect)
+        _frames.publish(carried, live=True)
+        return out[0], out[1]
+
+    def _value(self, i: int, state: Any, kind: Any, value: Any) -> Any:
+        rule = self._rules(state)
+        if isinstance(rule, int):
+            arrays, part = partition(value)
+            for x in arrays:
+                self._rules.slice_type(state, _jax.abstract(x), self._length)
+            return part.combine([jax.lax.index_in_dim(jnp.asarray(x), i, rule, keepdims=False) for x in arrays])
+        if rule is Split:
+            keys = self._keys.setdefault(id(state), None)
+            if keys is None:
+                keys = self._keys[id(state)] = jax.random.split(value, self._length + 1)
+            return keys[1 + i]
+        return value
+
+    def finish(self) -> None:
+        """Store what the steps left in these states."""
+        self._rules.check_paths()
+        effects = []
+        for effect, values in self._left.values():
+            rule = self._rules(effect.state)
+            if isinstance(rule, int):
+                slices = [self._slice_left(effect, values, i, rule) for i in range(self._length)]
+                effect.value = jax.tree.map(lambda *xs, axis=rule: jnp.stack(xs, axis), *slices)
+            else:
+                effect.value = self._keys[id(effect.state)][0] if rule is Split else list(values.values())[-1]
+            effect.before = _frames.UNKNOWN
+            effects.append(effect)
+        _frames.publish(effects, live=True)
+
+    def _slice_left(self, effect: Effect, values: dict[int, Any], i: int, axis: int) -> Any:
+        if i in values:
+            return values[i]
+        before = effect.kind.get(effect.state)
+        return jax.tree.map(lambda x: jax.lax.index_in_dim(jnp.asarray(x), i, axis, keepdims=False), before)

@@ -1,0 +1,239 @@
+"""Loops whose strategy is decided by sizes: ``checkpoint="auto"`` and ``checkpoint="64MiB"``.
+
+The strategy is decided when the gradient is built. A loop that is not differentiated stays plain, and is not measured. When
+the gradient is built, every `jax.vmap` inside the derivative has mapped the loop's step (see `_derivative`), and each `vmap`
+around it is found among the active traces, so that all examples count. Where JAX stages the derivative without the `vmap`
+around it (a jitted function, a loop or branch around), the strategy is part of the program when it is mapped. A budget that is
+exceeded then raises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .. import _jax
+from .._errors import PolicyError
+from .._lift.around import Around, Map, device_bytes
+from .._text import format_bytes
+from .._tree import is_float, num_bytes
+from . import schedule
+from .checkpointed import Scheduled
+from .derivative import Loop, floats_of, jvp_of
+from .nested import Step
+from .strategy import Auto, Budget, Slots
+
+SHORT = 64  # steps, below which a schedule gains nothing
+_SLACK = 2**10  # bytes by which a program around the loop may differ from the loop's own
+_SMALL = 2**22  # bytes that are not worth a second run of anything
+
+
+class Sized(Loop):
+    """A loop of which sizes choose how it is reversed."""
+
+    keeps_steps = True  # if it stays plain
+
+    def __init__(self, step: Step, strategy: Auto | Budget):
+        super().__init__(step)
+        self._strategy = strategy
+        self._loops: dict[Slots | None, Callable] = {None: step.plain()}
+        self._chosen: dict[Around, Slots | None] = {}
+        self._bytes: dict[tuple[Slots | None, Around], int] = {}
+
+    def with_step(self, step: Step) -> Sized:
+        return Sized(step, self._strategy)
+
+    def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
+        leaves, treedef = jax.tree.flatten(primals)
+        slots = self._slots_for(Around.of(leaves))
+        loop, primals = self._loop(slots), treedef.unflatten(self._watched(leaves, slots))
+        return loop.derivative(primals, tangents) if isinstance(loop, Scheduled) else jvp_of(loop, primals, tangents)
+
+    def is_plain(self) -> bool:
+        return self._slots_for(Around(manual=_jax.manual_around())) is None
+
+    def plain_args(self, args: list) -> list | None:
+        return self._watched(args, None) if self._slots_for(Around.of(args)) is None else None
+
+    def _watched(self, args: list, slots: Slots | None) -> list:
+        """The arguments of the loop; with a budget the smallest of them now depends on being watched."""
+        if not args or not isinstance(self._strategy, Budget):
+            return args
+        n = min(range(len(args)), key=lambda i: num_bytes(args[i]))
+        watched = _jax.noticing(args, n, _Watch(self, slots, Around(manual=_jax.manual_around())))
+        return [watched if i == n else x for i, x in enumerate(args)]
+
+    def _slots_for(self, around: Around) -> Slots | None:
+        if around not in self._chosen:
+            self._chosen[around] = self._fit(around) if isinstance(self._strategy, Budget) else self._choose(around)
+        return self._chosen[around]
+
+    def _loop(self, slots: Slots | None) -> Callable:
+        if slots not in self._loops:
+            assert slots is not None
+            self._loops[slots] = Scheduled(self.step, slots.num, slots.block)
+        return self._loops[slots]
+
+    # -- "auto" --
+
+    def _choose(self, around: Around) -> Slots | None:
+        """The least memory at which no step is run more than three times; None for a loop that keeps little."""
+        step, num_examples = self.step, around.num_examples
+        kept = _bytes_kept_by_a_step(step) * num_examples
+        carry = sum(map(device_bytes, step.avals)) * num_examples
+        if step.length * (kept + carry) <= _SMALL:
+            return None
+        candidates = []
+        block = 1
+        while block * block <= step.length:
+            slots = schedule.slots_for(step.length // block, 2)
+            candidates.append((slots * carry + (block - 1) * kept, block, slots))
+            block *= 2
+        _, block, slots = min(candidates)
+        return Slots(slots, block=block)
+
+    # -- a number of bytes --
+
+    def _fit(self, around: Around) -> Slots | None:
+        """The fewest runs of steps within the budget, as compiled; None if the plain loop fits."""
+        step, budget = self.step, self._budget
+        if self._temporary(None, around) <= budget:
+            return None
+        least = self._temporary(Slots(1), around)
+        if least > budget:
+            raise PolicyError(
+                f"{step.name}: the gradient of this loop{_over(around)} needs {format_bytes(least + _SLACK)} with one slot, "
+                f"more than the budget of {format_bytes(budget + _SLACK)}.\n"
+                f"Fix: allow that much; or let a step compute less: give policy=, or rematerialise in it."
+            )
+        carry = max(1, sum(map(device_bytes, step.avals)) * around.num_examples)
+        of_block = max(0, self._temporary(Slots(1, block=2), around) - least) if step.length > 3 else 0
+        allowed = budget
+        for _ in range(6):
+            _, block, num = _affordable(step.length, allowed - least, carry, of_block)
+            slots = Slots(num, block=block)
+            over = self._temporary(slots, around) - budget
+            if over <= 0:
+                return slots
+            allowed -= over + (allowed - least) // 16
+            if allowed < least:
+                break
+        return Slots(1)
+
+    @property
+    def _budget(self) -> int:
+        assert isinstance(self._strategy, Budget)
+        return self._strategy.bytes - _SLACK
+
+    def _temporary(self, slots: Slots | None, around: Around) -> int:
+        if (slots, around) not in self._bytes:
+            self._bytes[slots, around] = temporary_bytes(self.step, self._loop(slots), around)
+        return self._bytes[slots, around]
+
+    def check(self, slots: Slots | None, around: Around) -> None:
+        """Raise unless the budget is kept by a loop that has been mapped since its strategy was decided."""
+        # Decided for as many or more: what was compiled then says enough.
+        if any(
+            key[0] == slots and _covers(key[1].maps, around.maps)
+            for key, size in self._bytes.items()
+            if size <= self._budget
+        ):
+            return
+        needed = self._temporary(slots, around)
+        if needed > self._budget:
+            raise PolicyError(
+                f"{self.step.name}: checkpoint={self._strategy!r} is exceeded: the gradient of this loop{_over(around)} needs "
+                f"{format_bytes(needed + _SLACK)}. It was traced without that vmap, by a jit or a loop, which trace once, so "
+                f"that the examples could not be counted.\n"
+                f"Fix: put jit outside of the vmap; or differentiate outside of it, as in grad(lambda x: vmap(f)(x).sum()); or "
+                f"give policies.Slots(n), which does not depend on sizes."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Watch:
+    """Checks a budget whenever the gradient is mapped: `around` is what it runs under until now."""
+
+    loop: Sized
+    slots: Slots | None
+    around: Around
+
+    def __call__(self, axis: Any, is_mapped: Sequence[bool]) -> _Watch:
+        around = self.around.over(axis, is_mapped)
+        self.loop.check(self.slots, around)
+        return dataclasses.replace(self, around=around)
+
+
+# -- maps around a loop ------------------------------------------------------------------------------------------
+
+
+def _over(around: Around) -> str:
+    return f", mapped over {around.num_examples} examples," if around.maps else ""
+
+
+def _covers(maps: Sequence[Map], others: Sequence[Map]) -> bool:
+    """Whether the first of `maps` map all that `others` do, over as many examples or more."""
+    return len(others) <= len(maps) and all(
+        axis.size >= other.size and all(a or not b for a, b in zip(is_mapped, is_other, strict=True))
+        for (axis, is_mapped), (other, is_other) in zip(maps, others, strict=False)
+    )
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------
+
+
+def _affordable(length: int, spare: int, carry: int, of_block: int) -> tuple[int, int, int]:
+    """The fewest runs of the body, with the size of a block and the number of slots that give them."""
+    found, block = [], 1
+    while block <= length:
+        left = spare - (block - 1) * of_block
+        if left < 0 and block > 1:
+            break
+        num_blocks, rest = divmod(length, block)
+        slots = min(1 + max(0, left) // carry, num_blocks)
+        runs = (schedule.num_evaluations(num_blocks, slots) - num_blocks) * block + length + rest
+        found.append((runs, block, slots))
+        block *= 2
+    return min(found)
+
+
+def temporary_bytes(step: Step, loop: Callable, around: Around = Around()) -> int:  # noqa: B008
+    """What XLA reserves on a device for the gradient of a loop with respect to all its inputs, beyond these and its outputs."""
+    of_steps = lambda aval: _jax.repeated(aval, step.length)  # noqa: E731
+    avals: list[Any] = [*step.constant_avals, *step.avals, *map(of_steps, step.x_avals)]
+    floats = [i for i, a in enumerate(avals) if is_float(a)]
+    ct_avals = [a for a in (*step.avals, *map(of_steps, step.y_avals)) if is_float(a)]
+    num_before_xs = step.num_constants + step.num_carry
+
+    def gradient(*inputs: Any) -> Any:
+        leaves, cts = list(inputs[: len(avals)]), list(inputs[len(avals) :])
+        args = leaves[: step.num_constants], leaves[step.num_constants : num_before_xs], leaves[num_before_xs:]
+        run = lambda *xs: floats_of(loop, args, dict(zip(floats, xs, strict=True)))  # noqa: E731
+        outs, pull = jax.vjp(run, *[leaves[i] for i in floats])
+        return outs, pull(cts)
+
+    return around.program(gradient, [*avals, *ct_avals]).cost.temp_bytes
+
+
+def _bytes_kept_by_a_step(step: Step) -> int:
+    """What a step computes and its backward step needs."""
+    types = [*step.constant_avals, *step.avals, *step.x_avals]
+    floats = [i for i, a in enumerate(types) if is_float(a)]
+    sizes = (len(step.constant_avals), step.num_carry)
+
+    def pullback(*values: Any) -> list[Any]:
+        def run(*moving: Any) -> list[Any]:
+            args = list(values)
+            for i, x in zip(floats, moving, strict=True):
+                args[i] = x
+            carry, y = step.keeping(args[: sizes[0]], args[sizes[0] : sum(sizes)], args[sum(sizes) :])
+            return [x for x in (*carry, *y) if is_float(x)]
+
+        return jax.tree.leaves(jax.vjp(run, *[values[i] for i in floats])[1])
+
+    jaxpr, _ = _jax.stage(pullback, types, kind="scan", name="step")
+    kept = {v: v.aval for v in jaxpr.outvars if isinstance(v, _jax.Var) and v not in jaxpr.invars}
+    return sum(map(device_bytes, kept.values()))

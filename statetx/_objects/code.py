@@ -1,0 +1,132 @@
+"""What code reads: the attributes of classes, and the variables of modules that functions name."""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import importlib.util
+import itertools
+import sys
+import types
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any, NamedTuple
+
+from .contents import ATOMS, Children, by_class, is_base
+
+_FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
+
+
+def _class_members(cls: type) -> Iterator[tuple[str, Any]]:
+    for base in cls.__mro__:
+        if not is_base(base.__module__):
+            yield from list(vars(base).items())
+
+
+def class_children(cls: type) -> Children:
+    """The data among a class's attributes, which its instances have in common."""
+    if issubclass(cls, enum.Enum):
+        yield from list(cls.__members__.items())
+        return
+    for name, content in _class_members(cls):
+        is_own = name.startswith(("__", "_abc_")) and (name.endswith("__") or name == "_abc_impl")
+        if not (is_own or _is_code(content)):
+            yield name, content
+
+
+def _is_code(content: Any) -> bool:
+    """Whether an attribute of a class is a function, or something else that runs when it is read."""
+    return isinstance(content, _FUNCTIONS) or (hasattr(type(content), "__get__") and not isinstance(content, ATOMS))
+
+
+def methods(cls: type) -> Iterator[tuple[str, Any]]:
+    """The functions among a class's attributes, and what else runs when one is read."""
+    return ((name, content) for name, content in _class_members(cls) if _is_code(content))
+
+
+class Reads(NamedTuple):
+    """The names that a function's code has in it.
+
+    Attributes:
+        variables: module variables that it reads, in order, each with the attributes that are read from it at once.
+        imports: modules that it imports, each as the level of a relative import, the name, and what is taken from it.
+        names: all of them, all attributes, and the strings that could name one.
+    """
+
+    variables: tuple[tuple[str, ...], ...]
+    imports: tuple[tuple[int, str, str], ...]
+    names: tuple[str, ...]
+
+
+_GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_ATTRIBUTE_READS = ("LOAD_ATTR", "LOAD_METHOD")
+
+
+@functools.lru_cache(maxsize=4096)
+def reads(code: types.CodeType) -> Reads:
+    variables: list[tuple[str, ...]] = []
+    imports: list[tuple[int, str, str]] = []
+    steps = [(i.opname, i.argval) for i in dis.get_instructions(code) if i.opname not in ("EXTENDED_ARG", "CACHE")]
+    for n, (operation, name) in enumerate(steps):
+        if operation in _GLOBAL_READS:
+            attributes = itertools.takewhile(lambda step: step[0] in _ATTRIBUTE_READS, steps[n + 1 :])
+            variables.append((name, *(attribute for _, attribute in attributes)))
+        elif operation == "IMPORT_NAME":
+            level = steps[n - 2][1]  # and the names that are imported, then the import itself
+            taken = itertools.takewhile(lambda step: step[0] in ("IMPORT_FROM", "STORE_FAST"), steps[n + 1 :])
+            targets = [target for operation, target in taken if operation == "IMPORT_FROM"] or [""]
+            imports += [(level, name, target) for target in targets]
+    names = [*code.co_names, *(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())]
+    for inner in (reads(const) for const in code.co_consts if isinstance(const, types.CodeType)):
+        variables += inner.variables
+        imports += inner.imports
+        names += inner.names
+    return Reads(tuple(dict.fromkeys(variables)), tuple(dict.fromkeys(imports)), tuple(dict.fromkeys(names)))
+
+
+def global_children(fun: types.FunctionType) -> Children:
+    """The module variables that a function reads: its own module's, and those of modules that it names."""
+    code = reads(fun.__code__)
+    for name, *attributes in code.variables:
+        if name in fun.__globals__:
+            yield from _through_modules(fun.__globals__[name], name, attributes)
+    for level, name, target in code.imports:
+        try:
+            full = importlib.util.resolve_name("." * level + name, fun.__globals__.get("__package__"))
+        except ImportError:
+            continue
+        if full in sys.modules:
+            yield from _through_modules(sys.modules[full], full, [target] if target else [])
+
+
+def _through_modules(content: Any, path: str, attributes: Sequence[str]) -> Children:
+    """What attributes of a module lead to; the module itself where its attributes are read elsewhere."""
+    for name in attributes:
+        if not isinstance(content, types.ModuleType) or is_base(content.__name__):
+            break
+        content, path = vars(content).get(name), f"{path}.{name}"
+    yield "" if isinstance(content, types.FunctionType) else path, content
+
+
+def module_children(module: types.ModuleType, names: Iterable[str]) -> Children:
+    """A module's variables of these names; nothing of modules that hold no states of the user's."""
+    if not is_base(module.__name__):
+        held = vars(module)
+        yield from [(name, held[name]) for name in names if name in held]
+
+
+def names_in_bases(cls: type, names: Set[str]) -> set[str]:
+    """Names in the methods that a class has of a library: a base class's ``__call__`` runs a method of the user's."""
+    found: set[str] = set()
+    for base in cls.__mro__:
+        if is_base(base.__module__):
+            for name, of_method in _names_by_method(base).items():
+                if name == "__call__" or name in names:
+                    found.update(of_method)
+    return found
+
+
+@by_class
+def _names_by_method(cls: type) -> dict[str, tuple[str, ...]]:
+    functions = {name: f for name, f in vars(cls).items() if isinstance(f, types.FunctionType)}
+    return {name: reads(f.__code__).names for name, f in functions.items()}

@@ -1,0 +1,397 @@
+"""What Python objects hold: the one description from which everything that looks into objects is made.
+
+`states`, paths and filters, `Checkpointer`, the comparison of layers by `stack` and the keys of static arguments all go by
+`children`. A place that it does not name is out of sight of all of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import enum
+import functools
+import gc
+import inspect
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from .. import _jax, _states
+
+T = TypeVar("T")
+Children = Iterator[tuple[str, Any]]
+
+# -- what is never looked into ---------------------------------------------------------------------------------------
+
+IMMUTABLE = frozenset([str, bytes, int, float, complex, bool, type(None), type(...), range, slice, _jax.ArrayImpl])
+ATOMS = (str, bytes, int, float, complex, np.generic, np.dtype, np.ufunc, jax.Array)
+ATOMS += (types.CodeType, types.FrameType, types.TracebackType, types.GetSetDescriptorType)
+ATOMS += (types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType)
+_BUILTIN = frozenset([types.BuiltinFunctionType, types.MethodWrapperType])
+WEAK = (weakref.ref, weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+CLOSED = frozenset("jax jaxlib numpy threading logging".split())
+"""Libraries whose objects hold nothing of the user's but the functions that they wrap."""
+
+
+def has_parts(obj: Any) -> bool:
+    """Whether an object can hold another one; a state and a Ref can."""
+    cls = type(obj)
+    if cls in IMMUTABLE:
+        return False
+    if cls is np.ndarray:
+        return obj.dtype.hasobject
+    if cls in _BUILTIN:
+        return _self_of(obj) is not None
+    if isinstance(obj, ATOMS):
+        # A string or number of a class of the user's may have attributes; a Ref is a JAX array and a state.
+        return isinstance(obj, jax.Ref) if isinstance(obj, jax.Array) else hasattr(obj, "__dict__")
+    return True
+
+
+def module_of(fun: types.FunctionType) -> str:
+    """The module whose variables a function reads; its ``__module__`` may be that of a function it wraps."""
+    name = fun.__globals__.get("__name__") or ""
+    module = sys.modules.get(name)
+    # A doctest runs in a copy of its module's variables: what it defines is the user's, as in a script.
+    return name if module is None or vars(module) is fun.__globals__ else "__main__"
+
+
+def _self_of(method: Any) -> Any:
+    """What a method written in C is bound to: a list, for its ``append``."""
+    bound = getattr(method, "__self__", None)
+    return None if isinstance(bound, (type, types.ModuleType)) else bound
+
+
+def package_of(module: Any) -> str:
+    return module.partition(".")[0] if isinstance(module, str) else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def is_base(module: str) -> bool:
+    """Whether a module is of Python, JAX, NumPy, this package or a library of states: none of them reads a user's states."""
+    package = package_of(module)
+    if package in sys.stdlib_module_names or package in ("jax", "jaxlib", "numpy", "scipy", "optax", "statetx"):
+        return True
+    return _file_of(module).startswith(_states.library_folders())
+
+
+@functools.lru_cache(maxsize=4096)
+def is_installed(module: str) -> bool:
+    file = _file_of(module)
+    return "site-packages" in file or "dist-packages" in file
+
+
+def _file_of(module: str) -> str:
+    found = sys.modules.get(module) or sys.modules.get(package_of(module))
+    return getattr(found, "__file__", None) or ""
+
+
+def by_class(fun: Callable[[type], T]) -> Callable[[type], T]:
+    """Keep a function's results for as long as the classes live, which the results must not refer to."""
+    known: weakref.WeakKeyDictionary[type, T] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(fun)
+    def cached(cls: type) -> T:
+        if cls not in known:
+            known[cls] = fun(cls)
+        return known[cls]
+
+    return cached
+
+
+# -- what an object holds --------------------------------------------------------------------------------------------
+
+
+def children(obj: Any) -> Children:
+    """What an object holds, each with its part of a path; "" for what has none.
+
+    Not: a class's attributes (`class_children`), the variables that a function reads (`global_children`), what is
+    referred to weakly.
+    """
+    look = _EXACT.get(type(obj)) or _look_for(type(obj))
+    return look(obj)
+
+
+@by_class
+def _look_for(cls: type) -> Callable[[Any], Children]:
+    """`children` for the instances of a class that is not among `_EXACT`. It must not refer to the class: see `by_class`."""
+    if issubclass(cls, (type, *WEAK)):
+        return _nothing
+    if issubclass(cls, np.ndarray):
+        items = _entries
+    elif package_of(cls.__module__) in CLOSED:
+        return _wrapped
+    elif issubclass(cls, Mapping):
+        items = _items
+    elif issubclass(cls, (list, tuple, collections.deque)):
+        items = _sequence
+    elif issubclass(cls, Set):
+        items = _set
+    elif issubclass(cls, functools.partial):
+        items = _partial
+    else:
+        return attributes
+
+    def look(obj: Any) -> Children:
+        yield from items(obj)
+        yield from attributes(obj)
+
+    return look
+
+
+def _nothing(obj: Any) -> Children:
+    return iter(())
+
+
+def _items(obj: Mapping) -> Children:
+    for i, (key, value) in enumerate(list(obj.items())):
+        yield _key(key, i), value
+        if type(key) not in IMMUTABLE:
+            yield f"keys.{i}", key
+
+
+def _key(key: Any, i: int) -> str:
+    if type(key) is str:
+        return key
+    # The text of other objects may be their address, which is another in the next run.
+    return str(key) if isinstance(key, (str, bytes, int, float, bool, type(None), tuple, enum.Enum)) else str(i)
+
+
+def _sequence(obj: Iterable) -> Children:
+    items = list(obj)
+    fields = getattr(obj, "_fields", ()) if isinstance(obj, tuple) else ()
+    names = fields if len(fields) == len(items) else map(str, range(len(items)))
+    yield from zip(names, items, strict=True)
+
+
+def _partial(obj: functools.partial) -> Children:
+    yield "", obj.func
+    yield from named_arguments(obj.func, obj.args, obj.keywords)
+
+
+def _set(obj: Set) -> Children:
+    yield from set_items(obj)[0]
+
+
+def _entries(obj: np.ndarray) -> Children:
+    if obj.dtype.hasobject:
+        for index, entry in np.ndenumerate(obj):
+            content = entry.item() if isinstance(entry, np.void) else entry
+            yield ".".join(map(str, index)), content
+
+
+def set_items(obj: Set) -> tuple[list[tuple[str, Any]], bool]:
+    """The items of a set that may hold something, and whether names and types tell them all apart.
+
+    A set has no order: its items go by the names of states and the types of objects, and where these are equal by number, in
+    an order that holds in this process only.
+    """
+    labelled = []
+    for item in list(obj):
+        if has_parts(item):
+            kind = _states.kind_of(item)
+            name = kind.name_of(item) if kind is not None else getattr(item, "__qualname__", None)
+            label: str = name if isinstance(name, str) else type(item).__name__
+            labelled.append((label, "" if kind is None else kind.site_of(item), item))
+    labelled.sort(key=lambda entry: entry[:2])
+    used: collections.Counter[str] = collections.Counter()
+    items = []
+    for label, _, item in labelled:
+        used[label] += 1
+        items.append((label if used[label] == 1 else f"{label}#{used[label]}", item))
+    return items, len(used) == len(items)
+
+
+def _method(obj: types.MethodType) -> Children:
+    yield "", obj.__self__
+    yield "", obj.__func__
+
+
+def _builtin(obj: Any) -> Children:
+    yield "", _self_of(obj)
+
+
+def _function(fun: types.FunctionType) -> Children:
+    for name, cell in zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True):
+        key = "" if name in ("self", "fun", "__class__") else name
+        yield from ((key, content) for _, content in _cell(cell))
+    defaults = fun.__defaults__ or ()
+    names = fun.__code__.co_varnames[fun.__code__.co_argcount - len(defaults) : fun.__code__.co_argcount]
+    yield from zip(names, defaults, strict=True)
+    yield from (fun.__kwdefaults__ or {}).items()
+    yield from [(_NAMELESS.get(name, name), content) for name, content in fun.__dict__.items()]
+
+
+def _cell(cell: types.CellType) -> Children:
+    try:
+        yield "", cell.cell_contents
+    except ValueError:  # not filled yet
+        return
+
+
+def attributes(obj: Any) -> Children:
+    """Slots, attributes and, where there are none, the children that a registered pytree declares."""
+    slots = _slots(type(obj))
+    for depth, name in slots:
+        try:
+            content = vars(type(obj).__mro__[depth])[name].__get__(obj)
+        except AttributeError:  # not set
+            continue
+        yield _NAMELESS.get(name, name), content
+    held = getattr(obj, "__dict__", None)
+    if isinstance(held, Mapping):
+        if "__wrapped__" in held:
+            # What statetx keeps for itself beside the function that it wraps is no part of it.
+            ours = package_of(type(obj).__module__) == "statetx"
+            held = {"__wrapped__": held["__wrapped__"]} if ours else _wrapped_first(held)
+        yield from [(_NAMELESS.get(name, name), content) for name, content in held.items()]
+    elif not slots and jax.tree_util.default_registry.flatten_one_level(obj) is not None:
+        found, _ = jax.tree_util.tree_flatten_with_path(obj, is_leaf=lambda x: x is not obj)
+        yield from ((jax.tree_util.keystr(keys, simple=True), child) for keys, child in found)
+
+
+def _wrapped_first(held: Mapping[str, Any]) -> dict[str, Any]:
+    return {"__wrapped__": held["__wrapped__"], **held}
+
+
+_NAMELESS: dict[str, str] = dict.fromkeys(("__wrapped__", "__func__", "fget", "fset", "fdel"), "") | {
+    "_value_": "value"
+}
+
+
+def _wrapped(obj: Any) -> Children:
+    """The functions that an object of JAX's stands for: a jitted function, one with a derivative rule."""
+    held = getattr(obj, "__dict__", None)
+    if not isinstance(held, dict) or "__wrapped__" not in held:
+        return
+    for name, content in list(held.items()):
+        if name == "__wrapped__":
+            yield "", content
+        elif isinstance(content, types.FunctionType) and not is_base(module_of(content)):
+            yield "", content
+
+
+@by_class
+def _slots(cls: type) -> tuple[tuple[int, str], ...]:
+    """The slots of a class in the order of definition: which of its bases has each, and its mangled name."""
+    slots: list[tuple[int, str]] = []
+    for depth, base in enumerate(cls.__mro__):
+        if base is functools.partial:  # whose parts have better names
+            continue
+        members = [n for n, v in vars(base).items() if isinstance(v, types.MemberDescriptorType) and n != "__dict__"]
+        declared = vars(base).get("__slots__", ())
+        names = [declared] if isinstance(declared, str) else list(declared) if isinstance(declared, Iterable) else []
+        names = [_mangled(base, n) for n in names if isinstance(n, str)]
+        order = [n for n in names if n in members] + [n for n in members if n not in names]
+        slots += [(depth, n) for n in order]
+    return tuple(slots)
+
+
+def _mangled(cls: type, name: str) -> str:
+    is_private = name.startswith("__") and not name.endswith("__")
+    return f"_{cls.__name__.lstrip('_')}{name}" if is_private and cls.__name__.strip("_") else name
+
+
+_EXACT: dict[type, Callable[[Any], Children]] = {
+    dict: _items,
+    list: _sequence,
+    tuple: _sequence,
+    set: _set,
+    frozenset: _set,
+    types.FunctionType: _function,
+    types.MethodType: _method,
+    types.BuiltinFunctionType: _builtin,
+    types.MethodWrapperType: _builtin,
+    types.CellType: _cell,
+    types.ModuleType: _nothing,
+}
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, np.ndarray, functools.partial)
+
+
+def extras(state: Any, kind: _states.Kind) -> Children:
+    """What a state holds beside its value: metadata, attributes of a subclass."""
+    if isinstance(state, jax.Ref):
+        return
+    if hasattr(state, "get_metadata"):
+        yield from list(dict(state.get_metadata()).items())
+        return
+    yield from list((getattr(state, "metadata", None) or {}).items())
+    held = getattr(state, "__dict__", None) or {}
+    yield from [(name, content) for name, content in held.items() if name not in kind.bookkeeping]
+    for depth, name in _slots(type(state)):
+        if name not in kind.bookkeeping:
+            try:
+                yield name, vars(type(state).__mro__[depth])[name].__get__(state)
+            except AttributeError:
+                continue
+
+
+def weak_children(obj: Any) -> Children:
+    """What an object refers to without holding it: weakly, or for this thread's context only; a transform's options."""
+    if isinstance(obj, weakref.ref):
+        yield "", obj()
+    elif isinstance(obj, weakref.WeakSet):
+        yield from set_items(obj)[0]
+    elif isinstance(obj, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
+        yield from _items(obj)
+    elif isinstance(obj, contextvars.ContextVar):
+        yield "", obj.get(None)
+    elif is_wrapper(obj) and package_of(type(obj).__module__) == "statetx":
+        yield "_options", vars(obj).get("_options")
+
+
+def is_wrapper(obj: Any) -> bool:
+    """Whether an object stands for the function it wraps; an instance of a class that wraps another does not."""
+    return "__wrapped__" in getattr(obj, "__dict__", ())
+
+
+def referents(obj: Any) -> Children:
+    """What an object holds out of Python's sight."""
+    if is_opaque(type(obj)) and package_of(type(obj).__module__) not in CLOSED and not isinstance(obj, WEAK):
+        yield from ((HIDDEN, x) for x in gc.get_referents(obj) if not isinstance(x, (type, types.ModuleType)))
+
+
+HIDDEN = "?"
+"""Stands in a path for a place in an iterator, a cache or another object whose inside has no names."""
+
+
+@by_class
+def is_opaque(cls: type) -> bool:
+    """Whether attributes and items may not be all that an instance holds, since the class is not written in Python."""
+    if package_of(cls.__module__) in CLOSED:
+        return True
+    return any(_is_foreign(base) for base in cls.__mro__ if base not in _TRANSPARENT)
+
+
+def _is_foreign(cls: type) -> bool:
+    """Whether a class was not made by a class statement."""
+    return bool(cls.__flags__ & _IMMUTABLE) or isinstance(vars(cls).get("__new__"), types.BuiltinFunctionType)
+
+
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
+_TRANSPARENT = frozenset([*_EXACT, *_CONTAINERS, collections.defaultdict, collections.OrderedDict, object, type])
+_TRANSPARENT |= {str, bytes, int, float, complex, bool, property, staticmethod, classmethod, types.SimpleNamespace}
+_TRANSPARENT |= {types.MappingProxyType, type({}.items()), type({}.keys()), type({}.values())}
+_TRANSPARENT |= {threading.local, weakref.ref}
+
+
+@by_class
+def is_remote(cls: type) -> bool:
+    """Whether an instance may refer to more than its children."""
+    return is_opaque(cls) or issubclass(cls, WEAK) or package_of(cls.__module__) == "statetx"
+
+
+def named_arguments(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Arguments by the names of the parameters they go to; "" for ``self``."""
+    try:
+        names = list(inspect.signature(fun).parameters)
+    except (TypeError, ValueError):
+        names = []
+    names += [str(i) for i in range(len(names), len(args))]
+    return [("" if name == "self" else name, x) for name, x in (*zip(names, args, strict=False), *kwargs.items())]

@@ -1,0 +1,126 @@
+"""Objects that JAX's trees do not take apart: what they hold must not outlive the trace that computed it.
+
+A transform passes such an object on unchanged. One that was given a tracer inside would keep it after the trace has ended,
+out of sight of every check that goes by the leaves of a tree; so would a generator or a coroutine, whose body has not
+run yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import _jax, _states
+from .._errors import CreatedStateError, FunctionError, TraceLeakError
+from .contents import children, has_parts
+
+_DEPTH = 5  # attributes of attributes: an object that hides an array deeper than that is not found out
+
+
+class _Unfinished(NamedTuple):
+    """A kind of object whose body runs after the call that made it."""
+
+    name: str
+    is_made_by: Callable[[Any], bool]
+    fix: str
+
+
+_ASYNC = "move the computation into a function without async, transform that, and call it in the coroutine"
+_UNFINISHED = {
+    types.GeneratorType: _Unfinished(
+        "generator",
+        inspect.isgeneratorfunction,
+        "return all values at once, as a list, or transform the function that computes one of them",
+    ),
+    types.CoroutineType: _Unfinished("coroutine", inspect.iscoroutinefunction, _ASYNC),
+    types.AsyncGeneratorType: _Unfinished("asynchronous generator", inspect.isasyncgenfunction, _ASYNC),
+}
+
+
+def refuse_hidden(leaves: Iterable[Any], returned: Callable[[], str] = lambda: "The function returned") -> None:
+    """Raise if an object among the leaves that are no arrays holds a tracer of the trace that is about to end.
+
+    Args:
+        leaves: what a call returned, or left in a state.
+        returned: who handed the object over, for messages.
+
+    Raises:
+        TraceLeakError: an attribute, or what a function closes over, is such a tracer.
+        CreatedStateError: a leaf is a ``jax.Ref`` that was made inside.
+        FunctionError: an object is a generator or a coroutine.
+    """
+    if _jax.is_eager():
+        return
+    for leaf in leaves:
+        refuse_unfinished(leaf, returned)
+        if isinstance(leaf, jax.Ref) and isinstance(leaf, _jax.Tracer) and _jax.ends_here(leaf):
+            raise CreatedStateError(
+                f"{returned()} a {leaf.aval.str_short()} that was created inside; it ends with the trace.\n"
+                f"Fix: return its value (ref[...] or jax.freeze(ref)), or create the Ref outside."
+            )
+        hidden = hidden_tracer(leaf, _jax.ends_here)
+        if hidden is not None:
+            raise _leak(leaf, *hidden, returned())
+
+
+def refuse_unfinished(out: Any, returned: Callable[[], str] = lambda: "The function returned") -> None:
+    """Raise if what a call returned has yet to run."""
+    kind = _UNFINISHED.get(type(out))
+    if kind is not None:
+        if isinstance(out, types.CoroutineType):
+            out.close()  # else Python warns that nobody has awaited it
+        raise FunctionError(
+            f"{returned()} a {kind.name} of {out.__qualname__}, whose body has not run: it would run when the trace has "
+            f"ended.\nFix: {kind.fix}."
+        )
+
+
+def refuse_function(fun: Callable, transform: str, name: str) -> None:
+    """Raise if a function is known to return what has yet to run, before it is called."""
+    called = fun if inspect.isroutine(fun) or isinstance(fun, functools.partial) else type(fun).__call__
+    for kind in _UNFINISHED.values():
+        if kind.is_made_by(called):
+            raise FunctionError(
+                f"{transform} cannot transform {name}: a call of it returns a {kind.name}, whose body has not run.\n"
+                f"Fix: {kind.fix}."
+            )
+
+
+def hidden_tracer(obj: Any, is_left: Callable[[Any], bool]) -> tuple[str, Any] | None:
+    """A tracer for which `is_left` holds, and the path that leads to it from an object; None if there is none."""
+    if not has_parts(obj) or _states.kind_of(obj) is not None:
+        return None
+    pending = [(obj, "")]
+    seen = {id(obj): obj}  # with the objects: those that are made on the way must outlive the walk
+    for _ in range(_DEPTH):
+        deeper = []
+        for holder, path in pending:
+            for key, child in children(holder):
+                where = f"{path}.{key}" if path and key else path or key
+                if isinstance(child, _jax.Tracer):
+                    if is_left(child):
+                        return where, child
+                elif has_parts(child) and id(child) not in seen and _states.kind_of(child) is None:
+                    seen[id(child)] = child
+                    deeper.append((child, where))
+        pending = deeper
+    return None
+
+
+def _leak(obj: Any, path: str, tracer: Any, returned: str) -> TraceLeakError:
+    name = type(obj).__name__
+    if isinstance(obj, types.FunctionType):
+        holder = f"the function {obj.__qualname__}, whose variable {path!r} is"
+        fix = "hand the function what it needs by jax.tree_util.Partial(function, array), which is a pytree"
+    else:
+        holder = f"a {name} whose attribute {path!r} holds"
+        fix = f"register {name} as a pytree (jax.tree_util.register_dataclass)"
+    return TraceLeakError(
+        f"{returned} {holder} an array computed inside ({tracer.aval.str_short()}). JAX cannot see into that object, "
+        f"so the array would be left as a dead tracer.\nFix: use the array itself, or {fix}."
+    )

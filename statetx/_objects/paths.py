@@ -1,0 +1,197 @@
+"""Where states live: `states`, the filters that select among them, and paths for messages.
+
+A path joins attribute names, mapping keys and sequence indices by dots: ``encoder.layers.0.weight``. What is
+reached through a bound method has the same path as through the object; what a function closes over starts with
+the variable's name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .. import _states
+from .._errors import StateFilterError
+from .._text import brief
+from .._typing import Filter, public
+from .contents import named_arguments
+from .walk import Walk
+
+
+@public
+@dataclasses.dataclass(frozen=True)
+class Not:
+    """The filter that selects what another does not.
+
+    Example:
+        >>> from statetx import Param, State, states
+        >>> model = {"w": Param(1.0), "n": State(0)}
+        >>> list(states(model, Not(Param)))
+        ['n']
+    """
+
+    filter: Filter
+
+    def __invert__(self) -> Filter:
+        return self.filter
+
+    def __repr__(self) -> str:
+        return f"Not({brief(self.filter)})"
+
+
+def states(obj: Any, filter: Filter = True) -> dict[str, Any]:
+    """Find the states in an object: a mapping from path to state.
+
+    Looks through attributes, slots, class attributes, mappings, sequences, sets, arrays of objects, pytrees, bound methods,
+    partials, and what a function closes over, has as a default or reads from modules. A state that is reachable in several
+    ways appears once, under the first path; order and paths are those of definition, the same in every run. Only a set has
+    no order: its states go by name, or type and number.
+
+    What methods would read if they were called, and what is referred to weakly, does not belong to the object. A transform
+    that takes a filter goes by what the call touches, and includes these.
+
+    Args:
+        obj: model, function, or container of these.
+        filter: a state type, a path glob (``"encoder.*"``), a predicate ``(path, state) -> bool``, True, False, a
+            sequence of these (selects what any of them selects), or `Not` of one.
+
+    Raises:
+        StateFilterError: `filter` is none of the above.
+
+    Example:
+        >>> from statetx import Param, State
+        >>> class Layer:
+        ...     def __init__(self):
+        ...         self.w, self.count = Param(1.0), State(0)
+        >>> list(states({"a": Layer(), "b": Layer()}, Param))
+        ['a.w', 'b.w']
+        >>> list(states([Layer()], "0.c*"))
+        ['0.count']
+    """
+    select = as_predicate(filter)
+    return {path: state for path, state in Walk().held(obj) if select(path, state)}
+
+
+def holds_states(obj: Any) -> bool:
+    """Whether an object holds states of its own, besides those of its class."""
+    return next(Walk(follows_classes=False).held(obj, is_called=False), None) is not None
+
+
+def is_filter(x: Any) -> bool:
+    """Whether `x` is a filter rather than a state or a container of states."""
+    if isinstance(x, (bool, str, Not)) or inspect.isclass(x):
+        return True
+    if isinstance(x, (list, tuple)):
+        return bool(x) and all(map(is_filter, x))
+    return callable(x) and _states.kind_of(x) is None
+
+
+def as_predicate(filter: Filter) -> Callable[[str, Any], bool]:
+    """Turn a filter into ``(path, state) -> bool``."""
+    if isinstance(filter, bool):
+        return lambda path, state: filter
+    if isinstance(filter, str):
+        return lambda path, state: fnmatch.fnmatchcase(path, filter)
+    if inspect.isclass(filter):
+        return lambda path, state: isinstance(state, filter)
+    if isinstance(filter, Not):
+        inner = as_predicate(filter.filter)
+        return lambda path, state: not inner(path, state)
+    if isinstance(filter, (list, tuple)):
+        parts = [as_predicate(f) for f in filter]
+        return lambda path, state: any(p(path, state) for p in parts)
+    if _states.kind_of(filter) is not None:
+        return lambda path, state: state is filter
+    if callable(filter):
+        return lambda path, state: bool(filter(path, state))
+    raise StateFilterError(
+        f"Not a filter: {filter!r}. Use a state type, a path glob such as 'encoder.*', a function (path, state) -> "
+        f"bool, True, False, a list of these, or statetx.Not of one."
+    )
+
+
+class Paths:
+    """Paths of the states that a call can reach, found when first asked for."""
+
+    def __init__(self, fun: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None):
+        self._fun = fun
+        self._arguments = (tuple(args), dict(kwargs or {}))
+
+    @functools.cached_property
+    def _walk(self) -> Walk:
+        return Walk()
+
+    @functools.cached_property
+    def held(self) -> dict[str, Any]:
+        """The states that the function and its arguments hold or read by name."""
+        parts = [
+            self._walk.held(value, name, is_called=False)
+            for name, value in named_arguments(self._fun, *self._arguments)
+        ]
+        return dict(itertools.chain(*parts, self._walk.held(self._fun)))
+
+    @functools.cached_property
+    def beyond(self) -> dict[str, Any]:
+        """States that the call may touch besides: what methods and their helpers read, what is referred to weakly."""
+        return {} if self.held is None else dict(self._walk.beyond())
+
+    def items(self) -> dict[str, Any]:
+        """Every state that the call can reach, by path."""
+        return self.held | self.beyond
+
+    @functools.cached_property
+    def _by_state(self) -> dict[int, str]:
+        return {id(state): path for path, state in self.items().items()}
+
+    def __call__(self, state: Any) -> str:
+        """The state's path, else its name, else its type and the place where it was made."""
+        return self._by_state.get(id(state)) or label(state)
+
+
+def label(state: Any) -> str:
+    """What stands for a path where there is none: the state's name, else its type and the place where it was made."""
+    kind = _states.kind_of(state)
+    assert kind is not None
+    return kind.name_of(state) or f"{type(state).__name__}@{short_site(kind.site_of(state))}"
+
+
+def argument_names(
+    fun: Callable, args: tuple, positions: Sequence[int] | None = None
+) -> Callable[[Sequence[Any]], str]:
+    """Names the leaves of ``(args, kwargs)``, given their paths, as one writes them: ``x``, ``params['w']``.
+
+    `positions`: of those arguments that are left, where some were taken out.
+    """
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    positional += [f"{rest}[{i}]" for i in range(len(args) - len(positional))]
+
+    if positions is not None:
+        positional = [positional[n] for n in positions]
+
+    def name(keys: Sequence[Any]) -> str:
+        first = positional[keys[1].idx] if keys[0].idx == 0 else keys[1].key
+        return first + jax.tree_util.keystr(tuple(keys[2:]))
+
+    return name
+
+
+def reaches(kind: type, fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call can reach a state of this type."""
+    return any(isinstance(state, kind) for state in Paths(fun, args, kwargs).items().values())
+
+
+def short_site(site: str) -> str:
+    """``file:line`` without the folders."""
+    return site.replace("\\", "/").rsplit("/", 1)[-1]

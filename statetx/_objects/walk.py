@@ -1,0 +1,195 @@
+"""The walk over Python objects: every state that can be reached from one, by path.
+
+It goes in two stages. What objects hold comes first: attributes, slots, items, closures, class attributes and, where the walk
+starts at a function, the module variables that it and the functions it calls read. This is what belongs to the object.
+`Walk.beyond` then adds what a call could touch besides: variables that methods read, weak references, what opaque objects
+refer to. Which methods a call runs is judged by name: those whose names occur in code that was met. It errs in both directions,
+so a transform that selects states compares with what the call really touches.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import types
+import weakref
+from collections.abc import Iterator, Set
+from typing import Any, NamedTuple
+
+from .. import _states
+from .code import class_children, global_children, methods, module_children, names_in_bases, reads
+from .contents import (
+    Children,
+    children,
+    extras,
+    has_parts,
+    is_base,
+    is_installed,
+    is_remote,
+    is_wrapper,
+    module_of,
+    package_of,
+    referents,
+    set_items,
+    weak_children,
+)
+
+_NEVER_CALLED = frozenset("__new__ __init__ __post_init__ __init_subclass__ __repr__ __str__ __eq__ __hash__".split())
+_NEVER_CALLED |= frozenset("__reduce__ __reduce_ex__ __getstate__ __setstate__ __copy__ __deepcopy__ __del__".split())
+
+
+class _Place(NamedTuple):
+    """Where children are looked at.
+
+    Attributes:
+        reads: whether functions found here are followed to the variables that they read.
+        owners: classes whose attributes these are: an instance of one of them, in a list of all instances, is another object.
+    """
+
+    reads: bool = False
+    owners: tuple[type, ...] = ()
+
+
+class Walk:
+    """One walk from one or more objects; no state is met twice.
+
+    Args:
+        all_methods: follow every method of the classes met, not only those whose names occur in code that was met.
+        follows_classes: whether the attributes of an object's class are looked at.
+
+    Attributes:
+        unstable: the paths of sets whose items nothing tells apart in another process.
+    """
+
+    def __init__(self, *, all_methods: bool = False, follows_classes: bool = True):
+        self.unstable: list[str] = []
+        self._all_methods = all_methods
+        self._follows_classes = follows_classes
+        self._own: set[str] = set()  # installed packages whose code is followed: those of the roots
+        self._seen: set[int] = set()
+        self._alive: list[Any] = []  # objects made on the way must outlive the walk, or their ids are used again
+        self._used: collections.Counter[str] = collections.Counter()
+        self._later: collections.deque[tuple[str, Children]] = collections.deque()
+        self._classes: list[tuple[str, type]] = []
+        self._modules: list[tuple[str, types.ModuleType]] = []
+        self._names: set[str] = set()
+        self._is_beyond = False
+
+    def held(self, obj: Any, path: str = "", *, is_called: bool | None = None) -> Iterator[tuple[str, Any]]:
+        """The states that an object holds, by path.
+
+        `is_called`: whether the functions met are followed to the variables they read; by default where `obj` is a function.
+        """
+        core = _core(obj)
+        module = module_of(core) if isinstance(core, types.FunctionType) else type(core).__module__
+        self._own.add(package_of(module))
+        reads = isinstance(core, types.FunctionType) if is_called is None else is_called
+        return self._visit(iter([(path, obj)]), _Place(reads))
+
+    def beyond(self) -> Iterator[tuple[str, Any]]:
+        """States that a call could touch besides, once `held` has gone through."""
+        self._is_beyond = True
+        place = _Place(reads=True)
+        progress = True
+        while progress:
+            progress = False
+            while self._later:
+                path, contents = self._later.popleft()
+                yield from self._visit(_under(path, contents), place)
+                progress = True
+            for path, contents in self._by_name():
+                progress = True
+                yield from self._visit(_under(path, contents), place)
+
+    def _by_name(self) -> Iterator[tuple[str, Children]]:
+        """Methods and variables of modules that have a name which occurs in the code met so far."""
+        for path, cls in list(self._classes):
+            self._names |= names_in_bases(cls, self._names)
+            for name, method in methods(cls):
+                if id(method) not in self._seen and self._may_run(name):
+                    yield path, iter([("", method)])
+        for path, module in list(self._modules):
+            for name, content in module_children(module, sorted(self._names)):
+                if id(content) not in self._seen and has_parts(content):
+                    yield path, iter([("" if isinstance(content, types.FunctionType) else name, content)])
+
+    def _may_run(self, name: str) -> bool:
+        if name in _NEVER_CALLED:
+            return False
+        return self._all_methods or name in self._names or (name.startswith("__") and name.endswith("__"))
+
+    def _visit(self, start: Children, place: _Place) -> Iterator[tuple[str, Any]]:
+        pending = [(start, place)]
+        while pending:
+            contents, place = pending[-1]
+            for path, obj in contents:
+                if not has_parts(obj) or id(obj) in self._seen:
+                    continue
+                if place.owners and isinstance(obj, place.owners):
+                    self._later.append((path, iter([("", obj)])))
+                    continue
+                self._seen.add(id(obj))
+                self._alive.append(obj)
+                kind = _states.kind_of(obj)
+                if kind is not None:
+                    yield self._named(path), obj
+                    pending.append((_under(path, extras(obj, kind)), place))
+                elif isinstance(obj, type):
+                    self._classes.append((path, obj))
+                    pending.append((_under(path, class_children(obj)), _Place(place.reads, (*place.owners, obj))))
+                else:
+                    pending.append((_under(path, self._inside(path, obj, place)), place))
+                break
+            else:
+                pending.pop()
+
+    def _inside(self, path: str, obj: Any, place: _Place) -> Children:
+        if isinstance(obj, types.ModuleType):
+            self._modules.append((path, obj))
+            return
+        if isinstance(obj, (Set, weakref.WeakSet)) and not set_items(obj)[1]:
+            self.unstable.append(path)
+        yield from children(obj)
+        if isinstance(obj, types.FunctionType):
+            if not is_base(module_of(obj)):
+                self._names.update(reads(obj.__code__).names)
+            if self._follows(module_of(obj)):
+                yield from self._now_or_later(path, global_children(obj), now=place.reads)
+        elif self._follows_classes and not is_base(type(obj).__module__):
+            yield "", type(obj)
+        if is_remote(type(obj)):
+            yield from self._now_or_later(path, itertools.chain(weak_children(obj), referents(obj)))
+
+    def _now_or_later(self, path: str, contents: Children, now: bool = False) -> Children:
+        if now or self._is_beyond:
+            yield from contents
+        else:
+            self._later.append((path, contents))
+
+    def _follows(self, module: str) -> bool:
+        if is_base(module):
+            return False
+        return not is_installed(module) or package_of(module) in self._own
+
+    def _named(self, path: str) -> str:
+        self._used[path] += 1
+        return path if self._used[path] == 1 else f"{path}#{self._used[path]}"
+
+
+def _under(path: str, contents: Children) -> Children:
+    for key, child in contents:
+        yield (f"{path}.{key}" if path and key else path or key), child
+
+
+def _core(obj: Any) -> Any:
+    """The function that a callable stands for, or the object itself."""
+    while True:
+        if isinstance(obj, functools.partial):
+            obj = obj.func
+        elif isinstance(obj, types.MethodType):
+            obj = obj.__func__
+        elif not isinstance(obj, types.FunctionType) and is_wrapper(obj):
+            obj = obj.__wrapped__
+        else:
+            return obj

@@ -1,0 +1,23 @@
+"""States of every library behind one protocol: what a kind must do, which kinds there are, and words for messages.
+
+A *kind* of state (this package's, brainstate's, ...) is an object that implements `Kind`.
+"""
+
+from .messages import PACKAGE as PACKAGE
+from .messages import buried as buried
+from .messages import call_site as call_site
+from .messages import describe as describe
+from .messages import library_folders as library_folders
+from .messages import no_history as no_history
+from .messages import user_stacklevel as user_stacklevel
+from .protocol import Annotated as Annotated
+from .protocol import Kind as Kind
+from .protocol import Modal as Modal
+from .protocol import Subclassed as Subclassed
+from .registry import _kinds_lock as _kinds_lock
+from .registry import class_options as class_options
+from .registry import is_opaque as is_opaque
+from .registry import kind_of as kind_of
+from .registry import kinds as kinds
+from .registry import modes as modes
+from .registry import register_kind as register_kind

@@ -1,0 +1,68 @@
+"""A state in a message: what it is, where it was made, where it was last used."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .. import _jax
+from .._errors import StateAccessError
+from .._text import short_tree_type_str
+from .protocol import Kind
+from .registry import _kinds, kind_of
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def library_folders() -> tuple[str, ...]:
+    """Folders whose code is never what a user wrote."""
+    return (PACKAGE, _jax.JAX_FOLDER, *(kind.folder for kind in _kinds))
+
+
+def call_site() -> str:
+    """``file:line`` of the nearest caller that is not a library's code."""
+    folders = library_folders()
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(folders):
+        frame = frame.f_back
+    return "unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def user_stacklevel() -> int:
+    """The ``stacklevel`` with which the caller of this function makes a warning that points at the user's line."""
+    folders = library_folders()
+    frame, level = sys._getframe(1), 1
+    while frame is not None and frame.f_code.co_filename.startswith(folders):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def describe(state: Any, kind: Kind | None = None, path: str | None = None, value: Any = None) -> str:
+    """Name a state for a message: type, path or name, shape and dtype, and where it was made."""
+
+    kind = kind or kind_of(state)
+    assert kind is not None
+    label = path or kind.name_of(state)
+    label = f" {label!r}" if label else ""
+    value = kind.get(state) if value is None else value
+    return (
+        f"{type(state).__name__}{label} ({short_tree_type_str(value)}, made at {kind.site_of(state)}{history(state)})"
+    )
+
+
+def no_history(state: Any) -> str:
+    del state
+    return ""
+
+
+history: Callable[[Any], str] = no_history
+"""What is known of a state's last accesses, for `describe`; `kinds.debug` replaces it."""
+
+
+def buried(state: Any, site: str, reason: str) -> StateAccessError:
+    return StateAccessError(
+        f"{type(state).__name__} made at {site} has no value: {reason}.\n"
+        f"Fix: create the state before the transformed call, or give it a value again by writing to it."
+    )

@@ -1,0 +1,357 @@
+"""`State`, `Param` and `RngState`: mutable cells that statetx's transforms see."""
+
+from __future__ import annotations
+
+import collections
+import operator
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _frames, _jax, _states
+from .._atomic import Store, commit, locked
+from .._errors import StateValueError
+from .._typing import public
+
+T = TypeVar("T")
+
+
+class _Buried:
+    """Stands in a state that has no value any more; says why."""
+
+    __slots__ = ("reason",)
+
+    def __init__(self, reason: str):
+        self.reason = reason
+
+    def __repr__(self) -> str:
+        return f"<no value: {self.reason}>"
+
+
+@public
+class State(Generic[T]):
+    """A mutable cell that holds an array or a tree of arrays.
+
+    Read and write it through `value`. Functions that do so become pure under statetx's transforms: what they
+    read is an input of the compiled program, what they write an output. Subclass it freely to tell kinds of
+    state apart; a subclass is a filter for `statetx.states`, `grad(wrt=...)` and ``states=``.
+
+    Args:
+        value: the first value; an array, a Python number or any pytree of these. Other objects are kept as they are.
+        name: for messages and tables, where no path is known.
+        **metadata: whatever you want to keep with the state.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> counter = State(jnp.zeros((), jnp.int32), name="steps", unit="1")
+        >>> counter.value += 1
+        >>> counter
+        State(int32[], name='steps', unit='1')
+        >>> int(counter.value)
+        1
+    """
+
+    __slots__ = ("__weakref__", "_home", "_owner", "_site", "_value", "_view", "metadata", "name")
+
+    name: str | None
+    metadata: dict[str, Any]
+    _owner: _frames.Frame | None  # the innermost frame that has touched it, or in which it was made
+    _home: weakref.ref | None  # the trace it was made in, None when made eagerly
+    _view: weakref.ref | None  # to what a foreign library takes this state for, once one of its transforms has met it
+
+    def __init__(self, value: T, *, name: str | None = None, **metadata: Any):
+        if isinstance(value, State):
+            raise StateValueError(
+                f"A state cannot hold a state: got {_states.describe(value)} as the value of a new "
+                f"{type(self).__name__}. Pass its value ({type(value).__name__}.value) instead."
+            )
+        _states.kinds()  # a library that was imported by now must be watching
+        frame = _frames.current_frame()
+        self._value = value
+        self._view = None
+        self._owner = frame
+        self._home = _jax.trace_ref(_jax.current_trace())
+        self._site = _construction_site()
+        self.name = name
+        self.metadata = metadata
+        if frame is not None:
+            frame.mark_created(self, NATIVE)
+
+    @property
+    def value(self) -> T:
+        """The value; assign to it to replace it."""
+        frame = _frames._local.frame
+        if self._owner is not frame:
+            _touch(self, frame, writing=False)
+        value = self._value
+        if type(value) is _Buried:
+            raise _states.buried(self, NATIVE.site_of(self), value.reason)
+        if self._home is not None:
+            _check_home(self, value)
+        return value  # type: ignore[return-value]
+
+    @value.setter
+    def value(self, value: T) -> None:
+        frame = _frames._local.frame
+        if isinstance(value, State):
+            raise StateValueError(
+                f"A state cannot hold a state: {_states.describe(self)} was assigned {_states.describe(value)}. "
+                f"Assign its .value instead."
+            )
+        if self._owner is not frame:
+            _touch(self, frame, writing=True)
+        access = frame.accesses.get(id(self)) if frame is not None else None
+        if self._home is not None:
+            _leave_dead_home(self, None if access is not None else frame)
+        if not _jax.is_eager() and (frame is None or _jax.current_trace() is not frame.trace):
+            _frames.check_write(self, NATIVE, value, _anchor(self, frame, access), _states.call_site())
+        if frame is not None and access is not None and not access.written:
+            frame.note_write(access)
+        owner = self._owner
+        if frame is None and owner is not None:  # another thread has taken it meanwhile
+            raise _frames.foreign(self, NATIVE, owner)
+        self._value = value
+
+    def touch_from(self, frame: Any) -> None:
+        """Report a touch by a foreign library's transform to a frame and those around it."""
+        if self._owner is not frame:
+            _touch(self, frame, writing=False)
+
+    def __repr__(self) -> str:
+        from .._text import short_tree_type_str
+
+        content = repr(self._value) if type(self._value) is _Buried else short_tree_type_str(self._value, 200)
+        extra = {"name": self.name} if self.name is not None else {}
+        items = "".join(f", {k}={v!r}" for k, v in {**extra, **self.metadata}.items())
+        return f"{type(self).__name__}({content}{items})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = getattr(self, "__dict__", {})
+        return {
+            "value": self.value,
+            "name": self.name,
+            "metadata": self.metadata,
+            "site": self._site,
+            "dict": dict(own),
+        }
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        frame = _frames.current_frame()
+        self._value = saved["value"]
+        self._view = None
+        self._owner = frame
+        self._home = _jax.trace_ref(_jax.current_trace())
+        self._site = saved["site"]
+        self.name = saved["name"]
+        self.metadata = saved["metadata"]
+        for key, value in saved["dict"].items():
+            object.__setattr__(self, key, value)
+        if frame is not None:
+            frame.mark_created(self, NATIVE)
+
+
+@public
+class Param(State[T]):
+    """A state that training changes; `grad(wrt=Param)` differentiates with respect to these.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> Param(jnp.ones((2, 3)))
+        Param(float32[2,3])
+    """
+
+    __slots__ = ()
+
+
+@public
+class RngState(State[jax.Array]):
+    """A state that holds a random key and advances with every draw.
+
+    A rematerialised function sees the same draws when it is recomputed, and the key advances once.
+
+    Args:
+        key: an integer seed, a key of ``jax.random.key``, or a legacy ``uint32[2]`` key.
+
+    Example:
+        >>> rng = RngState(0)
+        >>> a, b = rng.next(), rng.next()
+        >>> bool(jax.random.uniform(a) == jax.random.uniform(b))
+        False
+        >>> rng.split(3).shape
+        (3,)
+    """
+
+    __slots__ = ()
+
+    def __init__(self, key: int | jax.Array, *, name: str | None = None, **metadata: Any):
+        super().__init__(_as_key(key), name=name, **metadata)
+
+    def next(self) -> jax.Array:
+        """Draw one key, of shape ``()``. Reads and writes the state."""
+        self.value, key = jax.random.split(self.value)
+        return key
+
+    def split(self, n: int) -> jax.Array:
+        """Draw `n` keys, of shape ``(n,)``. Reads and writes the state."""
+        keys = jax.random.split(self.value, n + 1)
+        self.value = keys[0]
+        return keys[1:]
+
+
+def _as_key(key: Any) -> jax.Array:
+    try:
+        seed = operator.index(key)
+    except TypeError:
+        pass
+    else:
+        return jax.random.key(seed)
+    dtype = getattr(key, "dtype", None)
+    if dtype is not None and (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32):
+        return key
+    raise StateValueError(
+        f"RngState needs an integer seed or a random key, got {type(key).__name__}. "
+        f"Write RngState(0) or RngState(jax.random.key(0))."
+    )
+
+
+def _construction_site() -> tuple[str, int]:
+    """Where the state being made was asked for: the caller of the outermost ``__init__``."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__init__" and "__class__" in frame.f_code.co_freevars and frame.f_back is not None:
+        frame = frame.f_back  # a subclass's own __init__, which calls super()
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _touch(state: State, frame: Any, *, writing: bool) -> None:
+    """Report the first touch of `state` in `frame` to each frame, outermost first, that has not seen it yet."""
+    _frames.report_touch(state, NATIVE, frame, state._owner, writing=writing)
+
+
+def _check_home(state: State, value: Any) -> None:
+    """Raise if the state was made under a trace that has ended, and holds a tracer of it still."""
+    home = state._home() if state._home is not None else None
+    if home is None or _jax.is_live(home):
+        return
+    if any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves(value)):
+        name = _jax.transform_name(home)
+        reason = f"it was created under jax's {name}, which has ended, and holds what {name} was tracing"
+        raise _states.buried(state, NATIVE.site_of(state), reason)
+
+
+def _leave_dead_home(state: State, frame: _frames.Frame | None) -> None:
+    """Let a state whose trace has ended belong to the frame that it was made in, or to nobody, now that it is written."""
+    home = state._home() if state._home is not None else None
+    if home is None or not _jax.is_live(home):
+        state._home = None if frame is None else _jax.trace_ref(frame.trace)
+
+
+def _anchor(state: State, frame: _frames.Frame | None, access: _frames.Access | None) -> Any | None:
+    """The innermost trace whose tracers the state may hold: the watching frame's, or the one it was made in."""
+    if frame is not None and access is not None:
+        return frame.trace
+    return state._home() if state._home is not None else None
+
+
+class _Native:
+    """`statetx.State` as a kind; see `_states.Kind`."""
+
+    name = "statetx"
+    base = State
+    conductors = ()
+    bookkeeping: frozenset[str] = frozenset(State.__slots__)
+    folder = _states.PACKAGE
+
+    def owns(self, obj: Any) -> bool:
+        return isinstance(obj, State)
+
+    is_opaque = owns
+
+    def get(self, state: State) -> Any:
+        return state._value
+
+    def store(self, state: State, value: Any) -> Store:
+        return _set_value, state, value
+
+    def check_free(self, states: Sequence[State]) -> None:
+        """Raise if a call in another thread holds the value of one of these states; for a thread that watches none."""
+        for state, owner in [(s, s._owner) for s in states if s._owner is not None]:
+            raise _frames.foreign(state, self, owner)
+
+    def get_all(self, states: Sequence[State]) -> list[Any]:
+        return locked(_frames.ownership, self._get_all, states)
+
+    def _get_all(self, states: Sequence[State]) -> list[Any]:
+        if _frames.open_frames:
+            self.check_free(states)
+        return [s._value for s in states]
+
+    def set_all(self, states: Sequence[State], values: Iterable[Any]) -> None:
+        locked(_frames.ownership, self._set_all, states, values)
+
+    def _set_all(self, states: Sequence[State], values: Iterable[Any]) -> None:
+        if _frames.open_frames:
+            self.check_free(states)
+        commit([self.storing(states, values)])
+
+    def storing(self, states: Sequence[State], values: Iterable[Any]) -> Store:
+        return collections.deque, map(_set_value, states, values), 0
+
+    def read(self, state: State) -> Any:
+        return state.value
+
+    def write(self, state: State, value: Any) -> None:
+        state.value = value
+
+    def announce(self, effect: _frames.Effect, live: bool) -> list[Store]:
+        del live
+        state, frame = effect.state, _frames.current_frame()
+        store = self.store(state, effect.value)
+        if effect.created:
+            return [(_set_home, state, _jax.trace_ref(_jax.current_trace())), store]
+        if state._owner is not frame:
+            _touch(state, frame, writing=True)
+        access = frame.accesses.get(id(state)) if frame is not None else None
+        _frames.check_write(state, self, effect.value, _anchor(state, frame, access), effect.site)
+        if frame is not None and access is not None:
+            frame.note_write(access, effect.site)
+        return [store]
+
+    def bury(self, state: State, reason: str, closing: Any) -> list[Store]:
+        frame = _frames.around(closing)
+        home = None if frame is None else _jax.trace_ref(frame.trace)
+        stores = [self.store(state, _Buried(reason)), self.claim(state, frame), (_set_home, state, home)]
+        return stores if frame is None else [*stores, frame.creation(state, self)]
+
+    def is_lost(self, state: State) -> bool:
+        return type(state._value) is _Buried
+
+    def owner(self, state: State) -> _frames.Frame | None:
+        return state._owner
+
+    def claim(self, state: State, frame: Any) -> Store:
+        return _set_owner, state, frame
+
+    def is_random(self, state: State) -> bool:
+        return isinstance(state, RngState)
+
+    def name_of(self, state: State) -> str | None:
+        return state.name
+
+    def site_of(self, state: State) -> str:
+        return "{}:{}".format(*state._site)
+
+    def open(self, frame: _frames.Frame) -> list[Store]:
+        return []
+
+    close = open
+
+
+_set_value, _set_owner, _set_home = (State.__dict__[slot].__set__ for slot in ("_value", "_owner", "_home"))
+
+NATIVE = _Native()
+_states.register_kind(NATIVE)

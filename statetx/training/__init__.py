@@ -1,0 +1,1 @@
+"""Optimizers whose memory is a state, and states on disk."""

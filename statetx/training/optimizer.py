@@ -1,0 +1,166 @@
+"""`Optimizer`: an optax optimizer whose memory is a state like any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _jax, _states
+from .._errors import GradientError, StateFilterError, StateValueError
+from .._objects.paths import is_filter
+from .._text import format_bytes, suggestion, type_str
+from .._tree import is_array_or_number, num_bytes
+from .._typing import PyTree, public
+from ..kinds.native import State
+
+
+@public
+class Optimizer:
+    """Update states by an optax optimizer, which keeps its own memory (momenta, counts) in a state.
+
+    That state is seen by every transform: `jit` passes it in and out, `scan` carries it, an exception puts it back, and
+    ``statetx.states({"model": model, "optimizer": optimizer})`` finds it, for saving, as ``optimizer.state``.
+
+    Args:
+        tx: a gradient transformation: anything with ``init(params)`` and ``update(grads, state, params)`` as optax has it.
+        states: what to update: a state, or a dict, list or other pytree of states, of one kind or several, each with
+            floating-point arrays in it. ``statetx.states(model, statetx.Param)`` gives such a dict.
+
+    Attributes:
+        tx: the transformation.
+        states: the states, as they were given; differentiate with ``wrt=optimizer.states``.
+        state: a `State` with what ``tx`` remembers.
+
+    Raises:
+        StateFilterError: `states` holds something else, no state, or one of them twice.
+        StateValueError: a state whose value no gradient can change.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, statetx
+        >>> w = statetx.Param(jnp.array([1.0, -2.0]))
+        >>> optimizer = statetx.Optimizer(optax.sgd(0.25), {"w": w})
+        >>> @statetx.jit
+        ... def step():
+        ...     loss, grads = statetx.value_and_grad(lambda: (w.value**2).sum(), wrt=optimizer.states)()
+        ...     optimizer.update(grads)
+        ...     return loss
+        >>> float(step()), float(step()), w.value
+        (5.0, 1.25, Array([ 0.25, -0.5 ], dtype=float32))
+    """
+
+    def __init__(self, tx: Any, states: PyTree):
+        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+            raise TypeError(
+                f"Optimizer needs a gradient transformation with init and update, such as optax.adam(1e-3), got {tx!r}."
+            )
+        self.tx = tx
+        self.states = states
+        self._states, self._treedef = _flatten(states)
+        self.state = State(jax.tree.map(_strong, tx.init(self._values())), name="optimizer")
+
+    def update(self, grads: PyTree, **extra: Any) -> None:
+        """Take one step.
+
+        Args:
+            grads: gradients in the structure of `states`, each in that of the state's value: what
+                ``grad(fun, wrt=optimizer.states)`` returns.
+            **extra: for transformations that want more, such as ``value=loss``.
+
+        State:
+            Reads and writes every state and the optimizer's own. A state keeps its dtype.
+
+        Raises:
+            GradientError: `grads` has another structure, or an array of another shape.
+        """
+        values = self._values()
+        _check(grads, values)
+        updates, memory = self.tx.update(grads, self.state.value, values, **extra)
+        updated = jax.tree.map(lambda x, u: jnp.asarray(x + u, jnp.result_type(x)), values, updates)
+        for state, value in zip(self._states, self._treedef.flatten_up_to(updated), strict=True):
+            _kind_of(state).write(state, value)
+        self.state.value = memory
+
+    def _values(self) -> PyTree:
+        return jax.tree.unflatten(self._treedef, [_kind_of(state).read(state) for state in self._states])
+
+    def __repr__(self) -> str:
+        size = format_bytes(sum(num_bytes(_kind_of(s).get(s)) for s in self._states))
+        num = len(self._states)
+        return f"Optimizer({num} state{'s' if num != 1 else ''}, {size}; remembers {format_bytes(num_bytes(self.state.value))})"
+
+
+def _kind_of(state: Any) -> Any:
+    return _states.kind_of(state)
+
+
+def _flatten(states: PyTree) -> tuple[list[Any], Any]:
+    """The states of a pytree, each looked at."""
+    if is_filter(states):
+        raise StateFilterError(
+            f"Optimizer needs the states themselves, got the filter {states!r}. Write statetx.states(model, filter)."
+        )
+    leaves, treedef = jax.tree.flatten(states, is_leaf=_states.is_opaque)
+    if not leaves:
+        raise StateFilterError("Optimizer got no states. Does the filter given to statetx.states select any?")
+    seen: set[int] = set()
+    for state in leaves:
+        kind = _states.kind_of(state)
+        if kind is None:
+            raise StateFilterError(
+                f"Optimizer: states= holds a {type(state).__name__}, which is no state. Pass a dict of states, such as "
+                f"statetx.states(model, statetx.Param)."
+            )
+        if id(state) in seen:
+            raise StateFilterError(
+                f"Optimizer: states= lists {_states.describe(state, kind)} twice, so it would be updated twice."
+            )
+        seen.add(id(state))
+        for x in jax.tree.leaves(kind.get(state)):
+            if not (is_array_or_number(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
+                raise StateValueError(
+                    f"Optimizer cannot update {_states.describe(state, kind)}: gradients need floating-point or complex "
+                    f"arrays. Leave it out of states=."
+                )
+    return leaves, treedef
+
+
+def _strong(x: Any) -> Any:
+    """Not weakly typed: else the first update, which makes it so, would change the state's type."""
+    if not is_array_or_number(x):
+        return x
+    x = jnp.asarray(x)
+    return _jax.with_weak_type(x, False) if jax.typeof(x).weak_type else x
+
+
+def _check(grads: PyTree, values: PyTree) -> None:
+    given, wanted = _by_path(grads), _by_path(values)
+    if jax.tree.structure(grads) != jax.tree.structure(values):
+        missing, unknown = ([p for p in a if p not in b] for a, b in ((wanted, given), (given, wanted)))
+        found = []
+        if missing:
+            found.append(f"there is none for {_listed(missing)}")
+        if unknown:
+            found.append(f"there is one for {_listed(unknown)}, which is not among the states")
+        what = "; ".join(found) or f"they are {jax.tree.structure(grads)}, the states {jax.tree.structure(values)}"
+        raise GradientError(
+            f"The gradients are not those of the optimizer's states: {what}.{suggestion(unknown[0], missing) if unknown else ''}\n"
+            f"Fix: differentiate with wrt=optimizer.states."
+        )
+    for path, x in wanted.items():
+        if jnp.shape(given[path]) != jnp.shape(x):
+            raise GradientError(
+                f"The gradient for {path!r} is {type_str(given[path])}, the state's value {type_str(x)}. They must agree in shape.\n"
+                f"Fix: differentiate with wrt=optimizer.states, and reduce over examples before the update."
+            )
+
+
+def _by_path(tree: PyTree) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_states.is_opaque)[0]
+    return {jax.tree_util.keystr(keys, simple=True, separator="."): x for keys, x in leaves}
+
+
+def _listed(paths: list[str]) -> str:
+    rest = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(map(repr, paths[:3])) + rest
