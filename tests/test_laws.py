@@ -1376,26 +1376,30 @@ class _Alike:
 
 
 BREAKAGES = {
-    "writes are lost": ("_lift.Outcome.publish", _publish_nothing, _law(corpus.ReadModifyWrite, (remat, grad))),
+    "writes are lost": ("_lift.stage.Outcome.publish", _publish_nothing, _law(corpus.ReadModifyWrite, (remat, grad))),
     "writes stay after an exception": (
-        "_registry.Access.undo",
+        "_frames.Access.undo",
         _undo_nothing,
         lambda mp: check_exceptions(corpus.ReadModifyWrite, (remat, grad), Bomb(mp), 1),
     ),
     "a write inside a trace is not looked at": (
-        "_registry.check_write",
+        "_frames.check_write",
         lambda *a: None,
         lambda mp: test_a_plain_jax_transform_leaves_no_tracer(corpus.ReadModifyWrite, "jit", True),
     ),
     "the body runs twice": ("transforms.remat.stage", _run_twice, _law(corpus.ReadOnly, (remat, grad))),
-    "literals do not count": ("_jaxpr._constant", lambda x: 0, _stale(_flip_named("Infinity"))),
-    "parameters do not count": ("_jaxpr._param", lambda x: 0, _stale(_flip_named("Power"))),
-    "the sign of zero does not count": ("_jaxpr._constant", float, _stale(_flip_named("SignOfZero"))),
-    "constants are baked in": ("_jaxpr.Body.close", classmethod(_bake), _stale(_flip_named("ValueOfArray"))),
-    "operands' types do not count": ("_jaxpr.Structure", _Alike, _stale(_flip_named("Operation"))),
-    "derivative rules do not count": ("_compat.derivative_rule", lambda x: (), _stale(_flip_named("Rule"))),
+    "literals do not count": ("_equations.structure._constant", lambda x: 0, _stale(_flip_named("Infinity"))),
+    "parameters do not count": ("_equations.structure._param", lambda x: 0, _stale(_flip_named("Power"))),
+    "the sign of zero does not count": ("_equations.structure._constant", float, _stale(_flip_named("SignOfZero"))),
+    "constants are baked in": (
+        "_equations.structure.Body.close",
+        classmethod(_bake),
+        _stale(_flip_named("ValueOfArray")),
+    ),
+    "operands' types do not count": ("_equations.structure.Structure", _Alike, _stale(_flip_named("Operation"))),
+    "derivative rules do not count": ("_jax.derivative_rule", lambda x: (), _stale(_flip_named("Rule"))),
     "static arguments go by equality": (
-        "transforms.jit.static_key",
+        "transforms.jit.api.static_key",
         lambda x: x,
         lambda mp: test_jit_tells_static_arguments_apart(0.0, -0.0),
     ),

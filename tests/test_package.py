@@ -98,6 +98,19 @@ def test_private_names_stay_in_the_modules_made_for_them():
             assert not re.search(r"^\s*(import|from) (brainstate|flax)", text, re.M), path
 
 
+def test_what_an_import_changes_elsewhere_is_documented():
+    """Each change, in a program that loads everything, has a row of the page."""
+    code = (
+        "import jax, brainstate, flax.nnx, statetx; from statetx import _states; from statetx._jax import patches; "
+        "[getattr(statetx, name) for name in statetx.__all__]; _states.kinds(); "
+        "print(*sorted(f'| {c.target} | {c.reason} |' for c in patches.changes), sep='\\n')"
+    )
+    listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    rows = [line for line in (ROOT / "docs" / "imports.md").read_text().split("\n") if line.startswith("| ")][1:]
+    words = lambda text: sorted(line.replace("`", "") for line in text)  # noqa: E731
+    assert words(rows) == words(listed.strip().split("\n")) and len(rows) > 10
+
+
 def test_import_is_light_and_needs_no_other_library():
     code = (
         "import sys, statetx; "

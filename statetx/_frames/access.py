@@ -14,7 +14,6 @@ from .._states.registry import is_opaque
 if TYPE_CHECKING:
     from .frame import Frame
 
-
 UNKNOWN: Any = type("Unknown", (), {"__slots__": (), "__repr__": lambda self: "UNKNOWN"})()
 """Stands for a value that was not looked up."""
 

@@ -7,6 +7,7 @@ fails when one of these meanings shifts.
 from jax._src.ad_checkpoint import remat_p as remat_p
 from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]  # in equations of jit
 
+from . import patches as patches
 from .batching import batch_size as batch_size
 from .batching import batched as batched
 from .batching import examples_of as examples_of

@@ -117,15 +117,7 @@ def _notice_impl(*args: Any, which: int, notice: Callable) -> Any:
 
 
 _notice_p.def_impl(_notice_impl)
-
-
 _notice_p.def_abstract_eval(_notice_impl)
-
-
 _ad.primitive_jvps[_notice_p] = lambda ps, ts, **params: (_notice_p.bind(*ps, **params), ts[params["which"]])
-
-
 _batching.fancy_primitive_batchers[_notice_p] = _notice_batch
-
-
 _mlir.register_lowering(_notice_p, _mlir.lower_fun(_notice_impl, multiple_results=False))

@@ -18,16 +18,12 @@ from jax.extend.core.primitives import closed_call_p
 
 Jaxpr = _core.Jaxpr
 
-
 if TYPE_CHECKING or hasattr(_core, "ClosedJaxpr"):
     ClosedJaxpr = _core.ClosedJaxpr
 else:  # jax 0.12 has one class for both
     ClosedJaxpr = _core.Jaxpr
 
-
 Literal = _core.Literal
-
-
 Var = _core.Var
 
 
@@ -101,14 +97,8 @@ def open_jaxpr(x: Any) -> tuple[Jaxpr, Sequence[Any]]:
 
 
 CALLS = dict.fromkeys(["jit", "pjit", "remat2", "remat", "checkpoint", "shard_map", "compute_on"], "jaxpr")
-
-
 CLOSED_CALL = closed_call_p.name  # "closed_call" before JAX 0.12, "eval_jaxpr" since
-
-
 CALLS |= {CLOSED_CALL: "call_jaxpr", "core_call": "call_jaxpr"}
-
-
 """Operations that run a jaxpr once, on their operands, for their results, and the parameter that it is. A policy of `remat_p` is
 asked about the equations within, and not about the operation."""
 

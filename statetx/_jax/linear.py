@@ -40,8 +40,6 @@ def linear_call(
 
 
 _linear_p = _core.Primitive("statetx_linear")
-
-
 _linear_p.multiple_results = True
 
 
@@ -98,18 +96,8 @@ def _linear_batch(
 
 
 _linear_p.def_impl(_linear_impl)
-
-
 _linear_p.def_abstract_eval(lambda *_, out_avals, **__: list(out_avals))
-
-
 _ad.primitive_jvps[_linear_p] = _linear_jvp
-
-
 _ad.primitive_transposes[_linear_p] = _linear_transpose
-
-
 _batching.fancy_primitive_batchers[_linear_p] = _linear_batch
-
-
 _mlir.register_lowering(_linear_p, _mlir.lower_fun(_linear_impl, multiple_results=True))

@@ -81,8 +81,6 @@ def call_loop(loop: OwnLoop, args: Sequence[Any]) -> list[Any]:
 
 
 _loop_p = _core.Primitive("statetx_loop")
-
-
 _loop_p.multiple_results = True
 
 
@@ -130,22 +128,11 @@ def _loop_transpose(cts: Any, *args: Any, jaxpr: ClosedJaxpr, loop: OwnLoop) -> 
 
 
 _loop_p.def_impl(lambda *args, loop, jaxpr: loop.run(list(args)))
-
-
 _loop_p.def_effectful_abstract_eval(lambda *_, loop, jaxpr: (jaxpr.out_avals, jaxpr.effects))
-
-
 _ad.primitive_jvps[_loop_p] = _loop_jvp
-
-
 _ad.primitive_linearizations[_loop_p] = _loop_linearize
-
-
 _ad.primitive_transposes[_loop_p] = _loop_transpose
-
-
 _batching.fancy_primitive_batchers[_loop_p] = _loop_batch
-
 
 _mlir.register_lowering(
     _loop_p,

@@ -12,20 +12,15 @@ from jax._src import core as _core
 from jax._src.state.discharge import discharge_state as _discharge_state
 from jax._src.state.types import AbstractRef as _AbstractRef
 
+from . import patches
 from .editing import map_jaxprs, rebuild
 from .equations import ClosedJaxpr, Jaxpr, inner_jaxprs, open_jaxpr
 from .rules import _RULES, has_rule
 from .traces import Tracer, is_eager
 
 _InternalRefEffect = _core.InternalMutableArrayEffect
-
-
 _internal_ref_effect = _core.internal_mutable_array_effect
-
-
 _ref_init = _AbstractRef.__init__  # every Ref has a type, those too that are made while tracing
-
-
 _made_refs = False
 
 
@@ -36,7 +31,12 @@ def _note_ref(self: Any, *args: Any, **kwargs: Any) -> None:
     _ref_init(self, *args, **kwargs)
 
 
-_AbstractRef.__init__ = _note_ref  # type: ignore[method-assign]  # until the first Ref is made
+patches.replace(
+    "jax._src.state.types.AbstractRef.__init__",
+    _AbstractRef,
+    _note_ref,
+    "Notes that the program makes a `jax.Ref`, so that programs without any do not pay for them. JAX's own is put back when the first is made.",
+)
 
 
 def made_refs() -> bool:
@@ -95,11 +95,7 @@ class _Held:
 
 
 _held_p = _core.Primitive("statetx_held")
-
-
 _held_p.multiple_results = True
-
-
 _held_p.def_abstract_eval(lambda *_, held: [v.aval for v in held.eqn.outvars])
 
 

@@ -20,6 +20,7 @@ from jax._src.interpreters import partial_eval as _pe
 from jax._src.lib import version as _jaxlib_version
 from jaxlib.mlir import ir
 
+from . import patches
 from .editing import map_jaxprs
 from .equations import ClosedJaxpr, Jaxpr, Var, inner_jaxprs, open_jaxpr
 from .rules import _closed_over, has_rule, with_rule
@@ -38,6 +39,11 @@ def rematerialise(jaxpr: Jaxpr, args: Sequence[Any], *, policy: Any, prevent_cse
 def lower_remat_by(rule: Callable) -> None:
     """Lower rematerialised functions by ``rule(as_jax, ctx, *args, **params)``; ``as_jax`` is the rule there was."""
     _mlir.register_lowering(remat_p, functools.partial(rule, _mlir._lowerings[remat_p].rule))
+    patches.note(
+        "the lowering of jax.checkpoint",
+        "On CPUs the compiler merges a recomputation with the first computation. The lowering puts a branch around what `statetx.remat` "
+        "has marked; any other `jax.checkpoint` is lowered as by JAX.",
+    )
 
 
 def platforms(ctx: Any) -> tuple[str, ...]:
@@ -64,35 +70,24 @@ def with_sharding(ctx: Any, x: Any, aval: Any) -> Any:
 
 
 CPU_DROPS_BARRIERS = _jaxlib_version[:2] < (0, 12)
-
-
 """Whether XLA removes optimisation barriers before it merges equal computations."""
 
-
 mark_primitive = _core.Primitive("statetx_mark")
-
-
 """The identity, which says that a rematerialised function of this package keeps the value: ``region`` is the number of the
 function, ``what`` becomes of the value. Policies of JAX do not see it as a name."""
 
-
 mark_primitive.def_impl(lambda x, **_: x)
-
-
 mark_primitive.def_abstract_eval(lambda x, **_: x)
-
 
 _ad.primitive_jvps[mark_primitive] = lambda primals, tangents, **params: (
     mark_primitive.bind(*primals, **params),
     tangents[0],  # not marked: it would be an operation to transpose
 )
 
-
 _batching.primitive_batchers[mark_primitive] = lambda args, dims, **params: (
     mark_primitive.bind(*args, **params),
     dims[0],
 )
-
 
 _mlir.register_lowering(mark_primitive, lambda ctx, x, **_: [x])
 
@@ -123,15 +118,16 @@ def _insert_reduce_precision(jaxpr: Jaxpr, num_res: int) -> Jaxpr:
 
 
 _EXACT = (np.dtype("float32"), np.dtype("float64"))
-
-
 _COMPLEX = (np.dtype("complex64"), np.dtype("complex128"))
-
-
 _insert_reduce_precision_as_jax = _ad_checkpoint._insert_reduce_precision
 
-
-_ad_checkpoint._insert_reduce_precision = _insert_reduce_precision
+patches.replace(
+    "jax._src.ad_checkpoint._insert_reduce_precision",
+    _ad_checkpoint,
+    _insert_reduce_precision,
+    "JAX copies every value that a rematerialised function keeps, to round it to its own precision. Of float32 and float64 the compiler "
+    "keeps no more, so values that statetx marks are spared the copy; complex numbers are, too, on which JAX's function fails.",
+)
 
 
 def mark_equation(like: Any, source: Any, target: Any, *, region: int, what: str) -> Any:
@@ -141,11 +137,7 @@ def mark_equation(like: Any, source: Any, target: Any, *, region: int, what: str
 
 
 name_primitive = _ad_checkpoint.name_p
-
-
 custom_lin_primitive = _ad.custom_lin_p  # what linearising a custom_vjp leaves
-
-
 Offloadable = _pe.Offloadable
 
 

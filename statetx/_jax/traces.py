@@ -19,40 +19,27 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 
+from . import patches
+
 source_info_util.register_exclusion(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-
+patches.note(
+    "the folders that jax._src.source_info_util leaves out",
+    "Lines of statetx are no lines of a user: JAX's messages and profiles name the line that called it.",
+)
 Tracer = jax.core.Tracer
-
-
 TraceState = _core.OpaqueTraceState
-
-
 ArrayImpl = _ArrayImpl
-
-
 """The type of arrays that are there; tracers may stand for a Ref as well."""
 
-
 LEAVES = frozenset([ArrayImpl, _ad.JVPTracer, _ad.LinearizeTracer, _batching.BatchTracer])
-
-
 LEAVES |= frozenset([_pe.DynamicJaxprTracer, _pe.JaxprTracer])
-
-
 """Types that no tree takes apart: those of arrays and tracers."""
 
-
 _context = _core.trace_ctx
-
-
 _eval_trace = _core.eval_trace
-
 
 # What JAX calls the trace of a loop body (`DebugInfo.traced_for`); ours are named alike in `stage`.
 _LOOP_BODIES = frozenset({"scan", "while_body", "fori_loop"})
-
-
 JAX_FOLDER = os.path.dirname(jax.__file__)
 
 
@@ -71,8 +58,6 @@ def traceback_frame(traceback: Any, folders: tuple[str, ...]) -> tuple[str, int,
 
 
 LITERALS = (_literals.TypedInt, _literals.TypedFloat, _literals.TypedComplex, _literals.TypedNdArray)
-
-
 """What JAX gives in place of an array for a constant that is made while tracing; an array once the trace has ended."""
 
 
@@ -119,7 +104,6 @@ _TRANSFORM_OF_TRACE = {
     "ShardMapTrace": "shard_map",
 }
 
-
 _TRANSFORM_OF_BODY = {
     "while_body": "while_loop",
     "while_cond": "while_loop",
@@ -157,8 +141,6 @@ def in_loop_body() -> bool:
 
 
 traced_apart = jax.make_user_context(None)
-
-
 """``traced_apart(key)``: a context whose traces JAX's caches keep apart from those under other keys."""
 
 

@@ -16,13 +16,9 @@ from .protocol import Kind, Modal, Subclassed
 
 # Libraries whose states are watched as soon as the program has imported them.
 _FOREIGN = {"brainstate": "statetx.kinds.brainstate", "flax.nnx": "statetx.kinds.nnx"}
-
 _kinds: list[Kind] = []
-
 _modal: list[Modal] = []
-
 _pending = tuple(_FOREIGN)  # replaced as a whole: other threads may be going through it
-
 _kinds_lock = threading.RLock()
 
 

@@ -19,7 +19,7 @@ from brainstate import _state as _private
 from brainstate.transform import _mapping1 as _declared
 from brainstate.transform import _mapping_core as _selected
 
-from .. import _frames, _states
+from .. import _frames, _jax, _states
 from .._atomic import commit, locked
 from .._errors import StateAccessError
 from .native import NATIVE, RngState, State, _leave_dead_home
@@ -115,4 +115,9 @@ def _with_views(select: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 for _module, _name in ((_declared, "make_identity_predicate"), (_selected, "coerce_axis_value_to_predicate")):
-    setattr(_module, _name, _with_views(getattr(_module, _name)))
+    _jax.patches.replace(
+        f"{_module.__name__}.{_name}",
+        _module,
+        _with_views(getattr(_module, _name)),
+        "What declares states to a map of brainstate's takes `statetx.State`s, too; any other argument is handed on.",
+    )

@@ -214,8 +214,9 @@ def _watch_stacks() -> None:
             if bridge is not None:  # else it was entered before this module was imported
                 bridge.close()
 
-    brainstate.StateTraceStack.__enter__ = entered  # type: ignore[method-assign]
-    brainstate.StateTraceStack.__exit__ = left  # type: ignore[method-assign]
+    reason = "While a transform of brainstate's traces, `statetx.State`s report to it, so that it carries them as it carries its own."
+    _jax.patches.replace("brainstate.StateTraceStack.__enter__", brainstate.StateTraceStack, entered, reason)
+    _jax.patches.replace("brainstate.StateTraceStack.__exit__", brainstate.StateTraceStack, left, reason)
 
 
 _watch_stacks()
@@ -274,8 +275,10 @@ def _guard() -> None:
             innermost.frame.touch(state, kind, writing=True)  # brainstate reports it as a read
         restore_value(self, value)
 
-    brainstate.StateTraceStack.read_its_value = reported  # type: ignore[method-assign]
-    cls._read_value, cls._write_value, cls.restore_value = read, write, restore
+    reason = "A state that a call in another thread holds is not read or written: `ForeignStateError` instead of a lost update."
+    _jax.patches.replace("brainstate.StateTraceStack.read_its_value", brainstate.StateTraceStack, reported, reason)
+    for name, function in (("_read_value", read), ("_write_value", write), ("restore_value", restore)):
+        _jax.patches.replace(f"brainstate.State.{name}", cls, function, reason)
 
 
 _guard()

@@ -356,9 +356,17 @@ KIND = _Nnx()
 
 
 def _install() -> None:
-    setattr(nnx.Variable, "_raw_value", property(_get_value, _set_value))  # noqa: B010
-    setattr(nnx.Variable, "_trace_state", property(_get_trace, _set_trace))  # noqa: B010
-    setattr(pytreelib.PytreeState, "_trace_state", property(_get_module_trace, _set_module_trace))  # noqa: B010
+    replace = _jax.patches.replace
+    replace(
+        "flax.nnx.Variable._raw_value",
+        nnx.Variable,
+        property(_get_value, _set_value),
+        "Reads and writes are reported to the calls that are open in the thread. Where none is, that is one lookup in an empty dict.",
+    )
+    allowed = "What was made before a call of statetx may be written in it, since the call puts the old value back; elsewhere nnx's rule stands."
+    replace("flax.nnx.Variable._trace_state", nnx.Variable, property(_get_trace, _set_trace), allowed)
+    module_trace = property(_get_module_trace, _set_module_trace)
+    replace("flax.nnx.pytreelib.PytreeState._trace_state", pytreelib.PytreeState, module_trace, allowed)
 
 
 _install()
