@@ -14,6 +14,7 @@ def on_files(files, config):
         text = (ROOT / source).read_text().replace("](docs/", "](")
         for other, its_page in PAGES.items():
             text = text.replace(f"]({other})", f"]({its_page})")
+        text = re.sub(r"\[([^\]]+)\]\(examples/[^)]*\)", r"\1", text)  # no page of the site
         files.append(File.generated(config, page, content=text))
     return files
 

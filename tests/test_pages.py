@@ -129,7 +129,7 @@ def test_site_builds(tmp_path):
     """Strictly: without a dead link, an anchor that is not there, or a name that the reference does not find."""
     for module in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(module)
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     )
