@@ -108,7 +108,7 @@ def test_state_made_in_a_transform_inside_jit_is_written_in_others(kind, maker):
     check_written(["grad", "scan", "jit"], kind, MAKERS[maker], "vmap" in maker)
 
 
-@pytest.mark.parametrize("kind", [statetx.State, brainstate.HiddenState])
+@pytest.mark.parametrize("kind", [pytest.param(statetx.State, marks=pytest.mark.slow), brainstate.HiddenState])
 @pytest.mark.parametrize("maker", BRAINSTATE_MAKERS)
 def test_state_made_in_a_map_of_brainstate_inside_jit_is_written_in_others(kind, maker):
     check_written(["remat", "scan", "cond", "jit"], kind, BRAINSTATE_MAKERS[maker], True)

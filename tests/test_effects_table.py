@@ -196,9 +196,14 @@ def publish_all_but_one(self, leaves, *, live=True, publish=stage.Outcome.publis
 
 
 BREAKAGES = {
-    "an effect is not published": ("stage.Outcome.publish", publish_all_but_one, "grad", "count"),
+    "an effect is not published": ("_lift.stage.Outcome.publish", publish_all_but_one, "grad", "count"),
     "writes stay after an exception": ("_frames.Access.undo", lambda self: [], "remat in jit", "raise"),
-    "a key does not advance": ("_state.RngState.next", lambda self: jax.random.split(self.value)[1], "vmap", "draw"),
+    "a key does not advance": (
+        "kinds.native.RngState.next",
+        lambda self: jax.random.split(self.value)[1],
+        "vmap",
+        "draw",
+    ),
     "what a container holds is not compared": (
         "_frames.Copy.was_changed",
         lambda self: False,
@@ -206,7 +211,7 @@ BREAKAGES = {
         "dict in place",
     ),
     "tracers are not looked for": ("_frames.check_write", lambda *args, **options: None, "custom_jvp", "write only"),
-    "drift is not looked for": ("_carry._check_written", lambda *args: None, "scan", "dtype"),
+    "drift is not looked for": ("_lift.carry._check_written", lambda *args: None, "scan", "dtype"),
 }
 """By what is broken: a name of statetx's, what takes its place, and a cell that must notice."""
 

@@ -55,7 +55,9 @@ def test_unrolled_memory_at_most_half(name):
         assert cost(make(functools.partial(statetx.remat, fence="barrier"))).temp_bytes > 0.9 * none.temp_bytes
 
 
-@pytest.mark.parametrize("fence", ["auto", "barrier", "cond", None])
+@pytest.mark.parametrize(
+    "fence", ["auto", *(pytest.param(f, marks=pytest.mark.slow) for f in ("barrier", "cond", None))]
+)
 def test_gradients_are_those_without_remat(fence):
     plain = programs.transformer(layers=2, width=32, heads=2, time=16, batch=2)
     wrapped = programs.transformer(

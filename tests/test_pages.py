@@ -51,7 +51,11 @@ def test_page_runs(page, tmp_path, monkeypatch):
     run_page(page, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [p if p.stem in ("brainstate", "linen") else pytest.param(p, marks=pytest.mark.slow) for p in GUIDES],
+    ids=name_of,
+)
 def test_guide_compares_both_sides(page, tmp_path, monkeypatch):
     """The page itself compares losses, gradients and states of both libraries: here, that it does, and not zeros."""
     compare, largest = np.testing.assert_allclose, []

@@ -57,11 +57,11 @@ def publish_all_but_one(self, leaves, *, live=True, publish=stage.Outcome.publis
 
 
 BREAKAGES = {
-    "states keep what a call left in them": ("_registry.Access.undo", lambda self: [], "grad("),
-    "one effect is not published": ("stage.Outcome.publish", publish_all_but_one, "vjp("),
-    "a key does not advance": ("_state.RngState.next", lambda self: jax.random.split(self.value)[1], "draw("),
-    "what a container holds is not compared": ("_registry.Copy.was_changed", lambda self: False, "['a'] = "),
-    "what a call writes is forgotten": ("_registry.Frame._collect", lambda self: [], "jvp("),
+    "states keep what a call left in them": ("_frames.Access.undo", lambda self: [], "grad("),
+    "one effect is not published": ("_lift.stage.Outcome.publish", publish_all_but_one, "vjp("),
+    "a key does not advance": ("kinds.native.RngState.next", lambda self: jax.random.split(self.value)[1], "draw("),
+    "what a container holds is not compared": ("_frames.Copy.was_changed", lambda self: False, "['a'] = "),
+    "what a call writes is forgotten": ("_frames.Frame._collect", lambda self: [], "jvp("),
 }
 """By what is broken: a name of statetx's, what takes its place, and a word in the programs that may notice."""
 

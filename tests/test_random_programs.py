@@ -68,12 +68,12 @@ def see_the_state_itself(self, values):
 
 
 BREAKAGES = {
-    "states keep what a call left in them": ("_registry.Access.undo", lambda self: []),
-    "one effect is not published": ("stage.Outcome.publish", publish_all_but_one),
-    "a key does not advance": ("_state.RngState.next", advance_nothing),
-    "gradients of states are lost": ("_targets.Targets.on_read", see_the_state_itself),
+    "states keep what a call left in them": ("_frames.Access.undo", lambda self: []),
+    "one effect is not published": ("_lift.stage.Outcome.publish", publish_all_but_one),
+    "a key does not advance": ("kinds.native.RngState.next", advance_nothing),
+    "gradients of states are lost": ("_lift.targets.Targets.on_read", see_the_state_itself),
     "a shared key is split": ("transforms.vmap.Split", statetx.Broadcast),
-    "what a call writes is forgotten": ("_registry.Frame._collect", lambda self: []),
+    "what a call writes is forgotten": ("_frames.Frame._collect", lambda self: []),
 }
 
 

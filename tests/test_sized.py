@@ -99,7 +99,10 @@ def through(loop):
     return locals()[loop]
 
 
-@pytest.mark.parametrize("loop", ["fori_loop", "map", "remat_scan"])
+@pytest.mark.parametrize(
+    "loop",
+    [pytest.param("fori_loop", marks=pytest.mark.slow), "map", pytest.param("remat_scan", marks=pytest.mark.slow)],
+)
 def test_a_size_holds_for_all_examples_in_loops_of_every_kind(loop):
     def make(checkpoint):
         return lambda w, x: jax.vmap(jax.grad(lambda x: through(loop)(w, x, checkpoint)))(x)

@@ -26,7 +26,15 @@ class Layer:
         return jnp.where(keep, jnp.tanh(self.w.value * x), 0.0)
 
 
-@pytest.mark.parametrize("policy", [None, statetx.policies.primitives("tanh"), statetx.policies.everything], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        None,
+        pytest.param(statetx.policies.primitives("tanh"), marks=pytest.mark.slow),
+        pytest.param(statetx.policies.everything, marks=pytest.mark.slow),
+    ],
+    ids=repr,
+)
 def test_a_rematerialised_layer_is_equivalent_bit_for_bit(policy):
     layer = Layer()
     before = [s.value for s in (layer.w, layer.n)]

@@ -361,6 +361,7 @@ def plan(
         True
         >>> grads = jax.jit(jax.grad(plan.apply(loss)))(ws, x)
     """
+    _read_budget(budget)  # a mistake shows before anything is compiled
     options = {"objective": objective, "offload": offload, "argnums": argnums, "time_limit": time_limit}
     return Planner(fun, *args, progress=progress, **options, **kwargs).plan(budget)
 

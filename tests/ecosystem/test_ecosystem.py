@@ -60,7 +60,11 @@ def assert_equal_numbers(ours, theirs):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# One of each family; the others are built alike and take longer.
+FAST = "balanced_network delayed_network hodgkin_huxley integrator recurrent_classifier spiking_classifier trained_online".split()
+
+
+@pytest.mark.parametrize("name", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PROGRAMS])
 def test_numbers_equal_those_of_brainstates_transforms_and_a_step_is_staged_once(name):
     result, compiled = run(name, OURS)
     assert_equal_numbers(result, expected(name))
