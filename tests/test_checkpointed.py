@@ -688,7 +688,7 @@ def test_map_has_the_schedules_and_bars_of_scan(batch_size, capsys):
 def test_progress_counts_each_step_once(monkeypatch):
     """Also where an inner loop is as long as the whole."""
     seen = []
-    monkeypatch.setattr("statetx._loops.build.progress.Bars._show", lambda self, done, phase: seen.append(done))
+    monkeypatch.setattr("statetx._loops.progress.Bars._show", lambda self, done, phase: seen.append(done))
 
     def loss(w):
         return statetx.scan(

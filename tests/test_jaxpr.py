@@ -14,7 +14,7 @@ import statetx
 from helpers import compilations
 from statetx import _jax
 from statetx._equations.structure import Body, Table, table
-from statetx._lift.stage.stage import InputNames, stage
+from statetx._lift.stage import InputNames, stage
 
 X = jnp.arange(3.0)
 

@@ -18,7 +18,7 @@ from statetx import _jax
 from statetx._equations import cost as _cost
 from statetx._equations.cost import flops
 from statetx._equations.structure import Body
-from statetx._loops.build.strategy import Lengths, Slots
+from statetx._loops.strategy import Lengths, Slots
 from statetx.planner import CostModel, Planner, _layout, _parts, _search, machine
 from statetx.planner._analysis import Graph, Option
 from statetx.planner.plan import _read_budget, fingerprint

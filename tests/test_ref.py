@@ -297,7 +297,7 @@ def test_a_ref_made_under_an_outer_transform_is_explicit_to_the_inner_one(compil
 def test_the_first_ref_is_noticed_wherever_it_is_made():
     code = """
 import jax, jax.numpy as jnp, statetx
-from statetx import _compat
+from statetx import _jax
 before = _jax.made_refs()
 jax.make_jaxpr(lambda x: jax.new_ref(x)[...])(1.0)
 print(before, _jax.made_refs())
