@@ -140,7 +140,7 @@ def interrupted_at(nth, seen):
 
 def check_locks_are_free(call, where):
     locks = [_frames.ownership, _states._kinds_lock, table._lock]
-    if isinstance(call, statetx.transforms.jit.Jit):
+    if isinstance(call, statetx.transforms.jit.api.Jit):
         locks += [call.cache.staging, call.cache.lock]
 
     def look():

@@ -640,5 +640,5 @@ def test_options_without_end_are_forgotten():
         statetx.jit(fun, donate_states=lambda path, state, n=n: False)(1.0)
     statetx.jit(fun)(1.0), statetx.jit(fun)(1.0)
     assert len(traces) == 21
-    caches = statetx.transforms.jit._caches[fun]
+    caches = statetx.transforms.jit.api._caches[fun]
     assert len(caches) <= 8
