@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 
 # Set before a backend starts, and handed on to what a test starts. XLA rewrites programs as ever, LLVM then optimises less:
 # a third of the suite's time. `make test-slow` asks for XLA's own level.
@@ -25,3 +26,16 @@ def pytest_collection_finish(session):
     """Leave half a million objects of the libraries and of pytest out of every garbage collection."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """After a file, forget compiled programs if they fill memory: four processes of the suite fit in 16 GiB."""
+    if nextitem is not None and nextitem.path != item.path and resident_bytes() > 2 << 30:
+        jax.clear_caches()
+        gc.collect()
+
+
+def resident_bytes() -> int:
+    """Memory of this process, 0 where the system does not tell."""
+    status = pathlib.Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0

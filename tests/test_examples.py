@@ -62,6 +62,7 @@ def test_all_runs_agree_and_take_less_memory(cell, tmp_path):
         assert f"1 / {comparison['memory_ratio']:.1f}" in table["memory, of plain"]
 
 
+@pytest.mark.slow
 def test_a_length_that_no_chunk_divides_loses_no_step(tmp_path):
     # 67 is prime: the last chunk is a shorter one.
     for comparison in results_of(train(*TINY, "--seq", "67", out=tmp_path), tmp_path)["comparisons"].values():

@@ -269,7 +269,7 @@ def check_layers(each, layers, deep, xs):
 LENGTHS = [(6,), (2, 3), (2, 2), "auto", "1MiB", policies.Slots(2), policies.Levels(2), 6]
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, statetx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("wrap", [lambda f: f, pytest.param(statetx.jit, marks=pytest.mark.slow)], ids=["eager", "jit"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_equals_the_python_loop(lengths, wrap):
     num = 5 if lengths == (2, 2) else 6
