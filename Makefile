@@ -18,7 +18,7 @@ BENCH := $(VENV)/.statetx-bench-installed
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test test-slow test-outside test-remat3 test-py312 test-py313 check format docs bench bench-quick clean
+.PHONY: help demo example test smoke test-slow test-outside test-remat3 test-py312 test-py313 check format docs bench bench-quick clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -43,6 +43,9 @@ example: $(STAMP)  ## run an example: make example NAME=spiking_digits ARGS=--qu
 
 test: $(STAMP)  ## run the tests and doctests
 	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+smoke: $(STAMP)  ## run each law and each kind of state once, in under two minutes
+	$(PY) -m pytest -n 2 --dist worksteal -m "smoke and not slow" $(ARGS)
 
 test-slow: $(STAMP)  ## run every test, the slow ones too
 	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=3" $(PY) -m pytest -n 2 --dist worksteal -m "not outside" $(ARGS)

@@ -22,6 +22,26 @@ def pytest_collection(session):
         getattr(statetx, name)
 
 
+# What `make smoke` runs: all of some files, and one case of each test of others, so that each law is seen once.
+SMOKE = (
+    "atomic compat control_flow functionalize grad lift optimizer package paths places remat scan state vmap".split()
+)
+SMOKE_ONCE = "behaviours carry effects_table jit laws nnx policies ref residuals shard_map".split()
+
+
+def pytest_collection_modifyitems(items):
+    seen = set()
+    for item in items:
+        name = item.path.stem.removeprefix("test_")
+        kind = item.callspec.params.get("dialect") if hasattr(item, "callspec") else None
+        case = (name, item.name.partition("[")[0], getattr(kind, "name", ""))
+        is_first = case not in seen and not item.get_closest_marker("slow")
+        if name in SMOKE or (name in SMOKE_ONCE and is_first):
+            item.add_marker("smoke")
+        if is_first:
+            seen.add(case)
+
+
 def pytest_collection_finish(session):
     """Leave half a million objects of the libraries and of pytest out of every garbage collection."""
     gc.collect()

@@ -169,10 +169,16 @@ class Model:
                 value = self.kind.get(self.kind.key_of(state))
             except self.kind.no_value:
                 value = NO_VALUE
+            if isinstance(value, jax.ShapeDtypeStruct):  # of a state that is made while nothing is computed
+                value = type_of(value)
             out[name] = jax.random.key_data(value) if name == "rng" else value
             if name == "rng" and self.kind.name == "nnx":
                 out["count"] = state.default.count.get_value()
         return out
+
+
+def type_of(x: Any) -> str:
+    return f"a {x.dtype}{list(x.shape)} without a value"
 
 
 def states_of(model: Model) -> list[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from effects_columns import NO_VALUE, Column, Kind, Model
+from effects_columns import NO_VALUE, Column, Kind, Model, type_of
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -32,16 +32,19 @@ class Case:
         self._column = column
         self._is_plain = is_plain
         self.model, self.fun = self.fresh()
-        self._is_undone = False
+        self._made: Callable[[Any], Any] | None = None
 
-    def undo(self) -> None:
-        self._is_undone = True
+    def undo(self, made: Callable[[Any], Any] = lambda value: NO_VALUE) -> None:
+        """Let what was there be as before; `made` gives what a state that was made holds instead of its value."""
+        self._made = made
 
     def values(self) -> dict[str, Any]:
         """What the model is left with."""
-        before = self.fresh()[0].values() if self._is_undone else {}
         now = self.model.values()
-        return {name: before.get(name, NO_VALUE) if self._is_undone else value for name, value in now.items()}
+        if self._made is None:
+            return now
+        before = self.fresh()[0].values()
+        return {name: before[name] if name in before else self._made(value) for name, value in now.items()}
 
     def fresh(self) -> tuple[Model, Callable[[Any], Any]]:
         model, effect = Model(self._kind, self._column, self._is_plain), self._column.effect
@@ -96,6 +99,13 @@ def undone(case: Case, x: Any) -> Any:
 
 def type_only(case: Case, x: Any) -> Any:
     undone(case, x)
+    return jax.ShapeDtypeStruct((), jnp.float32)
+
+
+def types_only(case: Case, x: Any) -> Any:
+    """As `type_only`, and the states that were made have types, too."""
+    case.fun(x)
+    case.undo(type_of)
     return jax.ShapeDtypeStruct((), jnp.float32)
 
 
@@ -219,7 +229,7 @@ ROWS = [
         lambda f, x: statetx.jit(statetx.shard_map(f, mesh=_mesh(), in_specs=P(), out_specs=P()))(x),
         once,
     ),
-    Row("eval_shape", "abstract", lambda f, x: statetx.eval_shape(f, x), type_only),
+    Row("eval_shape", "abstract", lambda f, x: statetx.eval_shape(f, x), types_only),
     Row("make_jaxpr", "jaxpr", lambda f, x: statetx.make_jaxpr(f)(x).out_avals[0], type_only),
     Row(
         "trace_states",

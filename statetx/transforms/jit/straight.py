@@ -216,7 +216,7 @@ class _Reader:
                 continue
             if after not in _ATTRIBUTES:
                 is_called = op.opname == "LOAD_METHOD" or "NULL" in op.argrepr
-                is_called = is_called or "PUSH_NULL" in (after, ops[head - 1].opname)
+                is_called = is_called or "PUSH_NULL" == (after if _NULL_FOLLOWS else ops[head - 1].opname)
                 self._check(value, is_called)
 
     def stores_of_result(self) -> set[tuple[int, str]] | None:
