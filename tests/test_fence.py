@@ -17,7 +17,7 @@ import statetx
 from statetx import _jax
 from statetx._remat import fence as _fence
 
-CPU_DROPS_BARRIERS = jax.__version_info__ < (0, 12)
+CPU_DROPS_BARRIERS = jax.__version_info__ < (0, 11, 1)
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="figures of XLA on a CPU")
 
 

@@ -69,8 +69,8 @@ def with_sharding(ctx: Any, x: Any, aval: Any) -> Any:
     return _mlir.lower_with_sharding_in_types(ctx, x, aval)
 
 
-CPU_DROPS_BARRIERS = _jaxlib_version[:2] < (0, 12)
-"""Whether XLA removes optimisation barriers before it merges equal computations."""
+CPU_DROPS_BARRIERS = _jaxlib_version < (0, 11, 1)
+"""Whether XLA removes optimisation barriers before it merges equal computations: measured with 0.10.2, 0.11.0, 0.11.1 and 0.11.2."""
 
 mark_primitive = _core.Primitive("statetx_mark")
 """The identity, which says that a rematerialised function of this package keeps the value: ``region`` is the number of the

@@ -27,7 +27,7 @@ class Fenced:
 
     Attributes:
         fence: "cond" to run the backward pass of the function in a branch, so that no compiler merges it with the
-            forward pass or starts it early; "auto" for this where JAX's own barrier does not last: on CPUs before jaxlib 0.12.
+            forward pass or starts it early; "auto" for this where JAX's own barrier does not last: on CPUs before jaxlib 0.11.1.
     """
 
     policy: Any

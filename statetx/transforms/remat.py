@@ -92,7 +92,7 @@ def remat(
         prevent_cse: whether to keep the compiler from merging the recomputation with the forward pass. A bool, or
             a tuple prefix of the (non-static) arguments as in ``jax.checkpoint``. ``"auto"`` is False directly inside
             the body of a loop, where merging cannot happen, and True elsewhere.
-        fence: how, where `prevent_cse` is true: ``"barrier"`` as JAX does, which XLA up to jaxlib 0.11 removes on CPUs
+        fence: how, where `prevent_cse` is true: ``"barrier"`` as JAX does, which XLA before jaxlib 0.11.1 removes on CPUs
             before it looks for common subexpressions; ``"cond"`` by computing the backward pass of the function in a
             branch that depends on its cotangents, which holds on every backend; ``"auto"`` the latter where the former does
             not hold; None not at all.
