@@ -285,7 +285,7 @@ def with_gradient(strategy, layout):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     "strategy",
-    [Slots(2), Slots(5, block=3), Levels(2), *(pytest.param(s, marks=pytest.mark.slow) for s in (Levels(3), "auto"))],
+    [Slots(5, block=3), Levels(2), *(pytest.param(s, marks=pytest.mark.slow) for s in (Slots(2), Levels(3), "auto"))],
     ids=repr,
 )
 def test_any_length_and_direction(strategy, layout):
@@ -817,7 +817,7 @@ WITHOUT_DERIVATIVE = {
 
 
 @pytest.mark.parametrize("name", WITHOUT_DERIVATIVE)
-@pytest.mark.parametrize("moving", [(1,), (2,), (1, 2)])
+@pytest.mark.parametrize("moving", [(1,), *(pytest.param(m, marks=pytest.mark.slow) for m in ((2,), (1, 2)))])
 def test_carries_that_do_not_depend_on_what_is_differentiated_need_no_derivative(name, moving):
     start = [jnp.float32(1.0), jnp.float32(0.5), jnp.float32(2.0)]
 

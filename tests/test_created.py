@@ -95,7 +95,9 @@ def check_written(writers, kind, maker, is_mapped):
             np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=name)
 
 
-@each_kind
+@pytest.mark.parametrize(
+    "kind", [k if k is brainstate.HiddenState else pytest.param(k, marks=pytest.mark.slow) for k in KINDS.values()]
+)
 def test_state_made_under_vmap_inside_jit_is_written_in_every_transform(kind):
     check_written(WRITERS, kind, MAKERS["vmap"], True)
 

@@ -90,7 +90,8 @@ def test_memory_and_time_over_slot_counts(tmp_path):
     assert all(point["step_seconds"] > 0 for point in results["slots"])
 
 
-@pytest.mark.parametrize("name", [pytest.param(RUNS[0], marks=pytest.mark.slow), RUNS[1]])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS[:2])
 def test_one_run_alone(name, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("Ein Zug führt über Gräben. " * 10, encoding="utf-8")

@@ -45,7 +45,9 @@ def cost(program):
 
 
 @on_cpu
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "U-Net" else n for n in UNROLLED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("U-Net", "conv") else n for n in UNROLLED]
+)
 def test_unrolled_memory_at_most_half(name):
     make = UNROLLED[name]
     none, fenced = cost(make()), cost(make(statetx.remat))

@@ -73,7 +73,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, statetx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("wrap", [pytest.param(lambda f: f, marks=pytest.mark.slow), statetx.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_step_that_is_run_again_is_no_reuse(name, wrap):
     make, checkpoint = LOOPS[name]

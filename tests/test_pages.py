@@ -101,7 +101,9 @@ def test_navigation_names_every_page():
     pages = {str(path.relative_to(DOCS)) for path in EVERY_PAGE[1:]}
     named = site()
     assert len(named) == len(set(named))
-    assert set(named) == pages | {"architecture.md", "contributing.md", "changelog.md"}, "a new page needs a place in mkdocs.yml"
+    assert set(named) == pages | {"architecture.md", "contributing.md", "changelog.md"}, (
+        "a new page needs a place in mkdocs.yml"
+    )
 
 
 def test_reference_has_every_public_name():

@@ -57,7 +57,7 @@ def assert_same_gradients(planned, plain, *args, rtol=1e-5):
 @pytest.mark.parametrize(
     "fun", [loss, scanned, functools.partial(loss, block=statetx.remat(block))], ids=["plain", "scan", "marked"]
 )
-@pytest.mark.parametrize("budget", [pytest.param(0.95, marks=pytest.mark.slow), 0.6, 0.47])
+@pytest.mark.parametrize("budget", [*(pytest.param(b, marks=pytest.mark.slow) for b in (0.95, 0.6)), 0.47])
 def test_budgets_are_kept_and_gradients_are_the_same(fun, budget):
     plan = statetx.plan(fun, WS, X, budget=budget, argnums=0)
     assert plan.temp_bytes <= plan.budget_bytes == int(budget * plan.unplanned_bytes)
@@ -480,7 +480,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    "kind", [k if n % 3 == 0 else pytest.param(k, marks=pytest.mark.slow) for n, k in enumerate(KINDS)]
+    "kind", [k if n % 6 == 0 else pytest.param(k, marks=pytest.mark.slow) for n, k in enumerate(KINDS)]
 )
 def test_programs_of_every_kind(kind):
     fun = KINDS[kind]
@@ -509,6 +509,7 @@ def test_flags_and_numbers_are_taken_as_they_are():
     )
 
 
+@pytest.mark.slow
 def test_a_step_whose_loss_reads_numbers():
     n = statetx.State(0)
 
@@ -522,6 +523,7 @@ def test_a_step_whose_loss_reads_numbers():
     assert plan.temp_bytes <= plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_jitted_functions_are_not_taken_from_their_caches():
     step = jax.jit(lambda ws, x: statetx.grad(loss)(ws, x))
     step(WS, X)
@@ -546,7 +548,11 @@ def test_a_loss_that_differentiates():
 
 @pytest.mark.parametrize(
     "transform",
-    [jax.hessian, jax.jacfwd, lambda f: jax.jit(jax.grad(f)), lambda f: lambda x: jax.vmap(jax.grad(f))(x[None])],
+    [
+        *(pytest.param(t, marks=pytest.mark.slow) for t in (jax.hessian, jax.jacfwd)),
+        lambda f: jax.jit(jax.grad(f)),
+        pytest.param(lambda f: lambda x: jax.vmap(jax.grad(f))(x[None]), marks=pytest.mark.slow),
+    ],
     ids=["hessian", "jacfwd", "jit", "vmap"],
 )
 def test_planned_functions_are_transformed(transform):

@@ -34,7 +34,7 @@ NUMBER_TO_MAPPED_STATE = Block(
 )
 
 
-@settings(max_examples=60, **COMMON)
+@settings(max_examples=25, **COMMON)
 @example(NUMBER_TO_MAPPED_STATE)
 @given(programs())
 def test_random_program_equals_its_reference(program):

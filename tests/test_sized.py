@@ -229,7 +229,14 @@ AXES = (None, 0, 1, 0, 1, None)
 @pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "strategy",
-    [policies.Slots(3), policies.Slots(3, block=4), policies.Slots(2, policy=policies.dots), policies.Budget("1MiB")],
+    [
+        policies.Slots(3),
+        *(
+            pytest.param(s, marks=pytest.mark.slow)
+            for s in (policies.Slots(3, block=4), policies.Slots(2, policy=policies.dots))
+        ),
+        policies.Budget("1MiB"),
+    ],
     ids=repr,
 )
 def test_mapped_loops_have_the_gradients_of_plain_ones(strategy, reverse):

@@ -49,7 +49,7 @@ PROGRAMS = [p for p in corpus.PROGRAMS if p in corpus.NATIVE and not p.grows and
 
 @pytest.mark.parametrize(
     "program",
-    [p if n % 3 == 0 else pytest.param(p, marks=pytest.mark.slow) for n, p in enumerate(PROGRAMS)],
+    [p if n % 6 == 0 else pytest.param(p, marks=pytest.mark.slow) for n, p in enumerate(PROGRAMS)],
     ids=lambda p: p.__name__,
 )
 def test_the_corpus_is_equivalent(program):

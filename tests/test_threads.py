@@ -336,7 +336,7 @@ def reference(seed, xs, steps):
 
 
 @MAKE
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_models_trained_at_once_are_as_if_trained_alone(make, compiled):
     xs, steps, results = jnp.array([0.3, -0.5, 0.8]), 6, {}
 
