@@ -178,7 +178,8 @@ class RngState(State[jax.Array]):
         key: an integer seed, a key of ``jax.random.key``, or a legacy ``uint32[2]`` key.
 
     Example:
-        >>> rng = RngState(0)
+        >>> import jax, statetx
+        >>> rng = statetx.RngState(0)
         >>> a, b = rng.next(), rng.next()
         >>> bool(jax.random.uniform(a) == jax.random.uniform(b))
         False
