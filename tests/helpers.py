@@ -3,6 +3,7 @@
 import contextlib
 
 import jax
+import pytest
 
 REMAT3 = getattr(jax.config, "jax_remat3", False)  # not every JAX has it
 
@@ -33,3 +34,15 @@ def compilations():
         yield events
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def in_turn(cases, num=2):
+    """Cases for `parametrize`, of which the fast suite runs one in `num`."""
+    slow = pytest.mark.slow
+    for n, case in enumerate(cases):
+        if n % num == 0:
+            yield case
+        elif hasattr(case, "marks"):
+            yield case._replace(marks=[*case.marks, slow])
+        else:
+            yield pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=slow)

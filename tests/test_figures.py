@@ -9,7 +9,7 @@ from test_laws import NATIVE, PURE, _elements, grad, jit, numbers_of, remat, sca
 
 import statetx
 from corpus import X
-from helpers import compilations
+from helpers import compilations, in_turn
 
 
 def compiled_counts(fun, *args):
@@ -113,7 +113,7 @@ def programs() -> list:
 BROAD = ("Dropout", "DictValued")
 
 
-@pytest.mark.parametrize(("make", "nesting"), programs())
+@pytest.mark.parametrize(("make", "nesting"), list(in_turn(programs())))
 def test_compiled_programs_are_those_written_by_hand(make, nesting):
     program = make()
     if vmap in nesting:

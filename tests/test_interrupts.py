@@ -184,7 +184,7 @@ def check_every_line(model, make, step=1, start=1):
 
 
 # The fast suite looks at every line of what compiles nothing, and at some lines of the rest.
-FAST = {"remat, eager": 1, "jit": 1, "jit, donated": 1, "grad": 4}
+FAST = {"remat, eager": 1, "jit": 1, "jit, donated": 1, "grad": 8}
 CASES = [
     *[(how, kinds) for how in ("remat, eager", "grad", "jit") for kinds in KINDS],
     *[(how, "mixed") for how in HOW],

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import statetx
-from helpers import REMAT3
+from helpers import REMAT3, in_turn
 from statetx import _jax, policies
 
 JAX = jax.checkpoint_policies
@@ -168,7 +168,7 @@ def their_gradient(nesting, policy):
     return jax.grad(lambda w, x: theirs(nesting, policy, w)(x).sum(), (0, 1))
 
 
-@pytest.mark.parametrize("nesting", NESTINGS)
+@pytest.mark.parametrize("nesting", list(in_turn(NESTINGS)))
 def test_residuals_and_recomputation_are_those_of_jax(nesting):
     found = {}
     for name, (policy, _) in POLICIES.items():

@@ -27,6 +27,7 @@ from brainstate._error import TraceContextError
 import corpus
 import statetx
 from corpus import FOREIGN, NATIVE, PROGRAMS, Program, X, strong
+from helpers import in_turn
 
 # -- trees -----------------------------------------------------------------------------------------------------
 
@@ -465,7 +466,8 @@ RAISING: list[Nesting] = [
 
 
 @pytest.mark.parametrize(
-    "make, nesting", cases(NATIVE, RAISING, [(remat, grad), (jit,)]) + cases(FOREIGN, RAISING, [(remat, grad)])
+    "make, nesting",
+    list(in_turn(cases(NATIVE, RAISING, [(remat, grad), (jit,)]) + cases(FOREIGN, RAISING, [(remat, grad)]))),
 )
 def test_states_are_intact_after_an_exception_in_the_body(make, nesting, monkeypatch):
     check_exceptions(make, nesting, Bomb(monkeypatch), stride=1)
@@ -1190,7 +1192,7 @@ FAST_WAYS = ("vjp(remat)", "scan(remat)")
 
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=[] if w in FAST_WAYS else [pytest.mark.slow]) for w in WAYS])
-@pytest.mark.parametrize("make", FLIPS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", list(in_turn(FLIPS)), ids=lambda f: f.__name__)
 def test_never_stale(make, way, settings):
     run, reference = WAYS[way]
     ours, theirs = make(), make()

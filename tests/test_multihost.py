@@ -47,6 +47,7 @@ def check(out, done):
 TINY = ("--steps", "4", "--batch", "512", "--width", "64", "--layers", "4")
 
 
+@pytest.mark.slow  # of which one is killed, below, in the fast suite
 def test_two_processes_train_as_one_does_and_one_resumes_what_they_saved(tmp_path):
     runs = check(tmp_path, run(tmp_path, "--devices", "2", *TINY))
     assert list(runs) == [(2, 1, False), (2, 2, False), (1, 1, True)]

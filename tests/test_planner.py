@@ -537,6 +537,7 @@ def test_jitted_functions_are_not_taken_from_their_caches():
     assert with_it().memory_analysis().temp_size_in_bytes == before, "and nothing of a plan is left in them"
 
 
+@pytest.mark.slow
 def test_a_loss_that_differentiates():
     penalty = lambda ws, x: (statetx.grad(loss, argnums=1)(ws, x) ** 2).sum()  # noqa: E731
     plan = statetx.plan(penalty, WS, X, budget=0.9, argnums=0)

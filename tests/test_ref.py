@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import statetx
-from helpers import REMAT3, Counted, compilations
+from helpers import REMAT3, Counted, compilations, in_turn
 from statetx import _jax
 
 H = jnp.array([0.3, -0.7, 1.1])
@@ -408,7 +408,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("fun", [through_a_ref, beside_a_ref], ids=["its own", "beside"])
-@pytest.mark.parametrize("inner", AROUND)
+@pytest.mark.parametrize("inner", list(in_turn(AROUND)))
 @pytest.mark.parametrize("outer", [statetx.jit, statetx.remat], ids=["jit", "remat"])
 def test_rules_stay_where_refs_are_made_explicit(outer, inner, fun):
     """JAX discharges after differentiation, and loses the rules of functions that stand in inner jaxprs or make Refs."""

@@ -14,7 +14,7 @@ import pytest
 import corpus
 import statetx
 from corpus import PROGRAMS, Program, X
-from helpers import compilations
+from helpers import compilations, in_turn
 from statetx import policies
 from statetx._equations.cost import flops
 from statetx.residuals import Residuals
@@ -102,7 +102,7 @@ CASES += [
 
 
 @pytest.mark.filterwarnings("ignore:.*keeps what policies.nothing does")  # dots, of programs without
-@pytest.mark.parametrize("program, way", CASES)
+@pytest.mark.parametrize("program, way", list(in_turn(CASES)))
 def test_bytes_are_those_that_the_pullback_holds(program: type[Program], way):
     x = jnp.asarray(X, jnp.float32)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import statetx
+from helpers import in_turn
 from statetx.transforms.jit import straight
 
 
@@ -331,7 +332,9 @@ def test_straight_code_is_staged_once(program):
     assert num_runs(program(Box())) == 1
 
 
-@pytest.mark.parametrize("name", ["LOAD_FAST_OR_NOT", "CALL_SOMETIMES", "STORE_FAST_MAYBE", "JUMP_NOWHERE"])
+@pytest.mark.parametrize(
+    "name", list(in_turn(["LOAD_FAST_OR_NOT", "CALL_SOMETIMES", "STORE_FAST_MAYBE", "JUMP_NOWHERE"], 4))
+)
 @pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_unknown_operation_counts_as_a_condition(monkeypatch, name, where):
     read = straight._instructions
