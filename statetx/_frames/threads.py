@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .frame import Frame
 
 # A state has one value. While a frame is open, that of each state it has touched is the frame's own: a tracer perhaps.
-# So a state belongs to the innermost frame that has touched it, and another thread that touches it raises; whoever
+# So a state belongs to the innermost frame that has touched it, and another thread that touches it raises; a program that
 # shares states between threads guards them by a lock. A state is taken before it is given its new value and handed back
 # after it has its old one, so what belongs to nobody holds no tracer of a call that is running.
 open_frames: dict[int, None] = {}

@@ -93,7 +93,7 @@ _mlir.register_lowering(mark_primitive, lambda ctx, x, **_: [x])
 
 
 def _insert_reduce_precision(jaxpr: Jaxpr, num_res: int) -> Jaxpr:
-    """As JAX's function of this name, which rounds what is kept to its own precision, lest the compiler keep more.
+    """As JAX's function of this name, which rounds what is kept to its own precision, so that the compiler keeps no more.
 
     Of float32 and float64 it keeps no more, and there the rounding is only a copy: values marked by us are spared it. And so
     are complex numbers, on which JAX's function fails.

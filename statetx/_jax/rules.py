@@ -70,7 +70,7 @@ def with_rule(eqn: Any, edit: Callable[[Jaxpr], Jaxpr], call: Any) -> Any:
 def derivative_rule(x: Any) -> tuple[Any, ...] | None:
     """What identifies a custom derivative rule held as an equation's parameter; None where nothing does.
 
-    JAX wraps the rule anew in every trace. Only rules that JAX itself defines are recognised: they read nothing
+    JAX wraps the rule again in every trace. Only rules that JAX itself defines are recognised: they read nothing
     that may change. A user's rule runs when the equation is differentiated and may read anything, so two
     equations that hold one are never taken for equal.
     """
@@ -98,7 +98,7 @@ def _defined_by_jax(fun: Any) -> bool:
     if not callable(fun):
         return isinstance(fun, (str, int, float, type(None)))
     while not isinstance(fun, FunctionType) and hasattr(fun, "__wrapped__"):
-        fun = fun.__wrapped__  # what jax.jit and its kin return
+        fun = fun.__wrapped__  # what jax.jit and similar functions return
     return _stands_in_jax(fun) and all(map(_defined_by_jax, _closed_over(fun, 1)))
 
 

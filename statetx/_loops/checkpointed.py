@@ -1,6 +1,6 @@
 """Loops that are reversed from carries that a schedule has stored.
 
-The forward sweep stores the carry at a few steps (`_schedule` says which), and the reversal runs forward from the nearest of
+The forward sweep stores the carry at a few steps (`schedule` says which), and the reversal runs forward from the nearest of
 them, storing anew in the slots that are free. It is a nest of three loops without a branch,
 
     for each block of steps, from the last to the first:

@@ -1,7 +1,7 @@
 """A loop of unknown length that is reversed from a bounded number of slots.
 
 While it runs, the loop stores its carry every so many steps, as often as the slots allow: when all are full, every other
-one is given up and the distance doubles. The reversal knows the number of steps and goes on as `_checkpointed` does,
+one is given up and the distance doubles. The reversal knows the number of steps and goes on as `checkpointed` does,
 storing anew in the slots that become free. It runs more steps than the optimum for a known length: up to a third with
 many slots, up to three quarters with two or three.
 

@@ -1,7 +1,7 @@
 """Loops whose strategy is decided by sizes: ``checkpoint="auto"`` and ``checkpoint="64MiB"``.
 
 The strategy is decided when the gradient is built. A loop that is not differentiated stays plain, and is not measured. When
-the gradient is built, every `jax.vmap` inside the derivative has mapped the loop's step (see `_derivative`), and each `vmap`
+the gradient is built, every `jax.vmap` inside the derivative has mapped the loop's step (see `derivative`), and each `vmap`
 around it is found among the active traces, so that all examples count. Where JAX stages the derivative without the `vmap`
 around it (a jitted function, a loop or branch around), the strategy is part of the program when it is mapped. A budget that is
 exceeded then raises.

@@ -3,7 +3,7 @@
 JAX itself traces reads and writes of a Ref, so nothing is watched here: a function that has been staged holds the Refs
 it touches among the values it closes over, whichever way it reached them. `_lift.stage` then rewrites the equations
 so that the Ref's value goes in and, if it is written, comes out; the transform reads the Ref before the call and
-writes it after. Transforms that stage nothing stage a function that can reach a Ref (`_lift.call`).
+writes it after. Transforms that stage nothing stage a function that can reach a Ref (`_lift.stage.call`).
 """
 
 from __future__ import annotations

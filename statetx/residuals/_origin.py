@@ -27,7 +27,7 @@ class Place:
         times: product of the lengths of the loops that stacked it.
         aval: its type, in one step of these loops.
         eqn: the operation that computes it; None for an input or literal.
-        address: of that value, as in `_survey.Site`.
+        address: of that value, as in `survey.Site`.
         input: index among the inputs of the whole; None if it is none.
         names: all that ``checkpoint_name`` gave it.
         regions: the rematerialised regions in which it is computed.

@@ -4,7 +4,7 @@ A function may make a state and leave it in an attribute: `brainstate.nn.init_al
 runs it again, it makes another state, which replaces the first. A compiled program makes none: the state from the staging
 stays and receives the value. Both are the same if two conditions hold.
 
-- Python would make it again. Either the code makes it without a condition (`_straight`), or a second staging found the state
+- Python would make it again. Either the code makes it without a condition (`straight`), or a second staging found the state
   of an earlier call in that place, did not touch it, kept no reference to it, and put a new one there (`_obstacle`). A
   function that makes a state only if there is none yet does neither: its next program reads the one that is there.
 - Nobody can distinguish the two. The attribute still holds the state, and nothing refers to it that did not when it was

@@ -70,7 +70,7 @@ class Program:
         num_kept = len(call.kept)
         before, made, notes = standing(), [], notes_for_staging()
 
-        def run_jitted(frame: Any, *args: Any, **kwargs: Any) -> Any:  # see `_straight.BODY`
+        def run_jitted(frame: Any, *args: Any, **kwargs: Any) -> Any:  # see `straight.BODY`
             out = fun(*args, **kwargs)
             made.extend(left_by(frame, notes))
             return out
