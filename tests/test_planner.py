@@ -15,8 +15,9 @@ import pytest
 
 import statetx
 from statetx import _jax
-from statetx._equations import cost as _cost
-from statetx._equations.cost import flops
+from statetx._equations import compiled as _compiled
+from statetx._equations import primitives
+from statetx._equations.flops import flops
 from statetx._equations.structure import Body
 from statetx._loops.strategy import Lengths, Slots
 from statetx.planner import CostModel, Planner, _layout, _parts, _search, machine
@@ -76,7 +77,7 @@ def test_what_fits_is_left_as_it_is():
 def test_what_is_found_in_a_hurry_is_confirmed(monkeypatch):
     """Compiling in a hurry may give less memory than what users compile takes."""
     unplanned = statetx.plan(loss, WS, X, budget=1.0, argnums=0).temp_bytes
-    hurried, cost = {"xla_backend_optimization_level": 1}, _cost.Program.cost.func
+    hurried, cost = {"xla_backend_optimization_level": 1}, _compiled.Program.cost.func
 
     def optimistic(self):
         found = cost(self)
@@ -84,9 +85,9 @@ def test_what_is_found_in_a_hurry_is_confirmed(monkeypatch):
         return dataclasses.replace(found, temp_bytes=int(less * found.temp_bytes))
 
     prop = functools.cached_property(optimistic)
-    prop.__set_name__(_cost.Program, "cost")
-    monkeypatch.setattr(_cost.Program, "cost", prop)
-    monkeypatch.setattr(_search, "hurried_options", lambda: hurried)
+    prop.__set_name__(_compiled.Program, "cost")
+    monkeypatch.setattr(_compiled.Program, "cost", prop)
+    monkeypatch.setattr(_search, "fast_compile_options", lambda: hurried)
     plan = statetx.plan(loss, WS, X, budget=int(0.9 * unplanned), argnums=0)
     step = lambda ws, x: jax.grad(plan.apply(loss))(ws, x)  # noqa: E731
     assert jax.jit(step).lower(WS, X).compile().memory_analysis().temp_size_in_bytes <= 0.9 * unplanned
@@ -372,8 +373,8 @@ def test_what_keeps_nothing_is_the_rematerialisation_that_the_user_wrote():
     parts = _parts.split(jaxpr, None)
     marked = [p.kind == "region" for p in parts]
     options = [Option(frozenset() if m else None, 0, 0, 0.0) for m in marked]
-    (planned,) = [e for e in _layout.rewrite(jaxpr, parts, options).eqns if e.primitive.name in _parts.REMAT]
-    (written,) = [e for e in jax.make_jaxpr(fun)(WS[0], X).eqns if e.primitive.name in _parts.REMAT]
+    (planned,) = [e for e in _layout.rewrite(jaxpr, parts, options).eqns if e.primitive.name in primitives.REMAT]
+    (written,) = [e for e in jax.make_jaxpr(fun)(WS[0], X).eqns if e.primitive.name in primitives.REMAT]
     inside = str(planned.params["jaxpr"])
     assert inside == str(written.params["jaxpr"]) and "silu" in inside
     assert (planned.params["policy"], planned.params["prevent_cse"]) == (written.params["policy"], True)

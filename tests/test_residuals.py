@@ -16,7 +16,7 @@ import statetx
 from corpus import PROGRAMS, Program, X
 from helpers import compilations, in_turn
 from statetx import policies
-from statetx._equations.cost import flops
+from statetx._equations.flops import flops
 from statetx.residuals import Residuals
 from statetx.residuals._trace import differentiate
 

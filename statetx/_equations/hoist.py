@@ -14,6 +14,7 @@ import jax
 
 from .. import _jax
 from .._jax import Jaxpr, Literal
+from .primitives import JIT, REMAT
 
 
 def hoist(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
@@ -144,10 +145,10 @@ def _of_cond(scope: _Scope, eqn: Any) -> Any:
 
 _RULES: dict[str, Callable[[_Scope, Any], Any]] = {
     **dict.fromkeys(
-        ["jit", "pjit"],
+        JIT,
         _of_call("jaxpr", ("in_shardings", _jax.UNSPECIFIED), ("in_layouts", None), ("donated_invars", False)),
     ),
-    **dict.fromkeys(["remat2", "remat", "checkpoint"], _of_call("jaxpr")),
+    **dict.fromkeys(REMAT, _of_call("jaxpr")),
     _jax.CLOSED_CALL: _of_call("call_jaxpr"),
     "scan": _of_scan,
     "while": _of_while,

@@ -23,13 +23,13 @@ from .batching import with_examples as with_examples
 from .editing import bind_equation as bind_equation
 from .editing import function_of as function_of
 from .editing import inlined as inlined
+from .editing import interpret as interpret
 from .editing import map_jaxprs as map_jaxprs
 from .editing import rebuild as rebuild
 from .editing import with_equations as with_equations
 from .editing import with_literals as with_literals
 from .editing import with_scope as with_scope
 from .editing import without_dead_code as without_dead_code
-from .equations import CALLS as CALLS
 from .equations import CLOSED_CALL as CLOSED_CALL
 from .equations import ClosedJaxpr as ClosedJaxpr
 from .equations import Jaxpr as Jaxpr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from jax._src.interpreters import partial_eval as _pe
 from .equations import ClosedJaxpr, Jaxpr, Literal, Var, is_jaxpr, open_jaxpr
 from .own_loop import loop_of, with_body
 
+_value_of = operator.attrgetter("val")
+
 
 def bind_equation(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
     """Run one equation, with these parameters, on `args`; what it does is attributed to the line it came from."""
@@ -19,6 +22,27 @@ def bind_equation(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> list
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
         outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
     return outs if eqn.primitive.multiple_results else [outs]
+
+
+def interpret(
+    jaxpr: Any, args: Sequence[Any], rule: Callable[[Any, list[Any]], Sequence[Any]], *, literal: Callable = _value_of
+) -> list[Any]:
+    """Evaluate a jaxpr over any domain; the outputs in that domain.
+
+    Args:
+        jaxpr: anything with `constvars`, `invars`, `outvars` and `eqns`, whose items have `invars` and `outvars`.
+        args: for its constants and inputs.
+        rule: ``(equation, operands) -> results``.
+        literal: what a literal stands for, by default its value.
+    """
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return literal(atom) if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, rule(eqn, [read(v) for v in eqn.invars]), strict=True))
+    return [read(v) for v in jaxpr.outvars]
 
 
 def function_of(eqn: Any) -> Jaxpr:

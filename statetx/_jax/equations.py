@@ -96,11 +96,7 @@ def open_jaxpr(x: Any) -> tuple[Jaxpr, Sequence[Any]]:
     return (x.jaxpr, x.consts) if isinstance(x, ClosedJaxpr) else (x, getattr(x, "consts", ()))
 
 
-CALLS = dict.fromkeys(["jit", "pjit", "remat2", "remat", "checkpoint", "shard_map", "compute_on"], "jaxpr")
 CLOSED_CALL = closed_call_p.name  # "closed_call" before JAX 0.12, "eval_jaxpr" since
-CALLS |= {CLOSED_CALL: "call_jaxpr", "core_call": "call_jaxpr"}
-"""Operations that run a jaxpr once, on their operands, for their results, and the parameter that it is. A policy of `remat_p` is
-asked about the equations within, and not about the operation."""
 
 
 def scope(eqn: Any) -> str:

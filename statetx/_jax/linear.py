@@ -15,6 +15,7 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 
+from .._positions import function_of
 from .batching import map_over
 
 
@@ -54,13 +55,10 @@ def _linear_jvp(primals: Any, tangents: Any, *, fun: Callable, num_res: int, **p
         moved = [_instantiate_zeros(t) for t in tangents[num_res:]]
         return outs, _linear_p.bind(*primals[:num_res], *moved, fun=fun, num_res=num_res, **params)
 
-    def of_moving(*values: Any) -> list[Any]:
-        whole = list(primals)
-        for i, value in zip(moving, values, strict=True):
-            whole[i] = value
-        return fun(whole[:num_res], whole[num_res:])
+    def run(*operands: Any) -> list[Any]:
+        return fun(list(operands[:num_res]), list(operands[num_res:]))
 
-    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return jax.jvp(function_of(run, primals, moving), [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
 def _linear_transpose(

@@ -13,8 +13,8 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import mesh as _mesh
 
-from .editing import bind_equation
-from .equations import Jaxpr, Literal, inner_jaxprs, open_jaxpr
+from .editing import bind_equation, interpret
+from .equations import Jaxpr, inner_jaxprs, open_jaxpr
 from .traces import _context, _eval_trace
 
 
@@ -88,26 +88,21 @@ def has_explicit_axes() -> bool:
 
 def with_varying_inputs(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluate equations on values that vary along more axes of a `jax.shard_map` than when they were staged."""
-    env = dict(zip(jaxpr.invars, args, strict=True))
-    read = lambda v: v.val if isinstance(v, Literal) else env[v]  # noqa: E731
-    for eqn in jaxpr.eqns:
-        ins = [read(v) for v in eqn.invars]
-        name = eqn.primitive.name
-        if name == "pvary":
-            outs = [as_varying(x, eqn.params["axes"]) for x in ins]
-        elif name in ("jit", "pjit"):
-            inner, consts = open_jaxpr(eqn.params["jaxpr"])
-            with eqn.ctx.manager:
-                outs = with_varying_inputs(
-                    inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars]), [*consts, *ins]
-                )
-        else:
-            if not any(True for _ in inner_jaxprs(eqn)):
-                axes = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in ins)))
-                ins = [as_varying(x, axes) for x in ins]
-            outs = bind_equation(eqn, eqn.params, ins)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    return interpret(jaxpr, args, _run_varying)
+
+
+def _run_varying(eqn: Any, operands: list[Any]) -> list[Any]:
+    name = eqn.primitive.name
+    if name == "pvary":
+        return [as_varying(x, eqn.params["axes"]) for x in operands]
+    if name in ("jit", "pjit"):
+        inner, consts = open_jaxpr(eqn.params["jaxpr"])
+        with eqn.ctx.manager:
+            return with_varying_inputs(inner, [*consts, *operands])
+    if not any(True for _ in inner_jaxprs(eqn)):
+        axes = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in operands)))
+        operands = [as_varying(x, axes) for x in operands]
+    return bind_equation(eqn, eqn.params, operands)
 
 
 @contextlib.contextmanager

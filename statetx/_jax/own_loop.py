@@ -15,6 +15,7 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax.control_flow.loops import scan_p
 
+from .._positions import function_of
 from .equations import ClosedJaxpr, Jaxpr, abstract
 
 
@@ -116,14 +117,13 @@ def _loop_transpose(cts: Any, *args: Any, jaxpr: ClosedJaxpr, loop: OwnLoop) -> 
     linear = [i for i, x in enumerate(args) if _ad.is_undefined_primal(x)]
     has_ct = [i for i, ct in enumerate(cts) if type(ct) is not _Zero]
 
-    def run(*values: Any) -> list[Any]:
-        whole = list(args)
-        for i, x in zip(linear, values, strict=True):
-            whole[i] = x
-        outs = _core.jaxpr_as_fun(jaxpr)(*whole)
+    def run(*operands: Any) -> list[Any]:
+        outs = _core.jaxpr_as_fun(jaxpr)(*operands)
         return [outs[i] for i in has_ct]
 
-    found = iter(jax.linear_transpose(run, *(args[i].aval for i in linear))([cts[i] for i in has_ct]))
+    found = iter(
+        jax.linear_transpose(function_of(run, args, linear), *(args[i].aval for i in linear))([cts[i] for i in has_ct])
+    )
     return [next(found) if i in linear else None for i in range(len(args))]
 
 

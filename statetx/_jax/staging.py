@@ -11,7 +11,8 @@ from jax._src import source_info_util
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import partial_eval as _pe
 
-from .equations import ClosedJaxpr, Jaxpr, Literal, open_jaxpr
+from .editing import interpret
+from .equations import ClosedJaxpr, Jaxpr, open_jaxpr
 from .traces import _context
 
 
@@ -66,23 +67,21 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
         here = source_info_util.current()
         tracers = [trace.to_jaxpr_tracer(x, here) for x in args]
         if all(t.aval == v.aval for t, v in zip(tracers, variables, strict=True)):
-            return _copy_equations(trace, jaxpr, dict(zip(variables, tracers, strict=True)), here)
+            return _copy_equations(trace, jaxpr, tracers, here)
     return _core.jaxpr_as_fun(ClosedJaxpr(jaxpr, args[: len(consts)]))(*args[len(consts) :])
 
 
-def _copy_equations(trace: Any, jaxpr: Jaxpr, env: dict[Any, Any], here: Any) -> list[Any]:
-    """Copy a jaxpr's equations to a trace that records them; `env` maps its inputs to tracers of that trace.
+def _copy_equations(trace: Any, jaxpr: Jaxpr, tracers: Sequence[Any], here: Any) -> list[Any]:
+    """Copy a jaxpr's equations to a trace that records them; `tracers` of that trace are its inputs.
 
     The result is that of running them one by one, for less: their types are known. (JAX's own
     ``inline_jaxpr_into_trace`` gives every equation the place of the call, and forgets the lines of the user's code.)
     """
 
-    def read(atom: Any, source: Any) -> Any:
-        return _pe.DynamicJaxprTracer(trace, atom.aval, atom, source) if isinstance(atom, Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
+    def rule(eqn: Any, operands: list[Any]) -> list[Any]:
         source = eqn.source_info.replace(name_stack=here.name_stack + eqn.source_info.name_stack)
-        ins, types = [read(v, source) for v in eqn.invars], [v.aval for v in eqn.outvars]
-        outs = trace.emit_eqn(ins, types, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v, here) for v in jaxpr.outvars]
+        types = [v.aval for v in eqn.outvars]
+        return trace.emit_eqn(operands, types, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
+
+    literal = lambda atom: _pe.DynamicJaxprTracer(trace, atom.aval, atom, here)  # noqa: E731
+    return interpret(jaxpr, tracers, rule, literal=literal)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _jax
-from .._equations.cost import Program
+from .._equations.compiled import Program
 from .._tree import num_bytes
 
 Map = tuple[Any, tuple[bool, ...]]

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from .. import _jax
 from .._lift.staged import as_types
+from .._positions import replaced
 from .._tree import is_float
 from . import schedule
 from .cpu_concurrency import with_company
@@ -167,14 +168,9 @@ class Scheduled(Loop):
             elements = [part(x) for x in xs]
 
             def run(consts: list, floats: list, moved: list) -> tuple[list, list]:
-                c, k, x = list(constants), list(carry), list(elements)
-                for places, values, into in (
-                    (const_places, consts, c),
-                    (carry_floats, floats, k),
-                    (x_places, moved, x),
-                ):
-                    for i, v in zip(places, values, strict=True):
-                        into[i] = v
+                c = replaced(constants, const_places, consts)
+                k = replaced(carry, carry_floats, floats)
+                x = replaced(elements, x_places, moved)
                 if size == 1:
                     k, y = step.keeping(c, k, [v[0] for v in x])
                     y = [v[None] for v in y]

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from .. import _jax
 from .._equations.structure import Body
+from .._positions import replaced
 from .._tree import is_float
 from . import bind, schedule
 from .checkpointed import Plan, reverse_scheduled
@@ -102,11 +103,7 @@ def while_loop(test: Body, step: Step, slots: int | None, max_steps: int | None)
 
         def reverse_step(first: Any, *, carry: list, loop: tuple) -> tuple:
             def run(consts: list, values: list) -> list:
-                c, k = list(constants), list(carry)
-                for i, x in zip(moving, consts, strict=True):
-                    c[i] = x
-                for i, x in zip(floats, values, strict=True):
-                    k[i] = x
+                c, k = replaced(constants, moving, consts), replaced(carry, floats, values)
                 return [step.keeping(c, k, [])[0][i] for i in floats]
 
             _, pull = jax.vjp(run, [constants[i] for i in moving], [carry[i] for i in floats])

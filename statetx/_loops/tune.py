@@ -18,6 +18,7 @@ import jax
 from .. import _jax
 from .._errors import PolicyError
 from .._lift.around import Around, Map, device_bytes
+from .._positions import function_of
 from .._text import format_bytes
 from .._tree import is_float, num_bytes
 from . import schedule
@@ -225,14 +226,12 @@ def _bytes_kept_by_a_step(step: Step) -> int:
     sizes = (len(step.constant_avals), step.num_carry)
 
     def pullback(*values: Any) -> list[Any]:
-        def run(*moving: Any) -> list[Any]:
-            args = list(values)
-            for i, x in zip(floats, moving, strict=True):
-                args[i] = x
+        def run(*operands: Any) -> list[Any]:
+            args = list(operands)
             carry, y = step.keeping(args[: sizes[0]], args[sizes[0] : sum(sizes)], args[sum(sizes) :])
             return [x for x in (*carry, *y) if is_float(x)]
 
-        return jax.tree.leaves(jax.vjp(run, *[values[i] for i in floats])[1])
+        return jax.tree.leaves(jax.vjp(function_of(run, values, floats), *[values[i] for i in floats])[1])
 
     jaxpr, _ = _jax.stage(pullback, types, kind="scan", name="step")
     kept = {v: v.aval for v in jaxpr.outvars if isinstance(v, _jax.Var) and v not in jaxpr.invars}

@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as hlo
 
 from .. import _jax
-from .._jax import Jaxpr, Literal
+from .._jax import Jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,20 +132,13 @@ def _in_canonical_order(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _with_canonical_convolutions(jaxpr: Jaxpr, *args: Any) -> list[Any]:
-    env = dict(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        ins = [read(v) for v in eqn.invars]
+    def rule(eqn: Any, operands: list[Any]) -> list[Any]:
         is_plain = eqn.params.get("batch_group_count") == 1 and eqn.params.get("out_sharding") is None
         if eqn.primitive.name == "conv_general_dilated" and is_plain:
-            outs = [_canonical_convolution(*ins, **eqn.params)]
-        else:
-            outs = _jax.bind_equation(eqn, eqn.params, ins)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+            return [_canonical_convolution(*operands, **eqn.params)]
+        return _jax.bind_equation(eqn, eqn.params, operands)
+
+    return _jax.interpret(jaxpr, args, rule)
 
 
 def _canonical_convolution(x: Any, kernel: Any, *, dimension_numbers: Any, **params: Any) -> Any:

@@ -20,9 +20,11 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from .. import _jax
+from .._equations.primitives import row_of
 from .._jax import Jaxpr, Literal, Var
+from .._positions import function_of
 from .._tree import is_float
-from .survey import ENTERED, Address
+from .survey import Address
 
 Labels = Mapping[Address, Any]
 """What to write on the marks of values, by their addresses (`survey.Site`): `SAVE` or `offload`. At the address of a call with a
@@ -114,7 +116,7 @@ class _Marker(NamedTuple):
         if loop is not None:
             own = {at[1:]: label for at, label in labels.items()}
             return _jax.with_body(eqn, mark(loop.body, own, region=self.region, in_rule=self.in_rule))
-        key = ENTERED[eqn.primitive.name]
+        key = row_of(eqn).jaxpr
         parts = eqn.params[key] if isinstance(eqn.params[key], (tuple, list)) else [eqn.params[key]]
         new = []
         with _jax.inside(eqn):
@@ -198,13 +200,8 @@ def _jvp(jaxpr: Jaxpr, types: Sequence[Any], moving: Sequence[int]) -> tuple[Jax
     def push(*xs: Any) -> list[Any]:
         primals, tangents = xs[: len(types)], xs[len(types) :]
 
-        def of_moving(*values: Any) -> list[Any]:
-            whole = list(primals)
-            for i, x in zip(moving, values, strict=True):
-                whole[i] = x
-            return _jax.evaluate(jaxpr, (), whole)
-
-        outs, out_tangents = jax.jvp(of_moving, [primals[i] for i in moving], list(tangents))
+        run = function_of(lambda *operands: _jax.evaluate(jaxpr, (), operands), primals, moving)
+        outs, out_tangents = jax.jvp(run, [primals[i] for i in moving], list(tangents))
         return [*outs, *(t for x, t in zip(outs, out_tangents, strict=True) if is_float(x))]
 
     return _jax.stage(push, [*types, *(types[i] for i in moving)], kind="statetx.remat", name="jvp")

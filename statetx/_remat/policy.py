@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 import jax
 
 from .. import _jax
+from .._equations.primitives import VIEWS
 from .._errors import PolicyError
 from .._objects.paths import as_predicate
 from .._text import suggestion
@@ -70,15 +71,6 @@ class Value:
     def nbytes(self) -> int:
         """Bytes that keeping it takes, over all steps of the loops around it."""
         return num_bytes(self.type) * self.times
-
-
-VIEWS = frozenset("reshape transpose broadcast_in_dim squeeze expand_dims copy copy_p name".split())
-VIEWS |= {_jax.mark_primitive.name}
-VIEWS |= {
-    "pvary",
-    "reduced_vary_cast_p",
-    "vary_unreduced_cast_p",
-}  # in shard_map, where a value begins to count as varying
 
 
 class Decision(enum.IntEnum):

@@ -14,21 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .. import _jax
+from .._equations.primitives import CALLS, ENTERED, inner_jaxprs, row_of
 from .._jax import Jaxpr, Literal
-from .policy import VIEWS, Origin, Value
+from .policy import Origin, Value
 
 NONE: frozenset[Any] = frozenset()
 
 Address = tuple[int, ...]
 """Of a value: indices of equations, and of the jaxprs within them, from the outside in, and then of the output."""
-
-ENTERED = {**_jax.CALLS, "scan": "jaxpr", "cond": "branches"}
-"""Operations of which the values within can be kept one by one, and the parameter that has their jaxprs."""
-
-# Operations that hand a value on, in another shape, type or place.
-_TRANSPARENT = VIEWS | frozenset(
-    "convert_element_type reduce_precision sharding_constraint reshard optimization_barrier device_put".split()
-)
 
 
 class Site(NamedTuple):
@@ -125,7 +118,7 @@ class Survey:
         for i, eqn in enumerate(jaxpr.eqns):
             place, flows = (*at, i), [flow(v) for v in eqn.invars]
             own_names = [names.get(v, NONE) for v in eqn.outvars]
-            is_call = eqn.primitive.name in _jax.CALLS
+            is_call = eqn.primitive.name in CALLS
             inner: list[_Flow] = []
             self._around.append(eqn)
             for n, (sub, length, enter) in enumerate(_inner(eqn)):
@@ -151,7 +144,7 @@ class Survey:
             self._regions.add(eqn.params["region"])
         is_alias = is_mark or (is_name and flows[0].has_site)
         if not is_alias and not is_tangent:
-            sites = self._calls if eqn.primitive.name in _jax.CALLS else self.sites
+            sites = self._calls if eqn.primitive.name in CALLS else self.sites
             types = tuple(v.aval for v in eqn.invars)
             loop = _jax.loop_of(eqn)
             is_entered = eqn.primitive.name in ENTERED or loop is not None or _jax.has_rule(eqn)
@@ -163,9 +156,9 @@ class Survey:
                         eqn.primitive, types, eqn.params, v.aval, times, own, NONE if is_entered else read, near
                     )
                     sites.append(Site((*place, n), value, eqn))
-        handed = read if eqn.primitive.name in _TRANSPARENT else NONE
+        forwarded = read if row_of(eqn).forwards else NONE
         has_site = flows[0].has_site if is_mark else True
-        return [_Flow(handed, near, self._order, has_site, is_tangent)] * len(eqn.outvars)
+        return [_Flow(forwarded, near, self._order, has_site, is_tangent)] * len(eqn.outvars)
 
 
 @dataclasses.dataclass
@@ -207,7 +200,7 @@ def _inner(eqn: Any) -> Iterator[tuple[Jaxpr, int, _Enter]]:
     loop = _jax.loop_of(eqn)
     if loop is not None and loop.keeps_steps:
         yield loop.body, loop.length, functools.partial(_into_scan, loop.num_constants, loop.num_carry)
-    for jaxpr in _jaxprs_within(eqn):
+    for jaxpr in _entered_jaxprs(eqn):
         if eqn.primitive.name == "cond":
             yield jaxpr, 1, lambda flows: _without_sites(flows[1:])
         elif eqn.primitive.name == "scan":
@@ -230,12 +223,8 @@ def _without_sites(flows: Sequence[_Flow]) -> list[_Flow]:
     return [f._replace(has_site=False) for f in flows]
 
 
-def _jaxprs_within(eqn: Any) -> list[Jaxpr]:
-    key = ENTERED.get(eqn.primitive.name)
-    if key is None:
-        return []
-    parts = eqn.params[key]
-    return [_jax.open_jaxpr(x)[0] for x in (parts if isinstance(parts, (tuple, list)) else [parts])]
+def _entered_jaxprs(eqn: Any) -> list[Jaxpr]:
+    return inner_jaxprs(eqn) if eqn.primitive.name in ENTERED else []
 
 
 def names_in(jaxpr: Jaxpr, out_names: Sequence[frozenset[str]]) -> dict[Any, frozenset[str]]:
@@ -253,8 +242,8 @@ def names_in(jaxpr: Jaxpr, out_names: Sequence[frozenset[str]]) -> dict[Any, fro
             add(eqn.invars[0], names.get(eqn.outvars[0], NONE) | {eqn.params["name"]})
         elif eqn.primitive is _jax.mark_primitive:
             add(eqn.invars[0], names.get(eqn.outvars[0], NONE))
-        elif eqn.primitive.name in _jax.CALLS:
-            (inner,) = _jaxprs_within(eqn)
+        elif eqn.primitive.name in CALLS:
+            (inner,) = inner_jaxprs(eqn)
             names_within = names_in(inner, [names.get(v, NONE) for v in eqn.outvars])
             for outside, inside in zip(eqn.invars, inner.invars, strict=True):
                 add(outside, names_within.get(inside, NONE))

@@ -13,12 +13,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import _jax
-from .._equations.cost import hurried_options
+from .._equations.compiled import fast_compile_options
+from .._equations.differentiate import backward_pass, forward_pass
+from .._equations.inline import inline
+from .._equations.primitives import JIT, row_of
 from .._equations.structure import Body
 from .._jax import Jaxpr, Literal, Var
 from .._lift.around import Around, device_bytes
@@ -26,7 +28,6 @@ from .._loops.strategy import Strategy
 from .._remat import decide, mark
 from .._remat.survey import Survey
 from .._tree import is_float
-from ..residuals._trace import JIT, inline
 
 Address = tuple[int, int]
 Price = Callable[[Any], float]
@@ -54,13 +55,6 @@ class Option(NamedTuple):
 
 
 _PLANNED = -1  # the region of marks that are no policy's
-_FUSED = {_jax.mark_primitive.name} | frozenset(
-    "abs add and broadcast_in_dim cbrt ceil clamp convert_element_type copy copy_p cos div eq erf erf_inv exp exp2 expm1 floor ge "
-    "gt integer_pow iota is_finite le log log1p logistic lt max min mul name ne neg not or pad pow reduce_precision rem reshape "
-    "rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin slice sqrt square squeeze "
-    "expand_dims stop_gradient sub tan tanh transpose xor real imag add_any".split()
-)
-_READS_FUSED = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split())
 _SWEEP = 24  # choices of a region, at most
 
 
@@ -199,7 +193,7 @@ class Graph:
         last: dict[Any, int] = {}
         is_read: set[Any] = set(outputs)
         for i, eqn in enumerate(eqns):
-            fuses = eqn.primitive.name in _FUSED or eqn.primitive.name in _READS_FUSED
+            fuses = row_of(eqn).fuses or row_of(eqn).reads_fused
             for v in eqn.invars:
                 if isinstance(v, Var):
                     last[read(v)] = i
@@ -208,7 +202,7 @@ class Graph:
         last |= dict.fromkeys(outputs, len(eqns))
         # A fused value lives through what it is made of, as long as it is read.
         for eqn in reversed(eqns):
-            if eqn.primitive.name in _FUSED:
+            if row_of(eqn).fuses:
                 for v in eqn.outvars:
                     if v not in is_read:
                         for u in eqn.invars:
@@ -221,7 +215,7 @@ class Graph:
             ends[at] = ends.get(at, 0) + device_bytes(v.aval)
         most = live
         for i, eqn in enumerate(eqns):
-            fused = eqn.primitive.name in _FUSED
+            fused = row_of(eqn).fuses
             for v in eqn.outvars:
                 if v in uncounted or (fused and v not in is_read) or v not in last:
                     continue
@@ -241,17 +235,16 @@ class Graph:
         made = {v for e in again for v in e.outvars}
         inputs = dict.fromkeys(v for e in again for v in e.invars if isinstance(v, Var) and v not in made)
         inputs |= dict.fromkeys(v for v in [*back.leaves, *have] if v not in made)
+        recomputation = _jax.rebuild(self._forward, invars=list(inputs), outvars=back.leaves, eqns=again)
 
         def run(given: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
-            env = dict(zip(inputs, given, strict=True))
-            for eqn in again:
-                ins = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-                env.update(zip(eqn.outvars, _jax.bind_equation(eqn, eqn.params, ins), strict=True))
-            residuals = {r: env[v] for r, v in zip(back.residuals, back.leaves, strict=True)}
-            return _jax.evaluate(back.jaxpr, (), [*(residuals[v] for v in back.residuals), *cts])
+            residuals = _jax.interpret(recomputation, given, lambda eqn, ins: _jax.bind_equation(eqn, eqn.params, ins))
+            return _jax.evaluate(back.jaxpr, (), [*residuals, *cts])
 
         avals = [v.aval for v in (*inputs, *back.cotangents)]
-        program = self._around.program(lambda *xs: run(xs[: len(inputs)], xs[len(inputs) :]), avals, hurried_options())
+        program = self._around.program(
+            lambda *xs: run(xs[: len(inputs)], xs[len(inputs) :]), avals, fast_compile_options()
+        )
         temp = program.cost.temp_bytes // self._around.num_examples
         counted = [v for v, c in zip(back.outs, self._counted, strict=True) if c and isinstance(v, Var)]
         ends = sum(device_bytes(v.aval) for v in (*back.cotangents, *counted))
@@ -275,33 +268,18 @@ class _Backward:
 
 def _derivative(jaxpr: Jaxpr, floats: Sequence[int], pulled: Sequence[int]) -> tuple[Jaxpr, int, _Backward]:
     """A region's outputs `pulled` with the residuals as further outputs, and the backward pass from them to `floats`."""
-    tree: Any = None
 
-    def forward(*ins: Any) -> list[Any]:
-        nonlocal tree
+    def run(*inputs: Any) -> list[Any]:
+        outs = _jax.evaluate(jaxpr, (), inputs)
+        return [jnp.asarray(outs[i]) for i in pulled]
 
-        def differentiated(*given: Any) -> list[Any]:
-            whole = list(ins)
-            for i, x in zip(floats, given, strict=True):
-                whole[i] = x
-            outs = _jax.evaluate(jaxpr, (), whole)
-            return [jnp.asarray(outs[i]) for i in pulled]
-
-        outs, pull = jax.vjp(differentiated, *(ins[i] for i in floats))
-        leaves, tree = jax.tree.flatten(pull)
-        return [*outs, *leaves]
-
-    staged = Body.close(*_jax.stage(forward, [v.aval for v in jaxpr.invars], kind="statetx.plan", name="forward"))
-    whole = inline(staged.jaxpr, calls=tuple(JIT), deep=False)
+    in_avals = [v.aval for v in jaxpr.invars]
+    forward = forward_pass(run, in_avals, floats, kind="statetx.plan", name="forward")
+    whole = inline(forward.body.jaxpr, calls=JIT, deep=False)
     leaves = whole.outvars[len(pulled) :]
-
-    def backward(*ins: Any) -> list[Any]:
-        pull = jax.tree.unflatten(tree, ins[: len(leaves)])
-        return jax.tree.leaves(pull(list(ins[len(leaves) :])))
-
-    avals = [v.aval for v in (*leaves, *whole.outvars[: len(pulled)])]
-    back = Body.close(*_jax.stage(backward, avals, kind="statetx.plan", name="backward"))
-    flat = inline(_bind_literals(back, leaves), calls=tuple(JIT), deep=False)
+    leaf_avals, out_avals = [v.aval for v in leaves], [v.aval for v in whole.outvars[: len(pulled)]]
+    back = Body.close(*backward_pass(forward.pullback, leaf_avals, out_avals, kind="statetx.plan", name="backward"))
+    flat = inline(_bind_literals(back, leaves), calls=JIT, deep=False)
     residuals = [v for v in leaves if isinstance(v, Var)]
     num = len(residuals)
     split = _Backward(flat, flat.invars[:num], residuals, flat.invars[num:])

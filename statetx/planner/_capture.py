@@ -11,7 +11,7 @@ import jax
 import jax.extend.core as jex_core
 
 from .. import _jax
-from .._equations.cost import Program
+from .._equations.compiled import Program
 from .._equations.structure import Body
 from .._errors import PlanError
 from .._jax import Jaxpr

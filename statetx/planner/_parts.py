@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core.primitives import closed_call_p
 
 from .. import _jax
+from .._equations.inline import inline
+from .._equations.primitives import JIT, REMAT
 from .._equations.structure import Body
 from .._jax import Jaxpr, Literal
 from .._lift.around import device_bytes
 from .._tree import is_float
-from ..residuals._trace import JIT, REMAT, inline
 
 
 class Part:
@@ -58,7 +59,7 @@ def flatten(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _without_jits(jaxpr: Jaxpr) -> Jaxpr:
-    return inline(jaxpr, calls=(*JIT, _jax.CLOSED_CALL), deep=False)
+    return inline(jaxpr, calls=JIT | {_jax.CLOSED_CALL}, deep=False)
 
 
 def _plain_loops(x: Any) -> Any:
@@ -86,7 +87,7 @@ def opened(jaxpr: Jaxpr) -> tuple[Jaxpr, set[int]]:
     return inline(jaxpr, calls=_CALLS, deep=False), ends
 
 
-_CALLS = (*JIT, *REMAT, _jax.CLOSED_CALL)
+_CALLS = JIT | REMAT | {_jax.CLOSED_CALL}
 
 
 def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
@@ -250,16 +251,19 @@ def run(
     jaxpr: Jaxpr, parts: Sequence[Part], how: Sequence[Callable[..., list] | None], args: Sequence[Any]
 ) -> list[Any]:
     """Evaluate a program part by part; `how` says for each what takes the place of its equations, None if nothing does."""
-    env = dict(zip(jaxpr.invars, args, strict=True))
+    replacements = iter(how)
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
+    def rule(part: Part, operands: list[Any]) -> list[Any]:
+        instead = next(replacements)
+        return _jax.evaluate(part.jaxpr, (), operands) if instead is None else instead(*operands)
 
-    for part, instead in zip(parts, how, strict=True):
-        ins = [read(v) for v in part.invars]
-        if instead is not None:
-            outs = instead(*ins)
-        else:
-            outs = _jax.evaluate(part.jaxpr, (), ins)
-        env.update(zip(part.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    return _jax.interpret(_Program(jaxpr.invars, jaxpr.outvars, parts), args, rule)
+
+
+class _Program(NamedTuple):
+    """A program whose equations are its parts."""
+
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    eqns: Sequence[Part]
+    constvars: Sequence[Any] = ()

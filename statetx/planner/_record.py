@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import _jax
-from .._equations.cost import count
+from .._equations.flops import count
 from .._jax import Jaxpr, Literal
 from .._lift.around import device_bytes
 from .._loops import schedule

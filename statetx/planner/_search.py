@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _jax
-from .._equations.cost import Cost, Program, flops, hurried_options, sizing_options, with_pullback
+from .._equations.compiled import Cost, Program, fast_compile_options, memory_analysis_options
+from .._equations.differentiate import with_pullback
+from .._equations.flops import flops
 from .._jax import Jaxpr
 from .._lift.around import Around
 from .._loops.strategy import Slots
@@ -210,8 +212,8 @@ class Search:
     def _compile_unplanned(self) -> None:
         """Of a large program this takes longest, since all of it is one region. The compiler leaves Python to others."""
         self._has_unplanned = False
-        self._is_confirmed = hurried_options() == sizing_options()
-        self._as_it_is = self._program_of(self.layouts[0].rewrite(self._untouched), hurried_options())
+        self._is_confirmed = fast_compile_options() == memory_analysis_options()
+        self._as_it_is = self._program_of(self.layouts[0].rewrite(self._untouched), fast_compile_options())
         pool = concurrent.futures.ThreadPoolExecutor(1)
         self._compiling = pool.submit(lambda: self._as_it_is.cost)
         pool.shutdown(wait=False)
@@ -230,7 +232,9 @@ class Search:
         """Compile it once more, with nothing in a hurry that its memory can depend on."""
         if not self._is_confirmed:
             self._report("compiling the program as it is")
-            self._put_unplanned(self._program_of(self.layouts[0].rewrite(self._untouched), sizing_options()).cost)
+            self._put_unplanned(
+                self._program_of(self.layouts[0].rewrite(self._untouched), memory_analysis_options()).cost
+            )
             self._is_confirmed = True
 
     def _put_unplanned(self, cost: Cost) -> None:
@@ -363,7 +367,7 @@ class Search:
         peak = layout.peak(options)
         predicted = self.predict(peak)
         self._report(f"compiling plan {len(self.candidates) + 1}")
-        cost = self._program_of(layout.rewrite(options), sizing_options()).cost
+        cost = self._program_of(layout.rewrite(options), memory_analysis_options()).cost
         price = sum(o.price for o in options)
         added = price
         # The loops of a schedule have no length that equations show.

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
-from .._equations.cost import flops
+from .._equations.flops import flops
 from .._text import format_bytes
 from .._tree import num_bytes
 
@@ -45,8 +45,8 @@ class CostModel:
         if eqn.primitive.name == "scan":
             body = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
             return eqn.params["length"] * sum(map(self.seconds, body.eqns))
-        inner = [j for j in _jax.inner_jaxprs(eqn)]
-        if inner and eqn.primitive.name not in ("custom_jvp_call", "custom_vjp_call"):
+        inner = list(_jax.inner_jaxprs(eqn))
+        if inner and not _jax.has_rule(eqn):  # XLA fuses functions with a rule, such as `jax.nn.relu`
             return sum(self.seconds(e) for jaxpr in inner for e in jaxpr.eqns)
         moved = sum(num_bytes(v.aval) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype"))
         return max(flops(eqn) / self.flops_per_second, moved / self.bytes_per_second)

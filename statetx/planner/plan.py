@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .. import _jax
-from .._equations.cost import Program, flops
+from .._equations.compiled import Program
+from .._equations.flops import flops
 from .._equations.structure import Body
 from .._errors import PlanError
 from .._jax import Jaxpr

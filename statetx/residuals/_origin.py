@@ -7,16 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import _jax
+from .._equations.inline import inline
+from .._equations.primitives import EAGER, REMAT, Forwards, row_of
 from .._jax import Jaxpr, Literal
 from .._remat.policy import Origin
 from .._remat.survey import Survey
-from ._trace import EAGER, REMAT, Passes, inline, regions_of
-
-# What hands a value on: the operation before it is the one to name.
-_SEEN_THROUGH = frozenset({"name", "reduce_precision", "device_put", "copy", "copy_p", "optimization_barrier", "pvary"})
-_SEEN_THROUGH |= {_jax.mark_primitive.name}
-
-_FILLS = frozenset({"broadcast_in_dim", "empty", "empty2"})
+from ._trace import Passes, regions_of
 
 
 @dataclasses.dataclass
@@ -56,7 +52,7 @@ class _Level:
         self._levels: dict[tuple[int, int], _Level] = {}
         self._handed_on: dict[Any, list[Any]] = {}
         for e in jaxpr.eqns:
-            if e.primitive.name in _SEEN_THROUGH:
+            if row_of(e).forwards is Forwards.VALUE:
                 for a, v in zip(e.invars, e.outvars, strict=True):
                     if not isinstance(a, Literal):
                         self._handed_on.setdefault(a, []).append((e, v))
@@ -76,7 +72,7 @@ class _Level:
         if atom not in self.made:
             return False
         eqn = self.jaxpr.eqns[self.made[atom][0]]
-        return eqn.primitive.name in _FILLS and all(map(self.is_fill, eqn.invars))
+        return row_of(eqn).is_fill and all(map(self.is_fill, eqn.invars))
 
     def later(self, v: Any) -> list[tuple[Any, Any]]:
         """Where a value is handed on to, directly or not: the equations and their results."""
@@ -114,7 +110,7 @@ class Origins:
             eqn = level.jaxpr.eqns[i]
             name = eqn.primitive.name
             place.regions += [] if carried else regions_of(eqn)
-            if name in _SEEN_THROUGH:
+            if row_of(eqn).forwards is Forwards.VALUE:
                 atom = eqn.invars[n if len(eqn.invars) == len(eqn.outvars) else 0]
             elif name == "scan":
                 is_step = n >= _jax.scan_counts(eqn)[1]
@@ -179,7 +175,7 @@ _NAMING = (_jax.name_primitive, _jax.mark_primitive)
 
 def buffers(passes: Passes) -> list[list[int]]:
     """The residuals, by index, that are one array each; in the order of their first."""
-    jaxpr = inline(passes.forward, calls=tuple(EAGER))
+    jaxpr = inline(passes.forward, calls=EAGER)
     names = {e.outvars[0]: e.invars[0] for e in jaxpr.eqns if e.primitive in _NAMING}
     groups: dict[Any, list[int]] = {}
     for i, atom in enumerate(jaxpr.outvars[passes.num_out :]):
@@ -212,7 +208,7 @@ def readers(jaxpr: Jaxpr) -> list[set[int]]:
             region = (regions_of(eqn) or [UNKNOWN])[-1]
             for v in eqn.invars:
                 add(v, {region})
-        elif name in _SEEN_THROUGH and len(eqn.invars) == len(eqn.outvars):
+        elif row_of(eqn).forwards is Forwards.VALUE and len(eqn.invars) == len(eqn.outvars):
             for a, v in zip(eqn.invars, eqn.outvars, strict=True):
                 add(a, uses.get(v, set()))
         elif inner:

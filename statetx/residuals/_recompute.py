@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from .. import _jax
-from .._equations.cost import flops
+from .._equations.flops import flops
 from .._jax import Jaxpr, Literal
 
 

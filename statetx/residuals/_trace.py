@@ -11,14 +11,17 @@ import functools
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from .. import _jax, _states
-from .._equations.structure import Body, table
-from .._jax import Jaxpr, Literal
+from .._equations.differentiate import backward_pass, forward_pass
+from .._equations.inline import inline
+from .._equations.primitives import INLINED, REMAT
+from .._equations.structure import table
+from .._jax import Jaxpr
 from .._lift.stage import InputNames, Lifting, frame_for, name_of, pack, short_name, stage
 from .._lift.targets import Targets, resolve_argnums, split_aux
 from .._objects.paths import Paths, argument_names
@@ -57,28 +60,16 @@ class Passes:
         self.num_out = len(outs)
         self.regions: list[str] = []
         body = _tag(body, self.regions)
-        pullback: Any = None
 
-        def run(*ins: Any) -> list[Any]:
-            nonlocal pullback
-
-            def differentiated(*given: Any) -> list[Any]:
-                whole = list(ins)
-                for i, x in zip(chosen, given, strict=True):
-                    whole[i] = x
-                results = _jax.evaluate(body, (), whole)
-                return [results[i] for i in outs]
-
-            values, pull = jax.vjp(differentiated, *(ins[i] for i in chosen))
-            leaves, pullback = jax.tree.flatten(pull)
-            return [*values, *leaves]
+        def run(*inputs: Any) -> list[Any]:
+            results = _jax.evaluate(body, (), inputs)
+            return [results[i] for i in outs]
 
         avals = [v.aval for v in body.invars]
-        closed = Body.close(*_jax.stage(run, avals, kind="statetx.residuals", name=name))
+        closed, self._pullback = forward_pass(run, avals, chosen, kind="statetx.residuals", name=name)
         self.forward = _jax.established(closed.jaxpr)
         self.sources = [Source("constant")] * closed.num_operands + list(sources)
         self.chosen = [closed.num_operands + i for i in chosen]
-        self._pullback = pullback
 
     @property
     def residuals(self) -> list[Any]:
@@ -88,15 +79,10 @@ class Passes:
     @functools.cached_property
     def backward(self) -> Jaxpr:
         """Rematerialised regions and loops stand in it as equations, other calls are inlined."""
-        num = len(self.residuals)
-
-        def run(*ins: Any) -> list[Any]:
-            pull = jax.tree.unflatten(self._pullback, ins[:num])
-            return jax.tree.leaves(pull(list(ins[num:])))
-
-        avals = [v.aval for v in (*self.residuals, *self.forward.outvars[: self.num_out])]
-        jaxpr, consts = _jax.stage(run, avals, kind="statetx.residuals", name=f"backward of {self.name}")
-        return inline(_jax.established(jaxpr), consts, calls=tuple(c for c in ALL if c not in REMAT))
+        avals = [v.aval for v in self.residuals], [v.aval for v in self.forward.outvars[: self.num_out]]
+        name = f"backward of {self.name}"
+        jaxpr, consts = backward_pass(self._pullback, *avals, kind="statetx.residuals", name=name)
+        return inline(_jax.established(jaxpr), consts, calls=INLINED - REMAT)
 
 
 def differentiate(
@@ -190,7 +176,6 @@ def _leaf_paths(part: Partition, path: str) -> list[str]:
 
 # -- rematerialised regions ------------------------------------------------------------------------------------
 
-REMAT = frozenset({"remat2", "remat", "checkpoint"})
 _TAG = "statetx-remat-"
 
 
@@ -224,54 +209,3 @@ def user_line(eqn: Any) -> tuple[str, int, str]:
     found = _jax.traceback_frame(traceback, folders + _INSTALLED) or _jax.traceback_frame(traceback, folders)
     file, line, function = found or ("", 0, "")
     return file, line, short_name(function)
-
-
-# -- inlining --------------------------------------------------------------------------------------------------
-
-# Calls and where their jaxpr is. What is traced here runs one equation at a time, and of the calls only a jit is compiled.
-JIT = {"jit": "jaxpr", "pjit": "jaxpr"}
-_INNER = dict.fromkeys(REMAT, "jaxpr")
-EAGER = {_jax.CLOSED_CALL: "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
-EAGER |= {"custom_vjp_call": "call_jaxpr", "statetx_loop": "jaxpr", **_INNER}
-ALL = tuple({**JIT, **EAGER})
-
-
-def inline(x: Any, consts: Sequence[Any] = (), *, calls: Collection[str], deep: bool = True) -> Jaxpr:
-    """The jaxpr with the equations of these calls in place of the calls, and constants as literals.
-
-    No variable occurs in two places of it, not even where a jaxpr did. This holds at every depth, unless not `deep`: then
-    what stands in loops, branches and other calls is left as it is.
-    """
-    jaxpr, own = _jax.open_jaxpr(x)
-    eqns: list[Any] = []
-
-    def run(jaxpr: Jaxpr, env: dict[Any, Any], outer: Any, same_line: bool) -> list[Any]:
-        def read(atom: Any) -> Any:
-            return atom if isinstance(atom, Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            if outer is not None:
-                eqn = _jax.inlined(eqn, outer, same_line=same_line)
-            ins = [read(v) for v in eqn.invars]
-            name = eqn.primitive.name
-            if name in calls:
-                inner, values = _jax.open_jaxpr(eqn.params[JIT.get(name) or EAGER[name]])
-                # The lines of a function of JAX's own are those of whoever called it first.
-                same = same_line or _jax.is_written_by_jax(inner)
-                inner_env = dict(zip(inner.invars, ins, strict=True)) | _literals(inner, values)
-                outs = run(inner, inner_env, eqn, same)
-            else:
-                outs = [_jax.Var(v.aval) for v in eqn.outvars]
-                eqn = _jax.map_jaxprs(lambda j: inline(j, calls=calls), eqn) if deep else eqn
-                eqns.append(eqn.replace(invars=ins, outvars=outs))
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
-
-    invars = [_jax.Var(v.aval) for v in jaxpr.invars]
-    env = dict(zip(jaxpr.invars, invars, strict=True)) | _literals(jaxpr, consts or own)
-    outvars = run(jaxpr, env, None, False)
-    return _jax.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns)
-
-
-def _literals(jaxpr: Jaxpr, consts: Sequence[Any]) -> dict[Any, Any]:
-    return {v: Literal(c, v.aval) for v, c in zip(jaxpr.constvars, consts, strict=True)}

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _jax
+from .._equations.inline import inline
+from .._equations.primitives import INLINED, REMAT, row_of
 from .._jax import Jaxpr, Literal
 from .._text import format_bytes
 from .._tree import num_bytes
 from .._typing import Filter, PyTree
 from ._origin import buffers
 from ._show import short_path, short_type
-from ._trace import ALL, REMAT, Passes, differentiate, inline, regions_of, user_line
+from ._trace import Passes, differentiate, regions_of, user_line
 
 
 class Piece(NamedTuple):
@@ -182,7 +184,6 @@ _SHOWN = frozenset(
     "lengths padding window_dimensions direction num_keys".split()
 )
 _MAX_PARAM = 24
-_FOLDED = frozenset({"name", "reduce_precision", _jax.mark_primitive.name})
 
 
 class _Printer:
@@ -201,7 +202,7 @@ class _Printer:
         self._used: set[str] = set()
         self._letters = (f"{a}{b}" for a in ["", *_ALPHABET] for b in _ALPHABET)
         self.crossing: list[tuple[str, str, int]] = []
-        self._forward = _without_dead(inline(passes.forward, calls=ALL))
+        self._forward = _without_dead(inline(passes.forward, calls=INLINED))
         self._backward = _without_dead(passes.backward)
         self._name_inputs()
         self._name_residuals()
@@ -223,7 +224,7 @@ class _Printer:
         """Label what crosses: inputs by their names, others by the name that the user gave or by a number."""
         given = {}
         for eqn in self._forward.eqns:
-            if eqn.primitive.name in _FOLDED:
+            if row_of(eqn).is_label:
                 self._same[eqn.outvars[0]] = eqn.invars[0]
                 if eqn.primitive is _jax.name_primitive:
                     given[self._root(eqn.outvars[0])] = eqn.params["name"]
@@ -305,8 +306,7 @@ class _Printer:
         return [line for eqn in jaxpr.eqns for line in self._equation(eqn, depth)]
 
     def _equation(self, eqn: Any, depth: int) -> list[Line]:
-        name = eqn.primitive.name
-        if name in _FOLDED:
+        if row_of(eqn).is_label:
             self._fold(eqn)
             return []
         line = [Piece("  " * depth)] if depth else []

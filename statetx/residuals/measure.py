@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .._equations.cost import Cost, Program, with_pullback
+from .._equations.compiled import Cost, Program
+from .._equations.differentiate import with_pullback
 from .._tree import is_float, partition
 from ..transforms.functionalize import functionalize
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from .._equations.cost import Cost, Program
+from .._equations.compiled import Cost, Program
 from .._lift.stage import name_of, short_name
 from .._remat.decide import Region, override
 from .._remat.policy import as_policy, names_of

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 from .. import _jax
+from .._equations.inline import inline
+from .._equations.primitives import INLINED
 from .._jax import Literal
 from .._tree import num_bytes
 from .._typing import Filter, PyTree, public
 from . import _show
 from ._origin import PLAIN, UNKNOWN, Origins, Place, buffers, readers
 from ._recompute import Recomputation
-from ._trace import ALL, Passes, Source, differentiate, inline, user_line
+from ._trace import Passes, Source, differentiate, user_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +215,7 @@ def saved_residuals(
 
 
 def _rows(passes: Passes) -> Iterator[Residual]:
-    whole = inline(passes.forward, calls=ALL)
+    whole = inline(passes.forward, calls=INLINED)
     origins = Origins(whole, [s.path if s.origin == "state" else None for s in passes.sources])
     atoms = whole.outvars[passes.num_out :]
     read = readers(passes.backward)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from .._lift.stage import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, take_apart
 from .._lift.targets import Targets, refuse_lost_writes, resolve_argnums, split_aux
+from .._positions import replaced
 from .._remat import decide
 from .._tree import Partition, is_array_or_number, partition
 from .._typing import Filter, PyTree
@@ -167,9 +168,7 @@ class ValueAndGrad(Wrapper):
         def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
             nonlocal outcome
             on_read = targets and targets.on_read(state_values)
-            call_args = list(args)
-            for i, x in zip(nums, diff_args, strict=True):
-                call_args[i] = x
+            call_args = replaced(args, nums, diff_args)
             frame = frame_for("grad", fun, on_read=on_read)
             out = frame.run(call, wrapped, call_args, kwargs, wants_refs)
             refuse_lost_writes("grad", fun, frame.effects, diff_args)

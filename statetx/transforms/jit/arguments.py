@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from ... import _states
+from ..._positions import replaced
 from ..._tree import as_array, is_argument, partition
 
 Donated = tuple[Sequence[bool], Set[str]] | None
@@ -84,8 +85,6 @@ class Call:
 
     def with_arrays(self, kept: Sequence[Any], donated: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
         """The user's arguments, with these in the places of the dynamic leaves."""
-        leaves = list(self.leaves)
-        for i, x in zip((*self.layout.kept, *self.layout.donated), (*kept, *donated), strict=True):
-            leaves[i] = x
+        leaves = replaced(self.leaves, (*self.layout.kept, *self.layout.donated), (*kept, *donated))
         dyn_args, dyn_kwargs = jax.tree.unflatten(self.layout.treedef, leaves)
         return self.merge(dyn_args, dyn_kwargs)

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ... import _jax
 from ..._atomic import commit
+from ..._equations.primitives import row_of
 from ..._frames import Effect
 from ..._lift.stage import Input, Outcome
 from ..._tree import is_array_or_number, partition
@@ -147,10 +148,7 @@ class Places:
 
 def names_mesh(jaxpr: _jax.Jaxpr) -> bool:
     """Whether an equation says that values are divided among devices."""
-    return any(e.primitive.name in _PLACING or any(map(names_mesh, _jax.inner_jaxprs(e))) for e in jaxpr.eqns)
-
-
-_PLACING = frozenset(["shard_map", "sharding_constraint", "device_put", "reshard"])
+    return any(row_of(e).places or any(map(names_mesh, _jax.inner_jaxprs(e))) for e in jaxpr.eqns)
 
 
 def is_on_mesh(avals: Iterable[Any]) -> bool:

@@ -1,0 +1,46 @@
+"""Floating-point operations of equations.
+
+An operation is counted for each entry that an elementwise primitive gives (a sine counts as much as a sum) and for each entry that a
+reduction takes, two for each multiply-add of products and convolutions. Moving data costs none. Matrix factorisations count their leading terms
+(Golub and Van Loan, Matrix Computations, 4th edition). The most expensive branch counts, and one of the devices of a shard_map. A
+``while`` loop counts one step, since its number of steps is unknown: there, and only there, the figure may be far too small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from .. import _jax
+from .._jax import Jaxpr
+from .primitives import Runs, row_of, size
+
+
+def count(jaxpr: Jaxpr) -> int:
+    """Operations of a jaxpr's equations."""
+    return sum(map(flops, jaxpr.eqns))
+
+
+def flops(eqn: Any) -> int:
+    """Operations of an equation, with those of the equations in it."""
+    name, rule = eqn.primitive.name, row_of(eqn).flops
+    if rule is not None:
+        return int(rule(eqn))
+    inner = [times * count(jaxpr) for jaxpr, times in _inner(eqn)]
+    if inner:
+        return max(inner) if row_of(eqn).runs is Runs.BRANCH else sum(inner)
+    if name.startswith(("reduce_", "arg", "cum")):
+        return size(eqn.invars[0])
+    return max((size(v) for v in eqn.outvars), default=0)
+
+
+def _inner(eqn: Any) -> Iterable[tuple[Jaxpr, int]]:
+    """The jaxprs in an equation and how often each is run; of a custom derivative, the function without its rule."""
+    params, this = eqn.params, row_of(eqn)
+    if this.runs is Runs.PRIMAL:
+        params = {this.jaxpr: params[this.jaxpr]}
+    times = params["length"] if this.runs is Runs.LOOP else 1
+    for param in params.values():
+        for x in param if isinstance(param, (tuple, list)) else (param,):
+            if _jax.is_jaxpr(x):
+                yield _jax.open_jaxpr(x)[0], times

@@ -1,0 +1,47 @@
+"""Calls replaced by their equations."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from .. import _jax
+from .._jax import Jaxpr, Literal
+from .primitives import TABLE
+
+
+def inline(x: Any, consts: Sequence[Any] = (), *, calls: Collection[str], deep: bool = True) -> Jaxpr:
+    """Replace calls by the equations of their jaxprs, and constants by literals.
+
+    Each variable of the result is defined once, even where one jaxpr is called twice.
+
+    Args:
+        x: a jaxpr, closed or not.
+        consts: values of its constants, unless it is closed.
+        calls: names of primitives, of `primitives.INLINED`.
+        deep: whether to do so within loops, branches and other calls, too; otherwise these stay unchanged.
+    """
+    jaxpr, own_consts = _jax.open_jaxpr(x)
+    eqns: list[Any] = []
+
+    def copied(eqn: Any, operands: list[Any]) -> list[Any]:
+        outvars = [_jax.Var(v.aval) for v in eqn.outvars]
+        eqn = _jax.map_jaxprs(lambda inner: inline(inner, calls=calls), eqn) if deep else eqn
+        eqns.append(eqn.replace(invars=operands, outvars=outvars))
+        return outvars
+
+    def run(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], call: Any, same_line: bool) -> list[Any]:
+        def rule(eqn: Any, operands: list[Any]) -> list[Any]:
+            eqn = eqn if call is None else _jax.inlined(eqn, call, same_line=same_line)
+            if eqn.primitive.name not in calls:
+                return copied(eqn, operands)
+            inner, values = _jax.open_jaxpr(eqn.params[TABLE[eqn.primitive.name].jaxpr])
+            # JAX caches the jaxprs of its own functions, with the lines of the first caller: take the line of this call.
+            return run(inner, values, operands, eqn, same_line or _jax.is_written_by_jax(inner))
+
+        literals = [Literal(c, v.aval) for v, c in zip(jaxpr.constvars, consts, strict=True)]
+        return _jax.interpret(jaxpr, [*literals, *operands], rule, literal=lambda atom: atom)
+
+    invars = [_jax.Var(v.aval) for v in jaxpr.invars]
+    outvars = run(jaxpr, consts or own_consts, invars, None, False)
+    return _jax.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns)

@@ -1,0 +1,244 @@
+"""One row for each primitive: all that statetx knows about it by name.
+
+A primitive without a row is an operation on arrays: its result is new, has a buffer, and costs an operation for each entry. A wrong or
+missing row therefore makes figures larger or recomputes more; it changes no number. Every set of names elsewhere is a projection of `TABLE`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable
+from typing import Any
+
+from .. import _jax
+
+
+class Forwards(enum.IntEnum):
+    """How much of its first operand the result of a primitive still is."""
+
+    NOTHING = 0
+    ENTRIES = 1  # the same entries in another shape, type or place: a state stays recognisable
+    VALUE = 2  # the operand itself: provenance names the operation before
+
+
+class Runs(enum.Enum):
+    """How a primitive runs the jaxpr among its parameters."""
+
+    NOT = 0
+    ONCE = 1  # on its operands, for its results
+    LOOP = 2
+    BRANCH = 3
+    PRIMAL = 4  # only where it is not differentiated: a rule says what is
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One primitive.
+
+    Attributes:
+        is_view: its result is free to recompute, so that a policy keeps it only by name or by primitive.
+        forwards: how much of its operand the result is.
+        is_fill: its result is an operand repeated, or memory without a value.
+        is_label: it says something about a value and does nothing, so that a listing needs no line for it.
+        fuses: XLA computes it within its consumers, so that the result has no buffer unless another operation reads it.
+        reads_fused: XLA computes its operands within it.
+        places: it says how arrays lie on a mesh.
+        runs, jaxpr: how it runs a jaxpr, and the parameter that is one (a tuple of them for branches).
+        is_inlined: its equations may take its place in a listing or in the planner's graph.
+        flops: of an equation; None for one operation an entry of the largest result.
+    """
+
+    is_view: bool = False
+    forwards: Forwards = Forwards.NOTHING
+    is_fill: bool = False
+    is_label: bool = False
+    fuses: bool = False
+    reads_fused: bool = False
+    places: bool = False
+    runs: Runs = Runs.NOT
+    jaxpr: str = ""
+    is_inlined: bool = False
+    flops: Callable[[Any], float] | None = None
+
+
+# -- floating-point operations ---------------------------------------------------------------------------------------
+
+
+def size(atom: Any) -> int:
+    return math.prod(getattr(atom.aval, "shape", ()))
+
+
+def _free(eqn: Any) -> int:
+    return 0
+
+
+def _dot(eqn: Any) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return 2 * size(eqn.outvars[0]) * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+
+
+def _conv(eqn: Any) -> int:
+    # Each entry of the result is a sum over the kernel of one output channel, which holds the channels of one group.
+    kernel = eqn.invars[1].aval.shape
+    out_channels = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * size(eqn.outvars[0]) * math.prod(kernel) // max(out_channels, 1)
+
+
+def _fft(eqn: Any) -> float:
+    length = max(math.prod(eqn.params["fft_lengths"]), 2)
+    return 5 * max(size(eqn.invars[0]), size(eqn.outvars[0])) * math.log2(length)  # Cooley and Tukey
+
+
+def _sort(eqn: Any) -> float:
+    shape = eqn.invars[0].aval.shape
+    length = shape[eqn.params.get("dimension", -1)] if shape else 1
+    return size(eqn.invars[0]) * math.log2(max(length, 2))
+
+
+def _top_k(eqn: Any) -> float:
+    return size(eqn.invars[0]) * math.log2(max(eqn.params["k"], 2))
+
+
+def _matrices(factor: float) -> Callable[[Any], float]:
+    """``factor m n min(m, n)`` for each m x n matrix of the first operand: leading terms of Golub and Van Loan."""
+
+    def rule(eqn: Any) -> float:
+        *_, m, n = eqn.invars[0].aval.shape
+        return factor * size(eqn.invars[0]) * min(m, n)
+
+    return rule
+
+
+def _triangular_solve(eqn: Any) -> int:
+    return size(eqn.invars[1]) * eqn.invars[0].aval.shape[-1]
+
+
+def _window(operand: Callable[[Any], Any]) -> Callable[[Any], int]:
+    return lambda eqn: size(operand(eqn)) * math.prod(eqn.params["window_dimensions"])
+
+
+def _of_operand(index: int) -> Callable[[Any], int]:
+    return lambda eqn: size(eqn.invars[index])
+
+
+def _of_result(factor: float) -> Callable[[Any], float]:
+    return lambda eqn: factor * size(eqn.outvars[0])
+
+
+def _power(eqn: Any) -> int:
+    return size(eqn.outvars[0]) * max(abs(eqn.params["y"]).bit_length(), 1)  # repeated squaring
+
+
+_ROUNDS = 20
+_THREEFRY = 5 * _ROUNDS + 3 * 5  # a 20-round block: add, rotate (3), xor a round; a key injection every fourth
+
+
+# -- the rows --------------------------------------------------------------------------------------------------------
+
+
+def _rows(names: str, **facts: Any) -> dict[str, Row]:
+    return dict.fromkeys(names.split(), Row(**facts))
+
+
+_ENTRIES, _VALUE = Forwards.ENTRIES, Forwards.VALUE
+
+TABLE: dict[str, Row] = {
+    # The same value.
+    **_rows(f"name {_jax.mark_primitive.name}", is_view=True, forwards=_VALUE, is_label=True, fuses=True, flops=_free),
+    **_rows("reduce_precision", forwards=_VALUE, is_label=True, fuses=True, flops=_free),
+    **_rows("copy copy_p", is_view=True, forwards=_VALUE, fuses=True, flops=_free),
+    **_rows("pvary", is_view=True, forwards=_VALUE, fuses=True, flops=_free),  # in shard_map: it counts as varying
+    **_rows("optimization_barrier", forwards=_VALUE, flops=_free),
+    **_rows("device_put", forwards=_VALUE, places=True, flops=_free),
+    # The same entries.
+    **_rows("reshape transpose squeeze expand_dims", is_view=True, forwards=_ENTRIES, fuses=True, flops=_free),
+    **_rows("broadcast_in_dim", is_view=True, forwards=_ENTRIES, is_fill=True, fuses=True, flops=_free),
+    **_rows("reduced_vary_cast_p vary_unreduced_cast_p", is_view=True, forwards=_ENTRIES, fuses=True, flops=_free),
+    **_rows("convert_element_type", forwards=_ENTRIES, fuses=True, flops=_free),
+    **_rows("sharding_constraint reshard", forwards=_ENTRIES, places=True, flops=_free),
+    # Moves of data.
+    **_rows("empty empty2", is_fill=True, flops=_free),
+    **_rows("imag iota pad real rev select_n slice stop_gradient", fuses=True, flops=_free),
+    **_rows(
+        "axis_index bitcast_convert_type concatenate create_token dynamic_slice dynamic_update_slice gather random_seed random_unwrap "
+        "random_wrap scatter split statetx_notice symbolic_zeros tie_in unvmap_any",
+        flops=_free,
+    ),
+    # Elementwise operations: one operation an entry (a sine counts as much as a sum).
+    **_rows(
+        "abs add add_any and cbrt ceil clamp cos div eq erf erf_inv exp exp2 expm1 floor ge gt is_finite le log log1p logistic lt max "
+        "min mul ne neg not or pow rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square sub tan "
+        "tanh xor",
+        fuses=True,
+    ),
+    **_rows("integer_pow", fuses=True, flops=_power),
+    # Reductions: one operation an entry of the operand.
+    **_rows(
+        "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum",
+        reads_fused=True,
+        flops=_of_operand(0),
+    ),
+    **_rows("reduce_window_max reduce_window_min reduce_window_sum", flops=_window(lambda eqn: eqn.outvars[0])),
+    **_rows("select_and_scatter_add", flops=_window(lambda eqn: eqn.invars[1])),
+    **_rows("scatter-add scatter_add scatter-mul scatter_mul", flops=_of_operand(2)),
+    # Products, factorisations, transforms.
+    **_rows("dot_general", flops=_dot),
+    **_rows("conv_general_dilated", flops=_conv),
+    **_rows("cholesky", flops=_matrices(1 / 3)),
+    **_rows("lu", flops=_matrices(2 / 3)),
+    **_rows("geqrf householder_product", flops=_matrices(4 / 3)),
+    **_rows("qr", flops=_matrices(8 / 3)),
+    **_rows("eigh", flops=_matrices(9)),
+    **_rows("svd", flops=_matrices(21)),
+    **_rows("eig", flops=_matrices(25)),
+    **_rows("triangular_solve", flops=_triangular_solve),
+    **_rows("fft", flops=_fft),
+    **_rows("sort", flops=_sort),
+    **_rows("top_k", flops=_top_k),
+    **_rows("threefry2x32 random_split random_fold_in", flops=_of_result(_THREEFRY)),
+    **_rows("random_bits", flops=_of_result(_THREEFRY / 2)),
+    # Calls, loops, branches. JAX's policies are asked about the equations within, not about the operation.
+    **_rows("jit pjit remat2 remat checkpoint", runs=Runs.ONCE, jaxpr="jaxpr", is_inlined=True),
+    **_rows(f"{_jax.CLOSED_CALL} core_call", runs=Runs.ONCE, jaxpr="call_jaxpr", is_inlined=True),
+    **_rows("shard_map", runs=Runs.ONCE, jaxpr="jaxpr", places=True),
+    **_rows("compute_on", runs=Runs.ONCE, jaxpr="jaxpr"),
+    **_rows("custom_jvp_call custom_vjp_call", runs=Runs.PRIMAL, jaxpr="call_jaxpr", is_inlined=True),
+    **_rows("statetx_loop", runs=Runs.PRIMAL, jaxpr="jaxpr", is_inlined=True),
+    **_rows("scan", runs=Runs.LOOP, jaxpr="jaxpr"),
+    **_rows("cond", runs=Runs.BRANCH, jaxpr="branches"),
+}
+
+_PLAIN = Row()
+
+
+def row_of(eqn: Any) -> Row:
+    """The row of an equation's primitive."""
+    return TABLE.get(eqn.primitive.name, _PLAIN)
+
+
+def _names(holds: Callable[[Row], Any]) -> frozenset[str]:
+    return frozenset(name for name, row in TABLE.items() if holds(row))
+
+
+# Names that JAX has had for the same primitive.
+JIT = frozenset({"jit", "pjit"})
+REMAT = frozenset({"remat2", "remat", "checkpoint"})
+
+VIEWS = _names(lambda row: row.is_view)
+CALLS = _names(lambda row: row.runs is Runs.ONCE)
+ENTERED = _names(lambda row: row.runs in (Runs.ONCE, Runs.LOOP, Runs.BRANCH))
+"""Primitives whose inner values a policy can keep one by one."""
+INLINED = _names(lambda row: row.is_inlined)
+EAGER = INLINED - JIT
+"""The calls that do not compile. In a backward pass of its own, each of their equations runs alone."""
+
+
+def inner_jaxprs(eqn: Any) -> list[_jax.Jaxpr]:
+    """The jaxprs that an equation runs, by its row: that of a call or loop, those of branches; none for an operation."""
+    key = row_of(eqn).jaxpr
+    if not key:
+        return []
+    param = eqn.params[key]
+    return [_jax.open_jaxpr(x)[0] for x in (param if isinstance(param, (tuple, list)) else [param])]
