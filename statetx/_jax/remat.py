@@ -214,15 +214,12 @@ def policy_answer(answer: Any) -> bool | tuple[str, str]:
 
 def names_in_policy(policy: Any) -> frozenset[str]:
     """The names that a policy made by ``jax.checkpoint_policies`` was given; empty where they cannot be told."""
-    found = getattr(policy, "saveable_names", None) or getattr(policy, "names", None)
-    if found is None:
-        found = [
-            x
-            for content in _closed_over(policy, 1)
-            if isinstance(content, (set, frozenset, tuple, list))
-            for x in content
-        ]
-    return frozenset(x for x in found if isinstance(x, str)) if is_policy_of_jax(policy) else frozenset()
+    if not is_policy_of_jax(policy):
+        return frozenset()
+    # A function with the names in its closure; in some versions a dataclass with the names in its fields.
+    contents = [*getattr(policy, "__dict__", {}).values(), *_closed_over(policy, 1)]
+    names = (x for content in contents if isinstance(content, (set, frozenset, tuple, list)) for x in content)
+    return frozenset(x for x in names if isinstance(x, str))
 
 
 def is_policy_of_jax(policy: Any) -> bool:
