@@ -10,7 +10,6 @@ from brainstate import nn
 
 import statetx
 from helpers import Counted, compilations
-from statetx import _jax
 from statetx.kinds import brainstate as kind
 
 X = jax.random.normal(jax.random.key(1), (5, 4))
@@ -105,8 +104,11 @@ def run(program, remat, fit):
 
 
 def assert_same(actual, expected):
-    """Nearly exact where the CPU fence is a branch; XLA fuses differently beside a barrier, and rounds sums differently."""
-    atol = 1e-7 if _jax.CPU_DROPS_BARRIERS else 5e-6 * np.abs(expected).max(initial=0)
+    """Equal up to the rounding of sums: XLA compiles a rematerialised function as a whole, with other fusions on each machine.
+
+    Measured: 0 on one CPU, 3.6e-7 beside entries of 1.4 (three units in the last place) on another, both with jax 0.10.2.
+    """
+    atol = 5e-6 * np.abs(expected).max(initial=0)
     np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=atol)
 
 
