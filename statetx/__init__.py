@@ -138,6 +138,8 @@ def __dir__() -> list[str]:
 
 
 if _os.environ.get("STATETX_DEBUG", "0") not in ("", "0"):
+    from ._jax import check_edits as _check_edits
     from .kinds import debug as _kinds_debug
 
+    _check_edits()
     _kinds_debug.install()

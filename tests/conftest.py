@@ -15,9 +15,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_collection(session):
-    """Load every public class, so that its doctests are found: they are those of the module `statetx`."""
+    """Type-check edited jaxprs, and load every public class, so that its doctests are found in the module `statetx`."""
     import statetx
+    from statetx import _jax
 
+    _jax.check_edits()
     for name in statetx.__all__:
         getattr(statetx, name)
 

@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import statetx
-from statetx import _frames
+from statetx import _frames, _jax
 from statetx._states import messages
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "how-to" / "debug-and-profile.md"
@@ -53,6 +55,16 @@ def test_places_are_shown_for_every_kind(tmp_path):
     first = script.count("\n") + MORE[: MORE.index("    y =")].count("\n") + 1
     places = [(str(first), str(first + 1)), (str(first), str(first + 2))]
     assert run(script + MORE, tmp_path, STATETX_DEBUG="1") == f"{expected}{places}\n"
+
+
+def test_edited_equations_are_type_checked(tmp_path):
+    """In this suite, with the variable set, and not otherwise: JAX's check costs about as much as the edit."""
+    jaxpr = jax.make_jaxpr(lambda x: jnp.sin(jnp.cos(x)))(1.0).jaxpr
+    with pytest.raises(jax.errors.JaxprTypeError, match="not defined"):
+        _jax.with_equations(jaxpr, jaxpr.eqns[1:])
+    asked = "from statetx import _jax; print(_jax.check_edits())\n"
+    assert run("import statetx\n" + asked, tmp_path, STATETX_DEBUG="1") == "True\n"
+    assert run("import statetx\n" + asked, tmp_path, STATETX_DEBUG="0") == "False\n"
 
 
 @pytest.mark.skipif("STATETX_DEBUG" in os.environ, reason="this run records")

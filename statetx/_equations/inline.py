@@ -26,7 +26,8 @@ def inline(x: Any, consts: Sequence[Any] = (), *, calls: Collection[str], deep: 
 
     def copied(eqn: Any, operands: list[Any]) -> list[Any]:
         outvars = [_jax.Var(v.aval) for v in eqn.outvars]
-        eqn = _jax.map_jaxprs(lambda inner: inline(inner, calls=calls), eqn) if deep else eqn
+        if deep:
+            eqn = _jax.map_jaxprs(lambda inner: _jax.closed_like(inner, inline(inner, calls=calls)), eqn)
         eqns.append(eqn.replace(invars=operands, outvars=outvars))
         return outvars
 

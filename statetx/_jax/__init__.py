@@ -21,6 +21,8 @@ from .batching import vmaps_around as vmaps_around
 from .batching import which_are_mapped as which_are_mapped
 from .batching import with_examples as with_examples
 from .editing import bind_equation as bind_equation
+from .editing import check_edits as check_edits
+from .editing import closed_like as closed_like
 from .editing import function_of as function_of
 from .editing import inlined as inlined
 from .editing import interpret as interpret

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.extend.core
 from jax._src import core as _core
 from jax._src import source_info_util
 from jax._src.interpreters import partial_eval as _pe
@@ -53,11 +54,41 @@ def function_of(eqn: Any) -> Jaxpr:
     return Jaxpr([], invars, outvars, [eqn.replace(outvars=outvars)], eqn.effects, info)
 
 
+class _Checks:
+    """Whether edited jaxprs are type-checked, which costs about as much as the edit."""
+
+    on = False
+
+
+def check_edits(on: bool = True) -> bool:
+    """Type-check every edited jaxpr from now on, or no longer; returns the former choice."""
+    former, _Checks.on = _Checks.on, on
+    return former
+
+
+def _checked(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr, after JAX's own check that each variable is defined once, before it is read, with the type that it has.
+
+    The body of a `jax.shard_map` by itself is not checked: its axes are bound, and its types hold, only within the whole program.
+    """
+    if _Checks.on and not any(map(_is_manual, (v.aval for v in (*jaxpr.invars, *jaxpr.outvars)))):
+        try:
+            jax.extend.core.check_jaxpr(jaxpr)
+        except NameError:  # an axis of a `jax.shard_map` that types do not say (check_vma=False)
+            pass
+    return jaxpr
+
+
+def _is_manual(aval: Any) -> bool:
+    sharding = getattr(aval, "sharding", None)
+    return sharding is not None and bool(sharding.mesh.manual_axes)
+
+
 def rebuild(jaxpr: Jaxpr, *, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any] | None = None) -> Jaxpr:
     """The jaxpr with other inputs, outputs and equations and with no constants."""
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     eqns = jaxpr.eqns if eqns is None else list(eqns)
-    return jaxpr.replace(constvars=[], invars=list(invars), outvars=list(outvars), eqns=eqns, debug_info=info)
+    return _checked(jaxpr.replace(constvars=[], invars=list(invars), outvars=list(outvars), eqns=eqns, debug_info=info))
 
 
 def with_literals(jaxpr: Jaxpr, literals: dict[Any, Any]) -> Jaxpr:
@@ -99,8 +130,13 @@ def map_jaxprs(fun: Callable[[Any], Any], eqn: Any) -> Any:
 def with_equations(x: Any, eqns: Sequence[Any]) -> Any:
     """A jaxpr, closed or not, with other equations for the same inputs and outputs."""
     if isinstance(x, Jaxpr):
-        return x.replace(eqns=list(eqns))
-    return ClosedJaxpr(x.jaxpr.replace(eqns=list(eqns)), x.consts)
+        return _checked(x.replace(eqns=list(eqns)))
+    return ClosedJaxpr(_checked(x.jaxpr.replace(eqns=list(eqns))), x.consts)
+
+
+def closed_like(x: Any, jaxpr: Jaxpr) -> Any:
+    """A jaxpr without constants, closed if `x` is: each primitive takes one or the other as its parameter."""
+    return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, ())
 
 
 def with_scope(eqn: Any, name: str) -> Any:
