@@ -4,9 +4,9 @@ A *kind* of state (this package's, brainstate's, ...) is an object that implemen
 """
 
 from .messages import PACKAGE as PACKAGE
-from .messages import buried as buried
 from .messages import call_site as call_site
 from .messages import describe as describe
+from .messages import invalidated_state_error as invalidated_state_error
 from .messages import library_folders as library_folders
 from .messages import no_history as no_history
 from .messages import user_stacklevel as user_stacklevel

@@ -61,7 +61,7 @@ history: Callable[[Any], str] = no_history
 """What is known of a state's last accesses, for `describe`; `kinds.debug` replaces it."""
 
 
-def buried(state: Any, site: str, reason: str) -> StateAccessError:
+def invalidated_state_error(state: Any, site: str, reason: str) -> StateAccessError:
     return StateAccessError(
         f"{type(state).__name__} made at {site} has no value: {reason}.\n"
         f"Fix: create the state before the transformed call, or give it a value again by writing to it."

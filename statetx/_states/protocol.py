@@ -22,7 +22,7 @@ class Kind(Protocol):
     base: type
     """The class of all its states."""
 
-    conductors: tuple[str, ...]
+    deterministic_paths: tuple[str, ...]
     """Those of the library's files and folders whose code calls a user's in the same way whenever it runs."""
 
     bookkeeping: frozenset[str]
@@ -46,7 +46,7 @@ class Kind(Protocol):
         """Store a value in each state by one `commit`, unless another thread holds one of them."""
         ...
 
-    def storing(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
+    def store_all(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
         """The store that gives each state a value."""
         ...
 
@@ -69,14 +69,14 @@ class Kind(Protocol):
         """
         ...
 
-    def bury(self, state: Any, reason: str, closing: Any) -> list[Store]:
+    def invalidate(self, state: Any, reason: str, closing: Any) -> list[Store]:
         """Stores that take the value from a state made in a call, and make it one that the context around has made.
 
         Reading it raises, until it is published or written. `closing`: the frame of that call, None if it is closed.
         """
         ...
 
-    def is_lost(self, state: Any) -> bool:
+    def is_invalidated(self, state: Any) -> bool:
         """Whether the value was taken from the state, by `bury` or by its library."""
         ...
 
@@ -84,7 +84,7 @@ class Kind(Protocol):
         """The innermost open frame that has claimed the state."""
         ...
 
-    def claim(self, state: Any, frame: Any) -> Store:
+    def set_owner(self, state: Any, frame: Any) -> Store:
         """The store that makes a frame the owner of the state's value, so that other threads are refused; None: nobody."""
         ...
 

@@ -51,10 +51,10 @@ class View(brainstate.State):
         """Raise if a call in another thread holds the value."""
         owner = self.native._owner
         if owner is not None and owner.thread != threading.get_ident():
-            raise _frames.foreign(self.native, NATIVE, owner)
+            raise _frames.foreign_state_error(self.native, NATIVE, owner)
 
     def _invalidate_trace_value(self) -> None:
-        commit(NATIVE.bury(self.native, "it was created inside a transform of brainstate", None))
+        commit(NATIVE.invalidate(self.native, "it was created inside a transform of brainstate", None))
 
     @property
     def type(self) -> type:

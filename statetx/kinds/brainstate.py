@@ -34,14 +34,14 @@ from .. import _frames, _jax, _states
 from .._atomic import Store, commit, locked
 from .._tree import Identity, freeze
 from ._views import View, view_of
-from .native import NATIVE, State, _Buried
+from .native import NATIVE, State, _Invalidated
 
 _context: Any = _private.TRACE_CONTEXT
 _NAME = itertools.repeat("_value")
 _put: Any = operator.setitem
 _environment: Any = brainstate.environ._ENV_STATE
 _IMMUTABLE = frozenset({bool, int, float, str, type(None)})
-_CONDUCTORS = "_state.py transform graph random util nn/_collective_ops.py nn/_common.py nn/_module.py".split()
+_DETERMINISTIC = "_state.py transform graph random util nn/_collective_ops.py nn/_common.py nn/_module.py".split()
 _SMALL = 4096  # bytes; larger arrays in `environ` are told apart by identity
 
 
@@ -72,7 +72,7 @@ class _Observer(brainstate.StateTraceStack):
         # For a frame further out it is no write before the transform inside it, ours or brainstate's, publishes it.
         innermost = _context.state_stack[-1] is self
         access = self.frame.accesses.get(id(state))
-        if access is None or (innermost and not access.claimed):
+        if access is None or (innermost and not access.acquired):
             access = self.frame.touch(state, self.kind, writing=innermost)
         if innermost and (not access.written or _jax.current_trace() is not self.frame.trace):
             self.frame.mark_written(access)
@@ -111,7 +111,7 @@ class _Bridge:
         self.name = f"a transform of brainstate ({stack.name or 'StateTraceStack'})"
         self.stack = stack
         self.parent = _frames.current_frame()
-        self.note = None if self.parent is None else self.parent.note
+        self.on_created = None if self.parent is None else self.parent.on_created
         self.trace = _jax.current_trace()
         self.thread = threading.get_ident()
         self.accesses: dict[int, _frames.Access] = {}
@@ -120,15 +120,15 @@ class _Bridge:
         self._created: list[tuple[Any, Any]] = []
 
     def touch(self, state: Any, kind: Any, *, writing: bool) -> _frames.Access:
-        access = _frames.take(state, kind, self, writing=writing)
+        access = _frames.acquire(state, kind, self, writing=writing)
         before = kind.get(state)
-        if type(before) is _Buried:
+        if type(before) is _Invalidated:
             del self.accesses[id(state)]
-            commit([kind.claim(state, access.owner)])
-            raise _states.buried(state, kind.site_of(state), before.reason)
-        access.before = before
+            commit([kind.set_owner(state, access.previous_owner)])
+            raise _states.invalidated_state_error(state, kind.site_of(state), before.reason)
+        access.value_before = before
         self.stack.read_its_value(view_of(state, self._level_of(state)))
-        access.entered = kind.get(state)
+        access.value_in_body = kind.get(state)
         return access
 
     def _level_of(self, state: State) -> int:
@@ -153,8 +153,8 @@ class _Bridge:
         return [*strays, (_frames.set_current_frame, self)]
 
     def mark_created(self, state: Any, kind: Any) -> None:
-        if self.note is not None:
-            self.note(state)
+        if self.on_created is not None:
+            self.on_created(state)
         if _is_caught():
             _private.record_state_init(view_of(state, len(_context.state_stack)))
         commit([self.creation(state, kind)])
@@ -165,13 +165,13 @@ class _Bridge:
     def close(self) -> None:
         if not self.is_open:
             return
-        stores = [access.kind.claim(access.state, access.owner) for access in self.accesses.values()]
+        stores = [access.kind.set_owner(access.state, access.previous_owner) for access in self.accesses.values()]
         for state, kind in [(ref(), kind) for ref, kind in self._created]:
             if state is None:
                 continue
             # brainstate looks after what it catches: its maps batch the values, its traces take them out again.
             if not _is_caught() and any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves(kind.get(state))):
-                stores += kind.bury(state, f"it was created inside {self.name}", self)
+                stores += kind.invalidate(state, f"it was created inside {self.name}", self)
             else:
                 stores += _handed_over(state, kind, self.parent)
         if self.strays is not None:
@@ -180,7 +180,7 @@ class _Bridge:
             stores += [(operator.setitem, vars(state), "_level", 0) for state in self.strays]
         commit([*stores, (setattr, self, "is_open", False), (_frames.set_current_frame, self.parent)])
         for access in self.accesses.values():
-            access.before = access.entered = _frames.UNKNOWN
+            access.value_before = access.value_in_body = _frames.UNKNOWN
         self.trace = None
 
 
@@ -191,8 +191,8 @@ def _is_caught() -> bool:
 
 def _handed_over(state: Any, kind: Any, frame: Any) -> list[Store]:
     """Stores that make a state one that this frame has made, or nobody's."""
-    claim = kind.claim(state, frame)
-    return [claim] if frame is None else [claim, frame.creation(state, kind)]
+    set_owner = kind.set_owner(state, frame)
+    return [set_owner] if frame is None else [set_owner, frame.creation(state, kind)]
 
 
 def _watch_stacks() -> None:
@@ -235,7 +235,7 @@ def _check_free(state: brainstate.State) -> None:
         return state.check_free()
     owner = _owner.get(id(state))
     if owner is not None and owner.thread != threading.get_ident():
-        raise _frames.foreign(state, KIND, owner)
+        raise _frames.foreign_state_error(state, KIND, owner)
 
 
 def _read_carefully(state: brainstate.State) -> Any:
@@ -258,8 +258,8 @@ def _guard() -> None:
         self.check_if_deleted()
         self._check_invalidated()
         value = self._value
-        if type(value) is _Buried:
-            raise _states.buried(self, KIND.site_of(self), value.reason)
+        if type(value) is _Invalidated:
+            raise _states.invalidated_state_error(self, KIND.site_of(self), value.reason)
         return _read_carefully(self) if _owner else value
 
     def write(self: Any, value: Any) -> None:
@@ -289,7 +289,9 @@ class _Brainstate:
 
     name = "brainstate"
     base = brainstate.State
-    conductors = tuple(os.path.join(os.path.dirname(brainstate.__file__), *f.split("/")) for f in _CONDUCTORS)
+    deterministic_paths = tuple(
+        os.path.join(os.path.dirname(brainstate.__file__), *f.split("/")) for f in _DETERMINISTIC
+    )
     bookkeeping: frozenset[str] = frozenset(
         "_trace_state _value _level _source_info _hooks_manager _name _been_writen _backup".split()
     )
@@ -335,9 +337,9 @@ class _Brainstate:
     def _set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
         if _frames.open_frames:
             self.check_free(states)
-        commit([self.storing(states, values)])
+        commit([self.store_all(states, values)])
 
-    def storing(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
+    def store_all(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
         return collections.deque, map(_put, map(vars, states), _NAME, values), 0
 
     def store(self, state: Any, value: Any) -> Store:
@@ -347,8 +349,8 @@ class _Brainstate:
     def read(self, state: brainstate.State) -> Any:
         _private.record_state_value_read(state)
         value = self.get(state)  # as in `_guard`
-        if type(value) is _Buried:
-            raise _states.buried(state, self.site_of(state), value.reason)
+        if type(value) is _Invalidated:
+            raise _states.invalidated_state_error(state, self.site_of(state), value.reason)
         return _read_carefully(state) if _owner else value
 
     def write(self, state: brainstate.State, value: Any) -> None:
@@ -382,30 +384,30 @@ class _Brainstate:
             _frames.check_write(state, self, effect.value, frame.trace, effect.site)
             access = frame.accesses.get(id(state))
             if access is not None:  # else it was made in this very frame
-                if not access.claimed:
+                if not access.acquired:
                     frame.touch(state, self, writing=True)
                 access.written, access.site = True, access.site or effect.site
         # Else one of brainstate's own transforms is innermost, and takes the tracer out of the state again.
 
-    def bury(self, state: brainstate.State, reason: str, closing: Any) -> list[Store]:
+    def invalidate(self, state: brainstate.State, reason: str, closing: Any) -> list[Store]:
         del reason  # brainstate has its own message for a state whose trace has ended
-        around = _frames.around(closing)
-        while isinstance(around, _Bridge):
-            around = around.parent
+        enclosing_frame = _frames.enclosing_frame(closing)
+        while isinstance(enclosing_frame, _Bridge):
+            enclosing_frame = enclosing_frame.parent
         level = len(_context.state_stack) if closing is None else _context.state_stack.index(self.observer(closing))
         stores = [
             self.store(state, _private._INVALIDATED_TRACE_VALUE),
             (operator.setitem, vars(state), "_level", level),
         ]
-        return stores if around is None else [*stores, around.creation(state, self)]
+        return stores if enclosing_frame is None else [*stores, enclosing_frame.creation(state, self)]
 
-    def is_lost(self, state: brainstate.State) -> bool:
-        return isinstance(vars(state)["_value"], (_Buried, _private._InvalidatedTraceValue))
+    def is_invalidated(self, state: brainstate.State) -> bool:
+        return isinstance(vars(state)["_value"], (_Invalidated, _private._InvalidatedTraceValue))
 
     def owner(self, state: brainstate.State) -> _frames.Frame | None:
         return _owner.get(id(state))
 
-    def claim(self, state: brainstate.State, frame: Any) -> Store:
+    def set_owner(self, state: brainstate.State, frame: Any) -> Store:
         return (_owner.pop, id(state), None) if frame is None else (operator.setitem, _owner, id(state), frame)
 
     def is_random(self, state: brainstate.State) -> bool:

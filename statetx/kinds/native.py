@@ -21,7 +21,7 @@ from .._typing import public
 T = TypeVar("T")
 
 
-class _Buried:
+class _Invalidated:
     """Stands in a state that has no value any more; says why."""
 
     __slots__ = ("reason",)
@@ -89,8 +89,8 @@ class State(Generic[T]):
         if self._owner is not frame:
             _touch(self, frame, writing=False)
         value = self._value
-        if type(value) is _Buried:
-            raise _states.buried(self, NATIVE.site_of(self), value.reason)
+        if type(value) is _Invalidated:
+            raise _states.invalidated_state_error(self, NATIVE.site_of(self), value.reason)
         if self._home is not None:
             _check_home(self, value)
         return value  # type: ignore[return-value]
@@ -114,7 +114,7 @@ class State(Generic[T]):
             frame.note_write(access)
         owner = self._owner
         if frame is None and owner is not None:  # another thread has taken it meanwhile
-            raise _frames.foreign(self, NATIVE, owner)
+            raise _frames.foreign_state_error(self, NATIVE, owner)
         self._value = value
 
     def touch_from(self, frame: Any) -> None:
@@ -125,7 +125,7 @@ class State(Generic[T]):
     def __repr__(self) -> str:
         from .._text import short_tree_type_str
 
-        content = repr(self._value) if type(self._value) is _Buried else short_tree_type_str(self._value, 200)
+        content = repr(self._value) if type(self._value) is _Invalidated else short_tree_type_str(self._value, 200)
         extra = {"name": self.name} if self.name is not None else {}
         items = "".join(f", {k}={v!r}" for k, v in {**extra, **self.metadata}.items())
         return f"{type(self).__name__}({content}{items})"
@@ -241,7 +241,7 @@ def _check_home(state: State, value: Any) -> None:
     if any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves(value)):
         name = _jax.transform_name(home)
         reason = f"it was created under jax's {name}, which has ended, and holds what {name} was tracing"
-        raise _states.buried(state, NATIVE.site_of(state), reason)
+        raise _states.invalidated_state_error(state, NATIVE.site_of(state), reason)
 
 
 def _leave_dead_home(state: State, frame: _frames.Frame | None) -> None:
@@ -263,7 +263,7 @@ class _Native:
 
     name = "statetx"
     base = State
-    conductors = ()
+    deterministic_paths = ()
     bookkeeping: frozenset[str] = frozenset(State.__slots__)
     folder = _states.PACKAGE
 
@@ -281,7 +281,7 @@ class _Native:
     def check_free(self, states: Sequence[State]) -> None:
         """Raise if a call in another thread holds the value of one of these states; for a thread that watches none."""
         for state, owner in [(s, s._owner) for s in states if s._owner is not None]:
-            raise _frames.foreign(state, self, owner)
+            raise _frames.foreign_state_error(state, self, owner)
 
     def get_all(self, states: Sequence[State]) -> list[Any]:
         return locked(_frames.ownership, self._get_all, states)
@@ -297,9 +297,9 @@ class _Native:
     def _set_all(self, states: Sequence[State], values: Iterable[Any]) -> None:
         if _frames.open_frames:
             self.check_free(states)
-        commit([self.storing(states, values)])
+        commit([self.store_all(states, values)])
 
-    def storing(self, states: Sequence[State], values: Iterable[Any]) -> Store:
+    def store_all(self, states: Sequence[State], values: Iterable[Any]) -> Store:
         return collections.deque, map(_set_value, states, values), 0
 
     def read(self, state: State) -> Any:
@@ -322,19 +322,19 @@ class _Native:
             frame.note_write(access, effect.site)
         return [store]
 
-    def bury(self, state: State, reason: str, closing: Any) -> list[Store]:
-        frame = _frames.around(closing)
+    def invalidate(self, state: State, reason: str, closing: Any) -> list[Store]:
+        frame = _frames.enclosing_frame(closing)
         home = None if frame is None else _jax.trace_ref(frame.trace)
-        stores = [self.store(state, _Buried(reason)), self.claim(state, frame), (_set_home, state, home)]
+        stores = [self.store(state, _Invalidated(reason)), self.set_owner(state, frame), (_set_home, state, home)]
         return stores if frame is None else [*stores, frame.creation(state, self)]
 
-    def is_lost(self, state: State) -> bool:
-        return type(state._value) is _Buried
+    def is_invalidated(self, state: State) -> bool:
+        return type(state._value) is _Invalidated
 
     def owner(self, state: State) -> _frames.Frame | None:
         return state._owner
 
-    def claim(self, state: State, frame: Any) -> Store:
+    def set_owner(self, state: State, frame: Any) -> Store:
         return _set_owner, state, frame
 
     def is_random(self, state: State) -> bool:

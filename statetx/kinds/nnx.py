@@ -35,7 +35,7 @@ from .. import _frames, _jax, _states
 from .._atomic import Store, commit, locked
 from .._errors import StateAccessError
 from .._frames import Frame
-from .native import _Buried
+from .native import _Invalidated
 
 _local = _frames._local
 _value: Any = nnx.Variable.__dict__["_raw_value"]
@@ -79,10 +79,10 @@ def _get_value(state: nnx.Variable) -> Any:
         if _owner.get(id(state)) is not frame:
             _touch(state, frame, writing=False)
         value = _value.__get__(state)
-    if type(value) is _Buried:
+    if type(value) is _Invalidated:
         if sys._getframe(1).f_code is _SET_VALUE:
             return _Blank(state)
-        raise _buried(state)
+        raise _invalidated_error(state)
     return value
 
 
@@ -114,15 +114,15 @@ class _Blank:
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if index is not Ellipsis:
-            raise _buried(self._state)
+            raise _invalidated_error(self._state)
         _set_value(self._state, value)
 
 
 _SET_VALUE = nnx.Variable.set_value.__code__
 
 
-def _buried(state: nnx.Variable) -> StateAccessError:
-    return _states.buried(state, KIND.site_of(state), _value.__get__(state).reason)
+def _invalidated_error(state: nnx.Variable) -> StateAccessError:
+    return _states.invalidated_state_error(state, KIND.site_of(state), _value.__get__(state).reason)
 
 
 def _get_trace(state: nnx.Variable) -> tracers.TraceState:
@@ -194,7 +194,7 @@ def _touch(state: nnx.Variable, frame: Frame | None, *, writing: bool) -> None:
     value = _value.__get__(state)
     if owner is frame or isinstance(value, jax.Ref):
         return
-    is_write = writing or type(value) is _Buried  # what has no value can only be given one
+    is_write = writing or type(value) is _Invalidated  # what has no value can only be given one
     _frames.report_touch(state, KIND, frame, owner, writing=is_write)
 
 
@@ -203,7 +203,9 @@ class _Nnx:
 
     name = "flax.nnx"
     base = nnx.Variable
-    conductors = tuple(os.path.join(os.path.dirname(nnx.__file__), f) for f in ("variablelib.py", "pytreelib.py"))
+    deterministic_paths = tuple(
+        os.path.join(os.path.dirname(nnx.__file__), f) for f in ("variablelib.py", "pytreelib.py")
+    )
     bookkeeping: frozenset[str] = frozenset()  # what else a Variable has is its metadata
     folder = os.path.dirname(flax.__file__)
 
@@ -229,7 +231,7 @@ class _Nnx:
             for s in states:
                 owner = _owner.get(id(s))
                 if owner is not None:
-                    raise _frames.foreign(s, self, owner)
+                    raise _frames.foreign_state_error(s, self, owner)
 
     def get_all(self, states: Sequence[nnx.Variable]) -> list[Any]:
         return locked(_frames.ownership, self._get_all, states)
@@ -245,9 +247,9 @@ class _Nnx:
     def _set_all(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> None:
         if _frames.open_frames:
             self.check_free(states)
-        commit([self.storing(states, values)])
+        commit([self.store_all(states, values)])
 
-    def storing(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> Store:
+    def store_all(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> Store:
         return collections.deque, map(_value.__set__, states, values), 0
 
     def read(self, state: nnx.Variable) -> Any:
@@ -273,9 +275,9 @@ class _Nnx:
             _frames.check_write(state, self, effect.value, None, effect.site)
         return [store]
 
-    def bury(self, state: nnx.Variable, reason: str, closing: Any) -> list[Store]:
-        frame = _frames.around(closing)
-        stores = [self.store(state, _Buried(reason)), self.claim(state, None)]
+    def invalidate(self, state: nnx.Variable, reason: str, closing: Any) -> list[Store]:
+        frame = _frames.enclosing_frame(closing)
+        stores = [self.store(state, _Invalidated(reason)), self.set_owner(state, None)]
         if frame is None:
             assert type(_trace.__get__(state)) is _Home, "only what was made in a frame is buried"
             return stores
@@ -283,13 +285,13 @@ class _Nnx:
             home = _Home(frame, self.site_of(state))
         return [*stores, (_trace.__set__, state, home), frame.creation(state, self, _Made(state))]
 
-    def is_lost(self, state: nnx.Variable) -> bool:
-        return type(_value.__get__(state)) is _Buried
+    def is_invalidated(self, state: nnx.Variable) -> bool:
+        return type(_value.__get__(state)) is _Invalidated
 
     def owner(self, state: nnx.Variable) -> Frame | None:
         return _owner.get(id(state))
 
-    def claim(self, state: nnx.Variable, frame: Any) -> Store:
+    def set_owner(self, state: nnx.Variable, frame: Any) -> Store:
         return (_owner.pop, id(state), None) if frame is None else (operator.setitem, _owner, id(state), frame)
 
     def is_random(self, state: nnx.Variable) -> bool:

@@ -26,7 +26,7 @@ class _RefKind:
 
     name = "jax.Ref"
     base = jax.Ref
-    conductors = ()
+    deterministic_paths = ()
     bookkeeping: frozenset[str] = frozenset()
     folder = _jax.JAX_FOLDER
 
@@ -50,12 +50,12 @@ class _RefKind:
         return [ref[...] for ref in states]
 
     def set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
-        commit([self.storing(states, values)])
+        commit([self.store_all(states, values)])
 
     def check_free(self, states: Sequence[Any]) -> None:
         pass
 
-    def storing(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
+    def store_all(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
         stores = [self.store(ref, value) for ref, value in zip(states, values, strict=True)]
         return collections.deque, itertools.starmap(operator.call, stores), 0
 
@@ -63,16 +63,16 @@ class _RefKind:
         del live  # JAX sees the write wherever it stands, and checks it
         return [self.store(effect.state, effect.value)]
 
-    def bury(self, state: Any, reason: str, closing: Any) -> list[Store]:
+    def invalidate(self, state: Any, reason: str, closing: Any) -> list[Store]:
         raise AssertionError("Refs are never recorded as created")
 
-    def is_lost(self, state: Any) -> bool:
+    def is_invalidated(self, state: Any) -> bool:
         return False
 
     def owner(self, state: Any) -> None:
         return None  # what threads do to a Ref is JAX's affair
 
-    def claim(self, state: Any, frame: Any) -> Store:
+    def set_owner(self, state: Any, frame: Any) -> Store:
         raise AssertionError("frames hold no Refs")
 
     def is_random(self, state: Any) -> bool:
