@@ -1,4 +1,4 @@
-"""States of every library behind one protocol: what a kind must do, which kinds there are, and words for messages.
+"""States of every library behind one protocol: `Kind`, the registry of kinds, and parts of messages.
 
 A *kind* of state (this package's, brainstate's, ...) is an object that implements `Kind`.
 """
