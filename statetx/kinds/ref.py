@@ -1,9 +1,9 @@
 """`jax.Ref` (`jax.new_ref`) as a kind of state.
 
-JAX itself traces reads and writes of a Ref, so nothing is watched here: a function that has been staged holds the Refs
-it touches among the values it closes over, whichever way it reached them. `_lift.stage` then rewrites the equations
-so that the Ref's value goes in and, if it is written, comes out; the transform reads the Ref before the call and
-writes it after. Transforms that stage nothing stage a function that can reach a Ref (`_lift.stage.call`).
+JAX itself traces reads and writes of a Ref, so frames do not watch Refs: the Refs that a staged function touches are
+constants of its jaxpr, however the function reached them. `_lift.stage` then rewrites the equations so that the Ref's
+value is an input and, if it is written, an output; the transform reads the Ref before the call and writes it after
+(decision 4). Transforms without staging stage a function that can reach a Ref (`_lift.stage.call`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _RefKind:
         return collections.deque, itertools.starmap(operator.call, stores), 0
 
     def announce(self, effect: _frames.Effect, live: bool) -> list[Store]:
-        del live  # JAX sees the write wherever it stands, and checks it
+        del live  # JAX sees every write and checks it
         return [self.store(effect.state, effect.value)]
 
     def invalidate(self, state: Any, reason: str, closing: Any) -> list[Store]:
@@ -70,7 +70,7 @@ class _RefKind:
         return False
 
     def owner(self, state: Any) -> None:
-        return None  # what threads do to a Ref is JAX's affair
+        return None  # JAX is responsible for the use of a Ref by several threads
 
     def set_owner(self, state: Any, frame: Any) -> Store:
         raise AssertionError("frames hold no Refs")
