@@ -46,7 +46,7 @@ X = jnp.ones((128, 64))
 
 
 def kinds(report, policy=None):
-    return {d.kind for d in report.diagnoses if policy is None or d.policy == policy}
+    return {d.category for d in report.diagnoses if policy is None or d.policy == policy}
 
 
 def test_figures_of_a_loop():
@@ -178,7 +178,7 @@ def test_no_residual():
 
     report = statetx.memory_report(loss, X, X)
     assert "no residual" in kinds(report)
-    assert "The value 'linear' is computed, but the backward pass has no use for it" in str(report)
+    assert "The value 'linear' is computed, but the backward pass does not need it" in str(report)
 
 
 def test_unmatched():
