@@ -118,7 +118,7 @@ def test_inputs_dominate():
 
     report = statetx.memory_report(loss, X)
     assert kinds(report) == {"inputs dominate"}
-    assert "Put more into each rematerialised function" in str(report)
+    assert "Rematerialise larger functions" in str(report)
 
 
 def test_policy_keeps_it():
@@ -230,6 +230,6 @@ def test_sizes_on_a_mesh_say_what_they_are_of():
     assert row.temp_bytes < base.temp_bytes / 2
     title = str(reports[1]).partition("\n")[0]
     assert (
-        title == "Block.loop: value and gradient on 8 devices; residuals and FLOPs of all of them, other sizes of one"
+        title == "Block.loop: value and gradient on 8 devices; residuals and FLOPs of all devices, other sizes of one"
     )
     assert reports[1].to_dict()["num_devices"] == 8

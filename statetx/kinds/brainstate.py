@@ -42,7 +42,7 @@ _put: Any = operator.setitem
 _environment: Any = brainstate.environ._ENV_STATE
 _IMMUTABLE = frozenset({bool, int, float, str, type(None)})
 _DETERMINISTIC = "_state.py transform graph random util nn/_collective_ops.py nn/_common.py nn/_module.py".split()
-_SMALL = 4096  # bytes; larger arrays in `environ` are compared by identity, since their content is expensive to hash
+_SMALL = 4096  # bytes; larger arrays in `environ` are compared by identity
 
 
 class _Observer(brainstate.StateTraceStack):

@@ -101,12 +101,14 @@ class ProvenanceFinder:
 
     def __call__(self, atom: Any) -> Provenance:
         level, provenance = self._top, Provenance(atom.aval)
-        stacked = True  # whether the atom stands for the values of all steps, not for the last carry
+        stacked = True  # whether the atom is the value of every step, not only the last carry
         carried = False  # whether the atom is the carry that the previous step computed
         seen = set()  # the carry of a loop may lead back to itself
         while not isinstance(atom, Literal) and atom not in seen:
             seen.add(atom)
             self._add_names(level, atom, provenance, stacked)
+
+            # An input: go on outside, or in the previous step of a loop.
             if atom not in level.made:
                 if level.outer is None:
                     provenance.input = self._inputs[atom]
@@ -114,6 +116,7 @@ class ProvenanceFinder:
                 inner_level, (level, atom) = level, self._outer_value(level, atom)
                 carried = level is inner_level
                 continue
+
             i, n = level.made[atom]
             eqn = level.jaxpr.eqns[i]
             name = eqn.primitive.name

@@ -152,11 +152,13 @@ def rich_table(residuals: Residuals, width: int) -> Any:
     table = Table(title=title(residuals), box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     columns, rows = _table(residuals)
     styles = {"bytes": "bold", "where": "dim", "FLOPs": "dim"}
+
     needed = sum(max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True))
     main_columns = columns if needed <= width else [c for c in columns if c in ("value", "times", "bytes", "what")]
     other_columns = [c for c in columns if c not in main_columns and c != "FLOPs"]
     for name in main_columns:
         table.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=name != "what", overflow="fold")
+
     for row, cells in zip(residuals, rows, strict=True):
         cell_styles = {**styles, "what": "bold magenta" if row.names else "", "kept because": _RICH[row.reason]}
         texts = {c: Text(cell, style=cell_styles.get(c, "")) for c, cell in zip(columns, cells, strict=True)}
@@ -174,6 +176,7 @@ def html(residuals: Residuals) -> str:
         f'<th style="{cell};text-align:{_align(name)};border-bottom:1px solid currentColor">{name}</th>'
         for name in columns
     )
+
     largest = max((row.nbytes for row in residuals), default=1)
     body = []
     for row, cells in zip(residuals, rows, strict=True):
@@ -218,6 +221,7 @@ def plot(residuals: Residuals, ax: Any, num: int) -> Any:
     if num_remaining:
         size = residuals.total_bytes - sum(r.nbytes for r in rows)
         bars.append((f"{num_remaining} more", size, "#999999"))
+
     if ax is None:
         _, ax = pyplot.subplots(figsize=(8, 1.2 + 0.28 * len(bars)), layout="constrained")
     labels, sizes, colours = zip(*bars, strict=True) if bars else ((), (), ())
@@ -227,10 +231,12 @@ def plot(residuals: Residuals, ax: Any, num: int) -> Any:
     ax.invert_yaxis()
     for y, size in zip(positions, sizes, strict=True):
         ax.annotate(format_bytes(size), (size, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+
     ax.margins(x=0.15, y=0.01)
     ax.set_xticks([])
     ax.spines[:].set_visible(False)
     ax.tick_params(axis="y", length=0)
+
     totals = residuals.by("reason")
     patches = [Patch(color=_HEX[key], label=f"{_REASONS[key]}: {format_bytes(n)}") for key, n in totals.items()]
     if patches:

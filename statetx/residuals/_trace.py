@@ -89,7 +89,7 @@ class Passes:
 
     @functools.cached_property
     def backward(self) -> Jaxpr:
-        """The jaxpr of the backward pass. Rematerialised regions and loops stay equations; other calls are inlined."""
+        """Rematerialised regions and loops stand in it as equations, other calls are inlined."""
         num = len(self.residuals)
 
         def run(*ins: Any) -> list[Any]:

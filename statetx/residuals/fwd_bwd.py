@@ -224,12 +224,13 @@ class _Printer:
 
     def _name_residuals(self) -> None:
         """Label the residuals: inputs by their names, others by the name from ``checkpoint_name`` or by a number."""
-        given = {}
+        user_names = {}
         for eqn in self._forward.eqns:
             if eqn.primitive.name in _FOLDED:
                 self._aliases[eqn.outvars[0]] = eqn.invars[0]
                 if eqn.primitive is _jax.name_primitive:
-                    given[self._root(eqn.outvars[0])] = eqn.params["name"]
+                    user_names[self._root(eqn.outvars[0])] = eqn.params["name"]
+
         atoms = self._forward.outvars[self._passes.num_out :]
         numbers = itertools.count(1)
         for group in buffers(self._passes):
@@ -237,7 +238,7 @@ class _Printer:
             if isinstance(atom, Literal):
                 continue
             if atom not in self._residuals:
-                name = self._names.get(atom) or self._unique(given.get(atom) or f"r{next(numbers)}")
+                name = self._names.get(atom) or self._unique(user_names.get(atom) or f"r{next(numbers)}")
                 self._residuals[atom] = f"*{name}"
             for i in group:
                 self._residuals[self._backward.invars[i]] = self._residuals[atom]
@@ -347,6 +348,7 @@ class _Printer:
                     self._aliases[inner] = outer
             yield from self._equations(body, depth)
             yield from copies
+
         elif name == "scan":
             body = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
             start, num_carry = _jax.scan_counts(eqn)
@@ -358,10 +360,12 @@ class _Printer:
             for inner, outer in zip(body.invars[end:], eqn.invars[end:], strict=True):
                 yield self._loop_input(depth, "each", inner, "of", outer)
             yield from self._equations(body, depth)
+
             carries, stacked = body.outvars[: end - start], body.outvars[end - start :]
             for word, atoms in (("carry on", carries), ("stack", stacked)):
                 if atoms:
                     yield [Piece("  " * depth), *self._list(word, atoms)]
+
         elif name == "cond":
             for i, branch in enumerate(eqn.params["branches"]):
                 body = _jax.open_jaxpr(branch)[0]
@@ -369,6 +373,7 @@ class _Printer:
                 yield [Piece("  " * depth), Piece(f"branch {i}", "operation")]
                 yield from self._equations(body, depth + 1)
                 yield [Piece("  " * (depth + 1)), *self._list("return", body.outvars)]
+
         elif name in ("while", "shard_map"):
             for key, value in eqn.params.items():
                 if _jax.is_jaxpr(value):

@@ -247,6 +247,7 @@ def memory_report(
 
     seconds = _time({k: p.compiled for k, p in programs.items()}, inputs, repeats)
     rows = [_measured(label, residuals[label], programs[label].cost, seconds.get(label)) for label in labels]
+
     diagnoses: list[Diagnosis] = []
     for row in rows[1:]:
         diagnoses += _diagnose(
