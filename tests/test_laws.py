@@ -1339,7 +1339,7 @@ def _publish_nothing(self, leaves, *, live=True):
 
 
 def _undo_nothing(self):
-    return [self.kind.claim(self.state, self.owner)] if self.claimed else []
+    return [self.kind.set_owner(self.state, self.previous_owner)] if self.acquired else []
 
 
 def _run_twice(fun, avals, **options):

@@ -46,7 +46,7 @@ X = jnp.ones((128, 64))
 
 
 def kinds(report, policy=None):
-    return {d.kind for d in report.diagnoses if policy is None or d.policy == policy}
+    return {d.category for d in report.diagnoses if policy is None or d.policy == policy}
 
 
 def test_figures_of_a_loop():
@@ -118,7 +118,7 @@ def test_inputs_dominate():
 
     report = statetx.memory_report(loss, X)
     assert kinds(report) == {"inputs dominate"}
-    assert "Put more into each rematerialised function" in str(report)
+    assert "Rematerialise larger functions" in str(report)
 
 
 def test_policy_keeps_it():
@@ -178,7 +178,7 @@ def test_no_residual():
 
     report = statetx.memory_report(loss, X, X)
     assert "no residual" in kinds(report)
-    assert "The value 'linear' is computed, but the backward pass has no use for it" in str(report)
+    assert "The value 'linear' is computed, but the backward pass does not need it" in str(report)
 
 
 def test_unmatched():
@@ -230,6 +230,6 @@ def test_sizes_on_a_mesh_say_what_they_are_of():
     assert row.temp_bytes < base.temp_bytes / 2
     title = str(reports[1]).partition("\n")[0]
     assert (
-        title == "Block.loop: value and gradient on 8 devices; residuals and FLOPs of all of them, other sizes of one"
+        title == "Block.loop: value and gradient on 8 devices; residuals and FLOPs of all devices, other sizes of one"
     )
     assert reports[1].to_dict()["num_devices"] == 8

@@ -474,7 +474,7 @@ def test_text():
     line = kept[-1].source.rsplit(":")[-1]
     lines = [" ".join(text.split()) for text in str(kept).splitlines()]
     assert lines == [
-        "loss keeps 3 values, 528 B: 480 B intermediate, 48 B there anyway",
+        "loss keeps 3 values, 528 B: 480 B intermediate, 48 B inputs and constants",
         "value times bytes what where module FLOPs kept because",
         lines[2],
         "f32[3,4] 48 B cell.w Param cell input of <lambda>",

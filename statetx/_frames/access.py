@@ -1,4 +1,4 @@
-"""What one call does to one state: `Access` while it runs, `Effect` when it has ended."""
+"""Records of one call and one state: `Access` while the call runs, `Effect` when it has ended."""
 
 from __future__ import annotations
 
@@ -15,86 +15,92 @@ if TYPE_CHECKING:
     from .frame import Frame
 
 UNKNOWN: Any = type("Unknown", (), {"__slots__": (), "__repr__": lambda self: "UNKNOWN"})()
-"""Stands for a value that was not looked up."""
+"""A placeholder for a value that was not looked up."""
 
 
 class Access:
-    """What one frame knows of one state that existed before it."""
+    """The record of one frame about one state that existed before it."""
 
     __slots__ = (
-        "before",
-        "claimed",
+        "acquired",
         "copy",
-        "entered",
         "kind",
-        "owner",
+        "previous_owner",
         "read",
         "read_site",
         "site",
         "state",
+        "value_before",
+        "value_in_body",
         "written",
     )
 
     def __init__(self, state: Any, kind: Kind, owner: Frame | None, *, read: bool):
         self.state = state
         self.kind = kind
-        self.owner = owner  # the frame that held the state before this one
-        self.claimed = False
-        self.before: Any = UNKNOWN
-        self.entered: Any = UNKNOWN
+        self.previous_owner = owner  # the frame that owned the state before this one
+        self.acquired = False
+        self.value_before: Any = UNKNOWN
+        self.value_in_body: Any = UNKNOWN
         self.read = read
         self.written = False
-        self.site = ""  # of the first write; `read_site` is set by `kinds.debug`
-        self.copy: Copy | None = None  # of a container, as it was handed out
+        self.site = ""  # of the first write; `kinds.debug` sets `read_site`
+        self.copy: Copy | None = None  # the copy of a container that the body was given
 
     def undo(self) -> list[Store]:
         """Stores that give the state its old value and owner."""
         stores = []
-        entered, before = self.entered, self.before
-        # What was not claimed another thread may have written: only the copy that was handed out is taken back.
-        if before is not UNKNOWN and (self.claimed or (entered is not before and self.kind.get(self.state) is entered)):
-            stores.append(self.kind.store(self.state, before))
-        if self.claimed:
-            stores.append(self.kind.claim(self.state, self.owner))
+        value_in_body, value_before = self.value_in_body, self.value_before
+
+        # Another thread may have written a state that was not acquired: only the copy that the body was given is replaced.
+        if value_before is not UNKNOWN and (
+            self.acquired or (value_in_body is not value_before and self.kind.get(self.state) is value_in_body)
+        ):
+            stores.append(self.kind.store(self.state, value_before))
+
+        if self.acquired:
+            stores.append(self.kind.set_owner(self.state, self.previous_owner))
         return stores
 
 
 class Copy:
-    """A container, or a NumPy array, of which the body was handed a copy, since it may change it in place."""
+    """The copy of a container or NumPy array that a body is given, since it may change it in place."""
 
     __slots__ = ("arrays", "leaves", "treedef", "value")
 
     def __init__(self, value: Any):
         leaves, self.treedef = _flatten(value)
-        self.arrays = [(n, x) for n, x in enumerate(leaves) if _is_writable(x)]
-        for n, x in self.arrays:
-            leaves[n] = x.copy()
+        self.arrays = [(i, x) for i, x in enumerate(leaves) if _is_writable(x)]
+        for i, x in self.arrays:
+            leaves[i] = x.copy()
         self.leaves = leaves
         self.value = jax.tree.unflatten(self.treedef, leaves)
 
     def was_changed(self) -> bool:
-        """Whether it has other contents now than it had when it was handed out."""
+        """Whether the body has changed the contents."""
         leaves, treedef = _flatten(self.value)
         if treedef != self.treedef or any(a is not b for a, b in zip(self.leaves, leaves, strict=True)):
             return True
-        return any(leaves[n].tobytes() != x.tobytes() for n, x in self.arrays)
+        return any(leaves[i].tobytes() != x.tobytes() for i, x in self.arrays)
 
 
 class Effect:
     """A value that a call leaves in a state; `created` if the state was made in that call.
 
     Attributes:
-        before: the state's value before the call, UNKNOWN if that does not matter.
+        value_before: the state's value before the call; UNKNOWN if `publish` need not compare it.
     """
 
-    __slots__ = ("before", "created", "kind", "site", "state", "value")
+    __slots__ = ("created", "kind", "site", "state", "value", "value_before")
 
-    def __init__(self, state: Any, kind: Kind, value: Any, site: str, *, before: Any = UNKNOWN, created: bool = False):
+    def __init__(
+        self, state: Any, kind: Kind, value: Any, site: str, *, value_before: Any = UNKNOWN, created: bool = False
+    ):
         self.state = state
         self.kind = kind
         self.value = value
         self.site = site
-        self.before = before
+        self.value_before = value_before
         self.created = created
 
 
@@ -106,7 +112,7 @@ def is_leaf(value: Any) -> bool:
 
 
 def _is_writable(value: Any) -> bool:
-    """Whether it is a NumPy array that can be changed in place."""
+    """Whether a value is a NumPy array that can be changed in place."""
     return isinstance(value, np.ndarray) and value.flags.writeable
 
 

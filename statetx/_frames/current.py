@@ -26,25 +26,28 @@ def current_frame() -> Frame | None:
     return _local.frame
 
 
-set_current_frame = functools.partial(setattr, _local, "frame")  # written in C, as a `Store` needs it
+set_current_frame = functools.partial(setattr, _local, "frame")  # written in C, as a `Store` must be
 
 
 def is_idle() -> bool:
-    """Whether nobody watches states in this thread and nothing is being traced."""
+    """Whether this thread has no open frame, no active transform of a state library, and traces nothing."""
     return idle_modes() is not None
 
 
 def idle_modes() -> Hashable | None:
-    """`modes` if the thread is idle, else None: all that the fast path of a compiled function asks for, in one go."""
+    """`modes` if the thread is idle, else None: the one check of the fast path of a compiled function."""
     if _local.frame is not None or _jax._context.trace is not _jax._eval_trace:
         return None
+
+    # Load the kind of a library that the program has imported since the last call.
     for library in _pending:
         if library in sys.modules:
             _load_pending()
             break
-    found = []
+
+    modes = []
     for kind in _modal:
         if not kind.is_idle():
             return None
-        found.append(kind.mode())
-    return tuple(found)
+        modes.append(kind.mode())
+    return tuple(modes)

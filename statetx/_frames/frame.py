@@ -1,4 +1,4 @@
-"""Frames: which states a call reads and writes, and what they held before it."""
+"""`Frame`: the states that a call reads and writes, and their values before it."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from .._states.registry import kinds
 from .access import UNKNOWN, Access, Copy, Effect, _is_writable, is_leaf
 from .current import _local, set_current_frame
 from .leaks import _refuse_hidden, check_write
-from .threads import open_frames, take
+from .threads import acquire, open_frames
 
 T = TypeVar("T")
 
 
 class Frame:
-    """Watches one call, that of `run`.
+    """Watches one call, made by `run`.
 
     Args:
-        name: what is being run, for messages: ``"remat(loss)"``.
-        on_read: called with the value of a state that is touched for the first time, by a read; returns the value
-            the body shall see. Called once for a state.
+        name: the call in messages: ``"remat(loss)"``.
+        on_read: called with the value of a state whose first touch is a read; returns its value in the body. Called once
+            for a state.
         allow: called with each state touched; raises if the call may not touch it.
-        is_undo: the body runs at once, with values and not with tracers: the frame is there to undo its writes. It
-            claims what the body writes; what it only reads other threads may read, too.
-        aliases: whether states that hold one container hand out one copy of it.
-        frees_cycles: whether the call must know which of the states that it made outlive it: those that only reference
-            cycles hold are freed first. A jitted function that closes over a local state is such a cycle.
-        outside: the trace around the transform, where the transform's own trace does not name it.
+        is_undo: the body runs eagerly, and the frame only undoes its writes. It acquires the states that the body writes;
+            other threads may read those that it only reads.
+        aliases: whether states that hold the same container share one copy of it in the body.
+        frees_cycles: whether the transform must know which of the states made in the call outlive it. States that only
+            reference cycles hold are then freed first; a jitted function that closes over a local state is such a cycle.
+        outer_trace: the trace around the transform, if the transform's own trace does not name it.
 
     Attributes:
-        note: called with each state that is made in the call, by its constructor; also in the frames inside this one.
+        on_created: called with each state that is made in the call, by its constructor; inner frames inherit it.
     """
 
-    note: Callable[[Any], None] | None = None
+    on_created: Callable[[Any], None] | None = None
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Frame:
         is_undo: bool = False,
         aliases: bool = True,
         frees_cycles: bool = False,
-        outside: Any = None,
+        outer_trace: Any = None,
     ):
         self.name = name
         self.on_read = on_read
@@ -61,24 +61,26 @@ class Frame:
         self.is_undo = is_undo
         self.aliases = aliases
         self.frees_cycles = frees_cycles
-        self.outside = outside
+        self.outer_trace = outer_trace
         self.accesses: dict[int, Access] = {}
         self.effects: list[Effect] = []
         self.is_open = False
         self._created: list[tuple[Callable[[], Any], Kind]] = []
-        self._watching: list[Kind] = []
-        self._suspects: list[Access] = []
+        self._kinds: list[Kind] = []
+        self._unchecked_writes: list[Access] = []
         self._added: list[Effect] = []
-        self._copies: dict[int, tuple[Any, Access]] = {}  # by id of the container, with the container
+        self._copies: dict[
+            int, tuple[Any, Access]
+        ] = {}  # by id of the container; with the container, which keeps the id valid
 
     def run(self, fun: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """Call a function and watch it. Once it has returned, `effects` says what it wrote."""
+        """Call a function and watch it. Once it has returned, `effects` has its writes."""
         try:
             self._open()
             out = fun(*args, **kwargs)
             assert _local.frame is self, "a trace context was left open inside the call"
-            if self._suspects:
-                self._check_suspects()
+            if self._unchecked_writes:
+                self._check_writes()
             if self.frees_cycles and any(True for _ in self.created()):
                 gc.collect()
             self.effects = self._collect()
@@ -90,12 +92,12 @@ class Frame:
 
     def _open(self) -> None:
         self.parent = _local.frame
-        if self.note is None and self.parent is not None:
-            self.note = self.parent.note
+        if self.on_created is None and self.parent is not None:
+            self.on_created = self.parent.on_created
         self.trace = _jax.current_trace()
         self.thread = threading.get_ident()
-        self._watching = list(kinds())
-        opening = [store for kind in self._watching for store in kind.open(self)]
+        self._kinds = list(kinds())
+        opening = [store for kind in self._kinds for store in kind.open(self)]
         commit(
             [
                 *opening,
@@ -106,19 +108,21 @@ class Frame:
         )
 
     def close(self) -> None:
-        """Give every state its old value and its old owner, in one step. Does nothing to a frame that is closed."""
+        """Give every state its old value and owner, in one step. Does nothing to a closed frame."""
         if not self.is_open:
             return
+
         reason = f"it was created inside {self.name}, which did not complete"
         stores: list[Store] = []
-        for kind in reversed(self._watching):
+        for kind in reversed(self._kinds):
             stores += kind.close(self)
         for access in self.accesses.values():
             stores += access.undo()
         for state, kind in self.created():
-            # Its value belongs to the trace that ends here; the transform publishes one that does not.
-            stores += kind.bury(state, reason, self)
-        held = [access.kind.get(access.state) for access in self.accesses.values()]  # see `commit`
+            # The value belongs to the trace that ends here. The transform publishes one of the enclosing trace.
+            stores += kind.invalidate(state, reason, self)
+
+        replaced = [access.kind.get(access.state) for access in self.accesses.values()]  # alive until after `commit`
         commit(
             [
                 *stores,
@@ -127,16 +131,17 @@ class Frame:
                 (open_frames.pop, id(self), None),
             ]
         )
-        del held
-        self.trace = self.note = None
+        del replaced
+
+        self.trace = self.on_created = None
         self._created.clear()
         self._copies.clear()
-        for access in self.accesses.values():  # these may be tracers of a trace that ends here
-            access.before = access.entered = UNKNOWN
+        for access in self.accesses.values():  # the values may be tracers of the trace that ends here
+            access.value_before = access.value_in_body = UNKNOWN
             access.copy = None
 
     def _abandon(self) -> None:
-        """Close the frame, and those inside it that an interrupt has kept from closing."""
+        """Close the frame, after the inner frames that an interrupt has left open."""
         inner, frame = [], _local.frame
         while frame is not None and frame is not self:
             inner.append(frame)
@@ -149,78 +154,79 @@ class Frame:
     # -- called by kinds while the frame is open --
 
     def touch(self, state: Any, kind: Kind, *, writing: bool) -> Access:
-        """Record that the body touches a state: for the first time, or in an undo frame writes what it had read."""
-        if self._suspects:
-            self._check_suspects()
+        """Record the first touch of a state by the body, or, in an undo frame, the first write of a state that it has read."""
+        if self._unchecked_writes:
+            self._check_writes()
         access = self.accesses.get(id(state))
         if access is None and self.allow is not None:
             self.allow(state, kind)
-        access = take(state, kind, self, access, writing=writing)
-        if access.before is UNKNOWN:
+        access = acquire(state, kind, self, access, writing=writing)
+        if access.value_before is UNKNOWN:
             try:
-                self._enter(access, writing)
+                self._set_value_in_body(access, writing)
             except BaseException:
-                if access.before is UNKNOWN:
+                if access.value_before is UNKNOWN:
                     del self.accesses[id(state)]
-                    commit([kind.claim(state, access.owner)])
+                    commit([kind.set_owner(state, access.previous_owner)])
                 raise
         return access
 
-    def _enter(self, access: Access, writing: bool) -> None:
-        """Give the state the value that the body shall see."""
+    def _set_value_in_body(self, access: Access, writing: bool) -> None:
+        """Store the value that the body sees: from `on_read`, or a copy of a container."""
         state, kind = access.state, access.kind
-        before = entered = kind.get(state)
+        value_before = value_in_body = kind.get(state)
         if self.on_read is not None and not writing:
-            entered = self.on_read(state, kind, before)
-        if not is_leaf(entered) or _is_writable(entered):
-            twin = self._copies.get(id(before))
-            if twin is not None and self.aliases:
-                access.copy = twin[1].copy
+            value_in_body = self.on_read(state, kind, value_before)
+        if not is_leaf(value_in_body) or _is_writable(value_in_body):
+            # The body may change the container in place, and the old value must survive that.
+            entry = self._copies.get(id(value_before))
+            if entry is not None and self.aliases:
+                access.copy = entry[1].copy
             else:
-                access.copy = Copy(entered)
-                self._copies[id(before)] = before, access
+                access.copy = Copy(value_in_body)
+                self._copies[id(value_before)] = value_before, access
             assert access.copy is not None
-            entered = access.copy.value
-        access.before, access.entered = before, entered
-        if entered is not before:
-            commit([kind.store(state, entered)])
+            value_in_body = access.copy.value
+        access.value_before, access.value_in_body = value_before, value_in_body
+        if value_in_body is not value_before:
+            commit([kind.store(state, value_in_body)])
 
     def mark_written(self, access: Access) -> None:
-        """Record a write. A kind that sees it before the value is stored leaves the leak check to us."""
+        """Record a write before its value is stored; the leak check follows at the next touch, or at the end."""
         access.written = True
         access.site = call_site()
         if _jax.current_trace() is not self.trace:
-            self._suspects.append(access)
+            self._unchecked_writes.append(access)
 
     def note_write(self, access: Access, site: str = "") -> None:
-        """Record a write that was checked already."""
+        """Record a write that has been checked for leaks."""
         access.written = True
         access.site = access.site or site or call_site()
 
     def add_effect(self, effect: Effect) -> None:
-        """Record what the call leaves in a state that the frame does not hold, a `jax.Ref`."""
+        """Record the effect on a state that has no `Access`: a `jax.Ref`."""
         self._added.append(effect)
 
     def mark_created(self, state: Any, kind: Kind, ref: Callable[[], Any] | None = None) -> None:
-        """Record a state made in the call; `ref` stands for a weak reference where the state allows none."""
-        if self.note is not None:
-            self.note(state)
+        """Record a state made in the call; `ref` replaces the weak reference for states that allow none."""
+        if self.on_created is not None:
+            self.on_created(state)
         commit([self.creation(state, kind, ref)])
 
     def creation(self, state: Any, kind: Kind, ref: Callable[[], Any] | None = None) -> Store:
-        """The store that `mark_created` makes."""
+        """The store by which `mark_created` records the state."""
         return self._created.append, (ref or weakref.ref(state), kind)
 
-    def _check_suspects(self) -> None:
-        suspects, self._suspects = self._suspects, []
-        for access in suspects:
+    def _check_writes(self) -> None:
+        writes, self._unchecked_writes = self._unchecked_writes, []
+        for access in writes:
             value = access.kind.get(access.state)
-            check_write(access.state, access.kind, value, self.trace, access.site, late=True)
+            check_write(access.state, access.kind, value, self.trace, access.site, after_store=True)
 
     # -- closing --
 
     def created(self) -> Iterator[tuple[Any, Kind]]:
-        """States made in the call that are still alive, each once."""
+        """States made in the call that are alive, each once."""
         seen = set()
         for ref, kind in self._created:
             state = ref()
@@ -233,47 +239,49 @@ class Frame:
         for access in self.accesses.values():
             value = access.kind.get(access.state)
             changed = access.copy is not None and access.copy.was_changed()
-            if access.written or value is not access.entered or changed:
+            if access.written or value is not access.value_in_body or changed:
                 if changed and not self.aliases:
                     self._refuse_alias(access)
                 site = access.site or "a line that changed it in place"
                 if changed:
-                    self._check_unseen(access.state, access.kind, value, site)
-                effects.append(Effect(access.state, access.kind, value, site, before=access.before))
+                    self._check_unreported_write(access.state, access.kind, value, site)
+                effects.append(Effect(access.state, access.kind, value, site, value_before=access.value_before))
+
         for state, kind in self.created():
             value, site = kind.get(state), kind.site_of(state)
-            self._check_unseen(state, kind, value, site)
+            self._check_unreported_write(state, kind, value, site)
             effects.append(Effect(state, kind, value, site, created=True))
+
         for effect in effects:
             if not is_leaf(effect.value):
                 _refuse_hidden(effect)
         return effects + self._added
 
-    def _check_unseen(self, state: Any, kind: Kind, value: Any, site: str) -> None:
-        """`check_write` where no write was seen: a container that was changed in place, a state that was made."""
+    def _check_unreported_write(self, state: Any, kind: Kind, value: Any, site: str) -> None:
+        """`check_write` for a container that was changed in place and for a new state: neither was reported as a write."""
         leaked, frame = [value], self
-        while leaked and frame is not None:  # JAX does not link the trace of a shard_map to those around it
+        while leaked and frame is not None:  # JAX does not link the trace of a shard_map to the enclosing traces
             leaked, frame = _jax.leaked_tracers(leaked, frame.trace), frame.parent
         if leaked:
-            check_write(state, kind, value, self.trace, site, late=True)
+            check_write(state, kind, value, self.trace, site, after_store=True)
 
     def _refuse_alias(self, access: Access) -> None:
-        """Raise if another state holds the very container that was changed in place."""
+        """Raise if another state holds the same container, which was changed in place."""
         for other in self.accesses.values():
-            if other is not access and other.before is access.before and not is_leaf(access.before):
-                a, b = (describe(x.state, x.kind, value=access.before) for x in (access, other))
+            if other is not access and other.value_before is access.value_before and not is_leaf(access.value_before):
+                a, b = (describe(x.state, x.kind, value=access.value_before) for x in (access, other))
                 raise StateValueError(
-                    f"{self.name} changed in place a {type(access.before).__name__} that two states hold: {a} and {b}. "
+                    f"{self.name} changed in place a {type(access.value_before).__name__} that two states hold: {a} and {b}. "
                     f"A compiled program gives each state a container of its own.\n"
                     f"Fix: assign a new container to .value, or keep it in one state."
                 )
 
 
-def around(closing: Any) -> Any:
-    """The frame around one that is about to close; the current one for None."""
+def enclosing_frame(closing: Any) -> Any:
+    """The parent of a frame that is about to close; the current frame for None."""
     return _local.frame if closing is None else closing.parent
 
 
 def num_references(state: Any, frame: Frame) -> int:
-    """How many references to a state an open frame has: its access, and what some kinds have for a weak reference."""
+    """Count the references of an open frame to a state: its access, and a strong one where the kind has no weak ones."""
     return (id(state) in frame.accesses) + sum(getattr(ref, "state", None) is state for ref, _ in frame._created)

@@ -298,7 +298,7 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs:
 
 def _read_outside(ref: Any, frame: Frame) -> Any:
     """The value of a Ref from outside the transform: a shard_map cannot read one within."""
-    with _jax.enclosing(frame.trace) if frame.outside is None else _jax.within(frame.outside):
+    with _jax.enclosing(frame.trace) if frame.outer_trace is None else _jax.within(frame.outer_trace):
         return REF.get(ref)
 
 

@@ -70,7 +70,7 @@ class Staged:
                 outs = call(*tracers)
                 for access in frame.accesses.values():
                     if access.written and id(access.state) not in lifting.inputs:
-                        lifting.on_read(access.state, access.kind, access.before)
+                        lifting.on_read(access.state, access.kind, access.value_before)
                 return outs
 
             outs = frame.run(run)

@@ -154,7 +154,7 @@ class _Mapped:
                 effect.value = jax.tree.map(lambda *xs, axis=rule: jnp.stack(xs, axis), *slices)
             else:
                 effect.value = self._keys[id(effect.state)][0] if rule is Split else list(values.values())[-1]
-            effect.before = _frames.UNKNOWN
+            effect.value_before = _frames.UNKNOWN
             effects.append(effect)
         _frames.publish(effects, live=True)
 

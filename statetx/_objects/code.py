@@ -1,4 +1,4 @@
-"""What code reads: the attributes of classes, and the variables of modules that functions name."""
+"""The attributes of classes, and the module variables that the code of functions reads."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ def _class_members(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def class_children(cls: type) -> Children:
-    """The data among a class's attributes, which its instances have in common."""
+    """The attributes of a class that are data, shared by its instances."""
     if issubclass(cls, enum.Enum):
         yield from list(cls.__members__.items())
         return
     for name, content in _class_members(cls):
-        is_own = name.startswith(("__", "_abc_")) and (name.endswith("__") or name == "_abc_impl")
-        if not (is_own or _is_code(content)):
+        is_special = name.startswith(("__", "_abc_")) and (name.endswith("__") or name == "_abc_impl")
+        if not (is_special or _is_code(content)):
             yield name, content
 
 
 def _is_code(content: Any) -> bool:
-    """Whether an attribute of a class is a function, or something else that runs when it is read."""
+    """Whether an attribute of a class is a function or another descriptor: one that runs code when it is read."""
     return isinstance(content, _FUNCTIONS) or (hasattr(type(content), "__get__") and not isinstance(content, ATOMS))
 
 
 def methods(cls: type) -> Iterator[tuple[str, Any]]:
-    """The functions among a class's attributes, and what else runs when one is read."""
+    """The attributes of a class that are functions or other descriptors."""
     return ((name, content) for name, content in _class_members(cls) if _is_code(content))
 
 
 class Reads(NamedTuple):
-    """The names that a function's code has in it.
+    """The names in a function's code, and in the functions defined inside it.
 
     Attributes:
-        variables: module variables that it reads, in order, each with the attributes that are read from it at once.
-        imports: modules that it imports, each as the level of a relative import, the name, and what is taken from it.
-        names: all of them, all attributes, and the strings that could name one.
+        variables: module variables that it reads, in order, each followed by the chain of attributes read from it.
+        imports: its imports, each as the level of a relative import, the module, and the imported name or "".
+        names: all of these, all attributes, and the strings that could be names.
     """
 
     variables: tuple[tuple[str, ...], ...]
@@ -64,17 +64,22 @@ _ATTRIBUTE_READS = ("LOAD_ATTR", "LOAD_METHOD")
 
 @functools.lru_cache(maxsize=4096)
 def reads(code: types.CodeType) -> Reads:
+    """Read the names off a function's bytecode."""
     variables: list[tuple[str, ...]] = []
     imports: list[tuple[int, str, str]] = []
-    steps = [(i.opname, i.argval) for i in dis.get_instructions(code) if i.opname not in ("EXTENDED_ARG", "CACHE")]
-    for n, (operation, name) in enumerate(steps):
+    instructions = [
+        (i.opname, i.argval) for i in dis.get_instructions(code) if i.opname not in ("EXTENDED_ARG", "CACHE")
+    ]
+    for index, (operation, name) in enumerate(instructions):
         if operation in _GLOBAL_READS:
-            attributes = itertools.takewhile(lambda step: step[0] in _ATTRIBUTE_READS, steps[n + 1 :])
+            attributes = itertools.takewhile(lambda step: step[0] in _ATTRIBUTE_READS, instructions[index + 1 :])
             variables.append((name, *(attribute for _, attribute in attributes)))
         elif operation == "IMPORT_NAME":
-            level = steps[n - 2][1]  # and the names that are imported, then the import itself
-            taken = itertools.takewhile(lambda step: step[0] in ("IMPORT_FROM", "STORE_FAST"), steps[n + 1 :])
-            targets = [target for operation, target in taken if operation == "IMPORT_FROM"] or [""]
+            level = instructions[index - 2][1]  # two instructions before: the level, the imported names, the import
+            following = itertools.takewhile(
+                lambda step: step[0] in ("IMPORT_FROM", "STORE_FAST"), instructions[index + 1 :]
+            )
+            targets = [target for operation, target in following if operation == "IMPORT_FROM"] or [""]
             imports += [(level, name, target) for target in targets]
     names = [*code.co_names, *(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())]
     for inner in (reads(const) for const in code.co_consts if isinstance(const, types.CodeType)):
@@ -85,7 +90,7 @@ def reads(code: types.CodeType) -> Reads:
 
 
 def global_children(fun: types.FunctionType) -> Children:
-    """The module variables that a function reads: its own module's, and those of modules that it names."""
+    """The module variables that a function reads: in its own module, and in modules that it names or imports."""
     code = reads(fun.__code__)
     for name, *attributes in code.variables:
         if name in fun.__globals__:
@@ -100,7 +105,7 @@ def global_children(fun: types.FunctionType) -> Children:
 
 
 def _through_modules(content: Any, path: str, attributes: Sequence[str]) -> Children:
-    """What attributes of a module lead to; the module itself where its attributes are read elsewhere."""
+    """The object that a chain of attributes leads to: from a module through submodules to the first other object."""
     for name in attributes:
         if not isinstance(content, types.ModuleType) or is_base(content.__name__):
             break
@@ -109,21 +114,21 @@ def _through_modules(content: Any, path: str, attributes: Sequence[str]) -> Chil
 
 
 def module_children(module: types.ModuleType, names: Iterable[str]) -> Children:
-    """A module's variables of these names; nothing of modules that hold no states of the user's."""
+    """The variables of a module that have one of these names; none for modules that hold no states of a user."""
     if not is_base(module.__name__):
-        held = vars(module)
-        yield from [(name, held[name]) for name in names if name in held]
+        variables = vars(module)
+        yield from [(name, variables[name]) for name in names if name in variables]
 
 
 def names_in_bases(cls: type, names: Set[str]) -> set[str]:
-    """Names in the methods that a class has of a library: a base class's ``__call__`` runs a method of the user's."""
-    found: set[str] = set()
+    """Names in the methods that a class inherits from a library: a base's ``__call__`` runs a method of the user's."""
+    names_read: set[str] = set()
     for base in cls.__mro__:
         if is_base(base.__module__):
-            for name, of_method in _names_by_method(base).items():
+            for name, method_names in _names_by_method(base).items():
                 if name == "__call__" or name in names:
-                    found.update(of_method)
-    return found
+                    names_read.update(method_names)
+    return names_read
 
 
 @by_class

@@ -1,7 +1,7 @@
-"""What Python objects hold: the one description from which everything that looks into objects is made.
+"""The children of Python objects: the one description that all code that looks into objects relies on.
 
-`states`, paths and filters, `Checkpointer`, the comparison of layers by `stack` and the keys of static arguments all go by
-`children`. A place that it does not name is out of sight of all of them.
+`states`, paths and filters, `Checkpointer`, the comparison of layers by `stack` and the keys of static arguments all use
+`children`. A place that it does not list is invisible to all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .. import _jax, _states
 T = TypeVar("T")
 Children = Iterator[tuple[str, Any]]
 
-# -- what is never looked into ---------------------------------------------------------------------------------------
+# -- objects without children ---------------------------------------------------------------------------------------
 
 IMMUTABLE = frozenset([str, bytes, int, float, complex, bool, type(None), type(...), range, slice, _jax.ArrayImpl])
 ATOMS = (str, bytes, int, float, complex, np.generic, np.dtype, np.ufunc, jax.Array)
@@ -36,11 +36,11 @@ ATOMS += (types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodD
 _BUILTIN = frozenset([types.BuiltinFunctionType, types.MethodWrapperType])
 WEAK = (weakref.ref, weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 CLOSED = frozenset("jax jaxlib numpy threading logging".split())
-"""Libraries whose objects hold nothing of the user's but the functions that they wrap."""
+"""Libraries whose objects hold no objects of the user, except the functions that they wrap."""
 
 
 def has_parts(obj: Any) -> bool:
-    """Whether an object can hold another one; a state and a Ref can."""
+    """Whether an object can hold another one. True for states and Refs."""
     cls = type(obj)
     if cls in IMMUTABLE:
         return False
@@ -49,21 +49,21 @@ def has_parts(obj: Any) -> bool:
     if cls in _BUILTIN:
         return _self_of(obj) is not None
     if isinstance(obj, ATOMS):
-        # A string or number of a class of the user's may have attributes; a Ref is a JAX array and a state.
+        # A string or number of a user's subclass may have attributes; a Ref is a JAX array and a state.
         return isinstance(obj, jax.Ref) if isinstance(obj, jax.Array) else hasattr(obj, "__dict__")
     return True
 
 
 def module_of(fun: types.FunctionType) -> str:
-    """The module whose variables a function reads; its ``__module__`` may be that of a function it wraps."""
+    """The module whose variables a function reads. Its ``__module__`` may be copied from a function that it wraps."""
     name = fun.__globals__.get("__name__") or ""
     module = sys.modules.get(name)
-    # A doctest runs in a copy of its module's variables: what it defines is the user's, as in a script.
+    # A doctest runs in a copy of its module's variables: its definitions are the user's, as in a script.
     return name if module is None or vars(module) is fun.__globals__ else "__main__"
 
 
 def _self_of(method: Any) -> Any:
-    """What a method written in C is bound to: a list, for its ``append``."""
+    """The object that a method written in C is bound to: a list, for its ``append``."""
     bound = getattr(method, "__self__", None)
     return None if isinstance(bound, (type, types.ModuleType)) else bound
 
@@ -74,7 +74,7 @@ def package_of(module: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def is_base(module: str) -> bool:
-    """Whether a module is of Python, JAX, NumPy, this package or a library of states: none of them reads a user's states."""
+    """Whether a module belongs to Python, JAX, NumPy, this package or a library of states: these read no states of a user."""
     package = package_of(module)
     if package in sys.stdlib_module_names or package in ("jax", "jaxlib", "numpy", "scipy", "optax", "statetx"):
         return True
@@ -88,39 +88,39 @@ def is_installed(module: str) -> bool:
 
 
 def _file_of(module: str) -> str:
-    found = sys.modules.get(module) or sys.modules.get(package_of(module))
-    return getattr(found, "__file__", None) or ""
+    loaded = sys.modules.get(module) or sys.modules.get(package_of(module))
+    return getattr(loaded, "__file__", None) or ""
 
 
 def by_class(fun: Callable[[type], T]) -> Callable[[type], T]:
-    """Keep a function's results for as long as the classes live, which the results must not refer to."""
-    known: weakref.WeakKeyDictionary[type, T] = weakref.WeakKeyDictionary()
+    """Cache a function's results by class, for as long as the class lives. The results must not refer to the class."""
+    cache: weakref.WeakKeyDictionary[type, T] = weakref.WeakKeyDictionary()
 
     @functools.wraps(fun)
     def cached(cls: type) -> T:
-        if cls not in known:
-            known[cls] = fun(cls)
-        return known[cls]
+        if cls not in cache:
+            cache[cls] = fun(cls)
+        return cache[cls]
 
     return cached
 
 
-# -- what an object holds --------------------------------------------------------------------------------------------
+# -- the children of an object ---------------------------------------------------------------------------------------
 
 
 def children(obj: Any) -> Children:
-    """What an object holds, each with its part of a path; "" for what has none.
+    """The objects that an object holds, each with its part of a path; "" if it adds nothing to the path.
 
-    Not: a class's attributes (`class_children`), the variables that a function reads (`global_children`), what is
-    referred to weakly.
+    Not included: a class's attributes (`class_children`), the variables that a function reads (`global_children`), weak
+    references (`weak_children`).
     """
-    look = _EXACT.get(type(obj)) or _look_for(type(obj))
-    return look(obj)
+    lister = _EXACT.get(type(obj)) or _lister_for(type(obj))
+    return lister(obj)
 
 
 @by_class
-def _look_for(cls: type) -> Callable[[Any], Children]:
-    """`children` for the instances of a class that is not among `_EXACT`. It must not refer to the class: see `by_class`."""
+def _lister_for(cls: type) -> Callable[[Any], Children]:
+    """`children` for the instances of a class that is not in `_EXACT`. The result must not refer to the class: see `by_class`."""
     if issubclass(cls, (type, *WEAK)):
         return _nothing
     if issubclass(cls, np.ndarray):
@@ -138,11 +138,11 @@ def _look_for(cls: type) -> Callable[[Any], Children]:
     else:
         return attributes
 
-    def look(obj: Any) -> Children:
+    def lister(obj: Any) -> Children:
         yield from items(obj)
         yield from attributes(obj)
 
-    return look
+    return lister
 
 
 def _nothing(obj: Any) -> Children:
@@ -159,7 +159,7 @@ def _items(obj: Mapping) -> Children:
 def _key(key: Any, i: int) -> str:
     if type(key) is str:
         return key
-    # The text of other objects may be their address, which is another in the next run.
+    # The text of other objects may contain their address, which differs in the next run.
     return str(key) if isinstance(key, (str, bytes, int, float, bool, type(None), tuple, enum.Enum)) else str(i)
 
 
@@ -187,10 +187,10 @@ def _entries(obj: np.ndarray) -> Children:
 
 
 def set_items(obj: Set) -> tuple[list[tuple[str, Any]], bool]:
-    """The items of a set that may hold something, and whether names and types tell them all apart.
+    """The items of a set that can hold objects, and whether names and types distinguish all of them.
 
-    A set has no order: its items go by the names of states and the types of objects, and where these are equal by number, in
-    an order that holds in this process only.
+    A set has no order. Its items are labelled by the names of states and the types of objects; equal labels are numbered, in
+    an order that is valid in this process only.
     """
     labelled = []
     for item in list(obj):
@@ -199,13 +199,14 @@ def set_items(obj: Set) -> tuple[list[tuple[str, Any]], bool]:
             name = kind.name_of(item) if kind is not None else getattr(item, "__qualname__", None)
             label: str = name if isinstance(name, str) else type(item).__name__
             labelled.append((label, "" if kind is None else kind.site_of(item), item))
+
     labelled.sort(key=lambda entry: entry[:2])
-    used: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
     items = []
     for label, _, item in labelled:
-        used[label] += 1
-        items.append((label if used[label] == 1 else f"{label}#{used[label]}", item))
-    return items, len(used) == len(items)
+        counts[label] += 1
+        items.append((label if counts[label] == 1 else f"{label}#{counts[label]}", item))
+    return items, len(counts) == len(items)
 
 
 def _method(obj: types.MethodType) -> Children:
@@ -231,12 +232,12 @@ def _function(fun: types.FunctionType) -> Children:
 def _cell(cell: types.CellType) -> Children:
     try:
         yield "", cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:  # an empty cell
         return
 
 
 def attributes(obj: Any) -> Children:
-    """Slots, attributes and, where there are none, the children that a registered pytree declares."""
+    """Slots and attributes; for an object without either, the children that a registered pytree declares."""
     slots = _slots(type(obj))
     for depth, name in slots:
         try:
@@ -244,20 +245,21 @@ def attributes(obj: Any) -> Children:
         except AttributeError:  # not set
             continue
         yield _NAMELESS.get(name, name), content
-    held = getattr(obj, "__dict__", None)
-    if isinstance(held, Mapping):
-        if "__wrapped__" in held:
-            # What statetx keeps for itself beside the function that it wraps is no part of it.
-            ours = package_of(type(obj).__module__) == "statetx"
-            held = {"__wrapped__": held["__wrapped__"]} if ours else _wrapped_first(held)
-        yield from [(_NAMELESS.get(name, name), content) for name, content in held.items()]
+
+    namespace = getattr(obj, "__dict__", None)
+    if isinstance(namespace, Mapping):
+        if "__wrapped__" in namespace:
+            # The other attributes of statetx's wrappers are private: they do not belong to the function.
+            is_statetx = package_of(type(obj).__module__) == "statetx"
+            namespace = {"__wrapped__": namespace["__wrapped__"]} if is_statetx else _wrapped_first(namespace)
+        yield from [(_NAMELESS.get(name, name), content) for name, content in namespace.items()]
     elif not slots and jax.tree_util.default_registry.flatten_one_level(obj) is not None:
-        found, _ = jax.tree_util.tree_flatten_with_path(obj, is_leaf=lambda x: x is not obj)
-        yield from ((jax.tree_util.keystr(keys, simple=True), child) for keys, child in found)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(obj, is_leaf=lambda x: x is not obj)
+        yield from ((jax.tree_util.keystr(keys, simple=True), child) for keys, child in leaves)
 
 
-def _wrapped_first(held: Mapping[str, Any]) -> dict[str, Any]:
-    return {"__wrapped__": held["__wrapped__"], **held}
+def _wrapped_first(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    return {"__wrapped__": namespace["__wrapped__"], **namespace}
 
 
 _NAMELESS: dict[str, str] = dict.fromkeys(("__wrapped__", "__func__", "fget", "fset", "fdel"), "") | {
@@ -266,11 +268,11 @@ _NAMELESS: dict[str, str] = dict.fromkeys(("__wrapped__", "__func__", "fget", "f
 
 
 def _wrapped(obj: Any) -> Children:
-    """The functions that an object of JAX's stands for: a jitted function, one with a derivative rule."""
-    held = getattr(obj, "__dict__", None)
-    if not isinstance(held, dict) or "__wrapped__" not in held:
+    """The functions that an object of JAX wraps: a jitted function, or one with a derivative rule."""
+    namespace = getattr(obj, "__dict__", None)
+    if not isinstance(namespace, dict) or "__wrapped__" not in namespace:
         return
-    for name, content in list(held.items()):
+    for name, content in list(namespace.items()):
         if name == "__wrapped__":
             yield "", content
         elif isinstance(content, types.FunctionType) and not is_base(module_of(content)):
@@ -279,10 +281,10 @@ def _wrapped(obj: Any) -> Children:
 
 @by_class
 def _slots(cls: type) -> tuple[tuple[int, str], ...]:
-    """The slots of a class in the order of definition: which of its bases has each, and its mangled name."""
+    """The slots of a class in the order of definition, as index of the base in the MRO and mangled name."""
     slots: list[tuple[int, str]] = []
     for depth, base in enumerate(cls.__mro__):
-        if base is functools.partial:  # whose parts have better names
+        if base is functools.partial:  # `_partial` gives its parts better names
             continue
         members = [n for n, v in vars(base).items() if isinstance(v, types.MemberDescriptorType) and n != "__dict__"]
         declared = vars(base).get("__slots__", ())
@@ -315,15 +317,15 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, np.ndarray,
 
 
 def extras(state: Any, kind: _states.Kind) -> Children:
-    """What a state holds beside its value: metadata, attributes of a subclass."""
+    """The objects that a state holds beside its value: metadata, attributes of a subclass."""
     if isinstance(state, jax.Ref):
         return
     if hasattr(state, "get_metadata"):
         yield from list(dict(state.get_metadata()).items())
         return
     yield from list((getattr(state, "metadata", None) or {}).items())
-    held = getattr(state, "__dict__", None) or {}
-    yield from [(name, content) for name, content in held.items() if name not in kind.bookkeeping]
+    namespace = getattr(state, "__dict__", None) or {}
+    yield from [(name, content) for name, content in namespace.items() if name not in kind.bookkeeping]
     for depth, name in _slots(type(state)):
         if name not in kind.bookkeeping:
             try:
@@ -333,7 +335,7 @@ def extras(state: Any, kind: _states.Kind) -> Children:
 
 
 def weak_children(obj: Any) -> Children:
-    """What an object refers to without holding it: weakly, or for this thread's context only; a transform's options."""
+    """Weak references, the value of a context variable in this context, and the options of a transform."""
     if isinstance(obj, weakref.ref):
         yield "", obj()
     elif isinstance(obj, weakref.WeakSet):
@@ -347,23 +349,23 @@ def weak_children(obj: Any) -> Children:
 
 
 def is_wrapper(obj: Any) -> bool:
-    """Whether an object stands for the function it wraps; an instance of a class that wraps another does not."""
+    """Whether an object has its own ``__wrapped__``; an instance of a class that wraps another class does not."""
     return "__wrapped__" in getattr(obj, "__dict__", ())
 
 
 def referents(obj: Any) -> Children:
-    """What an object holds out of Python's sight."""
+    """The objects that the garbage collector sees in an opaque object, without names."""
     if is_opaque(type(obj)) and package_of(type(obj).__module__) not in CLOSED and not isinstance(obj, WEAK):
         yield from ((HIDDEN, x) for x in gc.get_referents(obj) if not isinstance(x, (type, types.ModuleType)))
 
 
 HIDDEN = "?"
-"""Stands in a path for a place in an iterator, a cache or another object whose inside has no names."""
+"""The part of a path for a place in an iterator, a cache or another object whose contents have no names."""
 
 
 @by_class
 def is_opaque(cls: type) -> bool:
-    """Whether attributes and items may not be all that an instance holds, since the class is not written in Python."""
+    """Whether an instance may hold more than its attributes and items, since the class is not written in Python."""
     if package_of(cls.__module__) in CLOSED:
         return True
     return any(_is_foreign(base) for base in cls.__mro__ if base not in _TRANSPARENT)
@@ -388,7 +390,7 @@ def is_remote(cls: type) -> bool:
 
 
 def named_arguments(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Arguments by the names of the parameters they go to; "" for ``self``."""
+    """Arguments by the names of their parameters; "" for ``self``."""
     try:
         names = list(inspect.signature(fun).parameters)
     except (TypeError, ValueError):

@@ -1,8 +1,7 @@
-"""Objects that JAX's trees do not take apart: what they hold must not outlive the trace that computed it.
+"""Checks of objects that JAX's trees do not flatten: they must not hold a tracer when its trace has ended.
 
-A transform passes such an object on unchanged. One that was given a tracer inside would keep it after the trace has ended,
-out of sight of every check that goes by the leaves of a tree; so would a generator or a coroutine, whose body has not
-run yet.
+A transform passes such an object through unchanged. If it holds a tracer, the tracer outlives its trace, invisible to every
+check that looks at the leaves of a tree. The same holds for a generator or a coroutine, whose body has not run yet.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from .. import _jax, _states
 from .._errors import CreatedStateError, FunctionError, TraceLeakError
 from .contents import children, has_parts
 
-_DEPTH = 5  # attributes of attributes: an object that hides an array deeper than that is not found out
+_DEPTH = 5  # levels of attributes that are searched: a tracer hidden deeper is missed
 
 
 class _Unfinished(NamedTuple):
-    """A kind of object whose body runs after the call that made it."""
+    """A type of object whose body runs after the call that made it."""
 
     name: str
     is_made_by: Callable[[Any], bool]
@@ -43,16 +42,16 @@ _UNFINISHED = {
 
 
 def refuse_hidden(leaves: Iterable[Any], returned: Callable[[], str] = lambda: "The function returned") -> None:
-    """Raise if an object among the leaves that are no arrays holds a tracer of the trace that is about to end.
+    """Raise if a leaf that is not an array holds a tracer of the trace that is about to end.
 
     Args:
-        leaves: what a call returned, or left in a state.
-        returned: who handed the object over, for messages.
+        leaves: leaves of the result of a call, or of a value that it leaves in a state.
+        returned: the beginning of the message.
 
     Raises:
-        TraceLeakError: an attribute, or what a function closes over, is such a tracer.
+        TraceLeakError: an attribute, or a variable that a function closes over, is such a tracer.
         CreatedStateError: a leaf is a ``jax.Ref`` that was made inside.
-        FunctionError: an object is a generator or a coroutine.
+        FunctionError: a leaf is a generator or a coroutine.
     """
     if _jax.is_eager():
         return
@@ -69,34 +68,34 @@ def refuse_hidden(leaves: Iterable[Any], returned: Callable[[], str] = lambda: "
 
 
 def refuse_unfinished(out: Any, returned: Callable[[], str] = lambda: "The function returned") -> None:
-    """Raise if what a call returned has yet to run."""
-    kind = _UNFINISHED.get(type(out))
-    if kind is not None:
+    """Raise if a call returned a generator or a coroutine, whose body has not run."""
+    unfinished = _UNFINISHED.get(type(out))
+    if unfinished is not None:
         if isinstance(out, types.CoroutineType):
-            out.close()  # else Python warns that nobody has awaited it
+            out.close()  # else Python warns that it was never awaited
         raise FunctionError(
-            f"{returned()} a {kind.name} of {out.__qualname__}, whose body has not run: it would run when the trace has "
-            f"ended.\nFix: {kind.fix}."
+            f"{returned()} a {unfinished.name} of {out.__qualname__}, whose body has not run: it would run when the trace has "
+            f"ended.\nFix: {unfinished.fix}."
         )
 
 
 def refuse_function(fun: Callable, transform: str, name: str) -> None:
-    """Raise if a function is known to return what has yet to run, before it is called."""
+    """Raise, before the call, if a function is known to return a generator or a coroutine."""
     called = fun if inspect.isroutine(fun) or isinstance(fun, functools.partial) else type(fun).__call__
-    for kind in _UNFINISHED.values():
-        if kind.is_made_by(called):
+    for unfinished in _UNFINISHED.values():
+        if unfinished.is_made_by(called):
             raise FunctionError(
-                f"{transform} cannot transform {name}: a call of it returns a {kind.name}, whose body has not run.\n"
-                f"Fix: {kind.fix}."
+                f"{transform} cannot transform {name}: a call of it returns a {unfinished.name}, whose body has not run.\n"
+                f"Fix: {unfinished.fix}."
             )
 
 
 def hidden_tracer(obj: Any, is_left: Callable[[Any], bool]) -> tuple[str, Any] | None:
-    """A tracer for which `is_left` holds, and the path that leads to it from an object; None if there is none."""
+    """The path to a tracer inside an object for which `is_left` holds, and the tracer; None if there is none."""
     if not has_parts(obj) or _states.kind_of(obj) is not None:
         return None
     pending = [(obj, "")]
-    seen = {id(obj): obj}  # with the objects: those that are made on the way must outlive the walk
+    seen = {id(obj): obj}  # with the objects: those made during the walk must outlive it, or their ids are reused
     for _ in range(_DEPTH):
         deeper = []
         for holder, path in pending:
@@ -122,5 +121,5 @@ def _leak(obj: Any, path: str, tracer: Any, returned: str) -> TraceLeakError:
         fix = f"register {name} as a pytree (jax.tree_util.register_dataclass)"
     return TraceLeakError(
         f"{returned} {holder} an array computed inside ({tracer.aval.str_short()}). JAX cannot see into that object, "
-        f"so the array would be left as a dead tracer.\nFix: use the array itself, or {fix}."
+        f"so the array would stay there as a dead tracer.\nFix: use the array itself, or {fix}."
     )

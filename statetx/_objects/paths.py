@@ -1,8 +1,7 @@
-"""Where states live: `states`, the filters that select among them, and paths for messages.
+"""`states`, the filters that select among them, and paths for messages.
 
-A path joins attribute names, mapping keys and sequence indices by dots: ``encoder.layers.0.weight``. What is
-reached through a bound method has the same path as through the object; what a function closes over starts with
-the variable's name.
+A path joins attribute names, mapping keys and sequence indices by dots: ``encoder.layers.0.weight``. A bound method adds
+nothing to the path of its object; the path of a closed-over variable starts with the variable's name.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .walk import Walk
 @public
 @dataclasses.dataclass(frozen=True)
 class Not:
-    """The filter that selects what another does not.
+    """The complement of a filter: selects the states that it does not.
 
     Example:
         >>> from statetx import Param, State, states
@@ -50,12 +49,12 @@ def states(obj: Any, filter: Filter = True) -> dict[str, Any]:
     """Find the states in an object: a mapping from path to state.
 
     Looks through attributes, slots, class attributes, mappings, sequences, sets, arrays of objects, pytrees, bound methods,
-    partials, and what a function closes over, has as a default or reads from modules. A state that is reachable in several
-    ways appears once, under the first path; order and paths are those of definition, the same in every run. Only a set has
-    no order: its states go by name, or type and number.
+    partials, and a function's closure, defaults and module variables. A state that is reachable in several ways appears
+    once, under the first path. Order and paths follow the definitions, the same in every run. Only a set has no order: its
+    states are ordered by name, or by type and number.
 
-    What methods would read if they were called, and what is referred to weakly, does not belong to the object. A transform
-    that takes a filter goes by what the call touches, and includes these.
+    Variables that methods would read if they were called, and weak references, do not belong to the object. A transform
+    with a filter applies it to every state that the call touches, and includes these.
 
     Args:
         obj: model, function, or container of these.
@@ -80,7 +79,7 @@ def states(obj: Any, filter: Filter = True) -> dict[str, Any]:
 
 
 def holds_states(obj: Any) -> bool:
-    """Whether an object holds states of its own, besides those of its class."""
+    """Whether an object holds states itself, not counting its class's."""
     return next(Walk(follows_classes=False).held(obj, is_called=False), None) is not None
 
 
@@ -105,8 +104,8 @@ def as_predicate(filter: Filter) -> Callable[[str, Any], bool]:
         inner = as_predicate(filter.filter)
         return lambda path, state: not inner(path, state)
     if isinstance(filter, (list, tuple)):
-        parts = [as_predicate(f) for f in filter]
-        return lambda path, state: any(p(path, state) for p in parts)
+        predicates = [as_predicate(item) for item in filter]
+        return lambda path, state: any(p(path, state) for p in predicates)
     if _states.kind_of(filter) is not None:
         return lambda path, state: state is filter
     if callable(filter):
@@ -118,7 +117,7 @@ def as_predicate(filter: Filter) -> Callable[[str, Any], bool]:
 
 
 class Paths:
-    """Paths of the states that a call can reach, found when first asked for."""
+    """Paths of the states that a call can reach, computed on first use."""
 
     def __init__(self, fun: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None):
         self._fun = fun
@@ -131,15 +130,15 @@ class Paths:
     @functools.cached_property
     def held(self) -> dict[str, Any]:
         """The states that the function and its arguments hold or read by name."""
-        parts = [
+        pairs = [
             self._walk.held(value, name, is_called=False)
             for name, value in named_arguments(self._fun, *self._arguments)
         ]
-        return dict(itertools.chain(*parts, self._walk.held(self._fun)))
+        return dict(itertools.chain(*pairs, self._walk.held(self._fun)))
 
     @functools.cached_property
     def beyond(self) -> dict[str, Any]:
-        """States that the call may touch besides: what methods and their helpers read, what is referred to weakly."""
+        """Further states that the call may touch: read by methods and their helpers, or referred to weakly."""
         return {} if self.held is None else dict(self._walk.beyond())
 
     def items(self) -> dict[str, Any]:
@@ -156,7 +155,7 @@ class Paths:
 
 
 def label(state: Any) -> str:
-    """What stands for a path where there is none: the state's name, else its type and the place where it was made."""
+    """The label of a state without a path: its name, else its type and the place where it was made."""
     kind = _states.kind_of(state)
     assert kind is not None
     return kind.name_of(state) or f"{type(state).__name__}@{short_site(kind.site_of(state))}"
@@ -165,17 +164,17 @@ def label(state: Any) -> str:
 def argument_names(
     fun: Callable, args: tuple, positions: Sequence[int] | None = None
 ) -> Callable[[Sequence[Any]], str]:
-    """Names the leaves of ``(args, kwargs)``, given their paths, as one writes them: ``x``, ``params['w']``.
+    """Return a function from the key path of a leaf of ``(args, kwargs)`` to its name in Python: ``x``, ``params['w']``.
 
-    `positions`: of those arguments that are left, where some were taken out.
+    `positions`: the original positions of the remaining arguments, if some were removed.
     """
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         parameters = []
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-    positional += [f"{rest}[{i}]" for i in range(len(args) - len(positional))]
+    variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    positional += [f"{variadic}[{i}]" for i in range(len(args) - len(positional))]
 
     if positions is not None:
         positional = [positional[n] for n in positions]

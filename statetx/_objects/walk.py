@@ -1,10 +1,10 @@
 """The walk over Python objects: every state that can be reached from one, by path.
 
-It goes in two stages. What objects hold comes first: attributes, slots, items, closures, class attributes and, where the walk
-starts at a function, the module variables that it and the functions it calls read. This is what belongs to the object.
-`Walk.beyond` then adds what a call could touch besides: variables that methods read, weak references, what opaque objects
-refer to. Which methods a call runs is judged by name: those whose names occur in code that was met. It errs in both directions,
-so a transform that selects states compares with what the call really touches.
+It has two stages. `Walk.held` finds the states that belong to the object: in attributes, slots, items, closures, class
+attributes and, if the walk starts at a function, in the module variables that it and the functions it calls read.
+`Walk.beyond` then adds states that a call could touch: in variables that methods read, weak references, and the referents of
+opaque objects. A method counts as called if its name occurs in code that the walk has visited. This errs in both directions,
+so a transform that selects states compares the result with the states that the call really touches.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ _NEVER_CALLED = frozenset("__new__ __init__ __post_init__ __init_subclass__ __re
 _NEVER_CALLED |= frozenset("__reduce__ __reduce_ex__ __getstate__ __setstate__ __copy__ __deepcopy__ __del__".split())
 
 
-class _Place(NamedTuple):
-    """Where children are looked at.
+class _Context(NamedTuple):
+    """The context of a visit.
 
     Attributes:
-        reads: whether functions found here are followed to the variables that they read.
-        owners: classes whose attributes these are: an instance of one of them, in a list of all instances, is another object.
+        reads: whether functions are followed to the variables that they read.
+        owners: the classes whose attributes are visited. An instance of one of them, say in a list of all instances, does
+            not belong to the object, and is visited in the second stage.
     """
 
     reads: bool = False
@@ -52,25 +53,25 @@ class _Place(NamedTuple):
 
 
 class Walk:
-    """One walk from one or more objects; no state is met twice.
+    """One walk from one or more objects; it yields no state twice.
 
     Args:
-        all_methods: follow every method of the classes met, not only those whose names occur in code that was met.
-        follows_classes: whether the attributes of an object's class are looked at.
+        all_methods: follow every method of the visited classes, not only those whose names occur in visited code.
+        follows_classes: whether to visit the attributes of an object's class.
 
     Attributes:
-        unstable: the paths of sets whose items nothing tells apart in another process.
+        unstable: the paths of sets whose items cannot be told apart in another process.
     """
 
     def __init__(self, *, all_methods: bool = False, follows_classes: bool = True):
         self.unstable: list[str] = []
         self._all_methods = all_methods
         self._follows_classes = follows_classes
-        self._own: set[str] = set()  # installed packages whose code is followed: those of the roots
+        self._own_packages: set[str] = set()  # installed packages whose code is followed, since a root belongs to them
         self._seen: set[int] = set()
-        self._alive: list[Any] = []  # objects made on the way must outlive the walk, or their ids are used again
+        self._alive: list[Any] = []  # objects made during the walk must outlive it, or their ids are reused
         self._used: collections.Counter[str] = collections.Counter()
-        self._later: collections.deque[tuple[str, Children]] = collections.deque()
+        self._deferred: collections.deque[tuple[str, Children]] = collections.deque()
         self._classes: list[tuple[str, type]] = []
         self._modules: list[tuple[str, types.ModuleType]] = []
         self._names: set[str] = set()
@@ -79,31 +80,31 @@ class Walk:
     def held(self, obj: Any, path: str = "", *, is_called: bool | None = None) -> Iterator[tuple[str, Any]]:
         """The states that an object holds, by path.
 
-        `is_called`: whether the functions met are followed to the variables they read; by default where `obj` is a function.
+        `is_called`: whether functions are followed to the variables that they read; by default if `obj` is a function.
         """
         core = _core(obj)
         module = module_of(core) if isinstance(core, types.FunctionType) else type(core).__module__
-        self._own.add(package_of(module))
+        self._own_packages.add(package_of(module))
         reads = isinstance(core, types.FunctionType) if is_called is None else is_called
-        return self._visit(iter([(path, obj)]), _Place(reads))
+        return self._visit(iter([(path, obj)]), _Context(reads))
 
     def beyond(self) -> Iterator[tuple[str, Any]]:
-        """States that a call could touch besides, once `held` has gone through."""
+        """Further states that a call could touch; call it when `held` is exhausted."""
         self._is_beyond = True
-        place = _Place(reads=True)
-        progress = True
-        while progress:
-            progress = False
-            while self._later:
-                path, contents = self._later.popleft()
-                yield from self._visit(_under(path, contents), place)
-                progress = True
+        context = _Context(reads=True)
+        has_progressed = True
+        while has_progressed:
+            has_progressed = False
+            while self._deferred:
+                path, contents = self._deferred.popleft()
+                yield from self._visit(_under(path, contents), context)
+                has_progressed = True
             for path, contents in self._by_name():
-                progress = True
-                yield from self._visit(_under(path, contents), place)
+                has_progressed = True
+                yield from self._visit(_under(path, contents), context)
 
     def _by_name(self) -> Iterator[tuple[str, Children]]:
-        """Methods and variables of modules that have a name which occurs in the code met so far."""
+        """Methods and module variables whose names occur in the code visited so far."""
         for path, cls in list(self._classes):
             self._names |= names_in_bases(cls, self._names)
             for name, method in methods(cls):
@@ -119,32 +120,33 @@ class Walk:
             return False
         return self._all_methods or name in self._names or (name.startswith("__") and name.endswith("__"))
 
-    def _visit(self, start: Children, place: _Place) -> Iterator[tuple[str, Any]]:
-        pending = [(start, place)]
+    def _visit(self, start: Children, context: _Context) -> Iterator[tuple[str, Any]]:
+        pending = [(start, context)]
         while pending:
-            contents, place = pending[-1]
+            contents, context = pending[-1]
             for path, obj in contents:
                 if not has_parts(obj) or id(obj) in self._seen:
                     continue
-                if place.owners and isinstance(obj, place.owners):
-                    self._later.append((path, iter([("", obj)])))
+                if context.owners and isinstance(obj, context.owners):
+                    self._deferred.append((path, iter([("", obj)])))
                     continue
+
                 self._seen.add(id(obj))
                 self._alive.append(obj)
                 kind = _states.kind_of(obj)
                 if kind is not None:
                     yield self._named(path), obj
-                    pending.append((_under(path, extras(obj, kind)), place))
+                    pending.append((_under(path, extras(obj, kind)), context))
                 elif isinstance(obj, type):
                     self._classes.append((path, obj))
-                    pending.append((_under(path, class_children(obj)), _Place(place.reads, (*place.owners, obj))))
+                    pending.append((_under(path, class_children(obj)), _Context(context.reads, (*context.owners, obj))))
                 else:
-                    pending.append((_under(path, self._inside(path, obj, place)), place))
+                    pending.append((_under(path, self._inside(path, obj, context)), context))
                 break
             else:
                 pending.pop()
 
-    def _inside(self, path: str, obj: Any, place: _Place) -> Children:
+    def _inside(self, path: str, obj: Any, context: _Context) -> Children:
         if isinstance(obj, types.ModuleType):
             self._modules.append((path, obj))
             return
@@ -155,22 +157,22 @@ class Walk:
             if not is_base(module_of(obj)):
                 self._names.update(reads(obj.__code__).names)
             if self._follows(module_of(obj)):
-                yield from self._now_or_later(path, global_children(obj), now=place.reads)
+                yield from self._visit_or_defer(path, global_children(obj), at_once=context.reads)
         elif self._follows_classes and not is_base(type(obj).__module__):
             yield "", type(obj)
         if is_remote(type(obj)):
-            yield from self._now_or_later(path, itertools.chain(weak_children(obj), referents(obj)))
+            yield from self._visit_or_defer(path, itertools.chain(weak_children(obj), referents(obj)))
 
-    def _now_or_later(self, path: str, contents: Children, now: bool = False) -> Children:
-        if now or self._is_beyond:
+    def _visit_or_defer(self, path: str, contents: Children, at_once: bool = False) -> Children:
+        if at_once or self._is_beyond:
             yield from contents
         else:
-            self._later.append((path, contents))
+            self._deferred.append((path, contents))
 
     def _follows(self, module: str) -> bool:
         if is_base(module):
             return False
-        return not is_installed(module) or package_of(module) in self._own
+        return not is_installed(module) or package_of(module) in self._own_packages
 
     def _named(self, path: str) -> str:
         self._used[path] += 1
@@ -183,7 +185,7 @@ def _under(path: str, contents: Children) -> Children:
 
 
 def _core(obj: Any) -> Any:
-    """The function that a callable stands for, or the object itself."""
+    """The function inside partials, bound methods and wrappers, or the object itself."""
     while True:
         if isinstance(obj, functools.partial):
             obj = obj.func

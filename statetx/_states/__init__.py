@@ -1,12 +1,12 @@
-"""States of every library behind one protocol: what a kind must do, which kinds there are, and words for messages.
+"""States of every library behind one protocol: `Kind`, the registry of kinds, and parts of messages.
 
 A *kind* of state (this package's, brainstate's, ...) is an object that implements `Kind`.
 """
 
 from .messages import PACKAGE as PACKAGE
-from .messages import buried as buried
 from .messages import call_site as call_site
 from .messages import describe as describe
+from .messages import invalidated_state_error as invalidated_state_error
 from .messages import library_folders as library_folders
 from .messages import no_history as no_history
 from .messages import user_stacklevel as user_stacklevel

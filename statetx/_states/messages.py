@@ -1,4 +1,4 @@
-"""A state in a message: what it is, where it was made, where it was last used."""
+"""Descriptions of states in messages: type, name, where it was made, where it was last used."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def library_folders() -> tuple[str, ...]:
-    """Folders whose code is never what a user wrote."""
+    """Folders of library code, which no user wrote."""
     return (PACKAGE, _jax.JAX_FOLDER, *(kind.folder for kind in _kinds))
 
 
 def call_site() -> str:
-    """``file:line`` of the nearest caller that is not a library's code."""
+    """``file:line`` of the nearest caller outside the libraries."""
     folders = library_folders()
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(folders):
@@ -31,7 +31,7 @@ def call_site() -> str:
 
 
 def user_stacklevel() -> int:
-    """The ``stacklevel`` with which the caller of this function makes a warning that points at the user's line."""
+    """The ``stacklevel`` by which a warning from the caller of this function points at the user's line."""
     folders = library_folders()
     frame, level = sys._getframe(1), 1
     while frame is not None and frame.f_code.co_filename.startswith(folders):
@@ -40,8 +40,7 @@ def user_stacklevel() -> int:
 
 
 def describe(state: Any, kind: Kind | None = None, path: str | None = None, value: Any = None) -> str:
-    """Name a state for a message: type, path or name, shape and dtype, and where it was made."""
-
+    """Describe a state for a message: type, path or name, shape and dtype, and where it was made."""
     kind = kind or kind_of(state)
     assert kind is not None
     label = path or kind.name_of(state)
@@ -58,10 +57,11 @@ def no_history(state: Any) -> str:
 
 
 history: Callable[[Any], str] = no_history
-"""What is known of a state's last accesses, for `describe`; `kinds.debug` replaces it."""
+"""Describes the last accesses of a state, for `describe`; `kinds.debug` replaces it."""
 
 
-def buried(state: Any, site: str, reason: str) -> StateAccessError:
+def invalidated_state_error(state: Any, site: str, reason: str) -> StateAccessError:
+    """The error for reading a state that was invalidated: see `Kind.invalidate`."""
     return StateAccessError(
         f"{type(state).__name__} made at {site} has no value: {reason}.\n"
         f"Fix: create the state before the transformed call, or give it a value again by writing to it."

@@ -1,4 +1,4 @@
-"""What statetx asks of a kind of state: `Kind`, and what some kinds can do besides."""
+"""The protocols of a kind of state: `Kind`, and the optional `Modal`, `Annotated` and `Subclassed`."""
 
 from __future__ import annotations
 
@@ -13,79 +13,79 @@ if TYPE_CHECKING:
 
 
 class Kind(Protocol):
-    """How one library keeps its states. `get` and `store` touch the value and are seen by nobody."""
+    """The states of one library. `get` and `store` access the value without a report to any watcher."""
 
     name: str
     folder: str
-    """Where the library's source is; what it does is attributed to the line that called it."""
+    """The folder of the library's source. Messages name the line that called into it."""
 
     base: type
     """The class of all its states."""
 
-    conductors: tuple[str, ...]
-    """Those of the library's files and folders whose code calls a user's in the same way whenever it runs."""
+    deterministic_paths: tuple[str, ...]
+    """The library's files and folders whose code calls a user's code in the same way every time; see `transforms.jit.straight`."""
 
     bookkeeping: frozenset[str]
-    """Names of a state's attributes that the library keeps for itself."""
+    """Names of a state's attributes that belong to the library, not to the user."""
 
     def owns(self, obj: Any) -> bool: ...
 
     def is_opaque(self, obj: Any) -> bool:
-        """Whether a container must never be flattened, because it holds states of this kind."""
+        """Whether JAX must treat the object as a leaf: a state of this kind, or a container of such states."""
         ...
 
     def get(self, state: Any) -> Any: ...
 
     def store(self, state: Any, value: Any) -> Store:
-        """The store that gives a state this value."""
+        """The store that gives the state this value."""
         ...
 
     def get_all(self, states: Sequence[Any]) -> list[Any]: ...
 
     def set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
-        """Store a value in each state by one `commit`, unless another thread holds one of them."""
+        """Store a value in each state by one `commit`; raise if another thread owns one of them."""
         ...
 
-    def storing(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
-        """The store that gives each state a value."""
+    def store_all(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
+        """One store that gives each state its value."""
         ...
 
     def check_free(self, states: Sequence[Any]) -> None:
-        """Raise if a call in another thread holds the value of one of these states; for a thread that watches none."""
+        """Raise if a call in another thread owns one of these states. Called where this thread has no open frame."""
         ...
 
     def read(self, state: Any) -> Any:
-        """The value, reported to every watcher (ours and the library's own)."""
+        """Read the value and report it to every watcher: open frames, and the library's own."""
         ...
 
     def write(self, state: Any, value: Any) -> None:
-        """Store a value as the library's users do."""
+        """Assign a value as the library's users do."""
         ...
 
     def announce(self, effect: Effect, live: bool) -> list[Store]:
-        """Report a write to every watcher, as one of the library's users; returns the stores that carry it out.
+        """Report a write to every watcher; return the stores that carry it out.
 
-        `live`: the body ran just now, under the watchers in force, which have already seen it write.
+        `live`: the body has just run under the present watchers, which have already seen it write.
         """
         ...
 
-    def bury(self, state: Any, reason: str, closing: Any) -> list[Store]:
-        """Stores that take the value from a state made in a call, and make it one that the context around has made.
+    def invalidate(self, state: Any, reason: str, closing: Any) -> list[Store]:
+        """Stores that remove the value of a state made in a call, and record the state as made in the enclosing frame.
 
-        Reading it raises, until it is published or written. `closing`: the frame of that call, None if it is closed.
+        Reading the state raises until it is published or written. `closing`: the frame of the call, None if it is closed.
         """
         ...
 
-    def is_lost(self, state: Any) -> bool:
-        """Whether the value was taken from the state, by `bury` or by its library."""
+    def is_invalidated(self, state: Any) -> bool:
+        """Whether the value was removed, by `invalidate` or by the library."""
         ...
 
     def owner(self, state: Any) -> Frame | None:
-        """The innermost open frame that has claimed the state."""
+        """The innermost open frame that has acquired the state."""
         ...
 
-    def claim(self, state: Any, frame: Any) -> Store:
-        """The store that makes a frame the owner of the state's value, so that other threads are refused; None: nobody."""
+    def set_owner(self, state: Any, frame: Any) -> Store:
+        """The store that makes a frame the owner, so that other threads are refused; None: no owner."""
         ...
 
     def is_random(self, state: Any) -> bool:
@@ -99,40 +99,40 @@ class Kind(Protocol):
     def open(self, frame: Frame) -> list[Store]: ...
 
     def close(self, frame: Frame) -> list[Store]:
-        """Stores that end what `open` began, and whatever was begun after it and left open."""
+        """Stores that undo those of `open`, and end whatever was opened after it and left open."""
         ...
 
 
 @runtime_checkable
 class Modal(Protocol):
-    """A kind whose library has watchers of its own, and settings that a compiled program depends on."""
+    """A kind whose library has its own watchers, and settings that a compiled program depends on."""
 
     def is_idle(self) -> bool:
-        """Whether nothing of the library watches its states in this thread."""
+        """Whether no watcher of the library is active in this thread."""
         ...
 
     def mode(self) -> Hashable:
-        """The settings."""
+        """The settings, as part of the key of a compiled program."""
         ...
 
 
 @runtime_checkable
 class Annotated(Protocol):
-    """A kind whose states have metadata for each dimension of the value, such as the mesh axes that divide it."""
+    """A kind whose states have metadata for each dimension of the value, such as mesh axes."""
 
     def insert_axis(self, state: Any, axis: int) -> None:
-        """Add metadata for a dimension that was added to the value and is not divided."""
+        """Add metadata for a new, unsharded dimension of the value."""
         ...
 
     def delete_axis(self, state: Any, axis: int) -> None:
-        """Remove the metadata of a dimension that was removed from the value."""
+        """Remove the metadata of a removed dimension."""
         ...
 
 
 @runtime_checkable
 class Subclassed(Protocol):
-    """A kind whose library makes classes of several sorts."""
+    """A kind whose library has class statements with options."""
 
     def class_options(self, cls: type) -> dict[str, Any]:
-        """Keyword arguments of the class statement that a subclass of the same sort needs."""
+        """The keyword arguments that the class statement of a subclass needs to inherit the options."""
         ...

@@ -1,4 +1,4 @@
-"""The kinds of state there are. That of a library is loaded when the program has imported the library."""
+"""The registry of kinds. The kind of a library is loaded once the program has imported the library."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .. import _jax
 from .._atomic import locked
 from .protocol import Kind, Modal, Subclassed
 
-# Libraries whose states are watched as soon as the program has imported them.
+# Libraries whose states are watched as soon as the program has imported them, so that `import statetx` imports neither.
 _FOREIGN = {"brainstate": "statetx.kinds.brainstate", "flax.nnx": "statetx.kinds.nnx"}
 _kinds: list[Kind] = []
 _modal: list[Modal] = []
-_pending = tuple(_FOREIGN)  # replaced as a whole: other threads may be going through it
+_pending = tuple(_FOREIGN)  # never changed in place: other threads may be iterating over it
 _kinds_lock = threading.RLock()
 
 
@@ -29,7 +29,7 @@ def register_kind(kind: Kind) -> None:
 
 
 def kinds() -> list[Kind]:
-    """Every kind of state that the program can have by now."""
+    """The kinds of every library that the program has imported by now."""
     if _pending:
         _load_pending()
     return _kinds
@@ -38,6 +38,7 @@ def kinds() -> list[Kind]:
 def _load_pending() -> None:
     for library in _pending:
         module = sys.modules.get(library)
+        # A library that is still being imported lacks the classes that the kind needs.
         if module is None or getattr(getattr(module, "__spec__", None), "_initializing", False):
             continue
         locked(_kinds_lock, _load, library)
@@ -51,7 +52,7 @@ def _load(library: str) -> None:
 
 
 def kind_of(obj: Any) -> Kind | None:
-    """The kind of a state; None for anything that is no state."""
+    """The kind of a state; None for anything that is not a state."""
     for kind in kinds():
         if kind.owns(obj):
             return kind
@@ -59,18 +60,18 @@ def kind_of(obj: Any) -> Kind | None:
 
 
 def is_opaque(obj: Any) -> bool:
-    """Whether a tree's flattening stops at this object: a state, or a module that holds states."""
+    """Whether flattening a tree stops at this object: a state, or a module that holds states."""
     if type(obj) in _PLAIN:
         return False
     return any([kind.is_opaque(obj) for kind in kinds()])
 
 
-# Of what trees hold, what is met most and is no state.
+# The most frequent types in trees, none of them opaque: a shortcut for `is_opaque`.
 _PLAIN = frozenset([dict, list, tuple, type(None), bool, int, float, str, np.ndarray, _jax.ArrayImpl])
 
 
 def class_options(cls: type) -> dict[str, Any]:
-    """What a subclass of a library's class must be told, to be of the same sort as the class."""
+    """The keyword arguments that the class statement of a subclass needs: see `Subclassed`."""
     options: dict[str, Any] = {}
     for kind in kinds():
         if isinstance(kind, Subclassed):
@@ -79,6 +80,6 @@ def class_options(cls: type) -> dict[str, Any]:
 
 
 def modes() -> Hashable:
-    """Settings that a compiled program depends on, of every library whose states are watched."""
+    """The settings of every library of states that a compiled program depends on."""
     kinds()
     return tuple([kind.mode() for kind in _modal])

@@ -1,1 +1,1 @@
-"""One module for each kind of state: `State` and its own, `jax.Ref`, and those of libraries, imported when a program imports one."""
+"""One module for each kind of state: `State`, `jax.Ref`, and brainstate's and nnx's, imported once the program has imported the library."""

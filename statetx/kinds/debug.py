@@ -1,7 +1,7 @@
-"""Where states were last read and written: recorded where ``STATETX_DEBUG`` is set when statetx is imported.
+"""Records of the last read and write of each state, if ``STATETX_DEBUG`` is set when statetx is imported.
 
-Recording is put around the functions that see an access, so that nothing is asked on the way where it is off. What is
-recorded stands in errors that describe a state and in the table of `trace_states`.
+`install` wraps the functions that see an access, so the disabled path has no overhead. The records appear in errors that
+describe a state and in the table of `trace_states`.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from .native import State
 
 
 class _Log:
-    """For each state, how it was last accessed: ``read`` or ``written``, and the place."""
+    """The sites where each state was last ``read`` and last ``written``."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[Callable[[], Any], dict[str, str]]] = {}
 
-    def note(self, state: Any, how: str, frame: Frame | None) -> str:
-        """Record an access by the user's line that is running; returns its place."""
-        ref, places = self._entries.get(id(state), (None, {}))
-        if ref is None or ref() is not state:  # an id that is used again
-            places = {}
-            self._entries[id(state)] = _ref_to(state), places
+    def note(self, state: Any, verb: str, frame: Frame | None) -> str:
+        """Record an access by the current line of user code; return that line."""
+        ref, sites = self._entries.get(id(state), (None, {}))
+        if ref is None or ref() is not state:  # a new state, or one with the id of a dead one
+            sites = {}
+            self._entries[id(state)] = _ref_to(state), sites
         site = _states.call_site()
-        places[how] = f"{site} in {frame.name}" if frame is not None else site
+        sites[verb] = f"{site} in {frame.name}" if frame is not None else site
         return site
 
     def describe(self, state: Any) -> str:
-        ref, places = self._entries.get(id(state), (None, {}))
+        ref, sites = self._entries.get(id(state), (None, {}))
         if ref is None or ref() is not state:
             return ""
-        return "".join(f", last {how} at {place}" for how, place in places.items())
+        return "".join(f", last {verb} at {site}" for verb, site in sites.items())
 
 
 def _ref_to(state: Any) -> Callable[[], Any]:
@@ -47,7 +47,7 @@ def _ref_to(state: Any) -> Callable[[], Any]:
 
 
 def install() -> None:
-    """Record from now on."""
+    """Start recording, for the rest of the process."""
     log = _Log()
     touch, mark_written, note_write, value = Frame.touch, Frame.mark_written, Frame.note_write, State.value
 
@@ -66,9 +66,9 @@ def install() -> None:
         log.note(access.state, "written", self)
 
     def get(self: State) -> Any:
-        found = value.fget(self)  # type: ignore[misc]
+        result = value.fget(self)  # type: ignore[misc]
         log.note(self, "read", _frames.current_frame())
-        return found
+        return result
 
     def set(self: State, new: Any) -> None:
         value.fset(self, new)  # type: ignore[misc]

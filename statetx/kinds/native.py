@@ -21,8 +21,8 @@ from .._typing import public
 T = TypeVar("T")
 
 
-class _Buried:
-    """Stands in a state that has no value any more; says why."""
+class _Invalidated:
+    """The value of a state that was invalidated, with the reason."""
 
     __slots__ = ("reason",)
 
@@ -37,14 +37,14 @@ class _Buried:
 class State(Generic[T]):
     """A mutable cell that holds an array or a tree of arrays.
 
-    Read and write it through `value`. Functions that do so become pure under statetx's transforms: what they
-    read is an input of the compiled program, what they write an output. Subclass it freely to tell kinds of
+    Read and write it through `value`. Functions that do so become pure under statetx's transforms: the states that they
+    read are inputs of the compiled program, the states that they write are outputs. Subclass it freely to tell kinds of
     state apart; a subclass is a filter for `statetx.states`, `grad(wrt=...)` and ``states=``.
 
     Args:
-        value: the first value; an array, a Python number or any pytree of these. Other objects are kept as they are.
+        value: the first value; an array, a Python number or any pytree of these. Other objects are stored unchanged.
         name: for messages and tables, where no path is known.
-        **metadata: whatever you want to keep with the state.
+        **metadata: anything you want to store with the state.
 
     Example:
         >>> import jax.numpy as jnp
@@ -60,9 +60,9 @@ class State(Generic[T]):
 
     name: str | None
     metadata: dict[str, Any]
-    _owner: _frames.Frame | None  # the innermost frame that has touched it, or in which it was made
-    _home: weakref.ref | None  # the trace it was made in, None when made eagerly
-    _view: weakref.ref | None  # to what a foreign library takes this state for, once one of its transforms has met it
+    _owner: _frames.Frame | None  # the innermost open frame that has touched the state or made it
+    _home: weakref.ref | None  # the trace the state was made in, None if made eagerly
+    _view: weakref.ref | None  # to brainstate's view of the state, once one of its transforms has touched it
 
     def __init__(self, value: T, *, name: str | None = None, **metadata: Any):
         if isinstance(value, State):
@@ -70,7 +70,7 @@ class State(Generic[T]):
                 f"A state cannot hold a state: got {_states.describe(value)} as the value of a new "
                 f"{type(self).__name__}. Pass its value ({type(value).__name__}.value) instead."
             )
-        _states.kinds()  # a library that was imported by now must be watching
+        _states.kinds()  # loads the kinds of libraries imported by now: they must see the new state
         frame = _frames.current_frame()
         self._value = value
         self._view = None
@@ -89,8 +89,8 @@ class State(Generic[T]):
         if self._owner is not frame:
             _touch(self, frame, writing=False)
         value = self._value
-        if type(value) is _Buried:
-            raise _states.buried(self, NATIVE.site_of(self), value.reason)
+        if type(value) is _Invalidated:
+            raise _states.invalidated_state_error(self, NATIVE.site_of(self), value.reason)
         if self._home is not None:
             _check_home(self, value)
         return value  # type: ignore[return-value]
@@ -107,37 +107,37 @@ class State(Generic[T]):
             _touch(self, frame, writing=True)
         access = frame.accesses.get(id(self)) if frame is not None else None
         if self._home is not None:
-            _leave_dead_home(self, None if access is not None else frame)
+            _reset_dead_home(self, None if access is not None else frame)
         if not _jax.is_eager() and (frame is None or _jax.current_trace() is not frame.trace):
             _frames.check_write(self, NATIVE, value, _anchor(self, frame, access), _states.call_site())
         if frame is not None and access is not None and not access.written:
             frame.note_write(access)
         owner = self._owner
-        if frame is None and owner is not None:  # another thread has taken it meanwhile
-            raise _frames.foreign(self, NATIVE, owner)
+        if frame is None and owner is not None:  # another thread has acquired the state meanwhile
+            raise _frames.foreign_state_error(self, NATIVE, owner)
         self._value = value
 
     def touch_from(self, frame: Any) -> None:
-        """Report a touch by a foreign library's transform to a frame and those around it."""
+        """Report a touch by another library's transform to a frame and the frames around it."""
         if self._owner is not frame:
             _touch(self, frame, writing=False)
 
     def __repr__(self) -> str:
         from .._text import short_tree_type_str
 
-        content = repr(self._value) if type(self._value) is _Buried else short_tree_type_str(self._value, 200)
+        content = repr(self._value) if type(self._value) is _Invalidated else short_tree_type_str(self._value, 200)
         extra = {"name": self.name} if self.name is not None else {}
-        items = "".join(f", {k}={v!r}" for k, v in {**extra, **self.metadata}.items())
-        return f"{type(self).__name__}({content}{items})"
+        fields = "".join(f", {k}={v!r}" for k, v in {**extra, **self.metadata}.items())
+        return f"{type(self).__name__}({content}{fields})"
 
     def __getstate__(self) -> dict[str, Any]:
-        own = getattr(self, "__dict__", {})
+        attributes = getattr(self, "__dict__", {})
         return {
             "value": self.value,
             "name": self.name,
             "metadata": self.metadata,
             "site": self._site,
-            "dict": dict(own),
+            "dict": dict(attributes),
         }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
@@ -157,7 +157,7 @@ class State(Generic[T]):
 
 @public
 class Param(State[T]):
-    """A state that training changes; `grad(wrt=Param)` differentiates with respect to these.
+    """A trainable state: `grad(wrt=Param)` differentiates with respect to all of them.
 
     Example:
         >>> import jax.numpy as jnp
@@ -221,38 +221,38 @@ def _as_key(key: Any) -> jax.Array:
 
 
 def _construction_site() -> tuple[str, int]:
-    """Where the state being made was asked for: the caller of the outermost ``__init__``."""
+    """The line that constructs the state: the caller of the outermost ``__init__``."""
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__init__" and "__class__" in frame.f_code.co_freevars and frame.f_back is not None:
-        frame = frame.f_back  # a subclass's own __init__, which calls super()
+        frame = frame.f_back  # the __init__ of a subclass, which calls super()
     return frame.f_code.co_filename, frame.f_lineno
 
 
 def _touch(state: State, frame: Any, *, writing: bool) -> None:
-    """Report the first touch of `state` in `frame` to each frame, outermost first, that has not seen it yet."""
+    """Report the first touch of `state` in `frame` to each open frame that has not seen it yet, outermost first."""
     _frames.report_touch(state, NATIVE, frame, state._owner, writing=writing)
 
 
 def _check_home(state: State, value: Any) -> None:
-    """Raise if the state was made under a trace that has ended, and holds a tracer of it still."""
+    """Raise if the state was made under a trace that has ended, and still holds a tracer."""
     home = state._home() if state._home is not None else None
     if home is None or _jax.is_live(home):
         return
     if any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves(value)):
         name = _jax.transform_name(home)
         reason = f"it was created under jax's {name}, which has ended, and holds what {name} was tracing"
-        raise _states.buried(state, NATIVE.site_of(state), reason)
+        raise _states.invalidated_state_error(state, NATIVE.site_of(state), reason)
 
 
-def _leave_dead_home(state: State, frame: _frames.Frame | None) -> None:
-    """Let a state whose trace has ended belong to the frame that it was made in, or to nobody, now that it is written."""
+def _reset_dead_home(state: State, frame: _frames.Frame | None) -> None:
+    """At a write: if the trace that the state was made in has ended, its home is now the trace of `frame`, or none."""
     home = state._home() if state._home is not None else None
     if home is None or not _jax.is_live(home):
         state._home = None if frame is None else _jax.trace_ref(frame.trace)
 
 
 def _anchor(state: State, frame: _frames.Frame | None, access: _frames.Access | None) -> Any | None:
-    """The innermost trace whose tracers the state may hold: the watching frame's, or the one it was made in."""
+    """The innermost trace whose tracers the state may hold: that of the frame, or the trace it was made in."""
     if frame is not None and access is not None:
         return frame.trace
     return state._home() if state._home is not None else None
@@ -263,7 +263,7 @@ class _Native:
 
     name = "statetx"
     base = State
-    conductors = ()
+    deterministic_paths = ()
     bookkeeping: frozenset[str] = frozenset(State.__slots__)
     folder = _states.PACKAGE
 
@@ -279,9 +279,9 @@ class _Native:
         return _set_value, state, value
 
     def check_free(self, states: Sequence[State]) -> None:
-        """Raise if a call in another thread holds the value of one of these states; for a thread that watches none."""
+        """See `Kind.check_free`. Any owner belongs to another thread, since this one has no open frame."""
         for state, owner in [(s, s._owner) for s in states if s._owner is not None]:
-            raise _frames.foreign(state, self, owner)
+            raise _frames.foreign_state_error(state, self, owner)
 
     def get_all(self, states: Sequence[State]) -> list[Any]:
         return locked(_frames.ownership, self._get_all, states)
@@ -297,9 +297,9 @@ class _Native:
     def _set_all(self, states: Sequence[State], values: Iterable[Any]) -> None:
         if _frames.open_frames:
             self.check_free(states)
-        commit([self.storing(states, values)])
+        commit([self.store_all(states, values)])
 
-    def storing(self, states: Sequence[State], values: Iterable[Any]) -> Store:
+    def store_all(self, states: Sequence[State], values: Iterable[Any]) -> Store:
         return collections.deque, map(_set_value, states, values), 0
 
     def read(self, state: State) -> Any:
@@ -322,19 +322,19 @@ class _Native:
             frame.note_write(access, effect.site)
         return [store]
 
-    def bury(self, state: State, reason: str, closing: Any) -> list[Store]:
-        frame = _frames.around(closing)
+    def invalidate(self, state: State, reason: str, closing: Any) -> list[Store]:
+        frame = _frames.enclosing_frame(closing)
         home = None if frame is None else _jax.trace_ref(frame.trace)
-        stores = [self.store(state, _Buried(reason)), self.claim(state, frame), (_set_home, state, home)]
+        stores = [self.store(state, _Invalidated(reason)), self.set_owner(state, frame), (_set_home, state, home)]
         return stores if frame is None else [*stores, frame.creation(state, self)]
 
-    def is_lost(self, state: State) -> bool:
-        return type(state._value) is _Buried
+    def is_invalidated(self, state: State) -> bool:
+        return type(state._value) is _Invalidated
 
     def owner(self, state: State) -> _frames.Frame | None:
         return state._owner
 
-    def claim(self, state: State, frame: Any) -> Store:
+    def set_owner(self, state: State, frame: Any) -> Store:
         return _set_owner, state, frame
 
     def is_random(self, state: State) -> bool:

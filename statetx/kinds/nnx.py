@@ -1,17 +1,17 @@
 """`flax.nnx.Variable` and its subclasses.
 
-Whatever touches a Variable's value, `get_value` and `set_value`, ``[...]``, ``+=``, `copy_from`, flattening, or nnx's own
-transforms, goes through one slot, ``_raw_value``. This module puts a property before that slot, once and for good, which
-reports to the frames of the thread; where no frame is open it costs one lookup in a dict that is mostly empty.
+Every access of a Variable's value, by `get_value`, `set_value`, ``[...]``, ``+=``, `copy_from`, flattening, or nnx's own
+transforms, goes through one slot, ``_raw_value``. This module replaces that slot, once and for good, by a property that
+reports to the frames of the thread; if no frame is open it costs one lookup in a dict that is mostly empty.
 
-nnx lets a Variable, and the attributes of a module, be written only under the trace they were made in, which
-``_trace_state`` remembers. Inside a frame there is a property before that too: what existed before the frame may be
-written, since the frame puts the old value back; `_frames.check_write` refuses a write that would leave a tracer.
+nnx allows writes of a Variable, and of a module's attributes, only under the trace in which they were made, recorded in
+``_trace_state``. This slot, too, is replaced by a property: inside a frame, Variables and modules made before the frame may
+be written, since the frame restores the old value; `_frames.check_write` refuses a write that would leave a tracer.
 
 Not watched: Variables with ``ref=True``, which hold a `jax.Ref` (a kind of its own), and with ``hijax=True``.
 
 Relied upon beyond the documented interface, and tested in `tests/test_nnx.py`: the slots ``_raw_value`` and
-``_trace_state`` of `Variable`, of which ``_trace_state`` is set when and only when a Variable is made; the slot
+``_trace_state`` of `Variable`; that ``_trace_state`` is set when and only when a Variable is made; the slot
 ``_trace_state`` of a module's ``PytreeState``; `TraceState`.
 """
 
@@ -35,20 +35,20 @@ from .. import _frames, _jax, _states
 from .._atomic import Store, commit, locked
 from .._errors import StateAccessError
 from .._frames import Frame
-from .native import _Buried
+from .native import _Invalidated
 
 _local = _frames._local
 _value: Any = nnx.Variable.__dict__["_raw_value"]
 _trace: Any = nnx.Variable.__dict__["_trace_state"]
 _module_trace: Any = pytreelib.PytreeState.__dict__["_trace_state"]
 
-# The innermost frame that has touched a Variable made before it, by the Variable's id, while that frame is open: its
-# accesses keep the Variable alive. One that was made in a frame names it in its `_Home`.
+# The innermost open frame that has touched a Variable made before it, by the Variable's id; the frame's accesses keep the
+# Variable alive. The owner of a Variable that was made in a frame is in its `_FrameTraceState`.
 _owner: dict[int, Frame] = {}
 
 
-class _Home(tracers.TraceState):
-    """The trace state of what was made while a frame was open."""
+class _FrameTraceState(tracers.TraceState):
+    """The trace state of a Variable or module that was made while a frame was open."""
 
     __slots__ = ("_frame", "site")
 
@@ -73,16 +73,16 @@ class _Home(tracers.TraceState):
 def _get_value(state: nnx.Variable) -> Any:
     frame = _local.frame
     if frame is None:
-        # Python does not change threads between this look and the read.
+        # Python does not switch threads between this check and the read.
         value = KIND.get_all([state])[0] if _owner else _value.__get__(state)
     else:
         if _owner.get(id(state)) is not frame:
             _touch(state, frame, writing=False)
         value = _value.__get__(state)
-    if type(value) is _Buried:
+    if type(value) is _Invalidated:
         if sys._getframe(1).f_code is _SET_VALUE:
-            return _Blank(state)
-        raise _buried(state)
+            return _NoValue(state)
+        raise _invalidated_error(state)
     return value
 
 
@@ -104,8 +104,8 @@ def _set_value(state: nnx.Variable, value: Any) -> None:
         _value.__set__(state, value)
 
 
-class _Blank:
-    """Stands for the old value of a Variable that has none, at which nnx's `set_value` looks before it stores a new one."""
+class _NoValue:
+    """The old value that nnx's `set_value` reads from an invalidated Variable before it stores the new one."""
 
     __slots__ = ("_state",)
 
@@ -114,57 +114,60 @@ class _Blank:
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if index is not Ellipsis:
-            raise _buried(self._state)
+            raise _invalidated_error(self._state)
         _set_value(self._state, value)
 
 
 _SET_VALUE = nnx.Variable.set_value.__code__
 
 
-def _buried(state: nnx.Variable) -> StateAccessError:
-    return _states.buried(state, KIND.site_of(state), _value.__get__(state).reason)
+def _invalidated_error(state: nnx.Variable) -> StateAccessError:
+    return _states.invalidated_state_error(state, KIND.site_of(state), _value.__get__(state).reason)
 
 
 def _get_trace(state: nnx.Variable) -> tracers.TraceState:
-    frame, made = _local.frame, _trace.__get__(state)
+    frame, trace_state = _local.frame, _trace.__get__(state)
     if frame is None:
-        is_gone = type(made) is _Home and made.frame is None
-        return tracers.TraceState() if is_gone else made
-    # What the frame found may be written in it, under its own trace or (if no tracer stays behind) another.
-    is_found = type(made) is not _Home or made.frame is not frame
-    return tracers.TraceState() if is_found else made
+        is_closed = type(trace_state) is _FrameTraceState and trace_state.frame is None
+        return tracers.TraceState() if is_closed else trace_state
+    # A Variable made before the frame may be written in it, under the frame's trace or (if no tracer stays behind) another.
+    is_older = type(trace_state) is not _FrameTraceState or trace_state.frame is not frame
+    return tracers.TraceState() if is_older else trace_state
 
 
-def _set_trace(state: nnx.Variable, made: tracers.TraceState) -> None:
-    # This is how a Variable comes into being; its value follows.
+def _set_trace(state: nnx.Variable, trace_state: tracers.TraceState) -> None:
+    # nnx sets this slot once, when it makes a Variable, before the value.
     frame = _local.frame
     if frame is None:
-        _trace.__set__(state, tracers.TraceState() if type(made) is _Home else made)
+        _trace.__set__(state, tracers.TraceState() if type(trace_state) is _FrameTraceState else trace_state)
         return
-    _trace.__set__(state, _Home(frame, _states.call_site()))
-    # One made in a transform inside the frame that is not ours, as nnx's own make them, ends with that.
+    _trace.__set__(state, _FrameTraceState(frame, _states.call_site()))
+    # A Variable made in an inner transform of another library, as nnx's own make them, ends with that transform.
     if _jax.current_trace() is frame.trace:
-        frame.mark_created(state, KIND, _Made(state))
+        frame.mark_created(state, KIND, _CreatedRef(state))
 
 
 def _get_module_trace(state: pytreelib.PytreeState) -> tracers.TraceState:
-    frame, made = _local.frame, _module_trace.__get__(state)
-    if type(made) is _Home and made.frame is None:
+    frame, trace_state = _local.frame, _module_trace.__get__(state)
+    if type(trace_state) is _FrameTraceState and trace_state.frame is None:
         return tracers.TraceState()
-    # Not under a transform inside the frame: nobody would take a tracer out of an attribute again.
-    return made if frame is None or _jax.current_trace() is not frame.trace else tracers.TraceState()
+    # Refused under a plain transform inside the frame: nothing would remove a tracer from an attribute.
+    return trace_state if frame is None or _jax.current_trace() is not frame.trace else tracers.TraceState()
 
 
-def _set_module_trace(state: pytreelib.PytreeState, made: tracers.TraceState) -> None:
+def _set_module_trace(state: pytreelib.PytreeState, trace_state: tracers.TraceState) -> None:
     frame = _local.frame
-    _module_trace.__set__(state, made if frame is None else _Home(frame))
+    _module_trace.__set__(state, trace_state if frame is None else _FrameTraceState(frame))
 
 
 # -- frames ----------------------------------------------------------------------------------------------------
 
 
-class _Made:
-    """Stands for a Variable made in a frame, as a weak reference would, which Variables do not allow."""
+class _CreatedRef:
+    """A substitute for a weak reference to a Variable made in a frame; Variables allow none.
+
+    It holds a strong reference, and counts references to see whether anyone else has the Variable.
+    """
 
     __slots__ = ("state",)
 
@@ -172,8 +175,8 @@ class _Made:
         self.state = state
 
     def __call__(self) -> Any:
-        """The Variable; None if nobody else has it, or if it is not watched."""
-        if self._count() <= _ALONE or isinstance(_value.__get__(self.state), jax.Ref):
+        """The Variable; None if no one else has it, or if it is not watched (it holds a Ref)."""
+        if self._count() <= _NUM_REFS_UNSHARED or isinstance(_value.__get__(self.state), jax.Ref):
             return None
         return self.state
 
@@ -181,20 +184,20 @@ class _Made:
         return sys.getrefcount(self.state)
 
 
-_ALONE = _Made(object())._count()
+_NUM_REFS_UNSHARED = _CreatedRef(object())._count()
 
 
 def _touch(state: nnx.Variable, frame: Frame | None, *, writing: bool) -> None:
-    """Report the first touch of `state` in `frame` to each frame, outermost first, that has not seen it yet."""
-    made = _trace.__get__(state)
-    home = made.frame if type(made) is _Home else None
+    """Report the first touch of `state` in `frame` to each open frame that has not seen it yet, outermost first."""
+    trace_state = _trace.__get__(state)
+    home = trace_state.frame if type(trace_state) is _FrameTraceState else None
     if home is not None and home is frame:
         return
     owner = _owner.get(id(state)) or home
     value = _value.__get__(state)
     if owner is frame or isinstance(value, jax.Ref):
         return
-    is_write = writing or type(value) is _Buried  # what has no value can only be given one
+    is_write = writing or type(value) is _Invalidated  # an invalidated Variable can only be written
     _frames.report_touch(state, KIND, frame, owner, writing=is_write)
 
 
@@ -203,12 +206,14 @@ class _Nnx:
 
     name = "flax.nnx"
     base = nnx.Variable
-    conductors = tuple(os.path.join(os.path.dirname(nnx.__file__), f) for f in ("variablelib.py", "pytreelib.py"))
-    bookkeeping: frozenset[str] = frozenset()  # what else a Variable has is its metadata
+    deterministic_paths = tuple(
+        os.path.join(os.path.dirname(nnx.__file__), f) for f in ("variablelib.py", "pytreelib.py")
+    )
+    bookkeeping: frozenset[str] = frozenset()  # a Variable's other attributes are the user's metadata
     folder = os.path.dirname(flax.__file__)
 
     def owns(self, obj: Any) -> bool:
-        # By type: for isinstance() a tracer may be a Variable.
+        # By type: isinstance() takes a tracer for a Variable.
         return nnx.Variable in type(obj).__mro__ and not isinstance(_value.__get__(obj), jax.Ref)
 
     def is_opaque(self, obj: Any) -> bool:
@@ -224,12 +229,12 @@ class _Nnx:
         return _value.__set__, state, value
 
     def check_free(self, states: Sequence[nnx.Variable]) -> None:
-        """Raise if a call in another thread holds the value of one of these; for a thread that watches none."""
+        """See `Kind.check_free`. Any owner belongs to another thread, since this one has no open frame."""
         if _owner:
             for s in states:
                 owner = _owner.get(id(s))
                 if owner is not None:
-                    raise _frames.foreign(s, self, owner)
+                    raise _frames.foreign_state_error(s, self, owner)
 
     def get_all(self, states: Sequence[nnx.Variable]) -> list[Any]:
         return locked(_frames.ownership, self._get_all, states)
@@ -245,9 +250,9 @@ class _Nnx:
     def _set_all(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> None:
         if _frames.open_frames:
             self.check_free(states)
-        commit([self.storing(states, values)])
+        commit([self.store_all(states, values)])
 
-    def storing(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> Store:
+    def store_all(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> Store:
         return collections.deque, map(_value.__set__, states, values), 0
 
     def read(self, state: nnx.Variable) -> Any:
@@ -261,7 +266,7 @@ class _Nnx:
         state, frame = effect.state, _local.frame
         store = self.store(state, effect.value)
         if effect.created:
-            home = tracers.TraceState() if frame is None else _Home(frame, effect.site)
+            home = tracers.TraceState() if frame is None else _FrameTraceState(frame, effect.site)
             return [(_trace.__set__, state, home), store]
         if _owner.get(id(state)) is not frame:
             _touch(state, frame, writing=True)
@@ -269,39 +274,39 @@ class _Nnx:
         if frame is not None and access is not None:
             _frames.check_write(state, self, effect.value, frame.trace, effect.site)
             frame.note_write(access, effect.site)
-        elif not _trace.__get__(state).is_valid():  # made in this very trace, it dies with it
+        elif not _trace.__get__(state).is_valid():  # made in the present trace, and dies with it
             _frames.check_write(state, self, effect.value, None, effect.site)
         return [store]
 
-    def bury(self, state: nnx.Variable, reason: str, closing: Any) -> list[Store]:
-        frame = _frames.around(closing)
-        stores = [self.store(state, _Buried(reason)), self.claim(state, None)]
+    def invalidate(self, state: nnx.Variable, reason: str, closing: Any) -> list[Store]:
+        frame = _frames.enclosing_frame(closing)
+        stores = [self.store(state, _Invalidated(reason)), self.set_owner(state, None)]
         if frame is None:
-            assert type(_trace.__get__(state)) is _Home, "only what was made in a frame is buried"
+            assert type(_trace.__get__(state)) is _FrameTraceState, "only Variables made in a frame are invalidated"
             return stores
         with _jax.within(frame.trace):
-            home = _Home(frame, self.site_of(state))
-        return [*stores, (_trace.__set__, state, home), frame.creation(state, self, _Made(state))]
+            home = _FrameTraceState(frame, self.site_of(state))
+        return [*stores, (_trace.__set__, state, home), frame.creation(state, self, _CreatedRef(state))]
 
-    def is_lost(self, state: nnx.Variable) -> bool:
-        return type(_value.__get__(state)) is _Buried
+    def is_invalidated(self, state: nnx.Variable) -> bool:
+        return type(_value.__get__(state)) is _Invalidated
 
     def owner(self, state: nnx.Variable) -> Frame | None:
         return _owner.get(id(state))
 
-    def claim(self, state: nnx.Variable, frame: Any) -> Store:
+    def set_owner(self, state: nnx.Variable, frame: Any) -> Store:
         return (_owner.pop, id(state), None) if frame is None else (operator.setitem, _owner, id(state), frame)
 
     def is_random(self, state: nnx.Variable) -> bool:
-        # The key of an RngStream; every draw folds the stream's count into it. Not one that was split already.
+        # The key of an RngStream, into which every draw folds the stream's count. Not an array of keys: it was split already.
         return isinstance(state, nnx.RngKey) and jnp.ndim(_value.__get__(state)) == 0
 
     def name_of(self, state: nnx.Variable) -> str | None:
         return None
 
     def site_of(self, state: nnx.Variable) -> str:
-        made = _trace.__get__(state)
-        return (type(made) is _Home and made.site) or "a place that flax does not record"
+        trace_state = _trace.__get__(state)
+        return (type(trace_state) is _FrameTraceState and trace_state.site) or "a place that flax does not record"
 
     def class_options(self, cls: type) -> dict[str, Any]:
         is_node = issubclass(cls, nnx.Pytree) and not cls._pytree__is_pytree
@@ -333,7 +338,7 @@ def _axis_names(state: nnx.Variable) -> list[Any] | None:
 
 
 def _holds_states(obj: Any) -> bool:
-    """Whether an nnx object that is no module (an optimizer, a random stream, a user's record) has Variables."""
+    """Whether an nnx object that is not a module (an optimizer, a random stream, a user's record) has Variables."""
     seen, pending = set(), [obj]
     while pending:
         value = pending.pop()
@@ -361,12 +366,12 @@ def _install() -> None:
         "flax.nnx.Variable._raw_value",
         nnx.Variable,
         property(_get_value, _set_value),
-        "Reads and writes are reported to the calls that are open in the thread. Where none is, that is one lookup in an empty dict.",
+        "Reads and writes are reported to the open calls of the thread. Without one, this costs one lookup in an empty dict.",
     )
-    allowed = "What was made before a call of statetx may be written in it, since the call puts the old value back; elsewhere nnx's rule stands."
-    replace("flax.nnx.Variable._trace_state", nnx.Variable, property(_get_trace, _set_trace), allowed)
+    reason = "Variables and modules made before a call of statetx may be written in it, since the call restores the old value; elsewhere nnx's rule holds."
+    replace("flax.nnx.Variable._trace_state", nnx.Variable, property(_get_trace, _set_trace), reason)
     module_trace = property(_get_module_trace, _set_module_trace)
-    replace("flax.nnx.pytreelib.PytreeState._trace_state", pytreelib.PytreeState, module_trace, allowed)
+    replace("flax.nnx.pytreelib.PytreeState._trace_state", pytreelib.PytreeState, module_trace, reason)
 
 
 _install()

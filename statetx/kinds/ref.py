@@ -1,9 +1,9 @@
 """`jax.Ref` (`jax.new_ref`) as a kind of state.
 
-JAX itself traces reads and writes of a Ref, so nothing is watched here: a function that has been staged holds the Refs
-it touches among the values it closes over, whichever way it reached them. `_lift.stage` then rewrites the equations
-so that the Ref's value goes in and, if it is written, comes out; the transform reads the Ref before the call and
-writes it after. Transforms that stage nothing stage a function that can reach a Ref (`_lift.stage.call`).
+JAX itself traces reads and writes of a Ref, so frames do not watch Refs: the Refs that a staged function touches are
+constants of its jaxpr, however the function reached them. `_lift.stage` then rewrites the equations so that the Ref's
+value is an input and, if it is written, an output; the transform reads the Ref before the call and writes it after
+(decision 4). Transforms without staging stage a function that can reach a Ref (`_lift.stage.call`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _RefKind:
 
     name = "jax.Ref"
     base = jax.Ref
-    conductors = ()
+    deterministic_paths = ()
     bookkeeping: frozenset[str] = frozenset()
     folder = _jax.JAX_FOLDER
 
@@ -50,29 +50,29 @@ class _RefKind:
         return [ref[...] for ref in states]
 
     def set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
-        commit([self.storing(states, values)])
+        commit([self.store_all(states, values)])
 
     def check_free(self, states: Sequence[Any]) -> None:
         pass
 
-    def storing(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
+    def store_all(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
         stores = [self.store(ref, value) for ref, value in zip(states, values, strict=True)]
         return collections.deque, itertools.starmap(operator.call, stores), 0
 
     def announce(self, effect: _frames.Effect, live: bool) -> list[Store]:
-        del live  # JAX sees the write wherever it stands, and checks it
+        del live  # JAX sees every write and checks it
         return [self.store(effect.state, effect.value)]
 
-    def bury(self, state: Any, reason: str, closing: Any) -> list[Store]:
+    def invalidate(self, state: Any, reason: str, closing: Any) -> list[Store]:
         raise AssertionError("Refs are never recorded as created")
 
-    def is_lost(self, state: Any) -> bool:
+    def is_invalidated(self, state: Any) -> bool:
         return False
 
     def owner(self, state: Any) -> None:
-        return None  # what threads do to a Ref is JAX's affair
+        return None  # JAX is responsible for the use of a Ref by several threads
 
-    def claim(self, state: Any, frame: Any) -> Store:
+    def set_owner(self, state: Any, frame: Any) -> Store:
         raise AssertionError("frames hold no Refs")
 
     def is_random(self, state: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a function keeps for its backward pass, and why."""
+"""Reports on residuals: the values that a function saves for its backward pass, and the reasons."""
 
 from .fwd_bwd import FwdBwd as FwdBwd
 from .fwd_bwd import print_fwd_bwd as print_fwd_bwd

@@ -1,4 +1,4 @@
-"""Where a value that crosses to the backward pass was computed, and who reads it there."""
+"""The provenance of residuals, the arrays that they share, and their readers in the backward pass."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ._trace import Passes, regions_of
 
 
 @dataclasses.dataclass
-class Place:
-    """Where a value comes from.
+class Provenance:
+    """The input, literal or equation that defines a value.
 
     Attributes:
-        times: product of the lengths of the loops that stacked it.
-        aval: its type, in one step of these loops.
-        eqn: the operation that computes it; None for an input or literal.
-        address: of that value, as in `survey.Site`.
-        input: index among the inputs of the whole; None if it is none.
-        names: all that ``checkpoint_name`` gave it.
-        regions: the rematerialised regions in which it is computed.
+        aval: its type, in one step of the loops that stacked it.
+        times: product of the lengths of these loops.
+        eqn: the equation that computes it; None for an input or literal.
+        address: its address in the nested jaxprs, as in `survey.Site`.
+        input: its index among the inputs of the outermost jaxpr; None if it is not an input.
+        names: all names that ``checkpoint_name`` gave it.
+        regions: the rematerialised regions that compute it.
         aliases: variables, at any depth, that hold this value in one step.
     """
 
@@ -41,7 +41,7 @@ class Place:
 
 
 class _Level:
-    """A jaxpr within others."""
+    """A jaxpr and its place in the outer ones: the equation that it is a parameter of."""
 
     def __init__(self, jaxpr: Jaxpr, address: tuple[int, ...] = (), outer: _Level | None = None, eqn: Any = None):
         self.jaxpr = jaxpr
@@ -50,23 +50,23 @@ class _Level:
         self.eqn = eqn
         self.made = {v: (i, n) for i, e in enumerate(jaxpr.eqns) for n, v in enumerate(e.outvars)}
         self._levels: dict[tuple[int, int], _Level] = {}
-        self._handed_on: dict[Any, list[Any]] = {}
+        self._forwarded: dict[Any, list[Any]] = {}
         for e in jaxpr.eqns:
             if row_of(e).forwards is Forwards.VALUE:
                 for a, v in zip(e.invars, e.outvars, strict=True):
                     if not isinstance(a, Literal):
-                        self._handed_on.setdefault(a, []).append((e, v))
+                        self._forwarded.setdefault(a, []).append((e, v))
 
     def within(self, index: int, n: int, jaxpr: Any) -> _Level:
-        """The level of the n-th jaxpr in an equation."""
-        found = self._levels.get((index, n))
-        if found is None:
+        """The level of the n-th jaxpr of an equation."""
+        level = self._levels.get((index, n))
+        if level is None:
             inner = _jax.open_jaxpr(jaxpr)[0]
-            found = self._levels[index, n] = _Level(inner, (*self.address, index, n), self, self.jaxpr.eqns[index])
-        return found
+            level = self._levels[index, n] = _Level(inner, (*self.address, index, n), self, self.jaxpr.eqns[index])
+        return level
 
     def is_fill(self, atom: Any) -> bool:
-        """Whether a value is a number, repeated, or is left unset."""
+        """Whether a value is a broadcast number, or uninitialised."""
         if isinstance(atom, Literal):
             return True
         if atom not in self.made:
@@ -74,16 +74,20 @@ class _Level:
         eqn = self.jaxpr.eqns[self.made[atom][0]]
         return row_of(eqn).is_fill and all(map(self.is_fill, eqn.invars))
 
-    def later(self, v: Any) -> list[tuple[Any, Any]]:
-        """Where a value is handed on to, directly or not: the equations and their results."""
-        found = []
-        for eqn, out in self._handed_on.get(v, ()):
-            found += [(eqn, out), *self.later(out)]
-        return found
+    def forwards(self, v: Any) -> list[tuple[Any, Any]]:
+        """The equations that forward a value, directly or not, and their results."""
+        pairs = []
+        for eqn, out in self._forwarded.get(v, ()):
+            pairs += [(eqn, out), *self.forwards(out)]
+        return pairs
 
 
-class Origins:
-    """Finds the `Place` of each output of an inlined jaxpr."""
+class ProvenanceFinder:
+    """Finds the `Provenance` of each output of an inlined jaxpr.
+
+    Args:
+        states: for each input, the path of its state; None for other inputs.
+    """
 
     def __init__(self, jaxpr: Jaxpr, states: Sequence[str | None]):
         self._top = _Level(jaxpr)
@@ -91,25 +95,28 @@ class Origins:
         known = [frozenset() if path is None else frozenset({Origin(path, frozenset())}) for path in states]
         self._near = {site.address: site.value.near for site in Survey(jaxpr, known).sites}
 
-    def __call__(self, atom: Any) -> Place:
-        level, place = self._top, Place(atom.aval)
-        stacked = True  # while what was walked through gives each step's value, not the last one's
-        carried = False  # whether it is the result of the step before that is read in this one
-        seen = set()
+    def __call__(self, atom: Any) -> Provenance:
+        level, provenance = self._top, Provenance(atom.aval)
+        stacked = True  # whether the atom is the value of every step, not only the last carry
+        carried = False  # whether the atom is the carry that the previous step computed
+        seen = set()  # the carry of a loop may lead back to itself
         while not isinstance(atom, Literal) and atom not in seen:
             seen.add(atom)
-            self._note(level, atom, place, stacked)
+            self._add_names(level, atom, provenance, stacked)
+
+            # An input: go on outside, or in the previous step of a loop.
             if atom not in level.made:
                 if level.outer is None:
-                    place.input = self._inputs[atom]
+                    provenance.input = self._inputs[atom]
                     break
-                inside, (level, atom) = level, self._outwards(level, atom)
-                carried = level is inside
+                inner_level, (level, atom) = level, self._outer_value(level, atom)
+                carried = level is inner_level
                 continue
+
             i, n = level.made[atom]
             eqn = level.jaxpr.eqns[i]
             name = eqn.primitive.name
-            place.regions += [] if carried else regions_of(eqn)
+            provenance.regions += [] if carried else regions_of(eqn)
             if row_of(eqn).forwards is Forwards.VALUE:
                 atom = eqn.invars[n if len(eqn.invars) == len(eqn.outvars) else 0]
             elif name == "scan":
@@ -118,36 +125,36 @@ class Origins:
                 atom = level.jaxpr.outvars[n]
                 stacked = stacked and is_step
                 if is_step:
-                    place.times *= eqn.params["length"]
-                    place.aval = atom.aval
+                    provenance.times *= eqn.params["length"]
+                    provenance.aval = atom.aval
             elif name == "cond":
-                level, atom = self._branch(level, i, eqn, n)
+                level, atom = self._branch_value(level, i, eqn, n)
             elif name == "shard_map":
                 level = level.within(i, 0, eqn.params["jaxpr"])
                 atom = level.jaxpr.outvars[n]
             else:
-                place.eqn, place.address = eqn, (*level.address, i, n)
+                provenance.eqn, provenance.address = eqn, (*level.address, i, n)
                 break
-        return place
+        return provenance
 
-    def near(self, place: Place) -> list[str]:
-        """Paths of the states that the value was last computed with."""
-        return sorted(origin.path for origin in self._near.get(place.address, ()))
+    def nearest_states(self, provenance: Provenance) -> list[str]:
+        """Paths of the states that the value was last computed from."""
+        return sorted(origin.path for origin in self._near.get(provenance.address, ()))
 
-    def _note(self, level: _Level, v: Any, place: Place, stacked: bool) -> None:
-        """Add names of a value that has been found at a level; also those that later equations give it."""
-        others = level.later(v)
+    def _add_names(self, level: _Level, v: Any, provenance: Provenance, stacked: bool) -> None:
+        """Add the names and aliases of a value at one level, including the names that later equations give it."""
+        forwards = level.forwards(v)
         if v in level.made:
             eqn = level.jaxpr.eqns[level.made[v][0]]
-            others.append((eqn, v))
-        for eqn, _ in others:
-            if eqn.primitive is _jax.name_primitive and eqn.params["name"] not in place.names:
-                place.names.append(eqn.params["name"])
+            forwards.append((eqn, v))
+        for eqn, _ in forwards:
+            if eqn.primitive is _jax.name_primitive and eqn.params["name"] not in provenance.names:
+                provenance.names.append(eqn.params["name"])
         if stacked:
-            place.aliases |= {v, *(out for _, out in others)}
+            provenance.aliases |= {v, *(out for _, out in forwards)}
 
-    def _outwards(self, level: _Level, v: Any) -> tuple[_Level, Any]:
-        """From the input of an inner jaxpr to the value that it has: outside, or at the end of the step before."""
+    def _outer_value(self, level: _Level, v: Any) -> tuple[_Level, Any]:
+        """The value of an input of an inner jaxpr: an operand of the equation, or the carry of the previous step."""
         eqn, n = level.eqn, level.jaxpr.invars.index(v)
         assert level.outer is not None
         if eqn.primitive.name == "scan":
@@ -156,25 +163,25 @@ class Origins:
             if 0 <= n_carry < num_carry and level.jaxpr.outvars[n_carry] is not v:
                 return level, level.jaxpr.outvars[n_carry]
         elif eqn.primitive.name == "cond":
-            n += 1  # the first operand chooses
+            n += 1  # the first operand is the index of the branch
         return level.outer, eqn.invars[n]
 
     @staticmethod
-    def _branch(level: _Level, i: int, eqn: Any, n: int) -> tuple[_Level, Any]:
-        """The branch in which an output is computed; where it is not, something is filled in."""
-        found = [level.within(i, b, jaxpr) for b, jaxpr in enumerate(eqn.params["branches"])]
-        inner = next((inner for inner in found if not inner.is_fill(inner.jaxpr.outvars[n])), found[0])
+    def _branch_value(level: _Level, i: int, eqn: Any, n: int) -> tuple[_Level, Any]:
+        """The output of the branch that computes it: differentiation lets the other branches return fill values."""
+        levels = [level.within(i, b, jaxpr) for b, jaxpr in enumerate(eqn.params["branches"])]
+        inner = next((inner for inner in levels if not inner.is_fill(inner.jaxpr.outvars[n])), levels[0])
         return inner, inner.jaxpr.outvars[n]
 
 
-# -- the arrays that are kept --------------------------------------------------------------------------------------
+# -- the arrays of the residuals -----------------------------------------------------------------------------------
 
 
 _NAMING = (_jax.name_primitive, _jax.mark_primitive)
 
 
 def buffers(passes: Passes) -> list[list[int]]:
-    """The residuals, by index, that are one array each; in the order of their first."""
+    """Group residuals, by index, that are one array; in the order of the first of each group."""
     jaxpr = inline(passes.forward, calls=EAGER)
     names = {e.outvars[0]: e.invars[0] for e in jaxpr.eqns if e.primitive in _NAMING}
     groups: dict[Any, list[int]] = {}
@@ -185,47 +192,47 @@ def buffers(passes: Passes) -> list[list[int]]:
     return list(groups.values())
 
 
-# -- who reads it ------------------------------------------------------------------------------------------------
+# -- the readers -------------------------------------------------------------------------------------------------
 
-PLAIN = -1
-UNKNOWN = -2  # a region that is made only when its equation is differentiated, by a custom rule
+NOT_REMATERIALISED = -1
+UNKNOWN_REGION = -2  # a region that a custom rule makes when its equation is differentiated
 
 
 def readers(jaxpr: Jaxpr) -> list[set[int]]:
-    """For each input of a backward pass: the regions whose recomputation reads it, and `PLAIN` if anything else does."""
+    """For each input of a backward pass: the regions whose recomputation reads it, and `NOT_REMATERIALISED` for other readers."""
     uses: dict[Any, set[int]] = {}
 
-    def add(atom: Any, who: set[int]) -> None:
-        if who and not isinstance(atom, Literal):
-            uses.setdefault(atom, set()).update(who)
+    def add(atom: Any, regions: set[int]) -> None:
+        if regions and not isinstance(atom, Literal):
+            uses.setdefault(atom, set()).update(regions)
 
     for v in jaxpr.outvars:
-        add(v, {PLAIN})
+        add(v, {NOT_REMATERIALISED})
     for eqn in reversed(jaxpr.eqns):
         name = eqn.primitive.name
         inner = [_jax.open_jaxpr(x)[0] for x in _loop_bodies(eqn)]
         if name in REMAT:
-            region = (regions_of(eqn) or [UNKNOWN])[-1]
+            region = (regions_of(eqn) or [UNKNOWN_REGION])[-1]
             for v in eqn.invars:
                 add(v, {region})
         elif row_of(eqn).forwards is Forwards.VALUE and len(eqn.invars) == len(eqn.outvars):
             for a, v in zip(eqn.invars, eqn.outvars, strict=True):
                 add(a, uses.get(v, set()))
         elif inner:
-            skipped = len(eqn.invars) - len(inner[0].invars)
-            for v in eqn.invars[:skipped]:
-                add(v, {PLAIN})
-            for sub in inner:
-                for v, who in zip(eqn.invars[skipped:], readers(sub), strict=True):
-                    add(v, who)
+            num_leading = len(eqn.invars) - len(inner[0].invars)
+            for v in eqn.invars[:num_leading]:
+                add(v, {NOT_REMATERIALISED})
+            for body in inner:
+                for v, regions in zip(eqn.invars[num_leading:], readers(body), strict=True):
+                    add(v, regions)
         else:
             for v in eqn.invars:
-                add(v, {PLAIN})
+                add(v, {NOT_REMATERIALISED})
     return [uses.get(v, set()) for v in jaxpr.invars]
 
 
 def _loop_bodies(eqn: Any) -> Sequence[Any]:
-    """The jaxprs of an equation whose inputs are its last operands, one for one."""
+    """The jaxprs of a loop, branch or map, whose inputs are the last operands of the equation."""
     if eqn.primitive.name == "cond":
         return eqn.params["branches"]
     return [eqn.params["jaxpr"]] if eqn.primitive.name in ("scan", "shard_map") else []

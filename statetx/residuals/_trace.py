@@ -1,8 +1,8 @@
-"""The forward and the backward pass of a function as equations, and what crosses from one to the other.
+"""The forward and the backward pass of a function as equations, and the residuals between them.
 
-``jax.vjp`` returns its pullback as a pytree, whose leaves are the arrays that it holds: the residuals. So the function is staged,
-with every argument, state and constant an input, and ``jax.vjp`` of it is staged again, with these leaves as further outputs.
-Nothing is computed, and the user's Python runs once.
+``jax.vjp`` returns its pullback as a pytree whose leaves are the residuals. So the function is staged once, with every
+argument, state and constant as an input, and then ``jax.vjp`` of it is staged, with these leaves as additional outputs.
+No array is computed, and the user's Python runs once.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .._tree import Partition, as_array, is_array, is_array_or_number, is_float
 from .._typing import Filter, PyTree
 
 
-class Source(NamedTuple):
-    """Where an input of the function comes from.
+class InputOrigin(NamedTuple):
+    """The argument, state or constant that an input of the function comes from.
 
     Attributes:
         origin: "argument", "state" or "constant".
-        path: of the argument, as written in Python (``params['w']``), or of the state.
+        path: the argument as written in Python (``params['w']``), or the path of the state.
         kind: the state's type.
     """
 
@@ -44,18 +44,20 @@ class Source(NamedTuple):
 
 
 class Passes:
-    """A function, differentiated.
+    """The forward and backward pass of a function.
 
     Attributes:
-        name: the function's.
-        forward: equations of the forward pass. Its outputs are the function's, `num_out` of them, then the residuals.
-        backward: of the backward pass. Its inputs are the residuals and the cotangents of the outputs; its outputs are the
-            cotangents of the inputs `chosen`.
-        sources: for each input of `forward`, where it comes from.
-        regions: names of the rematerialised functions; `regions_of` says which of them an equation belongs to.
+        name: the function's name.
+        forward: the jaxpr of the forward pass. Its outputs are the `num_out` outputs of the function, then the residuals.
+        backward: the jaxpr of the backward pass. Its inputs are the residuals and the cotangents of the outputs; its outputs
+            are the cotangents of the inputs `chosen`.
+        sources: the origin of each input of `forward`.
+        regions: names of the rematerialised functions; `regions_of` gives those that an equation belongs to.
     """
 
-    def __init__(self, name: str, body: Jaxpr, outs: Sequence[int], chosen: Sequence[int], sources: Sequence[Source]):
+    def __init__(
+        self, name: str, body: Jaxpr, outs: Sequence[int], chosen: Sequence[int], sources: Sequence[InputOrigin]
+    ):
         self.name = short_name(name)
         self.num_out = len(outs)
         self.regions: list[str] = []
@@ -68,7 +70,7 @@ class Passes:
         avals = [v.aval for v in body.invars]
         closed, self._pullback = forward_pass(run, avals, chosen, kind="statetx.residuals", name=name)
         self.forward = _jax.established(closed.jaxpr)
-        self.sources = [Source("constant")] * closed.num_operands + list(sources)
+        self.sources = [InputOrigin("constant")] * closed.num_operands + list(sources)
         self.chosen = [closed.num_operands + i for i in chosen]
 
     @property
@@ -94,28 +96,29 @@ def differentiate(
     wrt: PyTree | Filter = None,
     has_aux: bool = False,
 ) -> Passes:
-    """Stage a function and its derivative; which values it is differentiated with respect to, `saved_residuals` says."""
-    everything = argnums is None and wrt is None
+    """Stage a function and its derivative with respect to the inputs that `saved_residuals` documents."""
+    all_inputs = argnums is None and wrt is None
     nums, _ = resolve_argnums(argnums, len(args), fun)
     targets = None if wrt is None else Targets(wrt, fun, args, kwargs)
 
-    def wants_state(state: Any) -> bool:
-        return everything or (targets is not None and targets.is_target(state))
+    def is_target_state(state: Any) -> bool:
+        return all_inputs or (targets is not None and targets.is_target(state))
 
-    given, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_states.is_opaque)
-    wants = [everything or (keys[0].idx == 0 and keys[1].idx in nums) for keys, _ in given]
+    leaves_with_path, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_states.is_opaque)
+    are_targets = [all_inputs or (keys[0].idx == 0 and keys[1].idx in nums) for keys, _ in leaves_with_path]
     mask = tuple(
-        _is_traced(x) or (w and isinstance(x, (float, complex))) for (_, x), w in zip(given, wants, strict=True)
+        _is_traced(x) or (w and isinstance(x, (float, complex)))
+        for (_, x), w in zip(leaves_with_path, are_targets, strict=True)
     )
-    others = Partition(treedef, mask, tuple(x for (_, x), m in zip(given, mask, strict=True) if not m))
-    arrays = [as_array(x) for (_, x), m in zip(given, mask, strict=True) if m]
+    static_part = Partition(treedef, mask, tuple(x for (_, x), m in zip(leaves_with_path, mask, strict=True) if not m))
+    arrays = [as_array(x) for (_, x), m in zip(leaves_with_path, mask, strict=True) if m]
 
     lifting = _Reads(targets)
     name = name_of(fun)
 
     def body(*tracers: Any) -> tuple[list, None]:
         frame = frame_for("saved_residuals", fun, on_read=lifting.on_read)
-        call_args, call_kwargs = others.combine(tracers)
+        call_args, call_kwargs = static_part.combine(tracers)
         out = frame.run(fun, *call_args, **call_kwargs)
         for effect in frame.effects:
             effect.value = None
@@ -125,23 +128,25 @@ def differentiate(
     with table.bypassed():
         avals = [_jax.abstract(x) for x in arrays]
         staged, _, refs = stage(
-            body, avals, kind="statetx.residuals", names=InputNames(fun, others.combine), lifting=lifting
+            body, avals, kind="statetx.residuals", names=InputNames(fun, static_part.combine), lifting=lifting
         )
         outs = range(len(staged.jaxpr.outvars) - len(refs))
 
-        sources = [Source("constant")] * staged.num_operands
+        sources = [InputOrigin("constant")] * staged.num_operands
         is_chosen = [False] * staged.num_operands
         names = argument_names(fun, args)
-        for (keys, _), wanted, dynamic in zip(given, wants, mask, strict=True):
+        for (keys, _), is_target, dynamic in zip(leaves_with_path, are_targets, mask, strict=True):
             if dynamic:
-                sources.append(Source("argument", names(keys)))
-                is_chosen.append(wanted)
+                sources.append(InputOrigin("argument", names(keys)))
+                is_chosen.append(is_target)
         paths = Paths(fun, args, kwargs)
-        for read in lifting.inputs.values():
-            leaves = _leaf_paths(read.part, paths(read.state))
-            sources += [Source("state", path, type(read.state).__name__) for path in leaves]
-            is_chosen += [wants_state(read.state)] * len(leaves)
+        for state_input in lifting.inputs.values():
+            leaves = _leaf_paths(state_input.part, paths(state_input.state))
+            sources += [InputOrigin("state", path, type(state_input.state).__name__) for path in leaves]
+            is_chosen += [is_target_state(state_input.state)] * len(leaves)
         assert len(sources) == len(staged.jaxpr.invars)
+
+        # Only floats have derivatives.
         chosen = [
             i for i, (c, v) in enumerate(zip(is_chosen, staged.jaxpr.invars, strict=True)) if c and is_float(v.aval)
         ]
@@ -150,7 +155,7 @@ def differentiate(
 
 
 class _Reads(Lifting):
-    """Every state's arrays are inputs; its Python numbers too where they were asked for by `wrt`."""
+    """Makes every array of a state an input, and the Python numbers of the states that `wrt` selects."""
 
     def __init__(self, targets: Targets | None):
         super().__init__(is_array)
@@ -180,7 +185,7 @@ _TAG = "statetx-remat-"
 
 
 def _tag(x: Any, regions: list[str]) -> Any:
-    """Give each rematerialised region a scope of its own, by which what differentiation makes of it is known."""
+    """Give each rematerialised region its own name scope, which all equations derived from it by differentiation inherit."""
     jaxpr, _ = _jax.open_jaxpr(x)
     eqns = []
     for eqn in jaxpr.eqns:
@@ -193,7 +198,7 @@ def _tag(x: Any, regions: list[str]) -> Any:
 
 
 def regions_of(eqn: Any) -> list[int]:
-    """The rematerialised regions that an equation is part of, outermost first."""
+    """The indices of the rematerialised regions that an equation belongs to, outermost first."""
     return [int(n) for n in re.findall(_TAG + r"(\d+)", _jax.scope(eqn))]
 
 
@@ -201,11 +206,11 @@ _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "p
 
 
 def user_line(eqn: Any) -> tuple[str, int, str]:
-    """File, line and function of the innermost code that led to an equation and is in no installed package.
+    """File, line and function of the innermost frame behind an equation that is outside every installed package.
 
-    Where all of it is installed, of the innermost that is not in JAX, in statetx or in a library of states.
+    If all frames are in installed packages: of the innermost one outside JAX, statetx and the libraries of states.
     """
     traceback, folders = eqn.source_info.traceback, _states.library_folders()
-    found = _jax.traceback_frame(traceback, folders + _INSTALLED) or _jax.traceback_frame(traceback, folders)
-    file, line, function = found or ("", 0, "")
+    frame = _jax.traceback_frame(traceback, folders + _INSTALLED) or _jax.traceback_frame(traceback, folders)
+    file, line, function = frame or ("", 0, "")
     return file, line, short_name(function)

@@ -1,4 +1,4 @@
-"""`print_fwd_bwd`: the forward and the backward pass of a function side by side, and what crosses from one to the other."""
+"""`print_fwd_bwd`: the forward and the backward pass of a function side by side, with the residuals marked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ._trace import Passes, differentiate, regions_of, user_line
 
 
 class Piece(NamedTuple):
-    """A part of a line, and what it is: "name", "residual", "type", "operation", "detail", "place" or "" for the rest."""
+    """A part of a line, with a style: "name", "residual", "type", "operation", "detail", "place" or ""."""
 
     text: str
     style: str = ""
@@ -47,7 +47,7 @@ _CSS = {
     "detail": "opacity:0.65",
     "place": "opacity:0.5;font-style:italic",
 }
-_MIN_WIDTH = 110  # narrower than this, one pass stands above the other
+_MIN_WIDTH = 110  # columns; below it, the passes are printed one above the other
 
 
 class FwdBwd:
@@ -56,9 +56,9 @@ class FwdBwd:
     ``str()`` gives plain text, ``rich.print`` colours, and a notebook shows it as HTML.
 
     Attributes:
-        name: the function's.
+        name: the function's name.
         forward, backward: lines, each a list of `Piece`.
-        residuals: label, type and bytes of each value that crosses, in the order of the forward pass.
+        residuals: label, type and bytes of each residual, in the order of the forward pass.
     """
 
     def __init__(self, passes: Passes):
@@ -69,15 +69,18 @@ class FwdBwd:
         self.residuals = printer.crossing
 
     def text(self, width: int) -> str:
-        """As plain text of at most `width` columns; below 110 one pass stands above the other."""
+        """Plain text of at most `width` columns; below 110, the passes are one above the other."""
         if width < _MIN_WIDTH:
             parts = [["forward", *_fold(self.forward, width)], ["backward", *_fold(self.backward, width)]]
             body = "\n".join(line for title, *lines in parts for line in (title, "-" * width, *lines, ""))
         else:
             half = (width - 3) // 2
-            left, right = _fold(self.forward, half), _fold(self.backward, half)
+            forward_lines, backward_lines = _fold(self.forward, half), _fold(self.backward, half)
             head = [f"{'forward':<{half}} | backward", f"{'-' * half}-+-{'-' * half}"]
-            rows = [f"{a:<{half}} | {b}".rstrip() for a, b in itertools.zip_longest(left, right, fillvalue="")]
+            rows = [
+                f"{a:<{half}} | {b}".rstrip()
+                for a, b in itertools.zip_longest(forward_lines, backward_lines, fillvalue="")
+            ]
             body = "\n".join([*head, *rows])
         return f"{self._title()}\n{body}".rstrip()
 
@@ -143,7 +146,7 @@ def _fold(lines: list[Line], width: int) -> list[str]:
 
 
 def _fold_pieces(lines: list[Line], width: int) -> Iterator[Line]:
-    """Lines of at most `width` columns: what is too long goes on, indented, in the next line; places are dropped first."""
+    """Fold lines to at most `width` columns, with indented continuation lines; the place of a long line is dropped first."""
     for line in lines:
         if sum(len(p.text) for p in line) > width:
             line = [p for p in line if p.style != "place"]
@@ -165,7 +168,7 @@ def _fold_pieces(lines: list[Line], width: int) -> Iterator[Line]:
 
 
 def _words(line: Line) -> Iterator[Line]:
-    """The pieces of a line between which it may be broken: where there is a blank."""
+    """Group the pieces of a line into words; the line may be broken between two words, at a blank."""
     word: Line = []
     for piece in line:
         if word and (piece.text.startswith(" ") or word[-1].text.endswith(" ")):
@@ -178,8 +181,8 @@ def _words(line: Line) -> Iterator[Line]:
 
 # -- equations as lines ----------------------------------------------------------------------------------------------
 
-# Parameters that say what an operation does; others are left out, and those of products are written as letters.
-_SHOWN = frozenset(
+# Parameters that are printed. The dimension numbers of products are printed as letters, other parameters are omitted.
+_PRINTED_PARAMS = frozenset(
     "axes axis dimension dimensions permutation new_dtype shape start_indices limit_indices strides dim index y length reverse k "
     "lengths padding window_dimensions direction num_keys".split()
 )
@@ -187,18 +190,18 @@ _MAX_PARAM = 24
 
 
 class _Printer:
-    """Writes the equations of both passes, with the same names for the same values.
+    """Formats the equations of both passes, with the same names for the same values.
 
-    What only hands a value on has no line of its own, and the bodies of regions and branches speak of the values outside by
-    their names there.
+    Equations that only forward a value have no line of their own. The bodies of regions and branches use the outer names of
+    their inputs.
     """
 
     def __init__(self, passes: Passes):
         self._passes = passes
         self._names: dict[Any, str] = {}
-        self._residuals: dict[Any, str] = {}  # variables of either pass that are residuals, and their labels
-        self._same: dict[Any, Any] = {}  # variables that hold the value of another
-        self._lines: dict[Any, Line] = {}  # in which a variable is defined
+        self._residuals: dict[Any, str] = {}  # the labels of residuals, by their variables in either pass
+        self._aliases: dict[Any, Any] = {}  # variables that alias another
+        self._lines: dict[Any, Line] = {}  # the line that defines a variable
         self._used: set[str] = set()
         self._letters = (f"{a}{b}" for a in ["", *_ALPHABET] for b in _ALPHABET)
         self.crossing: list[tuple[str, str, int]] = []
@@ -209,9 +212,9 @@ class _Printer:
 
     # -- names --
 
-    def _unique(self, wanted: str) -> str:
-        tried = itertools.chain([wanted], (f"{wanted}_{i}" for i in itertools.count(2)))
-        name = next(n for n in tried if n not in self._used)
+    def _unique(self, base: str) -> str:
+        candidates = itertools.chain([base], (f"{base}_{i}" for i in itertools.count(2)))
+        name = next(n for n in candidates if n not in self._used)
         self._used.add(name)
         return name
 
@@ -221,13 +224,14 @@ class _Printer:
             self._names[v] = self._unique(source.path or f"constant{next(constants)}")
 
     def _name_residuals(self) -> None:
-        """Label what crosses: inputs by their names, others by the name that the user gave or by a number."""
-        given = {}
+        """Label the residuals: inputs by their names, others by the name from ``checkpoint_name`` or by a number."""
+        user_names = {}
         for eqn in self._forward.eqns:
             if row_of(eqn).is_label:
-                self._same[eqn.outvars[0]] = eqn.invars[0]
+                self._aliases[eqn.outvars[0]] = eqn.invars[0]
                 if eqn.primitive is _jax.name_primitive:
-                    given[self._root(eqn.outvars[0])] = eqn.params["name"]
+                    user_names[self._root(eqn.outvars[0])] = eqn.params["name"]
+
         atoms = self._forward.outvars[self._passes.num_out :]
         numbers = itertools.count(1)
         for group in buffers(self._passes):
@@ -235,7 +239,7 @@ class _Printer:
             if isinstance(atom, Literal):
                 continue
             if atom not in self._residuals:
-                name = self._names.get(atom) or self._unique(given.get(atom) or f"r{next(numbers)}")
+                name = self._names.get(atom) or self._unique(user_names.get(atom) or f"r{next(numbers)}")
                 self._residuals[atom] = f"*{name}"
             for i in group:
                 self._residuals[self._backward.invars[i]] = self._residuals[atom]
@@ -243,8 +247,8 @@ class _Printer:
             self.crossing.append((self._residuals[atom], short_type(dtype, shape), num_bytes(atom.aval)))
 
     def _root(self, atom: Any) -> Any:
-        while not isinstance(atom, Literal) and atom in self._same:
-            atom = self._same[atom]
+        while not isinstance(atom, Literal) and atom in self._aliases:
+            atom = self._aliases[atom]
         return atom
 
     def _atom(self, atom: Any) -> Piece:
@@ -322,7 +326,7 @@ class _Printer:
 
     def _fold(self, eqn: Any) -> None:
         (v,), (source,) = eqn.outvars, eqn.invars
-        self._same[v] = source
+        self._aliases[v] = source
         line = self._lines.get(self._root(source))
         if line is not None and eqn.primitive is _jax.name_primitive:
             line.insert(-1, Piece(f" named {eqn.params['name']!r}", "detail"))
@@ -331,38 +335,45 @@ class _Printer:
         name = eqn.primitive.name
         if name in REMAT:
             body = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
-            self._same.update(zip(body.invars, eqn.invars, strict=True))
-            known = set(body.invars)
+            self._aliases.update(zip(body.invars, eqn.invars, strict=True))
+
+            # An output takes the name of the outer variable, unless its inner variable has a name already.
+            defined = set(body.invars)
             copies = []
-            for outside, inside in zip(eqn.outvars, body.outvars, strict=True):
-                if isinstance(inside, Literal) or inside in known:
-                    copies.append([Piece("  " * depth), self._atom(outside), Piece(" = "), self._atom(inside)])
+            for outer, inner in zip(eqn.outvars, body.outvars, strict=True):
+                if isinstance(inner, Literal) or inner in defined:
+                    copies.append([Piece("  " * depth), self._atom(outer), Piece(" = "), self._atom(inner)])
                 else:
-                    known.add(inside)
-                    self._same[inside] = outside
+                    defined.add(inner)
+                    self._aliases[inner] = outer
             yield from self._equations(body, depth)
             yield from copies
+
         elif name == "scan":
             body = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
             start, num_carry = _jax.scan_counts(eqn)
             end = start + num_carry
-            self._same.update(zip(body.invars[:start], eqn.invars[:start], strict=True))
-            for inside, outside in zip(body.invars[start:end], eqn.invars[start:end], strict=True):
-                yield self._enter(depth, "carry", inside, "from", outside)
-            for inside, outside in zip(body.invars[end:], eqn.invars[end:], strict=True):
-                yield self._enter(depth, "each", inside, "of", outside)
+
+            self._aliases.update(zip(body.invars[:start], eqn.invars[:start], strict=True))
+            for inner, outer in zip(body.invars[start:end], eqn.invars[start:end], strict=True):
+                yield self._loop_input(depth, "carry", inner, "from", outer)
+            for inner, outer in zip(body.invars[end:], eqn.invars[end:], strict=True):
+                yield self._loop_input(depth, "each", inner, "of", outer)
             yield from self._equations(body, depth)
+
             carries, stacked = body.outvars[: end - start], body.outvars[end - start :]
             for word, atoms in (("carry on", carries), ("stack", stacked)):
                 if atoms:
                     yield [Piece("  " * depth), *self._list(word, atoms)]
+
         elif name == "cond":
             for i, branch in enumerate(eqn.params["branches"]):
                 body = _jax.open_jaxpr(branch)[0]
-                self._same.update(zip(body.invars, eqn.invars[1:], strict=True))
+                self._aliases.update(zip(body.invars, eqn.invars[1:], strict=True))
                 yield [Piece("  " * depth), Piece(f"branch {i}", "operation")]
                 yield from self._equations(body, depth + 1)
                 yield [Piece("  " * (depth + 1)), *self._list("return", body.outvars)]
+
         elif name in ("while", "shard_map"):
             for key, value in eqn.params.items():
                 if _jax.is_jaxpr(value):
@@ -372,9 +383,9 @@ class _Printer:
                     yield from self._equations(body, depth + 1)
                     yield [Piece("  " * (depth + 1)), *self._list("return", body.outvars)]
 
-    def _enter(self, depth: int, word: str, inside: Any, of: str, outside: Any) -> Line:
+    def _loop_input(self, depth: int, word: str, inner: Any, preposition: str, outer: Any) -> Line:
         start = [Piece("  " * depth), Piece(f"{word} ", "operation")]
-        return [*start, *self._typed(inside), Piece(f" {of} "), self._atom(outside)]
+        return [*start, *self._typed(inner), Piece(f" {preposition} "), self._atom(outer)]
 
     def _operation(self, eqn: Any) -> str:
         name = eqn.primitive.name
@@ -384,8 +395,8 @@ class _Printer:
         return f"dot {_contraction(eqn)}" if name == "dot_general" else name
 
     def _params(self, eqn: Any) -> Line:
-        shown = {k: v for k, v in eqn.params.items() if k in _SHOWN and v not in (None, False, (), "")}
-        text = " ".join(f"{k}={_shorten(_compact(v))}" for k, v in shown.items())
+        params = {k: v for k, v in eqn.params.items() if k in _PRINTED_PARAMS and v not in (None, False, (), "")}
+        text = " ".join(f"{k}={_shorten(_compact(v))}" for k, v in params.items())
         return [Piece(f"[{text}]", "detail")] if text else []
 
     def _place(self, eqn: Any) -> Piece:
@@ -411,20 +422,20 @@ def _shorten(text: str) -> str:
 
 
 def _contraction(eqn: Any) -> str:
-    """The dimension numbers of a product as ``jnp.einsum`` takes them: ``ab,bc->ac``."""
+    """The dimension numbers of a product in the notation of ``jnp.einsum``: ``ab,bc->ac``."""
     (contracted_l, contracted_r), (batch_l, batch_r) = eqn.params["dimension_numbers"]
     letters = iter(_ALPHABET)
-    left = [next(letters) for _ in eqn.invars[0].aval.shape]
+    lhs = [next(letters) for _ in eqn.invars[0].aval.shape]
     joined = dict(zip((*contracted_r, *batch_r), (*contracted_l, *batch_l), strict=True))
-    right = [left[joined[i]] if i in joined else next(letters) for i in range(len(eqn.invars[1].aval.shape))]
-    out = [left[i] for i in batch_l]
-    out += [c for i, c in enumerate(left) if i not in (*contracted_l, *batch_l)]
-    out += [c for i, c in enumerate(right) if i not in (*contracted_r, *batch_r)]
-    return f"{''.join(left)},{''.join(right)}->{''.join(out)}"
+    rhs = [lhs[joined[i]] if i in joined else next(letters) for i in range(len(eqn.invars[1].aval.shape))]
+    out = [lhs[i] for i in batch_l]
+    out += [c for i, c in enumerate(lhs) if i not in (*contracted_l, *batch_l)]
+    out += [c for i, c in enumerate(rhs) if i not in (*contracted_r, *batch_r)]
+    return f"{''.join(lhs)},{''.join(rhs)}->{''.join(out)}"
 
 
 def _without_dead(jaxpr: Jaxpr) -> Jaxpr:
-    """The jaxpr without equations that nothing reads; loops stay whole."""
+    """The jaxpr without equations whose outputs are unused; the bodies of loops are unchanged."""
     alive = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     eqns = []
     for eqn in reversed(jaxpr.eqns):
@@ -446,12 +457,12 @@ def print_fwd_bwd(
     has_aux: bool = False,
     **kwargs: Any,
 ) -> FwdBwd:
-    """Print the forward and the backward pass of a function side by side, and mark what crosses.
+    """Print the forward and the backward pass of a function side by side, and mark the residuals.
 
-    Each line is an operation with the types of what it gives and the line of the source that it comes from. Inputs have
-    the names of arguments and states; a value that crosses is marked by a star and has one label on both sides, which is its
-    name where ``checkpoint_name`` gave it one. ``recompute f`` on the right is what the backward pass runs again of a rematerialised
-    function. Nothing is computed, and no state changes.
+    Each line is an operation with the types of its outputs and its line of the source. Inputs have the names of arguments
+    and states. A residual is marked by a star and has the same label on both sides: its name from ``checkpoint_name``, if it
+    has one. ``recompute f`` on the right is the part of a rematerialised function that the backward pass runs again. No array
+    is computed, and no state changes.
 
     Args:
         fun: the function, which may read and write states.
@@ -459,9 +470,9 @@ def print_fwd_bwd(
         argnums, wrt, has_aux: as in `saved_residuals`.
 
     Returns:
-        A `FwdBwd`. In a notebook nothing is printed: it is shown as HTML where it is the last value of a cell. In a
+        A `FwdBwd`. In a notebook nothing is printed: it is shown as HTML if it is the last value of a cell. In a
         terminal it is printed in colours if rich is installed, elsewhere as plain text, as wide as the terminal (160
-        columns where there is none).
+        columns without one).
 
     Raises:
         StateFilterError: `wrt` selects no state.
@@ -473,16 +484,16 @@ def print_fwd_bwd(
         >>> import jax.numpy as jnp, statetx
         >>> w = statetx.Param(jnp.ones(3))
         >>> layer = statetx.remat(lambda x: jnp.sin(w.value * x))
-        >>> shown = statetx.print_fwd_bwd(layer, jnp.ones(3))  # doctest: +ELLIPSIS
+        >>> printed = statetx.print_fwd_bwd(layer, jnp.ones(3))  # doctest: +ELLIPSIS
         <lambda>: 2 values, 24 B, cross from the forward to the backward pass
         ...
-        >>> shown.residuals
+        >>> printed.residuals
         [('*x', 'f32[3]', 12), ('*w', 'f32[3]', 12)]
     """
-    shown = FwdBwd(differentiate(fun, args, kwargs, argnums=argnums, wrt=wrt, has_aux=has_aux))
+    result = FwdBwd(differentiate(fun, args, kwargs, argnums=argnums, wrt=wrt, has_aux=has_aux))
     if not _in_notebook():
-        _print(shown)
-    return shown
+        _print(result)
+    return result
 
 
 def _in_notebook() -> bool:
@@ -491,12 +502,12 @@ def _in_notebook() -> bool:
     return shell is not None and getattr(shell, "kernel", None) is not None
 
 
-def _print(shown: FwdBwd) -> None:
+def _print(result: FwdBwd) -> None:
     if sys.stdout.isatty():
         try:
             from rich.console import Console
         except ImportError:
             pass
         else:
-            return Console().print(shown)
-    print(shown)
+            return Console().print(result)
+    print(result)

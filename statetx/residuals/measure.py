@@ -1,4 +1,4 @@
-"""`measure`: memory and operations of a compiled program, counted in one way everywhere."""
+"""`measure`: memory and operations of a compiled program, counted the same way everywhere."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def measure(
     compiler_options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Cost:
-    """Compile a function, with its gradient, and say what memory and how many operations it takes.
+    """Compile a function, with its gradient, and count its memory and operations.
 
-    Nothing is computed and no state changes. Memory is what XLA reserves for the compiled program; operations are
-    those of its equations, which recomputation is part of, without what nobody uses.
+    No array is computed and no state changes. Memory is the memory that XLA reserves for the compiled program; operations
+    are counted in its equations, including recomputation, without unused equations.
 
     Args:
         fun: a function that may read and write states.
-        *args, **kwargs: what to call it with; ``jax.ShapeDtypeStruct`` stands for an array.
+        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
         gradient: whether the program also computes the derivative of all float outputs with respect to every float
-            argument and every float state. False for a training step, which differentiates within.
+            argument and every float state. False for a training step, which differentiates inside.
         compiler_options: as in ``jax.jit``.
 
     Returns:
         `Cost`, with ``temp_bytes``, ``argument_bytes``, ``output_bytes`` and ``peak_bytes`` in bytes, ``flops`` with
-        each loop counted as often as it runs its body (a while loop, whose length nobody knows, once), and
+        each loop body counted as often as it runs (once for a while loop, whose length is unknown), and
         ``compiled_flops``, XLA's own figure, which counts the body of every loop once.
 
     Source:
@@ -54,10 +54,10 @@ def measure(
 def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, list[Any]]:
     """Outputs and new states as a function of arrays, and these arrays."""
     pure = functionalize(fun)
-    arrays, others = partition((pure.values(*args, **kwargs), args, kwargs), lambda x: hasattr(x, "dtype"))
+    arrays, static_part = partition((pure.values(*args, **kwargs), args, kwargs), lambda x: hasattr(x, "dtype"))
 
     def run(*arrays: Any) -> list[Any]:
-        values, args, kwargs = others.combine(arrays)
+        values, args, kwargs = static_part.combine(arrays)
         return partition(pure(values, *args, **kwargs), lambda x: hasattr(x, "dtype"))[0]
 
     return run, arrays
@@ -66,11 +66,11 @@ def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tupl
 def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, list[Any]]:
     """Outputs, new states and gradients as a function of arrays, and these arrays."""
     pure = functionalize(fun)
-    arrays, others = partition((pure.values(*args, **kwargs), args, kwargs), lambda x: hasattr(x, "dtype"))
+    arrays, static_part = partition((pure.values(*args, **kwargs), args, kwargs), lambda x: hasattr(x, "dtype"))
 
     def run(*arrays: Any) -> tuple[list[Any], list[Any]]:
-        values, args, kwargs = others.combine(arrays)
-        out, new = pure(values, *args, **kwargs)
-        return partition(out, is_float)[0], partition((out, new), lambda x: hasattr(x, "dtype"))[0]
+        values, args, kwargs = static_part.combine(arrays)
+        out, new_values = pure(values, *args, **kwargs)
+        return partition(out, is_float)[0], partition((out, new_values), lambda x: hasattr(x, "dtype"))[0]
 
     return with_pullback(run, [i for i, x in enumerate(arrays) if is_float(x)]), arrays

@@ -1,4 +1,4 @@
-"""`memory_report`: what policies cost and save in the compiled program, and why memory did not fall where it did not."""
+"""`memory_report`: memory and operations of the compiled program under several policies, and why a policy saves no memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ._show import format_flops
 from .measure import with_gradient
 from .table import Residuals, saved_residuals
 
-OFF = "no remat"
+BASELINE = "no remat"
 AS_WRITTEN = "as written"
-_SAME = 0.05  # memory that falls by less than this part has not fallen
+_SAME = 0.05  # a smaller relative reduction of memory counts as none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Measured(Cost):
     """A function and its derivative, compiled under one policy; a `Cost`, and
 
     Attributes:
-        policy: its name; "no remat" for none at all, "as written" for each function's own.
-        residuals: what it keeps, before the compiler looks at it.
+        policy: its name; "no remat" for the baseline without rematerialisation, "as written" for each function's own policy.
+        residuals: the residuals before compilation.
         seconds: median time of a run; None if it was not run.
     """
 
@@ -48,34 +48,34 @@ class Measured(Cost):
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """Why a policy does not do what one might expect.
+    """The reason why a policy does not save the expected memory.
 
     Attributes:
-        policy: which.
-        kind: "nothing to drop", "inputs dominate", "policy keeps it", "merged back", "barrier ignored", "peak elsewhere",
+        policy: the policy's name.
+        category: "nothing to drop", "inputs dominate", "policy keeps it", "merged back", "barrier ignored", "peak elsewhere",
             "no residual" or "unmatched".
-        text: what was seen, and what to do.
+        text: the finding, and the advice.
     """
 
     policy: str
-    kind: str
+    category: str
     text: str
 
     def __str__(self) -> str:
-        return f"{self.policy}: {self.kind}. {self.text}"
+        return f"{self.policy}: {self.category}. {self.text}"
 
 
 class MemoryReport:
-    """Policies side by side: a table of `Measured`, then what was found out.
+    """Policies side by side: a table of `Measured`, then the diagnoses.
 
     Prints as text, in colours with ``rich.print``, as HTML in a notebook.
 
     Attributes:
-        name: the function's.
-        rows: one for each policy, the first without rematerialisation.
-        diagnoses: empty where memory fell as it should.
-        num_devices: on how many devices the programs run. Residuals and FLOPs are of all devices together; memory of the
-            compiled programs (temporary, arguments, outputs, peak) is that of one device.
+        name: the function's name.
+        rows: one for each policy; the first is the baseline without rematerialisation.
+        diagnoses: empty if every policy saves memory as expected.
+        num_devices: the number of devices that the programs run on. Residuals and FLOPs count all devices together; memory of
+            the compiled programs (temporary, arguments, outputs, peak) is per device.
     """
 
     def __init__(self, name: str, rows: Sequence[Measured], diagnoses: Sequence[Diagnosis], num_devices: int = 1):
@@ -95,11 +95,11 @@ class MemoryReport:
         title = f"{self.name}: value and gradient"
         if self.num_devices == 1:
             return title
-        return f"{title} on {self.num_devices} devices; residuals and FLOPs of all of them, other sizes of one"
+        return f"{title} on {self.num_devices} devices; residuals and FLOPs of all devices, other sizes of one"
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
-        base = self.rows[0]
-        columns = ["policy", "residuals", "temporary", "of none", "arguments", "outputs", "peak", "FLOPs", "of none"]
+        baseline = self.rows[0]
+        columns = ["policy", "residuals", "temporary", "vs none", "arguments", "outputs", "peak", "FLOPs", "vs none"]
         cells = []
         for r in self.rows:
             sizes = [r.argument_bytes, r.output_bytes, r.peak_bytes]
@@ -108,13 +108,13 @@ class MemoryReport:
                     r.policy,
                     format_bytes(r.residual_bytes),
                     format_bytes(r.temp_bytes),
-                    _ratio(r.temp_bytes, base.temp_bytes),
+                    _ratio(r.temp_bytes, baseline.temp_bytes),
                 ]
-                + [*map(format_bytes, sizes), format_flops(r.flops), _ratio(r.flops, base.flops)]
+                + [*map(format_bytes, sizes), format_flops(r.flops), _ratio(r.flops, baseline.flops)]
             )
-            if r.seconds is not None and base.seconds is not None:
-                cells[-1] += [f"{1e3 * r.seconds:.3g} ms", _ratio(r.seconds, base.seconds)]
-        return (columns + ["time", "of none"])[: len(cells[0])], cells
+            if r.seconds is not None and baseline.seconds is not None:
+                cells[-1] += [f"{1e3 * r.seconds:.3g} ms", _ratio(r.seconds, baseline.seconds)]
+        return (columns + ["time", "vs none"])[: len(cells[0])], cells
 
     def __str__(self) -> str:
         columns, cells = self._table()
@@ -140,12 +140,12 @@ class MemoryReport:
             table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i > 0, overflow="fold")
         worse = {d.policy for d in self.diagnoses}
         for row in cells:
-            styles = ["bold"] + ["dim" if name == "of none" else "" for name in columns[1:]]
+            styles = ["bold"] + ["dim" if name == "vs none" else "" for name in columns[1:]]
             styles[2] = "yellow" if row[0] in worse else "green"
             table.add_row(*(Text(cell, style=style) for cell, style in zip(row, styles, strict=True)))
         yield table
         for d in self.diagnoses:
-            yield Text.assemble((f"{d.policy}: {d.kind}. ", "yellow"), d.text)
+            yield Text.assemble((f"{d.policy}: {d.category}. ", "yellow"), d.text)
 
     def _repr_html_(self) -> str:
         columns, cells = self._table()
@@ -164,7 +164,7 @@ class MemoryReport:
             for row in cells
         )
         notes = "".join(
-            f"<p style='margin:4px 0'><b>{html_.escape(d.policy)}: {d.kind}.</b> {html_.escape(d.text)}</p>"
+            f"<p style='margin:4px 0'><b>{html_.escape(d.policy)}: {d.category}.</b> {html_.escape(d.text)}</p>"
             for d in self.diagnoses
         )
         return (
@@ -196,21 +196,21 @@ def memory_report(
     compiler_options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> MemoryReport:
-    """Compile a function with its derivative, without rematerialisation and with, and compare the programs' memory.
+    """Compile a function with its derivative, with and without rematerialisation, and compare the programs' memory.
 
     The derivative is taken with respect to every float argument and every float state. No state changes.
 
     Args:
-        fun: a function that may read and write states. If no function in it is rematerialised, it is itself.
-        *args, **kwargs: what to call it with.
-        policies: policies to try in place of those that the rematerialised functions have; None is a policy, too. Not
-            given: the functions as they are written.
-        repeats: how often each program is run to take its time, in turns; not at all if 0.
+        fun: a function that may read and write states. If no function in it is rematerialised, `fun` itself is.
+        *args, **kwargs: its arguments.
+        policies: policies that replace those of the rematerialised functions, one after the other; None is a policy, too.
+            By default the functions have their own.
+        repeats: the number of runs of each program, interleaved, to measure its time; none if 0.
         compiler_options: as in ``jax.jit``; for example ``{"xla_disable_hlo_passes": "cse_barrier_expander"}`` shows on a
-            CPU what unrolled rematerialisation saves elsewhere.
+            CPU what unrolled rematerialisation saves on other devices.
 
     Returns:
-        `MemoryReport`; where temporary memory did not fall, it says why.
+        `MemoryReport`; for a policy that does not reduce temporary memory, it has a diagnosis.
 
     Source:
         ``jax.stages.Compiled.memory_analysis`` and ``cost_analysis``.
@@ -227,121 +227,128 @@ def memory_report(
         >>> [row.residuals.intermediate_bytes for row in report.rows[1:]]
         [3200, 6400]
     """
-    tried = {} if policies is None else {repr(as_policy(p)): as_policy(p) for p in policies}
-    labels = [OFF, *(tried or (AS_WRITTEN,))]
+    policies_by_name = {} if policies is None else {repr(as_policy(p)): as_policy(p) for p in policies}
+    labels = [BASELINE, *(policies_by_name or (AS_WRITTEN,))]
     with override(is_quiet=True) as met:
         saved_residuals(fun, *args, **kwargs)
     is_wrapped = bool(met)
+
     programs: dict[str, Program] = {}
     inputs: dict[str, list[Any]] = {}
-    kept: dict[str, Residuals] = {}
+    residuals: dict[str, Residuals] = {}
     regions: dict[str, list[Region]] = {}
     for label in labels:
-        f = fun if is_wrapped or label == OFF else remat(fun)
-        with override(tried.get(label), is_off=label == OFF, is_quiet=True) as met:
-            kept[label] = saved_residuals(f, *args, **kwargs)
+        f = fun if is_wrapped or label == BASELINE else remat(fun)
+        with override(policies_by_name.get(label), is_off=label == BASELINE, is_quiet=True) as met:
+            residuals[label] = saved_residuals(f, *args, **kwargs)
             step, inputs[label] = with_gradient(f, args, kwargs)
             programs[label] = Program(step, inputs[label], compiler_options)
         regions[label] = met
+
     seconds = _time({k: p.compiled for k, p in programs.items()}, inputs, repeats)
-    rows = [_measured(label, kept[label], programs[label].cost, seconds.get(label)) for label in labels]
+    rows = [_measured(label, residuals[label], programs[label].cost, seconds.get(label)) for label in labels]
+
     diagnoses: list[Diagnosis] = []
     for row in rows[1:]:
-        diagnoses += _diagnose(row, rows[0], regions[row.policy], programs[row.policy].lowered, programs[OFF].lowered)
-    num_devices = max([len(x.sharding.device_set) for x in inputs[OFF] if isinstance(x, jax.Array)], default=1)
+        diagnoses += _diagnose(
+            row, rows[0], regions[row.policy], programs[row.policy].lowered, programs[BASELINE].lowered
+        )
+    num_devices = max([len(x.sharding.device_set) for x in inputs[BASELINE] if isinstance(x, jax.Array)], default=1)
     return MemoryReport(short_name(name_of(fun)), rows, list(dict.fromkeys(diagnoses)), num_devices)
 
 
-def _measured(label: str, kept: Residuals, cost: Cost, seconds: float | None) -> Measured:
-    return Measured(**vars(cost), policy=label, residuals=kept, seconds=seconds)
+def _measured(label: str, residuals: Residuals, cost: Cost, seconds: float | None) -> Measured:
+    return Measured(**vars(cost), policy=label, residuals=residuals, seconds=seconds)
 
 
 def _time(programs: dict[str, Any], inputs: dict[str, list[Any]], repeats: int) -> dict[str, float]:
     times: dict[str, list[float]] = {label: [] for label in programs}
-    for n in range(repeats + 1 if repeats else 0):
+    for run in range(repeats + 1 if repeats else 0):
         for label, program in programs.items():
             start = time.perf_counter()
             jax.block_until_ready(program(*inputs[label]))
-            if n:  # the first run of each warms up
+            if run:  # the first run is a warm-up
                 times[label].append(time.perf_counter() - start)
-    return {label: statistics.median(found) for label, found in times.items() if found}
+    return {label: statistics.median(samples) for label, samples in times.items() if samples}
 
 
-# -- why memory did not fall ---------------------------------------------------------------------------------------
+# -- diagnoses ----------------------------------------------------------------------------------------------------
 
 
 def _diagnose(
-    row: Measured, base: Measured, regions: Sequence[Region], lowered: Any, base_lowered: Any
+    row: Measured, baseline: Measured, regions: Sequence[Region], lowered: Any, baseline_lowered: Any
 ) -> Iterator[Diagnosis]:
     yield from _unmatched(row, regions)
-    if row.temp_bytes < base.temp_bytes * (1 - _SAME):
+    if row.temp_bytes < baseline.temp_bytes * (1 - _SAME):
         return
-    dropped = base.residual_bytes - row.residual_bytes
-    if dropped <= base.residual_bytes * _SAME:
-        yield _nothing_dropped(row, base)
+    dropped = baseline.residual_bytes - row.residual_bytes
+    if dropped <= baseline.residual_bytes * _SAME:
+        yield _nothing_dropped(row, baseline)
         return
-    predicted = row.flops / max(base.flops, 1)
-    if row.compiled_flops < base.compiled_flops * (1 + 0.8 * (predicted - 1)):
-        loose = sorted({r.name for r in regions if r.prevent_cse is False})
-        if loose:
+
+    # If XLA merged the recomputation with the first computation, the compiled program does not have its operations.
+    flops_ratio = row.flops / max(baseline.flops, 1)
+    if row.compiled_flops < baseline.compiled_flops * (1 + 0.8 * (flops_ratio - 1)):
+        unfenced = sorted({r.name for r in regions if r.prevent_cse is False})
+        if unfenced:
             yield Diagnosis(
                 row.policy,
                 "merged back",
-                f"The equations recompute ({predicted:.2f} of the operations), the compiled program does not do it all: common "
-                f"subexpressions were merged, since prevent_cse is False (or fence None) for {', '.join(loose)}. Leave it at 'auto'.",
+                f"The equations recompute ({flops_ratio:.2f} times the operations), but the compiled program does not do all of it: "
+                f"common subexpressions were merged, since prevent_cse is False (or fence None) for {', '.join(unfenced)}. Leave it at 'auto'.",
             )
         else:
-            yield Diagnosis(row.policy, "barrier ignored", _barrier(row, lowered, base_lowered))
+            yield Diagnosis(row.policy, "barrier ignored", _barrier(row, lowered, baseline_lowered))
     else:
         yield Diagnosis(
             row.policy,
             "peak elsewhere",
-            f"The program keeps {format_bytes(dropped)} less and recomputes it, but holds as much at its fullest moment: while a "
-            f"whole function is recomputed at once, or outside of the rematerialised ones. Rematerialise smaller parts, and the "
-            f"part that needs most.",
+            f"The program keeps {format_bytes(dropped)} less and recomputes it, but its peak is as high: while a whole function is "
+            f"recomputed at once, or outside of the rematerialised functions. Rematerialise smaller parts, and the part that "
+            f"needs most.",
         )
 
 
-def _nothing_dropped(row: Measured, base: Measured) -> Diagnosis:
+def _nothing_dropped(row: Measured, baseline: Measured) -> Diagnosis:
     by_reason = row.residuals.by("reason")
     inputs, by_policy = by_reason.get("input", 0), by_reason.get("policy", 0)
-    if by_policy > base.residuals.intermediate_bytes / 2:
+    if by_policy > baseline.residuals.intermediate_bytes / 2:
         return Diagnosis(
             row.policy,
             "policy keeps it",
             f"The policy itself keeps {format_bytes(by_policy)}; without rematerialisation "
-            f"{format_bytes(base.residuals.intermediate_bytes)} of intermediate values are kept. Have it keep less.",
+            f"{format_bytes(baseline.residuals.intermediate_bytes)} of intermediate values are kept. Have it keep less.",
         )
-    inside = base.residuals.intermediate_bytes
-    if inside > base.residual_bytes * _SAME and inputs > row.residual_bytes / 2:
+    intermediate = baseline.residuals.intermediate_bytes
+    if intermediate > baseline.residual_bytes * _SAME and inputs > row.residual_bytes / 2:
         largest = max((r for r in row.residuals if r.reason == "input"), key=lambda r: r.nbytes)
-        what = largest.path or ", ".join(largest.names) or largest.primitive
+        value = largest.path or ", ".join(largest.names) or largest.primitive
         return Diagnosis(
             row.policy,
             "inputs dominate",
             f"{format_bytes(inputs)} of {format_bytes(row.residual_bytes)} are inputs of rematerialised functions, the "
-            f"largest {what} ({largest.type}, {format_bytes(largest.nbytes)}): as much as the functions would keep. Put more "
-            f"into each rematerialised function, so that less goes in.",
+            f"largest {value} ({largest.type}, {format_bytes(largest.nbytes)}): as much as the functions would keep. Rematerialise "
+            f"larger functions, so that fewer values are inputs.",
         )
     return Diagnosis(
         row.policy,
         "nothing to drop",
-        f"Without rematerialisation {format_bytes(inside)} of intermediate values are kept, with it "
+        f"Without rematerialisation {format_bytes(intermediate)} of intermediate values are kept, with it "
         f"{format_bytes(row.residuals.intermediate_bytes)}: the rematerialised functions compute nothing that the backward pass "
         f"needs beyond what it holds anyway. Rematerialise another part; saved_residuals(fun, ...) shows what is kept where.",
     )
 
 
-def _barrier(row: Measured, lowered: Any, base_lowered: Any) -> str:
+def _barrier(row: Measured, lowered: Any, baseline_lowered: Any) -> str:
     text = (
-        f"The equations recompute and keep {format_bytes(row.residual_bytes)}, the compiled program does not recompute it all: on the "
-        f"{jax.default_backend()} backend the compiler removes the barrier that holds the recomputation back, so that unrolled "
-        f"code is merged again. Leave fence= at 'auto', or put the repeated part into a loop (scan)"
+        f"The equations recompute and keep {format_bytes(row.residual_bytes)}, but the compiled program does not recompute all of it: on the "
+        f"{jax.default_backend()} backend the compiler removes the barrier that delays the recomputation, so that unrolled "
+        f"code is merged with the first computation. Leave fence= at 'auto', or put the repeated part into a loop (scan)"
     )
     if jax.default_backend() == "cpu":
         option = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-        temp, base = (x.compile(option).memory_analysis().temp_size_in_bytes for x in (lowered, base_lowered))
-        text += f"; with compiler_options={option} it is {format_bytes(temp)} against {format_bytes(base)} of temporary memory"
+        temp, baseline = (x.compile(option).memory_analysis().temp_size_in_bytes for x in (lowered, baseline_lowered))
+        text += f"; with compiler_options={option} it is {format_bytes(temp)} against {format_bytes(baseline)} of temporary memory"
     return text + "."
 
 
@@ -349,12 +356,12 @@ def _unmatched(row: Measured, regions: Sequence[Region]) -> Iterator[Diagnosis]:
     for region in regions:
         for message in region.unmatched:
             yield Diagnosis(row.policy, "unmatched", f"In {short_name(region.name)} {message}")
-    wanted = {name for region in regions for name in names_of(region.policy)}
-    there = {name for region in regions for name in region.names}
-    kept = {name for r in row.residuals for name in r.names}
-    for name in sorted(wanted & there - kept):
+    named_in_policy = {name for region in regions for name in names_of(region.policy)}
+    defined = {name for region in regions for name in region.names}
+    saved = {name for r in row.residuals for name in r.names}
+    for name in sorted(named_in_policy & defined - saved):
         yield Diagnosis(
             row.policy,
             "no residual",
-            f"The value {name!r} is computed, but the backward pass has no use for it, so naming it in the policy keeps nothing.",
+            f"The value {name!r} is computed, but the backward pass does not need it, so naming it in the policy keeps nothing.",
         )

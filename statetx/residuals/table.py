@@ -1,4 +1,4 @@
-"""`saved_residuals`: what a function keeps for its backward pass, and why."""
+"""`saved_residuals`: the values that a function saves for its backward pass, and the reasons."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from .._jax import Literal
 from .._tree import num_bytes
 from .._typing import Filter, PyTree, public
 from . import _show
-from ._origin import PLAIN, UNKNOWN, Origins, Place, buffers, readers
+from ._origin import NOT_REMATERIALISED, UNKNOWN_REGION, Provenance, ProvenanceFinder, buffers, readers
 from ._recompute import Recomputation
-from ._trace import Passes, Source, differentiate, user_line
+from ._trace import InputOrigin, Passes, differentiate, user_line
 
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """One value that is kept between the forward and the backward pass.
+    """One value that is saved between the forward and the backward pass.
 
     Attributes:
-        shape, dtype: of the value; in a loop, of one step's.
-        times: how many such values: the product of the lengths of the loops around it.
+        shape, dtype: of the value; in a loop, of its value in one step.
+        times: the number of such values: the product of the lengths of the loops around it.
         nbytes: bytes of all of them together.
         origin: "argument", "state", "constant", "literal" or "intermediate".
-        path: of the argument, as one writes it (``params['w']``), or of the state.
+        path: the argument as written in Python (``params['w']``), or the path of the state.
         kind: a state's type.
-        names: those that ``checkpoint_name`` gave it.
+        names: its names from ``checkpoint_name``.
         primitive: the operation that computes it.
-        source: ``file:line`` of the user's code where it is computed, `function` the function that this line is in.
-        module: the modules of the states that it was last computed with, separated by commas: those that the operation
-            reads, or else those of its latest operand (as ``policies.path`` has it); a state's own module.
-        flops: floating-point operations that would compute it from the inputs and from the other values that are kept.
-        why: the reasons for which it is kept: "policy of f", "input of f" (of a rematerialised function f),
-            "not rematerialised" (an operation outside reads it), "not read" (it is held for nothing).
-        memory: the memory it is offloaded to; "" if it stays where it was computed.
+        source: ``file:line`` of the user's code that computes it, `function` the function of this line.
+        module: the modules of the states that it was last computed from, separated by commas: the states that the operation
+            reads, or else those of its latest operand (as in ``policies.path``). For a state, the state's module.
+        flops: floating-point operations to compute it from the inputs and the other residuals.
+        why: the reasons for saving it: "policy of f", "input of f" (of a rematerialised function f), "not rematerialised"
+            (an operation outside such functions reads it), "not read" (the pullback holds it unused).
+        memory: the memory that it is offloaded to; "" if it stays where it was computed.
     """
 
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Residual:
 
     @property
     def reason(self) -> str:
-        """The decisive reason in a word: giving up the others would not free the value."""
+        """The decisive reason in short: removing the other reasons would not free the value."""
         for word in ("not rematerialised", "policy", "input"):
             if any(text.startswith(word) for text in self.why):
                 return word
@@ -75,13 +75,13 @@ class Residual:
 
 @public
 class Residuals(Sequence[Residual]):
-    """The values that a function keeps for its backward pass: a sequence of `Residual`, in the order of the forward pass.
+    """The residuals of a function: a sequence of `Residual`, in the order of the forward pass.
 
     Prints as a table: as plain text with ``print``, in colours with ``rich.print``, as HTML in a notebook.
 
     Attributes:
-        name: the function's.
-        rows: the values.
+        name: the function's name.
+        rows: the residuals.
     """
 
     def __init__(self, name: str, rows: Sequence[Residual]):
@@ -103,16 +103,16 @@ class Residuals(Sequence[Residual]):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all values."""
+        """Bytes of all residuals."""
         return sum(row.nbytes for row in self.rows)
 
     @property
     def intermediate_bytes(self) -> int:
-        """Bytes of those that are not there anyway as arguments, states or constants: what a policy can change."""
+        """Bytes of the residuals other than arguments, states and constants: the part that a policy can change."""
         return self.by("origin").get("intermediate", 0)
 
     def by(self, field: str) -> dict[str, int]:
-        """Bytes by the values of a field or property of `Residual`: ``by("module")``, ``by("reason")``; the most first."""
+        """Bytes by the values of a field or property of `Residual`: ``by("module")``, ``by("reason")``; largest first."""
         totals: dict[str, int] = {}
         for row in self.rows:
             key = getattr(row, field)
@@ -121,24 +121,24 @@ class Residuals(Sequence[Residual]):
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def largest(self, num: int = 10) -> Residuals:
-        """Those of the most bytes, the largest first."""
+        """The `num` residuals of most bytes, largest first."""
         return Residuals(self.name, sorted(self.rows, key=lambda row: -row.nbytes)[:num])
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, strings and numbers, as ``json.dump`` takes them."""
+        """Convert to dicts, lists, strings and numbers, for ``json.dump``."""
         rows = [{k: list(v) if isinstance(v, tuple) else v for k, v in vars(row).items()} for row in self.rows]
         totals = {"total_bytes": self.total_bytes, "intermediate_bytes": self.intermediate_bytes}
         return {"function": self.name, **totals, "residuals": rows}
 
     def plot(self, ax: Any = None, *, num: int = 15) -> Any:
-        """Draw the `num` largest values as bars, coloured by the reason; needs matplotlib.
+        """Draw the `num` largest residuals as bars, coloured by the reason; needs matplotlib.
 
         Args:
-            ax: the ``matplotlib`` axes to draw in; new ones of a fitting size if None.
-            num: how many values have a bar of their own; the rest share one.
+            ax: the ``matplotlib`` axes to draw in; new ones of a suitable size if None.
+            num: the number of residuals with their own bar; the others share one.
 
         Returns:
-            The axes; ``ax.figure.savefig("residuals.png")`` makes a file of them.
+            The axes; ``ax.figure.savefig("residuals.png")`` writes them to a file.
         """
         return _show.plot(self, ax, num)
 
@@ -164,14 +164,14 @@ def saved_residuals(
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Residuals:
-    """Find out what a function keeps between its forward and its backward pass, without running either.
+    """List the residuals of a function, saved between its forward and its backward pass, without running either.
 
     The function may read and write states, contain any transforms, and return any arrays: a loss, or the outputs of a
     model. No array is computed and no state changes; the function's Python runs once.
 
     Without `argnums` and `wrt` it is differentiated with respect to every float in its arguments and every float array
-    of the states that it reads, as training on data that has a gradient of its own would. With either, as in `grad`:
-    ``wrt=statetx.Param`` shows what ``grad(fun, wrt=statetx.Param)`` keeps, and ``argnums=0`` what ``grad(fun)`` does.
+    of the states that it reads, including data, which a training step does not differentiate. With either, as in `grad`: ``wrt=statetx.Param`` lists the residuals of
+    ``grad(fun, wrt=statetx.Param)``, and ``argnums=0`` those of ``grad(fun)``.
 
     Args:
         fun: the function.
@@ -181,16 +181,16 @@ def saved_residuals(
         has_aux: whether `fun` returns a pair whose second item is not differentiated.
 
     Returns:
-        `Residuals`, a `Residual` for each array. Arrays that are the same are counted once. A value that a loop of
-        length T stacks is T values of the shape it has in one step.
+        `Residuals`, with one `Residual` for each array. Identical arrays are counted once. A value that a loop of length T
+        stacks counts as T values of its shape in one step.
 
     Memory:
-        The bytes are those of the arrays that the closure returned by ``jax.vjp`` holds, arguments and parameters
-        among them. Inside a compiled program XLA may hold fewer: it fuses, and recomputes what is cheap.
+        The bytes count the arrays held by the closure that ``jax.vjp`` returns, including arguments and parameters. Inside
+        a compiled program XLA may hold fewer: it fuses, and recomputes cheap values.
 
     Raises:
         StateFilterError: `wrt` selects no state.
-        ValueError: an argument that `argnums` names is not there.
+        ValueError: `argnums` names a missing argument.
 
     Source:
         ``jax.ad_checkpoint.print_saved_residuals``, which sees no states and gives no bytes, costs or reasons.
@@ -201,13 +201,13 @@ def saved_residuals(
         >>> @statetx.remat(policy=statetx.policies.dots)
         ... def layer(x):
         ...     return jnp.sin(jnp.tanh(w.value @ x))
-        >>> kept = statetx.saved_residuals(lambda x: layer(x).sum(), jnp.ones(4))
-        >>> for value in kept:
+        >>> residuals = statetx.saved_residuals(lambda x: layer(x).sum(), jnp.ones(4))
+        >>> for value in residuals:
         ...     print(value.type, value.nbytes, value.origin, value.path or value.primitive, value.why)
         f32[4] 16 argument x ('input of layer',)
         f32[4,4] 64 state layer.w ('input of layer',)
         f32[4] 16 intermediate dot_general ('policy of layer',)
-        >>> kept.total_bytes, kept[2].flops
+        >>> residuals.total_bytes, residuals[2].flops
         (96, 32)
     """
     passes = differentiate(fun, args, kwargs, argnums=argnums, wrt=wrt, has_aux=has_aux)
@@ -215,57 +215,61 @@ def saved_residuals(
 
 
 def _rows(passes: Passes) -> Iterator[Residual]:
-    whole = inline(passes.forward, calls=INLINED)
-    origins = Origins(whole, [s.path if s.origin == "state" else None for s in passes.sources])
-    atoms = whole.outvars[passes.num_out :]
+    jaxpr = inline(passes.forward, calls=INLINED)
+    find_provenance = ProvenanceFinder(jaxpr, [s.path if s.origin == "state" else None for s in passes.sources])
+    atoms = jaxpr.outvars[passes.num_out :]
     read = readers(passes.backward)
     groups = buffers(passes)
-    places = [origins(atoms[group[0]]) for group in groups]
-    kept = [
-        {a for i in group if not isinstance(a := atoms[i], Literal)} | place.aliases
-        for group, place in zip(groups, places, strict=True)
+    provenances = [find_provenance(atoms[group[0]]) for group in groups]
+
+    # The cost of a residual assumes that the others are available, under any of their variables.
+    available = [
+        {a for i in group if not isinstance(a := atoms[i], Literal)} | provenance.aliases
+        for group, provenance in zip(groups, provenances, strict=True)
     ]
-    recompute = Recomputation(whole, frozenset().union(*kept))
-    for group, place, own in zip(groups, places, kept, strict=True):
+    recompute = Recomputation(jaxpr, frozenset().union(*available))
+    for group, provenance, group_available in zip(groups, provenances, available, strict=True):
         atom = atoms[group[0]]
-        flops = 0 if place.eqn is None else recompute(atom, own)
-        who = set().union(*(read[i] for i in group))
-        yield _row(passes, place, atom.aval, flops, who, origins.near(place))
+        flops = 0 if provenance.eqn is None else recompute(atom, group_available)
+        reading_regions = set().union(*(read[i] for i in group))
+        yield _row(passes, provenance, atom.aval, flops, reading_regions, find_provenance.nearest_states(provenance))
 
 
-def _row(passes: Passes, place: Place, aval: Any, flops: int, who: set[int], near: list[str]) -> Residual:
-    if place.input is not None:
-        source = passes.sources[place.input]
+def _row(
+    passes: Passes, provenance: Provenance, aval: Any, flops: int, reading_regions: set[int], nearest_states: list[str]
+) -> Residual:
+    if provenance.input is not None:
+        source = passes.sources[provenance.input]
     else:
-        source = Source("literal" if place.eqn is None else "intermediate")
+        source = InputOrigin("literal" if provenance.eqn is None else "intermediate")
     if source.origin == "state":
-        near = [source.path]
-    file, line, function = ("", 0, "") if place.eqn is None else user_line(place.eqn)
+        nearest_states = [source.path]
+    file, line, function = ("", 0, "") if provenance.eqn is None else user_line(provenance.eqn)
     return Residual(
-        shape=tuple(place.aval.shape),
-        dtype=str(place.aval.dtype),
-        times=place.times,
+        shape=tuple(provenance.aval.shape),
+        dtype=str(provenance.aval.dtype),
+        times=provenance.times,
         nbytes=num_bytes(aval),
         origin=source.origin,
         path=source.path,
         kind=source.kind,
-        names=tuple(sorted(place.names)),
-        primitive="" if place.eqn is None else place.eqn.primitive.name,
+        names=tuple(sorted(provenance.names)),
+        primitive="" if provenance.eqn is None else provenance.eqn.primitive.name,
         source=f"{file}:{line}" if file else "",
         function=function,
-        module=", ".join(sorted({path.rpartition(".")[0] for path in near} - {""})),
+        module=", ".join(sorted({path.rpartition(".")[0] for path in nearest_states} - {""})),
         flops=flops,
-        why=_reasons(passes, place, who),
+        why=_reasons(passes, provenance, reading_regions),
         memory=_jax.memory_of(aval) if source.origin == "intermediate" else "",
     )
 
 
-def _reasons(passes: Passes, place: Place, who: set[int]) -> tuple[str, ...]:
-    """What the readers of a value in the backward pass say of why it is kept."""
-    reasons = ["not rematerialised"] if PLAIN in who else []
-    for region in sorted(who - {PLAIN}):
-        name = "a rematerialised function" if region == UNKNOWN else passes.regions[region]
-        reasons.append(f"{'policy' if region in place.regions else 'input'} of {name}")
+def _reasons(passes: Passes, provenance: Provenance, reading_regions: set[int]) -> tuple[str, ...]:
+    """The reasons for saving a value, from its readers in the backward pass."""
+    reasons = ["not rematerialised"] if NOT_REMATERIALISED in reading_regions else []
+    for region in sorted(reading_regions - {NOT_REMATERIALISED}):
+        name = "a rematerialised function" if region == UNKNOWN_REGION else passes.regions[region]
+        reasons.append(f"{'policy' if region in provenance.regions else 'input'} of {name}")
     return tuple(dict.fromkeys(reasons)) or ("not read",)
 
 
@@ -278,7 +282,7 @@ def print_saved_residuals(
     has_aux: bool = False,
     **kwargs: Any,
 ) -> None:
-    """Print what a function keeps for its backward pass, one line for each value; `saved_residuals` says the rest.
+    """Print the residuals of a function, one line for each; `saved_residuals` has the arguments and more detail.
 
     Example:
         >>> import jax.numpy as jnp, statetx

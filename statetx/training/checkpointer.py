@@ -345,7 +345,7 @@ class _Live:
     def check_free(self) -> None:
         owner = self.kind.owner(self.state)
         if owner is not None:
-            raise _frames.foreign(self.state, self.kind, owner)
+            raise _frames.foreign_state_error(self.state, self.kind, owner)
 
 
 def _describe_leaf(path: str, x: Any) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class ShardMap(Wrapper):
 
         def body(state_values: list, tracers: list) -> dict[str, list]:
             frame = frame_for(
-                "shard_map", fun, on_read=devices.on_read(state_values), frees_cycles=True, outside=outside
+                "shard_map", fun, on_read=devices.on_read(state_values), frees_cycles=True, outer_trace=outside
             )
             out = frame.run(call, fun, part.combine(tracers), {})
             return devices.sort(out, frame.effects)

@@ -199,7 +199,7 @@ def _are_unconditional(makes: Sequence[Made], notes: Notes) -> bool:
 def notes_for_staging() -> Notes:
     """Notes for a frame to take, those of the function around where one that is staged is inside another."""
     outer = _frames.current_frame()
-    return outer.note if outer is not None and isinstance(outer.note, Notes) else Notes()
+    return outer.on_created if outer is not None and isinstance(outer.on_created, Notes) else Notes()
 
 
 class Making:
@@ -289,7 +289,7 @@ class Making:
 
     def _have_values(self) -> bool:
         # One that lost its value belongs to a call that failed, or to a trace of brainstate's that has ended.
-        return not any(kind.is_lost(m.obj) for m, kind in self.makes)
+        return not any(kind.is_invalidated(m.obj) for m, kind in self.makes)
 
 
 def _disown(made: Made, num: int) -> None:

@@ -74,7 +74,7 @@ class Places:
         for effect, part in zip(outcome.effects, outcome.values, strict=True):
             place = index.get(id(effect.state))
             if place is None:
-                leaves, old = partition(effect.before, is_array_or_number)
+                leaves, old = partition(effect.value_before, is_array_or_number)
             else:
                 leaves, old = inputs[place].values, inputs[place].part
             before.append(leaves if old.treedef == part.treedef and old.mask == part.mask else None)

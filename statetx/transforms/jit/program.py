@@ -22,7 +22,7 @@ from ..._lift.stage import Input, InputNames, Lifting, Outcome, frame_for, name_
 from ..._objects.paths import Paths, argument_names
 from ..._tree import freeze, is_array_or_number, partition
 from ..._typing import PyTree
-from ...kinds.native import _Buried
+from ...kinds.native import _Invalidated
 from ...kinds.ref import KIND as REF
 from .arguments import Call
 from .created import Making, States, left_by, notes_for_staging, standing
@@ -80,7 +80,7 @@ class Program:
 
         def body(*tracers: Any) -> tuple[list, Any]:
             frame = frame_for("jit", fun, on_read=lifting.on_read, aliases=False)
-            frame.note = notes
+            frame.on_created = notes
             note(tracers, arrays)
             args, kwargs = arguments(tracers)
             out = frame.run(run_jitted, frame, *args, **kwargs)
@@ -201,7 +201,7 @@ class Program:
         places = {id(i.state): n for n, i in enumerate(self._inputs()) if i.kind is not REF}
         self._updated = [(e, places[id(e.state)]) for e in self.outcome.effects if id(e.state) in places]
         for effect in self.outcome.effects:
-            effect.before = _frames.UNKNOWN  # else the program would keep what the states held when it was staged
+            effect.value_before = _frames.UNKNOWN  # else the program would keep what the states held when it was staged
 
     def _inputs(self) -> list[Input]:
         """In the order in which the compiled function takes them."""
@@ -283,7 +283,7 @@ class Program:
         lost = [i for i, x in zip(inputs, donated, strict=True) if i.kind.get(i.state) is x and _is_deleted(x)]
         if lost:
             reason = f"its array was donated to {self.name}, which failed"
-            commit([i.kind.store(i.state, _Buried(reason)) for i in lost])
+            commit([i.kind.store(i.state, _Invalidated(reason)) for i in lost])
             names = ", ".join(_states.describe(i.state, i.kind, value=0) for i in lost[:3])
             error.add_note(
                 f"{self.name} had taken the arrays of {len(lost)} donated states for its results, and these have no value "
@@ -307,7 +307,7 @@ class Program:
         def publish(values: list) -> None:
             if values:
                 for effect, place in self._updated:
-                    effect.before = values[place]
+                    effect.value_before = values[place]
             self.outcome.publish(writes, live=live, also=moves)
 
         self._patiently(publish, values)
@@ -319,8 +319,8 @@ class Program:
         if values and threading.active_count() > 1:
             for effect, place in self._updated:
                 if effect.kind.get(effect.state) is not values[place]:
-                    raise _frames.changed(effect.state, effect.kind)
-        stores = [kind.storing(states, [writes[n] for n in places]) for kind, states, places in writers]
+                    raise _frames.changed_state_error(effect.state, effect.kind)
+        stores = [kind.store_all(states, [writes[n] for n in places]) for kind, states, places in writers]
         commit([*stores, *moves])
 
     def _patiently(self, touch: Callable[[Any], Any], x: Any) -> Any:

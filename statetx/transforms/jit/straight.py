@@ -4,7 +4,7 @@ Three things must hold; whatever is not understood counts as a condition, so tha
 
 - In every function on that way the bytecode up to the call that is being made is straight: no branch, no loop, no handler,
   and no call that has returned except those of libraries, since a user's function may look whether the state is there
-  already. Library code that calls a user's in the same way in each run is passed over (`Kind.conductors`).
+  already. Library code that calls a user's in the same way in each run is passed over (`Kind.deterministic_paths`).
 - The state goes straight from its constructor into attributes, ``self.h = State(...)``: a state that is made first may still
   be stored only where there is none.
 - The variables and attributes that this code has read hold the same objects when the function has returned: a method that
@@ -161,7 +161,7 @@ def _stack() -> Iterator[types.FrameType]:
 
 
 def _conductors() -> tuple[str, ...]:
-    return (_states.PACKAGE, _jax.JAX_FOLDER, *(file for kind in _states.kinds() for file in kind.conductors))
+    return (_states.PACKAGE, _jax.JAX_FOLDER, *(file for kind in _states.kinds() for file in kind.deterministic_paths))
 
 
 @functools.cache
