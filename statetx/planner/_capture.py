@@ -113,6 +113,7 @@ def capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | S
     _stage(planned, args, kwargs)
 
     if inner.recorded:
+        # One loss may be differentiated several times, such as for each microbatch.
         if len({tuple(fingerprint(flatten(f.jaxpr))) for f in inner.recorded}) > 1:
             raise PlanError(
                 f"{name_of(fun)} differentiates more than one function. Fix: make a plan for each of them, and use it as "

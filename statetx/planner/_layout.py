@@ -62,6 +62,7 @@ class Layout:
         self.cuts = cuts
         self.parts = split(jaxpr, cuts)
         self.fronts: list[Front] = []
+
         computed = {v for e in jaxpr.eqns for v in e.outvars}
         differentiated = differentiated_variables(jaxpr, diff_indices)
         with_cotangent = cotangent_variables(jaxpr, num_out)
@@ -351,6 +352,7 @@ def _of_loop(part: Part, graph: Graph, is_carry: Sequence[bool], steps: Sequence
     """The options of a loop, from those of its step. The last one applies the last step option, with a carry stored per step."""
     length, invars = part.eqn.params["length"], part.jaxpr.invars
     carry_bytes = sum(device_bytes(v.aval) for v, c in zip(invars, is_carry, strict=True) if c)
+
     options = []
     for step in steps:
         if step.saved is None:
@@ -379,7 +381,7 @@ def _with_slots(step: Option, graph: Graph, length: int, carry_bytes: int) -> li
         options.append(
             Option(None, slots * carry_bytes, backward_bytes, num_reruns * graph.forward_cost, loop=Slots(slots))
         )
-        slots = slots + 1 if slots < 4 else slots * 3 // 2
+        slots = slots + 1 if slots < 4 else slots * 3 // 2  # geometric: few options cover every length
     return options
 
 

@@ -113,6 +113,7 @@ def fields_of(
         if by_flops
         else candidate.compiled.flops + _schedule_flops(layout, candidate)
     )
+
     return {
         "version": VERSION,
         "name": name,
@@ -190,6 +191,7 @@ def _rows_of(part: Part, option: Option, times: int, equation_cost: Callable[[An
     for site in Survey(part.jaxpr).results:
         if len(site.address) != 2:
             continue
+
         mark = marks.get(site.address)
         if not is_planned:
             decision = "as it is"
@@ -197,6 +199,7 @@ def _rows_of(part: Part, option: Option, times: int, equation_cost: Callable[[An
             decision = "recompute"
         else:
             decision = "offload" if "offload" in mark else "keep"
+
         file, line, function = user_line(site.eqn)
         names = ", ".join(sorted(site.value.names))
         type_text = short_type(str(site.value.type.dtype), tuple(site.value.type.shape))

@@ -308,7 +308,7 @@ class Search:
     def _next_untried(self, low: float, high: float, tried: Candidate, budget: int) -> float | None:
         """The next limit of the model that gives a new choice: above a candidate that fits, below one that does not."""
         step = 1.02 if tried.temp_bytes <= budget else 1 / 1.02
-        target = float(tried.peak)
+        target = float(tried.peak)  # limits between this peak and the one that chose it give the same choice
         for _ in range(60):
             target *= step
             if not low <= target <= high:
@@ -329,6 +329,7 @@ class Search:
             if self._was_tried(layout, options) or self.is_late():
                 continue
             if best is not None:
+                # Not worth a compilation: a policy clearly more expensive than the best, or predicted far above the budget.
                 if best.added_cost <= max(0.95 * sum(o.cost for o in options), self._negligible):
                     continue
                 if self._measure_parts(layout, options):
@@ -348,6 +349,7 @@ class Search:
             points = sorted({(c.peak, math.sqrt(c.peak * c.temp_bytes)) for c in candidates})
         if not points:
             return peak
+        # Piecewise linear, and proportional beyond both ends; a higher peak is never predicted to take less memory.
         peaks, temps = np.array(points, float).T
         temps = np.maximum.accumulate(temps)
         if peak <= peaks[0]:

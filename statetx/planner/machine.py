@@ -79,6 +79,7 @@ def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5) -
         True
     """
     n = size or (1024 if jax.default_backend() == "cpu" else 8192)
+
     a = jnp.ones((n, n), jnp.float32)
     product = _seconds(jax.jit(lambda x: x @ x), a, repeats)
     large = jnp.ones((max(4 * n * n, 2**22),), jnp.float32)
@@ -87,6 +88,7 @@ def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5) -
         round_trip = _seconds(lambda x: _jax.to_device(_jax.to_host(x)), large, repeats)
     except Exception:  # a backend without host memory: transfers are taken to be as fast as a sweep
         round_trip = sweep
+
     model = CostModel(
         device=_device_kind(),
         flops_per_second=2 * n**3 / product,

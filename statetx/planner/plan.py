@@ -165,7 +165,7 @@ class Plan(Rewriting):
         return [(int(b), float(x)) for b, x in self._fields["curve"]]
 
     def measured(self) -> list[tuple[str, int, float]]:
-        """The compiled programs: name ("plan" or a stock policy's), temporary bytes, and added operations as in `curve`."""
+        """The compiled programs: name ("plan", "no remat" or a stock policy), temporary bytes, and added operations as in `curve`."""
         return [(str(n), int(b), float(x)) for n, b, x in self._fields["measured"]]
 
     def plot(self, path: str | os.PathLike | None = None) -> Any:
@@ -182,6 +182,7 @@ class Plan(Rewriting):
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.subplots()
         mib = 2.0**20
+
         curve = self.curve()
         axes.plot([b / mib for b, _ in curve], [100 * x for _, x in curve], color="#0072b2", label="model", zorder=1)
         plans = [(b, x) for n, b, x in self.measured() if n == "plan"]
@@ -192,6 +193,7 @@ class Plan(Rewriting):
             if n != "plan":
                 axes.scatter([b / mib], [100 * x], marker="D", s=30, color="#e69f00")
                 axes.annotate(n, (b / mib, 100 * x), textcoords="offset points", xytext=(6, 5), fontsize=8)
+
         axes.scatter(
             [self.temp_bytes / mib],
             [100 * self.extra_flops],
@@ -207,6 +209,7 @@ class Plan(Rewriting):
             xytext=(8, 8),
             color="#d55e00",
         )
+
         axes.axvline(self.budget_bytes / mib, color="#999999", linestyle="--", linewidth=1, label="budget")
         axes.set_xlabel("temporary memory, MiB")
         axes.set_ylabel("added operations, %")
@@ -404,6 +407,7 @@ class Planner:
         self._objective = objective
         self._progress = progress
         self._captured = capture(fun, args, kwargs, argnums)
+        # The search outlives each progress bar: it reports to the current one.
         report = lambda text: self._report(text)  # noqa: E731
         self._report: Callable[[str], None] = lambda text: None
         with self._context():
