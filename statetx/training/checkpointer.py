@@ -85,6 +85,7 @@ class Checkpointer:
             import orbax.checkpoint as orbax
         except ImportError as e:
             raise ImportError("Checkpointer needs orbax: pip install 'statetx[checkpoint]'") from e
+
         self._obj = obj
         self._directory = _as_directory(directory)
         self._args = orbax.args

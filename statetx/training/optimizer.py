@@ -104,6 +104,7 @@ def _flatten(states: PyTree) -> tuple[list[Any], Any]:
     leaves, treedef = jax.tree.flatten(states, is_leaf=_states.is_opaque)
     if not leaves:
         raise StateFilterError("Optimizer got no states. Does the filter given to statetx.states select any?")
+
     seen: set[int] = set()
     for state in leaves:
         kind = _states.kind_of(state)
@@ -117,6 +118,7 @@ def _flatten(states: PyTree) -> tuple[list[Any], Any]:
                 f"Optimizer: states= lists {_states.describe(state, kind)} twice, so it would be updated twice."
             )
         seen.add(id(state))
+
         for x in jax.tree.leaves(kind.get(state)):
             if not (is_array_or_number(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
                 raise StateValueError(
@@ -154,6 +156,7 @@ def _check(grads: PyTree, values: PyTree) -> None:
             f"{suggestion(unknown[0], missing) if unknown else ''}\n"
             f"Fix: differentiate with wrt=optimizer.states."
         )
+
     for path, x in value_leaves.items():
         if jnp.shape(grad_leaves[path]) != jnp.shape(x):
             raise GradientError(
