@@ -75,7 +75,7 @@ def judge(name: str, *, quick: bool) -> dict[str, Any]:
             "budget": b,
             "bytes": plan.temp_bytes,
             "predicted": plan.predicted_bytes,
-            "foretold": plan.foretold_bytes,
+            "foretold": plan.initial_prediction_bytes,
             "extra": plan.extra_flops,
             "stock": plan.stock,
         }

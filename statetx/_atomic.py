@@ -1,7 +1,7 @@
-"""What no interrupt divides: a list of stores that is run at once, and a lock that is always released.
+"""Atomic under interrupts: a list of stores that runs as a whole, and a lock that is always released.
 
-Ctrl-C, or any signal whose handler raises, reaches a program between two bytecodes; a trace function raises between two
-lines. A function written in C that calls none written in Python has neither.
+Ctrl-C, or any signal whose handler raises, interrupts a program between two bytecodes; a trace function raises between two
+lines. A C function that calls no Python function has neither, so nothing interrupts it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 Store = tuple[Any, ...]
-"""A function written in C and its arguments: one step of a `commit`."""
+"""A C function and its arguments: one step of a `commit`."""
 
 
 def commit(stores: Iterable[Store]) -> None:
-    """Run stores in order: all are run, or none.
+    """Run stores in order: all or none.
 
-    The caller keeps the values that are replaced alive, so that no finalizer runs in between.
+    The caller keeps the replaced values alive, so that no finalizer runs in between.
     """
     collections.deque(itertools.starmap(operator.call, stores), maxlen=0)
 
@@ -29,5 +29,5 @@ def commit(stores: Iterable[Store]) -> None:
 # fmt: off
 def locked(lock: Any, fun: Callable[..., T], *args: Any) -> T:
     """Call a function while holding a lock."""
-    with lock: return fun(*args)  # noqa: E701  # one line: between two the lock could be left behind
+    with lock: return fun(*args)  # noqa: E701  # one line: an exception between two lines could leave the lock acquired
 # fmt: on

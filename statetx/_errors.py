@@ -1,8 +1,7 @@
 """The exception tree.
 
-Every error of statetx derives from `StatetxError` and from the builtin exception of the same nature, so
-``except ValueError`` keeps working. Each message says which rule was broken, by which state or argument, and
-what to do about it.
+Every error derives from `StatetxError` and from a builtin exception of its kind, so ``except ValueError`` works. Each
+message names the broken rule, the state or argument, and a fix.
 """
 
 from __future__ import annotations
@@ -12,27 +11,27 @@ from ._typing import public
 
 @public
 class StatetxError(Exception):
-    """Root of every error that statetx raises itself."""
+    """Root of all errors that statetx raises."""
 
 
 @public
 class TraceLeakError(StatetxError, RuntimeError):
-    """A write would leave a tracer in a state after the trace that made it has ended."""
+    """A write would leave a tracer in a state after its trace has ended."""
 
 
 @public
 class ForeignStateError(StatetxError, RuntimeError):
-    """A state is touched while another thread, or a call that already ended, holds its value."""
+    """A state is touched while another thread, or a call that has ended, holds its value."""
 
 
 @public
 class StateAccessError(StatetxError, RuntimeError):
-    """A function touched a state that its ``states=`` filter excludes, or a state that is gone."""
+    """A function touched a state that its ``states=`` filter excludes, or an invalidated state."""
 
 
 @public
 class CarryTypeError(StatetxError, TypeError):
-    """The shape, dtype or structure of a carried state changed in a loop body, or branches leave different ones."""
+    """The shape, dtype or structure of a carried state changed in a loop body, or differs between branches."""
 
 
 @public
@@ -47,10 +46,10 @@ class PolicyError(StatetxError, ValueError):
 
 @public
 class PlanError(PolicyError):
-    """A plan cannot be had within its budget, or is for another program.
+    """No plan keeps the budget, or a plan is for another program.
 
     Attributes:
-        smallest_bytes: the least temporary memory of the plans that were compiled; None where none was.
+        smallest_bytes: the least temporary memory of the compiled plans; None if none was compiled.
     """
 
     def __init__(self, message: str, smallest_bytes: int | None = None):
@@ -65,7 +64,7 @@ class FunctionError(StatetxError, TypeError):
 
 @public
 class StateValueError(StatetxError, TypeError):
-    """A value, or a type of value, that a state cannot have in this place."""
+    """A state's value has a type, or is a value, that is not allowed here."""
 
 
 @public
@@ -75,7 +74,7 @@ class StateFilterError(StatetxError, ValueError):
 
 @public
 class GradientError(StatetxError, ValueError):
-    """Gradients that are not those of the states that an `Optimizer` updates."""
+    """Gradients do not match the states that an `Optimizer` updates."""
 
 
 @public
@@ -85,19 +84,19 @@ class EffectError(StatetxError, NotImplementedError):
 
 @public
 class CreatedStateError(StatetxError, RuntimeError):
-    """A state made inside a loop body or a traced call outlived it where no single value can be given to it."""
+    """A state created in a loop body or a traced call outlives it, and has no single value there."""
 
 
 @public
 class CheckpointError(StatetxError, ValueError):
-    """A checkpoint is damaged, or is of other states; or a step cannot be saved where it was asked for."""
+    """A checkpoint is damaged, or of other states; or a step cannot be saved."""
 
 
 @public
 class PolicyWarning(UserWarning):
-    """A rematerialisation policy that makes no difference, or that names what does not occur."""
+    """A rematerialisation policy makes no difference, or names values that do not occur."""
 
 
 @public
 class StagingWarning(UserWarning):
-    """A jitted function that is staged again in every call, because of states that it makes."""
+    """A jitted function is staged again in every call, because of states that it creates."""

@@ -1,4 +1,4 @@
-"""Plain text for people: aligned tables, byte counts, and which name was meant."""
+"""Text for messages and reports: tables, byte counts, types, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._typing import PyTree
 
 
 def format_bytes(n: int) -> str:
-    """Bytes with a binary unit: ``"1.5 KiB"``."""
+    """Format bytes with a binary unit: ``"1.5 KiB"``."""
     if n < 1024:
         return f"{n} B"
     size = float(n)
@@ -26,26 +26,27 @@ def format_bytes(n: int) -> str:
 
 
 def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> str:
-    """Columns of text, as wide as their widest entry; those named in `right` end flush."""
+    """Format a table. Columns are as wide as their widest entry; columns named in `right` are right-aligned."""
     lines = [list(columns), *([str(c) for c in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [
         "  ".join(
-            c.rjust(w) if name in right else c.ljust(w) for c, w, name in zip(line, widths, columns, strict=True)
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for cell, width, name in zip(line, widths, columns, strict=True)
         ).rstrip()
         for line in lines
     ]
     return "\n".join([aligned[0], "  ".join("-" * w for w in widths), *aligned[1:]])
 
 
-def suggestion(given: Any, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` with the known name that is nearest to the given one; empty if none is near."""
-    close = difflib.get_close_matches(str(given), list(known), 1)
+def suggestion(word: Any, names: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` with the closest of the names; empty if none is close."""
+    close = difflib.get_close_matches(str(word), list(names), 1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 class _Brief(reprlib.Repr):
-    """Types and functions by their names, and of containers the first few items."""
+    """Types and functions by name; the first few items of containers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,11 +58,11 @@ class _Brief(reprlib.Repr):
 
 
 brief = _Brief().repr
-"""``repr`` for a message: types and functions by their names, long containers cut short."""
+"""``repr`` for a message: types and functions by name, long containers truncated."""
 
 
 def type_str(x: Any) -> str:
-    """Shape and dtype as in ``float32[3,4]``, explicit axes as in ``float32[3@data,4]``; else the name of the Python type."""
+    """The type of an array, ``float32[3,4]``, with explicit axes, ``float32[3@data,4]``; for others the name of the Python type."""
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         aval = x if not isinstance(x, jax.Array) else jax.typeof(x)
         weak = "~" if getattr(aval, "weak_type", False) else ""
@@ -71,7 +72,7 @@ def type_str(x: Any) -> str:
 
 
 def _axes(aval: Any) -> Sequence[Any]:
-    """For each dimension, the explicit mesh axes along which a type is sharded: None, a name or names."""
+    """For each dimension, the explicit mesh axes of its sharding: None, a name, or a tuple of names."""
     sharding = None if isinstance(aval, jax.ShapeDtypeStruct) else getattr(aval, "sharding", None)
     return (None,) * len(aval.shape) if sharding is None else tuple(sharding.spec)
 
@@ -81,14 +82,14 @@ def _size_str(size: int, axes: Any) -> str:
 
 
 def tree_type_str(tree: PyTree) -> str:
-    """The type of a tree: `type_str` of a lone leaf, else the container with its leaves' types."""
+    """The type of a tree: `type_str` of a single leaf, else the container with the types of its leaves."""
     if jax.tree.structure(tree) == jax.tree.structure(0):
         return type_str(tree)
     return str(jax.tree.map(lambda x: _Word(type_str(x)), tree))
 
 
 def short_tree_type_str(tree: PyTree, width: int = 100) -> str:
-    """`tree_type_str`, or what is left to say where that is longer: ``tuple of 25 leaves``."""
+    """`tree_type_str`, or a count if that is longer than `width`: ``tuple of 25 leaves``."""
     text = tree_type_str(tree)
     return text if len(text) <= width else f"{type(tree).__name__} of {len(jax.tree.leaves(tree))} leaves"
 
@@ -98,5 +99,7 @@ def _has_numpy_dtype(x: Any) -> bool:
 
 
 class _Word(str):
+    """A string that prints without quotes inside a container."""
+
     __slots__ = ()
     __repr__ = str.__str__

@@ -1,7 +1,7 @@
-"""Trees: partition and combine, and which leaves are arrays.
+"""Trees: partition and combine, and predicates of leaves.
 
-Two verbs carry every transform: `partition` splits a tree into the arrays that go through JAX and everything
-else, which passes by; `Partition.combine` is its inverse.
+Every transform uses two verbs: `partition` splits a tree into the leaves that go through JAX (dynamic) and all others
+(static); `Partition.combine` is its inverse.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def is_array(x: Any) -> bool:
         return True
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype.kind not in _NOT_NUMERIC
-    # A state may know how to become an array (flax's do): it is no array, whatever it holds.
+    # A state may have `__jax_array__` (flax's do). It is not an array, whatever it holds.
     return hasattr(x, "__jax_array__") and not isinstance(x, type) and not _states.is_opaque(x)
 
 
 def is_number(x: Any) -> bool:
-    """Whether `x` is a Python number other than a bool: a count or a scale rather than a flag."""
+    """Whether `x` is a Python number other than a bool, which is a flag."""
     return isinstance(x, numbers.Number) and not isinstance(x, (bool, np.generic, jax.Array))
 
 
@@ -40,22 +40,22 @@ def is_array_or_number(x: Any) -> bool:
 
 
 def is_argument(x: Any) -> bool:
-    """Whether a function that is staged takes it as an array: arrays and their types, and every Python number."""
+    """Whether a staged function takes it as an array: arrays and their types, and Python numbers, bools included."""
     return is_array_or_number(x) or isinstance(x, (bool, jax.ShapeDtypeStruct))
 
 
 def is_float(x: Any) -> bool:
-    """Whether it is an array, or the type of one, that can be differentiated."""
+    """Whether it is a differentiable array, or the type of one."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 class Partition:
-    """What `partition` set aside; `combine` puts the array leaves back.
+    """The static part of a tree.
 
     Attributes:
-        treedef: structure of the whole tree.
+        treedef: structure of the tree.
         mask: for each leaf, whether it is dynamic.
-        static: the leaves that are not.
+        static: the static leaves.
     """
 
     __slots__ = ("mask", "static", "treedef")
@@ -70,37 +70,38 @@ class Partition:
         return len(self.mask) - len(self.static)
 
     def combine(self, dynamic: Sequence[Any]) -> PyTree:
+        """The tree, with these dynamic leaves."""
         if not self.static:
             return jax.tree.unflatten(self.treedef, dynamic)
-        arrays, others = iter(dynamic), iter(self.static)
-        return jax.tree.unflatten(self.treedef, [next(arrays) if d else next(others) for d in self.mask])
+        dynamic_leaves, static_leaves = iter(dynamic), iter(self.static)
+        return jax.tree.unflatten(self.treedef, [next(dynamic_leaves) if d else next(static_leaves) for d in self.mask])
 
 
 def partition(tree: PyTree, is_dynamic: Callable[[Any], bool] = is_array) -> tuple[list[Any], Partition]:
-    """Split a tree into its dynamic leaves, in order, and the rest.
+    """Split a tree into its dynamic leaves, in order, and its static part.
 
-    Objects that hold states (modules registered as pytrees by their library) are leaves: taking them apart would
-    make new states of the old ones.
+    Objects that hold states (modules that their library registers as pytrees) are leaves: to unflatten them would create
+    new states.
     """
-    if type(tree) in _jax.LEAVES and is_dynamic(tree):
+    if type(tree) in _jax.LEAVES and is_dynamic(tree):  # fast path: a single array
         return [tree], ARRAY
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_whole)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_leaf)
     mask = tuple(is_dynamic(leaf) for leaf in leaves)
     dynamic = [leaf for leaf, d in zip(leaves, mask, strict=True) if d]
     static = tuple(leaf for leaf, d in zip(leaves, mask, strict=True) if not d)
     return dynamic, Partition(treedef, mask, static)
 
 
-def _is_whole(x: Any) -> bool:
+def _is_leaf(x: Any) -> bool:
     return type(x) not in _jax.LEAVES and _states.is_opaque(x)
 
 
 ARRAY = Partition(jax.tree.structure(0), (True,), ())
-"""The partition of what is nothing but an array."""
+"""The partition of a single array."""
 
 
 def as_array(x: Any) -> Any:
-    """Give objects that only know how to become a JAX array that form; leave every other alone."""
+    """Convert an object that is an array only through ``__jax_array__``; return all others unchanged."""
     if type(x) in _jax.LEAVES:
         return x
     if hasattr(x, "__jax_array__") and not isinstance(x, (jax.Array, np.ndarray, np.generic)) and is_array(x):
@@ -109,7 +110,7 @@ def as_array(x: Any) -> Any:
 
 
 class Identity:
-    """A key that equals that of the same object only, and keeps the object alive."""
+    """A key that compares an object by identity, and keeps it alive, so that its id is not reused."""
 
     __slots__ = ("obj",)
 
@@ -131,38 +132,41 @@ def _by_equality(x: Any) -> Hashable:
     return (type(x), x)
 
 
-def freeze(x: Any, other: Callable[[Any], Hashable] = _by_equality) -> Hashable:
-    """A key that is equal for values that a program cannot tell apart.
+def freeze(x: Any, leaf_key: Callable[[Any], Hashable] = _by_equality) -> Hashable:
+    """A hashable key that is equal for values that a program cannot tell apart.
 
-    Types count: 1, True and 1.0 differ, and so do 0.0 and -0.0, a list and a tuple. Containers and NumPy arrays go by
-    content and attributes; `other` says what stands for other objects: if it is not given, their own equality, or their identity if
-    they cannot be hashed.
+    Types count: 1, True and 1.0 differ, and so do 0.0 and -0.0, a list and a tuple. Containers and NumPy arrays are compared by
+    content and attributes; other objects by `leaf_key`: by default their own equality, or identity if they are not hashable.
     """
-    if isinstance(x, float):
+    if isinstance(x, float):  # `hex` tells 0.0 from -0.0, and nan equals nan
         return (type(x), x.hex())
     if isinstance(x, complex):
         return (type(x), x.real.hex(), x.imag.hex())
     if isinstance(x, (tuple, list)):
-        return (type(x), *[freeze(v, other) for v in x], *_attributes(x, other))
-    if isinstance(x, slice):  # from Python 3.12 on it can be hashed, and is equal where 1 is True
-        return (type(x), freeze(x.start, other), freeze(x.stop, other), freeze(x.step, other))
+        return (type(x), *[freeze(v, leaf_key) for v in x], *_attributes(x, leaf_key))
+    if isinstance(x, slice):  # hashable from Python 3.12 on, but equal for 1 and True
+        return (type(x), freeze(x.start, leaf_key), freeze(x.stop, leaf_key), freeze(x.step, leaf_key))
     if isinstance(x, dict):
-        return (type(x), *[(freeze(k, other), freeze(v, other)) for k, v in x.items()], *_attributes(x, other))
+        return (
+            type(x),
+            *[(freeze(k, leaf_key), freeze(v, leaf_key)) for k, v in x.items()],
+            *_attributes(x, leaf_key),
+        )
     if isinstance(x, (set, frozenset)):
-        return (type(x), frozenset([freeze(v, other) for v in x]), *_attributes(x, other))
+        return (type(x), frozenset([freeze(v, leaf_key) for v in x]), *_attributes(x, leaf_key))
     if isinstance(x, (np.ndarray, np.generic)) and x.dtype != object:
         return (type(x), x.dtype.str, x.shape, x.tobytes())
-    return other(x)
+    return leaf_key(x)
 
 
-def _attributes(x: Any, other: Callable[[Any], Hashable]) -> tuple[Hashable, ...]:
-    """A key for the attributes that a container of a class of the user's has besides its items."""
+def _attributes(x: Any, leaf_key: Callable[[Any], Hashable]) -> tuple[Hashable, ...]:
+    """A key for the attributes of a container whose class is the user's."""
     attributes = getattr(x, "__dict__", None)
-    return (freeze(dict(attributes), other),) if attributes else ()
+    return (freeze(dict(attributes), leaf_key),) if attributes else ()
 
 
 def num_bytes(tree: PyTree) -> int:
-    """Bytes of all array leaves; a key counts the words it is made of."""
+    """Bytes of all array leaves. A random key counts as its words."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):

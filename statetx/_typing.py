@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 PyTree = Any
-"""A nest of containers known to ``jax.tree_util`` with arrays or other objects at its leaves."""
+"""Nested containers known to ``jax.tree_util``, with arrays or other objects as leaves."""
 
 Filter = Any
-"""A state type, a path glob, a predicate ``(path, state) -> bool``, a bool, a sequence of these (any), or ``Not``."""
+"""A state type, a path glob, a predicate ``(path, state) -> bool``, a bool, a sequence of filters (any of them), or ``Not``."""
 
 Policy = Callable[..., Any] | str | None
-"""What rematerialisation keeps: one of `statetx.policies`, a callable of ``jax.checkpoint_policies``' kind, the name of either,
-or None."""
+"""A rematerialisation policy: one of `statetx.policies`, a callable as in ``jax.checkpoint_policies``, the name of either, or
+None."""
 
 Indices = int | Sequence[int]
 Names = str | Sequence[str]
@@ -22,6 +22,6 @@ C = TypeVar("C", bound=type)
 
 
 def public(cls: C) -> C:
-    """Mark a class that users know as ``statetx.Name``: tracebacks, reprs and pickles name it so, wherever it is defined."""
+    """Mark a class that statetx exports: tracebacks, reprs and pickles name it ``statetx.Name``, wherever it is defined."""
     cls.__module__ = "statetx"
     return cls

@@ -1,4 +1,4 @@
-"""What is shared between calls that are alike, in numbers: `cache_info` and `clear_cache`."""
+"""Statistics of the cache that calls of equal structure share: `cache_info` and `clear_cache`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ._typing import public
 
 
 class Counts(NamedTuple):
-    """How a cache did.
+    """Statistics of a cache.
 
     Attributes:
-        hits, misses: how often it had, and had not, what was asked for.
-        size, max_size: entries it holds, and may hold before the least recently used ones go.
+        hits, misses: numbers of lookups that found an entry, and that did not.
+        size, max_size: number of entries, and the number above which the least recently used are evicted.
     """
 
     hits: int
@@ -25,11 +25,11 @@ class Counts(NamedTuple):
 
 @public
 class CacheInfo(NamedTuple):
-    """What `cache_info` returns; prints as a table.
+    """The result of `cache_info`; prints as a table.
 
     Attributes:
-        structures: programs that were differentiated, lowered and compiled for another call of the same structure.
-        transforms: hits and misses in `structures` by the transform that asked.
+        structures: programs whose derivatives, lowering and compilation are shared by calls of equal structure.
+        transforms: hits and misses in `structures`, by transform.
     """
 
     structures: Counts
@@ -43,11 +43,11 @@ class CacheInfo(NamedTuple):
 
 
 def cache_info() -> CacheInfo:
-    """Say how often work was shared between calls that are alike.
+    """Count how often calls of equal structure shared work.
 
-    A transform runs your Python on every call. What comes after it, differentiation, lowering, compilation, is done once
-    for all calls whose equations are the same, such as the layers of a model or the turns of a loop around ``scan``. Many
-    misses where you expected hits mean that the programs differ: in a shape, a type, a Python number.
+    A transform runs your Python on every call. The work after that (differentiation, lowering, compilation) is done once
+    for all calls with equal equations, such as the layers of a model or the iterations of a loop around ``scan``. Many
+    misses where you expected hits mean that the programs differ: in a shape, a dtype, a Python number.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -65,5 +65,5 @@ def cache_info() -> CacheInfo:
 
 
 def clear_cache() -> None:
-    """Forget all that is shared, and count from zero. JAX's own caches are left: see ``jax.clear_caches``."""
+    """Empty the cache and reset its counts. JAX's own caches are left: see ``jax.clear_caches``."""
     table.clear()

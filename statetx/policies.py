@@ -1,16 +1,15 @@
-"""What a rematerialised function keeps: policies as values.
+"""Policies for rematerialised functions, as values.
 
-A policy judges each value that the function computes, as the function is written, and says whether it is kept for the
-backward pass, kept in another memory (offloaded), or recomputed. Policies are frozen: equal where they say the same,
-hashable, printed as they are written. They combine:
+A policy decides for each value of the function, as written, whether to save it for the backward pass, to offload it (save it
+in another memory), or to recompute it. Policies are frozen, hashable, equal by content, and print as written. They combine:
 
-- ``a | b`` keeps what either keeps; where both speak, saving goes before offloading, and offloading before recomputing;
-- ``a & b`` keeps what both keep, by the lesser of the two;
-- ``~a`` keeps what `a` recomputes, and nothing else;
-- ``a.then(b)`` asks `b` only about what `a` recomputes, so that `a` can offload what `b` would save.
+- ``a | b`` takes the greater of both decisions, in the order save > offload > recompute;
+- ``a & b`` takes the lesser;
+- ``~a`` saves the values that `a` recomputes, and no others;
+- ``a.then(b)`` asks `b` only about values that `a` recomputes, so that `a` can offload values that `b` would save.
 
-Members of ``jax.checkpoint_policies`` are policies too, by themselves (JAX then judges, with its own meaning: each equation of the
-differentiated and batched program), or inside this algebra, where they are asked about the function as it is written.
+Members of ``jax.checkpoint_policies`` are policies too: by themselves, with JAX's own meaning (applied to each equation of
+the differentiated and batched program); or inside this algebra, applied to the function as written.
 
 Example:
     >>> from statetx import policies
@@ -41,71 +40,71 @@ from ._typing import Filter
 
 
 def names(*chosen: str, missing: str = "raise") -> Policy:
-    """Keep the values that ``statetx.checkpoint_name`` (or JAX's) gave one of these names.
+    """Save the values that ``statetx.checkpoint_name`` (or JAX's) gave one of these names.
 
-    The value itself is kept, so that the operation that computed it is not run again either.
+    Saves the value itself, so that the operation that computes it does not run again either.
 
     Args:
         *chosen: the names.
-        missing: what to do about a name that no value of the function has: ``"raise"``, ``"warn"`` or ``"ignore"``. The
-            other policies that name something take the same.
+        missing: the reaction to a name that no value of the function has: ``"raise"``, ``"warn"`` or ``"ignore"``. The
+            other policies with names, patterns or filters have the same argument.
     """
     return Names(_strings("names", chosen), _check_missing(missing))
 
 
 def except_names(*chosen: str, missing: str = "raise") -> Policy:
-    """Keep every value that the function computes, but those with one of these names."""
+    """Save every value that the function computes, except values with one of these names."""
     return ExceptNames(_strings("except_names", chosen), _check_missing(missing))
 
 
-def offload(*what: str | Policy, src: str = "device", dst: str = "pinned_host", otherwise: str = "raise") -> Policy:
-    """Keep values in another memory, and fetch them back for the backward pass.
+def offload(*values: str | Policy, src: str = "device", dst: str = "pinned_host", otherwise: str = "raise") -> Policy:
+    """Store values in another memory, and fetch them for the backward pass.
 
     Args:
-        *what: names, or policies; what one of them keeps is offloaded.
-        src: the memory in which the values are computed.
-        dst: the memory in which they wait.
-        otherwise: what to do on a backend without these memories: ``"raise"`` or ``"save"``.
+        *values: names, or policies, whose saved values are offloaded.
+        src: the memory where the values are computed.
+        dst: the memory where they are stored.
+        otherwise: the reaction to a backend without these memories: ``"raise"`` or ``"save"``.
     """
     if otherwise not in ("raise", "save"):
         raise PolicyError(
             f"offload: otherwise= must be 'raise' or 'save', got {otherwise!r}.{suggestion(otherwise, ['raise', 'save'])}"
         )
-    if not what:
+    if not values:
         raise PolicyError("offload needs names or policies: offload('hidden'), offload(policies.dots).")
-    named = [x for x in what if isinstance(x, str)]
-    parts = [*([names(*named)] if named else []), *(as_policy(x) for x in what if not isinstance(x, str))]
-    return Offload(functools.reduce(Or, parts), src, dst, otherwise)
+    strings = [x for x in values if isinstance(x, str)]
+    children = [*([names(*strings)] if strings else []), *(as_policy(x) for x in values if not isinstance(x, str))]
+    return Offload(functools.reduce(Or, children), src, dst, otherwise)
 
 
 def larger_than(size: int | str) -> Policy:
-    """Keep values of more bytes than this, over all steps of the loops around them; also as ``"1MiB"``."""
+    """Save values larger than this, in bytes or as ``"1MiB"``, summed over all steps of the loops around them."""
     return Size(parse_bytes(size), True)
 
 
 def smaller_than(size: int | str) -> Policy:
-    """Keep values of fewer bytes than this, over all steps of the loops around them; also as ``"64KiB"``."""
+    """Save values smaller than this, in bytes or as ``"64KiB"``, summed over all steps of the loops around them."""
     return Size(parse_bytes(size), False)
 
 
 def primitives(*chosen: str, missing: str = "raise") -> Policy:
-    """Keep results of these operations, by their names in a jaxpr: ``"conv_general_dilated"``, ``"exp"``."""
+    """Save results of these primitives, by their names in a jaxpr: ``"conv_general_dilated"``, ``"exp"``."""
     return Primitives(_strings("primitives", chosen), _check_missing(missing))
 
 
 def path(pattern: str, *, missing: str = "raise") -> Policy:
-    """Keep values that were last computed with a state whose path matches a glob, such as ``"blocks.3.*"``.
+    """Save values whose nearest states have a path that matches a glob, such as ``"blocks.3.*"``.
 
-    A value belongs to the states that its operation reads, or else to those of its latest operand: what ``blocks.3``
-    computes from its own parameters, until another module's parameters come in. Paths are those that the rematerialised
-    function sees: ``"w"`` where a block's own method is rematerialised, ``"blocks.3.w"`` where the whole model's is.
+    A value's nearest states are the states that its operation reads, or else the nearest states of its latest operand: so
+    the values that ``blocks.3`` computes with its own parameters, until another module's parameters come in. Paths are
+    relative to the rematerialised function: ``"w"`` in a block's own method, ``"blocks.3.w"`` in the whole model's.
     """
     (pattern,) = _strings("path", (pattern,))
     return Path(pattern, _check_missing(missing))
 
 
 def states(filter: Filter, *, missing: str = "raise") -> Policy:
-    """Keep the results of operations on a state that the filter selects, such as the products with parameters."""
+    """Save the results of operations on states that the filter selects, such as products with parameters."""
     return States(filter, _check_missing(missing))
 
 
@@ -117,7 +116,7 @@ def _check_missing(missing: str) -> str:
     return missing
 
 
-def _strings(name: str, given: tuple) -> frozenset[str]:
-    if not given or not all(isinstance(x, str) for x in given):
-        raise PolicyError(f"policies.{name} takes strings, at least one; got {', '.join(map(repr, given)) or 'none'}.")
-    return frozenset(given)
+def _strings(name: str, args: tuple) -> frozenset[str]:
+    if not args or not all(isinstance(x, str) for x in args):
+        raise PolicyError(f"policies.{name} takes strings, at least one; got {', '.join(map(repr, args)) or 'none'}.")
+    return frozenset(args)

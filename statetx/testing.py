@@ -1,4 +1,4 @@
-"""For tests of code that uses statetx: is a rematerialised function the function itself, what does it keep, how often is it run."""
+"""Assertions for tests of code that uses statetx: equal results under rematerialisation, saved residuals, number of traces."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .transforms.remat import remat
 
 
 def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, atol: float = 0.0, **kwargs: Any) -> None:
-    """Check that rematerialisation changes nothing that a function computes.
+    """Check that rematerialisation does not change the results of a function.
 
-    Runs the function and its pullback twice without rematerialisation and once with it, and compares outputs, the states'
-    new values (random keys among them) and the gradients with respect to every float argument and state. It runs operation
-    by operation (``jax.disable_jit``), loops step by step, so give it small arguments. No state changes.
+    Runs the function and its pullback twice without rematerialisation and once with it, and compares outputs, new values of
+    states (random keys included) and gradients with respect to every float argument and state. Operations run one by one
+    (``jax.disable_jit``), loops step by step, so give it small arguments. No state changes.
 
     Args:
-        fun: a function that may read and write states. If no function in it is rematerialised, it is itself.
-        *args, **kwargs: what to call it with.
-        rtol, atol: tolerances of floats; zero for equal bits, which nested rematerialisation may miss by a rounding, since
-            gradients of a value that is used in several places are then summed in another order.
+        fun: a function that may read and write states. If it rematerialises nothing, it is rematerialised as a whole.
+        *args, **kwargs: its arguments.
+        rtol, atol: tolerances for floats; zero for bitwise equality, which nested rematerialisation may miss by a rounding,
+            since it sums the cotangents of a value with several uses in another order.
 
     Raises:
-        AssertionError: naming the first difference; or a function that is not deterministic, naming the generator or the
-            host callback that makes it so.
+        AssertionError: naming the first difference; or, if the function is not deterministic, the random generator or host
+            callback that makes it so.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -44,66 +44,71 @@ def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, ato
     """
     pure = functionalize(fun)
     values = pure.values(*args, **kwargs)
-    before = _generators()
+    initial_generators = _generators()
     with override(is_off=True):
         first, second = _run(pure, values, args, kwargs), _run(pure, values, args, kwargs)
-    drawn = [name for name, state in _generators().items() if state != before[name]]
+    drawn = [name for name, state in _generators().items() if state != initial_generators[name]]
     difference = _difference(second, first, 0.0, 0.0)
     if difference:
         raise AssertionError(
             f"{name_of(fun)} is not deterministic: two runs without rematerialisation differ at {difference}.\n"
             f"{_suspects(pure, values, args, kwargs, drawn)}"
         )
-    with override() as met:
-        again = _run(pure, values, args, kwargs)
-    if not met:
-        again = _run(functionalize(remat(fun)), values, args, kwargs)
-    difference = _difference(again, first, rtol, atol)
+
+    # `override` lists the rematerialised functions that it meets.
+    with override() as visited:
+        result = _run(pure, values, args, kwargs)
+    if not visited:
+        result = _run(functionalize(remat(fun)), values, args, kwargs)
+    difference = _difference(result, first, rtol, atol)
     if difference:
         raise AssertionError(
-            f"{name_of(fun)} is another function when it is rematerialised: {difference}.\n"
+            f"{name_of(fun)} gives other results when it is rematerialised: {difference}.\n"
             f"{_suspects(pure, values, args, kwargs, drawn)}"
         )
 
 
 def _run(pure: Callable, values: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Outputs, new states and gradients, by what a message calls them."""
-    floats, others = partition((values, args, kwargs), is_float)
+    """Outputs, new states and gradients, by their names in messages."""
+    floats, static = partition((values, args, kwargs), is_float)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((values, args, kwargs))]
-    rest_part: Any = None
+    aux_partition: Any = None
 
     def differentiable(*floats: Any) -> tuple[list[Any], list[Any]]:
-        nonlocal rest_part
-        values, args, kwargs = others.combine(floats)
-        out, new = pure(values, *args, **kwargs)
-        rest, rest_part = partition((out, new), lambda x: hasattr(x, "dtype"))
-        return partition(out, is_float)[0], rest
+        nonlocal aux_partition
+        values, args, kwargs = static.combine(floats)
+        out, new_values = pure(values, *args, **kwargs)
+        aux, aux_partition = partition((out, new_values), lambda x: hasattr(x, "dtype"))
+        return partition(out, is_float)[0], aux
 
-    with jax.disable_jit():  # what is compiled as a whole is rounded otherwise than its parts
-        leaves, pullback, rest = jax.vjp(differentiable, *floats, has_aux=True)
-        out, new = rest_part.combine(rest)
+    with jax.disable_jit():  # compiled as a whole, a function may be rounded otherwise than its parts
+        leaves, pullback, aux = jax.vjp(differentiable, *floats, has_aux=True)
+        out, new_values = aux_partition.combine(aux)
         types = [jax.typeof(x) for x in leaves]
+        # Cotangents differ between entries, so that swapped ones show.
         cotangents = [jnp.cos(jnp.arange(t.size, dtype=t.dtype)).reshape(t.shape) for t in types]
         grads = iter(pullback(cotangents))
-    found = {f"output{jax.tree_util.keystr(p)}": x for p, x in jax.tree_util.tree_leaves_with_path(out)}
-    for path, value in new.items():
+
+    results = {f"output{jax.tree_util.keystr(p)}": x for p, x in jax.tree_util.tree_leaves_with_path(out)}
+    for path, value in new_values.items():
         for p, x in jax.tree_util.tree_leaves_with_path(value):
-            found[f"state {path!r}{jax.tree_util.keystr(p)}"] = x
-    for path, moves in zip(paths, others.mask, strict=True):
-        if moves:
-            found[f"gradient of {_place(path)}"] = next(grads)
-    return found
+            results[f"state {path!r}{jax.tree_util.keystr(p)}"] = x
+    for path, is_differentiated in zip(paths, static.mask, strict=True):
+        if is_differentiated:
+            results[f"gradient of {_describe(path)}"] = next(grads)
+    return results
 
 
-def _place(path: tuple) -> str:
-    which, entry, *rest = path
-    tail = jax.tree_util.keystr(tuple(rest))
+def _describe(path: tuple) -> str:
+    """The state or argument of a path in ``(values, args, kwargs)``."""
+    group, entry, *keys = path
+    tail = jax.tree_util.keystr(tuple(keys))
     name = getattr(entry, "key", getattr(entry, "idx", entry))
-    return f"{('state', 'argument', 'argument')[which.idx]} {name!r}{tail}"
+    return f"{('state', 'argument', 'argument')[group.idx]} {name!r}{tail}"
 
 
 def _difference(actual: dict[str, Any], expected: dict[str, Any], rtol: float, atol: float) -> str:
-    """The first result that differs, empty if none does."""
+    """A description of the first result that differs; empty if none does."""
     if list(actual) != list(expected):
         return f"the results {sorted(set(actual) ^ set(expected))}, which only one of them has"
     for name, b in expected.items():
@@ -119,58 +124,58 @@ def _difference(actual: dict[str, Any], expected: dict[str, Any], rtol: float, a
         a, b = np.asarray(a), np.asarray(b)
         if is_float(b) and (rtol or atol):
             wide = np.complex128 if np.iscomplexobj(b) else np.float64
-            same = np.isclose(a.astype(wide), b.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
+            is_equal = np.isclose(a.astype(wide), b.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
         else:
-            same = (a == b) | ((a != a) & (b != b))
-        if not same.all():
-            at = tuple(int(i[0]) for i in np.nonzero(~same)) if same.ndim else ()
-            where = f"[{', '.join(map(str, at))}]" if at else ""
-            return f"{name}{where}: {a[at]} in place of {b[at]} ({int((~same).sum())} of {same.size} differ)"
+            is_equal = (a == b) | ((a != a) & (b != b))  # nan equals nan
+        if not is_equal.all():
+            index = tuple(int(i[0]) for i in np.nonzero(~is_equal)) if is_equal.ndim else ()
+            index_text = f"[{', '.join(map(str, index))}]" if index else ""
+            return f"{name}{index_text}: {a[index]} in place of {b[index]} ({int((~is_equal).sum())} of {is_equal.size} differ)"
     return ""
 
 
 def _generators() -> dict[str, Any]:
-    """The state of the generators that no function carries."""
+    """The states of the global random generators."""
     return {"numpy.random": str(np.random.get_state(legacy=False)), "random": random.getstate()}
 
 
 def _suspects(pure: Callable, values: Any, args: tuple, kwargs: dict[str, Any], drawn: Iterable[str]) -> str:
     lines = [
-        f"It draws from the global generator of {name}, which is no state: use a statetx.RngState." for name in drawn
+        f"It draws from the global generator of {name}, which is not a state: use a statetx.RngState." for name in drawn
     ]
     with override(is_off=True):
-        found = _jax.callbacks(_jaxpr_of(pure, values, args, kwargs))
-    for name, place in found:
+        callbacks = _jax.callbacks(_jaxpr_of(pure, values, args, kwargs))
+    for name, line in callbacks:
         lines.append(
-            f"It calls {name} on the host, at {place}, once more for each recomputation: that must give the same."
+            f"It calls {name} on the host, at {line}, again for each recomputation: it must return the same result."
         )
     return (
         "\n".join(lines)
-        or "No callback and no draw from a global generator was seen: this is a fault of statetx or JAX."
+        or "No host callback and no draw from a global generator was found: this is a bug in statetx or JAX."
     )
 
 
 def _jaxpr_of(pure: Callable, values: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    arrays, others = partition((values, args, kwargs), lambda x: hasattr(x, "dtype"))
+    arrays, static = partition((values, args, kwargs), lambda x: hasattr(x, "dtype"))
 
     def run(*arrays: Any) -> list[Any]:
-        values, args, kwargs = others.combine(arrays)
+        values, args, kwargs = static.combine(arrays)
         return partition(pure(values, *args, **kwargs), lambda x: hasattr(x, "dtype"))[0]
 
     return jax.make_jaxpr(run)(*arrays).jaxpr
 
 
 def assert_residuals(fun: Callable, /, *args: Any, expected: int | Sequence[str], **kwargs: Any) -> None:
-    """Check what a function keeps for its backward pass, beyond its arguments, states and constants.
+    """Check the residuals of a function, apart from its arguments, states and constants.
 
     Args:
         fun: a function that may read and write states.
-        *args, **kwargs: what to call it with; nothing is run.
+        *args, **kwargs: its arguments; nothing is run.
         expected: the bytes, or the values in any order, each by its name, by its type (``"f32[8,64]"``), or by both
-            (``"hidden f32[8,64]"``). A value that a loop of 10 steps keeps in each is given once, as ``"10 x f32[64]"``.
+            (``"hidden f32[8,64]"``). A residual of each step of a loop of 10 steps is given once, as ``"10 x f32[64]"``.
 
     Raises:
-        AssertionError: naming what is kept and was not expected, and the other way round.
+        AssertionError: naming unexpected residuals, and missing ones.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -181,24 +186,24 @@ def assert_residuals(fun: Callable, /, *args: Any, expected: int | Sequence[str]
         >>> statetx.testing.assert_residuals(f, jnp.ones(4), expected=16)
     """
     residuals = saved_residuals(fun, *args, **kwargs)
-    kept = [row for row in residuals if row.origin == "intermediate"]
+    rows = [row for row in residuals if row.origin == "intermediate"]
     if isinstance(expected, int):
         if residuals.intermediate_bytes != expected:
             raise AssertionError(
                 f"{name_of(fun)} keeps {residuals.intermediate_bytes} bytes, not {expected}:\n{residuals}"
             )
         return
-    left = collections.Counter(expected)
+    remaining = collections.Counter(expected)
     extra = []
-    for row in kept:
+    for row in rows:
         times = f"{row.times} x " if row.times > 1 else ""
         forms = [f"{name} {times}{row.type}" for name in row.names] + [*row.names, times + row.type]
-        found = next((form for form in forms if left[form] > 0), None)
-        if found is None:
+        matched = next((form for form in forms if remaining[form] > 0), None)
+        if matched is None:
             extra.append(forms[0])
         else:
-            left[found] -= 1
-    missing = sorted((+left).elements())
+            remaining[matched] -= 1
+    missing = sorted((+remaining).elements())
     if extra or missing:
         raise AssertionError(
             f"{name_of(fun)} keeps, unexpectedly, {extra or 'nothing'}, and does not keep {missing or 'nothing else'}:\n"
@@ -207,12 +212,12 @@ def assert_residuals(fun: Callable, /, *args: Any, expected: int | Sequence[str]
 
 
 class count_traces(Wrapper):
-    """A function that counts how often its Python body is run.
+    """Wrap a function to count runs of its Python body. Under a transform, a run is a trace.
 
-    Use it on a function or, in a class body, on a method. Under a transform that traces, a run is a trace.
+    Use it on a function or, in a class body, on a method.
 
     Attributes:
-        count: how often the body was run.
+        count: number of runs.
 
     Example:
         >>> import jax.numpy as jnp, statetx

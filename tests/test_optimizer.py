@@ -210,7 +210,7 @@ def test_what_cannot_be_updated_is_refused():
         statetx.Optimizer(sgd, {"w": w, "n": n})
     with pytest.raises(statetx.StateFilterError, match="twice"):
         statetx.Optimizer(sgd, [w, w])
-    with pytest.raises(statetx.StateFilterError, match="holds a float, which is no state"):
+    with pytest.raises(statetx.StateFilterError, match="holds a float, which is not a state"):
         statetx.Optimizer(sgd, [w, 1.0])
     with pytest.raises(statetx.StateFilterError, match="got no states"):
         statetx.Optimizer(sgd, {})

@@ -453,10 +453,10 @@ def test_fifty_kills(tmp_path):
 @pytest.mark.parametrize(
     ("obj", "match"),
     [
-        (lambda w: {"w": w.value}, r"'w' is a float32\[3\], no state"),
-        (lambda w: {"w": w, "deep": [{"rate": 0.1}]}, "'deep.0.rate' is a float, no state"),
-        (lambda w: {"w": w, "name": "a"}, "'name' is a str, no state"),
-        (lambda w: 3.0, "'what it was given' is a float, no state"),
+        (lambda w: {"w": w.value}, r"'w' is a float32\[3\], not a state"),
+        (lambda w: {"w": w, "deep": [{"rate": 0.1}]}, "'deep.0.rate' is a float, not a state"),
+        (lambda w: {"w": w, "name": "a"}, "'name' is a str, not a state"),
+        (lambda w: 3.0, "'its argument' is a float, not a state"),
         (lambda w: np.ones(3), "float64"),
         (lambda w: {}, "there is no state in {}"),
         (lambda w: lambda x: x, "there is no state in"),
@@ -498,7 +498,7 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     for directory in (file, file / "deeper" / "still"):
-        with pytest.raises(statetx.CheckpointError, match=r"file is no directory"):
+        with pytest.raises(statetx.CheckpointError, match=r"file is not a directory"):
             statetx.Checkpointer(directory, [statetx.State(1.0)])
 
 

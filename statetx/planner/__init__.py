@@ -1,4 +1,4 @@
-"""Choose what to keep under a budget of bytes."""
+"""Choose the values to save under a budget of bytes."""
 
 from ._record import PlanRow as PlanRow
 from .machine import CostModel as CostModel

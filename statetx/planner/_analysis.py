@@ -1,10 +1,9 @@
-"""What a region can keep, and what each choice costs: bytes kept, bytes while it is run backwards, work done again.
+"""The choices of a region: bytes saved, bytes in use during its backward pass, cost of recomputation.
 
-The model. A region is staged with its derivative. What the backward pass reads are values of the forward graph; each is
-either kept or computed again, and what is computed again needs its operands: inputs of the region, kept, or computed
-again themselves. `Graph.front` gives all the choices of which no other is better in both bytes and work, by integer programs
-(Checkmate, Jain et al., MLSys 2020, within one region). The bytes in use while the region is run backwards are those of a
-walk over its equations, where elementwise operations are taken to be fused into what reads them.
+The model. A region is staged with its derivative. The backward pass reads values of the forward graph. Each is either saved
+or recomputed, and recomputation needs the operands: inputs of the region, saved values, or recomputed ones. `Graph.front` finds
+the Pareto front of bytes and cost, by integer programs (Checkmate, Jain et al., MLSys 2020, within one region). The bytes in use
+during the backward pass come from a walk over its equations, which takes elementwise operations to be fused into their readers.
 """
 
 from __future__ import annotations
@@ -30,32 +29,34 @@ from .._remat.survey import Survey
 from .._tree import is_float
 
 Address = tuple[int, int]
-Price = Callable[[Any], float]
-"""What it costs to run an equation."""
+"""A value of a region: (equation, output)."""
+
+EquationCost = Callable[[Any], float]
+"""The cost of running an equation, in operations or seconds."""
 
 
 class Option(NamedTuple):
-    """One way to treat a region.
+    """One decision for a region.
 
     Attributes:
-        kept: addresses (equation, output) of the values that it keeps; None if it is not rematerialised.
-        kept_bytes: of what it keeps between the passes beyond its inputs.
-        working_bytes: in use while it is run backwards, beyond what is kept.
-        price: of what is computed again.
-        offloaded: which of `kept` are stored in the host's memory.
-        loop: of a loop, how its carries are stored; None for a loop as it is. `kept` is then what each step keeps.
+        saved: addresses of the saved values; None if the region is not rematerialised.
+        saved_bytes: bytes held between the passes, beyond the region's inputs.
+        backward_bytes: bytes in use during its backward pass, beyond the saved ones.
+        cost: of recomputation.
+        offloaded: the subset of `saved` that is stored in host memory.
+        loop: for a loop, how its carries are stored; None for an unchanged loop. `saved` then applies to each step.
     """
 
-    kept: frozenset[Address] | None
-    kept_bytes: int
-    working_bytes: int
-    price: float
+    saved: frozenset[Address] | None
+    saved_bytes: int
+    backward_bytes: int
+    cost: float
     offloaded: frozenset[Address] = frozenset()
     loop: Strategy | None = None
 
 
-_PLANNED = -1  # the region of marks that are no policy's
-_SWEEP = 24  # choices of a region, at most
+_PLANNED = -1  # the region number of the planner's marks; those of policies count from 0
+_MAX_OPTIONS = 24  # of a region
 
 
 class Graph:
@@ -63,202 +64,222 @@ class Graph:
 
     Args:
         jaxpr: the region.
-        price: of an equation.
-        counted: for each input, whether it is computed in the program, so that its cotangent takes memory.
-        moves: for each input, whether it is differentiated.
-        pulls: for each output, whether it gets a cotangent.
-        around: what it runs under.
+        equation_cost: see `EquationCost`.
+        is_computed: for each input, whether the program computes it, so that its cotangent takes temporary memory.
+        is_differentiated: for each input, whether it has a tangent.
+        has_cotangent: for each output, whether it gets a cotangent.
+        context: the transforms and shardings that the region runs under.
     """
 
     def __init__(
         self,
         jaxpr: Jaxpr,
-        price: Price,
-        counted: Sequence[bool],
-        moves: Sequence[bool],
-        pulls: Sequence[bool],
-        around: Around = Around(),  # noqa: B008
+        equation_cost: EquationCost,
+        is_computed: Sequence[bool],
+        is_differentiated: Sequence[bool],
+        has_cotangent: Sequence[bool],
+        context: Around = Around(),  # noqa: B008
     ):
         self.jaxpr = jaxpr
-        self._around = around.of_parts()
-        floats = [i for i, v in enumerate(jaxpr.invars) if moves[i] and is_float(v.aval)]
-        pulled = [i for i, v in enumerate(jaxpr.outvars) if pulls[i] and is_float(v.aval)]
-        self._counted = [counted[i] for i in floats]
+        self._context = context.of_parts()
+        diff_indices = [i for i, v in enumerate(jaxpr.invars) if is_differentiated[i] and is_float(v.aval)]
+        out_indices = [i for i, v in enumerate(jaxpr.outvars) if has_cotangent[i] and is_float(v.aval)]
+        self._is_computed = [is_computed[i] for i in diff_indices]
+
+        # Twice differentiated: with every value marked, for choices of what to save; and unchanged, for the baseline.
         self.sites = {site.address: site for site in Survey(jaxpr).results if len(site.address) == 2}
-        named = mark.mark(jaxpr, {at: f"{at[0]}.{at[1]}" for at in self.sites}, region=_PLANNED)
-        self._forward, self._num_out, self._backward = _derivative(named, floats, pulled)
-        plain, num_out, self._plain_backward = _derivative(jaxpr, floats, pulled)
-        self._plain_leaves = _variables(plain.outvars[num_out:], plain.invars)
-        leaves = {v for v in plain.outvars[num_out:] if isinstance(v, Var)}
-        self.kept_inputs = [i for i, v in enumerate(plain.invars) if v in leaves]
-        self._made = {v: i for i, e in enumerate(self._forward.eqns) for v in e.outvars}
-        self._leaves = _variables(self._forward.outvars[self._num_out :], self._forward.invars)
+        marked = mark.mark(jaxpr, {address: f"{address[0]}.{address[1]}" for address in self.sites}, region=_PLANNED)
+        self._forward, self._num_out, self._backward = _derivative(marked, diff_indices, out_indices)
+        plain, num_out, self._baseline_backward = _derivative(jaxpr, diff_indices, out_indices)
+        self._baseline_residuals = _computed_variables(plain.outvars[num_out:], plain.invars)
+        residuals = {v for v in plain.outvars[num_out:] if isinstance(v, Var)}
+        self.residual_inputs = [i for i, v in enumerate(plain.invars) if v in residuals]
+
+        self._producer = {v: i for i, e in enumerate(self._forward.eqns) for v in e.outvars}
+        self._residuals = _computed_variables(self._forward.outvars[self._num_out :], self._forward.invars)
         self._needed = self._ancestors()
-        self._names: dict[Any, Address] = {}
+        self._address_of: dict[Any, Address] = {}
         for i in self._needed:
             eqn = self._forward.eqns[i]
             if eqn.primitive is _jax.mark_primitive and eqn.params["region"] == _PLANNED:
                 equation, output = eqn.params["what"].split(".")
-                self._names[eqn.outvars[0]] = (int(equation), int(output))
+                self._address_of[eqn.outvars[0]] = (int(equation), int(output))
+
+        # An output of the region is an input of others, and counted there: saving it takes no further bytes.
         outputs = {v for v in jaxpr.outvars if isinstance(v, Var)}
-        # What the region gives to others is there already where they keep what they read.
-        self._is_output = {at for at, site in self.sites.items() if site.eqn.outvars[at[1]] in outputs}
-        self.prices = {i: price(self._forward.eqns[i]) for i in self._needed}
-        self.forward_price = sum(map(price, jaxpr.eqns))
+        self._output_addresses = {a for a, site in self.sites.items() if site.eqn.outvars[a[1]] in outputs}
+        self.costs = {i: equation_cost(self._forward.eqns[i]) for i in self._needed}
+        self.forward_cost = sum(map(equation_cost, jaxpr.eqns))
 
     def _ancestors(self) -> list[int]:
-        work, seen = list(self._leaves), set()
-        while work:
-            i = self._made.get(work.pop())
+        """The forward equations that the residuals depend on, in order."""
+        stack, seen = list(self._residuals), set()
+        while stack:
+            i = self._producer.get(stack.pop())
             if i is not None and i not in seen:
                 seen.add(i)
-                work += [v for v in self._forward.eqns[i].invars if isinstance(v, Var)]
+                stack += [v for v in self._forward.eqns[i].invars if isinstance(v, Var)]
         return sorted(seen)
 
     # -- options --
 
     def front(self, *, offload: float | None = None, deadline: Callable[[], bool] = lambda: False) -> list[Option]:
-        """The choices that no other betters, from the one that keeps all it needs to the one that keeps nothing.
+        """The Pareto front, from the option that saves all it needs to the one that saves nothing.
 
         Args:
-            offload: what it costs to bring a byte from the host's memory; None if nothing goes there.
+            offload: the cost of fetching a byte from host memory; None if nothing is offloaded.
             deadline: whether time is up.
         """
-        options = [self.untouched(), self.option(frozenset())]
+        options = [self.baseline(), self.option(frozenset())]
         if not self.sites or not self._needed:
-            return undominated(options)
-        program = _Choice(self, offload)
+            return pareto_front(options)
+        program = _IntegerProgram(self, offload)
         limit, total = np.inf, None
-        while len(options) < _SWEEP and not deadline():
-            found = program.solve(limit)
-            if found is None:
+        while len(options) < _MAX_OPTIONS and not deadline():
+            solution = program.solve(limit)
+            if solution is None:
                 break
-            kept, offloaded = found
-            option = self.option(kept, offloaded, offload or 0.0)
+            saved, offloaded = solution
+            option = self.option(saved, offloaded, offload or 0.0)
             options.append(option)
-            total = total or max(option.kept_bytes, 1)
-            if option.kept_bytes == 0:
+            total = total or max(option.saved_bytes, 1)
+            if option.saved_bytes == 0:
                 break
-            # Every step of the front where there are few; else so that it is swept in even steps.
-            limit = option.kept_bytes - max(1, total // _SWEEP if len(self._names) > 12 else 1)
-        return undominated(options)
+            # A short front is enumerated point by point. A long one is sampled at equal distances of bytes.
+            limit = option.saved_bytes - max(1, total // _MAX_OPTIONS if len(self._address_of) > 12 else 1)
+        return pareto_front(options)
 
     def option(
-        self, kept: frozenset[Address], offloaded: frozenset[Address] = frozenset(), per_byte: float = 0.0
+        self, saved: frozenset[Address], offloaded: frozenset[Address] = frozenset(), per_byte: float = 0.0
     ) -> Option:
-        """The region, keeping these values."""
-        again = self._computed_again(kept)
-        kept_bytes = sum(self.bytes_of(at) for at in kept - offloaded)
-        price = sum(self.prices[i] for i in again) + per_byte * sum(self.bytes_of(at) for at in offloaded)
-        back = sum(self.bytes_of(at) for at in offloaded)
-        return Option(kept, kept_bytes, self._working(again) + back, price, offloaded)
+        """The region, saving these values."""
+        recomputed = self._recomputed(saved)
+        saved_bytes = sum(self.bytes_of(address) for address in saved - offloaded)
+        cost = sum(self.costs[i] for i in recomputed) + per_byte * sum(self.bytes_of(address) for address in offloaded)
+        offloaded_bytes = sum(self.bytes_of(address) for address in offloaded)
+        return Option(saved, saved_bytes, self._backward_bytes(recomputed) + offloaded_bytes, cost, offloaded)
 
-    def untouched(self) -> Option:
+    def baseline(self) -> Option:
         """The region without rematerialisation."""
-        kept = sum(device_bytes(v.aval) for v in self._plain_leaves)
-        return Option(None, kept, self._walk(self._plain_backward, []), 0.0)
+        saved_bytes = sum(device_bytes(v.aval) for v in self._baseline_residuals)
+        return Option(None, saved_bytes, self._peak_bytes(self._baseline_backward, []), 0.0)
 
     def by_policy(self, policy: Any) -> Option:
-        """The region, keeping what a policy says."""
+        """The region under a policy."""
         labels = decide.decide(policy, list(self.sites.values()))
-        return self.option(frozenset((at[0], at[1]) for at in labels))
+        return self.option(frozenset((a[0], a[1]) for a in labels))
 
     def bytes_of(self, address: Address) -> int:
-        return 0 if address in self._is_output else device_bytes(self.sites[address].value.type)
+        return 0 if address in self._output_addresses else device_bytes(self.sites[address].value.type)
 
-    def _computed_again(self, kept: frozenset[Address]) -> list[int]:
-        have = {v for v, at in self._names.items() if at in kept}
-        work, again = list(self._leaves), set()
-        while work:
-            v = work.pop()
-            i = self._made.get(v)
-            if v in have or i is None or i in again:
+    def _recomputed(self, saved: frozenset[Address]) -> list[int]:
+        """The equations that run again, in order, where these values are saved."""
+        available = {v for v, address in self._address_of.items() if address in saved}
+        stack, recomputed = list(self._residuals), set()
+        while stack:
+            v = stack.pop()
+            i = self._producer.get(v)
+            if v in available or i is None or i in recomputed:
                 continue
-            again.add(i)
-            work += [u for u in self._forward.eqns[i].invars if isinstance(u, Var)]
-        return sorted(again)
+            recomputed.add(i)
+            stack += [u for u in self._forward.eqns[i].invars if isinstance(u, Var)]
+        return sorted(recomputed)
 
     # -- memory in use --
 
-    def _working(self, again: Sequence[int]) -> int:
-        return self._walk(self._backward, [self._forward.eqns[i] for i in again])
+    def _backward_bytes(self, recomputed: Sequence[int]) -> int:
+        return self._peak_bytes(self._backward, [self._forward.eqns[i] for i in recomputed])
 
-    def _walk(self, backward: _Backward, again: Sequence[Any]) -> int:
-        """The most bytes in use at a time, while what is to be computed again is, and then the backward pass."""
-        eqns = [*again, *backward.jaxpr.eqns]
-        alias = dict(zip(backward.residuals, backward.leaves, strict=True))
-        read = lambda v: alias.get(v, v)  # noqa: E731
-        uncounted = {v for v, c in zip(backward.outs, self._counted, strict=True) if not c and isinstance(v, Var)}
+    def _peak_bytes(self, backward: _Backward, recomputed: Sequence[Any]) -> int:
+        """The most bytes live at a time during recomputation and the backward pass after it."""
+        eqns = [*recomputed, *backward.jaxpr.eqns]
+        forward_variable = dict(zip(backward.residuals, backward.forward_residuals, strict=True))
+        resolve = lambda v: forward_variable.get(v, v)  # noqa: E731
+        uncounted = {v for v, c in zip(backward.outs, self._is_computed, strict=True) if not c and isinstance(v, Var)}
         outputs = {v for v in backward.outs if isinstance(v, Var)} - uncounted
-        last: dict[Any, int] = {}
-        is_read: set[Any] = set(outputs)
+
+        # Last uses, and the values that must be in memory because an equation that does not fuse reads them.
+        last_use: dict[Any, int] = {}
+        in_memory: set[Any] = set(outputs)
         for i, eqn in enumerate(eqns):
             fuses = row_of(eqn).fuses or row_of(eqn).reads_fused
             for v in eqn.invars:
                 if isinstance(v, Var):
-                    last[read(v)] = i
+                    last_use[resolve(v)] = i
                     if not fuses:
-                        is_read.add(read(v))
-        last |= dict.fromkeys(outputs, len(eqns))
-        # A fused value lives through what it is made of, as long as it is read.
+                        in_memory.add(resolve(v))
+        last_use |= dict.fromkeys(outputs, len(eqns))
+
+        # A fused value is computed where it is read: its operands live until then.
         for eqn in reversed(eqns):
             if row_of(eqn).fuses:
                 for v in eqn.outvars:
-                    if v not in is_read:
+                    if v not in in_memory:
                         for u in eqn.invars:
                             if isinstance(u, Var):
-                                last[read(u)] = max(last[read(u)], last.get(v, -1))
+                                last_use[resolve(u)] = max(last_use[resolve(u)], last_use.get(v, -1))
+
+        # The walk: allocate at an equation's outputs, free after last uses.
         live = sum(device_bytes(v.aval) for v in backward.cotangents)
-        ends: dict[int, int] = {}
+        freed_after: dict[int, int] = {}
         for v in backward.cotangents:
-            at = last.get(v, 0)
-            ends[at] = ends.get(at, 0) + device_bytes(v.aval)
-        most = live
+            end = last_use.get(v, 0)
+            freed_after[end] = freed_after.get(end, 0) + device_bytes(v.aval)
+        peak = live
         for i, eqn in enumerate(eqns):
             fused = row_of(eqn).fuses
             for v in eqn.outvars:
-                if v in uncounted or (fused and v not in is_read) or v not in last:
+                if v in uncounted or (fused and v not in in_memory) or v not in last_use:
                     continue
                 live += device_bytes(v.aval)
-                ends[last[v]] = ends.get(last[v], 0) + device_bytes(v.aval)
-            most = max(most, live)
-            live -= ends.get(i, 0)
-        return most
+                freed_after[last_use[v]] = freed_after.get(last_use[v], 0) + device_bytes(v.aval)
+            peak = max(peak, live)
+            live -= freed_after.get(i, 0)
+        return peak
 
     def measure(self, option: Option) -> Option:
-        """The option with the bytes in use that the compiled backward pass of the region has, on its own."""
-        if option.kept is None:
-            back, again, have = self._plain_backward, [], self._plain_leaves
+        """Return the option with the backward bytes of the region's backward pass, compiled on its own."""
+        if option.saved is None:
+            backward, recomputed, saved = self._baseline_backward, [], self._baseline_residuals
         else:
-            back, again = self._backward, [self._forward.eqns[i] for i in self._computed_again(option.kept)]
-            have = [v for v, at in self._names.items() if at in option.kept]
-        made = {v for e in again for v in e.outvars}
-        inputs = dict.fromkeys(v for e in again for v in e.invars if isinstance(v, Var) and v not in made)
-        inputs |= dict.fromkeys(v for v in [*back.leaves, *have] if v not in made)
-        recomputation = _jax.rebuild(self._forward, invars=list(inputs), outvars=back.leaves, eqns=again)
+            backward, recomputed = self._backward, [self._forward.eqns[i] for i in self._recomputed(option.saved)]
+            saved = [v for v, address in self._address_of.items() if address in option.saved]
+        computed = {v for e in recomputed for v in e.outvars}
+        inputs = dict.fromkeys(v for e in recomputed for v in e.invars if isinstance(v, Var) and v not in computed)
+        inputs |= dict.fromkeys(v for v in [*backward.forward_residuals, *saved] if v not in computed)
 
-        def run(given: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
-            residuals = _jax.interpret(recomputation, given, lambda eqn, ins: _jax.bind_equation(eqn, eqn.params, ins))
-            return _jax.evaluate(back.jaxpr, (), [*residuals, *cts])
+        recomputation = _jax.rebuild(
+            self._forward, invars=list(inputs), outvars=backward.forward_residuals, eqns=recomputed
+        )
 
-        avals = [v.aval for v in (*inputs, *back.cotangents)]
-        program = self._around.program(
+        def run(values: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+            residuals = _jax.interpret(recomputation, values, lambda eqn, ins: _jax.bind_equation(eqn, eqn.params, ins))
+            return _jax.evaluate(backward.jaxpr, (), [*residuals, *cts])
+
+        avals = [v.aval for v in (*inputs, *backward.cotangents)]
+        program = self._context.program(
             lambda *xs: run(xs[: len(inputs)], xs[len(inputs) :]), avals, fast_compile_options()
         )
-        temp = program.cost.temp_bytes // self._around.num_examples
-        counted = [v for v, c in zip(back.outs, self._counted, strict=True) if c and isinstance(v, Var)]
-        ends = sum(device_bytes(v.aval) for v in (*back.cotangents, *counted))
-        back_bytes = sum(self.bytes_of(at) for at in option.offloaded)
-        return option._replace(working_bytes=temp + ends + back_bytes)
+        # Cotangents and offloaded values are arguments and outputs of this program; within the whole they are temporary.
+        temp_bytes = program.cost.temp_bytes // self._context.num_examples
+        out_cotangents = [v for v, c in zip(backward.outs, self._is_computed, strict=True) if c and isinstance(v, Var)]
+        cotangent_bytes = sum(device_bytes(v.aval) for v in (*backward.cotangents, *out_cotangents))
+        offloaded_bytes = sum(self.bytes_of(address) for address in option.offloaded)
+        return option._replace(backward_bytes=temp_bytes + cotangent_bytes + offloaded_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """A backward pass: its inputs are residuals, which are `leaves` of the forward pass, and cotangents."""
+    """A backward pass.
+
+    Attributes:
+        residuals, cotangents: its inputs.
+        forward_residuals: for each of `residuals`, the variable of the forward pass.
+    """
 
     jaxpr: Jaxpr
     residuals: list[Any]
-    leaves: list[Any]
+    forward_residuals: list[Any]
     cotangents: list[Any]
 
     @property
@@ -266,119 +287,137 @@ class _Backward:
         return list(self.jaxpr.outvars)
 
 
-def _derivative(jaxpr: Jaxpr, floats: Sequence[int], pulled: Sequence[int]) -> tuple[Jaxpr, int, _Backward]:
-    """A region's outputs `pulled` with the residuals as further outputs, and the backward pass from them to `floats`."""
+def _derivative(jaxpr: Jaxpr, diff_indices: Sequence[int], out_indices: Sequence[int]) -> tuple[Jaxpr, int, _Backward]:
+    """Return the forward pass, ``(inputs) -> (differentiated outputs, residuals)``, its number of outputs, and the backward pass."""
 
     def run(*inputs: Any) -> list[Any]:
         outs = _jax.evaluate(jaxpr, (), inputs)
-        return [jnp.asarray(outs[i]) for i in pulled]
+        return [jnp.asarray(outs[i]) for i in out_indices]
 
     in_avals = [v.aval for v in jaxpr.invars]
-    forward = forward_pass(run, in_avals, floats, kind="statetx.plan", name="forward")
-    whole = inline(forward.body.jaxpr, calls=JIT, deep=False)
-    leaves = whole.outvars[len(pulled) :]
-    leaf_avals, out_avals = [v.aval for v in leaves], [v.aval for v in whole.outvars[: len(pulled)]]
-    back = Body.close(*backward_pass(forward.pullback, leaf_avals, out_avals, kind="statetx.plan", name="backward"))
-    flat = inline(_bind_literals(back, leaves), calls=JIT, deep=False)
-    residuals = [v for v in leaves if isinstance(v, Var)]
-    num = len(residuals)
-    split = _Backward(flat, flat.invars[:num], residuals, flat.invars[num:])
-    return whole, len(pulled), split
+    forward = forward_pass(run, in_avals, diff_indices, kind="statetx.plan", name="forward")
+    forward_jaxpr = inline(forward.body.jaxpr, calls=JIT, deep=False)
+    num_outs = len(out_indices)
+    residuals = forward_jaxpr.outvars[num_outs:]
+
+    avals = [v.aval for v in residuals], [v.aval for v in forward_jaxpr.outvars[:num_outs]]
+    body = Body.close(*backward_pass(forward.pullback, *avals, kind="statetx.plan", name="backward"))
+    backward_jaxpr = inline(_bind_literals(body, residuals), calls=JIT, deep=False)
+    variables = [v for v in residuals if isinstance(v, Var)]
+    num_residuals = len(variables)
+    split = _Backward(
+        backward_jaxpr, backward_jaxpr.invars[:num_residuals], variables, backward_jaxpr.invars[num_residuals:]
+    )
+    return forward_jaxpr, num_outs, split
 
 
-def _bind_literals(back: Body, leaves: Sequence[Any]) -> Jaxpr:
-    """The backward pass without dead code; what it closes over, and residuals that are literals, are written into it."""
-    values: list[Any] = [Literal(x, v.aval) for x, v in zip(back.operands, back.jaxpr.invars, strict=False)]
-    values += leaves
-    given = {v: a for v, a in zip(back.jaxpr.invars, values, strict=False) if isinstance(a, Literal)}
-    return _jax.without_dead_code(_jax.with_literals(back.jaxpr, given))
+def _bind_literals(backward: Body, residuals: Sequence[Any]) -> Jaxpr:
+    """The backward pass without dead code, with its closed-over values and literal residuals inlined."""
+    atoms: list[Any] = [Literal(x, v.aval) for x, v in zip(backward.operands, backward.jaxpr.invars, strict=False)]
+    atoms += residuals
+    literals = {v: a for v, a in zip(backward.jaxpr.invars, atoms, strict=False) if isinstance(a, Literal)}
+    return _jax.without_dead_code(_jax.with_literals(backward.jaxpr, literals))
 
 
-def _variables(atoms: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """The distinct ones that are no inputs."""
-    given = set(inputs)
-    return list({v: None for v in atoms if not isinstance(v, Literal) and v not in given})
+def _computed_variables(atoms: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """The distinct variables that are not inputs."""
+    input_set = set(inputs)
+    return list({v: None for v in atoms if not isinstance(v, Literal) and v not in input_set})
 
 
-def undominated(options: Sequence[Option]) -> list[Option]:
-    """The options to which no other is preferable, the dearest last."""
-    found: list[Option] = []
-    for option in sorted(set(options), key=lambda o: (o.price, o.kept_bytes, o.working_bytes)):
-        if not any(o.kept_bytes <= option.kept_bytes and o.working_bytes <= option.working_bytes for o in found):
-            found.append(option)
-    return found
+def pareto_front(options: Sequence[Option]) -> list[Option]:
+    """The options that no other dominates in cost, saved bytes and backward bytes, the cheapest first."""
+    front: list[Option] = []
+    for option in sorted(set(options), key=lambda o: (o.cost, o.saved_bytes, o.backward_bytes)):
+        if not any(o.saved_bytes <= option.saved_bytes and o.backward_bytes <= option.backward_bytes for o in front):
+            front.append(option)
+    return front
 
 
-class _Choice:
-    """The integer program: which values to keep, and which equations to run again, for the least price."""
+class _IntegerProgram:
+    """Which values to save, and which equations to run again, at the least cost.
+
+    Variables are binary: run[i] for each needed equation, save[a] (and offload[a]) for each address. A value v is available if
+    its equation runs or it is saved: available(v) = run[producer(v)] + save[a] + offload[a]. Minimise the cost of what runs, such that
+
+        available(v) >= 1                    for each residual v,
+        available(u) - run[i] >= 0           for each operand u of equation i that an equation computes,
+        sum of bytes(a) save[a] <= limit     (the last row).
+    """
 
     def __init__(self, graph: Graph, offload: float | None):
         from scipy.sparse import lil_array
 
         self._graph = graph
-        self._addresses = sorted(set(graph._names.values()))
+        self._addresses = sorted(set(graph._address_of.values()))
         equations = graph._needed
         column: dict[tuple[str, Any], int] = {("run", i): n for n, i in enumerate(equations)}
-        for kind in ("keep", "offload") if offload is not None else ("keep",):
-            column |= {(kind, at): len(column) + n for n, at in enumerate(self._addresses)}
+        for storage in ("keep", "offload") if offload is not None else ("keep",):
+            column |= {(storage, address): len(column) + n for n, address in enumerate(self._addresses)}
         self._column = column
-        self._sizes = np.array([graph.bytes_of(at) for at in self._addresses], float)
+        self._sizes = np.array([graph.bytes_of(address) for address in self._addresses], float)
+
         rows: list[list[tuple[int, float]]] = []
-        least: list[float] = []
+        lower: list[float] = []
 
-        def there(v: Any) -> list[tuple[int, float]]:
-            given = [(column["run", graph._made[v]], 1.0)]
-            at = graph._names.get(v)
-            if at is not None:
-                given += [(column[kind, at], 1.0) for kind in ("keep", "offload") if (kind, at) in column]
-            return given
+        def available(v: Any) -> list[tuple[int, float]]:
+            terms = [(column["run", graph._producer[v]], 1.0)]
+            address = graph._address_of.get(v)
+            if address is not None:
+                terms += [
+                    (column[storage, address], 1.0) for storage in ("keep", "offload") if (storage, address) in column
+                ]
+            return terms
 
-        for v in graph._leaves:
-            rows.append(there(v))
-            least.append(1.0)
+        for v in graph._residuals:
+            rows.append(available(v))
+            lower.append(1.0)
         for i in equations:
             for v in dict.fromkeys(u for u in graph._forward.eqns[i].invars if isinstance(u, Var)):
-                if v in graph._made:
-                    rows.append([*there(v), (column["run", i], -1.0)])
-                    least.append(0.0)
+                if v in graph._producer:
+                    rows.append([*available(v), (column["run", i], -1.0)])
+                    lower.append(0.0)
+
         matrix = lil_array((len(rows) + 1, len(column)))
-        for r, row in enumerate(rows):
-            for c, x in row:
+        for r, entries in enumerate(rows):
+            for c, x in entries:
                 matrix[r, c] += x
-        for at, size in zip(self._addresses, self._sizes, strict=True):
-            matrix[len(rows), column["keep", at]] = size
-        self._matrix, self._least = matrix.tocsr(), np.array([*least, -np.inf])
-        prices = np.array([graph.prices[i] for i in equations])
-        scale = max(prices.max(initial=0.0), 1e-30)
-        cost = np.zeros(len(column))
-        cost[: len(equations)] = prices / scale
+        for address, size in zip(self._addresses, self._sizes, strict=True):
+            matrix[len(rows), column["keep", address]] = size
+        self._matrix, self._lower = matrix.tocsr(), np.array([*lower, -np.inf])
+
+        # The objective is scaled to the most expensive equation. Small terms in bytes break ties: of equal costs, save less.
+        run_costs = np.array([graph.costs[i] for i in equations])
+        scale = max(run_costs.max(initial=0.0), 1e-30)
+        objective = np.zeros(len(column))
+        objective[: len(equations)] = run_costs / scale
         total = max(self._sizes.sum(), 1.0)
-        for at, size in zip(self._addresses, self._sizes, strict=True):
-            cost[column["keep", at]] = 1e-6 * (size / total) + 1e-9  # of equal prices the one that keeps less
-            if ("offload", at) in column:
-                cost[column["offload", at]] = size * (offload or 0.0) / scale + 2e-6 * (size / total) + 2e-9
-        self._cost = cost
+        for address, size in zip(self._addresses, self._sizes, strict=True):
+            objective[column["keep", address]] = 1e-6 * (size / total) + 1e-9
+            if ("offload", address) in column:
+                objective[column["offload", address]] = size * (offload or 0.0) / scale + 2e-6 * (size / total) + 2e-9
+        self._objective = objective
 
     def solve(self, limit: float) -> tuple[frozenset[Address], frozenset[Address]] | None:
-        """The values to keep, at most `limit` bytes of them on the device, and those of them that go to the host."""
+        """Return the values to save, at most `limit` bytes of them on the device, and the offloaded subset; None if infeasible."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         if limit < 0:
             return None
-        most = np.full(len(self._least), np.inf)
-        most[-1] = limit
-        constraint = LinearConstraint(self._matrix, self._least, most)  # pyright: ignore[reportArgumentType]
+        upper = np.full(len(self._lower), np.inf)
+        upper[-1] = limit
+        constraint = LinearConstraint(self._matrix, self._lower, upper)  # pyright: ignore[reportArgumentType]
         options = {"time_limit": 5.0, "mip_rel_gap": 1e-4}
-        found = milp(
-            self._cost,
+        result = milp(
+            self._objective,
             constraints=constraint,
             bounds=Bounds(0, 1),
-            integrality=np.ones(len(self._cost)),
+            integrality=np.ones(len(self._objective)),
             options=options,
         )
-        if found.x is None:
+        if result.x is None:
             return None
-        chosen = {key: found.x[c] > 0.5 for key, c in self._column.items()}
-        offloaded = frozenset(at for at in self._addresses if chosen.get(("offload", at)))
-        kept = frozenset(at for at in self._addresses if chosen["keep", at]) | offloaded
-        return kept, offloaded
+        is_chosen = {key: result.x[c] > 0.5 for key, c in self._column.items()}
+        offloaded = frozenset(a for a in self._addresses if is_chosen.get(("offload", a)))
+        saved = frozenset(a for a in self._addresses if is_chosen["keep", a]) | offloaded
+        return saved, offloaded

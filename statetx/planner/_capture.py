@@ -1,4 +1,4 @@
-"""The program that is planned: that of a loss, or of the loss within a training step."""
+"""Stage the program to plan: a loss, or the loss within a training step."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from ._parts import flatten
 from ._record import fingerprint
 
 
-class _Found(NamedTuple):
-    """A function that was captured.
+class _Recorded(NamedTuple):
+    """A recorded function.
 
     Attributes:
-        num_out: how many outputs are its own.
-        moving: the inputs that are being differentiated.
-        variable: the float inputs that are no constants.
-        around: what it runs under.
+        num_out: number of outputs of the function itself; new values of states follow them.
+        diff_indices: the inputs under differentiation.
+        traced_floats: the float inputs that are traced, not constants.
+        context: the transforms and shardings that it runs under.
     """
 
     jaxpr: Jaxpr
     num_out: int
-    moving: list[int]
-    variable: list[int]
-    around: Around
+    diff_indices: list[int]
+    traced_floats: list[int]
+    context: Around
 
 
-class _Capture(Rewriting):
-    """Takes down the program of the function that it is used on, and lets it be."""
+class _Recorder(Rewriting):
+    """A policy that records the function it is used on, and leaves it unchanged."""
 
     def __init__(self) -> None:
-        self.found: list[_Found] = []
+        self.recorded: list[_Recorded] = []
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -62,9 +62,11 @@ class _Capture(Rewriting):
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         def run(operands: Sequence[Any], *args: Any) -> list[Any]:
             floats = [(i, x) for i, x in enumerate((*operands, *args)) if is_float(x)]
-            moving = [i for i, x in floats if _jax.is_differentiated(x)]
-            variable = [i for i, x in floats if isinstance(x, _jax.Tracer)]
-            self.found.append(_Found(body.jaxpr, num_out, moving, variable, Around.of([*operands, *args])))
+            diff_indices = [i for i, x in floats if _jax.is_differentiated(x)]
+            traced_floats = [i for i, x in floats if isinstance(x, _jax.Tracer)]
+            self.recorded.append(
+                _Recorded(body.jaxpr, num_out, diff_indices, traced_floats, Around.of([*operands, *args]))
+            )
             return body(operands, *args)
 
         return run
@@ -72,19 +74,19 @@ class _Capture(Rewriting):
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A program to be planned.
+    """A program to plan.
 
     Attributes:
-        chosen: the inputs with respect to which it is differentiated.
-        num_out: how many of its outputs are: the first.
-        around: what it runs under.
-        step_with: of a loss within a training step, the step with a program in the loss's place, for compiler options.
+        diff_indices: the inputs to differentiate with respect to.
+        num_out: number of differentiated outputs; they come first.
+        context: the transforms and shardings that it runs under.
+        step_with: for a training step, ``(loss, compiler_options) -> Program``, the step with this program as its loss.
     """
 
     jaxpr: Jaxpr
-    chosen: list[int]
+    diff_indices: list[int]
     num_out: int
-    around: Around
+    context: Around
     step_with: Callable[[Jaxpr, dict[str, Any]], Program] | None = None
 
     @property
@@ -93,12 +95,12 @@ class Captured:
 
 
 def capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | Sequence[int] | None) -> Captured:
-    """Trace a function once, and find what of it is to be planned.
+    """Trace a function once, and return the program to plan: its loss if it is a training step, else the function.
 
     Raises:
         PlanError: there is nothing to differentiate, or more than one function.
     """
-    whole, inner = _Capture(), _Capture()
+    outer, inner = _Recorder(), _Recorder()
     nums = None if argnums is None else resolve_argnums(argnums, len(args), fun)[0]
 
     @functools.wraps(fun)
@@ -106,30 +108,34 @@ def capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | S
         with decide.override.differentiated(lambda loss: Remat(loss, policy=inner)):
             return fun(*args, **kwargs)
 
-    # Whether it differentiates anything itself is seen while it is traced, and it is traced once.
-    planned = Remat(fun if nums is not None else traced, policy=whole)
-    _jaxpr_of(planned, args, kwargs)
-    if inner.found:
-        if len({tuple(fingerprint(flatten(f.jaxpr))) for f in inner.found}) > 1:
+    # One trace serves both cases: only during it does it show whether the function differentiates anything itself.
+    planned = Remat(fun if nums is not None else traced, policy=outer)
+    _stage(planned, args, kwargs)
+
+    if inner.recorded:
+        # One loss may be differentiated several times, such as for each microbatch.
+        if len({tuple(fingerprint(flatten(f.jaxpr))) for f in inner.recorded}) > 1:
             raise PlanError(
                 f"{name_of(fun)} differentiates more than one function. Fix: make a plan for each of them, and use it as "
                 f"remat(loss, policy=plan)."
             )
-        loss = inner.found[0]
+        loss = inner.recorded[0]
         step_with = functools.partial(_step_with, fun, args, kwargs)
-        return Captured(loss.jaxpr, loss.moving, loss.num_out, loss.around, step_with)
-    (found,) = whole.found
-    is_chosen = []
-    for n, part in enumerate((*args, *kwargs.values())):
-        is_chosen += [nums is None or n in nums] * len(partition(part, _is_traced)[0])
-    num_operands = len(found.jaxpr.invars) - len(is_chosen)
-    chosen = [i for i in found.variable if i < num_operands or is_chosen[i - num_operands]]
-    if not chosen or not any(is_float(v.aval) for v in found.jaxpr.outvars[: found.num_out]):
+        return Captured(loss.jaxpr, loss.diff_indices, loss.num_out, loss.context, step_with)
+
+    # Inputs are the operands (values of states, all of them differentiated), then the arrays of the arguments.
+    (function,) = outer.recorded
+    in_argnums = []
+    for n, arg in enumerate((*args, *kwargs.values())):
+        in_argnums += [nums is None or n in nums] * len(partition(arg, _is_traced)[0])
+    num_operands = len(function.jaxpr.invars) - len(in_argnums)
+    diff_indices = [i for i in function.traced_floats if i < num_operands or in_argnums[i - num_operands]]
+    if not diff_indices or not any(is_float(v.aval) for v in function.jaxpr.outvars[: function.num_out]):
         raise PlanError(
             f"{name_of(fun)} has no float output, or no float argument or state, so there is nothing to differentiate; and it "
-            f"differentiates nothing itself by statetx.grad."
+            f"does not call statetx.grad itself."
         )
-    return Captured(found.jaxpr, chosen, found.num_out, found.around)
+    return Captured(function.jaxpr, diff_indices, function.num_out, function.context)
 
 
 def _is_traced(x: Any) -> bool:
@@ -137,20 +143,20 @@ def _is_traced(x: Any) -> bool:
     return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
-def _jaxpr_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """The program of a call, and its inputs: what states hold, and the arrays; other arguments are as they are."""
-    arrays, others = partition((args, kwargs), _is_traced)
+def _stage(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """Stage a call. Returns its jaxpr and its inputs: values of states, then array arguments. Other arguments are closed over."""
+    arrays, static = partition((args, kwargs), _is_traced)
 
     @functools.wraps(fun)
     def call(*arrays: Any) -> Any:
-        call_args, call_kwargs = others.combine(arrays)
+        call_args, call_kwargs = static.combine(arrays)
         return fun(*call_args, **call_kwargs)
 
     return staged_jaxpr(call, arrays)
 
 
-class _Instead(Rewriting):
-    """Has a program that is there already in the place of the function."""
+class _Replace(Rewriting):
+    """A policy that replaces the function by a given program."""
 
     def __init__(self, jaxpr: Jaxpr):
         self._planned = Body(jaxpr, [])
@@ -168,14 +174,14 @@ class _Instead(Rewriting):
 def _step_with(
     fun: Callable, args: tuple, kwargs: dict[str, Any], jaxpr: Jaxpr, compiler_options: dict[str, Any]
 ) -> Program:
-    """A training step whose loss is this program."""
-    instead = _Instead(jaxpr)
+    """The training step with this program as its loss."""
+    replacement = _Replace(jaxpr)
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        with decide.override.differentiated(lambda loss: Remat(loss, policy=instead)):
+        with decide.override.differentiated(lambda loss: Remat(loss, policy=replacement)):
             return fun(*args, **kwargs)
 
-    program, inputs = _jaxpr_of(step, args, kwargs)
+    closed_jaxpr, inputs = _stage(step, args, kwargs)
     shardings = tuple(map(sharding_of, inputs))
-    around = Around(shardings=shardings if any(shardings) else ())
-    return around.program(jex_core.jaxpr_as_fun(program), program.in_avals, compiler_options)
+    context = Around(shardings=shardings if any(shardings) else ())
+    return context.program(jex_core.jaxpr_as_fun(closed_jaxpr), closed_jaxpr.in_avals, compiler_options)

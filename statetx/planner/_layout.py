@@ -1,4 +1,4 @@
-"""A program cut into parts, the options of each, and the choice among them that costs least within a limit."""
+"""A program cut into parts, the options of each part, and the cheapest choice of options within a limit of bytes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .._loops.nested import Step, nested
 from .._loops.strategy import Lengths, Slots
 from .._remat import decide, fence, mark
 from .._remat.policy import Marks
-from ._analysis import Graph, Option, Price, undominated
-from ._parts import Part, moving_variables, pulled_variables, run, split
+from ._analysis import EquationCost, Graph, Option, pareto_front
+from ._parts import Part, cotangent_variables, differentiated_variables, run, split
 
-_STATES = 16384  # pairs of kept bytes and price that a choice is looked for among
+_MAX_STATES = 16384  # pairs of saved bytes and cost that the dynamic program follows
 
 
 class Layout:
@@ -30,174 +30,196 @@ class Layout:
     Args:
         jaxpr: the program, flat.
         cuts: see `split`.
-        chosen: the inputs with respect to which it is differentiated.
-        num_out: how many of its outputs are: the first.
-        fronts: kept from other layouts of the same program, by part.
+        diff_indices: the inputs to differentiate with respect to.
+        num_out: number of differentiated outputs; they come first.
+        fronts: a cache that layouts of the same program share, by part.
 
     Attributes:
-        parts, fronts: the parts, and what can be done with each.
-        base: for each part the bytes that must be there when it is run backwards, whatever is chosen: the inputs of it
-            and of the parts before it that are computed in the program.
+        parts, fronts: the parts, and the options of each.
+        base: for each part, the bytes live during its backward pass under any choice: the inputs, computed by the program, of
+            this part and of all parts before it.
     """
 
-    _version: list[int] | None = None  # of the fronts that `_figures` and `_chosen` are of
-    _figures: list[np.ndarray]
-    _chosen: dict[float, list[Option] | None]
+    _versions: list[int] | None = None  # of the fronts, when `_numbers` and `_choices` were computed
+    _numbers: list[np.ndarray]
+    _choices: dict[float, list[Option] | None]
 
     def __init__(
         self,
         jaxpr: Jaxpr,
         cuts: Sequence[int] | None,
-        chosen: Sequence[int],
+        diff_indices: Sequence[int],
         num_out: int,
         *,
-        price: Price,
+        equation_cost: EquationCost,
         policies: Sequence[Any],
         offload: float | None,
         deadline: Callable[[], bool],
         fronts: dict[Any, Front],
-        around: Around,
+        context: Around,
     ):
         self.jaxpr = jaxpr
         self.cuts = cuts
         self.parts = split(jaxpr, cuts)
         self.fronts: list[Front] = []
+
         computed = {v for e in jaxpr.eqns for v in e.outvars}
-        moving = moving_variables(jaxpr, chosen)
-        pulled = pulled_variables(jaxpr, num_out)
-        first: dict[Any, int] = {}
+        differentiated = differentiated_variables(jaxpr, diff_indices)
+        with_cotangent = cotangent_variables(jaxpr, num_out)
+        first_reader: dict[Any, int] = {}
         for i, part in enumerate(self.parts):
             variables = [None if isinstance(v, Literal) else v for v in part.invars]
-            counted = tuple(v in computed for v in variables)
-            moves = tuple(v in moving for v in variables)
-            pulls = tuple(v in pulled for v in part.outvars)
-            key = (part.key, counted, moves, pulls)
+            is_computed = tuple(v in computed for v in variables)
+            is_differentiated = tuple(v in differentiated for v in variables)
+            has_cotangent = tuple(v in with_cotangent for v in part.outvars)
+
+            # Equal parts, such as the layers of a model, share one analysis.
+            key = (part.key, is_computed, is_differentiated, has_cotangent)
             if key not in fronts:
-                fronts[key] = _front(part, counted, moves, pulls, price, policies, offload, deadline, around)
+                fronts[key] = _front(
+                    part,
+                    is_computed,
+                    is_differentiated,
+                    has_cotangent,
+                    equation_cost,
+                    policies,
+                    offload,
+                    deadline,
+                    context,
+                )
             self.fronts.append(fronts[key])
-            for v, c in zip(variables, counted, strict=True):
+            for v, c in zip(variables, is_computed, strict=True):
                 if c:
-                    first.setdefault(v, i)
-        added = [0] * len(self.parts)
-        for v, i in first.items():
-            added[i] += device_bytes(v.aval)
-        self.base = np.cumsum(added).tolist()
+                    first_reader.setdefault(v, i)
+        input_bytes = [0] * len(self.parts)
+        for v, i in first_reader.items():
+            input_bytes[i] += device_bytes(v.aval)
+        self.base = np.cumsum(input_bytes).tolist()
 
     @property
     def options(self) -> list[list[Option]]:
-        """For each part what can be done with it."""
+        """The options of each part."""
         return [front.options for front in self.fronts]
 
     def stock(self, number: int) -> list[Option]:
-        """For each part what the policy with this number does."""
+        """For each part, the option of the stock policy with this number."""
         return [front.stock[number] for front in self.fronts]
 
     # -- the model --
+    #
+    # During the backward pass of part i are live: base[i], the saved bytes of parts 0 to i, and the backward bytes of part i.
 
     def peak(self, options: Sequence[Option]) -> int:
-        """The most bytes in use while any part is run backwards."""
-        kept, most = 0, 0
+        """The most bytes in use during the backward pass of any part."""
+        saved_bytes, peak = 0, 0
         for base, option in zip(self.base, options, strict=True):
-            kept += option.kept_bytes
-            most = max(most, base + kept + option.working_bytes)
-        return most
+            saved_bytes += option.saved_bytes
+            peak = max(peak, base + saved_bytes + option.backward_bytes)
+        return peak
 
     def peak_part(self, options: Sequence[Option]) -> tuple[int, int]:
-        """The part during whose backward pass most is in use, and the bytes that the parts before it keep then."""
-        sums = np.cumsum([0, *(o.kept_bytes for o in options)])
-        in_use = [b + s + o.kept_bytes + o.working_bytes for b, s, o in zip(self.base, sums, options, strict=False)]
+        """Return the index of the part whose backward pass has the peak, and the bytes saved by the parts before it."""
+        sums = np.cumsum([0, *(o.saved_bytes for o in options)])
+        in_use = [b + s + o.saved_bytes + o.backward_bytes for b, s, o in zip(self.base, sums, options, strict=False)]
         part = int(np.argmax(in_use))
         return part, int(sums[part])
 
     def least_peak(self) -> int:
-        """The lowest limit within which there is a choice."""
-        low, high = 0, max(1, self.peak([min(o, key=lambda x: x.kept_bytes + x.working_bytes) for o in self.options]))
+        """The lowest limit with a feasible choice, to within 0.01%, never below it."""
+        low, high = 0, max(1, self.peak([min(o, key=lambda x: x.saved_bytes + x.backward_bytes) for o in self.options]))
         while high - low > max(1, high // 10_000):
             middle = (low + high) // 2
             low, high = (low, middle) if self._fits(middle) else (middle, high)
         return high
 
     def _fits(self, limit: float) -> bool:
-        kept = 0
+        # Greedy is exact here: fewer saved bytes leave more room for every later part.
+        saved_bytes = 0
         for base, options in zip(self.base, self.options, strict=True):
-            fitting = [o.kept_bytes for o in options if base + kept + o.kept_bytes + o.working_bytes <= limit]
+            fitting = [o.saved_bytes for o in options if base + saved_bytes + o.saved_bytes + o.backward_bytes <= limit]
             if not fitting:
                 return False
-            kept += min(fitting)
+            saved_bytes += min(fitting)
         return True
 
     def choose(self, limit: float) -> list[Option] | None:
-        """The options of least price within a limit, None if nothing fits: an exact dynamic program over the parts.
+        """The cheapest options within a limit, None if none fit: an exact dynamic program over the parts.
 
-        Of what is kept so far and what it cost, every pair is followed to which no other is preferable (of more than
-        `_STATES`, some).
+        Its states are the Pareto front of (saved bytes, cost) over the parts so far. A front of more than `_MAX_STATES` is
+        sampled; the choice may then cost more than the optimum, but keeps the limit.
         """
-        version = [front.version for front in self.fronts]
-        if version != self._version:
-            self._version, self._chosen = version, {}
-            self._figures = [np.array([o[1:4] for o in options], float).T[:, :, None] for options in self.options]
-        if limit not in self._chosen:
-            self._chosen[limit] = self._choose(limit)
-        return self._chosen[limit]
+        versions = [front.version for front in self.fronts]
+        if versions != self._versions:
+            self._versions, self._choices = versions, {}
+            self._numbers = [np.array([o[1:4] for o in options], float).T[:, :, None] for options in self.options]
+        if limit not in self._choices:
+            self._choices[limit] = self._choose(limit)
+        return self._choices[limit]
 
     def _choose(self, limit: float) -> list[Option] | None:
-        kept, price = np.zeros(1), np.zeros(1)  # the cheapest first
+        state_bytes, state_costs = np.zeros(1), np.zeros(1)  # sorted by cost; more cost, fewer bytes
         steps: list[tuple[np.ndarray, np.ndarray]] = []
-        for base, (sizes, working, prices) in zip(self.base, self._figures, strict=True):
-            new_kept = kept + sizes
-            option, before = np.nonzero(new_kept <= limit - base - working)
-            if not len(before):
+        for base, (saved_bytes, backward_bytes, costs) in zip(self.base, self._numbers, strict=True):
+            # Every pair of an option (rows) and a state (columns) that fits.
+            new_bytes = state_bytes + saved_bytes
+            option, parent = np.nonzero(new_bytes <= limit - base - backward_bytes)
+            if not len(parent):
                 return None
-            new_kept = new_kept[option, before]
-            new_price = (price + prices)[option, before]
-            order = np.argsort(new_price, kind="stable")  # of as many sorted runs as there are options
-            ordered = new_kept[order]
+            new_bytes = new_bytes[option, parent]
+            new_costs = (state_costs + costs)[option, parent]
+
+            # The Pareto front of the pairs: by ascending cost, those with fewer bytes than every cheaper one.
+            order = np.argsort(new_costs, kind="stable")  # fast: the input is one sorted run for each option
+            ordered = new_bytes[order]
             order = order[np.concatenate([[True], ordered[1:] < np.minimum.accumulate(ordered)[:-1]])]
-            if len(order) > _STATES:
-                order = order[np.unique(np.linspace(0, len(order) - 1, _STATES).astype(int))]
-            kept, price = new_kept[order], new_price[order]
-            steps.append((before[order], option[order]))
-        at, chosen = 0, []
-        for (before, option), options in zip(reversed(steps), reversed(self.options), strict=True):
-            chosen.append(options[option[at]])
-            at = before[at]
-        return chosen[::-1]
+            if len(order) > _MAX_STATES:
+                order = order[np.unique(np.linspace(0, len(order) - 1, _MAX_STATES).astype(int))]
+            state_bytes, state_costs = new_bytes[order], new_costs[order]
+            steps.append((parent[order], option[order]))
+
+        # Backtrack from the cheapest state.
+        state, choice = 0, []
+        for (parent, option), options in zip(reversed(steps), reversed(self.options), strict=True):
+            choice.append(options[option[state]])
+            state = parent[state]
+        return choice[::-1]
 
     # -- the program --
 
     def rewrite(self, options: Sequence[Option]) -> Jaxpr:
-        """The program with its parts treated like this."""
+        """Apply an option to each part."""
         return rewrite(self.jaxpr, self.parts, options)
 
 
 def rewrite(jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]) -> Jaxpr:
-    """A program of which each part is treated as its option says."""
-    made: dict[Any, Callable | None] = {}
-    how = []
+    """Apply an option to each part of a program."""
+    cache: dict[Any, Callable | None] = {}
+    replacements = []
     for part, option in zip(parts, options, strict=True):
-        key = (part.key, option.kept, option.offloaded, option.loop)
-        if key not in made:
-            made[key] = _loop(part, option) if part.eqn is not None else _region(part, option)
-        how.append(made[key])
+        key = (part.key, option.saved, option.offloaded, option.loop)
+        if key not in cache:
+            cache[key] = _loop(part, option) if part.eqn is not None else _region(part, option)
+        replacements.append(cache[key])
     avals = [v.aval for v in jaxpr.invars]
     body = Body.close(
-        *_jax.stage(lambda *args: run(jaxpr, parts, how, args), avals, kind="statetx.plan", name="planned")
+        *_jax.stage(lambda *args: run(jaxpr, parts, replacements, args), avals, kind="statetx.plan", name="planned")
     )
     assert not body.operands, "rewriting a program without constants made some"
     return body.jaxpr
 
 
 def marks_of(option: Option) -> dict[tuple[int, ...], str]:
-    """What the option keeps, as `decide.keep` takes it."""
+    """The saved values of an option, as labels for `decide.keep`."""
     offload = mark.offload("device", _jax.HOST_MEMORY)
-    return {at: offload if at in option.offloaded else mark.SAVE for at in sorted(option.kept or ())}
+    return {a: offload if a in option.offloaded else mark.SAVE for a in sorted(option.saved or ())}
 
 
 def _region(part: Part, option: Option) -> Callable | None:
-    if option.kept is None:
+    if option.saved is None:
         return None
-    # What keeps nothing is what the user's own rematerialisation is, to the letter: XLA's order of things hangs on it.
-    jaxpr, policy = decide.keep(part.jaxpr, marks_of(option)) if option.kept else (part.as_given, None)
+    # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling, and
+    # with it the memory, depends on them.
+    jaxpr, policy = decide.keep(part.jaxpr, marks_of(option)) if option.saved else (part.original_jaxpr, None)
     return lambda *args: _jax.rematerialise(jaxpr, args, policy=fence.around(policy, "auto"), prevent_cse=True)
 
 
@@ -222,7 +244,7 @@ def _loop(part: Part, option: Option) -> Callable:
 
 def _step(part: Part, option: Option) -> Step:
     num_constants, num_carry = _jax.scan_counts(part.eqn)
-    marks = None if option.kept is None else Marks(tuple(marks_of(option).items()))
+    marks = None if option.saved is None else Marks(tuple(marks_of(option).items()))
     params = part.eqn.params
     return Step(
         Body(part.jaxpr, []),
@@ -239,19 +261,19 @@ def _step(part: Part, option: Option) -> Step:
 
 
 class Front:
-    """What can be done with a part, and with all that are like it.
+    """The Pareto front of a part's options, shared by all parts of equal structure.
 
     Attributes:
-        untouched: the option to leave it as it is.
-        options: those to which no other is preferable.
-        stock: what each of the policies would do.
-        version: how often something was learned.
+        baseline: the option that leaves the part unchanged.
+        options: the Pareto front.
+        stock: the option of each stock policy.
+        version: number of measurements so far; each may change the front.
 
     Args:
-        steps: options of its equations; of a loop, of one step. The first leaves them as they are.
-        stock: what each of the policies would do with them.
-        graph: of the equations; None where nothing is left to learn.
-        expand: from options of a step to those of its loop.
+        steps: options of the part's equations; for a loop, of one step. The first leaves them unchanged.
+        stock: the options of the stock policies for the equations.
+        graph: measures options; None if there is nothing to measure.
+        expand: maps options of a step to options of its loop.
     """
 
     def __init__(
@@ -269,22 +291,22 @@ class Front:
         self._update()
 
     def _update(self) -> None:
-        self.untouched = self._expand(self._steps[:1])[0]
+        self.baseline = self._expand(self._steps[:1])[0]
         self.stock = [self._expand([o])[-1] for o in self._stock]
-        self.options = undominated([*self._expand(self._steps), *self.stock])
+        self.options = pareto_front([*self._expand(self._steps), *self.stock])
 
     def measure(self, option: Option) -> bool:
-        """Learn what an option takes when it is compiled on its own; whether there was anything to learn."""
-        key = option.kept, option.offloaded
+        """Replace modelled backward bytes by those of the compiled backward pass. Returns whether anything was measured."""
+        key = option.saved, option.offloaded
         if self._graph is None or key in self._measured:
             return False
         self._measured.add(key)
-        working = None
-        for known in (self._steps, self._stock):
-            for i, o in enumerate(known):
-                if (o.kept, o.offloaded) == key:
-                    working = working or self._graph.measure(o).working_bytes
-                    known[i] = o._replace(working_bytes=working)
+        backward_bytes = None
+        for options in (self._steps, self._stock):
+            for i, o in enumerate(options):
+                if (o.saved, o.offloaded) == key:
+                    backward_bytes = backward_bytes or self._graph.measure(o).backward_bytes
+                    options[i] = o._replace(backward_bytes=backward_bytes)
         self.version += 1
         self._update()
         return True
@@ -292,73 +314,82 @@ class Front:
 
 def _front(
     part: Part,
-    counted: Sequence[bool],
-    moves: Sequence[bool],
-    pulls: Sequence[bool],
-    price: Price,
+    is_computed: Sequence[bool],
+    is_differentiated: Sequence[bool],
+    has_cotangent: Sequence[bool],
+    equation_cost: EquationCost,
     policies: Sequence[Any],
     offload: float | None,
     deadline: Callable[[], bool],
-    around: Around,
+    context: Around,
 ) -> Front:
-    nothing_kept = [Option(None, 0, 0, 0.0)]
-    if not any(moves) or not any(pulls):
-        return Front(nothing_kept, nothing_kept * len(policies))
-    is_fixed = part.kind == "rest" or bool(_jax.forbidden_effects(part.jaxpr))
+    free = [Option(None, 0, 0, 0.0)]
+    if not any(is_differentiated) or not any(has_cotangent):
+        return Front(free, free * len(policies))
+    is_fixed = part.category == "rest" or bool(_jax.forbidden_effects(part.jaxpr))
+
     if part.eqn is not None:
+        # A step's carry comes from the step before, so it has tangents and cotangents from the second step on.
         num_constants, num_carry = _jax.scan_counts(part.eqn)
-        counted = [num_constants <= i < num_constants + num_carry for i in range(len(part.jaxpr.invars))]
-        moves = [m or c for m, c in zip(moves, counted, strict=True)]
-        pulls = [p or i < num_carry for i, p in enumerate(pulls)]
+        is_computed = [num_constants <= i < num_constants + num_carry for i in range(len(part.jaxpr.invars))]
+        is_differentiated = [d or c for d, c in zip(is_differentiated, is_computed, strict=True)]
+        has_cotangent = [c or i < num_carry for i, c in enumerate(has_cotangent)]
         offload = None
     try:
-        graph = Graph(part.jaxpr, price, counted, moves, pulls, around)
-    except Exception:  # It has no derivative in reverse mode: an error where it is differentiated, and only there.
-        return Front(nothing_kept, nothing_kept * len(policies))
-    expand = list if part.eqn is None else functools.partial(_of_loop, part, graph, counted)
-    untouched = graph.untouched()
+        graph = Graph(part.jaxpr, equation_cost, is_computed, is_differentiated, has_cotangent, context)
+    except Exception:  # no reverse-mode derivative: the error belongs where the user differentiates, and only there
+        return Front(free, free * len(policies))
+
+    expand = list if part.eqn is None else functools.partial(_of_loop, part, graph, is_computed)
+    baseline = graph.baseline()
     if is_fixed:
-        return Front([untouched], [untouched] * len(policies), None, lambda steps: expand(steps)[:1])
+        return Front([baseline], [baseline] * len(policies), None, lambda steps: expand(steps)[:1])
     stock = [graph.by_policy(policy) for policy in policies]
-    return Front([untouched, *graph.front(offload=offload, deadline=deadline), *stock], stock, graph, expand)
+    return Front([baseline, *graph.front(offload=offload, deadline=deadline), *stock], stock, graph, expand)
 
 
 def _of_loop(part: Part, graph: Graph, is_carry: Sequence[bool], steps: Sequence[Option]) -> list[Option]:
-    """What can be done with a loop whose steps can be treated so: last, the last of them and a carry for each step."""
+    """The options of a loop, from those of its step. The last one applies the last step option, with a carry stored per step."""
     length, invars = part.eqn.params["length"], part.jaxpr.invars
-    carry = sum(device_bytes(v.aval) for v, c in zip(invars, is_carry, strict=True) if c)
+    carry_bytes = sum(device_bytes(v.aval) for v, c in zip(invars, is_carry, strict=True) if c)
+
     options = []
     for step in steps:
-        if step.kept is None:
-            kept_carry = sum(device_bytes(invars[i].aval) for i in graph.kept_inputs if is_carry[i])
-            options.append(step._replace(kept_bytes=length * (step.kept_bytes + kept_carry)))
-            options += _with_slots(step, graph, length, carry)
+        if step.saved is None:
+            # Without rematerialisation each step stores its residuals, and the carries among them.
+            residual_carry_bytes = sum(device_bytes(invars[i].aval) for i in graph.residual_inputs if is_carry[i])
+            options.append(step._replace(saved_bytes=length * (step.saved_bytes + residual_carry_bytes)))
+            options += _with_slots(step, graph, length, carry_bytes)
             continue
         for inner in _inner_lengths(length):
+            # Nested loops store a carry per outer step. The backward pass of an outer step runs its inner loop again first, which
+            # stores a carry and the saved values per inner step.
             outer = length // inner
-            working = inner * (carry + step.kept_bytes) + step.working_bytes
-            again = length * (graph.forward_price + step.price)
-            options.append(Option(step.kept, outer * carry, working, again, loop=Lengths(outer, inner)))
-        kept = length * (carry + step.kept_bytes)
-        options.append(step._replace(kept_bytes=kept, price=length * step.price, loop=Lengths(length)))
+            backward_bytes = inner * (carry_bytes + step.saved_bytes) + step.backward_bytes
+            cost = length * (graph.forward_cost + step.cost)
+            options.append(Option(step.saved, outer * carry_bytes, backward_bytes, cost, loop=Lengths(outer, inner)))
+        saved_bytes = length * (carry_bytes + step.saved_bytes)
+        options.append(step._replace(saved_bytes=saved_bytes, cost=length * step.cost, loop=Lengths(length)))
     return options
 
 
-def _with_slots(step: Option, graph: Graph, length: int, carry: int) -> list[Option]:
+def _with_slots(step: Option, graph: Graph, length: int, carry_bytes: int) -> list[Option]:
     options, slots = [], 1
     while slots < length:
-        runs = schedule.num_evaluations(length, slots) - length
-        working = step.working_bytes + step.kept_bytes + 2 * carry
-        options.append(Option(None, slots * carry, working, runs * graph.forward_price, loop=Slots(slots)))
-        slots = slots + 1 if slots < 4 else slots * 3 // 2
+        num_reruns = schedule.num_evaluations(length, slots) - length
+        backward_bytes = step.backward_bytes + step.saved_bytes + 2 * carry_bytes
+        options.append(
+            Option(None, slots * carry_bytes, backward_bytes, num_reruns * graph.forward_cost, loop=Slots(slots))
+        )
+        slots = slots + 1 if slots < 4 else slots * 3 // 2  # geometric: few options cover every length
     return options
 
 
 @functools.cache
 def _inner_lengths(length: int) -> tuple[int, ...]:
-    """Lengths of inner loops to try: about the square root, and some powers of two around it."""
+    """Lengths of inner loops to try: about the square root, and powers of two."""
     if length < 4:
         return ()
     root = schedule.nested_lengths(length, 2)[1]
-    found = {root, *(2**n for n in range(1, length.bit_length()))}
-    return tuple(n for n in found if 1 < n <= length // 2)
+    candidates = {root, *(2**n for n in range(1, length.bit_length()))}
+    return tuple(n for n in candidates if 1 < n <= length // 2)

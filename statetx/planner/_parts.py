@@ -1,4 +1,4 @@
-"""A program as a sequence of parts: regions that may be rematerialised, loops, and what is left as it is."""
+"""A program as a sequence of parts: regions that may be rematerialised, loops, and unchanged equations."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ class Part:
     """Some consecutive equations of a program.
 
     Attributes:
-        kind: "region", which may be rematerialised; "loop", a scan whose steps may be; "rest", which may not.
-        jaxpr: the equations as a function; of a loop, one step of it.
-        invars, outvars: variables of the program that the part reads and gives to others.
-        eqn: of a loop, the scan.
-        as_given: of a function that the user rematerialises, its jaxpr with the jits in it; of others `jaxpr`.
-        key: equal for parts that are alike.
+        category: "region", which may be rematerialised; "loop", a scan whose steps may be; "rest", which may not.
+        jaxpr: the equations as a function; for a loop, one step.
+        invars, outvars: the program's variables that the part reads, and those that it defines for later parts.
+        eqn: the scan of a loop, else None.
+        original_jaxpr: for a function that the user rematerialised, its jaxpr with inner jits; else `jaxpr`.
+        key: equal for parts of equal structure.
     """
 
     def __init__(
         self,
-        kind: str,
+        category: str,
         jaxpr: Jaxpr,
         invars: Sequence[Any],
         outvars: Sequence[Any],
         eqn: Any = None,
-        as_given: Jaxpr | None = None,
+        original_jaxpr: Jaxpr | None = None,
     ):
-        self.kind = kind
+        self.category = category
         self.jaxpr = jaxpr
-        self.as_given = jaxpr if as_given is None else as_given
+        self.original_jaxpr = jaxpr if original_jaxpr is None else original_jaxpr
         self.invars = list(invars)
         self.outvars = list(outvars)
         self.eqn = eqn
-        length = None if eqn is None else (eqn.params["length"], eqn.params["reverse"], *_jax.scan_counts(eqn))
-        self.key = (kind, length, Body(jaxpr, []).key)
+        loop_key = None if eqn is None else (eqn.params["length"], eqn.params["reverse"], *_jax.scan_counts(eqn))
+        self.key = (category, loop_key, Body(jaxpr, []).key)
 
     def __repr__(self) -> str:
-        return f"Part({self.kind}, {len(self.jaxpr.eqns)} equations)"
+        return f"Part({self.category}, {len(self.jaxpr.eqns)} equations)"
 
 
 def flatten(jaxpr: Jaxpr) -> Jaxpr:
-    """The program without its inner jits; each variable stands in one place.
+    """Inline the jits of a program, so that each variable is defined once.
 
     A loop with ``checkpoint="auto"`` or a size that stays plain becomes a scan, and can be planned.
     """
@@ -63,27 +63,27 @@ def _without_jits(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _plain_loops(x: Any) -> Any:
-    """The program, at any depth, with calls of plain loops for those of ours that are left as they are."""
+    """Replace statetx's loop primitive by a call of the plain scan, at any depth, where the loop stays plain."""
 
-    def of_equation(eqn: Any) -> Any:
+    def convert(eqn: Any) -> Any:
         loop = _jax.loop_of(eqn)
         if loop is not None and loop.is_plain():
             eqn = eqn.replace(primitive=closed_call_p, params={"call_jaxpr": eqn.params["jaxpr"]})
         return _jax.map_jaxprs(_plain_loops, eqn)
 
     eqns = _jax.open_jaxpr(x)[0].eqns
-    new = [of_equation(eqn) for eqn in eqns]
+    new = [convert(eqn) for eqn in eqns]
     return x if all(a is b for a, b in zip(new, eqns, strict=True)) else _jax.with_equations(x, new)
 
 
-def opened(jaxpr: Jaxpr) -> tuple[Jaxpr, set[int]]:
-    """A flat program with the equations of its rematerialised functions in their places, and where these begin and end."""
-    ends, at = set(), 0
+def inline_remat(jaxpr: Jaxpr) -> tuple[Jaxpr, set[int]]:
+    """Inline the rematerialised functions of a flat program. Returns also the equation indices at which they begin and end."""
+    ends, index = set(), 0
     for eqn in jaxpr.eqns:
         size = len(inline(eqn.params["jaxpr"], calls=_CALLS, deep=False).eqns) if eqn.primitive.name in REMAT else 1
         if eqn.primitive.name in REMAT:
-            ends |= {at, at + size}
-        at += size
+            ends |= {index, index + size}
+        index += size
     return inline(jaxpr, calls=_CALLS, deep=False), ends
 
 
@@ -91,14 +91,14 @@ _CALLS = JIT | REMAT | {_jax.CLOSED_CALL}
 
 
 def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
-    """The parts of a flat program.
+    """Split a flat program into parts.
 
     Args:
-        cuts: before which equations a region ends and another begins, in addition to loops and rematerialised
-            functions, which are parts themselves. None if those functions are the only regions.
+        cuts: indices of the equations that begin a new region. Loops and rematerialised functions are parts in any case. None
+            if those functions are the only regions.
     """
-    uses = _last_uses(jaxpr)
-    kind = "rest" if cuts is None else "region"
+    last_uses = _last_uses(jaxpr)
+    category = "rest" if cuts is None else "region"
     parts: list[Part] = []
     start = 0
 
@@ -106,11 +106,11 @@ def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
         nonlocal start
         if end > start:
             eqns = jaxpr.eqns[start:end]
-            made = {v for e in eqns for v in e.outvars}
-            read = {v: None for e in eqns for v in e.invars if not isinstance(v, Literal) and v not in made}
-            given = [v for e in eqns for v in e.outvars if uses.get(v, -1) >= end]
-            body = _jax.rebuild(jaxpr, invars=list(read), outvars=given, eqns=eqns)
-            parts.append(Part(kind, _without_jits(body), list(read), given))
+            defined = {v for e in eqns for v in e.outvars}
+            invars = {v: None for e in eqns for v in e.invars if not isinstance(v, Literal) and v not in defined}
+            outvars = [v for e in eqns for v in e.outvars if last_uses.get(v, -1) >= end]
+            body = _jax.rebuild(jaxpr, invars=list(invars), outvars=outvars, eqns=eqns)
+            parts.append(Part(category, _without_jits(body), list(invars), outvars))
         start = end
 
     boundaries = set(cuts or ())
@@ -121,11 +121,12 @@ def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
             flush(i)
             inner = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
             if eqn.primitive.name in REMAT:
-                invars, given = _distinct(inner, eqn.invars)
-                body = _without_jits(given)
-                parts.append(Part("region", body, invars, eqn.outvars, as_given=given))
+                variables, original = _bind_literals(inner, eqn.invars)
+                body = _without_jits(original)
+                parts.append(Part("region", body, variables, eqn.outvars, original_jaxpr=original))
             else:
-                body = inline(inner, calls=_CALLS, deep=False)  # of its functions that are rematerialised, too
+                # Rematerialised functions are inlined too: the plan decides what a step saves.
+                body = inline(inner, calls=_CALLS, deep=False)
                 parts.append(Part("loop", body, eqn.invars, eqn.outvars, eqn))
             start = i + 1
     flush(len(jaxpr.eqns))
@@ -133,7 +134,7 @@ def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
 
 
 def is_loop(eqn: Any) -> bool:
-    """Whether an equation is a loop that can be planned: a scan of more than one step without effects."""
+    """Whether an equation is a loop that can be planned: a scan of several steps, without effects or constants."""
     return eqn.primitive.name == "scan" and eqn.params["length"] > 1 and not eqn.effects and not _consts(eqn)
 
 
@@ -141,41 +142,44 @@ def _consts(eqn: Any) -> Sequence[Any]:
     return _jax.open_jaxpr(eqn.params["jaxpr"])[1]
 
 
-def _distinct(jaxpr: Jaxpr, atoms: Sequence[Any]) -> tuple[list[Any], Jaxpr]:
-    """The jaxpr with literals among its arguments written into it."""
-    given = {v: a for v, a in zip(jaxpr.invars, atoms, strict=True) if isinstance(a, Literal)}
-    if not given:
+def _bind_literals(jaxpr: Jaxpr, atoms: Sequence[Any]) -> tuple[list[Any], Jaxpr]:
+    """Inline the literals among the arguments of a jaxpr. Returns the remaining arguments, and the jaxpr."""
+    literals = {v: a for v, a in zip(jaxpr.invars, atoms, strict=True) if isinstance(a, Literal)}
+    if not literals:
         return list(atoms), jaxpr
-    return [a for a in atoms if not isinstance(a, Literal)], _jax.with_literals(jaxpr, given)
+    return [a for a in atoms if not isinstance(a, Literal)], _jax.with_literals(jaxpr, literals)
 
 
 def _last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
-    """For each variable the last equation that reads it; one past the last for outputs."""
+    """For each variable, the index of the last equation that reads it; the number of equations for outputs."""
     uses = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not isinstance(v, Literal)}
     return uses | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not isinstance(v, Literal)}
 
 
-def moving_variables(jaxpr: Jaxpr, chosen: Sequence[int]) -> set[Any]:
-    """The variables that differentiation with respect to some inputs varies."""
-    moving = {jaxpr.invars[i] for i in chosen}
+def differentiated_variables(jaxpr: Jaxpr, diff_indices: Sequence[int]) -> set[Any]:
+    """The variables with a nonzero tangent in differentiation with respect to these inputs.
+
+    Errs towards too many: every float output of an equation with such an operand counts.
+    """
+    differentiated = {jaxpr.invars[i] for i in diff_indices}
     for eqn in jaxpr.eqns:
-        reads = any(v in moving for v in eqn.invars if not isinstance(v, Literal))
+        reads = any(v in differentiated for v in eqn.invars if not isinstance(v, Literal))
         if reads and eqn.primitive.name != "stop_gradient":
-            moving.update(v for v in eqn.outvars if is_float(v.aval))
-    return moving
+            differentiated.update(v for v in eqn.outvars if is_float(v.aval))
+    return differentiated
 
 
-def pulled_variables(jaxpr: Jaxpr, num_out: int) -> set[Any]:
-    """The variables that the first outputs depend on, which may get cotangents."""
-    pulled = {v for v in jaxpr.outvars[:num_out] if not isinstance(v, Literal)}
+def cotangent_variables(jaxpr: Jaxpr, num_out: int) -> set[Any]:
+    """The variables that may get a cotangent: those that the first `num_out` outputs depend on."""
+    dependencies = {v for v in jaxpr.outvars[:num_out] if not isinstance(v, Literal)}
     for eqn in reversed(jaxpr.eqns):
-        if any(v in pulled for v in eqn.outvars):
-            pulled.update(v for v in eqn.invars if not isinstance(v, Literal))
-    return pulled
+        if any(v in dependencies for v in eqn.outvars):
+            dependencies.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return dependencies
 
 
 def has_regions(jaxpr: Jaxpr) -> bool:
-    """Whether the user marked parts of the program, or of steps of its loops, by rematerialising them."""
+    """Whether the user rematerialised parts of the program, or of its loops' steps."""
     loops = [_jax.open_jaxpr(e.params["jaxpr"])[0] for e in jaxpr.eqns if is_loop(e)]
     return any(e.primitive.name in REMAT for e in jaxpr.eqns) or any(map(has_regions, loops))
 
@@ -185,38 +189,38 @@ def has_regions(jaxpr: Jaxpr) -> bool:
 
 def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
     """For each equation, the bytes of values computed before it and read by it or later."""
-    uses = _last_uses(jaxpr)
-    change = [0] * (len(jaxpr.eqns) + 2)
+    last_uses = _last_uses(jaxpr)
+    deltas = [0] * (len(jaxpr.eqns) + 2)
     for i, eqn in enumerate(jaxpr.eqns):
         for v in eqn.outvars:
-            if v in uses:
-                change[i + 1] += device_bytes(v.aval)
-                change[uses[v] + 1] -= device_bytes(v.aval)
-    live, found = 0, []
-    for delta in change[:-2]:
+            if v in last_uses:
+                deltas[i + 1] += device_bytes(v.aval)
+                deltas[last_uses[v] + 1] -= device_bytes(v.aval)
+    live, crossing = 0, []
+    for delta in deltas[:-2]:
         live += delta
-        found.append(live)
-    return found
+        crossing.append(live)
+    return crossing
 
 
-def ways_to_cut(jaxpr: Jaxpr) -> Iterator[tuple[Jaxpr, Sequence[int] | None]]:
-    """Programs that compute the same, and cuts of them: as the user marked it first, then the finest."""
+def candidate_partitions(jaxpr: Jaxpr) -> Iterator[tuple[Jaxpr, Sequence[int] | None]]:
+    """Yield equivalent programs with cuts, as for `split`: the user's regions first, then the finest cuts."""
     if not has_regions(jaxpr):
         for cuts in _cut_sets(jaxpr):
             yield jaxpr, cuts
         return
     yield jaxpr, None
-    whole, ends = opened(jaxpr)
+    inlined, ends = inline_remat(jaxpr)
     seen = {tuple(sorted(ends))}
-    for cuts in _cut_sets(whole):
+    for cuts in _cut_sets(inlined):
         finer = tuple(sorted(ends.union(cuts)))
         if finer not in seen:
             seen.add(finer)
-            yield whole, finer
+            yield inlined, finer
 
 
 def _cut_sets(jaxpr: Jaxpr) -> Iterator[tuple[int, ...]]:
-    """Where to cut a program so that few bytes cross, the most regions first."""
+    """Yield sets of cuts that few bytes cross, the set with the most regions first."""
     from scipy.signal import find_peaks
 
     live = crossing_bytes(jaxpr)
@@ -224,38 +228,40 @@ def _cut_sets(jaxpr: Jaxpr) -> Iterator[tuple[int, ...]]:
         yield ()
         return
     minima, _ = find_peaks([-x for x in live], prominence=0.02 * max(live))
-    # Of equations between which as much crosses, cut before the last: what is cheap to compute again goes with its maker.
+    # Within a plateau of equal bytes, cut at its end: cheap equations stay with the producers of their operands.
     cuts = []
-    for at in minima:
-        end = int(at)
+    for index in minima:
+        end = int(index)
         while end + 1 < len(live) and live[end + 1] == live[end]:
             end += 1
         cuts.append(end)
+
     seen = set()
-    for every in (1, 2, 4):
-        chosen = tuple(cuts[every - 1 :: every])
-        if chosen not in seen:
-            seen.add(chosen)
-            yield chosen
-    # Sequences of blocks within which other minima lie: the least of all.
+    for stride in (1, 2, 4):
+        subset = tuple(cuts[stride - 1 :: stride])
+        if subset not in seen:
+            seen.add(subset)
+            yield subset
+
+    # The global minima only: the ends of blocks that have other local minima inside.
     lowest = min((live[c] for c in cuts), default=0)
-    chosen = tuple(c for c in cuts if live[c] <= 1.01 * lowest)
-    if chosen not in seen:
-        yield chosen
+    subset = tuple(c for c in cuts if live[c] <= 1.01 * lowest)
+    if subset not in seen:
+        yield subset
 
 
 # -- running them ----------------------------------------------------------------------------------------------------
 
 
 def run(
-    jaxpr: Jaxpr, parts: Sequence[Part], how: Sequence[Callable[..., list] | None], args: Sequence[Any]
+    jaxpr: Jaxpr, parts: Sequence[Part], replacements: Sequence[Callable[..., list] | None], args: Sequence[Any]
 ) -> list[Any]:
-    """Evaluate a program part by part; `how` says for each what takes the place of its equations, None if nothing does."""
-    replacements = iter(how)
+    """Evaluate a program part by part; a replacement of a part is called in place of its equations."""
+    remaining = iter(replacements)
 
     def rule(part: Part, operands: list[Any]) -> list[Any]:
-        instead = next(replacements)
-        return _jax.evaluate(part.jaxpr, (), operands) if instead is None else instead(*operands)
+        replacement = next(remaining)
+        return _jax.evaluate(part.jaxpr, (), operands) if replacement is None else replacement(*operands)
 
     return _jax.interpret(_Program(jaxpr.invars, jaxpr.outvars, parts), args, rule)
 

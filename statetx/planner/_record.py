@@ -1,4 +1,7 @@
-"""A plan written down: what it was made for, how each part is treated, and what that means for each value."""
+"""The record of a plan, as stored in JSON: the program's fingerprint, the decision for each part, and a row for each value.
+
+The keys are a file format: they keep their names ("treatments", "foretold_bytes") where the code has others.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,15 @@ VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """What becomes of a value.
+    """The decision for a value.
 
     Attributes:
-        value: its name where it has one, else the operation that computes it, and its type.
-        owner: the line that computes it, and the function that this line is in.
-        times: how many such values the program has: one for each part that is alike.
-        bytes: of one of them.
+        value: its name, or else the operation that computes it; and its type.
+        owner: the line that computes it, and the function of that line.
+        times: number of such values in the program: one for each equal part and each step of a loop.
+        bytes: size of one of them.
         decision: "keep", "recompute", "offload", or "as it is" in parts that are not rematerialised.
-        price: of computing one of them from its operands, in operations or seconds.
+        price: cost of computing one of them from its operands, in operations or seconds.
     """
 
     value: str
@@ -48,7 +51,7 @@ class PlanRow:
 
 
 def fingerprint(jaxpr: Jaxpr) -> list[str]:
-    """A line for each equation of a flat program: equal programs have equal lines."""
+    """A line for each equation of a flat program. Equal programs have equal lines."""
     numbers = {v: i for i, v in enumerate(jaxpr.invars)}
 
     def operand(atom: Any) -> str:
@@ -58,15 +61,16 @@ def fingerprint(jaxpr: Jaxpr) -> list[str]:
 
     lines = []
     for eqn in jaxpr.eqns:
-        ins = " ".join(map(operand, eqn.invars))
+        operands = " ".join(map(operand, eqn.invars))
         for v in eqn.outvars:
             numbers[v] = len(numbers)
         outs = " ".join(_type(v) for v in eqn.outvars)
         params = " ".join(f"{k}={_param(v)}" for k, v in sorted(eqn.params.items()) if k not in _UNSTABLE)
-        lines.append(f"{eqn.primitive.name} {ins} -> {outs}" + (f" [{params}]" if params else ""))
+        lines.append(f"{eqn.primitive.name} {operands} -> {outs}" + (f" [{params}]" if params else ""))
     return lines
 
 
+# Parameters that may differ between traces of the same program.
 _UNSTABLE = frozenset(
     {"policy", "name", "debug_info", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "ctx_mesh"}
 )
@@ -88,96 +92,106 @@ def _param(x: Any) -> str:
 
 
 def fields_of(
-    search: Search, found: Candidate, name: str, budget: int, objective: str, is_step: bool
+    search: Search, candidate: Candidate, name: str, budget: int, objective: str, is_step: bool
 ) -> dict[str, Any]:
-    """What a plan is made of, as JSON knows it."""
-    layout = found.layout
-    treatments: list[dict[str, Any]] = []
+    """The fields of a plan, as JSON values."""
+    layout = candidate.layout
+    # Equal parts have equal decisions: each is stored once, and parts refer to it by number.
+    decisions: list[dict[str, Any]] = []
     numbers = []
-    for option in found.options:
-        written = _written(option)
-        if written not in treatments:
-            treatments.append(written)
-        numbers.append(treatments.index(written))
-    unplanned = search.unplanned.cost
-    others = [c for c in search.candidates if c is not found]
-    is_counted = objective == "flops"
-    found_flops = unplanned.flops + int(found.added) if is_counted else found.cost.flops + _hidden(layout, found)
+    for option in candidate.options:
+        decision = _to_json(option)
+        if decision not in decisions:
+            decisions.append(decision)
+        numbers.append(decisions.index(decision))
+
+    baseline = search.baseline.compiled
+    other_candidates = [c for c in search.candidates if c is not candidate]
+    by_flops = objective == "flops"
+    total_flops = (
+        baseline.flops + int(candidate.added_cost)
+        if by_flops
+        else candidate.compiled.flops + _schedule_flops(layout, candidate)
+    )
+
     return {
         "version": VERSION,
         "name": name,
         "objective": objective,
         "is_step": is_step,
         "budget_bytes": budget,
-        "predicted_bytes": int(search.predict(found.peak, others) if others else found.peak),
-        "foretold_bytes": int(found.predicted),
-        "temp_bytes": found.temp_bytes,
-        "unplanned_bytes": unplanned.temp_bytes,
-        "flops": found_flops,
-        "unplanned_flops": unplanned.flops,
-        "stock": "" if found.name == "plan" else found.name,
+        "predicted_bytes": int(
+            search.predict(candidate.peak, other_candidates) if other_candidates else candidate.peak
+        ),
+        "foretold_bytes": int(candidate.predicted_bytes),
+        "temp_bytes": candidate.temp_bytes,
+        "unplanned_bytes": baseline.temp_bytes,
+        "flops": total_flops,
+        "unplanned_flops": baseline.flops,
+        "stock": "" if candidate.name == "plan" else candidate.name,
         "complete": not search.is_late(),
         "opened": layout.jaxpr is not search.jaxpr,
         "cuts": None if layout.cuts is None else list(layout.cuts),
         "parts": numbers,
-        "treatments": treatments,
+        "treatments": decisions,
         "equations": fingerprint(search.jaxpr),
-        "rows": [dataclasses.asdict(row) for row in _rows(layout, found.options, search.price)],
-        "loops": list(_loops(layout, found.options)),
+        "rows": [dataclasses.asdict(row) for row in _rows(layout, candidate.options, search.equation_cost)],
+        "loops": list(_loops(layout, candidate.options)),
         "curve": search.curve(),
-        "measured": [[c.name, c.temp_bytes, c.added / search.whole()] for c in search.candidates],
+        "measured": [[c.name, c.temp_bytes, c.added_cost / search.total_cost()] for c in search.candidates],
     }
 
 
-def _hidden(layout: Layout, found: Candidate) -> int:
-    """Operations of the schedules of loops, of which the equations show one step each."""
-    hidden = 0
-    for part, option in zip(layout.parts, found.options, strict=True):
+def _schedule_flops(layout: Layout, candidate: Candidate) -> int:
+    """Operations of loops in slots, whose equations count one step only."""
+    total = 0
+    for part, option in zip(layout.parts, candidate.options, strict=True):
         if isinstance(option.loop, Slots):
             length = part.eqn.params["length"]
-            hidden += schedule.num_evaluations(length, option.loop.num) * count(part.jaxpr)
-    return hidden
+            total += schedule.num_evaluations(length, option.loop.num) * count(part.jaxpr)
+    return total
 
 
-def _written(option: Option) -> dict[str, Any]:
+def _to_json(option: Option) -> dict[str, Any]:
     loop = option.loop
-    written: Any = None
+    strategy: Any = None
     if isinstance(loop, Slots):
-        written = ["Slots", loop.num, loop.block]
+        strategy = ["Slots", loop.num, loop.block]
     elif isinstance(loop, Lengths):
-        written = ["Lengths", *loop.lengths]
-    kept = None if option.kept is None else sorted(map(list, option.kept))
-    return {"kept": kept, "offloaded": sorted(map(list, option.offloaded)), "loop": written}
+        strategy = ["Lengths", *loop.lengths]
+    saved = None if option.saved is None else sorted(map(list, option.saved))
+    return {"kept": saved, "offloaded": sorted(map(list, option.offloaded)), "loop": strategy}
 
 
-def option_of(written: dict[str, Any]) -> Option:
-    """The treatment of a part that was written down."""
+def option_of(decision: dict[str, Any]) -> Option:
+    """The option of a stored decision, without bytes and cost."""
     loop: Strategy | None = None
-    if written["loop"] is not None:
-        kind, *numbers = written["loop"]
-        loop = Slots(numbers[0], block=numbers[1]) if kind == "Slots" else Lengths(*numbers)
-    kept = None if written["kept"] is None else frozenset((a, b) for a, b in written["kept"])
-    return Option(kept, 0, 0, 0.0, frozenset((a, b) for a, b in written["offloaded"]), loop)
+    if decision["loop"] is not None:
+        strategy, *numbers = decision["loop"]
+        loop = Slots(numbers[0], block=numbers[1]) if strategy == "Slots" else Lengths(*numbers)
+    saved = None if decision["kept"] is None else frozenset((a, b) for a, b in decision["kept"])
+    return Option(saved, 0, 0, 0.0, frozenset((a, b) for a, b in decision["offloaded"]), loop)
 
 
-def _rows(layout: Layout, options: Sequence[Option], price: Callable[[Any], float]) -> list[PlanRow]:
-    found: dict[Any, list[Any]] = {}
+def _rows(layout: Layout, options: Sequence[Option], equation_cost: Callable[[Any], float]) -> list[PlanRow]:
+    counts: dict[Any, list[Any]] = {}
     for part, option in zip(layout.parts, options, strict=True):
-        key = (part.key, option.kept, option.offloaded, option.loop)
-        found.setdefault(key, [part, option, 0])[2] += 1
+        key = (part.key, option.saved, option.offloaded, option.loop)
+        counts.setdefault(key, [part, option, 0])[2] += 1
     rows = []
-    for part, option, times in found.values():
-        rows += _rows_of(part, option, times, price)
+    for part, option, times in counts.values():
+        rows += _rows_of(part, option, times, equation_cost)
     return sorted(rows, key=lambda r: (r.decision not in ("keep", "offload"), -r.bytes * r.times, -r.price))
 
 
-def _rows_of(part: Part, option: Option, times: int, price: Callable[[Any], float]) -> Iterator[PlanRow]:
+def _rows_of(part: Part, option: Option, times: int, equation_cost: Callable[[Any], float]) -> Iterator[PlanRow]:
     marks = marks_of(option)
     length = part.eqn.params["length"] if part.eqn is not None else 1
-    is_planned = option.kept is not None or option.loop is not None
+    is_planned = option.saved is not None or option.loop is not None
     for site in Survey(part.jaxpr).results:
         if len(site.address) != 2:
             continue
+
         mark = marks.get(site.address)
         if not is_planned:
             decision = "as it is"
@@ -185,17 +199,20 @@ def _rows_of(part: Part, option: Option, times: int, price: Callable[[Any], floa
             decision = "recompute"
         else:
             decision = "offload" if "offload" in mark else "keep"
+
         file, line, function = user_line(site.eqn)
-        named = ", ".join(sorted(site.value.names))
-        kind = short_type(str(site.value.type.dtype), tuple(site.value.type.shape))
+        names = ", ".join(sorted(site.value.names))
+        type_text = short_type(str(site.value.type.dtype), tuple(site.value.type.shape))
         owner = f"{short_path(file)}:{line} ({function})" if file else ""
-        value = f"{named or site.eqn.primitive.name} {kind}"
-        yield PlanRow(value, owner, times * length, device_bytes(site.value.type), decision, float(price(site.eqn)))
+        value = f"{names or site.eqn.primitive.name} {type_text}"
+        yield PlanRow(
+            value, owner, times * length, device_bytes(site.value.type), decision, float(equation_cost(site.eqn))
+        )
 
 
 def _loops(layout: Layout, options: Sequence[Option]) -> Iterator[str]:
     for part, option in zip(layout.parts, options, strict=True):
         if part.eqn is not None and option.loop is not None:
             file, line, _ = user_line(part.eqn)
-            where = f" at {short_path(file)}:{line}" if file else ""
-            yield f"The loop of {part.eqn.params['length']} steps{where} is stored by {option.loop!r}."
+            location = f" at {short_path(file)}:{line}" if file else ""
+            yield f"The loop of {part.eqn.params['length']} steps{location} is stored by {option.loop!r}."

@@ -1,4 +1,4 @@
-"""From a budget to a plan that keeps it: propose by the model, compile, read the memory, correct the model, propose again."""
+"""Search a plan for a budget: propose by the model, compile, read the memory, correct the model, propose again."""
 
 from __future__ import annotations
 
@@ -22,94 +22,95 @@ from .._lift.around import Around
 from .._loops.strategy import Slots
 from .._remat.policy import as_policy
 from .._tree import is_float
-from ._analysis import Option, Price
+from ._analysis import EquationCost, Option
 from ._layout import Layout
-from ._parts import flatten, ways_to_cut
+from ._parts import candidate_partitions, flatten
 
 STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
-_TRIES = 7  # compilations for one budget, at most, before stock policies are tried
+_MAX_TRIES = 7  # compilations for one budget, before the stock policies
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Candidate:
-    """A choice that was compiled.
+    """A compiled choice of options.
 
     Attributes:
-        name: of the stock policy that it is, or "plan".
-        options: of the parts of `layout`.
-        peak: of the model, in bytes.
-        price: of what is computed again, by the model.
-        added: what is computed again by the equations of the compiled program; by the model, where these do not show it.
-        cost: of the compiled program with its gradient.
-        predicted: temporary bytes, as foretold from the model and the candidates compiled before.
+        name: the stock policy's, "no remat" for the baseline, or "plan".
+        options: one for each part of `layout`.
+        peak: bytes, by the model.
+        predicted_cost: of recomputation, by the model.
+        added_cost: of recomputation, by the equations of the compiled program; by the model where these do not show it.
+        compiled: the costs of the compiled program, gradient included.
+        predicted_bytes: temporary bytes, predicted from the model and the candidates compiled before.
     """
 
     name: str
     layout: Layout
     options: list[Option]
     peak: int
-    price: float
-    added: float
-    cost: Cost
-    predicted: float
+    predicted_cost: float
+    added_cost: float
+    compiled: Cost
+    predicted_bytes: float
 
     @property
     def temp_bytes(self) -> int:
-        return self.cost.temp_bytes
+        return self.compiled.temp_bytes
 
 
 class Search:
-    """Everything known of one program; asked for one budget after another.
+    """The search over one program, shared by all budgets.
 
     Args:
         jaxpr: the program, without constants.
-        chosen: with respect to which inputs it is differentiated.
-        num_out: how many of its outputs are differentiated: the first.
-        price: of an equation.
-        offload: price of bringing a byte from the host's memory; None if nothing goes there.
+        diff_indices: the inputs to differentiate with respect to.
+        num_out: number of differentiated outputs; they come first.
+        equation_cost: see `EquationCost`.
+        offload: the cost of fetching a byte from host memory; None if nothing is offloaded.
         time_limit: seconds.
-        report: called with what is done next.
-        program_of: the program to be compiled for one like this one; that with its gradient if not given.
-        around: what the program runs under.
+        report: called with a description of each step.
+        program_of: ``(jaxpr, compiler_options) -> Program`` to compile for a rewritten program; by default with its gradient.
+        context: the transforms and shardings that the program runs under.
 
     Attributes:
-        candidates: what has been compiled, in this order; but the program as it is comes first, once it is there.
+        candidates: compiled candidates in order of compilation, except that the baseline comes first once it is compiled.
     """
 
     def __init__(
         self,
         jaxpr: Jaxpr,
-        chosen: Sequence[int],
+        diff_indices: Sequence[int],
         num_out: int,
         *,
-        price: Price,
+        equation_cost: EquationCost,
         offload: float | None = None,
         time_limit: float | None = None,
         report: Callable[[str], None] = lambda text: None,
         program_of: Callable[[Jaxpr, dict[str, Any]], Program] | None = None,
-        around: Around = Around(),  # noqa: B008
+        context: Around = Around(),  # noqa: B008
     ):
         self._end = None if time_limit is None else time.monotonic() + time_limit
         self._report = report
-        self._program_of = program_of or functools.partial(_with_gradient, list(chosen), num_out, around)
-        self.price = price
+        self._program_of = program_of or functools.partial(_with_gradient, list(diff_indices), num_out, context)
+        self.equation_cost = equation_cost
         self.jaxpr = flatten(jaxpr)
         self.candidates: list[Candidate] = []
         self._tried: dict[Any, Candidate] = {}
+
         fronts: dict[Any, Any] = {}
         policies = [as_policy(p) for p in STOCK]
-        report("looking at the program")
+        report("analysing the program")
         self.layouts: list[Layout] = []
-        for program, cuts in ways_to_cut(self.jaxpr):
+        for program, cuts in candidate_partitions(self.jaxpr):
             if self.layouts and self.is_late():
                 break
             options = {"policies": policies, "offload": offload, "deadline": self.is_late, "fronts": fronts}
-            options |= {"around": around}
-            self.layouts.append(Layout(program, cuts, chosen, num_out, price=price, **options))
+            options |= {"context": context}
+            self.layouts.append(Layout(program, cuts, diff_indices, num_out, equation_cost=equation_cost, **options))
             if len(self.layouts) == 1:
-                self._compile_unplanned()
-        self._forward = sum(map(price, self.jaxpr.eqns))
-        self._negligible = 3e-3 * self._forward
+                self._start_baseline()
+        self._forward_cost = sum(map(equation_cost, self.jaxpr.eqns))
+        self._negligible = 3e-3 * self._forward_cost  # about a thousandth of the program with its gradient
 
     def is_late(self) -> bool:
         """Whether the time is up."""
@@ -118,194 +119,215 @@ class Search:
     # -- fitting ---------------------------------------------------------------------------------------------------
 
     def fit(self, budget: int) -> Candidate | None:
-        """The cheapest candidate within a budget; None if none of those compiled is."""
-        self._add_unplanned()
-        if self.unplanned_bytes() <= budget:
-            self._confirm_unplanned()
+        """Return the cheapest candidate within a budget, compiling a few; None if none of them keeps it.
+
+        A bisection over limits of the model: a choice at `low` kept the budget, one at `high` did not.
+        """
+        self._finish_baseline()
+        if self.baseline_bytes() <= budget:
+            self._confirm_baseline()
+
         low, high = 0.0, float("inf")
-        for _ in range(_TRIES):
+        for _ in range(_MAX_TRIES):
+            # Stop where little is left to gain: by the model, no choice below `high` costs less than `_least_cost(high)`.
             best = self.best(budget)
-            if (best is not None and best.added - self._least_price(high) <= self._negligible) or self.is_late():
+            if (best is not None and best.added_cost - self._least_cost(high) <= self._negligible) or self.is_late():
                 break
             target = self._target(budget, low, high)
-            found = self._propose(target)
-            if found is None:  # below the least that the model thinks possible
-                if low == 0.0 and (least := self._least()) is not None and not self._was_tried(*least):
+            choice = self._propose(target)
+            if choice is None:  # the model thinks nothing fits: its choice of the lowest peak shows whether it is right
+                if low == 0.0 and (least := self._lowest_peak()) is not None and not self._was_tried(*least):
                     self.measure(*least)
                     continue
                 break
-            if self._was_tried(*found):
-                known = self._tried[self._key(*found)]
-                low, high = (max(low, target), high) if known.temp_bytes <= budget else (low, min(high, target))
-                target = self._next_untried(low, high, known, budget)
-                found = None if target is None else self._propose(target)
-                if found is None or self._was_tried(*found):
+
+            # A choice that was compiled before gives its side of the bisection; go on to the nearest other choice.
+            if self._was_tried(*choice):
+                tried = self._tried[self._key(*choice)]
+                low, high = (max(low, target), high) if tried.temp_bytes <= budget else (low, min(high, target))
+                target = self._next_untried(low, high, tried, budget)
+                choice = None if target is None else self._propose(target)
+                if choice is None or self._was_tried(*choice):
                     break
-            candidate = self.measure(*found)
+            candidate = self.measure(*choice)
             assert target is not None
             low, high = (max(low, target), high) if candidate.temp_bytes <= budget else (low, min(high, target))
             if high <= low * 1.005:
                 break
-        if self.best(budget) is None and not self.is_late() and (least := self._least()) is not None:
+
+        if self.best(budget) is None and not self.is_late() and (least := self._lowest_peak()) is not None:
             self.measure(*least)
         self._try_stock(budget)
         return self.best(budget)
 
     def best(self, budget: float) -> Candidate | None:
-        """The cheapest of what has been compiled that keeps a budget."""
+        """The cheapest compiled candidate that keeps a budget."""
         fitting = [c for c in self.candidates if c.temp_bytes <= budget]
-        return min(fitting, key=lambda c: (c.added, c.name != "no remat", c.temp_bytes), default=None)
+        return min(fitting, key=lambda c: (c.added_cost, c.name != "no remat", c.temp_bytes), default=None)
 
     def smallest(self) -> Candidate:
         return min(self.candidates, key=lambda c: c.temp_bytes)
 
     def ends(self) -> tuple[int, int]:
-        """The least memory that was reached, and that without rematerialisation."""
-        self._add_unplanned()
-        least = self._least()
+        """The least temporary bytes reached, and the baseline's."""
+        self._finish_baseline()
+        least = self._lowest_peak()
         if least is not None and not self.is_late():
             self.measure(*least)
-        return self.smallest().temp_bytes, self.unplanned_bytes()
+        return self.smallest().temp_bytes, self.baseline_bytes()
 
-    def unplanned_bytes(self) -> int:
-        """Temporary bytes without rematerialisation."""
-        return self.unplanned.temp_bytes
+    def baseline_bytes(self) -> int:
+        """Temporary bytes of the baseline."""
+        return self.baseline.temp_bytes
 
-    def part_of_unplanned(self, fraction: float) -> int:
-        """A part of these bytes."""
-        if fraction > 0.99:
-            self._confirm_unplanned()
-        return int(fraction * self.unplanned_bytes())
+    def fraction_of_baseline(self, fraction: float) -> int:
+        """A fraction of the baseline's temporary bytes."""
+        if fraction > 0.99:  # the baseline may be the answer
+            self._confirm_baseline()
+        return int(fraction * self.baseline_bytes())
 
     def curve(self, num: int = 20) -> list[tuple[float, float]]:
-        """Predicted bytes and added operations (or seconds), as a part of the program's without a plan, of the model's best
-        choices, from the least memory up to that of the program without a plan."""
-        self._add_unplanned()
+        """Points (predicted bytes, added operations or seconds relative to the baseline) of the model's best choices.
+
+        From the least memory to the baseline's, monotone in both.
+        """
+        self._finish_baseline()
         low = min(layout.least_peak() for layout in self.layouts)
         high = max(low + 1, *(c.peak for c in self.candidates))
-        whole = self.whole()
+        total_cost = self.total_cost()
         layouts = list({id(c.layout): c.layout for c in self.candidates}.values())
-        found: list[tuple[float, float]] = []
+        points: list[tuple[float, float]] = []
         for limit in np.geomspace(low * 1.001 + 1, high * 1.001 + 1, num):
             choice = self._cheapest(limit, layouts)
             if choice is not None:
-                price = sum(o.price for o in choice[1]) / whole
-                found.append((self.predict(choice[0].peak(choice[1])), price))
-        least = float("inf")
-        for i, (_, price) in enumerate(found):
-            least = min(least, price)
-            found[i] = (max(b for b, _ in found[: i + 1]), least)
-        unplanned = float(self.unplanned.temp_bytes)
-        return [*(point for point in found if point[0] < unplanned), (unplanned, 0.0)]
+                cost = sum(o.cost for o in choice[1]) / total_cost
+                points.append((self.predict(choice[0].peak(choice[1])), cost))
 
-    def whole(self) -> float:
-        """The price of the program with its gradient."""
+        # Predictions are not monotone in the limit: take running extrema.
+        least = float("inf")
+        for i, (_, cost) in enumerate(points):
+            least = min(least, cost)
+            points[i] = (max(b for b, _ in points[: i + 1]), least)
+        baseline_bytes = float(self.baseline.temp_bytes)
+        return [*(point for point in points if point[0] < baseline_bytes), (baseline_bytes, 0.0)]
+
+    def total_cost(self) -> float:
+        """The cost of the baseline with its gradient."""
         # The backward pass costs about twice the forward pass.
-        return max(1e-30, self._as_it_is.flops if self.price is flops else 3 * self._forward)
+        return max(1e-30, self._baseline_program.flops if self.equation_cost is flops else 3 * self._forward_cost)
 
     @property
-    def unplanned(self) -> Candidate:
+    def baseline(self) -> Candidate:
         """The program without rematerialisation."""
-        self._add_unplanned()
+        self._finish_baseline()
         return self.candidates[0]
 
-    def _compile_unplanned(self) -> None:
-        """Of a large program this takes longest, since all of it is one region. The compiler leaves Python to others."""
-        self._has_unplanned = False
+    def _start_baseline(self) -> None:
+        """Start to compile the baseline in a thread, while Python analyses further layouts: XLA releases the GIL.
+
+        For a large program this compilation takes longest, since the whole is one region.
+        """
+        self._has_baseline = False
         self._is_confirmed = fast_compile_options() == memory_analysis_options()
-        self._as_it_is = self._program_of(self.layouts[0].rewrite(self._untouched), fast_compile_options())
+        self._baseline_program = self._program_of(
+            self.layouts[0].rewrite(self._baseline_options), fast_compile_options()
+        )
         pool = concurrent.futures.ThreadPoolExecutor(1)
-        self._compiling = pool.submit(lambda: self._as_it_is.cost)
+        self._compiling = pool.submit(lambda: self._baseline_program.cost)
         pool.shutdown(wait=False)
 
     @property
-    def _untouched(self) -> list[Option]:
-        return [front.untouched for front in self.layouts[0].fronts]
+    def _baseline_options(self) -> list[Option]:
+        return [front.baseline for front in self.layouts[0].fronts]
 
-    def _add_unplanned(self) -> None:
-        if not self._has_unplanned:
+    def _finish_baseline(self) -> None:
+        if not self._has_baseline:
             if not self._compiling.done():
-                self._report("compiling the program as it is")
-            self._put_unplanned(self._compiling.result())
+                self._report("compiling the baseline")
+            self._set_baseline(self._compiling.result())
 
-    def _confirm_unplanned(self) -> None:
-        """Compile it once more, with nothing in a hurry that its memory can depend on."""
+    def _confirm_baseline(self) -> None:
+        """Compile the baseline again where it may be the answer, without the options that may change its memory."""
         if not self._is_confirmed:
-            self._report("compiling the program as it is")
-            self._put_unplanned(
-                self._program_of(self.layouts[0].rewrite(self._untouched), memory_analysis_options()).cost
+            self._report("compiling the baseline")
+            self._set_baseline(
+                self._program_of(self.layouts[0].rewrite(self._baseline_options), memory_analysis_options()).cost
             )
             self._is_confirmed = True
 
-    def _put_unplanned(self, cost: Cost) -> None:
-        layout, options = self.layouts[0], self._untouched
+    def _set_baseline(self, compiled: Cost) -> None:
+        layout, options = self.layouts[0], self._baseline_options
         peak = layout.peak(options)
-        found = Candidate("no remat", layout, options, peak, 0.0, 0.0, cost, self.predict(peak))
-        self._tried[self._key(layout, options)] = found
-        others = self.candidates[1:] if self._has_unplanned else self.candidates
-        self.candidates = [found, *others]
-        self._has_unplanned = True
+        baseline = Candidate("no remat", layout, options, peak, 0.0, 0.0, compiled, self.predict(peak))
+        self._tried[self._key(layout, options)] = baseline
+        candidates = self.candidates[1:] if self._has_baseline else self.candidates
+        self.candidates = [baseline, *candidates]
+        self._has_baseline = True
 
-    def _least_price(self, limit: float) -> float:
-        """Of all choices that the model puts below a limit; 0 without one."""
-        found = self._cheapest(limit) if limit < float("inf") else None
-        return 0.0 if found is None else sum(o.price for o in found[1])
+    def _least_cost(self, limit: float) -> float:
+        """The least cost of the choices that the model puts below a limit; 0 if there is none."""
+        choice = self._cheapest(limit) if limit < float("inf") else None
+        return 0.0 if choice is None else sum(o.cost for o in choice[1])
 
-    def _least(self) -> tuple[Layout, list[Option]] | None:
-        """The choice of the lowest peak, once it is known of all that come near it how near they come."""
+    def _lowest_peak(self) -> tuple[Layout, list[Option]] | None:
+        """The choice of the lowest peak, after measuring the options that come near it."""
         while True:
             limit = min(layout.least_peak() for layout in self.layouts) * 1.001 + 1
-            found = self._cheapest(limit)
-            if found is None or self.is_late() or not (self._learn(*found) | self._learn_of_peak(*found, 1.1 * limit)):
-                return found
+            choice = self._cheapest(limit)
+            if (
+                choice is None
+                or self.is_late()
+                or not (self._measure_parts(*choice) | self._measure_peak_part(*choice, 1.1 * limit))
+            ):
+                return choice
 
-    def _learn_of_peak(self, layout: Layout, options: Sequence[Option], limit: float) -> bool:
-        """Measure all options of the part that a choice has its peak in which alone stay within a limit."""
-        part, kept = layout.peak_part(options)
-        front, spare = layout.fronts[part], limit - layout.base[part] - kept
-        near = [o for o in front.options if o.kept_bytes + o.working_bytes <= spare]
-        return any([front.measure(o) for o in near if not self.is_late()])
+    def _measure_peak_part(self, layout: Layout, options: Sequence[Option], limit: float) -> bool:
+        """Measure all options of the peak's part that fit a limit there. Returns whether anything was new."""
+        part, saved_bytes = layout.peak_part(options)
+        front, spare = layout.fronts[part], limit - layout.base[part] - saved_bytes
+        fitting = [o for o in front.options if o.saved_bytes + o.backward_bytes <= spare]
+        return any([front.measure(o) for o in fitting if not self.is_late()])
 
     def _propose(self, limit: float) -> tuple[Layout, list[Option]] | None:
-        """The cheapest choice of all layouts that the model puts within a limit, of options that were measured."""
+        """The cheapest choice of all layouts that the model puts within a limit, made of measured options only."""
         while True:
-            found = self._cheapest(limit)
-            if found is None or not self._learn(*found):
-                return found
+            choice = self._cheapest(limit)
+            if choice is None or not self._measure_parts(*choice):
+                return choice
 
-    def _learn(self, layout: Layout, options: Sequence[Option]) -> bool:
-        """Measure the parts of a choice, each on its own; whether anything was not known before."""
+    def _measure_parts(self, layout: Layout, options: Sequence[Option]) -> bool:
+        """Measure the options of a choice, each on its own. Returns whether anything was new."""
         pairs = zip(layout.fronts, options, strict=True)
         return any([front.measure(option) for front, option in pairs if not self.is_late()])
 
     def _cheapest(self, limit: float, layouts: Sequence[Layout] | None = None) -> tuple[Layout, list[Option]] | None:
-        layouts, found = layouts or self.layouts, []
+        layouts, choices = layouts or self.layouts, []
         for i, layout in enumerate(layouts):
             options = layout.choose(limit)
             if options is not None:
-                found.append((sum(o.price for o in options), len(layout.parts), i, options))
-        if not found:
+                choices.append((sum(o.cost for o in options), len(layout.parts), i, options))
+        if not choices:
             return None
-        _, _, i, options = min(found, key=lambda f: f[:3])
+        _, _, i, options = min(choices, key=lambda c: c[:3])
         return layouts[i], options
 
-    def _next_untried(self, low: float, high: float, known: Candidate, budget: int) -> float | None:
-        """A limit of the model whose choice differs from one that is known: above it if that fits, else below."""
-        step = 1.02 if known.temp_bytes <= budget else 1 / 1.02
-        target = float(known.peak)
+    def _next_untried(self, low: float, high: float, tried: Candidate, budget: int) -> float | None:
+        """The next limit of the model that gives a new choice: above a candidate that fits, below one that does not."""
+        step = 1.02 if tried.temp_bytes <= budget else 1 / 1.02
+        target = float(tried.peak)  # limits between this peak and the one that chose it give the same choice
         for _ in range(60):
             target *= step
             if not low <= target <= high:
                 return None
-            found = self._propose(target)
-            if found is None:
+            choice = self._propose(target)
+            if choice is None:
                 return None
-            if not self._was_tried(*found):
+            if not self._was_tried(*choice):
                 return target
         return None
 
     def _try_stock(self, budget: int) -> None:
-        """Compile the stock policies that the model thinks cheaper than the best so far, or all if there is none."""
+        """Compile the stock policies that the model thinks cheaper than the best candidate, or all if there is none."""
         for n, name in enumerate(STOCK):
             best = self.best(budget)
             layout = self.layouts[0]
@@ -313,25 +335,27 @@ class Search:
             if self._was_tried(layout, options) or self.is_late():
                 continue
             if best is not None:
-                if best.added <= max(0.95 * sum(o.price for o in options), self._negligible):
+                # Not worth a compilation: a policy clearly more expensive than the best, or predicted far above the budget.
+                if best.added_cost <= max(0.95 * sum(o.cost for o in options), self._negligible):
                     continue
-                if self._learn(layout, options):
+                if self._measure_parts(layout, options):
                     options = layout.stock(n)
                 if self.predict(layout.peak(options)) > 2 * budget:
                     continue
             self.measure(layout, options, name)
 
-    # -- the model, corrected ----------------------------------------------------------------------------------------
+    # -- the corrected model -----------------------------------------------------------------------------------------
 
-    def predict(self, peak: float, known: Sequence[Candidate] | None = None) -> float:
-        """Temporary bytes of a choice with this peak, from those of the candidates that are known."""
-        known = self.candidates if known is None else known
-        points = sorted({(c.peak, c.temp_bytes) for c in known if c.name != "no remat"})
+    def predict(self, peak: float, candidates: Sequence[Candidate] | None = None) -> float:
+        """Predict the temporary bytes of a choice with this peak, by interpolation between compiled candidates."""
+        candidates = self.candidates if candidates is None else candidates
+        points = sorted({(c.peak, c.temp_bytes) for c in candidates if c.name != "no remat"})
         if not points:
-            # XLA fuses more where nothing is rematerialised: half of what the model was off there, by its logarithm.
-            points = sorted({(c.peak, math.sqrt(c.peak * c.temp_bytes)) for c in known})
+            # Only the baseline: a bad guide, since XLA fuses more without remat. Take the geometric mean of it and the model.
+            points = sorted({(c.peak, math.sqrt(c.peak * c.temp_bytes)) for c in candidates})
         if not points:
             return peak
+        # Piecewise linear, and proportional beyond both ends; a higher peak is never predicted to take less memory.
         peaks, temps = np.array(points, float).T
         temps = np.maximum.accumulate(temps)
         if peak <= peaks[0]:
@@ -341,12 +365,12 @@ class Search:
         return float(np.interp(peak, peaks, temps))
 
     def _target(self, budget: int, low: float, high: float) -> float:
-        """The limit of the model at which the corrected model meets the budget."""
+        """The limit of the model at which the prediction meets the budget."""
         bottom, top = low, high if high < float("inf") else 4.0 * max([budget, *(c.peak for c in self.candidates)])
         for _ in range(50):
             middle = (bottom + top) / 2
             bottom, top = (middle, top) if self.predict(middle) <= budget else (bottom, middle)
-        if high < float("inf"):  # keep away from both ends, else the search creeps
+        if high < float("inf"):  # stay clear of both ends, so that each try shortens the interval by a tenth or more
             margin = 0.1 * (high - low)
             return min(max(bottom, low + margin), high - margin)
         return bottom
@@ -354,26 +378,26 @@ class Search:
     # -- compiling ---------------------------------------------------------------------------------------------------
 
     def _key(self, layout: Layout, options: Sequence[Option]) -> Any:
-        return id(layout), tuple((o.kept, o.offloaded, o.loop) for o in options)
+        return id(layout), tuple((o.saved, o.offloaded, o.loop) for o in options)
 
     def _was_tried(self, layout: Layout, options: Sequence[Option]) -> bool:
         return self._key(layout, options) in self._tried
 
     def measure(self, layout: Layout, options: Sequence[Option], name: str = "plan") -> Candidate:
-        """Compile a choice."""
+        """Compile a choice, unless it was compiled before."""
         key = self._key(layout, options)
         if key in self._tried:
             return self._tried[key]
         peak = layout.peak(options)
-        predicted = self.predict(peak)
+        predicted_bytes = self.predict(peak)
         self._report(f"compiling plan {len(self.candidates) + 1}")
-        cost = self._program_of(layout.rewrite(options), memory_analysis_options()).cost
-        price = sum(o.price for o in options)
-        added = price
-        # The loops of a schedule have no length that equations show.
-        if self.price is flops and not any(isinstance(o.loop, Slots) for o in options):
-            added = cost.flops - self._as_it_is.flops
-        candidate = Candidate(name, layout, list(options), peak, price, added, cost, predicted)
+        compiled = self._program_of(layout.rewrite(options), memory_analysis_options()).cost
+        predicted_cost = sum(o.cost for o in options)
+        added_cost = predicted_cost
+        # A slots schedule runs its steps in while loops, whose equations count once: the model knows better.
+        if self.equation_cost is flops and not any(isinstance(o.loop, Slots) for o in options):
+            added_cost = compiled.flops - self._baseline_program.flops
+        candidate = Candidate(name, layout, list(options), peak, predicted_cost, added_cost, compiled, predicted_bytes)
         self._tried[key] = candidate
         self.candidates.append(candidate)
         return candidate
@@ -384,13 +408,13 @@ def _slope(peak: float, temp: float) -> float:
 
 
 def _with_gradient(
-    chosen: Sequence[int], num_out: int, around: Around, jaxpr: Jaxpr, compiler_options: dict[str, Any]
+    diff_indices: Sequence[int], num_out: int, context: Around, jaxpr: Jaxpr, compiler_options: dict[str, Any]
 ) -> Program:
-    """A program without constants, with the gradient of its first outputs for the inputs `chosen`."""
+    """A program without constants, with the gradient of its first `num_out` outputs with respect to these inputs."""
 
-    def run(*ins: Any) -> tuple[list[Any], list[Any]]:
-        outs = _jax.evaluate(jaxpr, (), ins)
-        own, new = outs[:num_out], outs[num_out:]
-        return [jnp.asarray(x) for x in own if is_float(x)], [*(x for x in own if not is_float(x)), *new]
+    def run(*inputs: Any) -> tuple[list[Any], list[Any]]:
+        all_outs = _jax.evaluate(jaxpr, (), inputs)
+        outs, new_states = all_outs[:num_out], all_outs[num_out:]
+        return [jnp.asarray(x) for x in outs if is_float(x)], [*(x for x in outs if not is_float(x)), *new_states]
 
-    return around.program(with_pullback(run, chosen), [v.aval for v in jaxpr.invars], compiler_options)
+    return context.program(with_pullback(run, diff_indices), [v.aval for v in jaxpr.invars], compiler_options)

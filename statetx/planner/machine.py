@@ -1,4 +1,4 @@
-"""`calibrate`: how fast this machine multiplies, moves memory, and brings it from the host."""
+"""`calibrate`: measure the machine's rates of matrix products, memory traffic and host transfers."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .._tree import num_bytes
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Rates of a device, and what an equation costs by them.
+    """A device's rates, and the time of equations by the roofline model.
 
-    An equation takes as long as its operations or its memory traffic, whichever is longer (the roofline model: Williams,
-    Waterman and Patterson, 2009). Elementwise equations are counted as if each read and wrote memory, which XLA's fusion
-    spares many of.
+    An equation takes as long as its operations or its memory traffic, whichever is longer (Williams, Waterman and Patterson,
+    2009). Every elementwise equation counts as reading and writing memory, although XLA fuses many of them: times of these
+    err upwards.
 
     Attributes:
-        device: its kind, as JAX names it.
-        flops_per_second: of matrix products in float32.
-        bytes_per_second: read and written together.
-        host_bytes_per_second: between the device's memory and the host's.
+        device: JAX's ``device_kind``.
+        flops_per_second: of float32 matrix products.
+        bytes_per_second: reads and writes together.
+        host_bytes_per_second: between device and host memory.
     """
 
     device: str
@@ -41,15 +41,15 @@ class CostModel:
     host_bytes_per_second: float
 
     def seconds(self, eqn: Any) -> float:
-        """The time of an equation, those within it included; of a scan, of all its steps."""
+        """The time of an equation, with its inner equations, times the length for a scan."""
         if eqn.primitive.name == "scan":
             body = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
             return eqn.params["length"] * sum(map(self.seconds, body.eqns))
         inner = list(_jax.inner_jaxprs(eqn))
         if inner and not _jax.has_rule(eqn):  # XLA fuses functions with a rule, such as `jax.nn.relu`
             return sum(self.seconds(e) for jaxpr in inner for e in jaxpr.eqns)
-        moved = sum(num_bytes(v.aval) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype"))
-        return max(flops(eqn) / self.flops_per_second, moved / self.bytes_per_second)
+        traffic = sum(num_bytes(v.aval) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype"))
+        return max(flops(eqn) / self.flops_per_second, traffic / self.bytes_per_second)
 
     def __str__(self) -> str:
         return (
@@ -61,13 +61,13 @@ class CostModel:
 def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5) -> CostModel:
     """Measure the default device: a matrix product, a sweep through memory, a transfer to the host and back.
 
-    Takes about a second. ``plan(..., objective="time")`` uses the result; it is looked up by the kind of device, and
-    measured then if it never was.
+    Takes about a second. ``plan(..., objective="time")`` looks the result up by the kind of device, and measures if there is
+    none.
 
     Args:
         save: whether to write the result to the user's cache folder (``$XDG_CACHE_HOME/statetx``), for later processes.
-        size: of the square matrices; chosen by the backend if not given.
-        repeats: runs of each measurement, of which the median counts.
+        size: of the square matrices; by default it depends on the backend.
+        repeats: runs of each measurement; the median counts.
 
     Returns:
         `CostModel`.
@@ -79,19 +79,21 @@ def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5) -
         True
     """
     n = size or (1024 if jax.default_backend() == "cpu" else 8192)
+
     a = jnp.ones((n, n), jnp.float32)
     product = _seconds(jax.jit(lambda x: x @ x), a, repeats)
     large = jnp.ones((max(4 * n * n, 2**22),), jnp.float32)
     sweep = _seconds(jax.jit(lambda x: x + 1), large, repeats)
     try:
-        there_and_back = _seconds(lambda x: _jax.to_device(_jax.to_host(x)), large, repeats)
-    except Exception:  # a backend without such memory
-        there_and_back = sweep
+        round_trip = _seconds(lambda x: _jax.to_device(_jax.to_host(x)), large, repeats)
+    except Exception:  # a backend without host memory: transfers are taken to be as fast as a sweep
+        round_trip = sweep
+
     model = CostModel(
         device=_device_kind(),
         flops_per_second=2 * n**3 / product,
         bytes_per_second=2 * large.nbytes / sweep,
-        host_bytes_per_second=2 * large.nbytes / there_and_back,
+        host_bytes_per_second=2 * large.nbytes / round_trip,
     )
     if save:
         path = _path(model.device)
@@ -101,7 +103,7 @@ def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5) -
 
 
 def cost_model() -> CostModel:
-    """What `calibrate` found for this kind of device, now or before."""
+    """The stored result of `calibrate` for this kind of device, or a new one."""
     path = _path(_device_kind())
     try:
         return CostModel(**json.loads(path.read_text()))
@@ -119,10 +121,11 @@ def _path(device: str) -> pathlib.Path:
 
 
 def _seconds(fun: Callable, x: Any, repeats: int) -> float:
+    """The median time of a call, without compilation."""
     jax.block_until_ready(fun(x))
-    found = []
+    times = []
     for _ in range(repeats):
         start = time.perf_counter()
         jax.block_until_ready(fun(x))
-        found.append(time.perf_counter() - start)
-    return max(statistics.median(found), 1e-9)
+        times.append(time.perf_counter() - start)
+    return max(statistics.median(times), 1e-9)

@@ -1,4 +1,4 @@
-"""`plan`: choose what a program keeps, recomputes or offloads so that it fits a budget of bytes."""
+"""`plan`: choose which values a program saves, recomputes or offloads, so that it fits a budget of bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..residuals._show import format_flops
 from ..transforms.remat import Remat
 from ._capture import capture
 from ._layout import rewrite
-from ._parts import flatten, opened, split
+from ._parts import flatten, inline_remat, split
 from ._record import VERSION, PlanRow, fields_of, fingerprint, option_of
 from ._search import Candidate, Search
 from .machine import cost_model
@@ -38,22 +38,22 @@ from .machine import cost_model
 
 @public
 class Plan(Rewriting):
-    """What to keep of a program, made by `plan`; a policy for `remat`.
+    """The values of a program to save, offload or recompute. Made by `plan`; a policy for `remat`.
 
-    Prints as a table. Applies to any function whose equations are those it was made for; else it says what differs.
+    Prints as a table. Applies to any function with the same equations; for others the error names the first difference.
 
     Attributes:
-        name: of the function.
-        budget_bytes: what was asked for.
-        predicted_bytes: temporary memory by the model, corrected by all other programs that were compiled.
-        foretold_bytes: the same as it was before this one was compiled, corrected by those compiled before it.
+        name: the function's name.
+        budget_bytes: the requested budget.
+        predicted_bytes: temporary memory by the model, corrected by all other compiled programs.
+        initial_prediction_bytes: temporary memory by the model, corrected by the programs compiled before this one.
         temp_bytes: temporary memory of the compiled program with its gradient.
-        unplanned_bytes: the same without rematerialisation, to within some hundred bytes.
-        flops, unplanned_flops: operations of both programs.
-        rows: a `PlanRow` for every value of the program; those kept first, the largest of them first.
-        stock: the name of the stock policy that it turned out to be; "" if it is none.
+        unplanned_bytes: temporary memory of the baseline (no rematerialisation), to within a few hundred bytes.
+        flops, unplanned_flops: operations of the planned program and of the baseline.
+        rows: a `PlanRow` for every value of the program; saved values first, the largest first.
+        stock: the name of the stock policy that equals this plan, "no remat" for the baseline, else "".
         complete: whether the search ended before its time limit.
-        num_equations: of the program that was planned; a loop counts as one.
+        num_equations: number of equations of the planned program; a loop counts as one.
     """
 
     def __init__(self, fields: dict[str, Any]):
@@ -61,7 +61,7 @@ class Plan(Rewriting):
         self.name: str = fields["name"]
         self.budget_bytes: int = fields["budget_bytes"]
         self.predicted_bytes: int = fields["predicted_bytes"]
-        self.foretold_bytes: int = fields["foretold_bytes"]
+        self.initial_prediction_bytes: int = fields["foretold_bytes"]
         self.temp_bytes: int = fields["temp_bytes"]
         self.unplanned_bytes: int = fields["unplanned_bytes"]
         self.flops: int = fields["flops"]
@@ -81,19 +81,19 @@ class Plan(Rewriting):
 
     @property
     def extra_flops(self) -> float:
-        """Operations added, as a part of those without rematerialisation."""
+        """Added operations relative to the baseline."""
         return (self.flops - self.unplanned_flops) / max(self.unplanned_flops, 1)
 
     # -- use -------------------------------------------------------------------------------------------------------
 
     def apply(self, fun: Callable) -> Callable:
-        """The function, planned: to be differentiated if the plan was made for such a one, else to be called.
+        """Apply the plan to a function. Differentiate the result of a planned loss; call the result of a planned training step.
 
         Args:
-            fun: a function like the one that the plan was made for; its structure is compared whenever it is traced.
+            fun: a function with the equations that the plan was made for. They are compared whenever it is traced.
 
         Raises:
-            PlanError: when it is called, if it is another function; the first difference is named.
+            PlanError: on a call, if the equations differ; it names the first difference.
         """
         if not self._is_step:
             return Remat(fun, policy=self)
@@ -109,23 +109,23 @@ class Plan(Rewriting):
         program = flatten(body.jaxpr)
         self._check(fingerprint(program), name)
         if self._fields["opened"]:
-            program, _ = opened(program)
+            program, _ = inline_remat(program)
         parts = split(program, self._fields["cuts"])
         options = [option_of(self._fields["treatments"][i]) for i in self._fields["parts"]]
         planned = Body(rewrite(program, parts, options), [])
         return lambda operands, *args: planned(operands, *args)
 
-    def _check(self, found: Sequence[str], name: str) -> None:
+    def _check(self, actual: Sequence[str], name: str) -> None:
         expected = self._fields["equations"]
-        for n, (mine, theirs) in enumerate(zip(expected, found, strict=False)):
-            if mine != theirs:
+        for n, (expected_line, line) in enumerate(zip(expected, actual, strict=False)):
+            if expected_line != line:
                 raise PlanError(
-                    f"The plan for {self.name} does not fit {name}: equation {n} of {len(expected)} is\n  {theirs}\n"
-                    f"and was, when the plan was made,\n  {mine}\nFix: make a plan for this program."
+                    f"The plan for {self.name} does not fit {name}: equation {n} of {len(expected)} is\n  {line}\n"
+                    f"and was, when the plan was made,\n  {expected_line}\nFix: make a plan for this program."
                 )
-        if len(expected) != len(found):
+        if len(expected) != len(actual):
             raise PlanError(
-                f"The plan for {self.name} does not fit {name}: it has {len(found)} equations, and had {len(expected)} "
+                f"The plan for {self.name} does not fit {name}: it has {len(actual)} equations, and had {len(expected)} "
                 f"when the plan was made.\nFix: make a plan for this program."
             )
 
@@ -141,39 +141,39 @@ class Plan(Rewriting):
         """Read a plan from a file.
 
         Raises:
-            PlanError: it is no plan, or one of another version.
+            PlanError: it is not a plan, or one of another version.
         """
         try:
             with open(path) as file:
                 fields = json.load(file)
             if fields["version"] != VERSION:
                 raise PlanError(
-                    f"{path}: a plan of version {fields['version']}; this is version {VERSION}. Make it anew."
+                    f"{path}: a plan of version {fields['version']}; this is version {VERSION}. Make it again."
                 )
             return cls(fields)
         except (ValueError, KeyError, TypeError) as e:
             if isinstance(e, PlanError):
                 raise
-            raise PlanError(f"{path} is no plan: {e!r}.") from e
+            raise PlanError(f"{path} is not a plan: {e!r}.") from e
 
     # -- show ------------------------------------------------------------------------------------------------------
 
     def curve(self) -> list[tuple[int, float]]:
-        """What less memory costs: pairs of predicted bytes and added operations, as a part of those without a plan.
+        """The model's trade-off: points (predicted bytes, added operations relative to the baseline).
 
-        Each is the best choice of the model for its bytes; fewer bytes never cost less.
+        Each is the best choice of the model for its bytes. Fewer bytes never cost less.
         """
         return [(int(b), float(x)) for b, x in self._fields["curve"]]
 
     def measured(self) -> list[tuple[str, int, float]]:
-        """The programs that were compiled: what each was, its temporary bytes, and added operations as in `curve`."""
+        """The compiled programs: name ("plan", "no remat" or a stock policy), temporary bytes, and added operations as in `curve`."""
         return [(str(n), int(b), float(x)) for n, b, x in self._fields["measured"]]
 
     def plot(self, path: str | os.PathLike | None = None) -> Any:
-        """Draw added operations over memory: the curve, what was compiled, the budget. Needs matplotlib.
+        """Draw added operations over memory: the curve, the compiled programs, the budget. Needs matplotlib.
 
         Args:
-            path: where to write the picture; shown by the caller if not given.
+            path: the image file to write; without it the caller shows the figure.
 
         Returns:
             The matplotlib figure.
@@ -183,6 +183,7 @@ class Plan(Rewriting):
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.subplots()
         mib = 2.0**20
+
         curve = self.curve()
         axes.plot([b / mib for b, _ in curve], [100 * x for _, x in curve], color="#0072b2", label="model", zorder=1)
         plans = [(b, x) for n, b, x in self.measured() if n == "plan"]
@@ -193,6 +194,7 @@ class Plan(Rewriting):
             if n != "plan":
                 axes.scatter([b / mib], [100 * x], marker="D", s=30, color="#e69f00")
                 axes.annotate(n, (b / mib, 100 * x), textcoords="offset points", xytext=(6, 5), fontsize=8)
+
         axes.scatter(
             [self.temp_bytes / mib],
             [100 * self.extra_flops],
@@ -208,10 +210,11 @@ class Plan(Rewriting):
             xytext=(8, 8),
             color="#d55e00",
         )
+
         axes.axvline(self.budget_bytes / mib, color="#999999", linestyle="--", linewidth=1, label="budget")
         axes.set_xlabel("temporary memory, MiB")
         axes.set_ylabel("added operations, %")
-        axes.set_title(f"{self.name}: what memory costs", loc="left", fontsize=11)
+        axes.set_title(f"{self.name}: operations over memory", loc="left", fontsize=11)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylim(bottom=-1)
         axes.legend(frameon=False, fontsize=8)
@@ -225,25 +228,27 @@ class Plan(Rewriting):
             f"(predicted {format_bytes(self.predicted_bytes)}, budget {format_bytes(self.budget_bytes)}, "
             f"without a plan {format_bytes(self.unplanned_bytes)}), {100 * self.extra_flops:+.1f}% operations"
         ]
-        alike: dict[PlanRow, int] = {}
+        totals: dict[PlanRow, int] = {}
         for row in self.rows:
             if row.decision != "as it is":
                 key = dataclasses.replace(row, times=0)
-                alike[key] = alike.get(key, 0) + row.times
-        planned = [dataclasses.replace(row, times=times) for row, times in alike.items()]
-        shown = [row for row in planned if 200 * row.bytes * row.times >= self.unplanned_bytes][:_SHOWN]
+                totals[key] = totals.get(key, 0) + row.times
+        planned = [dataclasses.replace(row, times=times) for row, times in totals.items()]
+
+        # Rows below half a percent of the baseline's memory tell nothing.
+        large = [row for row in planned if 200 * row.bytes * row.times >= self.unplanned_bytes][:_MAX_ROWS]
         columns = ["value", "owner", "times", "bytes", "decision", "cost"]
         unit = _format_seconds if self._fields["objective"] == "time" else lambda x: format_flops(int(x))
-        cells = [[r.value, r.owner, str(r.times), format_bytes(r.bytes), r.decision, unit(r.price)] for r in shown]
+        cells = [[r.value, r.owner, str(r.times), format_bytes(r.bytes), r.decision, unit(r.price)] for r in large]
         if cells:
             lines.append(format_table(columns, cells, right=["times", "bytes", "cost"]))
-        if len(planned) > len(shown):
-            lines.append(f"and {len(planned) - len(shown)} more")
+        if len(planned) > len(large):
+            lines.append(f"and {len(planned) - len(large)} more")
         for text in self._fields["loops"]:
             lines.append(text)
         if self.stock:
             lines.append(
-                f"This is the stock policy {self.stock!r}." if self.stock != "no remat" else "It fits as it is."
+                f"This is the stock policy {self.stock!r}." if self.stock != "no remat" else "It fits unchanged."
             )
         if not self.complete:
             lines.append("The time limit ended the search; this is the best plan so far.")
@@ -253,7 +258,7 @@ class Plan(Rewriting):
         return f"Plan({self.name}, {format_bytes(self.temp_bytes)} of {format_bytes(self.budget_bytes)})"
 
 
-_SHOWN = 16
+_MAX_ROWS = 16  # of the printed table
 
 
 def _format_seconds(x: float) -> str:
@@ -261,7 +266,7 @@ def _format_seconds(x: float) -> str:
 
 
 class Fit(Rewriting):
-    """``policy="fit:2GiB"``: make a plan for each function it is used on, for the gradient of all its float inputs.
+    """``policy="fit:2GiB"``: plan each function it is used on, for the gradient with respect to all its float inputs.
 
     Args:
         budget: temporary bytes of that function's gradient, compiled on its own.
@@ -292,18 +297,18 @@ class Fit(Rewriting):
         planned: dict[Around, Body] = {}
 
         def run(operands: Sequence[Any], *args: Any) -> list[Any]:
-            around = Around.of([*operands, *args])
-            if around not in planned:
-                planned[around] = self._planned(body, name, num_out, around)
-            return planned[around](operands, *args)
+            context = Around.of([*operands, *args])
+            if context not in planned:
+                planned[context] = self._plan(body, name, num_out, context)
+            return planned[context](operands, *args)
 
         return run
 
-    def _planned(self, body: Body, name: str, num_out: int, around: Around) -> Body:
-        floats = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval)]
-        search = _search(body.jaxpr, floats, num_out, *self._options, around=around)
-        found = _fit(search, self.budget, name)
-        return Body(found.layout.rewrite(found.options), [])
+    def _plan(self, body: Body, name: str, num_out: int, context: Around) -> Body:
+        diff_indices = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval)]
+        search = _search(body.jaxpr, diff_indices, num_out, *self._options, context=context)
+        candidate = _fit(search, self.budget, name)
+        return Body(candidate.layout.rewrite(candidate.options), [])
 
 
 def plan(
@@ -318,27 +323,27 @@ def plan(
     progress: bool = False,
     **kwargs: Any,
 ) -> Plan:
-    """Choose what a function keeps for its backward pass so that its gradient fits into some memory.
+    """Choose the values that a function saves for its backward pass, so that its gradient fits a budget of memory.
 
     The function is traced once; no state changes and nothing is computed. Its equations are cut into regions where few
-    bytes cross (or where `remat` marks them), the choices of each region are found by integer programs, and the best
-    combination by dynamic programming, with what is in use while each region is run backwards counted in. Candidates
-    are compiled until one keeps the budget and the next better one would not, a handful at most. A scan is planned with
-    its body: what each step keeps, together with the levels or slots of the loop. The stock policies are candidates,
-    too. Nothing random is drawn anew, and each state is written once, as in `remat`.
+    bytes cross (or where `remat` marks them). Integer programs find the options of each region, and dynamic programming
+    their best combination, including the bytes in use during each region's backward pass. Candidates are compiled until
+    one keeps the budget and the next better one would not, a handful at most. A scan is planned with its body: the saved
+    values of each step, together with the levels or slots of the loop. The stock policies are candidates too. Random
+    values are not drawn again, and each state is written once, as in `remat`.
 
     Args:
-        fun: a function to be differentiated, such as a loss; or, where `argnums` is not given, a training step, which
-            calls `statetx.grad` (or ``value_and_grad``, ``vjp``; not JAX's) itself. It may read and write states.
-            Arguments that are no arrays are taken as they are, as in `remat`.
-        *args, **kwargs: what to call it with; ``jax.ShapeDtypeStruct`` stands for an array.
+        fun: a function to differentiate, such as a loss; or, without `argnums`, a training step that calls `statetx.grad`
+            (or ``value_and_grad``, ``vjp``; not JAX's) itself. It may read and write states. Arguments other than arrays
+            are static, as in `remat`.
+        *args, **kwargs: example arguments; ``jax.ShapeDtypeStruct`` can replace an array.
         budget: temporary bytes of the compiled program beyond its arguments and outputs: a number, ``"2GiB"``, or, as
-            a float up to 1, a fraction of what it takes without a plan.
-        objective: what to add least of: ``"flops"``, or ``"time"`` by what `calibrate` measured of this machine.
-        offload: whether values may be stored in the host's memory, where the backend has one.
-        argnums: of a loss, the arguments to differentiate; all if not given. Float states are differentiated always.
-        time_limit: seconds from now, after which the best plan so far is returned.
-        progress: whether to show what is done (with rich).
+            a float up to 1, a fraction of the baseline's.
+        objective: the cost to minimise: ``"flops"``, or ``"time"`` by the rates that `calibrate` measured.
+        offload: whether values may be stored in host memory, where the backend has it.
+        argnums: the arguments of a loss to differentiate; all by default. Float states are always differentiated.
+        time_limit: seconds; after that the best plan so far is returned.
+        progress: whether to show progress (with rich).
 
     Returns:
         `Plan`. Use it as ``plan.apply(fun)`` or ``remat(fun, policy=plan)``.
@@ -368,7 +373,7 @@ def plan(
 
 
 class Planner:
-    """Plans for one program and many budgets, which share what is compiled; `plan` says what the arguments are.
+    """Plans for one program and many budgets, which share compiled candidates. Arguments as in `plan`.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -403,50 +408,52 @@ class Planner:
         self._objective = objective
         self._progress = progress
         self._captured = capture(fun, args, kwargs, argnums)
+        # The search outlives each progress bar: it reports to the current one.
         report = lambda text: self._report(text)  # noqa: E731
         self._report: Callable[[str], None] = lambda text: None
-        with self._shown():
-            found = self._captured
-            options = (objective, offload, time_limit, report, found.step_with, found.around)
-            self._search = _search(found.jaxpr, found.chosen, found.num_out, *options)
+        with self._context():
+            captured = self._captured
+            options = (objective, offload, time_limit, report, captured.step_with, captured.context)
+            self._search = _search(captured.jaxpr, captured.diff_indices, captured.num_out, *options)
 
     def ends(self) -> tuple[int, int]:
-        """Temporary bytes: the least that was reached so far, and those without a plan."""
+        """The least temporary bytes reached so far, and the baseline's."""
         return self._search.ends()
 
     def plan(self, budget: int | float | str) -> Plan:
         """The best plan for a budget."""
-        wanted = _read_budget(budget)
-        with self._shown():
-            found = _fit(self._search, wanted, self.name)
-        return self._plan(found, _budget_bytes(self._search, wanted))
+        amount = _read_budget(budget)
+        with self._context():
+            candidate = _fit(self._search, amount, self.name)
+        return self._plan(candidate, _budget_bytes(self._search, amount))
 
     def best(self, budget: int) -> Plan | None:
-        """The best of the plans that were compiled so far, for whatever budgets; None if none of them keeps this one."""
-        found = self._search.best(budget)
-        return None if found is None else self._plan(found, int(budget))
+        """The best plan compiled so far, for any budget, that keeps this one; None if none does."""
+        candidate = self._search.best(budget)
+        return None if candidate is None else self._plan(candidate, int(budget))
 
-    def _plan(self, found: Candidate, budget: int) -> Plan:
+    def _plan(self, candidate: Candidate, budget: int) -> Plan:
         is_step = self._captured.is_step
-        return Plan(fields_of(self._search, found, self.name, budget, self._objective, is_step))
+        return Plan(fields_of(self._search, candidate, self.name, budget, self._objective, is_step))
 
     @contextlib.contextmanager
-    def _shown(self) -> Iterator[None]:
-        with _shown(self._progress, self.name) as report, self._captured.around.entered():
+    def _context(self) -> Iterator[None]:
+        """Show progress, and bind the axis names of the surrounding transforms."""
+        with _progress(self._progress, self.name) as report, self._captured.context.entered():
             self._report = report
             yield
         self._report = lambda text: None
 
 
-def _read_budget(given: Any) -> int | float:
-    """Bytes, or a fraction."""
-    budget: Any = given
-    if isinstance(given, str):
+def _read_budget(argument: Any) -> int | float:
+    """Bytes as an int, or a fraction of the baseline's as a float. 1 is a byte, 1.0 the whole."""
+    budget: Any = argument
+    if isinstance(argument, str):
         try:
             budget = (
-                float(given)
-                if "." in given and given.strip().replace(".", "").isdigit()
-                else parse_bytes(given.strip())
+                float(argument)
+                if "." in argument and argument.strip().replace(".", "").isdigit()
+                else parse_bytes(argument.strip())
             )
         except ValueError:
             budget = None
@@ -454,43 +461,43 @@ def _read_budget(given: Any) -> int | float:
     value = float(budget) if is_number else math.nan
     if not math.isfinite(value) or value <= 0 or (value > 1 and value != int(value)):
         raise PlanError(
-            f"budget={given!r} is no number of bytes, such as 2**30 or '2GiB', and no fraction of what it takes without a "
-            f"plan, such as 0.5."
+            f"budget={argument!r} is neither a number of bytes, such as 2**30 or '2GiB', nor a fraction of the memory "
+            f"without a plan, such as 0.5."
         )
     is_fraction = value < 1 or (value == 1 and not isinstance(budget, numbers.Integral))
     return value if is_fraction else int(value)
 
 
 def _budget_bytes(search: Search, budget: int | float) -> int:
-    return budget if isinstance(budget, int) else search.part_of_unplanned(budget)
+    return budget if isinstance(budget, int) else search.fraction_of_baseline(budget)
 
 
 def _search(
     jaxpr: Jaxpr,
-    chosen: Sequence[int],
+    diff_indices: Sequence[int],
     num_out: int,
     objective: str,
     offload: bool,
     time_limit: float | None,
     report: Callable[[str], None] = lambda text: None,
     program_of: Callable[[Jaxpr, dict[str, Any]], Program] | None = None,
-    around: Around = Around(),  # noqa: B008
+    context: Around = Around(),  # noqa: B008
 ) -> Search:
     per_byte = None
-    price: Callable[[Any], float] = flops
+    equation_cost: Callable[[Any], float] = flops
     if objective == "time":
         model = cost_model()
-        price = model.seconds
+        equation_cost = model.seconds
     if offload and _jax.HOST_MEMORY in _jax.memory_spaces():
         per_byte = 1 / cost_model().host_bytes_per_second if objective == "time" else 0.0
-    options = {"price": price, "offload": per_byte, "time_limit": time_limit, "report": report}
-    return Search(jaxpr, chosen, num_out, program_of=program_of, around=around, **options)
+    options = {"equation_cost": equation_cost, "offload": per_byte, "time_limit": time_limit, "report": report}
+    return Search(jaxpr, diff_indices, num_out, program_of=program_of, context=context, **options)
 
 
 def _fit(search: Search, budget: int | float, name: str) -> Candidate:
     bytes_ = _budget_bytes(search, budget)
-    found = search.fit(bytes_)
-    if found is None:
+    candidate = search.fit(bytes_)
+    if candidate is None:
         least = search.smallest().temp_bytes
         late = ", when the time limit ended the search" if search.is_late() else ""
         raise PlanError(
@@ -499,11 +506,12 @@ def _fit(search: Search, budget: int | float, name: str) -> Candidate:
             f"parts, make the batch smaller, or let the loop's steps compute less.",
             smallest_bytes=least,
         )
-    return found
+    return candidate
 
 
 @contextlib.contextmanager
-def _shown(progress: bool, name: str) -> Iterator[Callable[[str], None]]:
+def _progress(progress: bool, name: str) -> Iterator[Callable[[str], None]]:
+    """A function that shows a text beside a spinner, or does nothing."""
     if not progress:
         yield lambda text: None
         return

@@ -1,1 +1,1 @@
-"""Optimizers whose memory is a state, and states on disk."""
+"""Optimizers with their memory in a state, and checkpoints of states."""

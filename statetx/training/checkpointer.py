@@ -1,8 +1,8 @@
-"""`Checkpointer`: states to disk and back, by path.
+"""`Checkpointer`: save states to disk and restore them, by path.
 
-A step is a directory of orbax's with two items: ``states``, the arrays by path, and ``manifest``, what each state is made of:
-its structure, the types of its leaves, the values of those that are no arrays, and a digest of each array, since
-orbax's own format does not notice a bit that has changed.
+A step is an orbax directory with two items: ``states``, the arrays by path, and ``manifest``, a record of each state: its
+structure, the types of its leaves, the values of leaves that are not arrays, and a digest of each array, since orbax's own
+format does not notice a changed bit.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from .._text import brief, type_str
 from .._tree import is_array, is_array_or_number
 from .._typing import PyTree, public
 
-_VALUES = (bool, int, float, str, type(None))  # which JSON gives back as they were
+_VALUES = (bool, int, float, str, type(None))  # JSON returns these unchanged
 
 
 @public
 class Checkpointer:
-    """Save states to a directory as training goes on, and start again from the last step that is whole.
+    """Save states to a directory during training, and resume from the last complete step.
 
-    A thin layer over ``orbax.checkpoint.CheckpointManager``: arrays are written by all processes that hold a part of
-    them, in the background, and a step appears in the directory at once or not at all. What is to survive must be a
-    state: weights, the optimiser's state, random keys, the position in the data.
+    A thin layer over ``orbax.checkpoint.CheckpointManager``: all processes that hold a part of an array write it, in the
+    background, and a step appears in the directory atomically. Everything to be restored must be a state: weights, the
+    optimiser's state, random keys, the position in the data.
 
-    It needs orbax, which comes with ``pip install statetx[checkpoint]``. Use it in a ``with`` block, or `close` it.
+    Needs orbax: ``pip install statetx[checkpoint]``. Use it in a ``with`` block, or `close` it.
 
     Args:
-        directory: where the steps go; made if it does not exist. One program at a time may write there: its first
-            `save` removes what an unfinished one has left.
-        obj: a model, a function, or a container of these, whose states are saved: those that `statetx.states` finds, and
-            those that its methods read from modules and closures. Their paths are the names in the checkpoint. To say
-            which, give a dict of states: ``statetx.states(model, filter)``.
-        max_to_keep: how many steps stay, the last ones; None for all.
-        save_every: `save` writes the steps that this divides, and does nothing for others.
+        directory: where steps are saved; created if it does not exist. One program at a time may write there: its first
+            `save` removes the files of unfinished saves.
+        obj: a model, a function, or a container of these, whose states are saved: the states that `statetx.states` finds,
+            and states that its methods read from modules and closures. Their paths are the names in the checkpoint. To
+            select some, give a dict of states: ``statetx.states(model, filter)``.
+        max_to_keep: number of last steps to keep; None for all.
+        save_every: `save` writes the steps that this number divides, and skips others.
 
     State:
-        `save` reads all states, `restore` writes all of them, or none if it raises. Restored arrays lie as those do
-        that they replace, whatever devices they were saved from.
+        `save` reads all states. `restore` writes all of them, or none if it raises. Restored arrays take the shardings of
+        the arrays that they replace, whatever devices they were saved from.
 
     Memory:
-        Until it is written, a step has a copy on the host. `save` returns once that is made, so the next step of
-        training may donate its states.
+        A step has a copy on the host until it is written. `save` returns once the copy is made, so the next training
+        step may donate its states.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, statetx
@@ -85,6 +85,7 @@ class Checkpointer:
             import orbax.checkpoint as orbax
         except ImportError as e:
             raise ImportError("Checkpointer needs orbax: pip install 'statetx[checkpoint]'") from e
+
         self._obj = obj
         self._directory = _as_directory(directory)
         self._args = orbax.args
@@ -107,24 +108,24 @@ class Checkpointer:
 
     @property
     def steps(self) -> list[int]:
-        """The steps there are, in order; the last one may still be on its way."""
+        """The saved steps, in order; the last one may not be complete yet."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, *, force: bool = False) -> bool:
-        """Begin to save the states as they are now; earlier saves are waited for.
+        """Start to save the current states, after earlier saves have finished.
 
         Args:
-            step: a whole number of at least 0, above those of the steps there are.
-            force: save also where `save_every` does not ask for it.
+            step: a whole number of at least 0, greater than all saved steps.
+            force: save even if `save_every` would skip the step.
 
         Returns:
-            Whether this step is being saved. It is there for sure once `wait` has returned.
+            Whether this step is being saved. It is on disk once `wait` has returned.
 
         Raises:
-            CheckpointError: the directory has this step or a later one; there is no state to save, a value in place of one, or
-                one that no path finds again in another process; of several processes, each has a value of its own.
+            CheckpointError: the directory has this step or a later one; `obj` has no state, or a value in place of a
+                state, or a state without a path that another process finds again; or a value differs between processes.
             StateValueError: a state holds something other than arrays, numbers, strings and None.
-            Exception: whatever went wrong when an earlier step was written.
+            Exception: any error in writing an earlier step.
         """
         self._refuse_inside("save")
         step = _as_step("save", step)
@@ -137,16 +138,17 @@ class Checkpointer:
         if not (force or self._manager.should_save(step)):
             return False
         live = {path: _Live(state) for path, state in _states_of(self._obj).items()}
-        manifest = {path: now.describe(path) for path, now in live.items()}
+        manifest = {path: entry.describe(path) for path, entry in live.items()}
         if jax.process_count() > 1:
             _refuse_local(live)
-        arrays = _nest({path: now.arrays() for path, now in live.items()})
-        items: dict[str, Any] = {"manifest": self._args.JsonSave(_sealed(manifest))}
-        if arrays:  # orbax saves no empty tree
+        arrays = _nest({path: entry.arrays() for path, entry in live.items()})
+        items: dict[str, Any] = {"manifest": self._args.JsonSave(_seal(manifest))}
+        if arrays:  # orbax refuses to save an empty tree
             items["states"] = self._args.StandardSave(arrays)
+
         if not self._has_saved:
-            # A manager that cleans the directory does so in the background, and waits for that in `save` only. And who
-            # only reads must leave alone what another program is writing.
+            # Cleaning waits for the first save: a reader must not remove the files that another program is writing. And a
+            # manager cleans in the background, and waits for that in `save` only.
             self._manager.close()
             self._manager = type(self._manager)(
                 self._manager.directory, options=self._options(cleanup_tmp_directories=True)
@@ -155,54 +157,57 @@ class Checkpointer:
         return self._manager.save(step, args=self._args.Composite(**items), force=True)
 
     def wait(self) -> int | None:
-        """Wait for what is being saved; returns the last step, which is on disk then, or None if there is none."""
+        """Wait for saves to finish. Returns the last step, or None if there is none."""
         self._manager.wait_until_finished()
         return self._manager.latest_step()
 
     def restore(self, step: int | None = None) -> int | None:
-        """Give every state the value that it had at a step: all of them, or none if an error is raised.
+        """Restore the value of every state at a step: of all states, or of none if an error is raised.
 
         Args:
-            step: which; the last one if None.
+            step: the step; the last one if None.
 
         Returns:
-            The step; None, with the states as they are, where `step` is None and nothing was saved yet.
+            The step; or None, with the states unchanged, if `step` is None and nothing was saved yet.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, there is no such step, or it is of other states: the message
-                names the first path that is missing, or has another structure, shape or dtype.
+            CheckpointError: the checkpoint is damaged, the step does not exist, or the checkpoint is of other states: the
+                message names the first path that is missing, or has another structure, shape or dtype.
         """
         self._refuse_inside("restore")
         self._manager.wait_until_finished()
         step = self._manager.latest_step() if step is None else _as_step("restore", step)
         if step is None:
             return None
-        where = f"step {step} in {self._manager.directory}"
+        location = f"step {step} in {self._manager.directory}"
         if step not in self.steps:
-            raise CheckpointError(f"There is no {where}; it has {', '.join(map(str, self.steps)) or 'none'}.")
-        saved = _unsealed(self._read(where, step, manifest=self._args.JsonRestore()), where)
+            raise CheckpointError(f"There is no {location}; it has {', '.join(map(str, self.steps)) or 'none'}.")
+
+        manifest = _unseal(self._read(location, step, manifest=self._args.JsonRestore()), location)
         live = {path: _Live(state) for path, state in _states_of(self._obj).items()}
-        _compare(saved, live, where)
-        wanted = _nest({path: now.targets(saved[path]["leaves"]) for path, now in live.items()})
-        arrays = self._read(where, step, states=self._args.StandardRestore(wanted)) if wanted else {}
+        _compare(manifest, live, location)
+        targets = _nest({path: entry.targets(manifest[path]["leaves"]) for path, entry in live.items()})
+        arrays = self._read(location, step, states=self._args.StandardRestore(targets)) if targets else {}
+
+        # Every value is made and checked before any state is written.
         values = []
-        for path, now in live.items():
-            found = _unnest(arrays.get(path, {}))
-            _check_contents(path, saved[path]["leaves"], found, where)
-            values.append(now.restored(saved[path]["leaves"], found))
+        for path, entry in live.items():
+            leaves = _unnest(arrays.get(path, {}))
+            _check_contents(path, manifest[path]["leaves"], leaves, location)
+            values.append(entry.restored(manifest[path]["leaves"], leaves))
         locked(_frames.ownership, _store_all, list(live.values()), values)
         return step
 
     def close(self) -> None:
-        """Wait for what is being saved, and let go of the directory."""
+        """Wait for saves to finish, and release the directory."""
         self._manager.close()
 
-    def _read(self, where: str, step: int, **item: Any) -> Any:
+    def _read(self, location: str, step: int, **item: Any) -> Any:
         (name,) = item
         try:
             return self._manager.restore(step, args=self._args.Composite(**item))[name]
         except Exception as e:  # orbax raises errors of every type on a damaged file
-            raise CheckpointError(f"The {name} of {where} cannot be read: {e}\nFix: restore another step.") from e
+            raise CheckpointError(f"The {name} of {location} cannot be read: {e}\nFix: restore another step.") from e
 
     def _refuse_inside(self, method: str) -> None:
         if not _frames.is_idle():
@@ -210,13 +215,14 @@ class Checkpointer:
 
 
 def _as_directory(directory: str | os.PathLike) -> str:
+    """The absolute path, after checking that its nearest existing ancestor is a directory."""
     path = os.path.abspath(directory)
-    parts = [path]
-    while not os.path.lexists(parts[-1]):
-        parts.append(os.path.dirname(parts[-1]))
-    if not os.path.isdir(parts[-1]):
+    ancestors = [path]
+    while not os.path.lexists(ancestors[-1]):
+        ancestors.append(os.path.dirname(ancestors[-1]))
+    if not os.path.isdir(ancestors[-1]):
         raise CheckpointError(
-            f"Checkpointer: {parts[-1]} is no directory. Fix: save to a directory, new or there already."
+            f"Checkpointer: {ancestors[-1]} is not a directory. Fix: save to a directory, new or existing."
         )
     return path
 
@@ -231,33 +237,33 @@ def _as_step(method: str, step: Any) -> int:
     return number
 
 
-# -- which states ----------------------------------------------------------------------------------------------------
+# -- the saved states ------------------------------------------------------------------------------------------------
 
 
 def _states_of(obj: Any) -> dict[str, Any]:
-    """What a `Checkpointer` saves, by paths that hold in another process."""
+    """The states that a `Checkpointer` saves, by paths that another process finds as well."""
     leaves = dict(_leaves_of(obj, ""))
-    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     if all(_states.kind_of(leaf) is not None for leaf in leaves.values()):
         for path, state in leaves.items():
-            if not any(state is other for other in found.values()):
-                found[path] = state
+            if not any(state is other for other in states.values()):
+                states[path] = state
     else:
         walk = Walk(all_methods=True)
         for path, leaf in leaves.items():
             _refuse_value(path, leaf)
-            found.update(walk.held(leaf, path))
-        found.update(walk.beyond())
-        _refuse_unstable(found, walk)
-    if not found:
+            states.update(walk.held(leaf, path))
+        states.update(walk.beyond())
+        _refuse_unstable(states, walk)
+    if not states:
         raise CheckpointError(
             f"Checkpointer: there is no state in {brief(obj)}, so nothing would be saved.\nFix: give the model, or a dict of states."
         )
-    return found
+    return states
 
 
 def _leaves_of(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What the containers hold that a `Checkpointer` was given."""
+    """The items of nested dicts, lists and tuples, by path."""
     if type(obj) not in (dict, list, tuple):
         yield path, obj
         return
@@ -268,26 +274,26 @@ def _leaves_of(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _refuse_value(path: str, leaf: Any) -> None:
     if is_array_or_number(leaf) or isinstance(leaf, (bool, str, bytes)):
         raise CheckpointError(
-            f"Checkpointer: {path or 'what it was given'!r} is {_article(type_str(leaf))}, no state, and would not be saved.\n"
+            f"Checkpointer: {path or 'its argument'!r} is {_article(type_str(leaf))}, not a state, and would not be saved.\n"
             f"Fix: give the state itself rather than its value, keep the value in a statetx.State, or leave it out."
         )
 
 
-def _refuse_unstable(found: Mapping[str, Any], walk: Walk) -> None:
-    for path in found:
+def _refuse_unstable(states: Mapping[str, Any], walk: Walk) -> None:
+    for path in states:
         if HIDDEN in path.split("."):
             holder = path.partition(f".{HIDDEN}")[0]
             raise CheckpointError(
-                f"Checkpointer: a state is held by {holder!r}, an iterator, a cache or another object whose inside has no "
-                f"names, so that no path finds it in another process.\n"
+                f"Checkpointer: a state is held by {holder!r}, an iterator, a cache or another object whose contents have no "
+                f"names, so no path finds it in another process.\n"
                 f"Fix: hold it in a list, a dict or an attribute as well, or give a dict of states."
             )
         for holder in walk.unstable:
             if path.startswith(f"{holder}." if holder else ""):
                 raise CheckpointError(
                     f"Checkpointer: the state {path!r} is in the set {holder!r}, which has no order, and other items of the "
-                    f"set have the same name or type, so that no path tells them apart in another process.\n"
-                    f"Fix: use a list or a dict, or give the states names of their own (name=)."
+                    f"set have the same name or type, so no path tells them apart in another process.\n"
+                    f"Fix: use a list or a dict, or give the states distinct names (name=)."
                 )
 
 
@@ -295,15 +301,15 @@ def _article(word: str) -> str:
     return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
-# -- what a checkpoint says of a state -------------------------------------------------------------------------------
+# -- a state's record in a checkpoint --------------------------------------------------------------------------------
 
 
 class _Live:
-    """A state as it is now.
+    """A state of the program, with its current value.
 
     Attributes:
-        leaves: those of its value, each by its place in it; the place of a value that is a lone leaf is "".
-        structure: of the value, as text: containers, their keys, and what these know besides leaves, a unit for one.
+        leaves: the leaves of its value by key path; the path of a value that is a single leaf is "".
+        structure: the value's tree structure as text: containers, their keys, and their static data, such as a unit.
     """
 
     def __init__(self, state: Any):
@@ -315,31 +321,31 @@ class _Live:
         self.structure = re.sub(r" at 0x[0-9a-f]+", "", str(self._treedef))
 
     def arrays(self) -> dict[str, Any]:
-        """The leaves that orbax saves; it takes none without entries."""
-        return {place: x for place, x in self.leaves.items() if is_array(x) and x.size}
+        """The leaves that orbax saves: arrays, except empty ones, which it refuses."""
+        return {keys: x for keys, x in self.leaves.items() if is_array(x) and x.size}
 
     def describe(self, path: str) -> dict[str, Any]:
         """The state's entry in a manifest."""
         return {
             "structure": self.structure,
-            "leaves": {place: _describe_leaf(path + place, x) for place, x in self.leaves.items()},
+            "leaves": {keys: _describe_leaf(path + keys, x) for keys, x in self.leaves.items()},
         }
 
-    def targets(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """For each array that was saved, what orbax is asked for: the type it had, where the present leaf is."""
-        return {place: _target(record, self.leaves[place]) for place, record in saved.items() if "digest" in record}
+    def targets(self, records: dict[str, Any]) -> dict[str, Any]:
+        """For each saved array, the type to request from orbax, with the sharding of the current leaf."""
+        return {keys: _target(record, self.leaves[keys]) for keys, record in records.items() if "digest" in record}
 
-    def restored(self, saved: dict[str, Any], arrays: dict[str, Any]) -> PyTree:
-        """The value that was saved."""
+    def restored(self, records: dict[str, Any], arrays: dict[str, Any]) -> PyTree:
+        """The saved value."""
         leaves = []
-        for place, now in self.leaves.items():
-            record = saved[place]
+        for keys, current in self.leaves.items():
+            record = records[keys]
             if "value" in record:
                 leaves.append(record["value"])
-            elif place in arrays:
-                leaves.append(_as_it_was(arrays[place], record, now))
+            elif keys in arrays:
+                leaves.append(_restore_leaf(arrays[keys], record, current))
             else:
-                leaves.append(now)  # without entries
+                leaves.append(current)  # an empty array, which was not saved
         return jax.tree.unflatten(self._treedef, leaves)
 
     def check_free(self) -> None:
@@ -353,7 +359,7 @@ def _describe_leaf(path: str, x: Any) -> dict[str, Any]:
         return {"type": _type(x), "value": x}
     if not isinstance(x, (jax.Array, np.ndarray, np.generic)) or not is_array(x):
         raise StateValueError(
-            f"Checkpointer: the state {path!r} holds a {type(x).__name__}, which is no array, number, string or None.\n"
+            f"Checkpointer: the state {path!r} holds a {type(x).__name__}, which is not an array, number, string or None.\n"
             f"Fix: leave it out: Checkpointer(directory, statetx.states(model, filter))."
         )
     record: dict[str, Any] = {"type": _type(x)}
@@ -367,31 +373,33 @@ def _describe_leaf(path: str, x: Any) -> dict[str, Any]:
 
 
 def _is_plain(x: Any) -> bool:
-    return isinstance(x, _VALUES) and not isinstance(x, np.generic)  # NumPy's float64 is a float of Python's, too
+    return isinstance(x, _VALUES) and not isinstance(x, np.generic)  # NumPy's float64 is a subclass of float
 
 
 def _type(x: Any) -> str:
-    """Shape and dtype that a leaf has, or would have as a JAX array: a fresh model has numbers where a trained one has arrays."""
+    """Shape and dtype of a leaf as a JAX array. A number counts as an array: a trained model may have arrays where a new one has
+    numbers."""
     if _is_plain(x) and isinstance(x, (bool, int, float)):
         return f"{jnp.result_type(type(x)).name}[]"
     if is_array(x):
-        aval = _jax.abstract(x)  # a checkpoint is restored to wherever a state lies: shardings do not count
+        aval = _jax.abstract(x)  # without sharding: a checkpoint is restored to the state's own
         return type_str(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     return type(x).__name__
 
 
-def _target(record: dict[str, Any], now: Any) -> Any:
+def _target(record: dict[str, Any], current: Any) -> Any:
     if "numpy" in record:
-        return np.empty(now.shape, jnp.dtype(record["numpy"]))
-    if not isinstance(now, jax.Array):
-        now = jnp.asarray(now)
-    return jax.ShapeDtypeStruct(now.shape, now.dtype, sharding=now.sharding)
+        return np.empty(current.shape, jnp.dtype(record["numpy"]))
+    if not isinstance(current, jax.Array):
+        current = jnp.asarray(current)
+    return jax.ShapeDtypeStruct(current.shape, current.dtype, sharding=current.sharding)
 
 
-def _as_it_was(x: Any, record: dict[str, Any], now: Any) -> Any:
+def _restore_leaf(x: Any, record: dict[str, Any], current: Any) -> Any:
+    """Undo the changes of a round trip through orbax: to NumPy scalars, committed devices and weak types."""
     if "numpy" in record:
-        return x[()] if isinstance(now, np.generic) else x
-    if not getattr(now, "committed", False):  # orbax commits what it restores to a device
+        return x[()] if isinstance(current, np.generic) else x
+    if not getattr(current, "committed", False):  # orbax commits restored arrays to a device
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             data, impl = jax.random.key_data(x), jax.random.key_impl(x)
             return jax.random.wrap_key_data(jnp.asarray(np.asarray(data)), impl=impl)
@@ -399,123 +407,131 @@ def _as_it_was(x: Any, record: dict[str, Any], now: Any) -> Any:
     return _jax.with_weak_type(x, True) if record.get("weak") else x
 
 
-def _nest(parts: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """What orbax saves: for each state an array, or the arrays in its value by place."""
-    return {path: leaves[""] if "" in leaves else leaves for path, leaves in parts.items() if leaves}
+def _nest(leaves: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The tree that orbax saves: for each state an array, or its arrays by key path."""
+    return {path: arrays[""] if "" in arrays else arrays for path, arrays in leaves.items() if arrays}
 
 
-def _unnest(part: Any) -> dict[str, Any]:
-    return part if isinstance(part, dict) else {"": part}
+def _unnest(arrays: Any) -> dict[str, Any]:
+    return arrays if isinstance(arrays, dict) else {"": arrays}
 
 
-# -- is it what it was -----------------------------------------------------------------------------------------------
+# -- verification ----------------------------------------------------------------------------------------------------
 
 
 def _store_all(live: Sequence[_Live], values: Sequence[Any]) -> None:
-    for now in live:
-        now.check_free()
-    commit([now.kind.store(now.state, value) for now, value in zip(live, values, strict=True)])
+    for entry in live:
+        entry.check_free()
+    commit([entry.kind.store(entry.state, value) for entry, value in zip(live, values, strict=True)])
 
 
-def _compare(saved: Mapping[str, Any], live: Mapping[str, _Live], where: str) -> None:
+def _compare(manifest: Mapping[str, Any], live: Mapping[str, _Live], location: str) -> None:
     """Raise unless a checkpoint is of these states: same paths, structures, shapes and dtypes."""
-    for path, now in live.items():
-        if path not in saved:
-            raise _differs(where, f"it has no state {path!r}; it has {', '.join(map(repr, saved)) or 'none'}")
-        before = saved[path]
-        for place, x in now.leaves.items():
-            then = before["leaves"].get(place, {}).get("type")
-            if then not in (None, _type(x)):
-                raise _differs(where, f"{path + place!r} is {then} in it, and {_type(x)} in the program")
-        if before["structure"] != now.structure:
-            raise _differs(where, f"{path!r} is {before['structure']} in it, and {now.structure} in the program")
-    for path in saved:
+    for path, entry in live.items():
+        if path not in manifest:
+            raise _mismatch(location, f"it has no state {path!r}; it has {', '.join(map(repr, manifest)) or 'none'}")
+        record = manifest[path]
+        for keys, x in entry.leaves.items():
+            saved_type = record["leaves"].get(keys, {}).get("type")
+            if saved_type not in (None, _type(x)):
+                raise _mismatch(location, f"{path + keys!r} is {saved_type} in it, and {_type(x)} in the program")
+        if record["structure"] != entry.structure:
+            raise _mismatch(location, f"{path!r} is {record['structure']} in it, and {entry.structure} in the program")
+    for path in manifest:
         if path not in live:
-            raise _differs(where, f"it has a state {path!r}, which the program has not")
+            raise _mismatch(location, f"it has a state {path!r}, which the program does not have")
 
 
-def _differs(where: str, what: str) -> CheckpointError:
+def _mismatch(location: str, difference: str) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint of {where} is of other states: {what}.\nFix: build the model, and the dict of states that the "
-        f"Checkpointer was given, as they were when the checkpoint was saved."
+        f"The checkpoint of {location} is of other states: {difference}.\nFix: build the model, and the dict of states for "
+        f"the Checkpointer, as they were when the checkpoint was saved."
     )
 
 
-def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+def _seal(manifest: dict[str, Any]) -> dict[str, Any]:
     return {"states": manifest, "crc32": zlib.crc32(json.dumps(manifest, sort_keys=True).encode())}
 
 
-def _unsealed(sealed: Any, where: str) -> dict[str, Any]:
+def _unseal(sealed: Any, location: str) -> dict[str, Any]:
     manifest = sealed.get("states") if isinstance(sealed, dict) else None
-    if not isinstance(manifest, dict) or _sealed(manifest) != sealed:
-        raise CheckpointError(f"The manifest of {where} has changed since it was written.\nFix: restore another step.")
+    if not isinstance(manifest, dict) or _seal(manifest) != sealed:
+        raise CheckpointError(
+            f"The manifest of {location} has changed since it was written.\nFix: restore another step."
+        )
     return manifest
 
 
-def _check_contents(path: str, saved: Mapping[str, Any], arrays: Mapping[str, Any], where: str) -> None:
-    for place, x in arrays.items():
-        # The words of a random key may come back without their type.
-        if _type(x) != saved[place]["type"] or _digest(x) != saved[place]["digest"]:
+def _check_contents(path: str, records: Mapping[str, Any], arrays: Mapping[str, Any], location: str) -> None:
+    for keys, x in arrays.items():
+        # The type is compared too: a random key may come back as its plain words.
+        if _type(x) != records[keys]["type"] or _digest(x) != records[keys]["digest"]:
             raise CheckpointError(
-                f"{path + place!r} has changed since it was written, in {where}.\nFix: restore another step."
+                f"{path + keys!r} has changed since it was written, in {location}.\nFix: restore another step."
             )
 
 
 def _refuse_local(live: Mapping[str, _Live]) -> None:
-    """Raise for values of which several processes have one each: a checkpoint has room for that of process 0.
+    """Raise for values that differ between processes: a checkpoint has room for process 0's only.
 
-    Called by all processes at once.
+    All processes call this at once.
     """
-    leaves = {path + place: x for path, now in live.items() for place, x in now.leaves.items()}
+    leaves = {path + keys: x for path, entry in live.items() for keys, x in entry.leaves.items()}
     for path, x in leaves.items():
         if isinstance(x, jax.Array) and x.is_fully_addressable:
             raise CheckpointError(
-                f"Checkpointer: {path!r}, a {type_str(x)}, lies on devices of this process alone, and each of the "
-                f"{jax.process_count()} processes has one of its own.\n"
+                f"Checkpointer: {path!r}, a {type_str(x)}, is on devices of this process only, and each of the "
+                f"{jax.process_count()} processes has its own.\n"
                 f"Fix: put it on a mesh of all processes (jax.make_array_from_process_local_data), or leave it out."
             )
-    local = [path for path, x in leaves.items() if not isinstance(x, jax.Array)]
-    digests = [zlib.crc32(repr(x).encode()) if _is_plain(x) else _digest(x) for x in map(leaves.__getitem__, local)]
-    counts = multihost_utils.process_allgather(np.uint32(len(local)))
+
+    # Numbers and NumPy arrays may be saved if they are equal everywhere. Compare their number before their digests, since
+    # `process_allgather` needs equal shapes.
+    paths = [path for path, x in leaves.items() if not isinstance(x, jax.Array)]
+    digests = [zlib.crc32(repr(x).encode()) if _is_plain(x) else _digest(x) for x in map(leaves.__getitem__, paths)]
+    counts = multihost_utils.process_allgather(np.uint32(len(paths)))
     if len(set(counts.tolist())) > 1:
         raise CheckpointError(
-            f"Checkpointer: the processes save different states; this one has {len(local)} values that are no jax.Array, "
-            f"and the others {sorted(set(counts.tolist()) - {len(local)})}.\nFix: build the same model in every process."
+            f"Checkpointer: the processes save different states; this one has {len(paths)} values that are not jax.Arrays, "
+            f"and the others {sorted(set(counts.tolist()) - {len(paths)})}.\nFix: build the same model in every process."
         )
-    of_all = multihost_utils.process_allgather(np.array(digests, np.uint32))
-    for path, column in zip(local, np.transpose(of_all), strict=True):
+    gathered = multihost_utils.process_allgather(np.array(digests, np.uint32))
+    for path, column in zip(paths, np.transpose(gathered), strict=True):
         if len(set(column.tolist())) > 1:
             raise CheckpointError(
                 f"Checkpointer: {path!r} differs between the processes, and would be restored everywhere as process 0 has it.\n"
                 f"Fix: keep it in an array on a mesh of all processes (jax.make_array_from_process_local_data), or leave it "
-                f"out and save it by yourself."
+                f"out and save it yourself."
             )
 
 
 def _digest(x: Any) -> int:
-    """A number that a changed bit changes, and that does not depend on how an array lies on devices."""
+    """A checksum of the values, independent of the sharding: it is computed before saving and after restoring elsewhere."""
     if not isinstance(x, jax.Array):
         return zlib.crc32(np.asarray(x).tobytes())
     return int(_mixed_sum(_on_device(x)))
 
 
 def _on_device(x: jax.Array) -> jax.Array:
-    """The array in the memory that its devices compute in: it may be kept in that of the host."""
+    """Move an array from host memory to the default memory of its devices, so that they can compute with it."""
     default = next(iter(x.sharding.device_set)).default_memory().kind
     return x if x.sharding.memory_kind in (None, default) else jax.device_put(x, x.sharding.with_memory_kind(default))
 
 
 @jax.jit
 def _mixed_sum(x: jax.Array) -> jax.Array:
-    """The sum, modulo 2**32, of the words of `x`, each with its place, mixed as MurmurHash3 ends (Appleby, 2008)."""
+    """The sum, modulo 2**32, of the words of `x`, each offset by its position and mixed by MurmurHash3's finaliser (Appleby, 2008).
+
+    Such a sum does not depend on the order, and so not on how `x` is sharded.
+    """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
         return 3 * _mixed_sum(x.real) + _mixed_sum(x.imag)
     if x.dtype == bool or jnp.dtype(x.dtype).name.startswith(("int4", "uint4", "int2", "uint2", "float4")):
-        x = x.astype(jnp.float32)  # as many values as there are, each its own
+        x = x.astype(jnp.float32)  # injective: float32 has every value of these types
     words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")).astype(jnp.uint32)
-    for axis in range(words.ndim):  # so that parts that changed places show
+    for axis in range(words.ndim):  # positions, so that a permutation of values changes the sum
         stride = jnp.uint32(0x9E3779B9 * math.prod(words.shape[axis + 1 :]) % 2**32)
         words += stride * jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
     words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)

@@ -1,4 +1,4 @@
-"""`Optimizer`: an optax optimizer whose memory is a state like any other."""
+"""`Optimizer`: an optax optimizer that stores its own memory in a state."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from ..kinds.native import State
 
 @public
 class Optimizer:
-    """Update states by an optax optimizer, which keeps its own memory (momenta, counts) in a state.
+    """Update states with an optax optimizer, whose own memory (momenta, counts) is a state.
 
-    That state is seen by every transform: `jit` passes it in and out, `scan` carries it, an exception puts it back, and
+    Every transform handles that state: `jit` passes it in and out, `scan` carries it, an exception rolls it back, and
     ``statetx.states({"model": model, "optimizer": optimizer})`` finds it, for saving, as ``optimizer.state``.
 
     Args:
-        tx: a gradient transformation: anything with ``init(params)`` and ``update(grads, state, params)`` as optax has it.
-        states: what to update: a state, or a dict, list or other pytree of states, of one kind or several, each with
-            floating-point arrays in it. ``statetx.states(model, statetx.Param)`` gives such a dict.
+        tx: a gradient transformation: an object with optax's ``init(params)`` and ``update(grads, state, params)``.
+        states: the states to update: a state, or a dict, list or other pytree of states, of any kinds, with
+            floating-point or complex values. ``statetx.states(model, statetx.Param)`` gives such a dict.
 
     Attributes:
         tx: the transformation.
-        states: the states, as they were given; differentiate with ``wrt=optimizer.states``.
-        state: a `State` with what ``tx`` remembers.
+        states: the argument; differentiate with ``wrt=optimizer.states``.
+        state: a `State` with the optimizer state of ``tx``.
 
     Raises:
-        StateFilterError: `states` holds something else, no state, or one of them twice.
-        StateValueError: a state whose value no gradient can change.
+        StateFilterError: `states` holds something other than states, no state, or a state twice.
+        StateValueError: a state's value is not differentiable.
 
     Example:
         >>> import jax.numpy as jnp, optax, statetx
@@ -64,9 +64,9 @@ class Optimizer:
         """Take one step.
 
         Args:
-            grads: gradients in the structure of `states`, each in that of the state's value: what
-                ``grad(fun, wrt=optimizer.states)`` returns.
-            **extra: for transformations that want more, such as ``value=loss``.
+            grads: the result of ``grad(fun, wrt=optimizer.states)``: a gradient in place of each state, with the
+                structure of the state's value.
+            **extra: further arguments of the transformation, such as ``value=loss``.
 
         State:
             Reads and writes every state and the optimizer's own. A state keeps its dtype.
@@ -76,17 +76,17 @@ class Optimizer:
         """
         values = self._values()
         _check(grads, values)
-        updates, memory = self.tx.update(grads, self.state.value, values, **extra)
+        updates, optimizer_state = self.tx.update(grads, self.state.value, values, **extra)
         updated = jax.tree.map(lambda x, u: jnp.asarray(x + u, jnp.result_type(x)), values, updates)
         for state, value in zip(self._states, self._treedef.flatten_up_to(updated), strict=True):
             _kind_of(state).write(state, value)
-        self.state.value = memory
+        self.state.value = optimizer_state
 
     def _values(self) -> PyTree:
         return jax.tree.unflatten(self._treedef, [_kind_of(state).read(state) for state in self._states])
 
     def __repr__(self) -> str:
-        size = format_bytes(sum(num_bytes(_kind_of(s).get(s)) for s in self._states))
+        size = format_bytes(sum(num_bytes(_kind_of(s).get(s)) for s in self._states))  # `get`: printing is not a read
         num = len(self._states)
         return f"Optimizer({num} state{'s' if num != 1 else ''}, {size}; remembers {format_bytes(num_bytes(self.state.value))})"
 
@@ -96,7 +96,7 @@ def _kind_of(state: Any) -> Any:
 
 
 def _flatten(states: PyTree) -> tuple[list[Any], Any]:
-    """The states of a pytree, each looked at."""
+    """The states of a pytree and its structure, after checking each state."""
     if is_filter(states):
         raise StateFilterError(
             f"Optimizer needs the states themselves, got the filter {states!r}. Write statetx.states(model, filter)."
@@ -104,12 +104,13 @@ def _flatten(states: PyTree) -> tuple[list[Any], Any]:
     leaves, treedef = jax.tree.flatten(states, is_leaf=_states.is_opaque)
     if not leaves:
         raise StateFilterError("Optimizer got no states. Does the filter given to statetx.states select any?")
+
     seen: set[int] = set()
     for state in leaves:
         kind = _states.kind_of(state)
         if kind is None:
             raise StateFilterError(
-                f"Optimizer: states= holds a {type(state).__name__}, which is no state. Pass a dict of states, such as "
+                f"Optimizer: states= holds a {type(state).__name__}, which is not a state. Pass a dict of states, such as "
                 f"statetx.states(model, statetx.Param)."
             )
         if id(state) in seen:
@@ -117,6 +118,7 @@ def _flatten(states: PyTree) -> tuple[list[Any], Any]:
                 f"Optimizer: states= lists {_states.describe(state, kind)} twice, so it would be updated twice."
             )
         seen.add(id(state))
+
         for x in jax.tree.leaves(kind.get(state)):
             if not (is_array_or_number(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
                 raise StateValueError(
@@ -127,7 +129,7 @@ def _flatten(states: PyTree) -> tuple[list[Any], Any]:
 
 
 def _strong(x: Any) -> Any:
-    """Not weakly typed: else the first update, which makes it so, would change the state's type."""
+    """Make strongly typed. The first update does, and would change the type of the optimizer's state."""
     if not is_array_or_number(x):
         return x
     x = jnp.asarray(x)
@@ -135,24 +137,31 @@ def _strong(x: Any) -> Any:
 
 
 def _check(grads: PyTree, values: PyTree) -> None:
-    given, wanted = _by_path(grads), _by_path(values)
+    grad_leaves, value_leaves = _by_path(grads), _by_path(values)
     if jax.tree.structure(grads) != jax.tree.structure(values):
-        missing, unknown = ([p for p in a if p not in b] for a, b in ((wanted, given), (given, wanted)))
-        found = []
+        missing, unknown = (
+            [p for p in a if p not in b] for a, b in ((value_leaves, grad_leaves), (grad_leaves, value_leaves))
+        )
+        problems = []
         if missing:
-            found.append(f"there is none for {_listed(missing)}")
+            problems.append(f"there is none for {_listed(missing)}")
         if unknown:
-            found.append(f"there is one for {_listed(unknown)}, which is not among the states")
-        what = "; ".join(found) or f"they are {jax.tree.structure(grads)}, the states {jax.tree.structure(values)}"
+            problems.append(f"there is one for {_listed(unknown)}, which is not among the states")
+        # Neither: the containers differ, with the same paths.
+        difference = (
+            "; ".join(problems) or f"they are {jax.tree.structure(grads)}, the states {jax.tree.structure(values)}"
+        )
         raise GradientError(
-            f"The gradients are not those of the optimizer's states: {what}.{suggestion(unknown[0], missing) if unknown else ''}\n"
+            f"The gradients do not match the optimizer's states: {difference}."
+            f"{suggestion(unknown[0], missing) if unknown else ''}\n"
             f"Fix: differentiate with wrt=optimizer.states."
         )
-    for path, x in wanted.items():
-        if jnp.shape(given[path]) != jnp.shape(x):
+
+    for path, x in value_leaves.items():
+        if jnp.shape(grad_leaves[path]) != jnp.shape(x):
             raise GradientError(
-                f"The gradient for {path!r} is {type_str(given[path])}, the state's value {type_str(x)}. They must agree in shape.\n"
-                f"Fix: differentiate with wrt=optimizer.states, and reduce over examples before the update."
+                f"The gradient for {path!r} is {type_str(grad_leaves[path])}, the state's value {type_str(x)}. They must agree in "
+                f"shape.\nFix: differentiate with wrt=optimizer.states, and reduce over examples before the update."
             )
 
 
@@ -162,5 +171,5 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def _listed(paths: list[str]) -> str:
-    rest = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return ", ".join(map(repr, paths[:3])) + rest
+    tail = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(map(repr, paths[:3])) + tail
