@@ -29,7 +29,7 @@ from ..._objects.paths import as_predicate
 from ..._tree import as_array
 from ..._typing import Filter, Indices, Names
 from .arguments import Call, Layout
-from .created import Making
+from .created import CreatedStates
 from .program import Program, Restage
 from .stages import Lowered, Traced
 from .static_keys import Programs, static_key
@@ -210,20 +210,20 @@ class Jit(Wrapper[P, R]):
 
     def _stage(self, call: Call, tried: Sequence[Program]) -> Program:
         program = Program(self, call, tried)
-        program.count_references()
-        program.making.settle()
-        if program.making.makes:
-            self._warn(program.making, [p.making for p in tried[:1] if p.is_for(call)])
+        program.register_references()
+        program.created.record_references()
+        if program.created.states:
+            self._warn(program.created, [p.created for p in tried[:1] if p.is_for(call)])
         if program.is_reusable:
             locked(self.cache.lock, self._keep, call, program)
         return program
 
-    def _warn(self, created: Making, previous: Sequence[Making]) -> None:
+    def _warn(self, created_states: CreatedStates, previous: Sequence[CreatedStates]) -> None:
         """Warn once if calls are staged repeatedly because of the states that they create."""
-        created.num_unused = sum(m.num_unused + 1 for m in previous if m.makes and not m.was_used)
-        if created.num_unused >= (3 if created.is_settled else 1) and not self.cache.has_warned:
+        created_states.num_unused = sum(m.num_unused + 1 for m in previous if m.states and not m.was_used)
+        if created_states.num_unused >= (3 if created_states.is_repeated else 1) and not self.cache.has_warned:
             self.cache.has_warned = True
-            advice = created.advice(f"jit({name_of(self.__wrapped__)})")
+            advice = created_states.advice(f"jit({name_of(self.__wrapped__)})")
             warnings.warn(advice, StagingWarning, stacklevel=_states.user_stacklevel())
 
     def _keep(self, call: Call, program: Program) -> None:
@@ -232,7 +232,7 @@ class Jit(Wrapper[P, R]):
         self.cache.fast_path = (program, call.modes) if is_first and call.is_direct and program.is_direct else None
 
     def _put_first(self, call: Call, program: Program) -> None:
-        other_programs = [p for p in self.cache.programs.get(call.key, ()) if p is not program and p.making.may_run()]
+        other_programs = [p for p in self.cache.programs.get(call.key, ()) if p is not program and p.created.can_run()]
         self.cache.programs.keep(call.key, [program, *other_programs[: _MAX_PROGRAMS - 1]])
 
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Traced:
