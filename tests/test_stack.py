@@ -485,7 +485,7 @@ def test_layers_whose_states_do_not_correspond_are_refused():
 
 def test_layers_that_refer_to_states_of_others_are_refused():
     others = [statetx.Param(jnp.ones(4)) for _ in range(2)]
-    with pytest.raises(statetx.StateValueError, match="layer 1 refers to the state 'held' that it does not hold"):
+    with pytest.raises(statetx.StateValueError, match="layer 1 refers to the state 'held' without holding it"):
         statetx.stack([Holder(weakref.ref(w)) for w in others])
     layers = [Holder(None) for _ in range(2)]
     for layer in layers:

@@ -119,7 +119,7 @@ def scan(
     if eager.is_wanted():
         if length:
             return eager.scan(f, carry_part.combine([jnp.asarray(x) for x in carry]), xs, length, bool(reverse), rules)
-        with jax.disable_jit(False):  # with no step to run, only staging finds the types of the output
+        with jax.disable_jit(False):  # without a step, only staging finds the output types
             return scan(f, init, xs, length, states=states)
     x_avals = [_jax.drop_axis(_jax.abstract(x), 0) for x in xs_leaves]
 

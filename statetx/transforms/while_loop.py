@@ -90,9 +90,8 @@ def while_loop(
     _check_callable("while_loop", body_fun, "body")
     carry, part = flatten_carry("while_loop", init_val)
     if eager.is_wanted():
-        with contextlib.suppress(
-            jax.errors.ConcretizationTypeError
-        ):  # under vmap the examples may end at different steps
+        # ConcretizationTypeError: under vmap the examples may end at different steps.
+        with contextlib.suppress(jax.errors.ConcretizationTypeError):
             return eager.while_loop(cond_fun, body_fun, part.combine([jnp.asarray(x) for x in carry]), max_steps)
 
     def stage(fun: Callable, kind: str, carry: list, enter: Callable) -> Staged:

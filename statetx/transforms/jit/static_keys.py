@@ -46,7 +46,7 @@ def _stand_for(x: Any) -> Hashable:
 
 
 class Held:
-    """The part of a key for an object. Holds it strongly until the key is stored; after that only to compare by equality."""
+    """The part of a key for an object. Holds it strongly until the key is stored, and longer only to compare by equality."""
 
     __slots__ = ("_hash", "is_weak", "_obj", "by_identity")
 
@@ -101,7 +101,7 @@ def _parts(key: Any) -> Iterator[Any]:
 
 
 class Programs(dict[Hashable, list]):
-    """Programs by the keys of calls. Bounded: the oldest are dropped first. Those of a collected object are dropped at once.
+    """Programs by the keys of calls. Bounded: the oldest are dropped first. The programs of a collected object are dropped, too.
 
     A state that refers to its model keeps the model alive until its programs are dropped, since a program holds its states.
     """
@@ -153,7 +153,6 @@ class Programs(dict[Hashable, list]):
 
     def _oldest(self) -> Hashable:
         while True:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # an object was collected between `iter` and `next`, which removed its key
+            # RuntimeError: an object was collected between `iter` and `next`, which removed its key.
+            with contextlib.suppress(RuntimeError):
                 return next(iter(self), None)

@@ -278,7 +278,7 @@ class _Reader:
             raise _Conditional
 
     def _store(self, names: tuple[str, ...]) -> None:
-        # A parameter, a variable of an enclosing function, or one assigned before: `_locals` has its last value only.
+        # These variables may have been read before. `_locals` has only the last value of a variable.
         code = self._frame.f_code
         num_starred = sum(bool(code.co_flags & flag) for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS))
         num = code.co_argcount + code.co_kwonlyargcount + num_starred
