@@ -181,6 +181,7 @@ class _Branches:
 
     def run(self, index: Any, arrays: list) -> PyTree:
         dtypes = self._dtypes
+        # JAX caches by identity of functions: equal equations get one function (decision 1).
         bound_branches = table.get(
             self._bodies, (self._name, tuple(dtypes)), lambda *bodies: bind.branch(bodies, dtypes)
         )

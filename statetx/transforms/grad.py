@@ -162,7 +162,7 @@ class ValueAndGrad(Wrapper):
         wants_refs = targets is not None and targets.has_refs
         diff_argnums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
         outcome: Outcome | None = None
-        wrapped = decide.override.wrapped(fun)
+        wrapped = decide.override.wrapped(fun)  # the planner rematerialises it to try a plan
 
         def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
             nonlocal outcome

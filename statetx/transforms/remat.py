@@ -209,7 +209,7 @@ class Remat(Wrapper):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
-        if _jax.is_eager():
+        if _jax.is_eager():  # nothing is differentiated: run the function, and undo its writes if it fails
             return run_at_once("remat", fun, args, kwargs, allow=self._guard(args, kwargs))
         policy = self._policy
         is_trial = decide.override.met is not None
@@ -266,6 +266,7 @@ class Remat(Wrapper):
             decide.override.note(name_of(fun), policy, staged.jaxpr, origins, prevent_cse)
             region = build(staged)
         else:
+            # JAX caches by identity of functions: equal equations get one function (decision 1).
             region = table.get(staged, ("remat", policy, prevent_cse, fence, origins, num_out), build)
         with jax.named_scope(short_name(name_of(fun))):
             outs = region(staged.operands, *arrays)

@@ -163,7 +163,7 @@ class _Rules:
     def for_layers(self, layers: Any) -> dict[Filter, Any]:
         """The rules for `scan`; the first filter that selects a state decides."""
         rules: dict[Filter, Any] = {}
-        if isinstance(layers, Stack):
+        if isinstance(layers, Stack):  # the layers' own states come before rules for shared states
             rules[layers.is_stacked] = layers.axis
         if self._split_rngs not in (None, False):
             rules[_both(_is_random, self._split_rngs)] = Split
@@ -189,7 +189,7 @@ def _read_lengths(lengths: Any, policy: Policy) -> Strategy:
 def _resolve_auto(strategy: Strategy, num: int, policy: Policy) -> Strategy:
     if not isinstance(strategy, Auto):
         return strategy
-    return Slots(slots_for(num, 2), policy=policy)
+    return Slots(slots_for(num, 2), policy=policy)  # a layer runs at most twice before its reversal, and once in it
 
 
 def _takes_nothing(target: Callable) -> bool:

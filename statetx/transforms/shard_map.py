@@ -121,6 +121,7 @@ class ShardMap(Wrapper):
             return devices.sort(out, frame.effects)
 
         outside = _jax.current_trace()
+        # Strings, since JAX sorts the keys of a dict, and a PartitionSpec has no order.
         groups = {
             str(spec): spec for spec in (_REPLICATED, *_specs_in(self._out_specs), *(spec for _, spec in self._rules))
         }

@@ -250,7 +250,7 @@ def _type(x: Any) -> tuple:
 # The first layer's Python runs for all layers. So everything except states must be equal in two layers, and their states must
 # correspond one to one. Opaque objects are compared by `==`. This errs towards refusing layers that are alike.
 
-_LABELS = frozenset({"name", "_name"})
+_LABELS = frozenset({"name", "_name"})  # may differ: they identify a layer
 _INERT = (type(threading.Lock()), type(threading.RLock()))  # hold no data that a layer could compute with
 
 
@@ -285,6 +285,7 @@ def _check_alike(first: Any, other: Any, which: str) -> dict[int, Any]:
         if [key for key, _ in children_a] != [key for key, _ in children_b]:
             keys_a, keys_b = (", ".join(key for key, _ in items) or "none" for items in (children_a, children_b))
             raise _differs(path, which, f"parts {keys_a}", f"parts {keys_b}")
+        # Reversed, so that the first difference in order of definition is the one that is reported.
         pairs = zip(children_a, children_b, strict=True)
         pending += [(f"{path}.{k}" if path and k else path or k, x, y) for (k, x), (_, y) in pairs][::-1]
     return partners

@@ -136,6 +136,7 @@ class Vmap(Wrapper):
             return examples.sort(out, self._out_axes, frame.effects)
 
         mapped_axes = [a for a in axes if a is not None]
+        # Strings, since JAX sorts the keys of a dict, and None has no order.
         groups = {str(a): a for a in (None, 0, *_axes_in(self._out_axes))}
         run = jax.vmap(body, in_axes=(mapped_axes,), out_axes=groups, **{**self._jax_options, "axis_size": size})
         return examples.finish(run(mapped))
@@ -169,6 +170,7 @@ class _Sizes:
                     f"Fix: give None for it in in_axes, so that every example gets the whole argument."
                 )
             first_leaf_by_size.setdefault(shape[axis], n)
+
         if len({*first_leaf_by_size, *(() if axis_size is None else (axis_size,))}) > 1:
             sizes = [f"{self._name(n)} has {size} along axis {self._axes[n]}" for size, n in first_leaf_by_size.items()]
             sizes += [] if axis_size is None else [f"axis_size is {axis_size}"]
@@ -178,6 +180,8 @@ class _Sizes:
             )
         if first_leaf_by_size or axis_size is not None:
             return axis_size
+
+        # No array has an axis. `jax.vmap` does not see states, so a mapped state gives the number.
         size = rules.size_of_mapped()
         if size is None:
             raise ValueError(

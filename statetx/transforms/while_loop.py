@@ -191,6 +191,7 @@ def fori_loop(
         raise ValueError(
             "fori_loop: progress=True needs concrete bounds; lower or upper is traced. Fix: give Python integers."
         )
+
     carry, part = flatten_carry("fori_loop", init_val)
     length = 0
     if is_static:
@@ -198,6 +199,7 @@ def fori_loop(
         length = max(upper - lower, 0)
         if eager.is_wanted():
             return eager.fori_loop(range(lower, upper), body_fun, part.combine([jnp.asarray(x) for x in carry]))
+    # A counter of traced bounds has the dtype to which both promote.
     start = lower if is_static else jnp.asarray(lower + 0 * upper)
 
     def step(i: Any, *xs: Any) -> tuple[Any, Any]:
@@ -210,7 +212,8 @@ def fori_loop(
         avals = list(map(_jax.abstract, [start, *carry]))
         return Staged("fori_loop", body_fun, step, avals, kind="fori_loop", arguments=arguments, enter=enter)
 
-    body, carry, _ = settle(stage, carry, part, num_before=1)
+    body, carry, _ = settle(stage, carry, part, num_before=1)  # the counter comes first
+
     if is_static:
         loop = _Loop(body, None)
         options: dict[str, Any] = {"unroll": unroll or 1, "strategy": strategy, "progress": progress}

@@ -161,6 +161,7 @@ class Jit(Wrapper[P, R]):
         self.cache = _cache_of(fun, options)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        # One program, arguments unchanged, no open frame: JAX's own dispatch checks the types.
         fast_path = self.cache.fast_path
         if fast_path is not None and fast_path[1] == _frames.idle_modes():
             try:
@@ -176,6 +177,7 @@ class Jit(Wrapper[P, R]):
         programs = self.cache.programs.get(call.key)
         if programs:
             program = programs[0]
+            # A single program need not be chosen: it raises `Restage` if the types differ.
             if len(programs) == 1 and not program.guards:
                 try:
                     return program.run(call)
@@ -186,6 +188,7 @@ class Jit(Wrapper[P, R]):
                 ):  # a state may hold something other than an array now, or no value: `accepts` checks it
                     if program.accepts(call):
                         raise
+
             for program in programs:
                 if program.accepts(call):
                     if program is not programs[0]:
@@ -194,6 +197,7 @@ class Jit(Wrapper[P, R]):
                         return program.run(call)
                     except Restage:  # the arguments have another structure than the staged ones
                         continue
+
         return self._first_run(call, programs)
 
     def _first_run(self, call: Call, tried: list[Program] | None) -> Any:
@@ -210,6 +214,7 @@ class Jit(Wrapper[P, R]):
 
     def _stage(self, call: Call, tried: Sequence[Program]) -> Program:
         program = Program(self, call, tried)
+        # References of this program must be known before those of the user are counted.
         program.register_references()
         program.created.record_references()
         if program.created.states:

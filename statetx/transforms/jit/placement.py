@@ -68,6 +68,7 @@ class StateShardings:
     ):
         self._written: list[_Written] = []
         self.out_shardings: list[Sharding | None] | None = None
+
         operands = [*arrays, *(x for i in inputs for x in i.values)]
         input_indices = {id(i.state): n for n, i in enumerate(inputs)}
         old_leaves_of: list[
@@ -80,6 +81,7 @@ class StateShardings:
             else:
                 leaves, old_part = inputs[input_index].values, inputs[input_index].part
             old_leaves_of.append(leaves if old_part.treedef == part.treedef and old_part.mask == part.mask else None)
+
         old_leaves = [x for leaves in old_leaves_of if leaves is not None for x in leaves]
         mesh = _mesh_of(operands, old_leaves)
         self.is_open = False
@@ -90,6 +92,7 @@ class StateShardings:
             if self.has_inner_mesh:
                 self._leave_all_open(outcome, old_leaves_of, input_indices)
             return
+
         self.out_shardings = []
         for effect, part, leaves in zip(outcome.effects, outcome.values, old_leaves_of, strict=True):
             start = len(self.out_shardings)
@@ -102,6 +105,7 @@ class StateShardings:
             else:
                 shardings = _replicate_uncommitted(inputs[input_index], mesh)
             written = _Written(effect, input_index, start, shardings)
+            # The sharding of a tracer is not known, and one that does not divide the new shape cannot be kept.
             for n, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
                 is_known = not isinstance(x, _jax.Tracer)
                 written.is_fixed[n] = is_known and (sharding is None or _fits(sharding, avals[start + n]))
@@ -173,6 +177,7 @@ def _has_expected_sharding(x: jax.Array, sharding: Sharding | None, is_fixed: bo
     if sharding is None or not is_fixed or isinstance(x, _jax.Tracer):
         return True
     actual = x.sharding
+    # An uncommitted array can be moved: JAX places it where the program needs it.
     return actual is sharding or actual == sharding or not x.committed or actual.is_equivalent_to(sharding, x.ndim)
 
 

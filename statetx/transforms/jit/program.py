@@ -137,6 +137,7 @@ class Program:
         out_part = self.outcome.out
         self._is_on_mesh: bool | None = None  # set when JAX first traces `inner`
 
+        # JAX calls `inner` again for other types or settings, for which the staged equations may be wrong: raise `Restage`.
         def inner(kept: list, donated: list, operand: PyTree, donated_args: list) -> tuple[PyTree, list]:
             values = [*kept, *donated]
             if jax.tree.structure(operand) != operand_tree:
@@ -329,7 +330,7 @@ class Program:
     def _set_all(self, writes: list, attribute_stores: Sequence[Store], values: list) -> None:
         writers = self._writers or ()
         for kind, states, _ in writers:
-            kind.check_free(states)
+            kind.check_free(states)  # checks come before the stores: all or none (decision 18)
         if values and threading.active_count() > 1:
             for effect, index in self._updated:
                 if effect.kind.get(effect.state) is not values[index]:
@@ -341,7 +342,7 @@ class Program:
         """Touch states; if another thread owns one, retry once after the current staging of this function."""
         try:
             return touch(x)
-        except ForeignStateError:
+        except ForeignStateError:  # a thread that stages this function owns the states that it has touched
             if not _frames.is_idle():
                 raise
             return locked(self._staging, touch, x)

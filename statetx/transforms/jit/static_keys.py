@@ -88,6 +88,7 @@ class Held:
         return not (self.by_identity or other.by_identity) and type(obj) is type(other_obj) and obj == other_obj
 
 
+# References to an object that only a `Held` refers to.
 _ALONE = Held(object(), by_identity=True)._count()
 
 

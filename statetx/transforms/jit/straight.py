@@ -35,6 +35,7 @@ from ..._objects.contents import package_of
 BODY = "run_jitted"
 """The name of the function in `program` that runs a jitted function."""
 
+# Instructions without control flow. Any that is not listed, in a new Python version for example, counts as a branch.
 _HARMLESS = frozenset(
     """
     BINARY_OP BINARY_SLICE BINARY_SUBSCR BUILD_CONST_KEY_MAP BUILD_LIST BUILD_MAP BUILD_SLICE BUILD_TUPLE CALL
@@ -43,6 +44,7 @@ _HARMLESS = frozenset(
     STORE_FAST STORE_FAST_STORE_FAST STORE_GLOBAL SWAP UNARY_NEGATIVE UNPACK_SEQUENCE
     """.split()
 )
+# Instructions that load a variable, the start of a chain ``a.b.c``.
 _ROOTS = frozenset(
     """
     LOAD_DEREF LOAD_FAST LOAD_FAST_CHECK LOAD_FAST_LOAD_FAST LOAD_GLOBAL LOAD_NAME STORE_FAST_LOAD_FAST
@@ -53,6 +55,7 @@ _CALLS = ("CALL", "CALL_FUNCTION_EX", "CALL_KW")
 _NULL_FOLLOWS = sys.version_info >= (3, 13)
 """Whether a call's NULL is pushed after the called function; until Python 3.12 it is pushed before."""
 
+# Treated like functions of a library.
 _BUILTINS = frozenset([abs, dict, float, int, len, list, max, min, print, range, round, sum, tuple])
 _NUMERIC = ("jax", "jaxlib", "numpy", "ml_dtypes", "math")
 _DATA = (numbers.Number, str, type(None))
@@ -232,6 +235,8 @@ class _Reader:
             raise _Conditional
         if following[0].opname == "RETURN_VALUE":
             return None
+
+        # ``a.h = b.h = State(...)``: the result is copied on the stack, and each owner is loaded before its store.
         stores, num, owner = set(), 1, _UNKNOWN  # num: copies of the result on the stack
         for op in following:
             name: Any = op.argval
