@@ -67,7 +67,7 @@ def shard_map(
         A function of the unsharded arguments; its output has the global shapes that `out_specs` give.
 
     State:
-        Reads the states that `f` reads, and also every state that `f` and its arguments hold. Writes what `f` writes.
+        Reads the states that `f` reads, and also every state that `f` and its arguments hold. Writes the states that `f` writes.
 
     Raises:
         StateAccessError: a write to a replicated state may differ between the devices.
