@@ -393,7 +393,7 @@ def test_mistakes():
         statetx.PolicyError, match=r"(?s)needs .* with one slot, more than the budget of 1 B.*Fix: allow"
     ):
         jax.grad(lambda x: scan(Budget(1), x))(1.0)
-    with pytest.raises(statetx.PolicyError, match=r"(?s)known ahead.*while_loop"):
+    with pytest.raises(statetx.PolicyError, match=r"(?s)concrete bounds.*while_loop"):
         jax.jit(lambda n: statetx.fori_loop(0, n, lambda i, x: x, 1.0, checkpoint=2))(3)
     assert statetx.fori_loop(0, jnp.asarray(3), lambda i, x: x + i, 1.0, checkpoint=2) == 4.0
     with pytest.raises(statetx.EffectError, match=r"scan: the body .* calls .*show at .*would run again"):
@@ -552,7 +552,7 @@ def test_without_slots_a_loop_with_max_steps_has_no_reverse_mode():
 def test_mistakes_of_while_loop():
     with pytest.raises(statetx.PolicyError, match="cannot be offloaded"):
         statetx.while_loop(lambda x: x < 1, lambda x: x + 1, 0.0, checkpoint=Slots(2, offload=True))
-    with pytest.raises(statetx.PolicyError, match=r"(?s)needs to know the number of steps.*Slots\(n\)"):
+    with pytest.raises(statetx.PolicyError, match=r"(?s)needs a known number of steps.*Slots\(n\)"):
         statetx.while_loop(lambda x: x < 1, lambda x: x + 1, 0.0, checkpoint=Levels(2))
     with pytest.raises(ValueError, match="max_steps must be a whole number"):
         statetx.while_loop(lambda x: x < 1, lambda x: x + 1, 0.0, max_steps=-1)

@@ -181,9 +181,9 @@ def test_fori_loop_gradient_and_unroll():
         m.a.value = jnp.asarray(1.0)
         np.testing.assert_allclose(statetx.grad(loss, 0, wrt=m.w)(0.5, unroll), expected, rtol=1e-5)
         np.testing.assert_allclose(m.a.value, 16.0)
-    with pytest.raises(TypeError, match="upper must be a scalar, a real number, got str"):
+    with pytest.raises(TypeError, match="upper must be a real scalar, got str"):
         statetx.fori_loop(0, "2", lambda i, x: x, 1.0)
-    with pytest.raises(TypeError, match=r"lower must be a scalar, a real number, got float32\[2\]"):
+    with pytest.raises(TypeError, match=r"lower must be a real scalar, got float32\[2\]"):
         statetx.fori_loop(jnp.zeros(2), 2, lambda i, x: x, 1.0)
     assert float(statetx.fori_loop(3, 3, lambda i, x: x + 1, 1.0)) == 1.0
 

@@ -169,11 +169,11 @@ def test_functionalize_mistakes():
     cell = Cell()
     pure = statetx.functionalize(cell.step)
     values = pure.values(X)
-    with pytest.raises(statetx.StateAccessError, match=r"touched State 'h' .*which the given values do not hold"):
+    with pytest.raises(statetx.StateAccessError, match=r"touched State 'h' .*which is not among the given values"):
         pure({k: v for k, v in values.items() if k != "h"}, X)
     with pytest.raises(statetx.StateAccessError, match="has the path 'v'. Known paths: w, h, log"):
         pure({**values, "v": 1.0}, X)
-    with pytest.raises(TypeError, match=r"is the dict that .values\(\*args\)"):
+    with pytest.raises(TypeError, match=r"must be the dict from .values\(\*args\)"):
         pure(X)
     kept = []
     make = statetx.functionalize(lambda x: kept.append(statetx.State(x)))

@@ -662,7 +662,7 @@ def test_layers_that_differ_there_are_refused(make, path):
             return self.inner(x) * self.w.value
 
     with pytest.raises(
-        statetx.StateValueError, match="differ in .* which is no state: 0.5 in layer 0 and 2.0 in layer 1"
+        statetx.StateValueError, match="differ in .* which is not a state: 0.5 in layer 0 and 2.0 in layer 1"
     ):
         statetx.stack([Layer(0.5), Layer(2.0)])
     alike = statetx.stack([Layer(0.5), Layer(0.5)])

@@ -160,7 +160,7 @@ def test_shared_states_stay_shared():
 def test_layers_must_be_alike():
     key = statetx.RngState(0)
     with pytest.raises(
-        statetx.StateValueError, match=r"(?s)differ in 'rate', which is no state: 0.5 .* 0.25 in layer 2"
+        statetx.StateValueError, match=r"(?s)differ in 'rate', which is not a state: 0.5 .* 0.25 in layer 2"
     ):
         statetx.stack([Layer(key), Layer(key), Layer(key, 0.25)])
     with pytest.raises(
@@ -182,7 +182,7 @@ def test_layers_must_be_alike():
 
     with pytest.raises(statetx.StateValueError, match="'r' is a jax.Ref"):
         statetx.stack(WithRef, 2)
-    with pytest.raises(ValueError, match="say how many layers"):
+    with pytest.raises(ValueError, match="num, the number of layers"):
         statetx.stack(Layer)
     with pytest.raises(ValueError, match="num=3 disagrees with the 2 layers"):
         statetx.stack([Layer(key), Layer(key)], 3)
@@ -395,11 +395,11 @@ def test_trace_does_not_grow_with_the_layers():
 
 
 def test_mistakes():
-    with pytest.raises(ValueError, match="say how many layers there are"):
+    with pytest.raises(ValueError, match="give the number of layers"):
         statetx.remat_scan(Layer)
     with pytest.raises(statetx.PolicyError, match="are 6 layers in all, and there are 4"):
         statetx.remat_scan(Layer, (2, 3), num=4)
-    with pytest.raises(ValueError, match="the stack has 6 layers, and 4 are asked for"):
+    with pytest.raises(ValueError, match="the stack has 6 layers, but num or lengths asks for 4"):
         statetx.remat_scan(statetx.stack(make_layers()), (2, 2), num=4)
     with pytest.raises(TypeError, match="needs a Stack, a class, a factory or a function, got int"):
         statetx.remat_scan(3, num=4)
@@ -485,7 +485,7 @@ def test_layers_whose_states_do_not_correspond_are_refused():
 
 def test_layers_that_refer_to_states_of_others_are_refused():
     others = [statetx.Param(jnp.ones(4)) for _ in range(2)]
-    with pytest.raises(statetx.StateValueError, match="layer 1 refers to the state 'held' that it does not hold"):
+    with pytest.raises(statetx.StateValueError, match="layer 1 refers to the state 'held' without holding it"):
         statetx.stack([Holder(weakref.ref(w)) for w in others])
     layers = [Holder(None) for _ in range(2)]
     for layer in layers:

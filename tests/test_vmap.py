@@ -171,7 +171,7 @@ def test_mistakes():
         statetx.vmap(lambda x: x, states={"s": statetx.Carry})
     with pytest.raises(statetx.StateValueError, match="maps filters to rules"):
         statetx.vmap(lambda x: x, states=statetx.Param)
-    with pytest.raises(ValueError, match="in_axes=\\(0, 0\\) is no prefix"):
+    with pytest.raises(ValueError, match="in_axes=\\(0, 0\\) is not a tree prefix"):
         statetx.vmap(lambda x: x, in_axes=(0, 0))(XS)
     with pytest.raises(TypeError, match="must hold ints and None"):
         statetx.vmap(lambda x: x, in_axes=("a",))(XS)

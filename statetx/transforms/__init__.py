@@ -1,1 +1,1 @@
-"""The transforms, a file for each family. Each holds only what is special to it; `statetx._lift` carries states."""
+"""The transforms, one file for each family. `statetx._lift` carries the states; a file holds only its own family's rules."""

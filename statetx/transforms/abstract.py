@@ -1,4 +1,4 @@
-"""`eval_shape` and `make_jaxpr`: what a stateful function would compute, without computing it."""
+"""`eval_shape` and `make_jaxpr`: the output types and the equations of a stateful function, without running it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from .._typing import Indices, PyTree
 
 
 def eval_shape(fun: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTree:
-    """Find out the types of a function's output; it may read and write states, and none changes.
+    """Compute the output types of a function that may read and write states; no state changes.
 
     Args:
         fun: the function.
-        *args, **kwargs: its arguments. In the places of arrays may stand ``jax.ShapeDtypeStruct``, or any object with a
-            ``shape`` and a ``dtype`` that is no state.
+        *args, **kwargs: its arguments. A ``jax.ShapeDtypeStruct``, or any object with a ``shape`` and a ``dtype`` that is
+            not a state, may replace an array.
 
     Returns:
-        The output with a ``jax.ShapeDtypeStruct`` for each array; other objects are as the function returned them.
+        The output with a ``jax.ShapeDtypeStruct`` for each array; other objects are returned unchanged.
 
     State:
-        States that the function makes and leaves behind, those of a model, hold ``jax.ShapeDtypeStruct`` too.
+        States that the function creates and that outlive the call (the parameters of a model, for example) hold
+        ``jax.ShapeDtypeStruct`` too.
 
     Source:
         ``jax.eval_shape``.
@@ -47,12 +48,12 @@ def eval_shape(fun: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTr
         >>> statetx.eval_shape(lambda: [statetx.Param(jnp.ones((2, 3)))])[0].value
         ShapeDtypeStruct(shape=(2, 3), dtype=float32)
     """
-    arrays, others = partition((args, kwargs), _is_typed)
+    arrays, args_part = partition((args, kwargs), _is_typed)
     outcome: Outcome | None = None
-    names = InputNames(fun, others.combine)
+    names = InputNames(fun, args_part.combine)
 
     def body(*tracers: Any) -> tuple[list, Outcome]:
-        call_args, call_kwargs = others.combine(tracers)
+        call_args, call_kwargs = args_part.combine(tracers)
         frame = frame_for("eval_shape", fun)
         out = frame.run(fun, *call_args, **call_kwargs)
         return pack(out, [e for e in frame.effects if e.created], is_array_or_number)
@@ -76,18 +77,19 @@ def _is_typed(x: Any) -> bool:
 def make_jaxpr(
     fun: Callable[..., PyTree], static_argnums: Indices = (), *, return_shape: bool = False
 ) -> Callable[..., Any]:
-    """Make a function that gives the equations of one that may read and write states.
+    """Make a function that returns the jaxpr of a function that may read and write states.
 
     Args:
-        fun: the function. Arguments that are no arrays, numbers or ``jax.ShapeDtypeStruct`` pass untouched.
+        fun: the function. Arguments other than arrays, numbers and ``jax.ShapeDtypeStruct`` pass untouched.
         static_argnums: positions of further arguments that pass untouched, as in `jit`.
-        return_shape: whether to return a pair with the types of the output, as `eval_shape` gives them.
+        return_shape: whether to return the pair of the jaxpr and the output types, as from `eval_shape`.
 
     Returns:
         A function of the same arguments that returns a ``jax.extend.core.ClosedJaxpr``. Its inputs are the values of
-        the states that the call touches, in the order of ``statetx.functionalize(fun).values(*args)``, and the
-        arguments; its outputs are those of `fun` and the new values in that order. A ``jax.Ref`` counts as a state
-        here and comes last among them. The function's Python runs once, and no state changes.
+        the states that the call touches, in the order of ``statetx.functionalize(fun).values(*args)``, then the
+        arguments; its outputs are the outputs of `fun`, then the new values of these states in the same order. A
+        ``jax.Ref`` counts as a state here; Refs are the last of the states. The function's Python runs once, and no
+        state changes.
 
     Source:
         ``jax.make_jaxpr``.
@@ -107,15 +109,16 @@ def make_jaxpr(
     @functools.wraps(fun, assigned=("__doc__",), updated=())
     def jaxpr_of(*args: Any, **kwargs: Any) -> Any:
         dyn_args, dyn_kwargs, merge = static.split(args, kwargs)
-        arrays, others = partition((dyn_args, dyn_kwargs), is_argument)
+        arrays, args_part = partition((dyn_args, dyn_kwargs), is_argument)
 
         def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
-            return merge(*others.combine(leaves))
+            return merge(*args_part.combine(leaves))
 
         staged = _stage(arguments, arrays, fun)
         closed = _close(staged)[0]
         if not return_shape:
             return closed
+
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in staged.out_avals]
         return closed, staged.outs[0].combine(shapes)
 
@@ -123,7 +126,7 @@ def make_jaxpr(
 
 
 def staged_jaxpr(fun: Callable[..., PyTree], arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The equations of ``fun(*arrays)`` as `make_jaxpr` gives them, and their inputs: values of states, and the arrays."""
+    """The jaxpr of ``fun(*arrays)`` as from `make_jaxpr`, and its inputs: the values of the states, then the arrays."""
     closed, values = _close(_stage(lambda leaves: (tuple(leaves), {}), arrays, fun))
     return closed, [*values, *arrays]
 
@@ -141,9 +144,11 @@ def _stage(
 
 
 def _close(staged: Staged) -> tuple[Any, list[Any]]:
-    """The equations, with the values of states as inputs in front, and these values."""
-    before = {key: staged.state_vars(i) for key, i in staged.inputs.items()}
-    after = before | staged.written_vars
-    states_in, states_out = ([v for key in before for v in of[key]] for of in (before, after))
+    """The closed jaxpr, whose first inputs are the values of the states, and these values."""
+    vars_before = {key: staged.state_vars(i) for key, i in staged.inputs.items()}
+    vars_after = vars_before | staged.written_vars  # a state that is only read leaves with its input variable
+    states_in, states_out = (
+        [v for key in vars_before for v in vars_by_state[key]] for vars_by_state in (vars_before, vars_after)
+    )
     closed = staged.close([*states_in, *staged.arg_vars], [*staged.out_vars, *states_out])
     return closed, [x for i in staged.inputs.values() for x in i.values]

@@ -38,23 +38,22 @@ def cond(
     """Run one of two functions, which may read and write states.
 
     As ``jax.lax.cond``. The Python of each branch runs once. The states that either branch writes are threaded through
-    both: the branch that does not write one hands it on. A state that holds a Python number, or another value of a weak
-    type, is promoted where one branch writes it and the other does not: ``State(0)`` to which one branch adds a float is a
-    float afterwards.
+    both: the other branch forwards its value. A state that holds a Python number, or another value of a weak type, is
+    promoted if one branch writes it and the other does not: ``State(0)`` is a float afterwards if one branch adds a float.
 
     Args:
         pred: a scalar bool (or number), concrete or traced.
-        true_fun: called as ``true_fun(*operands)`` where `pred` is true.
-        false_fun: called where it is not; must return the same types.
+        true_fun: called as ``true_fun(*operands)`` if `pred` is true.
+        false_fun: called as ``false_fun(*operands)`` otherwise; must return the same types.
         *operands: pytrees of arrays and numbers; other objects pass untouched.
-        operand: a lone operand, as in ``jax.lax.cond``.
+        operand: a single operand, as in ``jax.lax.cond``.
 
     Returns:
         The output of the branch taken.
 
     Raises:
         CarryTypeError: the branches return different types, or leave a state with different types.
-        CreatedStateError: a branch created a state that outlives it.
+        CreatedStateError: a branch created a state that outlives the branch.
 
     Source:
         ``jax.lax.cond``.
@@ -83,7 +82,7 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
     """Run one of several functions, which may read and write states; see `cond`.
 
     Args:
-        index: a scalar integer; what lies outside the range is clamped to it, as in ``jax.lax.switch``.
+        index: a scalar integer; clamped to the range of `branches`, as in ``jax.lax.switch``.
         branches: the functions; at least one.
         *operands: pytrees of arrays and numbers; other objects pass untouched.
 
@@ -111,6 +110,7 @@ def _branch(name: str, index: Any, branches: Sequence[Callable], operands: tuple
     for f in branches:
         if not callable(f):
             raise TypeError(f"{name}: every branch must be callable, got {type(f).__name__}.")
+    # As JAX does under `jax.disable_jit`: run the chosen branch as plain Python.
     if _jax.is_jit_disabled() and not isinstance(index, _jax.Tracer):
         return branches[min(max(int(index), 0), len(branches) - 1)](*operands)
     arrays, part = partition(operands, is_array_or_number)
@@ -126,77 +126,84 @@ def _branch(name: str, index: Any, branches: Sequence[Callable], operands: tuple
 
 
 class _Branches:
-    """Staged branches, given the same inputs and outputs.
+    """Staged branches with the same inputs and outputs.
 
-    Order of the inputs: operands of every branch, the states that any of them touches, arguments; of the outputs: the
-    output, and the states that any of them writes.
+    Inputs, in order: the operands of every branch, the states that any branch touches, the arguments. Outputs, in order:
+    the branch's output, then the states that any branch writes.
 
-    What the branches return must agree in dtypes, as in ``jax.lax.cond``, which also says what becomes of weak types. What
-    they leave in a state must agree as well, a branch that does not write it being one that leaves it unchanged; but a
-    weak type, that of a Python number, is promoted to what another branch leaves, as a loop promotes it.
+    The branches must return the same shapes and dtypes; ``jax.lax.cond`` resolves weak types. The final values of a state
+    must agree, too. A branch that does not write a state returns its initial value. A weak type, as of a Python number,
+    is promoted to the other branch's dtype, as in a loop.
     """
 
     def __init__(self, name: str, staged: list[Staged]):
         self._name = name
         self._staged = staged
-        self._states: list[Input] = union([s.inputs for s in staged])
-        self._effects: list[Effect] = union([{id(e.state): e for e in s.effects} for s in staged])
+        self._states: list[Input] = union([branch.inputs for branch in staged])
+        self._effects: list[Effect] = union([{id(e.state): e for e in branch.effects} for branch in staged])
         self._written = [next(i for i in self._states if i.state is e.state) for e in self._effects]
         self._check_outputs()
-        self._left = [[_Left.make(s, read) for s in staged] for read in self._written]
+        self._final_values = [[_FinalValue.make(branch, read) for branch in staged] for read in self._written]
         self._dtypes: list[Any] = [None] * staged[0].num_out
-        for left in self._left:
-            self._dtypes += _agree(name, left)
+        for finals in self._final_values:
+            self._dtypes += _promoted_dtypes(name, finals)
         self._bodies = [self._arrange(n) for n in range(len(staged))]
 
     def _check_outputs(self) -> None:
         first = self._staged[0]
-        for s in self._staged[1:]:
-            if s.outs[0].treedef != first.outs[0].treedef:
+        for branch in self._staged[1:]:
+            if branch.outs[0].treedef != first.outs[0].treedef:
                 raise CarryTypeError(
                     f"{self._name}: all branches must return the same structure,\n  {name_of(first.fun)}: "
-                    f"{first.outs[0].treedef}\n  {name_of(s.fun)}: {s.outs[0].treedef}"
+                    f"{first.outs[0].treedef}\n  {name_of(branch.fun)}: {branch.outs[0].treedef}"
                 )
-            for a, b in zip(first.out_avals, s.out_avals, strict=True):
+            for a, b in zip(first.out_avals, branch.out_avals, strict=True):
                 if differs(a, b):
                     raise CarryTypeError(
                         f"{self._name}: all branches must return the same types; {name_of(first.fun)} returns "
-                        f"{type_str(a)} where {name_of(s.fun)} returns {type_str(b)}."
+                        f"{type_str(a)} where {name_of(branch.fun)} returns {type_str(b)}."
                     )
 
-    def _arrange(self, n: int) -> Body:
-        s = self._staged[n]
-        state_vars = {id(i.state): s.state_vars(i) for i in self._states}
-        own = iter(s.operand_vars)
+    def _arrange(self, index: int) -> Body:
+        staged = self._staged[index]
+        state_vars = {id(i.state): staged.state_vars(i) for i in self._states}
+        # `lax.cond` gives every branch all inputs, so the operands of the other branches are unused variables here.
+        own_vars = iter(staged.operand_vars)
         operand_vars = [
-            next(own) if other is s else _jax.Var(v.aval) for other in self._staged for v in other.operand_vars
+            next(own_vars) if branch is staged else _jax.Var(v.aval)
+            for branch in self._staged
+            for v in branch.operand_vars
         ]
-        invars = [*operand_vars, *(v for vs in state_vars.values() for v in vs), *s.arg_vars]
-        left = zip(self._written, self._left, strict=True)
-        written = [v for i, branches in left for v in branches[n].atoms(state_vars[id(i.state)])]
-        return s.arrange(invars, [*s.out_vars, *written])
+        invars = [*operand_vars, *(v for vs in state_vars.values() for v in vs), *staged.arg_vars]
+        state_finals = zip(self._written, self._final_values, strict=True)
+        written = [v for i, branches in state_finals for v in branches[index].atoms(state_vars[id(i.state)])]
+        return staged.arrange(invars, [*staged.out_vars, *written])
 
     def run(self, index: Any, arrays: list) -> PyTree:
         dtypes = self._dtypes
-        kept = table.get(self._bodies, (self._name, tuple(dtypes)), lambda *bodies: bind.branch(bodies, dtypes))
-        constants = [x for s in self._staged for x in s.operands]
-        outs = kept(index, *constants, *(x for i in self._states for x in i.values), *arrays)
-        first = self._staged[0]
-        publish(self._effects, [branches[0].part for branches in self._left], outs[first.num_out :])
+        # JAX caches by identity of functions: equal equations get one function (decision 1).
+        bound_branches = table.get(
+            self._bodies, (self._name, tuple(dtypes)), lambda *bodies: bind.branch(bodies, dtypes)
+        )
+        constants = [x for branch in self._staged for x in branch.operands]
+
+        outs = bound_branches(index, *constants, *(x for i in self._states for x in i.values), *arrays)
+        first = self._staged[0]  # the structures of all branches agree
+        publish(self._effects, [branches[0].part for branches in self._final_values], outs[first.num_out :])
         return first.outs[0].combine(outs[: first.num_out])
 
 
-# -- what branches leave in a state ----------------------------------------------------------------------------
+# -- final values of the written states ------------------------------------------------------------------------
 
 
-class _Left(NamedTuple):
-    """What a branch leaves in a state that some branch writes.
+class _FinalValue(NamedTuple):
+    """The value of a state after one branch, for a state that some branch writes.
 
     Attributes:
         staged: the branch.
-        effect: its write, None if it leaves the state unchanged.
-        part: `Partition` of what it leaves; `avals` the types of the leaves.
-        values: the leaves, if they are those that the state has on entry; else their types.
+        effect: its write; None if the branch does not write the state.
+        part: the `Partition` of the value; `avals` the types of its leaves.
+        values: the leaves on entry if the branch does not write the state; else the same as `avals`.
     """
 
     staged: Staged
@@ -206,60 +213,63 @@ class _Left(NamedTuple):
     values: list[Any]
 
     @classmethod
-    def make(cls, staged: Staged, read: Input) -> _Left:
-        key = id(read.state)
+    def make(cls, staged: Staged, state_input: Input) -> _FinalValue:
+        key = id(state_input.state)
         if key in staged.written:
-            effect = next(e for e in staged.effects if e.state is read.state)
+            effect = next(e for e in staged.effects if e.state is state_input.state)
             avals = staged.written_avals[key]
             return cls(staged, effect, staged.written[key], avals, avals)
-        values, part = partition(read.part.combine(read.values), is_loop_leaf)
+        values, part = partition(state_input.part.combine(state_input.values), is_loop_leaf)
         return cls(staged, None, part, [_jax.abstract(x) for x in values], values)
 
     def atoms(self, state_vars: Sequence[Any]) -> list[Any]:
-        """The leaves as outputs of the branch's body; `state_vars` hold the state on entry."""
+        """The leaves as outputs of the branch's body; `state_vars` are its inputs for the state."""
         if self.effect is not None:
             return self.staged.written_vars[id(self.effect.state)]
-        inputs = iter(state_vars)  # of all leaves but Python bools, which Python may branch on
+        inputs = iter(state_vars)  # no input for a Python bool: Python may branch on it
         pairs = zip(self.values, self.avals, strict=True)
         return [_jax.Literal(np.bool_(x), aval) if isinstance(x, bool) else next(inputs) for x, aval in pairs]
 
 
-def _agree(name: str, left: list[_Left]) -> list[Any]:
-    """For each leaf that the branches leave in a state, the dtype to which it is promoted; None if their dtypes are equal.
+def _promoted_dtypes(name: str, finals: list[_FinalValue]) -> list[Any]:
+    """For each leaf of a written state, the dtype to which the branches promote it; None if their dtypes are equal.
 
     Raises:
-        CarryTypeError: they leave it with different types.
+        CarryTypeError: the branches end with different types that do not promote.
     """
-    first = left[0].part
-    for other in left[1:]:
+    first = finals[0].part
+    for other in finals[1:]:
         part = other.part
         if (part.treedef, part.mask, part.static) != (first.treedef, first.mask, first.static):
-            raise _disagreement(name, [left[0], other])
+            raise _type_mismatch(name, [finals[0], other])
+
     dtypes = []
     for n in range(first.num_dynamic):
-        dtype = _join(left, n)
-        if dtype is None:
-            raise _disagreement(name, next(p for p in itertools.combinations(left, 2) if _join(p, n) is None), n)
-        dtypes.append(dtype if any(x.avals[n].dtype != dtype for x in left) else None)
+        dtype = _promoted_dtype(finals, n)
+        if dtype is None:  # the message names the first two branches that disagree
+            raise _type_mismatch(
+                name, next(p for p in itertools.combinations(finals, 2) if _promoted_dtype(p, n) is None), n
+            )
+        dtypes.append(dtype if any(x.avals[n].dtype != dtype for x in finals) else None)
     return dtypes
 
 
-def _join(left: Sequence[_Left], leaf: int) -> Any:
-    """The dtype to which what branches leave in one place promotes; None if there is none, or the shapes differ."""
-    avals = [x.avals[leaf] for x in left]
+def _promoted_dtype(finals: Sequence[_FinalValue], leaf: int) -> Any:
+    """The dtype to which one leaf promotes over all branches; None if there is none, or the shapes differ."""
+    avals = [x.avals[leaf] for x in finals]
     if all(a.shape == avals[0].shape and a.dtype == avals[0].dtype for a in avals):
         return avals[0].dtype
     try:
-        dtype = jnp.result_type(*(x.values[leaf] for x in left))
+        dtype = jnp.result_type(*(x.values[leaf] for x in finals))
     except ValueError:  # keys, or an integer where promotion is strict
         return None
     agrees = all(a.shape == avals[0].shape and (a.weak_type or a.dtype == dtype) for a in avals)
     return dtype if agrees else None
 
 
-def _disagreement(name: str, pair: Sequence[_Left], n: int | None = None) -> CarryTypeError:
-    """The error for two branches, of which at least one writes: in leaf `n`, or in the structure of the value."""
-    a, b = sorted(pair, key=lambda left: left.effect is not None)
+def _type_mismatch(name: str, pair: Sequence[_FinalValue], n: int | None = None) -> CarryTypeError:
+    """The error for two branches, at least one of which writes, that differ in leaf `n` or, if None, in the structure."""
+    a, b = sorted(pair, key=lambda final: final.effect is not None)
     leaf = "" if n is None else leaf_names(a.part)[n]
     types = (
         [type_str(x.avals[n]) for x in (a, b)] if n is not None else structure_strs([(x.part, x.avals) for x in (a, b)])

@@ -1,4 +1,4 @@
-"""The registry as a tool: `trace_states` reports what a call touches, `functionalize` makes it explicit."""
+"""`trace_states` reports the states that a call touches; `functionalize` makes them explicit inputs and outputs."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class StateRow:
     """One state of a `StateTrace`.
 
     Attributes:
-        path: where the call reaches it; its name or place of creation where no path is found.
+        path: its path from the function or the arguments; its name or place of creation if no path is found.
         state: the state itself.
-        kind: its type's name.
+        kind: the name of its type.
         type: shape and dtype of its value, or of the leaves of a container.
         bytes: size of the value's arrays.
-        read: whether the call reads the value that the state had before it.
+        read: whether the call reads the state's initial value.
         written: whether the call writes it.
         created: whether the call creates it.
         written_at: ``file:line`` of the first write.
-        read_at: of the first read; known only where ``STATETX_DEBUG`` was set.
+        read_at: ``file:line`` of the first read; recorded only if ``STATETX_DEBUG`` is set.
     """
 
     path: str
@@ -63,10 +63,10 @@ class StateRow:
 
 @public
 class StateTrace:
-    """What one call reads, writes and creates; prints as a table.
+    """The states that one call reads, writes and creates; prints as a table.
 
     Attributes:
-        rows: a `StateRow` for each state, in the order in which the call touches them.
+        rows: a `StateRow` for each state, in order of the first touch.
         reads, writes, created: the states by path.
     """
 
@@ -86,10 +86,10 @@ class StateTrace:
         return len(self.rows)
 
     def _cells(self) -> list[tuple[str, ...]]:
-        shows_places = any(r.read_at for r in self.rows)
+        shows_sites = any(r.read_at for r in self.rows)
 
-        def mark(is_so: bool, place: str = "") -> str:
-            return (place if shows_places and place else "yes") if is_so else ""
+        def mark(is_true: bool, site: str = "") -> str:
+            return (site if shows_sites and site else "yes") if is_true else ""
 
         return [
             (
@@ -122,13 +122,13 @@ class StateTrace:
 
 
 def trace_states(fun: Callable[P, Any]) -> Callable[P, StateTrace]:
-    """Find out which states a function reads, writes and creates, without running it.
+    """List the states that a function reads, writes and creates, without running it.
 
     Args:
         fun: a function that may read and write states.
 
     Returns:
-        A function of the same arguments (``jax.ShapeDtypeStruct`` may stand for arrays) that returns a `StateTrace`.
+        A function of the same arguments (a ``jax.ShapeDtypeStruct`` may replace an array) that returns a `StateTrace`.
         It traces `fun` abstractly: no array is computed and no state changes.
 
     Example:
@@ -161,24 +161,26 @@ class TraceStates(Wrapper[P, Any]):
 
 
 def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, list[tuple[Any, bool]], Paths]:
-    """Run `fun` abstractly; the closed frame says what it touched, and the list which Refs, and if it writes them."""
-    arrays, others = partition((args, kwargs), lambda x: is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+    """Run `fun` abstractly; returns its closed frame, the Refs that it touches with a flag if written, and the paths."""
+    arrays, args_part = partition((args, kwargs), lambda x: is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
     frame = frame_for("trace_states", fun)
 
     def body(*tracers: Any) -> tuple[list, None]:
-        call_args, call_kwargs = others.combine(tracers)
+        call_args, call_kwargs = args_part.combine(tracers)
         out = frame.run(fun, *call_args, **call_kwargs)
         for effect in frame.effects:
-            effect.value = jax.tree.map(_type_only, effect.value)
+            effect.value = jax.tree.map(_type_only, effect.value)  # the rows outlive the trace
         leaves, _ = pack(out, [])
         return leaves, None
 
     avals = [_jax.abstract(as_array(x)) for x in arrays]
-    refs = Lifting(is_array)  # not given to the frame: it collects Refs only
-    _, _, effects = stage(body, avals, kind="statetx.trace_states", names=InputNames(fun, others.combine), lifting=refs)
+    refs = Lifting(is_array)  # collects Refs only: the frame does not get it
+    _, _, effects = stage(
+        body, avals, kind="statetx.trace_states", names=InputNames(fun, args_part.combine), lifting=refs
+    )
     written = {id(e.state) for e in effects}
-    found = [(i.state, id(i.state) in written) for i in refs.inputs.values()]
-    return frame, found, Paths(fun, args, kwargs)
+    touched_refs = [(i.state, id(i.state) in written) for i in refs.inputs.values()]
+    return frame, touched_refs, Paths(fun, args, kwargs)
 
 
 def _ref_rows(refs: list[tuple[Any, bool]], paths: Paths) -> list[StateRow]:
@@ -195,20 +197,20 @@ def _type_only(x: Any) -> Any:
 def _rows(frame: Frame, paths: Paths) -> list[StateRow]:
     written = {id(e.state): e for e in frame.effects}
     rows: list[StateRow] = []
-    used: dict[str, int] = {}
+    num_used: dict[str, int] = {}
 
     def add(state: Any, kind: Any, value: PyTree, access: Access | None) -> None:
         path = paths(state)
-        used[path] = used.get(path, 0) + 1
-        if used[path] > 1:  # two states of the same name that no path tells apart
-            path = f"{path}#{used[path]}"
+        num_used[path] = num_used.get(path, 0) + 1
+        if num_used[path] > 1:  # two states of the same name that no path tells apart
+            path = f"{path}#{num_used[path]}"
         kind_name = type(state).__name__ if kind.name == "statetx" else f"{kind.name}.{type(state).__name__}"
         type_ = short_tree_type_str(value, 60)
         read, effect = access is not None and access.read, written.get(id(state))
-        is_written = access is not None and effect is not None
+        is_written = access is not None and effect is not None  # a created state is not an input, so not a written one
         row = StateRow(path, state, kind_name, type_, num_bytes(value), read, is_written, created=access is None)
-        places = {"written_at": effect.site if effect else "", "read_at": getattr(access, "read_site", "")}
-        rows.append(dataclasses.replace(row, **places))
+        sites = {"written_at": effect.site if effect else "", "read_at": getattr(access, "read_site", "")}
+        rows.append(dataclasses.replace(row, **sites))
 
     for access in frame.accesses.values():
         add(access.state, access.kind, access.kind.get(access.state), access)
@@ -219,7 +221,7 @@ def _rows(frame: Frame, paths: Paths) -> list[StateRow]:
 
 
 def functionalize(fun: Callable[P, R]) -> Functionalize[P, R]:
-    """Make a pure function of one that reads and writes states, for use under any plain JAX transform.
+    """Turn a function that reads and writes states into a pure function, for use under any plain JAX transform.
 
     Args:
         fun: a function that may read and write states.
@@ -227,20 +229,20 @@ def functionalize(fun: Callable[P, R]) -> Functionalize[P, R]:
     Returns:
         ``pure``, with
 
-        - ``pure.values(*args)``: the current values of the states that the call touches, by path: arrays and numbers, which
-          any JAX transform takes. What else is in a state's tree (a mode string, a flag) is read from the state when `pure` is
-          called, and is None in the value. A state that holds nothing else is left out, unless it is a flag that the call
-          writes.
-        - ``pure(values, *args)``: ``(out, new_values)``, the latter with the same paths. No state is touched.
-        - ``pure.states(*args)``: these states by path.
-        - ``pure.store(values, *args)``: puts such values into the states.
+        - ``pure.values(*args)``: the current values of the states that the call touches, by path. They hold arrays and
+          numbers only, so that any JAX transform takes them; any other leaf (a mode string, a flag) is None in the value,
+          and is read from the state when `pure` is called. A state without arrays and numbers is left out, unless it is a
+          flag that the call writes.
+        - ``pure(values, *args)``: returns ``(out, new_values)``; `new_values` has the same paths. No state is touched.
+        - ``pure.states(*args)``: the same states, by path.
+        - ``pure.store(values, *args)``: writes such values to the states.
 
-    A ``jax.Ref`` is left to JAX: it is no part of the values, and a call writes it in place.
+    A ``jax.Ref`` is left to JAX: it is not among the values, and a call writes it in place.
 
     Raises:
-        StateAccessError: the call touches a state that `values` does not hold.
+        StateAccessError: the call touches a state that is not in `values`.
         CreatedStateError: the call creates a state that outlives it.
-        StateValueError: the call writes another string, or another object that is no array, to a state.
+        StateValueError: the call replaces a leaf other than an array, number or flag (a string, for example).
 
     Example:
         >>> import jax, jax.numpy as jnp, statetx
@@ -261,26 +263,26 @@ class Functionalize(Wrapper[P, R]):
 
     def __init__(self, fun: Callable):
         super().__init__(fun, {})
-        self._known: dict[str, Any] = {}
+        self._states_by_path: dict[str, Any] = {}
 
     def states(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The states that a call with these arguments touches, by path."""
+        """Trace a call with these arguments; return the states that it touches, by path."""
         frame, _, paths = _trace(self.__wrapped__, args, kwargs)
         rows = [r for r in _rows(frame, paths) if not r.created]
-        found = {r.path: r.state for r in rows if _holds_numbers(r.state) or (r.written and _arrays_of(r.state))}
-        self._known |= found
-        return found
+        states = {r.path: r.state for r in rows if _holds_numbers(r.state) or (r.written and _arrays_of(r.state))}
+        self._states_by_path |= states
+        return states
 
     def values(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The current values of these states, by path."""
-        return {path: _passable(_read(state)) for path, state in self.states(*args, **kwargs).items()}
+        """Read the current values of the states that a call with these arguments touches, by path."""
+        return {path: _arrays_only(_read(state)) for path, state in self.states(*args, **kwargs).items()}
 
     def store(self, values: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> None:
-        """Put values into the states that they are of, all or none.
+        """Write values to their states: all of them, or none if one fails.
 
         Args:
-            values: a dict as `values` gives it, or as a call returns it.
-            args: of the function; only where the states are not known from an earlier call.
+            values: a dict from `values`, or the new values from a call.
+            args: the function's arguments; needed only if the states are not known from an earlier call.
 
         Raises:
             StateAccessError: a path that the function does not have.
@@ -291,54 +293,55 @@ class Functionalize(Wrapper[P, R]):
     def __call__(self, values: Mapping[str, Any], /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, dict[str, Any]]:
         fun = self.__wrapped__
         states = self._resolve(values, args, kwargs)
-        given = {id(state): values[path] for path, state in states.items()}
+        value_by_id = {id(state): values[path] for path, state in states.items()}
 
         def on_read(state: Any, kind: Any, value: Any) -> Any:
-            if id(state) in given:
-                return _completed(given[id(state)], value)
+            if id(state) in value_by_id:
+                return _with_current_leaves(value_by_id[id(state)], value)
             if not partition(value, is_array_or_number)[0]:
                 return value
             raise StateAccessError(self._missing(state, kind, args, kwargs))
 
         frame = frame_for("functionalize", fun, on_read=on_read, frees_cycles=True)
         out = frame.run(fun, *args, **kwargs)
-        take_apart(out)
-        new = dict(values)
+        take_apart(out)  # refuses generators, and objects that hold tracers of an enclosing trace
+
+        new_values = dict(values)
         paths = {id(state): path for path, state in states.items()}
         for effect in frame.effects:
             if effect.created:
                 raise CreatedStateError(
                     f"{type(effect.state).__name__} made at {effect.site} was created inside {frame.name} and outlived "
-                    f"the call, whose only results are values.\nFix: create the state before the call."
+                    f"the call, which returns values and no states.\nFix: create the state before the call."
                 )
             path = paths.get(id(effect.state))
-            value = _written(effect, path)
+            value = _new_value(effect, path)
             if path is not None:
-                new[path] = value
+                new_values[path] = value
             elif jax.tree.leaves(value):
                 raise StateAccessError(self._missing(effect.state, effect.kind, args, kwargs))
-        return out, new
+        return out, new_values
 
     def _resolve(self, values: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(values, Mapping):
             raise TypeError(
-                f"The first argument of a functionalized {name_of(self.__wrapped__)} is the dict that .values(*args) "
-                f"gives, got {type(values).__name__}."
+                f"The first argument of a functionalized {name_of(self.__wrapped__)} must be the dict from .values(*args), "
+                f"got {type(values).__name__}."
             )
-        if not self._known.keys() >= values.keys():
-            self._known |= Paths(self.__wrapped__, args, kwargs).items()
-        unknown = [path for path in values if path not in self._known]
+        if not self._states_by_path.keys() >= values.keys():
+            self._states_by_path |= Paths(self.__wrapped__, args, kwargs).items()
+        unknown = [path for path in values if path not in self._states_by_path]
         if unknown:
             raise StateAccessError(
-                f"No state of {name_of(self.__wrapped__)} has the path {unknown[0]!r}.{suggestion(unknown[0], self._known)} Known paths: "
-                f"{', '.join(self._known) or 'none'}."
+                f"No state of {name_of(self.__wrapped__)} has the path {unknown[0]!r}.{suggestion(unknown[0], self._states_by_path)} Known paths: "
+                f"{', '.join(self._states_by_path) or 'none'}."
             )
-        return {path: self._known[path] for path in values}
+        return {path: self._states_by_path[path] for path in values}
 
     def _missing(self, state: Any, kind: Any, args: tuple, kwargs: dict[str, Any]) -> str:
         path = Paths(self.__wrapped__, args, kwargs)(state)
         return (
-            f"The call touched {_states.describe(state, kind, path)}, which the given values do not hold.\n"
+            f"The call touched {_states.describe(state, kind, path)}, which is not among the given values.\n"
             f"Fix: take the values from .values(*args) of a call that touches the same states."
         )
 
@@ -354,10 +357,13 @@ def _holds_numbers(state: Any) -> bool:
 
 
 # -- values that any JAX transform takes -------------------------------------------------------------------------------
+#
+# A value passes as its arrays and numbers, with None for each other (static) leaf. Before a call the None is replaced by the
+# state's present leaf. After the call an unchanged leaf becomes None again; a changed one raises, unless it is a bool.
 
 
 def _split(value: PyTree) -> tuple[list[Any], Partition]:
-    """Partition a state's value: arrays and numbers are dynamic, and in a value without these its flags are."""
+    """Partition a state's value. Arrays and numbers are dynamic; if there are none, Python bools are."""
     arrays, part = partition(value, is_array_or_number)
     return (arrays, part) if arrays else partition(value, is_argument)
 
@@ -366,8 +372,8 @@ def _arrays_of(state: Any) -> list[Any]:
     return _split(_read(state))[0]
 
 
-def _passable(value: PyTree) -> PyTree:
-    """A value with None for every leaf that no JAX transform takes."""
+def _arrays_only(value: PyTree) -> PyTree:
+    """The value with None for each static leaf."""
     arrays, part = _split(value)
     return _with_static(part, [None] * len(part.static)).combine(arrays)
 
@@ -380,28 +386,32 @@ def _write_all(states: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for path, state in states.items():
         kind = _states.kind_of(state)
         assert kind is not None
-        kind.write(state, _completed(values[path], kind.read(state)))
+        kind.write(state, _with_current_leaves(values[path], kind.read(state)))
 
 
-def _completed(given: PyTree, now: PyTree) -> PyTree:
-    """What was given, with the leaves that the state has now where it has None and they are no arrays."""
-    _, part = _split(now)
+def _with_current_leaves(value: PyTree, current: PyTree) -> PyTree:
+    """The given value with each None for a static leaf replaced by the state's present leaf."""
+    _, part = _split(current)
     if not part.static:
-        return given
-    leaves, treedef = jax.tree.flatten(given, is_leaf=_states.is_opaque)
-    return part.combine(leaves) if treedef == jax.tree.structure(_passable(now), is_leaf=_states.is_opaque) else given
+        return value
+    leaves, treedef = jax.tree.flatten(value, is_leaf=_states.is_opaque)
+    return (
+        part.combine(leaves)
+        if treedef == jax.tree.structure(_arrays_only(current), is_leaf=_states.is_opaque)
+        else value
+    )
 
 
-def _written(effect: Effect, path: str | None) -> PyTree:
-    """The new value of a state, with None where it has what it had."""
+def _new_value(effect: Effect, path: str | None) -> PyTree:
+    """The new value of a state, with None for each unchanged static leaf."""
     arrays, part = _split(effect.value)
     if not part.static:
         return effect.value
-    before = _split(_read(effect.state))[1]
-    same_places = (before.treedef, before.mask) == (part.treedef, part.mask)
+    old_part = _split(_read(effect.state))[1]
+    same_places = (old_part.treedef, old_part.mask) == (part.treedef, part.mask)
     static: list[Any] = []
     for i, leaf in enumerate(part.static):
-        is_same = same_places and freeze(leaf) == freeze(before.static[i])
+        is_same = same_places and freeze(leaf) == freeze(old_part.static[i])
         if not (is_same or isinstance(leaf, bool)):
             raise StateValueError(
                 f"The call writes {brief(leaf)} to {_states.describe(effect.state, effect.kind, path)}, at {effect.site}. "

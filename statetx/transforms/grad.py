@@ -22,7 +22,7 @@ Argnums = int | Sequence[int] | None
 
 
 class GradOptions(TypedDict, total=False):
-    """What `grad` and `value_and_grad` take besides the function, `argnums` and `has_aux`."""
+    """The options of `grad` and `value_and_grad` besides `argnums` and `has_aux`."""
 
     wrt: PyTree | Filter
     holomorphic: bool
@@ -56,26 +56,26 @@ def grad(
 ) -> Any:
     """Differentiate a function that may read and write states.
 
-    As ``jax.grad``, and with respect to states: what the function writes is written once, with the values of the
-    forward pass. Gradients are with respect to the values that the states had when the call began.
+    As ``jax.grad``, and also with respect to states. Each written state is written once, with its value from the forward
+    pass. Gradients with respect to a state are taken at its value when the call begins.
 
     Args:
-        fun: returns a scalar, or a scalar and auxiliary data with `has_aux`.
-        argnums: positions of the arguments to differentiate; 0 if `wrt` is not given either, none if it is.
-        wrt: the states to differentiate: a state, a list or dict of states (``statetx.states(model, Param)``), or
-            a filter, which selects among the states that the function and its arguments hold, and those besides that the
-            call reads, and gives a dict by path. A dict of brainstate (``net.states()``) gives a plain dict.
+        fun: returns a scalar, or with `has_aux` a scalar and auxiliary data.
+        argnums: positions of the arguments to differentiate. By default 0 without `wrt`, and none with `wrt`.
+        wrt: the states to differentiate: a state, a list or dict of states (``statetx.states(model, Param)``), or a filter.
+            A filter selects among the states that the function and its arguments hold and the others that the call reads;
+            the gradients are a dict by path. For a dict of brainstate (``net.states()``) they are a plain dict.
         has_aux: whether `fun` returns a pair whose second item is passed through.
         holomorphic: as in ``jax.grad``.
         allow_int: as in ``jax.grad``.
 
     Returns:
-        A function of the same arguments. It returns the gradients, in the structure of `wrt` (of each state, the
-        structure of its value), in that of `argnums`, or the pair of these; with `has_aux` a pair ``(gradients,
-        aux)``. A dict has its keys sorted, as JAX gives dicts back: look gradients up by path.
+        A function of the same arguments. It returns the gradients: in the structure of `wrt`, with the structure of its
+        value for each state; in the structure of `argnums`; or the pair of both. With `has_aux` it returns
+        ``(gradients, aux)``. Dicts have sorted keys, as always in JAX: look gradients up by path.
 
     Raises:
-        StateFilterError: `wrt` selects no state, or one that the call reads and that nothing leads to.
+        StateFilterError: `wrt` selects no state, or a state that the call reads and that has no path from the function.
         StateValueError: a state's value cannot be differentiated.
 
     Source:
@@ -113,11 +113,11 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Any:
-    """Evaluate a function and differentiate it; `grad` says what the arguments are.
+    """Evaluate a function and differentiate it; the arguments are as in `grad`.
 
     Returns:
-        A function of the same arguments that returns ``(value, gradients)``, with `has_aux` ``((value, aux),
-        gradients)``.
+        A function of the same arguments that returns ``(value, gradients)``, or with `has_aux`
+        ``((value, aux), gradients)``.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -161,14 +161,14 @@ class ValueAndGrad(Wrapper):
         allow_int = self._jax_options["allow_int"]
         targets = Targets(self._wrt, fun, args, kwargs, allow_int=allow_int) if self._wrt is not None else None
         wants_refs = targets is not None and targets.has_refs
-        nums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
+        diff_argnums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
         outcome: Outcome | None = None
-        wrapped = decide.override.wrapped(fun)
+        wrapped = decide.override.wrapped(fun)  # the planner rematerialises it to try a plan
 
         def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
             nonlocal outcome
             on_read = targets and targets.on_read(state_values)
-            call_args = replaced(args, nums, diff_args)
+            call_args = replaced(args, diff_argnums, diff_args)
             frame = frame_for("grad", fun, on_read=on_read)
             out = frame.run(call, wrapped, call_args, kwargs, wants_refs)
             refuse_lost_writes("grad", fun, frame.effects, diff_args)
@@ -176,16 +176,17 @@ class ValueAndGrad(Wrapper):
             leaves, outcome = pack(aux, frame.effects)
             return value, leaves
 
+        # States and arguments are two arguments of `pure`, so that the user's argnums need no shift.
         differentiate = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True, **self._jax_options)
         values = targets.values() if targets else []
-        (value, leaves), (state_grads, arg_grads) = differentiate(values, tuple(args[i] for i in nums))
+        (value, leaves), (state_grads, arg_grads) = differentiate(values, tuple(args[i] for i in diff_argnums))
         assert outcome is not None
         aux = outcome.finish(leaves)
-        of_args = arg_grads if as_tuple else arg_grads[0] if arg_grads else None
+        grads_of_args = arg_grads if as_tuple else arg_grads[0] if arg_grads else None
         if targets is None:
-            return value, aux, of_args
-        of_states = targets.combine(state_grads)
-        return value, aux, of_states if self._argnums is None else (of_states, of_args)
+            return value, aux, grads_of_args
+        grads_of_states = targets.combine(state_grads)
+        return value, aux, grads_of_states if self._argnums is None else (grads_of_states, grads_of_args)
 
 
 class Grad(ValueAndGrad):
@@ -210,13 +211,16 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
     Args:
         fun: called as ``fun(*primals)``.
         *primals: arrays or pytrees of arrays, all differentiated; leaves of other types pass untouched.
-        wrt: states to differentiate as well, as in `grad`.
+        wrt: states to differentiate, too, as in `grad`.
         has_aux: whether `fun` returns a pair whose second item is passed through.
 
     Returns:
-        ``(out, pullback)``, with `has_aux` ``(out, pullback, aux)``. ``pullback(cotangent_of_out)`` returns a tuple
-        with a cotangent for each primal; with `wrt`, the pair of the states' cotangents and that tuple. It runs
+        ``(out, pullback)``, or with `has_aux` ``(out, pullback, aux)``. ``pullback(cotangent_of_out)`` returns a tuple
+        with a cotangent for each primal; with `wrt`, the pair of the states' cotangents and this tuple. It runs
         none of the user's Python and writes no state. It is a pytree: a jitted function may return it.
+
+    State:
+        Each written state is written once, with its value from the forward pass.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -230,7 +234,7 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
     """
     targets = Targets(wrt, fun, primals, {}) if wrt is not None else None
     wants_refs = targets is not None and targets.has_refs
-    arrays, others = partition(primals, is_array_or_number)
+    arrays, primals_part = partition(primals, is_array_or_number)
     outcome: Outcome | None = None
     out_part: Any = None
     wrapped = decide.override.wrapped(fun)
@@ -238,24 +242,24 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
     def pure(state_values: list, *diff: Any) -> tuple[list, list]:
         nonlocal outcome, out_part
         frame = frame_for("vjp", fun, on_read=targets and targets.on_read(state_values))
-        out = frame.run(call, wrapped, others.combine(diff), {}, wants_refs)
+        out = frame.run(call, wrapped, primals_part.combine(diff), {}, wants_refs)
         out, aux = split_aux(out, fun) if has_aux else (out, None)
         leaves, outcome = pack(aux, frame.effects)
         out_leaves, out_part = take_apart(out, is_array_or_number)
         return [jnp.asarray(x) for x in out_leaves], leaves
 
-    out_leaves, pull, leaves = jax.vjp(pure, targets.values() if targets else [], *arrays, has_aux=True)
+    out_leaves, vjp_fun, leaves = jax.vjp(pure, targets.values() if targets else [], *arrays, has_aux=True)
     assert outcome is not None
     aux = outcome.finish(leaves)
 
-    form = _Form(name_of(fun), out_part, [x.dtype for x in out_leaves], others, targets)
-    pullback = Pullback(pull, form)
+    structure = _Structure(name_of(fun), out_part, [x.dtype for x in out_leaves], primals_part, targets)
+    pullback = Pullback(vjp_fun, structure)
     out = out_part.combine(out_leaves)
     return (out, pullback, aux) if has_aux else (out, pullback)
 
 
-class _Form:
-    """What a pullback takes and gives besides arrays."""
+class _Structure:
+    """The static part of a pullback: the structures of the output, the primals and the differentiated states."""
 
     def __init__(self, name: str, out: Partition, dtypes: list[Any], primals: Partition, targets: Targets | None):
         self.name = name
@@ -267,38 +271,39 @@ class _Form:
 
 @jax.tree_util.register_pytree_node_class
 class Pullback:
-    """The linear map from a cotangent of a function's output to those of its inputs; made by `vjp`.
+    """The linear map from a cotangent of a function's output to cotangents of its inputs; made by `vjp`.
 
-    A pytree, as JAX's is: a compiled function may return it or take it as an argument.
+    A pytree, like the pullback of ``jax.vjp``: a compiled function may return it or take it as an argument.
     """
 
-    def __init__(self, pull: Callable, form: _Form):
-        self._pull = pull
-        self._form = form
+    def __init__(self, vjp_fun: Callable, structure: _Structure):
+        self._vjp_fun = vjp_fun
+        self._structure = structure
 
     def __call__(self, cotangent: Any) -> Any:
-        form = self._form
-        given, treedef = jax.tree.flatten(cotangent)
-        if treedef != form.out.treedef:
+        structure = self._structure
+        ct_leaves, treedef = jax.tree.flatten(cotangent)
+        if treedef != structure.out.treedef:
             raise TypeError(
-                f"The pullback of {form.name} needs a cotangent in the structure of its output, {form.out.treedef}, and "
-                f"got {treedef}."
+                f"The pullback of {structure.name} needs a cotangent in the structure of its output, {structure.out.treedef}, got "
+                f"{treedef}."
             )
-        dynamic = [c for c, d in zip(given, form.out.mask, strict=True) if d]
+        # JAX takes no Python numbers as cotangents, and none for the leaves of the output that are not arrays.
+        dynamic = [c for c, d in zip(ct_leaves, structure.out.mask, strict=True) if d]
         converted = [
             jnp.asarray(c, dtype) if isinstance(c, (int, float, complex)) else c
-            for c, dtype in zip(dynamic, form.dtypes, strict=True)
+            for c, dtype in zip(dynamic, structure.dtypes, strict=True)
         ]
-        of_states, *of_arrays = self._pull(converted)
-        of_args = form.primals.combine(of_arrays)
-        return of_args if form.targets is None else (form.targets.combine(of_states), of_args)
+        state_cts, *array_cts = self._vjp_fun(converted)
+        primal_cts = structure.primals.combine(array_cts)
+        return primal_cts if structure.targets is None else (structure.targets.combine(state_cts), primal_cts)
 
     def __repr__(self) -> str:
-        return f"<pullback of {self._form.name}>"
+        return f"<pullback of {self._structure.name}>"
 
-    def tree_flatten(self) -> tuple[tuple[Callable], _Form]:
-        return (self._pull,), self._form
+    def tree_flatten(self) -> tuple[tuple[Callable], _Structure]:
+        return (self._vjp_fun,), self._structure
 
     @classmethod
-    def tree_unflatten(cls, form: _Form, children: tuple[Callable]) -> Pullback:
-        return cls(*children, form)
+    def tree_unflatten(cls, structure: _Structure, children: tuple[Callable]) -> Pullback:
+        return cls(*children, structure)

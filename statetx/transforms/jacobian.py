@@ -1,4 +1,4 @@
-"""Forward mode and whole Jacobians: `jvp`, `linearize`, `jacfwd`, `jacrev`, `hessian`."""
+"""Forward mode and full Jacobians: `jvp`, `linearize`, `jacfwd`, `jacrev`, `hessian`."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux:
 
     Args:
         fun: called as ``fun(*primals)``.
-        primals: where to evaluate; a tuple or list of pytrees of arrays.
+        primals: the point of evaluation; a tuple or list of pytrees of arrays.
         tangents: the direction, in the structure of `primals`.
         has_aux: whether `fun` returns a pair whose second item is passed through.
 
     Returns:
-        ``(out, tangent_of_out)``, with `has_aux` ``(out, tangent_of_out, aux)``.
+        ``(out, tangent_of_out)``, or with `has_aux` ``(out, tangent_of_out, aux)``.
 
     State:
-        Written once, with the values of the evaluation; states have no tangents. Under another differentiation of
-        statetx they take part like any value.
+        Each written state is written once, with its value from the evaluation. States have no tangents here; an
+        enclosing differentiation of statetx differentiates them like any value.
 
     Source:
         ``jax.jvp``.
@@ -81,12 +81,15 @@ def linearize(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple:
 
     Args:
         fun: called as ``fun(*primals)``.
-        *primals: where to evaluate; pytrees of arrays.
+        *primals: the point of evaluation; pytrees of arrays.
         has_aux: whether `fun` returns a pair whose second item is passed through.
 
     Returns:
-        ``(out, pushforward)``, with `has_aux` ``(out, pushforward, aux)``. ``pushforward(*tangents)`` runs none of the
+        ``(out, pushforward)``, or with `has_aux` ``(out, pushforward, aux)``. ``pushforward(*tangents)`` runs none of the
         user's Python and writes no state. It is a pytree: a jitted function may return it.
+
+    State:
+        As in `jvp`.
 
     Source:
         ``jax.linearize``.
@@ -102,33 +105,33 @@ def linearize(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple:
         (9.0, 6.0, 3.0)
     """
     run = _Run("linearize", fun, has_aux)
-    out, pushforward, leaves = jax.linearize(run, *_arrays(primals), has_aux=True)
+    out, jvp_fun, leaves = jax.linearize(run, *_arrays(primals), has_aux=True)
     aux = run.finish(leaves)
-    push = Pushforward(pushforward, run.out, name_of(fun))
+    pushforward = Pushforward(jvp_fun, run.out, name_of(fun))
     out = run.out.combine(out)
-    return (out, push, aux) if has_aux else (out, push)
+    return (out, pushforward, aux) if has_aux else (out, pushforward)
 
 
 @jax.tree_util.register_pytree_node_class
 class Pushforward:
     """The derivative of a function at a point, as a linear map; made by `linearize`.
 
-    A pytree, as JAX's is: a compiled function may return it or take it as an argument.
+    A pytree, like the one of ``jax.linearize``: a compiled function may return it or take it as an argument.
     """
 
-    def __init__(self, push: Callable, out: Partition, name: str):
-        self._push = push
+    def __init__(self, jvp_fun: Callable, out: Partition, name: str):
+        self._jvp_fun = jvp_fun
         self._out = out
         self._name = name
 
     def __call__(self, *tangents: Any) -> Any:
-        return self._out.combine(self._push(*tangents))
+        return self._out.combine(self._jvp_fun(*tangents))
 
     def __repr__(self) -> str:
         return f"<derivative of {self._name}>"
 
     def tree_flatten(self) -> tuple[tuple[Callable], tuple[Partition, str]]:
-        return (self._push,), (self._out, self._name)
+        return (self._jvp_fun,), (self._out, self._name)
 
     @classmethod
     def tree_unflatten(cls, form: tuple[Partition, str], children: tuple[Callable]) -> Pushforward:
@@ -136,12 +139,12 @@ class Pushforward:
 
 
 def _arrays(trees: Sequence[Any]) -> tuple:
-    """Arrays in place of Python numbers, which JAX's tracers would hand to equations that take arrays only."""
+    """Convert Python numbers to arrays: JAX's tracers would pass the numbers to primitives that take arrays only."""
     return tuple(jax.tree.map(lambda x: jnp.asarray(x) if is_number(x) else x, list(trees)))
 
 
 class _Run:
-    """A stateful function as JAX differentiates it: arrays in, a list of arrays out, effects as auxiliary data."""
+    """A stateful function in the form that JAX differentiates: arrays in, a list of arrays out, effects as aux."""
 
     out: Partition
     _outcome: Outcome
@@ -189,18 +192,19 @@ def jacfwd(
     *,
     wrt: PyTree | Filter = None,
 ) -> Any:
-    """Jacobian by forward mode: one pass for each input element; for few inputs and many outputs.
+    """Compute the Jacobian by forward mode: one pass for each input element; for few inputs and many outputs.
 
     Args:
         fun: a function that may read and write states; it runs once and writes once.
-        argnums: positions of the arguments to differentiate; 0 if `wrt` is not given either, none if it is.
+        argnums: positions of the arguments to differentiate. By default 0 without `wrt`, and none with `wrt`.
         has_aux: whether `fun` returns a pair whose second item is passed through.
         holomorphic: as in ``jax.jacfwd``.
         wrt: states to differentiate, as in `grad`.
 
     Returns:
-        A function of the same arguments that returns the Jacobian: in the structure of the output, and within each
-        leaf of it in that of `argnums`, `wrt`, or the pair ``(wrt's, argnums')``; with `has_aux`, and the aux.
+        A function of the same arguments that returns the Jacobian in the structure of the output. Each leaf of it has
+        the structure of `argnums`, of `wrt`, or the pair ``(wrt's, argnums')``, and each of their leaves the shape of the
+        output followed by the shape of the input. With `has_aux` it returns ``(jacobian, aux)``.
 
     Source:
         ``jax.jacfwd``.
@@ -246,7 +250,7 @@ def jacrev(
     *,
     wrt: PyTree | Filter = None,
 ) -> Any:
-    """Jacobian by reverse mode: one pass for each output element; `jacfwd` says what the arguments are.
+    """Compute the Jacobian by reverse mode: one pass for each output element; the arguments are as in `jacfwd`.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -283,7 +287,7 @@ def hessian(
     *,
     wrt: PyTree | Filter = None,
 ) -> Any:
-    """Hessian, forward over reverse mode; `jacfwd` says what the arguments are.
+    """Compute the Hessian by forward over reverse mode; the arguments are as in `jacfwd`.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -300,8 +304,8 @@ def hessian(
 def _jacobian(transform: Callable, fun: Any, argnums: Any, has_aux: bool, options: dict[str, Any], wrt: Any) -> Any:
     if argnums is None and wrt is None:
         argnums = 0
-    given = {"transform": transform, "argnums": argnums, "wrt": wrt, "has_aux": has_aux, **options}
-    return as_decorator(Jacobian, fun, given)
+    all_options = {"transform": transform, "argnums": argnums, "wrt": wrt, "has_aux": has_aux, **options}
+    return as_decorator(Jacobian, fun, all_options)
 
 
 class Jacobian(Wrapper):
@@ -310,8 +314,8 @@ class Jacobian(Wrapper):
     def __init__(
         self, fun: Callable, *, transform: Callable, argnums: Any, wrt: Any, has_aux: bool, **jax_options: bool
     ):
-        given = {"transform": transform, "argnums": argnums, "wrt": wrt, "has_aux": has_aux}
-        super().__init__(fun, {**given, **jax_options})
+        options = {"transform": transform, "argnums": argnums, "wrt": wrt, "has_aux": has_aux}
+        super().__init__(fun, {**options, **jax_options})
         self._transform = transform
         self._argnums = argnums
         self._wrt = wrt
@@ -326,13 +330,13 @@ class Jacobian(Wrapper):
         allow_int = self._jax_options.get("allow_int", False)
         targets = Targets(self._wrt, fun, args, kwargs, allow_int=allow_int) if self._wrt is not None else None
         wants_refs = targets is not None and targets.has_refs
-        nums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
+        diff_argnums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
         outcome: Outcome | None = None
         structure: Any = None
 
         def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
             nonlocal outcome, structure
-            call_args = replaced(args, nums, diff_args)
+            call_args = replaced(args, diff_argnums, diff_args)
             frame = frame_for(self._transform.__name__, fun, on_read=targets and targets.on_read(state_values))
             out = frame.run(call, fun, call_args, kwargs, wants_refs)
             refuse_lost_writes(self._transform.__name__, fun, frame.effects, diff_args)
@@ -343,18 +347,18 @@ class Jacobian(Wrapper):
 
         differentiate = self._transform(pure, argnums=(0, 1), has_aux=True, **self._jax_options)
         values = targets.values() if targets else []
-        jacobian, leaves = differentiate(values, tuple(args[i] for i in nums))
+        jacobian, leaves = differentiate(values, tuple(args[i] for i in diff_argnums))
         assert outcome is not None
         aux = outcome.finish(leaves)
         pairs = structure.flatten_up_to(jacobian)
-        of_out = [self._combine(targets, of_states, of_args, as_tuple) for of_states, of_args in pairs]
-        result = jax.tree.unflatten(structure, of_out)
+        leaves_of_jacobian = [self._combine(targets, of_states, of_args, as_tuple) for of_states, of_args in pairs]
+        result = jax.tree.unflatten(structure, leaves_of_jacobian)
         return (result, aux) if self._has_aux else result
 
-    def _combine(self, targets: Targets | None, of_states: Any, of_args: Any, as_tuple: bool) -> Any:
+    def _combine(self, targets: Targets | None, state_jacobians: Any, arg_jacobians: Any, as_tuple: bool) -> Any:
         if not as_tuple:
-            (of_args,) = of_args
+            (arg_jacobians,) = arg_jacobians
         if targets is None:
-            return of_args
-        combined = targets.combine(of_states)
-        return combined if self._argnums is None else (combined, of_args)
+            return arg_jacobians
+        combined = targets.combine(state_jacobians)
+        return combined if self._argnums is None else (combined, arg_jacobians)

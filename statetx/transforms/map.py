@@ -1,4 +1,4 @@
-"""`map`: a function applied to one element after the other."""
+"""`map`: apply a function to one element after the other."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def map(
     Args:
         f: called with one element.
         xs: a pytree of arrays with a leading axis of equal length.
-        batch_size: as in ``jax.lax.map``, this many elements at a time under `vmap`, whose rules for states hold then.
-        checkpoint: how the loop stores less for its gradient, as in `scan`.
-        progress: whether a bar shows how far the loop is, as in `scan`.
+        batch_size: number of elements to process at a time by `vmap`, as in ``jax.lax.map``; states then follow the rules
+            of `vmap`.
+        checkpoint: how to store less for the gradient of the loop, as in `scan`.
+        progress: whether to show a progress bar, as in `scan`.
 
     Returns:
         The outputs, stacked along a new leading axis.
@@ -54,7 +55,7 @@ def map(
     """
 
     def loop(f: Callable, xs: Any) -> Any:
-        @functools.wraps(f, updated=())  # messages and bars name it
+        @functools.wraps(f, updated=())  # the name in messages and progress bars
         def step(carry: None, x: Any) -> tuple[None, Any]:
             return carry, f(x)
 
@@ -64,12 +65,13 @@ def map(
         return loop(f, xs)
     if batch_size < 1:
         raise ValueError(f"map: batch_size must be at least 1, got {batch_size}.")
+    # As in `jax.lax.map`: the elements that fill no batch are one smaller batch at the end.
     length = len(jax.tree.leaves(xs)[0])
-    whole = length // batch_size * batch_size
-    batches = jax.tree.map(lambda x: x[:whole].reshape(-1, batch_size, *x.shape[1:]), xs)
+    num_batched = length // batch_size * batch_size
+    batches = jax.tree.map(lambda x: x[:num_batched].reshape(-1, batch_size, *x.shape[1:]), xs)
     batched = vmap(f)
     ys = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), loop(batched, batches))
-    if whole == length:
+    if num_batched == length:
         return ys
-    rest = batched(jax.tree.map(lambda x: x[whole:], xs))
-    return rest if whole == 0 else jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, rest)
+    last_ys = batched(jax.tree.map(lambda x: x[num_batched:], xs))
+    return last_ys if num_batched == 0 else jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, last_ys)

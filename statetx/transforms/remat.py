@@ -1,4 +1,4 @@
-"""`remat`: recompute in the backward pass instead of storing, for functions that read and write states."""
+"""`remat`: recompute instead of storing in the backward pass, for functions that read and write states."""
 
 from __future__ import annotations
 
@@ -71,64 +71,62 @@ def remat(
     methods: Names | None = None,
     **unknown: Any,
 ) -> Any:
-    """Rematerialise a function: under differentiation, store its inputs and recompute the rest.
+    """Rematerialise a function: under differentiation, save its inputs only and recompute the rest.
 
-    The function may read and write states. Its outputs, the states' final values, gradients of every order and
-    random draws are those of the function itself; each state is written once and each key advances once, however
-    often the body is recomputed. Use it on the blocks of a deep model, or on chunks of a long loop; around a whole
-    loss it saves nothing, since all of it is then recomputed at once.
+    Also called gradient or activation checkpointing. The function may read and write states. Outputs, final values of
+    states, gradients of every order and random draws are the same as without; each state is written once and each key
+    advances once, however often the body is recomputed. Use it on the blocks of a deep model, or on chunks of a long loop.
+    Around a whole loss it saves no memory, since all of the loss is then recomputed at once.
 
     Works as ``@remat``, ``@remat(policy=...)`` and ``remat(f)``, on functions, methods in a class body, bound
     methods, callable objects, partials, lambdas and classes, above or below ``@staticmethod``, ``@classmethod``,
-    ``@property``, ``@functools.cached_property`` and ``functools.partialmethod``. Where nothing is traced, ``remat(f)(x)``
+    ``@property``, ``@functools.cached_property`` and ``functools.partialmethod``. If nothing is traced, ``remat(f)(x)``
     runs ``f(x)``.
 
     Args:
-        fun: what to rematerialise. For a class, returns a subclass whose `methods` are rematerialised.
-        policy: what to keep: None (nothing but inputs), one of `statetx.policies`, a member of
-            ``jax.checkpoint_policies``, the name of either, or any callable of JAX's kind (hashable, and of one mind: as
-            ``jax.checkpoint`` does, it may be asked once and its answer kept). Or a plan for the whole function: a
-            `statetx.Plan`, or ``"fit:2GiB"`` to have one made for a budget.
+        fun: the function to rematerialise. For a class, returns a subclass whose `methods` are rematerialised.
+        policy: the values to save besides the inputs: None (no others), one of `statetx.policies`, a member of
+            ``jax.checkpoint_policies``, the name of either, or any callable policy as in JAX. A callable must be hashable and
+            always give the same answer: as in ``jax.checkpoint``, its answer may be cached. Or a plan for the whole
+            function: a `statetx.Plan`, or ``"fit:2GiB"`` to make a plan for a budget.
         prevent_cse: whether to keep the compiler from merging the recomputation with the forward pass. A bool, or
             a tuple prefix of the (non-static) arguments as in ``jax.checkpoint``. ``"auto"`` is False directly inside
             the body of a loop, where merging cannot happen, and True elsewhere.
-        fence: how, where `prevent_cse` is true: ``"barrier"`` as JAX does, which XLA before jaxlib 0.11.1 removes on CPUs
-            before it looks for common subexpressions; ``"cond"`` by computing the backward pass of the function in a
-            branch that depends on its cotangents, which holds on every backend; ``"auto"`` the latter where the former does
-            not hold; None not at all.
-        static_argnums: positions of arguments to pass as they are, counted as you call the function (``self`` is 0
+        fence: the way to prevent this merging. ``"barrier"``: as JAX does; XLA before jaxlib 0.11.1 removes the barrier on
+            CPUs before it eliminates common subexpressions. ``"cond"``: compute the backward pass of the function in a
+            branch that depends on its cotangents; effective on every backend. ``"auto"``: the barrier if it is effective,
+            else the branch. None: do not prevent it.
+        static_argnums: positions of arguments to pass unchanged, counted as you call the function (``self`` is 0
             in a class body); negative ones count from the end. Python values other than arrays always pass
-            untouched, so a training flag needs no declaration; declare an *array* static to keep it concrete.
+            unchanged, so a training flag needs no declaration; declare an *array* static to keep it concrete.
         static_argnames: the same by name. Either finds the argument by position, keyword or default.
-        states: a filter for the states that the function may touch; touching another raises (a ``jax.Ref`` only where
-            something is traced: in eager code nobody sees it).
-        methods: for a class, the names of the methods to rematerialise; ``"__call__"`` if not given.
+        states: a filter for the states that the function may touch; touching another raises. A ``jax.Ref`` is checked
+            only if something is traced: eager reads and writes of Refs cannot be observed.
+        methods: for a class, the names of the methods to rematerialise; by default ``"__call__"``.
 
     Returns:
-        A callable with the signature, name and docstring of `fun`. Of a callable object, such as a module of
-        brainstate, flax or equinox, it is an instance of a subclass of its class that has the same ``__dict__``: what
-        is written to an attribute of one is there in the other, and its library finds it, and the states inside,
-        where the object was. Objects that hold more than a ``__dict__`` (slots) get a function that reads and writes
-        their attributes.
+        A callable with the signature, name and docstring of `fun`. For a callable object, such as a module of
+        brainstate, flax or equinox, an instance of a subclass of its class that shares its ``__dict__``: an attribute
+        set on one is set on both, and the object's library treats it like the object and finds the states inside.
+        Objects that hold more than a ``__dict__`` (slots) get a function that reads and writes their attributes.
 
     State:
-        Reads and writes what `fun` does. Values read are inputs of the rematerialised region, values written are
-        outputs of it. A call that fails is undone, in eager code too, where that costs about as much as two operations
-        of JAX.
+        Reads and writes the same states as `fun`. Values read are inputs of the rematerialised region, values written
+        are its outputs. A call that fails is undone, in eager code, too, at a cost of about two JAX operations.
 
     Memory:
-        Between forward and backward pass it keeps inputs of the region that are not kept anyway: its array
-        arguments, the state values it reads and the arrays it closes over, plus what `policy` keeps.
+        Between forward and backward pass, the inputs of the region that are not saved otherwise: its array arguments,
+        the state values that it reads and the arrays that it closes over; plus the values that `policy` saves.
 
     Raises:
         StaticArgumentError: a position or name that the function does not have.
-        PolicyError: not a policy, or one that names something which does not occur in the function.
+        PolicyError: not a policy, or it names a value that does not occur in the function.
         StateAccessError: a state that `states` excludes was touched.
         EffectError: the function calls ``jax.experimental.io_callback``.
 
     Callbacks:
-        ``jax.debug.print`` and ``jax.debug.callback`` fire again in the recomputation, unless `policy` keeps what they
-        show. To fire once, write that to a state, which happens once, and call them outside the function:
+        ``jax.debug.print`` and ``jax.debug.callback`` fire again in the recomputation, unless `policy` saves the values
+        that they show. To fire once, write the value to a state, which happens once, and call them outside the function:
         ``seen.value = x.mean()`` in it, ``jax.debug.print("{}", seen.value)`` after it.
 
     Source:
@@ -167,7 +165,7 @@ def remat(
     if inspect.isclass(fun):
         return _remat_class(fun, ("__call__",) if methods is None else methods, options)
     if methods is not None:
-        raise TypeError(f"remat: methods= is for classes, and {name_of(fun)} is a {type(fun).__name__}.")
+        raise TypeError(f"remat: methods= is for classes, but {name_of(fun)} is a {type(fun).__name__}.")
     return _remat_object(fun, options) if is_object(fun) else as_decorator(Remat, fun, options)
 
 
@@ -180,9 +178,11 @@ def _refuse_options(unknown: dict[str, Any]) -> None:
             "remat has no concrete= (JAX removed it too). Name the arguments that must stay concrete in "
             "static_argnums= or static_argnames=, and use jax.ensure_compile_time_eval() on them in the body."
         )
-    known = [name for name in inspect.signature(remat).parameters if name not in ("fun", "unknown")]
-    hints = "".join(suggestion(name, known) for name in sorted(unknown))
-    raise TypeError(f"remat got unexpected options: {', '.join(sorted(unknown))}.{hints} It has {', '.join(known)}.")
+    option_names = [name for name in inspect.signature(remat).parameters if name not in ("fun", "unknown")]
+    hints = "".join(suggestion(name, option_names) for name in sorted(unknown))
+    raise TypeError(
+        f"remat got unexpected options: {', '.join(sorted(unknown))}.{hints} It has {', '.join(option_names)}."
+    )
 
 
 class Remat(Wrapper):
@@ -209,43 +209,43 @@ class Remat(Wrapper):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
-        if _jax.is_eager():
+        if _jax.is_eager():  # nothing is differentiated: run the function, and undo its writes if it fails
             return run_at_once("remat", fun, args, kwargs, allow=self._guard(args, kwargs))
         policy = self._policy
-        is_tried = decide.override.met is not None
-        if is_tried:
+        is_trial = decide.override.met is not None
+        if is_trial:
             if decide.override.is_off:
                 return fun(*args, **kwargs)
             policy = decide.override.policy or policy
         dyn_args, dyn_kwargs, merge = self._static.split(args, kwargs)
-        arrays, others = partition((dyn_args, dyn_kwargs))
+        arrays, args_part = partition((dyn_args, dyn_kwargs))
         arrays = [as_array(x) for x in arrays]
 
-        owners = _Owners(policy, Paths(fun, args, kwargs)) if policy.needs_states else None
+        operand_origins = _OperandOrigins(policy, Paths(fun, args, kwargs)) if policy.needs_states else None
         guard = self._guard(args, kwargs)
 
         def read(ref: Any) -> Any:
             if guard is not None:
                 guard(ref, REF)
-            return owners.read(ref) if owners else REF.get(ref)
+            return operand_origins.read(ref) if operand_origins else REF.get(ref)
 
         def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
-            return merge(*others.combine(leaves))
+            return merge(*args_part.combine(leaves))
 
         def body(*tracers: Any) -> tuple[list, Any]:
-            frame = frame_for("remat", fun, on_read=owners and owners.on_read, allow=guard)
+            frame = frame_for("remat", fun, on_read=operand_origins and operand_origins.on_read, allow=guard)
             call_args, call_kwargs = arguments(tracers)
             out = frame.run(fun, *call_args, **call_kwargs)
             return pack(out, frame.effects)
 
         avals = [_jax.abstract(x) for x in arrays]
-        prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, others.mask)
+        prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, args_part.mask)
         fence = self._fence if prevent_cse is True else None
         is_rewritten = isinstance(policy, _policy.Rewriting)
-        # A policy for the whole function sees the regions within it, whatever policies they have.
-        within = decide.override(_policy.nothing, is_quiet=True) if is_rewritten else contextlib.nullcontext()
+        # A policy for the whole function sees inner regions with the policy `nothing`, whatever their own.
+        inner_override = decide.override(_policy.nothing, is_quiet=True) if is_rewritten else contextlib.nullcontext()
         try:
-            with within:
+            with inner_override:
                 staged, outcome, refs = stage(
                     body, avals, kind="statetx.remat", names=InputNames(fun, arguments), read=read
                 )
@@ -255,19 +255,22 @@ class Remat(Wrapper):
                 f"or static_argnames= and compute on it under jax.ensure_compile_time_eval()."
             )
             raise
+
         outcome.add(refs)
         self._refuse_effects(staged)
-        origins = owners.origins(staged.operands) if owners else ()
+        origins = operand_origins.origins(staged.operands) if operand_origins else ()
         num_out = outcome.num_out if is_rewritten else 0
+
         build = self._build(policy, prevent_cse, fence, origins, num_out)
-        if is_tried:
+        if is_trial:
             decide.override.note(name_of(fun), policy, staged.jaxpr, origins, prevent_cse)
-            kept = build(staged)
+            region = build(staged)
         else:
-            kept = table.get(staged, ("remat", policy, prevent_cse, fence, origins, num_out), build)
+            # JAX caches by identity of functions: equal equations get one function (decision 1).
+            region = table.get(staged, ("remat", policy, prevent_cse, fence, origins, num_out), build)
         with jax.named_scope(short_name(name_of(fun))):
-            outs = kept(staged.operands, *arrays)
-        # What needs no computing comes back as the constant that stood for it while tracing.
+            outs = region(staged.operands, *arrays)
+        # A constant output comes back in the form that it had while tracing, which may not be a `jax.Array`.
         return outcome.finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])
 
     def _refuse_effects(self, body: Body) -> None:
@@ -289,13 +292,13 @@ class Remat(Wrapper):
         def build(body: Body) -> Callable:
             if isinstance(policy, _policy.Rewriting):
                 return policy.rewrite(body, name_of(self.__wrapped__), num_out)
-            jaxpr, keeps = decide.apply(policy, body.jaxpr, origins, name_of(self.__wrapped__))
-            around = _fence.around(keeps, fence)
+            jaxpr, saved_policy = decide.apply(policy, body.jaxpr, origins, name_of(self.__wrapped__))
+            jax_policy = _fence.around(saved_policy, fence)
 
             def rematerialised(operands: Sequence[Any], *args: Any) -> list[Any]:
-                # As in jax.checkpoint, a tuple says nothing of what is closed over: no barrier there.
+                # As in jax.checkpoint, a tuple does not cover closed-over values: no barrier for them.
                 cse = (*[False] * len(operands), *prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse
-                return _jax.rematerialise(jaxpr, [*operands, *args], policy=around, prevent_cse=cse)
+                return _jax.rematerialise(jaxpr, [*operands, *args], policy=jax_policy, prevent_cse=cse)
 
             return rematerialised
 
@@ -306,19 +309,19 @@ class Remat(Wrapper):
             return not _jax.in_loop_body()
         if isinstance(self._prevent_cse, bool):
             return self._prevent_cse
-        full = (args, kwargs) if kwargs else args
+        call_tree = (args, kwargs) if kwargs else args
         try:
-            tree = jax.tree.map(
-                lambda flag, part: jax.tree.map(lambda _: flag, part, is_leaf=_states.is_opaque),
+            flag_tree = jax.tree.map(
+                lambda flag, subtree: jax.tree.map(lambda _: flag, subtree, is_leaf=_states.is_opaque),
                 self._prevent_cse,
-                full,
+                call_tree,
             )
         except ValueError as e:
             raise ValueError(
-                f"remat({name_of(self.__wrapped__)}): prevent_cse={self._prevent_cse!r} is no prefix of the {len(args)} "
-                f"arguments that are not static (a method's self counts)."
+                f"remat({name_of(self.__wrapped__)}): prevent_cse={self._prevent_cse!r} is not a tree prefix of the "
+                f"{len(args)} arguments that are not static (a method's self counts)."
             ) from e
-        flags = jax.tree.leaves(tree)
+        flags = jax.tree.leaves(flag_tree)
         return tuple(f for f, dynamic in zip(flags, mask, strict=True) if dynamic)
 
     def _guard(self, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, Any], None] | None:
@@ -338,28 +341,28 @@ class Remat(Wrapper):
         return guard
 
 
-class _Owners:
-    """Which values that a function closes over are those of states, for policies that ask."""
+class _OperandOrigins:
+    """The provenance of closed-over values: records the states that they are read from, for policies that need it."""
 
     def __init__(self, policy: _policy.Policy, paths: Paths):
         self._atoms = [atom for atom in policy.atoms() if isinstance(atom, _policy.States)]
         self._paths = paths
-        self._found: dict[int, tuple[Any, frozenset[Origin]]] = {}  # with the value, whose id must not be used again
+        self._entries: dict[int, tuple[Any, frozenset[Origin]]] = {}  # by id of the value, which the entry keeps alive
 
     def on_read(self, state: Any, kind: Any, value: Any) -> Any:
         path = self._paths(state)
         origin = Origin(path, frozenset(atom for atom in self._atoms if atom.selects(path, state)))
         for leaf in jax.tree.leaves(value):
-            _, origins = self._found.get(id(leaf), (leaf, frozenset()))
-            self._found[id(leaf)] = (leaf, origins | {origin})
+            _, origins = self._entries.get(id(leaf), (leaf, frozenset()))
+            self._entries[id(leaf)] = (leaf, origins | {origin})
         return value
 
     def read(self, ref: Any) -> Any:
         return self.on_read(ref, REF, REF.get(ref))
 
     def origins(self, operands: Sequence[Any]) -> tuple[frozenset[Origin], ...]:
-        found = [self._found.get(id(x)) for x in operands]
-        return tuple(frozenset() if f is None else f[1] for f in found)
+        entries = [self._entries.get(id(x)) for x in operands]
+        return tuple(frozenset() if entry is None else entry[1] for entry in entries)
 
 
 def _check_prevent_cse(prevent_cse: Any) -> bool | tuple | str:
@@ -376,7 +379,7 @@ _FENCES = ("auto", "barrier", "cond")
 
 
 def _check_fence(prevent_cse: Any, fence: Any) -> tuple[bool | tuple | str, str | None]:
-    """The two together: each fence but "auto" says itself what is prevented."""
+    """Resolve both arguments: every fence except "auto" determines `prevent_cse`."""
     if fence not in (*_FENCES, None):
         raise TypeError(f"fence must be 'auto', 'barrier', 'cond' or None, got {fence!r}.{suggestion(fence, _FENCES)}")
     if fence == "auto":
@@ -388,22 +391,22 @@ def _check_fence(prevent_cse: Any, fence: Any) -> tuple[bool | tuple | str, str 
 
 def _remat_class(cls: type, methods: Names, options: dict[str, Any]) -> type:
     names = (methods,) if isinstance(methods, str) else tuple(methods)
-    wrapped = {}
+    wrapped_methods = {}
     for name in names:
         if not callable(getattr(cls, name, None)):
             hint = suggestion(name, dir(cls))
             raise TypeError(f"remat: the class {cls.__qualname__} has no method {name!r}.{hint} Name one in methods=.")
-        wrapped[name] = as_decorator(Remat, inspect.getattr_static(cls, name), options)
-    return make_subclass(cls, wrapped, _remat_class, cls, names, options)
+        wrapped_methods[name] = as_decorator(Remat, inspect.getattr_static(cls, name), options)
+    return make_subclass(cls, wrapped_methods, _remat_class, cls, names, options)
 
 
 # -- objects ---------------------------------------------------------------------------------------------------
 
 
 def _remat_object(obj: Any, options: dict[str, Any]) -> Any:
-    """The twin of an object whose ``__call__`` is rematerialised; a function where there can be none."""
+    """The twin of an object, with a rematerialised ``__call__``; a wrapper function if no twin is possible."""
     if has_twins(type(obj)):
-        # A TypeError: the class allows no subclasses, or there is a mistake in the options, which is found again below.
+        # TypeError: the class allows no subclasses, or an option is wrong, which raises again below.
         with contextlib.suppress(TypeError):
             return twin(obj, _class_of_objects(type(obj), options))
     return as_decorator(Remat, obj, options)
@@ -417,19 +420,20 @@ def _class_of_objects(cls: type, options: dict[str, Any]) -> type:
 
 
 class _ObjectCall(Wrapper):
-    """The ``__call__`` of rematerialised objects: `self` is closed over, and not counted among the arguments."""
+    """The ``__call__`` of rematerialised objects: `self` is closed over, so that argument positions do not count it."""
 
     def __init__(self, cls: type, options: dict[str, Any]):
         function = inspect.getattr_static(cls, "__call__")
         super().__init__(function, options)
-        self._any = as_decorator(Remat, self._bind(object.__new__(cls)), options)
+        self._template = as_decorator(Remat, self._bind(object.__new__(cls)), options)
 
     def _bind(self, instance: Any) -> Callable:
         return self.__wrapped__.__get__(instance, type(instance))
 
     def __call__(self, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+        # A copy of the template with this instance's method, in place of a new `Remat` with its checks in every call.
         bound = object.__new__(Remat)
-        vars(bound).update(vars(self._any), __wrapped__=self._bind(instance))
+        vars(bound).update(vars(self._template), __wrapped__=self._bind(instance))
         return bound(*args, **kwargs)
 
 
@@ -438,10 +442,10 @@ def checkpoint_name(x: T, name: str) -> T:
 
     Args:
         x: an array or a pytree of arrays; other leaves pass untouched.
-        name: what ``jax.checkpoint_policies.save_only_these_names`` and its kin refer to.
+        name: the name for ``jax.checkpoint_policies.save_only_these_names`` and other policies by name.
 
     Returns:
-        `x`, the same in value.
+        `x`, unchanged in value, structure, shape and dtype.
 
     Example:
         >>> import jax, jax.numpy as jnp, statetx
@@ -454,5 +458,5 @@ def checkpoint_name(x: T, name: str) -> T:
     """
     if not isinstance(name, str):
         raise TypeError(f"checkpoint_name needs a string as the name, got {type(name).__name__}: {name!r}.")
-    arrays, others = partition(x)
-    return others.combine([_jax.named(as_array(a), name) for a in arrays])
+    arrays, part = partition(x)
+    return part.combine([_jax.named(as_array(a), name) for a in arrays])

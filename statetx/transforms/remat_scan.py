@@ -1,4 +1,4 @@
-"""`remat_scan`: deep stacks of layers in bounded memory."""
+"""`remat_scan`: apply deep stacks of layers in bounded memory."""
 
 from __future__ import annotations
 
@@ -31,41 +31,45 @@ def remat_scan(
     split_rngs: bool | Filter | None = None,
     has_ys: bool = False,
 ) -> Any:
-    """Apply one layer many times, each time with states of its own, storing few of the values between them.
+    """Apply one layer many times, each time with its own states, and store few of the carries between the layers.
 
     As ``flax.linen.remat_scan``, for any number of layers, with inputs and outputs for each layer, and with every
-    layer rematerialised: the innermost level too.
+    layer rematerialised, at the innermost level, too.
 
     Args:
-        target: what is applied, as ``carry = layer(carry)``:
+        target: the layer, applied as ``carry = layer(carry)``:
 
             - a `Stack`;
-            - a class: the result makes the layers when it is called with the class's arguments;
-            - a factory, that is, a callable without required arguments: it is called once for each layer;
-            - a function of the carry, which reads and writes states that are stacked already.
-        lengths: how many layers, in nested loops of these lengths (a tuple, outermost first); or how the loop stores
-            its carries: a strategy of `policies`, a size such as ``"64MiB"``, or ``"auto"``, which stores so many that
-            no layer runs more than three times.
-        num: how many layers, where neither a `Stack` nor `lengths` says it.
-        policy: what a layer keeps of what it computes; nothing by default, and ``policies.everything`` leaves layers as
-            they are.
-        broadcast, carry: filters for states that all layers share: as they are, or each as the layer before left it.
-        axes: the axis along which the states of a function's layers lie, for all or by filter.
-        split_rngs: which random states that layers share give each a key of its own (True: all); False: every layer
-            draws the same. By default layers draw one after the other, as in a Python loop.
+            - a class: call the result with the arguments of the class to make the layers;
+            - a factory (a callable without required arguments): it is called once for each layer;
+            - a function of the carry, which reads and writes already stacked states.
+        lengths: the lengths of nested loops (a tuple, outermost first), whose product is the number of layers; or the way
+            to store carries: a strategy of `policies`, a size such as ``"64MiB"``, or ``"auto"``, which stores enough
+            that no layer runs more than three times.
+        num: number of layers; needed if neither a `Stack` nor `lengths` gives it.
+        policy: the values that a layer saves as residuals; nothing by default. ``policies.everything`` leaves layers
+            without rematerialisation.
+        broadcast, carry: filters for states that all layers share: unchanged by the layers, or passed from layer to layer.
+        axes: the axis along which the states of a function's layers are stacked, for all states or by filter.
+        split_rngs: a filter for the shared random states that give each layer a key of its own; True for all, False to
+            draw the same in every layer. By default layers draw one after the other, as in a Python loop.
         has_ys: whether the target returns ``(carry, y)``.
 
     Returns:
-        A callable ``(carry, xs=None, **kwargs)``: `xs` has a leading axis with one element for each layer, which the
-        target gets as its second argument; keyword arguments go to every layer as they are. It returns the last carry,
-        with ``has_ys`` ``(carry, ys)``. For a class, what makes this callable.
+        A callable ``(carry, xs=None, **kwargs)``. `xs` has a leading axis with one element for each layer, the second
+        argument of the target; keyword arguments go unchanged to every layer. It returns the last carry, or with
+        ``has_ys`` ``(carry, ys)``. For a class, a function that makes this callable.
+
+    State:
+        Layers read and write their slices of the stacked states; `broadcast`, `carry` and `split_rngs` give the rules for
+        shared states.
 
     Memory:
-        With lengths of n layers' carries: their sum. With ``"auto"`` about ``sqrt(2 n)``. Besides, what one layer
-        computes, and the gradients.
+        For n layers: with lengths, ``sum(lengths)`` carries; with ``"auto"``, about ``sqrt(2 n)`` carries. In addition, the
+        residuals of one layer, and the gradients.
 
     Raises:
-        PolicyError: `lengths` cannot be had.
+        PolicyError: `lengths` cannot be met.
         StateValueError: the layers are not alike; see `stack`.
 
     Source:
@@ -94,10 +98,10 @@ def remat_scan(
         strategy.check("remat_scan", "layers", count)
     if isinstance(target, Stack):
         if count != len(target):
-            raise ValueError(f"remat_scan: the stack has {len(target)} layers, and {count} are asked for.")
+            raise ValueError(f"remat_scan: the stack has {len(target)} layers, but num or lengths asks for {count}.")
         return RematScan(target, len(target), strategy, policy, rules, has_ys)
     if count is None:
-        raise ValueError("remat_scan: say how many layers there are, by num= or lengths=.")
+        raise ValueError("remat_scan: give the number of layers by num= or lengths=.")
     if not callable(target):
         raise TypeError(f"remat_scan needs a Stack, a class, a factory or a function, got {type(target).__name__}.")
 
@@ -111,13 +115,13 @@ def remat_scan(
 
 
 class RematScan:
-    """Layers and the loop through them; made by `remat_scan`. ``len(deep)`` is the number of layers."""
+    """Layers and the loop over them; made by `remat_scan`. ``len(deep)`` is the number of layers."""
 
     def __init__(self, layers: Any, num: int, strategy: Strategy, policy: Policy, rules: _Rules, has_ys: bool):
         self.__wrapped__ = layers
         self._num = num
         self._strategy = _resolve_auto(strategy, num, policy)
-        self._states = rules.of(layers)
+        self._states = rules.for_layers(layers)
         self._has_ys = has_ys
 
     def __len__(self) -> int:
@@ -142,7 +146,7 @@ class RematScan:
 
 
 class _Rules:
-    """How the states of layers take part, as `remat_scan` is told."""
+    """The rules of `remat_scan` for the states of layers."""
 
     def __init__(self, broadcast: Filter, carry: Filter, axes: int | Mapping[Filter, int], split_rngs: Any):
         self._broadcast = broadcast
@@ -151,15 +155,15 @@ class _Rules:
         self._split_rngs = split_rngs
 
     def only_axis(self) -> int:
-        """The axis along which layers that are made here get their states."""
+        """The axis along which to stack the states of layers that `remat_scan` makes."""
         if isinstance(self._axes, Mapping):
-            raise ValueError("remat_scan: axes= by filter is for functions, whose states are stacked already.")
+            raise ValueError("remat_scan: axes= by filter is for functions, whose states are already stacked.")
         return self._axes
 
-    def of(self, layers: Any) -> dict[Filter, Any]:
-        """The rules for `scan`."""
+    def for_layers(self, layers: Any) -> dict[Filter, Any]:
+        """The rules for `scan`; the first filter that selects a state decides."""
         rules: dict[Filter, Any] = {}
-        if isinstance(layers, Stack):
+        if isinstance(layers, Stack):  # the layers' own states come before rules for shared states
             rules[layers.is_stacked] = layers.axis
         if self._split_rngs not in (None, False):
             rules[_both(_is_random, self._split_rngs)] = Split
@@ -185,7 +189,7 @@ def _read_lengths(lengths: Any, policy: Policy) -> Strategy:
 def _resolve_auto(strategy: Strategy, num: int, policy: Policy) -> Strategy:
     if not isinstance(strategy, Auto):
         return strategy
-    return Slots(slots_for(num, 2), policy=policy)
+    return Slots(slots_for(num, 2), policy=policy)  # a layer runs at most twice before its reversal, and once in it
 
 
 def _takes_nothing(target: Callable) -> bool:
@@ -202,6 +206,6 @@ def _is_random(path: str, state: Any) -> bool:
 
 
 def _both(a: Filter, b: Filter) -> Callable[[str, Any], bool]:
-    """The filter that selects what both do; any filter becomes one that can be a key."""
+    """The filter that selects the states that both select; it is hashable, so that it can be a key of `states`."""
     first, second = as_predicate(a), as_predicate(b)
     return lambda path, state: first(path, state) and second(path, state)

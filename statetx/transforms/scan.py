@@ -1,9 +1,8 @@
 """`scan`: a loop whose body reads and writes states.
 
-The body is staged once. States that it reads become inputs; those that it also writes are carried with the loop,
-the others are the same in every step. ``states=`` changes that for the states it names: `Carry` and `Broadcast` say
-so explicitly, an axis gives each step its slice of the state and stacks what the steps write, `Split` gives each step
-a key of its own.
+The body is staged once. The states that it reads become inputs of the loop. By default a written state is carried and a
+state that is only read is the same in every step. ``states=`` gives other rules: `Carry` and `Broadcast` declare this
+explicitly, an axis gives each step its slice of the state and stacks the writes, `Split` gives each step a key of its own.
 """
 
 from __future__ import annotations
@@ -52,43 +51,44 @@ def scan(
     """Run ``carry, y = f(carry, x)`` over the leading axis of `xs`; the body may read and write states.
 
     As ``jax.lax.scan``. The body's Python runs once, or twice if the carry or a state is a Python number that the body
-    turns into an array of another dtype; the compiled loop runs it `length` times. Each step sees the states as the step
-    before left them, and after the loop they hold what the last step wrote.
+    turns into an array of another dtype; the compiled loop runs it `length` times. Each step sees the writes of the
+    previous step, and after the loop the states hold the values of the last step.
 
     Args:
         f: the body, ``(carry, x) -> (carry, y)``.
         init: the first carry; a pytree of arrays and Python numbers.
         xs: a pytree of arrays with a leading axis of equal length, or None. A ``jax.Ref`` among them is sliced, too: a step
-            gets a Ref of its slice, and what it writes there is in the Ref after the loop.
+            gets a Ref of its slice, and after the loop the Ref holds the slices that the steps wrote.
         length: number of steps; needed if `xs` has no arrays and no state that the body holds has an axis.
         reverse: whether to run from the last element to the first.
         unroll: number of steps in one iteration of the compiled loop, as in ``jax.lax.scan``.
-        states: how the states that a filter selects take part: `Carry`, `Broadcast`, an axis (the state has one
+        states: from filters to rules for the states that they select: `Carry`, `Broadcast`, an axis (the state has one
             slice for each step along it; writes are stacked back), or `Split` for random states. Filters are tried
-            in order; states that none selects are carried if written and broadcast if only read.
-        checkpoint: how the loop stores less for its gradient: one of ``policies.Slots``, ``Budget``, ``Levels`` or
-            ``Lengths``, or in short a number of slots, a size such as ``"64MiB"`` or a tuple of lengths; ``"auto"``
-            measures and chooses. All that comes out is as without. `unroll` must be 1 then.
-        progress: whether a bar (of rich) shows how far the loop is, and its reversal where there is a schedule. Works in
-            compiled programs; the loop reports about a hundred times.
+            in order. States that none selects are carried if written and broadcast if only read.
+        checkpoint: how to store less for the gradient of the loop: one of ``policies.Slots``, ``Budget``, ``Levels`` or
+            ``Lengths``; or for short a number of slots, a size such as ``"64MiB"`` or a tuple of lengths; ``"auto"``
+            measures and chooses. Results and gradients do not change. Requires ``unroll=1``.
+        progress: whether to show a progress bar (of rich) for the loop, and for its reversal if there is a schedule. Works
+            in compiled programs; the loop reports about a hundred times.
 
     Returns:
         ``(carry, ys)``: the last carry, and the outputs stacked along a new leading axis.
 
     State:
-        Reads and writes what the body does. A carried state keeps shape, dtype and structure. A leaf of a weak type,
-        that of a Python number, is promoted as in the carry of ``jax.lax.scan``: ``State(0)`` to which the body adds a
-        float is a float afterwards, also after no step at all.
+        Reads and writes the same states as the body. A carried state keeps shape, dtype and structure. A leaf of a weak
+        type, such as a Python number, is promoted as in the carry of ``jax.lax.scan``: ``State(0)`` is a float after the
+        loop if the body adds a float, even if there are no steps.
 
     Memory:
-        Under reverse-mode differentiation each step keeps what its backward step needs: rematerialise the body
-        (``statetx.remat``) to keep only what is carried, or give `checkpoint` to keep less than that.
+        Under reverse-mode differentiation each step saves the residuals of its backward step: `length` times the
+        residuals of the body. Rematerialise the body (``statetx.remat``) to save only the carries, or give `checkpoint`
+        to save fewer of them.
 
     Raises:
         CarryTypeError: a step would change the type of the carry or of a carried state.
         CreatedStateError: the body created a state that outlives the loop.
         StateAccessError: the body wrote a `Broadcast` state, or reaches a Ref in `xs` in another way, too.
-        PolicyError: `checkpoint` cannot be had; a budget that is too small is found when the loop is differentiated.
+        PolicyError: `checkpoint` cannot be met; a budget that is too small raises when the loop is differentiated.
         EffectError: the body calls a host callback with effects, and `checkpoint` would call it again.
 
     Source:
@@ -119,7 +119,7 @@ def scan(
     if eager.is_wanted():
         if length:
             return eager.scan(f, carry_part.combine([jnp.asarray(x) for x in carry]), xs, length, bool(reverse), rules)
-        with jax.disable_jit(False):  # without a step only staging tells the types of the output
+        with jax.disable_jit(False):  # without a step, only staging finds the output types
             return scan(f, init, xs, length, states=states)
     x_avals = [_jax.drop_axis(_jax.abstract(x), 0) for x in xs_leaves]
 
@@ -151,7 +151,7 @@ def scan(
 
 
 def _effects_on(refs: Collection[jax.Ref], body: Staged) -> list[Effect]:
-    """What a loop does to Refs that it is given as `xs`: of each step, a slice is written."""
+    """The effects of a loop on the Refs in `xs`: each step writes its slice."""
     for ref in refs:
         if id(ref) in body.inputs or sum(r is ref for r in refs) > 1:
             raise StateAccessError(
@@ -162,12 +162,12 @@ def _effects_on(refs: Collection[jax.Ref], body: Staged) -> list[Effect]:
 
 
 def _check_known(argument: str, value: Any) -> None:
-    """Refuse a tracer where an integer decides about the program."""
+    """Raise for a tracer in an argument that the structure of the program depends on."""
     if isinstance(value, _jax.Tracer):
         raise jax.errors.ConcretizationTypeError(
             value,
             f"scan: {argument}= must be known while the loop is traced.\nFix: give a Python integer; in a jitted function, "
-            f"declare the argument that it comes from in static_argnames.",
+            f"declare its argument in static_argnames.",
         )
 
 
@@ -184,23 +184,24 @@ def _resolve_length(xs: Sequence[Any], length: int | None, rules: Rules) -> int:
             raise ValueError(f"scan: length={length} disagrees with the leading axes of xs, which are {lengths}.")
         return length
     if not lengths:
-        of_states = rules.size_of_mapped()
-        if of_states is None:
+        state_length = rules.size_of_mapped()
+        if state_length is None:
             raise ValueError("scan: give length=, or xs with at least one array.")
-        return of_states
+        return state_length
     if len(set(lengths)) > 1:
         raise ValueError(f"scan: the leading axes of xs have different lengths: {lengths}.")
     return lengths[0]
 
 
 class _Loop:
-    """A staged body with its states sorted by how they take part.
+    """A staged body, with its states sorted by their rules.
 
-    Order of the loop body's inputs: operands, broadcast and repeated states, carry, carried and repeated states, x, mapped
-    states; of its outputs: carry, carried and repeated states, y, slices of Refs in xs, mapped states that are written.
+    Inputs of the loop body, in order: operands, broadcast and repeated states, carry, carried and repeated states, x, split
+    and mapped states. Outputs, in order: carry, carried and repeated states, y, slices of the Refs in xs, mapped states that
+    are written. A repeated state is an input twice: the body reads the constant, and the carry takes its last write.
 
     Args:
-        refs: effects on Refs in xs; their slices follow y among the outputs.
+        refs: effects on the Refs in xs; their slices follow y among the outputs.
     """
 
     def __init__(self, body: Staged, num_carry: int, length: int, rules: Rules, refs: list[Effect]):
@@ -214,37 +215,37 @@ class _Loop:
         self._carried: list[Input] = []
         self._mapped: list[tuple[Input, int]] = []
         self._split: list[Input] = []
-        self._repeated: list[Input] = []  # random states of which every step draws the same
+        self._repeated: list[Input] = []  # random states with the same draws in every step
         for i in body.inputs.values():
             self._sort(i)
         self._stacked = [(i, axis) for i, axis in self._mapped if id(i.state) in self._written]
         self._body = self._arrange()
 
-    def _sort(self, i: Input) -> None:
-        rule, effect = self._rules(i.state), self._written.get(id(i.state))
+    def _sort(self, read: Input) -> None:
+        rule, effect = self._rules(read.state), self._written.get(id(read.state))
         if isinstance(rule, int):
-            self._mapped.append((i, rule))
+            self._mapped.append((read, rule))
         elif rule is Split:
-            self._split.append(i)
-        elif rule is Broadcast and effect is not None and i.kind.is_random(i.state):
-            self._repeated.append(i)
+            self._split.append(read)
+        elif rule is Broadcast and effect is not None and read.kind.is_random(read.state):
+            self._repeated.append(read)
         elif rule is Broadcast and effect is not None:
             raise StateAccessError(
-                f"scan: {_states.describe(i.state, i.kind, self._rules.path(i.state))} is declared Broadcast and was "
+                f"scan: {_states.describe(read.state, read.kind, self._rules.path(read.state))} is declared Broadcast and was "
                 f"written at {effect.site}.\nFix: declare it Carry, or give an axis to stack its writes along."
             )
         elif rule is Carry or effect is not None:
-            self._carried.append(i)
+            self._carried.append(read)
         else:
-            self._broadcast.append(i)
+            self._broadcast.append(read)
 
     def _arrange(self) -> Body:
-        s = self._staged
-        states = lambda inputs: [v for i in inputs for v in s.state_vars(i)]  # noqa: E731
+        staged = self._staged
+        states = lambda inputs: [v for i in inputs for v in staged.state_vars(i)]  # noqa: E731
         sliced = [*self._split, *(i for i, _ in self._mapped)]
-        carry_vars, x_vars = s.arg_vars[: self._num_carry], s.arg_vars[self._num_carry :]
+        carry_vars, x_vars = staged.arg_vars[: self._num_carry], staged.arg_vars[self._num_carry :]
         invars = [
-            *s.operand_vars,
+            *staged.operand_vars,
             *states(self._broadcast),
             *states(self._repeated),
             *carry_vars,
@@ -253,21 +254,24 @@ class _Loop:
             *x_vars,
             *states(sliced),
         ]
-        left = [*self._carried, *self._repeated]
-        carried = [v for i in left for v in s.written_vars.get(id(i.state), s.state_vars(i))]
-        stacked = [v for i, _ in self._stacked for v in s.written_vars[id(i.state)]]
-        carry_out, ys = s.out_vars[: self._num_carry], s.out_vars[self._num_carry :]
-        return s.arrange(invars, [*carry_out, *carried, *ys, *stacked])
+
+        carried_inputs = [*self._carried, *self._repeated]
+        carried = [v for i in carried_inputs for v in staged.written_vars.get(id(i.state), staged.state_vars(i))]
+        stacked = [v for i, _ in self._stacked for v in staged.written_vars[id(i.state)]]
+        carry_out, ys = staged.out_vars[: self._num_carry], staged.out_vars[self._num_carry :]
+        return staged.arrange(invars, [*carry_out, *carried, *ys, *stacked])
 
     def run(self, carry: list, xs: list, **options: Any) -> tuple[list, list]:
         """Run the loop and publish its writes; returns the leaves of the last carry and of the outputs.
 
-        `options` are those of `make_loop`.
+        `options`: see `make_loop`.
         """
         values = lambda inputs: [x for i in inputs for x in i.values]  # noqa: E731
+        # Of a split state's new keys, the first is its next value and the others go to the steps.
         keys = [jax.random.split(x, self._length + 1) for x in values(self._split)]
         mapped = [*(k[1:] for k in keys), *(jnp.moveaxis(x, axis, 0) for i, axis in self._mapped for x in i.values)]
         carried = values([*self._carried, *self._repeated])
+
         constants = [*self._staged.operands, *values(self._broadcast), *values(self._repeated)]
         num_carry = len(carry) + len(carried)
         loop = make_loop(self._staged, self._body, len(constants), num_carry, self._length, **options)
@@ -277,14 +281,17 @@ class _Loop:
         return carry[:num_carry], ys[: num_stacked - len(self._refs)]
 
     def _publish(self, carried: list, stacked: list, advanced: list, slices: list) -> None:
-        """Store what the loop leaves in the written states, in the order in which the body wrote them."""
-        carried_, stacked_, advanced_ = iter(carried), iter(stacked), iter(advanced)
-        left: dict[int, list] = {}
+        """Store the final values of the written states, in the order in which the body wrote them."""
+        carried_leaves, stacked_leaves, advanced_keys = iter(carried), iter(stacked), iter(advanced)
+        leaves_by_state: dict[int, list] = {}
         for i in (*self._carried, *self._repeated):
-            left[id(i.state)] = [next(carried_) for _ in i.values]
+            leaves_by_state[id(i.state)] = [next(carried_leaves) for _ in i.values]
         for i, axis in self._stacked:
-            left[id(i.state)] = [jnp.moveaxis(next(stacked_), 0, axis) for _ in self._staged.written_vars[id(i.state)]]
-        left |= {id(i.state): [next(advanced_) for _ in i.values] for i in self._split}
-        leaves = [x for e in self._staged.effects for x in left[id(e.state)]]
+            leaves_by_state[id(i.state)] = [
+                jnp.moveaxis(next(stacked_leaves), 0, axis) for _ in self._staged.written_vars[id(i.state)]
+            ]
+        leaves_by_state |= {id(i.state): [next(advanced_keys) for _ in i.values] for i in self._split}
+
+        leaves = [x for e in self._staged.effects for x in leaves_by_state[id(e.state)]]
         parts = [*self._staged.values, *(partition(0, is_array_or_number)[1] for _ in self._refs)]
         publish([*self._staged.effects, *self._refs], parts, [*leaves, *slices[: len(self._refs)]])

@@ -1,4 +1,4 @@
-"""`shard_map`: one program on many devices, with states that are replicated or split over a mesh."""
+"""`shard_map`: run one program on many devices, with states that are replicated or sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ShardMapOptions(TypedDict, total=False):
-    """What `shard_map` takes besides the function and the specs."""
+    """The options of `shard_map` besides the specs."""
 
     mesh: Any
     axis_names: Any
@@ -48,23 +48,26 @@ def shard_map(
     check_vma: bool = True,
     states: Mapping[Filter, PartitionSpec] | None = None,
 ) -> Any:
-    """Run a function that may read and write states on each device of a mesh, with its part of the arguments.
+    """Run a function that may read and write states on each device of a mesh, with its shard of the arguments.
 
     As ``jax.shard_map``. The function's Python runs once.
 
     Args:
-        f: the function of one device's parts. Arguments that are no arrays pass untouched.
-        mesh: the mesh, or None for that of the context.
+        f: the function of one device's shards. Arguments other than arrays pass untouched.
+        mesh: the mesh; by default the mesh of the context.
         in_specs: for each argument, or for parts of it, a ``PartitionSpec``.
         out_specs: the same for the output.
         axis_names: as in ``jax.shard_map``.
         check_vma: as in ``jax.shard_map``.
-        states: a ``PartitionSpec`` for the states that a filter selects, among those that the call can reach: each
-            device sees its part, and its writes are put back there. All other states are replicated: every device
-            sees the whole value, and a write must be the same on all of them (the result of a ``psum``, say).
+        states: from filters to the ``PartitionSpec`` of the states that they select, among those that the call can reach.
+            Each device sees its shard and writes its shard. All other states are replicated: every device sees the
+            whole value, and a write must be the same on all devices (the result of a ``psum``, for example).
 
     Returns:
-        A function of the whole arguments.
+        A function of the unsharded arguments; its output has the global shapes that `out_specs` give.
+
+    State:
+        Reads the states that `f` reads, and also every state that `f` and its arguments hold. Writes the states that `f` writes.
 
     Raises:
         StateAccessError: a write to a replicated state may differ between the devices.
@@ -106,21 +109,25 @@ class ShardMap(Wrapper):
     def __call__(self, /, *args: Any) -> Any:
         fun = self.__wrapped__
         specs = _broadcast_specs(self._in_specs, args)
-        leaves, part = partition(args, is_array)
-        specs = [s for s, dynamic in zip(specs, part.mask, strict=True) if dynamic]
+        leaves, args_part = partition(args, is_array)
+        specs = [spec for spec, is_dynamic in zip(specs, args_part.mask, strict=True) if is_dynamic]
         devices = _Devices(self, args)
 
         def body(state_values: list, tracers: list) -> dict[str, list]:
             frame = frame_for(
                 "shard_map", fun, on_read=devices.on_read(state_values), frees_cycles=True, outer_trace=outside
             )
-            out = frame.run(call, fun, part.combine(tracers), {})
+            out = frame.run(call, fun, args_part.combine(tracers), {})
             return devices.sort(out, frame.effects)
 
         outside = _jax.current_trace()
-        groups = {str(s): s for s in (_REPLICATED, *_specs_in(self._out_specs), *(s for _, s in self._rules))}
+        # Strings, since JAX sorts the keys of a dict, and a PartitionSpec has no order.
+        groups = {
+            str(spec): spec for spec in (_REPLICATED, *_specs_in(self._out_specs), *(spec for _, spec in self._rules))
+        }
         devices.groups = {name: [] for name in groups}
         in_specs = (devices.state_specs, specs)
+
         run = jax.shard_map(body, in_specs=in_specs, out_specs=groups, **self._jax_options)
         try:
             outs = run(devices.state_values, [as_array(x) for x in leaves])
@@ -135,18 +142,25 @@ class ShardMap(Wrapper):
 
 
 class _Devices:
-    """One call: declared states on the way in, output and writes on the way out."""
+    """One call: gives the states to JAX as inputs, and collects the output and the writes.
+
+    Attributes:
+        paths: paths of states, from the function and its arguments.
+        state_values, state_specs: for each state that is an input, its arrays and its spec.
+        groups: the traced leaves of output and writes, by their spec as a string.
+        replicated_writes: writes of states without a spec.
+    """
 
     groups: dict[str, list]
 
     def __init__(self, owner: ShardMap, args: tuple):
         self._owner = owner
         self.paths = Paths(owner.__wrapped__, args)
-        self._parts: dict[int, Partition] = {}
+        self._partitions: dict[int, Partition] = {}
         self.state_values: list[list] = []
         self.state_specs: list[PartitionSpec] = []
-        # Replicated states are inputs, too. JAX closes over no array that lies on explicit axes, knows no derivative of one that
-        # lies on others and is read in a loop, and gives each device a second copy of any.
+        # Replicated states are inputs, too, not closed over. JAX cannot close over an array that is sharded on explicit axes,
+        # has no derivative for a closed-over array on other axes that is read in a loop, and copies any to each device again.
         for path, state in self.paths.items().items():
             is_held = path in self.paths.held
             spec = owner.spec_of(path, state)
@@ -165,26 +179,26 @@ class _Devices:
         assert kind is not None
         try:
             value = kind.read(state)
-        except Exception:  # of its library: it has no value, or may not be read here
+        except Exception:  # the state's library refuses: it has no value, or may not be read here
             if is_required:
                 raise
-            return  # the call may never touch it
-        values, self._parts[id(state)] = partition(value, is_array)
+            return  # the call may not touch it
+        values, self._partitions[id(state)] = partition(value, is_array)
         self.state_values.append(values)
         self.state_specs.append(spec)
 
     def on_read(self, values: list[list]) -> Callable[[Any, Any, Any], Any]:
-        given = dict(zip(self._parts, values, strict=True))
+        value_by_id = dict(zip(self._partitions, values, strict=True))
 
         def on_read(state: Any, kind: Any, value: Any) -> Any:
-            if id(state) in given:
-                return self._parts[id(state)].combine(given[id(state)])
+            if id(state) in value_by_id:
+                return self._partitions[id(state)].combine(value_by_id[id(state)])
             path = self.paths(state)
             if self._owner.spec_of(path, state) is not None:
                 raise StateFilterError(
                     f"shard_map: states= selects {_states.describe(state, kind, path)}, which "
-                    f"{name_of(self._owner.__wrapped__)} reads. Every device would get all of it: no walk over the function "
-                    f"and its arguments finds it.\n"
+                    f"{name_of(self._owner.__wrapped__)} reads. Every device would get the whole value: no walk over the "
+                    f"function and its arguments finds it.\n"
                     f"Fix: hold the state in an attribute of an object that the function closes over, or in an argument."
                 )
             return value
@@ -204,15 +218,16 @@ class _Devices:
         specs = _broadcast_specs(self._owner._out_specs, out)
         for leaf, spec in zip(leaves, (s for s, d in zip(specs, self._out.mask, strict=True) if d), strict=True):
             put(leaf, spec)
+
         for effect in effects:
             spec = self._owner.spec_of(self.paths(effect.state), effect.state)
             if spec is None:
                 spec = _REPLICATED
                 self.replicated_writes.append(effect)
-            dynamic, part = partition(effect.value, is_array)
+            value_leaves, part = partition(effect.value, is_array)
             effect.value = None
             self._effects.append((effect, part))
-            for leaf in dynamic:
+            for leaf in value_leaves:
                 put(leaf, spec)
         groups, self.groups = self.groups, {}
         return groups
@@ -223,13 +238,13 @@ class _Devices:
         )
         return (
             f"shard_map({name_of(self._owner.__wrapped__)}) wrote replicated states, and JAX cannot tell that all devices "
-            f"write the same value: {written}.\nFix: declare the axes that each device has its part of, "
+            f"write the same value: {written}.\nFix: declare the axes over which the state is sharded, "
             f"shard_map(..., states={{path: PartitionSpec(...)}}), or reduce the value over the devices (jax.lax.psum)."
         )
 
     def finish(self, groups: dict[str, list]) -> PyTree:
         assert self._out is not None
-        leaves = iter([groups[group][place] for group, place in self._plan])
+        leaves = iter([groups[group][index] for group, index in self._plan])
         out = self._out.combine([next(leaves) for _ in range(self._out.num_dynamic)])
         for effect, part in self._effects:
             effect.value = part.combine([next(leaves) for _ in range(part.num_dynamic)])
@@ -238,7 +253,7 @@ class _Devices:
 
 
 class _Names(dict[PartitionSpec, str]):
-    """The names of the groups that leaves are sorted into, by what all of a group have: their spec."""
+    """From a spec to the name of the group of leaves that have it."""
 
     def __missing__(self, spec: PartitionSpec) -> str:
         self[spec] = name = str(spec)
@@ -254,10 +269,12 @@ def _specs_in(specs: Any) -> list[PartitionSpec]:
 
 
 def _broadcast_specs(specs: Any, tree: PyTree) -> list[PartitionSpec]:
-    found: list[PartitionSpec] = []
+    leaf_specs: list[PartitionSpec] = []
 
-    def fill(spec: Any, part: PyTree) -> None:
-        found.extend([_REPLICATED if spec is None else spec] * len(jax.tree.leaves(part, is_leaf=_states.is_opaque)))
+    def fill(spec: Any, subtree: PyTree) -> None:
+        leaf_specs.extend(
+            [_REPLICATED if spec is None else spec] * len(jax.tree.leaves(subtree, is_leaf=_states.is_opaque))
+        )
 
     jax.tree.map(fill, specs, tree, is_leaf=_is_spec)
-    return found
+    return leaf_specs

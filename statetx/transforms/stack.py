@@ -1,4 +1,4 @@
-"""`stack`: layers of equal structure as one, whose states have an axis for the layers."""
+"""`stack`: combine layers of equal structure into one, whose states have an axis for the layers."""
 
 from __future__ import annotations
 
@@ -29,25 +29,28 @@ from .scan import scan
 def stack(
     layers: Callable[[], Any] | Sequence[Any], num: int | None = None, *, axis: int = 0, shared: Filter = False
 ) -> Stack:
-    """Build layers and stack their states along an axis, so that a loop can go through them.
+    """Build layers and stack their states along an axis, so that a loop can run over them.
 
     A stack of a thousand layers is traced and compiled like one layer. Call it to apply the layers one after the
     other (by `scan`), or give it to `remat_scan` to do so in less memory.
 
     Args:
-        layers: makes one layer (a class or function without arguments, called `num` times, so that each layer
-            draws its own initial values), or a sequence of layers that are there already.
-        num: how many to make.
-        axis: where the states get the axis for the layers.
-        shared: a filter for states that all layers have in common: the first layer's.
+        layers: a class or function without arguments that makes one layer (called `num` times, so that each layer
+            draws its own initial values), or a sequence of existing layers.
+        num: number of layers to make.
+        axis: position of the new axis in the states' arrays.
+        shared: a filter for states that all layers share: the first layer's states are used.
 
     Returns:
-        A `Stack`. What it holds is the first layer, of which each state now has the values of all. A state that all
-        layers share stays as it is, shared.
+        A `Stack`. It holds the first layer, whose states now have the stacked values of all layers. A state that all
+        layers share already is left unchanged.
+
+    State:
+        Writes the states of the first layer; those of the other layers are only read.
 
     Raises:
         StateValueError: the layers differ in structure, in the type of a state's value, or in a plain attribute, which
-            could not differ between the turns of a loop; the message has the path and both values.
+            cannot differ between the steps of a loop; the message has the path and both values.
 
     Example:
         >>> import jax, jax.numpy as jnp, statetx
@@ -71,25 +74,29 @@ def stack(
         raise TypeError(f"stack: axis must be an integer, got {axis!r}.")
     if callable(layers) and not isinstance(layers, (list, tuple)):
         if isinstance(num, bool) or not isinstance(num, int) or num < 1:
-            raise ValueError(f"stack: say how many layers to make, a whole number of at least 1; got num={num!r}.")
-        made = [layers() for _ in range(num)]
+            raise ValueError(
+                f"stack: num, the number of layers to make, must be an integer of at least 1; got num={num!r}."
+            )
+        layer_list = [layers() for _ in range(num)]
     else:
-        made = list(layers)
-        if not made or num not in (None, len(made)):
-            raise ValueError(f"stack: num={num} disagrees with the {len(made)} layers given.")
-    partners = [_check_alike(made[0], layer, f"layer {i}") for i, layer in enumerate(made[1:], 1)]
-    return Stack(made[0], len(made), axis, _stack_states(made[0], partners, axis, as_predicate(shared)))
+        layer_list = list(layers)
+        if not layer_list or num not in (None, len(layer_list)):
+            raise ValueError(f"stack: num={num} disagrees with the {len(layer_list)} layers given.")
+    partners = [_check_alike(layer_list[0], layer, f"layer {i}") for i, layer in enumerate(layer_list[1:], 1)]
+    return Stack(
+        layer_list[0], len(layer_list), axis, _stack_states(layer_list[0], partners, axis, as_predicate(shared))
+    )
 
 
 @public
 class Stack:
-    """Layers as one; made by `stack`.
+    """Stacked layers; made by `stack`.
 
     Attributes:
-        axis: of the states, along which the layers lie.
+        axis: the axis of the states' arrays along which the layers are stacked.
 
-    ``len(layers)`` is their number, ``layers[i]`` a copy of one with states of its own, ``layers[a:b]`` a stack of
-    copies, and iteration gives copies in order. `unstack` gives them all as a list.
+    ``len(layers)`` is the number of layers, ``layers[i]`` a copy of one layer with its own states, ``layers[a:b]`` a stack
+    of copies; iteration yields copies in order. `unstack` returns a list of copies of all layers.
     """
 
     def __init__(self, layer: Any, num: int, axis: int, stacked: Sequence[Any]):
@@ -126,27 +133,31 @@ class Stack:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stack:
         layer = copy.deepcopy(self.__wrapped__, memo)
-        mine, new = states(self.__wrapped__), states(layer)
-        return Stack(layer, self._num, self.axis, [new[p] for p, s in mine.items() if id(s) in self._stacked])
+        states_by_path, new_states = states(self.__wrapped__), states(layer)
+        return Stack(
+            layer, self._num, self.axis, [new_states[p] for p, s in states_by_path.items() if id(s) in self._stacked]
+        )
 
     def _copy(self, i: int) -> Any:
-        found = states(self.__wrapped__)
+        states_by_path = states(self.__wrapped__)
         memo: dict[int, Any] = {}
         values = {}
-        for path, state in found.items():
+        for path, state in states_by_path.items():
             value = _kind(state).read(state)
             if id(state) in self._stacked:
                 values[path] = jax.tree.map(lambda x: jnp.take(x, i, self.axis) if is_array(x) else x, value)
             else:
-                memo[id(state)] = state  # shared by all layers, and so by the copy
-            memo |= {id(x): x for x in jax.tree.leaves(value)}
+                memo[id(state)] = state  # all layers share it, so the copy does, too
+            memo |= {id(x): x for x in jax.tree.leaves(value)}  # arrays are replaced below: do not copy them
+
         layer = copy.deepcopy(self.__wrapped__, memo)
-        left = next((p for p, s in Paths(layer).items().items() if id(s) in self._stacked), None)
-        if left is not None:
+        shared_path = next((p for p, s in Paths(layer).items().items() if id(s) in self._stacked), None)
+        if shared_path is not None:
             raise StateValueError(
-                f"stack: cannot copy a layer, which refers to its state {left!r} weakly or from code: the copy would still "
-                f"refer to the state of all layers.\nFix: hold the state in an attribute of the layer only."
+                f"stack: cannot copy a layer that refers to its state {shared_path!r} weakly or from code: the copy would still "
+                f"refer to the stacked state.\nFix: hold the state in an attribute of the layer only."
             )
+
         copies = states(layer)
         _annotate([copies[path] for path in values], self.axis, "delete_axis")
         commit([_kind(copies[path]).store(copies[path], value) for path, value in values.items()])
@@ -154,7 +165,7 @@ class Stack:
 
 
 def unstack(layers: Stack) -> list[Any]:
-    """The layers of a stack, each with states of its own; later writes to one do not reach the other."""
+    """Return the layers of a stack as copies with their own states; later writes to a copy or to the stack are separate."""
     return list(layers)
 
 
@@ -167,40 +178,44 @@ def _kind(state: Any) -> Any:
 def _stack_states(
     layer: Any, partners: list[dict[int, Any]], axis: int, shared: Callable[[str, Any], bool]
 ) -> list[Any]:
-    """Give the states of the first layer the values of all; returns those that got them.
+    """Write the stacked values of all layers to the first layer's states; returns the stacked states.
 
-    `partners`: for each other layer, the states that correspond to the first's, by id.
+    `partners`: for each other layer, its corresponding state by id of the first layer's state.
     """
-    found = dict(Walk(follows_classes=False).held(layer, is_called=False))
-    known = {id(state) for state in found.values()}
-    foreign = [(n, i) for n, p in enumerate(partners, 1) for i, s in p.items() if i not in known and i != id(s)]
-    for n, i in foreign:
+    states_by_path = dict(Walk(follows_classes=False).held(layer, is_called=False))
+    held_ids = {id(state) for state in states_by_path.values()}
+    foreign_states = [
+        (n, i) for n, by_id in enumerate(partners, 1) for i, s in by_id.items() if i not in held_ids and i != id(s)
+    ]
+    for n, i in foreign_states:
         path = next(path for path, state in Paths(layer).items().items() if id(state) == i)
         raise StateValueError(
-            f"stack: layer {n} refers to the state {path!r} that it does not hold, and the first layer to another.\n"
-            f"Fix: hold the state in an attribute of the layer, or let all layers refer to one."
+            f"stack: layer {n} refers to the state {path!r} without holding it, and the first layer refers to another "
+            f"state there.\nFix: hold the state in an attribute of the layer, or let all layers refer to one state."
         )
+
     stacked, values = [], []
-    for path, first in found.items():
-        alike = [first, *(p.get(id(first), first) for p in partners)]
-        if shared(path, first) or (len(alike) > 1 and all(state is first for state in alike)):
+    for path, first in states_by_path.items():
+        states_of_layers = [first, *(by_id.get(id(first), first) for by_id in partners)]
+        if shared(path, first) or (len(states_of_layers) > 1 and all(state is first for state in states_of_layers)):
             continue
-        if len({id(state) for state in alike}) != len(alike):
+        if len({id(state) for state in states_of_layers}) != len(states_of_layers):
             raise StateValueError(
                 f"stack: some layers share the state {path!r} and others do not. Fix: share it among all, or none."
             )
         kind = _kind(first)
         if kind is REF:
             raise StateValueError(f"stack: {path!r} is a jax.Ref, whose shape is fixed. Fix: use statetx.State for it.")
+
         stacked.append(first)
-        values.append(_stack_values([kind.read(state) for state in alike], path, axis))
+        values.append(_stack_values([kind.read(state) for state in states_of_layers], path, axis))
     commit([_kind(state).store(state, value) for state, value in zip(stacked, values, strict=True)])
     _annotate(stacked, axis, "insert_axis")
     return stacked
 
 
 def _annotate(stacked: Sequence[Any], axis: int, change: str) -> None:
-    """Tell the metadata of states that an axis for the layers was inserted or is to be deleted."""
+    """Update the axis metadata of states for the layer axis: `change` is ``"insert_axis"`` or ``"delete_axis"``."""
     for state in stacked:
         kind = _kind(state)
         leaves = jax.tree.leaves(kind.get(state))
@@ -209,17 +224,20 @@ def _annotate(stacked: Sequence[Any], axis: int, change: str) -> None:
 
 
 def _stack_values(values: list[PyTree], path: str, axis: int) -> PyTree:
-    parts = [partition(value, is_array_or_number) for value in values]
-    leaves, part = parts[0]
-    for i, (others, other) in enumerate(parts[1:], 1):
-        same = other.treedef == part.treedef and other.mask == part.mask and other.static == part.static
-        if not same or any(_type(a) != _type(b) for a, b in zip(leaves, others, strict=True)):
+    partitions = [partition(value, is_array_or_number) for value in values]
+    leaves, part = partitions[0]
+    for i, (other_leaves, other) in enumerate(partitions[1:], 1):
+        is_same_structure = other.treedef == part.treedef and other.mask == part.mask and other.static == part.static
+        if not is_same_structure or any(_type(a) != _type(b) for a, b in zip(leaves, other_leaves, strict=True)):
             raise StateValueError(
                 f"stack: the layers' states {path!r} differ in type: layer 0 has {tree_type_str(values[0])}, layer {i} "
-                f"{tree_type_str(values[i])}.\nFix: stack layers of the same sizes; keep others beside the stack."
+                f"{tree_type_str(values[i])}.\nFix: stack layers of the same sizes; keep others outside the stack."
             )
     return part.combine(
-        [jnp.stack([jnp.asarray(x) for x in column], axis) for column in zip(*(p[0] for p in parts), strict=True)]
+        [
+            jnp.stack([jnp.asarray(x) for x in leaf_of_layers], axis)
+            for leaf_of_layers in zip(*(p[0] for p in partitions), strict=True)
+        ]
     )
 
 
@@ -229,19 +247,19 @@ def _type(x: Any) -> tuple:
 
 # -- are the layers alike ----------------------------------------------------------------------------------------------
 #
-# One layer's Python runs for all, so whatever two layers hold besides states must be equal, and their states must correspond
-# one to one. What cannot be looked into is compared by `==`; what is then not equal is refused.
+# The first layer's Python runs for all layers. So everything except states must be equal in two layers, and their states must
+# correspond one to one. Opaque objects are compared by `==`. This errs towards refusing layers that are alike.
 
-_LABELS = frozenset({"name", "_name"})
-_INERT = (type(threading.Lock()), type(threading.RLock()))  # hold nothing that a layer could compute with
+_LABELS = frozenset({"name", "_name"})  # may differ: they identify a layer
+_INERT = (type(threading.Lock()), type(threading.RLock()))  # hold no data that a layer could compute with
 
 
 def _check_alike(first: Any, other: Any, which: str) -> dict[int, Any]:
-    """Raise if what two layers hold besides states differs; returns the other's state for each of the first's, by id."""
+    """Raise if two layers differ in anything but states; returns the other's state by id of the first's."""
     partners: dict[int, Any] = {}
-    taken: dict[int, str] = {}  # the other's states, and where they were met
+    path_of_partner: dict[int, str] = {}  # from id of the other's state to its path
     seen: set[tuple[int, int]] = set()
-    alive: list[Any] = []  # objects made on the way must outlive the comparison, or their ids are used again
+    alive: list[Any] = []  # objects made on access must outlive the comparison, since Python reuses their ids
     pending = [("", first, other)]
     while pending:
         path, a, b = pending.pop()
@@ -253,39 +271,42 @@ def _check_alike(first: Any, other: Any, which: str) -> dict[int, Any]:
         if type(a) is not type(b):
             same_name = type(a).__name__ == type(b).__name__
             raise _differs(path, which, *(str(type(x)) if same_name else type(x).__name__ for x in (a, b)))
+
         kind = _states.kind_of(a)
         if kind is not None:
-            if partners.setdefault(id(a), b) is not b or taken.setdefault(id(b), path) != path:
+            if partners.setdefault(id(a), b) is not b or path_of_partner.setdefault(id(b), path) != path:
                 raise _differs(path, which, "one state in several places", "several states there, or the reverse")
-            mine, theirs = list(extras(a, kind)), list(extras(b, kind))
+            children_a, children_b = list(extras(a, kind)), list(extras(b, kind))
         else:
             if a is not b:
                 _check_content(a, b, path, which)
-            mine, theirs = _parts(a), _parts(b)
-        if [key for key, _ in mine] != [key for key, _ in theirs]:
-            mine_keys, their_keys = (", ".join(key for key, _ in parts) or "none" for parts in (mine, theirs))
-            raise _differs(path, which, f"parts {mine_keys}", f"parts {their_keys}")
-        pairs = zip(mine, theirs, strict=True)
+            children_a, children_b = _all_children(a), _all_children(b)
+
+        if [key for key, _ in children_a] != [key for key, _ in children_b]:
+            keys_a, keys_b = (", ".join(key for key, _ in items) or "none" for items in (children_a, children_b))
+            raise _differs(path, which, f"parts {keys_a}", f"parts {keys_b}")
+        # Reversed, so that the first difference in order of definition is the one that is reported.
+        pairs = zip(children_a, children_b, strict=True)
         pending += [(f"{path}.{k}" if path and k else path or k, x, y) for (k, x), (_, y) in pairs][::-1]
     return partners
 
 
-def _parts(obj: Any) -> list[tuple[str, Any]]:
+def _all_children(obj: Any) -> list[tuple[str, Any]]:
     if _is_array(obj):
         return list(attributes(obj)) if isinstance(obj, np.ndarray) else []
     return [*children(obj), *weak_children(obj)]
 
 
 def _check_content(a: Any, b: Any, path: str, which: str) -> None:
-    """Raise if two objects of one type differ in what is none of their parts."""
+    """Raise if two objects of one type differ in their own data, apart from their children."""
     if _is_array(a):
         is_known = not isinstance(a, _jax.Tracer) and a.shape == b.shape
         if not (is_known and np.array_equal(_words(a), _words(b), equal_nan=_has_nan(a))):
             raise _differs(path, which, f"{a}", f"{b}")
     elif isinstance(a, Set) and not set_items(a)[1]:
         raise StateValueError(
-            f"stack: the set {path!r} has several objects of one name or type, and no order by which those of layer 0 "
-            f"correspond to those of {which}.\nFix: use a list or a dict, or give the states names."
+            f"stack: the set {path!r} has several objects of one name or type, and no order that matches layer 0 with "
+            f"{which}.\nFix: use a list or a dict, or give the states names."
         )
     elif _content(a) != _content(b):
         raise _differs(path, which, repr(a), repr(b))
@@ -324,7 +345,7 @@ def _has_nan(x: Any) -> bool:
 
 def _differs(path: str, which: str, a: str, b: str) -> StateValueError:
     return StateValueError(
-        f"stack: the layers differ in {path or 'type'!r}, which is no state: {a} in layer 0 and {b} in {which}. One body "
-        f"serves every turn of the loop, so that only states can differ.\n"
-        f"Fix: make it a statetx.State (it is stacked then), or give it as an argument."
+        f"stack: the layers differ in {path or 'type'!r}, which is not a state: {a} in layer 0 and {b} in {which}. Every step "
+        f"of the loop runs the same body, so only states can differ.\n"
+        f"Fix: make it a statetx.State, to be stacked, or give it as an argument."
     )

@@ -1,8 +1,8 @@
-"""`vmap`: a function over examples, with states that are shared, mapped or split.
+"""`vmap`: map a function over examples, with states that are shared, mapped or split.
 
-The function runs once, inside `jax.vmap`. A state that it reads is the same for every example, unless ``states=`` gives
-it an axis, and a random state gives each example a key of its own. What it writes must be the same for every example
-too, unless the state has an axis: a write that differs has no single value to leave in the state.
+The function runs once, inside `jax.vmap`. A state has the same value for every example, unless ``states=`` gives it an
+axis; a random state gives each example a key of its own. A write to a state without an axis must be the same for every
+example, too: the state can hold one value only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class VmapOptions(TypedDict, total=False):
-    """What `vmap` takes besides the function and the axes."""
+    """The options of `vmap` besides the axes."""
 
     axis_name: Any
     axis_size: int | None
@@ -55,27 +55,27 @@ def vmap(
     As ``jax.vmap``. The function's Python runs once.
 
     Args:
-        fun: the function of one example. Arguments that are no arrays (a model, a flag) pass untouched.
+        fun: the function of one example. Arguments other than arrays (a model, a flag) pass untouched.
         in_axes: for each argument, or for parts of it, the axis to map over, or None; as in ``jax.vmap``.
         out_axes: the same for the output.
         axis_name: a name for collectives.
-        axis_size: number of examples, where no argument is mapped and no state that `fun` holds has an axis.
+        axis_size: number of examples; needed if no argument is mapped and no state that `fun` holds has an axis.
         spmd_axis_name: as in ``jax.vmap``.
-        states: how the states that a filter selects take part: an axis (each example has its own slice, and what it
-            writes is stacked back along that axis), `Broadcast` (all examples share the value), or `Split` (each
-            example has a key of its own). Random states are split if nothing is said, all others broadcast.
+        states: from filters to rules for the states that they select. A rule is an axis (each example has its own slice,
+            and its writes are stacked back along that axis), `Broadcast` (all examples share the value) or `Split` (each
+            example has a key of its own). By default random states are split and all others broadcast.
 
     Returns:
-        A function of the batched arguments.
+        A function of the batched arguments; each array of its output has the batch axis given by `out_axes`.
 
     State:
         A split random state advances once. A broadcast state can be written if the value is the same for every example
-        (a counter, a mean over `axis_name`). States created in the call and left behind are stacked along a new
-        leading axis, or the one that `states` gives them; with `Broadcast` they keep the value all examples share.
+        (a counter, a mean over `axis_name`). States that the call creates and that outlive it are stacked along a new
+        leading axis, or along their axis in `states`; with `Broadcast` they keep the one value of all examples.
 
     Raises:
         StateAccessError: a write to a state that is not mapped differs between the examples.
-        StateValueError: a mapped state's axis has another length than there are examples.
+        StateValueError: the length of a mapped state's axis differs from the number of examples.
 
     Source:
         ``jax.vmap``.
@@ -117,30 +117,33 @@ class Vmap(Wrapper):
         fun = self.__wrapped__
         in_axes = tuple(self._in_axes) if isinstance(self._in_axes, list) else self._in_axes
         arg_axes = _broadcast_axes("in_axes", in_axes, args)
-        leaves, part = partition((args, kwargs), lambda x: is_array_or_number(x) or isinstance(x, (bool, jax.Ref)))
-        axes = [*arg_axes, *([0] * (len(part.mask) - len(arg_axes)))]
-        axes = [a for a, dynamic in zip(axes, part.mask, strict=True) if dynamic]
+        leaves, args_part = partition((args, kwargs), lambda x: is_array_or_number(x) or isinstance(x, (bool, jax.Ref)))
+        axes = [*arg_axes, *([0] * (len(args_part.mask) - len(arg_axes)))]
+        axes = [a for a, is_dynamic in zip(axes, args_part.mask, strict=True) if is_dynamic]
+
         mapped = [_as_operand(x) for x, a in zip(leaves, axes, strict=True) if a is not None]
         rules = Rules("vmap", self._states, fun, (Broadcast, Split), args, kwargs)
-        size = _Sizes(fun, args, kwargs, part, leaves, axes).check(rules, self._jax_options["axis_size"])
+        size = _Sizes(fun, args, kwargs, args_part, leaves, axes).check(rules, self._jax_options["axis_size"])
         examples = _Examples(self, rules)
 
         def body(tracers: list) -> dict[str, list]:
             examples.trace = _jax.current_trace()
-            rest = iter(tracers)
-            dynamic = [next(rest) if a is not None else x for x, a in zip(leaves, axes, strict=True)]
+            mapped_tracers = iter(tracers)
+            # Leaves that are not mapped bypass `jax.vmap`: a Python number stays a number, a Ref the user's own.
+            dynamic = [next(mapped_tracers) if a is not None else x for x, a in zip(leaves, axes, strict=True)]
             frame = frame_for("vmap", fun, on_read=examples.on_read)
-            out = frame.run(call, fun, *part.combine(dynamic))
+            out = frame.run(call, fun, *args_part.combine(dynamic))
             return examples.sort(out, self._out_axes, frame.effects)
 
         mapped_axes = [a for a in axes if a is not None]
+        # Strings, since JAX sorts the keys of a dict, and None has no order.
         groups = {str(a): a for a in (None, 0, *_axes_in(self._out_axes))}
         run = jax.vmap(body, in_axes=(mapped_axes,), out_axes=groups, **{**self._jax_options, "axis_size": size})
         return examples.finish(run(mapped))
 
 
 class _Sizes:
-    """How many examples the arguments of a call have, with errors in the words of the function's parameters."""
+    """The number of examples in the arguments of a call; errors name the function's parameters."""
 
     def __init__(self, fun: Callable, args: tuple, kwargs: dict[str, Any], part: Partition, leaves: list, axes: list):
         self._fun = fun
@@ -151,12 +154,12 @@ class _Sizes:
         self._axes = axes
 
     def check(self, rules: Rules, axis_size: int | None) -> int | None:
-        """The number of examples; None if `jax.vmap` finds it in the arguments.
+        """The number of examples for `jax.vmap`; None if it can take the number from the arguments.
 
         Raises:
-            ValueError: there is none, or not one that all agree on.
+            ValueError: nothing gives a number, or the arguments disagree.
         """
-        found: dict[int, int] = {}  # by size, the first leaf that has it
+        first_leaf_by_size: dict[int, int] = {}  # from size to the first leaf of that size
         for n, (x, axis) in enumerate(zip(self._leaves, self._axes, strict=True)):
             if axis is None:
                 continue
@@ -164,18 +167,21 @@ class _Sizes:
             if not -len(shape) <= axis < len(shape):
                 raise ValueError(
                     f"vmap({name_of(self._fun)}): argument {self._name(n)} has no axis {axis}.\n"
-                    f"Fix: give None for it in in_axes, so that every example gets the whole."
+                    f"Fix: give None for it in in_axes, so that every example gets the whole argument."
                 )
-            found.setdefault(shape[axis], n)
-        if len({*found, *(() if axis_size is None else (axis_size,))}) > 1:
-            sizes = [f"{self._name(n)} has {size} along axis {self._axes[n]}" for size, n in found.items()]
+            first_leaf_by_size.setdefault(shape[axis], n)
+
+        if len({*first_leaf_by_size, *(() if axis_size is None else (axis_size,))}) > 1:
+            sizes = [f"{self._name(n)} has {size} along axis {self._axes[n]}" for size, n in first_leaf_by_size.items()]
             sizes += [] if axis_size is None else [f"axis_size is {axis_size}"]
             raise ValueError(
                 f"vmap({name_of(self._fun)}): the arguments differ in the number of examples: {', '.join(sizes)}.\n"
-                f"Fix: give arrays of equal length along these axes, or None in in_axes for what every example gets whole."
+                f"Fix: give arrays of equal length along these axes, or None in in_axes for arguments that all examples share."
             )
-        if found or axis_size is not None:
+        if first_leaf_by_size or axis_size is not None:
             return axis_size
+
+        # No array has an axis. `jax.vmap` does not see states, so a mapped state gives the number.
         size = rules.size_of_mapped()
         if size is None:
             raise ValueError(
@@ -191,7 +197,11 @@ class _Sizes:
 
 
 class _Examples:
-    """One call of a mapped function: its states on the way in, its outputs and writes on the way out."""
+    """One call of a mapped function: gives it the values of states, and collects its outputs and writes.
+
+    Attributes:
+        trace: JAX's trace of the map, set when the map begins.
+    """
 
     trace: Any
 
@@ -199,7 +209,7 @@ class _Examples:
         self._owner = owner
         self._rules = rules
         self._advanced: dict[int, Any] = {}
-        self._plan: list[tuple[str, int]] = []  # for each traced leaf, its group and its place in it
+        self._plan: list[tuple[str, int]] = []  # for each traced leaf, its group and its index in the group
         self._out: Partition | None = None
         self._effects: list[tuple[Effect, Partition, int | None]] = []
 
@@ -211,7 +221,7 @@ class _Examples:
             rule = Split
         if rule is not Split and not isinstance(rule, int):
             return value
-        # The read may stand in a trace further in: what follows belongs outside the map.
+        # The read may happen in an inner trace. The keys and slices are computed outside the map, on whole arrays.
         with _jax.enclosing(self.trace):
             if not isinstance(rule, int):
                 keys = jax.random.split(value, _jax.batch_size(self.trace) + 1)
@@ -223,7 +233,7 @@ class _Examples:
             return part.combine([_jax.batched(self.trace, jnp.asarray(x), rule) for x in arrays])
 
     def sort(self, out: PyTree, out_axes: Any, effects: Sequence[Effect]) -> dict[str, list]:
-        """The traced leaves of output and writes in groups, by the axis along which they are stacked."""
+        """Group the traced leaves of output and writes by the axis along which `jax.vmap` stacks them."""
         groups: dict[str, list] = {str(a): [] for a in (None, 0, *_axes_in(out_axes))}
 
         def put(leaf: Any, axis: int | None) -> None:
@@ -235,18 +245,19 @@ class _Examples:
         axes = _broadcast_axes("out_axes", out_axes, out)
         for leaf, axis in zip(leaves, (a for a, d in zip(axes, self._out.mask, strict=True) if d), strict=True):
             put(leaf, axis)
+
         rules = [self._rules(effect.state) for effect in effects]
         self._rules.check_paths()
         for effect, rule in zip(effects, rules, strict=True):
-            split = id(effect.state) in self._advanced
+            is_split = id(effect.state) in self._advanced  # its new value is known already, and is not an output
             axis = rule if isinstance(rule, int) else 0 if effect.created and rule is not Broadcast else None
-            dynamic, part = partition(effect.value, is_array if axis is None else is_array_or_number)
+            value_leaves, value_part = partition(effect.value, is_array if axis is None else is_array_or_number)
             effect.value = None
-            if axis is None and not split:
-                self._check_equal(effect, dynamic)
-            self._effects.append((effect, part, axis))
-            if not split:
-                for leaf in dynamic:
+            if axis is None and not is_split:
+                self._check_equal(effect, value_leaves)
+            self._effects.append((effect, value_part, axis))
+            if not is_split:
+                for leaf in value_leaves:
                     put(leaf, None if axis is None else 0)
         return groups
 
@@ -261,12 +272,12 @@ class _Examples:
             f"reduce the value over the examples first (jax.lax.pmean over an axis_name)."
         )
 
-    # -- after it --
+    # -- after the map --
 
     def finish(self, groups: dict[str, list]) -> PyTree:
         """Store the writes and return the output."""
         assert self._out is not None
-        leaves = iter([groups[group][place] for group, place in self._plan])
+        leaves = iter([groups[group][index] for group, index in self._plan])
         out = self._out.combine([next(leaves) for _ in range(self._out.num_dynamic)])
         for effect, part, axis in self._effects:
             if id(effect.state) in self._advanced:
@@ -287,22 +298,21 @@ def _axes_in(axes: Any) -> list[int]:
 
 
 def _broadcast_axes(name: str, axes: Any, tree: PyTree) -> list[int | None]:
-    """The axis of each leaf of `tree`, from a tree that is a prefix of it."""
-    found: list[int | None] = []
+    """The axis of each leaf of `tree`, from a tree prefix of axes; None for leaves that cannot be mapped."""
+    leaf_axes: list[int | None] = []
 
-    def fill(axis: Any, part: PyTree) -> None:
-        for leaf in jax.tree.leaves(part, is_leaf=_states.is_opaque):
+    def fill(axis: Any, subtree: PyTree) -> None:
+        for leaf in jax.tree.leaves(subtree, is_leaf=_states.is_opaque):
             if axis is not None and not isinstance(axis, int):
                 raise TypeError(f"vmap: {name} must hold ints and None, got {type(axis).__name__}: {axis!r}.")
-            # What is no array cannot be mapped: it passes untouched.
-            can = is_array(leaf) or isinstance(leaf, jax.Ref) or (name == "out_axes" and is_array_or_number(leaf))
-            found.append(axis if can else None)
+            can_map = is_array(leaf) or isinstance(leaf, jax.Ref) or (name == "out_axes" and is_array_or_number(leaf))
+            leaf_axes.append(axis if can_map else None)
 
     try:
         jax.tree.map(fill, axes, tree, is_leaf=lambda x: x is None)
     except ValueError as e:
         raise ValueError(
-            f"vmap: {name}={axes!r} is no prefix of the {'arguments' if name == 'in_axes' else 'output'}, whose "
+            f"vmap: {name}={axes!r} is not a tree prefix of the {'arguments' if name == 'in_axes' else 'output'}, whose "
             f"structure is {jax.tree.structure(tree)}."
         ) from e
-    return found
+    return leaf_axes

@@ -1,4 +1,4 @@
-"""`while_loop` and `fori_loop`: loops without outputs for each step, whose bodies read and write states."""
+"""`while_loop` and `fori_loop`: loops without stacked outputs, whose bodies read and write states."""
 
 from __future__ import annotations
 
@@ -38,23 +38,28 @@ def while_loop(
 ) -> T:
     """Run ``val = body_fun(val)`` while ``cond_fun(val)``; both may read states and the body may write them.
 
-    As ``jax.lax.while_loop``: not differentiable in reverse mode, unless `checkpoint` says how many values may be stored
-    for that. The Python of each function runs once, or that of the body twice where a Python number in `init_val` or in
-    a state is promoted (see `scan`).
+    As ``jax.lax.while_loop``: differentiable in reverse mode only with `checkpoint`. The Python of each function runs once;
+    the body's runs twice if a Python number in `init_val` or in a state is promoted (see `scan`).
 
     Args:
-        cond_fun: returns a scalar bool. It sees the states as the last step left them.
+        cond_fun: returns a scalar bool. It sees the states' values after the last step.
         body_fun: returns a value of the type of `init_val`.
         init_val: a pytree of arrays and Python numbers.
-        checkpoint: ``policies.Slots(n)``, or `n`: how many values are stored at a time, for a gradient through any
-            number of steps. The gradient can be differentiated in forward mode, but not in reverse mode again.
-        max_steps: the loop ends after so many steps, whatever `cond_fun` says.
+        checkpoint: ``policies.Slots(n)``, or `n`: number of values to store at a time, for a gradient through any
+            number of steps. The gradient can be differentiated in forward mode, but not again in reverse mode.
+        max_steps: the loop ends after this many steps, whatever `cond_fun` returns.
 
     Returns:
         The last value.
 
+    State:
+        Reads the states that either function reads, and carries the states that the body writes.
+
+    Memory:
+        Under reverse-mode differentiation with `checkpoint`: `n` values, and the residuals of one step.
+
     Raises:
-        PolicyError: `checkpoint` is something else than slots, has a block, or is offloaded.
+        PolicyError: `checkpoint` is not a number of slots, has a block, or is offloaded.
         EffectError: the body calls a host callback with effects, and `checkpoint` would call it again.
         StateAccessError: `cond_fun` wrote a state (a random draw is a write).
         CarryTypeError: a step changes the type of the value or of a state.
@@ -85,9 +90,8 @@ def while_loop(
     _check_callable("while_loop", body_fun, "body")
     carry, part = flatten_carry("while_loop", init_val)
     if eager.is_wanted():
-        with contextlib.suppress(
-            jax.errors.ConcretizationTypeError
-        ):  # under vmap the examples may end at different steps
+        # ConcretizationTypeError: under vmap the examples may end at different steps.
+        with contextlib.suppress(jax.errors.ConcretizationTypeError):
             return eager.while_loop(cond_fun, body_fun, part.combine([jnp.asarray(x) for x in carry]), max_steps)
 
     def stage(fun: Callable, kind: str, carry: list, enter: Callable) -> Staged:
@@ -103,16 +107,16 @@ def while_loop(
     return part.combine(loop.publish(loop.run_while(carry, slots, max_steps)))
 
 
-def _check_callable(name: str, fun: Any, what: str) -> None:
+def _check_callable(name: str, fun: Any, role: str) -> None:
     if not callable(fun):
-        raise TypeError(f"{name} needs a callable as the {what}, got {type(fun).__name__}.")
+        raise TypeError(f"{name} needs a callable as the {role}, got {type(fun).__name__}.")
 
 
 def _read_slots(checkpoint: Any) -> Slots | None:
     strategy = None if checkpoint is None else as_strategy("while_loop", checkpoint)
     if strategy is not None and not (isinstance(strategy, Slots) and strategy.block == 1):
         raise PolicyError(
-            f"while_loop: checkpoint={checkpoint!r} needs to know the number of steps.\nFix: give policies.Slots(n), or "
+            f"while_loop: checkpoint={checkpoint!r} needs a known number of steps.\nFix: give policies.Slots(n), or "
             f"use scan or fori_loop."
         )
     if strategy is not None and strategy.offload:
@@ -133,22 +137,28 @@ def fori_loop(
     """Run ``val = body_fun(i, val)`` for `i` from `lower` up to `upper`; the body may read and write states.
 
     As ``jax.lax.fori_loop``: differentiable in reverse mode if both bounds are Python integers. The Python of the body
-    runs once, or twice where a Python number is promoted (see `scan`).
+    runs once, or twice if a Python number is promoted (see `scan`).
 
     Args:
-        lower, upper: scalar integers; `upper` itself is not reached. Real numbers mean what they mean in JAX: their
-            fractions are cut off where they are known, and count where they are traced.
+        lower, upper: scalar integers; `upper` is excluded. Real numbers are treated as in JAX: concrete bounds are
+            truncated, traced bounds are not.
         body_fun: ``(i, val) -> val``.
         init_val: a pytree of arrays and Python numbers.
         unroll: as in ``jax.lax.fori_loop``.
-        checkpoint: how the loop stores less for its gradient, as in `scan`; both bounds must be Python integers.
-        progress: whether a bar shows how far the loop is, as in `scan`; needs integer bounds too.
+        checkpoint: how to store less for the gradient of the loop, as in `scan`; both bounds must be Python integers.
+        progress: whether to show a progress bar, as in `scan`; both bounds must be Python integers.
 
     Returns:
         The last value.
 
+    State:
+        As in `scan`: written states are carried, the others are constants.
+
+    Memory:
+        As in `scan`.
+
     Raises:
-        PolicyError: `checkpoint` cannot be had.
+        PolicyError: `checkpoint` cannot be met.
         CarryTypeError: a step changes the type of the value or of a state.
         CreatedStateError: the body created a state that outlives the loop.
 
@@ -167,25 +177,29 @@ def fori_loop(
     _check_callable("fori_loop", body_fun, "body")
     for name, bound in (("lower", lower), ("upper", upper)):
         if not is_array_or_number(bound) or jnp.ndim(bound) != 0 or not _is_real(bound):
-            raise TypeError(f"fori_loop: {name} must be a scalar, a real number, got {type_str(bound)}: {bound!r}.")
+            raise TypeError(f"fori_loop: {name} must be a real scalar, got {type_str(bound)}: {bound!r}.")
     is_static = not isinstance(lower, _jax.Tracer) and not isinstance(upper, _jax.Tracer)
     if not is_static and unroll not in (None, False, 1):
-        raise ValueError("fori_loop: unroll= needs bounds that are known ahead; lower or upper is traced.")
+        raise ValueError("fori_loop: unroll= needs concrete bounds; lower or upper is traced.")
     strategy = resolve_strategy("fori_loop", checkpoint, unroll)
     if strategy is not None and not is_static:
         raise PolicyError(
-            "fori_loop: checkpoint= needs a number of steps that is known ahead; lower or upper is traced.\n"
+            "fori_loop: checkpoint= needs concrete bounds; lower or upper is traced.\n"
             "Fix: give Python integers, or use while_loop(..., checkpoint=Slots(n)), which takes any number of steps."
         )
     if progress and not is_static:
-        raise ValueError("fori_loop: progress=True needs a number of steps that is known ahead: give Python integers.")
+        raise ValueError(
+            "fori_loop: progress=True needs concrete bounds; lower or upper is traced. Fix: give Python integers."
+        )
+
     carry, part = flatten_carry("fori_loop", init_val)
     length = 0
     if is_static:
-        lower, upper = int(lower), int(upper)  # as JAX does, which cuts off fractions of bounds that are known
+        lower, upper = int(lower), int(upper)  # as JAX, which truncates concrete bounds
         length = max(upper - lower, 0)
         if eager.is_wanted():
             return eager.fori_loop(range(lower, upper), body_fun, part.combine([jnp.asarray(x) for x in carry]))
+    # A counter of traced bounds has the dtype to which both promote.
     start = lower if is_static else jnp.asarray(lower + 0 * upper)
 
     def step(i: Any, *xs: Any) -> tuple[Any, Any]:
@@ -198,7 +212,8 @@ def fori_loop(
         avals = list(map(_jax.abstract, [start, *carry]))
         return Staged("fori_loop", body_fun, step, avals, kind="fori_loop", arguments=arguments, enter=enter)
 
-    body, carry, _ = settle(stage, carry, part, num_before=1)
+    body, carry, _ = settle(stage, carry, part, num_before=1)  # the counter comes first
+
     if is_static:
         loop = _Loop(body, None)
         options: dict[str, Any] = {"unroll": unroll or 1, "strategy": strategy, "progress": progress}
@@ -210,14 +225,14 @@ def fori_loop(
             length,
             **options,
         )
-        left, _ = run(*loop.constants, [start, *carry, *loop.state_values], [])
+        final_carry, _ = run(*loop.constants, [start, *carry, *loop.state_values], [])
     else:
         limit = jnp.asarray(upper, body.avals[0].dtype)
-        is_left = lambda i, *xs: (i < limit,)  # noqa: E731
-        test = Staged("fori_loop", body_fun, is_left, body.avals, kind="while_cond", arguments=arguments)
+        is_below_limit = lambda i, *xs: (i < limit,)  # noqa: E731
+        test = Staged("fori_loop", body_fun, is_below_limit, body.avals, kind="while_cond", arguments=arguments)
         loop = _Loop(body, test)
-        left = loop.run_while([start, *carry])
-    return part.combine(loop.publish(left)[1:])
+        final_carry = loop.run_while([start, *carry])
+    return part.combine(loop.publish(final_carry)[1:])
 
 
 def _is_real(x: Any) -> bool:
@@ -238,12 +253,12 @@ def _check_test(test: Staged) -> None:
 
 
 class _Loop:
-    """A staged body, and perhaps a condition, with written states in the carry and the others as constants.
+    """A staged body, and perhaps a condition, with the written states in the carry and the others as constants.
 
     Attributes:
-        bodies: the condition, if there is one, and the body, with inputs ordered: constants, carry, carried states.
-        constants: for each of them, the values of its constants.
-        state_values: first values of the carried states.
+        bodies: the condition, if there is one, and the body. Inputs, in order: constants, carry, carried states.
+        constants: for each of `bodies`, the values of its constants.
+        state_values: initial values of the carried states.
     """
 
     def __init__(self, body: Staged, test: Staged | None):
@@ -252,25 +267,26 @@ class _Loop:
         written = {id(e.state) for e in body.effects}
         self._body = body
         self._carried = [i for i in states if id(i.state) in written]
-        constant = [i for i in states if id(i.state) not in written]
+        constant_states = [i for i in states if id(i.state) not in written]
         self.state_values = [x for i in self._carried for x in i.values]
         self.bodies: list[Body] = []
         self.constants: list[list] = []
+
         for s in stages:
-            mine = [i for i in constant if id(i.state) in s.inputs]
+            constant_inputs = [i for i in constant_states if id(i.state) in s.inputs]
             states_in = [v for i in self._carried for v in s.state_vars(i)]
-            invars = [*s.operand_vars, *(v for i in mine for v in s.state_vars(i)), *s.arg_vars, *states_in]
+            invars = [*s.operand_vars, *(v for i in constant_inputs for v in s.state_vars(i)), *s.arg_vars, *states_in]
             states_out = [v for i in self._carried for v in s.written_vars.get(id(i.state), ())]
             self.bodies.append(s.arrange(invars, [*s.out_vars, *states_out]))
-            self.constants.append([*s.operands, *(x for i in mine for x in i.values)])
+            self.constants.append([*s.operands, *(x for i in constant_inputs for x in i.values)])
 
     def run_while(self, carry: list, slots: Slots | None = None, max_steps: int | None = None) -> list:
-        """The last carry, with the carried states', of the loop that goes on while the condition holds."""
+        """Run the loop while the condition holds; returns the last carry, followed by the carried states' values."""
         refuse_effects(self._body, self.bodies[-1], slots)
 
         def build(test: Body, body: Body) -> Callable:
             num_constants = len(self.constants[-1])
-            if is_of_words:
+            if uses_key_words:
                 inner = build_loop(key_reuse.body_of_words(test), key_reuse.body_of_words(body), num_constants)
                 return key_reuse.loop_of_words(inner, body)
             return build_loop(test, body, num_constants)
@@ -278,6 +294,7 @@ class _Loop:
         def build_loop(test: Body, body: Body, num_constants: int) -> Callable:
             if slots is None and max_steps is None:
                 return bind.while_loop(test, body, num_constants)
+
             name = f"while_loop({name_of(self._body.fun)})"
             options = {"length": 0, "reverse": False, "policy": slots and slots.policy, "name": name}
             step = Step(body, num_constants, len(body.jaxpr.outvars), **options)
@@ -286,16 +303,18 @@ class _Loop:
         values = [*carry, *self.state_values]
         if slots is not None:
             values = self._vary(values)
-        is_of_words = slots is not None and key_reuse.are_wanted(*self.bodies)
-        use = ("while_loop", is_of_words, slots, max_steps, *map(len, self.constants))
-        kept = table.get(self.bodies, use, build)
-        return kept(*self.constants, values)
+        # JAX's checker of key reuse would count a step that is run again as a second use, see `_lift.key_reuse`.
+        uses_key_words = slots is not None and key_reuse.are_wanted(*self.bodies)
+        use = ("while_loop", uses_key_words, slots, max_steps, *map(len, self.constants))
+        loop = table.get(self.bodies, use, build)
+        return loop(*self.constants, values)
 
     def _vary(self, carry: list) -> list:
-        """Give all values types that differ between devices of a shard_map whose conditions may differ; returns the carry.
+        """Make all values device-varying in a shard_map if the condition is; returns the carry.
 
-        The reversal of such a loop has as many steps as a device has done. The sum of a gradient over devices must therefore stand
-        outside of the loop: constants differ before it, by their types, and their cotangents are summed after it.
+        The devices may then do different numbers of steps, and each reverses its own. A sum of cotangents over the devices
+        must therefore be outside the reversed loop. So the constants are made varying before the loop, and JAX sums their
+        cotangents after it.
         """
         axes = sorted(_jax.varying_axes(self.bodies[0].jaxpr.outvars[0].aval))
         if not axes:
@@ -309,17 +328,17 @@ class _Loop:
         return carry
 
     def publish(self, carry: list) -> list:
-        """Store the carried states' last values; returns the leaves of the carry."""
-        left, rest = {}, iter(carry[self._body.num_out :])
+        """Store the final values of the carried states; returns the leaves of the carry."""
+        leaves_by_state, state_leaves = {}, iter(carry[self._body.num_out :])
         for i in self._carried:
-            left[id(i.state)] = [next(rest) for _ in i.values]
-        leaves = [x for e in self._body.effects for x in left[id(e.state)]]
+            leaves_by_state[id(i.state)] = [next(state_leaves) for _ in i.values]
+        leaves = [x for e in self._body.effects for x in leaves_by_state[id(e.state)]]
         publish(self._body.effects, self._body.values, leaves)
         return carry[: self._body.num_out]
 
 
 def _varying(body: Body, avals: Sequence[Any], axes: Sequence[str]) -> Body:
-    """The same equations for inputs of types that vary along these axes."""
+    """The body's equations, staged again for inputs whose types vary over these mesh axes."""
 
     def run(*args: Any) -> list[Any]:
         return [_jax.as_varying(x, axes) for x in _jax.with_varying_inputs(body.jaxpr, args)]

@@ -1,1 +1,1 @@
-"""`jit`: arguments, programs, states made inside, placement, and what is known ahead of a call."""
+"""`jit`: arguments, programs, created states, shardings, and ahead-of-time stages."""

@@ -1,12 +1,12 @@
 """`jit`: compile a function that reads and writes states, with their values as inputs and outputs.
 
-The first call stages the function: the user's Python runs once, and each state it reads becomes an input at the
-moment it is read, so nothing has to be declared or searched for. What remains for later calls is small: gather the
-values of the states in that list, call one `jax.jit`-ed function, store its outputs.
+The first call stages the function: the user's Python runs once, and each state becomes an input at its first read, so
+that nothing has to be declared or searched for. A later call gathers the values of these states, calls one
+`jax.jit`-ed function, and stores its outputs.
 
-A `Program` is what one staging gave. The function that JAX compiles for it evaluates the staged equations. JAX calls
-that function again where it has no compiled program for the types or settings of a call; if these differ from those
-that were staged it raises `Restage`, since the user's Python may do something else for them and must run again.
+A `Program` is the result of one staging. The function that JAX compiles for it evaluates the staged equations. JAX calls
+this function again if it has no executable for the types or settings of a call. If these differ from the staged ones, the
+function raises `Restage`: the user's Python may do something else for them and must run again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..._objects.paths import as_predicate
 from ..._tree import as_array
 from ..._typing import Filter, Indices, Names
 from .arguments import Call, Layout
-from .created import Making
+from .created import CreatedStates
 from .program import Program, Restage
 from .stages import Lowered, Traced
 from .static_keys import Programs, static_key
@@ -39,7 +39,7 @@ R = TypeVar("R")
 
 
 class JitOptions(TypedDict, total=False):
-    """What `jit` takes besides the function."""
+    """The options of `jit`."""
 
     static_argnums: Indices
     static_argnames: Names
@@ -69,51 +69,58 @@ def jit(
 ) -> Any:
     """Compile a function that may read and write states.
 
-    States read are inputs of the compiled program and states written are outputs, found when the function is first
-    run; between calls only their values move. As with ``jax.jit``, the user's Python runs once for each combination
-    of argument types and static arguments, and what it reads from other Python objects is remembered. It runs again
-    when the type of a state changes, and when a mode that a kind of state declares (brainstate's ``environ``) does.
+    The states that the function reads are inputs of the compiled program and the states that it writes are outputs; they
+    are found in the first call. As with ``jax.jit``, the user's Python runs once for each combination of argument types
+    and static arguments, and values that it reads from other Python objects are constants of the program. It runs again
+    when the type of a state changes, or a mode that a kind of state declares (brainstate's ``environ``).
     Two calls of ``jit(fun)`` with the same function and equal options share their compiled programs, until
     ``jax.clear_caches()`` or ``clear_cache()`` removes them.
 
     Args:
-        fun: the function. Arguments may be arrays, Python numbers and pytrees of them, as in ``jax.jit``; any other
-            object (a model, a string, None) is static by itself, told apart by equality; by identity if it cannot be
-            hashed or holds states. A program goes with the model that it was made for.
+        fun: the function. Arguments may be arrays, Python numbers and pytrees of them, as in ``jax.jit``. Any other
+            object (a model, a string, None) is static without a declaration, and compared by equality; by identity if it
+            cannot be hashed or holds states. A program is dropped when its model is garbage collected.
         static_argnums: positions of static arguments, counted as you call the function, negative ones from the end.
-            Unhashable values are welcome.
+            Unhashable values are allowed.
         static_argnames: the same by name.
         donate_argnums: positions of arguments whose memory the program may use for its results.
         donate_argnames: the same by name.
-        donate_states: a filter, or True: written states that it selects hand their old memory to the program. If JAX
-            fails after it has taken that memory (a callback that raises, an interrupt in the first call), the old values
-            are gone: reading such a state raises `StateAccessError`, and the exception names them. Save a checkpoint
-            before, or do not donate.
+        donate_states: a filter, or True for all: the written states that it selects donate their old memory to the
+            program. If JAX fails after it has taken this memory (a callback that raises, an interrupt in the first call),
+            the old values are lost: reading such a state raises `StateAccessError`, and the exception names the states.
+            Save a checkpoint before the call, or do not donate.
         keep_unused: as in ``jax.jit``.
         inline: as in ``jax.jit``.
         compiler_options: as in ``jax.jit``.
 
     Returns:
-        A callable with the signature of `fun`; its methods ``trace``, ``lower`` and ``eval_shape`` are those of ``jax.jit``.
-        Attributes of a callable object are read from it and written to it; what was compiled does not see the change.
+        A callable with the signature of `fun`, and with the methods ``trace``, ``lower`` and ``eval_shape`` of ``jax.jit``.
+        If `fun` is a callable object, attributes are read from it and written to it; compiled programs do not see a change.
 
     Sharding:
-        There are no ``in_shardings`` and ``out_shardings``: arguments and states lie where you put them
-        (``jax.device_put``), and are computed with there. A state that is written keeps its sharding, if this divides its
-        new shape. One that is read on a single device, without having been put there, becomes replicated where other
-        arrays are on a mesh; one that is only written gets its sharding from the compiler. What is computed within,
-        outputs too, lies as the compiler finds, or as ``jax.lax.with_sharding_constraint`` says; on a mesh with explicit
-        axes, under ``jax.set_mesh``, as its type says. Donation works with every sharding.
+        There are no ``in_shardings`` and ``out_shardings``: the computation follows the arguments and states, which you
+        place by ``jax.device_put``. A written state keeps its sharding if this divides its new shape. If other arrays are
+        on a mesh, a state that is read and not committed to its single device becomes replicated. A state that is only
+        written gets its sharding from the compiler. The sharding of intermediate values and outputs is the choice of the
+        compiler or of ``jax.lax.with_sharding_constraint``; on a mesh with explicit axes, under ``jax.set_mesh``, it is
+        part of their types. Donation works with every sharding.
 
     State:
         A written state keeps its sharding and its weak type, so that the second call finds the program of the first.
-        A state that every call makes and leaves in an attribute is made once, when the function is staged, and receives the
-        values of later calls. Where that would differ from what Python does (the state is made only if there is none yet, or
-        the caller has kept that of the call before), the function is staged again, with a `StagingWarning` if this repeats.
-        After an exception or an interrupt every state holds its old value, unless it was donated.
-        Threads may share the function and the states it reads: while one stages it, the others wait. Where another
-        thread writes a state between the moment a call reads it and the moment the call writes it, the call raises
+        A state that every call creates and stores in an attribute is created once, when the function is staged, and
+        receives the values of later calls. If plain Python would behave differently (the state is created only if there is
+        none yet, or the caller has kept the state of the previous call), the function is staged again, with a
+        `StagingWarning` if this repeats. After an exception or an interrupt every state holds its old value, unless it was
+        donated. Threads may share the function and the states that it reads: while one thread stages it, the others wait.
+        If another thread writes a state after a call has read it and before the call writes it, the call raises
         `ForeignStateError` and writes nothing; guard such calls by a lock.
+
+    Memory:
+        A written state takes twice its size during the call, old and new value, unless it is donated.
+
+    Raises:
+        StaticArgumentError: a position or name that the function does not have, or that is both static and donated.
+        ForeignStateError: another thread has written a state that the call writes.
 
     Source:
         ``jax.jit``.
@@ -154,44 +161,51 @@ class Jit(Wrapper[P, R]):
         self.cache = _cache_of(fun, options)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        only = self.cache.only
-        if only is not None and only[1] == _frames.idle_modes():
+        # One program, arguments unchanged, no open frame: JAX's own dispatch checks the types.
+        fast_path = self.cache.fast_path
+        if fast_path is not None and fast_path[1] == _frames.idle_modes():
             try:
-                return only[0].run_directly(args, kwargs)
+                return fast_path[0].run_directly(args, kwargs)
             except Restage:
-                self.cache.only = None
+                self.cache.fast_path = None
             except TypeError:
-                pass  # an argument or a state that JAX does not take: what follows finds out which
+                pass  # JAX rejects an argument or a state: the slow path below finds out which
         if _jax.is_jit_disabled():
             return run_at_once("jit", self.__wrapped__, args, kwargs)
+
         call = self._read(args, kwargs)
         programs = self.cache.programs.get(call.key)
         if programs:
             program = programs[0]
+            # A single program need not be chosen: it raises `Restage` if the types differ.
             if len(programs) == 1 and not program.guards:
                 try:
                     return program.run(call)
                 except Restage:
                     pass
-                except TypeError:  # a state may hold what is no array now, or have lost its value, which `accepts` says
+                except (
+                    TypeError
+                ):  # a state may hold something other than an array now, or no value: `accepts` checks it
                     if program.accepts(call):
                         raise
+
             for program in programs:
                 if program.accepts(call):
                     if program is not programs[0]:
                         locked(self.cache.lock, self._put_first, call, program)
                     try:
                         return program.run(call)
-                    except Restage:  # the arguments come in another form than those that were staged
+                    except Restage:  # the arguments have another structure than the staged ones
                         continue
+
         return self._first_run(call, programs)
 
     def _first_run(self, call: Call, tried: list[Program] | None) -> Any:
         if not _frames.is_idle():
-            # No waiting here, where a call further out may be what another thread waits for.
+            # No lock here: another thread may be waiting for an enclosing call of this thread (deadlock).
             return self._stage(call, tried or []).first_run(call)
         program = locked(self.cache.staging, self._stage_unless_done, call, tried)
-        if program is None:  # another thread has staged one meanwhile
+        if program is None:  # another thread has staged a program meanwhile
             return self(*call.args, **call.kwargs)
         return program.first_run(call)
 
@@ -200,33 +214,34 @@ class Jit(Wrapper[P, R]):
 
     def _stage(self, call: Call, tried: Sequence[Program]) -> Program:
         program = Program(self, call, tried)
-        program.count_references()
-        program.making.settle()
-        if program.making.makes:
-            self._warn(program.making, [p.making for p in tried[:1] if p.is_for(call)])
+        # References of this program must be known before those of the user are counted.
+        program.register_references()
+        program.created.record_references()
+        if program.created.states:
+            self._warn(program.created, [p.created for p in tried[:1] if p.is_for(call)])
         if program.is_reusable:
             locked(self.cache.lock, self._keep, call, program)
         return program
 
-    def _warn(self, making: Making, last: Sequence[Making]) -> None:
-        """Say, once, that calls are staged again and again for the states that they make."""
-        making.num_unused = sum(m.num_unused + 1 for m in last if m.makes and not m.was_used)
-        if making.num_unused >= (3 if making.is_settled else 1) and not self.cache.has_warned:
+    def _warn(self, created_states: CreatedStates, previous: Sequence[CreatedStates]) -> None:
+        """Warn once if calls are staged repeatedly because of the states that they create."""
+        created_states.num_unused = sum(m.num_unused + 1 for m in previous if m.states and not m.was_used)
+        if created_states.num_unused >= (3 if created_states.is_repeated else 1) and not self.cache.has_warned:
             self.cache.has_warned = True
-            advice = making.advice(f"jit({name_of(self.__wrapped__)})")
+            advice = created_states.advice(f"jit({name_of(self.__wrapped__)})")
             warnings.warn(advice, StagingWarning, stacklevel=_states.user_stacklevel())
 
     def _keep(self, call: Call, program: Program) -> None:
         is_first = not self.cache.programs
         self._put_first(call, program)
-        self.cache.only = (program, call.modes) if is_first and call.is_direct and program.is_direct else None
+        self.cache.fast_path = (program, call.modes) if is_first and call.is_direct and program.is_direct else None
 
     def _put_first(self, call: Call, program: Program) -> None:
-        rest = [p for p in self.cache.programs.get(call.key, ()) if p is not program and p.making.may_run()]
-        self.cache.programs.keep(call.key, [program, *rest[: _MAX_PROGRAMS - 1]])
+        other_programs = [p for p in self.cache.programs.get(call.key, ()) if p is not program and p.created.can_run()]
+        self.cache.programs.keep(call.key, [program, *other_programs[: _MAX_PROGRAMS - 1]])
 
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Traced:
-        """Stage for arguments like these (arrays or ``jax.ShapeDtypeStruct``); no state changes.
+        """Stage the function for arguments like these (arrays or ``jax.ShapeDtypeStruct``); no state changes.
 
         Returns:
             As ``jax.stages.Traced``: ``.jaxpr``, ``.out_info``, ``.lower()``.
@@ -235,17 +250,17 @@ class Jit(Wrapper[P, R]):
         return Traced(program.compiled.trace(*program.operands_of(call)), program, self._read, call)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
-        """Stage and lower for arguments like these (arrays or ``jax.ShapeDtypeStruct``); no state changes.
+        """Stage and lower the function for arguments like these (arrays or ``jax.ShapeDtypeStruct``); no state changes.
 
         Returns:
-            As ``jax.stages.Lowered``; ``.compile()`` gives memory and cost analyses, and a callable that reads and
-            writes states as this one does, and never compiles.
+            As ``jax.stages.Lowered``. ``.compile()`` returns an object with memory and cost analyses; calling it reads and
+            writes states as the jitted function does, and never compiles.
         """
         program, call = self._program_for(args, kwargs)
         return Lowered(program.compiled.lower(*program.operands_of(call)), program, self._read, call)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
-        """The output for arguments like these, with a ``jax.ShapeDtypeStruct`` for each array; no state changes."""
+        """Return the output for arguments like these, with a ``jax.ShapeDtypeStruct`` for each array; no state changes."""
         return self._program_for(args, kwargs)[0].out_info()
 
     def _program_for(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, Call]:
@@ -254,12 +269,13 @@ class Jit(Wrapper[P, R]):
         return next((p for p in programs if p.accepts(call)), None) or self._stage(call, programs), call
 
     def clear_cache(self) -> None:
-        """Forget every program of the function, as ``jax.clear_caches`` does for all functions."""
+        """Drop every program of the function, as ``jax.clear_caches`` does for all functions."""
         self.cache.cache_clear()
 
     def _read(self, args: tuple, kwargs: dict[str, Any]) -> Call:
         dyn_args, dyn_kwargs, merge = self.static.split(args, kwargs)
-        # Taking a module apart reads its states: where that is watched, it must stay whole. One that refers to itself has no end.
+        # Flattening a module reads its states, which open frames would record, and does not end if the module is cyclic. So
+        # modules are leaves inside a frame, and if an argument is one. For modules in other containers see `Layout.is_split`.
         is_whole = _frames.current_frame() is not None or any(map(_states.is_opaque, (*args, *kwargs.values())))
         is_leaf = _states.is_opaque if is_whole else None
         leaves, treedef = jax.tree.flatten((dyn_args, dyn_kwargs), is_leaf=is_leaf)
@@ -271,17 +287,19 @@ class Jit(Wrapper[P, R]):
             if len(layouts) >= _MAX_KEYS:
                 layouts.clear()
             layout = layouts[key] = Layout(donated, dyn_args, dyn_kwargs)
+
         if layout.is_split:
             leaves = jax.tree.leaves((dyn_args, dyn_kwargs), is_leaf=_states.is_opaque)
         if layout.converts:
             leaves = [as_array(x) for x in leaves]
+
         static: Hashable = ()
         if layout.static or self.static:
-            given = args if self.static else ()
-            mask = self.static.mask(len(given))
+            positional = args if self.static else ()
+            mask = self.static.mask(len(positional))
             static = (
                 tuple([static_key(leaves[i]) for i in layout.static]),
-                tuple([static_key(a) for a, s in zip(given, mask, strict=True) if s]),
+                tuple([static_key(a) for a, s in zip(positional, mask, strict=True) if s]),
                 tuple([(k, static_key(v)) for k, v in sorted(kwargs.items()) if k in self.static.names]),
             )
         return Call(args, kwargs, leaves, layout, merge, static)
@@ -293,28 +311,28 @@ class Jit(Wrapper[P, R]):
 
 
 class _Cache:
-    """What calls of a function have staged, for every `jit` of it with the same options.
+    """The programs of a function, shared by every `jit` of it with the same options.
 
     Attributes:
-        layouts: those of arguments, by their structure and types.
-        programs: those of a key, most recently used first.
-        only: the one program there is, and the modes it is for.
-        has_warned: whether a `StagingWarning` was given.
-        lock: held while programs are put in order.
-        staging: held by a thread that stages, so that others wait for its program.
+        layouts: `Layout` by structure and types of the arguments.
+        programs: for each key of calls, its programs, most recently used first.
+        fast_path: the program and its modes, if it is the only one and JAX can take the arguments unchanged; else None.
+        has_warned: whether a `StagingWarning` was issued.
+        lock: held while the programs of a key are reordered.
+        staging: held by a thread that stages, so that other threads wait for its program.
     """
 
     def __init__(self) -> None:
         self.layouts: dict[Hashable, Layout] = {}
         self.programs = Programs(_MAX_KEYS)
-        self.only: tuple[Program, Hashable] | None = None
+        self.fast_path: tuple[Program, Hashable] | None = None
         self.has_warned = False
         self.lock = threading.RLock()
         self.staging = threading.RLock()
         _jax.register_cache(self, "statetx.jit")
 
     def cache_clear(self) -> None:
-        self.only = None
+        self.fast_path = None
         self.programs.clear()
         self.layouts.clear()
 
@@ -324,7 +342,7 @@ _caches: weakref.WeakKeyDictionary[types.FunctionType, dict[Hashable, _Cache]] =
 
 def _cache_of(fun: Callable, options: dict[str, Any]) -> _Cache:
     """The cache of a function with these options, which every `jit` of it shares."""
-    if not isinstance(fun, types.FunctionType):  # a bound method, for one, is made whenever it is looked up
+    if not isinstance(fun, types.FunctionType):  # a bound method, for example, is a new object at each attribute access
         return _Cache()
     caches = _caches.setdefault(fun, {})
     key = static_key(options)
@@ -335,6 +353,6 @@ def _cache_of(fun: Callable, options: dict[str, Any]) -> _Cache:
     return caches[key]
 
 
-_MAX_OPTIONS = 8  # combinations of options for one function; the oldest is forgotten
-_MAX_KEYS = 256  # combinations of static arguments; the oldest is forgotten
-_MAX_PROGRAMS = 64  # for one structure of arguments; more types than that are staged again
+_MAX_OPTIONS = 8  # combinations of options for one function; the oldest is dropped
+_MAX_KEYS = 256  # combinations of static arguments; the oldest is dropped
+_MAX_PROGRAMS = 64  # combinations of types for one structure of arguments; the least recently used is dropped

@@ -1,4 +1,4 @@
-"""`Call`: the arguments of one call of a jitted function, taken apart by a `Layout`."""
+"""`Call`: the arguments of one call of a jitted function, split by a `Layout` into kept, donated and static leaves."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from ..._positions import replaced
 from ..._tree import as_array, is_argument, partition
 
 Donated = tuple[Sequence[bool], Set[str]] | None
-"""For each positional argument that is not static, whether it is donated, and the names of those that are."""
+"""For each positional argument that is not static, whether it is donated; and the names of donated keyword arguments."""
 
 
 class Layout:
-    """Where the dynamic, donated and static leaves of a call's arguments are; the same for equal types.
+    """Indices of the dynamic, donated and static leaves of a call's arguments; cached by their structure and types.
 
     Attributes:
-        is_split: whether JAX's flattening takes apart an object that holds states, which must stay whole.
-        converts: whether some leaf is no array yet but knows how to become one.
+        is_split: whether JAX's flattening splits an object that holds states, which must not be split.
+        converts: whether some leaf must be converted to an array.
+        static, donated, kept: indices of the leaves.
+        is_plain: whether JAX can take all leaves unchanged and none is donated.
     """
 
     def __init__(self, donated: Donated, args: tuple, kwargs: dict[str, Any]):
-        arrays, others = partition((args, kwargs), is_argument)
-        self.treedef, mask = others.treedef, others.mask  # and not the objects, which are a call's own
+        arrays, args_part = partition((args, kwargs), is_argument)
+        self.treedef, mask = args_part.treedef, args_part.mask  # not the static objects: they differ from call to call
         self.key = (self.treedef, mask)
         self.converts = any(as_array(x) is not x for x in arrays)
-        whole = [x for x in others.static if _states.is_opaque(x)]
-        self.is_split = not jax.tree_util.all_leaves(whole)
+        opaque_objects = [x for x in args_part.static if _states.is_opaque(x)]
+        self.is_split = not jax.tree_util.all_leaves(opaque_objects)
         self.static = [i for i, dynamic in enumerate(mask) if not dynamic]
         flags = _donation_flags(donated, args, kwargs) if donated is not None else [False] * len(mask)
         self.donated = [i for i, dynamic in enumerate(mask) if dynamic and flags[i]]
@@ -42,18 +44,19 @@ def _donation_flags(donated: tuple[Sequence[bool], Set[str]], args: tuple, kwarg
     flags: list[bool] = []
     for arg, flag in zip(args, mask, strict=True):
         flags += [flag] * len(jax.tree.leaves(arg, is_leaf=_states.is_opaque))
-    for key in sorted(kwargs):  # the order in which JAX flattens a dict
+    for key in sorted(kwargs):  # JAX flattens dicts in this order
         flags += [key in names] * len(jax.tree.leaves(kwargs[key], is_leaf=_states.is_opaque))
     return flags
 
 
 class Call:
-    """The arguments of one call, taken apart.
+    """The arguments of one call, split into leaves.
 
     Attributes:
         kept, donated: the dynamic leaves.
-        is_direct: whether JAX can be handed the arguments as they came.
-        operand: what JAX gets: the pair of arguments and keyword arguments, or else the kept leaves.
+        is_direct: whether JAX can take the arguments unchanged.
+        key: the call's key in the cache: layout, static arguments and modes.
+        operand: the operand for JAX: the pair ``(args, kwargs)`` if `is_direct`, else the kept leaves.
     """
 
     __slots__ = (
@@ -84,7 +87,7 @@ class Call:
         self.operand = (args, kwargs) if self.is_direct else self.kept
 
     def with_arrays(self, kept: Sequence[Any], donated: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
-        """The user's arguments, with these in the places of the dynamic leaves."""
+        """The user's arguments with the dynamic leaves replaced by these."""
         leaves = replaced(self.leaves, (*self.layout.kept, *self.layout.donated), (*kept, *donated))
         dyn_args, dyn_kwargs = jax.tree.unflatten(self.layout.treedef, leaves)
         return self.merge(dyn_args, dyn_kwargs)

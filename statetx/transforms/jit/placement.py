@@ -1,4 +1,4 @@
-"""`Places`: where the states that a compiled program writes lie, before a call and after it."""
+"""`StateShardings`: the shardings of the states that a compiled program writes, before and after a call."""
 
 from __future__ import annotations
 
@@ -22,40 +22,41 @@ class _Written:
     """A written state whose value has the same structure before and after a call.
 
     Attributes:
-        place: the position of its value among the program's inputs; None if the program only writes it.
-        start: the position of its first leaf among the written leaves.
-        shardings: of each leaf. None: not known before the first call has returned.
-        is_fixed: whether the sharding of each leaf is known and divides its new shape.
+        input_index: index of its value among the program's inputs; None if the program only writes it.
+        start: index of its first leaf among the written leaves.
+        shardings: the sharding of each leaf; None if not known before the first call has returned.
+        is_fixed: for each leaf, whether its sharding is known and divides its new shape.
     """
 
-    __slots__ = ("effect", "is_fixed", "place", "shardings", "start")
+    __slots__ = ("effect", "input_index", "is_fixed", "shardings", "start")
 
-    def __init__(self, effect: Effect, place: int | None, start: int, shardings: list[Sharding | None]):
+    def __init__(self, effect: Effect, input_index: int | None, start: int, shardings: list[Sharding | None]):
         self.effect = effect
-        self.place = place
+        self.input_index = input_index
         self.start = start
         self.shardings = shardings
         self.is_fixed = [True] * len(shardings)
 
 
-class Places:
-    """Shardings of the states that a program writes, if any array of the call lies on a mesh.
+class StateShardings:
+    """The shardings of the states that a program writes, if any array of the call is on a mesh.
 
     A written state keeps its sharding in every call. A state that is read and not committed to its one device becomes
-    replicated: otherwise its type would change with the first call, and the second would compile again. A state that is
+    replicated: otherwise its type would change in the first call, and the second call would compile again. A state that is
     only written and not committed gets the sharding that the compiler chooses in the first call, and keeps it. A leaf whose
-    new shape the old sharding does not divide gets the compiler's choice in every call.
+    new shape is not divided by the old sharding gets the compiler's choice in every call.
 
     Args:
         arrays: the arguments.
         inputs: the states that are read.
-        outcome: what the program returns; `avals` are the types of all written leaves.
-        brings_mesh: whether equations of the program name a mesh, so that it runs there wherever its operands are.
+        outcome: the output and effects of the program; `avals` are the types of all written leaves.
+        has_inner_mesh: whether equations of the program name a mesh, so that it runs there wherever its operands are.
 
     Attributes:
-        out_shardings: of the written leaves; None if nothing lies on a mesh.
-        is_open: whether some are not known before the first call has returned.
+        out_shardings: the shardings of the written leaves, None for the compiler's choice; or None if no array is on a mesh.
+        is_open: whether some shardings are not known before the first call has returned.
         is_partial: whether arrays on a mesh are computed by an enclosing trace, so that their shardings are unknown.
+        has_inner_mesh: whether only the program's equations name a mesh, and no operand is on one.
     """
 
     def __init__(
@@ -64,42 +65,48 @@ class Places:
         inputs: Sequence[Input],
         outcome: Outcome,
         avals: Sequence[Any],
-        brings_mesh: bool = False,
+        has_inner_mesh: bool = False,
     ):
         self._written: list[_Written] = []
         self.out_shardings: list[Sharding | None] | None = None
+
         operands = [*arrays, *(x for i in inputs for x in i.values)]
-        index = {id(i.state): n for n, i in enumerate(inputs)}
-        before: list[list[Any] | None] = []  # the leaves of each written state, if their structure stays
+        input_indices = {id(i.state): n for n, i in enumerate(inputs)}
+        old_leaves_of: list[
+            list[Any] | None
+        ] = []  # the old leaves of each written state; None if its structure changes
         for effect, part in zip(outcome.effects, outcome.values, strict=True):
-            place = index.get(id(effect.state))
-            if place is None:
-                leaves, old = partition(effect.value_before, is_array_or_number)
+            input_index = input_indices.get(id(effect.state))
+            if input_index is None:
+                leaves, old_part = partition(effect.value_before, is_array_or_number)
             else:
-                leaves, old = inputs[place].values, inputs[place].part
-            before.append(leaves if old.treedef == part.treedef and old.mask == part.mask else None)
-        old_leaves = [x for leaves in before if leaves is not None for x in leaves]
+                leaves, old_part = inputs[input_index].values, inputs[input_index].part
+            old_leaves_of.append(leaves if old_part.treedef == part.treedef and old_part.mask == part.mask else None)
+
+        old_leaves = [x for leaves in old_leaves_of if leaves is not None for x in leaves]
         mesh = _mesh_of(operands, old_leaves)
         self.is_open = False
-        hidden = has_tracer(operands if mesh is None else old_leaves)
-        self.is_partial = hidden and is_on_mesh(map(_jax.abstract, operands))
-        self.brings_mesh = mesh is None and brings_mesh and not hidden
+        is_traced = has_tracer(operands if mesh is None else old_leaves)
+        self.is_partial = is_traced and is_on_mesh(map(_jax.abstract, operands))
+        self.has_inner_mesh = mesh is None and has_inner_mesh and not is_traced
         if mesh is None:
-            if self.brings_mesh:
-                self._leave_open(outcome, before, index)
+            if self.has_inner_mesh:
+                self._leave_all_open(outcome, old_leaves_of, input_indices)
             return
+
         self.out_shardings = []
-        for effect, part, leaves in zip(outcome.effects, outcome.values, before, strict=True):
+        for effect, part, leaves in zip(outcome.effects, outcome.values, old_leaves_of, strict=True):
             start = len(self.out_shardings)
             if leaves is None:
                 self.out_shardings += [None] * part.num_dynamic
                 continue
-            place = index.get(id(effect.state))
-            if place is None:
+            input_index = input_indices.get(id(effect.state))
+            if input_index is None:
                 shardings = [_sharding_on(mesh, x) for x in leaves]
             else:
-                shardings = _replicate_unplaced(inputs[place], mesh)
-            written = _Written(effect, place, start, shardings)
+                shardings = _replicate_uncommitted(inputs[input_index], mesh)
+            written = _Written(effect, input_index, start, shardings)
+            # The sharding of a tracer is not known, and one that does not divide the new shape cannot be kept.
             for n, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
                 is_known = not isinstance(x, _jax.Tracer)
                 written.is_fixed[n] = is_known and (sharding is None or _fits(sharding, avals[start + n]))
@@ -107,13 +114,15 @@ class Places:
             self.out_shardings += [s if fixed else None for s, fixed in zip(shardings, written.is_fixed, strict=True)]
         self.is_open = any(s is None for w in self._written for s in w.shardings)
 
-    def _leave_open(self, outcome: Outcome, before: Sequence[list | None], index: dict[int, int]) -> None:
-        """Every state gets its sharding from the first call."""
+    def _leave_all_open(
+        self, outcome: Outcome, old_leaves_of: Sequence[list | None], input_indices: dict[int, int]
+    ) -> None:
+        """Take the shardings of all written states from the first call."""
         start = 0
-        for effect, part, leaves in zip(outcome.effects, outcome.values, before, strict=True):
+        for effect, part, leaves in zip(outcome.effects, outcome.values, old_leaves_of, strict=True):
             if leaves is not None:
-                place = index.get(id(effect.state))
-                self._written.append(_Written(effect, place, start, [None] * len(leaves)))
+                input_index = input_indices.get(id(effect.state))
+                self._written.append(_Written(effect, input_index, start, [None] * len(leaves)))
             start += part.num_dynamic
         self.is_open = bool(self._written)
 
@@ -121,7 +130,7 @@ class Places:
         return self.is_partial or bool(self._written)
 
     def learn(self, writes: Sequence[Any]) -> None:
-        """Take the shardings that are not known yet from what the first call returned."""
+        """Record the shardings that are not known yet from the values that the first call returned."""
         if has_tracer(writes):
             return
         for w in self._written:
@@ -131,28 +140,30 @@ class Places:
         self.is_open = False
 
     def accept(self, values: Sequence[Any]) -> bool:
-        """Whether the written states lie where they did, or may be put there; `values` are those of the inputs."""
+        """Whether the written states have the recorded shardings, or can get them; `values` are the inputs' values."""
         for w in self._written:
-            if w.place is None:
+            if w.input_index is None:
                 value = w.effect.kind.get(w.effect.state)
             else:
-                value = values[w.place]
+                value = values[w.input_index]
             if isinstance(value, _jax.ArrayImpl):
                 leaves = [value]
             else:
                 leaves = [x for x in jax.tree.leaves(value) if isinstance(x, jax.Array)]
-            if len(leaves) == len(w.shardings) and not all(map(_lies, leaves, w.shardings, w.is_fixed)):
+            if len(leaves) == len(w.shardings) and not all(
+                map(_has_expected_sharding, leaves, w.shardings, w.is_fixed)
+            ):
                 return False
         return True
 
 
 def names_mesh(jaxpr: _jax.Jaxpr) -> bool:
-    """Whether an equation says that values are divided among devices."""
+    """Whether an equation distributes values over devices."""
     return any(row_of(e).places or any(map(names_mesh, _jax.inner_jaxprs(e))) for e in jaxpr.eqns)
 
 
 def is_on_mesh(avals: Iterable[Any]) -> bool:
-    """Whether a value of one of these types lies on a mesh, which types say for automatic axes, too."""
+    """Whether a value of one of these types is on a mesh. Types name the mesh for automatic axes, too."""
     return any(not a.sharding.mesh.empty for a in avals)
 
 
@@ -160,17 +171,18 @@ def has_tracer(values: Iterable[PyTree]) -> bool:
     return any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves(list(values)))
 
 
-def _lies(x: jax.Array, sharding: Sharding | None, is_fixed: bool) -> bool:
+def _has_expected_sharding(x: jax.Array, sharding: Sharding | None, is_fixed: bool) -> bool:
     if sharding is None or not is_fixed or isinstance(x, _jax.Tracer):
         return True
-    found = x.sharding
-    return found is sharding or found == sharding or not x.committed or found.is_equivalent_to(sharding, x.ndim)
+    actual = x.sharding
+    # An uncommitted array can be moved: JAX places it where the program needs it.
+    return actual is sharding or actual == sharding or not x.committed or actual.is_equivalent_to(sharding, x.ndim)
 
 
 def _mesh_of(operands: Sequence[Any], written: Sequence[Any]) -> Any:
-    """The mesh that the operands lie on; that of written values where the operands may be put anywhere."""
+    """The mesh of the operands; the mesh of the written values if no operand is committed to its devices."""
     mesh = next((s.mesh for x in operands if (s := _named_sharding(x)) is not None), None)
-    if mesh is not None or any(_is_put(x) for x in operands):
+    if mesh is not None or any(_is_committed(x) for x in operands):
         return mesh
     return next((s.mesh for x in written if (s := _named_sharding(x)) is not None), None)
 
@@ -182,28 +194,28 @@ def _named_sharding(x: Any) -> NamedSharding | None:
     return None
 
 
-def _is_put(x: Any) -> bool:
-    """Whether an array was put where it is."""
+def _is_committed(x: Any) -> bool:
+    """Whether an array is committed to its devices; a tracer is not."""
     return isinstance(x, jax.Array) and not isinstance(x, _jax.Tracer) and x.committed
 
 
 def _sharding_on(mesh: Any, x: Any) -> Sharding | None:
-    """The sharding of an array that was put on the devices of a mesh."""
-    return x.sharding if _is_put(x) and x.sharding.device_set == set(mesh.devices.flat) else None
+    """The sharding of an array that is committed to the devices of a mesh; None for another."""
+    return x.sharding if _is_committed(x) and x.sharding.device_set == set(mesh.devices.flat) else None
 
 
-def _replicate_unplaced(i: Input, mesh: Any) -> list[Sharding | None]:
-    """Put those leaves of a state on the mesh that were not put anywhere; the shardings of all of them."""
-    stays = [isinstance(x, _jax.Tracer) or _is_put(x) for x in i.values]
-    if not all(stays):
+def _replicate_uncommitted(read: Input, mesh: Any) -> list[Sharding | None]:
+    """Replicate the uncommitted leaves of a state over the mesh; returns the shardings of all its leaves."""
+    is_final = [isinstance(x, _jax.Tracer) or _is_committed(x) for x in read.values]
+    if not all(is_final):
         sharding = NamedSharding(mesh, PartitionSpec())
-        i.values = [x if stay else _put(x, sharding) for x, stay in zip(i.values, stays, strict=True)]
-        commit([i.kind.store(i.state, i.part.combine(i.values))])
-    return [x.sharding if _is_put(x) else None for x in i.values]
+        read.values = [x if final else _put(x, sharding) for x, final in zip(read.values, is_final, strict=True)]
+        commit([read.kind.store(read.state, read.part.combine(read.values))])
+    return [x.sharding if _is_committed(x) else None for x in read.values]
 
 
 def _put(x: Any, sharding: NamedSharding) -> Any:
-    """An array on these devices. Those of other processes take words of random keys, but no keys."""
+    """Put an array on devices. `jax.device_put` takes the words of random keys to devices of other processes, but no keys."""
     if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.device_put(x, sharding)
     words = jax.device_put(jax.random.key_data(x), sharding)
@@ -211,7 +223,7 @@ def _put(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _fits(sharding: Sharding, aval: Any) -> bool:
-    """Whether an array of this type can be divided so."""
+    """Whether the sharding divides the shape of this type."""
     try:
         sharding.shard_shape(aval.shape)
     except ValueError:

@@ -1,6 +1,6 @@
-"""`Program`: what one staging of a jitted function gave, ready to run for every call of the same types.
+"""`Program`: the result of staging a jitted function, which runs every call with the same types.
 
-A program gathers the values of its states, calls one `jax.jit`-ed function, and stores what it returns. The arguments come
+A program gathers the values of its states, calls one `jax.jit`-ed function, and stores the returned values. The arguments come
 as a `Call`.
 """
 
@@ -25,16 +25,16 @@ from ..._typing import PyTree
 from ...kinds.native import _Invalidated
 from ...kinds.ref import KIND as REF
 from .arguments import Call
-from .created import Making, States, left_by, notes_for_staging, standing
-from .placement import Places, has_tracer, is_on_mesh, names_mesh
+from .created import CreatedStates, States, all_in_place, created_by, notes_for_staging
+from .placement import StateShardings, has_tracer, is_on_mesh, names_mesh
 
 
 class Restage(Exception):
-    """JAX asks for types or settings other than those that a program was staged for."""
+    """A call has other types or settings than the program was staged for."""
 
 
 class _Group:
-    """Inputs of one kind of state, whose values are gathered in one go."""
+    """Inputs of one kind of state, whose values are read by one call."""
 
     __slots__ = ("inputs", "kind", "states")
 
@@ -45,21 +45,21 @@ class _Group:
 
 
 class Program:
-    """One staging of a function, ready to run.
+    """The result of staging a function for one call.
 
-    The compiled function takes the values of states that are kept and of those whose memory is donated, a call's
-    `operand`, and its donated leaves; it returns the output, or its leaves where not all of it is arrays, and the
-    leaves of the written states.
+    The compiled function takes the values of kept states, the values of donated states, a call's `operand` and its donated
+    leaves. It returns the output (or its array leaves, if it has others) and the leaves of the written states.
 
     Args:
-        tried: programs for calls of this kind that could not run this one; it shares what JAX compiled for an equal one.
+        tried: programs with the same key that do not accept this call. If the equations of one are equal, its compiled
+            function is shared.
 
     Attributes:
-        is_reusable: whether another call may run it. Not so where the staging closed over a value that another trace
-            computes.
-        is_direct: whether nothing but arrays goes in and comes out, and none is donated.
-        guards: inputs with parts that are not arrays; the program stands for these very parts.
-        making: the states that the call makes and leaves behind.
+        is_reusable: whether other calls may run it: not if the staging closed over a tracer of another trace.
+        is_direct: whether all inputs and outputs are arrays, and none is donated.
+        guards: inputs whose value has leaves other than arrays. The program holds for these leaves only.
+        created: the states that the call creates and that outlive it.
+        compiled: the `jax.jit`-ed function.
     """
 
     def __init__(self, owner: Any, call: Call, tried: Sequence[Program]):
@@ -68,11 +68,11 @@ class Program:
         lifting = Lifting(is_array_or_number)
         arrays = [*call.kept, *call.donated]
         num_kept = len(call.kept)
-        before, made, notes = standing(), [], notes_for_staging()
+        earlier, new_states, notes = all_in_place(), [], notes_for_staging()
 
         def run_jitted(frame: Any, *args: Any, **kwargs: Any) -> Any:  # see `straight.BODY`
             out = fun(*args, **kwargs)
-            made.extend(left_by(frame, notes))
+            new_states.extend(created_by(frame, notes))
             return out
 
         def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
@@ -93,47 +93,51 @@ class Program:
         self._staging = owner.cache.staging
         staged, outcome, refs = stage(body, self.avals, kind="jit", names=InputNames(fun, arguments), lifting=lifting)
         self.outcome: Outcome = outcome.add(refs)
+
         written = {id(e.state) for e in outcome.effects}
         paths = Paths(fun, call.args, call.kwargs)
         kept, donated = [], []
         for i in lifting.inputs.values():
-            # One whose value no equation needs stays: the body may have looked at its type.
+            # A state whose value no equation uses is still an input: the body may have looked at its type.
             is_donated = id(i.state) in written and not i.part.static and owner.donates(paths(i.state), i.state)
             (donated if is_donated else kept).append(i)
         self.kept, self.donated = _group(kept), _group(donated)
         self.guards = [i for g in self.kept for i in g.inputs if i.part.static]
+
         self.is_reusable = not any(isinstance(x, _jax.Tracer) for x in staged.operands)
         self._init_compiled(owner, staged, arrays, jax.tree.structure(call.operand), tried)
         operands = self.operands_of(call)
         _jax.name_inputs(self.compiled, operands, self._input_names(owner, call, operands, paths))
         self._init_writers()
-        self._made = [e for e in outcome.effects if e.created]
-        states = {id(x.state): (x.state, x.kind) for x in (*self._inputs(), *outcome.effects)}
-        self.making = Making(made, states, before, notes)
-        is_whole = self._writers is not None and not (self._places.is_open or self._places.is_partial)
-        self.is_direct = is_whole and not (self.guards or self.donated or outcome.out.static or self.making)
 
-    def count_references(self) -> None:
-        """Tell the states that calls have made which of the references to them are this program's."""
+        self._created_effects = [e for e in outcome.effects if e.created]
+        states = {id(x.state): (x.state, x.kind) for x in (*self._inputs(), *outcome.effects)}
+        self.created = CreatedStates(new_states, states, earlier, notes)
+        is_simple = self._writers is not None and not (self._shardings.is_open or self._shardings.is_partial)
+        self.is_direct = is_simple and not (self.guards or self.donated or outcome.out.static or self.created)
+
+    def register_references(self) -> None:
+        """Register this program's references to created states, which do not count as kept by the user."""
         inputs, effects = self._inputs(), self.outcome.effects
         written = [state for _, states, _ in self._writers or () for state in states]
         listed = [*_states_of(self.kept), *_states_of(self.donated), *written]
-        self.making.own(self, [*(x.state for x in (*inputs, *effects)), *listed])
+        self.created.register_references(self, [*(x.state for x in (*inputs, *effects)), *listed])
 
     def _init_compiled(
         self, owner: Any, staged: Body, arrays: list[Any], operand_tree: Any, tried: Sequence[Program]
     ) -> None:
         inputs = self._inputs()
         base = staged.num_operands + len(self.avals)
-        variables = staged.jaxpr.invars[:base] + [staged.jaxpr.invars[base + v] for i in inputs for v in i.variables]
-        jaxpr = _jax.rebuild(staged.jaxpr, invars=variables, outvars=staged.jaxpr.outvars)
+        invars = staged.jaxpr.invars[:base] + [staged.jaxpr.invars[base + v] for i in inputs for v in i.variables]
+        jaxpr = _jax.rebuild(staged.jaxpr, invars=invars, outvars=staged.jaxpr.outvars)
         operands, num_out = staged.operands, self.outcome.num_out
         avals = [*self.avals, *(aval for i in inputs for aval in i.avals)]
         treedefs = [None if i in self.guards else i.part.treedef for i in inputs]
 
         out_part = self.outcome.out
-        self._is_on_mesh: bool | None = None  # known when JAX traces `inner` for the first time
+        self._is_on_mesh: bool | None = None  # set when JAX first traces `inner`
 
+        # JAX calls `inner` again for other types or settings, for which the staged equations may be wrong: raise `Restage`.
         def inner(kept: list, donated: list, operand: PyTree, donated_args: list) -> tuple[PyTree, list]:
             values = [*kept, *donated]
             if jax.tree.structure(operand) != operand_tree:
@@ -142,37 +146,40 @@ class Program:
             for value, treedef in zip(values, treedefs, strict=True):
                 if treedef is not None and jax.tree.structure(value) != treedef:
                     raise Restage
-            if self.settings != _jax.trace_context() or not _same_types(leaves, avals) or self._is_elsewhere(leaves):
+            if self.settings != _jax.trace_context() or not _same_types(leaves, avals) or self._is_mesh_changed(leaves):
                 raise Restage
             self._is_on_mesh = is_on_mesh(map(_jax.abstract, leaves))
             outs = _jax.evaluate(jaxpr, (), (*operands, *leaves))
             return (outs[:num_out] if out_part.static else out_part.combine(outs[:num_out])), outs[num_out:]
 
+        # JAX shows this name in profiles, logs and the compiled module.
         inner.__name__ = inner.__qualname__ = name_of(owner.__wrapped__)
         out_avals = [v.aval for v in jaxpr.outvars[num_out:]]
-        self._places = Places(arrays, inputs, self.outcome, out_avals, names_mesh(jaxpr))
-        pinned = self._places.out_shardings
-        shardings = {} if pinned is None else {"out_shardings": (None, pinned)}
+        self._shardings = StateShardings(arrays, inputs, self.outcome, out_avals, names_mesh(jaxpr))
+        output_shardings = self._shardings.out_shardings
+        shardings = {} if output_shardings is None else {"out_shardings": (None, output_shardings)}
+
+        # Programs of a function that creates states differ in these states only. They share what JAX compiles.
         self._body = Body(jaxpr, operands)
-        self._form = (operand_tree, treedefs, out_part.treedef, len(_states_of(self.kept)), self.settings)
-        self._is_unlike = bool(self.guards or out_part.static or pinned is not None)
-        twin = next((p for p in tried if p.making and self._is_like(p)), None)
-        if twin is not None:
-            self.compiled = twin.compiled
+        self._signature = (operand_tree, treedefs, out_part.treedef, len(_states_of(self.kept)), self.settings)
+        self._is_unshareable = bool(self.guards or out_part.static or output_shardings is not None)
+        equal_program = next((p for p in tried if p.created and self._can_share_compiled(p)), None)
+        if equal_program is not None:
+            self.compiled = equal_program.compiled
         else:
             self.compiled = jax.jit(inner, donate_argnums=(1, 3), **shardings, **owner.jax_options)
         for i in inputs:
-            i.values = []  # else the program would keep what the states held when it was staged
+            i.values = []  # else the program would keep the staged values alive
 
-    def _is_like(self, other: Program) -> bool:
-        """Whether what JAX compiles for the one is right for the other, too."""
-        if self._is_unlike or other._is_unlike or self._form != other._form:
+    def _can_share_compiled(self, other: Program) -> bool:
+        """Whether the other program's compiled function is also correct for this one."""
+        if self._is_unshareable or other._is_unshareable or self._signature != other._signature:
             return False
-        mine, others = self._body, other._body
-        return [*map(id, mine.operands)] == [*map(id, others.operands)] and mine.key == others.key
+        body, other_body = self._body, other._body
+        return [*map(id, body.operands)] == [*map(id, other_body.operands)] and body.key == other_body.key
 
     def _input_names(self, owner: Any, call: Call, operands: tuple, paths: Paths) -> list[str]:
-        """What profilers show for the inputs: paths of the states, and arguments as one writes them."""
+        """The inputs' names for profilers: paths of the states, and argument names."""
         kept, donated, _, _ = operands
         states: list[str] = []
         for i, value in zip(self._inputs(), [*kept, *donated], strict=True):
@@ -186,73 +193,76 @@ class Program:
         return [*states, *(arguments[n] for n in (*call.layout.kept, *call.layout.donated))]
 
     def _init_writers(self) -> None:
-        """Group the written states by kind; None if the value of some is more than one array."""
+        """Group the written states by kind. `_writers` is None if a value is not a single array."""
         self._writers: list[tuple[Any, list, list[int]]] | None = None
         if all(p.num_dynamic == 1 and jax.tree_util.treedef_is_leaf(p.treedef) for p in self.outcome.values):
             groups: dict[int, tuple[Any, list, list[int]]] = {}
             for n, e in enumerate(self.outcome.effects):
-                kind, states, places = groups.setdefault(id(e.kind), (e.kind, States(), []))
+                kind, states, indices = groups.setdefault(id(e.kind), (e.kind, States(), []))
                 states.append(e.state)
-                places.append(n)
+                indices.append(n)
             self._writers = list(groups.values())
-        # All states of one kind, in the order of the values: what most programs write.
+        # The common case: all written states are of one kind, in the order of the values.
         self._writer = self._writers[0] if self._writers is not None and len(self._writers) == 1 else None
-        # Written states whose values are inputs, too, with the places of these.
-        places = {id(i.state): n for n, i in enumerate(self._inputs()) if i.kind is not REF}
-        self._updated = [(e, places[id(e.state)]) for e in self.outcome.effects if id(e.state) in places]
+
+        # Written states that are also inputs, with the index of the input.
+        input_indices = {id(i.state): n for n, i in enumerate(self._inputs()) if i.kind is not REF}
+        self._updated = [(e, input_indices[id(e.state)]) for e in self.outcome.effects if id(e.state) in input_indices]
         for effect in self.outcome.effects:
-            effect.value_before = _frames.UNKNOWN  # else the program would keep what the states held when it was staged
+            effect.value_before = _frames.UNKNOWN  # else the program would keep the staged values alive
 
     def _inputs(self) -> list[Input]:
-        """In the order in which the compiled function takes them."""
+        """The inputs in the order of the compiled function's operands."""
         return [i for g in (*self.kept, *self.donated) for i in g.inputs]
 
     # -- running --
 
     def run(self, call: Call) -> Any:
-        """Run for a call whose types the program accepts; raises `Restage` before anything is done if it does not."""
+        """Run for a call. If the program does not accept its types, raise `Restage` before any side effect."""
         if not _frames.is_idle():
             return self._run_watched(call)
-        moves = self._moves()
-        raw = self._patiently(_values_of, self.kept)
-        donated = self._patiently(_values_of, self.donated)
-        if self._places:
-            self._check_places([*raw, *donated], call)
-        kept = self._open_guards(raw)
+        attribute_stores = self._attribute_stores()
+        kept_values = self._retry_when_released(_values_of, self.kept)
+        donated = self._retry_when_released(_values_of, self.donated)
+        if self._shardings:
+            self._check_shardings([*kept_values, *donated], call)
+
+        kept = self._open_guards(kept_values)
         if donated:
-            kept, donated = _unshare(kept, donated, call)
+            kept, donated = _copy_aliased_donations(kept, donated, call)
             operands = (kept, donated, call.operand, call.donated)
-            out = self._run_donating(operands, lambda writes: self._store(writes, [], moves))
+            out = self._run_donating(operands, lambda writes: self._store(writes, [], attribute_stores))
         else:
             out, writes = self.compiled(kept, donated, call.operand, call.donated)
-            self._store(writes, raw, moves)
+            self._store(writes, kept_values, attribute_stores)
         return self.outcome.out.combine(out) if self.outcome.out.static else out
 
     def out_info(self) -> Any:
-        """The output, with a ``jax.ShapeDtypeStruct`` for each array."""
+        """The output with a ``jax.ShapeDtypeStruct`` for each array."""
         avals: list[Any] = [v.aval for v in self._body.jaxpr.outvars[: self.outcome.num_out]]
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
         return self.outcome.out.combine(shapes)
 
-    def _moves(self) -> list[Store]:
-        """What has to be stored besides values, see `Making.moves`."""
-        moves = self.making.moves() if self.making else []
-        if moves is None:
+    def _attribute_stores(self) -> list[Store]:
+        """`CreatedStates.attribute_stores`, or `Restage` if the program cannot run this call."""
+        attribute_stores = self.created.attribute_stores() if self.created else []
+        if attribute_stores is None:
             raise Restage
-        self.making.was_used = True
-        return moves
+        self.created.was_used = True
+        return attribute_stores
 
     def run_directly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """`run` where nobody watches and everything is arrays: JAX finds out whether their types are the right ones."""
+        """`run` without open frames and with arrays only; JAX's dispatch checks the types."""
         groups = self.kept
         try:
             kept = groups[0].kind.get_all(groups[0].states) if len(groups) == 1 else _values_of(groups)
         except ForeignStateError:
-            kept = self._patiently(_values_of, groups)
-        if self._places and not self._places.accept(kept):
+            kept = self._retry_when_released(_values_of, groups)
+        if self._shardings and not self._shardings.accept(kept):
             raise Restage
         out, writes = self.compiled(kept, [], (args, kwargs), [])
         if writes:
+            # Values are compared only if the process has several threads (decision 18).
             if self._writer is None or threading.active_count() > 1:
                 self._store(writes, kept)
             else:
@@ -260,12 +270,13 @@ class Program:
         return out
 
     def _run_donating(self, operands: tuple, store: Callable[[list], None]) -> Any:
-        """Run a program that takes the arrays of some states for its results: once it has run, these must be stored.
+        """Run a program that donates the arrays of some states: once it has run, its results must be stored.
 
-        `store` may be called again after an interrupt.
+        After an interrupt `store` is called again.
         """
         results: list[tuple[Any, list]] = []
         try:
+            # One call of C code, so that no interrupt can separate the program from its results (decision 18).
             commit([(results.extend, map(self.compiled, *([x] for x in operands)))])
             store(results[0][1])
         except BaseException as e:
@@ -273,105 +284,109 @@ class Program:
                 if results:
                     store(results[0][1])
             finally:
-                self._name_lost(operands[1], e)
+                self._invalidate_donated(operands[1], e)
             raise
         return results[0][0]
 
-    def _name_lost(self, donated: list, error: BaseException) -> None:
-        """Have states whose arrays a failed call has taken say so."""
+    def _invalidate_donated(self, donated: list, error: BaseException) -> None:
+        """Invalidate the states whose arrays a failed call has consumed, and name them in the exception."""
         inputs = [i for g in self.donated for i in g.inputs]
-        lost = [i for i, x in zip(inputs, donated, strict=True) if i.kind.get(i.state) is x and _is_deleted(x)]
-        if lost:
+        invalid_inputs = [
+            i for i, x in zip(inputs, donated, strict=True) if i.kind.get(i.state) is x and _is_deleted(x)
+        ]
+        if invalid_inputs:
             reason = f"its array was donated to {self.name}, which failed"
-            commit([i.kind.store(i.state, _Invalidated(reason)) for i in lost])
-            names = ", ".join(_states.describe(i.state, i.kind, value=0) for i in lost[:3])
+            commit([i.kind.store(i.state, _Invalidated(reason)) for i in invalid_inputs])
+            names = ", ".join(_states.describe(i.state, i.kind, value=0) for i in invalid_inputs[:3])
             error.add_note(
-                f"{self.name} had taken the arrays of {len(lost)} donated states for its results, and these have no value "
-                f"now: {names}{', ...' * (len(lost) > 3)}.\nFix: write them again or restore a checkpoint; without "
+                f"{self.name} had consumed the arrays of {len(invalid_inputs)} donated states, which have no value now: "
+                f"{names}{', ...' * (len(invalid_inputs) > 3)}.\nFix: write them again or restore a checkpoint; without "
                 f"donate_states= a call that fails leaves the old values."
             )
 
-    def _store(self, writes: list, values: list, moves: Sequence[Store] = ()) -> None:
-        """Store what a call returned; `values` are those that its inputs had."""
-        if self._places.is_open:
-            self._places.learn(writes)
+    def _store(self, writes: list, values: list, attribute_stores: Sequence[Store] = ()) -> None:
+        """Store the values that a call returned; `values` are its inputs' values, to detect writes by other threads."""
+        if self._shardings.is_open:
+            self._shardings.learn(writes)
         if self._writers is None:
-            self._publish(writes, values, moves, live=False)
+            self._publish(writes, values, attribute_stores, live=False)
         else:
-            self._patiently(functools.partial(locked, _frames.ownership, self._set_all, writes, moves), values)
+            self._retry_when_released(
+                functools.partial(locked, _frames.ownership, self._set_all, writes, attribute_stores), values
+            )
 
-    def _publish(self, writes: list, values: list, moves: Sequence[Store] = (), *, live: bool) -> None:
-        if self._places.is_open:
-            self._places.learn(writes)
+    def _publish(self, writes: list, values: list, attribute_stores: Sequence[Store] = (), *, live: bool) -> None:
+        if self._shardings.is_open:
+            self._shardings.learn(writes)
 
         def publish(values: list) -> None:
             if values:
-                for effect, place in self._updated:
-                    effect.value_before = values[place]
-            self.outcome.publish(writes, live=live, also=moves)
+                for effect, index in self._updated:
+                    effect.value_before = values[index]
+            self.outcome.publish(writes, live=live, also=attribute_stores)
 
-        self._patiently(publish, values)
+        self._retry_when_released(publish, values)
 
-    def _set_all(self, writes: list, moves: Sequence[Store], values: list) -> None:
+    def _set_all(self, writes: list, attribute_stores: Sequence[Store], values: list) -> None:
         writers = self._writers or ()
         for kind, states, _ in writers:
-            kind.check_free(states)
+            kind.check_free(states)  # checks come before the stores: all or none (decision 18)
         if values and threading.active_count() > 1:
-            for effect, place in self._updated:
-                if effect.kind.get(effect.state) is not values[place]:
+            for effect, index in self._updated:
+                if effect.kind.get(effect.state) is not values[index]:
                     raise _frames.changed_state_error(effect.state, effect.kind)
-        stores = [kind.store_all(states, [writes[n] for n in places]) for kind, states, places in writers]
-        commit([*stores, *moves])
+        stores = [kind.store_all(states, [writes[n] for n in indices]) for kind, states, indices in writers]
+        commit([*stores, *attribute_stores])
 
-    def _patiently(self, touch: Callable[[Any], Any], x: Any) -> Any:
-        """Touch states; if another thread holds one, once more when nobody stages this very function any more."""
+    def _retry_when_released(self, touch: Callable[[Any], Any], x: Any) -> Any:
+        """Touch states; if another thread owns one, retry once after the current staging of this function."""
         try:
             return touch(x)
-        except ForeignStateError:
+        except ForeignStateError:  # a thread that stages this function owns the states that it has touched
             if not _frames.is_idle():
                 raise
             return locked(self._staging, touch, x)
 
     def _run_watched(self, call: Call, *, live: bool = False) -> Any:
-        moves = [] if live else self._moves()
-        for effect in self._made:
-            effect.created = live  # later calls find the state there
+        attribute_stores = [] if live else self._attribute_stores()
+        for effect in self._created_effects:
+            effect.created = live  # in later calls the state exists already
         operands = self.operands_of(call)
-        if self._places and not live:
-            self._check_places([*operands[0], *operands[1]], call)
+        if self._shardings and not live:
+            self._check_shardings([*operands[0], *operands[1]], call)
         if operands[1]:
-            out = self._run_donating(operands, lambda writes: self._publish(writes, [], moves, live=live))
+            out = self._run_donating(operands, lambda writes: self._publish(writes, [], attribute_stores, live=live))
         else:
             out, writes = self.compiled(*operands)
-            self._publish(writes, [] if self.guards else operands[0], moves, live=live)
+            self._publish(writes, [] if self.guards else operands[0], attribute_stores, live=live)
         return self.outcome.out.combine(out) if self.outcome.out.static else out
 
     def first_run(self, call: Call) -> Any:
-        """Run for the call that was staged, whose watchers saw the body touch its states."""
+        """Run for the staged call, whose frames have already seen the body touch its states."""
         return self._run_watched(call, live=True)
 
     def operands_of(self, call: Call) -> tuple[list, list, PyTree, list]:
-        """The compiled function's arguments, with each state's value read as a user reads it."""
-        kept = self._open_guards([self._patiently(i.kind.read, i.state) for g in self.kept for i in g.inputs])
-        donated = [self._patiently(i.kind.read, i.state) for g in self.donated for i in g.inputs]
+        """The compiled function's operands. States are read as by a user, so that open frames see it."""
+        kept = self._open_guards([self._retry_when_released(i.kind.read, i.state) for g in self.kept for i in g.inputs])
+        donated = [self._retry_when_released(i.kind.read, i.state) for g in self.donated for i in g.inputs]
         if donated:
-            kept, donated = _unshare(kept, donated, call)
+            kept, donated = _copy_aliased_donations(kept, donated, call)
         return kept, donated, call.operand, call.donated
 
     def is_for(self, call: Call) -> bool:
-        """Whether argument types and settings are those that were staged."""
+        """Whether argument types and settings are the staged ones."""
         return self.settings == _jax.trace_context() and _same_types([*call.kept, *call.donated], self.avals)
 
     def accepts(self, call: Call) -> bool:
-        """`is_for`, and whether the types of states are those that were staged."""
+        """Whether argument types, settings, and the states' types and shardings are the staged ones."""
         if not self.is_for(call):
             return False
-        if self.making and self.making.moves() is None:
+        if self.created and self.created.attribute_stores() is None:
             return False
-        values = [self._patiently(i.kind.read, i.state) for i in self._inputs()]
-        if self._places and not self._accepts_places(values, call):
+        values = [self._retry_when_released(i.kind.read, i.state) for i in self._inputs()]
+        if self._shardings and not self._accepts_shardings(values, call):
             return False
-        if self._is_elsewhere([*call.kept, *call.donated, *jax.tree.leaves(values)]):
+        if self._is_mesh_changed([*call.kept, *call.donated, *jax.tree.leaves(values)]):
             return False
         for i, value in zip(self._inputs(), values, strict=True):
             leaves, part = partition(value, is_array_or_number)
@@ -389,20 +404,20 @@ class Program:
 
     # -- shardings --
 
-    def _is_elsewhere(self, leaves: Sequence[Any]) -> bool:
-        """Whether some of these arrays lie on a mesh, and none did when the program was made, or the other way round."""
-        if self._is_on_mesh is None or self._places.brings_mesh:
+    def _is_mesh_changed(self, leaves: Sequence[Any]) -> bool:
+        """Whether some of these arrays are on a mesh and none was when the program was staged, or the reverse."""
+        if self._is_on_mesh is None or self._shardings.has_inner_mesh:
             return False
         return self._is_on_mesh != is_on_mesh([_jax.abstract(x) for x in leaves if is_array_or_number(x)])
 
-    def _accepts_places(self, values: Sequence[Any], call: Call) -> bool:
-        """Whether the written states lie where the program leaves them; `values` are those of the inputs."""
-        if self._places.is_partial and not has_tracer([*call.kept, *call.donated, *values]):
+    def _accepts_shardings(self, values: Sequence[Any], call: Call) -> bool:
+        """Whether the written states have the shardings that the program returns; `values` are the inputs' values."""
+        if self._shardings.is_partial and not has_tracer([*call.kept, *call.donated, *values]):
             return False
-        return self._places.accept(values)
+        return self._shardings.accept(values)
 
-    def _check_places(self, values: Sequence[Any], call: Call) -> None:
-        if not self._accepts_places(values, call):
+    def _check_shardings(self, values: Sequence[Any], call: Call) -> None:
+        if not self._accepts_shardings(values, call):
             raise Restage
 
 
@@ -421,16 +436,16 @@ def _group(inputs: list[Input]) -> list[_Group]:
     return [_Group(kind, [i for i in inputs if i.kind is kind]) for kind in kinds.values()]
 
 
-def _keep_type(effect: _frames.Effect, read: Input | None) -> None:
-    """Make the weak types in a written value those of the value that was read."""
-    if read is None:
+def _keep_type(effect: _frames.Effect, state_input: Input | None) -> None:
+    """Give a written value the weak types of the value that was read: the next call then finds this program."""
+    if state_input is None:
         return
     leaves, part = partition(effect.value, is_array_or_number)
-    if part.treedef != read.part.treedef or part.mask != read.part.mask:
+    if part.treedef != state_input.part.treedef or part.mask != state_input.part.mask:
         return
-    for n, (leaf, aval) in enumerate(zip(leaves, read.avals, strict=True)):
-        now = _jax.abstract(leaf)
-        if now.weak_type != aval.weak_type and (now.shape, now.dtype) == (aval.shape, aval.dtype):
+    for n, (leaf, aval) in enumerate(zip(leaves, state_input.avals, strict=True)):
+        new_aval = _jax.abstract(leaf)
+        if new_aval.weak_type != aval.weak_type and (new_aval.shape, new_aval.dtype) == (aval.shape, aval.dtype):
             leaves[n] = _jax.with_weak_type(leaf, aval.weak_type)
     effect.value = part.combine(leaves)
 
@@ -442,7 +457,7 @@ def _same_types(leaves: Sequence[Any], avals: Sequence[Any]) -> bool:
         a = _jax.abstract(leaf)
         if a.shape != b.shape or a.dtype != b.dtype or a.weak_type != b.weak_type:
             return False
-        if a.sharding.spec != b.sharding.spec:  # of axes that are explicit; types do not say how others are used
+        if a.sharding.spec != b.sharding.spec:  # explicit axes only: types do not contain the sharding over others
             return False
     return True
 
@@ -451,14 +466,14 @@ def _is_deleted(value: PyTree) -> bool:
     return any(isinstance(x, _jax.ArrayImpl) and x.is_deleted() for x in jax.tree.leaves(value))
 
 
-def _unshare(kept: list, donated: list, call: Call) -> tuple[list, list]:
-    """Copy arrays that would be donated while something else of the call still needs them."""
+def _copy_aliased_donations(kept: list, donated: list, call: Call) -> tuple[list, list]:
+    """Copy arrays to be donated that are also another operand of the call: JAX must not donate an aliased array."""
     seen = {id(x) for x in jax.tree.leaves((kept, call.kept, call.donated))}
 
-    def own(x: Any) -> Any:
+    def copy_if_aliased(x: Any) -> Any:
         if id(x) in seen and isinstance(x, jax.Array):
             return x.copy()
         seen.add(id(x))
         return x
 
-    return kept, jax.tree.map(own, donated)
+    return kept, jax.tree.map(copy_if_aliased, donated)

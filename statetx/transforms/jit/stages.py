@@ -1,7 +1,7 @@
-"""A jitted function ahead of its calls: traced, lowered, compiled. What JAX gives for the program, with the function's signature.
+"""Ahead-of-time stages of a jitted function: traced, lowered, compiled.
 
-Everything that JAX's own stages offer (cost and memory analyses, texts) is theirs; only what takes the function's arguments
-is different, since the program takes the values of states besides them.
+Each wraps JAX's own stage of the program and forwards its attributes (cost and memory analyses, texts). Only the methods that
+take the function's arguments differ, since the program also takes the values of states.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .program import Program, Restage
 
 
 class _Stage:
-    """Reads from JAX's stage what it has not itself."""
+    """Forwards to JAX's stage the attributes that it does not have itself."""
 
-    def __init__(self, of_jax: Any, program: Program, read: Callable[[tuple, dict[str, Any]], Call], call: Call):
-        self._of_jax = of_jax
+    def __init__(self, jax_stage: Any, program: Program, read: Callable[[tuple, dict[str, Any]], Call], call: Call):
+        self._jax_stage = jax_stage
         self._program = program
         self._read = read
         self._call = call
@@ -33,7 +33,7 @@ class _Stage:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._of_jax, name)
+        return getattr(self._jax_stage, name)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._program.name}>"
@@ -45,50 +45,49 @@ class _Stage:
 
 
 class Traced(_Stage):
-    """What `jit` gives by ``trace(*args)``; as ``jax.stages.Traced``.
+    """The result of ``trace(*args)`` of a jitted function; as ``jax.stages.Traced``.
 
-    Its ``jaxpr`` takes the values of states before the arguments and returns those that are written after the output.
+    Its ``jaxpr`` takes the values of states before the arguments, and returns the new values after the output.
     """
 
     def lower(self, **options: Any) -> Lowered:
-        """Lower the program; options as those of ``jax.stages.Traced.lower``."""
-        return Lowered(self._of_jax.lower(**options), self._program, self._read, self._call)
+        """Lower the program; options as for ``jax.stages.Traced.lower``."""
+        return Lowered(self._jax_stage.lower(**options), self._program, self._read, self._call)
 
 
 class Lowered(_Stage):
-    """What `jit` gives by ``lower(*args)``; as ``jax.stages.Lowered``."""
+    """The result of ``lower(*args)`` of a jitted function; as ``jax.stages.Lowered``."""
 
     def compile(self, **options: Any) -> Compiled:
-        """Compile the program; options as those of ``jax.stages.Lowered.compile``."""
-        return Compiled(self._of_jax.compile(**options), self._program, self._read, self._call)
+        """Compile the program; options as for ``jax.stages.Lowered.compile``."""
+        return Compiled(self._jax_stage.compile(**options), self._program, self._read, self._call)
 
 
 class Compiled(_Stage):
-    """A program that was compiled ahead of its calls; as ``jax.stages.Compiled``.
+    """A program compiled ahead of time; as ``jax.stages.Compiled``.
 
-    Called with arguments of the types that it was compiled for, it reads and writes states as the jitted function does,
-    and never compiles.
+    A call with arguments of the compiled types reads and writes states as the jitted function does, and never compiles.
     """
 
-    def __init__(self, of_jax: Any, program: Program, read: Callable[[tuple, dict[str, Any]], Call], call: Call):
-        super().__init__(of_jax, program, read, call)
-        self._runs = copy.copy(program)
-        self._runs.compiled = of_jax
+    def __init__(self, jax_stage: Any, program: Program, read: Callable[[tuple, dict[str, Any]], Call], call: Call):
+        super().__init__(jax_stage, program, read, call)
+        self._runner = copy.copy(program)
+        self._runner.compiled = jax_stage
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if not is_idle() or any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves((args, kwargs))):
             raise StateAccessError(
-                f"{self._program.name} was compiled ahead of its calls, and cannot be differentiated, mapped or traced.\n"
+                f"{self._program.name} was compiled ahead of time, and cannot be differentiated, mapped or traced.\n"
                 f"Fix: call the jitted function itself."
             )
         call = self._read(args, kwargs)
-        if call.key == self._call.key and self._runs.accepts(call):
+        if call.key == self._call.key and self._runner.accepts(call):
             try:
-                return self._runs.run(call)
+                return self._runner.run(call)
             except Restage:
                 pass
         raise TypeError(
-            f"{self._program.name} was compiled for arguments {tree_type_str((self._call.args, self._call.kwargs))} and states "
-            f"as they were then, and is called with {tree_type_str((args, kwargs))}: types, static arguments, or those of "
+            f"{self._program.name} was compiled for arguments {tree_type_str((self._call.args, self._call.kwargs))} and the "
+            f"states of that time, and is called with {tree_type_str((args, kwargs))}: types, static arguments, or types of "
             f"states differ.\nFix: lower and compile it for these, or call the jitted function."
         )

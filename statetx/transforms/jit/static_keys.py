@@ -1,7 +1,7 @@
-"""Static arguments as keys: what a program is told apart by, without keeping models alive.
+"""Cache keys of static arguments, which keep no model alive.
 
-A program is found again by the static arguments of a call. A model among them shall die as if it had never been an argument,
-and its programs, with the states in them, shall go with it. So a key refers weakly to what it stands for by identity.
+Programs are looked up by the static arguments of a call. A model among them must remain collectable, and its programs, with
+the states in them, must be dropped with it. So a key refers weakly to each object that it compares by identity.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..._tree import freeze
 
 
 def static_key(x: Any) -> Hashable:
-    """`freeze` of a static argument, with objects that go by identity referred to weakly.
+    """`freeze` of a static argument, with weak references to objects that are compared by identity.
 
-    An object goes by identity if it has no equality of its own, cannot be hashed, or holds states: two models are two,
-    however equal they are. Whether one with an equality of its own holds states is found out when the key is kept.
+    An object is compared by identity if its class does not define equality, if it cannot be hashed, or if it holds states:
+    two equal models are two keys. Whether an object with its own equality holds states is checked when the key is stored.
     """
     return freeze(x, _stand_for)
 
@@ -31,7 +31,7 @@ def _stand_for(x: Any) -> Hashable:
     cls = type(x)
     if x is None or cls is str:
         return (cls, x)
-    if cls is types.MethodType:  # made whenever it is looked up
+    if cls is types.MethodType:  # a new object at each attribute access
         return (cls, static_key(x.__self__), static_key(x.__func__))
     if cls.__eq__ is object.__eq__:
         try:
@@ -46,7 +46,7 @@ def _stand_for(x: Any) -> Hashable:
 
 
 class Held:
-    """The part of a key that stands for an object; holds it until the key is kept, and longer if it goes by equality."""
+    """The part of a key for an object. Holds it strongly until the key is stored, and longer only to compare by equality."""
 
     __slots__ = ("_hash", "is_weak", "_obj", "by_identity")
 
@@ -58,11 +58,11 @@ class Held:
 
     @property
     def obj(self) -> Any:
-        """The object; None if it is no more."""
+        """The object; None if it has been collected."""
         return self._obj() if self.is_weak else self._obj
 
     def settle(self) -> None:
-        """Go by identity if the object holds states, and hold it weakly then, where it allows that."""
+        """Compare by identity if the object holds states; then hold it weakly, if its class allows that."""
         self.by_identity = self.by_identity or holds_states(self._obj)
         if self.by_identity:
             with contextlib.suppress(TypeError):  # it allows no weak references
@@ -70,7 +70,7 @@ class Held:
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody else holds the object, which allows no weak reference."""
+        """Whether this holds the last reference to the object, whose class allows no weak references."""
         return self.by_identity and not self.is_weak and self._count() <= _ALONE
 
     def _count(self) -> int:
@@ -82,17 +82,18 @@ class Held:
     def __eq__(self, other: object) -> bool:
         if type(other) is not Held:
             return False
-        mine, theirs = self.obj, other.obj
-        if mine is theirs:
-            return mine is not None
-        return not (self.by_identity or other.by_identity) and type(mine) is type(theirs) and mine == theirs
+        obj, other_obj = self.obj, other.obj
+        if obj is other_obj:
+            return obj is not None
+        return not (self.by_identity or other.by_identity) and type(obj) is type(other_obj) and obj == other_obj
 
 
+# References to an object that only a `Held` refers to.
 _ALONE = Held(object(), by_identity=True)._count()
 
 
 def _parts(key: Any) -> Iterator[Any]:
-    """The parts of a key that stand for objects: a `Held`, or a weak reference."""
+    """The parts of a key that refer to objects: each a `Held` or a weak reference."""
     if isinstance(key, (tuple, frozenset)):
         for part in key:
             yield from _parts(part)
@@ -101,9 +102,9 @@ def _parts(key: Any) -> Iterator[Any]:
 
 
 class Programs(dict[Hashable, list]):
-    """Programs by the keys of calls; bounded, the oldest out first. Those for an object that is no more are dropped.
+    """Programs by the keys of calls. Bounded: the oldest are dropped first. The programs of a collected object are dropped, too.
 
-    A state that refers to its model keeps both until then, since a program holds its states.
+    A state that refers to its model keeps the model alive until its programs are dropped, since a program holds its states.
     """
 
     def __init__(self, size: int):
@@ -112,7 +113,7 @@ class Programs(dict[Hashable, list]):
         self._watches: dict[Hashable, list[weakref.ref]] = {}
 
     def keep(self, key: Hashable, programs: list) -> None:
-        """Put programs under a key; for one thread at a time."""
+        """Store the programs of a key; not thread-safe."""
         if key not in self:
             self._drop_abandoned()
             while len(self) >= self._size:
@@ -125,10 +126,10 @@ class Programs(dict[Hashable, list]):
         self._watches.clear()
 
     def _watch(self, key: Hashable) -> None:
-        mine = weakref.ref(self)
+        weak_self = weakref.ref(self)
 
         def forget(_: Any) -> None:
-            programs = mine()
+            programs = weak_self()
             if programs is not None:
                 programs._forget(key)
 
@@ -153,5 +154,6 @@ class Programs(dict[Hashable, list]):
 
     def _oldest(self) -> Hashable:
         while True:
-            with contextlib.suppress(RuntimeError):  # an object has died between the two
+            # RuntimeError: an object was collected between `iter` and `next`, which removed its key.
+            with contextlib.suppress(RuntimeError):
                 return next(iter(self), None)

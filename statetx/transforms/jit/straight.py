@@ -1,14 +1,15 @@
-"""Whether a state is made unconditionally, by the code that leads from the jitted function to the constructor.
+"""Prove from bytecode that a state is created unconditionally, from the jitted function down to the constructor.
 
-Three things must hold; whatever is not understood counts as a condition, so that an error costs a second staging.
+Three conditions must hold. Code that is not understood counts as conditional, so that an error costs a second staging and not
+a wrong value.
 
-- In every function on that way the bytecode up to the call that is being made is straight: no branch, no loop, no handler,
-  and no call that has returned except those of libraries, since a user's function may look whether the state is there
-  already. Library code that calls a user's in the same way in each run is passed over (`Kind.deterministic_paths`).
-- The state goes straight from its constructor into attributes, ``self.h = State(...)``: a state that is made first may still
-  be stored only where there is none.
+- In every function on the stack, the bytecode up to the running call is straight: no branch, no loop, no handler, and no
+  completed call except of library functions, since a user's function may check whether the state exists already. Library code
+  that calls user code in the same way in each run is skipped (`Kind.deterministic_paths`).
+- The state goes directly from its constructor into attributes, ``self.h = State(...)``: a state in a variable may later be
+  stored only if there is none yet.
 - The variables and attributes that this code has read hold the same objects when the function has returned: a method that
-  makes the state may have put another method in its own place.
+  creates the state may have replaced itself by another method.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from ... import _jax, _states
 from ..._objects.contents import package_of
 
 BODY = "run_jitted"
-"""The name of the function, in `program`, that runs a jitted function."""
+"""The name of the function in `program` that runs a jitted function."""
 
+# Instructions without control flow. Any that is not listed, in a new Python version for example, counts as a branch.
 _HARMLESS = frozenset(
     """
     BINARY_OP BINARY_SLICE BINARY_SUBSCR BUILD_CONST_KEY_MAP BUILD_LIST BUILD_MAP BUILD_SLICE BUILD_TUPLE CALL
@@ -42,6 +44,7 @@ _HARMLESS = frozenset(
     STORE_FAST STORE_FAST_STORE_FAST STORE_GLOBAL SWAP UNARY_NEGATIVE UNPACK_SEQUENCE
     """.split()
 )
+# Instructions that load a variable, the start of a chain ``a.b.c``.
 _ROOTS = frozenset(
     """
     LOAD_DEREF LOAD_FAST LOAD_FAST_CHECK LOAD_FAST_LOAD_FAST LOAD_GLOBAL LOAD_NAME STORE_FAST_LOAD_FAST
@@ -50,8 +53,9 @@ _ROOTS = frozenset(
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _CALLS = ("CALL", "CALL_FUNCTION_EX", "CALL_KW")
 _NULL_FOLLOWS = sys.version_info >= (3, 13)
-"""Whether the NULL of a call is pushed after the function that is called; before it until Python 3.12."""
+"""Whether a call's NULL is pushed after the called function; until Python 3.12 it is pushed before."""
 
+# Treated like functions of a library.
 _BUILTINS = frozenset([abs, dict, float, int, len, list, max, min, print, range, round, sum, tuple])
 _NUMERIC = ("jax", "jaxlib", "numpy", "ml_dtypes", "math")
 _DATA = (numbers.Number, str, type(None))
@@ -60,15 +64,15 @@ _PLAIN = (jax.Array, np.ndarray, np.generic, tuple, list, dict, *_DATA)
 
 
 class _Conditional(Exception):
-    """The code has something that may depend on whether the state is there."""
+    """The code has something that may depend on whether the state exists."""
 
 
 _UNKNOWN = object()
-"""Stands for what a library's function has returned."""
+"""Represents a value that is not tracked, such as the result of a library function."""
 
 
 class _Read:
-    """A variable or an attribute and the object that it held. Keeps no state alive, and no container of states."""
+    """A variable or an attribute, and the object that it held. Keeps no state and no container of states alive."""
 
     __slots__ = ("_get", "_id", "_ref")
 
@@ -78,12 +82,12 @@ class _Read:
         self._ref = _weak(value)
 
     def is_same(self) -> bool:
-        """Whether it holds the same object now."""
+        """Whether the variable or attribute holds the same object now."""
         try:
-            now = self._get()
-        except _Conditional:  # its owner is gone
+            current = self._get()
+        except _Conditional:  # the owner was collected
             return False
-        return id(now) == self._id and (self._ref is None or self._ref() is now)
+        return id(current) == self._id and (self._ref is None or self._ref() is current)
 
 
 def _weak(x: Any) -> weakref.ref | None:
@@ -91,11 +95,11 @@ def _weak(x: Any) -> weakref.ref | None:
 
 
 class Note:
-    """How a state was made by straight code.
+    """Record of a state that straight code created.
 
     Attributes:
-        names: of the attributes that the code has read.
-        stores: the attributes in which the state was put, by owner (its id) and name.
+        names: names of the attributes that the code has read.
+        stores: the attributes that the state is stored in, as pairs of the owner's id and the name.
     """
 
     def __init__(self, names: set[str], stores: set[tuple[int, str]], reads: list[_Read]):
@@ -109,10 +113,10 @@ class Note:
 
 
 class Notes(dict[int, "Note | None"]):
-    """A note for each state made (by id), None if it was made conditionally."""
+    """A `Note` for each created state by id; None if it may have been created conditionally."""
 
     def __call__(self, state: Any) -> None:
-        """To be called by the state's constructor."""
+        """Take a note; called by the state's constructor."""
         try:
             self[id(state)] = _note(list(_stack()))
         except _Conditional:
@@ -120,26 +124,30 @@ class Notes(dict[int, "Note | None"]):
 
 
 def _note(frames: Sequence[types.FrameType]) -> Note:
-    """Read the code in these frames, innermost first."""
+    """Read the code of these frames, innermost first. Raises `_Conditional`."""
     codes = {f.f_code for f in frames}
     readers = [None if f.f_code.co_filename.startswith(_conductors()) else _Reader(f, codes) for f in frames]
     for reader in readers:
         if reader is not None:
             reader.read()
     stores = _stores(readers)
-    own = [reader for reader in readers if reader is not None]
-    if any(a.stored & b.objects for a in own for b in own):
-        raise _Conditional  # an object that is made in the call, too
-    return Note({name for r in own for name in r.names}, stores, [read for r in own for read in r.reads])
+    user_readers = [reader for reader in readers if reader is not None]
+    if any(a.stored & b.objects for a in user_readers for b in user_readers):
+        raise _Conditional  # an object was read under a name that was stored: the call may have created it, too
+    return Note(
+        {name for reader in user_readers for name in reader.names},
+        stores,
+        [read for reader in user_readers for read in reader.reads],
+    )
 
 
 def _stores(readers: Sequence[_Reader | None]) -> set[tuple[int, str]]:
-    """Where the state goes when its constructor returns."""
-    is_made = False
+    """The attributes that the state is stored in when its constructor returns."""
+    is_outside_constructor = False
     for reader in readers:
-        if not is_made and (reader is None or reader.is_constructor):
-            continue  # of the state's own type
-        is_made = True
+        if not is_outside_constructor and (reader is None or reader.is_constructor):
+            continue  # a constructor of the state's own type
+        is_outside_constructor = True
         if reader is None:
             raise _Conditional
         stores = reader.stores_of_result()
@@ -149,7 +157,7 @@ def _stores(readers: Sequence[_Reader | None]) -> set[tuple[int, str]]:
 
 
 def _stack() -> Iterator[types.FrameType]:
-    """Those between the constructor and the outermost jitted function that is being staged."""
+    """The frames between the constructor and the outermost jitted function that is being staged, innermost first."""
     frames, num = [], 0
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -176,24 +184,24 @@ def _instructions(code: types.CodeType) -> list[Any]:
 
 
 class _Reader:
-    """Reads the code of a function that is running, up to where it is.
+    """Reads the bytecode of a running function, up to the instruction that it is at.
 
     Args:
-        codes: those of the functions that are running; to call one of these is what is being looked at.
+        codes: the code objects of all running functions on the stack; calls of these are allowed.
 
     Attributes:
-        is_constructor: whether the function is that of a state's type.
-        names: of the attributes read.
-        objects: names of those attributes and global variables that hold neither data nor a function.
-        stored: names of attributes and global variables that the function has stored.
-        reads: what was read, other than data: where there is no branch, only a function or an object can make a difference.
+        is_constructor: whether the function is a constructor of a state's type.
+        names: names of the attributes read.
+        objects: names of the attributes and global variables read that hold neither data nor a function.
+        stored: names of the attributes and global variables that the function has stored.
+        reads: the reads of anything but data: without a branch, only a function or an object can change the code that runs.
     """
 
     def __init__(self, frame: types.FrameType, codes: set[types.CodeType]):
         self._frame = frame
         self._codes = codes
         self._locals = frame.f_locals
-        self._made: set[str] = set()
+        self._assigned: set[str] = set()
         self.names: set[str] = set()
         self.objects: set[str] = set()
         self.stored: set[str] = set()
@@ -201,11 +209,11 @@ class _Reader:
         self.is_constructor = self._is_constructor()
 
     def read(self) -> None:
-        """Raises `_Conditional` if the code is not straight."""
+        """Read the code; raises `_Conditional` if it is not straight."""
         ops = [i for i in _instructions(self._frame.f_code) if i.offset <= self._frame.f_lasti]
-        value, head = _UNKNOWN, 0  # what a chain of names, ``a.b.c``, stands for so far, and where it starts
+        value, head = _UNKNOWN, 0  # value and first instruction of the current chain ``a.b.c``
         for n, op in enumerate(ops):
-            after = ops[n + 1].opname if n + 1 < len(ops) else ""
+            next_opname = ops[n + 1].opname if n + 1 < len(ops) else ""
             if op.opname in _ROOTS:
                 value, head = self._load(op), n
             elif op.opname in _ATTRIBUTES:
@@ -214,21 +222,23 @@ class _Reader:
                 value = _UNKNOWN
                 self._pass(op, ops[n - 1], ops[n + 1 : n + 4])
                 continue
-            if after not in _ATTRIBUTES:
+            if next_opname not in _ATTRIBUTES:
                 is_called = op.opname == "LOAD_METHOD" or "NULL" in op.argrepr
-                is_called = is_called or "PUSH_NULL" == (after if _NULL_FOLLOWS else ops[head - 1].opname)
+                is_called = is_called or "PUSH_NULL" == (next_opname if _NULL_FOLLOWS else ops[head - 1].opname)
                 self._check(value, is_called)
 
     def stores_of_result(self) -> set[tuple[int, str]] | None:
-        """The attributes that take what the call gives which is being made; None if it is returned at once."""
+        """The attributes that take the result of the running call; None if the result is returned at once."""
         code = _instructions(self._frame.f_code)
-        after = [i for i in code if i.offset > self._frame.f_lasti]
-        if code[len(code) - len(after) - 1].opname not in _CALLS:
+        following = [i for i in code if i.offset > self._frame.f_lasti]
+        if code[len(code) - len(following) - 1].opname not in _CALLS:
             raise _Conditional
-        if after[0].opname == "RETURN_VALUE":
+        if following[0].opname == "RETURN_VALUE":
             return None
-        stores, num, owner = set(), 1, _UNKNOWN  # num: how often the result is on the stack
-        for op in after:
+
+        # ``a.h = b.h = State(...)``: the result is copied on the stack, and each owner is loaded before its store.
+        stores, num, owner = set(), 1, _UNKNOWN  # num: copies of the result on the stack
+        for op in following:
             name: Any = op.argval
             if op.opname in _ROOTS and op.opname != "STORE_FAST_LOAD_FAST" and not isinstance(op.argval, tuple):
                 owner = self._load(op)
@@ -251,17 +261,17 @@ class _Reader:
             return False
         first = self._locals.get(code.co_varnames[0]) if code.co_varnames else None
         if not _is_state_type(first if isinstance(first, type) else type(first)):
-            raise _Conditional  # an object that is made in the call, too, is another one in each
+            raise _Conditional  # an object that the call also creates is a new one in each call
         return True
 
-    def _pass(self, op: Any, before: Any, after: list[Any]) -> None:
-        """Look at an operation that loads no variable."""
+    def _pass(self, op: Any, previous: Any, following: list[Any]) -> None:
+        """Check an instruction that loads no variable and no attribute."""
         if op.opname == "BEFORE_WITH":
-            is_straight = before.opname in _CALLS  # of a library's function
+            is_straight = previous.opname in _CALLS  # the context manager is the result of a library call
         elif op.opname == "PUSH_NULL" and _NULL_FOLLOWS:
-            is_straight = before.opname in (*_ROOTS, *_ATTRIBUTES, *_CALLS)  # not an item of a table of functions
+            is_straight = previous.opname in (*_ROOTS, *_ATTRIBUTES, *_CALLS)  # not an item of a container of functions
         elif isinstance(op.argval, types.CodeType):
-            is_straight = op.argval in self._codes or any(i.opname.startswith("STORE_") for i in after)
+            is_straight = op.argval in self._codes or any(i.opname.startswith("STORE_") for i in following)
         else:
             is_straight = op.opname in _HARMLESS
         names: Any = op.argval
@@ -273,13 +283,14 @@ class _Reader:
             raise _Conditional
 
     def _store(self, names: tuple[str, ...]) -> None:
+        # These variables may have been read before. `_locals` has only the last value of a variable.
         code = self._frame.f_code
         num_starred = sum(bool(code.co_flags & flag) for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS))
         num = code.co_argcount + code.co_kwonlyargcount + num_starred
-        known = {*self._made, *code.co_varnames[:num], *code.co_freevars}
-        if not known.isdisjoint(names):
-            raise _Conditional  # what it was when it was read is not known any more
-        self._made.update(names)
+        read_names = {*self._assigned, *code.co_varnames[:num], *code.co_freevars}
+        if not read_names.isdisjoint(names):
+            raise _Conditional  # its value when it was read is lost
+        self._assigned.update(names)
 
     def _load(self, op: Any) -> Any:
         if op.opname == "STORE_FAST_LOAD_FAST":
@@ -310,8 +321,8 @@ class _Reader:
 
     def _variable(self, name: str) -> Any:
         value = self._locals.get(name, _UNKNOWN)
-        if name in self._made and not (isinstance(value, (*_PLAIN, *_FUNCTIONS)) or _is_ours(value)):
-            raise _Conditional  # an object that was made in the call, too
+        if name in self._assigned and not (isinstance(value, (*_PLAIN, *_FUNCTIONS)) or _is_ours(value)):
+            raise _Conditional  # an object that was created in the call
         if name in self._frame.f_code.co_freevars:
             for cell in self._cells(name, value):
                 self._note_read(functools.partial(_contents, cell))
@@ -319,12 +330,12 @@ class _Reader:
 
     @functools.cached_property
     def _functions(self) -> list[types.FunctionType]:
-        """Those of this code: any of them may be the one that is running. To find them takes a look at every object."""
+        """The functions with this code; any of them may be the running one. The search visits every object."""
         code = self._frame.f_code
         return [f for f in gc.get_referrers(code) if isinstance(f, types.FunctionType) and f.__code__ is code]
 
     def _cells(self, name: str, value: Any) -> list[types.CellType]:
-        """The cells of a variable from an enclosing function that may be the one which the running function reads."""
+        """The cells that the running function may read for a variable of an enclosing function."""
         index = self._frame.f_code.co_freevars.index(name)
         cells = [f.__closure__[index] for f in self._functions if f.__closure__]
         cells = [cell for cell in cells if _contents(cell) is value]
@@ -339,21 +350,23 @@ class _Reader:
                 raise _Conditional
             return _UNKNOWN
         if _is_state_type(type(value)) or isinstance(value, (list, tuple, dict)):
-            found = _static(value, name)
+            attribute = _static(value, name)
         else:
             owner = _weak(value) or (lambda: value)
-            found = self._note_read(lambda: _static(owner(), name), name)
-        if isinstance(found, property):
-            self._check(found.fget, True)
+            attribute = self._note_read(lambda: _static(owner(), name), name)
+        if isinstance(attribute, property):
+            self._check(attribute.fget, True)
             return _UNKNOWN
-        if isinstance(found, (staticmethod, classmethod)):
-            return found.__func__
-        if hasattr(type(found), "__get__") and not isinstance(found, (types.FunctionType, types.MethodDescriptorType)):
+        if isinstance(attribute, (staticmethod, classmethod)):
+            return attribute.__func__
+        if hasattr(type(attribute), "__get__") and not isinstance(
+            attribute, (types.FunctionType, types.MethodDescriptorType)
+        ):
             raise _Conditional
-        return found
+        return attribute
 
     def _check(self, value: Any, is_called: bool) -> None:
-        """Raise if a variable may be, or lead to, code of a user that has run and returned."""
+        """Raise if a value may be, or call, user code that has run and returned."""
         if isinstance(value, types.MethodType):
             value = value.__func__
         if isinstance(value, types.FunctionType):
@@ -367,8 +380,8 @@ class _Reader:
                 value.__wrapped__, is_called
             )  # a transform; other wrappers, as a cache, may leave out the call
         elif isinstance(value, functools.partial):
-            for x in (value.func, *value.args, *value.keywords.values()):
-                self._check(x, False)
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._check(part, False)
             return
         else:
             is_straight = value is _UNKNOWN or not (is_called or hasattr(value, "__wrapped__"))
@@ -382,7 +395,7 @@ def _libraries() -> tuple[str, ...]:
 
 
 def _is_ours(obj: Any) -> bool:
-    """Whether it is what a transform of statetx or JAX returns."""
+    """Whether the object is the result of a transform of statetx or JAX."""
     return package_of(type(obj).__module__) == "statetx" or type(obj).__module__.startswith(_NUMERIC)
 
 
@@ -391,19 +404,19 @@ def _is_state_type(cls: type) -> bool:
 
 
 def _static(obj: Any, name: str) -> Any:
-    """An attribute, without any code of its own being run."""
+    """Look up an attribute without running user code."""
     if isinstance(obj, types.ModuleType):
         return vars(obj).get(name, _UNKNOWN)
     if not isinstance(type(obj).__getattribute__, types.WrapperDescriptorType):
         raise _Conditional
     attribute = inspect.getattr_static(obj, name, _UNKNOWN)
     if attribute is _UNKNOWN:
-        raise _Conditional  # what `__getattr__` gives
+        raise _Conditional  # comes from `__getattr__`
     return attribute.__get__(obj) if isinstance(attribute, types.MemberDescriptorType) else attribute
 
 
 def _is_plainly_set(owner: Any, name: str) -> bool:
-    """Whether setting the attribute runs no code of a user."""
+    """Whether setting the attribute runs no user code."""
     setter = type(owner).__setattr__
     is_known = isinstance(setter, types.WrapperDescriptorType) or _code_file(setter).startswith(
         _states.library_folders()
