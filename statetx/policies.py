@@ -24,10 +24,10 @@ from __future__ import annotations
 import functools
 
 from ._errors import PolicyError
-from ._loops.strategy import Budget as Budget
 from ._loops.strategy import Lengths as Lengths
 from ._loops.strategy import Levels as Levels
 from ._loops.strategy import Slots as Slots
+from ._loops.tune import Budget as Budget
 from ._remat.policy import ExceptNames, Names, Offload, Or, Path, Primitives, Size, States, as_policy
 from ._remat.policy import Policy as Policy
 from ._remat.policy import dots as dots

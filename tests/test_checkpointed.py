@@ -14,7 +14,7 @@ import pytest
 
 import statetx
 from statetx import _jax, policies
-from statetx._loops import checkpointed, cpu_concurrency, schedule
+from statetx._loops import cpu_concurrency, reversal, schedule
 from statetx.policies import Budget, Lengths, Levels, Slots
 
 STRATEGIES = [
@@ -57,15 +57,15 @@ def count_evaluations(slots, longest):
 
     @jax.jit
     def reverse(length, positions, top):
-        plan = checkpointed.Plan(rows, positions, top)
+        plan = reversal.Filled(rows, positions, top)
         stored = [jnp.asarray(positions)]  # the carry is the number of the step that finds it
-        is_right, runs = checkpointed.reverse_scheduled(
-            length, plan, 1, stored, True, lambda i, j, carry: [j], lambda i, *, carry, loop: loop & (carry[0] == i)
+        is_right, runs = reversal.reverse_blocks(
+            length, plan, stored, True, lambda i, j, carry: [j], lambda i, carry, result: result & (carry[0] == i)
         )
         return is_right, length + runs + length  # the forward sweep, what is run ahead, what is differentiated
 
     for length in range(max(1, slots - 1), longest + 1):
-        plan = checkpointed.Plan.make(length, slots)
+        plan = reversal.Filled.by_schedule(length, slots)
         is_right, runs = reverse(length, plan.positions, plan.top)
         assert is_right
         yield length, int(runs)
@@ -97,18 +97,17 @@ def test_known_optima(length, slots, runs_a_step):
 
 @pytest.mark.parametrize(("length", "slots"), [(4099, 7), (65_537, 20), (999_983, 20), (10**6, 100)])
 def test_the_body_runs_as_often_as_is_least_in_long_loops(length, slots):
-    plan = checkpointed.Plan.make(length, slots)
+    plan = reversal.Filled.by_schedule(length, slots)
 
     @jax.jit
     def reverse():
-        return checkpointed.reverse_scheduled(
+        return reversal.reverse_blocks(
             length,
             plan,
-            1,
             [plan.positions],
             True,
             lambda i, j, carry: [j],
-            lambda i, *, carry, loop: loop & (carry[0] == i),
+            lambda i, carry, result: result & (carry[0] == i),
         )
 
     is_right, runs = reverse()
@@ -377,11 +376,11 @@ def scan(checkpoint, init=1.0, **options):
 
 
 def test_mistakes():
-    with pytest.raises(statetx.PolicyError, match="checkpoint=2.5 is none of"):
+    with pytest.raises(statetx.PolicyError, match="checkpoint=2.5 is not a strategy"):
         scan(2.5)
     with pytest.raises(statetx.PolicyError, match="num must be a whole number of at least 1, got 0"):
         scan(0)
-    with pytest.raises(statetx.PolicyError, match="checkpoint=True is none of"):
+    with pytest.raises(statetx.PolicyError, match="checkpoint=True is not a strategy"):
         scan(True)
     with pytest.raises(statetx.PolicyError, match="unroll=2 and checkpoint=3 do not go together"):
         scan(3, unroll=2)
@@ -631,8 +630,8 @@ def test_products_side_by_side_compute_the_same(monkeypatch):
 )
 def test_which_bodies_have_products_side_by_side(fun, overlap):
     large, small = jnp.ones((256, 256)), jnp.ones((16, 16))
-    assert cpu_concurrency.overlaps(jax.make_jaxpr(fun)(large, large).jaxpr) == overlap
-    assert not cpu_concurrency.overlaps(jax.make_jaxpr(fun)(small, small).jaxpr)
+    assert cpu_concurrency.has_independent_products(jax.make_jaxpr(fun)(large, large).jaxpr) == overlap
+    assert not cpu_concurrency.has_independent_products(jax.make_jaxpr(fun)(small, small).jaxpr)
 
 
 @pytest.mark.parametrize("strategy", [None, Slots(3), Levels(2)], ids=repr)
@@ -709,7 +708,7 @@ def test_progress_counts_each_step_once(monkeypatch):
 def test_no_progress_costs_nothing():
     text = str(jax.make_jaxpr(lambda: scan(None))())
     assert text == str(jax.make_jaxpr(lambda: scan(None, progress=False))()) and "callback" not in text
-    with pytest.raises(ValueError, match="progress=True needs a number of steps"):
+    with pytest.raises(ValueError, match="progress=True needs concrete bounds"):
         jax.jit(lambda n: statetx.fori_loop(0, n, lambda i, x: x, 1.0, progress=True))(3)
 
 

@@ -1,4 +1,4 @@
-"""From a staged body to its loop: a plain one, or one that stores what ``checkpoint=`` says."""
+"""Build a loop from a staged body and the strategy of ``checkpoint=``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,40 @@ from .._errors import EffectError, PolicyError
 from .._lift import key_reuse
 from .._lift.stage import name_of
 from .._lift.staged import Staged
-from . import bind, schedule
-from .checkpointed import Scheduled
-from .nested import Step, nested
+from . import bind
 from .progress import Bars
-from .strategy import Auto, Budget, Lengths, Levels, Slots, Strategy, as_strategy
-from .tune import SHORT, Sized
+from .step import Step
+from .strategy import Lengths, Slots, Strategy
+from .tune import Auto, Budget
+
+
+def as_strategy(name: str, checkpoint: Any) -> Strategy:
+    """The strategy of a ``checkpoint=`` argument, or of its short form.
+
+    Raises:
+        PolicyError: it is neither.
+    """
+    if isinstance(checkpoint, Strategy):
+        return checkpoint
+    if checkpoint == "auto":
+        return Auto()
+    if isinstance(checkpoint, str):
+        return Budget(checkpoint)  # type: ignore[arg-type]
+    if isinstance(checkpoint, int) and not isinstance(checkpoint, bool):
+        return Slots(checkpoint)
+    if isinstance(checkpoint, tuple) and checkpoint:
+        return Lengths(*checkpoint)
+    raise PolicyError(
+        f"{name}: checkpoint={checkpoint!r} is not a strategy (statetx.policies.Levels, Lengths, Slots, Budget) nor a "
+        f"short form of one: a number of slots, a tuple of lengths, a size such as '64MiB', or 'auto'."
+    )
 
 
 def resolve_strategy(name: str, checkpoint: Any, unroll: Any) -> Strategy | None:
-    """What ``checkpoint=`` means, None if nothing.
+    """The strategy of ``checkpoint=``, None without one.
 
     Raises:
-        PolicyError: it means nothing known, or comes with `unroll`.
+        PolicyError: it is not a strategy, or comes with `unroll`.
     """
     if checkpoint is None:
         return None
@@ -46,16 +67,16 @@ def make_loop(
     strategy: Strategy | None = None,
     progress: bool = False,
 ) -> Callable:
-    """The loop ``(constants, carry, xs) -> (carry, ys)`` of a body that `staged` gave, from the table.
+    """The loop ``(constants, carry, xs) -> (carry, ys)`` of a body of `staged`, from the table.
 
     Args:
         body: ``(*constants, *carry, *x) -> (*carry, *y)``.
-        strategy: how it stores less; None for a plain loop.
-        progress: whether a bar shows how far it is.
+        strategy: None for a plain loop.
+        progress: whether to show a progress bar.
 
     Raises:
         EffectError: the body has effects that must not be repeated, and a strategy would.
-        PolicyError: the strategy cannot be had.
+        PolicyError: the strategy does not fit the loop or the devices.
     """
     refuse_effects(staged, body, strategy)
     title = f"{staged.name} {name_of(staged.fun).rpartition('.')[2]}" if progress else None
@@ -65,7 +86,7 @@ def make_loop(
         if strategy is None and title is None:
             return bind.scan(body, num_constants, num_carry, length=length, reverse=reverse, unroll=unroll)
         tick = Bars(title, length).tick if title else None
-        policy = getattr(strategy, "policy", None)
+        policy = strategy and strategy.policy
         options = {"length": length, "reverse": reverse, "policy": policy, "name": name, "tick": tick}
         if not is_of_words:
             return _build(Step(body, num_constants, num_carry, **options), strategy)
@@ -89,21 +110,4 @@ def refuse_effects(staged: Staged, body: Body, strategy: Strategy | None) -> Non
 
 
 def _build(step: Step, strategy: Strategy | None) -> Callable:
-    if strategy is None or step.length == 0:
-        return step.plain()
-    if isinstance(strategy, Auto) and step.length < SHORT:
-        return step.plain()
-    if isinstance(strategy, (Auto, Budget)):
-        return Sized(step, strategy)
-    offload = getattr(strategy, "offload", False)
-    if offload and _jax.HOST_MEMORY not in _jax.memory_spaces():
-        raise PolicyError(f"{step.name}: {strategy!r}: the devices have no {_jax.HOST_MEMORY!r} memory.")
-    if isinstance(strategy, Slots):
-        return Scheduled(step, strategy.num, strategy.block, offload=offload)
-    if isinstance(strategy, Levels):
-        lengths = schedule.nested_lengths(step.length, strategy.num)
-    else:
-        assert isinstance(strategy, Lengths)
-        lengths = strategy.lengths
-        strategy.check(step.name, "steps", step.length)
-    return nested(step, lengths, offload=offload)
+    return step.plain() if strategy is None or step.length == 0 else strategy.build(step)

@@ -1,4 +1,4 @@
-"""Loops whose steps have large products that do not need each other, which XLA on CPUs runs side by side only if asked."""
+"""Loops on CPUs whose steps have large products that do not depend on each other: XLA must be made to run these concurrently."""
 
 from __future__ import annotations
 
@@ -14,49 +14,50 @@ from .. import _jax
 from .._jax import Literal
 
 
-def with_company(first: Any, last: Any, one: Callable, carry: list) -> list:
+def concurrent_fori_loop(first: Any, last: Any, body_fun: Callable, carry: list) -> list:
     """`jax.lax.fori_loop`, with small writes beside each step.
 
-    On the CPU XLA runs a loop's body one kernel after the other if there are no more than eight of them, so that
-    products that do not need each other wait for each other, each of them split over all threads. With more kernels it
-    runs side by side what can be. The condition reads what is written, or XLA would drop it.
+    XLA:CPU runs the kernels of a loop's body one after the other if there are no more than eight of them. Independent products then wait
+    for each other, each of them split over all threads. With more kernels it runs independent ones concurrently. The condition
+    reads the written buffers, or XLA would remove the writes.
     """
 
     def body(loop: tuple) -> tuple:
-        i, carry, marks = loop
-        return i + 1, one(i, carry), [jax.lax.dynamic_update_index_in_dim(m, i, i % len(m), 0) for m in marks]
+        i, carry, buffers = loop
+        buffers = [jax.lax.dynamic_update_index_in_dim(b, i, i % len(b), 0) for b in buffers]
+        return i + 1, body_fun(i, carry), buffers
 
-    def goes_on(loop: tuple) -> Any:
-        i, _, marks = loop
-        return functools.reduce(jnp.logical_and, [m[0] >= 0 for m in marks], i < last)
+    def condition(loop: tuple) -> Any:
+        i, _, buffers = loop
+        return functools.reduce(jnp.logical_and, [b[0] >= 0 for b in buffers], i < last)
 
-    # Of different lengths, or they were written by one kernel.
-    marks = [_jax.replicated(jnp.zeros(n, jnp.int32)) for n in (5, 6, 7, 8)]
-    return jax.lax.while_loop(goes_on, body, (first, carry, marks))[1]
+    # Of different lengths: XLA would write buffers of one length in one kernel.
+    buffers = [_jax.replicated(jnp.zeros(n, jnp.int32)) for n in (5, 6, 7, 8)]
+    return jax.lax.while_loop(condition, body, (first, carry, buffers))[1]
 
 
 _LARGE = 2**22  # multiplications, from which on XLA splits a product over threads
 
 
-def overlaps(jaxpr: Any) -> bool:
-    """Whether there are two large products of which neither needs the other."""
-    needed: dict[Any, frozenset] = {}  # for each variable the large products that it is computed from
+def has_independent_products(jaxpr: Any) -> bool:
+    """Whether there are two large products that do not depend on each other."""
+    dependencies: dict[Any, frozenset] = {}  # for each variable, the large products that it is computed from
     large: list[Any] = []
     for i, eqn in enumerate(jaxpr.eqns):
-        if any(map(overlaps, _jax.inner_jaxprs(eqn))):
+        if any(map(has_independent_products, _jax.inner_jaxprs(eqn))):
             return True
-        before = frozenset().union(*(needed.get(v, ()) for v in eqn.invars if not isinstance(v, Literal)))
-        if _is_large(eqn):
-            if not before.issuperset(large):
+        needed = frozenset().union(*(dependencies.get(v, ()) for v in eqn.invars if not isinstance(v, Literal)))
+        if _is_large_product(eqn):
+            if not needed.issuperset(large):
                 return True
             large.append(i)
-            before |= {i}
-        needed.update(dict.fromkeys(eqn.outvars, before))
+            needed |= {i}
+        dependencies.update(dict.fromkeys(eqn.outvars, needed))
     return False
 
 
-def _is_large(eqn: Any) -> bool:
+def _is_large_product(eqn: Any) -> bool:
     if eqn.primitive.name != "dot_general":
-        return any(_is_large(e) for jaxpr in _jax.inner_jaxprs(eqn) for e in jaxpr.eqns)
+        return any(_is_large_product(e) for jaxpr in _jax.inner_jaxprs(eqn) for e in jaxpr.eqns)
     left, ((contracted, _), _) = eqn.invars[0].aval, eqn.params["dimension_numbers"]
     return eqn.outvars[0].aval.size * math.prod(left.shape[i] for i in contracted) >= _LARGE

@@ -1,9 +1,8 @@
-"""Loops with a derivative of their own, and functions differentiated as others.
+"""Loops with a derivative of their own, and functions with the derivative of another function.
 
-A loop that stores less is a primitive (`_jax.call_loop`), so that it is still a loop when it is mapped or
-differentiated, wherever it was staged. `vmap` makes it the loop of the mapped step, which all examples take at once. A
-derivative that is taken later counts all examples, and weights that they share get one cotangent; a mapped derivative
-would give each example its own, to be summed at the end.
+A loop with checkpoints is a primitive (`_jax.call_loop`), so it is still one loop when it is mapped or differentiated later. `vmap`
+makes it the loop of the mapped step, which runs all examples together. A derivative taken after that counts all examples, and
+weights that they share get one cotangent; a mapped derivative would give each example its own, to be summed at the end.
 
 A `vmap` around a derivative maps the equations of the derivative's rule, as for any other function.
 """
@@ -21,7 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from .. import _jax
 from .._tree import is_float
 from . import bind
-from .nested import MappedStep, Step
+from .step import MappedStep, Step
 
 
 class Loop:
@@ -42,11 +41,11 @@ class Loop:
         return self._split(_jax.call_loop(self, args))
 
     def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
-        """The loop's outputs, and the tangents of those that are floats, given tangents by leaf of the arguments."""
+        """The loop's outputs, and the tangents of the float ones; `tangents` by leaf of the arguments."""
         raise NotImplementedError
 
     def with_step(self, step: Step) -> Loop:
-        """The same of another step."""
+        """The same loop with another step."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -75,8 +74,8 @@ class Loop:
         return self._jaxprs[key]
 
     def jvp(self, args: list, tangents: dict[int, Any]) -> tuple[list, list]:
-        (carry, ys), pushed = self.derivative(self._sort(args), tangents)
-        return [*carry, *ys], pushed
+        (carry, ys), out_tangents = self.derivative(self._sort(args), tangents)
+        return [*carry, *ys], out_tangents
 
     def map(self, args: list, axes: list[int | None], axis_data: Any) -> tuple[list, list[int | None]]:
         key = (axis_data, *(axis is not None for axis in axes), _jax.trace_context())
@@ -85,7 +84,7 @@ class Loop:
             self._mapped[key] = self.with_step(mapped.step), mapped
         loop, mapped = self._mapped[key]
         parts = zip(args, axes, mapped.in_axes, strict=True)
-        args = [x if to is None else _jax.with_examples(x, axis, to, axis_data) for x, axis, to in parts]
+        args = [x if target is None else _jax.with_examples(x, axis, target, axis_data) for x, axis, target in parts]
         return _jax.call_loop(loop, [*mapped.consts, *args]), mapped.out_axes
 
     def _sort(self, args: list) -> tuple[list, list, list]:
@@ -103,36 +102,64 @@ def with_derivative(fun: Callable, derivative: Callable) -> Callable:
     """`fun`, compiled, with a derivative of its own.
 
     Args:
-        derivative: ``(args, tangents by leaf) -> (output, tangents of its first float leaves)``; those of the others
-            are zero.
+        derivative: ``(args, tangents by leaf) -> (output, tangents of its first float leaves)``; further tangents are zero.
     """
     compiled = jax.custom_jvp(bind.compiled(fun))
 
     @functools.partial(compiled.defjvp, symbolic_zeros=True)
     def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
-        out, pushed = derivative(primals, nonzero_tangents(tangents))
+        out, out_tangents = derivative(primals, nonzero_tangents(tangents))
         floats = [x for x in jax.tree.leaves(out) if is_float(x)]
-        zeros = map(jnp.zeros_like, floats[len(pushed) :])
-        return out, tangents_of(out, [*pushed, *zeros])
+        zeros = map(jnp.zeros_like, floats[len(out_tangents) :])
+        return out, tangents_of(out, [*out_tangents, *zeros])
 
     return compiled
 
 
+def linear_in_tangents(
+    primals: tuple, stored: Any, outs: Any, tangents: dict[int, Any], *, forward: Callable, reverse: Callable
+) -> list[Any]:
+    """The tangents of a loop's float outputs, as a linear map of `tangents` whose transpose is a reversal.
+
+    For the loop ``y = f(x)`` and the Jacobian J of f at x, forward mode applies J to the tangents by ``jax.jvp`` of `forward`, which
+    stores nothing. Reverse mode applies the transpose of J to cotangents by `reverse`, from what the forward sweep has stored.
+
+    Args:
+        tangents: the nonzero ones, by leaf of `primals`.
+        forward: ``(*primals) -> outs``, differentiable in forward mode.
+        reverse: ``(primals, stored, indices of the tangents, cotangents) -> cotangents of these leaves``; a cotangent that is zero
+            is None.
+    """
+    leaves, treedef = jax.tree.flatten((primals, stored))
+    diff_indices = tuple(tangents)
+
+    def jvp(residuals: list, tangents: list) -> list[Any]:
+        primals, _ = treedef.unflatten(residuals)
+        return jvp_of(forward, primals, dict(zip(diff_indices, tangents, strict=True)))[1]
+
+    def transpose(residuals: list, cts: list) -> list[Any]:
+        primals, stored = treedef.unflatten(residuals)
+        return reverse(primals, stored, diff_indices, cts)
+
+    types = [_jax.abstract(x) for x in jax.tree.leaves(outs) if is_float(x)]
+    return _jax.linear_call(jvp, transpose, leaves, list(tangents.values()), types)
+
+
 def tangent_leaves(tangents: Any) -> list[Any]:
-    """The leaves of the tangents that a rule is given, symbolic zeros among them."""
+    """The leaves of a rule's tangents, symbolic zeros included."""
     return jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
 
 
 def nonzero_tangents(tangents: Any) -> dict[int, Any]:
-    """By leaf, the tangents that are not zero."""
+    """The nonzero float tangents, by leaf."""
     return {i: t for i, t in enumerate(tangent_leaves(tangents)) if not isinstance(t, SymbolicZero) and is_float(t)}
 
 
 def tangents_of(out: Any, floats: Iterable[Any]) -> Any:
     """The tangents of an output, given those of its float leaves."""
     leaves, treedef = jax.tree.flatten(out)
-    rest = iter(floats)
-    return treedef.unflatten([next(rest) if is_float(x) else _jax.zero_tangent(_jax.abstract(x)) for x in leaves])
+    remaining = iter(floats)
+    return treedef.unflatten([next(remaining) if is_float(x) else _jax.zero_tangent(_jax.abstract(x)) for x in leaves])
 
 
 def jvp_of(fun: Callable, args: tuple, tangents: dict[int, Any]) -> tuple[Any, list[Any]]:
@@ -140,21 +167,23 @@ def jvp_of(fun: Callable, args: tuple, tangents: dict[int, Any]) -> tuple[Any, l
     leaves = jax.tree.leaves(args)
     out_tree: Any = None
 
-    def of_moving(*moving: Any) -> tuple[list, list]:
+    def of_leaves(*diff_leaves: Any) -> tuple[list, list]:
         nonlocal out_tree
-        out = fun(*_replaced(args, dict(zip(tangents, moving, strict=True))))
+        out = fun(*_with_leaves(args, dict(zip(tangents, diff_leaves, strict=True))))
         outs, out_tree = jax.tree.flatten(out)
         return [x for x in outs if is_float(x)], [None if is_float(x) else x for x in outs]
 
-    floats, pushed, others = jax.jvp(of_moving, [leaves[i] for i in tangents], list(tangents.values()), has_aux=True)
-    rest = iter(floats)
-    return out_tree.unflatten([next(rest) if x is None else x for x in others]), pushed
+    diff_leaves = [leaves[i] for i in tangents]
+    floats, out_tangents, others = jax.jvp(of_leaves, diff_leaves, list(tangents.values()), has_aux=True)
+    remaining = iter(floats)
+    return out_tree.unflatten([next(remaining) if x is None else x for x in others]), out_tangents
 
 
 def floats_of(fun: Callable, args: tuple, values: dict[int, Any]) -> list[Any]:
-    return [x for x in jax.tree.leaves(fun(*_replaced(args, values))) if is_float(x)]
+    """The float leaves of ``fun(*args)`` with some leaves of `args` replaced by `values`."""
+    return [x for x in jax.tree.leaves(fun(*_with_leaves(args, values))) if is_float(x)]
 
 
-def _replaced(args: tuple, values: dict[int, Any]) -> tuple:
+def _with_leaves(args: tuple, values: dict[int, Any]) -> tuple:
     leaves, treedef = jax.tree.flatten(args)
     return treedef.unflatten([values.get(i, x) for i, x in enumerate(leaves)])

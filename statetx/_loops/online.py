@@ -1,18 +1,18 @@
 """A loop of unknown length that is reversed from a bounded number of slots.
 
-While it runs, the loop stores its carry every so many steps, as often as the slots allow: when all are full, every other
-one is given up and the distance doubles. The reversal knows the number of steps and goes on as `checkpointed` does,
-storing anew in the slots that become free. It runs more steps than the optimum for a known length: up to a third with
-many slots, up to three quarters with two or three.
+The loop stores its carry at equal distances. When all slots are full, it drops every other one and doubles the distance. The reversal knows
+the number of steps and continues as in `checkpointed`, with the slots that become free. It runs more steps than the optimum for a
+known length: up to a third more with many slots, up to three quarters more with two or three.
 
-The idea of giving up every other slot is that of online checkpointing (Stumm and Walther 2010, "New algorithms for
-optimal online checkpointing", have a schedule that comes nearer to the optimum for short loops).
+Source: dropping every other slot is an idea of online checkpointing. Stumm and Walther 2010, "New algorithms for optimal online
+checkpointing", have a schedule that is nearer to the optimum for short loops.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,35 @@ from .._equations.structure import Body
 from .._positions import replaced
 from .._tree import is_float
 from . import bind, schedule
-from .checkpointed import Plan, reverse_scheduled
-from .derivative import jvp_of, nonzero_tangents, tangents_of
-from .nested import Step
+from .derivative import linear_in_tangents, nonzero_tangents, tangents_of
+from .reversal import Filled, reverse_blocks
+from .step import Step
 
-_COLUMNS = 64  # of the schedule's table: as many runs of a step ahead of its reversal are planned for
+_COLUMNS = 64  # of the schedule's table: it plans for up to as many runs of a step ahead of its reversal
+
+
+class _Running(NamedTuple):
+    """The forward sweep.
+
+    ``slots[:used]`` hold the carries before the steps ``positions[:used]``, which are multiples of `distance`, the first of them 0. `carry` is
+    the carry after `count` steps.
+    """
+
+    carry: list
+    count: Any
+    slots: list
+    positions: Any
+    used: Any
+    distance: Any
+
+
+class Stored(NamedTuple):
+    """What the forward sweep leaves for the reversal: slots, the steps of their carries, the last slot in use, the number of steps."""
+
+    slots: list
+    positions: Any
+    top: Any
+    count: Any
 
 
 def while_loop(test: Body, step: Step, slots: int | None, max_steps: int | None) -> Callable:
@@ -34,126 +58,138 @@ def while_loop(test: Body, step: Step, slots: int | None, max_steps: int | None)
 
     Args:
         test: ``(*constants, *carry) -> bool``.
-        slots: how many carries are stored; None for a loop that is not reversed.
-        max_steps: the loop ends after as many, whatever the test says.
+        slots: how many carries are stored; None for a loop without a reverse mode.
+        max_steps: the loop ends after as many steps.
     """
+    online = _OnlineLoop(test, step, slots or 0, max_steps)
+    return bind.compiled(online.run) if slots is None else online.with_rule()
 
-    def goes_on(test_constants: list, carry: list, count: Any) -> Any:
-        holds = test((), *test_constants, *carry)[0]
-        return holds if max_steps is None else holds & (count < max_steps)
 
-    def plain(test_constants: list, constants: list, carry: list) -> list:
+class _OnlineLoop:
+    def __init__(self, test: Body, step: Step, slots: int, max_steps: int | None):
+        self._test, self._step, self._slots, self._max_steps = test, step, slots, max_steps
+        self._run = bind.compiled(self.run)
+        self._store = bind.compiled(self.store)
+        self._reversal = functools.cache(self._make_reversal)
+        self._floats = [i for i, a in enumerate(step.avals) if is_float(a)]
+
+    def _is_running(self, test_constants: list, carry: list, count: Any) -> Any:
+        holds = self._test((), *test_constants, *carry)[0]
+        return holds if self._max_steps is None else holds & (count < self._max_steps)
+
+    def run(self, test_constants: list, constants: list, carry: list) -> list:
+        """The loop without slots."""
+
         def one(loop: tuple) -> tuple:
-            return loop[0] + 1, step(constants, loop[1], [])[0]
+            return loop[0] + 1, self._step(constants, loop[1], [])[0]
 
         start = (jnp.int32(0), carry)
-        return jax.lax.while_loop(lambda loop: goes_on(test_constants, loop[1], loop[0]), one, start)[1]
+        return jax.lax.while_loop(lambda loop: self._is_running(test_constants, loop[1], loop[0]), one, start)[1]
 
-    plain = bind.compiled(plain)
-    if slots is None:
-        return plain
+    # -- derivatives --
 
-    # Where devices of a shard_map may do different numbers of steps, counts vary as the condition does.
-    axes = sorted(_jax.varying_axes(test.jaxpr.outvars[0].aval))
+    def with_rule(self) -> Callable:
+        @jax.custom_jvp
+        def loop(test_constants: list, constants: list, carry: list) -> list:
+            return self._run(test_constants, constants, carry)
 
-    def store(test_constants: list, constants: list, carry: list) -> tuple[list, Any]:
-        """The last carry, and what the reversal needs: slots, their positions, which is the last, number of steps."""
+        loop.defjvp(self._rule, symbolic_zeros=True)
+        return loop
 
-        def is_running(loop: tuple) -> Any:
-            return goes_on(test_constants, loop[0], loop[1])
+    def _rule(self, primals: tuple, tangents: tuple) -> tuple[list, list]:
+        outs, stored = self._store(*primals)
+        num_test = len(primals[0])
+        # The result does not depend differentiably on constants that only the test reads.
+        nonzero = {i: t for i, t in nonzero_tangents(tangents).items() if i >= num_test}
+        out_tangents = linear_in_tangents(primals, stored, outs, nonzero, forward=self._run, reverse=self._reverse)
+        return outs, tangents_of(outs, out_tangents)
 
-        def segment(loop: tuple) -> tuple:
-            carry, count, stored, positions, used, distance = loop
-            stored = [jax.lax.dynamic_update_index_in_dim(s, x, used, 0) for s, x in zip(stored, carry, strict=True)]
-            positions = positions.at[used].set(count)
-            end = count + distance
+    def _reverse(self, primals: tuple, stored: Stored, diff_indices: tuple[int, ...], cts: list) -> list:
+        """Cotangents of the inputs at `diff_indices`, from those of the float outputs; None for a zero one."""
+        first = len(primals[0])
+        first_carry = first + len(primals[1])
+        diff_constants = tuple(i - first for i in diff_indices if i < first_carry)
+        diff_carry = tuple(self._step.diff_carry(i - first for i in diff_indices))
+        ct_carry = dict(zip(self._floats, cts, strict=True))
+        cts = [_jax.zeros(self._step.avals[i]) if ct_carry[i] is None else ct_carry[i] for i in diff_carry]
 
-            def one(inner: tuple) -> tuple:
-                return step(constants, inner[0], [])[0], inner[1] + 1
+        ct_constants, ct_diff_carry = self._reversal(diff_constants, diff_carry)(primals[1], stored, cts)
+        ct_carry.update(zip(diff_carry, ct_diff_carry, strict=True))
+        return [*ct_constants, *(ct_carry[i - first_carry] for i in diff_indices if i >= first_carry)]
 
-            carry, count = jax.lax.while_loop(lambda inner: is_running(inner) & (inner[1] < end), one, (carry, count))
-            return carry, count, stored, positions, used + 1, distance
+    # -- the forward sweep --
 
-        def fill(loop: tuple) -> tuple:
-            """Fill the slots; then, if the loop goes on, give up every other one."""
-            loop = jax.lax.while_loop(lambda loop: is_running(loop) & (loop[4] < slots), segment, loop)
-            carry, count, stored, positions, used, distance = loop
-            again = is_running(loop)
-            kept = (slots + 1) // 2
-            from_ = jnp.where(again, jnp.minimum(2 * jnp.arange(slots), slots - 1), jnp.arange(slots))
-            stored, positions = [s[from_] for s in stored], positions[from_]
-            used, distance = jnp.where(again, kept, used), jnp.where(again, 2 * distance, distance)
-            # Where one slot is all there is, it holds the first carry, and the rest is one long segment.
-            if slots == 1:
-                carry, count = jax.lax.while_loop(
-                    is_running, lambda inner: (step(constants, inner[0], [])[0], inner[1] + 1), (carry, count)
-                )
-            return carry, count, stored, positions, used, distance
+    def store(self, test_constants: list, constants: list, carry: list) -> tuple[list, Stored]:
+        """Run the loop: the last carry, and the stored ones."""
+        slots = self._slots
+        is_running = lambda r: self._is_running(test_constants, r.carry, r.count)  # noqa: E731
 
-        stored = [_jax.empty(slots, aval) for aval in step.avals]
-        zero, one, positions = jnp.int32(0), jnp.int32(1), _jax.replicated(jnp.zeros(slots, jnp.int32))
-        zero, one, positions = (_jax.as_varying(x, axes) for x in (zero, one, positions))
-        loop = (carry, zero, stored, positions, zero, one)
-        carry, count, stored, positions, used, _ = jax.lax.while_loop(is_running, fill, loop)
-        return carry, (stored, positions, used - 1, count)
+        def fill(running: _Running) -> _Running:
+            """Run until the slots are full; then, if the loop continues, drop every other one."""
+            segment = functools.partial(self._segment, is_running, constants)
+            running = jax.lax.while_loop(lambda r: is_running(r) & (r.used < slots), segment, running)
+            continues = is_running(running)
+            sources = jnp.minimum(2 * jnp.arange(slots), slots - 1)
+            sources = jnp.where(continues, sources, jnp.arange(slots))
+            running = running._replace(
+                slots=[s[sources] for s in running.slots],
+                positions=running.positions[sources],
+                used=jnp.where(continues, (slots + 1) // 2, running.used),
+                distance=jnp.where(continues, 2 * running.distance, running.distance),
+            )
+            # One slot keeps the first carry, and the remaining steps are one long segment.
+            return self._steps(is_running, constants, running) if slots == 1 else running
 
-    def reverse(constants: list, stored: Any, ct_carry: list, moving: tuple[int, ...], floats: tuple[int, ...]) -> list:
-        """Cotangents of the constants that `moving` names, and of those of the first carry that `floats` names."""
-        slots_of, positions, top, count = stored
+        # Where devices of a shard_map may run different numbers of steps, counts vary as the condition does.
+        axes = sorted(_jax.varying_axes(self._test.jaxpr.outvars[0].aval))
+        zero, one, positions = (
+            _jax.as_varying(x, axes) for x in (jnp.int32(0), jnp.int32(1), _jax.replicated(jnp.zeros(slots, jnp.int32)))
+        )
+        empty = [_jax.empty(slots, aval) for aval in self._step.avals]
+        last = jax.lax.while_loop(is_running, fill, _Running(carry, zero, empty, positions, zero, one))
+        return last.carry, Stored(last.slots, last.positions, last.used - 1, last.count)
 
-        def reverse_step(first: Any, *, carry: list, loop: tuple) -> tuple:
-            def run(consts: list, values: list) -> list:
-                c, k = replaced(constants, moving, consts), replaced(carry, floats, values)
-                return [step.keeping(c, k, [])[0][i] for i in floats]
+    def _segment(self, is_running: Callable, constants: list, running: _Running) -> _Running:
+        """Store the carry, and run as many steps as the distance."""
+        used = running.used
+        write = lambda s, x: jax.lax.dynamic_update_index_in_dim(s, x, used, 0)  # noqa: E731
+        slots = [write(s, x) for s, x in zip(running.slots, running.carry, strict=True)]
+        positions = running.positions.at[used].set(running.count)
+        end = running.count + running.distance
+        running = running._replace(slots=slots, positions=positions, used=used + 1)
+        return self._steps(lambda r: is_running(r) & (r.count < end), constants, running)
 
-            _, pull = jax.vjp(run, [constants[i] for i in moving], [carry[i] for i in floats])
-            of_consts, ct_carry = pull(loop[0])
-            return ct_carry, [a + b for a, b in zip(loop[1], of_consts, strict=True)]
+    def _steps(self, condition: Callable, constants: list, running: _Running) -> _Running:
+        def one(loop: tuple) -> tuple:
+            return self._step(constants, loop[0], [])[0], loop[1] + 1
 
-        def advance(first: Any, last: Any, carry: list) -> list:
-            return jax.lax.fori_loop(first, last, lambda _, c: step(constants, c, [])[0], carry)
+        # Only the carry and the count pass through the innermost loop: XLA copies what a loop carries.
+        now = lambda loop: running._replace(carry=loop[0], count=loop[1])  # noqa: E731
+        return now(jax.lax.while_loop(lambda loop: condition(now(loop)), one, (running.carry, running.count)))
 
-        rows = jnp.asarray(schedule.table(2**31 - 1, slots, columns=_COLUMNS))
-        loop = (ct_carry, [jnp.zeros_like(constants[i]) for i in moving])
-        plan = Plan(rows, positions, top)
-        (ct_carry, sums), _ = reverse_scheduled(count, plan, 1, slots_of, loop, advance, reverse_step)
-        return [*sums, *ct_carry]
+    # -- the reversal --
 
-    store = bind.compiled(store)
-    reverse_compiled: dict[tuple, Callable] = {}
+    def _make_reversal(self, diff_constants: tuple[int, ...], diff_carry: tuple[int, ...]) -> Callable:
+        """``(constants, stored, cotangents of the last carry) -> cotangents of constants and of the first carry``."""
+        step = self._step
 
-    @jax.custom_jvp
-    def loop(test_constants: list, constants: list, carry: list) -> list:
-        return plain(test_constants, constants, carry)
+        def reverse(constants: list, stored: Stored, ct_carry: list) -> tuple[list, list]:
+            def reverse_step(_: Any, carry: list, result: tuple) -> tuple:
+                def run(diff_constant_values: list, diff_carry_values: list) -> list:
+                    values = replaced(constants, diff_constants, diff_constant_values)
+                    last, _ = step.saving(values, replaced(carry, diff_carry, diff_carry_values), [])
+                    return [last[i] for i in diff_carry]
 
-    def rule(primals: tuple, tangents: tuple) -> tuple[list, list]:
-        test_constants, constants, carry = primals
-        out, stored = store(*primals)
-        leaves, treedef = jax.tree.flatten((primals, stored))
-        first, last = len(test_constants), len(test_constants) + len(constants)
-        # What only the test reads does not move the result.
-        nonzero = {i: t for i, t in nonzero_tangents(tangents).items() if i >= first}
-        moving = list(nonzero)
-        consts = tuple(i - first for i in moving if i < last)
-        floats = [i for i, a in enumerate(step.avals) if is_float(a)]
-        followed = tuple(step.moving_carry(i - first for i in moving))
+                _, pull = jax.vjp(run, [constants[i] for i in diff_constants], [carry[i] for i in diff_carry])
+                ct_constants, ct_carry = pull(result[1])
+                return [a + b for a, b in zip(result[0], ct_constants, strict=True)], ct_carry
 
-        def push(residuals: list, tangents: list) -> list:
-            primals, _ = treedef.unflatten(residuals)
-            return jvp_of(plain, primals, dict(zip(moving, tangents, strict=True)))[1]
+            def advance(first: Any, end: Any, carry: list) -> list:
+                return jax.lax.fori_loop(first, end, lambda _, c: step(constants, c, [])[0], carry)
 
-        def pull(residuals: list, cts: list) -> list:
-            (_, constants, _), stored = treedef.unflatten(residuals)
-            of_carry = dict(zip(floats, cts, strict=True))
-            cts = [_jax.zeros(step.avals[i]) if of_carry[i] is None else of_carry[i] for i in followed]
-            key = consts, followed
-            run = reverse_compiled.setdefault(key, bind.compiled(lambda c, s, cts: reverse(c, s, cts, *key)))
-            found = run(constants, stored, cts)
-            of_carry = dict(zip(followed, found[len(consts) :], strict=True))
-            return [*found[: len(consts)], *(of_carry[i - last] for i in moving if i >= last)]
+            rows = jnp.asarray(schedule.table(2**31 - 1, self._slots, columns=_COLUMNS))
+            filled = Filled(rows, stored.positions, stored.top)
+            init = ([jnp.zeros_like(constants[i]) for i in diff_constants], ct_carry)
+            return reverse_blocks(stored.count, filled, stored.slots, init, advance, reverse_step)[0]
 
-        types = [_jax.abstract(out[i]) for i in floats]
-        return out, tangents_of(out, _jax.linear_call(push, pull, leaves, list(nonzero.values()), types))
-
-    loop.defjvp(rule, symbolic_zeros=True)
-    return loop
+        return bind.compiled(reverse)

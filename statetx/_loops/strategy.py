@@ -1,6 +1,6 @@
-"""How a loop stores less: what ``checkpoint=`` of `scan`, `fori_loop` and `while_loop` may say.
+"""Strategies: how a loop stores less for its derivative, as ``checkpoint=`` of `scan`, `fori_loop` and `while_loop` says.
 
-The members are values: equal where they say the same, hashable, printed as they are written.
+A strategy is a frozen value: comparable, hashable, printed as it is written. `Budget` and `Auto`, which choose by sizes, are in `tune`.
 """
 
 from __future__ import annotations
@@ -8,18 +8,60 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
+from .. import _jax
 from .._errors import PolicyError
-from .._remat.policy import as_policy, parse_bytes
+from .._remat.policy import as_policy
 from .._typing import Policy
+from . import schedule
+from .checkpointed import CheckpointedLoop
+from .nested import nested
+from .step import Step
 
 
 class Strategy:
-    """Base of the ways for a loop to store less than each of its steps computes."""
+    """Base of strategies. A subclass is a frozen dataclass that says how to `build` the loop.
+
+    Attributes:
+        policy: which values a step saves.
+        offload: whether the stored carries are in the host's memory.
+        num_steps: the length that the strategy itself implies; None if it fits any.
+        hides_steps: whether its steps are in ``while`` loops, which a count over equations takes for one step.
+    """
+
+    policy: Policy = None
+    offload: bool = False
+    hides_steps = False
+
+    @property
+    def num_steps(self) -> int | None:
+        return None
+
+    def build(self, step: Step) -> Callable:
+        """The loop ``(constants, carry, xs) -> (carry, ys)`` of a step."""
+        raise NotImplementedError
+
+    def check(self, name: str, what: str, num: int) -> None:
+        """Raise `PolicyError` unless the strategy fits a loop of `num` turns."""
+
+    def for_unknown_length(self, name: str) -> Any:
+        """The `Slots` of a loop whose number of steps is known only at its end."""
+        raise PolicyError(
+            f"{name}: checkpoint={self!r} needs a known number of steps.\nFix: give policies.Slots(n), or use scan or fori_loop."
+        )
+
+    def for_layers(self, num: int, policy: Policy) -> Strategy:
+        """The strategy for a stack of `num` layers, of which nothing is measured."""
+        return self
+
+    def num_runs(self, length: int) -> int:
+        """How often a gradient runs the step."""
+        raise NotImplementedError
 
     def with_policy(self, policy: Policy) -> Strategy:
-        """The same, with another ``policy=``."""
+        """The strategy with another ``policy=``."""
         new = copy.copy(self)
         object.__setattr__(new, "policy", as_policy(policy))
         return new
@@ -27,14 +69,35 @@ class Strategy:
     def __repr__(self) -> str:
         first, *options = dataclasses.fields(self)  # type: ignore[arg-type]
         value = getattr(self, first.name)
-        shown = [", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)]
-        shown += [f"{f.name}={getattr(self, f.name)!r}" for f in options if getattr(self, f.name) != f.default]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        args = [", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)]
+        args += [f"{f.name}={getattr(self, f.name)!r}" for f in options if getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(args)})"
+
+    # -- in a saved plan --
+
+    def to_json(self) -> list:
+        """The name of the class and its numbers."""
+        raise NotImplementedError
+
+    @staticmethod
+    def from_json(record: list) -> Strategy:
+        name, *numbers = record
+        classes = {cls.__name__: cls for cls in Strategy.__subclasses__()}
+        return classes[name]._of_numbers(*numbers)
+
+    @classmethod
+    def _of_numbers(cls, *numbers: int) -> Strategy:
+        return cls(*numbers)
 
 
 def _check_count(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PolicyError(f"{name} must be a whole number of at least 1, got {value!r}.")
+
+
+def _check_offload(strategy: Strategy, step: Step) -> None:
+    if strategy.offload and _jax.HOST_MEMORY not in _jax.memory_spaces():
+        raise PolicyError(f"{step.name}: {strategy!r}: the devices have no {_jax.HOST_MEMORY!r} memory.")
 
 
 def _set_policy(strategy: Any) -> None:
@@ -84,6 +147,13 @@ class Levels(Strategy):
         _check_count("Levels: num", self.num)
         _set_policy(self)
 
+    def build(self, step: Step) -> Callable:
+        _check_offload(self, step)
+        return nested(step, schedule.nested_lengths(step.length, self.num), offload=self.offload)
+
+    def num_runs(self, length: int) -> int:
+        return (self.num + 1) * length
+
 
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
 class Lengths(Strategy):
@@ -114,12 +184,26 @@ class Lengths(Strategy):
         object.__setattr__(self, "offload", offload)
         _set_policy(self)
 
+    @property
+    def num_steps(self) -> int:
+        return math.prod(self.lengths)
+
+    def build(self, step: Step) -> Callable:
+        self.check(step.name, "steps", step.length)
+        _check_offload(self, step)
+        return nested(step, self.lengths, offload=self.offload)
+
+    def num_runs(self, length: int) -> int:
+        return (len(self.lengths) + 1) * length
+
+    def to_json(self) -> list:
+        return ["Lengths", *self.lengths]
+
     def check(self, name: str, what: str, num: int) -> None:
-        """Raise unless these lengths are those of a loop of `num` turns."""
-        inner, whole = math.prod(self.lengths[1:]), math.prod(self.lengths)
-        if not whole <= num < whole + inner:
+        inner, product = math.prod(self.lengths[1:]), self.num_steps
+        if not product <= num < product + inner:
             raise PolicyError(
-                f"{name}: Lengths{self.lengths} are {whole} {what} in all, and there are {num}.\n"
+                f"{name}: Lengths{self.lengths} are {product} {what} in all, and there are {num}.\n"
                 f"Fix: let the first be {max(1, num // inner)}, or use policies.Levels({len(self.lengths)}), which chooses."
             )
 
@@ -158,6 +242,8 @@ class Slots(Strategy):
         True
     """
 
+    hides_steps = True
+
     num: int
     block: int = dataclasses.field(default=1, kw_only=True)
     policy: Policy = dataclasses.field(default=None, kw_only=True)
@@ -168,68 +254,28 @@ class Slots(Strategy):
         _check_count("Slots: block", self.block)
         _set_policy(self)
 
+    def build(self, step: Step) -> Callable:
+        _check_offload(self, step)
+        return CheckpointedLoop(step, self.num, self.block, offload=self.offload)
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Budget(Strategy):
-    """As little recomputation as fits in so many bytes.
+    def for_unknown_length(self, name: str) -> Any:
+        if self.block != 1:
+            super().for_unknown_length(name)
+        if self.offload:
+            raise PolicyError(
+                f"{name}: carries cannot be offloaded. Fix: use scan or fori_loop, or leave offload= out."
+            )
+        return self
 
-    When the loop is differentiated, its gradient program is compiled, a few times the first time that a body of its
-    structure is met, and the number of slots and the block (see `Slots`) chosen so that its temporary memory is at most
-    the budget. A plain loop that fits stays plain, and a loop that is not differentiated is not measured.
+    def num_runs(self, length: int) -> int:
+        """Runs of the loop and of its reversal; a step of a block is run once more for its residuals."""
+        num_blocks, rest = divmod(length, self.block)
+        slots = max(1, min(self.num, num_blocks))
+        return (schedule.num_evaluations(num_blocks, slots) - num_blocks) * self.block + length + rest
 
-    Under ``vmap`` the budget holds for all examples together.
+    def to_json(self) -> list:
+        return ["Slots", self.num, self.block]
 
-    Args:
-        bytes: a number, or text such as ``"64MiB"``.
-        policy: as in `Slots`.
-
-    Memory:
-        What counts is what XLA reserves for the gradient of the loop alone, beyond its inputs and outputs.
-
-    Raises:
-        PolicyError: at the call, the size is malformed. When the gradient is built, not even one slot fits; the message
-            says how much one slot needs. Or the gradient was traced without a ``vmap`` that maps it later, as with
-            ``vmap(grad(jit(f)))``, and exceeds the budget.
-
-    Example:
-        >>> from statetx import policies
-        >>> policies.Budget("64MiB")
-        Budget(67108864)
-    """
-
-    bytes: int
-    policy: Policy = dataclasses.field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "bytes", parse_bytes(self.bytes))
-        _set_policy(self)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Auto(Strategy):
-    """Chosen by what the carry and one step take, when the loop is differentiated: see `tune`."""
-
-    def __repr__(self) -> str:
-        return "'auto'"
-
-
-def as_strategy(name: str, checkpoint: Any) -> Strategy:
-    """The strategy that a ``checkpoint=`` argument means.
-
-    Raises:
-        PolicyError: it means none.
-    """
-    if isinstance(checkpoint, Strategy):
-        return checkpoint
-    if checkpoint == "auto":
-        return Auto()
-    if isinstance(checkpoint, str):
-        return Budget(checkpoint)  # type: ignore[arg-type]
-    if isinstance(checkpoint, int) and not isinstance(checkpoint, bool):
-        return Slots(checkpoint)
-    if isinstance(checkpoint, tuple) and checkpoint:
-        return Lengths(*checkpoint)
-    raise PolicyError(
-        f"{name}: checkpoint={checkpoint!r} is none of statetx.policies.Levels, Lengths, Slots, Budget, nor one of their "
-        f"short spellings: a number of slots, a tuple of lengths, a size such as '64MiB', or 'auto'."
-    )
+    @classmethod
+    def _of_numbers(cls, num: int, block: int) -> Slots:  # type: ignore[override]
+        return cls(num, block=block)

@@ -19,17 +19,77 @@ from .. import _jax
 from .._errors import PolicyError
 from .._lift.around import Around, Map, device_bytes
 from .._positions import function_of
+from .._remat.policy import as_policy, parse_bytes
 from .._text import format_bytes
 from .._tree import is_float, num_bytes
+from .._typing import Policy
 from . import schedule
-from .checkpointed import Scheduled
+from .checkpointed import CheckpointedLoop
 from .derivative import Loop, floats_of, jvp_of
-from .nested import Step
-from .strategy import Auto, Budget, Slots
+from .step import Step
+from .strategy import Slots, Strategy
 
 SHORT = 64  # steps, below which a schedule gains nothing
 _SLACK = 2**10  # bytes by which a program around the loop may differ from the loop's own
 _SMALL = 2**22  # bytes that are not worth a second run of anything
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Budget(Strategy):
+    """As little recomputation as fits in so many bytes.
+
+    When the loop is differentiated, its gradient program is compiled, a few times the first time that a body of its
+    structure is met, and the number of slots and the block (see `Slots`) chosen so that its temporary memory is at most
+    the budget. A plain loop that fits stays plain, and a loop that is not differentiated is not measured.
+
+    Under ``vmap`` the budget holds for all examples together.
+
+    Args:
+        bytes: a number, or text such as ``"64MiB"``.
+        policy: as in `Slots`.
+
+    Memory:
+        What counts is what XLA reserves for the gradient of the loop alone, beyond its inputs and outputs.
+
+    Raises:
+        PolicyError: at the call, the size is malformed. When the gradient is built, not even one slot fits; the message
+            says how much one slot needs. Or the gradient was traced without a ``vmap`` that maps it later, as with
+            ``vmap(grad(jit(f)))``, and exceeds the budget.
+
+    Example:
+        >>> from statetx import policies
+        >>> policies.Budget("64MiB")
+        Budget(67108864)
+    """
+
+    bytes: int
+    policy: Policy = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bytes", parse_bytes(self.bytes))
+        if self.policy is not None:
+            object.__setattr__(self, "policy", as_policy(self.policy))
+
+    def build(self, step: Step) -> Callable:
+        return Sized(step, self)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Auto(Strategy):
+    """``checkpoint="auto"``: slots by the sizes of the carry and of a step's residuals, chosen when the loop is differentiated."""
+
+    def build(self, step: Step) -> Callable:
+        return step.plain() if step.length < SHORT else Sized(step, self)
+
+    def for_layers(self, num: int, policy: Policy) -> Strategy:
+        # A layer runs at most twice before its reversal, and once in it.
+        return Slots(schedule.slots_for(num, 2), policy=policy)
+
+    def with_policy(self, policy: Policy) -> Strategy:
+        return self  # `for_layers` takes the policy
+
+    def __repr__(self) -> str:
+        return "'auto'"
 
 
 class Sized(Loop):
@@ -51,7 +111,11 @@ class Sized(Loop):
         leaves, treedef = jax.tree.flatten(primals)
         slots = self._slots_for(Around.of(leaves))
         loop, primals = self._loop(slots), treedef.unflatten(self._watched(leaves, slots))
-        return loop.derivative(primals, tangents) if isinstance(loop, Scheduled) else jvp_of(loop, primals, tangents)
+        return (
+            loop.derivative(primals, tangents)
+            if isinstance(loop, CheckpointedLoop)
+            else jvp_of(loop, primals, tangents)
+        )
 
     def is_plain(self) -> bool:
         return self._slots_for(Around(manual=_jax.manual_around())) is None
@@ -75,7 +139,7 @@ class Sized(Loop):
     def _loop(self, slots: Slots | None) -> Callable:
         if slots not in self._loops:
             assert slots is not None
-            self._loops[slots] = Scheduled(self.step, slots.num, slots.block)
+            self._loops[slots] = CheckpointedLoop(self.step, slots.num, slots.block)
         return self._loops[slots]
 
     # -- "auto" --
@@ -187,18 +251,16 @@ def _covers(maps: Sequence[Map], others: Sequence[Map]) -> bool:
 
 
 def _affordable(length: int, spare: int, carry: int, of_block: int) -> tuple[int, int, int]:
-    """The fewest runs of the body, with the size of a block and the number of slots that give them."""
-    found, block = [], 1
+    """The fewest runs of the body, with the block size and the number of slots that give them."""
+    candidates, block = [], 1
     while block <= length:
         left = spare - (block - 1) * of_block
         if left < 0 and block > 1:
             break
-        num_blocks, rest = divmod(length, block)
-        slots = min(1 + max(0, left) // carry, num_blocks)
-        runs = (schedule.num_evaluations(num_blocks, slots) - num_blocks) * block + length + rest
-        found.append((runs, block, slots))
+        slots = min(1 + max(0, left) // carry, length // block)
+        candidates.append((Slots(slots, block=block).num_runs(length), block, slots))
         block *= 2
-    return min(found)
+    return min(candidates)
 
 
 def temporary_bytes(step: Step, loop: Callable, around: Around = Around()) -> int:  # noqa: B008
@@ -228,7 +290,7 @@ def _bytes_kept_by_a_step(step: Step) -> int:
     def pullback(*values: Any) -> list[Any]:
         def run(*operands: Any) -> list[Any]:
             args = list(operands)
-            carry, y = step.keeping(args[: sizes[0]], args[sizes[0] : sum(sizes)], args[sum(sizes) :])
+            carry, y = step.saving(args[: sizes[0]], args[sizes[0] : sum(sizes)], args[sum(sizes) :])
             return [x for x in (*carry, *y) if is_float(x)]
 
         return jax.tree.leaves(jax.vjp(function_of(run, values, floats), *[values[i] for i in floats])[1])

@@ -13,8 +13,7 @@ from .._equations.structure import Body
 from .._jax import Jaxpr, Literal
 from .._lift.around import Around, device_bytes
 from .._loops import schedule
-from .._loops.checkpointed import Scheduled
-from .._loops.nested import Step, nested
+from .._loops.step import Step
 from .._loops.strategy import Lengths, Slots
 from .._remat import decide, fence, mark
 from .._remat.policy import Marks
@@ -228,11 +227,8 @@ def _loop(part: Part, option: Option) -> Callable:
     num_constants, num_carry = _jax.scan_counts(part.eqn)
     if option.loop is None:
         call: Callable = step.plain()
-    elif isinstance(option.loop, Slots):
-        call = Scheduled(step, option.loop.num, option.loop.block)
     else:
-        assert isinstance(option.loop, Lengths)
-        call = nested(step, option.loop.lengths)
+        call = option.loop.build(step)
 
     def loop(*args: Any) -> list[Any]:
         constants, carry, xs = args[:num_constants], args[num_constants:][:num_carry], args[num_constants + num_carry :]

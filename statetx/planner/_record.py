@@ -16,8 +16,7 @@ from .. import _jax
 from .._equations.flops import count
 from .._jax import Jaxpr, Literal
 from .._lift.around import device_bytes
-from .._loops import schedule
-from .._loops.strategy import Lengths, Slots, Strategy
+from .._loops.strategy import Strategy
 from .._remat.survey import Survey
 from ..residuals._show import short_path, short_type
 from ..residuals._trace import user_line
@@ -143,32 +142,23 @@ def fields_of(
 
 
 def _schedule_flops(layout: Layout, candidate: Candidate) -> int:
-    """Operations of loops in slots, whose equations count one step only."""
-    total = 0
-    for part, option in zip(layout.parts, candidate.options, strict=True):
-        if isinstance(option.loop, Slots):
-            length = part.eqn.params["length"]
-            total += schedule.num_evaluations(length, option.loop.num) * count(part.jaxpr)
-    return total
+    """Operations of loops whose equations count one step only."""
+    return sum(
+        option.loop.num_runs(part.eqn.params["length"]) * count(part.jaxpr)
+        for part, option in zip(layout.parts, candidate.options, strict=True)
+        if option.loop is not None and option.loop.hides_steps
+    )
 
 
 def _to_json(option: Option) -> dict[str, Any]:
-    loop = option.loop
-    strategy: Any = None
-    if isinstance(loop, Slots):
-        strategy = ["Slots", loop.num, loop.block]
-    elif isinstance(loop, Lengths):
-        strategy = ["Lengths", *loop.lengths]
+    strategy = option.loop and option.loop.to_json()
     saved = None if option.saved is None else sorted(map(list, option.saved))
     return {"kept": saved, "offloaded": sorted(map(list, option.offloaded)), "loop": strategy}
 
 
 def option_of(decision: dict[str, Any]) -> Option:
     """The option of a stored decision, without bytes and cost."""
-    loop: Strategy | None = None
-    if decision["loop"] is not None:
-        strategy, *numbers = decision["loop"]
-        loop = Slots(numbers[0], block=numbers[1]) if strategy == "Slots" else Lengths(*numbers)
+    loop = decision["loop"] and Strategy.from_json(decision["loop"])
     saved = None if decision["kept"] is None else frozenset((a, b) for a, b in decision["kept"])
     return Option(saved, 0, 0, 0.0, frozenset((a, b) for a, b in decision["offloaded"]), loop)
 

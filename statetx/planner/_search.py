@@ -19,7 +19,6 @@ from .._equations.differentiate import with_pullback
 from .._equations.flops import flops
 from .._jax import Jaxpr
 from .._lift.around import Around
-from .._loops.strategy import Slots
 from .._remat.policy import as_policy
 from .._tree import is_float
 from ._analysis import EquationCost, Option
@@ -395,7 +394,7 @@ class Search:
         predicted_cost = sum(o.cost for o in options)
         added_cost = predicted_cost
         # A slots schedule runs its steps in while loops, whose equations count once: the model knows better.
-        if self.equation_cost is flops and not any(isinstance(o.loop, Slots) for o in options):
+        if self.equation_cost is flops and not any(o.loop is not None and o.loop.hides_steps for o in options):
             added_cost = compiled.flops - self._baseline_program.flops
         candidate = Candidate(name, layout, list(options), peak, predicted_cost, added_cost, compiled, predicted_bytes)
         self._tried[key] = candidate

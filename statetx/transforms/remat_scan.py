@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from .. import _states
 from .._lift.rules import Broadcast, Carry, Split
 from .._lift.stage import name_of
-from .._loops.schedule import slots_for
-from .._loops.strategy import Auto, Lengths, Slots, Strategy, as_strategy
+from .._loops.build import as_strategy
+from .._loops.strategy import Lengths, Strategy
 from .._objects.paths import Not, as_predicate
 from .._typing import Filter, Policy, PyTree
 from .scan import scan
@@ -93,8 +92,8 @@ def remat_scan(
     rules = _Rules(broadcast, carry, axes, split_rngs)
     strategy = _read_lengths(lengths, policy)
     count = len(target) if isinstance(target, Stack) and num is None else num
-    if isinstance(strategy, Lengths):
-        count = math.prod(strategy.lengths) if count is None else count
+    count = strategy.num_steps if count is None else count
+    if count is not None:
         strategy.check("remat_scan", "layers", count)
     if isinstance(target, Stack):
         if count != len(target):
@@ -120,7 +119,7 @@ class RematScan:
     def __init__(self, layers: Any, num: int, strategy: Strategy, policy: Policy, rules: _Rules, has_ys: bool):
         self.__wrapped__ = layers
         self._num = num
-        self._strategy = _resolve_auto(strategy, num, policy)
+        self._strategy = strategy.for_layers(num, policy)
         self._states = rules.for_layers(layers)
         self._has_ys = has_ys
 
@@ -183,13 +182,7 @@ def _read_lengths(lengths: Any, policy: Policy) -> Strategy:
     if isinstance(lengths, (list, tuple)) and lengths:
         return Lengths(*lengths, policy=policy)
     strategy = as_strategy("remat_scan", lengths)
-    return strategy if policy is None or isinstance(strategy, Auto) else strategy.with_policy(policy)
-
-
-def _resolve_auto(strategy: Strategy, num: int, policy: Policy) -> Strategy:
-    if not isinstance(strategy, Auto):
-        return strategy
-    return Slots(slots_for(num, 2), policy=policy)  # a layer runs at most twice before its reversal, and once in it
+    return strategy if policy is None else strategy.with_policy(policy)
 
 
 def _takes_nothing(target: Callable) -> bool:

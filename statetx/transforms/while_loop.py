@@ -18,9 +18,9 @@ from .._lift.carry import flatten_carry, settle
 from .._lift.stage import name_of
 from .._lift.staged import Staged, publish, union
 from .._loops import bind, eager, online
-from .._loops.build import make_loop, refuse_effects, resolve_strategy
-from .._loops.nested import Step
-from .._loops.strategy import Slots, Strategy, as_strategy
+from .._loops.build import as_strategy, make_loop, refuse_effects, resolve_strategy
+from .._loops.step import Step
+from .._loops.strategy import Slots, Strategy
 from .._objects.paths import Paths
 from .._text import type_str
 from .._tree import is_array_or_number
@@ -83,7 +83,7 @@ def while_loop(
         >>> bool(abs(jax.grad(root)(2.0) - 0.5 / 2**0.5) < 1e-3)
         True
     """
-    slots = _read_slots(checkpoint)
+    slots = checkpoint if checkpoint is None else as_strategy("while_loop", checkpoint).for_unknown_length("while_loop")
     if max_steps is not None and (isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 0):
         raise ValueError(f"while_loop: max_steps must be a whole number, got {max_steps!r}.")
     _check_callable("while_loop", cond_fun, "condition")
@@ -110,18 +110,6 @@ def while_loop(
 def _check_callable(name: str, fun: Any, role: str) -> None:
     if not callable(fun):
         raise TypeError(f"{name} needs a callable as the {role}, got {type(fun).__name__}.")
-
-
-def _read_slots(checkpoint: Any) -> Slots | None:
-    strategy = None if checkpoint is None else as_strategy("while_loop", checkpoint)
-    if strategy is not None and not (isinstance(strategy, Slots) and strategy.block == 1):
-        raise PolicyError(
-            f"while_loop: checkpoint={checkpoint!r} needs a known number of steps.\nFix: give policies.Slots(n), or "
-            f"use scan or fori_loop."
-        )
-    if strategy is not None and strategy.offload:
-        raise PolicyError("while_loop: carries cannot be offloaded. Fix: use scan or fori_loop, or leave offload= out.")
-    return strategy
 
 
 def fori_loop(

@@ -1,0 +1,192 @@
+"""One step of a loop: its equations, what it saves, and how it is mapped."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import _jax
+from .._equations.structure import Body
+from .._lift.staged import as_types
+from .._positions import replaced
+from .._remat import decide
+from .._remat.policy import Policy
+from .._tree import is_float
+from . import bind
+from .cpu_concurrency import has_independent_products
+
+
+class Step:
+    """One step of a loop.
+
+    Args:
+        body: ``(*constants, *carry, *x) -> (*carry, *y)``.
+        num_constants: how many constants there are, the body's operands included.
+        num_carry: how many carries.
+        length: of the loop; `reverse` as in `jax.lax.scan`.
+        policy: which values a rematerialised step saves.
+        name: of the function, for messages.
+        tick: called with the number of finished steps, and with the phase unless it is the forward sweep.
+        marked: the body with its saved values marked, and JAX's policy for the marks; by default computed on demand.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        num_constants: int,
+        num_carry: int,
+        *,
+        length: int,
+        reverse: bool,
+        policy: Policy | None,
+        name: str,
+        tick: Callable | None = None,
+        marked: tuple[Any, Any] | None = None,
+    ):
+        self.body = body
+        self._tick = tick
+        self.is_shown = tick is not None
+        self.avals: list[Any] = [v.aval for v in body.jaxpr.outvars[:num_carry]]
+        self.length = length
+        self.reverse = reverse
+        self.num_constants = num_constants
+        self.num_carry = num_carry
+        self.constant_avals: list[Any] = [v.aval for v in body.jaxpr.invars[:num_constants]]
+        self.x_avals: list[Any] = [v.aval for v in body.jaxpr.invars[num_constants + self.num_carry :]]
+        self.y_avals: list[Any] = [v.aval for v in body.jaxpr.outvars[self.num_carry :]]
+        self.name = name
+        self.policy = policy
+        if marked is not None:
+            self._marked = marked
+
+    def tick(self, done: Any, phase: str = "") -> None:
+        if self._tick is not None:
+            self._tick(done, phase)
+
+    def __call__(self, constants: list, carry: list, x: list) -> tuple[list, list]:
+        return self._split(self.body((), *constants, *carry, *x))
+
+    def saving(self, constants: list, carry: list, x: list) -> tuple[list, list]:
+        """The step, rematerialised with its policy if it has one."""
+        return self(constants, carry, x) if self.policy is None else self.rematerialised(constants, carry, x)
+
+    def rematerialised(self, constants: list, carry: list, x: list) -> tuple[list, list]:
+        jaxpr, policy = self._marked
+        return self._split(_jax.rematerialise(jaxpr, [*constants, *carry, *x], policy=policy, prevent_cse=False))
+
+    @functools.cached_property
+    def _marked(self) -> tuple[Any, Any]:
+        jaxpr = self.body.jaxpr
+        return (jaxpr, None) if self.policy is None else decide.apply(self.policy, jaxpr, (), self.name)
+
+    @functools.cached_property
+    def has_independent_products(self) -> bool:
+        """Whether a loop of it is faster with `cpu_concurrency.concurrent_fori_loop`."""
+        return jax.default_backend() == "cpu" and has_independent_products(self.body.jaxpr)
+
+    def diff_carry(self, diff_indices: Iterable[int]) -> list[int]:
+        """The float carries with a nonzero tangent in some step, if the body's inputs at `diff_indices` have one.
+
+        A fixed point: a carry whose tangent becomes nonzero in one step may make others nonzero in the next.
+        """
+        floats = [i for i, aval in enumerate(self.avals) if is_float(aval)]
+        has_tangent = [False] * len(self.body.jaxpr.invars)
+        for i in diff_indices:
+            has_tangent[i] = True
+        first = self.num_constants
+
+        while not all(has_tangent[first + i] for i in floats):
+            outs = _jax.with_tangents(self.body.jaxpr, has_tangent)[: self.num_carry]
+            new = [first + i for i, is_nonzero in enumerate(outs) if is_nonzero and not has_tangent[first + i]]
+            if not new:
+                break
+            has_tangent = replaced(has_tangent, new, [True] * len(new))
+        return [i for i in floats if has_tangent[first + i]]
+
+    def _split(self, outs: list) -> tuple[list, list]:
+        return as_types(outs[: self.num_carry], self.avals), outs[self.num_carry :]
+
+    def with_body(self, jaxpr: _jax.Jaxpr) -> Step:
+        """The step with other equations, of the same inputs and outputs."""
+        step = copy.copy(self)
+        step.body = Body(jaxpr, self.body.operands)
+        if "_marked" in vars(self) and self._marked[0] is self.body.jaxpr:  # marked before it was mapped
+            step._marked = (jaxpr, self._marked[1])
+        else:
+            vars(step).pop("_marked", None)
+        return step
+
+    def mapped(self, axis: Any, is_mapped: Sequence[bool]) -> MappedStep:
+        """The step for all examples of a `jax.vmap` at once.
+
+        Args:
+            axis: the axis of the examples, as JAX describes it.
+            is_mapped: for each input of the body, whether it differs between examples.
+        """
+        # Policies of statetx judge staged equations, so the saved values are marked before the equations are mapped.
+        jaxpr, policy = self._marked
+        num_before, num_after = self.num_constants, self.num_constants + self.num_carry
+        constants, carry, x = (
+            list(is_mapped[:num_before]),
+            list(is_mapped[num_before:num_after]),
+            list(is_mapped[num_after:]),
+        )
+        while True:  # a fixed point: a carry is mapped if its first value is, or its value after some step
+            instantiate = [*carry, *([False] * len(self.y_avals))]
+            mapped, consts, outs = _jax.map_jaxpr(jaxpr, axis, [*constants, *carry, *x], instantiate)
+            if outs[: self.num_carry] == carry:
+                break
+            carry = [a or b for a, b in zip(carry, outs, strict=False)]
+        body = Body.close(mapped, consts)
+        step = Step(
+            body,
+            body.num_operands + self.num_constants,
+            self.num_carry,
+            length=self.length,
+            reverse=self.reverse,
+            policy=self.policy,
+            name=f"{self.name}, mapped over {axis.size} examples",
+            tick=self._tick,
+            marked=(body.jaxpr, policy),
+        )
+        axes = lambda flags, axis: [axis if flag else None for flag in flags]  # noqa: E731
+        in_axes = [*axes([*constants, *carry], 0), *axes(x, 1)]
+        return MappedStep(step, body.operands, in_axes, [*axes(carry, 0), *axes(outs[self.num_carry :], 1)])
+
+    def plain(self) -> Callable:
+        """The loop without checkpoints."""
+        if not self.is_shown:
+            return bind.scan(
+                self.body, self.num_constants, self.num_carry, length=self.length, reverse=self.reverse, unroll=1
+            )
+
+        def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:
+            def one(loop: tuple, x: list) -> tuple[tuple, list]:
+                carry, y = self(constants, loop[1], x)
+                self.tick(loop[0] + 1)
+                return (loop[0] + 1, carry), y
+
+            (_, carry), ys = jax.lax.scan(one, (jnp.int32(0), carry), xs, self.length, self.reverse)
+            return carry, ys
+
+        return bind.compiled(loop)
+
+
+class MappedStep(NamedTuple):
+    """A `Step` for all examples at once.
+
+    Attributes:
+        consts: values of the step's first constants, which the original step does not have.
+        in_axes: for each constant, carry and xs of the original loop the axis of the examples, None if all share it;
+            `out_axes` likewise for the last carries and the ys.
+    """
+
+    step: Step
+    consts: list[Any]
+    in_axes: list[int | None]
+    out_axes: list[int | None]
