@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec
 from .. import _frames, _jax, _states
 from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._frames import Effect
-from .._lift.stage import Wrapper, as_decorator, call, frame_for, name_of, take_apart
+from .._lift.groups import Groups
+from .._lift.stage import Wrapper, as_decorator, call, frame_for, name_of
 from .._objects.paths import Paths, as_predicate
 from .._text import brief
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
@@ -118,40 +119,35 @@ class ShardMap(Wrapper):
                 "shard_map", fun, on_read=devices.on_read(state_values), frees_cycles=True, outer_trace=outside
             )
             out = frame.run(call, fun, args_part.combine(tracers), {})
-            return devices.sort(out, frame.effects)
+            _frames.refuse_created(frame.effects, f"shard_map({name_of(fun)})")
+            groups.add_output(out, _broadcast_specs(self._out_specs, out), is_array_or_number)
+            devices.add_effects(frame.effects, groups)
+            return groups.pack()
 
         outside = _jax.current_trace()
-        # Strings, since JAX sorts the keys of a dict, and a PartitionSpec has no order.
-        groups = {
-            str(spec): spec for spec in (_REPLICATED, *_specs_in(self._out_specs), *(spec for _, spec in self._rules))
-        }
-        devices.groups = {name: [] for name in groups}
+        groups = Groups([_REPLICATED, *_specs_in(self._out_specs), *(spec for _, spec in self._rules)])
         in_specs = (devices.state_specs, specs)
-
-        run = jax.shard_map(body, in_specs=in_specs, out_specs=groups, **self._jax_options)
+        run = jax.shard_map(body, in_specs=in_specs, out_specs=groups.keys, **self._jax_options)
         try:
             outs = run(devices.state_values, [as_array(x) for x in leaves])
         except ValueError as e:
             if devices.replicated_writes and "out_specs" in str(e) and self._jax_options.get("check_vma", True):
                 raise StateAccessError(devices.explain()) from e
             raise
-        return devices.finish(outs)
+        return groups.finish(outs)
 
     def spec_of(self, path: str, state: Any) -> PartitionSpec | None:
         return next((spec for keep, spec in self._rules if keep(path, state)), None)
 
 
 class _Devices:
-    """One call: gives the states to JAX as inputs, and collects the output and the writes.
+    """One call: gives the states to JAX as inputs, and collects the writes.
 
     Attributes:
         paths: paths of states, from the function and its arguments.
         state_values, state_specs: for each state that is an input, its arrays and its spec.
-        groups: the traced leaves of output and writes, by their spec as a string.
         replicated_writes: writes of states without a spec.
     """
-
-    groups: dict[str, list]
 
     def __init__(self, owner: ShardMap, args: tuple):
         self._owner = owner
@@ -169,9 +165,6 @@ class _Devices:
                 spec = _REPLICATED
             if spec is not None:
                 self._add_input(state, spec, is_required)
-        self._plan: list[tuple[str, int]] = []
-        self._out: Partition | None = None
-        self._effects: list[tuple[Effect, Partition]] = []
         self.replicated_writes: list[Effect] = []
 
     def _add_input(self, state: Any, spec: PartitionSpec, is_required: bool) -> None:
@@ -205,32 +198,15 @@ class _Devices:
 
         return on_read
 
-    def sort(self, out: PyTree, effects: Sequence[Effect]) -> dict[str, list]:
-        _frames.refuse_created(effects, f"shard_map({name_of(self._owner.__wrapped__)})")
-        names = _Names()
-
-        def put(leaf: Any, spec: PartitionSpec) -> None:
-            name = names[spec]
-            self._plan.append((name, len(self.groups[name])))
-            self.groups[name].append(leaf)
-
-        leaves, self._out = take_apart(out, is_array_or_number)
-        specs = _broadcast_specs(self._owner._out_specs, out)
-        for leaf, spec in zip(leaves, (s for s, d in zip(specs, self._out.mask, strict=True) if d), strict=True):
-            put(leaf, spec)
-
+    def add_effects(self, effects: Sequence[Effect], groups: Groups) -> None:
+        """Group the leaves of written values by the specs of their states."""
         for effect in effects:
             spec = self._owner.spec_of(self.paths(effect.state), effect.state)
             if spec is None:
                 spec = _REPLICATED
                 self.replicated_writes.append(effect)
-            value_leaves, part = partition(effect.value, is_array)
-            effect.value = None
-            self._effects.append((effect, part))
-            for leaf in value_leaves:
-                put(leaf, spec)
-        groups, self.groups = self.groups, {}
-        return groups
+            leaves, part = partition(effect.value, is_array)
+            groups.add_effect(effect, leaves, spec, part.combine)
 
     def explain(self) -> str:
         written = ", ".join(
@@ -241,23 +217,6 @@ class _Devices:
             f"write the same value: {written}.\nFix: declare the axes over which the state is sharded, "
             f"shard_map(..., states={{path: PartitionSpec(...)}}), or reduce the value over the devices (jax.lax.psum)."
         )
-
-    def finish(self, groups: dict[str, list]) -> PyTree:
-        assert self._out is not None
-        leaves = iter([groups[group][index] for group, index in self._plan])
-        out = self._out.combine([next(leaves) for _ in range(self._out.num_dynamic)])
-        for effect, part in self._effects:
-            effect.value = part.combine([next(leaves) for _ in range(part.num_dynamic)])
-        _frames.publish([effect for effect, _ in self._effects], live=True)
-        return out
-
-
-class _Names(dict[PartitionSpec, str]):
-    """From a spec to the name of the group of leaves that have it."""
-
-    def __missing__(self, spec: PartitionSpec) -> str:
-        self[spec] = name = str(spec)
-        return name
 
 
 def _is_spec(x: Any) -> bool:

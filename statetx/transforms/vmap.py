@@ -7,6 +7,7 @@ example, too: the state can hold one value only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
@@ -14,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _frames, _jax, _states
+from .. import _jax, _states
 from .._errors import StateAccessError
 from .._frames import Effect
+from .._lift.groups import Groups
 from .._lift.rules import Broadcast, Rules, Split
-from .._lift.stage import Wrapper, as_decorator, call, frame_for, name_of, take_apart
+from .._lift.stage import Wrapper, as_decorator, call, frame_for, name_of
 from .._objects.paths import argument_names
 from .._text import type_str
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
@@ -133,13 +135,14 @@ class Vmap(Wrapper):
             dynamic = [next(mapped_tracers) if a is not None else x for x, a in zip(leaves, axes, strict=True)]
             frame = frame_for("vmap", fun, on_read=examples.on_read)
             out = frame.run(call, fun, *args_part.combine(dynamic))
-            return examples.sort(out, self._out_axes, frame.effects)
+            groups.add_output(out, _broadcast_axes("out_axes", self._out_axes, out), _is_dynamic)
+            examples.add_effects(frame.effects, groups)
+            return groups.pack()
 
         mapped_axes = [a for a in axes if a is not None]
-        # Strings, since JAX sorts the keys of a dict, and None has no order.
-        groups = {str(a): a for a in (None, 0, *_axes_in(self._out_axes))}
-        run = jax.vmap(body, in_axes=(mapped_axes,), out_axes=groups, **{**self._jax_options, "axis_size": size})
-        return examples.finish(run(mapped))
+        groups = Groups([None, 0, *_axes_in(self._out_axes)])
+        run = jax.vmap(body, in_axes=(mapped_axes,), out_axes=groups.keys, **{**self._jax_options, "axis_size": size})
+        return groups.finish(run(mapped))
 
 
 class _Sizes:
@@ -197,7 +200,7 @@ class _Sizes:
 
 
 class _Examples:
-    """One call of a mapped function: gives it the values of states, and collects its outputs and writes.
+    """One call of a mapped function: gives it the values of states, and collects its writes.
 
     Attributes:
         trace: JAX's trace of the map, set when the map begins.
@@ -208,12 +211,7 @@ class _Examples:
     def __init__(self, owner: Vmap, rules: Rules):
         self._owner = owner
         self._rules = rules
-        self._advanced: dict[int, Any] = {}
-        self._plan: list[tuple[str, int]] = []  # for each traced leaf, its group and its index in the group
-        self._out: Partition | None = None
-        self._effects: list[tuple[Effect, Partition, int | None]] = []
-
-    # -- inside the map --
+        self._advanced: dict[int, Any] = {}  # the new keys of split random states
 
     def on_read(self, state: Any, kind: Any, value: Any) -> Any:
         rule = self._rules(state)
@@ -232,34 +230,21 @@ class _Examples:
                 self._rules.slice_type(state, _jax.abstract(x), _jax.batch_size(self.trace))
             return part.combine([_jax.batched(self.trace, jnp.asarray(x), rule) for x in arrays])
 
-    def sort(self, out: PyTree, out_axes: Any, effects: Sequence[Effect]) -> dict[str, list]:
-        """Group the traced leaves of output and writes by the axis along which `jax.vmap` stacks them."""
-        groups: dict[str, list] = {str(a): [] for a in (None, 0, *_axes_in(out_axes))}
-
-        def put(leaf: Any, axis: int | None) -> None:
-            self._plan.append((str(axis), len(groups[str(axis)])))
-            groups[str(axis)].append(leaf)
-
-        is_dynamic = lambda x: is_array_or_number(x) or isinstance(x, bool)  # noqa: E731
-        leaves, self._out = take_apart(out, is_dynamic)
-        axes = _broadcast_axes("out_axes", out_axes, out)
-        for leaf, axis in zip(leaves, (a for a, d in zip(axes, self._out.mask, strict=True) if d), strict=True):
-            put(leaf, axis)
-
+    def add_effects(self, effects: Sequence[Effect], groups: Groups) -> None:
+        """Group the leaves of written values by axis: 0 for those with one slice for each example, None for those that all share."""
         rules = [self._rules(effect.state) for effect in effects]
         self._rules.check_paths()
         for effect, rule in zip(effects, rules, strict=True):
-            is_split = id(effect.state) in self._advanced  # its new value is known already, and is not an output
+            if id(effect.state) in self._advanced:  # the key after all of the examples' keys was computed by `on_read`
+                groups.add_effect(effect, [], None, functools.partial(_first, self._advanced[id(effect.state)]))
+                continue
             axis = rule if isinstance(rule, int) else 0 if effect.created and rule is not Broadcast else None
-            value_leaves, value_part = partition(effect.value, is_array if axis is None else is_array_or_number)
-            effect.value = None
-            if axis is None and not is_split:
-                self._check_equal(effect, value_leaves)
-            self._effects.append((effect, value_part, axis))
-            if not is_split:
-                for leaf in value_leaves:
-                    put(leaf, None if axis is None else 0)
-        return groups
+            leaves, part = partition(effect.value, is_array if axis is None else is_array_or_number)
+            if axis is None:
+                self._check_equal(effect, leaves)
+                groups.add_effect(effect, leaves, None, part.combine)
+            else:
+                groups.add_effect(effect, leaves, 0, functools.partial(_with_axis, part, axis))
 
     def _check_equal(self, effect: Effect, leaves: Sequence[Any]) -> None:
         if not any(_jax.is_batched(x, self.trace) for x in leaves):
@@ -272,21 +257,17 @@ class _Examples:
             f"reduce the value over the examples first (jax.lax.pmean over an axis_name)."
         )
 
-    # -- after the map --
 
-    def finish(self, groups: dict[str, list]) -> PyTree:
-        """Store the writes and return the output."""
-        assert self._out is not None
-        leaves = iter([groups[group][index] for group, index in self._plan])
-        out = self._out.combine([next(leaves) for _ in range(self._out.num_dynamic)])
-        for effect, part, axis in self._effects:
-            if id(effect.state) in self._advanced:
-                effect.value = self._advanced[id(effect.state)]
-            else:
-                values = [next(leaves) for _ in range(part.num_dynamic)]
-                effect.value = part.combine([x if axis is None else jnp.moveaxis(x, 0, axis) for x in values])
-        _frames.publish([effect for effect, _, _ in self._effects], live=True)
-        return out
+def _first(value: Any, _: list) -> Any:
+    return value
+
+
+def _with_axis(part: Partition, axis: int, leaves: list) -> Any:
+    return part.combine([jnp.moveaxis(x, 0, axis) for x in leaves])
+
+
+def _is_dynamic(x: Any) -> bool:
+    return is_array_or_number(x) or isinstance(x, bool)
 
 
 def _as_operand(x: Any) -> Any:
