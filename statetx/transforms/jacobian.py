@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -166,24 +166,36 @@ class _Run:
         return self._outcome.finish(leaves)
 
 
-@overload
-def jacfwd(
-    fun: Callable[P, Any],
-    argnums: Argnums = None,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    *,
-    wrt: PyTree | Filter = None,
-) -> Callable[P, Any]: ...
-@overload
-def jacfwd(
-    fun: None = None,
-    argnums: Argnums = None,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    *,
-    wrt: PyTree | Filter = None,
-) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
+class JacobianTransform(Protocol):
+    """The type of `jacfwd` and `hessian`: applied to a function, or with options as a decorator."""
+
+    @overload
+    def __call__(
+        self,
+        fun: Callable[P, Any],
+        argnums: Argnums = None,
+        has_aux: bool = False,
+        holomorphic: bool = False,
+        *,
+        wrt: PyTree | Filter = None,
+    ) -> Callable[P, Any]: ...
+    @overload
+    def __call__(
+        self,
+        fun: None = None,
+        argnums: Argnums = None,
+        has_aux: bool = False,
+        holomorphic: bool = False,
+        *,
+        wrt: PyTree | Filter = None,
+    ) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
+
+
+def _typed(fun: Callable) -> JacobianTransform:
+    return cast(JacobianTransform, fun)
+
+
+@_typed
 def jacfwd(
     fun: Any = None,
     argnums: Argnums = None,
@@ -261,24 +273,7 @@ def jacrev(
     return _jacobian(jax.jacrev, fun, argnums, has_aux, {"holomorphic": holomorphic, "allow_int": allow_int}, wrt)
 
 
-@overload
-def hessian(
-    fun: Callable[P, Any],
-    argnums: Argnums = None,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    *,
-    wrt: PyTree | Filter = None,
-) -> Callable[P, Any]: ...
-@overload
-def hessian(
-    fun: None = None,
-    argnums: Argnums = None,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    *,
-    wrt: PyTree | Filter = None,
-) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
+@_typed
 def hessian(
     fun: Any = None,
     argnums: Argnums = None,

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,34 +31,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
-@overload
-def remat(
-    fun: F,
-    *,
-    policy: Policy = None,
-    prevent_cse: bool | Sequence[bool] | str = "auto",
-    fence: str | None = "auto",
-    static_argnums: Indices = (),
-    static_argnames: Names = (),
-    states: Filter = True,
-    methods: Names | None = None,
-) -> F: ...
+class RematOptions(TypedDict, total=False):
+    """The options of `remat`."""
+
+    policy: Policy
+    prevent_cse: bool | Sequence[bool] | str
+    fence: str | None
+    static_argnums: Indices
+    static_argnames: Names
+    states: Filter
+    methods: Names | None
 
 
 @overload
-def remat(
-    fun: None = None,
-    *,
-    policy: Policy = None,
-    prevent_cse: bool | Sequence[bool] | str = "auto",
-    fence: str | None = "auto",
-    static_argnums: Indices = (),
-    static_argnames: Names = (),
-    states: Filter = True,
-    methods: Names | None = None,
-) -> Callable[[F], F]: ...
-
-
+def remat(fun: F, **options: Unpack[RematOptions]) -> F: ...
+@overload
+def remat(fun: None = None, **options: Unpack[RematOptions]) -> Callable[[F], F]: ...
 def remat(
     fun: Any = None,
     *,
@@ -185,27 +173,26 @@ def _refuse_options(unknown: dict[str, Any]) -> None:
     )
 
 
+_DEFAULTS = {
+    "policy": None,
+    "prevent_cse": "auto",
+    "fence": "auto",
+    "static_argnums": (),
+    "static_argnames": (),
+    "states": True,
+}
+
+
 class Remat(Wrapper):
     """A rematerialised function; made by `remat`."""
 
-    def __init__(
-        self,
-        fun: Callable,
-        *,
-        policy: Policy = None,
-        prevent_cse: bool | Sequence[bool] | str = "auto",
-        fence: str | None = "auto",
-        static_argnums: Indices = (),
-        static_argnames: Names = (),
-        states: Filter = True,
-    ):
-        options = {"policy": policy, "prevent_cse": prevent_cse, "fence": fence, "static_argnums": static_argnums}
-        options |= {"static_argnames": static_argnames, "states": states}
+    def __init__(self, fun: Callable, **options: Any):
+        options = {**_DEFAULTS, **options}
         super().__init__(fun, options)
-        self._policy = as_policy(policy)
-        self._prevent_cse, self._fence = _check_fence(_check_prevent_cse(prevent_cse), fence)
-        self._static = StaticArguments(fun, static_argnums, static_argnames)
-        self._allowed = None if states is True else as_predicate(states)
+        self._policy = as_policy(options["policy"])
+        self._prevent_cse, self._fence = _check_fence(_check_prevent_cse(options["prevent_cse"]), options["fence"])
+        self._static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
+        self._allowed = None if options["states"] is True else as_predicate(options["states"])
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
