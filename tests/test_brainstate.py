@@ -10,7 +10,7 @@ from brainstate import nn
 
 import statetx
 from helpers import Counted, compilations
-from statetx.kinds import brainstate as kind
+from statetx.kinds.brainstate import observe
 
 X = jax.random.normal(jax.random.key(1), (5, 4))
 
@@ -240,7 +240,7 @@ def test_states_intact_after_an_exception():
         with brainstate.environ.context(fit=True), pytest.raises(KeyError):
             wrap(fails)(X)
         assert all(s.value is before[p] for p, s in statetx.states(net).items())
-    assert not kind._context.state_stack and not kind._context.new_state_catcher
+    assert not observe.context.state_stack and not observe.context.new_state_catcher
 
 
 def test_state_created_inside_and_kept():
@@ -316,7 +316,7 @@ def test_private_names_relied_upon():
     assert s.__dict__["_value"] == 1.0 and s.__dict__["_been_writen"] is False and s.stack_level == 0
     with brainstate.StateTraceStack():
         assert brainstate.State(1.0).stack_level == 1
-        assert len(kind._context.state_stack) == 1
+        assert len(observe.context.state_stack) == 1
     s._invalidate_trace_value()
     with pytest.raises(Exception, match="created inside a traced function"):
         _ = s.value

@@ -18,8 +18,8 @@ from flax import nnx
 import statetx
 from statetx import _frames, _states
 from statetx._equations.structure import table
-from statetx.kinds import brainstate as brainstate_kind
 from statetx.kinds import nnx as nnx_kind
+from statetx.kinds.brainstate import observe, threads
 
 PACKAGE = os.path.dirname(statetx.__file__)
 
@@ -172,9 +172,9 @@ def check_every_line(model, make, step=1, start=1):
         num += 1
         where = f"after an interrupt at line event {nth}"
         assert _frames.current_frame() is None and not _frames.open_frames, f"a frame is open {where}"
-        assert not brainstate_kind._context.state_stack and not brainstate_kind._context.new_state_catcher, where
+        assert not observe.context.state_stack and not observe.context.new_state_catcher, where
         check_locks_are_free(call, where)
-        assert not brainstate_kind._owner and not nnx_kind._owner, f"a state stays refused {where}"
+        assert not threads.owners and not nnx_kind._owner, f"a state stays refused {where}"
         assert model.steps_done() in (done, done + 1), where
         model.touch()  # they can be written, too
         done = model.steps_done()

@@ -18,8 +18,8 @@ from flax import nnx
 import statetx
 from helpers import Counted
 from statetx import _frames, _jax, _states
-from statetx.kinds import brainstate as brainstate_kind
 from statetx.kinds import nnx as nnx_kind
+from statetx.kinds.brainstate import threads
 
 
 class Variable(nnx.Variable):
@@ -39,7 +39,7 @@ MAKE = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def _nothing_is_held_afterwards():
     with jax.numpy_rank_promotion("allow"):  # brainstate's random states need it
         yield
-    assert _frames.current_frame() is None and not brainstate_kind._owner and not nnx_kind._owner
+    assert _frames.current_frame() is None and not threads.owners and not nnx_kind._owner
 
 
 @contextlib.contextmanager

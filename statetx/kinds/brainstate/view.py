@@ -19,10 +19,10 @@ from brainstate import _state as _private
 from brainstate.transform import _mapping1 as _declared
 from brainstate.transform import _mapping_core as _selected
 
-from .. import _frames, _jax, _states
-from .._atomic import commit, locked
-from .._errors import StateAccessError
-from .native import NATIVE, RngState, State, _reset_dead_home
+from ... import _frames, _jax, _states
+from ..._atomic import commit, locked
+from ..._errors import StateAccessError
+from ..native import NATIVE, RngState, State, _reset_dead_home
 
 _context: Any = _private.TRACE_CONTEXT
 

@@ -1,0 +1,75 @@
+"""Frames observe brainstate's states: the trace stack that a frame enters reports to the frame."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import brainstate
+from brainstate import _state as _private
+
+from ... import _frames, _jax, _states
+from ..native import NATIVE, State
+from .view import View
+
+context: Any = _private.TRACE_CONTEXT
+"""brainstate's stacks of this thread."""
+
+
+class Observer(brainstate.StateTraceStack):
+    """The trace stack that a frame enters; it reports accesses to the frame."""
+
+    def __init__(self, frame: _frames.Frame, kind: _states.Kind):
+        super().__init__(name=None)
+        self.frame = frame
+        self.kind = kind
+
+    def read_its_value(self, state: brainstate.State) -> None:
+        if isinstance(state, View):
+            self._touch_native(state.native)
+        elif id(state) not in self.frame.accesses:
+            self.frame.touch(state, self.kind, writing=False)
+
+    def _touch_native(self, state: State) -> None:
+        if id(state) not in self.frame.accesses:
+            state.touch_from(self.frame)
+
+    def write_its_value(self, state: brainstate.State) -> None:
+        if isinstance(state, View):
+            self._touch_native(state.native)
+            if context.state_stack[-1] is self:
+                self.frame.note_write(self.frame.touch(state.native, NATIVE, writing=True))
+            return
+        # For an outer frame it is a read until the inner transform, statetx's or brainstate's, publishes it: see decision 3.
+        innermost = context.state_stack[-1] is self
+        access = self.frame.accesses.get(id(state))
+        if access is None or (innermost and not access.acquired):
+            access = self.frame.touch(state, self.kind, writing=innermost)
+        if innermost and (not access.written or _jax.current_trace() is not self.frame.trace):
+            self.frame.mark_written(access)
+
+    def append(self, state: brainstate.State) -> None:
+        """brainstate calls this for each new state, as for its own `catch_new_states`."""
+        if innermost(context.new_state_catcher) is self and not isinstance(state, View):
+            self.frame.mark_created(state, self.kind)
+
+
+class Strays(weakref.WeakSet):
+    """The states made while a trace stack of brainstate is the outermost; their level becomes 0 when the stack closes.
+
+    brainstate leaves the level unchanged, so that no transform entered later at that depth would see a touch of them.
+    """
+
+    append = weakref.WeakSet.add
+
+
+def innermost(stacks: list[Any]) -> Observer | None:
+    return next((s for s in reversed(stacks) if isinstance(s, Observer)), None)
+
+
+observers: dict[int, Observer] = {}
+"""By the id of an open frame."""
+
+
+def observer_of(frame: _frames.Frame) -> Observer:
+    return observers[id(frame)]
