@@ -72,8 +72,8 @@ def mark(x: Any, labels: Labels, *, region: int, in_rule: bool = False) -> Any:
         in_rule: whether the jaxpr is a derivative rule. Its equations are not differentiated, so a mark needs no rule of its own.
     """
     by_equation: dict[int, dict[Address, Any]] = {}
-    for (i, *rest), label in labels.items():
-        by_equation.setdefault(i, {})[tuple(rest)] = label
+    for (i, *inner_address), label in labels.items():
+        by_equation.setdefault(i, {})[tuple(inner_address)] = label
     marker = _Marker(region, in_rule)
     eqns: list[Any] = []
     for i, eqn in enumerate(_jax.open_jaxpr(x)[0].eqns):

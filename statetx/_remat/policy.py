@@ -173,9 +173,9 @@ class Policy:
             return _jax.Offloadable(src=verdict.src, dst=verdict.dst)
         return verdict.decision is Decision.SAVE
 
-    def _show(self, inside: int) -> str:
+    def _show(self, precedence: int) -> str:
         text = repr(self)
-        return f"({text})" if self._binding < inside else text
+        return f"({text})" if self._binding < precedence else text
 
 
 P = TypeVar("P", bound=Policy)
