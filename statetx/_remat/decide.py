@@ -18,11 +18,11 @@ from .._jax import Jaxpr
 from . import mark
 from .mark import KeepMarked, Labels
 from .override import override
-from .policy import SAVE, Decision, JaxPolicy, Marks, Origin, Policy, Verdict, everything, names_of, nothing
+from .policy import SAVE, Decision, JaxPolicy, Marks, Policy, StateRef, Verdict, everything, names_of, nothing
 from .survey import Address, Rule, Site, Survey, names_out_of_reach
 
 
-def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]], name: str) -> tuple[Jaxpr, Any]:
+def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]], name: str) -> tuple[Jaxpr, Any]:
     """Return the jaxpr and the JAX policy that together save the values that `policy` selects.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import _jax
 from .._jax import Jaxpr
-from .policy import Origin, Policy
+from .policy import Policy, StateRef
 from .survey import NONE, Survey
 
 
@@ -94,7 +94,7 @@ class Override(threading.local):
         return without_override
 
     def note(
-        self, name: str, policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]], prevent_cse: Any
+        self, name: str, policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]], prevent_cse: Any
     ) -> None:
         """Add a rematerialised function to `visited_regions`."""
         values = [site.value for site in Survey(_jax.established(jaxpr), origins).all_sites]

@@ -27,7 +27,7 @@ from .._typing import Filter
 # -- values and verdicts -------------------------------------------------------------------------------------------
 
 
-class Origin(NamedTuple):
+class StateRef(NamedTuple):
     """A state that a value was computed with.
 
     Attributes:
@@ -60,8 +60,8 @@ class Value:
     type: Any
     times: int = 1
     names: frozenset[str] = frozenset()
-    source_states: frozenset[Origin] = frozenset()
-    nearest_states: frozenset[Origin] = frozenset()
+    source_states: frozenset[StateRef] = frozenset()
+    nearest_states: frozenset[StateRef] = frozenset()
 
     @property
     def is_view(self) -> bool:

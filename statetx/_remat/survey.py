@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from .. import _jax
 from .._equations.primitives import CALLS, ENTERED, inner_jaxprs, row_of
 from .._jax import Jaxpr, Literal
-from .policy import Origin, Value
+from .policy import StateRef, Value
 
 NONE: frozenset[Any] = frozenset()
 
@@ -42,8 +42,8 @@ class _Provenance(NamedTuple):
         is_tangent: whether it is computed from tangents, in the rule of a custom derivative. Such values cannot be saved.
     """
 
-    source_states: frozenset[Origin] = NONE
-    nearest_states: frozenset[Origin] = NONE
+    source_states: frozenset[StateRef] = NONE
+    nearest_states: frozenset[StateRef] = NONE
     order: int = -1
     has_site: bool = False
     is_tangent: bool = False
@@ -61,7 +61,7 @@ class Survey:
         rules: the custom derivatives, by the address of the equation that calls the function.
     """
 
-    def __init__(self, jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]] = ()):
+    def __init__(self, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]] = ()):
         other_inputs = [_Provenance()] * (len(jaxpr.invars) - len(origins))
         states = [_Provenance(o, o) for o in origins]
         self._begin(jaxpr, [*states, *other_inputs], [NONE] * len(jaxpr.outvars), 1, ())

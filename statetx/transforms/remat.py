@@ -22,7 +22,7 @@ from .._remat import decide
 from .._remat import fence as _fence
 from .._remat import policy as _policy
 from .._remat.override import override
-from .._remat.policy import Origin, as_policy
+from .._remat.policy import StateRef, as_policy
 from .._text import brief, suggestion
 from .._tree import as_array, freeze, partition
 from .._typing import Filter, Indices, Names, Policy
@@ -287,7 +287,7 @@ class Remat(Wrapper):
         policy: _policy.Policy,
         prevent_cse: bool | tuple[bool, ...],
         fence: str | None,
-        origins: Sequence[frozenset[Origin]],
+        origins: Sequence[frozenset[StateRef]],
         num_out: int,
     ) -> Callable[[Body], Callable]:
         def build(body: Body) -> Callable:
@@ -348,11 +348,12 @@ class _OperandOrigins:
     def __init__(self, policy: _policy.Policy, paths: Paths):
         self._atoms = [atom for atom in policy.atoms() if isinstance(atom, _policy.States)]
         self._paths = paths
-        self._entries: dict[int, tuple[Any, frozenset[Origin]]] = {}  # by id of the value, which the entry keeps alive
+        # By id of the value, which the entry keeps alive.
+        self._entries: dict[int, tuple[Any, frozenset[StateRef]]] = {}
 
     def on_read(self, state: Any, kind: Any, value: Any) -> Any:
         path = self._paths(state)
-        origin = Origin(path, frozenset(atom for atom in self._atoms if atom.selects(path, state)))
+        origin = StateRef(path, frozenset(atom for atom in self._atoms if atom.selects(path, state)))
         for leaf in jax.tree.leaves(value):
             _, origins = self._entries.get(id(leaf), (leaf, frozenset()))
             self._entries[id(leaf)] = (leaf, origins | {origin})
@@ -361,7 +362,7 @@ class _OperandOrigins:
     def read(self, ref: Any) -> Any:
         return self.on_read(ref, REF, REF.get(ref))
 
-    def origins(self, operands: Sequence[Any]) -> tuple[frozenset[Origin], ...]:
+    def origins(self, operands: Sequence[Any]) -> tuple[frozenset[StateRef], ...]:
         entries = [self._entries.get(id(x)) for x in operands]
         return tuple(frozenset() if entry is None else entry[1] for entry in entries)
 
