@@ -13,7 +13,7 @@ import numpy as np
 
 from . import _jax
 from ._lift.stage import Wrapper, name_of
-from ._remat.decide import override
+from ._remat.override import override
 from ._tree import is_float, partition
 from .residuals.table import saved_residuals
 from .transforms.functionalize import functionalize

@@ -135,7 +135,7 @@ def test_keys_come_out_of_the_branch():
         return x * jax.random.normal(key, x.shape), key
 
     args = (jnp.ones(3), jax.random.key(0))
-    params = {"policy": _fence.around(None, "cond"), "prevent_cse": True, "differentiated": True}
+    params = {"policy": _fence.with_fence(None, "cond"), "prevent_cse": True, "differentiated": True}
     fenced = jax.jit(lambda *args: _jax.remat_p.bind(*args, jaxpr=jax.make_jaxpr(draw)(*args).jaxpr, **params))
     assert "stablehlo.case" in fenced.lower(*args).as_text()
     for a, b in zip(fenced(*args), draw(*args), strict=True):

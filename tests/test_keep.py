@@ -262,7 +262,7 @@ def test_a_name_in_a_loop_that_nothing_is_kept_of_is_told_from_a_misspelt_one():
         )
         return jnp.sin(x * h)
 
-    with pytest.raises(statetx.PolicyError, match="'turn' is given within while, of which no single value can be kept"):
+    with pytest.raises(statetx.PolicyError, match="'turn' occurs inside while, where no single value can be saved"):
         kept(statetx.remat(f, policy=policies.names("turn")), X)
 
 
@@ -308,7 +308,7 @@ def test_a_name_in_a_loop_that_stores_carries_is_out_of_reach():
         step = lambda c, _: (jnp.sin(checkpoint_name(c, "carry")), None)  # noqa: E731
         return statetx.scan(step, x, None, 70, checkpoint=policies.Slots(3))[0]
 
-    with pytest.raises(statetx.PolicyError, match=r"given within a loop that stores carries \(checkpoint=\)"):
+    with pytest.raises(statetx.PolicyError, match=r"occurs inside a loop that stores carries \(checkpoint=\)"):
         kept(statetx.remat(f, policy=policies.names("carry")), X)
 
 

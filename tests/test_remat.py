@@ -291,9 +291,9 @@ def test_policies_keep_what_they_say():
 def test_policy_mistakes():
     with pytest.raises(statetx.PolicyError, match="'dot_saveable'.*Did you mean 'dots_saveable'"):
         statetx.remat(jnp.sin, policy="dot_saveable")
-    with pytest.raises(statetx.PolicyError, match="makes a policy of its arguments"):
+    with pytest.raises(statetx.PolicyError, match="is a function that returns a policy"):
         statetx.remat(jnp.sin, policy="save_only_these_names")
-    with pytest.raises(statetx.PolicyError, match="makes a policy of its arguments"):
+    with pytest.raises(statetx.PolicyError, match="is a function that returns a policy"):
         statetx.remat(jnp.sin, policy=jax.checkpoint_policies.save_only_these_names)
     with pytest.raises(statetx.PolicyError, match="None, a name or a callable"):
         statetx.remat(jnp.sin, policy=3)

@@ -101,7 +101,7 @@ CASES += [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*keeps what policies.nothing does")  # dots, of programs without
+@pytest.mark.filterwarnings("ignore:.*saves nothing")  # dots, of programs without
 @pytest.mark.parametrize("program, way", list(in_turn(CASES)))
 def test_bytes_are_those_that_the_pullback_holds(program: type[Program], way):
     x = jnp.asarray(X, jnp.float32)

@@ -62,7 +62,7 @@ def wrong(f, break_it):
     """A rematerialised function whose own JAX rule is broken where it is recomputed."""
 
     def run(x):
-        return break_it(statetx.remat(f)(x)) if statetx._remat.decide.override.is_off is False else f(x)
+        return break_it(statetx.remat(f)(x)) if statetx._remat.override.override.is_off is False else f(x)
 
     return run
 
@@ -82,7 +82,7 @@ def test_a_difference_is_named():
         testing.assert_remat_equivalent(wrong(layer, twice_the_slope), X)
 
     def counts(x):
-        layer.n.value = layer.n.value + (0 if statetx._remat.decide.override.is_off else 1)
+        layer.n.value = layer.n.value + (0 if statetx._remat.override.override.is_off else 1)
         return statetx.remat(layer)(x)
 
     with pytest.raises(AssertionError, match="state 'layer.n': 2 in place of 1"):
@@ -115,7 +115,7 @@ def test_a_callback_that_only_the_recomputation_upsets_is_caught():
     calls = []
 
     def fresh(x):
-        if not statetx._remat.decide.override.is_off:
+        if not statetx._remat.override.override.is_off:
             calls.append(0)
         return np.float32(2.0 if len(calls) > 1 else 1.0) * x
 

@@ -1,1 +1,1 @@
-"""What a rematerialised region keeps: policies, the survey of values, marks, and the fence on CPUs."""
+"""Which values a rematerialised function saves: policies, the survey of values, marks, and the fence on CPUs."""

@@ -1,15 +1,13 @@
-"""From a policy to equations: which values of a staged function are kept, and the function rewritten to say so.
+"""Apply a policy to a staged function: decide which values to save, and edit the equations accordingly.
 
-A policy of ours judges the values of a function as it was staged (`survey`), and those that it keeps are marked (`mark`).
+A policy of this package judges each value of the function as it was staged (`survey`). The values to save or offload are marked (`mark`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,113 +17,21 @@ from .._errors import PolicyError, PolicyWarning
 from .._jax import Jaxpr
 from . import mark
 from .mark import KeepMarked, Labels
-from .policy import SAVE, Decision, JaxPolicy, Marks, Origin, Policy, Verdict, everything, names_of, nothing
-from .survey import NONE, Address, Rule, Site, Survey, names_out_of_reach
-
-# -- trying other policies -----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """A rematerialised function that was called while something was being tried.
-
-    Attributes:
-        name: the function's.
-        policy: what it kept by.
-        prevent_cse: as handed to JAX.
-        names: those that ``checkpoint_name`` gave to its values.
-        unmatched: what the policy names and no value is.
-    """
-
-    name: str
-    policy: Policy
-    prevent_cse: bool | tuple[bool, ...] = True
-    names: frozenset[str] = NONE
-    unmatched: tuple[str, ...] = ()
+from .override import override
+from .policy import SAVE, Decision, JaxPolicy, Marks, Policy, StateRef, Verdict, everything, names_of, nothing
+from .survey import Address, Rule, Site, Survey, names_out_of_reach
 
 
-class Override(threading.local):
-    """What every rematerialised function of this thread does while something is being tried.
-
-    Attributes:
-        policy: takes the place of each function's own.
-        is_off: whether nothing is rematerialised.
-        is_quiet: whether policies may name what does not occur, and change nothing, without a word.
-        met: the rematerialised functions that were called meanwhile; None if nothing is being tried.
-        around: what a function is wrapped in before `statetx.grad` and its kin differentiate it; None for nothing.
-    """
-
-    policy: Policy | None = None
-    is_off: bool = False
-    is_quiet: bool = False
-    met: list[Region] | None = None
-    around: Callable[[Callable], Callable] | None = None
-
-    @contextlib.contextmanager
-    def _set(self, *new: Any) -> Iterator[None]:
-        before = self.policy, self.is_off, self.is_quiet, self.met, self.around
-        self.policy, self.is_off, self.is_quiet, self.met, self.around = new
-        try:
-            # What jax.jit traced under other circumstances is not this.
-            with _jax.traced_apart(object()):
-                yield
-        finally:
-            self.policy, self.is_off, self.is_quiet, self.met, self.around = before
-
-    @contextlib.contextmanager
-    def __call__(
-        self, policy: Policy | None = None, *, is_off: bool = False, is_quiet: bool = False
-    ) -> Iterator[list[Region]]:
-        met: list[Region] = []
-        with self._set(policy, is_off, is_quiet, met, None):
-            yield met
-
-    def differentiated(self, around: Callable[[Callable], Callable]) -> contextlib.AbstractContextManager[None]:
-        """In this block (and thread) what is differentiated is wrapped like this, but not what is within it.
-
-        Nothing else is being tried in what is wrapped.
-        """
-        return self._set(self.policy, self.is_off, self.is_quiet, self.met, around)
-
-    def wrapped(self, fun: Callable) -> Callable:
-        """The function as it is to be differentiated."""
-        if self.around is None:
-            return fun
-        around = self.around(fun)
-
-        def alone(*args: Any, **kwargs: Any) -> Any:
-            with self._set(None, False, False, None, None):
-                return around(*args, **kwargs)
-
-        return alone
-
-    def note(
-        self, name: str, policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]], prevent_cse: Any
-    ) -> None:
-        """Record a rematerialised function in `met`."""
-        values = [site.value for site in Survey(_jax.established(jaxpr), origins).all_sites]
-        unmatched = [atom.unmatched(values) for atom in policy.atoms()]
-        names = NONE.union(*(v.names for v in values))
-        assert self.met is not None
-        self.met.append(Region(name, policy, prevent_cse, names, tuple(filter(None, unmatched))))
-
-
-override = Override()
-
-
-# -- deciding ------------------------------------------------------------------------------------------------------
-
-
-def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]], name: str) -> tuple[Jaxpr, Any]:
-    """The jaxpr and the policy to hand to JAX so that it keeps what `policy` says.
+def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]], name: str) -> tuple[Jaxpr, Any]:
+    """Return the jaxpr and the JAX policy that together save the values that `policy` selects.
 
     Args:
-        policy: judges the equations as they are here. One of JAX's is handed on as it is.
-        origins: for each of the first inputs, the state whose value it is, if any.
-        name: of the function, for messages.
+        policy: judges the equations of `jaxpr`. A policy of JAX is returned unchanged.
+        origins: for each of the first inputs, the state that it is the value of, if any.
+        name: the function's name, for messages.
 
     Raises:
-        PolicyError: it names what does not occur, or a memory that the devices do not have.
+        PolicyError: the policy names a value that does not occur, or a memory that the devices do not have.
     """
     jaxpr = _jax.established(jaxpr)
     if policy == nothing:
@@ -134,26 +40,28 @@ def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]], na
         return jaxpr, jax.checkpoint_policies.everything_saveable
     if isinstance(policy, Marks):
         return keep(jaxpr, dict(policy.marks))
+
     survey = Survey(jaxpr, origins)
     matches = _check_matches(policy, survey.all_sites, jaxpr, name)
-    # A policy for JAX that a user wrote may ask for what only the derivative computes: nothing can be said of it here.
+    # A JAX policy that a user wrote may select values that only the derivative computes, which the survey does not see.
     if matches and not (isinstance(policy, JaxPolicy) and not _jax.is_policy_of_jax(policy.fun)):
         _check_difference(policy, survey.all_sites, name)
     if isinstance(policy, JaxPolicy):
         return jaxpr, policy.fun
+
     labels: dict[Address, Any] = {**decide(policy, survey.sites)}
-    for at, rule in survey.rules.items():
+    for address, rule in survey.rules.items():
         if decide(policy, rule.survey.sites):
-            labels[(*at, mark.RULE)] = _Deferred(policy, rule)
-    return _kept(jaxpr, labels, survey)
+            labels[(*address, mark.RULE)] = _Deferred(policy, rule)
+    return _marked(jaxpr, labels, survey)
 
 
 def keep(jaxpr: Jaxpr, labels: Labels) -> tuple[Jaxpr, Any]:
-    """The jaxpr, and the policy to hand to JAX, so that the values with these labels are kept; the policy is None if none is."""
-    return _kept(jaxpr, labels, Survey(jaxpr))
+    """Return the jaxpr and the JAX policy that together save the values with these labels; the policy is None without labels."""
+    return _marked(jaxpr, labels, Survey(jaxpr))
 
 
-def _kept(jaxpr: Jaxpr, labels: Labels, survey: Survey) -> tuple[Jaxpr, Any]:
+def _marked(jaxpr: Jaxpr, labels: Labels, survey: Survey) -> tuple[Jaxpr, Any]:
     if not labels:
         return jaxpr, None
     region = max(survey.regions, default=-1) + 1
@@ -162,22 +70,22 @@ def _kept(jaxpr: Jaxpr, labels: Labels, survey: Survey) -> tuple[Jaxpr, Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Deferred:
-    """What a policy keeps of a custom derivative, decided when it is known which inputs are differentiated."""
+    """A policy's decision about a custom derivative, taken when the differentiated inputs are known."""
 
     policy: Policy
     rule: Rule
 
     def __call__(self, jaxpr: Jaxpr) -> Labels:
-        at = len(self.rule.address) + 1
+        start = len(self.rule.address) + 1  # addresses in labels are relative to the rule's jaxpr
         labels = decide(self.policy, Survey.of_rule(self.rule, jaxpr).sites)
-        return {address[at:]: label for address, label in labels.items()}
+        return {address[start:]: label for address, label in labels.items()}
 
 
 def decide(policy: Policy, sites: Sequence[Site]) -> dict[Address, str]:
-    """The labels of the values that a policy keeps."""
+    """The labels of the values that a policy saves or offloads."""
     verdicts = [(site.address, policy.judge(site.value)) for site in sites]
     spaces = _jax.memory_spaces() if any(v.decision is Decision.OFFLOAD for _, v in verdicts) else ()
-    return {at: _label(v, policy, spaces) for at, v in verdicts if v.decision is not Decision.RECOMPUTE}
+    return {address: _label(v, policy, spaces) for address, v in verdicts if v.decision is not Decision.RECOMPUTE}
 
 
 def _label(verdict: Verdict, policy: Policy, spaces: Sequence[str]) -> str:
@@ -190,28 +98,32 @@ def _label(verdict: Verdict, policy: Policy, spaces: Sequence[str]) -> str:
         return mark.SAVE
     raise PolicyError(
         f"policy={policy!r}: the devices of this backend have no memory {missing[0]!r}; they have "
-        f"{', '.join(map(repr, spaces))}.\nFix: name one of these, or have values saved where there is none: "
+        f"{', '.join(map(repr, spaces))}.\nFix: name one of these, or save the values on backends without that memory: "
         f"offload(..., otherwise='save')."
     )
 
 
 def _check_difference(policy: Policy, sites: Sequence[Site], name: str) -> None:
-    """Say so where a policy comes to the same as one that is plainly nothing or everything."""
+    """Warn if a policy decides as `nothing` or `everything` does, and is neither."""
 
     def verdicts(policy: Policy) -> list[Verdict]:
         return [policy.judge(site.value) for site in sites]
 
-    mine, all_kept = verdicts(policy), verdicts(everything)
-    is_nothing = all(v.decision is Decision.RECOMPUTE for v in mine)
-    is_everything = all(v.decision is Decision.SAVE for v, e in zip(mine, all_kept, strict=True) if e == SAVE)
-    same = nothing if is_nothing else everything if is_everything else None
-    if same is not None and policy != same and not policy.is_plain:
-        _warn_once(f"remat({name}): policy={policy!r} keeps what policies.{same!r} does.")
+    verdicts_of_policy, verdicts_of_everything = verdicts(policy), verdicts(everything)
+    is_nothing = all(v.decision is Decision.RECOMPUTE for v in verdicts_of_policy)
+    is_everything = all(
+        v.decision is Decision.SAVE
+        for v, e in zip(verdicts_of_policy, verdicts_of_everything, strict=True)
+        if e == SAVE
+    )
+    equivalent = nothing if is_nothing else everything if is_everything else None
+    if equivalent is not None and policy != equivalent and not policy.is_plain:
+        _warn_once(f"remat({name}): policy={policy!r} saves {equivalent!r} (same as policies.{equivalent!r}).")
 
 
 def _check_matches(policy: Policy, sites: Sequence[Site], jaxpr: Jaxpr, name: str) -> bool:
-    """Whether the function has all that a policy asks for; says so where it has not."""
-    if override.is_quiet:
+    """Whether the function has all values that a policy names; warn or raise if not."""
+    if override.suppress_warnings:
         return True
     matches = True
     values = [site.value for site in sites]
@@ -221,12 +133,14 @@ def _check_matches(policy: Policy, sites: Sequence[Site], jaxpr: Jaxpr, name: st
         message = atom.unmatched(values)
         if message:
             out_of_reach = names_out_of_reach(jaxpr)
-            for wanted in sorted(names_of(atom) & out_of_reach.keys()):
-                message += f" {wanted!r} is given within {out_of_reach[wanted]}, of which no single value can be kept."
+            for value_name in sorted(names_of(atom) & out_of_reach.keys()):
+                message += (
+                    f" {value_name!r} occurs inside {out_of_reach[value_name]}, where no single value can be saved."
+                )
         if message and atom.missing == "raise":
             raise PolicyError(
                 f"remat({name}): policy={policy!r}: {message}\n"
-                f"Fix: correct it, or say that it may be missing: missing='warn' or missing='ignore'."
+                f"Fix: correct it, or allow it to be missing: missing='warn' or missing='ignore'."
             )
         if message:
             matches = False
@@ -238,6 +152,6 @@ _warned: set[str] = set()
 
 
 def _warn_once(message: str) -> None:
-    if message not in _warned and not override.is_quiet:
+    if message not in _warned and not override.suppress_warnings:
         _warned.add(message)
         warnings.warn(message, PolicyWarning, stacklevel=_states.user_stacklevel())

@@ -1,33 +1,33 @@
-"""What keeps the recomputation of a rematerialised function from being merged with the first computation.
+"""The fence: keep XLA from merging the recomputation of a rematerialised function with its first computation.
 
-JAX puts a barrier between them, which XLA on CPUs removes too early. There the function is lowered as a branch that is
-always taken and that no compiler can know to be. Nothing changes in tracing: how a function is fenced travels with its
-policy.
+JAX separates them by an optimisation barrier, which XLA:CPU removes before it merges common subexpressions (jaxlib before 0.11.1; decision 8).
+There the function is lowered as a branch that is always taken, on an index that no compiler can evaluate. Tracing does not change: the fence
+travels with the policy, the only parameter of the remat primitive that JAX forwards unread (decision 14 has the form of the branch).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as hlo
 
 from .. import _jax
 from .._jax import Jaxpr
+from .convolutions import in_canonical_order
 
 
 @dataclasses.dataclass(frozen=True)
 class Fenced:
-    """A policy that says how the function it is for is fenced: of its parameters, the one that JAX hands on untouched.
+    """A policy that also says how to fence its function.
 
     Attributes:
-        fence: "cond" to run the backward pass of the function in a branch, so that no compiler merges it with the
-            forward pass or starts it early; "auto" for this where JAX's own barrier does not last: on CPUs before jaxlib 0.11.1.
+        policy: the policy, as JAX takes it; None to save nothing.
+        fence: ``"cond"`` to run the recomputation and the backward pass in a branch, so that no compiler merges them with the forward
+            pass or starts them early; ``"auto"`` to do so only where JAX's own barrier does not last: on CPUs before jaxlib 0.11.1.
     """
 
     policy: Any
@@ -37,8 +37,8 @@ class Fenced:
         return self.policy is not None and self.policy(*args, **params)
 
 
-def around(policy: Any, fence: str | None) -> Any:
-    """The policy of a function that is fenced; JAX's own barrier is there anyway."""
+def with_fence(policy: Any, fence: str | None) -> Any:
+    """The policy, wrapped in `Fenced` if the function is fenced. JAX's own barrier does not depend on it."""
     return Fenced(policy, fence) if fence in ("auto", "cond") else policy
 
 
@@ -47,19 +47,21 @@ def _lower(
 ) -> Any:
     drops_barriers = _jax.CPU_DROPS_BARRIERS and _jax.platforms(ctx) == ("cpu",)
     is_fenced = isinstance(policy, Fenced) and (policy.fence == "cond" or drops_barriers)
+
     # In shard_map a value's type says on which devices it differs, and both branches would have to agree on that.
     is_plain = not jaxpr.effects and not any(getattr(getattr(a, "mat", None), "varying", ()) for a in ctx.avals_in)
+    # A symbolic size (jax.export) cannot be compared with others.
     avals = (*ctx.avals_in, *ctx.avals_out)
-    # A size that is a symbol (jax.export) cannot be compared with others.
     is_plain = is_plain and all(isinstance(d, int) for a in avals for d in getattr(a, "shape", ()))
     if not (differentiated and is_fenced and is_plain and any(map(_has_bits, ctx.avals_in))):
         return as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
     if any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns):
-        jaxpr = _in_canonical_order(jaxpr)
-    # A branch that is always taken, and that no compiler can know to be.
+        jaxpr = in_canonical_order(jaxpr)
+
+    # Branch 1 is always taken: the index is never 0, and an index beyond the last branch means the last.
     types = [_jax.ir_type(aval) for aval in ctx.avals_out]
     is_divided = _jax.num_devices(ctx) > 1 and _jax.platforms(ctx) == ("cpu",)
-    index = _not_zero_anywhere() if is_divided else _not_zero(args, ctx.avals_in)
+    index = _nonzero_from_replica() if is_divided else _nonzero_from_arrays(args, ctx.avals_in)
     branches = hlo.CaseOp(types, index, num_branches=2)
     with ir.InsertionPoint(branches.regions[0].blocks.append()):
         hlo.return_([_zeros(t) for t in types])
@@ -71,26 +73,27 @@ def _lower(
 _jax.lower_remat_by(_lower)
 
 
-def _not_zero(args: Sequence[Any], avals: Sequence[Any]) -> Any:
-    """A number that is not zero, as computed from the bits of an entry of some arrays.
+def _nonzero_from_arrays(args: Sequence[Any], avals: Sequence[Any]) -> Any:
+    """An int32 that is never zero, computed from the bits of one entry of up to three arrays.
 
-    A branch waits for all its operands, so it need not be computed from every one; but not from constants alone, as
-    cotangents sometimes are. The smallest and the largest are parameters mostly: reading what is computed in the program
-    makes XLA fuse anew, which took 1.4 times as long to compile.
+    A branch waits for all its operands whatever its index reads, so the index need not read all of them. One alone may be a
+    constant, as cotangents sometimes are, and a compiler would then evaluate the index. The smallest and the largest array are parameters in
+    most programs: an entry of a computed array is fused with its producer, which took 1.4 times as long to compile (decision 14).
     """
-    given = [n for n, aval in enumerate(avals) if _has_bits(aval)]
-    by_size = sorted(given, key=lambda n: (avals[n].size, str(avals[n].dtype), avals[n].shape))  # in whatever order
+    candidates = [n for n, aval in enumerate(avals) if _has_bits(aval)]
+    # Ties are broken by dtype and shape, so that the order of the inputs does not matter.
+    by_size = sorted(candidates, key=lambda n: (avals[n].size, str(avals[n].dtype), avals[n].shape))
     number = _int32(2)
-    for n in dict.fromkeys((by_size[0], by_size[-1], given[-1])):
+    for n in dict.fromkeys((by_size[0], by_size[-1], candidates[-1])):
         number = hlo.or_(number, _bits_of_entry(args[n], avals[n]))
     return number
 
 
-def _not_zero_anywhere() -> Any:
-    """The same for CPU programs of several devices, where reading an entry of a divided array would take a collective.
+def _nonzero_from_replica() -> Any:
+    """An int32 that is never zero, for CPU programs of several devices.
 
-    XLA's partitioner does not change a replica's number, and its CPU passes do not fold it, though a partitioned program has one
-    replica only.
+    To read an entry of a divided array would take a collective. XLA's partitioner does not change a replica's number, and its CPU passes do
+    not fold it, although a partitioned program has only one replica.
     """
     return hlo.or_(_int32(2), hlo.convert(_scalar(ir.IntegerType.get_signless(32)), hlo.replica_id()))
 
@@ -107,54 +110,22 @@ def _bits_of_entry(x: Any, aval: Any) -> Any:
     return bits if width == 32 else hlo.convert(_scalar(ir.IntegerType.get_signless(32)), bits)
 
 
-def _zeros(kind: Any) -> Any:
-    zero = hlo.convert(_scalar(kind.element_type), _int32(0))
-    return hlo.broadcast_in_dim(kind, zero, ir.DenseI64ArrayAttr.get([]))
+def _zeros(tensor_type: Any) -> Any:
+    zero = hlo.convert(_scalar(tensor_type.element_type), _int32(0))
+    return hlo.broadcast_in_dim(tensor_type, zero, ir.DenseI64ArrayAttr.get([]))
 
 
 def _int32(value: int) -> Any:
-    kind = ir.IntegerType.get_signless(32)
-    return hlo.constant(ir.DenseElementsAttr.get_splat(_scalar(kind), ir.IntegerAttr.get(kind, value)))
+    element_type = ir.IntegerType.get_signless(32)
+    return hlo.constant(ir.DenseElementsAttr.get_splat(_scalar(element_type), ir.IntegerAttr.get(element_type, value)))
 
 
-def _scalar(element: Any) -> Any:
-    return ir.RankedTensorType.get((), element)
-
-
-def _in_canonical_order(jaxpr: Jaxpr) -> Jaxpr:
-    """The jaxpr with each convolution on arrays in the order of dimensions that XLA has fast code for on CPUs.
-
-    XLA puts them in that order itself, but only outside branches and loops (`ConvCanonicalization` visits the entry
-    computation alone); derivatives of convolutions are in others, and were 20 times slower here.
-    """
-    run = functools.partial(_with_canonical_convolutions, jaxpr)
-    return _jax.stage(run, [v.aval for v in jaxpr.invars], kind="remat", name="checkpoint")[0]
-
-
-def _with_canonical_convolutions(jaxpr: Jaxpr, *args: Any) -> list[Any]:
-    def rule(eqn: Any, operands: list[Any]) -> list[Any]:
-        is_plain = eqn.params.get("batch_group_count") == 1 and eqn.params.get("out_sharding") is None
-        if eqn.primitive.name == "conv_general_dilated" and is_plain:
-            return [_canonical_convolution(*operands, **eqn.params)]
-        return _jax.bind_equation(eqn, eqn.params, operands)
-
-    return _jax.interpret(jaxpr, args, rule)
-
-
-def _canonical_convolution(x: Any, kernel: Any, *, dimension_numbers: Any, **params: Any) -> Any:
-    """The convolution with batch first and features last, inputs before outputs in the kernel."""
-    (batch, feature, *space), (out, into, *window), found = dimension_numbers
-    n = len(space)
-    last = n + 1
-    numbers = jax.lax.ConvDimensionNumbers((0, last, *range(1, last)), (last, n, *range(n)), (0, last, *range(1, last)))
-    x, kernel = jax.lax.transpose(x, (batch, *space, feature)), jax.lax.transpose(kernel, (*window, into, out))
-    result = jax.lax.conv_general_dilated_p.bind(x, kernel, dimension_numbers=numbers, **params)
-    place = {found[0]: 0, found[1]: last, **{s: 1 + i for i, s in enumerate(found[2:])}}
-    return jax.lax.transpose(result, [place[d] for d in range(n + 2)])
+def _scalar(element_type: Any) -> Any:
+    return ir.RankedTensorType.get((), element_type)
 
 
 def _has_bits(aval: Any) -> bool:
-    """Whether the array has an entry that is a number of whole bytes."""
+    """Whether the array has an entry, and entries are numbers of whole bytes (int4 is not)."""
     if not (getattr(aval, "size", 0) and jnp.issubdtype(aval.dtype, jnp.number)):
         return False
     if jnp.issubdtype(aval.dtype, jnp.complexfloating):

@@ -1,4 +1,8 @@
-"""What a policy judges (`Value`), what it says (`Verdict`), and the policies themselves; `policies` has their public names."""
+"""The policies, the values that they judge (`Value`) and their answers (`Verdict`). The module `policies` has the public names.
+
+A policy judges one value at a time and sees nothing of how the value is used, so policies combine freely: `Or`, `And`, `Not` and `Then`
+are functions of two answers. Policies are frozen, equal by content and hashable, since the table of structures is keyed by them.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +24,19 @@ from .._text import suggestion
 from .._tree import freeze, num_bytes
 from .._typing import Filter
 
-# -- what a policy judges, and what it says ------------------------------------------------------------------------
+# -- values and verdicts -------------------------------------------------------------------------------------------
 
 
-class Origin(NamedTuple):
+class StateRef(NamedTuple):
     """A state that a value was computed with.
 
     Attributes:
         path: the state's path, as seen from the rematerialised function.
-        chosen: the `states` policies whose filter selects it.
+        selected_by: the `states` policies whose filter selects it.
     """
 
     path: str
-    chosen: frozenset[Any]
+    selected_by: frozenset[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +49,9 @@ class Value:
         params: its parameters.
         type: type of the value.
         times: how often it is computed in a run of the function: the product of the lengths of the loops around it.
-        names: those that ``checkpoint_name`` gave it.
-        read: states that are operands of the operation, themselves or cast, reshaped or transposed.
-        near: states that the value was last computed with: `read`, or else those of its latest operand.
+        names: the names that ``checkpoint_name`` gave it.
+        source_states: the states among the operands of the operation, themselves or cast, reshaped or transposed.
+        nearest_states: the states that the value was last computed with: `source_states`, or else the nearest states of its latest operand.
     """
 
     primitive: Any
@@ -56,25 +60,25 @@ class Value:
     type: Any
     times: int = 1
     names: frozenset[str] = frozenset()
-    read: frozenset[Origin] = frozenset()
-    near: frozenset[Origin] = frozenset()
+    source_states: frozenset[StateRef] = frozenset()
+    nearest_states: frozenset[StateRef] = frozenset()
 
     @property
     def is_view(self) -> bool:
-        """Whether it is another value in another shape, which costs nothing to make again.
+        """Whether it is another value in another shape, which is free to recompute.
 
-        It is kept only by a policy that asks for its name or its primitive.
+        A policy saves it only if it selects its name or its primitive.
         """
         return self.primitive.name in VIEWS
 
     @property
     def nbytes(self) -> int:
-        """Bytes that keeping it takes, over all steps of the loops around it."""
+        """Bytes that saving it takes, over all steps of the loops around it."""
         return num_bytes(self.type) * self.times
 
 
 class Decision(enum.IntEnum):
-    """In the order of precedence."""
+    """What to do with a value. `Or` takes the greater of two decisions, `And` the lesser."""
 
     RECOMPUTE = 0
     OFFLOAD = 1
@@ -82,7 +86,7 @@ class Decision(enum.IntEnum):
 
 
 class Verdict(NamedTuple):
-    """What a policy says of a value, and the memories it moves between if that is OFFLOAD."""
+    """A policy's answer for a value. OFFLOAD has two memories, and `otherwise` for devices without them: "raise" or "save"."""
 
     decision: Decision
     src: str = ""
@@ -98,38 +102,38 @@ RECOMPUTE = Verdict(Decision.RECOMPUTE)
 
 
 class Policy:
-    """Base of all policies: values that say what a rematerialised function keeps."""
+    """Base of all policies, which decide which values a rematerialised function saves."""
 
-    _binding: ClassVar[int] = 3  # how tightly the printed form holds together
+    _binding: ClassVar[int] = 3  # precedence of the printed form, to decide on parentheses
     missing: str = "raise"
-    """What to do where `unmatched` finds something: "raise", "warn" or "ignore"."""
+    """The reaction to a message of `unmatched`: "raise", "warn" or "ignore"."""
 
     def judge(self, value: Value) -> Verdict:
-        """What becomes of a value."""
+        """Decide about one value."""
         raise NotImplementedError
 
-    def parts(self) -> tuple[Policy, ...]:
-        """The policies that this one is made of."""
+    def children(self) -> tuple[Policy, ...]:
+        """The policies that this one combines."""
         return ()
 
     def atoms(self) -> Iterable[Policy]:
-        """Every policy within this one, itself included."""
+        """This policy, its children, their children, and so on."""
         yield self
-        for part in self.parts():
-            yield from part.atoms()
+        for child in self.children():
+            yield from child.atoms()
 
     @property
     def is_plain(self) -> bool:
-        """Whether it says by its name that it keeps all, or nothing."""
+        """Whether its name says that it saves everything or nothing, so that no warning does."""
         return False
 
     @property
     def needs_states(self) -> bool:
-        """Whether it must be told which values are those of states."""
+        """Whether it needs to know which values come from states."""
         return any(isinstance(atom, (Path, States)) for atom in self.atoms())
 
     def unmatched(self, values: Sequence[Value]) -> str:
-        """What this policy itself asks for and no value is, with the nearest that there is; empty if all is found."""
+        """A message about names, paths or filters of this policy that match no value, with suggestions; empty if all match."""
         del values
         return ""
 
@@ -149,11 +153,11 @@ class Policy:
         return Not(self)
 
     def then(self, other: Any) -> Policy:
-        """This policy, and `other` for what it recomputes."""
+        """Ask `other` about the values that this policy recomputes."""
         return Then(self, as_policy(other))
 
     def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> Any:
-        """Judge one equation, as ``jax.checkpoint`` asks; for `remat` the policy sees more than that."""
+        """Judge one equation, as a policy of ``jax.checkpoint``. Under `remat` a policy sees more: names, loops and states."""
         if _jax.is_debug_callback(primitive):
             return True  # as in `mark.KeepMarked`
         outs = _jax.output_types(primitive, inputs, params)
@@ -169,9 +173,9 @@ class Policy:
             return _jax.Offloadable(src=verdict.src, dst=verdict.dst)
         return verdict.decision is Decision.SAVE
 
-    def _show(self, inside: int) -> str:
+    def _show(self, precedence: int) -> str:
         text = repr(self)
-        return f"({text})" if self._binding < inside else text
+        return f"({text})" if self._binding < precedence else text
 
 
 P = TypeVar("P", bound=Policy)
@@ -233,15 +237,15 @@ def _listed(policy: Any) -> str:
     return ", ".join(map(repr, sorted(policy.chosen))) + _option(policy)
 
 
-def _near(wanted: Iterable[str], there: Iterable[str], what: str) -> str:
-    """Of the wanted things those that are not there, with the nearest; empty if all are."""
-    there = sorted(set(there))
+def _unmatched(requested: Iterable[str], occurring: Iterable[str], what: str) -> str:
+    """A message about requested strings that do not occur, with suggestions; empty if all occur."""
+    occurring = sorted(set(occurring))
     lines = []
-    for name in sorted(set(wanted) - set(there)):
-        lines.append(f"no value has the {what} {name!r}.{suggestion(name, there)}")
+    for name in sorted(set(requested) - set(occurring)):
+        lines.append(f"no value has the {what} {name!r}.{suggestion(name, occurring)}")
     if not lines:
         return ""
-    listed = ", ".join(map(repr, there)) or "none"
+    listed = ", ".join(map(repr, occurring)) or "none"
     return f"{' '.join(lines)} {what.capitalize()}s that occur: {listed}."
 
 
@@ -254,7 +258,7 @@ class Names(Policy):
         return SAVE if value.names & self.chosen else RECOMPUTE
 
     def unmatched(self, values: Sequence[Value]) -> str:
-        return _near(self.chosen, (name for v in values for name in v.names), "name")
+        return _unmatched(self.chosen, (name for v in values for name in v.names), "name")
 
     def __repr__(self) -> str:
         return f"names({_listed(self)})"
@@ -275,8 +279,8 @@ class Size(Policy):
     larger: bool
 
     def judge(self, value: Value) -> Verdict:
-        keeps = value.nbytes > self.limit if self.larger else value.nbytes < self.limit
-        return SAVE if keeps and not value.is_view else RECOMPUTE
+        is_saved = value.nbytes > self.limit if self.larger else value.nbytes < self.limit
+        return SAVE if is_saved and not value.is_view else RECOMPUTE
 
     def __repr__(self) -> str:
         return f"{'larger' if self.larger else 'smaller'}_than({self.limit})"
@@ -291,7 +295,7 @@ class Primitives(Policy):
         return SAVE if value.primitive.name in self.chosen else RECOMPUTE
 
     def unmatched(self, values: Sequence[Value]) -> str:
-        return _near(self.chosen, (v.primitive.name for v in values), "primitive")
+        return _unmatched(self.chosen, (v.primitive.name for v in values), "primitive")
 
     def __repr__(self) -> str:
         return f"primitives({_listed(self)})"
@@ -303,11 +307,11 @@ class Path(Policy):
     missing: str = "raise"
 
     def judge(self, value: Value) -> Verdict:
-        keeps = any(fnmatch.fnmatchcase(o.path, self.pattern) for o in value.near)
-        return SAVE if keeps and not value.is_view else RECOMPUTE
+        is_saved = any(fnmatch.fnmatchcase(o.path, self.pattern) for o in value.nearest_states)
+        return SAVE if is_saved and not value.is_view else RECOMPUTE
 
     def unmatched(self, values: Sequence[Value]) -> str:
-        paths = sorted({o.path for v in values for o in v.near})
+        paths = sorted({o.path for v in values for o in v.nearest_states})
         if any(fnmatch.fnmatchcase(path, self.pattern) for path in paths):
             return ""
         return (
@@ -327,18 +331,18 @@ class States(Policy):
     missing: str = "raise"
 
     def __post_init__(self) -> None:
-        as_predicate(self.filter)  # raises if it is none
+        as_predicate(self.filter)  # raises if it is not a filter
 
     def selects(self, path: str, state: Any) -> bool:
         return as_predicate(self.filter)(path, state)
 
     def judge(self, value: Value) -> Verdict:
-        return SAVE if any(self in o.chosen for o in value.read) and not value.is_view else RECOMPUTE
+        return SAVE if any(self in o.selected_by for o in value.source_states) and not value.is_view else RECOMPUTE
 
     def unmatched(self, values: Sequence[Value]) -> str:
-        if any(self in o.chosen for v in values for o in v.read):
+        if any(self in o.selected_by for v in values for o in v.source_states):
             return ""
-        paths = sorted({o.path for v in values for o in v.read})
+        paths = sorted({o.path for v in values for o in v.source_states})
         hint = suggestion(self.filter, paths) if isinstance(self.filter, str) else ""
         return f"no value is computed from a state that the filter selects.{hint} States read: {', '.join(paths) or 'none'}."
 
@@ -361,12 +365,12 @@ class Offload(Policy):
     dst: str
     otherwise: str
 
-    def parts(self) -> tuple[Policy, ...]:
+    def children(self) -> tuple[Policy, ...]:
         return (self.inner,)
 
     def judge(self, value: Value) -> Verdict:
-        keeps = self.inner.judge(value).decision is not Decision.RECOMPUTE
-        return Verdict(Decision.OFFLOAD, self.src, self.dst, self.otherwise) if keeps else RECOMPUTE
+        is_offloaded = self.inner.judge(value).decision is not Decision.RECOMPUTE
+        return Verdict(Decision.OFFLOAD, self.src, self.dst, self.otherwise) if is_offloaded else RECOMPUTE
 
     def __repr__(self) -> str:
         inner = _listed(self.inner) if type(self.inner) is Names else repr(self.inner)
@@ -377,7 +381,7 @@ class Offload(Policy):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class JaxPolicy(Policy):
-    """A policy of JAX's, asked about the function as it is written."""
+    """A policy of JAX, asked about the equations of the function as staged."""
 
     fun: Callable[..., Any]
     missing: str = "warn"
@@ -392,18 +396,18 @@ class JaxPolicy(Policy):
         return max(map(_verdict, answers), key=lambda v: v.decision)
 
     def unmatched(self, values: Sequence[Value]) -> str:
-        return _near(_jax.names_in_policy(self.fun), (name for v in values for name in v.names), "name")
+        return _unmatched(_jax.names_in_policy(self.fun), (name for v in values for name in v.names), "name")
 
     def __repr__(self) -> str:
         maker, _, inner = getattr(self.fun, "__qualname__", "").partition(".<locals>.")
-        if inner and _jax.is_policy_of_jax(self.fun):  # as it was asked for
+        if inner and _jax.is_policy_of_jax(self.fun):  # print the call that made it
             return f"{maker}({', '.join(map(repr, sorted(_jax.names_in_policy(self.fun))))})"
         return getattr(self.fun, "__name__", None) or repr(self.fun)
 
 
 def _verdict(answer: Any) -> Verdict:
-    kept = _jax.policy_answer(answer)
-    return Verdict(Decision.OFFLOAD, *kept) if isinstance(kept, tuple) else SAVE if kept else RECOMPUTE
+    decision = _jax.policy_answer(answer)
+    return Verdict(Decision.OFFLOAD, *decision) if isinstance(decision, tuple) else SAVE if decision else RECOMPUTE
 
 
 @_policy
@@ -412,7 +416,7 @@ class Or(Policy):
     b: Policy
     _binding: ClassVar[int] = 0
 
-    def parts(self) -> tuple[Policy, ...]:
+    def children(self) -> tuple[Policy, ...]:
         return (self.a, self.b)
 
     def judge(self, value: Value) -> Verdict:
@@ -428,7 +432,7 @@ class And(Policy):
     b: Policy
     _binding: ClassVar[int] = 1
 
-    def parts(self) -> tuple[Policy, ...]:
+    def children(self) -> tuple[Policy, ...]:
         return (self.a, self.b)
 
     def judge(self, value: Value) -> Verdict:
@@ -443,12 +447,12 @@ class Not(Policy):
     inner: Policy
     _binding: ClassVar[int] = 2
 
-    def parts(self) -> tuple[Policy, ...]:
+    def children(self) -> tuple[Policy, ...]:
         return (self.inner,)
 
     def judge(self, value: Value) -> Verdict:
-        keeps = self.inner.judge(value).decision is Decision.RECOMPUTE
-        return SAVE if keeps and not value.is_view else RECOMPUTE
+        is_saved = self.inner.judge(value).decision is Decision.RECOMPUTE
+        return SAVE if is_saved and not value.is_view else RECOMPUTE
 
     def __repr__(self) -> str:
         return f"~{self.inner._show(2)}"
@@ -459,7 +463,7 @@ class Then(Policy):
     a: Policy
     b: Policy
 
-    def parts(self) -> tuple[Policy, ...]:
+    def children(self) -> tuple[Policy, ...]:
         return (self.a, self.b)
 
     def judge(self, value: Value) -> Verdict:
@@ -473,30 +477,30 @@ class Then(Policy):
 # -- constants -----------------------------------------------------------------------------------------------------
 
 everything: Policy = Everything()
-"""Keep all that the backward pass needs, as without rematerialisation."""
+"""Save all values that the backward pass needs, as without rematerialisation."""
 
 nothing: Policy = Nothing()
-"""Keep only inputs; the default."""
+"""Save only the inputs; the default."""
 
 dots: Policy = Dots(True)
-"""Keep the results of matrix products and convolutions."""
+"""Save the results of matrix products and convolutions."""
 
 dots_without_batch_dims: Policy = Dots(False)
-"""Keep the results of matrix products without batch dimensions in the function as it is written; vmap changes nothing."""
+"""Save the results of matrix products without batch dimensions. A ``vmap`` around the function adds none."""
 
 
 def names_of(policy: Policy) -> frozenset[str]:
-    """The names of values that a policy asks to keep or offload."""
-    found: set[str] = set()
+    """The names of values that a policy saves or offloads."""
+    names: set[str] = set()
     for atom in policy.atoms():
         if isinstance(atom, JaxPolicy):
-            found |= _jax.names_in_policy(atom.fun)
+            names |= _jax.names_in_policy(atom.fun)
         elif type(atom) is Names:
-            found |= atom.chosen
-    return frozenset(found)
+            names |= atom.chosen
+    return frozenset(names)
 
 
-# -- whatever a user gives as a policy -----------------------------------------------------------------------------
+# -- policies from arguments of users ------------------------------------------------------------------------------
 
 _CONSTANTS = {"everything": everything, "nothing": nothing, "dots": dots}
 _CONSTANTS["dots_without_batch_dims"] = dots_without_batch_dims
@@ -506,81 +510,83 @@ def _jax_names() -> list[str]:
     return [n for n in dir(jax.checkpoint_policies) if not n.startswith("_")]
 
 
-# Members of jax.checkpoint_policies that make a policy of their arguments rather than being one.
+# Members of jax.checkpoint_policies that return a policy; the other members are policies.
 _FACTORIES = frozenset(n for n in _jax_names() if n.startswith(("save_", "offload_")))
 
 
 @_policy
 class Marks(Policy):
-    """Keeps what was chosen for the equations of one function.
+    """The labels of values in one function, chosen for its equations.
 
     Attributes:
-        marks: addresses of values in that function, and what becomes of each; see `mark.mark`.
+        marks: pairs of an address and a label, as `mark.mark` takes them.
     """
 
     marks: tuple[tuple[tuple[int, ...], str], ...]
 
     def judge(self, value: Value) -> Verdict:
-        raise PolicyError("What was chosen for one function cannot judge another.")
+        raise PolicyError("Marks are for the equations of one function, and cannot judge values of another.")
 
     def __repr__(self) -> str:
         return f"Marks({len(self.marks)} values)"
 
 
 FAMILIES = {"fit": "statetx.planner.plan:Fit"}
-"""Where to find what makes a policy of ``"name:argument"``: in modules above this one, loaded when they are asked for."""
+"""For policies written ``"name:argument"``: the constructor, imported by name on first use because this module is below the planner."""
 
 
 class Rewriting(Policy):
-    """A policy that does not judge values one by one, but has another program in the place of the function."""
+    """A policy that replaces the whole function by another program, such as a plan; it does not judge values one by one."""
 
     def judge(self, value: Value) -> Verdict:
-        raise PolicyError(f"{self!r} is for a whole function: it does not combine with other policies.")
+        raise PolicyError(f"{self!r} rewrites the whole function, so it does not combine with other policies.")
 
     def rewrite(self, body: Any, name: str, num_out: int) -> Any:
-        """``(operands, *args) -> outputs`` for a staged function (`Body`) of this name.
+        """Return ``(operands, *args) -> outputs`` in place of a staged function (`Body`) of this name.
 
-        The first `num_out` outputs are the function's own; those of states that it writes follow.
+        The first `num_out` outputs are the function's results; the new values of the states that it writes follow.
         """
         raise NotImplementedError
 
 
-def as_policy(given: Any) -> Policy:
-    """The policy that a user means: one of ours, the name of one, or JAX's, or any callable like JAX's.
+def as_policy(policy: Any) -> Policy:
+    """Convert an argument ``policy=`` to a policy: a `Policy`, None, a name, or a callable of JAX's form.
 
     Raises:
-        PolicyError: an unknown name, a factory of policies that was not called, or something else.
+        PolicyError: an unknown name, a function that returns policies and was not called, or another type.
     """
-    if isinstance(given, Policy):
-        return given
-    if given is None:
+    if isinstance(policy, Policy):
+        return policy
+    if policy is None:
         return nothing
-    if isinstance(given, str):
-        family, colon, argument = given.partition(":")
+    if isinstance(policy, str):
+        family, colon, argument = policy.partition(":")
         if colon and family in FAMILIES:
             return pkgutil.resolve_name(FAMILIES[family])(argument.strip())
-        if given in _CONSTANTS:
-            return _CONSTANTS[given]
-        known = _jax_names()
-        if given not in known:
-            hint = suggestion(given, [*_CONSTANTS, *known])
-            raise PolicyError(f"No policy is named {given!r}.{hint} Known: {', '.join([*_CONSTANTS, *sorted(known)])}.")
-        if given in _FACTORIES:
-            raise PolicyError(_not_called(given))
-        return JaxPolicy(getattr(jax.checkpoint_policies, given))
-    if not callable(given):
-        raise PolicyError(f"A policy is None, a name or a callable, got {type(given).__name__}: {given!r}.")
-    if getattr(given, "__module__", "") == "statetx.policies":
-        raise PolicyError(f"policies.{given.__name__} makes a policy of its arguments: call it.")
+        if policy in _CONSTANTS:
+            return _CONSTANTS[policy]
+        jax_names = _jax_names()
+        if policy not in jax_names:
+            hint = suggestion(policy, [*_CONSTANTS, *jax_names])
+            raise PolicyError(
+                f"No policy is named {policy!r}.{hint} Known: {', '.join([*_CONSTANTS, *sorted(jax_names)])}."
+            )
+        if policy in _FACTORIES:
+            raise PolicyError(_not_called(policy))
+        return JaxPolicy(getattr(jax.checkpoint_policies, policy))
+    if not callable(policy):
+        raise PolicyError(f"A policy is None, a name or a callable, got {type(policy).__name__}: {policy!r}.")
+    if getattr(policy, "__module__", "") == "statetx.policies":
+        raise PolicyError(f"policies.{policy.__name__} is a function that returns a policy: call it.")
     for name in _FACTORIES:
-        if given is getattr(jax.checkpoint_policies, name):
+        if policy is getattr(jax.checkpoint_policies, name):
             raise PolicyError(_not_called(name))
-    return JaxPolicy(given)
+    return JaxPolicy(policy)
 
 
 def _not_called(name: str) -> str:
     return (
-        f"jax.checkpoint_policies.{name} makes a policy of its arguments; pass what it returns, for example "
+        f"jax.checkpoint_policies.{name} is a function that returns a policy: call it, "
         f"policy=jax.checkpoint_policies.{name}(...)."
     )
 
@@ -589,7 +595,7 @@ _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2*
 
 
 def parse_bytes(size: int | str) -> int:
-    """A number of bytes, given as one or as a string with a unit.
+    """Convert a size to bytes: a number, or a string with a unit.
 
     Example:
         >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(64)

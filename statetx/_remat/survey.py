@@ -1,9 +1,8 @@
-"""The values that a staged function computes, as a policy sees them.
+"""List the values that a staged function computes, for policies to judge.
 
-JAX's policies are asked about equations that differentiation and vmap have rewritten. These judge the function as it was staged,
-whatever stands around its values: functions within it that are jitted, rematerialised or mapped over devices, loops, branches,
-and the rules of custom derivatives, which are what their functions compute where they are differentiated. A policy of JAX is asked
-about the same places.
+JAX asks its policies about equations that differentiation and vmap have rewritten. The policies of this package judge the function as it was staged,
+at every depth: jitted, rematerialised and mapped functions, loops, branches, and the rules of custom derivatives, whose equations replace
+their functions under differentiation. JAX policies are asked about the same places.
 """
 
 from __future__ import annotations
@@ -16,35 +15,35 @@ from typing import Any, NamedTuple
 from .. import _jax
 from .._equations.primitives import CALLS, ENTERED, inner_jaxprs, row_of
 from .._jax import Jaxpr, Literal
-from .policy import Origin, Value
+from .policy import StateRef, Value
 
 NONE: frozenset[Any] = frozenset()
 
 Address = tuple[int, ...]
-"""Of a value: indices of equations, and of the jaxprs within them, from the outside in, and then of the output."""
+"""The position of a value: from the outside in, the index of each equation and of the jaxpr within it; last, the index of the output."""
 
 
 class Site(NamedTuple):
-    """A value of a jaxpr, its place, and the equation that computes it."""
+    """A value of a jaxpr, its address, and the equation that computes it."""
 
     address: Address
     value: Value
     eqn: Any
 
 
-class _Flow(NamedTuple):
-    """What is known of a variable.
+class _Provenance(NamedTuple):
+    """The states that a variable comes from.
 
     Attributes:
-        read: the states that it holds.
-        near: those that it was last computed with.
-        order: when it was computed.
-        has_site: whether its value has one, so that further names for it need none.
-        is_tangent: whether it is computed from tangents, in the rule of a custom derivative. Such values cannot be kept.
+        source_states: the states whose value it holds, itself or cast, reshaped or transposed.
+        nearest_states: the states that it was last computed with.
+        order: the number of the equation that computes it, counted over all jaxprs; -1 for inputs, -2 for literals.
+        has_site: whether its value has a site already, so that an alias of it needs none.
+        is_tangent: whether it is computed from tangents, in the rule of a custom derivative. Such values cannot be saved.
     """
 
-    read: frozenset[Origin] = NONE
-    near: frozenset[Origin] = NONE
+    source_states: frozenset[StateRef] = NONE
+    nearest_states: frozenset[StateRef] = NONE
     order: int = -1
     has_site: bool = False
     is_tangent: bool = False
@@ -54,111 +53,135 @@ class Survey:
     """The values of a jaxpr.
 
     Args:
-        jaxpr: the function.
-        origins: for each of the first inputs that is known to be the value of a state, which.
+        jaxpr: the staged function.
+        origins: for each of the first inputs, the state that it is the value of, or an empty set.
 
     Attributes:
-        sites: its values, in the order of the equations.
+        sites: the values, in the order of the equations.
         rules: the custom derivatives, by the address of the equation that calls the function.
     """
 
-    def __init__(self, jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]] = ()):
-        rest = [_Flow()] * (len(jaxpr.invars) - len(origins))
-        self._begin(jaxpr, [*(_Flow(o, o) for o in origins), *rest], [NONE] * len(jaxpr.outvars), 1, ())
+    def __init__(self, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]] = ()):
+        other_inputs = [_Provenance()] * (len(jaxpr.invars) - len(origins))
+        states = [_Provenance(o, o) for o in origins]
+        self._begin(jaxpr, [*states, *other_inputs], [NONE] * len(jaxpr.outvars), 1, ())
 
     @classmethod
     def of_rule(cls, rule: Rule, jaxpr: Jaxpr) -> Survey:
-        """The survey of what takes the place of a call when it is differentiated."""
-        operands = rule.flows[_jax.num_closed_over(rule.eqn) :]
-        tangents = [_Flow(is_tangent=True)] * (len(jaxpr.invars) - len(operands))
+        """Survey the rule of a custom derivative, as traced for the inputs that are differentiated."""
+        operands = rule.operands[_jax.num_closed_over(rule.eqn) :]
+        tangents = [_Provenance(is_tangent=True)] * (len(jaxpr.invars) - len(operands))
         names = [NONE] * len(jaxpr.outvars)
-        for i, own in zip(_jax.results_of_rule(rule.eqn, jaxpr), rule.names, strict=True):
-            names[i] = own
+        for i, result_names in zip(_jax.results_of_rule(rule.eqn, jaxpr), rule.names, strict=True):
+            names[i] = result_names
         survey = cls.__new__(cls)
         survey._begin(jaxpr, [*operands, *tangents], names, rule.times, (*rule.address, 0))
-        survey.rules = {}  # of what a rule calls the value is computed, and no derivative
+        survey.rules = {}  # functions that a rule calls are not differentiated: only their values are computed
         return survey
 
     def _begin(
-        self, jaxpr: Jaxpr, ins: Sequence[_Flow], out_names: Sequence[frozenset[str]], times: int, at: Address
+        self,
+        jaxpr: Jaxpr,
+        inputs: Sequence[_Provenance],
+        out_names: Sequence[frozenset[str]],
+        times: int,
+        address: Address,
     ) -> None:
         self.sites: list[Site] = []
         self.rules: dict[Address, Rule] = {}
         self._calls: list[Site] = []
         self._regions: set[int] = set()
-        self._around: list[Any] = []
+        self._enclosing: list[Any] = []  # equations around the jaxpr that is visited
         self._order = 0
-        self._visit(jaxpr, ins, out_names, times, at)
+        self._visit(jaxpr, inputs, out_names, times, address)
 
     @functools.cached_property
     def all_sites(self) -> list[Site]:
-        """`sites`, and those of rules."""
+        """`sites`, and the sites of the rules."""
         return [*self.sites, *(site for rule in self.rules.values() for site in rule.survey.sites)]
 
     @property
     def results(self) -> list[Site]:
-        """`sites`, and the results of calls, which have a site within."""
+        """`sites`, and the results of calls, whose sites are in the called jaxpr."""
         return [*self.sites, *self._calls]
 
     @property
     def regions(self) -> set[int]:
-        """The numbers of the rematerialised functions within that have marked what they keep."""
+        """The region numbers of the rematerialised functions within that have marked values."""
         return self._regions.union(*(rule.survey.regions for rule in self.rules.values()))
 
     def _visit(
-        self, jaxpr: Jaxpr, ins: Sequence[_Flow], out_names: Sequence[frozenset[str]], times: int, at: Address
-    ) -> list[_Flow]:
-        """Record the values of a jaxpr; returns what is known of its outputs."""
-        names = names_in(jaxpr, out_names)
-        known = dict.fromkeys(jaxpr.constvars, _Flow()) | dict(zip(jaxpr.invars, ins, strict=True))
+        self,
+        jaxpr: Jaxpr,
+        inputs: Sequence[_Provenance],
+        out_names: Sequence[frozenset[str]],
+        times: int,
+        address: Address,
+    ) -> list[_Provenance]:
+        """Record the values of a jaxpr; return the provenance of its outputs.
 
-        def flow(atom: Any) -> _Flow:
-            return _Flow(order=-2) if isinstance(atom, Literal) else known[atom]
+        Args:
+            inputs: the provenance of its inputs.
+            out_names: the names that equations outside give to its outputs.
+            times: how often it runs.
+            address: of the jaxpr.
+        """
+        names = names_in(jaxpr, out_names)
+        env = dict.fromkeys(jaxpr.constvars, _Provenance()) | dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> _Provenance:
+            return _Provenance(order=-2) if isinstance(atom, Literal) else env[atom]
 
         for i, eqn in enumerate(jaxpr.eqns):
-            place, flows = (*at, i), [flow(v) for v in eqn.invars]
-            own_names = [names.get(v, NONE) for v in eqn.outvars]
+            eqn_address, operands = (*address, i), [read(v) for v in eqn.invars]
+            result_names = [names.get(v, NONE) for v in eqn.outvars]
             is_call = eqn.primitive.name in CALLS
-            inner: list[_Flow] = []
-            self._around.append(eqn)
+
+            # The jaxprs within. A call's results are those of its jaxpr, with the names that they have here.
+            inner_results: list[_Provenance] = []
+            self._enclosing.append(eqn)
             for n, (sub, length, enter) in enumerate(_inner(eqn)):
-                names_within = own_names if is_call else [NONE] * len(sub.outvars)
-                inner = self._visit(sub, enter(flows), names_within, times * length, (*place, n))
-            self._around.pop()
+                names_within = result_names if is_call else [NONE] * len(sub.outvars)
+                inner_results = self._visit(sub, enter(operands), names_within, times * length, (*eqn_address, n))
+            self._enclosing.pop()
             if _jax.has_rule(eqn):
-                self.rules[place] = Rule(eqn, tuple(self._around), place, flows, own_names, times)
+                self.rules[eqn_address] = Rule(eqn, tuple(self._enclosing), eqn_address, operands, result_names, times)
+
             self._order += 1
-            results = self._record(eqn, place, flows, own_names, times)
-            known.update(zip(eqn.outvars, inner if is_call else results, strict=True))
-        return [flow(v) for v in jaxpr.outvars]
+            results = self._record(eqn, eqn_address, operands, result_names, times)
+            env.update(zip(eqn.outvars, inner_results if is_call else results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
 
     def _record(
-        self, eqn: Any, place: Address, flows: Sequence[_Flow], names: Sequence[frozenset[str]], times: int
-    ) -> list[_Flow]:
-        """Record the results of an operation; returns what is known of them."""
-        read = NONE.union(*(f.read for f in flows))
-        near = read or max(flows, key=lambda f: f.order, default=_Flow()).near
-        is_tangent = any(f.is_tangent for f in flows)
+        self, eqn: Any, address: Address, operands: Sequence[_Provenance], names: Sequence[frozenset[str]], times: int
+    ) -> list[_Provenance]:
+        """Record the results of an operation; return their provenance."""
+        source_states = NONE.union(*(p.source_states for p in operands))
+        nearest_states = source_states or max(operands, key=lambda p: p.order, default=_Provenance()).nearest_states
+        is_tangent = any(p.is_tangent for p in operands)
         is_name, is_mark = eqn.primitive is _jax.name_primitive, eqn.primitive is _jax.mark_primitive
         if is_mark:
             self._regions.add(eqn.params["region"])
-        is_alias = is_mark or (is_name and flows[0].has_site)
+
+        is_alias = is_mark or (is_name and operands[0].has_site)
         if not is_alias and not is_tangent:
             sites = self._calls if eqn.primitive.name in CALLS else self.sites
             types = tuple(v.aval for v in eqn.invars)
             loop = _jax.loop_of(eqn)
             is_entered = eqn.primitive.name in ENTERED or loop is not None or _jax.has_rule(eqn)
+            # An equation with inner jaxprs computes nothing with a state itself: the equations within do.
+            states_of_value = NONE if is_entered else source_states
             for n, v in enumerate(eqn.outvars):
                 if hasattr(v.aval, "dtype"):
-                    own = names[n] | {eqn.params["name"]} if is_name else names[n]
-                    # A loop does nothing with a state itself: what does stands within.
+                    value_names = names[n] | {eqn.params["name"]} if is_name else names[n]
                     value = Value(
-                        eqn.primitive, types, eqn.params, v.aval, times, own, NONE if is_entered else read, near
+                        eqn.primitive, types, eqn.params, v.aval, times, value_names, states_of_value, nearest_states
                     )
-                    sites.append(Site((*place, n), value, eqn))
-        forwarded = read if row_of(eqn).forwards else NONE
-        has_site = flows[0].has_site if is_mark else True
-        return [_Flow(forwarded, near, self._order, has_site, is_tangent)] * len(eqn.outvars)
+                    sites.append(Site((*address, n), value, eqn))
+
+        forwarded = source_states if row_of(eqn).forwards else NONE
+        has_site = operands[0].has_site if is_mark else True
+        return [_Provenance(forwarded, nearest_states, self._order, has_site, is_tangent)] * len(eqn.outvars)
 
 
 @dataclasses.dataclass
@@ -167,60 +190,61 @@ class Rule:
 
     Attributes:
         eqn: the call.
-        around: the equations that it stands in.
-        address: of the call.
-        flows: what is known of its operands.
-        names: of its results.
+        enclosing: the equations around the call, the outermost first.
+        address: the call's address.
+        operands: the provenance of the call's operands.
+        names: the names of its results.
         times: how often it is called in a run of the function.
     """
 
     eqn: Any
-    around: Sequence[Any]
+    enclosing: Sequence[Any]
     address: Address
-    flows: Sequence[_Flow]
+    operands: Sequence[_Provenance]
     names: Sequence[frozenset[str]]
     times: int
 
     @functools.cached_property
     def survey(self) -> Survey:
-        """What it computes where all operands are differentiated; nothing where it fails."""
+        """The survey of the rule with all operands differentiated; empty if the rule raises."""
         try:
-            with _jax.inside(*self.around):
+            with _jax.inside(*self.enclosing):
                 jaxpr = _jax.rule_of(self.eqn)
         except Exception:
-            return Survey(_jax.no_equations)  # an error only where it is differentiated, and raised there
+            return Survey(_jax.no_equations)  # differentiation raises the same error, if it ever happens
         return Survey.of_rule(self, jaxpr)
 
 
-_Enter = Callable[[Sequence[_Flow]], list[_Flow]]
+_Enter = Callable[[Sequence[_Provenance]], list[_Provenance]]
 
 
 def _inner(eqn: Any) -> Iterator[tuple[Jaxpr, int, _Enter]]:
-    """Jaxprs in an equation whose values can be kept one by one, how often each is run, and what goes in."""
+    """The jaxprs in an equation whose values can be saved: each with its number of runs, and a function from operands to its inputs."""
     loop = _jax.loop_of(eqn)
     if loop is not None and loop.keeps_steps:
         yield loop.body, loop.length, functools.partial(_into_scan, loop.num_constants, loop.num_carry)
     for jaxpr in _entered_jaxprs(eqn):
         if eqn.primitive.name == "cond":
-            yield jaxpr, 1, lambda flows: _without_sites(flows[1:])
+            yield jaxpr, 1, lambda operands: _without_sites(operands[1:])
         elif eqn.primitive.name == "scan":
             yield jaxpr, eqn.params["length"], functools.partial(_into_scan, *_jax.scan_counts(eqn))
         else:
             yield jaxpr, 1, list
 
 
-def _into_scan(num_consts: int, num_carry: int, flows: Sequence[_Flow]) -> list[_Flow]:
-    """What is known in a step: not which states the carry holds, which changes."""
-    is_tangent = any(f.is_tangent for f in flows)
-    flows = _without_sites(flows)
+def _into_scan(num_consts: int, num_carry: int, operands: Sequence[_Provenance]) -> list[_Provenance]:
+    """The provenance of a step's inputs. The carry changes, so it is no longer the value of a state."""
+    # A carry that is not a tangent at first may be one after a step.
+    is_tangent = any(p.is_tangent for p in operands)
+    inputs = _without_sites(operands)
     for i in range(num_consts, num_consts + num_carry):
-        flows[i] = flows[i]._replace(read=NONE, is_tangent=is_tangent)
-    return flows
+        inputs[i] = inputs[i]._replace(source_states=NONE, is_tangent=is_tangent)
+    return inputs
 
 
-def _without_sites(flows: Sequence[_Flow]) -> list[_Flow]:
-    # The names that a loop or branch gives to what enters it are not those of the value outside: `names_in` stops there.
-    return [f._replace(has_site=False) for f in flows]
+def _without_sites(operands: Sequence[_Provenance]) -> list[_Provenance]:
+    # `names_in` does not enter loops and branches: a name that one gives to its input is not a name of the value outside.
+    return [p._replace(has_site=False) for p in operands]
 
 
 def _entered_jaxprs(eqn: Any) -> list[Jaxpr]:
@@ -228,15 +252,15 @@ def _entered_jaxprs(eqn: Any) -> list[Jaxpr]:
 
 
 def names_in(jaxpr: Jaxpr, out_names: Sequence[frozenset[str]]) -> dict[Any, frozenset[str]]:
-    """The names of each variable: those that later equations give to the same value."""
+    """The names of each variable, which later equations give to the same value."""
     names: dict[Any, frozenset[str]] = {}
 
-    def add(atom: Any, more: frozenset[str]) -> None:
-        if more and not isinstance(atom, Literal):
-            names[atom] = names.get(atom, NONE) | more
+    def add(atom: Any, new_names: frozenset[str]) -> None:
+        if new_names and not isinstance(atom, Literal):
+            names[atom] = names.get(atom, NONE) | new_names
 
-    for v, more in zip(jaxpr.outvars, out_names, strict=True):
-        add(v, more)
+    for v, names_of_output in zip(jaxpr.outvars, out_names, strict=True):
+        add(v, names_of_output)
     for eqn in reversed(jaxpr.eqns):
         if eqn.primitive is _jax.name_primitive:
             add(eqn.invars[0], names.get(eqn.outvars[0], NONE) | {eqn.params["name"]})
@@ -245,21 +269,25 @@ def names_in(jaxpr: Jaxpr, out_names: Sequence[frozenset[str]]) -> dict[Any, fro
         elif eqn.primitive.name in CALLS:
             (inner,) = inner_jaxprs(eqn)
             names_within = names_in(inner, [names.get(v, NONE) for v in eqn.outvars])
-            for outside, inside in zip(eqn.invars, inner.invars, strict=True):
-                add(outside, names_within.get(inside, NONE))
+            for operand, inner_input in zip(eqn.invars, inner.invars, strict=True):
+                add(operand, names_within.get(inner_input, NONE))
     return names
 
 
-def names_out_of_reach(jaxpr: Jaxpr, within: str = "") -> dict[str, str]:
-    """Names in operations that are not entered, such as ``while``, and in which."""
+def names_out_of_reach(jaxpr: Jaxpr, operation: str = "") -> dict[str, str]:
+    """Names inside operations that a survey does not enter, such as ``while``, by name; the value is the operation.
+
+    Args:
+        operation: the operation that `jaxpr` is inside of; empty if its values can be saved.
+    """
     names = {}
     for eqn in jaxpr.eqns:
-        if within and eqn.primitive is _jax.name_primitive:
-            names[eqn.params["name"]] = within
-        operation = within or ("" if eqn.primitive.name in ENTERED else eqn.primitive.name)
+        if operation and eqn.primitive is _jax.name_primitive:
+            names[eqn.params["name"]] = operation
+        inner_operation = operation or ("" if eqn.primitive.name in ENTERED else eqn.primitive.name)
         loop = _jax.loop_of(eqn)
         if loop is not None:
-            operation = within or ("" if loop.keeps_steps else "a loop that stores carries (checkpoint=)")
+            inner_operation = operation or ("" if loop.keeps_steps else "a loop that stores carries (checkpoint=)")
         for inner in _jax.inner_jaxprs(eqn):
-            names |= names_out_of_reach(inner, operation)
+            names |= names_out_of_reach(inner, inner_operation)
     return names

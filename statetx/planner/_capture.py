@@ -18,7 +18,7 @@ from .._jax import Jaxpr
 from .._lift.around import Around, sharding_of
 from .._lift.stage import name_of
 from .._lift.targets import resolve_argnums
-from .._remat import decide
+from .._remat.override import override
 from .._remat.policy import Rewriting
 from .._tree import is_array, is_float, partition
 from ..transforms.abstract import staged_jaxpr
@@ -105,7 +105,7 @@ def capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | S
 
     @functools.wraps(fun)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        with decide.override.differentiated(lambda loss: Remat(loss, policy=inner)):
+        with override.wrap_differentiated(lambda loss: Remat(loss, policy=inner)):
             return fun(*args, **kwargs)
 
     # One trace serves both cases: only during it does it show whether the function differentiates anything itself.
@@ -178,7 +178,7 @@ def _step_with(
     replacement = _Replace(jaxpr)
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        with decide.override.differentiated(lambda loss: Remat(loss, policy=replacement)):
+        with override.wrap_differentiated(lambda loss: Remat(loss, policy=replacement)):
             return fun(*args, **kwargs)
 
     closed_jaxpr, inputs = _stage(step, args, kwargs)

@@ -219,7 +219,7 @@ def _region(part: Part, option: Option) -> Callable | None:
     # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling, and
     # with it the memory, depends on them.
     jaxpr, policy = decide.keep(part.jaxpr, marks_of(option)) if option.saved else (part.original_jaxpr, None)
-    return lambda *args: _jax.rematerialise(jaxpr, args, policy=fence.around(policy, "auto"), prevent_cse=True)
+    return lambda *args: _jax.rematerialise(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)
 
 
 def _loop(part: Part, option: Option) -> Callable:

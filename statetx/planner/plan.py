@@ -21,7 +21,7 @@ from .._errors import PlanError
 from .._jax import Jaxpr
 from .._lift.around import Around
 from .._lift.stage import name_of, short_name
-from .._remat import decide
+from .._remat.override import override
 from .._remat.policy import Rewriting, parse_bytes
 from .._text import format_bytes, format_table, suggestion
 from .._tree import is_float
@@ -100,7 +100,7 @@ class Plan(Rewriting):
 
         @functools.wraps(fun)
         def step(*args: Any, **kwargs: Any) -> Any:
-            with decide.override.differentiated(lambda loss: Remat(loss, policy=self)):
+            with override.wrap_differentiated(lambda loss: Remat(loss, policy=self)):
                 return fun(*args, **kwargs)
 
         return step

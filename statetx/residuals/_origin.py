@@ -10,7 +10,7 @@ from .. import _jax
 from .._equations.inline import inline
 from .._equations.primitives import EAGER, REMAT, Forwards, row_of
 from .._jax import Jaxpr, Literal
-from .._remat.policy import Origin
+from .._remat.policy import StateRef
 from .._remat.survey import Survey
 from ._trace import Passes, regions_of
 
@@ -92,8 +92,8 @@ class ProvenanceFinder:
     def __init__(self, jaxpr: Jaxpr, states: Sequence[str | None]):
         self._top = _Level(jaxpr)
         self._inputs = {v: i for i, v in enumerate(jaxpr.invars)}
-        known = [frozenset() if path is None else frozenset({Origin(path, frozenset())}) for path in states]
-        self._near = {site.address: site.value.near for site in Survey(jaxpr, known).sites}
+        state_refs = [frozenset() if path is None else frozenset({StateRef(path, frozenset())}) for path in states]
+        self._nearest_states = {site.address: site.value.nearest_states for site in Survey(jaxpr, state_refs).sites}
 
     def __call__(self, atom: Any) -> Provenance:
         level, provenance = self._top, Provenance(atom.aval)
@@ -139,7 +139,7 @@ class ProvenanceFinder:
 
     def nearest_states(self, provenance: Provenance) -> list[str]:
         """Paths of the states that the value was last computed from."""
-        return sorted(origin.path for origin in self._near.get(provenance.address, ()))
+        return sorted(origin.path for origin in self._nearest_states.get(provenance.address, ()))
 
     def _add_names(self, level: _Level, v: Any, provenance: Provenance, stacked: bool) -> None:
         """Add the names and aliases of a value at one level, including the names that later equations give it."""

@@ -13,7 +13,7 @@ import jax
 
 from .._equations.compiled import Cost, Program
 from .._lift.stage import name_of, short_name
-from .._remat.decide import Region, override
+from .._remat.override import Region, override
 from .._remat.policy import as_policy, names_of
 from .._text import format_bytes, format_table
 from .._typing import Policy
@@ -229,9 +229,9 @@ def memory_report(
     """
     policies_by_name = {} if policies is None else {repr(as_policy(p)): as_policy(p) for p in policies}
     labels = [BASELINE, *(policies_by_name or (AS_WRITTEN,))]
-    with override(is_quiet=True) as met:
+    with override(suppress_warnings=True) as visited_regions:
         saved_residuals(fun, *args, **kwargs)
-    is_wrapped = bool(met)
+    is_wrapped = bool(visited_regions)
 
     programs: dict[str, Program] = {}
     inputs: dict[str, list[Any]] = {}
@@ -239,11 +239,11 @@ def memory_report(
     regions: dict[str, list[Region]] = {}
     for label in labels:
         f = fun if is_wrapped or label == BASELINE else remat(fun)
-        with override(policies_by_name.get(label), is_off=label == BASELINE, is_quiet=True) as met:
+        with override(policies_by_name.get(label), is_off=label == BASELINE, suppress_warnings=True) as visited_regions:
             residuals[label] = saved_residuals(f, *args, **kwargs)
             step, inputs[label] = with_gradient(f, args, kwargs)
             programs[label] = Program(step, inputs[label], compiler_options)
-        regions[label] = met
+        regions[label] = visited_regions
 
     seconds = _time({k: p.compiled for k, p in programs.items()}, inputs, repeats)
     rows = [_measured(label, residuals[label], programs[label].cost, seconds.get(label)) for label in labels]

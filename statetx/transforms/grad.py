@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._lift.stage import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, take_apart
 from .._lift.targets import Targets, refuse_lost_writes, resolve_argnums, split_aux
 from .._positions import replaced
-from .._remat import decide
+from .._remat.override import override
 from .._tree import Partition, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
@@ -163,7 +163,7 @@ class ValueAndGrad(Wrapper):
         wants_refs = targets is not None and targets.has_refs
         diff_argnums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
         outcome: Outcome | None = None
-        wrapped = decide.override.wrapped(fun)  # the planner rematerialises it to try a plan
+        wrapped = override.wrap(fun)  # the planner rematerialises it to try a plan
 
         def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
             nonlocal outcome
@@ -237,7 +237,7 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
     arrays, primals_part = partition(primals, is_array_or_number)
     outcome: Outcome | None = None
     out_part: Any = None
-    wrapped = decide.override.wrapped(fun)
+    wrapped = override.wrap(fun)
 
     def pure(state_values: list, *diff: Any) -> tuple[list, list]:
         nonlocal outcome, out_part

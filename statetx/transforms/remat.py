@@ -21,7 +21,8 @@ from .._objects.paths import Paths, as_predicate
 from .._remat import decide
 from .._remat import fence as _fence
 from .._remat import policy as _policy
-from .._remat.policy import Origin, as_policy
+from .._remat.override import override
+from .._remat.policy import StateRef, as_policy
 from .._text import brief, suggestion
 from .._tree import as_array, freeze, partition
 from .._typing import Filter, Indices, Names, Policy
@@ -199,11 +200,11 @@ class Remat(Wrapper):
         if _jax.is_eager():  # nothing is differentiated: run the function, and undo its writes if it fails
             return run_at_once("remat", fun, args, kwargs, allow=self._guard(args, kwargs))
         policy = self._policy
-        is_trial = decide.override.met is not None
+        is_trial = override.visited_regions is not None
         if is_trial:
-            if decide.override.is_off:
+            if override.is_off:
                 return fun(*args, **kwargs)
-            policy = decide.override.policy or policy
+            policy = override.policy or policy
         dyn_args, dyn_kwargs, merge = self._static.split(args, kwargs)
         arrays, args_part = partition((dyn_args, dyn_kwargs))
         arrays = [as_array(x) for x in arrays]
@@ -230,7 +231,7 @@ class Remat(Wrapper):
         fence = self._fence if prevent_cse is True else None
         is_rewritten = isinstance(policy, _policy.Rewriting)
         # A policy for the whole function sees inner regions with the policy `nothing`, whatever their own.
-        inner_override = decide.override(_policy.nothing, is_quiet=True) if is_rewritten else contextlib.nullcontext()
+        inner_override = override(_policy.nothing, suppress_warnings=True) if is_rewritten else contextlib.nullcontext()
         try:
             with inner_override:
                 staged, outcome, refs = stage(
@@ -250,7 +251,7 @@ class Remat(Wrapper):
 
         build = self._build(policy, prevent_cse, fence, origins, num_out)
         if is_trial:
-            decide.override.note(name_of(fun), policy, staged.jaxpr, origins, prevent_cse)
+            override.note(name_of(fun), policy, staged.jaxpr, origins, prevent_cse)
             region = build(staged)
         else:
             # JAX caches by identity of functions: equal equations get one function (decision 1).
@@ -273,14 +274,14 @@ class Remat(Wrapper):
         policy: _policy.Policy,
         prevent_cse: bool | tuple[bool, ...],
         fence: str | None,
-        origins: Sequence[frozenset[Origin]],
+        origins: Sequence[frozenset[StateRef]],
         num_out: int,
     ) -> Callable[[Body], Callable]:
         def build(body: Body) -> Callable:
             if isinstance(policy, _policy.Rewriting):
                 return policy.rewrite(body, name_of(self.__wrapped__), num_out)
             jaxpr, saved_policy = decide.apply(policy, body.jaxpr, origins, name_of(self.__wrapped__))
-            jax_policy = _fence.around(saved_policy, fence)
+            jax_policy = _fence.with_fence(saved_policy, fence)
 
             def rematerialised(operands: Sequence[Any], *args: Any) -> list[Any]:
                 # As in jax.checkpoint, a tuple does not cover closed-over values: no barrier for them.
@@ -334,11 +335,12 @@ class _OperandOrigins:
     def __init__(self, policy: _policy.Policy, paths: Paths):
         self._atoms = [atom for atom in policy.atoms() if isinstance(atom, _policy.States)]
         self._paths = paths
-        self._entries: dict[int, tuple[Any, frozenset[Origin]]] = {}  # by id of the value, which the entry keeps alive
+        # By id of the value, which the entry keeps alive.
+        self._entries: dict[int, tuple[Any, frozenset[StateRef]]] = {}
 
     def on_read(self, state: Any, kind: Any, value: Any) -> Any:
         path = self._paths(state)
-        origin = Origin(path, frozenset(atom for atom in self._atoms if atom.selects(path, state)))
+        origin = StateRef(path, frozenset(atom for atom in self._atoms if atom.selects(path, state)))
         for leaf in jax.tree.leaves(value):
             _, origins = self._entries.get(id(leaf), (leaf, frozenset()))
             self._entries[id(leaf)] = (leaf, origins | {origin})
@@ -347,7 +349,7 @@ class _OperandOrigins:
     def read(self, ref: Any) -> Any:
         return self.on_read(ref, REF, REF.get(ref))
 
-    def origins(self, operands: Sequence[Any]) -> tuple[frozenset[Origin], ...]:
+    def origins(self, operands: Sequence[Any]) -> tuple[frozenset[StateRef], ...]:
         entries = [self._entries.get(id(x)) for x in operands]
         return tuple(frozenset() if entry is None else entry[1] for entry in entries)
 

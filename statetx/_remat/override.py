@@ -1,0 +1,107 @@
+"""Replace the policies of rematerialised functions for a while, and record which of them are called.
+
+`memory_report` compares policies this way, `assert_remat_equivalent` switches rematerialisation off, and the planner wraps the functions that
+are differentiated. Nothing is rewritten: `remat` and the derivatives of this thread ask `override` when they are called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from .. import _jax
+from .._jax import Jaxpr
+from .policy import Policy, StateRef
+from .survey import NONE, Survey
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A rematerialised function that was called during an override.
+
+    Attributes:
+        name: the function's name.
+        policy: the policy that was applied.
+        prevent_cse: the argument for JAX.
+        names: the names that ``checkpoint_name`` gave to its values.
+        unmatched: messages about names, paths or filters of the policy that match no value.
+    """
+
+    name: str
+    policy: Policy
+    prevent_cse: bool | tuple[bool, ...] = True
+    names: frozenset[str] = NONE
+    unmatched: tuple[str, ...] = ()
+
+
+class Override(threading.local):
+    """The settings that replace those of every rematerialised function in this thread.
+
+    Attributes:
+        policy: replaces the policy of each function; None to keep it.
+        is_off: whether nothing is rematerialised.
+        suppress_warnings: whether a policy may name values that do not occur, or change nothing, without a warning or error.
+        visited_regions: the rematerialised functions called so far; None outside of an override.
+        wrapper: applied to a function before `statetx.grad`, `value_and_grad` or `vjp` differentiates it; None for no wrapper.
+    """
+
+    policy: Policy | None = None
+    is_off: bool = False
+    suppress_warnings: bool = False
+    visited_regions: list[Region] | None = None
+    wrapper: Callable[[Callable], Callable] | None = None
+
+    @contextlib.contextmanager
+    def _set(self, *settings: Any) -> Iterator[None]:
+        previous = self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.wrapper
+        self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.wrapper = settings
+        try:
+            # jax.jit must not reuse a trace that it made under other settings.
+            with _jax.traced_apart(object()):
+                yield
+        finally:
+            self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.wrapper = previous
+
+    @contextlib.contextmanager
+    def __call__(
+        self, policy: Policy | None = None, *, is_off: bool = False, suppress_warnings: bool = False
+    ) -> Iterator[list[Region]]:
+        """Override the settings in this block; gives the list of the regions called in it."""
+        regions: list[Region] = []
+        with self._set(policy, is_off, suppress_warnings, regions, None):
+            yield regions
+
+    def wrap_differentiated(self, wrapper: Callable[[Callable], Callable]) -> contextlib.AbstractContextManager[None]:
+        """Apply a wrapper to each function that is differentiated in this block and thread.
+
+        Within a wrapped function no override is active: functions that it differentiates itself are not wrapped.
+        """
+        return self._set(self.policy, self.is_off, self.suppress_warnings, self.visited_regions, wrapper)
+
+    def wrap(self, fun: Callable) -> Callable:
+        """The function to differentiate in place of `fun`: `fun` itself unless `wrap_differentiated` is active."""
+        if self.wrapper is None:
+            return fun
+        wrapped = self.wrapper(fun)
+
+        def without_override(*args: Any, **kwargs: Any) -> Any:
+            with self._set(None, False, False, None, None):
+                return wrapped(*args, **kwargs)
+
+        return without_override
+
+    def note(
+        self, name: str, policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]], prevent_cse: Any
+    ) -> None:
+        """Add a rematerialised function to `visited_regions`."""
+        values = [site.value for site in Survey(_jax.established(jaxpr), origins).all_sites]
+        unmatched = [atom.unmatched(values) for atom in policy.atoms()]
+        names = NONE.union(*(v.names for v in values))
+        assert self.visited_regions is not None
+        self.visited_regions.append(Region(name, policy, prevent_cse, names, tuple(filter(None, unmatched))))
+
+
+override = Override()
