@@ -31,7 +31,7 @@ class ForwardPass(NamedTuple):
 
 
 def forward_pass(
-    fun: Callable[..., list], avals: Sequence[Any], diff_indices: Sequence[int], *, kind: str, name: str
+    fun: Callable[..., list], avals: Sequence[Any], diff_indices: Sequence[int], *, traced_for: str, name: str
 ) -> ForwardPass:
     """Stage ``fun(*inputs) -> outputs`` and the residuals that ``jax.vjp`` keeps for the inputs at `diff_indices`."""
     pullback: Any = None
@@ -42,12 +42,12 @@ def forward_pass(
         leaves, pullback = jax.tree.flatten(pull)
         return [*outputs, *leaves]
 
-    body = Body.close(*_jax.stage(run, avals, kind=kind, name=name))
+    body = Body.close(*_jax.stage(run, avals, traced_for=traced_for, name=name))
     return ForwardPass(body, pullback)
 
 
 def backward_pass(
-    pullback: Any, residual_avals: Sequence[Any], cotangent_avals: Sequence[Any], *, kind: str, name: str
+    pullback: Any, residual_avals: Sequence[Any], cotangent_avals: Sequence[Any], *, traced_for: str, name: str
 ) -> tuple[Jaxpr, Sequence[Any]]:
     """``(*residuals, *cotangents) -> cotangents of the inputs``, as a jaxpr and its constants."""
     num = len(residual_avals)
@@ -56,7 +56,7 @@ def backward_pass(
         pull = jax.tree.unflatten(pullback, inputs[:num])
         return jax.tree.leaves(pull(list(inputs[num:])))
 
-    return _jax.stage(run, [*residual_avals, *cotangent_avals], kind=kind, name=name)
+    return _jax.stage(run, [*residual_avals, *cotangent_avals], traced_for=traced_for, name=name)
 
 
 def with_pullback(

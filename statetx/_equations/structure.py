@@ -33,7 +33,7 @@ from .._tree import Identity, freeze
 from .hoist import hoist
 
 
-class _Unlike(Exception):
+class _NotComparable(Exception):
     """The jaxpr has a part for which equality cannot be decided."""
 
 
@@ -80,7 +80,7 @@ class Structure:
         self._hash = hash((tuple([e.primitive for e in jaxpr.eqns]), tuple([v.aval for v in jaxpr.invars])))
 
     @functools.cached_property
-    def is_unlike(self) -> bool:
+    def is_incomparable(self) -> bool:
         """Whether it is known to equal no other. Only functions in equations are looked at: they hold a user's values."""
         try:
             for eqn in self._jaxpr.eqns:
@@ -89,7 +89,7 @@ class Structure:
                 if _holds_functions(eqn):
                     for value in eqn.params.values():
                         _param(value)
-        except (_Unlike, TypeError):
+        except (_NotComparable, TypeError):
             return True
         return False
 
@@ -98,8 +98,8 @@ class Structure:
         try:
             parts = _structure(self._jaxpr)
             hash(parts)
-        except (_Unlike, TypeError):  # TypeError: a part whose hash only looked sound
-            self.is_unlike = True
+        except (_NotComparable, TypeError):  # TypeError: a part whose hash only looked sound
+            self.is_incomparable = True
             return None
         return parts
 
@@ -169,12 +169,12 @@ def _param(x: Any) -> Hashable:
     if type(x).__name__ == "WrappedFun":
         rule = _jax.derivative_rule(x)
         if rule is None:
-            raise _Unlike
+            raise _NotComparable
         return rule
     try:
         hash(x)
     except TypeError:
-        raise _Unlike from None
+        raise _NotComparable from None
     return x
 
 
@@ -190,9 +190,9 @@ def _jaxpr_param(x: Any) -> Hashable:
 def _constant(x: Any) -> Hashable:
     """Equal for equal bits."""
     if isinstance(x, jax.Array):
-        raise _Unlike  # one that could not be made an operand: what keeps the equation would keep it alive
+        raise _NotComparable  # one that could not be made an operand: what keeps the equation would keep it alive
     if isinstance(x, np.ndarray) and x.ndim and x.flags.writeable:
-        raise _Unlike  # its owner may change it in place, here and in what would be kept
+        raise _NotComparable  # its owner may change it in place, here and in what would be kept
     if isinstance(x, (np.ndarray, np.generic)):
         return freeze(x)
     return freeze(x) if isinstance(x, (bool, int, float, complex)) else Identity(x)
@@ -260,16 +260,16 @@ class Table:
     def get(self, bodies: Body | Sequence[Body], use: tuple, build: Callable[..., Callable]) -> Callable:
         """What `build` made of bodies of these structures, for this use: a transform's name, and every setting of `build`."""
         bodies = (bodies,) if isinstance(bodies, Body) else bodies
-        if _jax.is_eager() and any(body.key.is_unlike for body in bodies):
+        if _jax.is_eager() and any(body.key.is_incomparable for body in bodies):
             bodies = [Body(_without_rules(body.jaxpr), body.operands) for body in bodies]
-        if _bypass.active or any(body.key.is_unlike for body in bodies):
+        if _bypass.active or any(body.key.is_incomparable for body in bodies):
             locked(self._lock, self._count, use, False)
             return build(*bodies)
         key = (use, *(body.key for body in bodies))
         kept = locked(self._lock, self._find, key, use)
         if kept is not None:
             return kept
-        if any(body.key.is_unlike for body in bodies):  # as turned out when it was compared
+        if any(body.key.is_incomparable for body in bodies):  # as turned out when it was compared
             return build(*bodies)
         # What is kept must not keep the values that one call closed over.
         built = build(*(Body(body.jaxpr, []) for body in bodies))

@@ -23,25 +23,25 @@ def batch_size(trace: Any) -> int:
     return trace.axis_data.size
 
 
-def batched(trace: Any, x: Any, axis: int) -> Any:
+def batch_tracer(trace: Any, x: Any, axis: int) -> Any:
     """The tracer, in a `jax.vmap`, of one example of `x`, an array with one slice for each along `axis`."""
     return _batching.BatchTracer(trace, x, axis % len(x.shape), source_info_util.current())
 
 
-def vmaps_around() -> list[Any]:
+def enclosing_vmaps() -> list[Any]:
     """The traces of every `jax.vmap` around the current trace, innermost first."""
     return [t for t in _parents(_context.trace) if isinstance(t, _batching.BatchTrace)]
 
 
-def with_examples(x: Any, axis: int | None, to: int, axis_data: Any) -> Any:
+def with_batch_axis(x: Any, axis: int | None, to: int, axis_data: Any) -> Any:
     """An array whose examples lie along `axis`, with their axis at `to`; None: the same for all, repeated."""
     if axis is None:
         return _batching.broadcast(x, axis_data.size, to, axis_data.explicit_mesh_axis)
     return jnp.moveaxis(x, axis, to)
 
 
-def which_are_mapped(x: Any, vmaps: Sequence[Any]) -> list[bool]:
-    """For each of `vmaps_around`, whether `x` differs between its examples; True where that cannot be told."""
+def mapped_in_each(x: Any, vmaps: Sequence[Any]) -> list[bool]:
+    """For each of `enclosing_vmaps`, whether `x` differs between its examples; True where that cannot be told."""
     found = []
     for trace in vmaps:
         while isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)):
@@ -79,22 +79,22 @@ def named_axes(axes: Sequence[Any]) -> Any:
     return _core.extend_axis_env_nd([(a.name, a.size) for a in axes if a.name is not _core.no_axis_name])
 
 
-def explicit_axis_of(axis_data: Any) -> Any:
+def explicit_mesh_axes(axis_data: Any) -> Any:
     """The explicit mesh axes along which a `jax.vmap` is divided."""
     return axis_data.explicit_mesh_axis
 
 
-def repeated(aval: Any, num: int) -> Any:
+def stacked_type(aval: Any, num: int) -> Any:
     """The type of so many values of this type along a new axis 0."""
     return _core.unmapped_aval(num, 0, aval)
 
 
-def examples_of(x: Any) -> tuple[Any, int | None] | None:
+def unwrap_batched(x: Any) -> tuple[Any, int | None] | None:
     """The values of all examples, and their axis, for the tracer of one; None for others."""
     return (x.val, x.batch_dim) if isinstance(x, _batching.BatchTracer) else None
 
 
-def noticing(values: Sequence[Any], which: int, notice: Callable[[Any, list[bool]], Callable]) -> Any:
+def notify_of_vmap(values: Sequence[Any], which: int, notice: Callable[[Any, list[bool]], Callable]) -> Any:
     """One of `values`, unchanged.
 
     Whenever a `jax.vmap` maps some of them, also in a program that was traced without it, ``notice(axis, is_mapped)`` is

@@ -11,8 +11,8 @@ from jax._src import core as _core
 from jax._src import source_info_util
 from jax._src.interpreters import partial_eval as _pe
 
+from .custom_loop import loop_of, with_body
 from .equations import ClosedJaxpr, Jaxpr, Literal, Var, is_jaxpr, open_jaxpr
-from .own_loop import loop_of, with_body
 
 _value_of = operator.attrgetter("val")
 

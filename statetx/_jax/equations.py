@@ -32,7 +32,7 @@ def abstract(x: Any) -> Any:
     return jax.typeof(x) if isinstance(x, jax.Array) else shaped_abstractify(x)
 
 
-no_equations = Jaxpr([], [], [], [], debug_info=_core.DebugInfo("statetx", "nothing", (), ()))
+empty_jaxpr = Jaxpr([], [], [], [], debug_info=_core.DebugInfo("statetx", "nothing", (), ()))
 
 
 def is_dropped(v: Any) -> bool:

@@ -27,7 +27,7 @@ class Manual:
     is_checked: bool
 
 
-def manual_around() -> Manual | None:
+def enclosing_shard_map() -> Manual | None:
     """The `jax.shard_map` around the code that is running."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(mesh.manual_axes)
@@ -62,7 +62,7 @@ def varying_like(x: Any, y: Any) -> Any:
 
 
 @contextlib.contextmanager
-def outside_of_all() -> Iterator[None]:
+def outside_all_transforms() -> Iterator[None]:
     """A context in which nothing is being traced, and no `jax.vmap` and no `jax.shard_map` is around."""
     mesh = _mesh.get_concrete_mesh().abstract_mesh
     axes = _context.axis_env
@@ -106,7 +106,7 @@ def _run_varying(eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def inside(*eqns: Any) -> Iterator[None]:
+def in_shard_maps(*eqns: Any) -> Iterator[None]:
     """A context in which functions are traced as they were for the jaxprs in an equation (in an equation, and so on)."""
     with contextlib.ExitStack() as stack:
         for params in (eqn.params for eqn in eqns if eqn.primitive.name == "shard_map"):

@@ -21,12 +21,12 @@ from .traces import Tracer, is_eager
 _InternalRefEffect = _core.InternalMutableArrayEffect
 _internal_ref_effect = _core.internal_mutable_array_effect
 _ref_init = _AbstractRef.__init__  # every Ref has a type, those too that are made while tracing
-_made_refs = False
+_has_made_refs = False
 
 
 def _note_ref(self: Any, *args: Any, **kwargs: Any) -> None:
-    global _made_refs
-    _made_refs = True
+    global _has_made_refs
+    _has_made_refs = True
     _AbstractRef.__init__ = _ref_init
     _ref_init(self, *args, **kwargs)
 
@@ -39,9 +39,9 @@ patches.replace(
 )
 
 
-def made_refs() -> bool:
+def has_made_refs() -> bool:
     """Whether the program has made a `jax.Ref` since this package was imported."""
-    return _made_refs
+    return _has_made_refs
 
 
 def ref_store(ref: Any, value: Any) -> tuple[Any, ...]:
@@ -113,7 +113,7 @@ def _hold_rules(x: Any) -> Any:
             return eqn
         return eqn.replace(primitive=_held_p, params={"held": _Held(eqn)}, effects=_core.no_effects)
 
-    return _with_equations_if_other(x, [hold(eqn) for eqn in open_jaxpr(x)[0].eqns])
+    return _with_changed_equations(x, [hold(eqn) for eqn in open_jaxpr(x)[0].eqns])
 
 
 def _release_rules(x: Any) -> Any:
@@ -126,10 +126,10 @@ def _release_rules(x: Any) -> Any:
         shows = any(_internal_ref_effect in jaxpr.effects for jaxpr in inner_jaxprs(inner))
         return inner.replace(effects=inner.effects | {_internal_ref_effect}) if shows else inner
 
-    return _with_equations_if_other(x, [release(eqn) for eqn in open_jaxpr(x)[0].eqns])
+    return _with_changed_equations(x, [release(eqn) for eqn in open_jaxpr(x)[0].eqns])
 
 
-def _with_equations_if_other(x: Any, eqns: list[Any]) -> Any:
+def _with_changed_equations(x: Any, eqns: list[Any]) -> Any:
     jaxpr, _ = open_jaxpr(x)
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return x

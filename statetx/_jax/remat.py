@@ -36,7 +36,7 @@ def rematerialise(jaxpr: Jaxpr, args: Sequence[Any], *, policy: Any, prevent_cse
     return remat_p.bind(*args, jaxpr=jaxpr, policy=policy, prevent_cse=prevent_cse, differentiated=False)
 
 
-def lower_remat_by(rule: Callable) -> None:
+def set_remat_lowering(rule: Callable) -> None:
     """Lower rematerialised functions by ``rule(as_jax, ctx, *args, **params)``; ``as_jax`` is the rule there was."""
     _mlir.register_lowering(remat_p, functools.partial(rule, _mlir._lowerings[remat_p].rule))
     patches.note(
@@ -146,7 +146,7 @@ def named(x: Any, name: str) -> Any:
     return name_primitive.bind(x, name=name)
 
 
-def established(x: Any) -> Any:
+def without_remat3(x: Any) -> Any:
     """A jaxpr, closed or not, with the equations that `jax_remat3` makes for names and `jax.checkpoint` in their older form.
 
     Only the older form is one that `remat_p` hands to its policy.
@@ -155,7 +155,7 @@ def established(x: Any) -> Any:
     if not (getattr(x, "is_high", False) or getattr(jax.config, "jax_remat3", False)):
         return x
     jaxpr, consts = open_jaxpr(x)
-    eqns = [_established_equation(eqn) for eqn in jaxpr.eqns]
+    eqns = [_equation_without_remat3(eqn) for eqn in jaxpr.eqns]
     high = any(v.aval.is_high for v in jaxpr.invars) or any(
         e.primitive.is_high(*(v.aval for v in e.invars), **e.params) for e in eqns
     )
@@ -163,17 +163,17 @@ def established(x: Any) -> Any:
     return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, consts)
 
 
-def _established_equation(eqn: Any) -> Any:
+def _equation_without_remat3(eqn: Any) -> Any:
     if has_rule(eqn):
-        return with_rule(eqn, established, established(eqn.params["call_jaxpr"]))
+        return with_rule(eqn, without_remat3, without_remat3(eqn.params["call_jaxpr"]))
     new = eqn.params.get("_prim")
     if new is None:
-        return map_jaxprs(established, eqn)
+        return map_jaxprs(without_remat3, eqn)
     kind = type(new).__name__ if type(new).__module__ == _ad_checkpoint.__name__ else ""
     if kind == "CheckpointName":
         return eqn.replace(primitive=name_primitive, params={"name": new.name})
     if kind == "RematTraced":
-        jaxpr, consts = open_jaxpr(established(new.jaxpr))
+        jaxpr, consts = open_jaxpr(without_remat3(new.jaxpr))
         if not consts:
             params = {"jaxpr": jaxpr, "policy": new.policy, "prevent_cse": True, "differentiated": False}
             return eqn.replace(primitive=remat_p, params=params)
@@ -214,7 +214,7 @@ def policy_answer(answer: Any) -> bool | tuple[str, str]:
 
 def names_in_policy(policy: Any) -> frozenset[str]:
     """The names that a policy made by ``jax.checkpoint_policies`` was given; empty where they cannot be told."""
-    if not is_policy_of_jax(policy):
+    if not is_jax_policy(policy):
         return frozenset()
     # A function with the names in its closure; in some versions a dataclass with the names in its fields.
     contents = [*getattr(policy, "__dict__", {}).values(), *_closed_over(policy, 1)]
@@ -222,7 +222,7 @@ def names_in_policy(policy: Any) -> frozenset[str]:
     return frozenset(x for x in names if isinstance(x, str))
 
 
-def is_policy_of_jax(policy: Any) -> bool:
+def is_jax_policy(policy: Any) -> bool:
     """Whether ``jax.checkpoint_policies`` has it, or made it."""
     return (getattr(policy, "__module__", None) or type(policy).__module__).startswith("jax.")
 

@@ -79,7 +79,7 @@ def derivative_rule(x: Any) -> tuple[Any, ...] | None:
     inner = x
     for _ in range(4):  # the memoising thunks around the rule, each a closure over the next
         found = [f for f in _closed_over(inner.f) if isinstance(f, _lu.WrappedFun)]
-        if len(found) != 1 or not _stands_in_jax(inner.f):  # one of `with_rule` is another rule than that within
+        if len(found) != 1 or not _is_in_jax_source(inner.f):  # one of `with_rule` is another rule than that within
             break
         inner = found[0]
     rule = inner.f
@@ -99,10 +99,10 @@ def _defined_by_jax(fun: Any) -> bool:
         return isinstance(fun, (str, int, float, type(None)))
     while not isinstance(fun, FunctionType) and hasattr(fun, "__wrapped__"):
         fun = fun.__wrapped__  # what jax.jit and similar functions return
-    return _stands_in_jax(fun) and all(map(_defined_by_jax, _closed_over(fun, 1)))
+    return _is_in_jax_source(fun) and all(map(_defined_by_jax, _closed_over(fun, 1)))
 
 
-def _stands_in_jax(fun: Any) -> bool:
+def _is_in_jax_source(fun: Any) -> bool:
     # Not its __module__, which functools.wraps copies from another function.
     return isinstance(fun, FunctionType) and fun.__code__.co_filename.startswith(JAX_FOLDER + os.sep)
 

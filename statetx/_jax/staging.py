@@ -32,14 +32,14 @@ def new_input(trace: Any, aval: Any) -> Any:
 
 
 def stage(
-    fun: Callable[..., list], avals: Sequence[Any], *, kind: str, name: str, names: Sequence[str] | None = None
+    fun: Callable[..., list], avals: Sequence[Any], *, traced_for: str, name: str, names: Sequence[str] | None = None
 ) -> tuple[Jaxpr, list]:
     """Trace ``fun(*arrays) -> list of arrays`` to a jaxpr; return it with the values it closes over.
 
     The jaxpr's inputs are `avals` and then whatever `new_input` added, in that order. Errors raised while `fun` runs call
     them by `names`, which are not asked for otherwise, and the function ``str(names)``.
     """
-    plain = _core.DebugInfo(kind, name, None, None)
+    plain = _core.DebugInfo(traced_for, name, None, None)
     named: Any = plain if names is None else plain._replace(func_src_info=str(names), arg_names=names)
 
     def run(*tracers: Any) -> list:
@@ -53,7 +53,7 @@ def stage(
     return jaxpr, consts
 
 
-def with_tangents(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
+def outputs_with_tangents(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
     """Which outputs of a jaxpr have a tangent that is not zero by itself, where these inputs have one."""
     return list(_ad.jvp_jaxpr(ClosedJaxpr(jaxpr, ()), list(given), instantiate=False)[1])
 

@@ -118,7 +118,7 @@ def is_live(trace: Any) -> bool:
     return any(_tag(t) is _tag(trace) for t in around) or any(not hasattr(t, "parent_trace") for t in around)
 
 
-def ends_here(tracer: Any) -> bool:
+def ends_with_current_trace(tracer: Any) -> bool:
     """Whether a tracer cannot be used when the current trace has ended."""
     return _tag(tracer._trace) is _tag(_context.trace) or not is_live(tracer._trace)
 
@@ -140,8 +140,8 @@ def in_loop_body() -> bool:
     return info is not None and info.traced_for in _LOOP_BODIES
 
 
-traced_apart = jax.make_user_context(None)
-"""``traced_apart(key)``: a context whose traces JAX's caches keep apart from those under other keys."""
+cache_key_context = jax.make_user_context(None)
+"""``cache_key_context(key)``: a context whose traces JAX's caches keep apart from those under other keys."""
 
 
 def is_jit_disabled() -> bool:
@@ -159,7 +159,7 @@ def trace_context() -> Any:
     return _config.trace_context()
 
 
-def outside() -> Any:
+def eval_context() -> Any:
     """A context in which nothing is being traced."""
     return _core.set_current_trace(_eval_trace)
 
@@ -169,13 +169,13 @@ def primal_of(x: Any) -> Any:
     return x.primal if isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)) else None
 
 
-def enclosing(trace: Any) -> Any:
+def in_parent_trace(trace: Any) -> Any:
     """A context in which operations go where they would outside the transform that this trace belongs to."""
     # That of a shard_map which is not compiled names none: it runs right in eager code.
     return _core.set_current_trace(getattr(trace, "parent_trace", _eval_trace))
 
 
-def within(trace: Any) -> Any:
+def in_trace(trace: Any) -> Any:
     """A context in which this trace is the current one."""
     return _core.set_current_trace(trace)
 
@@ -190,7 +190,7 @@ def is_batched(x: Any, trace: Any) -> bool:
     return isinstance(x, _batching.BatchTracer) and x._trace is trace and x.batch_dim is not None
 
 
-def belongs_here(x: Any) -> bool:
+def is_of_current_trace(x: Any) -> bool:
     """Whether `x` is a tracer of the current trace."""
     return isinstance(x, Tracer) and _tag(x._trace) is _tag(_context.trace)
 

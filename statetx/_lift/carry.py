@@ -115,7 +115,7 @@ def promote(x: Any, aval: Any) -> Any:
 def _promoted_value(body: Staged, effect: Effect) -> PyTree | None:
     """The first value of a written state with the leaves promoted that must be; None if there are none."""
     read, written = body.inputs[id(effect.state)], body.written[id(effect.state)]
-    first = read.part.combine(read.values)
+    first = read.partition.combine(read.values)
     leaves, part = partition(first, is_loop_leaf)
     if (part.treedef, part.mask) != (written.treedef, written.mask):
         return None
@@ -154,7 +154,7 @@ def _check_carry(body: Staged, first: Partition, avals: Sequence[Any], returned:
 
 def _check_written(body: Staged, effect: Effect, paths: Callable[[Any], str]) -> None:
     """Raise unless a state leaves the body with the type with which it enters."""
-    read, written = body.inputs[id(effect.state)].part, body.written[id(effect.state)]
+    read, written = body.inputs[id(effect.state)].partition, body.written[id(effect.state)]
     avals, out_avals = body.inputs[id(effect.state)].avals, body.written_avals[id(effect.state)]
     leaf = ""
     if (read.treedef, read.mask, read.static) == (written.treedef, written.mask, written.static):

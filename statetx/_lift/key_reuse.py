@@ -16,41 +16,41 @@ from .. import _jax
 from .._equations.structure import Body
 
 
-def are_wanted(*bodies: Body) -> bool:
+def is_needed(*bodies: Body) -> bool:
     """Whether the checker is on, and a key goes into one of the bodies or comes out."""
     ends = (v.aval for body in bodies for v in (*body.jaxpr.invars, *body.jaxpr.outvars))
     return _jax.checks_keys() and any(map(_is_key, ends))
 
 
-def body_of_words(body: Body) -> Body:
+def body_with_key_data(body: Body) -> Body:
     """The body with words in the places of keys."""
     invars, outvars = body.jaxpr.invars, body.jaxpr.outvars
 
     def run(*args: Any) -> list[Any]:
-        return as_words(_jax.evaluate(body.jaxpr, (), as_keys(args, [v.aval for v in invars])))
+        return to_key_data(_jax.evaluate(body.jaxpr, (), to_keys(args, [v.aval for v in invars])))
 
     avals = [_jax.abstract(jax.eval_shape(_words, v.aval)) if _is_key(v.aval) else v.aval for v in invars]
-    jaxpr, consts = _jax.stage(run, avals, kind="scan", name="step")
+    jaxpr, consts = _jax.stage(run, avals, traced_for="scan", name="step")
     assert not consts and len(jaxpr.outvars) == len(outvars)
-    return Body(jaxpr, as_words(body.operands))
+    return Body(jaxpr, to_key_data(body.operands))
 
 
-def loop_of_words(loop: Callable, body: Body) -> Callable:
+def loop_with_key_data(loop: Callable, body: Body) -> Callable:
     """A loop of lists of keys, by one of words that returns what the body returns: a list, or parts of it."""
     outs = [v.aval for v in body.jaxpr.outvars]
 
     def run(*parts: list) -> Any:
-        leaves, treedef = jax.tree.flatten(loop(*map(as_words, parts)))
-        return treedef.unflatten(as_keys(leaves, outs))
+        leaves, treedef = jax.tree.flatten(loop(*map(to_key_data, parts)))
+        return treedef.unflatten(to_keys(leaves, outs))
 
     return run
 
 
-def as_words(values: Sequence[Any]) -> list[Any]:
+def to_key_data(values: Sequence[Any]) -> list[Any]:
     return [_words(x) if _is_key(_jax.abstract(x)) else x for x in values]
 
 
-def as_keys(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+def to_keys(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
     """Words as the keys that these types, or those of their elements, are."""
     return [
         jax.random.wrap_key_data(x, impl=_impl(aval)) if _is_key(aval) else x

@@ -77,7 +77,7 @@ class Rules:
                 )
             self._rules.append((as_predicate(filter), rule))
             self._needs_paths |= not isclass(filter)
-        if self._rules and _jax.made_refs():
+        if self._rules and _jax.has_made_refs():
             self._refuse_mapped_refs(fun)
 
     def _refuse_mapped_refs(self, fun: Callable) -> None:

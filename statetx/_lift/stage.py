@@ -33,7 +33,7 @@ from .._text import brief
 from .._tree import Partition, as_array, is_array, partition
 from .._typing import PyTree
 from ..kinds.ref import KIND as REF
-from .around import note
+from .context import note_shardings
 from .subclass import is_object
 
 # -- what one call gave ----------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def is_traced(x: Any) -> bool:
 
 def pack(out: PyTree, effects: list[Effect], is_dynamic: Callable[[Any], bool] = is_traced) -> tuple[list, Outcome]:
     """Split output and effects into leaves that JAX carries and the rest."""
-    leaves, out_part = take_apart(out, is_dynamic)
+    leaves, out_part = partition_output(out, is_dynamic)
     values = []
     for effect in effects:
         dynamic, part = partition(effect.value, is_dynamic)
@@ -99,7 +99,7 @@ def pack(out: PyTree, effects: list[Effect], is_dynamic: Callable[[Any], bool] =
     return leaves, Outcome(out_part, effects, values)
 
 
-def take_apart(out: PyTree, is_dynamic: Callable[[Any], bool] = is_traced) -> tuple[list, Partition]:
+def partition_output(out: PyTree, is_dynamic: Callable[[Any], bool] = is_traced) -> tuple[list, Partition]:
     """`partition` of what a call returned, inside the transform that it leaves.
 
     Raises:
@@ -169,18 +169,18 @@ class Input:
     """A state whose value is an input of a staged function.
 
     Attributes:
-        part: the value's `Partition`; its dynamic leaves are inputs of the trace.
+        partition: the value's `Partition`; its dynamic leaves are inputs of the trace.
         values: these leaves, in the enclosing context.
         avals: their types, as the body sees them.
         variables: the inputs' places among those that were added while staging.
     """
 
-    __slots__ = ("avals", "kind", "part", "state", "values", "variables")
+    __slots__ = ("avals", "kind", "partition", "state", "values", "variables")
 
-    def __init__(self, state: Any, kind: Kind, part: Partition, values: list[Any], avals: list[Any], start: int):
+    def __init__(self, state: Any, kind: Kind, partition: Partition, values: list[Any], avals: list[Any], start: int):
         self.state = state
         self.kind = kind
-        self.part = part
+        self.partition = partition
         self.values = values
         self.avals = avals
         self.variables = range(start, start + len(values))
@@ -220,7 +220,7 @@ class Lifting:
         self.num_variables += len(avals)
         inputs = [_jax.new_input(self.trace, aval) for aval in avals]
         if self.slice is None:
-            note(inputs, dynamic)
+            note_shardings(inputs, dynamic)
         return part.combine(inputs)
 
 
@@ -228,7 +228,7 @@ def stage(
     fun: Callable[..., tuple[list, Any]],
     avals: Sequence[Any],
     *,
-    kind: str,
+    traced_for: str,
     names: InputNames,
     lifting: Lifting | None = None,
     read: Callable[[Any], Any] = REF.get,
@@ -255,7 +255,7 @@ def stage(
         return leaves
 
     names.num_arguments, names.lifting = len(avals), lifting
-    jaxpr, consts = _jax.stage(run, avals, kind=kind, name=name_of(names.fun), names=names)
+    jaxpr, consts = _jax.stage(run, avals, traced_for=traced_for, name=name_of(names.fun), names=names)
     if _jax.touches_refs(jaxpr, consts):
         body, effects = _with_explicit_refs(jaxpr, consts, lifting, read)
         return body, extra, effects
@@ -269,7 +269,7 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs:
     transform asks for Refs, the function is staged and its Refs made explicit, as anywhere else; the frame gets what is left
     in them.
     """
-    if not _jax.made_refs() or not (wants_refs or reaches(jax.Ref, fun, args, kwargs)):
+    if not _jax.has_made_refs() or not (wants_refs or reaches(jax.Ref, fun, args, kwargs)):
         out = fun(*args, **kwargs)
         refuse_unfinished(out)
         return out
@@ -281,15 +281,15 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs:
         return pack(inner.run(fun, *args, **kwargs), inner.effects)
 
     def read(ref: Any) -> Any:
-        value = REF.get(ref) if _jax.belongs_here(ref) else _read_outside(ref, frame)
+        value = REF.get(ref) if _jax.is_of_current_trace(ref) else _read_outside(ref, frame)
         return value if frame.on_read is None else frame.on_read(ref, REF, value)
 
     transform = frame.name.partition("(")[0]
-    staged, outcome, refs = stage(body, (), kind=f"statetx.{transform}", names=InputNames(fun), read=read)
+    staged, outcome, refs = stage(body, (), traced_for=f"statetx.{transform}", names=InputNames(fun), read=read)
     outs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in staged(staged.operands)]
     for effect in reversed(refs):
         effect.value = outs.pop()
-        if _jax.belongs_here(effect.state):
+        if _jax.is_of_current_trace(effect.state):
             _frames.publish([effect], live=True)  # an argument that is mapped
         else:
             frame.add_effect(effect)
@@ -298,14 +298,14 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs:
 
 def _read_outside(ref: Any, frame: Frame) -> Any:
     """The value of a Ref from outside the transform: a shard_map cannot read one within."""
-    with _jax.enclosing(frame.trace) if frame.outer_trace is None else _jax.within(frame.outer_trace):
+    with _jax.in_parent_trace(frame.trace) if frame.outer_trace is None else _jax.in_trace(frame.outer_trace):
         return REF.get(ref)
 
 
-def run_at_once(name: str, fun: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any], allow: Any = None) -> T:
+def run_eagerly(name: str, fun: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any], allow: Any = None) -> T:
     """Run a function where nothing is traced, and undo its writes if it fails; `allow` as in `Frame`."""
     frame = frame_for(name, fun, allow=allow, is_undo=True)
-    refs = Paths(fun, args, kwargs).items().values() if _jax.made_refs() else ()
+    refs = Paths(fun, args, kwargs).items().values() if _jax.has_made_refs() else ()
     saved = [(ref, ref[...]) for ref in refs if isinstance(ref, jax.Ref)]  # nothing tells who writes a Ref
     try:
         out = frame.run(fun, *args, **kwargs)

@@ -15,7 +15,7 @@ from .._equations.structure import Body
 from .._errors import StateValueError
 from .._frames import Effect, refuse_created
 from .._tree import Partition, is_array_or_number, partition
-from .stage import Input, InputNames, Lifting, frame_for, name_of, set_values, stage, take_apart
+from .stage import Input, InputNames, Lifting, frame_for, name_of, partition_output, set_values, stage
 
 
 def is_loop_leaf(x: Any) -> bool:
@@ -32,7 +32,7 @@ class Staged:
         call: called with the argument leaves; returns a tuple of trees, each an output of the function.
         arguments: from these leaves, what `fun` is called with, for messages.
         avals: types of the argument leaves.
-        kind: what JAX calls such a body.
+        traced_for: JAX's label for such a body (`DebugInfo.traced_for`).
         slice, enter: see `Lifting`.
 
     Attributes:
@@ -51,7 +51,7 @@ class Staged:
         call: Callable[..., tuple],
         avals: Sequence[Any],
         *,
-        kind: str,
+        traced_for: str,
         arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]],
         slice: Callable[[Any, Any], Any] | None = None,
         enter: Callable[[Any, Any], Any] | None = None,
@@ -78,7 +78,7 @@ class Staged:
             refuse_created(frame.effects, frame.name)
             leaves: list[Any] = []
             for tree in outs:
-                dynamic, part = take_apart(tree, is_loop_leaf)
+                dynamic, part = partition_output(tree, is_loop_leaf)
                 self._refuse_objects(part)
                 self.outs.append(part)
                 leaves += dynamic
@@ -89,7 +89,9 @@ class Staged:
                 effect.value = None
             return leaves, frame.effects
 
-        self._body, effects, refs = stage(body, avals, kind=kind, names=InputNames(fun, arguments), lifting=lifting)
+        self._body, effects, refs = stage(
+            body, avals, traced_for=traced_for, names=InputNames(fun, arguments), lifting=lifting
+        )
         self.effects: list[Effect] = [*effects, *refs]
         self.values += [partition(0, is_loop_leaf)[1] for _ in refs]
         self.inputs: dict[int, Input] = lifting.inputs

@@ -102,7 +102,11 @@ class Step:
             given[i] = True
         first = self.num_constants
         while not all(given[first + i] for i in floats):
-            found = [i for i, moves in enumerate(_jax.with_tangents(self.body.jaxpr, given)[: self.num_carry]) if moves]
+            found = [
+                i
+                for i, moves in enumerate(_jax.outputs_with_tangents(self.body.jaxpr, given)[: self.num_carry])
+                if moves
+            ]
             if all(given[first + i] for i in found):
                 break
             for i in found:
@@ -273,7 +277,7 @@ def _rematerialised(fun: Callable, policy: Any, *args: Any) -> Any:
         outs, out_tree = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
         return outs
 
-    jaxpr, consts = _jax.stage(flat, [_jax.abstract(x) for x in leaves], kind="scan", name="chunk")
+    jaxpr, consts = _jax.stage(flat, [_jax.abstract(x) for x in leaves], traced_for="scan", name="chunk")
     body = Body.close(jaxpr, consts)
     outs = _jax.rematerialise(body.jaxpr, [*body.operands, *leaves], policy=policy, prevent_cse=False)
     return out_tree.unflatten(outs)

@@ -67,7 +67,7 @@ class Override(threading.local):
         self.policy, self.is_off, self.is_quiet, self.met, self.around = new
         try:
             # What jax.jit traced under other circumstances is not this.
-            with _jax.traced_apart(object()):
+            with _jax.cache_key_context(object()):
                 yield
         finally:
             self.policy, self.is_off, self.is_quiet, self.met, self.around = before
@@ -103,7 +103,7 @@ class Override(threading.local):
         self, name: str, policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]], prevent_cse: Any
     ) -> None:
         """Record a rematerialised function in `met`."""
-        values = [site.value for site in Survey(_jax.established(jaxpr), origins).all_sites]
+        values = [site.value for site in Survey(_jax.without_remat3(jaxpr), origins).all_sites]
         unmatched = [atom.unmatched(values) for atom in policy.atoms()]
         names = NONE.union(*(v.names for v in values))
         assert self.met is not None
@@ -127,7 +127,7 @@ def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]], na
     Raises:
         PolicyError: it names what does not occur, or a memory that the devices do not have.
     """
-    jaxpr = _jax.established(jaxpr)
+    jaxpr = _jax.without_remat3(jaxpr)
     if policy == nothing:
         return jaxpr, None
     if policy == everything:
@@ -137,7 +137,7 @@ def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[Origin]], na
     survey = Survey(jaxpr, origins)
     matches = _check_matches(policy, survey.all_sites, jaxpr, name)
     # A policy for JAX that a user wrote may ask for what only the derivative computes: nothing can be said of it here.
-    if matches and not (isinstance(policy, JaxPolicy) and not _jax.is_policy_of_jax(policy.fun)):
+    if matches and not (isinstance(policy, JaxPolicy) and not _jax.is_jax_policy(policy.fun)):
         _check_difference(policy, survey.all_sites, name)
     if isinstance(policy, JaxPolicy):
         return jaxpr, policy.fun

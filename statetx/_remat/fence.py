@@ -68,7 +68,7 @@ def _lower(
     return [_jax.with_sharding(ctx, x, aval) for x, aval in zip(branches.results, ctx.avals_out, strict=True)]
 
 
-_jax.lower_remat_by(_lower)
+_jax.set_remat_lowering(_lower)
 
 
 def _not_zero(args: Sequence[Any], avals: Sequence[Any]) -> Any:
@@ -128,7 +128,7 @@ def _in_canonical_order(jaxpr: Jaxpr) -> Jaxpr:
     computation alone); derivatives of convolutions are in others, and were 20 times slower here.
     """
     run = functools.partial(_with_canonical_convolutions, jaxpr)
-    return _jax.stage(run, [v.aval for v in jaxpr.invars], kind="remat", name="checkpoint")[0]
+    return _jax.stage(run, [v.aval for v in jaxpr.invars], traced_for="remat", name="checkpoint")[0]
 
 
 def _with_canonical_convolutions(jaxpr: Jaxpr, *args: Any) -> list[Any]:

@@ -119,7 +119,7 @@ class _Marker(NamedTuple):
         key = row_of(eqn).jaxpr
         parts = eqn.params[key] if isinstance(eqn.params[key], (tuple, list)) else [eqn.params[key]]
         new = []
-        with _jax.inside(eqn):
+        with _jax.in_shard_maps(eqn):
             for n, part in enumerate(parts):
                 own = {at[1:]: label for at, label in labels.items() if at[0] == n}
                 new.append(mark(part, own, region=self.region, in_rule=self.in_rule) if own else part)
@@ -160,7 +160,9 @@ class _Marker(NamedTuple):
             return values, [next(rest) if is_float(t) else _jax.zero_tangent(t) for t in types]
 
         with eqn.ctx.manager:
-            jaxpr, consts = _jax.stage(operation, [v.aval for v in plain.invars], kind="statetx.remat", name="marked")
+            jaxpr, consts = _jax.stage(
+                operation, [v.aval for v in plain.invars], traced_for="statetx.remat", name="marked"
+            )
         (call,) = jaxpr.eqns
         atoms = dict(zip(jaxpr.invars, plain.invars, strict=True))
         atoms |= {v: Literal(c, v.aval) for v, c in zip(jaxpr.constvars, consts, strict=True)}
@@ -204,4 +206,4 @@ def _jvp(jaxpr: Jaxpr, types: Sequence[Any], moving: Sequence[int]) -> tuple[Jax
         outs, out_tangents = jax.jvp(run, [primals[i] for i in moving], list(tangents))
         return [*outs, *(t for x, t in zip(outs, out_tangents, strict=True) if is_float(x))]
 
-    return _jax.stage(push, [*types, *(types[i] for i in moving)], kind="statetx.remat", name="jvp")
+    return _jax.stage(push, [*types, *(types[i] for i in moving)], traced_for="statetx.remat", name="jvp")

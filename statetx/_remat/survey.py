@@ -185,10 +185,10 @@ class Rule:
     def survey(self) -> Survey:
         """What it computes where all operands are differentiated; nothing where it fails."""
         try:
-            with _jax.inside(*self.around):
+            with _jax.in_shard_maps(*self.around):
                 jaxpr = _jax.rule_of(self.eqn)
         except Exception:
-            return Survey(_jax.no_equations)  # an error only where it is differentiated, and raised there
+            return Survey(_jax.empty_jaxpr)  # an error only where it is differentiated, and raised there
         return Survey.of_rule(self, jaxpr)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from .. import _jax
 from .._equations.flops import count
 from .._jax import Jaxpr, Literal
-from .._lift.around import device_bytes
+from .._lift.context import device_bytes
 from .._loops import schedule
 from .._loops.strategy import Lengths, Slots, Strategy
 from .._remat.survey import Survey

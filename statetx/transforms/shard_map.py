@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from .. import _frames, _jax, _states
 from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._frames import Effect
-from .._lift.stage import Wrapper, as_decorator, call, frame_for, name_of, take_apart
+from .._lift.stage import Wrapper, as_decorator, call, frame_for, name_of, partition_output
 from .._objects.paths import Paths, as_predicate
 from .._text import brief
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
@@ -214,7 +214,7 @@ class _Devices:
             self._plan.append((name, len(self.groups[name])))
             self.groups[name].append(leaf)
 
-        leaves, self._out = take_apart(out, is_array_or_number)
+        leaves, self._out = partition_output(out, is_array_or_number)
         specs = _broadcast_specs(self._owner._out_specs, out)
         for leaf, spec in zip(leaves, (s for s, d in zip(specs, self._out.mask, strict=True) if d), strict=True):
             put(leaf, spec)

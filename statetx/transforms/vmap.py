@@ -18,7 +18,7 @@ from .. import _frames, _jax, _states
 from .._errors import StateAccessError
 from .._frames import Effect
 from .._lift.rules import Broadcast, Rules, Split
-from .._lift.stage import Wrapper, as_decorator, call, frame_for, name_of, take_apart
+from .._lift.stage import Wrapper, as_decorator, call, frame_for, name_of, partition_output
 from .._objects.paths import argument_names
 from .._text import type_str
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
@@ -222,15 +222,15 @@ class _Examples:
         if rule is not Split and not isinstance(rule, int):
             return value
         # The read may happen in an inner trace. The keys and slices are computed outside the map, on whole arrays.
-        with _jax.enclosing(self.trace):
+        with _jax.in_parent_trace(self.trace):
             if not isinstance(rule, int):
                 keys = jax.random.split(value, _jax.batch_size(self.trace) + 1)
                 self._advanced[id(state)] = keys[0]
-                return _jax.batched(self.trace, keys[1:], 0)
+                return _jax.batch_tracer(self.trace, keys[1:], 0)
             arrays, part = partition(value)
             for x in arrays:
                 self._rules.slice_type(state, _jax.abstract(x), _jax.batch_size(self.trace))
-            return part.combine([_jax.batched(self.trace, jnp.asarray(x), rule) for x in arrays])
+            return part.combine([_jax.batch_tracer(self.trace, jnp.asarray(x), rule) for x in arrays])
 
     def sort(self, out: PyTree, out_axes: Any, effects: Sequence[Effect]) -> dict[str, list]:
         """Group the traced leaves of output and writes by the axis along which `jax.vmap` stacks them."""
@@ -241,7 +241,7 @@ class _Examples:
             groups[str(axis)].append(leaf)
 
         is_dynamic = lambda x: is_array_or_number(x) or isinstance(x, bool)  # noqa: E731
-        leaves, self._out = take_apart(out, is_dynamic)
+        leaves, self._out = partition_output(out, is_dynamic)
         axes = _broadcast_axes("out_axes", out_axes, out)
         for leaf, axis in zip(leaves, (a for a, d in zip(axes, self._out.mask, strict=True) if d), strict=True):
             put(leaf, axis)

@@ -19,7 +19,7 @@ from .._positions import function_of
 from .equations import ClosedJaxpr, Jaxpr, abstract
 
 
-class OwnLoop(Protocol):
+class CustomLoop(Protocol):
     """What `call_loop` calls: a function of arrays with rules of its own.
 
     Attributes:
@@ -35,7 +35,7 @@ class OwnLoop(Protocol):
     num_carry: int
     keeps_steps: bool
 
-    def with_body(self, body: Jaxpr) -> OwnLoop: ...
+    def with_body(self, body: Jaxpr) -> CustomLoop: ...
 
     def is_plain(self) -> bool:
         """Whether its derivative is that of the plain loop where no `vmap` stands around it."""
@@ -60,7 +60,7 @@ class OwnLoop(Protocol):
         ...
 
 
-def loop_of(eqn: Any) -> OwnLoop | None:
+def loop_of(eqn: Any) -> CustomLoop | None:
     """The loop of an equation that `call_loop` made; None of other equations."""
     return eqn.params["loop"] if eqn.primitive is _loop_p else None
 
@@ -73,7 +73,7 @@ def with_body(eqn: Any, body: Jaxpr) -> Any:
     return eqn.replace(params={"jaxpr": jaxpr, "loop": loop})
 
 
-def call_loop(loop: OwnLoop, args: Sequence[Any]) -> list[Any]:
+def call_loop(loop: CustomLoop, args: Sequence[Any]) -> list[Any]:
     """Run a loop with rules of its own, which are called as late as those of JAX's own operations.
 
     Those of `jax.custom_jvp` are not: in a function that is staged the rule is traced once, without the `vmap` around.
@@ -85,7 +85,7 @@ _loop_p = _core.Primitive("statetx_loop")
 _loop_p.multiple_results = True
 
 
-def _loop_jvp(args: Any, tangents: Any, *, loop: OwnLoop, **_: Any) -> tuple[list, list]:
+def _loop_jvp(args: Any, tangents: Any, *, loop: CustomLoop, **_: Any) -> tuple[list, list]:
     has_tangent = [type(t) is not _Zero and t.dtype != jax.dtypes.float0 for t in tangents]
     outs, pushed = loop.jvp(list(args), {i: t for i, t in enumerate(tangents) if has_tangent[i]})
     rest = iter(pushed)
@@ -95,7 +95,7 @@ def _loop_jvp(args: Any, tangents: Any, *, loop: OwnLoop, **_: Any) -> tuple[lis
     ]
 
 
-def _loop_linearize(is_vjp: bool, nonzeros: Any, *args: Any, jaxpr: ClosedJaxpr, loop: OwnLoop) -> Any:
+def _loop_linearize(is_vjp: bool, nonzeros: Any, *args: Any, jaxpr: ClosedJaxpr, loop: CustomLoop) -> Any:
     """That of a scan where the derivative is the plain loop's: JAX keeps it, and would trace one by `_loop_jvp` each time."""
     scan = jaxpr.eqns[0]
     scan, body = jaxpr.eqns[0] if len(jaxpr.eqns) == 1 else None, jaxpr.jaxpr
@@ -108,11 +108,11 @@ def _loop_linearize(is_vjp: bool, nonzeros: Any, *args: Any, jaxpr: ClosedJaxpr,
     return _ad.primitive_linearizations[scan_p](is_vjp, nonzeros, *plain, **scan.params)
 
 
-def _loop_batch(axis: Any, args: Any, dims: Any, *, loop: OwnLoop, **_: Any) -> tuple[list, list]:
+def _loop_batch(axis: Any, args: Any, dims: Any, *, loop: CustomLoop, **_: Any) -> tuple[list, list]:
     return loop.map(list(args), list(dims), axis)
 
 
-def _loop_transpose(cts: Any, *args: Any, jaxpr: ClosedJaxpr, loop: OwnLoop) -> list[Any]:
+def _loop_transpose(cts: Any, *args: Any, jaxpr: ClosedJaxpr, loop: CustomLoop) -> list[Any]:
     """Of a loop that is linear in some arguments, in place of which stand their types."""
     linear = [i for i, x in enumerate(args) if _ad.is_undefined_primal(x)]
     has_ct = [i for i, ct in enumerate(cts) if type(ct) is not _Zero]

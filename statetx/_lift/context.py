@@ -29,7 +29,7 @@ Map = tuple[Any, tuple[bool, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Around:
+class TraceContext:
     """What a program runs under.
 
     Attributes:
@@ -43,12 +43,12 @@ class Around:
     manual: _jax.Manual | None = None
 
     @classmethod
-    def of(cls, values: Sequence[Any]) -> Around:
+    def of(cls, values: Sequence[Any]) -> TraceContext:
         """What surrounds the current trace, in which these are the inputs."""
-        vmaps = _jax.vmaps_around()
-        flags = zip(*(_jax.which_are_mapped(x, vmaps) for x in values), strict=True)
+        vmaps = _jax.enclosing_vmaps()
+        flags = zip(*(_jax.mapped_in_each(x, vmaps) for x in values), strict=True)
         maps = [(vmap.axis_data, of_vmap) for vmap, of_vmap in zip(vmaps, flags, strict=False)]
-        manual = _jax.manual_around()
+        manual = _jax.enclosing_shard_map()
         shardings = () if manual else tuple(map(sharding_of, values))
         return cls(tuple([m for m in maps if any(m[1])]), shardings if any(shardings) else (), manual)
 
@@ -56,19 +56,19 @@ class Around:
     def num_examples(self) -> int:
         return math.prod(axis.size for axis, _ in self.maps)
 
-    def over(self, axis: Any, is_mapped: Sequence[bool]) -> Around:
+    def with_vmap(self, axis: Any, is_mapped: Sequence[bool]) -> TraceContext:
         """The same under one more `jax.vmap`, the outermost."""
         flags = (*is_mapped, *[True] * (len(self.shardings) - len(is_mapped)))
         in_front = lambda s: NamedSharding(s.mesh, PartitionSpec(None, *s.spec))  # noqa: E731
         shardings = [s and (in_front(s) if flag else s) for s, flag in zip(self.shardings, flags, strict=False)]
-        return Around((*self.maps, (axis, tuple(is_mapped))), tuple(shardings), self.manual)
+        return TraceContext((*self.maps, (axis, tuple(is_mapped))), tuple(shardings), self.manual)
 
-    def of_parts(self) -> Around:
+    def for_other_inputs(self) -> TraceContext:
         """The same for a part of the program with other inputs, all of them mapped."""
         maps = tuple([(axis, ()) for axis, _ in self.maps])
-        return Around(maps, (), self.manual)
+        return TraceContext(maps, (), self.manual)
 
-    def entered(self) -> Any:
+    def bind_axes(self) -> Any:
         """A context in which the names of the axes of `maps` are bound."""
         return _jax.named_axes([axis for axis, _ in self.maps])
 
@@ -83,7 +83,7 @@ class Around:
             is_mapped = [*flags, *[True] * (len(avals) - len(flags))]
             fun = _jax.map_over(fun, axis, tuple([0 if flag else None for flag in is_mapped]))
             shapes = [(axis.size, *s) if flag else s for s, flag in zip(shapes, is_mapped, strict=True)]
-            name = _jax.explicit_axis_of(axis)
+            name = _jax.explicit_mesh_axes(axis)
             specs = [s and (name, *s) if flag else s for s, flag in zip(specs, is_mapped, strict=True)]
         if self.manual is not None:
             return self._in_shard_map(fun, avals, shapes, options)
@@ -93,7 +93,7 @@ class Around:
             if spec is not None:
                 sharding = NamedSharding(_jax.concrete_mesh(aval.sharding.mesh), PartitionSpec(*spec))
             types.append(_type(aval, shape, sharding))
-        with _jax.outside():
+        with _jax.eval_context():
             return Program(fun, types, options)
 
     def _in_shard_map(
@@ -113,7 +113,7 @@ class Around:
         for aval, shape, axes, spec in zip(avals, shapes, varying, specs, strict=True):
             whole = (*(mesh.shape[n] for n in axes), *shape)
             types.append(_type(aval, whole, NamedSharding(mesh, spec)))
-        with _jax.outside_of_all():
+        with _jax.outside_all_transforms():
             mapped = jax.shard_map(
                 local,
                 mesh=mesh,
@@ -160,16 +160,16 @@ def device_bytes(aval: Any) -> int:
 
 # -- shardings of tracers on automatic axes ------------------------------------------------------------------------------
 
-_noted: dict[int, tuple[weakref.ref, NamedSharding]] = {}
+_noted_shardings: dict[int, tuple[weakref.ref, NamedSharding]] = {}
 
 
-def note(tracers: Sequence[Any], values: Sequence[Any]) -> None:
+def note_shardings(tracers: Sequence[Any], values: Sequence[Any]) -> None:
     """Remember of each tracer that it stands for a value, if it is known how this one is divided among devices."""
     for tracer, value in zip(tracers, values, strict=False):
         sharding = sharding_of(value)
         if sharding is not None and isinstance(tracer, _jax.Tracer) and tracer.ndim == len(sharding.spec):
             key = id(tracer)
-            _noted[key] = weakref.ref(tracer, lambda _, key=key: _noted.pop(key, None)), sharding
+            _noted_shardings[key] = weakref.ref(tracer, lambda _, key=key: _noted_shardings.pop(key, None)), sharding
 
 
 def sharding_of(x: Any) -> NamedSharding | None:
@@ -187,14 +187,14 @@ def _dims_of(x: Any) -> tuple[Any, list, list] | None:
         primal = _jax.primal_of(x)
         if primal is not None:
             return _dims_of(primal)
-        batched = _jax.examples_of(x)
+        batched = _jax.unwrap_batched(x)
         if batched is not None:
             dims = _dims_of(batched[0])
             if dims is None or batched[1] is None:
                 return dims
             mesh, lead, rest = dims
             return mesh, [*lead, rest[batched[1]]], rest[: batched[1]] + rest[batched[1] + 1 :]
-        found = _noted.get(id(x))
+        found = _noted_shardings.get(id(x))
         if found is None or found[0]() is not x:
             return None
         sharding: Any = found[1]
