@@ -1,7 +1,7 @@
 """The only folder that touches private names of JAX.
 
-Supported are jax 0.10 to 0.12. Each private name is used in one place, with what is relied upon; `tests/test_compat.py`
-fails when one of these meanings shifts.
+It supports jax 0.10 to 0.12. Each private name is used in one place; `tests/test_compat.py` fails when the meaning of one
+shifts.
 """
 
 from jax._src.ad_checkpoint import remat_p as remat_p
