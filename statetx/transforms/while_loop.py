@@ -286,7 +286,7 @@ class _Loop:
 
         def build(test: Body, body: Body) -> Callable:
             num_constants = len(self.constants[-1])
-            if uses_key_words:
+            if uses_key_data:
                 inner = build_loop(
                     key_reuse.body_with_key_data(test), key_reuse.body_with_key_data(body), num_constants
                 )
@@ -306,8 +306,8 @@ class _Loop:
         if slots is not None:
             values = self._vary(values)
         # JAX's checker of key reuse would count a step that is run again as a second use, see `_lift.key_reuse`.
-        uses_key_words = slots is not None and key_reuse.is_needed(*self.bodies)
-        use = ("while_loop", uses_key_words, slots, max_steps, *map(len, self.constants))
+        uses_key_data = slots is not None and key_reuse.is_needed(*self.bodies)
+        use = ("while_loop", uses_key_data, slots, max_steps, *map(len, self.constants))
         loop = table.get(self.bodies, use, build)
         return loop(*self.constants, values)
 
