@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, the environment, tables, and where results go."""
+"""Shared by the benchmarks: interleaved timing, the environment, tables, and output of results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from statetx._text import format_table
 
 
 def parse_args(doc: str, **more: Any) -> argparse.Namespace:
-    """The options that every benchmark has."""
+    """Parse the options that all benchmarks share, and `more`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke test: few repeats, small sizes")
     parser.add_argument(
@@ -44,10 +44,9 @@ Sample = dict[str, float]  # seconds by what they were spent on
 
 
 class Stopwatch:
-    """Seconds of the wall clock and of this process's CPU time since it was made.
+    """Wall-clock and CPU seconds of this process since the stopwatch was made.
 
-    CPU time does not grow while the process waits for a core that other jobs use, so it is the steadier of the
-    two on a shared machine.
+    CPU time does not grow while the process waits for a core that other jobs use, so on a shared machine it varies less.
     """
 
     def __init__(self) -> None:
@@ -58,13 +57,15 @@ class Stopwatch:
         return {"wall": wall - self._wall, "cpu": cpu - self._cpu}
 
 
-def interleave(contestants: dict[str, Callable[[], Sample]], rounds: int, warmup: int = 1) -> dict[str, list[Sample]]:
-    """Let each contestant give one sample a round, in an order drawn anew for each round (by a fixed seed).
+def interleave(
+    implementations: dict[str, Callable[[], Sample]], rounds: int, warmup: int = 1
+) -> dict[str, list[Sample]]:
+    """Take one sample of each implementation a round, in a new random order each round (with a fixed seed).
 
-    What disturbs the machine for a while then disturbs all of them, so ratios within a round stay meaningful,
-    and none always follows the same other one. Garbage is collected between rounds and not during them.
+    A disturbance of the machine then hits all of them, so ratios within a round stay meaningful, and no implementation
+    always runs after the same other one. Garbage is collected between rounds and not during them.
     """
-    names = list(contestants)
+    names = list(implementations)
     shuffle = random.Random(0)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
     for n in range(-warmup, rounds):
@@ -73,7 +74,7 @@ def interleave(contestants: dict[str, Callable[[], Sample]], rounds: int, warmup
         gc.disable()
         try:
             for name in order:
-                sample = contestants[name]()
+                sample = implementations[name]()
                 if n >= 0:
                     samples[name].append(sample)
         finally:
@@ -92,27 +93,27 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def summaries(samples: Sequence[Sample], baseline: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """`summary` of each thing measured, and where the baseline measures it too, of the ratios within a round.
+    """The `summary` of each quantity, and of its ratios to the baseline within a round if the baseline has it.
 
-    The latter also holds ``of_min``, the ratio of the two minima.
+    The summary of ratios also holds ``of_min``, the ratio of the two minima.
     """
     result = {}
-    for what in samples[0]:
-        values = [s[what] for s in samples]
-        result[what] = summary(values)
-        if what in baseline[0]:
-            others = [s[what] for s in baseline]
-            paired = summary([a / b for a, b in zip(values, others, strict=True)])
-            result[f"{what}_ratio"] = {**paired, "of_min": min(values) / min(others)}
+    for quantity in samples[0]:
+        values = [s[quantity] for s in samples]
+        result[quantity] = summary(values)
+        if quantity in baseline[0]:
+            baseline_values = [s[quantity] for s in baseline]
+            paired = summary([a / b for a, b in zip(values, baseline_values, strict=True)])
+            result[f"{quantity}_ratio"] = {**paired, "of_min": min(values) / min(baseline_values)}
     return result
 
 
 def judge(benchmark: str, figures: dict[str, Any], *, quick: bool = False) -> list[str]:
-    """How figures stand to the limits in ``limits.toml``, a line for each.
+    """Compare figures with the limits in ``limits.toml``; return a line for each figure.
 
     Args:
         figures: by name; a number, or a `summary` of ratios, whose median counts.
-        quick: whether this was a smoke test, whose figures say little.
+        quick: whether this was a smoke test, whose figures mean little.
     """
     limits = tomllib.loads((Path(__file__).parent / "limits.toml").read_text()).get(benchmark, {})
     lines = []
@@ -135,7 +136,7 @@ def judge(benchmark: str, figures: dict[str, Any], *, quick: bool = False) -> li
 
 
 def spread(s: dict[str, float], unit: float, digits: int) -> str:
-    """The middle half of the samples."""
+    """The interquartile range of the samples, as text."""
     return f"{unit * s['q1']:.{digits}f} to {unit * s['q3']:.{digits}f}"
 
 
@@ -143,7 +144,7 @@ def spread(s: dict[str, float], unit: float, digits: int) -> str:
 
 
 def num_equations(jaxpr: Any) -> int:
-    """Equations of a jaxpr and of those inside it, each as often as it occurs."""
+    """The number of equations of a jaxpr and of the jaxprs inside it, each counted as often as it occurs."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     params = [v for eqn in jaxpr.eqns for v in eqn.params.values()]
     parts = [p for v in params for p in (v if isinstance(v, (tuple, list)) else [v])]
@@ -154,7 +155,7 @@ def num_equations(jaxpr: Any) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """What the numbers depend on."""
+    """Versions and machine properties that the results depend on."""
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "brainstate")}
     return {
         "date": datetime.date.today().isoformat(),
@@ -171,7 +172,7 @@ def header(env: dict[str, Any]) -> str:
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, with rich if there is rich; every column but the first is flush right."""
+    """Print a table, with rich if it is installed; every column but the first is right-aligned."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -197,11 +198,11 @@ def write_json(path: Path, env: dict[str, Any], results: dict[str, Any]) -> None
 
 
 def renew_section(page: Path, name: str, text: str) -> None:
-    """Replace what stands between ``<!-- name -->`` and ``<!-- end name -->`` in a page."""
+    """Replace the text between ``<!-- name -->`` and ``<!-- end name -->`` in a page."""
     start, end = f"<!-- {name} -->", f"<!-- end {name} -->"
     pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
     section = f"{start}\n{text}\n{end}"
-    renewed, found = pattern.subn(lambda _: section, page.read_text())
-    if not found:
+    renewed, num_sections = pattern.subn(lambda _: section, page.read_text())
+    if not num_sections:
         sys.exit(f"{page.name} has no section marked {start}")
     page.write_text(renewed)

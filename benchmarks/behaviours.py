@@ -1,13 +1,13 @@
-"""Run the behaviour table on statetx and on its peers, and write what came of it to docs/comparison.md.
+"""Run the behaviour table on statetx and other libraries, and write the results to docs/comparison.md.
 
-The rows are those of ``tests/behaviours.py``, which say what a rematerialised function of a stateful model must give;
-``benchmarks/peers.py`` and ``tests/kinds.py`` spell them in each library. Each library runs in a process of its own, and
+``tests/behaviours.py`` has the rows, with the expected results of a rematerialised function of a stateful model;
+``benchmarks/peers.py`` and ``tests/kinds.py`` translate them to each library. Each library runs in its own process, and
 a row that hangs or ends that process costs that row only. Nothing is timed.
 
-What a cell says
+Cells
     ok          values, gradients and final states are right, and the gradient's jaxpr has a checkpoint in it
     no remat    right, but without such an equation: nothing is recomputed, and nothing saved
-    wrong       a value, gradient or state differs from what is expected, without an error
+    wrong       a value, gradient or state differs from the expected one, without an error
     error       an exception
     hang, crash the row took too long, or ended its process
     *           the same program without rematerialisation is not right either
@@ -45,7 +45,7 @@ from behaviours import ROWS, Call, Dialect, Row
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 ROW_LIMIT = 120.0
-"""Seconds that a row may take before it counts as hanging; the first one has the imports in it."""
+"""Seconds that a row may take before it counts as hanging; the first row includes the imports."""
 
 TEXT_LIMIT = 160
 
@@ -55,17 +55,17 @@ class Library:
     """A column of the tables.
 
     Attributes:
-        ways: its dialects; the first that gets a row right counts. If none does, the fault of the first is told that would
-            be right without rematerialisation, or else of the first.
-        spelling: how the rows are written in it, and in what the ways differ.
-        merit: what it does well.
+        ways: its dialects; the first that gets a row right counts. If none does, the cell shows the fault of the first
+            dialect that is right without rematerialisation, or else of the first dialect.
+        usage: how the rows are written in it, and how the ways differ.
+        merit: its strengths.
     """
 
     name: str
     remat: str
     packages: tuple[str, ...]
     ways: tuple[Dialect, ...]
-    spelling: str
+    usage: str
     merit: str = ""
 
 
@@ -76,8 +76,8 @@ LIBRARIES = (
         ("jax",),
         (peers.JaxByHand(),),
         "Models are pytrees of parameters; other states are passed to each method and returned by it.",
-        "All others here are built on it. It has the policies and offloading, takes any pytree, and is exact on every "
-        "function that is pure.",
+        "All others here are built on it. It has the policies and offloading, takes any pytree, and is right for every "
+        "pure function.",
     ),
     Library(
         "jax Ref",
@@ -100,7 +100,7 @@ LIBRARIES = (
         ("flax",),
         (peers.Linen(),),
         "Variables of an `nn.Module` under `apply`, `nn.remat` on methods, lifted transforms inside, JAX's outside.",
-        "No stale results, since every call is traced anew, and every nesting is right, random draws included; the "
+        "No stale results, since every call is traced again, and every nesting is right, random draws included; the "
         "states of a step are explicit, so a failed one cannot leave anything behind.",
     ),
     Library(
@@ -115,7 +115,7 @@ LIBRARIES = (
         "Variables of an `nnx.Module`, which is an argument of every transform; `nnx.split` and `nnx.merge` around JAX's "
         "`jvp`, `vjp`, `linearize` and `hessian`. Three ways: graph mode, graph mode without graph updates, tree mode.",
         "Models are ordinary Python objects, shared references are kept, states may be created and reshaped "
-        "inside transforms, attributes count as part of a function's structure, and what it cannot do it mostly refuses aloud.",
+        "inside transforms, attributes count as part of a function's structure, and most unsupported programs raise an error.",
     ),
     Library(
         "haiku",
@@ -125,7 +125,7 @@ LIBRARIES = (
         "`hk.Module` under `hk.transform_with_state`, `hk.remat` on bound methods in it, Haiku's loops and branches "
         "inside, JAX's transforms outside.",
         "Inside a transformed function anything can be rematerialised, bound methods and closures too, with four small "
-        "helpers that thread every state; it keeps JAX from reusing a trace that is out of date.",
+        "helpers that thread every state; it keeps JAX from reusing a stale trace.",
     ),
     Library(
         "equinox",
@@ -134,7 +134,7 @@ LIBRARIES = (
         (peers.Equinox(),),
         "Parameters in an `eqx.Module`; other states are passed to each method and returned by it. Equinox's transforms "
         "where it has them, else JAX's.",
-        "Everything that is no array is static without being declared, outputs too, and explicit state has no special cases. "
+        "Every leaf that is not an array is static without being declared, outputs too, and explicit state has no special cases. "
         "The price is that states pass through every signature.",
     ),
     Library(
@@ -142,7 +142,7 @@ LIBRARIES = (
         "brainstate.transform.remat",
         ("brainstate",),
         (peers.Brainstate("brainstate", "bound method"), peers.Brainstate("brainstate", "decorator")),
-        "States of a `brainstate.nn.Module`, found in closures. Two ways: `remat(self.body)` anew in each call, or a "
+        "States of a `brainstate.nn.Module`, found in closures. Two ways: a new `remat(self.body)` in each call, or a "
         "decorator with the model declared static.",
         "States need no plumbing at all, in its own loops, branches, maps and derivatives; writes outside of "
         "its transforms are refused rather than leaked.",
@@ -177,7 +177,7 @@ LIBRARIES = (
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """`kind` is a word of the module's docstring; `anyway` says that rematerialisation has no part in it."""
+    """`kind` is a mark of the module's docstring; `anyway`: the program is not right without rematerialisation either."""
 
     kind: str
     text: str
@@ -189,9 +189,9 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What came of a row: the way that was right, counted from 0, or a fault.
+    """The result of a row: the index of the way that was right, or a fault.
 
-    `looked` is False if the gradient's jaxpr could not be had.
+    `looked` is False if the gradient could not be traced to a jaxpr.
     """
 
     way: int = 0
@@ -212,11 +212,11 @@ def judge(library: Library, row: Row) -> Cell:
 def judge_way(dialect: Dialect, row: Row) -> Cell:
     fault = find_fault(dialect, row, dialect.run)
     if fault is None:
-        found = has_checkpoint(dialect, row) if "grad" in row.around else True
-        nothing = Fault("no remat", "ok, but nothing is rematerialised: no checkpoint in the gradient's jaxpr")
-        return Cell(fault=nothing if found is False else None, looked=found is not None)
-    bare = find_fault(dialect, row, lambda row: behaviours.without_remat(dialect, row))
-    return Cell(fault=fault if bare is None else dataclasses.replace(bare, anyway=True))
+        is_remat = has_checkpoint(dialect, row) if "grad" in row.around else True
+        no_remat = Fault("no remat", "ok, but nothing is rematerialised: no checkpoint in the gradient's jaxpr")
+        return Cell(fault=no_remat if is_remat is False else None, looked=is_remat is not None)
+    bare_fault = find_fault(dialect, row, lambda row: behaviours.without_remat(dialect, row))
+    return Cell(fault=fault if bare_fault is None else dataclasses.replace(bare_fault, anyway=True))
 
 
 def find_fault(dialect: Dialect, row: Row, run: Callable[[Row], tuple[list, dict]]) -> Fault | None:
@@ -231,42 +231,43 @@ def find_fault(dialect: Dialect, row: Row, run: Callable[[Row], tuple[list, dict
 
 
 def has_checkpoint(dialect: Dialect, row: Row) -> bool | None:
-    """Whether the jaxpr of the row's first call has a checkpoint in it; None if there is no such jaxpr to be had.
+    """Whether the jaxpr of the row's first call has a checkpoint in it; None if the call cannot be traced.
 
-    The model is made within the trace, where writes are at the level of its own states, or, since a Ref that is made in
-    a trace is not one that comes from outside, just before it. No other model is touched.
+    First the model is made within the trace, where writes are at the level of its own states. If that fails it is made just
+    before the trace, since a Ref made in a trace is not a Ref from outside. No other model is touched.
     """
-    first = row.calls[0]
+    first_call = row.calls[0]
 
-    def whole(x: Any, dialect: Dialect) -> list:
-        call = Call((x, *first.args[1:]), first.kwargs)
+    def run(x: Any, dialect: Dialect) -> list:
+        call = Call((x, *first_call.args[1:]), first_call.kwargs)
         outcome = dialect.run(dataclasses.replace(row, calls=(call,)))
         return [leaf for leaf in jax.tree.leaves(outcome) if isinstance(leaf, jax.Array)]
 
-    for which in (dialect, with_model(dialect, row)):
+    for candidate in (dialect, with_model(dialect, row)):
         try:
-            jaxpr = jax.make_jaxpr(functools.partial(whole, dialect=which))(first.args[0])
+            jaxpr = jax.make_jaxpr(functools.partial(run, dialect=candidate))(first_call.args[0])
             break
         except Exception:
             continue
     else:
         return None
-    # One without equations stands around a function that passes its arguments on, such as the making of a model.
+
+    # A checkpoint without equations does not count: its function only forwards arguments, as the constructor of a model does.
     return any(e.primitive.name in CHECKPOINTS and e.params["jaxpr"].eqns for e in equations(jaxpr))
 
 
 def with_model(dialect: Dialect, row: Row) -> Dialect:
-    """The dialect with a model that is made now."""
-    model, ready = dialect.build(row), copy.copy(dialect)
-    ready.build = lambda row: model  # type: ignore[method-assign]
-    return ready
+    """A copy of the dialect with an already built model."""
+    model, bound = dialect.build(row), copy.copy(dialect)
+    bound.build = lambda row: model  # type: ignore[method-assign]
+    return bound
 
 
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Those of a jaxpr and of the ones inside it."""
+    """The equations of a jaxpr and of the jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
@@ -279,7 +280,7 @@ def is_jaxpr(x: Any) -> bool:
 
 
 def tidy(message: str) -> str:
-    """The first line that says something, without paths, addresses and links, cut to fit."""
+    """The first nonempty line, without paths, addresses and links, shortened to fit."""
     line = next(line for line in message.splitlines() if line.strip())
     for pattern, replacement in (
         (r"\s*\(https?://\S+\)", ""),
@@ -298,7 +299,7 @@ def tidy(message: str) -> str:
 
 
 def work(library: int, start: int, results: Any) -> None:
-    """Judge the rows from `start` on, in a process of its own, and send a cell for each."""
+    """Judge the rows from `start` on, in a separate process, and send a cell for each."""
     warnings.simplefilter("ignore")
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for row in ROWS[start:]:
@@ -353,9 +354,9 @@ def totals(outcome: Outcome) -> Table:
     for library in LIBRARIES:
         if library.name not in outcome:
             continue
-        found = [cell.fault for cell in outcome[library.name]]
-        count = Counter("ok" if fault is None else fault.kind for fault in found)
-        anyway = sum(fault is not None and fault.anyway for fault in found)
+        cell_faults = [cell.fault for cell in outcome[library.name]]
+        count = Counter("ok" if fault is None else fault.kind for fault in cell_faults)
+        anyway = sum(fault is not None and fault.anyway for fault in cell_faults)
         versions = ", ".join(metadata.version(package) for package in library.packages)
         numbers = [f"{count['ok']} of {len(ROWS)}", *(str(count[kind]) for kind in kinds_of_fault), str(anyway)]
         rows.append([library.name, f"`{library.remat}`", versions, *numbers])
@@ -367,7 +368,7 @@ def faults(outcome: Outcome) -> Iterator[Fault]:
 
 
 def group_table(group: str, outcome: Outcome) -> tuple[Table, list[str]]:
-    """The table of a group of rows, and its footnotes; equal texts share one."""
+    """The table of a group of rows, and its footnotes; equal texts share a footnote."""
     notes: dict[str, int] = {}
 
     def mark(fault: Fault | None) -> str:
@@ -394,7 +395,7 @@ def markdown(outcome: Outcome) -> str:
         PREAMBLE.format(header=header(environment()), rows=len(ROWS), limit=int(ROW_LIMIT)),
         aligned(totals(outcome)),
     ]
-    parts += ["## How each library was spelled, and what it does well", legend]
+    parts += ["## How each library is used, and its strengths", legend]
     for group in groups():
         table, notes = group_table(group, outcome)
         parts += [f"## {group}", aligned(table), "\n".join(f"{n}. `{note}`" for n, note in enumerate(notes, 1))]
@@ -402,16 +403,16 @@ def markdown(outcome: Outcome) -> str:
 
 
 def describe(library: Library, cells: Sequence[Cell]) -> str:
-    text = f"**{library.name}**: {library.spelling}"
+    text = f"**{library.name}**: {library.usage}"
     if len(library.ways) > 1:
         wins = Counter(cell.way for cell in cells if cell.fault is None)
         text += f" Right in the first way {wins[0]}"
         text += "".join(f", else in the {ORDINALS[n]} {wins[n]}" for n in range(1, len(library.ways))) + "."
     if library.merit:
-        text += f" *What it does well:* {library.merit}"
+        text += f" *Strengths:* {library.merit}"
     unseen = sum(not cell.looked for cell in cells)
     if unseen:
-        text += f" In {unseen} rows the gradient's jaxpr could not be looked at."
+        text += f" In {unseen} rows the gradient could not be traced to a jaxpr."
     return textwrap.fill(f"- {text}", 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
@@ -423,13 +424,13 @@ PREAMBLE = """\
 Generated by `python benchmarks/behaviours.py --markdown docs/comparison.md`:
 {header}.
 
-What comes of rematerialising a function that reads and writes states, here and in other libraries. Each of {rows} rows is
-written once, without any library in it (`tests/behaviours.py`), and spelled in each library's own way
+The results of rematerialising a function that reads and writes states, in statetx and in other libraries. Each of {rows} rows is
+written once, without any library in it (`tests/behaviours.py`), and translated to each library
 (`benchmarks/peers.py`, `tests/kinds.py`). Expected are the values, gradients and final states of the same body run without
-rematerialisation, as a pure function in plain JAX with Python's own loops and branches; where keys are drawn, whose
-values are each library's affair, those of the same program in the same library without rematerialisation. Where
-a library has several ways to write a row, the first that is right counts. A transform that it does not have is JAX's, on
-the library's functions. Only what was run stands here: it says nothing about speed, memory, or what is in no row.
+rematerialisation, as a pure function in plain JAX with Python loops and branches; if keys are drawn, whose values differ
+between libraries, expected are the results of the same program in the same library without rematerialisation. If
+a library has several ways to write a row, the first that is right counts. If it lacks a transform, JAX's is applied to
+the library's functions. The table shows only programs that were run: it says nothing about speed, memory, or other programs.
 The rows were chosen by the authors of statetx, who run them as tests, so expect statetx to do well on them.
 
 | mark | meaning |
@@ -441,11 +442,11 @@ The rows were chosen by the authors of statetx, who run them as tests, so expect
 | hang, crash | no result within {limit} seconds, or the process ended |
 | * | the same program without rematerialisation is not right either, so remat has no part in it |
 
-A number after a mark is that of the note below the table."""
+A number after a mark refers to the note below the table."""
 
 
 def aligned(table: Table) -> str:
-    """A Markdown table whose columns line up in a terminal too."""
+    """A Markdown table with columns padded to equal width."""
     columns, rows = table
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     lines = [columns, ["-" * width for width in widths], *rows]
@@ -469,10 +470,10 @@ def main() -> None:
         print(*(f"{n:3}. {note}" for n, note in enumerate(notes, 1)), sep="\n", end="\n\n")
     show("Totals", *totals(outcome))
     if options.markdown:
-        _, heading, rest = options.markdown.read_text().partition(
+        _, heading, section = options.markdown.read_text().partition(
             "## Tests of other libraries\n"
         )  # written by tests/outside
-        options.markdown.write_text(markdown(outcome) + (f"\n{heading}{rest}" if heading else ""))
+        options.markdown.write_text(markdown(outcome) + (f"\n{heading}{section}" if heading else ""))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
 """Dispatch of a jitted step over many states: a training step, and steps that do almost nothing.
 
-What is compared
+Compared
     train: a step of gradient descent on parameters of shape (32, 32), for the mean over a batch of 32 of the square of a
     sum of products with them. update: adds one to each of many scalars. read: only their sum. Each as plain `jax.jit` on
     the same values (a list of arrays in; a list of arrays, or the sum, out), as `statetx.jit` with native states, with
     states in nested containers, with donated states, with brainstate's states and with flax.nnx's, and as users of
-    brainstate, flax.nnx, flax.linen, haiku and equinox write it (the latter three hand a nested dict or module to jit).
-    A raw step threads its list by hand, so what it costs is a floor.
+    brainstate, flax.nnx, flax.linen, haiku and equinox write it (the latter three pass a nested dict or module to jit).
+    A raw step threads its list by hand, so its cost is a lower bound.
 
-What is measured
-    Seconds a call, from a run of back-to-back calls that ends when the last result is there: by the wall clock
-    and as CPU time of all threads of the process, which other jobs disturb less. A contestant gives one sample a
-    round; the median of the ratios within a round is what to trust. The compiled programs are equal, so what
-    exceeds the raw ratio of 1 is the cost of finding, gathering and storing the states.
+Measured
+    Seconds a call, from a run of back-to-back calls that ends when the last result is ready: by the wall clock
+    and as CPU time of all threads of the process, which other jobs disturb less. Each implementation gives one sample a
+    round; trust the median of the ratios within a round. The compiled programs are equal, so the excess over a
+    ratio of 1 is the cost of finding, gathering and storing the states.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ STATETX, OF_BRAINSTATE, OF_NNX = (
 )
 DEEP, DONATED = "statetx.jit, nested containers", "statetx.jit, donated states"
 BRAINSTATE, NNX, TREE, EQUINOX = "brainstate.transform.jit", "nnx.jit", "jax.jit on a nested dict", "equinox.filter_jit"
-# flax.linen and haiku keep parameters in nested dicts and leave jit to JAX: "nested dict" is what their users call.
-CONTESTANTS = (RAW, TREE, STATETX, DEEP, DONATED, OF_BRAINSTATE, OF_NNX, BRAINSTATE, NNX, EQUINOX)
+# flax.linen and haiku keep parameters in nested dicts and leave jit to JAX: "nested dict" stands for both.
+IMPLEMENTATIONS = (RAW, TREE, STATETX, DEEP, DONATED, OF_BRAINSTATE, OF_NNX, BRAINSTATE, NNX, EQUINOX)
 STEPS = ("train", "update", "read")
 WIDTH, BATCH = 32, 32
 SAMPLE_SECONDS = 0.03  # about how long the calls of one sample take
@@ -69,14 +69,14 @@ def new_values(step: str, num: int) -> list[jax.Array]:
 
 
 def tree_sum(values: list) -> Any:
-    """Adds neighbours, so that the program is not one chain."""
+    """Add neighbours, to avoid one long chain of additions."""
     while len(values) > 1:
         values = [sum(values[i : i + 8]) for i in range(0, len(values), 8)]
     return values[0]
 
 
 def loss(values: list) -> Any:
-    """Of parameters: small enough for dispatch to show, and a gradient that depends on all of them."""
+    """A loss of the parameters: cheap, to make dispatch visible, with a gradient that depends on all of them."""
     x = jnp.linspace(-1.0, 1.0, BATCH * WIDTH).reshape(BATCH, WIDTH)
     return jnp.mean((x @ tree_sum(values)) ** 2) / len(values)
 
@@ -85,11 +85,11 @@ def descend(value: Any, gradient: Any) -> Any:
     return value - 1e-3 * gradient
 
 
-# -- the contestants ------------------------------------------------------------------------------------
+# -- the implementations ------------------------------------------------------------------------------------
 
 
 def pure_step(step: str) -> Callable[[list], Any]:
-    """Values to new values, or to what is read of them."""
+    """A pure step from values to new values, or for "read" to their sum."""
     if step == "train":
         return lambda values: [descend(v, g) for v, g in zip(values, jax.grad(loss)(values), strict=True)]
     return (lambda values: [v + 1 for v in values]) if step == "update" else tree_sum
@@ -98,7 +98,7 @@ def pure_step(step: str) -> Callable[[list], Any]:
 def threaded(
     step: str, values: Any, to_list: Callable, of_list: Callable, jit: Callable = jax.jit
 ) -> Callable[[], Any]:
-    """A pytree that is handed in and out of a jitted function."""
+    """A jitted step that takes a pytree and returns the new one."""
     fun = pure_step(step)
     if step == "read":
         read = jit(lambda tree: fun(to_list(tree)))
@@ -127,7 +127,7 @@ class Layer(eqx.Module):
 
 
 def stateful(step: str, states: list, holder: Any, jit: Callable) -> Callable[[], Any]:
-    """States that a function closes over; `holder` holds them, in lists or deeper."""
+    """A jitted step that closes over states; `holder` is the container that holds them."""
 
     def values() -> list:
         return [s.value for s in jax.tree.leaves(holder, is_leaf=lambda x: hasattr(x, "value"))]
@@ -223,12 +223,12 @@ def make(name: str, step: str, num: int) -> Callable[[], Any]:
 
 def timed(call: Callable[[], Any], num_calls: int) -> Callable[[], Sample]:
     def sample() -> Sample:
-        out = jax.block_until_ready(call())  # after whoever came before: not timed
+        out = jax.block_until_ready(call())  # not timed: the first call after another implementation ran
         watch = Stopwatch()
         for _ in range(num_calls):
             out = call()
         jax.block_until_ready(out)
-        return {what: seconds / num_calls for what, seconds in watch.read().items()}
+        return {clock: seconds / num_calls for clock, seconds in watch.read().items()}
 
     return sample
 
@@ -241,20 +241,20 @@ def num_calls_for(call: Callable[[], Any]) -> int:
 
 
 def measure_one(step: str, num: int, rounds: int) -> dict[str, Any]:
-    calls = {name: make(name, step, num) for name in contestants_of(step, num)}
+    calls = {name: make(name, step, num) for name in implementations_of(step, num)}
     results = [np.asarray(jax.tree.leaves(call())[-1]) for call in calls.values()]
-    for found in results:
-        np.testing.assert_allclose(found, results[0], rtol=1e-6, err_msg=f"{step} of {num} states")
+    for result in results:
+        np.testing.assert_allclose(result, results[0], rtol=1e-6, err_msg=f"{step} of {num} states")
     gc.collect()
-    gc.freeze()  # thousands of equations, which need not be looked through between rounds
+    gc.freeze()  # collections between rounds need not traverse thousands of equations
     samples = interleave({name: timed(call, num_calls_for(call)) for name, call in calls.items()}, rounds)
     gc.unfreeze()
     return {name: {**summaries(samples[name], samples[RAW]), "samples": samples[name]} for name in calls}
 
 
-def contestants_of(step: str, num: int) -> tuple[str, ...]:
-    """All, but where XLA takes minutes for each of them."""
-    return (RAW, STATETX, OF_BRAINSTATE) if step == "train" and num > 1000 else tuple(CONTESTANTS)
+def implementations_of(step: str, num: int) -> tuple[str, ...]:
+    """All implementations; fewer for sizes at which XLA takes minutes to compile each."""
+    return (RAW, STATETX, OF_BRAINSTATE) if step == "train" and num > 1000 else tuple(IMPLEMENTATIONS)
 
 
 def measure(sizes: tuple[int, ...], rounds: int) -> dict[str, dict[int, dict[str, Any]]]:
@@ -262,7 +262,7 @@ def measure(sizes: tuple[int, ...], rounds: int) -> dict[str, dict[int, dict[str
 
 
 def figures_of(results: dict[str, Any]) -> dict[str, Any]:
-    """What is judged."""
+    """The figures that have limits."""
     names = {STATETX: "native", OF_BRAINSTATE: "brainstate"}
     return {
         f"{step}, {num:,} {kind} states, of jax.jit": by_size[num][name]["cpu_ratio"]
@@ -274,7 +274,7 @@ def figures_of(results: dict[str, Any]) -> dict[str, Any]:
 
 # -- printing -------------------------------------------------------------------------------------------
 
-COLUMNS = ("step and contestant", "states", "CPU us a call", "middle half", "least")
+COLUMNS = ("step and implementation", "states", "CPU us a call", "middle half", "least")
 COLUMNS += ("ratio", "middle half", "of least", "wall us", "wall ratio")
 
 
@@ -293,8 +293,8 @@ def rows(results: dict[str, Any]) -> list[list[str]]:
             f"{r['wall_ratio']['median']:.2f}",
         ]
         for step, by_size in results.items()
-        for num, contestants in by_size.items()
-        for name, r in contestants.items()
+        for num, implementations in by_size.items()
+        for name, r in implementations.items()
     ]
 
 

@@ -1,13 +1,13 @@
-"""Eager calls of loops and branches with a fresh closure each time: what is left of the cost of tracing again.
+"""Eager calls of loops and branches with a fresh closure each time: the remaining cost of tracing again.
 
-What is compared
-    ``statetx.scan``, ``cond`` and ``while_loop`` called outside ``jit``, with a function made anew for each call, as people
-    write them in a notebook; ``jax.lax``'s with one function object that is kept, which is the best JAX can do, and with a
+Compared
+    ``statetx.scan``, ``cond`` and ``while_loop`` called outside ``jit``, with a new function for each call, as people
+    write them in a notebook; ``jax.lax``'s with the same function object every time, which is the best JAX can do, and with a
     fresh closure, which compiles each time; brainstate's ``for_loop``, ``cond`` and ``while_loop`` with a fresh closure.
 
-What is measured
-    CPU time a call, medians of interleaved rounds; ratios within a round. And how much the process has grown after 1,000
-    calls of each, by its resident memory, garbage collected before and after.
+Measured
+    CPU time a call, medians of interleaved rounds; ratios within a round. Also the growth of the process's resident memory
+    over 1,000 calls of each, with garbage collected before and after.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from _common import (
 import statetx
 
 LENGTH = 20
-KEPT, OURS, WRITING = (
+REUSED, OURS, WRITING = (
     "jax.lax, one function object",
     "statetx, fresh closure",
     "statetx, fresh closure that writes a state",
@@ -53,10 +53,10 @@ def step(c: Any, x: Any) -> tuple[Any, Any]:
     return jnp.tanh(c + x), c
 
 
-def keep(fun: Callable) -> Callable:
-    """The function that `fun` makes, always the same."""
-    made = fun()
-    return lambda: made
+def reuse(make: Callable) -> Callable:
+    """Call `make` once; return a function that always returns the result."""
+    result = make()
+    return lambda: result
 
 
 def scans() -> dict[str, Callable[[], Any]]:
@@ -79,9 +79,9 @@ def scans() -> dict[str, Callable[[], Any]]:
 
         return brainstate.transform.for_loop(body, XS)
 
-    kept = keep(fresh)
+    reused = reuse(fresh)
     return {
-        KEPT: lambda: jax.lax.scan(kept(), jnp.zeros(()), XS),
+        REUSED: lambda: jax.lax.scan(reused(), jnp.zeros(()), XS),
         OURS: lambda: statetx.scan(fresh(), jnp.zeros(()), XS),
         WRITING: ours,
         FRESH: lambda: jax.lax.scan(fresh(), jnp.zeros(()), XS),
@@ -102,7 +102,7 @@ def conds() -> dict[str, Callable[[], Any]]:
         return statetx.cond(flag, write, lambda x: no(x), x)
 
     return {
-        KEPT: lambda: jax.lax.cond(flag, yes, no, x),
+        REUSED: lambda: jax.lax.cond(flag, yes, no, x),
         OURS: lambda: statetx.cond(flag, lambda x: yes(x), lambda x: no(x), x),
         WRITING: ours,
         FRESH: lambda: jax.lax.cond(flag, lambda x: yes(x), lambda x: no(x), x),
@@ -123,7 +123,7 @@ def while_loops() -> dict[str, Callable[[], Any]]:
         return statetx.while_loop(lambda c: go(c), body, zero)
 
     return {
-        KEPT: lambda: jax.lax.while_loop(go, turn, zero),
+        REUSED: lambda: jax.lax.while_loop(go, turn, zero),
         OURS: lambda: statetx.while_loop(lambda c: go(c), lambda c: turn(c), zero),
         WRITING: ours,
         FRESH: lambda: jax.lax.while_loop(lambda c: go(c), lambda c: turn(c), zero),
@@ -140,7 +140,7 @@ def timed(call: Callable[[], Any], times: int) -> Callable[[], Sample]:
         for _ in range(times):
             out = call()
         jax.block_until_ready(out)
-        return {what: seconds / times for what, seconds in watch.read().items()}
+        return {clock: seconds / times for clock, seconds in watch.read().items()}
 
     return sample
 
@@ -151,30 +151,31 @@ def resident_kib() -> float:
 
 
 def growth(call: Callable[[], Any], calls: int) -> float:
-    """KiB that a call leaves behind, on average."""
+    """Growth of the process in KiB a call, on average."""
     for _ in range(50):
         call()
     gc.collect()
-    before = resident_kib()
+    start_kib = resident_kib()
     for _ in range(calls):
         jax.block_until_ready(call())
     gc.collect()
-    return (resident_kib() - before) / calls
+    return (resident_kib() - start_kib) / calls
 
 
 def measure(rounds: int, calls: int) -> dict[str, Any]:
-    found = {}
+    results = {}
     for name, make in CALLS.items():
-        contestants = make()
-        # Those that compile on every call are a thousand times slower: they take fewer turns.
-        times = {n: 20 if n in (KEPT, OURS, WRITING) else 1 for n in contestants}
-        samples = interleave({n: timed(call, times[n]) for n, call in contestants.items()}, rounds, warmup=2)
-        kept = {n: growth(call, calls) for n, call in contestants.items() if n in (KEPT, OURS, WRITING)}
-        kept[BRAINSTATE] = growth(contestants[BRAINSTATE], max(10, calls // 50))
-        found[name] = {
-            n: {**summaries(samples[n], samples[KEPT]), "kib": kept.get(n), "samples": samples[n]} for n in contestants
+        implementations = make()
+        # Implementations that compile on every call are a thousand times slower: one call a sample is enough.
+        times = {n: 20 if n in (REUSED, OURS, WRITING) else 1 for n in implementations}
+        samples = interleave({n: timed(call, times[n]) for n, call in implementations.items()}, rounds, warmup=2)
+        kib = {n: growth(call, calls) for n, call in implementations.items() if n in (REUSED, OURS, WRITING)}
+        kib[BRAINSTATE] = growth(implementations[BRAINSTATE], max(10, calls // 50))
+        results[name] = {
+            n: {**summaries(samples[n], samples[REUSED]), "kib": kib.get(n), "samples": samples[n]}
+            for n in implementations
         }
-    return found
+    return results
 
 
 def figures_of(results: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +183,7 @@ def figures_of(results: dict[str, Any]) -> dict[str, Any]:
     return {**figures, "KiB kept a call, 1,000 calls": max(r[WRITING]["kib"] for r in results.values())}
 
 
-COLUMNS = ("call and contestant", "CPU us a call", "middle half", "ratio", "middle half", "KiB kept a call")
+COLUMNS = ("call and implementation", "CPU us a call", "middle half", "ratio", "middle half", "KiB kept a call")
 
 
 def rows(results: dict[str, Any]) -> list[list[str]]:
@@ -210,7 +211,7 @@ def main() -> None:
     for name, make in CALLS.items():
         values = [np.asarray(jax.tree.leaves(call())[0]) for n, call in make().items() if n != BRAINSTATE]
         assert all(np.allclose(v, values[0]) for v in values), name
-    show(f"Eager calls, {rounds} rounds; ratio to '{KEPT}'", COLUMNS, rows(results))
+    show(f"Eager calls, {rounds} rounds; ratio to '{REUSED}'", COLUMNS, rows(results))
     figures = figures_of(results)
     lines = judge("bench_eager", figures, quick=options.quick)
     print("\n".join(lines))

@@ -1,9 +1,9 @@
-"""What ``import statetx`` costs over ``import jax``: time, memory, and what else it brings along.
+"""The cost of ``import statetx`` over ``import jax``: time, memory, and other modules that it imports.
 
-Transforms are loaded when they are first asked for; what they add then is the third row.
+Transforms are loaded on first use; the third row includes them.
 
-Each sample is a new process that imports one of them; they take turns. CPU time is of the process from its start, less
-that of a process that imports nothing. Resident memory is its peak.
+Each sample is a new process with one of the imports; they take turns. CPU time is of the process from its start, less
+the time of a process that imports nothing. Resident memory is its peak.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def run(line: str) -> dict[str, Any]:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    nothing = min(run("pass")["cpu"] for _ in range(3))
+    idle = min(run("pass")["cpu"] for _ in range(3))
 
     def sample(line: str) -> Sample:
-        found = run(line)
-        return {"cpu": found["cpu"] - nothing, "mib": found["mib"]}
+        usage = run(line)
+        return {"cpu": usage["cpu"] - idle, "mib": usage["mib"]}
 
     samples = interleave({line: lambda line=line: sample(line) for line in (JAX, STATETX, USED)}, rounds)
     return {line: {**summaries(samples[line], samples[JAX]), "samples": samples[line]} for line in samples}

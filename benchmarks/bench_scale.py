@@ -1,16 +1,16 @@
-"""How costs grow: with the number of states, of layers unrolled and stacked, of steps, and with the depth of nesting.
+"""Growth of costs with the number of states, of layers unrolled and stacked, of steps, and with the depth of nesting.
 
-What is measured
+Measured
     states: dispatch of a jitted step over 10 to 10,000 scalar states, and its trace. unrolled layers: trace and lowering of
     the value and gradient of 1 to 1,000 rematerialised layers. stacked layers: the same with ``statetx.stack``, which
     traces one. steps: the same of a scan with ``checkpoint=Slots(100)`` over 10 to 1,000,000 steps. nesting: of ``remat``
     within ``remat``, up to eight deep.
-    Each also of hand-written JAX where there is such a thing. CPU time; the least of some repeats.
+    Each also for hand-written JAX if it has an equivalent. CPU time; the least of some repeats.
 
 Growth
-    The exponent p of cost = c * size**p between the two largest sizes: 1 is linear, 0 is flat. With a fixed cost in it p
-    comes out smaller, so a figure above 1 is real. jax.jit itself is above 1 where thousands of arrays no longer fit into
-    a processor's cache, so what is judged there is how much our exponent is above that of the hand-written twin.
+    The exponent p of cost = c * size**p between the two largest sizes: 1 is linear, 0 is flat. A fixed cost makes p smaller,
+    so a figure above 1 is real. jax.jit itself is above 1 once thousands of arrays no longer fit into the processor's
+    cache, so the limit there is for the excess of our exponent over the hand-written twin's.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ WIDTH = 8
 
 def seconds(run: Callable[[], Any], repeats: int) -> float:
     """The least CPU time."""
-    found = []
+    times = []
     for _ in range(repeats):
         gc.collect()
         watch = Stopwatch()
         run()
-        found.append(watch.read()["cpu"])
-    return min(found)
+        times.append(watch.read()["cpu"])
+    return min(times)
 
 
 def per_call(call: Callable[[], Any], calls: int) -> Callable[[], Any]:
@@ -188,20 +188,20 @@ KINDS: dict[str, tuple[Callable[[int], dict[str, float]], Sequence[int], Sequenc
 }
 
 
-def growth(found: dict[int, dict[str, float]], what: str) -> float:
-    (a, first), (b, last) = list(found.items())[-2:]
-    return math.log(last[what] / first[what]) / math.log(b / a)
+def growth(costs: dict[int, dict[str, float]], name: str) -> float:
+    (a, first), (b, last) = list(costs.items())[-2:]
+    return math.log(last[name] / first[name]) / math.log(b / a)
 
 
 def figures_of(results: dict[str, dict[int, dict[str, float]]]) -> dict[str, float]:
     figures = {}
-    for kind, found in results.items():
-        for what in next(iter(found.values())):
-            figures[f"{kind}: growth of {what}"] = growth(found, what)
-            base, _, other = what.partition(", ")
-            if other:
-                beyond = growth(found, base) - growth(found, what)
-                figures[f"{kind}: growth of {base}, beyond that of {other}"] = beyond
+    for kind, costs in results.items():
+        for name in next(iter(costs.values())):
+            figures[f"{kind}: growth of {name}"] = growth(costs, name)
+            base, _, twin = name.partition(", ")
+            if twin:
+                excess = growth(costs, base) - growth(costs, name)
+                figures[f"{kind}: growth of {base}, beyond that of {twin}"] = excess
     return figures
 
 
@@ -212,16 +212,16 @@ def picture(results: dict[str, dict[int, dict[str, float]]], path: str) -> None:
 
     figure = Figure(figsize=(12, 2.9), layout="constrained")
     colours = {"trace": "#0072b2", "dispatch": "#d55e00"}
-    for axes, (kind, found) in zip(figure.subplots(1, len(results)), results.items(), strict=True):
-        for what in next(iter(found.values())):
-            base, _, other = what.partition(", ")
-            style = {"linestyle": "--", "alpha": 0.6} if other else {"marker": "o", "markersize": 4}
-            axes.loglog(list(found), [1e3 * f[what] for f in found.values()], color=colours[base], label=what, **style)
-        values = [1e3 * value for f in found.values() for value in f.values()]
-        axes.set_ylim(min(values) / 2, max(2 * max(values), 50 * min(values)))  # so that what is flat looks flat
+    for axes, (kind, costs) in zip(figure.subplots(1, len(results)), results.items(), strict=True):
+        for name in next(iter(costs.values())):
+            base, _, twin = name.partition(", ")
+            style = {"linestyle": "--", "alpha": 0.6} if twin else {"marker": "o", "markersize": 4}
+            axes.loglog(list(costs), [1e3 * c[name] for c in costs.values()], color=colours[base], label=name, **style)
+        values = [1e3 * value for c in costs.values() for value in c.values()]
+        axes.set_ylim(min(values) / 2, max(2 * max(values), 50 * min(values)))  # a flat cost must look flat
         axes.yaxis.set_minor_formatter(NullFormatter())
-        if max(found) < 10:
-            axes.xaxis.set(major_locator=FixedLocator(list(found)), minor_locator=NullLocator(), ticklabels=list(found))
+        if max(costs) < 10:
+            axes.xaxis.set(major_locator=FixedLocator(list(costs)), minor_locator=NullLocator(), ticklabels=list(costs))
         axes.set_title(kind, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
@@ -231,15 +231,15 @@ def picture(results: dict[str, dict[int, dict[str, float]]], path: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-COLUMNS = ("what grows", "how many", "cost", "CPU ms")
+COLUMNS = ("growing quantity", "number", "cost", "CPU ms")
 
 
 def rows(results: dict[str, dict[int, dict[str, float]]]) -> list[list[str]]:
     return [
-        [kind, f"{num:,}", what, f"{1e3 * value:,.3f}" if value < 0.01 else f"{1e3 * value:,.0f}"]
-        for kind, found in results.items()
-        for num, costs in found.items()
-        for what, value in costs.items()
+        [kind, f"{num:,}", name, f"{1e3 * value:,.3f}" if value < 0.01 else f"{1e3 * value:,.0f}"]
+        for kind, by_size in results.items()
+        for num, costs in by_size.items()
+        for name, value in costs.items()
     ]
 
 

@@ -1,33 +1,33 @@
 """Trace and lowering of a rematerialised 24-block MLP's value and gradient, a counter state in each block.
 
-What is compared
+Compared
     The same program, written by hand in plain JAX with its counters passed in and out (one function object for
     all `jax.checkpoint` calls, a fresh closure for each, no remat at all), with `statetx.remat` on a method, and with
     the `remat` and gradient of brainstate, flax.nnx, flax.linen, haiku and equinox, each on a module of its own kind. All update the counters and return loss and gradients.
 
-What is measured
-    Seconds from a function that JAX has never seen to its jaxpr (trace) and from there to StableHLO
-    (lowering), as CPU time of the process, which other jobs disturb less than the wall clock. A contestant
-    gives one sample a round; the median of the ratios within a round is what to trust.
+Measured
+    Seconds from a function that is new to JAX to its jaxpr (trace) and from there to StableHLO
+    (lowering), as CPU time of the process, which other jobs disturb less than the wall clock. Each implementation
+    gives one sample a round; trust the median of the ratios within a round.
 
-What is fair
-    Each sample makes a new model, new functions and a new `jax.jit`, so that no cache keyed by one of these
-    can hit. What JAX caches of its own jitted library functions is warm for everyone after one round that is
-    thrown away. statetx also keeps its table of structures, by design, and what JAX hung on the functions in
-    it: "cleared" empties it before each sample, which is what the first trace of a model meets, and "warm"
-    is what a later one does (a second jitted step over the same layers, a notebook cell run again). The
+Fairness
+    Each sample makes a new model, new functions and a new `jax.jit`, so no cache keyed by one of these
+    can hit. JAX's caches of its own jitted library functions are warm for all after one discarded round.
+    statetx also keeps its table of structures, by design, and with it JAX's cache entries for the functions in
+    it. "cleared" empties the table before each sample, as for the first trace of a model; "warm" does not, as
+    for a later trace (a second jitted step over the same layers, a notebook cell run again). The
     target is for "cleared". Making the model and `functionalize(...).values`, which has no counterpart in the
-    other forms, are not timed. `statetx.jit(f).lower(x)` is timed whole, with the search for states in it, as
-    is brainstate's.
+    other implementations, are not timed. `statetx.jit(f).lower(x)` is timed as a whole, including the search for
+    states, as is brainstate's.
 
 First call
-    Trace, lowering and compilation together, for plain JAX and for statetx, with the same fence around what is recomputed and
-    without one: on a CPU the fence makes another program, which really recomputes.
+    Trace, lowering and compilation together, for plain JAX and for statetx, with the same fence around recomputation and
+    without one: on a CPU the fence makes a different program, one that really recomputes.
 
 Counts
     Equations of the jaxpr, runs of a block's Python body from nothing to the lowered program, FLOPs and
     temporary bytes of the compiled program. XLA's fusion, and so both of the latter, depends a little on the
-    order of inputs and outputs, which is the same in all contestants but brainstate's.
+    order of inputs and outputs, which is the same in all implementations except brainstate's.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ from flax import nnx
 import statetx
 
 NUM_BLOCKS, WIDTH, BATCH = 24, 64, 32
-# On a CPU this XLA pass removes the barriers of jax.checkpoint, and what is recomputed is merged with the
-# forward pass: by default all compile to what they would be without remat. Without the pass they differ.
+# On a CPU this XLA pass removes the barriers of jax.checkpoint, and XLA then merges the recomputation with the
+# forward pass: by default all compile to the same program as without remat. Without the pass they differ.
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else {}
 FENCED = "functional, one function object, statetx fence"
 SHARED, FRESH, PLAIN = "functional, one function object", "functional, fresh closures", "functional, no remat"
@@ -87,7 +87,7 @@ body_runs: list[None] = []  # one entry for each run of `affine_pair`
 
 
 def affine_pair(x: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> Any:
-    """The body of a block, in every contestant."""
+    """The body of a block, in every implementation."""
     body_runs.append(None)
     return x + jnp.tanh(x @ w1 + b1) @ w2 + b2
 
@@ -105,17 +105,17 @@ def new_input() -> jax.Array:
     return jnp.linspace(-1.0, 1.0, BATCH * WIDTH).reshape(BATCH, WIDTH)
 
 
-# -- the contestants -------------------------------------------------------------------------------------
+# -- the implementations -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class Case:
-    """One contestant, made anew.
+    """A new instance of one implementation.
 
     Attributes:
-        trace: gives something with ``.jaxpr`` and ``.lower()``; None where only `lower` is offered.
-        lower: from nothing to a ``jax.stages.Lowered``.
-        loss_and_sum: runs it: the loss, and the sum of the absolute gradients.
+        trace: returns an object with ``.jaxpr`` and ``.lower()``; None if the library offers only `lower`.
+        lower: traces and lowers to a ``jax.stages.Lowered``.
+        loss_and_sum: runs the program; returns the loss and the sum of the absolute gradients.
     """
 
     trace: Callable[[], Any] | None
@@ -128,7 +128,7 @@ def total(grads: Any) -> Any:
 
 
 def functional(wrap: Callable[[], Callable[[], Callable]]) -> Case:
-    """`wrap()` is called once a model and what it gives once a block."""
+    """Plain JAX: `wrap()` is called once a model, and the function that it returns once a block."""
     weights, x = new_weights(), new_input()
     counts = [jnp.zeros((), jnp.int32) for _ in weights]
 
@@ -175,7 +175,7 @@ def no_remat() -> Callable[[], Callable]:
 
 
 class Block:
-    """With native states."""
+    """A block with native states."""
 
     def __init__(self, weights: dict[str, jax.Array]):
         self.weights = {k: statetx.Param(v) for k, v in weights.items()}
@@ -209,8 +209,8 @@ def stateful_loss(blocks: list[Callable]) -> Callable[[Any], Any]:
     return loss
 
 
-def with_statetx(block_type: Callable, *, whole: bool) -> Case:
-    """`whole`: as ``statetx.jit(step).lower(x)``; else with trace and lowering apart, by `functionalize`."""
+def with_statetx(block_type: Callable, *, with_jit: bool) -> Case:
+    """`with_jit`: as ``statetx.jit(step).lower(x)``; else trace and lowering separately, by `functionalize`."""
     blocks, x = [block_type(w) for w in new_weights()], new_input()
     step = statetx.value_and_grad(stateful_loss(blocks), wrt=[b.weights for b in blocks])
 
@@ -218,7 +218,7 @@ def with_statetx(block_type: Callable, *, whole: bool) -> Case:
         value, grads = statetx.jit(step)(x)
         return value, total(grads)
 
-    if whole:
+    if with_jit:
         return Case(None, lambda: statetx.jit(step).lower(x), loss_and_sum)
     pure = statetx.functionalize(step)
     values = pure.values(x)
@@ -377,16 +377,16 @@ def _pure_block(w: dict, count: Any, x: Any) -> tuple[Any, Any]:
 
 
 UNFENCED = "statetx.remat(fence=None), cleared"
-CONTESTANTS: dict[str, Callable[[], Case]] = {
+IMPLEMENTATIONS: dict[str, Callable[[], Case]] = {
     SHARED: lambda: functional(one_function_object),
     FRESH: lambda: functional(fresh_closures),
     FENCED: fenced_functional,
     PLAIN: lambda: functional(no_remat),
-    CLEARED: lambda: with_statetx(Block, whole=False),
-    WARM: lambda: with_statetx(Block, whole=False),
-    JIT_CLEARED: lambda: with_statetx(Block, whole=True),
-    JIT_WARM: lambda: with_statetx(Block, whole=True),
-    OF_BRAINSTATE: lambda: with_statetx(BrainstateBlock, whole=True),
+    CLEARED: lambda: with_statetx(Block, with_jit=False),
+    WARM: lambda: with_statetx(Block, with_jit=False),
+    JIT_CLEARED: lambda: with_statetx(Block, with_jit=True),
+    JIT_WARM: lambda: with_statetx(Block, with_jit=True),
+    OF_BRAINSTATE: lambda: with_statetx(BrainstateBlock, with_jit=True),
     BRAINSTATE: with_brainstate,
     NNX: with_nnx,
     LINEN: with_linen,
@@ -400,10 +400,10 @@ CONTESTANTS: dict[str, Callable[[], Case]] = {
 
 def timed(name: str) -> Callable[[], Sample]:
     def sample() -> Sample:
-        case = CONTESTANTS[name]()
+        case = IMPLEMENTATIONS[name]()
         if name.endswith("cleared"):
             statetx.clear_cache()
-        gc.collect()  # what the table kept is part of cycles, and JAX's caches hold on to it weakly
+        gc.collect()  # former table entries are in reference cycles, and JAX's caches hold them weakly: free them
         watch = Stopwatch()
         if case.lower is not None:
             case.lower()
@@ -412,15 +412,15 @@ def timed(name: str) -> Callable[[], Sample]:
         traced = case.trace()
         trace = watch.read()["cpu"]
         traced.lower()
-        both = watch.read()
-        return {**both, "trace": trace, "lowering": both["cpu"] - trace}
+        total_times = watch.read()
+        return {**total_times, "trace": trace, "lowering": total_times["cpu"] - trace}
 
     return sample
 
 
 def counts(name: str) -> dict[str, Any]:
-    """What does not vary: of one trace, lowering and compilation."""
-    case = CONTESTANTS[name]()
+    """The deterministic figures of one trace, lowering and compilation."""
+    case = IMPLEMENTATIONS[name]()
     statetx.clear_cache()
     gc.collect()
     body_runs.clear()
@@ -444,10 +444,10 @@ def costs(compiled: Any) -> dict[str, float]:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    samples = interleave({name: timed(name) for name in CONTESTANTS}, rounds)
+    samples = interleave({name: timed(name) for name in IMPLEMENTATIONS}, rounds)
     return {
         name: {**summaries(samples[name], samples[FRESH]), "samples": samples[name], **counts(name)}
-        for name in CONTESTANTS
+        for name in IMPLEMENTATIONS
     }
 
 
@@ -457,8 +457,8 @@ def check(results: dict[str, Any]) -> list[str]:
     for r in results.values():
         for key in ("loss", "gradients"):
             np.testing.assert_allclose(r[key], reference[key], rtol=1e-4)
-    same = all(results[CLEARED][key] == results[FENCED][key] for key in ("default", "fenced"))
-    verdict = "equal" if same else "DIFFER from"
+    is_equal = all(results[CLEARED][key] == results[FENCED][key] for key in ("default", "fenced"))
+    verdict = "equal" if is_equal else "DIFFER from"
     return [f"{CLEARED}: FLOPs and temporary bytes {verdict} those of '{FENCED}'."]
 
 
@@ -469,7 +469,7 @@ def paired(results: dict[str, Any], name: str, base: str) -> dict[str, float]:
 
 
 def figures_of(results: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
-    """What is judged."""
+    """The figures that have limits."""
     return {
         "remat, of fresh closures": paired(results, CLEARED, FRESH),
         "remat, of one function object": paired(results, CLEARED, SHARED),
@@ -483,8 +483,8 @@ def figures_of(results: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]
 
 def first_calls(rounds: int) -> dict[str, Any]:
     """Trace, lowering and compilation together."""
-    makes = {name: CONTESTANTS[name] for name in (SHARED, FENCED, CLEARED)}
-    makes[UNFENCED] = lambda: with_statetx(UnfencedBlock, whole=False)
+    makes = {name: IMPLEMENTATIONS[name] for name in (SHARED, FENCED, CLEARED)}
+    makes[UNFENCED] = lambda: with_statetx(UnfencedBlock, with_jit=False)
 
     def sample(make: Callable[[], Case]) -> Callable[[], Sample]:
         def run() -> Sample:
@@ -504,9 +504,9 @@ def first_calls(rounds: int) -> dict[str, Any]:
 
 # -- printing --------------------------------------------------------------------------------------------
 
-TIMES = ("contestant", "trace ms", "lowering ms", "both ms", "middle half", "least")
+TIMES = ("implementation", "trace ms", "lowering ms", "both ms", "middle half", "least")
 TIMES += ("ratio", "middle half", "of least", "wall ratio")
-COUNTS = ("contestant", "equations", "body runs", "FLOPs", "temporary bytes")
+COUNTS = ("implementation", "equations", "body runs", "FLOPs", "temporary bytes")
 COUNTS += ("FLOPs, barriers kept", "bytes, barriers kept")
 
 

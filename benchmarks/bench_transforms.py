@@ -1,30 +1,30 @@
 """Trace time of every transform on a stateful function, against the same computation threaded by hand.
 
-What is compared
+Compared
     For each transform a program that uses it once, in two forms. The stateful one calls a recurrent cell with six
     states (two weights, a bias, two running averages, a counter) under the transform of `statetx`. Its twin is plain
     JAX: weights, averages and counter are arguments and results, and cross the transform as one would write it by hand
     (auxiliary outputs of derivatives, carries of loops, operands of branches, axes of `jax.vmap`, specs of
     `jax.shard_map`; weights that a loop or branch only reads are closed over). Both call the same `gru`.
 
-What is measured
-    Seconds from a function that JAX has never seen to its jaxpr: ``jax.jit(f).trace(...)``, where `f` is the twin or
+Measured
+    Seconds from a function that is new to JAX to its jaxpr: ``jax.jit(f).trace(...)``, where `f` is the twin or
     ``statetx.functionalize`` of the stateful program. Its frame, which ``statetx.jit`` would have as well, counts for
-    the stateful side; ``.values``, which has no counterpart, does not. "no transform" is the program with nothing
-    but that. Three rows are timed otherwise, whole on both sides: jit as ``jit(f).lower(...)`` (statetx has no trace
-    apart from it), eval_shape and make_jaxpr as calls of these, with the search for states in it. A contestant gives
+    the stateful side; ``.values``, which has no counterpart, does not. "no transform" is the program with only the
+    frame. Three rows are timed as a whole on both sides: jit as ``jit(f).lower(...)`` (statetx has no separate
+    trace), eval_shape and make_jaxpr as calls, including the search for states. Each implementation gives
     one sample a round; the target is for the median, over the rounds, of the ratios within a round by the wall clock.
-    CPU time stands beside it.
+    CPU time is shown beside it.
 
-What is fair
-    Each sample makes new states, new functions and a new `jax.jit`, on both sides, so that no cache keyed by one of
-    these can hit; what JAX caches of its own library functions is warm for both. statetx also keeps a table of
-    structures: it is emptied before each sample ("cleared"), which is what the first trace of a model meets and what
-    the target is for, or left as it is ("warm"), which is what a layer that is like another, or a later trace, meets.
+Fairness
+    Each sample makes new states, new functions and a new `jax.jit`, on both sides, so no cache keyed by one of
+    these can hit; JAX's caches of its own library functions are warm for both. statetx also keeps a table of
+    structures: it is emptied before each sample ("cleared"), as for the first trace of a model, or left unchanged
+    ("warm"), as for a second layer of equal structure or a later trace. The target is for "cleared".
 
 Counts
-    Runs of the cell's Python in one sample, and equations of the jaxpr with those inside it. A function that holds no
-    jaxpr in its hands (`eval_shape`) has no equations; those of jit are of a program that calls the jitted function.
+    Runs of the cell's Python in one sample, and equations of the jaxpr and the jaxprs inside it. A function that returns no
+    jaxpr (`eval_shape`) has no count; the equations of jit are of a program that calls the jitted function.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Average(statetx.State):
 
 
 class Cell:
-    """`gru` with states."""
+    """A cell that applies `gru` to states."""
 
     def __init__(self, copies: int | None = None):
         weights, stats = new_values(copies)
@@ -122,7 +122,7 @@ class Cell:
 
 
 def gru_loss(weights: dict, stats: dict, h: Any, x: Any) -> tuple[Any, dict]:
-    """`Cell.loss` by hand."""
+    """The loss of `Cell.loss`, threaded by hand."""
     h, stats = gru(weights, stats, h, x)
     return jnp.mean(h**2), stats
 
@@ -271,7 +271,7 @@ def linearize() -> Pair:
 
 
 def jacobian(name: str, stateful_fun: str, fun: Callable) -> Pair:
-    """With respect to the bias; `hessian` is one of them."""
+    """A Jacobian or Hessian with respect to the bias."""
 
     def stateful(cell: Cell) -> Callable:
         step = getattr(statetx, name)(getattr(cell, stateful_fun), wrt=cell.weights["b"])
@@ -286,7 +286,7 @@ def jacobian(name: str, stateful_fun: str, fun: Callable) -> Pair:
 
 
 def vmap() -> Pair:
-    """Each example has averages of its own; the counter is shared."""
+    """Each example has its own averages; the counter is shared."""
 
     def stateful(cell: Cell) -> Callable:
         step = statetx.vmap(cell, in_axes=(None, 0), states={Average: 0})
@@ -451,9 +451,9 @@ class Pair:
     """A stateful program and its twin.
 
     Attributes:
-        stateful, by_hand: make the two, as said above; None where only the following can be called.
-        timed, timed_by_hand: what is timed instead of a trace: a maker of the former, and the latter itself.
-        copies: of the running averages, stacked.
+        stateful, by_hand: make the two, as described above; None if only the following can be called.
+        timed, timed_by_hand: timed instead of a trace: a maker of the stateful function, and the function by hand itself.
+        copies: number of stacked copies of the running averages.
     """
 
     stateful: Callable[[Cell], Callable] | None
@@ -493,7 +493,7 @@ PROGRAMS: dict[str, Pair] = {
 
 
 def new_trace(pair: Pair, side: str) -> Callable[[], Any]:
-    """Make one side's program anew; returns what is timed."""
+    """Make one side's program again; return the function to time."""
     inputs = new_inputs()
     if side == TWIN:
         weights, stats = new_values(pair.copies)
@@ -525,7 +525,7 @@ def timed(pair: Pair, side: str) -> Callable[[], Sample]:
 
 
 def figures(pair: Pair, side: str) -> dict[str, Any]:
-    """What does not vary: of one sample."""
+    """The deterministic figures of one sample."""
     global _runs
     trace = new_trace(pair, side)
     table.clear()
@@ -554,10 +554,10 @@ def check_results(name: str, pair: Pair) -> None:
 def measure_one(name: str, rounds: int) -> dict[str, Any]:
     pair = PROGRAMS[name]
     check_results(name, pair)
-    # JAX keeps an entry for each trace in which concrete arrays meet, as in `eval_shape`, and slows down by them.
+    # JAX keeps an entry for each trace that combines concrete arrays, as in `eval_shape`, and they slow it down.
     jax.clear_caches()
     gc.collect()
-    gc.freeze()  # what was compiled so far, which need not be looked through between rounds
+    gc.freeze()  # collections between rounds need not traverse the programs compiled so far
     samples = interleave({side: timed(pair, side) for side in (TWIN, CLEARED, WARM)}, rounds, warmup=3)
     gc.unfreeze()
     return {
@@ -569,8 +569,8 @@ def measure_one(name: str, rounds: int) -> dict[str, Any]:
 def check(results: dict[str, Any]) -> list[str]:
     ratios = {name: r[CLEARED]["wall_ratio"]["median"] for name, r in results.items() if name != "no transform"}
     missed = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio > TARGET]
-    met = f"{len(ratios) - len(missed)} of {len(ratios)} rows meet the target of at most {TARGET}"
-    return [f"{met}; missed by {', '.join(missed)}." if missed else f"{met}."]
+    line = f"{len(ratios) - len(missed)} of {len(ratios)} rows meet the target of at most {TARGET}"
+    return [f"{line}; missed by {', '.join(missed)}." if missed else f"{line}."]
 
 
 # -- printing --------------------------------------------------------------------------------------------

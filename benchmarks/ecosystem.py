@@ -1,14 +1,14 @@
 """Programs of the brainstate family under statetx's transforms, beside brainstate's own.
 
-What is compared
+Compared
     The programs of ``tests/ecosystem/brain_programs.py``, which use layers, optimisers and trainers of braintools,
     brainpy.state, braincell and braintrace. Each is built twice in one process, with brainstate's transforms and with
     statetx's; their outputs are compared before anything is timed.
 
-What is measured
-    CPU time a step, medians of interleaved rounds, and the ratio within a round; the time of the first two steps, in which
-    they are staged and compiled; how many programs XLA compiles in later steps; temporary bytes of one step compiled as a
-    whole, its states as arguments.
+Measured
+    CPU time a step, medians of interleaved rounds, and the ratio within a round; the time of the first two steps, which
+    includes staging and compilation; the number of programs that XLA compiles in later steps; temporary bytes of one step
+    compiled as one program with its states as arguments.
 
 Needs the extra ``ecosystem``.
 """
@@ -50,7 +50,7 @@ WRITTEN_IN = {"brainstate": THEIRS, "statetx": OURS}
 
 
 def begin(name: str, transforms: Any, size: Size) -> tuple[Program, float, list[Any]]:
-    """A program, and the seconds and outputs of its first two steps: in the second, states may come in other types."""
+    """A program, and the seconds and outputs of its first two steps; in the second, types of states may have changed."""
     program = start(name, transforms, size)
     watch = Stopwatch()
     outputs = [jax.block_until_ready(program.step()) for _ in range(2)]
@@ -65,7 +65,7 @@ def difference(a: Any, b: Any) -> float:
 
 
 def temporary_bytes(name: str, transforms: Any, size: Size) -> int:
-    """Of one step, compiled as one function of its states' values."""
+    """Temporary bytes of one step, compiled as one function of its states' values."""
     pure = statetx.functionalize(start(name, transforms, size).step)
     compiled = jax.jit(pure).lower(pure.values()).compile()
     return compiled.memory_analysis().temp_size_in_bytes

@@ -1,19 +1,19 @@
-"""Training steps on an accelerator: time, peak memory and throughput of every way to keep less.
+"""Training steps on an accelerator: time, peak memory and throughput of every way to save fewer residuals.
 
-What is compared
+Compared
     A transformer (12 layers, width 768, 12 heads, 1,024 tokens, batch 8) and a gated recurrent model (16,384 steps, width
     512, batch 64); gradients of the loss with respect to all parameters. The transformer without rematerialisation, with
     each stock policy on its blocks, with products offloaded to the host, and with plans for two thirds and for a third of
-    the memory it takes. The recurrent model stored whole, in nested loops, by schedules of slots, and with the nested
-    loops' checkpoints in the host's memory.
+    the memory it takes. The recurrent model with every step stored, in nested loops, by schedules of slots, and with the
+    nested loops' checkpoints in the host's memory.
 
-What is measured
-    Each in a process of its own, one after the other, three times around: the median time of a step, ten steps after two
-    to warm up; the most bytes that the device held (its allocator's own figure; where there is none, as on CPUs, arguments,
+Measured
+    Each in its own process, one after the other, in three rounds: the median time of a step, ten steps after two
+    to warm up; the peak bytes of the device (as its allocator reports; if it does not, as on CPUs, arguments,
     outputs and temporaries of the compiled program); tokens or steps of the sequence a second. Gradients are compared with
-    those of the first.
+    the first implementation's.
 
-Runs on a CPU, too: with ``--quick``, at small sizes. Results are written with the device's name.
+It also runs on a CPU, with ``--quick``, at small sizes. Results are written with the device's name.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def recurrent(checkpoint: Any) -> Callable[[bool], programs.Program]:
     return make
 
 
-CONTESTANTS: dict[str, dict[str, Callable[[bool], programs.Program]]] = {
+IMPLEMENTATIONS: dict[str, dict[str, Callable[[bool], programs.Program]]] = {
     "transformer": {
         "no remat": transformer,
         "nothing": rematerialised("nothing"),
@@ -109,8 +109,8 @@ def tokens(kind: str, quick: bool) -> int:
 
 
 def one(kind: str, name: str, quick: bool) -> dict[str, Any]:
-    """In this process."""
-    program = CONTESTANTS[kind][name](quick)
+    """Measure one implementation in this process."""
+    program = IMPLEMENTATIONS[kind][name](quick)
     step = jax.jit(jax.value_and_grad(program.loss)).lower(program.params, *program.data).compile()
     memory = step.memory_analysis()
     for _ in range(2):
@@ -133,10 +133,10 @@ def one(kind: str, name: str, quick: bool) -> dict[str, Any]:
 
 
 def run(kind: str, name: str, quick: bool) -> dict[str, Any]:
-    """In a process of its own."""
-    words = [sys.executable, __file__, "--one", kind, name] + (["--quick"] if quick else [])
+    """Measure one implementation in a new process."""
+    command = [sys.executable, __file__, "--one", kind, name] + (["--quick"] if quick else [])
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(words, capture_output=True, text=True, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["killed"]
         raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
@@ -145,7 +145,7 @@ def run(kind: str, name: str, quick: bool) -> dict[str, Any]:
 
 
 COLUMNS = (
-    "model and what is kept",
+    "model and policy",
     "ms a step",
     "of the first",
     "peak MiB",
@@ -155,30 +155,34 @@ COLUMNS = (
 
 
 def rows(results: dict[str, dict[str, Any]], quick: bool) -> list[list[str]]:
-    found = []
+    lines = []
     for kind, by_name in results.items():
         first = next((r["seconds"] for r in by_name.values() if "seconds" in r), 1.0)
         for name, r in by_name.items():
             if "error" in r:
-                found.append([f"{kind}: {name}", r["error"][:60], "", "", "", ""])
+                lines.append([f"{kind}: {name}", r["error"][:60], "", "", "", ""])
                 continue
             cells = [f"{1e3 * r['seconds']:.1f}", f"{r['seconds'] / first:.2f}", f"{r['peak'] / MIB:,.0f}"]
             cells += [f"{r['temporary'] / MIB:,.1f}", f"{tokens(kind, quick) / r['seconds']:,.0f}"]
-            found.append([f"{kind}: {name}", *cells])
-    return found
+            lines.append([f"{kind}: {name}", *cells])
+    return lines
 
 
 def main() -> None:
-    one_of = {"nargs": 2, "metavar": ("KIND", "NAME"), "help": "measure one contestant in this process and print JSON"}
+    one_of = {
+        "nargs": 2,
+        "metavar": ("KIND", "NAME"),
+        "help": "measure one implementation in this process and print JSON",
+    }
     options = parse_args(__doc__ or "", one=one_of)
     if options.one:
         print(json.dumps(one(*options.one, options.quick)))
         return
     env = environment() | {"device": jax.devices()[0].device_kind}
     print(header(env))
-    samples: dict[str, dict[str, list]] = {kind: {n: [] for n in by_name} for kind, by_name in CONTESTANTS.items()}
+    samples: dict[str, dict[str, list]] = {kind: {n: [] for n in by_name} for kind, by_name in IMPLEMENTATIONS.items()}
     for _ in range(1 if options.quick else 3):
-        for kind, by_name in CONTESTANTS.items():
+        for kind, by_name in IMPLEMENTATIONS.items():
             for name in by_name:
                 samples[kind][name].append(run(kind, name, options.quick))
     results = {kind: {n: merged(s) for n, s in by_name.items()} for kind, by_name in samples.items()}
@@ -197,7 +201,7 @@ def main() -> None:
 
 
 def merged(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median time of several processes, and what they agree on."""
+    """Merge samples of several processes: the median time, the largest peak, the first sample's other figures."""
     failed = [s for s in samples if "error" in s]
     if failed:
         return failed[0]

@@ -1,20 +1,20 @@
 """Gradients of long loops and deep stacks: memory and time of every way to store less, side by side.
 
-What is compared
+Compared
     gru, lif: the gradient of a recurrent cell over 4,096 steps, hidden 256, batch 32, with a readout at every step; with
-    respect to weights and first state. stack: that of a residual network of 256 layers, width 128, batch 256,
-    with stacked parameters. Contestants are the plain scan, ``statetx.scan(checkpoint=...)``, scans nested by hand with
+    respect to weights and first state. stack: the gradient of a residual network of 256 layers, width 128, batch 256,
+    with stacked parameters. Implementations are the plain scan, ``statetx.scan(checkpoint=...)``, scans nested by hand with
     ``jax.checkpoint`` (every level, the innermost too), equinox's checkpointed scan, brainstate's, and flax's remat_scan.
 
-What is measured
-    Memory is what XLA reserves beyond arguments and results (``memory_analysis().temp_size_in_bytes``). Time is that of
-    the compiled gradient; contestants take turns in each round, and ratios are taken within a round. CPU time is of the
+Measured
+    Memory is XLA's temporary memory, beyond arguments and results (``memory_analysis().temp_size_in_bytes``). Time is of
+    the compiled gradient; implementations take turns in each round, and ratios are taken within a round. CPU time is of the
     whole process. Gradients are compared with the plain scan's before anything is timed. Runs of the body are counted
-    where they happen, by a host callback, over the same length.
+    by a host callback, over the same length.
 
 Other sections
     growth: memory against its bound, size of the program and compile time over lengths up to a million.
-    budgets: what a program compiled for a byte budget takes.
+    budgets: memory of programs compiled for a byte budget.
     million: a stateful cell through 1,000,000 steps. thousand: tracing and compiling 1,000 layers against 10.
 """
 
@@ -54,7 +54,7 @@ MIB = 2**20
 Results = dict[str, Any]
 
 
-# -- what is computed --------------------------------------------------------------------------------------------
+# -- cells and losses --------------------------------------------------------------------------------------------
 
 
 def gru(weights: dict, h: Any, x: Any) -> tuple[Any, Any]:
@@ -92,7 +92,7 @@ def normal(*shape: int, seed: int = 0) -> Any:
 
 
 def recurrent(cell: Callable, length: int, hidden: int, batch: int) -> tuple[Callable, tuple]:
-    """``loss(scan) -> (weights, first state, inputs) -> number``, and arguments."""
+    """A maker of losses, ``loss(scan) -> (weights, first state, inputs) -> number``, and arguments."""
     gates = 3 if cell is gru else 1
     weights = {"w": normal(hidden, gates * hidden), "u": normal(hidden, gates * hidden, seed=1)}
     weights |= {"out": normal(hidden, 1, seed=2)} | ({"b": jnp.zeros((1, gates * hidden))} if cell is gru else {})
@@ -170,7 +170,7 @@ def flax_remat_scan(num: int, width: int, lengths: tuple[int, int]) -> Callable:
 
 
 def gradient(f: Callable, args: tuple) -> tuple[Any, int, float]:
-    """The compiled gradient with respect to the first two arguments, its temporary bytes, and the seconds that compiling took."""
+    """The compiled gradient with respect to the first two arguments, its temporary bytes, and the seconds of its compilation."""
     lowered = jax.jit(jax.grad(f, (0, 1))).lower(*args)
     start = time.perf_counter()
     compiled = lowered.compile()
@@ -179,7 +179,7 @@ def gradient(f: Callable, args: tuple) -> tuple[Any, int, float]:
 
 
 def race(name: str, losses: dict[str, Callable], args: tuple, rounds: int, base: str) -> Results:
-    """Memory, and interleaved times, of gradients of the same function; ratios to `base`."""
+    """Memory and interleaved times of gradients of the same function, with ratios to `base`."""
     built = {who: gradient(f, args) for who, f in losses.items()}
     expected = built[base][0](*args)
     for who, (compiled, *_) in built.items():
@@ -202,14 +202,14 @@ def race(name: str, losses: dict[str, Callable], args: tuple, rounds: int, base:
     }
 
 
-def ratio(results: Results, a: str, b: str, what: str = "wall") -> float:
-    """The median over rounds of a's time over b's."""
+def ratio(results: Results, a: str, b: str, clock: str = "wall") -> float:
+    """The ratio of a's time to b's, as the median over rounds."""
     pairs = zip(results[a]["samples"], results[b]["samples"], strict=True)
-    return float(np.median([x[what] / y[what] for x, y in pairs]))
+    return float(np.median([x[clock] / y[clock] for x, y in pairs]))
 
 
 def runs_a_step(scan: Callable, length: int) -> float:
-    """How often the body runs in one gradient, for each step."""
+    """The number of runs of the body in one gradient, divided by the number of steps."""
     calls: list[int] = []
 
     def step(h: Any, x: Any) -> tuple[Any, None]:
@@ -221,18 +221,18 @@ def runs_a_step(scan: Callable, length: int) -> float:
     return len(calls) / length
 
 
-def recurrent_contestants(loss: Callable, length: int) -> dict[str, Callable]:
-    few, many = 16, math.isqrt(2 * length)
+def recurrent_implementations(loss: Callable, length: int) -> dict[str, Callable]:
+    few_slots, many_slots = 16, math.isqrt(2 * length)
     inner = 2 ** round(math.log2(math.sqrt(length)))
     return {
         "plain scan": loss(jax.lax.scan),
         "jax.checkpoint, nested by hand": loss(by_hand(inner)),
         "brainstate checkpointed_scan": loss(brainstate.transform.checkpointed_scan),
-        f"equinox, {few}": loss(equinox_scan(few)),
-        f"equinox, {many}": loss(equinox_scan(many)),
+        f"equinox, {few_slots}": loss(equinox_scan(few_slots)),
+        f"equinox, {many_slots}": loss(equinox_scan(many_slots)),
         "statetx Levels(2)": loss(ours(Levels(2))),
-        f"statetx Slots({few})": loss(ours(Slots(few))),
-        f"statetx Slots({many})": loss(ours(Slots(many))),
+        f"statetx Slots({few_slots})": loss(ours(Slots(few_slots))),
+        f"statetx Slots({many_slots})": loss(ours(Slots(many_slots))),
         "statetx auto": loss(ours("auto")),
     }
 
@@ -240,24 +240,24 @@ def recurrent_contestants(loss: Callable, length: int) -> dict[str, Callable]:
 def measure_recurrent(cell: Callable, quick: bool) -> Results:
     length, hidden, batch = (64, 16, 4) if quick else (4096, 256, 32)
     loss, args = recurrent(cell, length, hidden, batch)
-    return race(cell.__name__, recurrent_contestants(loss, length), args, 1 if quick else 5, "plain scan")
+    return race(cell.__name__, recurrent_implementations(loss, length), args, 1 if quick else 5, "plain scan")
 
 
 def measure_stack(quick: bool) -> Results:
     num, width, batch = (16, 8, 4) if quick else (256, 128, 256)
     side = math.isqrt(num)
-    few, many = 5, math.isqrt(2 * num)
+    few_slots, many_slots = 5, math.isqrt(2 * num)
     loss, args = deep(num, width, batch)
     losses = {
         "plain scan": loss(jax.lax.scan),
         "jax.checkpoint, nested by hand": loss(by_hand(side)),
         "flax remat_scan": flax_remat_scan(num, width, (side, side)),
-        f"equinox, {few}": loss(equinox_scan(few)),
-        f"equinox, {many}": loss(equinox_scan(many)),
+        f"equinox, {few_slots}": loss(equinox_scan(few_slots)),
+        f"equinox, {many_slots}": loss(equinox_scan(many_slots)),
         "statetx Levels(1)": loss(ours(Levels(1))),
         "statetx Levels(2)": loss(ours(Levels(2))),
-        f"statetx Slots({few})": loss(ours(Slots(few))),
-        f"statetx Slots({many})": loss(ours(Slots(many))),
+        f"statetx Slots({few_slots})": loss(ours(Slots(few_slots))),
+        f"statetx Slots({many_slots})": loss(ours(Slots(many_slots))),
     }
     return race("stack", losses, args, 1 if quick else 5, "plain scan")
 
@@ -273,34 +273,34 @@ def measure_growth(quick: bool) -> list[Results]:
             grad = jax.jit(jax.grad(loss(ours(Slots(slots))), (0, 1)))
             lowering[slots, length] = functools.partial(grad.lower, *types)
 
-    def sample(which: tuple) -> Callable:
+    def sample(case: tuple) -> Callable:
         def run() -> dict[str, float]:
             jax.clear_caches()
-            lowered = lowering[which]()
+            lowered = lowering[case]()
             watch = Stopwatch()
             lowered.compile()
             return watch.read()
 
         return run
 
-    samples = interleave({which: sample(which) for which in lowering}, 1 if quick else 9)  # type: ignore[misc]
-    for (slots, length), each in samples.items():  # type: ignore[misc]
+    samples = interleave({case: sample(case) for case in lowering}, 1 if quick else 9)  # type: ignore[misc]
+    for (slots, length), slot_samples in samples.items():  # type: ignore[misc]
         compiled = lowering[slots, length]().compile()
         temporary = compiled.memory_analysis().temp_size_in_bytes
         carry = 4 * hidden * batch
-        # The outputs ys, and their cotangents, are no temporaries of the loop, but they are of this program.
-        beside = 2 * 4 * length
+        # The outputs ys and their cotangents are temporaries of this program, but not of the loop.
+        ys_bytes = 2 * 4 * length
         shortest = samples[slots, min(n for s, n in lowering if s == slots)]  # type: ignore[index]
         rows.append(
             {
                 "length": length,
                 "slots": slots,
                 "bytes": temporary,
-                "beside": beside,
-                "constant": temporary - beside - slots * carry,
+                "beside": ys_bytes,
+                "constant": temporary - ys_bytes - slots * carry,
                 "carry": carry,
-                "seconds": float(np.median([x["cpu"] for x in each])),
-                "ratio": float(np.median([x["cpu"] / y["cpu"] for x, y in zip(each, shortest, strict=True)])),
+                "seconds": float(np.median([x["cpu"] for x in slot_samples])),
+                "ratio": float(np.median([x["cpu"] / y["cpu"] for x, y in zip(slot_samples, shortest, strict=True)])),
                 "size": len(compiled.as_text()),
             }
         )
@@ -308,7 +308,7 @@ def measure_growth(quick: bool) -> list[Results]:
 
 
 def measure_budgets(quick: bool) -> list[Results]:
-    """What the gradient of a loop takes that was given a budget."""
+    """Memory of the gradient of a loop with a byte budget."""
     rows = []
     lengths = (256,) if quick else (1024, 16_384)
     for length in lengths:
@@ -330,12 +330,12 @@ def measure_budgets(quick: bool) -> list[Results]:
 
 
 def temporary_of(args: tuple, checkpoint: Any) -> int:
-    """Of the gradient of the loop alone: outputs and their cotangents are results and arguments."""
+    """Temporary bytes of the gradient of the loop alone: outputs and their cotangents are results and arguments."""
 
     def f(args: tuple, cts: Any) -> Any:
         run = lambda w, h, xs: statetx.scan(functools.partial(gru, w), h, xs, checkpoint=checkpoint)  # noqa: E731
-        outs, pull = jax.vjp(run, *args)
-        return outs, pull(cts)
+        outs, vjp_fun = jax.vjp(run, *args)
+        return outs, vjp_fun(cts)
 
     weights, h, xs = args
     cts = (h, jax.ShapeDtypeStruct((len(xs),), h.dtype))
@@ -395,7 +395,7 @@ def through_states(length: int, checkpoint: Any) -> tuple[list, int, float]:
 
 
 def measure_thousand(quick: bool) -> Results:
-    """Seconds to trace and to compile the gradient of 10 layers and of 1,000, and their ratios in each round."""
+    """Seconds to trace and to compile the gradients of 10 and of 1,000 layers, and the ratios within each round."""
 
     class Layer:
         def __init__(self) -> None:
@@ -448,19 +448,19 @@ def race_rows(results: Results) -> list[list[str]]:
 
 
 def race_verdicts(name: str, results: Results, length: int) -> list[str]:
-    """Each target with what was measured."""
+    """One line for each target: the measured figures and whether they meet it."""
     lines = []
     for who in results:
         if not who.startswith("equinox"):
             continue
         slots = int(who.split(", ")[1])
-        mine = f"statetx Slots({slots})"
+        candidate = f"statetx Slots({slots})"
         limit = 0.8 if slots <= math.sqrt(length) / 2 else 1.05
-        found, cpu = ratio(results, mine, who), ratio(results, mine, who, "cpu")
-        verdict = "met" if found <= limit else "MISSED"
-        memory = results[mine]["bytes"] / results[who]["bytes"]
+        wall, cpu = ratio(results, candidate, who), ratio(results, candidate, who, "cpu")
+        verdict = "met" if wall <= limit else "MISSED"
+        memory = results[candidate]["bytes"] / results[who]["bytes"]
         lines.append(
-            f"{name}, {slots} slots: {found:.2f} of equinox's time (CPU {cpu:.2f}), target at most {limit}: {verdict}; "
+            f"{name}, {slots} slots: {wall:.2f} of equinox's time (CPU {cpu:.2f}), target at most {limit}: {verdict}; "
             f"{memory:.2f} of its memory: {'met' if memory < 1 else 'MISSED'}."
         )
     best = f"statetx Slots({max(int(w.split('(')[1][:-1]) for w in results if 'Slots' in w)})"
@@ -470,11 +470,11 @@ def race_verdicts(name: str, results: Results, length: int) -> list[str]:
         ("jax.checkpoint, nested by hand", 1.0),
     ):
         if who in results:
-            found, cpu = ratio(results, best, who), ratio(results, best, who, "cpu")
+            wall, cpu = ratio(results, best, who), ratio(results, best, who, "cpu")
             memory = results[best]["bytes"] / results[who]["bytes"]
-            verdict = "met" if found <= limit and memory < 1 else "MISSED"
+            verdict = "met" if wall <= limit and memory < 1 else "MISSED"
             lines.append(
-                f"{name}, {best}: {found:.2f} of the time of {who} (CPU {cpu:.2f}), target at most {limit}, with {memory:.2f} "
+                f"{name}, {best}: {wall:.2f} of the time of {who} (CPU {cpu:.2f}), target at most {limit}, with {memory:.2f} "
                 f"of its memory: {verdict}."
             )
     return lines
@@ -506,8 +506,8 @@ def growth_section(rows: list[Results]) -> tuple[tuple, list, list[str]]:
     ]
     lines = []
     for slots in sorted({r["slots"] for r in rows}):
-        mine = [r for r in rows if r["slots"] == slots]
-        sizes, ratios = [r["size"] for r in mine], [r["ratio"] for r in mine]
+        of_slots = [r for r in rows if r["slots"] == slots]
+        sizes, ratios = [r["size"] for r in of_slots], [r["ratio"] for r in of_slots]
         size, compiling = max(sizes) / min(sizes), max(ratios) / min(ratios)
         lines.append(
             f"{slots} slots, over lengths: program size within {size:.2f}, target 1.2: {'met' if size <= 1.2 else 'MISSED'}; "
@@ -573,10 +573,10 @@ def counts_section(length: int) -> tuple[tuple, list, list[str]]:
     columns = ("slots", "statetx", "the optimum", "equinox")
     cells = []
     for slots in (5, 10, 20, 50):
-        mine, theirs = runs_a_step(ours(Slots(slots)), length), runs_a_step(equinox_scan(slots), length)
-        best = schedule.num_evaluations(length, slots) / length
-        assert mine == best
-        cells.append([str(slots), f"{mine:.2f}", f"{best:.2f}", f"{theirs:.2f}"])
+        num_runs, equinox_runs = runs_a_step(ours(Slots(slots)), length), runs_a_step(equinox_scan(slots), length)
+        optimum = schedule.num_evaluations(length, slots) / length
+        assert num_runs == optimum
+        cells.append([str(slots), f"{num_runs:.2f}", f"{optimum:.2f}", f"{equinox_runs:.2f}"])
     return columns, cells, []
 
 
@@ -600,7 +600,7 @@ def main() -> None:
         "million": "A stateful cell through a million steps",
         "thousand": "Deep stacks",
     }
-    found: Results = {}
+    output: Results = {}
     text = [f"{header(env)}."]
     for section in options.only:
         if section in ("gru", "lif", "stack"):
@@ -623,14 +623,14 @@ def main() -> None:
             }[section]
             results = measure(quick)
             columns, cells, lines = describe(results)  # type: ignore[operator]
-        found[section] = {"results": results, "verdicts": lines}
+        output[section] = {"results": results, "verdicts": lines}
         show(titles[section], columns, cells)
         print("\n".join(lines), flush=True)
         text.append(f"{titles[section]}:\n\n{markdown_table(columns, cells)}")
         text += ["\n".join(f"- {line}" for line in lines)] if lines else []
     if options.json:
-        verdict = [line for section in found.values() for line in section["verdicts"]]
-        write_json(options.json, env, {**found, "verdict": verdict})
+        verdict = [line for section in output.values() for line in section["verdicts"]]
+        write_json(options.json, env, {**output, "verdict": verdict})
     if options.markdown:
         renew_section(options.markdown, "loops", "\n\n".join(text))
 

@@ -1,7 +1,7 @@
 """Other libraries' dialects of the behaviour table: each row as users of the library would write it.
 
-Where a library has more than one way to write a thing, its dialects are tried in turn, and the first that is right
-counts. A library that has no transform of some name gets JAX's, on its functions.
+If a library has more than one way to write a program, its dialects are tried in turn, and the first that is right
+counts. If a library lacks a transform, JAX's is applied to its functions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ bst = brainstate.transform
 
 
 class StaticModel(Dialect):
-    """Libraries in which a model that is an argument must be a static one, since it is no pytree."""
+    """Libraries whose models are not pytrees, so that a model must be a static argument."""
 
     def static(self, row: Row, bound: bool) -> dict[str, Any]:
         options = super().static(row, bound)
@@ -37,7 +37,7 @@ class StaticModel(Dialect):
 
 
 class Tree:
-    """A class of pytrees: arrays and Refs are leaves, the flags are part of the structure."""
+    """Base class of models as pytrees: arrays and Refs are leaves, the flags are part of the structure."""
 
     def __init_subclass__(cls) -> None:
         def flatten(model: Any) -> tuple[tuple, tuple]:
@@ -55,7 +55,7 @@ class Tree:
 
 
 class Jax(kinds.Ref):
-    """Parameters are arrays and arguments of what is differentiated; the other states are Refs in a pytree."""
+    """Parameters are arrays and differentiated arguments; other states are Refs in a pytree."""
 
     base = Tree
 
@@ -136,7 +136,7 @@ class Jax(kinds.Ref):
 
 
 class JaxPure(Functional):
-    """The same models in pure functions: Refs are made of values on entry, and their values handed out at the end."""
+    """The same models in pure functions: Refs are made from values on entry, and their values are returned."""
 
     def __init__(self, name: str, kind: str | None = None):
         self.name, self.refs = name, Jax(name, kind=kind)
@@ -215,7 +215,7 @@ class Linen(Functional):
             return nn.vmap(f, variable_axes={"params": None, "states": None}, split_rngs={RANDOM: True})(self, xs)
 
     class Model:
-        """A module's class with the variables to apply it to."""
+        """A module's class and the variables that it is applied to."""
 
         def __init__(self, cls: type, state: dict[str, Any]):
             self.cls, self.state, self.flags = cls, state, Flags()
@@ -224,12 +224,12 @@ class Linen(Functional):
             variables: dict[str, dict[str, Any]] = {"params": {}, "states": {}}
             for name in values.keys() - {RANDOM}:
                 variables[collection(name)][name] = values[name]
-            rest, rngs = {}, {}
+            new_key, rngs = {}, {}
             if RANDOM in values:
-                rest[RANDOM], rngs[RANDOM] = jax.random.split(values[RANDOM])
+                new_key[RANDOM], rngs[RANDOM] = jax.random.split(values[RANDOM])
             module = self.cls(flags=self.flags)
             out, new = module.apply(variables, *args, **kwargs, mutable=["states"], rngs=rngs, method="top")
-            return out, {**variables["params"], **variables["states"], **new.get("states", {}), **rest}
+            return out, {**variables["params"], **variables["states"], **new.get("states", {}), **new_key}
 
     def build(self, row: Row) -> Any:
         cls = type("Module", (Linen.Module,), namespace(self, row))
@@ -267,7 +267,7 @@ class Haiku(StaticModel, Functional):
             return hk.next_rng_key()
 
         def has(self, name: str) -> bool:
-            return False  # hk.get_state creates what is not there
+            return False  # hk.get_state would create it
 
         def create(self, name: str) -> None:
             value = VALUES[name]()
@@ -286,7 +286,7 @@ class Haiku(StaticModel, Functional):
             return hk.vmap(lambda x: f(self, x), split_rng=hk.maybe_next_rng_key() is not None)(xs)
 
     class Model:
-        """A module's class with the parameters and states to apply it to."""
+        """A module's class and the parameters and states that it is applied to."""
 
         def __init__(self, cls: type, state: dict[str, Any]):
             self.cls, self.state, self.flags = cls, state, Flags()
@@ -294,12 +294,12 @@ class Haiku(StaticModel, Functional):
         def apply(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
             params = {k: v for k, v in values.items() if k in PARAMETERS}
             states = {k: v for k, v in values.items() if k not in PARAMETERS | {RANDOM}}
-            rest, key = {}, None
+            new_key, key = {}, None
             if RANDOM in values:
-                rest[RANDOM], key = jax.random.split(values[RANDOM])
+                new_key[RANDOM], key = jax.random.split(values[RANDOM])
             pure = hk.transform_with_state(lambda *args, **kwargs: self.cls(self.flags).top(*args, **kwargs)).apply
             out, new = pure({"model": params}, {"model": states}, key, *args, **kwargs)
-            return out, {**params, **new["model"], **rest}
+            return out, {**params, **new["model"], **new_key}
 
     def build(self, row: Row) -> Any:
         members = {name: self._property(name) for name in VALUES} | namespace(self, row)
@@ -323,7 +323,7 @@ class Haiku(StaticModel, Functional):
 
 
 class Equinox(Functional):
-    """Modules with parameters; the other states are an argument more and a result more of every method.
+    """Modules with parameters; other states are an additional argument and result of every method.
 
     A row's body works on a `Box`, made of both on entry.
     """
@@ -360,8 +360,8 @@ class Equinox(Functional):
             return out
 
         def key(self) -> Any:
-            rest, key = jax.random.split(self.state[RANDOM])
-            self.state = {**self.state, RANDOM: rest}
+            next_key, key = jax.random.split(self.state[RANDOM])
+            self.state = {**self.state, RANDOM: next_key}
             return key
 
         def has(self, name: str) -> bool:
@@ -371,8 +371,8 @@ class Equinox(Functional):
             self.state = {**self.state, name: VALUES[name]()}
 
         def scan(self, f: Callable, carry: Any, xs: Any) -> Any:
-            def step(both: tuple, x: Any) -> tuple[tuple, Any]:
-                state, carry = both
+            def step(pair: tuple, x: Any) -> tuple[tuple, Any]:
+                state, carry = pair
                 box = Equinox.Box(self.module, state)
                 carry, y = f(box, carry, x)
                 return (box.state, carry), y
@@ -387,12 +387,12 @@ class Equinox(Functional):
             return out
 
         def while_loop(self, cond: Callable, f: Callable, carry: Any) -> Any:
-            def step(both: tuple) -> tuple:
-                box = Equinox.Box(self.module, both[0])
-                carry = f(box, both[1])
+            def step(pair: tuple) -> tuple:
+                box = Equinox.Box(self.module, pair[0])
+                carry = f(box, pair[1])
                 return box.state, carry
 
-            self.state, carry = jax.lax.while_loop(lambda both: cond(both[1]), step, (self.state, carry))
+            self.state, carry = jax.lax.while_loop(lambda pair: cond(pair[1]), step, (self.state, carry))
             return carry
 
         def vmap(self, f: Callable, xs: Any) -> Any:
@@ -402,7 +402,7 @@ class Equinox(Functional):
             return eqx.filter_vmap(lambda key, x: f(Equinox.Box(self.module, {**self.state, RANDOM: key}), x))(keys, xs)
 
     class Model:
-        """A module's class with the parameters and states to make it of."""
+        """A module's class and the parameters and states to make it from."""
 
         def __init__(self, cls: type, top: Callable, state: dict[str, Any]):
             self.cls, self.top, self.state, self.flags = cls, top, state, Flags()
@@ -426,7 +426,7 @@ class Equinox(Functional):
         return threaded(body)
 
     def static(self, row: Row, bound: bool) -> dict[str, Any]:
-        return {}  # what is no array is static
+        return {}  # leaves that are not arrays are static
 
     def remat(self, fun: Any, **options: Any) -> Any:
         return eqx.filter_checkpoint(fun, **options)
@@ -446,7 +446,7 @@ def threaded(body: Callable) -> Callable:
 
 
 class JaxByHand(Equinox):
-    """Plain JAX in the same form: modules are any pytrees, and an argument that is no array must be declared static."""
+    """Plain JAX in the same form: modules are any pytrees, and an argument that is not an array must be declared static."""
 
     name = "jax"
 
@@ -456,7 +456,7 @@ class JaxByHand(Equinox):
 
     def static(self, row: Row, bound: bool) -> dict[str, Any]:
         options = Dialect.static(self, row, bound)
-        if "static_argnums" in options:  # the state comes between the model and the rest
+        if "static_argnums" in options:  # the state comes between the model and the other arguments
             options["static_argnums"] = tuple(n + 1 if n >= 0 else n for n in options["static_argnums"])
         return options
 
@@ -471,7 +471,7 @@ class JaxByHand(Equinox):
 
 
 class Nnx(kinds.Nnx):
-    """nnx's transforms, which want the module as an argument; `graph` and `updates` choose among its modes."""
+    """nnx's transforms, which need the module as an argument; `graph` and `updates` choose among its modes."""
 
     def __init__(self, name: str, graph: bool = True, updates: bool = True):
         self.name, self.graph, self.updates = name, graph, updates
@@ -499,8 +499,8 @@ class Nnx(kinds.Nnx):
         return nnx.remat(fun, **options)
 
     def scan(self, model: Any, f: Callable, carry: Any, xs: Any) -> Any:
-        def step(both: tuple, x: Any) -> tuple[tuple, Any]:
-            model, carry = both
+        def step(pair: tuple, x: Any) -> tuple[tuple, Any]:
+            model, carry = pair
             carry, y = f(model, carry, x)
             return (model, carry), y
 
@@ -511,11 +511,11 @@ class Nnx(kinds.Nnx):
         return nnx.cond(pred, f, g, model, *operands)
 
     def while_loop(self, model: Any, cond: Callable, f: Callable, carry: Any) -> Any:
-        def step(both: tuple) -> tuple:
-            model, carry = both
+        def step(pair: tuple) -> tuple:
+            model, carry = pair
             return model, f(model, carry)
 
-        return nnx.while_loop(lambda both: cond(both[1]), step, (model, carry))[1]
+        return nnx.while_loop(lambda pair: cond(pair[1]), step, (model, carry))[1]
 
     def vmap(self, model: Any, f: Callable, xs: Any) -> Any:
         axes = {nnx.RngState: 0, ...: None}
@@ -537,21 +537,21 @@ class Nnx(kinds.Nnx):
             return {"value": value, "x": of_x, **named(of_w)}
 
         def split(model: Any, x: Any) -> dict[str, Any]:
-            graph, parameters, rest = nnx.split(model, nnx.Param, ...)
+            graph, parameters, others = nnx.split(model, nnx.Param, ...)
 
-            def loss(parameters: Any, rest: Any, x: Any) -> jax.Array:
-                return scalar(fun(nnx.merge(graph, parameters, rest), x))
+            def loss(parameters: Any, others: Any, x: Any) -> jax.Array:
+                return scalar(fun(nnx.merge(graph, parameters, others), x))
 
-            value, (of_w, of_x) = nnx.value_and_grad(loss, argnums=(0, 2))(parameters, rest, x)
+            value, (of_w, of_x) = nnx.value_and_grad(loss, argnums=(0, 2))(parameters, others, x)
             return {"value": value, "x": of_x, **named(of_w)}
 
         return with_graph if self.graph and self.updates else split
 
     def jvp(self, model: Any, fun: Callable) -> Callable:
         def pushed(model: Any, x: Any) -> Any:
-            out, moved, new = jax.jvp(functional(model, fun), (x,), (tangent(x),), has_aux=True)
+            out, out_tangent, new = jax.jvp(functional(model, fun), (x,), (tangent(x),), has_aux=True)
             nnx.update(model, new)
-            return out, moved
+            return out, out_tangent
 
         return pushed
 
@@ -582,7 +582,7 @@ class Nnx(kinds.Nnx):
 
 
 def functional(model: Any, fun: Callable) -> Callable:
-    """What nnx's guide does under JAX's own transforms: split, merge inside, and hand the new state out."""
+    """A pure function as in nnx's guide for JAX's own transforms: split, merge inside, and return the new state."""
     graph, state = nnx.split(model)
 
     def pure(x: Any) -> tuple[Any, Any]:

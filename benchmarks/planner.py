@@ -1,10 +1,10 @@
 """Plans against stock policies: memory of the compiled program, and operations added.
 
-Each program has its blocks marked by `statetx.remat`, which is where the stock policies act, and is planned for 20 budgets
-between the least memory that was reached and that without rematerialisation, and for the memory of each stock policy.
+The blocks of each program are marked by `statetx.remat`, where the stock policies act. Each program is planned for 20 budgets
+between the least memory reached and the memory without rematerialisation, and for the memory of each stock policy.
 
-    Memory is what XLA reserves beyond arguments and results, operations are those of the equations; both as
-    `statetx.measure` gives them for the value and the gradient with respect to the parameters.
+Memory is XLA's temporary memory, operations are counted from the equations; both are measured by `statetx.measure` for the
+value and the gradient with respect to the parameters.
 
 Run it with `make bench`, or alone: `python benchmarks/planner.py --only MLP "U-Net"`.
 """
@@ -60,22 +60,22 @@ def judge(name: str, *, quick: bool) -> dict[str, Any]:
     planner = Planner(make(statetx.remat).loss, program.params, *program.data, argnums=0)
     least, most = planner.ends()
     budgets = np.linspace(least, most, 4 if quick else NUM_BUDGETS).astype(int).tolist()
-    wanted = sorted({*budgets, *(c.temp_bytes for c in stock.values())}, reverse=True)
+    all_budgets = sorted({*budgets, *(c.temp_bytes for c in stock.values())}, reverse=True)
     first = None
-    for budget in wanted:
+    for budget in all_budgets:
         try:
             planner.plan(int(budget))
         except statetx.PlanError:
             pass
         first = first or time.perf_counter() - start
     seconds = time.perf_counter() - start
-    plans = {b: planner.best(int(b)) for b in wanted}
+    plans = {b: planner.best(int(b)) for b in all_budgets}
     points = [
         {
             "budget": b,
             "bytes": plan.temp_bytes,
             "predicted": plan.predicted_bytes,
-            "foretold": plan.initial_prediction_bytes,
+            "initial prediction": plan.initial_prediction_bytes,
             "extra": plan.extra_flops,
             "stock": plan.stock,
         }
@@ -99,51 +99,55 @@ def judge(name: str, *, quick: bool) -> dict[str, Any]:
 
 
 def difference(program: Program, loss: Any, plans: list[Any]) -> float:
-    """The largest difference between a planned gradient and the unplanned one, relative to the largest entry of its array."""
+    """The largest difference between planned and unplanned gradients, relative to the largest entry of each array."""
     expected = jax.jit(jax.grad(program.loss))(program.params, *program.data)
-    found = 0.0
+    largest = 0.0
     for plan in (plan for plan in plans if plan is not None):
         got = jax.jit(jax.grad(plan.apply(loss)))(program.params, *program.data)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-            found = max(found, float(jnp.abs(a - b).max() / jnp.maximum(jnp.abs(b).max(), 1e-30)))
-    return found
+            largest = max(largest, float(jnp.abs(a - b).max() / jnp.maximum(jnp.abs(b).max(), 1e-30)))
+    return largest
 
 
 def verdicts(name: str, result: dict[str, Any]) -> dict[str, Any]:
-    """What the result shows of the plans, point by point."""
+    """Compare the plans with their budgets, predictions and the stock policies."""
     points = result["points"]
-    at = {p["budget"]: p for p in points}
-    missed = [s for s, c in result["stock"].items() if c["bytes"] not in at]
-    dearer = [s for s, c in result["stock"].items() if c["bytes"] in at and at[c["bytes"]]["extra"] > c["extra"] + 1e-9]
+    by_budget = {p["budget"]: p for p in points}
+    missed = [s for s, c in result["stock"].items() if c["bytes"] not in by_budget]
+    more_expensive = [
+        s
+        for s, c in result["stock"].items()
+        if c["bytes"] in by_budget and by_budget[c["bytes"]]["extra"] > c["extra"] + 1e-9
+    ]
     full = result["stock"]["nothing"]
     over = [p for p in points if p["bytes"] > p["budget"]]
-    # What was compiled before there was anything to predict does not count.
+    # The program without remat is compiled before the model predicts anything: it does not count.
     planned = [p for p in points if p["stock"] != "no remat"]
-    near = lambda key: np.mean([abs(p[key] / p["bytes"] - 1) <= 0.1 for p in planned])  # noqa: E731
+    share_near = lambda key: np.mean([abs(p[key] / p["bytes"] - 1) <= 0.1 for p in planned])  # noqa: E731
     extras = [p["extra"] for p in points]
     return {
         "missed": missed,
-        "dearer": dearer,
+        "more expensive": more_expensive,
         "over": len(over),
-        "at full": at[full["bytes"]]["extra"] if full["bytes"] in at else None,
-        "near": float(near("predicted")),
-        "near before": float(near("foretold")),
+        "at full": by_budget[full["bytes"]]["extra"] if full["bytes"] in by_budget else None,
+        "near": float(share_near("predicted")),
+        "near before": float(share_near("initial prediction")),
         "monotone": all(b <= a + 1e-12 for a, b in zip(extras, extras[1:], strict=False)),
     }
 
 
 def fence(quick: bool) -> dict[str, list[int]]:
     """Temporary bytes without rematerialisation, with ``jax.checkpoint``, and with `statetx.remat`."""
-    found = {}
+    temp_bytes = {}
     for name in FENCED:
         make = functools.partial(PROGRAMS[name], **(SMALL[name] if quick else {}))
-        found[name] = [cost(make(wrap)).temp_bytes for wrap in (identity, jax.checkpoint, statetx.remat)]
-    return found
+        temp_bytes[name] = [cost(make(wrap)).temp_bytes for wrap in (identity, jax.checkpoint, statetx.remat)]
+    return temp_bytes
 
 
 def scale(quick: bool) -> list[dict[str, Any]]:
-    """How long one plan takes for a long program, and for a loop over many layers."""
-    found = []
+    """The time of one plan for a long program, and for a loop over many layers."""
+    rows = []
     small: dict[str, Any] = {"width": 64, "heads": 4, "time": 64, "batch": 2}
     layers = 4 if quick else 26
     for title, program in (
@@ -155,20 +159,20 @@ def scale(quick: bool) -> list[dict[str, Any]]:
         seconds = time.perf_counter() - start
         start = time.perf_counter()
         cost(program)
-        alone = time.perf_counter() - start
+        unplanned_seconds = time.perf_counter() - start
         equations = plan.num_equations
-        found.append(
+        rows.append(
             {
                 "program": title,
                 "equations": equations,
                 "seconds": seconds,
-                "seconds to compile unplanned": alone,
+                "seconds to compile unplanned": unplanned_seconds,
                 "compiled": len(plan.measured()),
                 "of budget": plan.temp_bytes / plan.budget_bytes,
                 "extra": plan.extra_flops,
             }
         )
-    return found
+    return rows
 
 
 def picture(results: dict[str, Any], path: str) -> None:
@@ -190,8 +194,8 @@ def picture(results: dict[str, Any], path: str) -> None:
             )
         axes.axvline(result["bytes"] / MIB, color="#999999", linestyle="--", linewidth=1, label="no remat")
         axes.set_title(name, loc="left", fontsize=10)
-        shown = [100 * p["extra"] for p in (*points, *result["stock"].values())]
-        axes.set_ylim(-1, min(60, 1.1 * max(shown) + 2))
+        extras = [100 * p["extra"] for p in (*points, *result["stock"].values())]
+        axes.set_ylim(-1, min(60, 1.1 * max(extras) + 2))
         axes.set_xlim(left=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("temporary memory, MiB", fontsize=8)
@@ -210,53 +214,53 @@ def main() -> None:
     print(header(env))
     chosen = options.only or [*PROGRAMS, "fence", "scale"]
     text: list[str] = []
-    found: dict[str, Any] = {}
+    output: dict[str, Any] = {}
     results = {}
     for name in (n for n in PROGRAMS if n in chosen):
         results[name] = judge(name, quick=options.quick)
         print(f"{name}: {results[name]['seconds']:.0f} s, {results[name]['compiled']} programs compiled", flush=True)
-        if options.json:  # what is there, should the rest take too long
+        if options.json:  # after each program: a later one may take too long
             write_json(options.json, env, {"programs": results})
     if results:
-        found["programs"] = results
+        output["programs"] = results
         text += tables(results)
     if "fence" in chosen:
-        found["fence"] = fence(options.quick)
+        output["fence"] = fence(options.quick)
         columns = ["program", "no remat", "jax.checkpoint", "statetx.remat", "of no remat"]
-        cells = [[n, *(f"{b / MIB:.1f} MiB" for b in v), f"{v[2] / v[0]:.2f}"] for n, v in found["fence"].items()]
+        cells = [[n, *(f"{b / MIB:.1f} MiB" for b in v), f"{v[2] / v[0]:.2f}"] for n, v in output["fence"].items()]
         show("Unrolled programs, default compiler flags", columns, cells)
         text.append(f"Unrolled programs under default compiler flags:\n\n{markdown_table(columns, cells)}")
     if "scale" in chosen:
-        found["scale"] = scale(options.quick)
+        output["scale"] = scale(options.quick)
         columns = ["program", "equations", "seconds", "to compile it unplanned for use", "compiled"]
         columns += ["of its budget", "added operations"]
         cells = [
             [r["program"], str(r["equations"]), f"{r['seconds']:.1f}", f"{r['seconds to compile unplanned']:.1f}"]
             + [str(r["compiled"]), f"{r['of budget']:.2f}", f"{100 * r['extra']:.2f}%"]
-            for r in found["scale"]
+            for r in output["scale"]
         ]
         show("Time to plan for half of the memory", columns, cells)
         text.append(f"Time to plan for half of the memory, compilations included:\n\n{markdown_table(columns, cells)}")
     if options.json:
-        write_json(options.json, env, {**found, "verdict": lines_of(found)})
+        write_json(options.json, env, {**output, "verdict": lines_of(output)})
     if options.plot and results:
         picture(results, options.plot)
     if options.markdown:
         renew_section(options.markdown, "planner", "\n\n".join(text))
 
 
-def lines_of(found: dict[str, Any]) -> list[str]:
-    """What was asked of plans, in words."""
+def lines_of(output: dict[str, Any]) -> list[str]:
+    """The main figures, a line for each."""
     lines = []
-    for name, r in found.get("programs", {}).items():
+    for name, r in output.get("programs", {}).items():
         extra = verdicts(name, r)["at full"]
-        shown = "none" if extra is None else f"{100 * extra:+.1f}%"
-        lines.append(f"{name}: {shown} operations at full rematerialisation's memory")
+        text = "none" if extra is None else f"{100 * extra:+.1f}%"
+        lines.append(f"{name}: {text} operations at full rematerialisation's memory")
     lines += [
-        f"{n}: {v[2] / v[0]:.2f} of no remat's memory by the fence alone" for n, v in found.get("fence", {}).items()
+        f"{n}: {v[2] / v[0]:.2f} of no remat's memory by the fence alone" for n, v in output.get("fence", {}).items()
     ]
     lines += [
-        f"{r['program']}, {r['equations']} equations: planned in {r['seconds']:.1f} s" for r in found.get("scale", [])
+        f"{r['program']}, {r['equations']} equations: planned in {r['seconds']:.1f} s" for r in output.get("scale", [])
     ]
     return lines
 
@@ -276,32 +280,37 @@ def tables(results: dict[str, Any]) -> list[str]:
         v = verdicts(name, r)
         full, dots = r["stock"]["nothing"], r["stock"]["dots"]
         two_thirds = min((p["extra"] for p in r["points"] if p["budget"] <= 2 / 3 * r["bytes"]), default=None)
-        shown = lambda x: "none" if x is None else f"{100 * x:+.1f}%"  # noqa: E731
+        percent = lambda x: "none" if x is None else f"{100 * x:+.1f}%"  # noqa: E731
         row = [name, f"{r['bytes'] / MIB:.1f} MiB"]
-        row += [f"{c['bytes'] / MIB:.1f} MiB {shown(c['extra'])}" for c in (full, dots)]
-        cells.append([*row, shown(v["at full"]), shown(two_thirds), f"{r['least'] / MIB:.1f} MiB"])
+        row += [f"{c['bytes'] / MIB:.1f} MiB {percent(c['extra'])}" for c in (full, dots)]
+        cells.append([*row, percent(v["at full"]), percent(two_thirds), f"{r['least'] / MIB:.1f} MiB"])
     show("Memory, and operations added", columns, cells)
     text = [f"Temporary memory and operations added:\n\n{markdown_table(columns, cells)}"]
     columns = [
         "program",
-        "budgets kept",
+        "budgets met",
         "missed that a policy meets",
-        "dearer than a policy",
+        "more expensive than a policy",
         "within 10%",
-        "foretold within 10%",
+        "initial prediction within 10%",
     ]
     columns += ["monotone", "gradients differ by", "compiled", "seconds"]
     cells = []
     for name, r in results.items():
         v = verdicts(name, r)
-        kept = sum(p["bytes"] <= p["budget"] for p in r["points"])
+        num_met = sum(p["bytes"] <= p["budget"] for p in r["points"])
         cells.append(
-            [name, f"{kept} of {len(r['points'])}", ", ".join(v["missed"]) or "none", ", ".join(v["dearer"]) or "none"]
+            [
+                name,
+                f"{num_met} of {len(r['points'])}",
+                ", ".join(v["missed"]) or "none",
+                ", ".join(v["more expensive"]) or "none",
+            ]
             + [f"{100 * v['near']:.0f}%", f"{100 * v['near before']:.0f}%", "yes" if v["monotone"] else "NO"]
             + [f"{r['difference']:.1e}", str(r["compiled"]), f"{r['seconds']:.0f}"]
         )
-    show("What the plans keep to", columns, cells)
-    return [*text, f"What the plans keep to:\n\n{markdown_table(columns, cells)}"]
+    show("Plans against their budgets", columns, cells)
+    return [*text, f"Plans against their budgets:\n\n{markdown_table(columns, cells)}"]
 
 
 if __name__ == "__main__":

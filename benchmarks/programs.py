@@ -1,7 +1,7 @@
-"""Programs to plan for: pure functions of parameters and data, built of blocks that a caller may wrap.
+"""Programs for the planner: pure functions of parameters and data, built of blocks that the caller may wrap.
 
 Each maker returns ``loss, params, data``, where ``loss(params, *data)`` is a number. `wrap` is applied to each block's
-function, as a user would apply ``statetx.remat``; by default blocks are left as they are.
+function, as a user would apply ``statetx.remat``; by default blocks are unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 
 class Program(NamedTuple):
-    """A loss, its parameters, and the data it takes besides."""
+    """A loss, its parameters, and its data."""
 
     loss: Callable[..., Any]
     params: Any
@@ -115,7 +115,7 @@ def transformer(
     batch: int = 8,
     gated: bool = False,
 ) -> Program:
-    """Attention and two matrix products a block, normalised before."""
+    """Pre-norm blocks of attention and two matrix products."""
     rng = np.random.default_rng(0)
     hidden = width * (8 // 3 if gated else 4)
 
@@ -192,7 +192,7 @@ def conv_net(
 
 
 def unet(wrap: Callable = identity, *, levels: int = 3, channels: int = 16, size: int = 64, batch: int = 8) -> Program:
-    """Residual blocks down and up again, two at each size, with what each size computed handed across."""
+    """Residual blocks down and up again, two at each size, with skip connections from each size."""
     rng = np.random.default_rng(0)
 
     @wrap
@@ -215,21 +215,21 @@ def unet(wrap: Callable = identity, *, levels: int = 3, channels: int = 16, size
                 x = block(p, x)
         return (x**2).mean()
 
-    def two(before: int, after: int) -> list[Any]:
+    def two_blocks(in_width: int, width: int) -> list[Any]:
         return [
             {
-                "first": _dense(rng, 3, 3, n, after),
-                "second": _dense(rng, 3, 3, after, after),
-                "across": _dense(rng, 1, 1, n, after),
+                "first": _dense(rng, 3, 3, n, width),
+                "second": _dense(rng, 3, 3, width, width),
+                "across": _dense(rng, 1, 1, n, width),
             }
-            for n in (before, after)
+            for n in (in_width, width)
         ]
 
     widths = [channels * 2**i for i in range(levels + 1)]
     params = {
-        "down": [two(3 if i == 0 else widths[i - 1], widths[i]) for i in range(levels)],
-        "middle": two(widths[-2], widths[-1]),
-        "up": [two(widths[i + 1] + widths[i], widths[i]) for i in reversed(range(levels))],
+        "down": [two_blocks(3 if i == 0 else widths[i - 1], widths[i]) for i in range(levels)],
+        "middle": two_blocks(widths[-2], widths[-1]),
+        "up": [two_blocks(widths[i + 1] + widths[i], widths[i]) for i in reversed(range(levels))],
     }
     return Program(loss, params, (_normal(rng, batch, size, size, 3),))
 
@@ -261,7 +261,7 @@ def recurrent(wrap: Callable = identity, *, steps: int = 512, width: int = 128, 
 
 
 def skip_mixture(wrap: Callable = identity, *, layers: int = 10, width: int = 256, batch: int = 2048) -> Program:
-    """Blocks of different kinds (gated, normalised, softmax mixtures), each reading the results of two before it."""
+    """Blocks of several types (gated, normalised, softmax mixtures), each of which reads the results of two earlier blocks."""
     rng = np.random.default_rng(0)
 
     @wrap

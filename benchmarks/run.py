@@ -1,7 +1,7 @@
-"""All benchmarks, one after the other, and how their figures stand to ``limits.toml``.
+"""Run all benchmarks, one after the other, and compare their figures with ``limits.toml``.
 
-Results go to a folder: a JSON file for each benchmark, its output, and ``summary.md``. Nothing fails because of a limit that is
-missed: machines are noisy. A benchmark that cannot run does.
+Results go to a folder: a JSON file for each benchmark, its output, and ``summary.md``. A missed limit is not a
+failure, since machines are noisy; a benchmark that cannot run is one.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def test_inputs_added_while_staging_come_last_in_order():
         b = _jax.new_input(_jax.current_trace(), jax.typeof(jnp.int32(1)))
         return [y * b + a.sum(), a]
 
-    jaxpr, consts = _jax.stage(f, [jax.typeof(X)], kind="scan", name="f")
+    jaxpr, consts = _jax.stage(f, [jax.typeof(X)], traced_for="scan", name="f")
     assert consts == [] and [v.aval.shape for v in jaxpr.invars] == [(3,), (2, 3), ()]
     outs = _jax.evaluate(jaxpr, (), (X, jnp.ones((2, 3)), jnp.int32(2)))
     np.testing.assert_allclose(outs[0], jnp.sin(X) * 2 + 6, rtol=1e-6)
@@ -93,7 +93,7 @@ def test_inputs_added_while_staging_come_last_in_order():
 
 def test_closed_over_values_are_constants_of_the_jaxpr():
     def outer(x):
-        jaxpr, consts = _jax.stage(lambda y: [y * x], [jax.typeof(X)], kind="jit", name="f")
+        jaxpr, consts = _jax.stage(lambda y: [y * x], [jax.typeof(X)], traced_for="jit", name="f")
         assert len(consts) == 1 and consts[0] is x
         return _jax.evaluate(jaxpr, consts, (X,))[0].sum()
 
@@ -116,7 +116,7 @@ def test_derivative_rules_of_jax_are_recognised_and_users_are_not():
     own.defjvps(lambda t, out, x: t)
 
     def rules(f):
-        jaxpr, _ = _jax.stage(lambda x: [f(x)], [jax.typeof(X)], kind="jit", name="f")
+        jaxpr, _ = _jax.stage(lambda x: [f(x)], [jax.typeof(X)], traced_for="jit", name="f")
         return [_jax.derivative_rule(e.params["jvp_jaxpr_fun"]) for e in jaxpr.eqns if "jvp_jaxpr_fun" in e.params]
 
     (first,), (second,) = rules(jax.nn.relu), rules(jax.nn.relu)
@@ -146,7 +146,7 @@ def test_equations_copied_to_a_trace_are_those_of_running_them():
             y = jax.nn.relu(x) * jnp.arange(3.0)
         return [y + n, x, np.float32(2)]
 
-    jaxpr, consts = _jax.stage(f, [jax.typeof(X), jax.typeof(jnp.ones(()))], kind="jit", name="f")
+    jaxpr, consts = _jax.stage(f, [jax.typeof(X), jax.typeof(jnp.ones(()))], traced_for="jit", name="f")
 
     def copied(x):
         with jax.named_scope("outer"):
@@ -168,14 +168,14 @@ def test_equations_copied_to_a_trace_are_those_of_running_them():
 
 
 def test_arguments_of_other_types_are_not_taken_for_those_of_the_jaxpr():
-    jaxpr, consts = _jax.stage(lambda x: [jnp.sin(x)], [jax.typeof(X)], kind="jit", name="f")
+    jaxpr, consts = _jax.stage(lambda x: [jnp.sin(x)], [jax.typeof(X)], traced_for="jit", name="f")
     outs = jax.make_jaxpr(lambda x: _jax.evaluate(jaxpr, consts, (x,)))(jnp.ones(3, jnp.bfloat16)).out_avals
     assert outs[0].dtype == jnp.bfloat16
 
 
 @pytest.mark.skipif(REMAT3, reason="jax_remat3: jax.checkpoint makes another equation than ours")
 def test_a_jaxpr_is_rematerialised_as_a_function_is():
-    jaxpr, _ = _jax.stage(lambda x, y: [jnp.sin(x) * y], [jax.typeof(X)] * 2, kind="jit", name="f")
+    jaxpr, _ = _jax.stage(lambda x, y: [jnp.sin(x) * y], [jax.typeof(X)] * 2, traced_for="jit", name="f")
     policy = jax.checkpoint_policies.dots_saveable
 
     def ours(x, y):
@@ -197,11 +197,11 @@ def test_vmaps_are_found_and_noticed():
         return notice
 
     def f(x, y):
-        vmaps = _jax.vmaps_around()
+        vmaps = _jax.enclosing_vmaps()
         mapped.append(
-            [(t.axis_data.size, *(_jax.which_are_mapped(v, vmaps)[n] for v in (x, y))) for n, t in enumerate(vmaps)]
+            [(t.axis_data.size, *(_jax.mapped_in_each(v, vmaps)[n] for v in (x, y))) for n, t in enumerate(vmaps)]
         )
-        return _jax.noticing([x, y], 0, notice) * y
+        return _jax.notify_of_vmap([x, y], 0, notice) * y
 
     x, y = jnp.ones((2, 3)), jnp.ones(3)
     f(y, y)

@@ -118,7 +118,11 @@ def test_mistakes_in_branches():
         (lambda: statetx.switch(1.5, [lambda: 1]), TypeError, "index must be a scalar integer"),
         (lambda: statetx.switch(lambda: 0, [lambda: 1]), TypeError, "index must be a scalar integer, got function"),
         (lambda: statetx.switch(0, []), ValueError, "at least one branch"),
-        (lambda: statetx.cond(true, lambda: "a", lambda: "a"), statetx.StateValueError, "is a str, which is no array"),
+        (
+            lambda: statetx.cond(true, lambda: "a", lambda: "a"),
+            statetx.StateValueError,
+            "is a str, which is not an array",
+        ),
         (lambda: statetx.cond(true, 3, lambda: 1), TypeError, "every branch must be callable"),
         (lambda: statetx.cond(true, lambda x: x, lambda x: x, 1, operand=2), TypeError, "not both"),
         (

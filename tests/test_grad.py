@@ -128,13 +128,13 @@ def test_what_cannot_be_differentiated():
         statetx.grad(m.loss, wrt=m.n)(X)
     with pytest.raises(statetx.StateFilterError, match=r"selects no state.*a \(Param\), b \(Param\), n \(State\)"):
         statetx.grad(m.loss, wrt="w*")(X)
-    with pytest.raises(statetx.StateFilterError, match="wrt= holds a float, which is no state"):
+    with pytest.raises(statetx.StateFilterError, match="wrt= holds a float, which is not a state"):
         statetx.grad(m.loss, wrt=[3.0])(X)
     with pytest.raises(statetx.StateFilterError, match=r"wrt= lists Param .* twice"):
         statetx.grad(m.loss, wrt=[m.a, m.b, m.a])(X)
     with pytest.raises(statetx.StateFilterError, match="wrt= is empty"):
         statetx.grad(m.loss, wrt=[])(X)
-    with pytest.raises(statetx.StateValueError, match="a str, which is no array"):
+    with pytest.raises(statetx.StateValueError, match="a str, which is not an array"):
         statetx.grad(m.loss, wrt=statetx.State("text"))(X)
     with pytest.raises(ValueError, match="argnums=3 asks for argument 3, and Model.loss was called with 1"):
         statetx.grad(m.loss, argnums=3)(X)

@@ -21,7 +21,7 @@ X = jnp.arange(3.0)
 
 def body_of(f, *args):
     avals = [_jax.abstract(x) for x in args]
-    return stage(lambda *xs: ([f(*xs)], None), avals, kind="test", names=InputNames(f))[0]
+    return stage(lambda *xs: ([f(*xs)], None), avals, traced_for="test", names=InputNames(f))[0]
 
 
 def alike(f, g, *args, other=None):

@@ -1365,7 +1365,7 @@ _FIRST: dict = {}
 class _Alike:
     """A structure that equals every other."""
 
-    is_unlike = False
+    is_incomparable = False
 
     def __init__(self, jaxpr):
         pass

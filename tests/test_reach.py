@@ -528,7 +528,7 @@ def test_a_state_that_no_walk_finds_is_refused_by_name(transform):
 
 def test_residuals_by_filter_refuse_what_no_walk_finds():
     looked_up, other = looked_up_by_name(Param(W)), Param(W)
-    with pytest.raises(statetx.StateFilterError, match="no walk over the function and its arguments finds it"):
+    with pytest.raises(statetx.StateFilterError, match="the walk over the function and its arguments does not find it"):
         statetx.saved_residuals(lambda x: (looked_up(x) * other.value).sum(), X, wrt=Param)
 
 

@@ -149,7 +149,7 @@ def test_drift_of_a_carried_state_names_the_culprit(drift):
 def test_drift_of_the_carry():
     with pytest.raises(statetx.CarryTypeError, match=r"carry at \['a'\]: it enters a step as int32\[\].*float32\[3\]"):
         statetx.scan(lambda c, x: ({"a": x}, None), {"a": jnp.int32(0)}, XS)
-    with pytest.raises(statetx.CarryTypeError, match="in the structure it was given"):
+    with pytest.raises(statetx.CarryTypeError, match="with the structure of the carry that it gets"):
         statetx.scan(lambda c, x: ((c, c), None), 0, XS)
     carry, _ = statetx.scan(lambda c, x: (c + x.sum(), None), 0, XS)  # a number takes the body's type, as in JAX
     np.testing.assert_allclose(carry, XS.sum(), atol=1e-6)
@@ -254,7 +254,7 @@ def test_other_objects():
     assert int(out) == 8
     with pytest.raises(statetx.StateValueError, match="carry holds a str"):
         statetx.scan(lambda c, x: (c, None), "a", XS)
-    with pytest.raises(statetx.StateValueError, match="an output of .* is a str, which is no array"):
+    with pytest.raises(statetx.StateValueError, match="an output of .* is a str, which is not an array"):
         statetx.scan(lambda c, x: (c, "a"), 0, XS)
     with pytest.raises(statetx.CarryTypeError, match="enters as"):
         statetx.scan(lambda c, x: (setattr(mode, "value", x.sum()), (c, None))[1], 0, XS)

@@ -195,10 +195,10 @@ def test_map():
 def test_private_batch_tracers():
     def f(x, y):
         trace = _jax.current_trace()
-        s = _jax.batched(trace, jnp.arange(6.0).reshape(2, 3), 1)
+        s = _jax.batch_tracer(trace, jnp.arange(6.0).reshape(2, 3), 1)
         assert s.shape == (2,) and _jax.batch_size(trace) == 3
         assert _jax.is_batched(x, trace) and _jax.is_batched(s, trace) and not _jax.is_batched(y, trace)
-        with _jax.enclosing(trace):
+        with _jax.in_parent_trace(trace):
             assert _jax.is_eager()
         return (s * x).sum()
 

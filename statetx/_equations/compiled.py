@@ -1,4 +1,4 @@
-"""Compiled programs: their memory and their operations, without running them."""
+"""Memory and operation counts of compiled programs, without running them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Cost:
     Attributes:
         flops: operations of its equations, loops counted with their lengths.
         compiled_flops: operations as XLA counts them: the body of a loop once.
-        argument_bytes, output_bytes, temp_bytes: memory, by XLA's own analysis.
+        argument_bytes, output_bytes, temp_bytes: memory, by XLA's memory analysis.
     """
 
     flops: int
@@ -36,21 +36,23 @@ class Cost:
 
 
 def memory_analysis_options() -> dict[str, Any]:
-    """Compiler options for a program that is compiled to learn its memory, not to be run.
+    """Compiler options for a program that is compiled only to measure its memory.
 
-    On a CPU they leave the machine code unoptimised, which halves the time. XLA assigns memory before that step.
+    On a CPU they leave the machine code unoptimised, which halves the compile time. XLA assigns memory before that step, so
+    the memory is exact.
     """
     return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
 
 
 @functools.cache
 def fast_compile_options() -> dict[str, Any]:
-    """Faster options of the same purpose; reported memory may differ by a few hundred bytes."""
+    """Faster compiler options for the same purpose; reported memory may differ by a few hundred bytes."""
     options = {
         **memory_analysis_options(),
         "xla_cpu_use_fusion_emitters": False,
     }  # an option that jaxlib 0.12 no longer has
     if jax.default_backend() == "cpu":
+        # Try the options on a trivial program: a jaxlib that lacks one of them raises.
         try:
             jax.jit(lambda x: x).lower(0.0).compile(options)
             return options
@@ -63,7 +65,7 @@ class Program:
     """A function of arrays, traced for arguments of certain types and compiled on request. It is never run.
 
     Attributes:
-        lowered, compiled: as ``jax.jit`` gives them.
+        lowered, compiled: the ``jax.stages`` objects.
         flops: operations of its equations, loops counted with their lengths.
         cost: see `Cost`.
     """

@@ -1,7 +1,7 @@
-"""The two passes of a derivative in reverse mode, as equations.
+"""Forward and backward pass of a function, as jaxprs.
 
-``jax.vjp`` returns its pullback as a pytree whose leaves are the residuals. Tracing it twice, with these leaves as further outputs of the
-forward pass and as inputs of the backward pass, gives both passes; nothing is computed.
+``jax.vjp`` returns its pullback as a pytree whose leaves are the residuals. The forward pass is traced with these leaves as further
+outputs, the backward pass with these leaves as inputs; nothing is computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ForwardPass(NamedTuple):
 
     Attributes:
         body: ``(*inputs) -> (*outputs, *residuals)``.
-        pullback: the structure of the pullback, whose leaves are the residuals.
+        pullback: the treedef of the pullback, whose leaves are the residuals.
     """
 
     body: Body
@@ -31,45 +31,45 @@ class ForwardPass(NamedTuple):
 
 
 def forward_pass(
-    fun: Callable[..., list], avals: Sequence[Any], diff_indices: Sequence[int], *, kind: str, name: str
+    fun: Callable[..., list], avals: Sequence[Any], diff_indices: Sequence[int], *, traced_for: str, name: str
 ) -> ForwardPass:
-    """Stage ``fun(*inputs) -> outputs`` and the residuals that ``jax.vjp`` keeps for the inputs at `diff_indices`."""
+    """Stage ``fun(*inputs) -> outputs`` with the residuals that ``jax.vjp`` saves for the inputs at `diff_indices`."""
     pullback: Any = None
 
     def run(*inputs: Any) -> list[Any]:
         nonlocal pullback
-        outputs, pull = jax.vjp(function_of(fun, inputs, diff_indices), *(inputs[i] for i in diff_indices))
-        leaves, pullback = jax.tree.flatten(pull)
-        return [*outputs, *leaves]
+        outputs, vjp_fun = jax.vjp(function_of(fun, inputs, diff_indices), *(inputs[i] for i in diff_indices))
+        residuals, pullback = jax.tree.flatten(vjp_fun)
+        return [*outputs, *residuals]
 
-    body = Body.close(*_jax.stage(run, avals, kind=kind, name=name))
+    body = Body.close(*_jax.stage(run, avals, traced_for=traced_for, name=name))
     return ForwardPass(body, pullback)
 
 
 def backward_pass(
-    pullback: Any, residual_avals: Sequence[Any], cotangent_avals: Sequence[Any], *, kind: str, name: str
+    pullback: Any, residual_avals: Sequence[Any], cotangent_avals: Sequence[Any], *, traced_for: str, name: str
 ) -> tuple[Jaxpr, Sequence[Any]]:
-    """``(*residuals, *cotangents) -> cotangents of the inputs``, as a jaxpr and its constants."""
+    """Stage ``(*residuals, *cotangents) -> cotangents of the inputs``; return the jaxpr and its constants."""
     num = len(residual_avals)
 
     def run(*inputs: Any) -> list[Any]:
-        pull = jax.tree.unflatten(pullback, inputs[:num])
-        return jax.tree.leaves(pull(list(inputs[num:])))
+        vjp_fun = jax.tree.unflatten(pullback, inputs[:num])
+        return jax.tree.leaves(vjp_fun(list(inputs[num:])))
 
-    return _jax.stage(run, [*residual_avals, *cotangent_avals], kind=kind, name=name)
+    return _jax.stage(run, [*residual_avals, *cotangent_avals], traced_for=traced_for, name=name)
 
 
 def with_pullback(
     fun: Callable[..., tuple[list, list]], diff_indices: Sequence[int]
 ) -> Callable[..., tuple[list, list, list]]:
-    """``fun(*arrays) -> (outputs, aux)`` with the cotangents of the arrays at `diff_indices`, for cotangents of one.
+    """Add to ``fun(*arrays) -> (outputs, aux)`` the cotangents of the arrays at `diff_indices`, for output cotangents of one.
 
-    It is the program whose memory stands for a gradient, in a measurement and in a plan.
+    Measurements and plans take the memory of this program for the memory of a gradient.
     """
 
     def step(*arrays: Any) -> tuple[list, list, list]:
         diff_args = (arrays[i] for i in diff_indices)
-        outs, pull, aux = jax.vjp(function_of(fun, arrays, diff_indices), *diff_args, has_aux=True)
-        return outs, aux, list(pull([_jax.varying_like(jnp.ones_like(x), x) for x in outs]))
+        outs, vjp_fun, aux = jax.vjp(function_of(fun, arrays, diff_indices), *diff_args, has_aux=True)
+        return outs, aux, list(vjp_fun([_jax.varying_like(jnp.ones_like(x), x) for x in outs]))
 
     return step

@@ -1,9 +1,9 @@
 """Floating-point operations of equations.
 
-An operation is counted for each entry that an elementwise primitive gives (a sine counts as much as a sum) and for each entry that a
-reduction takes, two for each multiply-add of products and convolutions. Moving data costs none. Matrix factorisations count their leading terms
-(Golub and Van Loan, Matrix Computations, 4th edition). The most expensive branch counts, and one of the devices of a shard_map. A
-``while`` loop counts one step, since its number of steps is unknown: there, and only there, the figure may be far too small.
+An elementwise primitive counts one operation for each entry of its result (a sine as much as a sum), a reduction one for each entry of its
+operand; products and convolutions count two for each multiply-add. Moving data is free. Matrix factorisations count their leading terms
+(Golub and Van Loan, Matrix Computations, 4th edition). A branch counts its most expensive case, a shard_map one device. A ``while``
+loop counts one step, since its number of steps is unknown: there, and only there, the count may be far too small.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def count(jaxpr: Jaxpr) -> int:
 
 
 def flops(eqn: Any) -> int:
-    """Operations of an equation, with those of the equations in it."""
+    """Operations of an equation, including the jaxprs in it."""
     name, rule = eqn.primitive.name, row_of(eqn).flops
     if rule is not None:
         return int(rule(eqn))
@@ -35,11 +35,11 @@ def flops(eqn: Any) -> int:
 
 
 def _inner(eqn: Any) -> Iterable[tuple[Jaxpr, int]]:
-    """The jaxprs in an equation and how often each is run; of a custom derivative, the function without its rule."""
-    params, this = eqn.params, row_of(eqn)
-    if this.runs is Runs.PRIMAL:
-        params = {this.jaxpr: params[this.jaxpr]}
-    times = params["length"] if this.runs is Runs.LOOP else 1
+    """The jaxprs in an equation and the number of times each runs; for a custom derivative, the function without its rule."""
+    params, row = eqn.params, row_of(eqn)
+    if row.runs is Runs.PRIMAL:
+        params = {row.jaxpr: params[row.jaxpr]}
+    times = params["length"] if row.runs is Runs.LOOP else 1
     for param in params.values():
         for x in param if isinstance(param, (tuple, list)) else (param,):
             if _jax.is_jaxpr(x):

@@ -1,7 +1,7 @@
-"""Arrays that a staged function closes over, at any depth, become its inputs.
+"""Turn arrays that a staged function closes over, at any depth, into inputs.
 
-JAX writes some of them into equations, as constants of the jaxpr of a nested ``jit`` or as scalar literals. What keeps
-such equations keeps the arrays, and two models whose layers are jitted by themselves would never be alike.
+JAX writes some of them into equations, as constants of a nested ``jit``'s jaxpr or as scalar literals. A cache of such equations
+would keep the arrays alive, and two models whose layers are jitted separately would never have equal structures.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .primitives import JIT, REMAT
 
 
 def hoist(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
-    """A jaxpr without constants, whose first inputs are to get the arrays that are returned.
+    """Return a jaxpr without constants, and the arrays to pass as its first inputs.
 
-    Arrays in equations that cannot be given further inputs, as those of derivative rules, stay.
+    Arrays in equations that cannot have further inputs, such as calls with derivative rules, stay.
     """
     num_inputs = len(consts) - len(jaxpr.constvars)  # from jax 0.12 on, constants of a trace may be inputs already
     variables = [*jaxpr.constvars, *jaxpr.invars[:num_inputs]]
@@ -32,17 +32,17 @@ def hoist(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
 
 
 class _Scope:
-    """One jaxpr while its arrays are made inputs: `variables` are new ones, `arrays` their values."""
+    """A jaxpr while its arrays become inputs: `variables` are the new inputs, `arrays` their values."""
 
     def __init__(self, variables: Sequence[Any], arrays: Sequence[Any]):
         self.variables = list(variables)
         self.arrays = list(arrays)
-        self._known = {id(x): v for x, v in zip(arrays, variables, strict=True)}
+        self._variable_by_id = {id(x): v for x, v in zip(arrays, variables, strict=True)}
 
     def variable(self, array: Any, aval: Any) -> Any:
-        var = self._known.get(id(array))
+        var = self._variable_by_id.get(id(array))
         if var is None:
-            var = self._known[id(array)] = _jax.Var(aval)
+            var = self._variable_by_id[id(array)] = _jax.Var(aval)
             self.variables.append(var)
             self.arrays.append(array)
         return var
@@ -58,33 +58,36 @@ class _Scope:
         return eqn if rule is None else rule(self, eqn)
 
     def inputs_for(self, new: Jaxpr, arrays: Sequence[Any]) -> list[Any]:
-        """Variables of this jaxpr for arrays that a nested one needs as its first inputs."""
+        """Variables of this jaxpr for the arrays that a nested jaxpr needs as its first inputs."""
         return [self.variable(x, v.aval) for x, v in zip(arrays, new.invars, strict=False)]
 
 
 # -- nested jaxprs ---------------------------------------------------------------------------------------------
 
 _hoisted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""By nested jaxpr, closed or not: the one without arrays, None if it has none to begin with. JAX's caches go by the identity of both."""
+"""From a nested jaxpr, closed or not, to the hoisted one; None if it holds no arrays. JAX's caches go by identity: hoist each once."""
 
 
 def _nested(x: Any) -> tuple[Any, list[Any]]:
-    """A jaxpr in an equation with its arrays as its first inputs, and these arrays."""
-    known = _hoisted.get(x, x)
-    if known is None:
+    """Hoist a jaxpr in an equation: the jaxpr with its arrays as first inputs, and these arrays."""
+    cached = _hoisted.get(x, x)
+    if cached is None:
         return x, []
     jaxpr, consts = _jax.open_jaxpr(x)
     new, arrays = hoist(jaxpr, consts)
     if not arrays:
         _hoisted[x] = None
         return x, []
-    if known is x:
-        known = _hoisted[x] = new if isinstance(x, Jaxpr) else _jax.close(new, ())
-    return known, arrays
+    if cached is x:
+        cached = _hoisted[x] = new if isinstance(x, Jaxpr) else _jax.close(new, ())
+    return cached, arrays
 
 
 def _of_call(name: str, *by_input: tuple[str, Any]) -> Callable[[_Scope, Any], Any]:
-    """The rule of an operation that runs the jaxpr `name` on its operands; `by_input`: parameters with an entry for each."""
+    """The rule for a primitive that runs the jaxpr in parameter `name` on its operands.
+
+    `by_input` holds the parameters with an entry for each operand, and the entry of a new operand.
+    """
 
     def rule(scope: _Scope, eqn: Any) -> Any:
         new, arrays = _nested(eqn.params[name])
@@ -107,21 +110,25 @@ def _of_scan(scope: _Scope, eqn: Any) -> Any:
 
 
 def _of_while(scope: _Scope, eqn: Any) -> Any:
-    test, of_test = _nested(eqn.params["cond_jaxpr"])
-    body, of_body = _nested(eqn.params["body_jaxpr"])
-    if not (of_test or of_body):
+    test, test_arrays = _nested(eqn.params["cond_jaxpr"])
+    body, body_arrays = _nested(eqn.params["body_jaxpr"])
+    if not (test_arrays or body_arrays):
         return eqn
     num_test = eqn.params["cond_nconsts"]
     params = {
         **eqn.params,
         "cond_jaxpr": test,
         "body_jaxpr": body,
-        "cond_nconsts": num_test + len(of_test),
-        "body_nconsts": eqn.params["body_nconsts"] + len(of_body),
+        "cond_nconsts": num_test + len(test_arrays),
+        "body_nconsts": eqn.params["body_nconsts"] + len(body_arrays),
     }
-    for_test = scope.inputs_for(_jax.open_jaxpr(test)[0], of_test)
-    for_body = scope.inputs_for(_jax.open_jaxpr(body)[0], of_body)
-    return eqn.replace(params=params, invars=[*for_test, *eqn.invars[:num_test], *for_body, *eqn.invars[num_test:]])
+
+    # Operands of a while: constants of the condition, constants of the body, carry.
+    test_inputs = scope.inputs_for(_jax.open_jaxpr(test)[0], test_arrays)
+    body_inputs = scope.inputs_for(_jax.open_jaxpr(body)[0], body_arrays)
+    return eqn.replace(
+        params=params, invars=[*test_inputs, *eqn.invars[:num_test], *body_inputs, *eqn.invars[num_test:]]
+    )
 
 
 def _of_cond(scope: _Scope, eqn: Any) -> Any:
@@ -131,12 +138,14 @@ def _of_cond(scope: _Scope, eqn: Any) -> Any:
     inputs: list[Any] = []
     for new, arrays in branches:
         inputs += scope.inputs_for(_jax.open_jaxpr(new)[0], arrays)
+
+    # All branches take the same operands: pad each with unused inputs for the arrays of the other branches.
     padded, start = [], 0
-    for new, arrays in branches:  # all branches take the same operands, of which each uses its own
+    for new, arrays in branches:
         jaxpr, _ = _jax.open_jaxpr(new)
         end = start + len(arrays)
-        others = [_jax.Var(v.aval) for v in inputs]
-        invars = [*others[:start], *jaxpr.invars[: len(arrays)], *others[end:], *jaxpr.invars[len(arrays) :]]
+        unused = [_jax.Var(v.aval) for v in inputs]
+        invars = [*unused[:start], *jaxpr.invars[: len(arrays)], *unused[end:], *jaxpr.invars[len(arrays) :]]
         padded.append(_jax.close(_jax.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars), ()))
         start = end
     params = {**eqn.params, "branches": tuple(padded)}

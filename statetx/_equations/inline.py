@@ -1,4 +1,4 @@
-"""Calls replaced by their equations."""
+"""Inline calls into a jaxpr."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def inline(x: Any, consts: Sequence[Any] = (), *, calls: Collection[str], deep: 
     Args:
         x: a jaxpr, closed or not.
         consts: values of its constants, unless it is closed.
-        calls: names of primitives, of `primitives.INLINED`.
-        deep: whether to do so within loops, branches and other calls, too; otherwise these stay unchanged.
+        calls: names of the primitives to inline, a subset of `primitives.INLINED`.
+        deep: whether to inline also within loops, branches and other calls; otherwise these stay unchanged.
     """
-    jaxpr, own_consts = _jax.open_jaxpr(x)
+    jaxpr, closed_consts = _jax.open_jaxpr(x)
     eqns: list[Any] = []
 
     def copied(eqn: Any, operands: list[Any]) -> list[Any]:
@@ -37,12 +37,12 @@ def inline(x: Any, consts: Sequence[Any] = (), *, calls: Collection[str], deep: 
             if eqn.primitive.name not in calls:
                 return copied(eqn, operands)
             inner, values = _jax.open_jaxpr(eqn.params[TABLE[eqn.primitive.name].jaxpr])
-            # JAX caches the jaxprs of its own functions, with the lines of the first caller: take the line of this call.
+            # JAX caches the jaxprs of its own functions with the source lines of the first caller: take the line of this call.
             return run(inner, values, operands, eqn, same_line or _jax.is_written_by_jax(inner))
 
         literals = [Literal(c, v.aval) for v, c in zip(jaxpr.constvars, consts, strict=True)]
         return _jax.interpret(jaxpr, [*literals, *operands], rule, literal=lambda atom: atom)
 
     invars = [_jax.Var(v.aval) for v in jaxpr.invars]
-    outvars = run(jaxpr, consts or own_consts, invars, None, False)
+    outvars = run(jaxpr, consts or closed_consts, invars, None, False)
     return _jax.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns)

@@ -1,7 +1,7 @@
-"""One row for each primitive: all that statetx knows about it by name.
+"""The table of primitives: one row for each, with everything that statetx knows about it by name.
 
-A primitive without a row is an operation on arrays: its result is new, has a buffer, and costs an operation for each entry. A wrong or
-missing row therefore makes figures larger or recomputes more; it changes no number. Every set of names elsewhere is a projection of `TABLE`.
+A primitive without a row counts as an operation on arrays: its result has a new buffer and costs one operation for each entry. A wrong or
+missing row makes reported costs larger or recomputes more; it never changes a computed value. Other sets of names are projections of `TABLE`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from .. import _jax
 
 
 class Forwards(enum.IntEnum):
-    """How much of its first operand the result of a primitive still is."""
+    """How much of its first operand a primitive forwards to its result."""
 
     NOTHING = 0
-    ENTRIES = 1  # the same entries in another shape, type or place: a state stays recognisable
-    VALUE = 2  # the operand itself: provenance names the operation before
+    ENTRIES = 1  # the same entries in another shape, type or memory: the state they come from is still known
+    VALUE = 2  # the operand itself: provenance names the operation that computed it
 
 
 class Runs(enum.Enum):
-    """How a primitive runs the jaxpr among its parameters."""
+    """How a primitive runs the jaxpr in its parameters."""
 
     NOT = 0
     ONCE = 1  # on its operands, for its results
     LOOP = 2
     BRANCH = 3
-    PRIMAL = 4  # only where it is not differentiated: a rule says what is
+    PRIMAL = 4  # only if it is not differentiated; otherwise its rule runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Row:
     """One primitive.
 
     Attributes:
-        is_view: its result is free to recompute, so that a policy keeps it only by name or by primitive.
-        forwards: how much of its operand the result is.
-        is_fill: its result is an operand repeated, or memory without a value.
-        is_label: it says something about a value and does nothing, so that a listing needs no line for it.
-        fuses: XLA computes it within its consumers, so that the result has no buffer unless another operation reads it.
-        reads_fused: XLA computes its operands within it.
-        places: it says how arrays lie on a mesh.
-        runs, jaxpr: how it runs a jaxpr, and the parameter that is one (a tuple of them for branches).
-        is_inlined: its equations may take its place in a listing or in the planner's graph.
-        flops: of an equation; None for one operation an entry of the largest result.
+        is_view: the result is free to recompute, so a policy saves it only by name or by primitive.
+        forwards: how much of its first operand the result is.
+        is_fill: the result is a broadcast operand, or uninitialised memory.
+        is_label: it describes a value and computes nothing, so a listing needs no line for it.
+        fuses: XLA fuses it into its consumers, so the result has no buffer unless another operation reads it.
+        reads_fused: XLA fuses its operands into it.
+        places: it determines the sharding or memory of arrays.
+        runs, jaxpr: how it runs a jaxpr, and the name of the parameter that holds it (a tuple of jaxprs for branches).
+        is_inlined: a listing or the planner's graph may show its equations in its place.
+        flops: operations of an equation; None: one for each entry of the largest result.
     """
 
     is_view: bool = False
@@ -145,14 +145,14 @@ def _rows(names: str, **facts: Any) -> dict[str, Row]:
 _ENTRIES, _VALUE = Forwards.ENTRIES, Forwards.VALUE
 
 TABLE: dict[str, Row] = {
-    # The same value.
+    # The result is the operand.
     **_rows(f"name {_jax.mark_primitive.name}", is_view=True, forwards=_VALUE, is_label=True, fuses=True, flops=_free),
     **_rows("reduce_precision", forwards=_VALUE, is_label=True, fuses=True, flops=_free),
     **_rows("copy copy_p", is_view=True, forwards=_VALUE, fuses=True, flops=_free),
     **_rows("pvary", is_view=True, forwards=_VALUE, fuses=True, flops=_free),  # in shard_map: it counts as varying
     **_rows("optimization_barrier", forwards=_VALUE, flops=_free),
     **_rows("device_put", forwards=_VALUE, places=True, flops=_free),
-    # The same entries.
+    # The result has the entries of the operand.
     **_rows("reshape transpose squeeze expand_dims", is_view=True, forwards=_ENTRIES, fuses=True, flops=_free),
     **_rows("broadcast_in_dim", is_view=True, forwards=_ENTRIES, is_fill=True, fuses=True, flops=_free),
     **_rows("reduced_vary_cast_p vary_unreduced_cast_p", is_view=True, forwards=_ENTRIES, fuses=True, flops=_free),
@@ -199,7 +199,7 @@ TABLE: dict[str, Row] = {
     **_rows("top_k", flops=_top_k),
     **_rows("threefry2x32 random_split random_fold_in", flops=_of_result(_THREEFRY)),
     **_rows("random_bits", flops=_of_result(_THREEFRY / 2)),
-    # Calls, loops, branches. JAX's policies are asked about the equations within, not about the operation.
+    # Calls, loops, branches. JAX asks its policies about the equations within, not about the operation.
     **_rows("jit pjit remat2 remat checkpoint", runs=Runs.ONCE, jaxpr="jaxpr", is_inlined=True),
     **_rows(f"{_jax.CLOSED_CALL} core_call", runs=Runs.ONCE, jaxpr="call_jaxpr", is_inlined=True),
     **_rows("shard_map", runs=Runs.ONCE, jaxpr="jaxpr", places=True),
@@ -210,33 +210,33 @@ TABLE: dict[str, Row] = {
     **_rows("cond", runs=Runs.BRANCH, jaxpr="branches"),
 }
 
-_PLAIN = Row()
+_DEFAULT = Row()
 
 
 def row_of(eqn: Any) -> Row:
     """The row of an equation's primitive."""
-    return TABLE.get(eqn.primitive.name, _PLAIN)
+    return TABLE.get(eqn.primitive.name, _DEFAULT)
 
 
-def _names(holds: Callable[[Row], Any]) -> frozenset[str]:
-    return frozenset(name for name, row in TABLE.items() if holds(row))
+def _names(predicate: Callable[[Row], Any]) -> frozenset[str]:
+    return frozenset(name for name, row in TABLE.items() if predicate(row))
 
 
-# Names that JAX has had for the same primitive.
+# Names of the same primitive in different versions of JAX.
 JIT = frozenset({"jit", "pjit"})
 REMAT = frozenset({"remat2", "remat", "checkpoint"})
 
 VIEWS = _names(lambda row: row.is_view)
 CALLS = _names(lambda row: row.runs is Runs.ONCE)
 ENTERED = _names(lambda row: row.runs in (Runs.ONCE, Runs.LOOP, Runs.BRANCH))
-"""Primitives whose inner values a policy can keep one by one."""
+"""Primitives whose inner values a policy can save one by one."""
 INLINED = _names(lambda row: row.is_inlined)
 EAGER = INLINED - JIT
-"""The calls that do not compile. In a backward pass of its own, each of their equations runs alone."""
+"""The calls that do not compile: in an eager backward pass each of their equations runs alone."""
 
 
 def inner_jaxprs(eqn: Any) -> list[_jax.Jaxpr]:
-    """The jaxprs that an equation runs, by its row: that of a call or loop, those of branches; none for an operation."""
+    """The jaxprs that an equation runs, by its row: one for a call or loop, one for each branch, none for an operation."""
     key = row_of(eqn).jaxpr
     if not key:
         return []

@@ -1,15 +1,14 @@
-"""The table of structures: one kept function for all jaxprs that are alike.
+"""The table of structures: one cached function for all jaxprs of equal structure.
 
-Transforms run the user's Python on every call, so nothing is ever stale; what comes after it is shared. The jaxpr
-that a call gave is looked up by its structure, that is, its equations with their parameters, types, literals and
-settings, but not the values of its constants. For each structure the table keeps one function that evaluates it
-and what a transform made of that function. JAX's own caches, which go by identity, then share differentiation,
-partial evaluation, lowering and compilation between layers that are alike and between repeated calls.
+Transforms run the user's Python on every call, so nothing is ever stale; the work after it is shared. The jaxpr of a call is
+looked up by its structure: its equations with their parameters, types, literals and settings, but not the values of its
+constants. For each structure and use, the table keeps one function built by a transform. JAX's own caches, which go by
+identity, then share differentiation, partial evaluation, lowering and compilation between layers of equal structure and
+between repeated calls.
 
-Two jaxprs are taken for alike only where every part compares equal. A part that cannot be compared (a custom
-derivative rule of the user's, which may read anything when it runs; an effect on a Ref) makes the whole unlike any
-other: the table errs on the side of doing the work again. Where nothing is traced no rule can run: there they are
-taken off first.
+Two jaxprs have equal structure only if every part compares equal. A part that cannot be compared (a user's custom derivative
+rule, which may read anything when it runs; an effect on a Ref) makes the jaxpr unequal to any other: the table errs on the
+side of doing the work again. If nothing is traced no rule can run, so rules are removed first.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from .._tree import Identity, freeze
 from .hoist import hoist
 
 
-class _Unlike(Exception):
-    """The jaxpr has a part for which equality cannot be decided."""
+class _NotComparable(Exception):
+    """The jaxpr has a part whose equality cannot be decided."""
 
 
 class Body:
-    """A staged function: a closed expression in its inputs.
+    """A staged function: a jaxpr without constants, and the values that the function closed over.
 
     Attributes:
-        jaxpr: has no constants; its inputs are those of `operands` and then the function's own.
+        jaxpr: its inputs are the operands and then the function's inputs.
         operands: values that the function closed over.
-        key: equal for bodies of equal structure; that of a body like no other equals no other.
+        key: equal for bodies of equal structure; the key of an incomparable body equals no other.
     """
 
     def __init__(self, jaxpr: Jaxpr, operands: list[Any]):
@@ -52,7 +51,7 @@ class Body:
 
     @classmethod
     def close(cls, jaxpr: Jaxpr, consts: Sequence[Any]) -> Body:
-        """A body of a jaxpr with constants, which become its operands."""
+        """Make a body of a jaxpr with constants, which become its operands."""
         return cls(*hoist(jaxpr, consts))
 
     @functools.cached_property
@@ -73,15 +72,15 @@ _nested: weakref.WeakKeyDictionary[Any, Hashable] = weakref.WeakKeyDictionary()
 
 
 class Structure:
-    """What bodies must have in common to be alike: hashed by a part that is cheap to find, compared by all of it."""
+    """The structure of a jaxpr: compared by all of its parts, hashed by the primitives and input types, which is cheap."""
 
     def __init__(self, jaxpr: Jaxpr):
         self._jaxpr = jaxpr
         self._hash = hash((tuple([e.primitive for e in jaxpr.eqns]), tuple([v.aval for v in jaxpr.invars])))
 
     @functools.cached_property
-    def is_unlike(self) -> bool:
-        """Whether it is known to equal no other. Only functions in equations are looked at: they hold a user's values."""
+    def is_incomparable(self) -> bool:
+        """Whether it equals no other structure. Only functions in equations are checked: they may hold the user's values."""
         try:
             for eqn in self._jaxpr.eqns:
                 if eqn.effects:
@@ -89,7 +88,7 @@ class Structure:
                 if _holds_functions(eqn):
                     for value in eqn.params.values():
                         _param(value)
-        except (_Unlike, TypeError):
+        except (_NotComparable, TypeError):
             return True
         return False
 
@@ -98,8 +97,8 @@ class Structure:
         try:
             parts = _structure(self._jaxpr)
             hash(parts)
-        except (_Unlike, TypeError):  # TypeError: a part whose hash only looked sound
-            self.is_unlike = True
+        except (_NotComparable, TypeError):  # TypeError: a part whose own hash fails on its contents
+            self.is_incomparable = True
             return None
         return parts
 
@@ -109,21 +108,21 @@ class Structure:
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, Structure) or self._hash != other._hash:
             return self is other
-        mine, others = self._parts, other._parts
-        return mine is not None and mine == others
+        self_parts, other_parts = self._parts, other._parts
+        return self_parts is not None and self_parts == other_parts
 
 
-_functional: dict[Any, bool] = {}
+_functional: dict[Any, bool] = {}  # by primitive
 _WITH_RULES = (custom_jvp_call_p, custom_vjp_call_p)
 
 
 def _holds_functions(eqn: Any) -> bool:
     """Whether equations of this primitive hold jaxprs or rules."""
-    found = _functional.get(eqn.primitive)
-    if found is None:
+    is_functional = _functional.get(eqn.primitive)
+    if is_functional is None:
         leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=_jax.is_jaxpr)
-        found = _functional[eqn.primitive] = any(_jax.is_jaxpr(x) or callable(x) for x in leaves)
-    return found
+        is_functional = _functional[eqn.primitive] = any(_jax.is_jaxpr(x) or callable(x) for x in leaves)
+    return is_functional
 
 
 def _structure(jaxpr: Jaxpr) -> tuple:
@@ -145,18 +144,18 @@ def _structure(jaxpr: Jaxpr) -> tuple:
     return (types, tuple(eqns), tuple([read(v) for v in jaxpr.outvars]))
 
 
-_PLAIN = frozenset({int, bool, str, type(None)})
+_HASHABLE = frozenset({int, bool, str, type(None)})
 
 
 def _effects(effects: Any) -> Hashable:
-    return frozenset(effects) if effects else None  # an effect on a Ref names a variable, and so equals no other
+    return frozenset(effects) if effects else None  # an effect on a Ref holds a variable, so it equals no other effect
 
 
 def _param(x: Any) -> Hashable:
-    kind = type(x)
-    if kind in _PLAIN:
-        return (kind, x)
-    if kind is tuple and all([type(v) is int for v in x]):  # shapes and axes
+    cls = type(x)
+    if cls in _HASHABLE:
+        return (cls, x)
+    if cls is tuple and all([type(v) is int for v in x]):  # fast path: shapes and axes
         return (tuple, x)
     if _jax.is_jaxpr(x):
         return _jaxpr_param(x)
@@ -169,17 +168,17 @@ def _param(x: Any) -> Hashable:
     if type(x).__name__ == "WrappedFun":
         rule = _jax.derivative_rule(x)
         if rule is None:
-            raise _Unlike
+            raise _NotComparable
         return rule
     try:
         hash(x)
     except TypeError:
-        raise _Unlike from None
+        raise _NotComparable from None
     return x
 
 
 def _jaxpr_param(x: Any) -> Hashable:
-    # JAX keeps one jaxpr for a jitted function and argument types, so most are met again: look once.
+    # JAX keeps one jaxpr for a jitted function and argument types, so most nested jaxprs recur: compute each key once.
     key = _nested.get(x)
     if key is None:
         jaxpr, consts = _jax.open_jaxpr(x)
@@ -188,18 +187,18 @@ def _jaxpr_param(x: Any) -> Hashable:
 
 
 def _constant(x: Any) -> Hashable:
-    """Equal for equal bits."""
+    """A key of a constant, equal for equal bits."""
     if isinstance(x, jax.Array):
-        raise _Unlike  # one that could not be made an operand: what keeps the equation would keep it alive
+        raise _NotComparable  # `hoist` could not make it an operand, and the table would keep it alive
     if isinstance(x, np.ndarray) and x.ndim and x.flags.writeable:
-        raise _Unlike  # its owner may change it in place, here and in what would be kept
+        raise _NotComparable  # its owner may change it in place, and so change the cached function
     if isinstance(x, (np.ndarray, np.generic)):
         return freeze(x)
     return freeze(x) if isinstance(x, (bool, int, float, complex)) else Identity(x)
 
 
 class _Key:
-    """A nest of tuples that is hashed once."""
+    """Nested tuples whose hash is computed once."""
 
     __slots__ = ("hash", "parts")
 
@@ -215,9 +214,9 @@ class _Key:
 
 
 def _without_rules(x: Jaxpr) -> Jaxpr:
-    """A jaxpr in which functions with derivative rules are plain calls, at any depth.
+    """Turn functions with derivative rules into plain calls, at any depth.
 
-    For what is executed at once: no derivative can reach it, so rules that make it unlike any other do not matter.
+    For eager execution: no derivative can reach it, so the rules, which make the jaxpr incomparable, do not matter.
     """
 
     def of_equation(eqn: Any) -> Any:
@@ -243,83 +242,83 @@ _bypass = _Bypass()
 
 
 class Table:
-    """Kept functions by structure and use; bounded, least recently used first out; safe to share by threads.
+    """A bounded LRU cache of functions, by structure and use; thread-safe.
 
     Attributes:
-        hits, misses: how often `get` found and did not find what it was asked for.
+        hits, misses: counts of `get`.
     """
 
     def __init__(self, size: int):
         self.size = size
         self.hits = 0
         self.misses = 0
-        self._kept: collections.OrderedDict[Hashable, Callable] = collections.OrderedDict()
-        self._lock = threading.RLock()  # a finalizer that runs in here may trace, too
+        self._entries: collections.OrderedDict[Hashable, Callable] = collections.OrderedDict()
+        self._lock = threading.RLock()  # reentrant: a finalizer that runs under the lock may trace
         self._counts: dict[tuple[str, bool], int] = {}
 
     def get(self, bodies: Body | Sequence[Body], use: tuple, build: Callable[..., Callable]) -> Callable:
-        """What `build` made of bodies of these structures, for this use: a transform's name, and every setting of `build`."""
+        """``build(*bodies)``, shared by all bodies of equal structure for this `use`: a transform's name and every setting of `build`."""
         bodies = (bodies,) if isinstance(bodies, Body) else bodies
-        if _jax.is_eager() and any(body.key.is_unlike for body in bodies):
+        if _jax.is_eager() and any(body.key.is_incomparable for body in bodies):
             bodies = [Body(_without_rules(body.jaxpr), body.operands) for body in bodies]
-        if _bypass.active or any(body.key.is_unlike for body in bodies):
+        if _bypass.active or any(body.key.is_incomparable for body in bodies):
             locked(self._lock, self._count, use, False)
             return build(*bodies)
         key = (use, *(body.key for body in bodies))
-        kept = locked(self._lock, self._find, key, use)
-        if kept is not None:
-            return kept
-        if any(body.key.is_unlike for body in bodies):  # as turned out when it was compared
+        entry = locked(self._lock, self._lookup, key, use)
+        if entry is not None:
+            return entry
+        if any(body.key.is_incomparable for body in bodies):  # found out by the comparison of the lookup
             return build(*bodies)
-        # What is kept must not keep the values that one call closed over.
+        # Without operands: an entry must not keep alive the values that one call closed over.
         built = build(*(Body(body.jaxpr, []) for body in bodies))
-        return locked(self._lock, self._keep, key, built)
+        return locked(self._lock, self._store, key, built)
 
-    def _find(self, key: Hashable, use: tuple) -> Callable | None:
-        kept = self._kept.get(key)
-        if kept is not None:
-            self._kept.move_to_end(key)
-        self._count(use, kept is not None)
-        return kept
+    def _lookup(self, key: Hashable, use: tuple) -> Callable | None:
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._entries.move_to_end(key)
+        self._count(use, entry is not None)
+        return entry
 
-    def _keep(self, key: Hashable, built: Callable) -> Callable:
-        kept = self._kept.setdefault(key, built)
-        while len(self._kept) > self.size:
-            self._kept.popitem(last=False)
-        return kept
+    def _store(self, key: Hashable, built: Callable) -> Callable:
+        entry = self._entries.setdefault(key, built)  # another thread may have built it meanwhile
+        while len(self._entries) > self.size:
+            self._entries.popitem(last=False)
+        return entry
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
-        """In this block (and thread) no two bodies are alike: each keeps the names and lines of its own source."""
-        before, _bypass.active = _bypass.active, True
+        """A context in which this thread does not use the table, so that each body keeps its own names and source lines."""
+        former, _bypass.active = _bypass.active, True
         try:
             yield
         finally:
-            _bypass.active = before
+            _bypass.active = former
 
     def clear(self) -> None:
         locked(self._lock, self._clear)
 
     def _clear(self) -> None:
-        self._kept.clear()
+        self._entries.clear()
         self._counts.clear()
         self.hits = self.misses = 0
 
     def _count(self, use: Any, is_hit: bool) -> None:
         self.hits += is_hit
         self.misses += not is_hit
-        counted = (use[0], is_hit)
-        self._counts[counted] = self._counts.get(counted, 0) + 1
+        key = (use[0], is_hit)
+        self._counts[key] = self._counts.get(key, 0) + 1
 
     def by_transform(self) -> dict[str, tuple[int, int]]:
-        """Hits and misses by the transform that asked, in alphabetical order."""
+        """Hits and misses of each transform, in alphabetical order."""
         counts = locked(self._lock, self._counts.copy)
         return {
             name: (counts.get((name, True), 0), counts.get((name, False), 0)) for name in sorted({n for n, _ in counts})
         }
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     def __repr__(self) -> str:
         return f"Table({len(self)} of {self.size} kept, {self.hits} hits, {self.misses} misses)"

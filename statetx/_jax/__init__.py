@@ -1,7 +1,7 @@
 """The only folder that touches private names of JAX.
 
-Supported are jax 0.10 to 0.12. Each private name is used in one place, with what is relied upon; `tests/test_compat.py`
-fails when one of these meanings shifts.
+It supports jax 0.10 to 0.12. Each private name is used in one place; `tests/test_compat.py` fails when the meaning of one
+shifts.
 """
 
 from jax._src.ad_checkpoint import remat_p as remat_p
@@ -9,17 +9,21 @@ from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED  # pyright: ignor
 
 from . import patches as patches
 from .batching import batch_size as batch_size
-from .batching import batched as batched
-from .batching import examples_of as examples_of
-from .batching import explicit_axis_of as explicit_axis_of
+from .batching import batch_tracer as batch_tracer
+from .batching import enclosing_vmaps as enclosing_vmaps
+from .batching import explicit_mesh_axes as explicit_mesh_axes
 from .batching import map_jaxpr as map_jaxpr
 from .batching import map_over as map_over
+from .batching import mapped_in_each as mapped_in_each
 from .batching import named_axes as named_axes
-from .batching import noticing as noticing
-from .batching import repeated as repeated
-from .batching import vmaps_around as vmaps_around
-from .batching import which_are_mapped as which_are_mapped
-from .batching import with_examples as with_examples
+from .batching import notify_of_vmap as notify_of_vmap
+from .batching import stacked_type as stacked_type
+from .batching import unwrap_batched as unwrap_batched
+from .batching import with_batch_axis as with_batch_axis
+from .custom_loop import CustomLoop as CustomLoop
+from .custom_loop import call_loop as call_loop
+from .custom_loop import loop_of as loop_of
+from .custom_loop import with_body as with_body
 from .editing import bind_equation as bind_equation
 from .editing import check_edits as check_edits
 from .editing import closed_like as closed_like
@@ -40,11 +44,11 @@ from .equations import Var as Var
 from .equations import abstract as abstract
 from .equations import close as close
 from .equations import drop_axis as drop_axis
+from .equations import empty_jaxpr as empty_jaxpr
 from .equations import inner_jaxprs as inner_jaxprs
 from .equations import is_debug_callback as is_debug_callback
 from .equations import is_dropped as is_dropped
 from .equations import is_jaxpr as is_jaxpr
-from .equations import no_equations as no_equations
 from .equations import open_jaxpr as open_jaxpr
 from .equations import output_types as output_types
 from .equations import scope as scope
@@ -59,19 +63,15 @@ from .loops import with_scan_constants as with_scan_constants
 from .meshes import Manual as Manual
 from .meshes import as_varying as as_varying
 from .meshes import concrete_mesh as concrete_mesh
-from .meshes import inside as inside
-from .meshes import manual_around as manual_around
-from .meshes import outside_of_all as outside_of_all
+from .meshes import enclosing_shard_map as enclosing_shard_map
+from .meshes import in_shard_maps as in_shard_maps
+from .meshes import outside_all_transforms as outside_all_transforms
 from .meshes import replicated as replicated
 from .meshes import varying_axes as varying_axes
 from .meshes import varying_like as varying_like
 from .meshes import with_varying_inputs as with_varying_inputs
-from .own_loop import OwnLoop as OwnLoop
-from .own_loop import call_loop as call_loop
-from .own_loop import loop_of as loop_of
-from .own_loop import with_body as with_body
 from .refs import discharge_refs as discharge_refs
-from .refs import made_refs as made_refs
+from .refs import has_made_refs as has_made_refs
 from .refs import ref_store as ref_store
 from .refs import touches_refs as touches_refs
 from .remat import CPU_DROPS_BARRIERS as CPU_DROPS_BARRIERS
@@ -79,11 +79,9 @@ from .remat import HOST_MEMORY as HOST_MEMORY
 from .remat import Offloadable as Offloadable
 from .remat import callbacks as callbacks
 from .remat import custom_lin_primitive as custom_lin_primitive
-from .remat import established as established
 from .remat import forbidden_effects as forbidden_effects
 from .remat import ir_type as ir_type
-from .remat import is_policy_of_jax as is_policy_of_jax
-from .remat import lower_remat_by as lower_remat_by
+from .remat import is_jax_policy as is_jax_policy
 from .remat import mark_equation as mark_equation
 from .remat import mark_primitive as mark_primitive
 from .remat import memory_of as memory_of
@@ -95,9 +93,11 @@ from .remat import num_devices as num_devices
 from .remat import platforms as platforms
 from .remat import policy_answer as policy_answer
 from .remat import rematerialise as rematerialise
+from .remat import set_remat_lowering as set_remat_lowering
 from .remat import to_device as to_device
 from .remat import to_host as to_host
 from .remat import with_sharding as with_sharding
+from .remat import without_remat3 as without_remat3
 from .rules import derivative_rule as derivative_rule
 from .rules import has_rule as has_rule
 from .rules import is_written_by_jax as is_written_by_jax
@@ -108,8 +108,8 @@ from .rules import with_rule as with_rule
 from .staging import evaluate as evaluate
 from .staging import name_inputs as name_inputs
 from .staging import new_input as new_input
+from .staging import outputs_with_tangents as outputs_with_tangents
 from .staging import stage as stage
-from .staging import with_tangents as with_tangents
 from .traces import JAX_FOLDER as JAX_FOLDER
 from .traces import LEAVES as LEAVES
 from .traces import LITERALS as LITERALS
@@ -118,25 +118,25 @@ from .traces import Tracer as Tracer
 from .traces import TraceState as TraceState
 from .traces import _context as _context
 from .traces import _eval_trace as _eval_trace
-from .traces import belongs_here as belongs_here
+from .traces import cache_key_context as cache_key_context
 from .traces import checks_keys as checks_keys
 from .traces import current_trace as current_trace
-from .traces import enclosing as enclosing
-from .traces import ends_here as ends_here
+from .traces import ends_with_current_trace as ends_with_current_trace
+from .traces import eval_context as eval_context
 from .traces import in_loop_body as in_loop_body
+from .traces import in_parent_trace as in_parent_trace
+from .traces import in_trace as in_trace
 from .traces import is_batched as is_batched
 from .traces import is_differentiated as is_differentiated
 from .traces import is_eager as is_eager
 from .traces import is_jit_disabled as is_jit_disabled
 from .traces import is_live as is_live
+from .traces import is_of_current_trace as is_of_current_trace
 from .traces import leaked_tracers as leaked_tracers
-from .traces import outside as outside
 from .traces import primal_of as primal_of
 from .traces import register_cache as register_cache
 from .traces import trace_context as trace_context
 from .traces import trace_ref as trace_ref
 from .traces import traceback_frame as traceback_frame
 from .traces import traceback_site as traceback_site
-from .traces import traced_apart as traced_apart
 from .traces import transform_name as transform_name
-from .traces import within as within

@@ -1,4 +1,4 @@
-"""What `jax.vmap` does to values, and values that learn of it."""
+"""Batched values and jaxprs of `jax.vmap`, and a primitive that reports when it is mapped."""
 
 from __future__ import annotations
 
@@ -19,105 +19,105 @@ from .traces import Tracer, _context, _parents
 
 
 def batch_size(trace: Any) -> int:
-    """How many examples the `jax.vmap` has whose trace this is."""
+    """The number of examples of the `jax.vmap` that `trace` belongs to."""
     return trace.axis_data.size
 
 
-def batched(trace: Any, x: Any, axis: int) -> Any:
-    """The tracer, in a `jax.vmap`, of one example of `x`, an array with one slice for each along `axis`."""
+def batch_tracer(trace: Any, x: Any, axis: int) -> Any:
+    """A tracer of `jax.vmap` for one example of `x`, an array that holds all examples along `axis`."""
     return _batching.BatchTracer(trace, x, axis % len(x.shape), source_info_util.current())
 
 
-def vmaps_around() -> list[Any]:
-    """The traces of every `jax.vmap` around the current trace, innermost first."""
+def enclosing_vmaps() -> list[Any]:
+    """The traces of every `jax.vmap` that encloses the current trace, innermost first."""
     return [t for t in _parents(_context.trace) if isinstance(t, _batching.BatchTrace)]
 
 
-def with_examples(x: Any, axis: int | None, to: int, axis_data: Any) -> Any:
-    """An array whose examples lie along `axis`, with their axis at `to`; None: the same for all, repeated."""
+def with_batch_axis(x: Any, axis: int | None, to: int, axis_data: Any) -> Any:
+    """Move the batch axis of `x` from `axis` to `to`; if `axis` is None, broadcast `x` along a new one."""
     if axis is None:
         return _batching.broadcast(x, axis_data.size, to, axis_data.explicit_mesh_axis)
     return jnp.moveaxis(x, axis, to)
 
 
-def which_are_mapped(x: Any, vmaps: Sequence[Any]) -> list[bool]:
-    """For each of `vmaps_around`, whether `x` differs between its examples; True where that cannot be told."""
-    found = []
+def mapped_in_each(x: Any, vmaps: Sequence[Any]) -> list[bool]:
+    """For each of `enclosing_vmaps`, whether `x` differs between its examples; True if this is unknown."""
+    is_mapped = []
     for trace in vmaps:
         while isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)):
             x = x.primal
         if not isinstance(x, _batching.BatchTracer):
-            found.append(isinstance(x, Tracer))  # of another kind, such as that of a jit inside the map
+            is_mapped.append(isinstance(x, Tracer))  # of another transform, such as a jit inside the map
         elif x._trace.tag is not trace.tag:
-            found.append(False)
+            is_mapped.append(False)
         else:
-            found.append(x.batch_dim is not None)
+            is_mapped.append(x.batch_dim is not None)
             x = x.val
-    return found
+    return is_mapped
 
 
 def map_jaxpr(
     jaxpr: Jaxpr, axis_data: Any, is_mapped: Sequence[bool], instantiate: Sequence[bool]
 ) -> tuple[Jaxpr, Sequence[Any], list[bool]]:
-    """A jaxpr without constants for all examples of a `jax.vmap` at once, along axis 0 of the inputs that are mapped.
+    """Batch a jaxpr without constants, along axis 0 of the mapped inputs.
 
-    Returns it with its constants, and which outputs are mapped; those in `instantiate` are in any case.
+    Returns the batched jaxpr, its constants, and for each output whether it is mapped. Outputs in `instantiate` always are.
     """
     mapped, outs = _batching.batch_jaxpr(ClosedJaxpr(jaxpr, ()), axis_data, list(is_mapped), list(instantiate))
     return *open_jaxpr(mapped), list(outs)
 
 
 def map_over(fun: Callable, axis_data: Any, in_axes: Any) -> Callable:
-    """`jax.vmap` over the axis of another; examples lie along axis 0 of all outputs."""
+    """Map `fun` over the axis of another `jax.vmap`, given by its `axis_data`; all outputs are mapped along axis 0."""
     name = None if axis_data.name is _core.no_axis_name else axis_data.name
     options = {"axis_name": name, "axis_size": axis_data.size, "spmd_axis_name": axis_data.spmd_name}
     return jax.vmap(fun, in_axes=in_axes, out_axes=0, **options)
 
 
 def named_axes(axes: Sequence[Any]) -> Any:
-    """A context with the names of the axes of these `jax.vmap`s, described as JAX does."""
+    """A context that binds the axis names of these `jax.vmap`s, each given by its `axis_data`."""
     return _core.extend_axis_env_nd([(a.name, a.size) for a in axes if a.name is not _core.no_axis_name])
 
 
-def explicit_axis_of(axis_data: Any) -> Any:
-    """The explicit mesh axes along which a `jax.vmap` is divided."""
+def explicit_mesh_axes(axis_data: Any) -> Any:
+    """The explicit mesh axes along which the examples of a `jax.vmap` are sharded."""
     return axis_data.explicit_mesh_axis
 
 
-def repeated(aval: Any, num: int) -> Any:
-    """The type of so many values of this type along a new axis 0."""
+def stacked_type(aval: Any, num: int) -> Any:
+    """The type of `num` values of type `aval`, stacked along a new axis 0."""
     return _core.unmapped_aval(num, 0, aval)
 
 
-def examples_of(x: Any) -> tuple[Any, int | None] | None:
-    """The values of all examples, and their axis, for the tracer of one; None for others."""
+def unwrap_batched(x: Any) -> tuple[Any, int | None] | None:
+    """The batched value of a tracer of `jax.vmap` and its batch axis; None for any other value."""
     return (x.val, x.batch_dim) if isinstance(x, _batching.BatchTracer) else None
 
 
-def noticing(values: Sequence[Any], which: int, notice: Callable[[Any, list[bool]], Callable]) -> Any:
-    """One of `values`, unchanged.
+def notify_of_vmap(values: Sequence[Any], index: int, callback: Callable[[Any, list[bool]], Callable]) -> Any:
+    """Return ``values[index]``, and call `callback` whenever a `jax.vmap` maps some of `values`.
 
-    Whenever a `jax.vmap` maps some of them, also in a program that was traced without it, ``notice(axis, is_mapped)`` is
-    called with the `vmap`'s axis, and for each value whether it is mapped; it returns what is called the next time.
+    This includes a `vmap` of a program that was traced without it. ``callback(axis, is_mapped)`` gets the `vmap`'s axis and a
+    flag for each value, and returns the callback for the next `vmap`.
     """
-    return _notice_p.bind(*values, which=which, notice=notice)
+    return _notice_p.bind(*values, index=index, callback=callback)
 
 
 _notice_p = _core.Primitive("statetx_notice")
 
 
-def _notice_batch(axis: Any, args: Any, dims: Any, *, which: int, notice: Callable) -> tuple[Any, Any]:
+def _notice_batch(axis: Any, args: Any, dims: Any, *, index: int, callback: Callable) -> tuple[Any, Any]:
     if any(d is not None for d in dims):
-        notice = notice(axis, [d is not None for d in dims])
-    return _notice_p.bind(*args, which=which, notice=notice), dims[which]
+        callback = callback(axis, [d is not None for d in dims])
+    return _notice_p.bind(*args, index=index, callback=callback), dims[index]
 
 
-def _notice_impl(*args: Any, which: int, notice: Callable) -> Any:
-    return args[which]
+def _notice_impl(*args: Any, index: int, callback: Callable) -> Any:
+    return args[index]
 
 
 _notice_p.def_impl(_notice_impl)
 _notice_p.def_abstract_eval(_notice_impl)
-_ad.primitive_jvps[_notice_p] = lambda ps, ts, **params: (_notice_p.bind(*ps, **params), ts[params["which"]])
+_ad.primitive_jvps[_notice_p] = lambda ps, ts, **params: (_notice_p.bind(*ps, **params), ts[params["index"]])
 _batching.fancy_primitive_batchers[_notice_p] = _notice_batch
 _mlir.register_lowering(_notice_p, _mlir.lower_fun(_notice_impl, multiple_results=False))

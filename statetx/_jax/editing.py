@@ -1,4 +1,4 @@
-"""Edits of jaxprs."""
+"""Evaluate and edit jaxprs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jax._src import core as _core
 from jax._src import source_info_util
 from jax._src.interpreters import partial_eval as _pe
 
+from .custom_loop import loop_of, with_body
 from .equations import ClosedJaxpr, Jaxpr, Literal, Var, is_jaxpr, open_jaxpr
-from .own_loop import loop_of, with_body
 
 _value_of = operator.attrgetter("val")
 
 
 def bind_equation(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
-    """Run one equation, with these parameters, on `args`; what it does is attributed to the line it came from."""
+    """Run one equation on `args` with these parameters; its operations keep the source line and name stack of `eqn`."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
         outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
@@ -28,13 +28,13 @@ def bind_equation(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> list
 def interpret(
     jaxpr: Any, args: Sequence[Any], rule: Callable[[Any, list[Any]], Sequence[Any]], *, literal: Callable = _value_of
 ) -> list[Any]:
-    """Evaluate a jaxpr over any domain; the outputs in that domain.
+    """Evaluate a jaxpr over any domain; return its outputs in that domain.
 
     Args:
-        jaxpr: anything with `constvars`, `invars`, `outvars` and `eqns`, whose items have `invars` and `outvars`.
-        args: for its constants and inputs.
+        jaxpr: any object with `constvars`, `invars`, `outvars` and `eqns`; each equation has `invars` and `outvars`.
+        args: values of its constants and then of its inputs.
         rule: ``(equation, operands) -> results``.
-        literal: what a literal stands for, by default its value.
+        literal: maps a literal to the domain; by default to its value.
     """
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
 
@@ -47,7 +47,7 @@ def interpret(
 
 
 def function_of(eqn: Any) -> Jaxpr:
-    """An equation as a function of the variables among its operands."""
+    """A jaxpr of this one equation; its inputs are the variables among the operands."""
     invars = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))
     outvars = [Var(v.aval) for v in eqn.outvars]
     info = _core.DebugInfo("statetx", eqn.primitive.name, None, None)
@@ -55,26 +55,26 @@ def function_of(eqn: Any) -> Jaxpr:
 
 
 class _Checks:
-    """Whether edited jaxprs are type-checked, which costs about as much as the edit."""
+    """Whether edited jaxprs are type-checked. A check costs about as much as the edit."""
 
     on = False
 
 
 def check_edits(on: bool = True) -> bool:
-    """Type-check every edited jaxpr from now on, or no longer; returns the former choice."""
+    """Switch type checks of edited jaxprs on or off; return the former setting."""
     former, _Checks.on = _Checks.on, on
     return former
 
 
 def _checked(jaxpr: Jaxpr) -> Jaxpr:
-    """The jaxpr, after JAX's own check that each variable is defined once, before it is read, with the type that it has.
+    """Return the jaxpr after JAX's check that each variable is defined once, before its uses, with the right type.
 
-    The body of a `jax.shard_map` by itself is not checked: its axes are bound, and its types hold, only within the whole program.
+    The body of a `jax.shard_map` alone is not checked: its axis names are bound only within the program that contains it.
     """
     if _Checks.on and not any(map(_is_manual, (v.aval for v in (*jaxpr.invars, *jaxpr.outvars)))):
         try:
             jax.extend.core.check_jaxpr(jaxpr)
-        except NameError:  # an axis of a `jax.shard_map` that types do not say (check_vma=False)
+        except NameError:  # an axis of a `jax.shard_map` that types do not show (check_vma=False)
             pass
     return jaxpr
 
@@ -85,14 +85,14 @@ def _is_manual(aval: Any) -> bool:
 
 
 def rebuild(jaxpr: Jaxpr, *, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any] | None = None) -> Jaxpr:
-    """The jaxpr with other inputs, outputs and equations and with no constants."""
+    """Replace a jaxpr's inputs, outputs and equations; the result has no constants."""
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     eqns = jaxpr.eqns if eqns is None else list(eqns)
     return _checked(jaxpr.replace(constvars=[], invars=list(invars), outvars=list(outvars), eqns=eqns, debug_info=info))
 
 
 def with_literals(jaxpr: Jaxpr, literals: dict[Any, Any]) -> Jaxpr:
-    """The jaxpr without constants and with literals in the places of some inputs."""
+    """Replace some inputs of a jaxpr by literals; the result has no constants."""
 
     def read(atom: Any) -> Any:
         return atom if isinstance(atom, Literal) else literals.get(atom, atom)
@@ -103,15 +103,15 @@ def with_literals(jaxpr: Jaxpr, literals: dict[Any, Any]) -> Jaxpr:
 
 
 def without_dead_code(jaxpr: Any) -> Jaxpr:
-    """The equations of a jaxpr, closed or not, that its outputs need, in loops and regions too."""
+    """Remove equations that the outputs do not need, also within loops and regions; the jaxpr may be closed."""
     jaxpr, _ = open_jaxpr(jaxpr)
     return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def map_jaxprs(fun: Callable[[Any], Any], eqn: Any) -> Any:
-    """An equation with `fun` applied to each jaxpr in it, closed or not; of a loop with rules of its own, to that of a step.
+    """Apply `fun` to each jaxpr in an equation, closed or not; in a `CustomLoop`, to the body of a step.
 
-    Returns the equation itself if that changes none.
+    Returns `eqn` itself if no jaxpr changes.
     """
     loop = loop_of(eqn)
     if loop is not None:
@@ -128,25 +128,25 @@ def map_jaxprs(fun: Callable[[Any], Any], eqn: Any) -> Any:
 
 
 def with_equations(x: Any, eqns: Sequence[Any]) -> Any:
-    """A jaxpr, closed or not, with other equations for the same inputs and outputs."""
+    """Replace the equations of a jaxpr, closed or not; inputs and outputs stay."""
     if isinstance(x, Jaxpr):
         return _checked(x.replace(eqns=list(eqns)))
     return ClosedJaxpr(_checked(x.jaxpr.replace(eqns=list(eqns))), x.consts)
 
 
 def closed_like(x: Any, jaxpr: Jaxpr) -> Any:
-    """A jaxpr without constants, closed if `x` is: each primitive takes one or the other as its parameter."""
+    """Close `jaxpr`, which has no constants, if `x` is closed: a primitive's parameter is always one or always the other."""
     return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, ())
 
 
 def with_scope(eqn: Any, name: str) -> Any:
-    """The equation with a further name around it, which all that JAX makes of the equation inherits."""
+    """Add a name to the equation's name stack; everything that JAX derives from the equation inherits it."""
     info = eqn.source_info
     return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(name)))
 
 
 def inlined(eqn: Any, outer: Any, *, same_line: bool, **changes: Any) -> Any:
-    """The equation, changed, with the names around `outer`, whose jaxpr it comes from, and on request its line."""
-    info, around = eqn.source_info, outer.source_info
-    info = info.replace(name_stack=around.name_stack + info.name_stack)
-    return eqn.replace(source_info=info.replace(traceback=around.traceback) if same_line else info, **changes)
+    """An equation of the jaxpr in `outer`, below the name stack of `outer`; with `same_line` also at its source line."""
+    info, outer_info = eqn.source_info, outer.source_info
+    info = info.replace(name_stack=outer_info.name_stack + info.name_stack)
+    return eqn.replace(source_info=info.replace(traceback=outer_info.traceback) if same_line else info, **changes)

@@ -1,4 +1,4 @@
-"""Jaxprs and their equations: types and parts."""
+"""Jaxprs and their equations: classes, types, parts."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ Var = _core.Var
 
 
 def abstract(x: Any) -> Any:
-    """The type (shape, dtype, weak type, sharding) that `x` has as an argument of a traced function."""
+    """The type (shape, dtype, weak type, sharding) of `x` as an argument of a traced function."""
     return jax.typeof(x) if isinstance(x, jax.Array) else shaped_abstractify(x)
 
 
-no_equations = Jaxpr([], [], [], [], debug_info=_core.DebugInfo("statetx", "nothing", (), ()))
+empty_jaxpr = Jaxpr([], [], [], [], debug_info=_core.DebugInfo("statetx", "nothing", (), ()))
 
 
 def is_dropped(v: Any) -> bool:
-    """Whether a result of an equation has no name, since no other reads it."""
+    """Whether a result of an equation is a `DropVar`: no equation reads it."""
     return isinstance(v, _core.DropVar)
 
 
 def close(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
-    """A jaxpr without constants, with these values for its first inputs."""
+    """Close a jaxpr without constants over `consts`, the values of its first inputs."""
     num = len(consts)
     return ClosedJaxpr(jaxpr.replace(constvars=jaxpr.invars[:num], invars=jaxpr.invars[num:]), list(consts))
 
@@ -52,13 +52,13 @@ def drop_axis(aval: Any, axis: int) -> Any:
 
 
 def with_weak_type(x: Any, weak: bool) -> Any:
-    """`x` with its type made weak or strong, the value unchanged."""
+    """Make the type of `x` weak or strong; its value is unchanged."""
     return _lax._convert_element_type(x, weak_type=weak)
 
 
 def output_types(primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """The types of an operation's results."""
-    if "call_jaxpr" in params:  # custom derivatives, which JAX types by the jaxpr alone
+    if "call_jaxpr" in params:  # custom derivatives: JAX reads their types from the jaxpr
         return [v.aval for v in open_jaxpr(params["call_jaxpr"])[0].outvars]
     out = primitive.abstract_eval(*inputs, **params)[0]
     return list(out) if primitive.multiple_results else [out]
@@ -76,12 +76,12 @@ def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
 
 
 def zero_tangent(aval: Any) -> Any:
-    """The tangent of an integer of this type, as the result of a rule for derivatives."""
+    """The tangent that a derivative rule returns for an integer of this type."""
     return SymbolicZero(aval.to_tangent_aval())
 
 
 def zeros(aval: Any) -> Any:
-    """Zeros of a type, with its sharding unless that is of another mesh than the one that is set."""
+    """Zeros of a type, with its sharding unless that belongs to a mesh other than the current one."""
     if aval.sharding.mesh != jax.sharding.get_abstract_mesh():
         return jnp.zeros(aval.shape, aval.dtype)
     return _instantiate_zeros(_Zero(aval))
@@ -92,7 +92,7 @@ def is_jaxpr(x: Any) -> bool:
 
 
 def open_jaxpr(x: Any) -> tuple[Jaxpr, Sequence[Any]]:
-    """Split a jaxpr, closed or not, into equations and constants (one class serves both from jax 0.12 on)."""
+    """Split a jaxpr, closed or not, into the open jaxpr and its constants (jax 0.12 has one class for both)."""
     return (x.jaxpr, x.consts) if isinstance(x, ClosedJaxpr) else (x, getattr(x, "consts", ()))
 
 
@@ -100,5 +100,5 @@ CLOSED_CALL = closed_call_p.name  # "closed_call" before JAX 0.12, "eval_jaxpr" 
 
 
 def scope(eqn: Any) -> str:
-    """The names that stand around an equation: those of ``jax.named_scope`` and of transforms, joined by slashes."""
+    """The name stack of an equation: names of ``jax.named_scope`` and of transforms, joined by slashes."""
     return str(eqn.source_info.name_stack)

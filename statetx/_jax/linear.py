@@ -1,4 +1,4 @@
-"""A linear function with a transpose of its own, as one equation."""
+"""A linear function with a custom transpose, as one equation."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def linear_call(
     tangents: Sequence[Any],
     out_avals: Sequence[Any],
 ) -> list[Any]:
-    """``fun(residuals, tangents)``, linear in the tangents, with a transpose of its own.
+    """Call ``fun(residuals, tangents)``, linear in the tangents, with a custom transpose.
 
-    As ``jax.custom_derivatives.linear_call``, and more: it can be mapped, and differentiated with respect to the
-    residuals, which differentiates `fun`.
+    Unlike ``jax.custom_derivatives.linear_call`` it can be mapped, and differentiated with respect to the residuals; this
+    differentiates `fun`.
 
     Args:
         fun: returns arrays of types `out_avals`.
-        transpose: ``(residuals, cotangents) -> cotangents of the tangents``; a cotangent is None where it is zero.
+        transpose: ``(residuals, cotangents) -> cotangents of the tangents``; None stands for a zero cotangent.
     """
     return _linear_p.bind(
         *residuals, *tangents, fun=fun, transpose=transpose, num_res=len(residuals), out_avals=tuple(out_avals)
@@ -49,25 +49,30 @@ def _linear_impl(*args: Any, fun: Callable, transpose: Callable, num_res: int, o
 
 
 def _linear_jvp(primals: Any, tangents: Any, *, fun: Callable, num_res: int, **params: Any) -> Any:
-    moving = [i for i, t in enumerate(tangents) if type(t) is not _Zero and t.dtype != jax.dtypes.float0]
+    diff_indices = [i for i, t in enumerate(tangents) if type(t) is not _Zero and t.dtype != jax.dtypes.float0]
     outs = _linear_p.bind(*primals, fun=fun, num_res=num_res, **params)
-    if all(i >= num_res for i in moving):
-        moved = [_instantiate_zeros(t) for t in tangents[num_res:]]
-        return outs, _linear_p.bind(*primals[:num_res], *moved, fun=fun, num_res=num_res, **params)
 
+    # f(r, t) is linear in t, so that its derivative along dt alone is f(r, dt): the same primitive, which keeps the transpose.
+    if all(i >= num_res for i in diff_indices):
+        linear_tangents = [_instantiate_zeros(t) for t in tangents[num_res:]]
+        return outs, _linear_p.bind(*primals[:num_res], *linear_tangents, fun=fun, num_res=num_res, **params)
+
+    # A residual varies too: differentiate `fun` itself, which loses the custom transpose.
     def run(*operands: Any) -> list[Any]:
         return fun(list(operands[:num_res]), list(operands[num_res:]))
 
-    return jax.jvp(function_of(run, primals, moving), [primals[i] for i in moving], [tangents[i] for i in moving])
+    return jax.jvp(
+        function_of(run, primals, diff_indices), [primals[i] for i in diff_indices], [tangents[i] for i in diff_indices]
+    )
 
 
 def _linear_transpose(
     cts: Any, *args: Any, fun: Callable, transpose: Callable, num_res: int, out_avals: Any
 ) -> list[Any]:
-    given = [None if type(ct) is _Zero else ct for ct in cts]
-    if all(ct is None for ct in given):
+    nonzero_cts = [None if type(ct) is _Zero else ct for ct in cts]
+    if all(ct is None for ct in nonzero_cts):
         return [None] * len(args)
-    return [None] * num_res + transpose(list(args[:num_res]), given)
+    return [None] * num_res + transpose(list(args[:num_res]), nonzero_cts)
 
 
 def _linear_batch(
@@ -81,6 +86,7 @@ def _linear_batch(
     def mapped_transpose(residuals: list, cts: list) -> list:
         ct_dims = [None if ct is None else 0 for ct in cts]
         outs = map_over(transpose, axis, (res_dims, ct_dims))(residuals, cts)
+        # A tangent that all examples share is broadcast, and the transpose of a broadcast is a sum.
         return [x.sum(0) if d is None else jnp.moveaxis(x, 0, d) for x, d in zip(outs, dims, strict=True)]
 
     outs = _linear_p.bind(

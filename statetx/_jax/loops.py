@@ -1,4 +1,4 @@
-"""The equation of `jax.lax.scan`, made and changed."""
+"""Make and change the equation of `jax.lax.scan`."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from .meshes import replicated
 def bind_scan(
     jaxpr: ClosedJaxpr, constants: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any], *, length: int, reverse: bool
 ) -> list[Any]:
-    """`jax.lax.scan` of a body that is there already, ``(*constants, *carry, *x) -> (*carry, *y)``."""
+    """Run `jax.lax.scan` of an already staged body ``(*constants, *carry, *x) -> (*carry, *y)``."""
     counts: dict[str, Any] = {"num_consts": len(constants), "num_carry": len(carry)}
     if _flattree is not None:
-        sizes = [_flattree.nones(len(part)) for part in (constants, carry, xs)]
+        sizes = [_flattree.nones(len(values)) for values in (constants, carry, xs)]
         num_ys = len(jaxpr.out_avals) - len(carry)
-        ys = _flattree.nones(num_ys).filter_with_mask([True] * num_ys)  # none is an element handed on
+        ys = _flattree.nones(num_ys).filter_with_mask([True] * num_ys)  # no ys are forwarded
         counts = {"ft_in": _flattree.pack(tuple(sizes)), "ft_out": _flattree.pack((sizes[1], ys))}
     return scan_p.bind(*constants, *carry, *xs, jaxpr=jaxpr, length=length, reverse=reverse, unroll=1, **counts)
 
 
 def empty(length: int, aval: Any) -> Any:
-    """An array for `length` values of type `aval`, of which the content is not determined."""
+    """An uninitialised array for `length` values of type `aval`."""
     return replicated(_loops._empty_array((length,), (None,), aval))
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """How many constants and carries a scan has: the first of its operands, in this order."""
+    """The numbers of constants and carries of a scan, its first operands in this order."""
     if "num_carry" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = map(list, eqn.params["ft_in"].unpack())  # from jax 0.12 on
@@ -44,7 +44,7 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
 
 def with_scan_constants(eqn: Any, jaxpr: ClosedJaxpr, constants: Sequence[Any]) -> Any:
-    """A scan with another body, which takes these variables as its first constants, too."""
+    """Replace the body of a scan by one that takes `constants` before its other constants."""
     params = {**eqn.params, "jaxpr": jaxpr}
     if "num_carry" in params:
         params["num_consts"] += len(constants)

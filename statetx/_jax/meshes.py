@@ -20,50 +20,50 @@ from .traces import _context, _eval_trace
 
 @dataclasses.dataclass(frozen=True)
 class Manual:
-    """The `jax.shard_map` that code runs in: its mesh, the axes that are divided by hand, whether types name varying axes."""
+    """The `jax.shard_map` that code runs in: its mesh, its manual axes, and whether types show varying axes (`check_vma`)."""
 
     mesh: Any
     axes: tuple[str, ...]
     is_checked: bool
 
 
-def manual_around() -> Manual | None:
-    """The `jax.shard_map` around the code that is running."""
+def enclosing_shard_map() -> Manual | None:
+    """The `jax.shard_map` that encloses the running code, or None."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(mesh.manual_axes)
     return Manual(mesh, axes, _config._check_vma.value) if axes else None
 
 
 def concrete_mesh(mesh: Any) -> Any:
-    """A mesh of devices like an abstract one: the one that is set, or else one of the first devices."""
-    here = _mesh.get_concrete_mesh()
-    if here.shape_tuple == mesh.shape_tuple:
-        return here
+    """A mesh of devices for an abstract mesh: the current mesh if its shape is the same, else one of the first devices."""
+    current = _mesh.get_concrete_mesh()
+    if current.shape_tuple == mesh.shape_tuple:
+        return current
     auto, manual = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual
     types = tuple([auto if t == manual else t for t in mesh.axis_types])
     return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=types, devices=jax.devices()[: mesh.size])
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
-    """The axes of a `jax.shard_map` along which a value of this type differs, where types say so."""
-    manual = getattr(aval, "mat", None)  # in some versions of JAX `vma` alone
+    """The axes of a `jax.shard_map` along which values of this type vary; empty if types do not show them."""
+    manual = getattr(aval, "mat", None)  # some versions of JAX have only `vma`
     return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
 
 
 def as_varying(x: Any, axes: Sequence[str]) -> Any:
-    """The value with a type that varies along these axes of a `jax.shard_map`, where types say so."""
+    """Cast `x` to a type that varies along these axes of a `jax.shard_map`, if types show them."""
     missing = tuple([a for a in axes if a not in varying_axes(jax.typeof(x))])
     return jax.lax.pcast(x, missing, to="varying") if missing and _config._check_vma.value else x
 
 
 def varying_like(x: Any, y: Any) -> Any:
-    """The value with a type that varies along the axes along which `y` does."""
+    """Cast `x` to a type that varies along the same axes as `y`."""
     return as_varying(x, tuple(varying_axes(jax.typeof(y))))
 
 
 @contextlib.contextmanager
-def outside_of_all() -> Iterator[None]:
-    """A context in which nothing is being traced, and no `jax.vmap` and no `jax.shard_map` is around."""
+def outside_all_transforms() -> Iterator[None]:
+    """A context outside every trace, `jax.vmap` and `jax.shard_map`."""
     mesh = _mesh.get_concrete_mesh().abstract_mesh
     axes = _context.axis_env
     with _core.set_current_trace(_eval_trace), jax.sharding.use_abstract_mesh(mesh), _config._check_vma(False):
@@ -75,19 +75,19 @@ def outside_of_all() -> Iterator[None]:
 
 
 def replicated(x: Any) -> Any:
-    """A value with the type of what is computed here: where a mesh with explicit axes is set, one that lies on it."""
+    """Put `x` on the current mesh, replicated, if the mesh has explicit axes and the type of `x` names no mesh."""
     if not has_explicit_axes() or not jax.typeof(x).sharding.mesh.empty:
         return x
     return jax.sharding.reshard(x, jax.P())
 
 
 def has_explicit_axes() -> bool:
-    """Whether the mesh that is set has axes of which types say how arrays lie on them."""
+    """Whether the current mesh has explicit axes: types show shardings along them."""
     return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 def with_varying_inputs(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
-    """Evaluate equations on values that vary along more axes of a `jax.shard_map` than when they were staged."""
+    """Evaluate a jaxpr on values that vary along more axes of a `jax.shard_map` than the inputs it was staged for."""
     return interpret(jaxpr, args, _run_varying)
 
 
@@ -106,8 +106,8 @@ def _run_varying(eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def inside(*eqns: Any) -> Iterator[None]:
-    """A context in which functions are traced as they were for the jaxprs in an equation (in an equation, and so on)."""
+def in_shard_maps(*eqns: Any) -> Iterator[None]:
+    """A context with the mesh and axes that bodies of these equations were traced in; `eqns` are nested, outermost first."""
     with contextlib.ExitStack() as stack:
         for params in (eqn.params for eqn in eqns if eqn.primitive.name == "shard_map"):
             mesh, axes = params["mesh"], params["newly_manual_axes"]

@@ -1,6 +1,6 @@
-"""What importing statetx changes in JAX, and in brainstate or flax once a program imports that: a list, each with its reason.
+"""Changes that importing statetx makes in JAX, and in brainstate or flax once a program imports it, each with its reason.
 
-The page "What importing statetx changes" of the documentation shows this list, and a test compares them.
+The page `docs/imports.md` shows this list, and a test compares them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 
 class Change(NamedTuple):
-    """A name of another library that stands for something of ours.
+    """One changed name of another library.
 
     Attributes:
-        target: the name, from its library's on.
-        reason: why the library's own way is not enough, and what stays as it was.
+        target: the qualified name, which begins with the library's.
+        reason: why the library's own behaviour is not enough, and which behaviour is unchanged.
     """
 
     target: str
@@ -24,7 +24,7 @@ changes: list[Change] = []
 
 
 def replace(target: str, owner: Any, value: Any, reason: str) -> None:
-    """Put a function or a property of ours in the place of one of a library, and note the change."""
+    """Replace a function or property of a library by `value`, and note the change."""
     setattr(owner, target.rpartition(".")[2], value)
     note(target, reason)
 

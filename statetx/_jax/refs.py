@@ -1,4 +1,4 @@
-"""Refs: which jaxprs touch them, and jaxprs without them."""
+"""Find Refs in jaxprs, and discharge them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .traces import Tracer, is_eager
 
 _InternalRefEffect = _core.InternalMutableArrayEffect
 _internal_ref_effect = _core.internal_mutable_array_effect
-_ref_init = _AbstractRef.__init__  # every Ref has a type, those too that are made while tracing
-_made_refs = False
+_ref_init = _AbstractRef.__init__  # every Ref has a type, also one made while tracing
+_has_made_refs = False
 
 
 def _note_ref(self: Any, *args: Any, **kwargs: Any) -> None:
-    global _made_refs
-    _made_refs = True
+    global _has_made_refs
+    _has_made_refs = True
     _AbstractRef.__init__ = _ref_init
     _ref_init(self, *args, **kwargs)
 
@@ -39,15 +39,15 @@ patches.replace(
 )
 
 
-def made_refs() -> bool:
-    """Whether the program has made a `jax.Ref` since this package was imported."""
-    return _made_refs
+def has_made_refs() -> bool:
+    """Whether the program has made a `jax.Ref` since statetx was imported."""
+    return _has_made_refs
 
 
 def ref_store(ref: Any, value: Any) -> tuple[Any, ...]:
-    """A function and its arguments that store an array in a Ref; written in C where nothing is traced.
+    """A store of an array in a Ref, as a function and its arguments; the function is in C if nothing is traced.
 
-    A value that the Ref does not take is refused by JAX here and now.
+    JAX refuses a value that the Ref does not accept.
     """
     buffers = None if isinstance(ref, Tracer) or not is_eager() else getattr(ref, "_refs", None)
     buffer = getattr(buffers, "_buf", None)
@@ -64,18 +64,20 @@ def touches_refs(jaxpr: Jaxpr, consts: Sequence[Any]) -> bool:
 
 
 def discharge_refs(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool], list[bool]]:
-    """Make the Refs of a jaxpr without constants explicit.
+    """Discharge the Refs among the inputs of a jaxpr without constants.
 
-    Inputs that are Refs become their values, and the last value of each that is written becomes a further output, in
-    the order of the inputs. Returns, for each input, whether it is a Ref that was made explicit, and whether it is written.
-    A Ref that is an argument of a function with a derivative rule stays: the rule may write it in the backward pass.
+    An input that is a Ref becomes its value, and the last value of each written Ref becomes a further output, in the order
+    of the inputs. Returns the jaxpr and, for each input, whether it is a discharged Ref and whether it is written. A Ref
+    that is passed to a function with a derivative rule stays: the rule may write it in the backward pass.
     """
     jaxpr = _hold_rules(jaxpr)
     in_rules = _refs_in_rules(jaxpr)
     is_ref = [isinstance(v.aval, _AbstractRef) and v not in in_rules for v in jaxpr.invars]
-    # lower=False keeps the rules of functions that are given a Ref.
+    # lower=False keeps the rules of functions that are passed a Ref.
     pure, consts = open_jaxpr(_discharge_state(ClosedJaxpr(jaxpr, []), should_discharge=is_ref, lower=False))
     pure = _release_rules(pure)
+
+    # JAX returns the last value of every Ref; a Ref that no equation writes returns its input.
     num_out = len(jaxpr.outvars)
     invars = [*pure.constvars, *pure.invars]
     refs = [v for v, r in zip(pure.invars, is_ref, strict=True) if r]
@@ -88,7 +90,7 @@ def discharge_refs(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool], list[bool]]:
 
 
 class _Held:
-    """An equation out of the sight of JAX."""
+    """An equation hidden from JAX: a parameter that it does not look into."""
 
     def __init__(self, eqn: Any):
         self.eqn = eqn
@@ -100,10 +102,10 @@ _held_p.def_abstract_eval(lambda *_, held: [v.aval for v in held.eqn.outvars])
 
 
 def _hold_rules(x: Any) -> Any:
-    """A jaxpr, closed or not, whose calls of functions with a derivative rule, at any depth, are held back.
+    """Hide calls of functions with a derivative rule, at any depth, in a `statetx_held` equation; `_release_rules` undoes it.
 
-    JAX discharges after differentiation. Of what stands in an inner jaxpr, or makes a Ref of its own, it would keep the
-    function and drop its rule.
+    JAX expects differentiation to come before the discharge. It would inline a call that is in an inner jaxpr, or that
+    makes a Ref itself, and drop its rule.
     """
 
     def hold(eqn: Any) -> Any:
@@ -113,11 +115,11 @@ def _hold_rules(x: Any) -> Any:
             return eqn
         return eqn.replace(primitive=_held_p, params={"held": _Held(eqn)}, effects=_core.no_effects)
 
-    return _with_equations_if_other(x, [hold(eqn) for eqn in open_jaxpr(x)[0].eqns])
+    return _with_changed_equations(x, [hold(eqn) for eqn in open_jaxpr(x)[0].eqns])
 
 
 def _release_rules(x: Any) -> Any:
-    """What `_hold_rules` held back, where it stands now."""
+    """Put the calls hidden by `_hold_rules` back, with the variables that their equations have now."""
 
     def release(eqn: Any) -> Any:
         if eqn.primitive is _held_p:
@@ -126,10 +128,10 @@ def _release_rules(x: Any) -> Any:
         shows = any(_internal_ref_effect in jaxpr.effects for jaxpr in inner_jaxprs(inner))
         return inner.replace(effects=inner.effects | {_internal_ref_effect}) if shows else inner
 
-    return _with_equations_if_other(x, [release(eqn) for eqn in open_jaxpr(x)[0].eqns])
+    return _with_changed_equations(x, [release(eqn) for eqn in open_jaxpr(x)[0].eqns])
 
 
-def _with_equations_if_other(x: Any, eqns: list[Any]) -> Any:
+def _with_changed_equations(x: Any, eqns: list[Any]) -> Any:
     jaxpr, _ = open_jaxpr(x)
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return x
@@ -139,10 +141,10 @@ def _with_equations_if_other(x: Any, eqns: list[Any]) -> Any:
 
 
 def _refs_in_rules(jaxpr: Any) -> set[Any]:
-    """Variables of Refs that some equation hands to a function with a derivative rule, at any depth."""
-    found = set()
+    """Variables of Refs that some equation passes to a function with a derivative rule, at any depth."""
+    in_rules = set()
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         refs = [v for v in eqn.invars if isinstance(v.aval, _AbstractRef)]
         if refs and (eqn.primitive.name in _RULES or any(map(_refs_in_rules, inner_jaxprs(eqn)))):
-            found.update(refs)
-    return found
+            in_rules.update(refs)
+    return in_rules

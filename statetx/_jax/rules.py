@@ -17,7 +17,7 @@ from .traces import JAX_FOLDER
 
 
 def is_written_by_jax(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr is that of a function in JAX's own source, such as ``jnp.where``."""
+    """Whether a jaxpr comes from a function in JAX's own source, such as ``jnp.where``."""
     return (jaxpr.debug_info.func_filename or "").startswith(JAX_FOLDER)
 
 
@@ -30,15 +30,15 @@ def has_rule(eqn: Any) -> bool:
 
 
 def rule_of(eqn: Any) -> Jaxpr:
-    """The equations that take the place of a call with a custom derivative where all its operands are differentiated.
+    """The derivative rule of a call, as a jaxpr, for nonzero tangents of all operands.
 
-    Of a ``custom_jvp``, ``(*operands, *tangents) -> (*results, *tangents)``, of a ``custom_vjp`` ``(*operands) ->
-    (*residuals, *results)``; the first operands, which the function closes over (`num_closed_over`), are left out. As JAX
-    asks for them, and JAX keeps the answer.
+    For a ``custom_jvp`` it is ``(*operands, *tangents) -> (*results, *tangents)``, for a ``custom_vjp`` ``(*operands) ->
+    (*residuals, *results)``. The first operands, which the function closes over (`num_closed_over`), are left out. The
+    request is the same as JAX's own, so JAX's cache is shared.
     """
     num = len(eqn.invars) - num_closed_over(eqn)
     is_jvp = eqn.primitive.name == "custom_jvp_call"
-    # What JAX wants to know of each operand: whether its tangent is zero, or whether it is not.
+    # One flag an operand: custom_jvp asks whether the tangent is zero, custom_vjp whether it is nonzero.
     return eqn.params[_RULES[eqn.primitive.name]].call_wrapped(*[not is_jvp] * num)[0]
 
 
@@ -47,41 +47,43 @@ def num_closed_over(eqn: Any) -> int:
 
 
 def results_of_rule(eqn: Any, rule: Jaxpr) -> list[int]:
-    """Which outputs of a rule are the results of the function."""
+    """The indices of the outputs of a rule that are the function's results."""
     num = len(eqn.outvars)
     first = 0 if eqn.primitive.name == "custom_jvp_call" else len(rule.outvars) - num
     return list(range(first, first + num))
 
 
 def with_rule(eqn: Any, edit: Callable[[Jaxpr], Jaxpr], call: Any) -> Any:
-    """The equation with an edited rule, and with `call` for the jaxpr that stands where nothing is differentiated."""
+    """Edit the rule of a call, and replace its jaxpr for the undifferentiated case by `call`."""
     key = _RULES[eqn.primitive.name]
     rule = eqn.params[key]
 
-    @functools.cache  # as JAX's own is, so that what comes of it is traced once
+    @functools.cache  # JAX's rule is cached too: JAX traces functions of its jaxpr once, by identity
     def edited(*flags: bool) -> Any:
-        jaxpr, *others = rule.call_wrapped(*flags)
-        return edit(jaxpr), *others
+        jaxpr, *extra = rule.call_wrapped(*flags)
+        return edit(jaxpr), *extra
 
     changes = {key: _lu.wrap_init(edited, debug_info=rule.debug_info), "call_jaxpr": call}
     return eqn.replace(params={**eqn.params, **changes})
 
 
 def derivative_rule(x: Any) -> tuple[Any, ...] | None:
-    """What identifies a custom derivative rule held as an equation's parameter; None where nothing does.
+    """A hashable identity of a custom derivative rule in an equation's parameters; None if it has none.
 
-    JAX wraps the rule again in every trace. Only rules that JAX itself defines are recognised: they read nothing
-    that may change. A user's rule runs when the equation is differentiated and may read anything, so two
-    equations that hold one are never taken for equal.
+    JAX wraps the rule again in every trace. Only rules that JAX itself defines are recognised: they read nothing that may
+    change. A user's rule runs when the equation is differentiated and may read anything, so two equations with such a rule
+    never compare equal.
     """
     if not isinstance(x, _lu.WrappedFun):
         return None
     inner = x
     for _ in range(4):  # the memoising thunks around the rule, each a closure over the next
-        found = [f for f in _closed_over(inner.f) if isinstance(f, _lu.WrappedFun)]
-        if len(found) != 1 or not _stands_in_jax(inner.f):  # one of `with_rule` is another rule than that within
+        wrapped = [f for f in _closed_over(inner.f) if isinstance(f, _lu.WrappedFun)]
+        if len(wrapped) != 1 or not _is_in_jax_source(
+            inner.f
+        ):  # `with_rule` edits: its rule differs from the inner one
             break
-        inner = found[0]
+        inner = wrapped[0]
     rule = inner.f
     if not _defined_by_jax(rule):
         return None
@@ -90,7 +92,7 @@ def derivative_rule(x: Any) -> tuple[Any, ...] | None:
 
 
 def _defined_by_jax(fun: Any) -> bool:
-    """Whether a function, and every function it closes over, stands in JAX's own source."""
+    """Whether a function, and every function it closes over, is in JAX's own source."""
     if isinstance(fun, (tuple, list)):
         return all(map(_defined_by_jax, fun))
     if isinstance(fun, jax.custom_jvp):
@@ -98,11 +100,11 @@ def _defined_by_jax(fun: Any) -> bool:
     if not callable(fun):
         return isinstance(fun, (str, int, float, type(None)))
     while not isinstance(fun, FunctionType) and hasattr(fun, "__wrapped__"):
-        fun = fun.__wrapped__  # what jax.jit and similar functions return
-    return _stands_in_jax(fun) and all(map(_defined_by_jax, _closed_over(fun, 1)))
+        fun = fun.__wrapped__  # of jax.jit and similar wrappers
+    return _is_in_jax_source(fun) and all(map(_defined_by_jax, _closed_over(fun, 1)))
 
 
-def _stands_in_jax(fun: Any) -> bool:
+def _is_in_jax_source(fun: Any) -> bool:
     # Not its __module__, which functools.wraps copies from another function.
     return isinstance(fun, FunctionType) and fun.__code__.co_filename.startswith(JAX_FOLDER + os.sep)
 

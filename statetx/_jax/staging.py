@@ -1,4 +1,4 @@
-"""Functions to jaxprs, and jaxprs into the trace that is running."""
+"""Stage functions to jaxprs, and evaluate jaxprs in the current trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .traces import _context
 
 
 def name_inputs(jitted: Any, operands: Sequence[Any], names: Sequence[str]) -> None:
-    """Trace a function made by `jax.jit`, which keeps the trace, and name the inputs that its program for `operands` has."""
+    """Name the inputs of a `jax.jit` function's program for `operands`, by tracing it now; JAX caches the trace."""
     jaxpr, _ = open_jaxpr(jitted.trace(*operands).jaxpr)
     info = getattr(jaxpr, "_debug_info", None)
     if info is not None:
@@ -26,62 +26,62 @@ def name_inputs(jitted: Any, operands: Sequence[Any], names: Sequence[str]) -> N
 
 
 def new_input(trace: Any, aval: Any) -> Any:
-    """Add an argument to a trace made by `stage` while its function is running; returns the argument's tracer."""
+    """Add an argument to a trace of `stage` while its function is running; return the argument's tracer."""
     with source_info_util.user_context(None):
         return trace.new_arg(aval, source_info_util.current())
 
 
 def stage(
-    fun: Callable[..., list], avals: Sequence[Any], *, kind: str, name: str, names: Sequence[str] | None = None
+    fun: Callable[..., list], avals: Sequence[Any], *, traced_for: str, name: str, names: Sequence[str] | None = None
 ) -> tuple[Jaxpr, list]:
     """Trace ``fun(*arrays) -> list of arrays`` to a jaxpr; return it with the values it closes over.
 
-    The jaxpr's inputs are `avals` and then whatever `new_input` added, in that order. Errors raised while `fun` runs call
-    them by `names`, which are not asked for otherwise, and the function ``str(names)``.
+    The jaxpr's inputs are `avals`, then those added by `new_input`, in order. Errors raised while `fun` runs name them by
+    `names` and the function by ``str(names)``; without an error `names` is never indexed.
     """
-    plain = _core.DebugInfo(kind, name, None, None)
-    named: Any = plain if names is None else plain._replace(func_src_info=str(names), arg_names=names)
+    unnamed_info = _core.DebugInfo(traced_for, name, None, None)
+    info: Any = unnamed_info if names is None else unnamed_info._replace(func_src_info=str(names), arg_names=names)
 
     def run(*tracers: Any) -> list:
         frame = _context.trace.frame
         try:
             return fun(*tracers)
         finally:
-            frame.debug_info = plain  # names keep the arguments
+            frame.debug_info = unnamed_info  # `names` holds the arguments alive
 
-    jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(_lu.wrap_init(run, debug_info=named), list(avals))
+    jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(_lu.wrap_init(run, debug_info=info), list(avals))
     return jaxpr, consts
 
 
-def with_tangents(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
-    """Which outputs of a jaxpr have a tangent that is not zero by itself, where these inputs have one."""
-    return list(_ad.jvp_jaxpr(ClosedJaxpr(jaxpr, ()), list(given), instantiate=False)[1])
+def outputs_with_tangents(jaxpr: Jaxpr, has_tangent: Sequence[bool]) -> list[bool]:
+    """For each output of a jaxpr, whether its tangent may be nonzero; `has_tangent` says the same of the inputs."""
+    return list(_ad.jvp_jaxpr(ClosedJaxpr(jaxpr, ()), list(has_tangent), instantiate=False)[1])
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Run a jaxpr's equations on `args`."""
+    """Evaluate a jaxpr on `args` in the current trace."""
     trace = _context.trace
     args = [*consts, *args]
     if isinstance(trace, _pe.DynamicJaxprTrace) and not (jaxpr.effects or jaxpr.is_high):
         variables = [*jaxpr.constvars, *jaxpr.invars]
-        here = source_info_util.current()
-        tracers = [trace.to_jaxpr_tracer(x, here) for x in args]
+        source = source_info_util.current()
+        tracers = [trace.to_jaxpr_tracer(x, source) for x in args]
         if all(t.aval == v.aval for t, v in zip(tracers, variables, strict=True)):
-            return _copy_equations(trace, jaxpr, tracers, here)
+            return _copy_equations(trace, jaxpr, tracers, source)
     return _core.jaxpr_as_fun(ClosedJaxpr(jaxpr, args[: len(consts)]))(*args[len(consts) :])
 
 
-def _copy_equations(trace: Any, jaxpr: Jaxpr, tracers: Sequence[Any], here: Any) -> list[Any]:
+def _copy_equations(trace: Any, jaxpr: Jaxpr, tracers: Sequence[Any], call_source: Any) -> list[Any]:
     """Copy a jaxpr's equations to a trace that records them; `tracers` of that trace are its inputs.
 
-    The result is that of running them one by one, for less: their types are known. (JAX's own
-    ``inline_jaxpr_into_trace`` gives every equation the place of the call, and forgets the lines of the user's code.)
+    The result is the same as binding them one by one, but faster: their types are known. JAX's ``inline_jaxpr_into_trace``
+    was rejected: it gives every equation the source line of the call, so the lines of the user's code would be lost.
     """
 
     def rule(eqn: Any, operands: list[Any]) -> list[Any]:
-        source = eqn.source_info.replace(name_stack=here.name_stack + eqn.source_info.name_stack)
+        source = eqn.source_info.replace(name_stack=call_source.name_stack + eqn.source_info.name_stack)
         types = [v.aval for v in eqn.outvars]
         return trace.emit_eqn(operands, types, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
 
-    literal = lambda atom: _pe.DynamicJaxprTracer(trace, atom.aval, atom, here)  # noqa: E731
+    literal = lambda atom: _pe.DynamicJaxprTracer(trace, atom.aval, atom, call_source)  # noqa: E731
     return interpret(jaxpr, tracers, rule, literal=literal)

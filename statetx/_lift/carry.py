@@ -1,14 +1,13 @@
-"""The types of what loops carry: promotion of weak types, and drift.
+"""Types of loop carries: promotion of weak types, and errors for drift.
 
-One compiled body serves every step, so what enters a step must have the type of what leaves it. Only the weak type of a
-Python number (``State(0.0)``, ``jnp.full(shape, 0.0)``) may change, as in `jax.lax`: where the body returns or writes
-another dtype to which it promotes, the first value is converted and the body staged again. That may change further weak
-leaves, so it is repeated until none does. Each staging makes a weak leaf strong, which bounds their number; two are enough
-unless leaves depend on each other. Where only the weakness differs nothing is staged again: the type of the result is the
-one that leaves a step, also as in `jax.lax`.
+One compiled body serves every step, so a value must enter and leave a step with the same type. Only the weak type of a Python
+number (``State(0.0)``, ``jnp.full(shape, 0.0)``) may change, as in `jax.lax`: if the body returns or writes another dtype to
+which it promotes, the initial value is converted and the body is staged again. This may change further weak leaves, so it is
+repeated until none changes. Each staging makes a weak leaf strong, which bounds the number of stagings; two are enough unless
+leaves depend on each other. If only the weakness differs nothing is staged again: the result has the type that leaves a step,
+also as in `jax.lax`.
 
-The same rule holds for the leaves of the carry that is given as an argument and for those of the states that a body
-writes: `settle` applies it to both.
+The rule is the same for the carry that the caller passes and for the states that the body writes: `settle` applies it to both.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from .staged import Staged, is_loop_leaf
 
 
 def flatten_carry(name: str, init: PyTree) -> tuple[list[Any], Partition]:
-    """The leaves of a carry as arrays.
+    """Flatten a carry to array leaves and its `Partition`.
 
     Raises:
-        StateValueError: some leaf is no array and no number.
+        StateValueError: a leaf is neither an array nor a number.
     """
     leaves, part = partition(init, is_loop_leaf)
     if part.static:
         raise StateValueError(
-            f"{name}: the carry holds a {type(part.static[0]).__name__}, which is no array. Close over it in the body."
+            f"{name}: the carry holds a {type(part.static[0]).__name__}, which is not an array. Close over it in the body."
         )
     return [
         x.__jax_array__() if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__") else x for x in leaves
@@ -55,21 +54,23 @@ def settle(
     num_before: int = 0,
     is_carried: Callable[[Effect], bool] = lambda effect: True,
 ) -> tuple[Staged, list, Callable]:
-    """Stage the body of a loop, with its first values promoted until the types that enter a step are those that leave it.
+    """Stage the body of a loop, and promote initial values until the types that enter and leave a step agree.
 
     Args:
-        stage: ``(carry, enter) -> body``; `enter` gives a state's first value, as in `Staged`.
-        carry: leaves of the carry, of which `part` is the `Partition`.
-        num_before: how many arguments, and outputs, of the body stand before the carry.
-        is_carried: whether the loop carries a state that is written.
+        stage: ``(carry, enter) -> body``; `enter` maps a state to its initial value, as in `Staged`.
+        carry: leaves of the carry.
+        part: the `Partition` of the carry.
+        num_before: the number of arguments (and of output trees) of the body before the carry.
+        is_carried: whether the loop carries a written state.
 
     Returns:
-        The body, the carry with its promoted leaves, and `enter`.
+        The body, the carry with promoted leaves, and `enter`.
 
     Raises:
-        CarryTypeError: a leaf leaves a step with another type than it enters with, to which it does not promote.
+        CarryTypeError: a leaf leaves a step with a type that differs from the type it enters with and to which it does not
+            promote.
     """
-    promoted: dict[int, tuple[Any, PyTree]] = {}  # states by id, with their first values
+    promoted: dict[int, tuple[Any, PyTree]] = {}  # by id of the state; holds the state, so that its id stays its own
 
     def enter(state: Any, value: PyTree) -> PyTree:
         return promoted.get(id(state), (state, value))[1]
@@ -90,6 +91,7 @@ def settle(
                 changed = True
         if not changed:
             break
+
     _check_carry(body, part, body.avals[num_before : num_before + len(carry)], returned, out_avals)
     paths = Paths(body.fun)
     for effect in carried:
@@ -98,12 +100,12 @@ def settle(
 
 
 def promote(x: Any, aval: Any) -> Any:
-    """The value `x`, promoted where its type is weak and `aval`, the type of the next value, is of another dtype.
+    """Promote `x` to the dtype of `aval`, the type of the next value, if the type of `x` is weak.
 
-    As ``jax.lax.scan`` has it, except that what does not get the type of the next value is left unchanged.
+    As ``jax.lax.scan`` does, except that `x` is left unchanged if it does not promote to exactly that dtype.
     """
-    before = _jax.abstract(x)
-    if not before.weak_type or before.shape != aval.shape or before.dtype == aval.dtype:
+    in_aval = _jax.abstract(x)
+    if not in_aval.weak_type or in_aval.shape != aval.shape or in_aval.dtype == aval.dtype:
         return x
     try:
         dtype = jnp.result_type(x, aval)
@@ -113,9 +115,9 @@ def promote(x: Any, aval: Any) -> Any:
 
 
 def _promoted_value(body: Staged, effect: Effect) -> PyTree | None:
-    """The first value of a written state with the leaves promoted that must be; None if there are none."""
+    """The initial value of a written state with promoted leaves; None if no leaf needs promotion."""
     read, written = body.inputs[id(effect.state)], body.written[id(effect.state)]
-    first = read.part.combine(read.values)
+    first = read.partition.combine(read.values)
     leaves, part = partition(first, is_loop_leaf)
     if (part.treedef, part.mask) != (written.treedef, written.mask):
         return None
@@ -124,7 +126,7 @@ def _promoted_value(body: Staged, effect: Effect) -> PyTree | None:
 
 
 def _promote_leaf(x: Any, aval: Any) -> Any:
-    # A Python bool in a state is a flag that Python may branch on; one that is written is an array, as in the carry.
+    # A Python bool in a state is a flag that Python may branch on; once the body writes it, it is an array, as in the carry.
     return np.bool_(x) if isinstance(x, bool) else promote(x, aval)
 
 
@@ -132,15 +134,15 @@ def _promote_leaf(x: Any, aval: Any) -> Any:
 
 
 def differs(a: Any, b: Any) -> bool:
-    """Whether values of these types cannot replace each other: shape, dtype, explicit sharding; weakness does not count."""
+    """Whether two types differ in shape, dtype or explicit sharding; weakness does not count."""
     return (a.shape, a.dtype, a.sharding.spec) != (b.shape, b.dtype, b.sharding.spec)
 
 
 def _check_carry(body: Staged, first: Partition, avals: Sequence[Any], returned: Partition, out_avals: Any) -> None:
     if returned.treedef != first.treedef:
         raise CarryTypeError(
-            f"{body.name}: the body {name_of(body.fun)} must return a carry in the structure it was given,\n"
-            f"  given:    {first.treedef}\n  returned: {returned.treedef}"
+            f"{body.name}: the body {name_of(body.fun)} must return a carry with the structure of the carry that it gets,\n"
+            f"  gets:    {first.treedef}\n  returns: {returned.treedef}"
         )
     for n, (a, b) in enumerate(zip(avals, out_avals, strict=True)):
         if differs(a, b):
@@ -153,8 +155,8 @@ def _check_carry(body: Staged, first: Partition, avals: Sequence[Any], returned:
 
 
 def _check_written(body: Staged, effect: Effect, paths: Callable[[Any], str]) -> None:
-    """Raise unless a state leaves the body with the type with which it enters."""
-    read, written = body.inputs[id(effect.state)].part, body.written[id(effect.state)]
+    """Raise if a state leaves the body with another type than it enters with."""
+    read, written = body.inputs[id(effect.state)].partition, body.written[id(effect.state)]
     avals, out_avals = body.inputs[id(effect.state)].avals, body.written_avals[id(effect.state)]
     leaf = ""
     if (read.treedef, read.mask, read.static) == (written.treedef, written.mask, written.static):
@@ -169,7 +171,7 @@ def _check_written(body: Staged, effect: Effect, paths: Callable[[Any], str]) ->
 
 
 def structure_strs(values: Sequence[tuple[Partition, Sequence[Any]]]) -> list[str]:
-    """Words for the structures of values that differ: of their containers, or of the objects in equal ones."""
+    """Texts for the structures of values that differ: the treedefs, or, if these are equal, the trees with their objects."""
     if len({part.treedef for part, _ in values}) > 1:
         return [str(part.treedef) for part, _ in values]
     return [tree_type_str(part.combine(avals)) for part, avals in values]
@@ -178,13 +180,13 @@ def structure_strs(values: Sequence[tuple[Partition, Sequence[Any]]]) -> list[st
 def drift_error(
     name: str, effect: Effect, paths: Callable[[Any], str], leaf: str, types: Sequence[str], serves: str
 ) -> CarryTypeError:
-    """The error for a write that gives a state another type; `types` are those before and after."""
-    before, after = types
-    hint = " (jax.sharding.reshard)" if "@" in before + after else ""
-    weak = " (~ marks a weak type, that of a Python number)" if "~" in before + after else ""
+    """The error for a write that gives a state another type; `types` are the types on entry and on exit."""
+    in_type, out_type = types
+    hint = " (jax.sharding.reshard)" if "@" in in_type + out_type else ""
+    weak = " (~ marks a weak type, as of a Python number)" if "~" in in_type + out_type else ""
     return CarryTypeError(
         f"{name} changes the type of {type(effect.state).__name__} {paths(effect.state)!r}{leaf}, made at "
-        f"{effect.kind.site_of(effect.state)}: it enters as {before} and leaves as {after}{weak}, written at "
+        f"{effect.kind.site_of(effect.state)}: it enters as {in_type} and leaves as {out_type}{weak}, written at "
         f"{effect.site}.\nA state must keep its type here, since one compiled body serves every {serves}.\n"
         f"Fix: create the state with the type that is written, or convert the value before writing it{hint}."
     )
@@ -195,6 +197,6 @@ def _resharding(a: Any, b: Any) -> str:
 
 
 def leaf_names(part: Partition) -> list[str]:
-    """How each dynamic leaf of a tree is reached from it: ``.ret``, ``['w'][0]``; nothing for a lone leaf."""
+    """The path of each dynamic leaf in its tree: ``.ret``, ``['w'][0]``; empty for a lone leaf."""
     keys = jax.tree_util.tree_flatten_with_path(part.combine(range(part.num_dynamic)), is_leaf=_states.is_opaque)[0]
     return [jax.tree_util.keystr(path) for (path, _), dynamic in zip(keys, part.mask, strict=True) if dynamic]

@@ -9,7 +9,7 @@ from .. import _frames
 from .._frames import Effect
 from .._tree import Partition
 from .._typing import PyTree
-from .stage import take_apart
+from .stage import partition_output
 
 
 class Groups:
@@ -31,7 +31,7 @@ class Groups:
 
     def add_output(self, out: PyTree, keys: Sequence[Any], is_dynamic: Callable[[Any], bool]) -> None:
         """Take the output apart; `keys`: for each of its leaves, dynamic or not."""
-        leaves, self._out = take_apart(out, is_dynamic)
+        leaves, self._out = partition_output(out, is_dynamic)
         dynamic_keys = (key for key, is_dynamic in zip(keys, self._out.mask, strict=True) if is_dynamic)
         for leaf, key in zip(leaves, dynamic_keys, strict=True):
             self._add(leaf, key)

@@ -1,7 +1,7 @@
-"""Loops that run steps again, under JAX's checker of key reuse.
+"""Loops that recompute steps, under JAX's checker of key reuse.
 
-``jax_debug_key_reuse`` counts the uses of a key in the equations, and cannot know that a step which is run again draws the
-same numbers again. While it is on, such a loop takes its keys as the words they are made of, which are not counted.
+``jax_debug_key_reuse`` counts the uses of a key in the equations. It cannot know that a recomputed step draws the same numbers
+on purpose. While it is on, such a loop gets its keys as key data, which are not counted.
 """
 
 from __future__ import annotations
@@ -16,56 +16,59 @@ from .. import _jax
 from .._equations.structure import Body
 
 
-def are_wanted(*bodies: Body) -> bool:
-    """Whether the checker is on, and a key goes into one of the bodies or comes out."""
-    ends = (v.aval for body in bodies for v in (*body.jaxpr.invars, *body.jaxpr.outvars))
-    return _jax.checks_keys() and any(map(_is_key, ends))
+def is_needed(*bodies: Body) -> bool:
+    """Whether the checker is on and one of the bodies has a key among its inputs or outputs."""
+    avals = (v.aval for body in bodies for v in (*body.jaxpr.invars, *body.jaxpr.outvars))
+    return _jax.checks_keys() and any(map(_is_key, avals))
 
 
-def body_of_words(body: Body) -> Body:
-    """The body with words in the places of keys."""
+def body_with_key_data(body: Body) -> Body:
+    """The body with key data in place of keys, as inputs, outputs and operands."""
     invars, outvars = body.jaxpr.invars, body.jaxpr.outvars
 
     def run(*args: Any) -> list[Any]:
-        return as_words(_jax.evaluate(body.jaxpr, (), as_keys(args, [v.aval for v in invars])))
+        return to_key_data(_jax.evaluate(body.jaxpr, (), to_keys(args, [v.aval for v in invars])))
 
-    avals = [_jax.abstract(jax.eval_shape(_words, v.aval)) if _is_key(v.aval) else v.aval for v in invars]
-    jaxpr, consts = _jax.stage(run, avals, kind="scan", name="step")
+    avals = [_jax.abstract(jax.eval_shape(_key_data, v.aval)) if _is_key(v.aval) else v.aval for v in invars]
+    jaxpr, consts = _jax.stage(run, avals, traced_for="scan", name="step")
     assert not consts and len(jaxpr.outvars) == len(outvars)
-    return Body(jaxpr, as_words(body.operands))
+    return Body(jaxpr, to_key_data(body.operands))
 
 
-def loop_of_words(loop: Callable, body: Body) -> Callable:
-    """A loop of lists of keys, by one of words that returns what the body returns: a list, or parts of it."""
-    outs = [v.aval for v in body.jaxpr.outvars]
+def loop_with_key_data(loop: Callable, body: Body) -> Callable:
+    """Wrap a loop of `body_with_key_data(body)` so that it takes and returns keys.
 
-    def run(*parts: list) -> Any:
-        leaves, treedef = jax.tree.flatten(loop(*map(as_words, parts)))
-        return treedef.unflatten(as_keys(leaves, outs))
+    The loop returns the outputs of the body, as one list or split into several.
+    """
+    out_avals = [v.aval for v in body.jaxpr.outvars]
+
+    def run(*args: list) -> Any:
+        leaves, treedef = jax.tree.flatten(loop(*map(to_key_data, args)))
+        return treedef.unflatten(to_keys(leaves, out_avals))
 
     return run
 
 
-def as_words(values: Sequence[Any]) -> list[Any]:
-    return [_words(x) if _is_key(_jax.abstract(x)) else x for x in values]
+def to_key_data(values: Sequence[Any]) -> list[Any]:
+    return [_key_data(x) if _is_key(_jax.abstract(x)) else x for x in values]
 
 
-def as_keys(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
-    """Words as the keys that these types, or those of their elements, are."""
+def to_keys(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    """Turn key data back into keys wherever `avals`, types of the values or of their elements, are key types."""
     return [
         jax.random.wrap_key_data(x, impl=_impl(aval)) if _is_key(aval) else x
         for x, aval in zip(values, avals, strict=True)
     ]
 
 
-def _words(key: Any) -> Any:
+def _key_data(key: Any) -> Any:
     return jax.random.key_data(key)
 
 
 def _impl(aval: Any) -> Any:
-    found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    return found[0]
+    impls: list[Any] = []  # `key_impl` needs a key: a tracer is one
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return impls[0]
 
 
 def _is_key(aval: Any) -> bool:

@@ -1,6 +1,6 @@
-"""How states take part in loops and maps: what ``states=`` may say.
+"""Rules of ``states=``: how states take part in loops and maps.
 
-A rule is one of the objects below or an axis. Each transform says which it knows and what holds where none is given.
+A rule is one of the objects below, or an axis. Each transform names the rules that it accepts and its default.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .._typing import Filter
 
 
 class Rule:
-    """A way of taking part; the instances are module variables of `statetx`."""
+    """How a state takes part; the instances are module variables of `statetx`."""
 
     def __init__(self, name: str, doc: str):
         self._name = name
@@ -33,20 +33,22 @@ class Rule:
         return self._name
 
 
-Carry = Rule("Carry", "Each step sees what the step before wrote; the default for states that a loop writes.")
+Carry = Rule(
+    "Carry", "Each step sees the value that the previous step wrote; the default for states that a loop writes."
+)
 Broadcast = Rule("Broadcast", "Each step or example sees the same value, and a write that differs between them raises.")
-Split = Rule("Split", "A random state gives each step or example a key of its own, and advances once.")
+Split = Rule("Split", "A random state gives each step or example its own key, and advances once.")
 
 
 class Rules:
-    """What a ``states=`` argument says of each state.
+    """A ``states=`` argument: maps each state to its rule.
 
     Args:
         name: the transform, for messages.
         states: from filter to rule; filters are tried in order.
         fun: the function, to find paths.
-        known: the rules that the transform takes besides an axis.
-        args, kwargs: what the function is called with.
+        accepted: the rules that the transform accepts besides an axis.
+        args, kwargs: the arguments of the function.
     """
 
     def __init__(
@@ -54,14 +56,14 @@ class Rules:
         name: str,
         states: Mapping[Filter, Any] | None,
         fun: Callable,
-        known: tuple[Rule, ...],
+        accepted: tuple[Rule, ...],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ):
         self.name = name
         self.path = Paths(fun, args, kwargs)
         self._rules: list[tuple[Callable, Any]] = []
-        self._found: dict[int, tuple[Any, Any]] = {}
+        self._rule_by_state: dict[int, tuple[Any, Any]] = {}
         self._needs_paths = False
         if states is not None and not isinstance(states, Mapping):
             raise StateValueError(
@@ -70,14 +72,14 @@ class Rules:
         self._globs = [filter for filter in states or () if isinstance(filter, str)]
         for filter, rule in (states or {}).items():
             is_axis = isinstance(rule, int) and not isinstance(rule, bool)
-            if not is_axis and not any(rule is k for k in known):
+            if not is_axis and not any(rule is r for r in accepted):
                 raise StateValueError(
                     f"{name}: states={{{brief(filter)}: {rule!r}}} is not understood. Give an axis (an int) or one of "
-                    f"{', '.join(map(repr, known))}."
+                    f"{', '.join(map(repr, accepted))}."
                 )
             self._rules.append((as_predicate(filter), rule))
             self._needs_paths |= not isclass(filter)
-        if self._rules and _jax.made_refs():
+        if self._rules and _jax.has_made_refs():
             self._refuse_mapped_refs(fun)
 
     def _refuse_mapped_refs(self, fun: Callable) -> None:
@@ -85,28 +87,28 @@ class Rules:
             if isinstance(state, jax.Ref) and isinstance(self(state), int):
                 raise StateValueError(
                     f"{self.name} cannot map {_states.describe(state, path=path)}, which the function closes over: "
-                    f"whoever reads it sees the whole.\n"
+                    f"every reader sees the unsliced array.\n"
                     f"Fix: pass it to the mapped function as an argument, with an axis in in_axes, or keep the value in a "
                     f"statetx.State."
                 )
 
     def __call__(self, state: Any) -> Any:
-        """The first rule whose filter selects the state, None if none does."""
+        """The first rule whose filter selects the state; None if no filter does."""
         if not self._rules:
             return None
-        if id(state) not in self._found:
+        if id(state) not in self._rule_by_state:
             path = self.path(state) if self._needs_paths else ""
-            rule = next((rule for keep, rule in self._rules if keep(path, state)), None)
-            self._found[id(state)] = state, rule
-        return self._found[id(state)][1]
+            rule = next((rule for selects, rule in self._rules if selects(path, state)), None)
+            self._rule_by_state[id(state)] = state, rule
+        return self._rule_by_state[id(state)][1]
 
     def check_paths(self) -> None:
-        """Raise if a path glob selects none of the states that were asked about: those that the function touched."""
+        """Raise if a path glob selects none of the states that the function touched, whose rules have been looked up."""
         if not self._globs:
             return
-        paths = [self.path(state) for state, _ in self._found.values()]
+        paths = [self.path(state) for state, _ in self._rule_by_state.values()]
         for glob in self._globs:
-            if not any(map(as_predicate(glob), paths, self._found)):
+            if not any(map(as_predicate(glob), paths, self._rule_by_state)):
                 raise StateFilterError(
                     f"{self.name}: states={{{glob!r}: ...}} selects no state that the function touches.{suggestion(glob, paths)} "
                     f"It touches: {', '.join(map(repr, paths)) or 'none'}.\n"
@@ -114,7 +116,7 @@ class Rules:
                 )
 
     def size_of_mapped(self) -> int | None:
-        """The length of the axis of the first mapped state that the function holds; None if there is none."""
+        """The length of the mapped axis of the first mapped state that the function holds; None if it holds none."""
         for state in self.path.held.values() if self._rules else ():
             axis, kind = self(state), _states.kind_of(state)
             if isinstance(axis, int) and kind is not None:
@@ -125,7 +127,7 @@ class Rules:
         return None
 
     def slice_type(self, state: Any, aval: Any, length: int) -> Any:
-        """The type of one slice of an array of a state that is mapped; the type itself for other states."""
+        """The type of one slice of an array of a mapped state; `aval` itself for other states."""
         axis = self(state)
         if not isinstance(axis, int):
             return aval

@@ -1,4 +1,4 @@
-"""Static arguments, counted as the user wrote the function."""
+"""Static arguments, by position and name in the user's function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class StaticArguments:
-    """Which arguments of a function are static, whether they come by position, by keyword or by default.
+    """The static arguments of a function, whether they are passed by position, by keyword or by default.
 
     Args:
         fun: the function as the user calls it: ``self`` is argument 0 of a method in a class body and absent from a
@@ -23,25 +23,25 @@ class StaticArguments:
         argnums: positions; negative ones count from the end of the positional parameters (with ``*args``: of the
             arguments of the call).
         argnames: parameter names.
-        kind: what they are, for messages: "static", or what else is said of arguments in this way.
+        role: the prefix of the user's options, for messages: "static" or "donate".
 
     Raises:
         StaticArgumentError: the function has no such parameter.
     """
 
-    def __init__(self, fun: Callable, argnums: Indices, argnames: Names, kind: str = "static"):
+    def __init__(self, fun: Callable, argnums: Indices, argnames: Names, role: str = "static"):
         self.names: set[str] = set()
         self.positions: set[int] = set()
         self._from_end: set[int] = set()
         self._fun = fun
-        self._kind = kind
+        self._role = role
         try:
             self._parameters = list(inspect.signature(fun).parameters.values())
         except (TypeError, ValueError):  # builtins may have no signature
             unknown = [("args", inspect.Parameter.VAR_POSITIONAL), ("kwargs", inspect.Parameter.VAR_KEYWORD)]
-            self._parameters = [inspect.Parameter(name, kind) for name, kind in unknown]
+            self._parameters = [inspect.Parameter(name, variadic) for name, variadic in unknown]
         self._positional = [p for p in self._parameters if p.kind in _POSITIONAL]
-        for i in _as_indices(argnums, kind):
+        for i in _as_indices(argnums, role):
             self._add_position(i)
         for name in (argnames,) if isinstance(argnames, str) else argnames:
             self._add_name(name)
@@ -51,22 +51,22 @@ class StaticArguments:
 
     def mask(self, num_args: int) -> list[bool]:
         """For each positional argument of a call, whether it is static."""
-        late = {i + num_args for i in self._from_end}
-        return [i in self.positions or i in late for i in range(num_args)]
+        from_end = {i + num_args for i in self._from_end}
+        return [i in self.positions or i in from_end for i in range(num_args)]
 
     def refuse_overlap(self, other: StaticArguments) -> None:
-        """Raise if an argument is both what these are and what the others are."""
-        both = sorted(self.names & other.names) or sorted(
+        """Raise if an argument is in both sets, as static and as donated."""
+        overlap = sorted(self.names & other.names) or sorted(
             (self.positions & other.positions) | (self._from_end & other._from_end)
         )
-        if both:
+        if overlap:
             raise StaticArgumentError(
-                f"Argument {both[0]!r} is both {self._kind} and {other._kind}d: {self._describe()}. A static argument has no "
-                f"memory to give away.\nFix: leave it out of {other._kind}_argnums and {other._kind}_argnames."
+                f"Argument {overlap[0]!r} is both {self._role} and {other._role}d: {self._describe()}. A static argument has no "
+                f"memory to donate.\nFix: leave it out of {other._role}_argnums and {other._role}_argnames."
             )
 
     def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], Callable]:
-        """The dynamic arguments, and a function that puts the static ones back among them."""
+        """Split off the static arguments: the dynamic ones, and a function that merges the static ones back in."""
         if not self:
             return args, kwargs, lambda a, k: (a, k)
         mask = self.mask(len(args))
@@ -89,8 +89,8 @@ class StaticArguments:
             return
         if not (-num <= i < num or (variadic and i >= 0)):
             raise StaticArgumentError(
-                f"{self._kind}_argnums={i} is out of range: {self._describe()}. Positions are those of the function as you "
-                f"call it, from 0 to {num - 1} or from -{num} to -1."
+                f"{self._role}_argnums={i} is out of range: {self._describe()}. Positions count the parameters of the function "
+                f"as you call it, from 0 to {num - 1} or from -{num} to -1."
             )
         i %= max(num, 1) if i < 0 else max(num, i + 1)
         self.positions.add(i)
@@ -98,14 +98,14 @@ class StaticArguments:
             self.names.add(self._positional[i].name)
 
     def _add_name(self, name: str) -> None:
-        known = {p.name: p for p in self._parameters}
-        parameter = known.get(name)
+        by_name = {p.name: p for p in self._parameters}
+        parameter = by_name.get(name)
         variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         if parameter is None or parameter.kind in variadic:
             if any(p.kind is p.VAR_KEYWORD for p in self._parameters) and parameter is None:
                 self.names.add(name)
                 return
-            raise StaticArgumentError(f"{self._kind}_argnames={name!r}: {self._describe()}.{suggestion(name, known)}")
+            raise StaticArgumentError(f"{self._role}_argnames={name!r}: {self._describe()}.{suggestion(name, by_name)}")
         if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
             self.names.add(name)
         if parameter in self._positional:
@@ -118,9 +118,9 @@ class StaticArguments:
         return f"{name_of(self._fun)} has the parameters ({names})"
 
 
-def _as_indices(argnums: Indices, kind: str) -> list[int]:
-    given = (argnums,) if isinstance(argnums, int) or not hasattr(argnums, "__iter__") else argnums
+def _as_indices(argnums: Indices, role: str) -> list[int]:
+    items = (argnums,) if isinstance(argnums, int) or not hasattr(argnums, "__iter__") else argnums
     try:
-        return [operator.index(i) for i in given]  # type: ignore[arg-type]
+        return [operator.index(i) for i in items]  # type: ignore[arg-type]
     except TypeError:
-        raise StaticArgumentError(f"{kind}_argnums must be an int or a sequence of ints, got {argnums!r}.") from None
+        raise StaticArgumentError(f"{role}_argnums must be an int or a sequence of ints, got {argnums!r}.") from None

@@ -1,9 +1,8 @@
-"""The one way to carry states through a JAX transform.
+"""Carry states through a JAX transform.
 
-Every transform does the same: run the function under a frame inside the JAX transform (`call`), return the values
-that it wrote as further outputs (`Outcome`), and store them in the states once the transform has returned
-(`Outcome.finish`). Transforms that need the function as a jaxpr use `stage`, which adds that each state read may
-become an explicit input of it.
+Every transform runs the function under a frame inside the JAX transform (`call`), returns the values that it wrote as
+further outputs (`Outcome`), and stores them in the states after the transform has returned (`Outcome.finish`). Transforms
+that need the function as a jaxpr use `stage`, which can make each state that is read an explicit input of the jaxpr.
 """
 
 from __future__ import annotations
@@ -33,18 +32,19 @@ from .._text import brief
 from .._tree import Partition, as_array, is_array, partition
 from .._typing import PyTree
 from ..kinds.ref import KIND as REF
-from .around import note
+from .context import note_shardings
 from .subclass import is_object
 
-# -- what one call gave ----------------------------------------------------------------------------------------
+# -- output and effects of one call ----------------------------------------------------------------------------
 
 
 class Outcome:
-    """Output and effects of one framed call, with the traced leaves taken out to cross a JAX transform.
+    """Output and effects of one framed call, without the traced leaves, which cross the JAX transform.
 
     Attributes:
-        effects: what the call wrote, values removed.
-        out: the output's `Partition`; `values`, for each effect, its value's.
+        effects: the writes of the call, without their values.
+        out: the `Partition` of the output.
+        values: the `Partition` of each effect's value.
     """
 
     __slots__ = ("effects", "num_out", "out", "values")
@@ -56,40 +56,40 @@ class Outcome:
         self.num_out = out.num_dynamic
 
     def finish(self, leaves: Sequence[Any]) -> PyTree:
-        """Store the effects' values in their states and return the output; `leaves` as `pack` gave them."""
+        """Store the effects' values in their states and return the output; `leaves` as from `pack`."""
         self.publish(leaves[self.num_out :])
         return self.out.combine(leaves[: self.num_out])
 
     def add(self, effects: list[Effect]) -> Outcome:
-        """Add effects of one array each, whose leaves follow those there are."""
+        """Add effects of one array each; their leaves follow the present ones."""
         self.effects = [*self.effects, *effects]
         self.values = [*self.values, *(partition(0, lambda x: True)[1] for _ in effects)]
         return self
 
     def publish(self, leaves: Sequence[Any], *, live: bool = True, also: Sequence[Store] = ()) -> None:
-        """`finish` without the output: `leaves` are those of the effects; `also` as in `_frames.publish`."""
+        """Store the effects' values in their states, for `leaves` of the effects only; `also` as in `_frames.publish`."""
         set_values(self.effects, self.values, leaves)
         _frames.publish(self.effects, live=live, also=also)
 
 
-def set_values(effects: Sequence[Effect], parts: Sequence[Partition], leaves: Sequence[Any]) -> None:
-    """Give each effect its value; `leaves` are those of all of them, in order."""
+def set_values(effects: Sequence[Effect], partitions: Sequence[Partition], leaves: Sequence[Any]) -> None:
+    """Set the value of each effect; `leaves` are the leaves of all values, in order."""
     position = 0
-    for effect, part in zip(effects, parts, strict=True):
+    for effect, part in zip(effects, partitions, strict=True):
         effect.value = part.combine(leaves[position : position + part.num_dynamic])
         position += part.num_dynamic
 
 
 def is_traced(x: Any) -> bool:
-    """Whether a leaf must cross the transform: a tracer, or what stands for an array while tracing."""
+    """Whether a leaf must cross the transform: a tracer, or another stand-in for an array while tracing."""
     if isinstance(x, (_jax.Tracer, *_jax.LITERALS)):
         return True
     return is_array(x) and not isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
 def pack(out: PyTree, effects: list[Effect], is_dynamic: Callable[[Any], bool] = is_traced) -> tuple[list, Outcome]:
-    """Split output and effects into leaves that JAX carries and the rest."""
-    leaves, out_part = take_apart(out, is_dynamic)
+    """Split output and effects into the leaves that cross the JAX transform and an `Outcome`, which holds the static parts."""
+    leaves, out_part = partition_output(out, is_dynamic)
     values = []
     for effect in effects:
         dynamic, part = partition(effect.value, is_dynamic)
@@ -99,14 +99,14 @@ def pack(out: PyTree, effects: list[Effect], is_dynamic: Callable[[Any], bool] =
     return leaves, Outcome(out_part, effects, values)
 
 
-def take_apart(out: PyTree, is_dynamic: Callable[[Any], bool] = is_traced) -> tuple[list, Partition]:
-    """`partition` of what a call returned, inside the transform that it leaves.
+def partition_output(out: PyTree, is_dynamic: Callable[[Any], bool] = is_traced) -> tuple[list, Partition]:
+    """`partition` the return value of a call, still inside the transform.
 
     Raises:
-        TraceLeakError: an object that passes by holds an array of the trace that is about to end.
-        FunctionError: what was returned is a generator or a coroutine.
+        TraceLeakError: an object among the static leaves holds an array of the trace that is about to end.
+        FunctionError: the return value is a generator or a coroutine.
     """
-    refuse_unfinished(out)  # before JAX warns that it takes an iterator for a leaf
+    refuse_unfinished(out)  # before JAX warns about an iterator as a leaf
     leaves, part = partition(out, is_dynamic)
     refuse_hidden(part.static)
     return leaves, part
@@ -116,11 +116,13 @@ def take_apart(out: PyTree, is_dynamic: Callable[[Any], bool] = is_traced) -> tu
 
 
 class InputNames(Sequence[str]):
-    """What JAX's errors call the inputs of a trace: arguments as one writes them, states by their paths.
+    """The names of a trace's inputs in JAX's errors: arguments as the user writes them, states by their paths.
+
+    They are computed only on demand. JAX asks for them in error messages.
 
     Args:
         fun: the user's function.
-        arguments: from inputs of the trace, what `fun` is called with.
+        arguments: maps the inputs of the trace to the arguments of `fun`.
     """
 
     def __init__(self, fun: Callable, arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]] | None = None):
@@ -139,29 +141,31 @@ class InputNames(Sequence[str]):
         return self.num_arguments + (self.lifting.num_variables if self.lifting else 0)
 
     def __iter__(self) -> Iterator[str]:
-        """An empty name for each input: JAX 0.12 copies all of them into a jaxpr, and errors of a trace look up single ones."""
+        """An empty name for each input: JAX 0.12 iterates to copy the names into a jaxpr, while its errors index one name."""
         return iter(("",) * len(self))
 
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return tuple(self)[place]
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return tuple(self)[index]
         if self.fun is None:
             return "unknown"
-        if place >= self.num_arguments:
+        if index >= self.num_arguments:
             states = self.lifting.inputs.values() if self.lifting else ()
-            i = next((i for i in states if place - self.num_arguments in i.variables), None)
+            i = next((i for i in states if index - self.num_arguments in i.variables), None)
             return "unknown" if i is None else Paths(self.fun)(i.state)
+
+        # Rebuild the arguments from unique objects, and find the one at `index`.
         leaves = [object() for _ in range(self.num_arguments)]
-        with contextlib.suppress(Exception):  # a user's container may refuse what is no array
+        with contextlib.suppress(Exception):  # a user's container may refuse leaves that are not arrays
             args, kwargs = self.arguments(leaves) if self.arguments else ((), {})
             name = argument_names(self.fun, args)
             for keys, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
-                if leaf is leaves[place]:
+                if leaf is leaves[index]:
                     return name(keys)
         return "unknown"
 
     def forget(self) -> None:
-        """Let go of the function and what it holds: JAX keeps the names of a trace that has failed."""
+        """Drop the references to the function and its arguments: JAX keeps the names of a failed trace alive."""
         self.fun = self.arguments = self.lifting = None
 
 
@@ -169,30 +173,30 @@ class Input:
     """A state whose value is an input of a staged function.
 
     Attributes:
-        part: the value's `Partition`; its dynamic leaves are inputs of the trace.
+        partition: the value's `Partition`; its dynamic leaves are inputs of the trace.
         values: these leaves, in the enclosing context.
-        avals: their types, as the body sees them.
-        variables: the inputs' places among those that were added while staging.
+        avals: the types of these leaves in the body.
+        variables: the positions of these inputs among all inputs added while staging.
     """
 
-    __slots__ = ("avals", "kind", "part", "state", "values", "variables")
+    __slots__ = ("avals", "kind", "partition", "state", "values", "variables")
 
-    def __init__(self, state: Any, kind: Kind, part: Partition, values: list[Any], avals: list[Any], start: int):
+    def __init__(self, state: Any, kind: Kind, partition: Partition, values: list[Any], avals: list[Any], start: int):
         self.state = state
         self.kind = kind
-        self.part = part
+        self.partition = partition
         self.values = values
         self.avals = avals
         self.variables = range(start, start + len(values))
 
 
 class Lifting:
-    """While a function is staged, turn the value of each state it reads into inputs of the trace.
+    """While a function is staged, turn the value of each state that it reads into inputs of the trace.
 
     Args:
-        is_dynamic: which leaves of a value become inputs; others are seen as they are.
-        slice: maps a state and one of its leaves to the type that the body sees, for states that are mapped.
-        enter: maps a state and its value to the one with which it enters, for states that are promoted.
+        is_dynamic: whether a leaf of a value becomes an input; other leaves are unchanged.
+        slice: maps a state and the type of a leaf to the type in the body, for mapped states.
+        enter: maps a state and its value to the value on entry, for promoted states.
     """
 
     def __init__(
@@ -220,7 +224,7 @@ class Lifting:
         self.num_variables += len(avals)
         inputs = [_jax.new_input(self.trace, aval) for aval in avals]
         if self.slice is None:
-            note(inputs, dynamic)
+            note_shardings(inputs, dynamic)
         return part.combine(inputs)
 
 
@@ -228,26 +232,25 @@ def stage(
     fun: Callable[..., tuple[list, Any]],
     avals: Sequence[Any],
     *,
-    kind: str,
+    traced_for: str,
     names: InputNames,
     lifting: Lifting | None = None,
     read: Callable[[Any], Any] = REF.get,
 ) -> tuple[Body, Any, list[Effect]]:
-    """Trace ``fun(*arrays) -> (list of arrays, anything)`` once; return it as a `Body`, the anything, and Ref effects.
+    """Trace ``fun(*arrays) -> (list of arrays, aux)`` once; return it as a `Body`, with `aux` and the effects on Refs.
 
-    The body's inputs are its operands, one for each of `avals`, and `lifting`'s, in this order. Refs that the function
-    closes over are made explicit: their values are operands, or inputs of `lifting`'s if there is one, and the last
-    values of those that are written are further outputs, one for each of the effects returned. `read` gets a Ref's
-    value.
+    The body's inputs are its operands, one input for each of `avals`, and the inputs of `lifting`, in this order. Refs that
+    the function closes over are discharged: their values are operands, or inputs of `lifting` if it is given, and the last
+    value of each written Ref is a further output, one for each returned effect. `read` reads a Ref.
     """
-    extra = None
+    aux = None
 
     def run(*tracers: Any) -> list[Any]:
-        nonlocal extra
+        nonlocal aux
         if lifting is not None:
             lifting.trace = _jax.current_trace()
         try:
-            leaves, extra = fun(*tracers)
+            leaves, aux = fun(*tracers)
         finally:
             names.forget()
             if lifting is not None:
@@ -255,21 +258,20 @@ def stage(
         return leaves
 
     names.num_arguments, names.lifting = len(avals), lifting
-    jaxpr, consts = _jax.stage(run, avals, kind=kind, name=name_of(names.fun), names=names)
+    jaxpr, consts = _jax.stage(run, avals, traced_for=traced_for, name=name_of(names.fun), names=names)
     if _jax.touches_refs(jaxpr, consts):
         body, effects = _with_explicit_refs(jaxpr, consts, lifting, read)
-        return body, extra, effects
-    return Body.close(jaxpr, consts), extra, []
+        return body, aux, effects
+    return Body.close(jaxpr, consts), aux, []
 
 
 def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs: bool = False) -> PyTree:
-    """Run a function for a transform that stages nothing, under its frame.
+    """Run a function under the current frame, for a transform that needs no jaxpr.
 
-    JAX refuses writes of differentiated or mapped values to a `jax.Ref` from outside. If the call can reach one, or the
-    transform asks for Refs, the function is staged and its Refs made explicit, as anywhere else; the frame gets what is left
-    in them.
+    JAX refuses writes of differentiated or mapped values to a `jax.Ref` from outside the transform. If the call can reach
+    one, or `wants_refs` is true, the function is staged and its Refs are discharged; the frame gets their last values.
     """
-    if not _jax.made_refs() or not (wants_refs or reaches(jax.Ref, fun, args, kwargs)):
+    if not _jax.has_made_refs() or not (wants_refs or reaches(jax.Ref, fun, args, kwargs)):
         out = fun(*args, **kwargs)
         refuse_unfinished(out)
         return out
@@ -281,32 +283,33 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs:
         return pack(inner.run(fun, *args, **kwargs), inner.effects)
 
     def read(ref: Any) -> Any:
-        value = REF.get(ref) if _jax.belongs_here(ref) else _read_outside(ref, frame)
+        value = REF.get(ref) if _jax.is_of_current_trace(ref) else _read_outside(ref, frame)
         return value if frame.on_read is None else frame.on_read(ref, REF, value)
 
     transform = frame.name.partition("(")[0]
-    staged, outcome, refs = stage(body, (), kind=f"statetx.{transform}", names=InputNames(fun), read=read)
+    staged, outcome, refs = stage(body, (), traced_for=f"statetx.{transform}", names=InputNames(fun), read=read)
     outs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in staged(staged.operands)]
-    for effect in reversed(refs):
+
+    for effect in reversed(refs):  # their values are the last outputs
         effect.value = outs.pop()
-        if _jax.belongs_here(effect.state):
-            _frames.publish([effect], live=True)  # an argument that is mapped
+        if _jax.is_of_current_trace(effect.state):
+            _frames.publish([effect], live=True)  # a mapped argument: a Ref of this trace, which JAX lets us write
         else:
             frame.add_effect(effect)
     return outcome.finish(outs)
 
 
 def _read_outside(ref: Any, frame: Frame) -> Any:
-    """The value of a Ref from outside the transform: a shard_map cannot read one within."""
-    with _jax.enclosing(frame.trace) if frame.outer_trace is None else _jax.within(frame.outer_trace):
+    """Read a Ref of the enclosing trace in that trace: inside a shard_map it cannot be read."""
+    with _jax.in_parent_trace(frame.trace) if frame.outer_trace is None else _jax.in_trace(frame.outer_trace):
         return REF.get(ref)
 
 
-def run_at_once(name: str, fun: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any], allow: Any = None) -> T:
-    """Run a function where nothing is traced, and undo its writes if it fails; `allow` as in `Frame`."""
+def run_eagerly(name: str, fun: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any], allow: Any = None) -> T:
+    """Run a function eagerly, and undo its writes if it fails; `allow` as in `Frame`."""
     frame = frame_for(name, fun, allow=allow, is_undo=True)
-    refs = Paths(fun, args, kwargs).items().values() if _jax.made_refs() else ()
-    saved = [(ref, ref[...]) for ref in refs if isinstance(ref, jax.Ref)]  # nothing tells who writes a Ref
+    refs = Paths(fun, args, kwargs).items().values() if _jax.has_made_refs() else ()
+    saved = [(ref, ref[...]) for ref in refs if isinstance(ref, jax.Ref)]  # frames do not see writes of Refs: save all
     try:
         out = frame.run(fun, *args, **kwargs)
         _frames.publish(frame.effects, live=True, also=[(saved.clear,)])
@@ -328,15 +331,15 @@ def _with_explicit_refs(
     values = [read(c) if r else c for c, r in zip(consts, is_ref, strict=True)]
     variables = pure.invars
     if lifting is not None:
-        # They take the place of states that were read: at the end, each with an input of its own.
+        # Each Ref gets an input of `lifting`, like a state that is read: move its variable to the end.
         refs = [i for i, r in enumerate(is_ref) if r]
         for i in refs:
             dynamic, part = partition(values[i])
             aval = _jax.abstract(values[i])
             lifting.inputs[id(consts[i])] = Input(consts[i], REF, part, dynamic, [aval], lifting.num_variables)
             lifting.num_variables += 1
-        rest = [i for i in range(len(variables)) if i not in set(refs)]
-        variables = [variables[i] for i in (*rest, *refs)]
+        others = [i for i in range(len(variables)) if i not in set(refs)]
+        variables = [variables[i] for i in (*others, *refs)]
         values = [v for v, r in zip(values, is_ref, strict=True) if not r]
     body = Body.close(_jax.rebuild(pure, invars=variables, outvars=pure.outvars), ())
     return Body(body.jaxpr, [*body.operands, *values]), effects
@@ -353,15 +356,15 @@ T = TypeVar("T")
 
 
 class Wrapper(Generic[P, R]):
-    """Base of what transforms return: a callable that stands for the function it wraps, method or not.
+    """Base class of the callables that transforms return; each wraps a function or a callable object.
 
-    It has the function's name, docstring and signature, binds to instances like a function, and is pickled by
-    reference where a module variable or class attribute names it, else by its parts. Attributes that it does not have
-    itself are read from what it wraps and, if that is a callable object, written to it.
+    It has the function's name, docstring and signature, binds to instances like a function, and is pickled by reference if
+    a module variable or class attribute holds it, else by its parts. Attributes that it lacks are read from the wrapped
+    function; if a callable object is wrapped, they are also written to the object.
     """
 
     __qualname__: str
-    _object: Any = None  # the callable object that it stands for, once it is made
+    _object: Any = None  # the wrapped callable object; set after `__init__`, whose attributes are the wrapper's
 
     def __init__(self, fun: Callable, options: dict[str, Any]):
         functools.update_wrapper(self, fun, updated=())
@@ -372,7 +375,7 @@ class Wrapper(Generic[P, R]):
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # a protocol, which the wrapper follows or does not
+        if name.startswith("__"):  # a protocol: Python must not find it on the wrapper because the function has it
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__wrapped__, name)
 
@@ -403,12 +406,12 @@ class Wrapper(Generic[P, R]):
     def __repr__(self) -> str:
         public = getattr(sys.modules["statetx"], self._made_by(), None)
         defaults = {} if public is None else inspect.signature(public).parameters
-        given = {k: brief(v) for k, v in self._options.items() if k in defaults}
-        options = "".join(f", {k}={text}" for k, text in given.items() if text != brief(defaults[k].default))
+        texts = {k: brief(v) for k, v in self._options.items() if k in defaults}
+        options = "".join(f", {k}={text}" for k, text in texts.items() if text != brief(defaults[k].default))
         return f"statetx.{self._made_by()}({name_of(self.__wrapped__)}{options})"
 
     def _made_by(self) -> str:
-        """The public function that made this."""
+        """The public function that made this wrapper."""
         return _public_name(type(self))
 
 
@@ -422,10 +425,10 @@ def _rebuild(cls: type[Wrapper], fun: Callable, options: dict[str, Any]) -> Wrap
 
 
 def _find_global(wrapper: Wrapper) -> Any:
-    found: Any = sys.modules.get(getattr(wrapper, "__module__", None) or "")
-    for part in getattr(wrapper, "__qualname__", "<none>").split("."):
-        found = getattr(found, part, None)
-    return found
+    value: Any = sys.modules.get(getattr(wrapper, "__module__", None) or "")
+    for name in getattr(wrapper, "__qualname__", "<none>").split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def _is_call_of_object(fun: Any) -> bool:
@@ -433,7 +436,7 @@ def _is_call_of_object(fun: Any) -> bool:
 
 
 def name_of(fun: Any) -> str:
-    """A short name for messages and traces; that of its class for the call of an object."""
+    """A short name for messages and traces; for the call of an object, the name of its class."""
     if _is_call_of_object(fun):
         return type(fun.__self__).__name__
     while isinstance(fun, functools.partial) or (isinstance(fun, Wrapper) and not hasattr(fun, "__qualname__")):
@@ -442,12 +445,12 @@ def name_of(fun: Any) -> str:
 
 
 def short_name(name: str) -> str:
-    """A function's qualified name without the functions that it is defined in."""
+    """A function's qualified name without the enclosing functions."""
     return name.rpartition("<locals>.")[2]
 
 
 def as_decorator(cls: type[Wrapper], fun: Any, options: dict[str, Any]) -> Any:
-    """``cls(fun, **options)``, or a decorator when there is no function yet; descriptors keep their kind."""
+    """``cls(fun, **options)``, or a decorator if `fun` is None; a descriptor stays a descriptor of the same type."""
     decorate = functools.partial(as_decorator, cls, options=options)
     if fun is None:
         return decorate
@@ -463,19 +466,19 @@ def as_decorator(cls: type[Wrapper], fun: Any, options: dict[str, Any]) -> Any:
     if not callable(fun):
         raise _refusal(name, fun)
     refuse_function(fun, name, name_of(fun))
-    made = cls(fun, **options)
+    wrapper = cls(fun, **options)
     if is_object(fun):
-        made._object = fun
-    return made
+        wrapper._object = fun
+    return wrapper
 
 
 def _refusal(transform: str, fun: Any) -> FunctionError:
-    kind = type(fun).__name__
+    type_name = type(fun).__name__
     if not hasattr(type(fun), "__get__"):
-        return FunctionError(f"{transform} needs a callable, got {kind}: {fun!r}.")
+        return FunctionError(f"{transform} needs a callable, got {type_name}: {fun!r}.")
     return FunctionError(
-        f"{transform} needs a callable, and cannot stand above @{kind}, which chooses a function when it is looked up.\n"
-        f"Fix: put @statetx.{transform} below @{kind}, and below each function that is registered with it."
+        f"{transform} needs a callable, and cannot be above @{type_name}, which chooses a function when it is looked up.\n"
+        f"Fix: put @statetx.{transform} below @{type_name}, and below each decorator that registers a function with it."
     )
 
 

@@ -1,8 +1,8 @@
 """Stateful functions as bodies of loops and branches.
 
-`Staged` runs a function once and gives its equations, in which each state read is an input and each state written an
-output. Loops and branches differ only in how they arrange these: `Staged.arrange` makes a body with the inputs and
-outputs in any order, with states among them that this function does not touch itself.
+`Staged` traces a function once, to equations with an input for each state that is read and an output for each state that is
+written. Loops and branches differ only in how they arrange these: `Staged.arrange` makes a body with inputs and outputs in any
+order, which may include states that this function does not touch.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from .._equations.structure import Body
 from .._errors import StateValueError
 from .._frames import Effect, refuse_created
 from .._tree import Partition, is_array_or_number, partition
-from .stage import Input, InputNames, Lifting, frame_for, name_of, set_values, stage, take_apart
+from .stage import Input, InputNames, Lifting, frame_for, name_of, partition_output, set_values, stage
 
 
 def is_loop_leaf(x: Any) -> bool:
-    """Whether a leaf is an array in a loop or branch: arrays and every Python number, bools included."""
+    """Whether a leaf becomes an array in a loop or branch: arrays and Python numbers, including bools."""
     return is_array_or_number(x) or isinstance(x, bool)
 
 
 class Staged:
-    """One function, run once on arguments of given types.
+    """A function traced once, for arguments of certain types.
 
     Args:
         name: the transform, for messages.
         fun: the user's function, for messages.
         call: called with the argument leaves; returns a tuple of trees, each an output of the function.
-        arguments: from these leaves, what `fun` is called with, for messages.
+        arguments: maps the argument leaves to the arguments of `fun`, for messages.
         avals: types of the argument leaves.
-        kind: what JAX calls such a body.
+        traced_for: JAX's label for such a body (`DebugInfo.traced_for`).
         slice, enter: see `Lifting`.
 
     Attributes:
-        outs: for each output tree, its `Partition`; `out_avals` their leaves' types in order.
-        inputs: the states that are inputs, by id: those read, and those written even if never read; in the order in
-            which they are first touched.
-        effects, values: what the function writes, and the `Partition` of each value.
-        written, written_vars, written_avals: by id of a written state, its value's `Partition`, and of the leaves the
-            variables and types.
+        outs: the `Partition` of each output tree.
+        out_vars, out_avals: the variables and types of the output leaves, in order.
+        inputs: the states that are inputs, by id: every state that is read or written, in the order of first touch.
+        effects, values: the writes of the function, and the `Partition` of each value.
+        written, written_vars, written_avals: by id of a written state, the `Partition` of its value, and the variables and
+            types of the leaves.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Staged:
         call: Callable[..., tuple],
         avals: Sequence[Any],
         *,
-        kind: str,
+        traced_for: str,
         arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]],
         slice: Callable[[Any, Any], Any] | None = None,
         enter: Callable[[Any, Any], Any] | None = None,
@@ -68,6 +68,7 @@ class Staged:
 
             def run() -> tuple:
                 outs = call(*tracers)
+                # Loops and branches need the entry value of every written state, even if it is never read.
                 for access in frame.accesses.values():
                     if access.written and id(access.state) not in lifting.inputs:
                         lifting.on_read(access.state, access.kind, access.value_before)
@@ -76,9 +77,10 @@ class Staged:
             outs = frame.run(run)
             lifting.inputs = {key: lifting.inputs[key] for key in frame.accesses if key in lifting.inputs}
             refuse_created(frame.effects, frame.name)
+
             leaves: list[Any] = []
             for tree in outs:
-                dynamic, part = take_apart(tree, is_loop_leaf)
+                dynamic, part = partition_output(tree, is_loop_leaf)
                 self._refuse_objects(part)
                 self.outs.append(part)
                 leaves += dynamic
@@ -89,10 +91,14 @@ class Staged:
                 effect.value = None
             return leaves, frame.effects
 
-        self._body, effects, refs = stage(body, avals, kind=kind, names=InputNames(fun, arguments), lifting=lifting)
+        self._body, effects, refs = stage(
+            body, avals, traced_for=traced_for, names=InputNames(fun, arguments), lifting=lifting
+        )
         self.effects: list[Effect] = [*effects, *refs]
         self.values += [partition(0, is_loop_leaf)[1] for _ in refs]
         self.inputs: dict[int, Input] = lifting.inputs
+
+        # Outputs of the body: the leaves of `outs`, then of `values`.
         outvars = self._body.jaxpr.outvars
         self.num_out = sum(part.num_dynamic for part in self.outs)
         self.out_vars = outvars[: self.num_out]
@@ -109,7 +115,7 @@ class Staged:
     def _refuse_objects(self, part: Partition) -> None:
         if part.static:
             raise StateValueError(
-                f"{self.name}: an output of {name_of(self.fun)} is a {type(part.static[0]).__name__}, which is no array.\n"
+                f"{self.name}: an output of {name_of(self.fun)} is a {type(part.static[0]).__name__}, which is not an array.\n"
                 f"Fix: return arrays; keep other objects outside the {self.name}."
             )
 
@@ -130,40 +136,40 @@ class Staged:
         return self._body.jaxpr.invars[start : start + len(self.avals)]
 
     def state_vars(self, read: Input) -> list[Any]:
-        """The variables that hold a state on entry; new ones if this function does not read it."""
-        own = self.inputs.get(id(read.state))
-        if own is None:
+        """The variables that hold a state on entry; new variables if this function does not read it."""
+        state_input = self.inputs.get(id(read.state))
+        if state_input is None:
             return [_jax.Var(aval) for aval in read.avals]
         added = self._body.jaxpr.invars[len(self._body.jaxpr.invars) - self._num_added :]
-        return [added[v] for v in own.variables]
+        return [added[v] for v in state_input.variables]
 
     def arrange(self, invars: Sequence[Any], outvars: Sequence[Any]) -> Body:
-        """The body with these inputs and outputs; its operands are counted among the inputs."""
+        """The body with these inputs, which include its operands, and these outputs."""
         return Body(_jax.rebuild(self._body.jaxpr, invars=invars, outvars=outvars), [])
 
     def close(self, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
-        """The equations as a closed jaxpr with these inputs and outputs; what the function closed over is constant."""
+        """The body as a closed jaxpr with these inputs and outputs; values that the function closed over are its constants."""
         return _jax.close(self.arrange([*self.operand_vars, *invars], outvars).jaxpr, self.operands)
 
 
 def as_types(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
-    """Values with their weak types made those of `avals`."""
+    """Make each value as weakly or strongly typed as its `aval`."""
     return [
         x if _jax.abstract(x).weak_type == aval.weak_type else _jax.with_weak_type(x, aval.weak_type)
         for x, aval in zip(values, avals, strict=True)
     ]
 
 
-def union(parts: Sequence[dict[int, Any]]) -> list[Any]:
-    """The values of several dicts by id, each key once, in order."""
+def union(dicts: Sequence[dict[int, Any]]) -> list[Any]:
+    """The values of several dicts, each key once, in order of first occurrence."""
     merged: dict[int, Any] = {}
-    for part in parts:
-        for key, value in part.items():
+    for values in dicts:
+        for key, value in values.items():
             merged.setdefault(key, value)
     return list(merged.values())
 
 
-def publish(effects: Sequence[Effect], parts: Sequence[Partition], leaves: Sequence[Any]) -> None:
-    """Store values in the states that were written; `leaves` are those of all of them."""
-    set_values(effects, parts, leaves)
+def publish(effects: Sequence[Effect], partitions: Sequence[Partition], leaves: Sequence[Any]) -> None:
+    """Store the values in the written states; `leaves` are the leaves of all values, in order."""
+    set_values(effects, partitions, leaves)
     _frames.publish(effects, live=True)

@@ -1,8 +1,8 @@
-"""Classes with some methods replaced, and objects that become instances of such a class.
+"""Subclasses that replace some methods of a class, and *twins* of objects as instances of such a subclass.
 
-A transform of a callable object shall not hide the object: libraries look for its states, ask for its type and set its
-attributes. So the result is a *twin*: an instance of a subclass that has the same ``__dict__``. What is written to one is
-there in the other.
+A transform of a callable object must not hide the object: libraries look for its states, check its type and set its attributes.
+So the result is a *twin*: an instance of a subclass that shares the object's ``__dict__``. An attribute written to one is
+visible in the other.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import jax
 
 from .. import _states
 
-_CLASS = "<the subclass>"  # stands in a pickle for a class that cannot be imported
+_CLASS = "<the subclass>"  # replaces a class that cannot be imported in a pickle
 
 
 def make_subclass(cls: type, methods: dict[str, Any], maker: Callable[..., type], *args: Any) -> type:
-    """A subclass with these methods, of the same name; ``maker(*args)`` makes it again when an instance is unpickled."""
+    """A subclass of the same name with these methods; ``maker(*args)`` makes it again when an instance is unpickled."""
 
     def reduce(self: Any, protocol: Any) -> Any:
-        made = super(subclass, self).__reduce_ex__(protocol)
-        if isinstance(made, str) or _is_importable(subclass):
-            return made
-        parts = [_CLASS if x is type(self) else x for x in (made[0], *made[1])]
-        return (_rebuild, (maker, args, parts), *made[2:])
+        reduced = super(subclass, self).__reduce_ex__(protocol)
+        if isinstance(reduced, str) or _is_importable(subclass):
+            return reduced
+        parts = [_CLASS if x is type(self) else x for x in (reduced[0], *reduced[1])]
+        return (_rebuild, (maker, args, parts), *reduced[2:])
 
     namespace = {
         **methods,
@@ -48,18 +48,20 @@ def make_subclass(cls: type, methods: dict[str, Any], maker: Callable[..., type]
 
 
 def _is_importable(cls: type) -> bool:
-    found: Any = sys.modules.get(cls.__module__)
-    for part in cls.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is cls
+    value: Any = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split("."):
+        value = getattr(value, name, None)
+    return value is cls
 
 
 def _rebuild(maker: Callable[..., type], args: tuple, parts: list[Any]) -> Any:
     subclass = maker(*args)
     reconstruct: Any
-    reconstruct, *rest = [subclass if x == _CLASS and type(x) is str else x for x in parts]
-    made = reconstruct(*rest)
-    return made if isinstance(made, subclass) else twin(made, subclass)  # a class may name itself when it is pickled
+    reconstruct, *arguments = [subclass if x == _CLASS and type(x) is str else x for x in parts]
+    obj = reconstruct(*arguments)
+    return (
+        obj if isinstance(obj, subclass) else twin(obj, subclass)
+    )  # a class's own `__reduce__` may name the class itself
 
 
 # -- twins -----------------------------------------------------------------------------------------------------
@@ -68,7 +70,7 @@ _uses: weakref.WeakKeyDictionary[type, Hashable] = weakref.WeakKeyDictionary()
 
 
 def subclass_for(cls: type, use: Hashable, make: Callable[[], type]) -> type:
-    """The subclass that was made for this use before, as long as it is alive: objects of one class stay of one class."""
+    """The subclass for this use, made once as long as it is alive, so that twins of one class have one class."""
     for subclass in cls.__subclasses__():
         if _uses.get(subclass) == use:
             return subclass
@@ -78,18 +80,18 @@ def subclass_for(cls: type, use: Hashable, make: Callable[[], type]) -> type:
 
 
 def is_object(fun: Any) -> bool:
-    """Whether a callable is an object with attributes rather than a function, in whatever form."""
+    """Whether a callable is an object with attributes rather than any form of function."""
     if not callable(fun) or isinstance(fun, (type, functools.partial)):
         return False
     if isinstance(type(fun).__call__, (types.WrapperDescriptorType, types.MethodDescriptorType)):
-        return False  # a function of Python's or of an extension
+        return False  # a function of Python or of an extension
     return "__wrapped__" not in getattr(fun, "__dict__", ()) and _states.kind_of(fun) is None
 
 
 def has_twins(cls: type) -> bool:
-    """Whether instances of a class are nothing but their ``__dict__``: what slots or a list hold cannot be shared.
+    """Whether instances of a class can have twins: their whole content must be in ``__dict__``, not in slots or a list.
 
-    One that is finalised would be so twice.
+    A class with ``__del__`` cannot: it would be finalised twice.
     """
     slots = [base.__dict__.get("__slots__", ()) for base in cls.__mro__]
     names = [name for s in slots for name in ((s,) if isinstance(s, str) else s)]
@@ -103,20 +105,21 @@ def has_twins(cls: type) -> bool:
 
 
 def twin(obj: Any, cls: type) -> Any:
-    """An instance of a class with the very attributes of an object of one of its bases, or of a subclass."""
-    made = object.__new__(cls)
-    object.__setattr__(made, "__dict__", vars(obj))
-    return made
+    """An instance of `cls` that shares the ``__dict__`` of `obj`, an instance of a base or a subclass of `cls`."""
+    instance = object.__new__(cls)
+    object.__setattr__(instance, "__dict__", vars(obj))
+    return instance
 
 
 def _register_like(subclass: type, cls: type) -> None:
-    """Make a subclass a pytree if the class is one; libraries that register all subclasses have done so."""
+    """Register a subclass as a pytree if the class is one, unless the library has registered it already."""
     if _is_leaf(cls) or not _is_leaf(subclass):
         return
 
-    def flatten(made: Any) -> tuple[list, Any]:
-        whole = twin(made, cls)
-        children, treedef = jax.tree_util.tree_flatten_with_path(whole, is_leaf=lambda x: x is not whole)
+    # Flatten by the base class's own rule, one level only; its treedef is the aux data of the subclass.
+    def flatten(obj: Any) -> tuple[list, Any]:
+        base_obj = twin(obj, cls)
+        children, treedef = jax.tree_util.tree_flatten_with_path(base_obj, is_leaf=lambda x: x is not base_obj)
         return [(keys[0], child) for keys, child in children], treedef
 
     def unflatten(treedef: Any, children: Any) -> Any:
@@ -126,5 +129,5 @@ def _register_like(subclass: type, cls: type) -> None:
 
 
 def _is_leaf(cls: type) -> bool:
-    """Whether JAX takes instances for leaves, which it knows by their type."""
+    """Whether instances are leaves for JAX, which decides by their type."""
     return jax.tree_util.all_leaves([object.__new__(cls)])

@@ -1,4 +1,4 @@
-"""What a function is differentiated with respect to: arguments by position, states by `Targets`."""
+"""The arguments (by position) and the states (`Targets`) that a function is differentiated with respect to."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ def resolve_argnums(argnums: Any, num_args: int, fun: Callable) -> tuple[list[in
 
 
 def refuse_lost_writes(transform: str, fun: Callable, effects: Iterable[Any], taken_apart: Iterable[Any]) -> None:
-    """Refuse a write to a state of an argument that the transform has taken apart as a pytree: it would go to a copy.
+    """Refuse a write to a state in an argument that the transform flattens as a pytree: the write would go to a copy.
 
     Raises:
-        StateAccessError: there is one. A module of ``flax.nnx`` is a pytree, and brings its Variables along.
+        StateAccessError: the function writes such a state. A module of ``flax.nnx``, for example, is a pytree that holds
+            its Variables.
     """
     written = {id(e.state): e for e in effects}
     if not written:
@@ -55,10 +56,10 @@ def refuse_lost_writes(transform: str, fun: Callable, effects: Iterable[Any], ta
             for path, state in Walk().held(obj, type(obj).__name__):
                 if id(state) in written:
                     raise StateAccessError(
-                        f"{transform}({name_of(fun)}) takes an argument apart that holds states: the function gets a copy of "
-                        f"{type(state).__name__} {path!r}, and writes it at {written[id(state)].site}, which would be lost.\n"
-                        f"Fix: close over the {type(obj).__name__}, or give it as an argument that stays whole, and choose its "
-                        f"states by wrt=: {transform}(f, wrt=nnx.Param)."
+                        f"{transform}({name_of(fun)}) flattens an argument that holds states: the function gets a copy of "
+                        f"{type(state).__name__} {path!r}, and its write at {written[id(state)].site} would be lost.\n"
+                        f"Fix: close over the {type(obj).__name__}, or pass it as an argument that is not differentiated, and "
+                        f"choose its states by wrt=: {transform}(f, wrt=nnx.Param)."
                     )
 
 
@@ -69,9 +70,9 @@ class Targets:
         wrt: a state, a pytree of states, or a filter over the states that the call can reach.
         allow_int: whether integers may be among them.
 
-    A filter selects by what the call touches. The states that the function and its arguments hold are targets. Those that
-    lie further out, and that a call perhaps touches, are `candidates`: they are differentiated too, and come into the
-    result if they were read. A state that is read and selected without being either raises.
+    A filter selects among the states that the call touches. States that the function and its arguments hold are targets. States
+    further out, which the call may touch, are candidates: they are differentiated too, and are in the result if they were
+    read. If a state is read and selected but is neither, the read raises.
     """
 
     def __init__(self, wrt: Any, fun: Callable, args: tuple, kwargs: dict[str, Any], *, allow_int: bool = False):
@@ -82,43 +83,45 @@ class Targets:
         if self._filter is not None:
             self._paths = Paths(fun, args, kwargs)
             wrt = self._select(self._paths)
-        if isinstance(wrt, dict) and not isinstance(wrt, (OrderedDict, defaultdict)):  # those two JAX knows
-            wrt = dict(wrt)  # a library's own dict, as brainstate's FlattedDict, is one of states; gradients are values
+        if isinstance(wrt, dict) and not isinstance(wrt, (OrderedDict, defaultdict)):  # JAX has these two as pytrees
+            wrt = dict(
+                wrt
+            )  # a library's own dict, such as brainstate's FlattedDict, accepts states only; gradients are values
         self.states, self._treedef = jax.tree.flatten(wrt, is_leaf=_states.is_opaque)
         self._kinds = [_kind_of(state) for state in self.states]
         if not self.states:
-            raise StateFilterError("wrt= is empty: there is nothing to differentiate with respect to.")
+            raise StateFilterError("wrt= is empty: it must name at least one state to differentiate with respect to.")
         self._positions = {id(s): i for i, s in enumerate(self.states)}
         if len(self._positions) < len(self.states):
-            twice = next(s for i, s in enumerate(self.states) if self._positions[id(s)] != i)
+            duplicate = next(s for i, s in enumerate(self.states) if self._positions[id(s)] != i)
             raise StateFilterError(
-                f"wrt= lists {_states.describe(twice)} twice. Each state has one gradient: list it once."
+                f"wrt= lists {_states.describe(duplicate)} twice. Each state has one gradient: list it once."
             )
         self.has_refs = self._filter is True or any(isinstance(state, jax.Ref) for state in self.states)
-        self._parts: list[Any] = []
+        self._partitions: list[Any] = []
         self._read: set[int] = set()
 
     def values(self) -> list[list]:
-        """The states' values, each as the list of its array leaves."""
+        """The value of each state, as a list of array leaves."""
         values = []
         for state, kind in zip(self.states, self._kinds, strict=True):
             arrays, part = self._differentiable(state, kind, kind.read(state))
-            self._parts.append(part)
+            self._partitions.append(part)
             values.append(arrays)
         return values
 
     def on_read(self, values: list[list]) -> Callable[[Any, Any, Any], Any]:
-        """A frame's hook that hands the body these values in place of the states' own."""
+        """A hook for a frame: the body reads these values instead of the states' own."""
 
         def on_read(state: Any, kind: Any, value: Any) -> Any:
             self.note_read(state, kind)
             i = self._positions.get(id(state))
-            return value if i is None else self._parts[i].combine(values[i])
+            return value if i is None else self._partitions[i].combine(values[i])
 
         return on_read
 
     def note_read(self, state: Any, kind: Any) -> None:
-        """Record that the call reads a state; raises for one that the filter selects and that is no target."""
+        """Record that the call reads a state; raise if the filter selects the state but it is not a target."""
         if id(state) in self._positions:
             self._read.add(id(state))
             return
@@ -127,19 +130,19 @@ class Targets:
         self._differentiable(state, kind, kind.get(state))
         raise StateFilterError(
             f"wrt={brief(self._filter)} selects {_states.describe(state, kind)}, which {name_of(self._fun)} reads. It "
-            f"would get no gradient: no walk over the function and its arguments finds it.\n"
-            f"Cause: something holds it that cannot be looked into, or code looks it up by name.\n"
-            f"Fix: give the states themselves, wrt={{**statetx.states(model, {brief(self._filter)}), 'name': state}}."
+            f"would get no gradient: the walk over the function and its arguments does not find it.\n"
+            f"Cause: an object that the walk cannot enter holds it, or code looks it up by name.\n"
+            f"Fix: pass the states themselves, wrt={{**statetx.states(model, {brief(self._filter)}), 'name': state}}."
         )
 
     def is_target(self, state: Any) -> bool:
-        """Whether the function is differentiated with respect to this state, once it was read."""
+        """Whether the function is differentiated with respect to this state."""
         return id(state) in self._positions
 
     def combine(self, values: list[list]) -> PyTree:
-        """Values for the states, in the structure of `wrt`."""
-        whole = [part.combine(v) for part, v in zip(self._parts, values, strict=True)]
-        result = jax.tree.unflatten(self._treedef, whole)
+        """Combine array leaves of each state, such as gradients, to the structure of `wrt`; unread candidates are left out."""
+        combined = [part.combine(v) for part, v in zip(self._partitions, values, strict=True)]
+        result = jax.tree.unflatten(self._treedef, combined)
         unread = self._candidates - self._read
         if not unread:
             return result
@@ -147,29 +150,29 @@ class Targets:
         return {p: result[p] for p in paths if id(self._selected[p]) not in unread}
 
     def _select(self, paths: Paths) -> dict[str, Any]:
-        keep = as_predicate(self._filter)
-        selected = {path: state for path, state in paths.held.items() if keep(path, state)}
+        selects = as_predicate(self._filter)
+        selected = {path: state for path, state in paths.held.items() if selects(path, state)}
         further = {path: state for path, state in paths.beyond.items() if self._may_be_target(path, state)}
         if selected:
             self._candidates = {id(state) for state in further.values()}
         self._selected = selected | further
         if not self._selected:
-            there = ", ".join(f"{p} ({type(s).__name__})" for p, s in list(paths.items().items())[:8]) or "none"
+            reachable = ", ".join(f"{p} ({type(s).__name__})" for p, s in list(paths.items().items())[:8]) or "none"
             raise StateFilterError(
                 f"wrt={brief(self._filter)} selects no state of {name_of(self._fun)}.{_nearest(self._filter, paths.items())} "
-                f"States that its arguments and variables reach: {there}."
+                f"States that its arguments and variables reach: {reachable}."
             )
         return self._selected
 
     def _may_be_target(self, path: str, state: Any) -> bool:
-        """Whether a state that the call may never touch is selected, and can be read and differentiated."""
+        """Whether a state further out, which the call may never touch, is selected and can be read and differentiated."""
         kind = _kind_of(state)
         owner = kind.owner(state)
         if owner is not None and (owner.thread != threading.get_ident() or not owner.is_open):
             return False
         try:
             is_selected = as_predicate(self._filter)(path, state)
-        except Exception:  # of the user's predicate, which need not know what the call does not touch
+        except Exception:  # the user's predicate need not accept states that the call does not touch
             return False
         arrays, part = partition(kind.get(state), is_array_or_number)
         return bool(is_selected and arrays and not part.static and all(map(self._is_differentiable, arrays)))
@@ -182,7 +185,7 @@ class Targets:
         if part.static or not arrays:
             raise StateValueError(
                 f"Cannot differentiate with respect to {_states.describe(state, kind)}: its value holds a "
-                f"{type(part.static[0] if part.static else value).__name__}, which is no array."
+                f"{type(part.static[0] if part.static else value).__name__}, which is not an array."
             )
         for x in arrays:
             if not self._is_differentiable(x):
@@ -197,7 +200,7 @@ def _kind_of(state: Any) -> Any:
     kind = _states.kind_of(state)
     if kind is None:
         raise StateFilterError(
-            f"wrt= holds a {type(state).__name__}, which is no state. Pass states, a dict of them such as "
+            f"wrt= holds a {type(state).__name__}, which is not a state. Pass states, a dict of states such as "
             f"statetx.states(model, statetx.Param), or a filter."
         )
     return kind

@@ -90,10 +90,10 @@ def make_loop(
         options = {"length": length, "reverse": reverse, "policy": policy, "name": name, "tick": tick}
         if not is_of_words:
             return _build(Step(body, num_constants, num_carry, **options), strategy)
-        step = Step(key_reuse.body_of_words(body), num_constants, num_carry, **options)
-        return key_reuse.loop_of_words(_build(step, strategy), body)
+        step = Step(key_reuse.body_with_key_data(body), num_constants, num_carry, **options)
+        return key_reuse.loop_with_key_data(_build(step, strategy), body)
 
-    is_of_words = strategy is not None and key_reuse.are_wanted(body)
+    is_of_words = strategy is not None and key_reuse.is_needed(body)
     use = (staged.name, is_of_words, strategy, title, length, reverse, type(unroll), unroll, num_constants, num_carry)
     return table.get(body, use, build)
 

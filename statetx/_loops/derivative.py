@@ -26,7 +26,7 @@ from .step import MappedStep, Step
 class Loop:
     """A loop ``(constants, carry, xs) -> (carry, ys)``, which subclasses differentiate."""
 
-    keeps_steps = False  # see `_jax.OwnLoop`
+    keeps_steps = False  # see `_jax.CustomLoop`
 
     def __init__(self, step: Step):
         self.step = step
@@ -51,7 +51,7 @@ class Loop:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.step.name})"
 
-    # -- see `_jax.OwnLoop` --
+    # -- see `_jax.CustomLoop` --
 
     def with_body(self, body: _jax.Jaxpr) -> Loop:
         return self.with_step(self.step.with_body(body))
@@ -69,7 +69,7 @@ class Loop:
     def jaxpr_for(self, avals: Sequence[Any]) -> Any:
         key = (tuple(avals), _jax.trace_context())
         if key not in self._jaxprs:
-            jaxpr, consts = _jax.stage(lambda *xs: self.run(list(xs)), avals, kind="scan", name=self.step.name)
+            jaxpr, consts = _jax.stage(lambda *xs: self.run(list(xs)), avals, traced_for="scan", name=self.step.name)
             self._jaxprs[key] = _jax.close(jaxpr, consts)
         return self._jaxprs[key]
 
@@ -84,7 +84,7 @@ class Loop:
             self._mapped[key] = self.with_step(mapped.step), mapped
         loop, mapped = self._mapped[key]
         parts = zip(args, axes, mapped.in_axes, strict=True)
-        args = [x if target is None else _jax.with_examples(x, axis, target, axis_data) for x, axis, target in parts]
+        args = [x if target is None else _jax.with_batch_axis(x, axis, target, axis_data) for x, axis, target in parts]
         return _jax.call_loop(loop, [*mapped.consts, *args]), mapped.out_axes
 
     def _sort(self, args: list) -> tuple[list, list, list]:

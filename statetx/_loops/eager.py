@@ -15,7 +15,7 @@ from .. import _frames, _jax, _states
 from .._errors import StateAccessError
 from .._frames import Effect, refuse_created
 from .._lift.rules import Broadcast, Rules, Split
-from .._lift.stage import frame_for, name_of, run_at_once
+from .._lift.stage import frame_for, name_of, run_eagerly
 from .._tree import is_array_or_number, partition
 from .._typing import PyTree
 
@@ -49,7 +49,7 @@ def scan(fun: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool, ru
             ref[...] = jnp.stack([step[k] for step in slices])
         return carry, jax.tree.map(lambda *steps: jnp.stack([jnp.asarray(y) for y in steps]), *ys)
 
-    return run_at_once("scan", loop, (), {})
+    return run_eagerly("scan", loop, (), {})
 
 
 def while_loop(test: Callable, body: Callable, init: PyTree, max_steps: int | None) -> PyTree:
@@ -61,7 +61,7 @@ def while_loop(test: Callable, body: Callable, init: PyTree, max_steps: int | No
             val, num = _step("while_loop", body, (val,)), num + 1
         return val
 
-    return run_at_once("while_loop", loop, (), {})
+    return run_eagerly("while_loop", loop, (), {})
 
 
 def fori_loop(steps: Iterable[int], body: Callable, init: PyTree) -> PyTree:
@@ -73,7 +73,7 @@ def fori_loop(steps: Iterable[int], body: Callable, init: PyTree) -> PyTree:
             val = _step("fori_loop", body, (jnp.asarray(i), val))
         return val
 
-    return run_at_once("fori_loop", loop, (), {})
+    return run_eagerly("fori_loop", loop, (), {})
 
 
 def _holds(test: Callable, val: PyTree) -> bool:

@@ -120,7 +120,7 @@ def _rematerialised(fun: Callable, policy: Any, *args: Any) -> Any:
         outs, out_tree = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
         return outs
 
-    jaxpr, consts = _jax.stage(flat, [_jax.abstract(x) for x in leaves], kind="scan", name="chunk")
+    jaxpr, consts = _jax.stage(flat, [_jax.abstract(x) for x in leaves], traced_for="scan", name="chunk")
     body = Body.close(jaxpr, consts)
     outs = _jax.rematerialise(body.jaxpr, [*body.operands, *leaves], policy=policy, prevent_cse=False)
     return out_tree.unflatten(outs)

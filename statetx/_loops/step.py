@@ -101,7 +101,7 @@ class Step:
         first = self.num_constants
 
         while not all(has_tangent[first + i] for i in floats):
-            outs = _jax.with_tangents(self.body.jaxpr, has_tangent)[: self.num_carry]
+            outs = _jax.outputs_with_tangents(self.body.jaxpr, has_tangent)[: self.num_carry]
             new = [first + i for i, is_nonzero in enumerate(outs) if is_nonzero and not has_tangent[first + i]]
             if not new:
                 break

@@ -17,7 +17,7 @@ import jax
 
 from .. import _jax
 from .._errors import PolicyError
-from .._lift.around import Around, Map, device_bytes
+from .._lift.context import Map, TraceContext, device_bytes
 from .._positions import function_of
 from .._remat.policy import as_policy, parse_bytes
 from .._text import format_bytes
@@ -101,15 +101,15 @@ class Sized(Loop):
         super().__init__(step)
         self._strategy = strategy
         self._loops: dict[Slots | None, Callable] = {None: step.plain()}
-        self._chosen: dict[Around, Slots | None] = {}
-        self._bytes: dict[tuple[Slots | None, Around], int] = {}
+        self._chosen: dict[TraceContext, Slots | None] = {}
+        self._bytes: dict[tuple[Slots | None, TraceContext], int] = {}
 
     def with_step(self, step: Step) -> Sized:
         return Sized(step, self._strategy)
 
     def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
         leaves, treedef = jax.tree.flatten(primals)
-        slots = self._slots_for(Around.of(leaves))
+        slots = self._slots_for(TraceContext.of(leaves))
         loop, primals = self._loop(slots), treedef.unflatten(self._watched(leaves, slots))
         return (
             loop.derivative(primals, tangents)
@@ -118,20 +118,20 @@ class Sized(Loop):
         )
 
     def is_plain(self) -> bool:
-        return self._slots_for(Around(manual=_jax.manual_around())) is None
+        return self._slots_for(TraceContext(manual=_jax.enclosing_shard_map())) is None
 
     def plain_args(self, args: list) -> list | None:
-        return self._watched(args, None) if self._slots_for(Around.of(args)) is None else None
+        return self._watched(args, None) if self._slots_for(TraceContext.of(args)) is None else None
 
     def _watched(self, args: list, slots: Slots | None) -> list:
         """The arguments of the loop; with a budget the smallest of them now depends on being watched."""
         if not args or not isinstance(self._strategy, Budget):
             return args
         n = min(range(len(args)), key=lambda i: num_bytes(args[i]))
-        watched = _jax.noticing(args, n, _Watch(self, slots, Around(manual=_jax.manual_around())))
+        watched = _jax.notify_of_vmap(args, n, _Watch(self, slots, TraceContext(manual=_jax.enclosing_shard_map())))
         return [watched if i == n else x for i, x in enumerate(args)]
 
-    def _slots_for(self, around: Around) -> Slots | None:
+    def _slots_for(self, around: TraceContext) -> Slots | None:
         if around not in self._chosen:
             self._chosen[around] = self._fit(around) if isinstance(self._strategy, Budget) else self._choose(around)
         return self._chosen[around]
@@ -144,7 +144,7 @@ class Sized(Loop):
 
     # -- "auto" --
 
-    def _choose(self, around: Around) -> Slots | None:
+    def _choose(self, around: TraceContext) -> Slots | None:
         """The least memory at which no step is run more than three times; None for a loop that keeps little."""
         step, num_examples = self.step, around.num_examples
         kept = _bytes_kept_by_a_step(step) * num_examples
@@ -162,7 +162,7 @@ class Sized(Loop):
 
     # -- a number of bytes --
 
-    def _fit(self, around: Around) -> Slots | None:
+    def _fit(self, around: TraceContext) -> Slots | None:
         """The fewest runs of steps within the budget, as compiled; None if the plain loop fits."""
         step, budget = self.step, self._budget
         if self._temporary(None, around) <= budget:
@@ -193,12 +193,12 @@ class Sized(Loop):
         assert isinstance(self._strategy, Budget)
         return self._strategy.bytes - _SLACK
 
-    def _temporary(self, slots: Slots | None, around: Around) -> int:
+    def _temporary(self, slots: Slots | None, around: TraceContext) -> int:
         if (slots, around) not in self._bytes:
             self._bytes[slots, around] = temporary_bytes(self.step, self._loop(slots), around)
         return self._bytes[slots, around]
 
-    def check(self, slots: Slots | None, around: Around) -> None:
+    def check(self, slots: Slots | None, around: TraceContext) -> None:
         """Raise unless the budget is kept by a loop that has been mapped since its strategy was decided."""
         # Decided for as many or more: what was compiled then says enough.
         if any(
@@ -224,10 +224,10 @@ class _Watch:
 
     loop: Sized
     slots: Slots | None
-    around: Around
+    around: TraceContext
 
     def __call__(self, axis: Any, is_mapped: Sequence[bool]) -> _Watch:
-        around = self.around.over(axis, is_mapped)
+        around = self.around.with_vmap(axis, is_mapped)
         self.loop.check(self.slots, around)
         return dataclasses.replace(self, around=around)
 
@@ -235,7 +235,7 @@ class _Watch:
 # -- maps around a loop ------------------------------------------------------------------------------------------
 
 
-def _over(around: Around) -> str:
+def _over(around: TraceContext) -> str:
     return f", mapped over {around.num_examples} examples," if around.maps else ""
 
 
@@ -263,9 +263,9 @@ def _affordable(length: int, spare: int, carry: int, of_block: int) -> tuple[int
     return min(candidates)
 
 
-def temporary_bytes(step: Step, loop: Callable, around: Around = Around()) -> int:  # noqa: B008
+def temporary_bytes(step: Step, loop: Callable, around: TraceContext = TraceContext()) -> int:  # noqa: B008
     """What XLA reserves on a device for the gradient of a loop with respect to all its inputs, beyond these and its outputs."""
-    of_steps = lambda aval: _jax.repeated(aval, step.length)  # noqa: E731
+    of_steps = lambda aval: _jax.stacked_type(aval, step.length)  # noqa: E731
     avals: list[Any] = [*step.constant_avals, *step.avals, *map(of_steps, step.x_avals)]
     floats = [i for i, a in enumerate(avals) if is_float(a)]
     ct_avals = [a for a in (*step.avals, *map(of_steps, step.y_avals)) if is_float(a)]
@@ -295,6 +295,6 @@ def _bytes_kept_by_a_step(step: Step) -> int:
 
         return jax.tree.leaves(jax.vjp(function_of(run, values, floats), *[values[i] for i in floats])[1])
 
-    jaxpr, _ = _jax.stage(pullback, types, kind="scan", name="step")
+    jaxpr, _ = _jax.stage(pullback, types, traced_for="scan", name="step")
     kept = {v: v.aval for v in jaxpr.outvars if isinstance(v, _jax.Var) and v not in jaxpr.invars}
     return sum(map(device_bytes, kept.values()))

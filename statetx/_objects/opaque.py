@@ -57,12 +57,12 @@ def refuse_hidden(leaves: Iterable[Any], returned: Callable[[], str] = lambda: "
         return
     for leaf in leaves:
         refuse_unfinished(leaf, returned)
-        if isinstance(leaf, jax.Ref) and isinstance(leaf, _jax.Tracer) and _jax.ends_here(leaf):
+        if isinstance(leaf, jax.Ref) and isinstance(leaf, _jax.Tracer) and _jax.ends_with_current_trace(leaf):
             raise CreatedStateError(
                 f"{returned()} a {leaf.aval.str_short()} that was created inside; it ends with the trace.\n"
                 f"Fix: return its value (ref[...] or jax.freeze(ref)), or create the Ref outside."
             )
-        hidden = hidden_tracer(leaf, _jax.ends_here)
+        hidden = hidden_tracer(leaf, _jax.ends_with_current_trace)
         if hidden is not None:
             raise _leak(leaf, *hidden, returned())
 

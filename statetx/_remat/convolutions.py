@@ -18,7 +18,7 @@ from .._jax import Jaxpr
 def in_canonical_order(jaxpr: Jaxpr) -> Jaxpr:
     """The jaxpr with each of its convolutions on transposed arrays, in XLA's order; convolutions of inner jaxprs do not change."""
     run = functools.partial(_with_canonical_convolutions, jaxpr)
-    return _jax.stage(run, [v.aval for v in jaxpr.invars], kind="remat", name="checkpoint")[0]
+    return _jax.stage(run, [v.aval for v in jaxpr.invars], traced_for="remat", name="checkpoint")[0]
 
 
 def _with_canonical_convolutions(jaxpr: Jaxpr, *args: Any) -> list[Any]:

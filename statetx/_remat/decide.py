@@ -33,7 +33,7 @@ def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]], 
     Raises:
         PolicyError: the policy names a value that does not occur, or a memory that the devices do not have.
     """
-    jaxpr = _jax.established(jaxpr)
+    jaxpr = _jax.without_remat3(jaxpr)
     if policy == nothing:
         return jaxpr, None
     if policy == everything:
@@ -44,7 +44,7 @@ def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]], 
     survey = Survey(jaxpr, origins)
     matches = _check_matches(policy, survey.all_sites, jaxpr, name)
     # A JAX policy that a user wrote may select values that only the derivative computes, which the survey does not see.
-    if matches and not (isinstance(policy, JaxPolicy) and not _jax.is_policy_of_jax(policy.fun)):
+    if matches and not (isinstance(policy, JaxPolicy) and not _jax.is_jax_policy(policy.fun)):
         _check_difference(policy, survey.all_sites, name)
     if isinstance(policy, JaxPolicy):
         return jaxpr, policy.fun

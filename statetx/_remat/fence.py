@@ -70,7 +70,7 @@ def _lower(
     return [_jax.with_sharding(ctx, x, aval) for x, aval in zip(branches.results, ctx.avals_out, strict=True)]
 
 
-_jax.lower_remat_by(_lower)
+_jax.set_remat_lowering(_lower)
 
 
 def _nonzero_from_arrays(args: Sequence[Any], avals: Sequence[Any]) -> Any:

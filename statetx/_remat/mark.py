@@ -124,7 +124,7 @@ class _Marker(NamedTuple):
         key = row_of(eqn).jaxpr
         jaxprs = eqn.params[key] if isinstance(eqn.params[key], (tuple, list)) else [eqn.params[key]]
         marked = []
-        with _jax.inside(eqn):
+        with _jax.in_shard_maps(eqn):
             for n, jaxpr in enumerate(jaxprs):
                 jaxpr_labels = {address[1:]: label for address, label in labels.items() if address[0] == n}
                 if jaxpr_labels:
@@ -174,7 +174,9 @@ class _Marker(NamedTuple):
             return values, [next(out_tangents) if is_float(t) else _jax.zero_tangent(t) for t in types]
 
         with eqn.ctx.manager:
-            jaxpr, consts = _jax.stage(operation, [v.aval for v in plain.invars], kind="statetx.remat", name="marked")
+            jaxpr, consts = _jax.stage(
+                operation, [v.aval for v in plain.invars], traced_for="statetx.remat", name="marked"
+            )
         # Put the staged call in the place of the equation: its operands instead of the inputs, literals instead of constants.
         (call,) = jaxpr.eqns
         atoms = dict(zip(jaxpr.invars, plain.invars, strict=True))
@@ -223,4 +225,4 @@ def _jvp(jaxpr: Jaxpr, types: Sequence[Any], diff_indices: Sequence[int]) -> tup
         outs, out_tangents = jax.jvp(run, [primals[i] for i in diff_indices], list(tangents))
         return [*outs, *(t for x, t in zip(outs, out_tangents, strict=True) if is_float(x))]
 
-    return _jax.stage(pushforward, [*types, *(types[i] for i in diff_indices)], kind="statetx.remat", name="jvp")
+    return _jax.stage(pushforward, [*types, *(types[i] for i in diff_indices)], traced_for="statetx.remat", name="jvp")

@@ -60,7 +60,7 @@ class Override(threading.local):
         self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.wrapper = settings
         try:
             # jax.jit must not reuse a trace that it made under other settings.
-            with _jax.traced_apart(object()):
+            with _jax.cache_key_context(object()):
                 yield
         finally:
             self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.wrapper = previous
@@ -97,7 +97,7 @@ class Override(threading.local):
         self, name: str, policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]], prevent_cse: Any
     ) -> None:
         """Add a rematerialised function to `visited_regions`."""
-        values = [site.value for site in Survey(_jax.established(jaxpr), origins).all_sites]
+        values = [site.value for site in Survey(_jax.without_remat3(jaxpr), origins).all_sites]
         unmatched = [atom.unmatched(values) for atom in policy.atoms()]
         names = NONE.union(*(v.names for v in values))
         assert self.visited_regions is not None

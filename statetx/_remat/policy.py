@@ -400,7 +400,7 @@ class JaxPolicy(Policy):
 
     def __repr__(self) -> str:
         maker, _, inner = getattr(self.fun, "__qualname__", "").partition(".<locals>.")
-        if inner and _jax.is_policy_of_jax(self.fun):  # print the call that made it
+        if inner and _jax.is_jax_policy(self.fun):  # print the call that made it
             return f"{maker}({', '.join(map(repr, sorted(_jax.names_in_policy(self.fun))))})"
         return getattr(self.fun, "__name__", None) or repr(self.fun)
 

@@ -208,10 +208,10 @@ class Rule:
     def survey(self) -> Survey:
         """The survey of the rule with all operands differentiated; empty if the rule raises."""
         try:
-            with _jax.inside(*self.enclosing):
+            with _jax.in_shard_maps(*self.enclosing):
                 jaxpr = _jax.rule_of(self.eqn)
         except Exception:
-            return Survey(_jax.no_equations)  # differentiation raises the same error, if it ever happens
+            return Survey(_jax.empty_jaxpr)  # differentiation raises the same error, if it ever happens
         return Survey.of_rule(self, jaxpr)
 
 

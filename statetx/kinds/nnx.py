@@ -284,7 +284,7 @@ class _Nnx:
         if frame is None:
             assert type(_trace.__get__(state)) is _FrameTraceState, "only Variables made in a frame are invalidated"
             return stores
-        with _jax.within(frame.trace):
+        with _jax.in_trace(frame.trace):
             home = _FrameTraceState(frame, self.site_of(state))
         return [*stores, (_trace.__set__, state, home), frame.creation(state, self, _CreatedRef(state))]
 

@@ -22,7 +22,7 @@ from .._equations.inline import inline
 from .._equations.primitives import JIT, row_of
 from .._equations.structure import Body
 from .._jax import Jaxpr, Literal, Var
-from .._lift.around import Around, device_bytes
+from .._lift.context import TraceContext, device_bytes
 from .._loops.strategy import Strategy
 from .._remat import decide, mark
 from .._remat.survey import Survey
@@ -78,10 +78,10 @@ class Graph:
         is_computed: Sequence[bool],
         is_differentiated: Sequence[bool],
         has_cotangent: Sequence[bool],
-        context: Around = Around(),  # noqa: B008
+        context: TraceContext = TraceContext(),  # noqa: B008
     ):
         self.jaxpr = jaxpr
-        self._context = context.of_parts()
+        self._context = context.for_other_inputs()
         diff_indices = [i for i, v in enumerate(jaxpr.invars) if is_differentiated[i] and is_float(v.aval)]
         out_indices = [i for i, v in enumerate(jaxpr.outvars) if has_cotangent[i] and is_float(v.aval)]
         self._is_computed = [is_computed[i] for i in diff_indices]
@@ -295,13 +295,13 @@ def _derivative(jaxpr: Jaxpr, diff_indices: Sequence[int], out_indices: Sequence
         return [jnp.asarray(outs[i]) for i in out_indices]
 
     in_avals = [v.aval for v in jaxpr.invars]
-    forward = forward_pass(run, in_avals, diff_indices, kind="statetx.plan", name="forward")
+    forward = forward_pass(run, in_avals, diff_indices, traced_for="statetx.plan", name="forward")
     forward_jaxpr = inline(forward.body.jaxpr, calls=JIT, deep=False)
     num_outs = len(out_indices)
     residuals = forward_jaxpr.outvars[num_outs:]
 
     avals = [v.aval for v in residuals], [v.aval for v in forward_jaxpr.outvars[:num_outs]]
-    body = Body.close(*backward_pass(forward.pullback, *avals, kind="statetx.plan", name="backward"))
+    body = Body.close(*backward_pass(forward.pullback, *avals, traced_for="statetx.plan", name="backward"))
     backward_jaxpr = inline(_bind_literals(body, residuals), calls=JIT, deep=False)
     variables = [v for v in residuals if isinstance(v, Var)]
     num_residuals = len(variables)

@@ -15,7 +15,7 @@ from .._equations.compiled import Program
 from .._equations.structure import Body
 from .._errors import PlanError
 from .._jax import Jaxpr
-from .._lift.around import Around, sharding_of
+from .._lift.context import TraceContext, sharding_of
 from .._lift.stage import name_of
 from .._lift.targets import resolve_argnums
 from .._remat.override import override
@@ -41,7 +41,7 @@ class _Recorded(NamedTuple):
     num_out: int
     diff_indices: list[int]
     traced_floats: list[int]
-    context: Around
+    context: TraceContext
 
 
 class _Recorder(Rewriting):
@@ -65,7 +65,7 @@ class _Recorder(Rewriting):
             diff_indices = [i for i, x in floats if _jax.is_differentiated(x)]
             traced_floats = [i for i, x in floats if isinstance(x, _jax.Tracer)]
             self.recorded.append(
-                _Recorded(body.jaxpr, num_out, diff_indices, traced_floats, Around.of([*operands, *args]))
+                _Recorded(body.jaxpr, num_out, diff_indices, traced_floats, TraceContext.of([*operands, *args]))
             )
             return body(operands, *args)
 
@@ -86,7 +86,7 @@ class Captured:
     jaxpr: Jaxpr
     diff_indices: list[int]
     num_out: int
-    context: Around
+    context: TraceContext
     step_with: Callable[[Jaxpr, dict[str, Any]], Program] | None = None
 
     @property
@@ -183,5 +183,5 @@ def _step_with(
 
     closed_jaxpr, inputs = _stage(step, args, kwargs)
     shardings = tuple(map(sharding_of, inputs))
-    context = Around(shardings=shardings if any(shardings) else ())
+    context = TraceContext(shardings=shardings if any(shardings) else ())
     return context.program(jex_core.jaxpr_as_fun(closed_jaxpr), closed_jaxpr.in_avals, compiler_options)

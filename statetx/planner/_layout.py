@@ -11,7 +11,7 @@ import numpy as np
 from .. import _jax
 from .._equations.structure import Body
 from .._jax import Jaxpr, Literal
-from .._lift.around import Around, device_bytes
+from .._lift.context import TraceContext, device_bytes
 from .._loops import schedule
 from .._loops.step import Step
 from .._loops.strategy import Lengths, Slots
@@ -55,7 +55,7 @@ class Layout:
         offload: float | None,
         deadline: Callable[[], bool],
         fronts: dict[Any, Front],
-        context: Around,
+        context: TraceContext,
     ):
         self.jaxpr = jaxpr
         self.cuts = cuts
@@ -201,7 +201,9 @@ def rewrite(jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]) -> J
         replacements.append(cache[key])
     avals = [v.aval for v in jaxpr.invars]
     body = Body.close(
-        *_jax.stage(lambda *args: run(jaxpr, parts, replacements, args), avals, kind="statetx.plan", name="planned")
+        *_jax.stage(
+            lambda *args: run(jaxpr, parts, replacements, args), avals, traced_for="statetx.plan", name="planned"
+        )
     )
     assert not body.operands, "rewriting a program without constants made some"
     return body.jaxpr
@@ -317,7 +319,7 @@ def _front(
     policies: Sequence[Any],
     offload: float | None,
     deadline: Callable[[], bool],
-    context: Around,
+    context: TraceContext,
 ) -> Front:
     free = [Option(None, 0, 0, 0.0)]
     if not any(is_differentiated) or not any(has_cotangent):

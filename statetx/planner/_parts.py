@@ -12,7 +12,7 @@ from .._equations.inline import inline
 from .._equations.primitives import JIT, REMAT
 from .._equations.structure import Body
 from .._jax import Jaxpr, Literal
-from .._lift.around import device_bytes
+from .._lift.context import device_bytes
 from .._tree import is_float
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from .. import _jax
 from .._equations.flops import count
 from .._jax import Jaxpr, Literal
-from .._lift.around import device_bytes
+from .._lift.context import device_bytes
 from .._loops.strategy import Strategy
 from .._remat.survey import Survey
 from ..residuals._show import short_path, short_type

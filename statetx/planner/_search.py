@@ -18,7 +18,7 @@ from .._equations.compiled import Cost, Program, fast_compile_options, memory_an
 from .._equations.differentiate import with_pullback
 from .._equations.flops import flops
 from .._jax import Jaxpr
-from .._lift.around import Around
+from .._lift.context import TraceContext
 from .._remat.policy import as_policy
 from .._tree import is_float
 from ._analysis import EquationCost, Option
@@ -86,7 +86,7 @@ class Search:
         time_limit: float | None = None,
         report: Callable[[str], None] = lambda text: None,
         program_of: Callable[[Jaxpr, dict[str, Any]], Program] | None = None,
-        context: Around = Around(),  # noqa: B008
+        context: TraceContext = TraceContext(),  # noqa: B008
     ):
         self._end = None if time_limit is None else time.monotonic() + time_limit
         self._report = report
@@ -407,7 +407,7 @@ def _slope(peak: float, temp: float) -> float:
 
 
 def _with_gradient(
-    diff_indices: Sequence[int], num_out: int, context: Around, jaxpr: Jaxpr, compiler_options: dict[str, Any]
+    diff_indices: Sequence[int], num_out: int, context: TraceContext, jaxpr: Jaxpr, compiler_options: dict[str, Any]
 ) -> Program:
     """A program without constants, with the gradient of its first `num_out` outputs with respect to these inputs."""
 

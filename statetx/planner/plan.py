@@ -19,7 +19,7 @@ from .._equations.flops import flops
 from .._equations.structure import Body
 from .._errors import PlanError
 from .._jax import Jaxpr
-from .._lift.around import Around
+from .._lift.context import TraceContext
 from .._lift.stage import name_of, short_name
 from .._remat.override import override
 from .._remat.policy import Rewriting, parse_bytes
@@ -294,17 +294,17 @@ class Fit(Rewriting):
         return f"fit:{self.budget if isinstance(self.budget, float) else format_bytes(self.budget).replace(' ', '')}"
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
-        planned: dict[Around, Body] = {}
+        planned: dict[TraceContext, Body] = {}
 
         def run(operands: Sequence[Any], *args: Any) -> list[Any]:
-            context = Around.of([*operands, *args])
+            context = TraceContext.of([*operands, *args])
             if context not in planned:
                 planned[context] = self._plan(body, name, num_out, context)
             return planned[context](operands, *args)
 
         return run
 
-    def _plan(self, body: Body, name: str, num_out: int, context: Around) -> Body:
+    def _plan(self, body: Body, name: str, num_out: int, context: TraceContext) -> Body:
         diff_indices = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval)]
         search = _search(body.jaxpr, diff_indices, num_out, *self._options, context=context)
         candidate = _fit(search, self.budget, name)
@@ -439,7 +439,7 @@ class Planner:
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:
         """Show progress, and bind the axis names of the surrounding transforms."""
-        with _progress(self._progress, self.name) as report, self._captured.context.entered():
+        with _progress(self._progress, self.name) as report, self._captured.context.bind_axes():
             self._report = report
             yield
         self._report = lambda text: None
@@ -481,7 +481,7 @@ def _search(
     time_limit: float | None,
     report: Callable[[str], None] = lambda text: None,
     program_of: Callable[[Jaxpr, dict[str, Any]], Program] | None = None,
-    context: Around = Around(),  # noqa: B008
+    context: TraceContext = TraceContext(),  # noqa: B008
 ) -> Search:
     per_byte = None
     equation_cost: Callable[[Any], float] = flops

@@ -68,8 +68,8 @@ class Passes:
             return [results[i] for i in outs]
 
         avals = [v.aval for v in body.invars]
-        closed, self._pullback = forward_pass(run, avals, chosen, kind="statetx.residuals", name=name)
-        self.forward = _jax.established(closed.jaxpr)
+        closed, self._pullback = forward_pass(run, avals, chosen, traced_for="statetx.residuals", name=name)
+        self.forward = _jax.without_remat3(closed.jaxpr)
         self.sources = [InputOrigin("constant")] * closed.num_operands + list(sources)
         self.chosen = [closed.num_operands + i for i in chosen]
 
@@ -83,8 +83,8 @@ class Passes:
         """Rematerialised regions and loops stand in it as equations, other calls are inlined."""
         avals = [v.aval for v in self.residuals], [v.aval for v in self.forward.outvars[: self.num_out]]
         name = f"backward of {self.name}"
-        jaxpr, consts = backward_pass(self._pullback, *avals, kind="statetx.residuals", name=name)
-        return inline(_jax.established(jaxpr), consts, calls=INLINED - REMAT)
+        jaxpr, consts = backward_pass(self._pullback, *avals, traced_for="statetx.residuals", name=name)
+        return inline(_jax.without_remat3(jaxpr), consts, calls=INLINED - REMAT)
 
 
 def differentiate(
@@ -128,7 +128,7 @@ def differentiate(
     with table.bypassed():
         avals = [_jax.abstract(x) for x in arrays]
         staged, _, refs = stage(
-            body, avals, kind="statetx.residuals", names=InputNames(fun, static_part.combine), lifting=lifting
+            body, avals, traced_for="statetx.residuals", names=InputNames(fun, static_part.combine), lifting=lifting
         )
         outs = range(len(staged.jaxpr.outvars) - len(refs))
 
@@ -141,7 +141,7 @@ def differentiate(
                 is_chosen.append(is_target)
         paths = Paths(fun, args, kwargs)
         for state_input in lifting.inputs.values():
-            leaves = _leaf_paths(state_input.part, paths(state_input.state))
+            leaves = _leaf_paths(state_input.partition, paths(state_input.state))
             sources += [InputOrigin("state", path, type(state_input.state).__name__) for path in leaves]
             is_chosen += [is_target_state(state_input.state)] * len(leaves)
         assert len(sources) == len(staged.jaxpr.invars)

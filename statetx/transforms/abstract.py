@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from .. import _jax, _states
-from .._lift.around import note
+from .._lift.context import note_shardings
 from .._lift.signature import StaticArguments
 from .._lift.stage import InputNames, Outcome, frame_for, pack, stage
 from .._lift.staged import Staged
@@ -61,7 +61,7 @@ def eval_shape(fun: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTr
     def run(*tracers: Any) -> list:
         nonlocal outcome
         avals = [_jax.abstract(x) for x in tracers]
-        staged, outcome, _ = stage(body, avals, kind="statetx.eval_shape", names=names)
+        staged, outcome, _ = stage(body, avals, traced_for="statetx.eval_shape", names=names)
         return staged(staged.operands, *tracers)
 
     shapes = jax.eval_shape(run, *arrays)
@@ -135,12 +135,12 @@ def _stage(
     arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]], arrays: Sequence[Any], fun: Callable
 ) -> Staged:
     def call(*tracers: Any) -> tuple[PyTree]:
-        note(tracers, arrays)
+        note_shardings(tracers, arrays)
         args, kwargs = arguments(tracers)
         return (fun(*args, **kwargs),)
 
     avals = [_jax.abstract(as_array(x)) for x in arrays]
-    return Staged("make_jaxpr", fun, call, avals, kind="statetx.make_jaxpr", arguments=arguments)
+    return Staged("make_jaxpr", fun, call, avals, traced_for="statetx.make_jaxpr", arguments=arguments)
 
 
 def _close(staged: Staged) -> tuple[Any, list[Any]]:

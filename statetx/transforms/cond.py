@@ -119,7 +119,7 @@ def _branch(name: str, index: Any, branches: Sequence[Callable], operands: tuple
 
     def stage(f: Callable) -> Staged:
         call = lambda *xs: (f(*part.combine(xs)),)  # noqa: E731
-        return Staged(name, f, call, avals, kind=f"statetx.{name}", arguments=lambda xs: (part.combine(xs), {}))
+        return Staged(name, f, call, avals, traced_for=f"statetx.{name}", arguments=lambda xs: (part.combine(xs), {}))
 
     staged = [stage(f) for f in branches]
     return _Branches(name, staged).run(index, arrays)
@@ -189,7 +189,7 @@ class _Branches:
 
         outs = bound_branches(index, *constants, *(x for i in self._states for x in i.values), *arrays)
         first = self._staged[0]  # the structures of all branches agree
-        publish(self._effects, [branches[0].part for branches in self._final_values], outs[first.num_out :])
+        publish(self._effects, [branches[0].partition for branches in self._final_values], outs[first.num_out :])
         return first.outs[0].combine(outs[: first.num_out])
 
 
@@ -202,13 +202,13 @@ class _FinalValue(NamedTuple):
     Attributes:
         staged: the branch.
         effect: its write; None if the branch does not write the state.
-        part: the `Partition` of the value; `avals` the types of its leaves.
+        partition: the `Partition` of the value; `avals` the types of its leaves.
         values: the leaves on entry if the branch does not write the state; else the same as `avals`.
     """
 
     staged: Staged
     effect: Effect | None
-    part: Partition
+    partition: Partition
     avals: list[Any]
     values: list[Any]
 
@@ -219,7 +219,7 @@ class _FinalValue(NamedTuple):
             effect = next(e for e in staged.effects if e.state is state_input.state)
             avals = staged.written_avals[key]
             return cls(staged, effect, staged.written[key], avals, avals)
-        values, part = partition(state_input.part.combine(state_input.values), is_loop_leaf)
+        values, part = partition(state_input.partition.combine(state_input.values), is_loop_leaf)
         return cls(staged, None, part, [_jax.abstract(x) for x in values], values)
 
     def atoms(self, state_vars: Sequence[Any]) -> list[Any]:
@@ -237,9 +237,9 @@ def _promoted_dtypes(name: str, finals: list[_FinalValue]) -> list[Any]:
     Raises:
         CarryTypeError: the branches end with different types that do not promote.
     """
-    first = finals[0].part
+    first = finals[0].partition
     for other in finals[1:]:
-        part = other.part
+        part = other.partition
         if (part.treedef, part.mask, part.static) != (first.treedef, first.mask, first.static):
             raise _type_mismatch(name, [finals[0], other])
 
@@ -270,9 +270,11 @@ def _promoted_dtype(finals: Sequence[_FinalValue], leaf: int) -> Any:
 def _type_mismatch(name: str, pair: Sequence[_FinalValue], n: int | None = None) -> CarryTypeError:
     """The error for two branches, at least one of which writes, that differ in leaf `n` or, if None, in the structure."""
     a, b = sorted(pair, key=lambda final: final.effect is not None)
-    leaf = "" if n is None else leaf_names(a.part)[n]
+    leaf = "" if n is None else leaf_names(a.partition)[n]
     types = (
-        [type_str(x.avals[n]) for x in (a, b)] if n is not None else structure_strs([(x.part, x.avals) for x in (a, b)])
+        [type_str(x.avals[n]) for x in (a, b)]
+        if n is not None
+        else structure_strs([(x.partition, x.avals) for x in (a, b)])
     )
     assert b.effect is not None
     paths = Paths(b.staged.fun)

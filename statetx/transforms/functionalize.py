@@ -19,9 +19,9 @@ from .._lift.stage import (
     frame_for,
     name_of,
     pack,
-    run_at_once,
+    partition_output,
+    run_eagerly,
     stage,
-    take_apart,
 )
 from .._objects.paths import Paths, short_site
 from .._text import brief, format_bytes, format_table, short_tree_type_str, suggestion, tree_type_str
@@ -176,7 +176,7 @@ def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, l
     avals = [_jax.abstract(as_array(x)) for x in arrays]
     refs = Lifting(is_array)  # collects Refs only: the frame does not get it
     _, _, effects = stage(
-        body, avals, kind="statetx.trace_states", names=InputNames(fun, args_part.combine), lifting=refs
+        body, avals, traced_for="statetx.trace_states", names=InputNames(fun, args_part.combine), lifting=refs
     )
     written = {id(e.state) for e in effects}
     touched_refs = [(i.state, id(i.state) in written) for i in refs.inputs.values()]
@@ -288,7 +288,7 @@ class Functionalize(Wrapper[P, R]):
             StateAccessError: a path that the function does not have.
         """
         states = self._resolve(values, args, kwargs)
-        run_at_once("functionalize", _write_all, (states, values), {})
+        run_eagerly("functionalize", _write_all, (states, values), {})
 
     def __call__(self, values: Mapping[str, Any], /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, dict[str, Any]]:
         fun = self.__wrapped__
@@ -304,7 +304,7 @@ class Functionalize(Wrapper[P, R]):
 
         frame = frame_for("functionalize", fun, on_read=on_read, frees_cycles=True)
         out = frame.run(fun, *args, **kwargs)
-        take_apart(out)  # refuses generators, and objects that hold tracers of an enclosing trace
+        partition_output(out)  # refuses generators, and objects that hold tracers of an enclosing trace
 
         new_values = dict(values)
         paths = {id(state): path for path, state in states.items()}

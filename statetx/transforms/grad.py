@@ -8,7 +8,7 @@ from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from .._lift.stage import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, take_apart
+from .._lift.stage import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, partition_output
 from .._lift.targets import Targets, refuse_lost_writes, resolve_argnums, split_aux
 from .._positions import replaced
 from .._remat.override import override
@@ -245,7 +245,7 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
         out = frame.run(call, wrapped, primals_part.combine(diff), {}, wants_refs)
         out, aux = split_aux(out, fun) if has_aux else (out, None)
         leaves, outcome = pack(aux, frame.effects)
-        out_leaves, out_part = take_apart(out, is_array_or_number)
+        out_leaves, out_part = partition_output(out, is_array_or_number)
         return [jnp.asarray(x) for x in out_leaves], leaves
 
     out_leaves, vjp_fun, leaves = jax.vjp(pure, targets.values() if targets else [], *arrays, has_aux=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 import jax
 import jax.numpy as jnp
 
-from .._lift.stage import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, take_apart
+from .._lift.stage import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, partition_output
 from .._lift.targets import Targets, refuse_lost_writes, resolve_argnums, split_aux
 from .._positions import replaced
 from .._tree import Partition, is_array_or_number, is_number
@@ -158,7 +158,7 @@ class _Run:
         frame = frame_for(self._name, self._fun)
         out = frame.run(call, self._fun, primals, {})
         out, aux = split_aux(out, self._fun) if self._has_aux else (out, None)
-        out_leaves, self.out = take_apart(out, is_array_or_number)
+        out_leaves, self.out = partition_output(out, is_array_or_number)
         leaves, self._outcome = pack(aux, frame.effects)
         return [jnp.asarray(x) for x in out_leaves], leaves
 

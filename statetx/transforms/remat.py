@@ -15,7 +15,7 @@ from .. import _jax, _states
 from .._equations.structure import Body, table
 from .._errors import EffectError, StateAccessError
 from .._lift.signature import StaticArguments
-from .._lift.stage import InputNames, Wrapper, as_decorator, frame_for, name_of, pack, run_at_once, short_name, stage
+from .._lift.stage import InputNames, Wrapper, as_decorator, frame_for, name_of, pack, run_eagerly, short_name, stage
 from .._lift.subclass import has_twins, is_object, make_subclass, subclass_for, twin
 from .._objects.paths import Paths, as_predicate
 from .._remat import decide
@@ -198,7 +198,7 @@ class Remat(Wrapper):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
         if _jax.is_eager():  # nothing is differentiated: run the function, and undo its writes if it fails
-            return run_at_once("remat", fun, args, kwargs, allow=self._guard(args, kwargs))
+            return run_eagerly("remat", fun, args, kwargs, allow=self._guard(args, kwargs))
         policy = self._policy
         is_trial = override.visited_regions is not None
         if is_trial:
@@ -235,7 +235,7 @@ class Remat(Wrapper):
         try:
             with inner_override:
                 staged, outcome, refs = stage(
-                    body, avals, kind="statetx.remat", names=InputNames(fun, arguments), read=read
+                    body, avals, traced_for="statetx.remat", names=InputNames(fun, arguments), read=read
                 )
         except jax.errors.ConcretizationTypeError as e:
             e.add_note(

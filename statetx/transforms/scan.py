@@ -137,7 +137,7 @@ def scan(
     def stage(carry: list, enter: Callable) -> Staged:
         avals = [*map(_jax.abstract, carry), *x_avals]
         slice = lambda state, aval: rules.slice_type(state, aval, length)  # noqa: E731
-        return Staged("scan", f, call, avals, kind="scan", arguments=arguments, slice=slice, enter=enter)
+        return Staged("scan", f, call, avals, traced_for="scan", arguments=arguments, slice=slice, enter=enter)
 
     def is_carried(effect: Effect) -> bool:
         rule = rules(effect.state)

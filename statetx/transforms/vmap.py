@@ -220,15 +220,15 @@ class _Examples:
         if rule is not Split and not isinstance(rule, int):
             return value
         # The read may happen in an inner trace. The keys and slices are computed outside the map, on whole arrays.
-        with _jax.enclosing(self.trace):
+        with _jax.in_parent_trace(self.trace):
             if not isinstance(rule, int):
                 keys = jax.random.split(value, _jax.batch_size(self.trace) + 1)
                 self._advanced[id(state)] = keys[0]
-                return _jax.batched(self.trace, keys[1:], 0)
+                return _jax.batch_tracer(self.trace, keys[1:], 0)
             arrays, part = partition(value)
             for x in arrays:
                 self._rules.slice_type(state, _jax.abstract(x), _jax.batch_size(self.trace))
-            return part.combine([_jax.batched(self.trace, jnp.asarray(x), rule) for x in arrays])
+            return part.combine([_jax.batch_tracer(self.trace, jnp.asarray(x), rule) for x in arrays])
 
     def add_effects(self, effects: Sequence[Effect], groups: Groups) -> None:
         """Group the leaves of written values by axis: 0 for those with one slice for each example, None for those that all share."""

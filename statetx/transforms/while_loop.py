@@ -94,11 +94,11 @@ def while_loop(
         with contextlib.suppress(jax.errors.ConcretizationTypeError):
             return eager.while_loop(cond_fun, body_fun, part.combine([jnp.asarray(x) for x in carry]), max_steps)
 
-    def stage(fun: Callable, kind: str, carry: list, enter: Callable) -> Staged:
+    def stage(fun: Callable, traced_for: str, carry: list, enter: Callable) -> Staged:
         arguments = lambda xs: ((part.combine(xs),), {})  # noqa: E731
         call = lambda *xs: (fun(*arguments(xs)[0]),)  # noqa: E731
         avals = list(map(_jax.abstract, carry))
-        return Staged("while_loop", fun, call, avals, kind=kind, arguments=arguments, enter=enter)
+        return Staged("while_loop", fun, call, avals, traced_for=traced_for, arguments=arguments, enter=enter)
 
     body, carry, enter = settle(functools.partial(stage, body_fun, "while_body"), carry, part)
     test = stage(cond_fun, "while_cond", carry, enter)
@@ -198,7 +198,7 @@ def fori_loop(
 
     def stage(carry: list, enter: Callable) -> Staged:
         avals = list(map(_jax.abstract, [start, *carry]))
-        return Staged("fori_loop", body_fun, step, avals, kind="fori_loop", arguments=arguments, enter=enter)
+        return Staged("fori_loop", body_fun, step, avals, traced_for="fori_loop", arguments=arguments, enter=enter)
 
     body, carry, _ = settle(stage, carry, part, num_before=1)  # the counter comes first
 
@@ -217,7 +217,7 @@ def fori_loop(
     else:
         limit = jnp.asarray(upper, body.avals[0].dtype)
         is_below_limit = lambda i, *xs: (i < limit,)  # noqa: E731
-        test = Staged("fori_loop", body_fun, is_below_limit, body.avals, kind="while_cond", arguments=arguments)
+        test = Staged("fori_loop", body_fun, is_below_limit, body.avals, traced_for="while_cond", arguments=arguments)
         loop = _Loop(body, test)
         final_carry = loop.run_while([start, *carry])
     return part.combine(loop.publish(final_carry)[1:])
@@ -274,9 +274,11 @@ class _Loop:
 
         def build(test: Body, body: Body) -> Callable:
             num_constants = len(self.constants[-1])
-            if uses_key_words:
-                inner = build_loop(key_reuse.body_of_words(test), key_reuse.body_of_words(body), num_constants)
-                return key_reuse.loop_of_words(inner, body)
+            if uses_key_data:
+                inner = build_loop(
+                    key_reuse.body_with_key_data(test), key_reuse.body_with_key_data(body), num_constants
+                )
+                return key_reuse.loop_with_key_data(inner, body)
             return build_loop(test, body, num_constants)
 
         def build_loop(test: Body, body: Body, num_constants: int) -> Callable:
@@ -292,8 +294,8 @@ class _Loop:
         if slots is not None:
             values = self._vary(values)
         # JAX's checker of key reuse would count a step that is run again as a second use, see `_lift.key_reuse`.
-        uses_key_words = slots is not None and key_reuse.are_wanted(*self.bodies)
-        use = ("while_loop", uses_key_words, slots, max_steps, *map(len, self.constants))
+        uses_key_data = slots is not None and key_reuse.is_needed(*self.bodies)
+        use = ("while_loop", uses_key_data, slots, max_steps, *map(len, self.constants))
         loop = table.get(self.bodies, use, build)
         return loop(*self.constants, values)
 
@@ -331,4 +333,4 @@ def _varying(body: Body, avals: Sequence[Any], axes: Sequence[str]) -> Body:
     def run(*args: Any) -> list[Any]:
         return [_jax.as_varying(x, axes) for x in _jax.with_varying_inputs(body.jaxpr, args)]
 
-    return Body.close(*_jax.stage(run, avals, kind="while_body", name="while_loop"))
+    return Body.close(*_jax.stage(run, avals, traced_for="while_body", name="while_loop"))

@@ -24,7 +24,7 @@ from ... import _frames, _jax, _states
 from ..._atomic import locked
 from ..._errors import StagingWarning
 from ..._lift.signature import StaticArguments
-from ..._lift.stage import Wrapper, as_decorator, name_of, run_at_once
+from ..._lift.stage import Wrapper, as_decorator, name_of, run_eagerly
 from ..._objects.paths import as_predicate
 from ..._tree import as_array
 from ..._typing import Filter, Indices, Names
@@ -171,7 +171,7 @@ class Jit(Wrapper[P, R]):
             except TypeError:
                 pass  # JAX rejects an argument or a state: the slow path below finds out which
         if _jax.is_jit_disabled():
-            return run_at_once("jit", self.__wrapped__, args, kwargs)
+            return run_eagerly("jit", self.__wrapped__, args, kwargs)
 
         call = self._read(args, kwargs)
         programs = self.cache.programs.get(call.key)

@@ -80,7 +80,7 @@ class StateShardings:
             if input_index is None:
                 leaves, old_part = partition(effect.value_before, is_array_or_number)
             else:
-                leaves, old_part = inputs[input_index].values, inputs[input_index].part
+                leaves, old_part = inputs[input_index].values, inputs[input_index].partition
             old_leaves_of.append(leaves if old_part.treedef == part.treedef and old_part.mask == part.mask else None)
 
         old_leaves = [x for leaves in old_leaves_of if leaves is not None for x in leaves]
@@ -210,7 +210,7 @@ def _replicate_uncommitted(read: Input, mesh: Any) -> list[Sharding | None]:
     if not all(is_final):
         sharding = NamedSharding(mesh, PartitionSpec())
         read.values = [x if final else _put(x, sharding) for x, final in zip(read.values, is_final, strict=True)]
-        commit([read.kind.store(read.state, read.part.combine(read.values))])
+        commit([read.kind.store(read.state, read.partition.combine(read.values))])
     return [x.sharding if _is_committed(x) else None for x in read.values]
 
 

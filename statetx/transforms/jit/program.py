@@ -17,7 +17,7 @@ from ... import _frames, _jax, _states
 from ..._atomic import Store, commit, locked
 from ..._equations.structure import Body
 from ..._errors import ForeignStateError
-from ..._lift.around import note
+from ..._lift.context import note_shardings
 from ..._lift.stage import Input, InputNames, Lifting, Outcome, frame_for, name_of, pack, stage
 from ..._objects.paths import Paths, argument_names
 from ..._tree import freeze, is_array_or_number, partition
@@ -81,7 +81,7 @@ class Program:
         def body(*tracers: Any) -> tuple[list, Any]:
             frame = frame_for("jit", fun, on_read=lifting.on_read, aliases=False)
             frame.on_created = notes
-            note(tracers, arrays)
+            note_shardings(tracers, arrays)
             args, kwargs = arguments(tracers)
             out = frame.run(run_jitted, frame, *args, **kwargs)
             for effect in frame.effects:
@@ -91,7 +91,9 @@ class Program:
         self.avals = [_jax.abstract(x) for x in arrays]
         self.settings = _jax.trace_context()
         self._staging = owner.cache.staging
-        staged, outcome, refs = stage(body, self.avals, kind="jit", names=InputNames(fun, arguments), lifting=lifting)
+        staged, outcome, refs = stage(
+            body, self.avals, traced_for="jit", names=InputNames(fun, arguments), lifting=lifting
+        )
         self.outcome: Outcome = outcome.add(refs)
 
         written = {id(e.state) for e in outcome.effects}
@@ -99,10 +101,10 @@ class Program:
         kept, donated = [], []
         for i in lifting.inputs.values():
             # A state whose value no equation uses is still an input: the body may have looked at its type.
-            is_donated = id(i.state) in written and not i.part.static and owner.donates(paths(i.state), i.state)
+            is_donated = id(i.state) in written and not i.partition.static and owner.donates(paths(i.state), i.state)
             (donated if is_donated else kept).append(i)
         self.kept, self.donated = _group(kept), _group(donated)
-        self.guards = [i for g in self.kept for i in g.inputs if i.part.static]
+        self.guards = [i for g in self.kept for i in g.inputs if i.partition.static]
 
         self.is_reusable = not any(isinstance(x, _jax.Tracer) for x in staged.operands)
         self._init_compiled(owner, staged, arrays, jax.tree.structure(call.operand), tried)
@@ -132,7 +134,7 @@ class Program:
         jaxpr = _jax.rebuild(staged.jaxpr, invars=invars, outvars=staged.jaxpr.outvars)
         operands, num_out = staged.operands, self.outcome.num_out
         avals = [*self.avals, *(aval for i in inputs for aval in i.avals)]
-        treedefs = [None if i in self.guards else i.part.treedef for i in inputs]
+        treedefs = [None if i in self.guards else i.partition.treedef for i in inputs]
 
         out_part = self.outcome.out
         self._is_on_mesh: bool | None = None  # set when JAX first traces `inner`
@@ -390,9 +392,9 @@ class Program:
             return False
         for i, value in zip(self._inputs(), values, strict=True):
             leaves, part = partition(value, is_array_or_number)
-            if part.treedef != i.part.treedef or part.mask != i.part.mask or not _same_types(leaves, i.avals):
+            if part.treedef != i.partition.treedef or part.mask != i.partition.mask or not _same_types(leaves, i.avals):
                 return False
-            if freeze(part.static) != freeze(i.part.static):
+            if freeze(part.static) != freeze(i.partition.static):
                 return False
         return True
 
@@ -400,7 +402,9 @@ class Program:
         if not self.guards:
             return kept
         inputs = [i for g in self.kept for i in g.inputs]
-        return [partition(v, is_array_or_number)[0] if i.part.static else v for i, v in zip(inputs, kept, strict=True)]
+        return [
+            partition(v, is_array_or_number)[0] if i.partition.static else v for i, v in zip(inputs, kept, strict=True)
+        ]
 
     # -- shardings --
 
@@ -441,7 +445,7 @@ def _keep_type(effect: _frames.Effect, state_input: Input | None) -> None:
     if state_input is None:
         return
     leaves, part = partition(effect.value, is_array_or_number)
-    if part.treedef != state_input.part.treedef or part.mask != state_input.part.mask:
+    if part.treedef != state_input.partition.treedef or part.mask != state_input.partition.mask:
         return
     for n, (leaf, aval) in enumerate(zip(leaves, state_input.avals, strict=True)):
         new_aval = _jax.abstract(leaf)

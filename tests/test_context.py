@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statetx
-from statetx._lift.around import Around, note, sharding_of
+from statetx._lift.context import TraceContext, note_shardings, sharding_of
 from statetx.policies import Slots
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
@@ -287,13 +287,13 @@ def test_the_sharding_of_a_tracer_that_stands_for_an_array():
 
 
 def test_notes_of_tracers_do_not_outlive_them():
-    from statetx._lift import around
+    from statetx._lift import context
 
-    mesh, num = mesh_of(), len(around._noted)
+    mesh, num = mesh_of(), len(context._noted_shardings)
     statetx.jit(lambda x: x * 2)(batch_on(mesh, 8, 16))
     jax.clear_caches()
     import gc
 
     gc.collect()
-    assert len(around._noted) <= num
-    assert Around.of([jnp.ones(3)]) == Around() and note([], []) is None
+    assert len(context._noted_shardings) <= num
+    assert TraceContext.of([jnp.ones(3)]) == TraceContext() and note_shardings([], []) is None

@@ -1,4 +1,4 @@
-"""A loop with a derivative of its own, as one equation."""
+"""A loop with custom derivative and batching rules, as one equation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .._positions import function_of
 from .equations import ClosedJaxpr, Jaxpr, abstract
 
 
-class OwnLoop(Protocol):
-    """What `call_loop` calls: a function of arrays with rules of its own.
+class CustomLoop(Protocol):
+    """The loop that `call_loop` runs: a function of arrays with its own rules.
 
     Attributes:
-        body: the equations of a step, ``(*constants, *carry, *x) -> (*carry, *y)``.
-        length: how many steps.
-        num_constants, num_carry: how many of the arguments are constants and carries, the first of them.
-        keeps_steps: whether it may keep values of every step for its derivative, so that a policy may choose among them.
+        body: the jaxpr of a step, ``(*constants, *carry, *x) -> (*carry, *y)``.
+        length: the number of steps.
+        num_constants, num_carry: the numbers of constants and carries, the first arguments in this order.
+        keeps_steps: whether its derivative may save values of every step, so that a policy may choose among them.
     """
 
     body: Jaxpr
@@ -35,48 +35,48 @@ class OwnLoop(Protocol):
     num_carry: int
     keeps_steps: bool
 
-    def with_body(self, body: Jaxpr) -> OwnLoop: ...
+    def with_body(self, body: Jaxpr) -> CustomLoop: ...
 
     def is_plain(self) -> bool:
-        """Whether its derivative is that of the plain loop where no `vmap` stands around it."""
+        """Whether its derivative is the plain loop's when no `vmap` encloses it."""
         ...
 
     def plain_args(self, args: list) -> list | None:
-        """What to differentiate the plain loop at, if that is its derivative at these arguments; None otherwise."""
+        """The arguments at which to differentiate the plain loop instead, if that has the same derivative; else None."""
         ...
 
     def run(self, args: list) -> list: ...
 
     def jaxpr_for(self, avals: Sequence[Any]) -> ClosedJaxpr:
-        """Its equations, for arguments of these types."""
+        """The loop as a closed jaxpr for arguments of these types."""
         ...
 
     def jvp(self, args: list, tangents: dict[int, Any]) -> tuple[list, list]:
-        """The outputs and the tangents of those that are floats, for tangents of the arguments that have some."""
+        """The outputs, and the tangents of the float outputs; `tangents` holds the nonzero ones by argument index."""
         ...
 
     def map(self, args: list, axes: list[int | None], axis_data: Any) -> tuple[list, list[int | None]]:
-        """The outputs for all examples of a `jax.vmap`, which lie along these axes, and their axes."""
+        """Batch the loop for a `jax.vmap` over these axes of the arguments: the outputs and their batch axes."""
         ...
 
 
-def loop_of(eqn: Any) -> OwnLoop | None:
-    """The loop of an equation that `call_loop` made; None of other equations."""
+def loop_of(eqn: Any) -> CustomLoop | None:
+    """The loop of an equation made by `call_loop`; None for any other equation."""
     return eqn.params["loop"] if eqn.primitive is _loop_p else None
 
 
 def with_body(eqn: Any, body: Jaxpr) -> Any:
-    """An equation that `call_loop` made, with another body."""
+    """Replace the loop body in an equation made by `call_loop`."""
     loop = eqn.params["loop"].with_body(body)
     with eqn.ctx.manager:
         jaxpr = loop.jaxpr_for([v.aval for v in eqn.invars])
     return eqn.replace(params={"jaxpr": jaxpr, "loop": loop})
 
 
-def call_loop(loop: OwnLoop, args: Sequence[Any]) -> list[Any]:
-    """Run a loop with rules of its own, which are called as late as those of JAX's own operations.
+def call_loop(loop: CustomLoop, args: Sequence[Any]) -> list[Any]:
+    """Run a loop whose rules are called as late as the rules of JAX's own primitives.
 
-    Those of `jax.custom_jvp` are not: in a function that is staged the rule is traced once, without the `vmap` around.
+    A `jax.custom_jvp` would be too early: in a staged function its rule is traced once, without the enclosing `vmap`.
     """
     return _loop_p.bind(*args, jaxpr=loop.jaxpr_for([jax.typeof(x) for x in args]), loop=loop)
 
@@ -85,18 +85,21 @@ _loop_p = _core.Primitive("statetx_loop")
 _loop_p.multiple_results = True
 
 
-def _loop_jvp(args: Any, tangents: Any, *, loop: OwnLoop, **_: Any) -> tuple[list, list]:
+def _loop_jvp(args: Any, tangents: Any, *, loop: CustomLoop, **_: Any) -> tuple[list, list]:
     has_tangent = [type(t) is not _Zero and t.dtype != jax.dtypes.float0 for t in tangents]
-    outs, pushed = loop.jvp(list(args), {i: t for i, t in enumerate(tangents) if has_tangent[i]})
-    rest = iter(pushed)
+    outs, out_tangents = loop.jvp(list(args), {i: t for i, t in enumerate(tangents) if has_tangent[i]})
+    float_tangents = iter(out_tangents)
     is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in outs]
     return outs, [
-        next(rest) if f else _Zero(abstract(x).to_tangent_aval()) for x, f in zip(outs, is_float, strict=True)
+        next(float_tangents) if f else _Zero(abstract(x).to_tangent_aval()) for x, f in zip(outs, is_float, strict=True)
     ]
 
 
-def _loop_linearize(is_vjp: bool, nonzeros: Any, *args: Any, jaxpr: ClosedJaxpr, loop: OwnLoop) -> Any:
-    """That of a scan where the derivative is the plain loop's: JAX keeps it, and would trace one by `_loop_jvp` each time."""
+def _loop_linearize(is_vjp: bool, nonzeros: Any, *args: Any, jaxpr: ClosedJaxpr, loop: CustomLoop) -> Any:
+    """Use the linearization of a scan if the derivative is the plain loop's.
+
+    JAX caches that of a scan; the fallback would trace `_loop_jvp` on every call.
+    """
     scan = jaxpr.eqns[0]
     scan, body = jaxpr.eqns[0] if len(jaxpr.eqns) == 1 else None, jaxpr.jaxpr
     is_scan = (
@@ -108,12 +111,12 @@ def _loop_linearize(is_vjp: bool, nonzeros: Any, *args: Any, jaxpr: ClosedJaxpr,
     return _ad.primitive_linearizations[scan_p](is_vjp, nonzeros, *plain, **scan.params)
 
 
-def _loop_batch(axis: Any, args: Any, dims: Any, *, loop: OwnLoop, **_: Any) -> tuple[list, list]:
+def _loop_batch(axis: Any, args: Any, dims: Any, *, loop: CustomLoop, **_: Any) -> tuple[list, list]:
     return loop.map(list(args), list(dims), axis)
 
 
-def _loop_transpose(cts: Any, *args: Any, jaxpr: ClosedJaxpr, loop: OwnLoop) -> list[Any]:
-    """Of a loop that is linear in some arguments, in place of which stand their types."""
+def _loop_transpose(cts: Any, *args: Any, jaxpr: ClosedJaxpr, loop: CustomLoop) -> list[Any]:
+    """Transpose a loop that is linear in some arguments: the ones that are undefined primals, of which only types exist."""
     linear = [i for i, x in enumerate(args) if _ad.is_undefined_primal(x)]
     has_ct = [i for i, ct in enumerate(cts) if type(ct) is not _Zero]
 
@@ -121,10 +124,10 @@ def _loop_transpose(cts: Any, *args: Any, jaxpr: ClosedJaxpr, loop: OwnLoop) -> 
         outs = _core.jaxpr_as_fun(jaxpr)(*operands)
         return [outs[i] for i in has_ct]
 
-    found = iter(
+    arg_cts = iter(
         jax.linear_transpose(function_of(run, args, linear), *(args[i].aval for i in linear))([cts[i] for i in has_ct])
     )
-    return [next(found) if i in linear else None for i in range(len(args))]
+    return [next(arg_cts) if i in linear else None for i in range(len(args))]
 
 
 _loop_p.def_impl(lambda *args, loop, jaxpr: loop.run(list(args)))
