@@ -84,7 +84,7 @@ class Rules:
 
     def _refuse_mapped_refs(self, fun: Callable) -> None:
         for path, state in Paths(fun).held.items():
-            if isinstance(state, jax.Ref) and isinstance(self(state), int):
+            if _states.is_unwatched(state) and isinstance(self(state), int):
                 raise StateValueError(
                     f"{self.name} cannot map {_states.describe(state, path=path)}, which the function closes over: "
                     f"every reader sees the unsliced array.\n"

@@ -20,18 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _frames, _jax
+from .. import _frames, _jax, _states
 from .._atomic import Store, commit
 from .._equations.structure import Body
 from .._errors import FunctionError
 from .._frames import Effect, Frame
 from .._objects.opaque import refuse_function, refuse_hidden, refuse_unfinished
-from .._objects.paths import Paths, argument_names, reaches
+from .._objects.paths import Paths, argument_names, reaches_unwatched
 from .._states import Kind
 from .._text import brief
 from .._tree import Partition, as_array, is_array, partition
 from .._typing import PyTree
-from ..kinds.ref import KIND as REF
 from .context import note_shardings
 from .subclass import is_object
 
@@ -228,6 +227,10 @@ class Lifting:
         return part.combine(inputs)
 
 
+def _read(state: Any, kind: Kind) -> Any:
+    return kind.get(state)
+
+
 def stage(
     fun: Callable[..., tuple[list, Any]],
     avals: Sequence[Any],
@@ -235,7 +238,7 @@ def stage(
     traced_for: str,
     names: InputNames,
     lifting: Lifting | None = None,
-    read: Callable[[Any], Any] = REF.get,
+    read: Callable[[Any, Kind], Any] = _read,
 ) -> tuple[Body, Any, list[Effect]]:
     """Trace ``fun(*arrays) -> (list of arrays, aux)`` once; return it as a `Body`, with `aux` and the effects on Refs.
 
@@ -271,7 +274,7 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs:
     JAX refuses writes of differentiated or mapped values to a `jax.Ref` from outside the transform. If the call can reach
     one, or `wants_refs` is true, the function is staged and its Refs are discharged; the frame gets their last values.
     """
-    if not _jax.has_made_refs() or not (wants_refs or reaches(jax.Ref, fun, args, kwargs)):
+    if not _jax.has_made_refs() or not (wants_refs or reaches_unwatched(fun, args, kwargs)):
         out = fun(*args, **kwargs)
         refuse_unfinished(out)
         return out
@@ -282,9 +285,9 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs:
         inner = Frame(frame.name)
         return pack(inner.run(fun, *args, **kwargs), inner.effects)
 
-    def read(ref: Any) -> Any:
-        value = REF.get(ref) if _jax.is_of_current_trace(ref) else _read_outside(ref, frame)
-        return value if frame.on_read is None else frame.on_read(ref, REF, value)
+    def read(ref: Any, kind: Kind) -> Any:
+        value = kind.get(ref) if _jax.is_of_current_trace(ref) else _read_outside(ref, kind, frame)
+        return value if frame.on_read is None else frame.on_read(ref, kind, value)
 
     transform = frame.name.partition("(")[0]
     staged, outcome, refs = stage(body, (), traced_for=f"statetx.{transform}", names=InputNames(fun), read=read)
@@ -299,36 +302,40 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs:
     return outcome.finish(outs)
 
 
-def _read_outside(ref: Any, frame: Frame) -> Any:
+def _read_outside(ref: Any, kind: Kind, frame: Frame) -> Any:
     """Read a Ref of the enclosing trace in that trace: inside a shard_map it cannot be read."""
     with _jax.in_parent_trace(frame.trace) if frame.outer_trace is None else _jax.in_trace(frame.outer_trace):
-        return REF.get(ref)
+        return kind.get(ref)
 
 
 def run_eagerly(name: str, fun: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any], allow: Any = None) -> T:
     """Run a function eagerly, and undo its writes if it fails; `allow` as in `Frame`."""
     frame = frame_for(name, fun, allow=allow, is_undo=True)
-    refs = Paths(fun, args, kwargs).items().values() if _jax.has_made_refs() else ()
-    saved = [(ref, ref[...]) for ref in refs if isinstance(ref, jax.Ref)]  # frames do not see writes of Refs: save all
+    states = Paths(fun, args, kwargs).items().values() if _jax.has_made_refs() else ()
+    unwatched = [(state, _states.kind_of_state(state)) for state in states if _states.is_unwatched(state)]
+    saved = [(state, kind, kind.get(state)) for state, kind in unwatched]  # frames do not see their writes: save all
     try:
         out = frame.run(fun, *args, **kwargs)
         _frames.publish(frame.effects, live=True, also=[(saved.clear,)])
         return out
     except BaseException:
-        commit([REF.store(ref, value) for ref, value in saved])
+        commit([kind.store(state, value) for state, kind, value in saved])
         raise
 
 
 def _with_explicit_refs(
-    jaxpr: Any, consts: list[Any], lifting: Lifting | None, read: Callable[[Any], Any]
+    jaxpr: Any, consts: list[Any], lifting: Lifting | None, read: Callable[[Any, Kind], Any]
 ) -> tuple[Body, list[Effect]]:
     invars = [*jaxpr.constvars, *jaxpr.invars]
     pure, is_ref, written = _jax.discharge_refs(_jax.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars))
-    effects = [
-        Effect(ref, REF, None, "a place that JAX does not record") for ref, w in zip(consts, written, strict=False) if w
-    ]
     is_ref = is_ref[: len(consts)]
-    values = [read(c) if r else c for c, r in zip(consts, is_ref, strict=True)]
+    kinds = [_states.kind_of_state(c) if r else None for c, r in zip(consts, is_ref, strict=True)]
+    effects = [
+        Effect(ref, kind, None, kind.site_of(ref))
+        for ref, kind, is_written in zip(consts, kinds, written, strict=False)
+        if is_written and kind is not None
+    ]
+    values = [c if kind is None else read(c, kind) for c, kind in zip(consts, kinds, strict=True)]
     variables = pure.invars
     if lifting is not None:
         # Each Ref gets an input of `lifting`, like a state that is read: move its variable to the end.
@@ -336,7 +343,8 @@ def _with_explicit_refs(
         for i in refs:
             dynamic, part = partition(values[i])
             aval = _jax.abstract(values[i])
-            lifting.inputs[id(consts[i])] = Input(consts[i], REF, part, dynamic, [aval], lifting.num_variables)
+            kind = _states.kind_of_state(consts[i])
+            lifting.inputs[id(consts[i])] = Input(consts[i], kind, part, dynamic, [aval], lifting.num_variables)
             lifting.num_variables += 1
         others = [i for i in range(len(variables)) if i not in set(refs)]
         variables = [variables[i] for i in (*others, *refs)]

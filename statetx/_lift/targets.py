@@ -97,7 +97,7 @@ class Targets:
             raise StateFilterError(
                 f"wrt= lists {_states.describe(duplicate)} twice. Each state has one gradient: list it once."
             )
-        self.has_refs = self._filter is True or any(isinstance(state, jax.Ref) for state in self.states)
+        self.has_refs = self._filter is True or any(map(_states.is_unwatched, self.states))
         self._partitions: list[Any] = []
         self._read: set[int] = set()
 

@@ -29,24 +29,26 @@ def scan(fun: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool, ru
     """As `statetx.scan`, with at least one step."""
 
     def loop() -> tuple[PyTree, PyTree]:
-        leaves, part = partition(xs, lambda x: is_array_or_number(x) or isinstance(x, jax.Ref))
-        refs = [(n, x) for n, x in enumerate(leaves) if isinstance(x, jax.Ref)]
-        leaves = [x[...] if isinstance(x, jax.Ref) else jnp.asarray(x) for x in leaves]
+        leaves, part = partition(xs, lambda x: is_array_or_number(x) or _states.is_array_state(x))
+        refs: list[tuple[int, Any, Any]] = [
+            (n, x, _states.kind_of_state(x)) for n, x in enumerate(leaves) if _states.is_array_state(x)
+        ]
+        leaves = [_states.kind_of_state(x).get(x) if _states.is_array_state(x) else jnp.asarray(x) for x in leaves]
         carry, ys, slices = init, [], []
         taking_part = _Mapped(fun, length, rules)
         for i in range(length)[:: -1 if reverse else 1]:
             x = [leaf[i] for leaf in leaves]
-            for n, _ in refs:
-                x[n] = jax.new_ref(x[n])
+            for n, _, kind in refs:
+                x[n] = kind.new(x[n])
             carry, y = taking_part.step(i, carry, part.combine(x))
             ys.append(y)
-            slices.append([x[n][...] for n, _ in refs])
+            slices.append([kind.get(x[n]) for n, _, kind in refs])
         taking_part.finish()
         if reverse:
             ys.reverse()
             slices.reverse()
-        for k, (_, ref) in enumerate(refs):
-            ref[...] = jnp.stack([step[k] for step in slices])
+        for k, (_, ref, kind) in enumerate(refs):
+            kind.write(ref, jnp.stack([step[k] for step in slices]))
         return carry, jax.tree.map(lambda *steps: jnp.stack([jnp.asarray(y) for y in steps]), *ys)
 
     return run_eagerly("scan", loop, (), {})

@@ -50,7 +50,7 @@ def has_parts(obj: Any) -> bool:
         return _self_of(obj) is not None
     if isinstance(obj, ATOMS):
         # A string or number of a user's subclass may have attributes; a Ref is a JAX array and a state.
-        return isinstance(obj, jax.Ref) if isinstance(obj, jax.Array) else hasattr(obj, "__dict__")
+        return _states.is_array_state(obj) if isinstance(obj, jax.Array) else hasattr(obj, "__dict__")
     return True
 
 
@@ -318,7 +318,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, np.ndarray,
 
 def extras(state: Any, kind: _states.Kind) -> Children:
     """The objects that a state holds beside its value: metadata, attributes of a subclass."""
-    if isinstance(state, jax.Ref):
+    if _states.is_array_state(state):
         return
     if hasattr(state, "get_metadata"):
         yield from list(dict(state.get_metadata()).items())

@@ -156,8 +156,7 @@ class Paths:
 
 def label(state: Any) -> str:
     """The label of a state without a path: its name, else its type and the place where it was made."""
-    kind = _states.kind_of(state)
-    assert kind is not None
+    kind = _states.kind_of_state(state)
     return kind.name_of(state) or f"{type(state).__name__}@{short_site(kind.site_of(state))}"
 
 
@@ -186,9 +185,9 @@ def argument_names(
     return name
 
 
-def reaches(kind: type, fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call can reach a state of this type."""
-    return any(isinstance(state, kind) for state in Paths(fun, args, kwargs).items().values())
+def reaches_unwatched(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call can reach a state that no frame sees."""
+    return any(map(_states.is_unwatched, Paths(fun, args, kwargs).items().values()))
 
 
 def short_site(site: str) -> str:

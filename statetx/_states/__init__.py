@@ -11,13 +11,17 @@ from .messages import library_folders as library_folders
 from .messages import no_history as no_history
 from .messages import user_stacklevel as user_stacklevel
 from .protocol import Annotated as Annotated
+from .protocol import ArrayKind as ArrayKind
 from .protocol import Kind as Kind
 from .protocol import Modal as Modal
 from .protocol import Subclassed as Subclassed
 from .registry import _kinds_lock as _kinds_lock
 from .registry import class_options as class_options
+from .registry import is_array_state as is_array_state
 from .registry import is_opaque as is_opaque
+from .registry import is_unwatched as is_unwatched
 from .registry import kind_of as kind_of
+from .registry import kind_of_state as kind_of_state
 from .registry import kinds as kinds
 from .registry import modes as modes
 from .registry import register_kind as register_kind

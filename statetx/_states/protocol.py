@@ -1,4 +1,4 @@
-"""The protocols of a kind of state: `Kind`, and the optional `Modal`, `Annotated` and `Subclassed`."""
+"""The protocols of a kind of state: `Kind`, and the optional `Modal`, `ArrayKind`, `Annotated` and `Subclassed`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ class Kind(Protocol):
 
     bookkeeping: frozenset[str]
     """Names of a state's attributes that belong to the library, not to the user."""
+
+    is_watched: bool
+    """Whether frames see every read and write. The states of other kinds are found as constants of staged equations."""
 
     def owns(self, obj: Any) -> bool: ...
 
@@ -113,6 +116,15 @@ class Modal(Protocol):
 
     def mode(self) -> Hashable:
         """The settings, as part of the key of a compiled program."""
+        ...
+
+
+@runtime_checkable
+class ArrayKind(Protocol):
+    """A kind whose states are arrays to JAX: `vmap` maps them as arguments, `scan` slices them as ``xs``, their shape is fixed."""
+
+    def new(self, value: Any) -> Any:
+        """A new state that holds an array."""
         ...
 
 

@@ -12,20 +12,27 @@ import numpy as np
 
 from .. import _jax
 from .._atomic import locked
-from .protocol import Kind, Modal, Subclassed
+from .protocol import ArrayKind, Kind, Modal, Subclassed
 
 # Libraries whose states are watched as soon as the program has imported them, so that `import statetx` imports neither.
 _FOREIGN = {"brainstate": "statetx.kinds.brainstate", "flax.nnx": "statetx.kinds.nnx"}
 _kinds: list[Kind] = []
 _modal: list[Modal] = []
+_array_bases: tuple[type, ...] = ()
+_unwatched_bases: tuple[type, ...] = ()
 _pending = tuple(_FOREIGN)  # never changed in place: other threads may be iterating over it
 _kinds_lock = threading.RLock()
 
 
 def register_kind(kind: Kind) -> None:
+    global _array_bases, _unwatched_bases
     _kinds.append(kind)
     if isinstance(kind, Modal):
         _modal.append(kind)
+    if isinstance(kind, ArrayKind):
+        _array_bases = (*_array_bases, kind.base)
+    if not kind.is_watched:
+        _unwatched_bases = (*_unwatched_bases, kind.base)
 
 
 def kinds() -> list[Kind]:
@@ -57,6 +64,23 @@ def kind_of(obj: Any) -> Kind | None:
         if kind.owns(obj):
             return kind
     return None
+
+
+def kind_of_state(state: Any) -> Kind:
+    """The kind of an object that is a state."""
+    kind = kind_of(state)
+    assert kind is not None, f"{type(state).__name__} is not a state"
+    return kind
+
+
+def is_array_state(obj: Any) -> bool:
+    """Whether an object is a state that is an array to JAX: see `ArrayKind`."""
+    return isinstance(obj, _array_bases)
+
+
+def is_unwatched(obj: Any) -> bool:
+    """Whether an object is a state whose reads and writes no frame sees: see `Kind.is_watched`."""
+    return isinstance(obj, _unwatched_bases)
 
 
 def is_opaque(obj: Any) -> bool:

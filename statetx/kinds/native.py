@@ -263,6 +263,7 @@ class _Native:
 
     name = "statetx"
     base = State
+    is_watched = True
     deterministic_paths = ()
     bookkeeping: frozenset[str] = frozenset(State.__slots__)
     folder = _states.PACKAGE

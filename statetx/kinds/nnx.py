@@ -206,6 +206,7 @@ class _Nnx:
 
     name = "flax.nnx"
     base = nnx.Variable
+    is_watched = True
     deterministic_paths = tuple(
         os.path.join(os.path.dirname(nnx.__file__), f) for f in ("variablelib.py", "pytreelib.py")
     )

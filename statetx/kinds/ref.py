@@ -26,6 +26,7 @@ class _RefKind:
 
     name = "jax.Ref"
     base = jax.Ref
+    is_watched = False
     deterministic_paths = ()
     bookkeeping: frozenset[str] = frozenset()
     folder = _jax.JAX_FOLDER
@@ -34,6 +35,9 @@ class _RefKind:
         return isinstance(obj, jax.Ref)
 
     is_opaque = owns
+
+    def new(self, value: Any) -> Any:
+        return jax.new_ref(value)
 
     def get(self, state: Any) -> Any:
         return state[...]

@@ -313,8 +313,7 @@ class _Live:
     """
 
     def __init__(self, state: Any):
-        kind = _states.kind_of(state)
-        assert kind is not None
+        kind = _states.kind_of_state(state)
         self.state, self.kind = state, kind
         flat, self._treedef = jax.tree_util.tree_flatten_with_path(kind.read(state), is_leaf=_states.is_opaque)
         self.leaves = {jax.tree_util.keystr(keys): leaf for keys, leaf in flat}

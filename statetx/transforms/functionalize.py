@@ -185,7 +185,16 @@ def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, l
 
 def _ref_rows(refs: list[tuple[Any, bool]], paths: Paths) -> list[StateRow]:
     return [
-        StateRow(paths(ref), ref, "jax.Ref", tree_type_str(ref[...]), num_bytes(ref[...]), True, written, False)
+        StateRow(
+            paths(ref),
+            ref,
+            _states.kind_of_state(ref).name,
+            tree_type_str(ref[...]),
+            num_bytes(ref[...]),
+            True,
+            written,
+            False,
+        )
         for ref, written in refs
     ]
 
@@ -347,8 +356,7 @@ class Functionalize(Wrapper[P, R]):
 
 
 def _read(state: Any) -> Any:
-    kind = _states.kind_of(state)
-    assert kind is not None
+    kind = _states.kind_of_state(state)
     return kind.read(state)
 
 
@@ -384,8 +392,7 @@ def _with_static(part: Partition, static: Sequence[Any]) -> Partition:
 
 def _write_all(states: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for path, state in states.items():
-        kind = _states.kind_of(state)
-        assert kind is not None
+        kind = _states.kind_of_state(state)
         kind.write(state, _with_current_leaves(values[path], kind.read(state)))
 
 

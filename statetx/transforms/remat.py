@@ -23,10 +23,10 @@ from .._remat import fence as _fence
 from .._remat import policy as _policy
 from .._remat.override import override
 from .._remat.policy import StateRef, as_policy
+from .._states import Kind
 from .._text import brief, suggestion
 from .._tree import as_array, freeze, partition
 from .._typing import Filter, Indices, Names, Policy
-from ..kinds.ref import KIND as REF
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -212,10 +212,11 @@ class Remat(Wrapper):
         operand_origins = _OperandOrigins(policy, Paths(fun, args, kwargs)) if policy.needs_states else None
         guard = self._guard(args, kwargs)
 
-        def read(ref: Any) -> Any:
+        def read(ref: Any, kind: Kind) -> Any:
             if guard is not None:
-                guard(ref, REF)
-            return operand_origins.read(ref) if operand_origins else REF.get(ref)
+                guard(ref, kind)
+            value = kind.get(ref)
+            return operand_origins.on_read(ref, kind, value) if operand_origins else value
 
         def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
             return merge(*args_part.combine(leaves))
@@ -345,9 +346,6 @@ class _OperandOrigins:
             _, origins = self._entries.get(id(leaf), (leaf, frozenset()))
             self._entries[id(leaf)] = (leaf, origins | {origin})
         return value
-
-    def read(self, ref: Any) -> Any:
-        return self.on_read(ref, REF, REF.get(ref))
 
     def origins(self, operands: Sequence[Any]) -> tuple[frozenset[StateRef], ...]:
         entries = [self._entries.get(id(x)) for x in operands]

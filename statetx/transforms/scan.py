@@ -29,7 +29,6 @@ from .._objects.opaque import refuse_unfinished
 from .._text import type_str
 from .._tree import as_array, is_array_or_number, partition
 from .._typing import Filter
-from ..kinds.ref import KIND as REF
 
 C = TypeVar("C")
 X = TypeVar("X")
@@ -111,9 +110,10 @@ def scan(
     unroll = unroll if isinstance(unroll, bool) else operator.index(unroll)
     strategy = resolve_strategy("scan", checkpoint, unroll)
     carry, carry_part = flatten_carry("scan", init)
-    xs_leaves, xs_part = partition(xs, lambda x: is_array_or_number(x) or isinstance(x, jax.Ref))
-    refs = {n: x for n, x in enumerate(xs_leaves) if isinstance(x, jax.Ref)}
-    xs_leaves = [x[...] if isinstance(x, jax.Ref) else as_array(x) for x in xs_leaves]
+    xs_leaves, xs_part = partition(xs, lambda x: is_array_or_number(x) or _states.is_array_state(x))
+    refs = {n: x for n, x in enumerate(xs_leaves) if _states.is_array_state(x)}
+    ref_kinds: dict[int, Any] = {n: _states.kind_of_state(x) for n, x in refs.items()}
+    xs_leaves = [ref_kinds[n].get(x) if n in refs else as_array(x) for n, x in enumerate(xs_leaves)]
     rules = Rules("scan", states, f, (Carry, Broadcast, Split))
     length = _resolve_length(xs_leaves, length, rules)
     if eager.is_wanted():
@@ -127,12 +127,12 @@ def scan(
         return (carry_part.combine(leaves[: len(carry)]), xs_part.combine(leaves[len(carry) :])), {}
 
     def call(*leaves: Any) -> tuple[Any, Any, list]:
-        x = [jax.new_ref(leaf) if n in refs else leaf for n, leaf in enumerate(leaves[len(carry) :])]
+        x = [ref_kinds[n].new(leaf) if n in refs else leaf for n, leaf in enumerate(leaves[len(carry) :])]
         out = f(*arguments([*leaves[: len(carry)], *x])[0])
         refuse_unfinished(out)
         if not (isinstance(out, (tuple, list)) and len(out) == 2):
             raise TypeError(f"scan: the body {name_of(f)} must return a pair (carry, y), got {type(out).__name__}.")
-        return out[0], out[1], [x[n][...] for n in refs]
+        return out[0], out[1], [ref_kinds[n].get(x[n]) for n in refs]
 
     def stage(carry: list, enter: Callable) -> Staged:
         avals = [*map(_jax.abstract, carry), *x_avals]
@@ -150,15 +150,15 @@ def scan(
     return carry_part.combine(carry), body.outs[1].combine(ys)
 
 
-def _effects_on(refs: Collection[jax.Ref], body: Staged) -> list[Effect]:
-    """The effects of a loop on the Refs in `xs`: each step writes its slice."""
+def _effects_on(refs: Collection[Any], body: Staged) -> list[Effect]:
+    """The effects of a loop on the states in `xs` (`jax.Ref`s): each step writes its slice."""
     for ref in refs:
         if id(ref) in body.inputs or sum(r is ref for r in refs) > 1:
             raise StateAccessError(
-                f"scan: {_states.describe(ref, REF)} is given as xs and reached by the body in another way, too. A step "
+                f"scan: {_states.describe(ref, _states.kind_of_state(ref))} is given as xs and reached by the body in another way, too. A step "
                 f"would not know which of the two it writes.\nFix: use only the slice that the body receives."
             )
-    return [Effect(ref, REF, None, REF.site_of(ref)) for ref in refs]
+    return [Effect(ref, _states.kind_of_state(ref), None, _states.kind_of_state(ref).site_of(ref)) for ref in refs]
 
 
 def _check_known(argument: str, value: Any) -> None:

@@ -161,15 +161,14 @@ class _Devices:
             is_held = path in self.paths.held
             spec = owner.spec_of(path, state)
             is_required = spec is not None and is_held
-            if spec is None and is_held and not isinstance(state, jax.Ref):
+            if spec is None and is_held and not _states.is_unwatched(state):
                 spec = _REPLICATED
             if spec is not None:
                 self._add_input(state, spec, is_required)
         self.replicated_writes: list[Effect] = []
 
     def _add_input(self, state: Any, spec: PartitionSpec, is_required: bool) -> None:
-        kind = _states.kind_of(state)
-        assert kind is not None
+        kind = _states.kind_of_state(state)
         try:
             value = kind.read(state)
         except Exception:  # the state's library refuses: it has no value, or may not be read here

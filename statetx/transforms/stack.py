@@ -22,7 +22,6 @@ from .._objects.walk import Walk
 from .._text import tree_type_str
 from .._tree import Identity, freeze, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree, public
-from ..kinds.ref import KIND as REF
 from .scan import scan
 
 
@@ -143,7 +142,7 @@ class Stack:
         memo: dict[int, Any] = {}
         values = {}
         for path, state in states_by_path.items():
-            value = _kind(state).read(state)
+            value = _states.kind_of_state(state).read(state)
             if id(state) in self._stacked:
                 values[path] = jax.tree.map(lambda x: jnp.take(x, i, self.axis) if is_array(x) else x, value)
             else:
@@ -160,19 +159,13 @@ class Stack:
 
         copies = states(layer)
         _annotate([copies[path] for path in values], self.axis, "delete_axis")
-        commit([_kind(copies[path]).store(copies[path], value) for path, value in values.items()])
+        commit([_states.kind_of_state(copies[path]).store(copies[path], value) for path, value in values.items()])
         return layer
 
 
 def unstack(layers: Stack) -> list[Any]:
     """Return the layers of a stack as copies with their own states; later writes to a copy or to the stack are separate."""
     return list(layers)
-
-
-def _kind(state: Any) -> Any:
-    kind = _states.kind_of(state)
-    assert kind is not None
-    return kind
 
 
 def _stack_states(
@@ -203,13 +196,15 @@ def _stack_states(
             raise StateValueError(
                 f"stack: some layers share the state {path!r} and others do not. Fix: share it among all, or none."
             )
-        kind = _kind(first)
-        if kind is REF:
-            raise StateValueError(f"stack: {path!r} is a jax.Ref, whose shape is fixed. Fix: use statetx.State for it.")
+        kind = _states.kind_of_state(first)
+        if _states.is_array_state(first):
+            raise StateValueError(
+                f"stack: {path!r} is a {kind.name}, whose shape is fixed. Fix: use statetx.State for it."
+            )
 
         stacked.append(first)
         values.append(_stack_values([kind.read(state) for state in states_of_layers], path, axis))
-    commit([_kind(state).store(state, value) for state, value in zip(stacked, values, strict=True)])
+    commit([_states.kind_of_state(state).store(state, value) for state, value in zip(stacked, values, strict=True)])
     _annotate(stacked, axis, "insert_axis")
     return stacked
 
@@ -217,7 +212,7 @@ def _stack_states(
 def _annotate(stacked: Sequence[Any], axis: int, change: str) -> None:
     """Update the axis metadata of states for the layer axis: `change` is ``"insert_axis"`` or ``"delete_axis"``."""
     for state in stacked:
-        kind = _kind(state)
+        kind = _states.kind_of_state(state)
         leaves = jax.tree.leaves(kind.get(state))
         if isinstance(kind, _states.Annotated):
             getattr(kind, change)(state, axis if axis >= 0 or not leaves else axis + jnp.ndim(leaves[0]))

@@ -119,7 +119,9 @@ class Vmap(Wrapper):
         fun = self.__wrapped__
         in_axes = tuple(self._in_axes) if isinstance(self._in_axes, list) else self._in_axes
         arg_axes = _broadcast_axes("in_axes", in_axes, args)
-        leaves, args_part = partition((args, kwargs), lambda x: is_array_or_number(x) or isinstance(x, (bool, jax.Ref)))
+        leaves, args_part = partition(
+            (args, kwargs), lambda x: is_array_or_number(x) or isinstance(x, bool) or _states.is_array_state(x)
+        )
         axes = [*arg_axes, *([0] * (len(args_part.mask) - len(arg_axes)))]
         axes = [a for a, is_dynamic in zip(axes, args_part.mask, strict=True) if is_dynamic]
 
@@ -271,7 +273,7 @@ def _is_dynamic(x: Any) -> bool:
 
 
 def _as_operand(x: Any) -> Any:
-    return x if isinstance(x, jax.Ref) else as_array(x)
+    return x if _states.is_array_state(x) else as_array(x)
 
 
 def _axes_in(axes: Any) -> list[int]:
@@ -286,7 +288,9 @@ def _broadcast_axes(name: str, axes: Any, tree: PyTree) -> list[int | None]:
         for leaf in jax.tree.leaves(subtree, is_leaf=_states.is_opaque):
             if axis is not None and not isinstance(axis, int):
                 raise TypeError(f"vmap: {name} must hold ints and None, got {type(axis).__name__}: {axis!r}.")
-            can_map = is_array(leaf) or isinstance(leaf, jax.Ref) or (name == "out_axes" and is_array_or_number(leaf))
+            can_map = (
+                is_array(leaf) or _states.is_array_state(leaf) or (name == "out_axes" and is_array_or_number(leaf))
+            )
             leaf_axes.append(axis if can_map else None)
 
     try:

@@ -37,6 +37,7 @@ class _Brainstate:
 
     name = "brainstate"
     base = brainstate.State
+    is_watched = True
     deterministic_paths = tuple(
         os.path.join(os.path.dirname(brainstate.__file__), *f.split("/")) for f in _DETERMINISTIC
     )

@@ -28,8 +28,7 @@ def check_free(state: brainstate.State) -> None:
         return state.check_free()
     owner = owners.get(id(state))
     if owner is not None and owner.thread != threading.get_ident():
-        kind = _states.kind_of(state)
-        assert kind is not None
+        kind = _states.kind_of_state(state)
         raise _frames.foreign_state_error(state, kind, owner)
 
 

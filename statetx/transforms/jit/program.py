@@ -23,7 +23,6 @@ from ..._objects.paths import Paths, argument_names
 from ..._tree import freeze, is_array_or_number, partition
 from ..._typing import PyTree
 from ...kinds.native import _Invalidated
-from ...kinds.ref import KIND as REF
 from .arguments import Call
 from .created import CreatedStates, States, all_in_place, created_by, notes_for_staging
 from .placement import StateShardings, has_tracer, is_on_mesh, names_mesh
@@ -208,7 +207,7 @@ class Program:
         self._writer = self._writers[0] if self._writers is not None and len(self._writers) == 1 else None
 
         # Written states that are also inputs, with the index of the input.
-        input_indices = {id(i.state): n for n, i in enumerate(self._inputs()) if i.kind is not REF}
+        input_indices = {id(i.state): n for n, i in enumerate(self._inputs()) if i.kind.is_watched}
         self._updated = [(e, input_indices[id(e.state)]) for e in self.outcome.effects if id(e.state) in input_indices]
         for effect in self.outcome.effects:
             effect.value_before = _frames.UNKNOWN  # else the program would keep the staged values alive
