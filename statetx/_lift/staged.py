@@ -97,8 +97,11 @@ class Staged:
         self.effects: list[Effect] = [*effects, *refs]
         self.values += [partition(0, is_loop_leaf)[1] for _ in refs]
         self.inputs: dict[int, Input] = lifting.inputs
+        self._num_added = lifting.num_variables
+        self._read_outputs()
 
-        # Outputs of the body: the leaves of `outs`, then of `values`.
+    def _read_outputs(self) -> None:
+        """The variables of the body's outputs: the leaves of `outs`, then of `values`."""
         outvars = self._body.jaxpr.outvars
         self.num_out = sum(part.num_dynamic for part in self.outs)
         self.out_vars = outvars[: self.num_out]
@@ -110,7 +113,6 @@ class Staged:
             self.written_vars[id(effect.state)] = outvars[position : position + part.num_dynamic]
             position += part.num_dynamic
         self.written_avals = {key: [v.aval for v in variables] for key, variables in self.written_vars.items()}
-        self._num_added = lifting.num_variables
 
     def _refuse_objects(self, part: Partition) -> None:
         if part.static:

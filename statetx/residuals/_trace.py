@@ -11,7 +11,7 @@ import functools
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -126,32 +126,33 @@ def differentiate(
         return leaves, None
 
     with table.bypassed():
+        names = InputNames(fun, static_part.combine)
         avals = [_jax.abstract(x) for x in arrays]
-        staged, _, refs = stage(
-            body, avals, traced_for="statetx.residuals", names=InputNames(fun, static_part.combine), lifting=lifting
-        )
-        outs = range(len(staged.jaxpr.outvars) - len(refs))
+        staged, _, refs = stage(body, avals, traced_for="statetx.residuals", names=names, lifting=lifting)
 
-        sources = [InputOrigin("constant")] * staged.num_operands
-        is_chosen = [False] * staged.num_operands
-        names = argument_names(fun, args)
-        for (keys, _), is_target, dynamic in zip(leaves_with_path, are_targets, mask, strict=True):
-            if dynamic:
-                sources.append(InputOrigin("argument", names(keys)))
-                is_chosen.append(is_target)
-        paths = Paths(fun, args, kwargs)
-        for state_input in lifting.inputs.values():
-            leaves = _leaf_paths(state_input.partition, paths(state_input.state))
-            sources += [InputOrigin("state", path, type(state_input.state).__name__) for path in leaves]
-            is_chosen += [is_target_state(state_input.state)] * len(leaves)
-        assert len(sources) == len(staged.jaxpr.invars)
-
-        # Only floats have derivatives.
-        chosen = [
-            i for i, (c, v) in enumerate(zip(is_chosen, staged.jaxpr.invars, strict=True)) if c and is_float(v.aval)
+        argument_name = argument_names(fun, args)
+        inputs = [(InputOrigin("constant"), False)] * staged.num_operands
+        inputs += [
+            (InputOrigin("argument", argument_name(keys)), is_target)
+            for (keys, _), is_target, is_dynamic in zip(leaves_with_path, are_targets, mask, strict=True)
+            if is_dynamic
         ]
-        floats = [i for i in outs if is_float(staged.jaxpr.outvars[i].aval)]
-        return Passes(name, staged.jaxpr, floats, chosen, sources)
+        inputs += _state_inputs(lifting, Paths(fun, args, kwargs), is_target_state)
+        # Only floats have derivatives.
+        in_vars, out_vars = staged.jaxpr.invars, staged.jaxpr.outvars[: len(staged.jaxpr.outvars) - len(refs)]
+        chosen = [i for i, ((_, t), v) in enumerate(zip(inputs, in_vars, strict=True)) if t and is_float(v.aval)]
+        floats = [i for i, v in enumerate(out_vars) if is_float(v.aval)]
+        return Passes(name, staged.jaxpr, floats, chosen, [origin for origin, _ in inputs])
+
+
+def _state_inputs(
+    lifting: Lifting, paths: Paths, is_target: Callable[[Any], bool]
+) -> Iterator[tuple[InputOrigin, bool]]:
+    """The origin of each input that is a leaf of a state, and whether it is differentiated."""
+    for state_input in lifting.inputs.values():
+        state = state_input.state
+        for path in _leaf_paths(state_input.partition, paths(state)):
+            yield InputOrigin("state", path, type(state).__name__), is_target(state)
 
 
 class _Reads(Lifting):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -200,8 +200,7 @@ class Remat(Wrapper):
         if _jax.is_eager():  # nothing is differentiated: run the function, and undo its writes if it fails
             return run_eagerly("remat", fun, args, kwargs, allow=self._guard(args, kwargs))
         policy = self._policy
-        is_trial = override.visited_regions is not None
-        if is_trial:
+        if override.visited_regions is not None:  # the planner, or a report, tries something
             if override.is_off:
                 return fun(*args, **kwargs)
             policy = override.policy or policy
@@ -228,35 +227,15 @@ class Remat(Wrapper):
             return pack(out, frame.effects)
 
         avals = [_jax.abstract(x) for x in arrays]
-        prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, args_part.mask)
-        fence = self._fence if prevent_cse is True else None
-        is_rewritten = isinstance(policy, _policy.Rewriting)
-        # A policy for the whole function sees inner regions with the policy `nothing`, whatever their own.
-        inner_override = override(_policy.nothing, suppress_warnings=True) if is_rewritten else contextlib.nullcontext()
-        try:
-            with inner_override:
-                staged, outcome, refs = stage(
-                    body, avals, traced_for="statetx.remat", names=InputNames(fun, arguments), read=read
-                )
-        except jax.errors.ConcretizationTypeError as e:
-            e.add_note(
-                f"remat({name_of(fun)}) traces its array arguments. To look at one in Python, name it in static_argnums= "
-                f"or static_argnames= and compute on it under jax.ensure_compile_time_eval()."
-            )
-            raise
-
+        names = InputNames(fun, arguments)
+        with _inner_policies(policy), _note_for_concretization(fun):
+            staged, outcome, refs = stage(body, avals, traced_for="statetx.remat", names=names, read=read)
         outcome.add(refs)
         self._refuse_effects(staged)
-        origins = operand_origins.origins(staged.operands) if operand_origins else ()
-        num_out = outcome.num_out if is_rewritten else 0
 
-        build = self._build(policy, prevent_cse, fence, origins, num_out)
-        if is_trial:
-            override.note(name_of(fun), policy, staged.jaxpr, origins, prevent_cse)
-            region = build(staged)
-        else:
-            # JAX caches by identity of functions: equal equations get one function (decision 1).
-            region = table.get(staged, ("remat", policy, prevent_cse, fence, origins, num_out), build)
+        prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, args_part.mask)
+        origins = operand_origins.origins(staged.operands) if operand_origins else ()
+        region = self._region(staged, policy, prevent_cse, origins, outcome.num_out)
         with jax.named_scope(short_name(name_of(fun))):
             outs = region(staged.operands, *arrays)
         # A constant output comes back in the form that it had while tracing, which may not be a `jax.Array`.
@@ -269,6 +248,23 @@ class Remat(Wrapper):
                 f"run again when the function is recomputed.\nFix: call it outside the rematerialised function, or use "
                 f"jax.pure_callback if it only computes, or jax.debug.callback if it may run twice."
             )
+
+    def _region(
+        self,
+        staged: Body,
+        policy: _policy.Policy,
+        prevent_cse: bool | tuple[bool, ...],
+        origins: Sequence[frozenset[StateRef]],
+        num_out: int,
+    ) -> Callable:
+        fence = self._fence if prevent_cse is True else None
+        num_out = num_out if isinstance(policy, _policy.Rewriting) else 0
+        build = self._build(policy, prevent_cse, fence, origins, num_out)
+        if override.visited_regions is not None:
+            override.note(name_of(self.__wrapped__), policy, staged.jaxpr, origins, prevent_cse)
+            return build(staged)
+        # JAX caches by identity of functions: equal equations get one function (decision 1).
+        return table.get(staged, ("remat", policy, prevent_cse, fence, origins, num_out), build)
 
     def _build(
         self,
@@ -328,6 +324,25 @@ class Remat(Wrapper):
                 )
 
         return guard
+
+
+def _inner_policies(policy: _policy.Policy) -> contextlib.AbstractContextManager:
+    """A policy that rewrites the whole function sees its inner regions with the policy `nothing`, whatever their own."""
+    if isinstance(policy, _policy.Rewriting):
+        return override(_policy.nothing, suppress_warnings=True)
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _note_for_concretization(fun: Callable) -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.ConcretizationTypeError as e:
+        e.add_note(
+            f"remat({name_of(fun)}) traces its array arguments. To look at one in Python, name it in static_argnums= "
+            f"or static_argnames= and compute on it under jax.ensure_compile_time_eval()."
+        )
+        raise
 
 
 class _OperandOrigins:

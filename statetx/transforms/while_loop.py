@@ -112,6 +112,28 @@ def _check_callable(name: str, fun: Any, role: str) -> None:
         raise TypeError(f"{name} needs a callable as the {role}, got {type(fun).__name__}.")
 
 
+def _have_concrete_bounds(lower: Any, upper: Any) -> bool:
+    for name, bound in (("lower", lower), ("upper", upper)):
+        if not is_array_or_number(bound) or jnp.ndim(bound) != 0 or not _is_real(bound):
+            raise TypeError(f"fori_loop: {name} must be a real scalar, got {type_str(bound)}: {bound!r}.")
+    return not isinstance(lower, _jax.Tracer) and not isinstance(upper, _jax.Tracer)
+
+
+def _check_options_of_traced_bounds(checkpoint: Any, unroll: Any, progress: bool) -> None:
+    """Raise for an option that needs the number of steps."""
+    if unroll not in (None, False, 1):
+        raise ValueError("fori_loop: unroll= needs concrete bounds; lower or upper is traced.")
+    if resolve_strategy("fori_loop", checkpoint, unroll) is not None:
+        raise PolicyError(
+            "fori_loop: checkpoint= needs concrete bounds; lower or upper is traced.\n"
+            "Fix: give Python integers, or use while_loop(..., checkpoint=Slots(n)), which takes any number of steps."
+        )
+    if progress:
+        raise ValueError(
+            "fori_loop: progress=True needs concrete bounds; lower or upper is traced. Fix: give Python integers."
+        )
+
+
 def fori_loop(
     lower: Any,
     upper: Any,
@@ -163,22 +185,10 @@ def fori_loop(
         (8.0, 7.0)
     """
     _check_callable("fori_loop", body_fun, "body")
-    for name, bound in (("lower", lower), ("upper", upper)):
-        if not is_array_or_number(bound) or jnp.ndim(bound) != 0 or not _is_real(bound):
-            raise TypeError(f"fori_loop: {name} must be a real scalar, got {type_str(bound)}: {bound!r}.")
-    is_static = not isinstance(lower, _jax.Tracer) and not isinstance(upper, _jax.Tracer)
-    if not is_static and unroll not in (None, False, 1):
-        raise ValueError("fori_loop: unroll= needs concrete bounds; lower or upper is traced.")
+    is_static = _have_concrete_bounds(lower, upper)
+    if not is_static:
+        _check_options_of_traced_bounds(checkpoint, unroll, progress)
     strategy = resolve_strategy("fori_loop", checkpoint, unroll)
-    if strategy is not None and not is_static:
-        raise PolicyError(
-            "fori_loop: checkpoint= needs concrete bounds; lower or upper is traced.\n"
-            "Fix: give Python integers, or use while_loop(..., checkpoint=Slots(n)), which takes any number of steps."
-        )
-    if progress and not is_static:
-        raise ValueError(
-            "fori_loop: progress=True needs concrete bounds; lower or upper is traced. Fix: give Python integers."
-        )
 
     carry, part = flatten_carry("fori_loop", init_val)
     length = 0
@@ -205,15 +215,7 @@ def fori_loop(
     if is_static:
         loop = _Loop(body, None)
         options: dict[str, Any] = {"unroll": unroll or 1, "strategy": strategy, "progress": progress}
-        run = make_loop(
-            body,
-            loop.bodies[0],
-            len(loop.constants[0]),
-            len(body.out_avals) + len(loop.state_values),
-            length,
-            **options,
-        )
-        final_carry, _ = run(*loop.constants, [start, *carry, *loop.state_values], [])
+        final_carry = loop.run_fori([start, *carry], length, **options)
     else:
         limit = jnp.asarray(upper, body.avals[0].dtype)
         is_below_limit = lambda i, *xs: (i < limit,)  # noqa: E731
@@ -298,6 +300,13 @@ class _Loop:
         use = ("while_loop", uses_key_data, slots, max_steps, *map(len, self.constants))
         loop = table.get(self.bodies, use, build)
         return loop(*self.constants, values)
+
+    def run_fori(self, carry: list, length: int, **options: Any) -> list:
+        """Run a loop of known length without a condition; returns as `run_while`."""
+        (constants,), (body,) = self.constants, self.bodies
+        num_carry = len(carry) + len(self.state_values)
+        run = make_loop(self._body, body, len(constants), num_carry, length, **options)
+        return run(constants, [*carry, *self.state_values], [])[0]
 
     def _vary(self, carry: list) -> list:
         """Make all values device-varying in a shard_map if the condition is; returns the carry.
