@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ._errors import PolicyError
 from ._typing import PyTree
 
 
@@ -103,3 +105,23 @@ class _Word(str):
 
     __slots__ = ()
     __repr__ = str.__str__
+
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "": 1}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Convert a size to bytes: a number, or a string with a unit.
+
+    Example:
+        >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(64)
+        (1536, 2000000000, 64)
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise PolicyError(f"A size is a number of bytes or a string such as '64MiB', got {size!r}.")
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", size)
+    if match is None or match[2].lower() not in _UNITS:
+        raise PolicyError(f"Not a size: {size!r}. Write a number and one of B, KB, MB, GB, KiB, MiB, GiB.")
+    return int(float(match[1]) * _UNITS[match[2].lower()])

@@ -28,13 +28,15 @@ from ._loops.strategy import Lengths as Lengths
 from ._loops.strategy import Levels as Levels
 from ._loops.strategy import Slots as Slots
 from ._loops.tune import Budget as Budget
-from ._remat.policy import ExceptNames, Names, Offload, Or, Path, Primitives, Size, States, as_policy
+from ._remat.atoms import ExceptNames, Names, Offload, Path, Primitives, Size, States
+from ._remat.atoms import dots as dots
+from ._remat.atoms import dots_without_batch_dims as dots_without_batch_dims
+from ._remat.atoms import everything as everything
+from ._remat.atoms import nothing as nothing
+from ._remat.parse import as_policy
+from ._remat.policy import Or
 from ._remat.policy import Policy as Policy
-from ._remat.policy import dots as dots
-from ._remat.policy import dots_without_batch_dims as dots_without_batch_dims
-from ._remat.policy import everything as everything
-from ._remat.policy import nothing as nothing
-from ._remat.policy import parse_bytes as parse_bytes
+from ._text import parse_bytes as parse_bytes
 from ._text import suggestion
 from ._typing import Filter
 

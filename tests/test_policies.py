@@ -16,8 +16,9 @@ import statetx
 from helpers import REMAT3
 from statetx import _jax, policies
 from statetx._remat import decide
-from statetx._remat.policy import Decision, Everything, Value, Verdict
+from statetx._remat.atoms import Everything
 from statetx._remat.survey import Survey
+from statetx._remat.value import Decision, Value, Verdict
 
 A, B, OFF = policies.names("a"), policies.names("b"), policies.offload("a")
 

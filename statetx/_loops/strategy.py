@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import _jax
 from .._errors import PolicyError
-from .._remat.policy import as_policy
+from .._remat.parse import as_policy
 from .._typing import Policy
 from . import schedule
 from .checkpointed import CheckpointedLoop

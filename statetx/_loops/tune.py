@@ -19,8 +19,8 @@ from .. import _jax
 from .._errors import PolicyError
 from .._lift.context import Map, TraceContext, device_bytes
 from .._positions import function_of
-from .._remat.policy import as_policy, parse_bytes
-from .._text import format_bytes
+from .._remat.parse import as_policy
+from .._text import format_bytes, parse_bytes
 from .._tree import is_float, num_bytes
 from .._typing import Policy
 from . import schedule

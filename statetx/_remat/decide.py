@@ -16,10 +16,12 @@ from .. import _jax, _states
 from .._errors import PolicyError, PolicyWarning
 from .._jax import Jaxpr
 from . import mark
+from .atoms import JaxPolicy, Marks, everything, names_of, nothing
 from .mark import KeepMarked, Labels
 from .override import override
-from .policy import SAVE, Decision, JaxPolicy, Marks, Policy, StateRef, Verdict, everything, names_of, nothing
+from .policy import Policy
 from .survey import Address, Rule, Site, Survey, names_out_of_reach
+from .value import SAVE, Decision, StateRef, Verdict
 
 
 def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]], name: str) -> tuple[Jaxpr, Any]:

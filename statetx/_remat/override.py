@@ -14,8 +14,9 @@ from typing import Any
 
 from .. import _jax
 from .._jax import Jaxpr
-from .policy import Policy, StateRef
+from .policy import Policy
 from .survey import NONE, Survey
+from .value import StateRef
 
 
 @dataclasses.dataclass(frozen=True)

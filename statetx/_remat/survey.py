@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from .. import _jax
 from .._equations.primitives import CALLS, ENTERED, inner_jaxprs, row_of
 from .._jax import Jaxpr, Literal
-from .policy import StateRef, Value
+from .value import StateRef, Value
 
 NONE: frozenset[Any] = frozenset()
 

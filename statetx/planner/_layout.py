@@ -16,7 +16,7 @@ from .._loops import schedule
 from .._loops.step import Step
 from .._loops.strategy import Lengths, Slots
 from .._remat import decide, fence, mark
-from .._remat.policy import Marks
+from .._remat.atoms import Marks
 from ._analysis import EquationCost, Graph, Option, pareto_front
 from ._parts import Part, cotangent_variables, differentiated_variables, run, split
 

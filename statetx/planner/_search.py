@@ -19,7 +19,7 @@ from .._equations.differentiate import with_pullback
 from .._equations.flops import flops
 from .._jax import Jaxpr
 from .._lift.context import TraceContext
-from .._remat.policy import as_policy
+from .._remat.parse import as_policy
 from .._tree import is_float
 from ._analysis import EquationCost, Option
 from ._layout import Layout

@@ -22,8 +22,8 @@ from .._jax import Jaxpr
 from .._lift.context import TraceContext
 from .._lift.stage import name_of, short_name
 from .._remat.override import override
-from .._remat.policy import Rewriting, parse_bytes
-from .._text import format_bytes, format_table, suggestion
+from .._remat.policy import Rewriting
+from .._text import format_bytes, format_table, parse_bytes, suggestion
 from .._tree import is_float
 from .._typing import public
 from ..residuals._show import format_flops

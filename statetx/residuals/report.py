@@ -13,8 +13,9 @@ import jax
 
 from .._equations.compiled import Cost, Program
 from .._lift.stage import name_of, short_name
+from .._remat.atoms import names_of
 from .._remat.override import Region, override
-from .._remat.policy import as_policy, names_of
+from .._remat.parse import as_policy
 from .._text import format_bytes, format_table
 from .._typing import Policy
 from ..transforms.remat import remat

@@ -20,9 +20,12 @@ from .._lift.subclass import has_twins, is_object, make_subclass, subclass_for, 
 from .._objects.paths import Paths, as_predicate
 from .._remat import decide
 from .._remat import fence as _fence
-from .._remat import policy as _policy
+from .._remat.atoms import States, nothing
 from .._remat.override import override
-from .._remat.policy import StateRef, as_policy
+from .._remat.parse import as_policy
+from .._remat.policy import Policy as PolicyValue
+from .._remat.policy import Rewriting
+from .._remat.value import StateRef
 from .._states import Kind
 from .._text import brief, suggestion
 from .._tree import as_array, freeze, partition
@@ -252,13 +255,13 @@ class Remat(Wrapper):
     def _region(
         self,
         staged: Body,
-        policy: _policy.Policy,
+        policy: PolicyValue,
         prevent_cse: bool | tuple[bool, ...],
         origins: Sequence[frozenset[StateRef]],
         num_out: int,
     ) -> Callable:
         fence = self._fence if prevent_cse is True else None
-        num_out = num_out if isinstance(policy, _policy.Rewriting) else 0
+        num_out = num_out if isinstance(policy, Rewriting) else 0
         build = self._build(policy, prevent_cse, fence, origins, num_out)
         if override.visited_regions is not None:
             override.note(name_of(self.__wrapped__), policy, staged.jaxpr, origins, prevent_cse)
@@ -268,14 +271,14 @@ class Remat(Wrapper):
 
     def _build(
         self,
-        policy: _policy.Policy,
+        policy: PolicyValue,
         prevent_cse: bool | tuple[bool, ...],
         fence: str | None,
         origins: Sequence[frozenset[StateRef]],
         num_out: int,
     ) -> Callable[[Body], Callable]:
         def build(body: Body) -> Callable:
-            if isinstance(policy, _policy.Rewriting):
+            if isinstance(policy, Rewriting):
                 return policy.rewrite(body, name_of(self.__wrapped__), num_out)
             jaxpr, saved_policy = decide.apply(policy, body.jaxpr, origins, name_of(self.__wrapped__))
             jax_policy = _fence.with_fence(saved_policy, fence)
@@ -326,10 +329,10 @@ class Remat(Wrapper):
         return guard
 
 
-def _inner_policies(policy: _policy.Policy) -> contextlib.AbstractContextManager:
+def _inner_policies(policy: PolicyValue) -> contextlib.AbstractContextManager:
     """A policy that rewrites the whole function sees its inner regions with the policy `nothing`, whatever their own."""
-    if isinstance(policy, _policy.Rewriting):
-        return override(_policy.nothing, suppress_warnings=True)
+    if isinstance(policy, Rewriting):
+        return override(nothing, suppress_warnings=True)
     return contextlib.nullcontext()
 
 
@@ -348,8 +351,8 @@ def _note_for_concretization(fun: Callable) -> Iterator[None]:
 class _OperandOrigins:
     """The provenance of closed-over values: records the states that they are read from, for policies that need it."""
 
-    def __init__(self, policy: _policy.Policy, paths: Paths):
-        self._atoms = [atom for atom in policy.atoms() if isinstance(atom, _policy.States)]
+    def __init__(self, policy: PolicyValue, paths: Paths):
+        self._atoms = [atom for atom in policy.atoms() if isinstance(atom, States)]
         self._paths = paths
         # By id of the value, which the entry keeps alive.
         self._entries: dict[int, tuple[Any, frozenset[StateRef]]] = {}

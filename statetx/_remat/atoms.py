@@ -1,0 +1,294 @@
+"""The policies that look at values: by kind of operation, name, size, primitive, state."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from .. import _jax
+from .._errors import PolicyError
+from .._objects.paths import as_predicate
+from .._text import suggestion
+from .._tree import freeze
+from .._typing import Filter
+from .policy import Policy, frozen_policy
+from .value import RECOMPUTE, SAVE, Decision, Value, Verdict
+
+
+@frozen_policy
+class Everything(Policy):
+    @property
+    def is_plain(self) -> bool:
+        return True
+
+    def judge(self, value: Value) -> Verdict:
+        return RECOMPUTE if value.is_view else SAVE
+
+    def __repr__(self) -> str:
+        return "everything"
+
+
+@frozen_policy
+class Nothing(Policy):
+    @property
+    def is_plain(self) -> bool:
+        return True
+
+    def judge(self, value: Value) -> Verdict:
+        return RECOMPUTE
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+@frozen_policy
+class Dots(Policy):
+    batched: bool
+
+    def judge(self, value: Value) -> Verdict:
+        name = value.primitive.name
+        if name == "dot_general":
+            _, (batch, _) = value.params["dimension_numbers"]
+            return SAVE if self.batched or not batch else RECOMPUTE
+        if name == "scaled_matmul_wrapper":
+            return SAVE if self.batched or value.inputs[0].shape[0] == 1 else RECOMPUTE
+        return SAVE if self.batched and name == "conv_general_dilated" else RECOMPUTE
+
+    def __repr__(self) -> str:
+        return "dots" if self.batched else "dots_without_batch_dims"
+
+
+def _option(policy: Any) -> str:
+    return "" if policy.missing == "raise" else f", missing={policy.missing!r}"
+
+
+def _listed(policy: Any) -> str:
+    return ", ".join(map(repr, sorted(policy.chosen))) + _option(policy)
+
+
+def _unmatched(requested: Iterable[str], occurring: Iterable[str], what: str) -> str:
+    """A message about requested strings that do not occur, with suggestions; empty if all occur."""
+    occurring = sorted(set(occurring))
+    lines = []
+    for name in sorted(set(requested) - set(occurring)):
+        lines.append(f"no value has the {what} {name!r}.{suggestion(name, occurring)}")
+    if not lines:
+        return ""
+    listed = ", ".join(map(repr, occurring)) or "none"
+    return f"{' '.join(lines)} {what.capitalize()}s that occur: {listed}."
+
+
+@frozen_policy
+class Names(Policy):
+    chosen: frozenset[str]
+    missing: str = "raise"
+
+    def judge(self, value: Value) -> Verdict:
+        return SAVE if value.names & self.chosen else RECOMPUTE
+
+    def unmatched(self, values: Sequence[Value]) -> str:
+        return _unmatched(self.chosen, (name for v in values for name in v.names), "name")
+
+    def __repr__(self) -> str:
+        return f"names({_listed(self)})"
+
+
+@frozen_policy
+class ExceptNames(Names):
+    def judge(self, value: Value) -> Verdict:
+        return RECOMPUTE if value.is_view or value.names & self.chosen else SAVE
+
+    def __repr__(self) -> str:
+        return f"except_{super().__repr__()}"
+
+
+@frozen_policy
+class Size(Policy):
+    limit: int
+    larger: bool
+
+    def judge(self, value: Value) -> Verdict:
+        is_saved = value.nbytes > self.limit if self.larger else value.nbytes < self.limit
+        return SAVE if is_saved and not value.is_view else RECOMPUTE
+
+    def __repr__(self) -> str:
+        return f"{'larger' if self.larger else 'smaller'}_than({self.limit})"
+
+
+@frozen_policy
+class Primitives(Policy):
+    chosen: frozenset[str]
+    missing: str = "raise"
+
+    def judge(self, value: Value) -> Verdict:
+        return SAVE if value.primitive.name in self.chosen else RECOMPUTE
+
+    def unmatched(self, values: Sequence[Value]) -> str:
+        return _unmatched(self.chosen, (v.primitive.name for v in values), "primitive")
+
+    def __repr__(self) -> str:
+        return f"primitives({_listed(self)})"
+
+
+@frozen_policy
+class Path(Policy):
+    pattern: str
+    missing: str = "raise"
+
+    @property
+    def needs_states(self) -> bool:
+        return True
+
+    def judge(self, value: Value) -> Verdict:
+        is_saved = any(fnmatch.fnmatchcase(o.path, self.pattern) for o in value.nearest_states)
+        return SAVE if is_saved and not value.is_view else RECOMPUTE
+
+    def unmatched(self, values: Sequence[Value]) -> str:
+        paths = sorted({o.path for v in values for o in v.nearest_states})
+        if any(fnmatch.fnmatchcase(path, self.pattern) for path in paths):
+            return ""
+        return (
+            f"no value is computed with a state whose path matches {self.pattern!r}.{suggestion(self.pattern, paths)} "
+            f"Paths that occur: {', '.join(map(repr, paths)) or 'none'}."
+        )
+
+    def __repr__(self) -> str:
+        return f"path({self.pattern!r}{_option(self)})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)  # the filter may not be hashable
+class States(Policy):
+    """See `states`."""
+
+    filter: Filter
+    missing: str = "raise"
+
+    def __post_init__(self) -> None:
+        as_predicate(self.filter)  # raises if it is not a filter
+
+    def selects(self, path: str, state: Any) -> bool:
+        return as_predicate(self.filter)(path, state)
+
+    @property
+    def needs_states(self) -> bool:
+        return True
+
+    def judge(self, value: Value) -> Verdict:
+        return SAVE if any(self in o.selected_by for o in value.source_states) and not value.is_view else RECOMPUTE
+
+    def unmatched(self, values: Sequence[Value]) -> str:
+        if any(self in o.selected_by for v in values for o in v.source_states):
+            return ""
+        paths = sorted({o.path for v in values for o in v.source_states})
+        hint = suggestion(self.filter, paths) if isinstance(self.filter, str) else ""
+        return f"no value is computed from a state that the filter selects.{hint} States read: {', '.join(paths) or 'none'}."
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, States):
+            return NotImplemented
+        return (freeze(self.filter), self.missing) == (freeze(other.filter), other.missing)
+
+    def __hash__(self) -> int:
+        return hash((States, freeze(self.filter), self.missing))
+
+    def __repr__(self) -> str:
+        return f"states({getattr(self.filter, '__name__', None) or repr(self.filter)}{_option(self)})"
+
+
+@frozen_policy
+class Offload(Policy):
+    inner: Policy
+    src: str
+    dst: str
+    otherwise: str
+
+    def children(self) -> tuple[Policy, ...]:
+        return (self.inner,)
+
+    def judge(self, value: Value) -> Verdict:
+        is_offloaded = self.inner.judge(value).decision is not Decision.RECOMPUTE
+        return Verdict(Decision.OFFLOAD, self.src, self.dst, self.otherwise) if is_offloaded else RECOMPUTE
+
+    def __repr__(self) -> str:
+        inner = _listed(self.inner) if type(self.inner) is Names else repr(self.inner)
+        defaults = {"src": "device", "dst": "pinned_host", "otherwise": "raise"}
+        options = [f", {k}={getattr(self, k)!r}" for k, v in defaults.items() if getattr(self, k) != v]
+        return f"offload({inner}{''.join(options)})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class JaxPolicy(Policy):
+    """A policy of JAX, asked about the equations of the function as staged."""
+
+    fun: Callable[..., Any]
+    missing: str = "warn"
+
+    @property
+    def is_plain(self) -> bool:
+        return self.fun in (jax.checkpoint_policies.everything_saveable, jax.checkpoint_policies.nothing_saveable)
+
+    def judge(self, value: Value) -> Verdict:
+        answers = [self.fun(value.primitive, *value.inputs, **value.params)]
+        answers += [self.fun(_jax.name_primitive, value.type, name=name) for name in value.names]
+        return max(map(_verdict, answers), key=lambda v: v.decision)
+
+    def unmatched(self, values: Sequence[Value]) -> str:
+        return _unmatched(_jax.names_in_policy(self.fun), (name for v in values for name in v.names), "name")
+
+    def __repr__(self) -> str:
+        maker, _, inner = getattr(self.fun, "__qualname__", "").partition(".<locals>.")
+        if inner and _jax.is_jax_policy(self.fun):  # print the call that made it
+            return f"{maker}({', '.join(map(repr, sorted(_jax.names_in_policy(self.fun))))})"
+        return getattr(self.fun, "__name__", None) or repr(self.fun)
+
+
+def _verdict(answer: Any) -> Verdict:
+    decision = _jax.policy_answer(answer)
+    return Verdict(Decision.OFFLOAD, *decision) if isinstance(decision, tuple) else SAVE if decision else RECOMPUTE
+
+
+@frozen_policy
+class Marks(Policy):
+    """The labels of values in one function, chosen for its equations.
+
+    Attributes:
+        marks: pairs of an address and a label, as `mark.mark` takes them.
+    """
+
+    marks: tuple[tuple[tuple[int, ...], str], ...]
+
+    def judge(self, value: Value) -> Verdict:
+        raise PolicyError("Marks are for the equations of one function, and cannot judge values of another.")
+
+    def __repr__(self) -> str:
+        return f"Marks({len(self.marks)} values)"
+
+
+# -- constants -----------------------------------------------------------------------------------------------------
+
+everything: Policy = Everything()
+"""Save all values that the backward pass needs, as without rematerialisation."""
+
+nothing: Policy = Nothing()
+"""Save only the inputs; the default."""
+
+dots: Policy = Dots(True)
+"""Save the results of matrix products and convolutions."""
+
+dots_without_batch_dims: Policy = Dots(False)
+"""Save the results of matrix products without batch dimensions. A ``vmap`` around the function adds none."""
+
+
+def names_of(policy: Policy) -> frozenset[str]:
+    """The names of values that a policy saves or offloads."""
+    names: set[str] = set()
+    for atom in policy.atoms():
+        if isinstance(atom, JaxPolicy):
+            names |= _jax.names_in_policy(atom.fun)
+        elif type(atom) is Names:
+            names |= atom.chosen
+    return frozenset(names)

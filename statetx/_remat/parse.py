@@ -1,0 +1,72 @@
+"""Policies from the arguments of users."""
+
+from __future__ import annotations
+
+import pkgutil
+from typing import Any
+
+import jax
+
+from .._errors import PolicyError
+from .._text import suggestion
+from .atoms import JaxPolicy, dots, dots_without_batch_dims, everything, nothing
+from .policy import Policy
+
+_CONSTANTS = {"everything": everything, "nothing": nothing, "dots": dots}
+_CONSTANTS["dots_without_batch_dims"] = dots_without_batch_dims
+
+
+def _jax_names() -> list[str]:
+    return [n for n in dir(jax.checkpoint_policies) if not n.startswith("_")]
+
+
+# Members of jax.checkpoint_policies that return a policy; the other members are policies.
+_FACTORIES = frozenset(n for n in _jax_names() if n.startswith(("save_", "offload_")))
+
+FAMILIES = {"fit": "statetx.planner.plan:Fit"}
+"""For policies written ``"name:argument"``: the constructor, imported by name on first use because this module is below the planner."""
+
+
+def as_policy(policy: Any) -> Policy:
+    """Convert an argument ``policy=`` to a policy: a `Policy`, None, a name, or a callable of JAX's form.
+
+    Raises:
+        PolicyError: an unknown name, a function that returns policies and was not called, or another type.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if policy is None:
+        return nothing
+    if isinstance(policy, str):
+        family, colon, argument = policy.partition(":")
+        if colon and family in FAMILIES:
+            return pkgutil.resolve_name(FAMILIES[family])(argument.strip())
+        if policy in _CONSTANTS:
+            return _CONSTANTS[policy]
+        jax_names = _jax_names()
+        if policy not in jax_names:
+            hint = suggestion(policy, [*_CONSTANTS, *jax_names])
+            raise PolicyError(
+                f"No policy is named {policy!r}.{hint} Known: {', '.join([*_CONSTANTS, *sorted(jax_names)])}."
+            )
+        if policy in _FACTORIES:
+            raise PolicyError(_not_called(policy))
+        return JaxPolicy(getattr(jax.checkpoint_policies, policy))
+    if not callable(policy):
+        raise PolicyError(f"A policy is None, a name or a callable, got {type(policy).__name__}: {policy!r}.")
+    if getattr(policy, "__module__", "") == "statetx.policies":
+        raise PolicyError(f"policies.{policy.__name__} is a function that returns a policy: call it.")
+    for name in _FACTORIES:
+        if policy is getattr(jax.checkpoint_policies, name):
+            raise PolicyError(_not_called(name))
+    return JaxPolicy(policy)
+
+
+def _not_called(name: str) -> str:
+    return (
+        f"jax.checkpoint_policies.{name} is a function that returns a policy: call it, "
+        f"policy=jax.checkpoint_policies.{name}(...)."
+    )
+
+
+Policy._coerce = staticmethod(as_policy)
