@@ -23,10 +23,9 @@ from .._lift.context import TraceContext
 from .._lift.stage import name_of, short_name
 from .._remat.override import override
 from .._remat.policy import Rewriting, parse_bytes
-from .._text import format_bytes, format_table, suggestion
+from .._text import format_bytes, format_flops, format_table, suggestion
 from .._tree import is_float
 from .._typing import public
-from ..residuals._show import format_flops
 from ..transforms.remat import Remat
 from ._capture import capture
 from ._layout import rewrite

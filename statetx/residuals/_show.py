@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import html as html_
-import os
-import re
 from typing import TYPE_CHECKING, Any
 
-from .._text import format_bytes, format_table
+from .._text import format_bytes, format_flops, format_table, short_path
 
 if TYPE_CHECKING:
     from .table import Residual, Residuals
@@ -18,41 +16,6 @@ _REASONS |= {"not rematerialised": "not rematerialised", "not read": "not read"}
 # One colour for each reason, for rich, and for HTML and plots; a palette for the colour-blind (Okabe and Ito).
 _RICH = {"policy": "green", "input": "cyan", "not rematerialised": "yellow", "not read": "red"}
 _HEX = {"policy": "#009e73", "input": "#56b4e9", "not rematerialised": "#e69f00", "not read": "#d55e00"}
-
-
-_SHORT = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
-
-
-def short_type(dtype: str, shape: tuple[int, ...]) -> str:
-    """Dtype and shape as JAX abbreviates them.
-
-    Example:
-        >>> short_type("bfloat16", (2, 3)), short_type("uint8", ()), short_type("bool", (4,))
-        ('bf16[2,3]', 'u8[]', 'bool[4]')
-    """
-    short = re.sub(r"^(bfloat|float|uint|int|complex)(?=\d)", lambda m: _SHORT[m[1]], dtype)
-    return f"{short}[{','.join(map(str, shape))}]"
-
-
-def format_flops(n: int) -> str:
-    """Operations with a decimal unit.
-
-    Example:
-        >>> format_flops(0), format_flops(960), format_flops(12_345_678)
-        ('0', '960', '12.3 M')
-    """
-    size = float(n)
-    for unit in ("", "k", "M", "G", "T", "P"):
-        if size < 999.5 or unit == "P":
-            break
-        size /= 1000
-    return f"{size:.3g} {unit}".rstrip()
-
-
-def short_path(source: str) -> str:
-    """A source line, relative to the working directory if the file is below it, else the file name alone."""
-    cwd = os.getcwd() + os.sep
-    return source.removeprefix(cwd) if source.startswith(cwd) else source.rsplit(os.sep, 1)[-1]
 
 
 def _description(row: Residual) -> str:

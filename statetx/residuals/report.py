@@ -15,10 +15,9 @@ from .._equations.compiled import Cost, Program
 from .._lift.stage import name_of, short_name
 from .._remat.override import Region, override
 from .._remat.policy import as_policy, names_of
-from .._text import format_bytes, format_table
+from .._text import format_bytes, format_flops, format_table
 from .._typing import Policy
 from ..transforms.remat import remat
-from ._show import format_flops
 from .measure import with_gradient
 from .table import Residuals, saved_residuals
 

@@ -10,6 +10,7 @@ from .. import _jax
 from .._equations.inline import inline
 from .._equations.primitives import INLINED
 from .._jax import Literal
+from .._text import type_str
 from .._tree import num_bytes
 from .._typing import Filter, PyTree, public
 from . import _show
@@ -67,7 +68,7 @@ class Residual:
     @property
     def type(self) -> str:
         """Dtype and shape in short: ``f32[3,4]``."""
-        return _show.short_type(self.dtype, self.shape)
+        return type_str(self)
 
     def __str__(self) -> str:
         return _show.line(self)

@@ -143,8 +143,8 @@ def trace_states(fun: Callable[P, Any]) -> Callable[P, StateTrace]:
         step: 2 states, 24 B; 1 read, 1 written
         path  kind   shape and dtype  bytes  read  written  created
         ----  -----  ---------------  -----  ----  -------  -------
-        w     Param  float32[2,2]      16 B  yes
-        h     State  float32[2]         8 B        yes
+        w     Param  f32[2,2]          16 B  yes
+        h     State  f32[2]             8 B        yes
     """
     return as_decorator(TraceStates, fun, {})
 
