@@ -67,6 +67,12 @@ def test_trace_table_in_rich():
     console.file.close()
 
 
+def test_trace_table_in_html():
+    html = statetx.trace_states(Cell().step)(X)._repr_html_()
+    assert html.count("<tr>") == 5 and "<code>f32[3,3]</code>" in html
+    assert "no states" in statetx.trace_states(lambda: 1)()._repr_html_()
+
+
 def test_functionalize_under_every_plain_transform():
     cell, reference = Cell(), Cell()
     pure = statetx.functionalize(cell.step)
