@@ -1,8 +1,9 @@
-"""Text for messages and reports: tables, byte counts, types, and suggestions for misspelled names."""
+"""Text for messages and reports: tables, counts of bytes and operations, types, source lines, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,27 @@ def format_bytes(n: int) -> str:
         if size < 1024 or unit == "GiB":
             break
     return f"{size:.1f} {unit}"
+
+
+def format_flops(n: int) -> str:
+    """Format operations with a decimal unit.
+
+    Example:
+        >>> format_flops(0), format_flops(960), format_flops(12_345_678)
+        ('0', '960', '12.3 M')
+    """
+    size = float(n)
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if size < 999.5 or unit == "P":
+            break
+        size /= 1000
+    return f"{size:.3g} {unit}".rstrip()
+
+
+def short_path(source: str) -> str:
+    """A source line, relative to the working directory if the file is below it, else the file name alone."""
+    cwd = os.getcwd() + os.sep
+    return source.removeprefix(cwd) if source.startswith(cwd) else source.rsplit(os.sep, 1)[-1]
 
 
 def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> str:
@@ -63,14 +85,33 @@ brief = _Brief().repr
 """``repr`` for a message: types and functions by name, long containers truncated."""
 
 
-def type_str(x: Any) -> str:
-    """The type of an array, ``float32[3,4]``, with explicit axes, ``float32[3@data,4]``; for others the name of the Python type."""
+def type_str(x: Any, *, weak: bool = True) -> str:
+    """The type of an array or of anything with a dtype and a shape, as JAX abbreviates it; for others the name of the Python type.
+
+    Args:
+        x: the value, its abstract value, or a description.
+        weak: whether a weak type is marked, ``~f32[]``.
+
+    Example:
+        >>> type_str(np.ones((2, 3), np.float32)), type_str(np.uint8(1)), type_str(np.ones(4, bool)), type_str("text")
+        ('f32[2,3]', 'u8[]', 'bool[4]', 'str')
+    """
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         aval = x if not isinstance(x, jax.Array) else jax.typeof(x)
-        weak = "~" if getattr(aval, "weak_type", False) else ""
-        dtype = np.dtype(x.dtype).name if _has_numpy_dtype(x) else x.dtype
-        return f"{weak}{dtype}[{','.join(map(_size_str, x.shape, _axes(aval)))}]"
+        mark = "~" if weak and getattr(aval, "weak_type", False) else ""
+        dtype = np.dtype(x.dtype).name if isinstance(x.dtype, np.dtype) else str(x.dtype)
+        return f"{mark}{short_dtype(dtype)}[{','.join(map(_size_str, x.shape, _axes(aval)))}]"
     return type(x).__name__
+
+
+_SHORT = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
+
+
+def short_dtype(name: str) -> str:
+    """Abbreviate the dtype that a text begins with: ``bfloat16`` to ``bf16``, ``int32[3]`` to ``i32[3]``."""
+    if name.startswith("void"):  # the name of `jax.dtypes.float0`
+        return name.replace("void", "float0", 1)
+    return re.sub(r"^(bfloat|float|uint|int|complex)(?=\d)", lambda m: _SHORT[m[1]], name)
 
 
 def _axes(aval: Any) -> Sequence[Any]:
@@ -94,10 +135,6 @@ def short_tree_type_str(tree: PyTree, width: int = 100) -> str:
     """`tree_type_str`, or a count if that is longer than `width`: ``tuple of 25 leaves``."""
     text = tree_type_str(tree)
     return text if len(text) <= width else f"{type(tree).__name__} of {len(jax.tree.leaves(tree))} leaves"
-
-
-def _has_numpy_dtype(x: Any) -> bool:
-    return isinstance(x.dtype, np.dtype)
 
 
 class _Word(str):

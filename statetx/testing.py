@@ -14,6 +14,7 @@ import numpy as np
 from . import _jax
 from ._lift.stage import Wrapper, name_of
 from ._remat.override import override
+from ._text import type_str
 from ._tree import is_float, partition
 from .residuals.table import saved_residuals
 from .transforms.functionalize import functionalize
@@ -118,7 +119,7 @@ def _difference(actual: dict[str, Any], expected: dict[str, Any], rtol: float, a
                 return f"{name}: {a!r} in place of {b!r}"
             continue
         if (np.shape(a), a.dtype) != (np.shape(b), b.dtype):
-            return f"{name}: {a.dtype}{list(a.shape)} in place of {b.dtype}{list(b.shape)}"
+            return f"{name}: {type_str(a, weak=False)} in place of {type_str(b, weak=False)}"
         if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         a, b = np.asarray(a), np.asarray(b)

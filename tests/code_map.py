@@ -12,6 +12,7 @@ TIERS = """
 _typing
 _errors
 _text _atomic _positions
+_tables
 _jax
 _states
 _tree

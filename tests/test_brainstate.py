@@ -222,7 +222,7 @@ def test_write_under_a_raw_transform():
         lambda: statetx.grad(lambda x: jax.jit(f)(x))(1.0),
         lambda: statetx.jit(lambda x: jax.vmap(f)(x * jnp.ones(3)).sum())(1.0),
     ):
-        match = r"ShortTermState 'v' \(float32\[\], made at .*test_brainstate.py:\d+\).*at .*test_brainstate.py:\d+"
+        match = r"ShortTermState 'v' \(f32\[\], made at .*test_brainstate.py:\d+\).*at .*test_brainstate.py:\d+"
         with pytest.raises(statetx.TraceLeakError, match=match):
             call()
         assert s.value is before
@@ -732,9 +732,7 @@ def test_write_that_differs_between_the_examples_of_brainstates_vmap():
         total.value = total.value + x
         return x
 
-    match = (
-        r"State 'total' \(float32\[\], made at .*test_brainstate.py:\d+\) .*out_states.*\nFix: .*statetx's transform"
-    )
+    match = r"State 'total' \(f32\[\], made at .*test_brainstate.py:\d+\) .*out_states.*\nFix: .*statetx's transform"
     for wrap in (lambda g: g, T.jit, statetx.jit):
         with pytest.raises(statetx.StateAccessError, match=match):
             wrap(T.vmap(f))(XS)

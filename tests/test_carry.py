@@ -346,24 +346,24 @@ DRIFTS = {
     "dtype of a leaf": (
         Log(jnp.float32(0), 0),
         lambda v, x: Log((v.total + x.sum()).astype(jnp.bfloat16), v.count),
-        r"State '(step.)?log'\.total, made at .*it enters as float32\[\] and leaves as bfloat16\[\], written at .*test_carry.py:\d+",
+        r"State '(step.)?log'\.total, made at .*it enters as f32\[\] and leaves as bf16\[\], written at .*test_carry.py:\d+",
     ),
     "shape of a weak leaf": (
         {"a": [0.0, jnp.zeros(3)]},
         lambda v, x: {"a": [x, v["a"][1]]},
-        r"State '(step.)?log'\['a'\]\[0\], made at .*it enters as ~float32\[\] and leaves as float32\[3\] \(~ marks a weak type",
+        r"State '(step.)?log'\['a'\]\[0\], made at .*it enters as ~f32\[\] and leaves as f32\[3\] \(~ marks a weak type",
     ),
     "a float that would be an integer": (
         0.5,
         lambda v, x: 1,
-        r"State '(step.)?log', made at .*it enters as ~float32\[\] and leaves as ~int32\[\]",
+        r"State '(step.)?log', made at .*it enters as ~f32\[\] and leaves as ~i32\[\]",
     ),
     "structure": (
         Log(0.0, 0),
         lambda v, x: (v.total, v.count),
         r"State '(step.)?log', made at .*it enters as PyTreeDef.* and leaves as PyTreeDef",
     ),
-    "flag": (True, lambda v, x: x, r"State '(step.)?log', made at .*it enters as bool\[\] and leaves as float32\[3\]"),
+    "flag": (True, lambda v, x: x, r"State '(step.)?log', made at .*it enters as bool\[\] and leaves as f32\[3\]"),
 }
 
 
@@ -396,8 +396,8 @@ def test_branches_that_leave_different_types():
     write = lambda v: lambda: setattr(log, "value", log.value._replace(count=v))  # noqa: E731
     with pytest.raises(
         statetx.CarryTypeError,
-        match=r"branches leave State 'log'.count, made at .*test_carry.py:\d+, with different types: .* writes float32\[2\] "
-        r"at .*test_carry.py:\d+, .* writes float32\[\] at .*test_carry.py:\d+",
+        match=r"branches leave State 'log'.count, made at .*test_carry.py:\d+, with different types: .* writes f32\[2\] "
+        r"at .*test_carry.py:\d+, .* writes f32\[\] at .*test_carry.py:\d+",
     ):
         statetx.cond(jnp.asarray(True), write(jnp.float32(1)), write(jnp.ones(2)))
     with pytest.raises(statetx.CarryTypeError, match=r"writes PyTreeDef.* writes PyTreeDef"):

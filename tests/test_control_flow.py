@@ -112,7 +112,7 @@ def test_mistakes_in_branches():
         (
             lambda: statetx.cond(true, lambda: setattr(s, "value", s.value[0]), lambda: None),
             statetx.CarryTypeError,
-            r"cond changes the type of State 's'.*float32\[3\] and leaves as float32\[\].*test_control_flow",
+            r"cond changes the type of State 's'.*f32\[3\] and leaves as f32\[\].*test_control_flow",
         ),
         (lambda: statetx.cond(jnp.ones(2), lambda: 1, lambda: 2), TypeError, "predicate must be a scalar"),
         (lambda: statetx.switch(1.5, [lambda: 1]), TypeError, "index must be a scalar integer"),
@@ -187,7 +187,7 @@ def test_fori_loop_gradient_and_unroll():
         np.testing.assert_allclose(m.a.value, 16.0)
     with pytest.raises(TypeError, match="upper must be a real scalar, got str"):
         statetx.fori_loop(0, "2", lambda i, x: x, 1.0)
-    with pytest.raises(TypeError, match=r"lower must be a real scalar, got float32\[2\]"):
+    with pytest.raises(TypeError, match=r"lower must be a real scalar, got f32\[2\]"):
         statetx.fori_loop(jnp.zeros(2), 2, lambda i, x: x, 1.0)
     assert float(statetx.fori_loop(3, 3, lambda i, x: x + 1, 1.0)) == 1.0
 
@@ -293,7 +293,7 @@ def test_mistakes_in_loops():
         (
             lambda: statetx.while_loop(lambda x: x, lambda x: x, 0.5),
             TypeError,
-            r"scalar bool, got float32\[\]|scalar bool, got ~",
+            r"scalar bool, got f32\[\]|scalar bool, got ~",
         ),
         (lambda: statetx.while_loop(lambda x: x < 1, lambda x: (x, x), 0.5), statetx.CarryTypeError, "structure"),
         (
@@ -304,7 +304,7 @@ def test_mistakes_in_loops():
         (
             lambda: statetx.fori_loop(0, 3, lambda i, x: setattr(s, "value", s.value[:2]), None),
             statetx.CarryTypeError,
-            r"State 's'.*float32\[3\] and leaves as float32\[2\]",
+            r"State 's'.*f32\[3\] and leaves as f32\[2\]",
         ),
         (lambda: statetx.fori_loop(0, 3, lambda i, x: [statetx.State(x)] and x, 0), None, None),
         (

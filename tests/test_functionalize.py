@@ -52,7 +52,7 @@ def test_trace_table():
     assert str(trace).splitlines()[0] == "step: 4 states, 52 B; 4 read, 2 written"
     rows = {r.path: r for r in trace}
     assert len(trace) == 4 and rows["w"].bytes == 36 and rows["w"].kind == "Param" and not rows["w"].written
-    assert rows["log"].type == "{'n': int32[], 'tag': str}" and rows["log"].written and rows["log"].read
+    assert rows["log"].type == "{'n': i32[], 'tag': str}" and rows["log"].written and rows["log"].read
     header, rule, *lines = str(trace).splitlines()[1:]
     assert header.split() == ["path", "kind", "shape", "and", "dtype", "bytes", "read", "written", "created"]
     assert len(lines) == 4 and set(rule) <= {"-", " "}
@@ -63,8 +63,14 @@ def test_trace_table_in_rich():
     rich_console = pytest.importorskip("rich.console")
     console = rich_console.Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(statetx.trace_states(Cell().step)(X))
-    assert "float32[3,3]" in console.export_text()
+    assert "f32[3,3]" in console.export_text()
     console.file.close()
+
+
+def test_trace_table_in_html():
+    html = statetx.trace_states(Cell().step)(X)._repr_html_()
+    assert html.count("<tr>") == 5 and "<code>f32[3,3]</code>" in html
+    assert "no states" in statetx.trace_states(lambda: 1)()._repr_html_()
 
 
 def test_functionalize_under_every_plain_transform():

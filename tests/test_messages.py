@@ -29,7 +29,7 @@ def f(x):
 @pytest.mark.parametrize(
     "obj, text",
     [
-        (State({"a": jnp.ones(2), "b": 1.5}), "State({'a': float32[2], 'b': float})"),
+        (State({"a": jnp.ones(2), "b": 1.5}), "State({'a': f32[2], 'b': float})"),
         (State([jnp.ones(2)] * 40), "State(list of 40 leaves)"),
         (Layer.step, "statetx.remat(Layer.step, policy='dots')"),
         (statetx.remat(functools.partial(f)), "statetx.remat(f)"),
@@ -39,7 +39,7 @@ def f(x):
             "statetx.jit(f, static_argnums=0, donate_states=True)",
         ),
         (statetx.grad(f, wrt=Param), "statetx.grad(f, wrt=Param)"),
-        (statetx.value_and_grad(f, wrt=[W]), "statetx.value_and_grad(f, wrt=[Param(float32[2,3], name='w')])"),
+        (statetx.value_and_grad(f, wrt=[W]), "statetx.value_and_grad(f, wrt=[Param(f32[2,3], name='w')])"),
         (statetx.vmap(f, states={Param: 0}), "statetx.vmap(f, states={Param: 0})"),
         (statetx.jacrev(f, argnums=1), "statetx.jacrev(f, argnums=1)"),
         (statetx.functionalize(f), "statetx.functionalize(f)"),

@@ -182,7 +182,7 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch():
         ({"w": W}, "there is none for 'b'"),
         ({"b": B, "w": W, "net.w": W}, "there is one for 'net.w', which is not among the states"),
         ({"b": B, "ww": W}, "Did you mean 'w'?"),
-        ({"b": B, "w": W.T}, "The gradient for 'w' is float32[2,3], the state's value float32[3,2]."),
+        ({"b": B, "w": W.T}, "The gradient for 'w' is f32[2,3], the state's value f32[3,2]."),
         ([B, W], "there is none for 'b', 'w'; there is one for '0', '1'"),
     ],
 )
@@ -206,7 +206,7 @@ def test_gradients_in_other_containers_are_refused():
 def test_what_cannot_be_updated_is_refused():
     w, n = statetx.Param(W), statetx.State(jnp.zeros((), jnp.int32), name="steps")
     sgd = optax.sgd(0.1)
-    with pytest.raises(statetx.StateValueError, match="State 'steps' .int32.*Leave it out"):
+    with pytest.raises(statetx.StateValueError, match="State 'steps' .i32.*Leave it out"):
         statetx.Optimizer(sgd, {"w": w, "n": n})
     with pytest.raises(statetx.StateFilterError, match="twice"):
         statetx.Optimizer(sgd, [w, w])

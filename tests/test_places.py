@@ -241,7 +241,7 @@ def test_a_carried_state_whose_sharding_changes_is_named():
             return c, None
 
         run = statetx.jit(lambda x: statetx.scan(body, x, None, 3))
-        with pytest.raises(statetx.CarryTypeError, match=r"'h'.*float32\[16,4\].*float32\[16@d,4\](.|\n)*reshard"):
+        with pytest.raises(statetx.CarryTypeError, match=r"'h'.*f32\[16,4\].*f32\[16@d,4\](.|\n)*reshard"):
             run(x)
         h.value = put(h.value, "d", mesh=mesh)
         run(x)
@@ -252,7 +252,7 @@ def test_a_carry_or_a_branch_whose_sharding_changes_is_refused():
     mesh = mesh_of(kind=AxisType.Explicit)
     with jax.set_mesh(mesh):
         x = put(jnp.ones((16, 4)), "d", mesh=mesh)
-        with pytest.raises(statetx.CarryTypeError, match=r"float32\[16,4\] and leaves it as float32\[16@d,4\]"):
+        with pytest.raises(statetx.CarryTypeError, match=r"f32\[16,4\] and leaves it as f32\[16@d,4\]"):
             statetx.fori_loop(0, 3, lambda i, c: c + x, jnp.zeros((16, 4)))
-        with pytest.raises(statetx.CarryTypeError, match=r"float32\[16,4\] where .* float32\[16@d,4\]"):
+        with pytest.raises(statetx.CarryTypeError, match=r"f32\[16,4\] where .* f32\[16@d,4\]"):
             statetx.cond(x.sum() > 0, lambda: x, lambda: jnp.zeros((16, 4)))

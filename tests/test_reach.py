@@ -517,7 +517,7 @@ def test_a_state_that_no_walk_finds_is_refused_by_name(transform):
 
     looked_up = looked_up_by_name(Param(W))
     with pytest.raises(
-        statetx.StateFilterError, match=r"Param.* selects Param \(float32\[3\], made at .*test_reach.py:\d+"
+        statetx.StateFilterError, match=r"Param.* selects Param \(f32\[3\], made at .*test_reach.py:\d+"
     ):
         transform(loss)
     assert seen.value == 0

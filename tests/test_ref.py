@@ -308,7 +308,7 @@ print(before, _jax.has_made_refs())
 
 def test_states_filter_of_remat_forbids_refs_too():
     model = Float()
-    with pytest.raises(statetx.StateAccessError, match=r"touched Ref 'h' .*float32\[3\].*filter states='w' excludes"):
+    with pytest.raises(statetx.StateAccessError, match=r"touched Ref 'h' .*f32\[3\].*filter states='w' excludes"):
         statetx.grad(statetx.remat(model.step, states="w"))(X)
     np.testing.assert_array_equal(model.h[...], H)
     statetx.grad(statetx.remat(model.step, states=["w", "h"]))(X)
@@ -371,7 +371,7 @@ def test_map_slices_a_ref():
 
 def test_scan_refuses_a_ref_in_two_roles():
     ref = jax.new_ref(jnp.arange(3.0))
-    with pytest.raises(statetx.StateAccessError, match=r"Ref \(float32\[3\].*given as xs and reached by the body"):
+    with pytest.raises(statetx.StateAccessError, match=r"Ref \(f32\[3\].*given as xs and reached by the body"):
         statetx.scan(lambda c, x: (c + ref[...].sum() * x[...], None), 0.0, ref)
     with pytest.raises(statetx.StateAccessError, match="given as xs and reached"):
         statetx.scan(lambda c, x: (c + x[0][...] * x[1][...], None), 0.0, (ref, ref))
@@ -441,7 +441,7 @@ def test_rules_stay_beside_a_ref_that_is_closed_over(inner):
     ids=["jit", "vmap", "cond", "scan"],
 )
 def test_ref_that_is_made_inside_cannot_be_returned(call):
-    with pytest.raises(statetx.CreatedStateError, match=r"returned a Ref\{float32\[\]\} that was created inside"):
+    with pytest.raises(statetx.CreatedStateError, match=r"returned a Ref\{f32\[\]\} that was created inside"):
         call(jnp.float32(1.0))
 
 

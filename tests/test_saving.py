@@ -201,8 +201,8 @@ def with_value(model, name, value):
     [
         (lambda m: setattr(m, "more", statetx.State(0)) or m, "it has no state 'more'"),
         (lambda m: without(m, "rng"), "it has a state 'rng'"),
-        (lambda m: with_value(m, "w", jnp.zeros((4, 4))), r"'w' is float32\[4,3\] in it, and float32\[4,4\]"),
-        (lambda m: with_value(m, "w", jnp.zeros((4, 3), jnp.float16)), r"'w' is float32\[4,3\] in it, and float16"),
+        (lambda m: with_value(m, "w", jnp.zeros((4, 4))), r"'w' is f32\[4,3\] in it, and f32\[4,4\]"),
+        (lambda m: with_value(m, "w", jnp.zeros((4, 3), jnp.float16)), r"'w' is f32\[4,3\] in it, and f16"),
         (lambda m: with_value(m, "voltage", read(m.voltage).to(u.volt)), r"'voltage' is .*mV.* and .*V"),
         (lambda m: with_value(m, "rng", jax.random.key(0, impl="rbg")), r"'rng' is key<fry>\[\] in it, and key<rbg>"),
         (lambda m: with_value(m, "numbers", {"int": 1}), r"'numbers' is PyTreeDef.*float"),
@@ -453,11 +453,11 @@ def test_fifty_kills(tmp_path):
 @pytest.mark.parametrize(
     ("obj", "match"),
     [
-        (lambda w: {"w": w.value}, r"'w' is a float32\[3\], not a state"),
+        (lambda w: {"w": w.value}, r"'w' is a f32\[3\], not a state"),
         (lambda w: {"w": w, "deep": [{"rate": 0.1}]}, "'deep.0.rate' is a float, not a state"),
         (lambda w: {"w": w, "name": "a"}, "'name' is a str, not a state"),
         (lambda w: 3.0, "'its argument' is a float, not a state"),
-        (lambda w: np.ones(3), "float64"),
+        (lambda w: np.ones(3), "f64"),
         (lambda w: {}, "there is no state in {}"),
         (lambda w: lambda x: x, "there is no state in"),
         (lambda w: None, "there is no state in None"),

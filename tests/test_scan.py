@@ -120,8 +120,8 @@ def test_zero_length_and_length_mistakes():
 
 
 DRIFTS = {
-    "dtype": (lambda v: v.astype(jnp.bfloat16), r"enters as float32\[3\] and leaves as bfloat16\[3\]"),
-    "shape": (lambda v: v[None], r"enters as float32\[3\] and leaves as float32\[1,3\]"),
+    "dtype": (lambda v: v.astype(jnp.bfloat16), r"enters as f32\[3\] and leaves as bf16\[3\]"),
+    "shape": (lambda v: v[None], r"enters as f32\[3\] and leaves as f32\[1,3\]"),
     "structure": (lambda v: {"a": v}, "enters as .* and leaves as"),
 }
 
@@ -147,7 +147,7 @@ def test_drift_of_a_carried_state_names_the_culprit(drift):
 
 
 def test_drift_of_the_carry():
-    with pytest.raises(statetx.CarryTypeError, match=r"carry at \['a'\]: it enters a step as int32\[\].*float32\[3\]"):
+    with pytest.raises(statetx.CarryTypeError, match=r"carry at \['a'\]: it enters a step as i32\[\].*f32\[3\]"):
         statetx.scan(lambda c, x: ({"a": x}, None), {"a": jnp.int32(0)}, XS)
     with pytest.raises(statetx.CarryTypeError, match="with the structure of the carry that it gets"):
         statetx.scan(lambda c, x: ((c, c), None), 0, XS)

@@ -163,9 +163,7 @@ def test_layers_must_be_alike():
         statetx.StateValueError, match=r"(?s)differ in 'rate', which is not a state: 0.5 .* 0.25 in layer 2"
     ):
         statetx.stack([Layer(key), Layer(key), Layer(key, 0.25)])
-    with pytest.raises(
-        statetx.StateValueError, match=r"(?s)'w' differ in type: .*float32\[4,4\].* layer 1 float32\[3\]"
-    ):
+    with pytest.raises(statetx.StateValueError, match=r"(?s)'w' differ in type: .*f32\[4,4\].* layer 1 f32\[3\]"):
         other = Layer(key)
         other.w.value = jnp.ones(3)
         statetx.stack([Layer(key), other])

@@ -21,10 +21,10 @@ def test_subclass_metadata_and_repr():
         pass
 
     s = Trace(jnp.zeros((2, 3), jnp.bfloat16), name="trace", tau=5.0)
-    assert repr(s) == "Trace(bfloat16[2,3], name='trace', tau=5.0)"
+    assert repr(s) == "Trace(bf16[2,3], name='trace', tau=5.0)"
     assert s.metadata == {"tau": 5.0}
     s.extra = 3  # subclasses have room for attributes
-    assert repr(statetx.State({"a": jnp.ones(2), "b": 1})) == "State({'a': float32[2], 'b': int})"
+    assert repr(statetx.State({"a": jnp.ones(2), "b": 1})) == "State({'a': f32[2], 'b': int})"
     assert repr(statetx.State(1.0)) == "State(float)"
 
 
@@ -92,7 +92,7 @@ def test_write_under_a_raw_transform_raises_where_it_stands(raw, inside):
     before = s.value
     with pytest.raises(
         statetx.TraceLeakError,
-        match=r"(?s)State 'total' \(float32\[\].*test_state.py:\d+\).*at .*test_state.py:\d+",
+        match=r"(?s)State 'total' \(f32\[\].*test_state.py:\d+\).*at .*test_state.py:\d+",
     ) as e:
         call()
     assert isinstance(e.value, RuntimeError) and not reached

@@ -124,7 +124,7 @@ def test_state_that_another_thread_is_tracing_is_refused(make, hold):
     HOLD[hold](f)
     assert messages.keys() == touches.keys()
     for m in messages.values():
-        assert type(s).__name__ in m and "(float32[], made at" in m and "another thread is running" in m and "Fix" in m
+        assert type(s).__name__ in m and "(f32[], made at" in m and "another thread is running" in m and "Fix" in m
     assert float(s.value) == 2.0 and float(program(1.0)) == 2.0
 
 

@@ -65,7 +65,7 @@ def test_axes_of_states_arguments_and_outputs(axis):
 def test_write_that_differs_between_examples_names_the_axis_to_declare():
     cell = Cell()
     before = cell.h.value
-    match = r"(?s)State 'h' \(float32\[3\].*at .*test_vmap.py:\d+.*states=\{'h': 0\}"
+    match = r"(?s)State 'h' \(f32\[3\].*at .*test_vmap.py:\d+.*states=\{'h': 0\}"
     with pytest.raises(statetx.StateAccessError, match=match):
         statetx.vmap(cell.step)(XS)
     assert cell.h.value is before and cell.n.value == 0
@@ -210,15 +210,15 @@ def test_private_batch_tracers():
     [
         (
             lambda f: statetx.vmap(f)(jnp.ones(10), b=jnp.ones((2, 3))),
-            r"^vmap\(.*both\): the arguments differ in the number of examples: a \(float32\[10\]\) has 10 along axis 0, "
-            r"b \(float32\[2,3\]\) has 2 along axis 0",
+            r"^vmap\(.*both\): the arguments differ in the number of examples: a \(f32\[10\]\) has 10 along axis 0, "
+            r"b \(f32\[2,3\]\) has 2 along axis 0",
         ),
         (
             lambda f: statetx.vmap(f, axis_size=2)({"w": jnp.ones(8)}, None),
-            r"a\['w'\] \(float32\[8\]\) has 8 along axis 0, axis_size is 2",
+            r"a\['w'\] \(f32\[8\]\) has 8 along axis 0, axis_size is 2",
         ),
         (lambda f: statetx.vmap(f)(4.0, 2), "no argument has an axis to map over.*Python numbers have none"),
-        (lambda f: statetx.vmap(f, (1, None))(jnp.ones(3), 1), r"argument a \(float32\[3\]\) has no axis 1"),
+        (lambda f: statetx.vmap(f, (1, None))(jnp.ones(3), 1), r"argument a \(f32\[3\]\) has no axis 1"),
         (lambda f: statetx.vmap(f)({}, ()), "no argument has an axis to map over"),
     ],
 )

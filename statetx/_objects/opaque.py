@@ -59,7 +59,7 @@ def refuse_hidden(leaves: Iterable[Any], returned: Callable[[], str] = lambda: "
         refuse_unfinished(leaf, returned)
         if isinstance(leaf, jax.Ref) and isinstance(leaf, _jax.Tracer) and _jax.ends_with_current_trace(leaf):
             raise CreatedStateError(
-                f"{returned()} a {leaf.aval.str_short()} that was created inside; it ends with the trace.\n"
+                f"{returned()} a {leaf.aval.str_short(short_dtypes=True)} that was created inside; it ends with the trace.\n"
                 f"Fix: return its value (ref[...] or jax.freeze(ref)), or create the Ref outside."
             )
         hidden = hidden_tracer(leaf, _jax.ends_with_current_trace)
@@ -120,6 +120,6 @@ def _leak(obj: Any, path: str, tracer: Any, returned: str) -> TraceLeakError:
         holder = f"a {name} whose attribute {path!r} holds"
         fix = f"register {name} as a pytree (jax.tree_util.register_dataclass)"
     return TraceLeakError(
-        f"{returned} {holder} an array computed inside ({tracer.aval.str_short()}). JAX cannot see into that object, "
+        f"{returned} {holder} an array computed inside ({tracer.aval.str_short(short_dtypes=True)}). JAX cannot see into that object, "
         f"so the array would stay there as a dead tracer.\nFix: use the array itself, or {fix}."
     )

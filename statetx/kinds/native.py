@@ -51,7 +51,7 @@ class State(Generic[T]):
         >>> counter = State(jnp.zeros((), jnp.int32), name="steps", unit="1")
         >>> counter.value += 1
         >>> counter
-        State(int32[], name='steps', unit='1')
+        State(i32[], name='steps', unit='1')
         >>> int(counter.value)
         1
     """
@@ -162,7 +162,7 @@ class Param(State[T]):
     Example:
         >>> import jax.numpy as jnp
         >>> Param(jnp.ones((2, 3)))
-        Param(float32[2,3])
+        Param(f32[2,3])
     """
 
     __slots__ = ()

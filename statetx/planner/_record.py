@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from .. import _jax
@@ -18,7 +19,7 @@ from .._jax import Jaxpr, Literal
 from .._lift.context import device_bytes
 from .._loops.strategy import Strategy
 from .._remat.survey import Survey
-from ..residuals._show import short_path, short_type
+from .._text import short_path, type_str
 from ..residuals._trace import user_line
 from ._analysis import Option
 from ._layout import Layout, marks_of
@@ -76,7 +77,8 @@ _UNSTABLE = frozenset(
 
 
 def _type(v: Any) -> str:
-    return short_type(str(v.aval.dtype), tuple(v.aval.shape)) if hasattr(v.aval, "dtype") else str(v.aval)
+    # Hashed into stored plans, without sharding and weak type: not to be changed with the notation of messages.
+    return type_str(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)) if hasattr(v.aval, "dtype") else str(v.aval)
 
 
 def _param(x: Any) -> str:
@@ -192,7 +194,7 @@ def _rows_of(part: Part, option: Option, times: int, equation_cost: Callable[[An
 
         file, line, function = user_line(site.eqn)
         names = ", ".join(sorted(site.value.names))
-        type_text = short_type(str(site.value.type.dtype), tuple(site.value.type.shape))
+        type_text = type_str(site.value.type, weak=False)
         owner = f"{short_path(file)}:{line} ({function})" if file else ""
         value = f"{names or site.eqn.primitive.name} {type_text}"
         yield PlanRow(

@@ -23,10 +23,9 @@ from .._lift.context import TraceContext
 from .._lift.stage import name_of, short_name
 from .._remat.override import override
 from .._remat.policy import Rewriting
-from .._text import format_bytes, format_table, parse_bytes, suggestion
+from .._text import format_bytes, format_flops, format_table, parse_bytes, suggestion
 from .._tree import is_float
 from .._typing import public
-from ..residuals._show import format_flops
 from ..transforms.remat import Remat
 from ._capture import capture
 from ._layout import rewrite

@@ -1,13 +1,11 @@
-"""Output formats of `Residuals`: lines, a text table, rich, HTML, a plot."""
+"""Output formats of `Residuals`: lines, a table, a plot."""
 
 from __future__ import annotations
 
-import html as html_
-import os
-import re
 from typing import TYPE_CHECKING, Any
 
-from .._text import format_bytes, format_table
+from .._tables import HEX, Cell, Column, Table
+from .._text import format_bytes, format_flops, short_path
 
 if TYPE_CHECKING:
     from .table import Residual, Residuals
@@ -15,44 +13,7 @@ if TYPE_CHECKING:
 _REASONS = {"policy": "kept by policy", "input": "input of a rematerialised function"}
 _REASONS |= {"not rematerialised": "not rematerialised", "not read": "not read"}
 
-# One colour for each reason, for rich, and for HTML and plots; a palette for the colour-blind (Okabe and Ito).
-_RICH = {"policy": "green", "input": "cyan", "not rematerialised": "yellow", "not read": "red"}
-_HEX = {"policy": "#009e73", "input": "#56b4e9", "not rematerialised": "#e69f00", "not read": "#d55e00"}
-
-
-_SHORT = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
-
-
-def short_type(dtype: str, shape: tuple[int, ...]) -> str:
-    """Dtype and shape as JAX abbreviates them.
-
-    Example:
-        >>> short_type("bfloat16", (2, 3)), short_type("uint8", ()), short_type("bool", (4,))
-        ('bf16[2,3]', 'u8[]', 'bool[4]')
-    """
-    short = re.sub(r"^(bfloat|float|uint|int|complex)(?=\d)", lambda m: _SHORT[m[1]], dtype)
-    return f"{short}[{','.join(map(str, shape))}]"
-
-
-def format_flops(n: int) -> str:
-    """Operations with a decimal unit.
-
-    Example:
-        >>> format_flops(0), format_flops(960), format_flops(12_345_678)
-        ('0', '960', '12.3 M')
-    """
-    size = float(n)
-    for unit in ("", "k", "M", "G", "T", "P"):
-        if size < 999.5 or unit == "P":
-            break
-        size /= 1000
-    return f"{size:.3g} {unit}".rstrip()
-
-
-def short_path(source: str) -> str:
-    """A source line, relative to the working directory if the file is below it, else the file name alone."""
-    cwd = os.getcwd() + os.sep
-    return source.removeprefix(cwd) if source.startswith(cwd) else source.rsplit(os.sep, 1)[-1]
+_COLOURS = {"policy": "green", "input": "cyan", "not rematerialised": "yellow", "not read": "red"}
 
 
 def _description(row: Residual) -> str:
@@ -114,98 +75,41 @@ def lines(residuals: Residuals) -> str:
     return "\n".join([*rows, f"{total} in {len(residuals)} values, {new} of them intermediate"])
 
 
-# -- tables ----------------------------------------------------------------------------------------------------
+# -- table -----------------------------------------------------------------------------------------------------
 
-_COLUMNS = {
-    "value": lambda row: row.type,
-    "times": lambda row: str(row.times) if row.times > 1 else "",
-    "bytes": lambda row: format_bytes(row.nbytes),
-    "what": _description,
-    "where": _location,
-    "module": lambda row: row.module,
-    "FLOPs": lambda row: format_flops(row.flops) if row.origin == "intermediate" else "",
-    "kept because": _reasons,
-}
-_RIGHT = ("times", "bytes", "FLOPs")
-
-
-def _table(residuals: Residuals) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells, without empty columns."""
-    cells = {name: [fill(row) for row in residuals] for name, fill in _COLUMNS.items()}
-    columns = [name for name in cells if any(cells[name])]
-    return columns, [list(row) for row in zip(*(cells[name] for name in columns), strict=True)]
+_COLUMNS = (
+    Column("value", code=True),
+    Column("times", "right"),
+    Column("bytes", "right", "bold"),
+    Column("what", code=True),
+    Column("where", style="dim", code=True, rank=1, below=True),
+    Column("module", code=True, rank=1, below=True),
+    Column("FLOPs", "right", "dim", rank=1),
+    Column("kept because", rank=1, below=True),
+)
 
 
-def text(residuals: Residuals) -> str:
-    if not len(residuals):
-        return f"{residuals.name} keeps nothing"
-    columns, rows = _table(residuals)
-    return f"{title(residuals)}\n{format_table(columns, rows, right=_RIGHT)}"
-
-
-def rich_table(residuals: Residuals, width: int) -> Any:
-    """A ``rich.table.Table``. If the columns do not fit, the less important ones go below each value."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title(residuals), box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
-    columns, rows = _table(residuals)
-    styles = {"bytes": "bold", "where": "dim", "FLOPs": "dim"}
-
-    needed = sum(max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True))
-    main_columns = columns if needed <= width else [c for c in columns if c in ("value", "times", "bytes", "what")]
-    other_columns = [c for c in columns if c not in main_columns and c != "FLOPs"]
-    for name in main_columns:
-        table.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=name != "what", overflow="fold")
-
-    for row, cells in zip(residuals, rows, strict=True):
-        cell_styles = {**styles, "what": "bold magenta" if row.names else "", "kept because": _RICH[row.reason]}
-        texts = {c: Text(cell, style=cell_styles.get(c, "")) for c, cell in zip(columns, cells, strict=True)}
-        other_cells = [texts[c] for c in other_columns if texts[c].plain and (c != "module" or not row.path)]
-        if other_cells:
-            texts["what"] = Text("\n").join([texts["what"], Text("  ").join(other_cells)])
-        table.add_row(*(texts[name] for name in main_columns))
-    return table
-
-
-def html(residuals: Residuals) -> str:
-    columns, rows = _table(residuals)
-    cell = "padding:3px 10px;border:0;white-space:nowrap;vertical-align:top"
-    head = "".join(
-        f'<th style="{cell};text-align:{_align(name)};border-bottom:1px solid currentColor">{name}</th>'
-        for name in columns
-    )
-
-    largest = max((row.nbytes for row in residuals), default=1)
-    body = []
-    for row, cells in zip(residuals, rows, strict=True):
-        share = 100 * row.nbytes / max(largest, 1)
-        tds = []
-        for name, content in zip(columns, cells, strict=True):
-            style = f"{cell};text-align:{_align(name)}"
-            if name == "bytes":  # a bar, relative to the largest value
-                style += (
-                    f";background:linear-gradient(to right,{_HEX[row.reason]}66 {share:.1f}%,transparent {share:.1f}%)"
-                )
-            elif name == "kept because":
-                style += f";border-left:4px solid {_HEX[row.reason]}"
-            elif name in ("where", "FLOPs"):
-                style += ";opacity:0.7"
-            content = html_.escape(content)
-            hint = f' title="{html_.escape(row.source)}"' if name == "where" and row.source else ""
-            code = name in ("value", "what", "where", "module")
-            tds.append(f'<td style="{style}"{hint}>{f"<code>{content}</code>" if code and content else content}</td>')
-        body.append(f"<tr>{''.join(tds)}</tr>")
+def _cells(row: Residual, largest: int) -> tuple[Cell, ...]:
+    """One for each of `_COLUMNS`."""
     return (
-        f'<div style="overflow-x:auto"><p style="margin:4px 0"><b>{html_.escape(title(residuals))}</b></p>'
-        f'<table style="border-collapse:collapse;font-size:90%"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
+        Cell(row.type),
+        Cell(str(row.times) if row.times > 1 else ""),
+        Cell(format_bytes(row.nbytes), _COLOURS[row.reason], share=row.nbytes / max(largest, 1)),
+        Cell(_description(row), style="bold magenta" if row.names else ""),
+        Cell(_location(row), hint=row.source),
+        Cell(row.module),
+        Cell(format_flops(row.flops) if row.origin == "intermediate" else ""),
+        Cell(_reasons(row), _COLOURS[row.reason]),
     )
 
 
-def _align(column: str) -> str:
-    return "right" if column in _RIGHT else "left"
+def table(residuals: Residuals) -> Table:
+    """Without empty columns."""
+    largest = max((row.nbytes for row in residuals), default=0)
+    cells = [_cells(row, largest) for row in residuals]
+    filled = [i for i in range(len(_COLUMNS)) if any(row[i].text for row in cells)]
+    rows = [[row[i] for i in filled] for row in cells]
+    return Table(title(residuals) if rows else f"{residuals.name} keeps nothing", [_COLUMNS[i] for i in filled], rows)
 
 
 # -- plot ------------------------------------------------------------------------------------------------------
@@ -216,7 +120,7 @@ def plot(residuals: Residuals, ax: Any, num: int) -> Any:
     from matplotlib.patches import Patch
 
     rows = list(residuals.largest(num))
-    bars = [(f"{_description(r)}  {_counted(r)}", r.nbytes, _HEX[r.reason]) for r in rows]
+    bars = [(f"{_description(r)}  {_counted(r)}", r.nbytes, HEX[_COLOURS[r.reason]]) for r in rows]
     num_remaining = len(residuals) - len(rows)
     if num_remaining:
         size = residuals.total_bytes - sum(r.nbytes for r in rows)
@@ -238,7 +142,9 @@ def plot(residuals: Residuals, ax: Any, num: int) -> Any:
     ax.tick_params(axis="y", length=0)
 
     totals = residuals.by("reason")
-    patches = [Patch(color=_HEX[key], label=f"{_REASONS[key]}: {format_bytes(n)}") for key, n in totals.items()]
+    patches = [
+        Patch(color=HEX[_COLOURS[key]], label=f"{_REASONS[key]}: {format_bytes(n)}") for key, n in totals.items()
+    ]
     if patches:
         ax.legend(handles=patches, loc="lower right", fontsize=8, frameon=False)
     ax.set_title(title(residuals).replace(": ", "\n", 1), fontsize=9, loc="left")

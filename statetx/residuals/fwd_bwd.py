@@ -16,11 +16,10 @@ from .. import _jax
 from .._equations.inline import inline
 from .._equations.primitives import INLINED, REMAT, row_of
 from .._jax import Jaxpr, Literal
-from .._text import format_bytes
+from .._text import format_bytes, short_path, type_str
 from .._tree import num_bytes
 from .._typing import Filter, PyTree
 from ._origin import buffers
-from ._show import short_path, short_type
 from ._trace import Passes, differentiate, regions_of, user_line
 
 
@@ -243,8 +242,7 @@ class _Printer:
                 self._residuals[atom] = f"*{name}"
             for i in group:
                 self._residuals[self._backward.invars[i]] = self._residuals[atom]
-            dtype, shape = str(atom.aval.dtype), tuple(atom.aval.shape)
-            self.crossing.append((self._residuals[atom], short_type(dtype, shape), num_bytes(atom.aval)))
+            self.crossing.append((self._residuals[atom], type_str(atom.aval, weak=False), num_bytes(atom.aval)))
 
     def _root(self, atom: Any) -> Any:
         while not isinstance(atom, Literal) and atom in self._aliases:
@@ -262,9 +260,7 @@ class _Printer:
         return Piece(self._names[atom])
 
     def _typed(self, v: Any) -> Line:
-        aval = v.aval
-        text = short_type(str(getattr(aval, "dtype", aval)), tuple(getattr(aval, "shape", ())))
-        return [self._atom(v), Piece(":"), Piece(text, "type")]
+        return [self._atom(v), Piece(":"), Piece(type_str(v.aval, weak=False), "type")]
 
     def _list(self, word: str, atoms: Sequence[Any], *, types: bool = False) -> Line:
         line = [Piece(f"{word} ", "operation")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html as html_
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +15,10 @@ from .._lift.stage import name_of, short_name
 from .._remat.atoms import names_of
 from .._remat.override import Region, override
 from .._remat.parse import as_policy
-from .._text import format_bytes, format_table
+from .._tables import Cell, Column, Table, Tabular
+from .._text import format_bytes, format_flops
 from .._typing import Policy
 from ..transforms.remat import remat
-from ._show import format_flops
 from .measure import with_gradient
 from .table import Residuals, saved_residuals
 
@@ -66,7 +65,23 @@ class Diagnosis:
         return f"{self.policy}: {self.category}. {self.text}"
 
 
-class MemoryReport:
+_RATIO = Column("vs none", "right", "dim")
+_COLUMNS = (
+    Column("policy", style="bold"),
+    Column("residuals", "right", rank=2),
+    Column("temporary", "right"),
+    _RATIO,
+    Column("arguments", "right", rank=3),
+    Column("outputs", "right", rank=3),
+    Column("peak", "right", rank=2),
+    Column("FLOPs", "right", rank=1),
+    _RATIO._replace(rank=1),
+    Column("time", "right"),
+    _RATIO,
+)
+
+
+class MemoryReport(Tabular):
     """Policies side by side: a table of `Measured`, then the diagnoses.
 
     Prints as text, in colours with ``rich.print``, as HTML in a notebook.
@@ -98,81 +113,28 @@ class MemoryReport:
             return title
         return f"{title} on {self.num_devices} devices; residuals and FLOPs of all devices, other sizes of one"
 
-    def _table(self) -> tuple[list[str], list[list[str]]]:
-        baseline = self.rows[0]
-        columns = ["policy", "residuals", "temporary", "vs none", "arguments", "outputs", "peak", "FLOPs", "vs none"]
-        cells = []
-        for r in self.rows:
-            sizes = [r.argument_bytes, r.output_bytes, r.peak_bytes]
-            cells.append(
-                [
-                    r.policy,
-                    format_bytes(r.residual_bytes),
-                    format_bytes(r.temp_bytes),
-                    _ratio(r.temp_bytes, baseline.temp_bytes),
-                ]
-                + [*map(format_bytes, sizes), format_flops(r.flops), _ratio(r.flops, baseline.flops)]
-            )
-            if r.seconds is not None and baseline.seconds is not None:
-                cells[-1] += [f"{1e3 * r.seconds:.3g} ms", _ratio(r.seconds, baseline.seconds)]
-        return (columns + ["time", "vs none"])[: len(cells[0])], cells
-
-    def __str__(self) -> str:
-        columns, cells = self._table()
-        lines = [self._title, format_table(columns, cells, right=columns[1:])]
-        return "\n".join([*lines, *map(str, self.diagnoses)])
-
-    __repr__ = __str__
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
-        columns, cells = self._table()
-        table = Table(
-            title=self._title,
-            box=box.SIMPLE_HEAD,
-            title_justify="left",
-            title_style="bold",
-            pad_edge=False,
-        )
-        for i, name in enumerate(columns):
-            table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i > 0, overflow="fold")
+    def _table(self) -> Table:
+        baseline, largest = self.rows[0], max(row.temp_bytes for row in self.rows)
         worse = {d.policy for d in self.diagnoses}
-        for row in cells:
-            styles = ["bold"] + ["dim" if name == "vs none" else "" for name in columns[1:]]
-            styles[2] = "yellow" if row[0] in worse else "green"
-            table.add_row(*(Text(cell, style=style) for cell, style in zip(row, styles, strict=True)))
-        yield table
-        for d in self.diagnoses:
-            yield Text.assemble((f"{d.policy}: {d.category}. ", "yellow"), d.text)
-
-    def _repr_html_(self) -> str:
-        columns, cells = self._table()
-        style = "padding:3px 10px;border:0;white-space:nowrap"
-        align = lambda i: "left" if i == 0 else "right"  # noqa: E731
-        head = "".join(
-            f'<th style="{style};text-align:{align(i)};border-bottom:1px solid currentColor">{name}</th>'
-            for i, name in enumerate(columns)
-        )
-        body = "".join(
-            "<tr>"
-            + "".join(
-                f'<td style="{style};text-align:{align(i)}">{html_.escape(cell)}</td>' for i, cell in enumerate(row)
-            )
-            + "</tr>"
-            for row in cells
-        )
-        notes = "".join(
-            f"<p style='margin:4px 0'><b>{html_.escape(d.policy)}: {d.category}.</b> {html_.escape(d.text)}</p>"
-            for d in self.diagnoses
-        )
-        return (
-            f'<div style="overflow-x:auto"><p style="margin:4px 0"><b>{html_.escape(self._title)}</b></p>'
-            f'<table style="border-collapse:collapse;font-size:90%"><thead><tr>{head}</tr></thead><tbody>{body}</tbody>'
-            f"</table>{notes}</div>"
-        )
+        rows = []
+        for r in self.rows:
+            colour = "yellow" if r.policy in worse else "green"
+            cells = [
+                Cell(r.policy),
+                Cell(format_bytes(r.residual_bytes)),
+                Cell(format_bytes(r.temp_bytes), colour, share=r.temp_bytes / max(largest, 1)),
+                Cell(_ratio(r.temp_bytes, baseline.temp_bytes)),
+                Cell(format_bytes(r.argument_bytes)),
+                Cell(format_bytes(r.output_bytes)),
+                Cell(format_bytes(r.peak_bytes)),
+                Cell(format_flops(r.flops)),
+                Cell(_ratio(r.flops, baseline.flops)),
+            ]
+            if r.seconds is not None and baseline.seconds is not None:
+                cells += [Cell(f"{1e3 * r.seconds:.3g} ms"), Cell(_ratio(r.seconds, baseline.seconds))]
+            rows.append(cells)
+        notes = [(f"{d.policy}: {d.category}.", d.text) for d in self.diagnoses]
+        return Table(self._title, _COLUMNS[: len(rows[0])], rows, notes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, for JSON."""

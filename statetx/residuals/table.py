@@ -10,6 +10,8 @@ from .. import _jax
 from .._equations.inline import inline
 from .._equations.primitives import INLINED
 from .._jax import Literal
+from .._tables import Table, Tabular
+from .._text import type_str
 from .._tree import num_bytes
 from .._typing import Filter, PyTree, public
 from . import _show
@@ -67,14 +69,14 @@ class Residual:
     @property
     def type(self) -> str:
         """Dtype and shape in short: ``f32[3,4]``."""
-        return _show.short_type(self.dtype, self.shape)
+        return type_str(self)
 
     def __str__(self) -> str:
         return _show.line(self)
 
 
 @public
-class Residuals(Sequence[Residual]):
+class Residuals(Tabular, Sequence[Residual]):
     """The residuals of a function: a sequence of `Residual`, in the order of the forward pass.
 
     Prints as a table: as plain text with ``print``, in colours with ``rich.print``, as HTML in a notebook.
@@ -142,17 +144,11 @@ class Residuals(Sequence[Residual]):
         """
         return _show.plot(self, ax, num)
 
-    def __str__(self) -> str:
-        return _show.text(self)
+    def _table(self) -> Table:
+        return _show.table(self)
 
     def __repr__(self) -> str:
         return f"Residuals({_show.title(self)})"
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield _show.rich_table(self, options.max_width)
-
-    def _repr_html_(self) -> str:
-        return _show.html(self)
 
 
 def saved_residuals(

@@ -27,7 +27,7 @@ from .._atomic import commit, locked
 from .._errors import CheckpointError, StateValueError
 from .._objects.contents import HIDDEN, children
 from .._objects.walk import Walk
-from .._text import brief, type_str
+from .._text import brief, short_dtype, type_str
 from .._tree import is_array, is_array_or_number
 from .._typing import PyTree, public
 
@@ -376,13 +376,13 @@ def _is_plain(x: Any) -> bool:
 
 
 def _type(x: Any) -> str:
-    """Shape and dtype of a leaf as a JAX array. A number counts as an array: a trained model may have arrays where a new one has
-    numbers."""
+    """Shape and dtype of a leaf as a JAX array, in the format of the manifest: ``float32[2,3]``. A number counts as an array: a
+    trained model may have arrays where a new one has numbers."""
     if _is_plain(x) and isinstance(x, (bool, int, float)):
         return f"{jnp.result_type(type(x)).name}[]"
     if is_array(x):
         aval = _jax.abstract(x)  # without sharding: a checkpoint is restored to the state's own
-        return type_str(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        return f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]"
     return type(x).__name__
 
 
@@ -433,7 +433,8 @@ def _compare(manifest: Mapping[str, Any], live: Mapping[str, _Live], location: s
         for keys, x in entry.leaves.items():
             saved_type = record["leaves"].get(keys, {}).get("type")
             if saved_type not in (None, _type(x)):
-                raise _mismatch(location, f"{path + keys!r} is {saved_type} in it, and {_type(x)} in the program")
+                types = [short_dtype(text) for text in (saved_type, _type(x))]
+                raise _mismatch(location, f"{path + keys!r} is {types[0]} in it, and {types[1]} in the program")
         if record["structure"] != entry.structure:
             raise _mismatch(location, f"{path!r} is {record['structure']} in it, and {entry.structure} in the program")
     for path in manifest:

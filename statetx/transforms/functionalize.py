@@ -24,7 +24,8 @@ from .._lift.stage import (
     stage,
 )
 from .._objects.paths import Paths, short_site
-from .._text import brief, format_bytes, format_table, short_tree_type_str, suggestion, tree_type_str
+from .._tables import Cell, Column, Table, Tabular
+from .._text import brief, format_bytes, short_tree_type_str, suggestion, tree_type_str
 from .._tree import Partition, as_array, freeze, is_argument, is_array, is_array_or_number, num_bytes, partition
 from .._typing import PyTree, public
 
@@ -62,15 +63,23 @@ class StateRow:
 
 
 @public
-class StateTrace:
-    """The states that one call reads, writes and creates; prints as a table.
+class StateTrace(Tabular):
+    """The states that one call reads, writes and creates.
+
+    Prints as a table: as plain text with ``print``, in colours with ``rich.print``, as HTML in a notebook.
 
     Attributes:
         rows: a `StateRow` for each state, in order of the first touch.
         reads, writes, created: the states by path.
     """
 
-    _COLUMNS = ("path", "kind", "shape and dtype", "bytes", "read", "written", "created")
+    _COLUMNS = (
+        Column("path", code=True),
+        Column("kind"),
+        Column("shape and dtype", code=True),
+        Column("bytes", "right", "bold"),
+        *map(Column, ("read", "written", "created")),
+    )
 
     def __init__(self, name: str, rows: list[StateRow]):
         self.name = name
@@ -85,40 +94,21 @@ class StateTrace:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _cells(self) -> list[tuple[str, ...]]:
+    def _table(self) -> Table:
         shows_sites = any(r.read_at for r in self.rows)
 
         def mark(is_true: bool, site: str = "") -> str:
             return (site if shows_sites and site else "yes") if is_true else ""
 
-        return [
-            (
-                *(r.path, r.kind, r.type, format_bytes(r.bytes)),
-                *(mark(r.read, short_site(r.read_at)), mark(r.written, short_site(r.written_at)), mark(r.created)),
-            )
-            for r in self.rows
-        ]
-
-    def _title(self) -> str:
+        rows = []
+        for r in self.rows:
+            read, written = mark(r.read, short_site(r.read_at)), mark(r.written, short_site(r.written_at))
+            rows.append([*map(Cell, (r.path, r.kind, r.type, format_bytes(r.bytes), read, written, mark(r.created)))])
+        if not rows:
+            return Table(f"{self.name}: no states", self._COLUMNS, rows)
         total = format_bytes(sum(r.bytes for r in self.rows))
-        return f"{self.name}: {len(self.rows)} states, {total}; {len(self.reads)} read, {len(self.writes)} written"
-
-    def __str__(self) -> str:
-        if not self.rows:
-            return f"{self.name}: no states"
-        return f"{self._title()}\n{format_table(self._COLUMNS, self._cells(), right=('bytes',))}"
-
-    __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        from rich.table import Table
-
-        table = Table(title=self._title())
-        for column in self._COLUMNS:
-            table.add_column(column, justify="right" if column == "bytes" else "left")
-        for cells in self._cells():
-            table.add_row(*cells)
-        return table
+        counts = f"{len(rows)} states, {total}; {len(self.reads)} read, {len(self.writes)} written"
+        return Table(f"{self.name}: {counts}", self._COLUMNS, rows)
 
 
 def trace_states(fun: Callable[P, Any]) -> Callable[P, StateTrace]:
@@ -143,8 +133,8 @@ def trace_states(fun: Callable[P, Any]) -> Callable[P, StateTrace]:
         step: 2 states, 24 B; 1 read, 1 written
         path  kind   shape and dtype  bytes  read  written  created
         ----  -----  ---------------  -----  ----  -------  -------
-        w     Param  float32[2,2]      16 B  yes
-        h     State  float32[2]         8 B        yes
+        w     Param  f32[2,2]          16 B  yes
+        h     State  f32[2]             8 B        yes
     """
     return as_decorator(TraceStates, fun, {})
 
