@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from test_laws import NATIVE, PURE, _elements, grad, jit, numbers_of, remat, scalar, scan, transformed
+from laws import PURE, elements, grad, jit, numbers_of, remat, scalar, scan, transformed
 
 import statetx
-from corpus import X
+from corpus import NATIVE, X
 from helpers import compilations, in_turn
 
 
@@ -34,7 +34,7 @@ def hand_scan(r, wrt):
             return (0.5 * c + 0.1 * scalar(out), without(values)), numbers_of(out)
 
         start = (jnp.asarray(0.5, x.dtype), without(values))
-        (c, values), ys = jax.lax.scan(body, start, _elements(x))
+        (c, values), ys = jax.lax.scan(body, start, elements(x))
         return (c, ys), {**fixed, **values}
 
     def without(values):
@@ -45,11 +45,11 @@ def hand_scan(r, wrt):
 
 def vmap(f, program):
     """Each example with states of its own."""
-    return lambda x: statetx.vmap(f, states={True: 0})(_elements(x))
+    return lambda x: statetx.vmap(f, states={True: 0})(elements(x))
 
 
 def hand_vmap(r, wrt):
-    return lambda values, x: jax.vmap(r)(values, _elements(x))
+    return lambda values, x: jax.vmap(r)(values, elements(x))
 
 
 HAND = {**PURE, scan: hand_scan, vmap: hand_vmap}
