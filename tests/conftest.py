@@ -36,9 +36,7 @@ def pytest_collection(session):
 
 
 # What `make smoke` runs: all of some files, and one case of each test of others, so that each law is seen once.
-SMOKE = (
-    "atomic compat control_flow functionalize grad lift optimizer package paths places remat scan state vmap".split()
-)
+SMOKE = "atomic compat control_flow functionalize grad optimizer package paths placement remat scan state vmap wrapped_functions".split()
 SMOKE_ONCE = "behaviours carry effects_table jit laws nnx policies ref residuals shard_map".split()
 
 

@@ -1,4 +1,4 @@
-"""A module of the user's own that another one calls: what `test_reach` reaches through its variables."""
+"""A module of the user's own that another one calls: what `test_walk` reaches through its variables."""
 
 
 class Held:

@@ -11,7 +11,7 @@ import pytest
 from helpers import REMAT3
 
 HERE = pathlib.Path(__file__).parent
-FILES = ["test_remat.py", "test_ref.py", "test_scan.py", "test_control_flow.py", "test_keep.py"]
+FILES = ["test_remat.py", "test_ref.py", "test_scan.py", "test_control_flow.py", "test_mark.py"]
 FAST = ["test_remat.py"]
 
 

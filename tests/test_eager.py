@@ -145,7 +145,7 @@ def test_mistakes_are_those_of_the_compiled_loop():
         return c, x
 
     with jax.disable_jit():
-        with pytest.raises(statetx.StateAccessError, match="declared Broadcast and was written at .*test_unstaged"):
+        with pytest.raises(statetx.StateAccessError, match="declared Broadcast and was written at .*test_eager"):
             statetx.scan(lambda c, x: (write(c), x), 0.0, XS, states={statetx.State: Broadcast})
         with pytest.raises(statetx.StateAccessError, match="the condition .* wrote"):
             statetx.while_loop(lambda x: write(x) < 3, lambda x: x + 1, 0.0)

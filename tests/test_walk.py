@@ -517,7 +517,7 @@ def test_a_state_that_no_walk_finds_is_refused_by_name(transform):
 
     looked_up = looked_up_by_name(Param(W))
     with pytest.raises(
-        statetx.StateFilterError, match=r"Param.* selects Param \(float32\[3\], made at .*test_reach.py:\d+"
+        statetx.StateFilterError, match=r"Param.* selects Param \(float32\[3\], made at .*test_walk.py:\d+"
     ):
         transform(loss)
     assert seen.value == 0
@@ -721,7 +721,7 @@ def test_sharded_states_that_no_walk_finds_are_refused():
         state.value = 1.0
         return model(x)
 
-    with pytest.raises(statetx.StateFilterError, match=r"shard_map: states= selects Param .*test_reach.py"):
+    with pytest.raises(statetx.StateFilterError, match=r"shard_map: states= selects Param .*test_walk.py"):
         MAPS["shard_map"](f)
     assert state.value == 0.0
 

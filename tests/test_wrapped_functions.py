@@ -337,7 +337,7 @@ def test_no_transform_leaves_an_object_that_hides_a_tracer_in_a_state(run):
         return x
 
     with pytest.raises(
-        statetx.TraceLeakError, match="(?s)At .*test_lift.py:.*'kept'.* was given a Box whose attribute"
+        statetx.TraceLeakError, match="(?s)At .*test_wrapped_functions.py:.*'kept'.* was given a Box whose attribute"
     ):
         RUNS[run](f)
     assert state.value is None
