@@ -10,7 +10,6 @@ import pytest
 
 import statetx
 from statetx import _jax
-from statetx._equations.structure import table
 
 X, XS = jnp.arange(3.0), jnp.arange(12.0).reshape(4, 3)
 
@@ -57,7 +56,7 @@ def equation(f, *args, name):
 def test_scan_is_the_equation_of_jax(name, options):
     init = FIRST.get(name, X)
     ours, theirs = (lambda init, xs, scan=scan: scan(BODIES[name], init, xs, **options) for scan in SCANS)
-    table.clear()
+    statetx.clear_cache()
     for _ in range(2):  # a structure that is new, and one that is known
         assert equation(ours, init, XS, name="scan")[1:] == equation(theirs, init, XS, name="scan")[1:]
     for a, b in zip(jax.tree.leaves(ours(init, XS)), jax.tree.leaves(theirs(init, XS)), strict=True):
@@ -117,7 +116,7 @@ def test_equations_are_not_traced_again(loop, monkeypatch):
     """The body is staged, and its jaxpr bound: nothing evaluates it."""
     evaluated = []
     monkeypatch.setattr(_jax, "evaluate", lambda *args: evaluated.append(args))
-    table.clear()
+    statetx.clear_cache()
     jax.make_jaxpr(lambda: loop(lambda x: jnp.sin(x)))()
     assert not evaluated
 
@@ -132,15 +131,15 @@ def test_a_rule_that_is_like_no_other_is_not_kept():
         return f(c), c
 
     statetx.scan(step, X, XS)
-    size = len(table)
+    size = statetx.cache_info().structures.size
     for _ in range(3):
         statetx.scan(step, X, XS)
-    assert len(table) == size
+    assert statetx.cache_info().structures.size == size
 
 
 def test_settings_are_not_confused():
     f = functools.partial(statetx.scan, lambda c, x: (c * 2 + x, c), X, XS)
-    table.clear()
+    statetx.clear_cache()
     first, back = f(), f(reverse=True)
     np.testing.assert_array_equal(first[0], jax.lax.scan(lambda c, x: (c * 2 + x, c), X, XS)[0])
     np.testing.assert_array_equal(back[0], jax.lax.scan(lambda c, x: (c * 2 + x, c), X, XS, reverse=True)[0])

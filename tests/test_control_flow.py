@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import statetx
 from helpers import Counted, compilations
-from statetx._equations.structure import table
 
 
 class Model:
@@ -352,7 +351,7 @@ def test_a_state_in_a_reference_cycle_does_not_outlive_a_body(apply):
 
 
 def test_eager_calls_share_one_program():
-    table.clear()
+    statetx.clear_cache()
     s = statetx.State(jnp.zeros(()))
 
     def call(k):
@@ -367,7 +366,7 @@ def test_eager_calls_share_one_program():
             warm = warm + 1
             call(jnp.asarray(np.float32(warm)))
     loops = ("cond", "while_loop", "fori_loop")
-    assert not [c for c in compiled if any(name in c for name in loops)] and table.misses == 3
+    assert not [c for c in compiled if any(name in c for name in loops)] and statetx.cache_info().structures.misses == 3
 
 
 def test_disable_jit():

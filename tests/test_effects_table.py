@@ -21,7 +21,6 @@ from effects_table import ROWS, Case, Row
 
 import statetx
 from statetx import _frames
-from statetx._equations.structure import table as table_of_structures
 from statetx._lift import stage
 
 TOLERANCE = 2e-3  # of differences in float32
@@ -221,13 +220,13 @@ def test_a_broken_feature_is_seen_in_a_cell(breakage, monkeypatch):
     """By what the cell asserts, or by an error that is not the one it expects, of statetx or of JAX."""
     name, broken, row_name, column_name = BREAKAGES[breakage]
     row, column = next(row for row in ROWS if row.name == row_name), COLUMNS[column_name]
-    table_of_structures.clear()
+    statetx.clear_cache()
     test_cell(row, column, "statetx")
-    table_of_structures.clear()
+    statetx.clear_cache()
     with (
         monkeypatch.context() as patch,
         pytest.raises((AssertionError, TypeError, statetx.StatetxError, pytest.fail.Exception)),
     ):
         patch.setattr(f"statetx.{name}", broken)
         test_cell(row, column, "statetx")
-    table_of_structures.clear()
+    statetx.clear_cache()

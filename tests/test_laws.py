@@ -1051,7 +1051,7 @@ def test_what_is_kept_does_not_follow_a_numpy_array_that_changes(is_scan, size):
 
     first, second = np.ones((3, size), np.float32), np.ones((3, size), np.float32)
     expected = run(second, jax.jit)
-    statetx._equations.structure.table.clear()
+    statetx.clear_cache()
     run(first, lambda g: lambda x: plain_grad(g, x))
     first += 1.0
     assert_flip_same(run(second, jax.jit), expected)
@@ -1215,14 +1215,14 @@ BREAKAGES = {
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_the_suite_can_fail(breakage, monkeypatch):
     name, broken, check = BREAKAGES[breakage]
-    statetx._equations.structure.table.clear()
+    statetx.clear_cache()
     with monkeypatch.context() as patch:
         check(patch)
-    statetx._equations.structure.table.clear()
+    statetx.clear_cache()
     with (
         monkeypatch.context() as patch,
         pytest.raises((AssertionError, ValueError, TypeError, jax.errors.JAXTypeError)),
     ):
         patch.setattr(f"statetx.{name}", broken)
         check(patch)
-    statetx._equations.structure.table.clear()
+    statetx.clear_cache()

@@ -19,10 +19,10 @@ from statetx._equations import compiled as _compiled
 from statetx._equations import primitives
 from statetx._equations.flops import flops
 from statetx._equations.structure import Body
-from statetx._loops.strategy import Lengths, Slots
 from statetx.planner import CostModel, Planner, _layout, _parts, _search, machine
 from statetx.planner._analysis import Graph, Option
 from statetx.planner.plan import _read_budget, fingerprint
+from statetx.policies import Lengths, Slots
 
 X = jnp.ones((256, 64))
 WS = [jnp.eye(64) * (1 + 0.01 * i) for i in range(8)]

@@ -279,7 +279,6 @@ def test_a_loop_that_is_linear_is_transposed():
 
 def test_a_loop_inside_another_finds_its_program_again():
     """Loops with rules of their own are values: a body that holds one is compared, and is alike."""
-    from statetx._equations.structure import table
 
     def loss(w):
         inner = lambda h: statetx.scan(lambda h, _: (jnp.tanh(h * w), None), h, None, 5, checkpoint=2)[0]  # noqa: E731
@@ -287,9 +286,9 @@ def test_a_loop_inside_another_finds_its_program_again():
 
     half, other = jnp.float32(0.5), jnp.float32(0.7)
     loss(half)
-    table.clear()
+    statetx.clear_cache()
     loss(half)
-    misses = table.misses
+    misses = statetx.cache_info().structures.misses
     with compilations() as compiled:
         loss(other)
-    assert table.misses == misses and not compiled
+    assert statetx.cache_info().structures.misses == misses and not compiled
