@@ -53,7 +53,7 @@ def equation(f, *args, name):
 
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": 2}, {"unroll": True}], ids=str)
 @pytest.mark.parametrize("name", BODIES)
-def test_scan_is_the_equation_of_jax(name, options):
+def test_scan_binds_the_equation_of_jax(name, options):
     init = FIRST.get(name, X)
     ours, theirs = (lambda init, xs, scan=scan: scan(BODIES[name], init, xs, **options) for scan in SCANS)
     statetx.clear_cache()
@@ -74,7 +74,7 @@ SCANS = (statetx.scan, jax.lax.scan)
 @pytest.mark.parametrize(
     "step", [lambda c: (c[0] + 1, jnp.sin(c[1])), lambda c: (c[0] + 1, c[1])], ids=["plain", "handed on"]
 )
-def test_while_loop_is_the_equation_of_jax(step):
+def test_while_loop_binds_the_equation_of_jax(step):
     limit = jnp.asarray(3)
     ours, theirs = (
         lambda x, w=w: w(lambda c: c[0] < limit, step, (0, x)) for w in (statetx.while_loop, jax.lax.while_loop)
@@ -85,7 +85,7 @@ def test_while_loop_is_the_equation_of_jax(step):
 
 
 @pytest.mark.parametrize("other", [jnp.cos, lambda x: x], ids=["plain", "handed on"])
-def test_branches_are_the_equation_of_jax(other):
+def test_branches_bind_the_equation_of_jax(other):
     conds = (statetx.cond, jax.lax.cond)
     ours, theirs = (lambda p, x, c=c: c(p, lambda x: (x, other(x)), lambda x: (x, x), x) for c in conds)
     if other(X) is not X:
@@ -112,7 +112,7 @@ def test_branches_are_the_equation_of_jax(other):
     ],
     ids=["scan", "while_loop", "fori_loop", "fori_loop, dynamic", "cond"],
 )
-def test_equations_are_not_traced_again(loop, monkeypatch):
+def test_bodies_are_bound_without_retrace(loop, monkeypatch):
     """The body is staged, and its jaxpr bound: nothing evaluates it."""
     evaluated = []
     monkeypatch.setattr(_jax, "evaluate", lambda *args: evaluated.append(args))
@@ -121,7 +121,7 @@ def test_equations_are_not_traced_again(loop, monkeypatch):
     assert not evaluated
 
 
-def test_a_rule_that_is_like_no_other_is_not_kept():
+def test_incomparable_rule_is_not_cached():
     def step(c, x):
         @jax.custom_jvp
         def f(v):
@@ -137,7 +137,7 @@ def test_a_rule_that_is_like_no_other_is_not_kept():
     assert statetx.cache_info().structures.size == size
 
 
-def test_settings_are_not_confused():
+def test_settings_are_part_of_the_cache_key():
     f = functools.partial(statetx.scan, lambda c, x: (c * 2 + x, c), X, XS)
     statetx.clear_cache()
     first, back = f(), f(reverse=True)

@@ -114,7 +114,7 @@ BROAD = ("Dropout", "DictValued")
 
 
 @pytest.mark.parametrize(("make", "nesting"), list(in_turn(programs())))
-def test_compiled_programs_are_those_written_by_hand(make, nesting):
+def test_compiled_programs_equal_handwritten(make, nesting):
     program = make()
     if vmap in nesting:
         for state in statetx.states(program).values():
@@ -126,7 +126,7 @@ def test_compiled_programs_are_those_written_by_hand(make, nesting):
     assert ours == theirs
 
 
-def test_a_first_call_runs_the_python_once_and_equal_layers_share_what_follows():
+def test_equal_layers_share_one_trace():
     runs = []
 
     class Block:
@@ -153,7 +153,7 @@ def test_a_first_call_runs_the_python_once_and_equal_layers_share_what_follows()
 
 
 @pytest.mark.parametrize("call", ["scan", "cond", "while_loop", "fori_loop"])
-def test_eager_calls_are_compiled_once_and_leave_nothing(call):
+def test_eager_calls_compile_once_and_do_not_grow_the_cache(call):
     count = statetx.State(jnp.zeros(()))
 
     def step(x):

@@ -32,7 +32,7 @@ class Box:
 
 
 @each_kind
-def test_state_that_every_call_makes_is_staged_once(kind):
+def test_state_created_in_every_call_is_staged_once(kind):
     box, runs = SimpleNamespace(), []
 
     def step(x):
@@ -121,7 +121,7 @@ LAZY = [
 
 @each_kind
 @pytest.mark.parametrize("find", LAZY, ids=lambda f: f.__name__)
-def test_state_made_only_where_there_is_none_goes_on(find, kind):
+def test_state_created_lazily_continues(find, kind):
     box = Box()
 
     @statetx.jit
@@ -137,7 +137,7 @@ def test_state_made_only_where_there_is_none_goes_on(find, kind):
 
 
 @each_kind
-def test_state_that_the_caller_has_kept_keeps_its_value(kind):
+def test_referenced_state_keeps_its_value(kind):
     box = SimpleNamespace()
 
     @statetx.jit
@@ -152,7 +152,7 @@ def test_state_that_the_caller_has_kept_keeps_its_value(kind):
 
 
 @each_kind
-def test_value_put_there_by_the_caller_is_replaced(kind):
+def test_state_assigned_by_the_caller_is_replaced(kind):
     box = Box()
 
     @statetx.jit
@@ -170,7 +170,7 @@ def test_value_put_there_by_the_caller_is_replaced(kind):
 
 
 @each_kind
-def test_states_that_pile_up_are_warned_of_once(kind):
+def test_accumulating_states_warn_once(kind):
     box = SimpleNamespace(made=[])
 
     @statetx.jit
@@ -186,7 +186,7 @@ def test_states_that_pile_up_are_warned_of_once(kind):
     assert caught[0].filename == __file__
 
 
-def test_object_that_only_a_cycle_holds_does_not_count():
+def test_unreachable_cycle_is_not_a_reference():
     box, runs = Box(), []
 
     @statetx.jit
@@ -205,7 +205,7 @@ def test_object_that_only_a_cycle_holds_does_not_count():
 
 
 @each_kind
-def test_two_batch_sizes_in_turn_are_staged_once_each(kind):
+def test_alternating_batch_sizes_are_staged_once_each(kind):
     box, runs = Box(), []
 
     @statetx.jit
@@ -223,7 +223,7 @@ def test_two_batch_sizes_in_turn_are_staged_once_each(kind):
 
 
 @each_kind
-def test_donated_states(kind):
+def test_created_states_with_donation(kind):
     box, runs = Box(), []
     total = kind(jnp.zeros(3))
 
@@ -240,7 +240,7 @@ def test_donated_states(kind):
 
 
 @each_kind
-def test_function_that_is_staged_inside_another_one(kind):
+def test_created_states_in_nested_jit(kind):
     box, runs = Box(), []
 
     @statetx.jit
@@ -263,7 +263,7 @@ def test_function_that_is_staged_inside_another_one(kind):
 
 @each_kind
 @pytest.mark.parametrize("transform", ["grad", "remat", "vjp", "vmap"])
-def test_jitted_function_inside_a_transform(kind, transform):
+def test_created_states_in_jit_inside_a_transform(kind, transform):
     box = Box()
 
     @statetx.jit
@@ -286,7 +286,7 @@ def test_jitted_function_inside_a_transform(kind, transform):
 
 
 @each_kind
-def test_failed_call_leaves_the_state_of_the_call_before(kind):
+def test_failed_call_restores_the_previous_state(kind):
     box = Box()
 
     @statetx.jit
@@ -305,7 +305,7 @@ def test_failed_call_leaves_the_state_of_the_call_before(kind):
     np.testing.assert_array_equal(box.g.value, [3.0, 3.0])
 
 
-def test_models_that_are_gone_are_freed():
+def test_deleted_models_are_freed():
     class Net(brainstate.nn.Module):
         def init_state(self):
             self.h = brainstate.HiddenState(jnp.zeros(3))
@@ -323,7 +323,7 @@ def test_models_that_are_gone_are_freed():
 
 
 @each_kind
-def test_threads_with_a_function_each(kind):
+def test_threads_with_one_function_each(kind):
     """Each thread has its own object; what one counts does not confuse the other."""
     barrier, errors = threading.Barrier(2), []
 
@@ -353,7 +353,7 @@ def test_threads_with_a_function_each(kind):
 
 
 @each_kind
-def test_threads_that_take_turns_share_one_program(kind):
+def test_alternating_threads_share_one_program(kind):
     box, runs, lock, errors = Box(), [], threading.Lock(), []
 
     def step(x):
@@ -416,7 +416,7 @@ def nn_map(cell, xs):
 
 
 @pytest.mark.parametrize("how", [init_all_states, vmap_new_states, nn_map], ids=lambda f: f.__name__)
-def test_idiom_gives_what_plain_python_gives_and_is_staged_at_most_twice(how):
+def test_idiom_equals_plain_python_and_is_staged_at_most_twice(how):
     xs, runs = jnp.linspace(-1.0, 1.0, 24).reshape(4, 2, 3), []
 
     def step(cell, xs):
@@ -526,6 +526,6 @@ def check_random_program(seed, kind):
         for name, kind in KINDS.items()
     ],
 )
-def test_random_program_leaves_what_plain_python_leaves(seed, kind):
+def test_random_program_equals_plain_python(seed, kind):
     for n in range(5):
         check_random_program(5 * seed + n, kind)

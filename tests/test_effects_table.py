@@ -74,7 +74,7 @@ def is_in_table(row: Row, column: Column, kind: str) -> bool:
     if row.group != "custom":
         return True
     if (kind, column.name) == ("nnx", "make and keep"):
-        return False  # see `test_a_variable_made_under_a_rule_of_the_users_is_not_seen`
+        return False  # see `test_variable_created_under_a_custom_rule_is_missed`
     # A Ref under a derivative rule of the user's, and what JAX runs twice there.
     return kind != "ref" and column.name not in (
         "Ref",
@@ -172,7 +172,7 @@ def difference(a: Any, b: Any, tolerance: float) -> str:
 
 
 @pytest.mark.parametrize("rule", ["custom_jvp", "custom_vjp"])
-def test_a_variable_made_under_a_rule_of_the_users_is_not_seen(rule):
+def test_variable_created_under_a_custom_rule_is_missed(rule):
     """As `kinds/nnx.py` says: a Variable made in a transform that is not statetx's, as nnx's own make them, ends with that.
 
     Where the user's code keeps one, the tracer in it is refused by JAX as soon as it is used.
@@ -216,7 +216,7 @@ BREAKAGES = {
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES)
-def test_a_broken_feature_is_seen_in_a_cell(breakage, monkeypatch):
+def test_broken_feature_fails_a_cell(breakage, monkeypatch):
     """By what the cell asserts, or by an error that is not the one it expects, of statetx or of JAX."""
     name, broken, row_name, column_name = BREAKAGES[breakage]
     row, column = next(row for row in ROWS if row.name == row_name), COLUMNS[column_name]

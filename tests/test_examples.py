@@ -63,7 +63,7 @@ def test_all_runs_agree_and_take_less_memory(cell, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_length_that_no_chunk_divides_loses_no_step(tmp_path):
+def test_length_not_divisible_by_chunks_loses_no_step(tmp_path):
     # 67 is prime: the last chunk is a shorter one.
     for comparison in results_of(train(*TINY, "--seq", "67", out=tmp_path), tmp_path)["comparisons"].values():
         assert comparison["loss_difference"] < 1e-5
@@ -274,7 +274,7 @@ def test_help_and_bad_options_of_the_others(name, example):
         ("spiking_digits --batch 400", "below 361"),
     ],
 )
-def test_what_an_example_cannot_work_with(bad, named, example):
+def test_bad_values_end_in_one_line(bad, named, example):
     status, captured = example(*bad.split())
     assert status == 2
     assert_one_line(captured.err, named)

@@ -119,7 +119,7 @@ def reference(transform, f):
     return run
 
 
-def test_models_whose_layers_are_jitted_are_alike():
+def test_models_with_jitted_layers_share_one_structure():
     statetx.clear_cache()
     for seed in range(3):
         f = statetx.remat(layer(seed, jax.jit))

@@ -273,7 +273,7 @@ RAISING: list[Nesting] = [
     "make, nesting",
     list(in_turn(cases(NATIVE, RAISING, [(remat, grad), (jit,)]) + cases(FOREIGN, RAISING, [(remat, grad)]))),
 )
-def test_states_are_intact_after_an_exception_in_the_body(make, nesting, monkeypatch):
+def test_states_intact_after_an_exception_in_the_body(make, nesting, monkeypatch):
     check_exceptions(make, nesting, Bomb(monkeypatch), stride=1)
 
 
@@ -282,12 +282,12 @@ EVERYWHERE = [corpus.ReadModifyWrite, corpus.MutatedDict, corpus.Nested, corpus.
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 29])
 @pytest.mark.parametrize("make, nesting", cases(EVERYWHERE, [(remat, grad), (remat, jit), (remat, scan)]))
-def test_states_are_intact_after_an_exception_anywhere(make, nesting, stride, monkeypatch):
+def test_states_intact_after_an_exception_anywhere(make, nesting, stride, monkeypatch):
     check_exceptions(make, nesting, Bomb(monkeypatch, everywhere=True), stride)
 
 
 @pytest.mark.parametrize("nesting", [(remat, grad), (jit,), (remat, jit, grad), (remat, scan)], ids=name_of)
-def test_a_call_after_an_exception_is_as_if_it_had_not_been(nesting, monkeypatch):
+def test_call_after_an_exception_is_unaffected(nesting, monkeypatch):
     program, twin = corpus.Nested(), corpus.Nested()
     bomb = Bomb(monkeypatch)
     call = transformed(nesting, bomb.body(program.step), program)
@@ -338,7 +338,7 @@ def plain_cases() -> list:
 
 
 @pytest.mark.parametrize("make, name, is_remat", plain_cases())
-def test_a_plain_jax_transform_leaves_no_tracer(make, name, is_remat):
+def test_plain_jax_transform_leaves_no_tracer(make, name, is_remat):
     program = make()
     step = statetx.remat(program.step) if is_remat else program.step
     # Values that do not depend on the argument stay concrete under grad and vmap: nothing leaks, nothing raises.
@@ -354,7 +354,7 @@ def test_a_plain_jax_transform_leaves_no_tracer(make, name, is_remat):
 
 @pytest.mark.parametrize("is_remat", [False, True], ids=["plain", "remat"])
 @pytest.mark.parametrize("make", WATCHED_ALWAYS, ids=lambda p: p.__name__)
-def test_a_write_under_a_plain_jit_raises(make, is_remat):
+def test_write_under_a_plain_jit_raises(make, is_remat):
     program = make()
     step = statetx.remat(program.step) if is_remat else program.step
     if make is corpus.PythonNumbers:  # whose new values are Python numbers, which nothing traces
@@ -1019,7 +1019,7 @@ def as_new(flip: Flip) -> Callable:
 
 
 @pytest.mark.parametrize("make", FLIPS, ids=lambda f: f.__name__)
-def test_each_flip_shows(make, settings):
+def test_each_flip_changes_the_result(make, settings):
     """What `test_never_stale` would miss if the flip changed nothing that it looks at."""
     flip = make()
     x = jnp.asarray(make.x)
@@ -1038,7 +1038,7 @@ def test_each_flip_shows(make, settings):
 
 @pytest.mark.parametrize("size", [1, 2000])
 @pytest.mark.parametrize("is_scan", [False, True], ids=["remat", "scan"])
-def test_what_is_kept_does_not_follow_a_numpy_array_that_changes(is_scan, size):
+def test_cache_does_not_follow_a_mutated_numpy_array(is_scan, size):
     """A jitted function inside closes over a NumPy array, which changes; another call finds one of the old content.
 
     The second call is compiled anew, lest JAX's cache of the first hide what is compiled.
@@ -1078,7 +1078,7 @@ STATICS = [
 
 
 @pytest.mark.parametrize("first, second", STATICS, ids=lambda v: f"{type(v).__name__} {v!r}")
-def test_jit_tells_static_arguments_apart(first, second):
+def test_jit_distinguishes_static_arguments(first, second):
     seen = []
 
     @statetx.jit(static_argnums=1)
@@ -1191,7 +1191,7 @@ BREAKAGES = {
     "a write inside a trace is not looked at": (
         "_frames.check_write",
         lambda *a: None,
-        lambda mp: test_a_plain_jax_transform_leaves_no_tracer(corpus.ReadModifyWrite, "jit", True),
+        lambda mp: test_plain_jax_transform_leaves_no_tracer(corpus.ReadModifyWrite, "jit", True),
     ),
     "the body runs twice": ("transforms.remat.stage", _run_twice, _law(corpus.ReadOnly, (remat, grad))),
     "literals do not count": ("_equations.structure._constant", lambda x: 0, _stale(_flip_named("Infinity"))),
@@ -1207,7 +1207,7 @@ BREAKAGES = {
     "static arguments go by equality": (
         "transforms.jit.api.static_key",
         lambda x: x,
-        lambda mp: test_jit_tells_static_arguments_apart(0.0, -0.0),
+        lambda mp: test_jit_distinguishes_static_arguments(0.0, -0.0),
     ),
 }
 

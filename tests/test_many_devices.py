@@ -171,7 +171,7 @@ def on_a_mesh(layout, program, kind):
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
     ids=lambda x: getattr(x, "name", x),
 )
-def test_states_stay_where_they_are(layout, program, kind):
+def test_states_keep_their_sharding(layout, program, kind):
     with on_a_mesh(layout, program, kind) as (training, x):
         before = training.shardings()
         body = Counted(training.step)
@@ -193,7 +193,7 @@ def test_states_stay_where_they_are(layout, program, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda kind: kind.name)
-def test_without_jit_they_stay_too(kind):
+def test_states_keep_their_sharding_without_jit(kind):
     with on_a_mesh("fsdp", "remat", kind) as (training, x):
         before = training.shardings()
         losses = [float(training.step(x)) for _ in range(2)]
@@ -207,7 +207,7 @@ def test_without_jit_they_stay_too(kind):
             assert after[path].is_equivalent_to(sharding, 2 - path.endswith("mean")), path
 
 
-def test_a_constraint_inside_says_how_values_within_lie():
+def test_sharding_constraint_inside_is_respected():
     with on_a_mesh("fsdp", "scan", AUTO) as (training, x):
         block, mesh = training.model, x.sharding.mesh
 
@@ -221,7 +221,7 @@ def test_a_constraint_inside_says_how_values_within_lie():
 # -- the fence --
 
 
-def test_the_fence_adds_no_collective():
+def test_fence_adds_no_collective():
     """Each block reduces its gradient in its branch, beside the loss; nothing is reduced to know the branch."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AUTO,))
     place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
@@ -305,7 +305,7 @@ def test_collectives_in_a_rematerialised_function_of_one_device(kind):
     assert not compiled
 
 
-def test_states_that_are_placed_anew_are_compiled_for_anew():
+def test_resharded_states_recompile():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     place = lambda spec: NamedSharding(mesh, spec)  # noqa: E731
     w, count = statetx.State(jax.device_put(jnp.ones(8), place(P()))), statetx.State(jnp.zeros(()))

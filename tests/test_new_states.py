@@ -98,7 +98,7 @@ def check_written(writers, kind, maker, is_mapped):
 @pytest.mark.parametrize(
     "kind", [k if k is brainstate.HiddenState else pytest.param(k, marks=pytest.mark.slow) for k in KINDS.values()]
 )
-def test_state_made_under_vmap_inside_jit_is_written_in_every_transform(kind):
+def test_state_created_under_vmap_in_jit_is_writable_in_every_transform(kind):
     check_written(WRITERS, kind, MAKERS["vmap"], True)
 
 
@@ -106,18 +106,18 @@ def test_state_made_under_vmap_inside_jit_is_written_in_every_transform(kind):
     "kind", [k if k is brainstate.HiddenState else pytest.param(k, marks=pytest.mark.slow) for k in KINDS.values()]
 )
 @pytest.mark.parametrize("maker", sorted(MAKERS.keys() - {"vmap"}))
-def test_state_made_in_a_transform_inside_jit_is_written_in_others(kind, maker):
+def test_state_created_in_a_transform_in_jit_is_writable_in_others(kind, maker):
     check_written(["grad", "scan", "jit"], kind, MAKERS[maker], "vmap" in maker)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(statetx.State, marks=pytest.mark.slow), brainstate.HiddenState])
 @pytest.mark.parametrize("maker", BRAINSTATE_MAKERS)
-def test_state_made_in_a_map_of_brainstate_inside_jit_is_written_in_others(kind, maker):
+def test_state_created_in_a_brainstate_map_in_jit_is_writable_in_others(kind, maker):
     check_written(["remat", "scan", "cond", "jit"], kind, BRAINSTATE_MAKERS[maker], True)
 
 
 @pytest.mark.parametrize("maker", BRAINSTATE_MAKERS)
-def test_native_state_made_in_a_map_of_brainstate_has_a_value_for_each_example(maker):
+def test_native_state_created_in_a_brainstate_map_is_batched(maker):
     box = SimpleNamespace()
 
     def init(x):
@@ -152,7 +152,7 @@ FAILING = {
 
 @each_kind
 @pytest.mark.parametrize("fails", FAILING)
-def test_state_of_a_failed_call_can_be_written_again(kind, fails):
+def test_state_created_in_a_failed_call_is_writable(kind, fails):
     gc.disable()  # the trace that ended must not have to be collected first
     try:
         for use in ("grad", "remat", "scan", "jit", "vmap"):
@@ -178,7 +178,7 @@ def test_state_of_a_failed_call_can_be_written_again(kind, fails):
 
 
 @each_kind
-def test_state_of_a_failed_call_can_be_written_first_inside_a_transform(kind):
+def test_state_created_in_a_failed_call_is_writable_inside_a_transform(kind):
     for write in (statetx.jit, statetx.grad, lambda f: statetx.grad(statetx.remat(f))):
         box = SimpleNamespace()
 
@@ -197,7 +197,7 @@ def test_state_of_a_failed_call_can_be_written_first_inside_a_transform(kind):
 
 
 @each_kind
-def test_state_of_a_call_whose_failure_was_caught_can_be_written_again(kind):
+def test_state_created_in_a_caught_failure_is_writable(kind):
     box = SimpleNamespace()
 
     def make(x):
@@ -215,7 +215,7 @@ def test_state_of_a_call_whose_failure_was_caught_can_be_written_again(kind):
 
 @pytest.mark.parametrize("failing", [False, True])
 @pytest.mark.parametrize("value", ["traced", "concrete"])
-def test_state_made_in_a_transform_of_brainstate_is_seen_afterwards(value, failing):
+def test_state_created_in_a_brainstate_transform_is_readable_afterwards(value, failing):
     box = SimpleNamespace()
 
     def make(x):
@@ -245,7 +245,7 @@ class Shared(statetx.State):
     pass
 
 
-def test_state_made_under_vmap_with_a_broadcast_rule_keeps_the_shared_value():
+def test_state_created_under_vmap_with_broadcast_rule_is_shared():
     class Block:
         def __init__(self, key):
             self.w = statetx.Param(jax.random.normal(key, (2, 3)))

@@ -70,7 +70,7 @@ def test_guide_compares_both_sides(page, tmp_path, monkeypatch):
     assert sum(x > 1e-3 for x in largest) > 0.8 * len(largest)
 
 
-def test_a_wrong_output_is_noticed():
+def test_wrong_output_fails():
     page = "```pycon\n>>> 1 + 1\n3\n>>> 1 / 0\n```\n"
     right = fill(page)
     assert "\n2\n" in right and "ZeroDivisionError: division by zero" in right
@@ -86,7 +86,7 @@ def test_blocks_share_a_scope_and_failures_are_raised():
     assert fill("<!-- not run: why not -->\n```python\n1 / 0\n```\n")
 
 
-def test_few_blocks_are_left_out():
+def test_few_blocks_are_skipped():
     reasons = [block["reason"] for page in PAGES for block in BLOCK.finditer(page.read_text()) if block["reason"]]
     assert len(reasons) <= 2, reasons
 

@@ -77,7 +77,7 @@ def test_donated_states_carry_paths_too():
     assert int(net.blocks[0].calls.value) == 1
 
 
-def test_names_neither_part_what_is_alike_nor_stage_twice():
+def test_names_do_not_split_the_cache_or_restage():
     net, runs = Net(), []
     statetx.clear_cache()
 

@@ -67,7 +67,7 @@ BREAKAGES = {
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES)
-def test_a_broken_feature_is_found_and_reduced(breakage, monkeypatch):
+def test_broken_feature_is_found_and_reduced(breakage, monkeypatch):
     name, broken, word = BREAKAGES[breakage]
     programs = [p for p in map(program_of, range(200)) if word in source(p, "statetx")]
     monkeypatch.setattr(f"statetx.{name}", broken)

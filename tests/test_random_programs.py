@@ -2,7 +2,7 @@
 
 `random_programs` says what a program is and what it means. Floats agree to a relative 1e-9 (1e-11 near zero) in
 float64, since XLA may fuse what the reference does one operation at a time; integers, keys, shapes and dtypes exactly.
-To see the suite fail: `test_a_broken_feature_is_found` breaks one after another and expects a counterexample.
+To see the suite fail: `test_broken_feature_is_found` breaks one after another and expects a counterexample.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def fails(program: Block) -> bool:
 @pytest.mark.parametrize(
     "breakage", [b if n == 0 else pytest.param(b, marks=pytest.mark.slow) for n, b in enumerate(BREAKAGES)]
 )
-def test_a_broken_feature_is_found(breakage, monkeypatch):
+def test_broken_feature_is_found(breakage, monkeypatch):
     name, broken = BREAKAGES[breakage]
     monkeypatch.setattr(f"statetx.{name}", broken)
     wanted = settings(max_examples=300, phases=[Phase.generate], **COMMON)
@@ -130,6 +130,6 @@ WANTED = {
 
 
 @pytest.mark.parametrize("feature", WANTED)
-def test_generator_reaches(feature):
+def test_generator_reaches_every_feature(feature):
     wanted = settings(max_examples=1000, phases=[Phase.generate], **COMMON)
     hypothesis.find(programs(), WANTED[feature], settings=wanted)

@@ -18,7 +18,7 @@ FAST = ["test_remat.py"]
 @pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this JAX has none")
 @pytest.mark.skipif(REMAT3, reason="it is on already")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in FILES])
-def test_with_the_new_rematerialisation_switched_on(name):
+def test_file_passes_with_jax_remat3(name):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / name)]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "JAX_REMAT3": "1"}, cwd=HERE.parent

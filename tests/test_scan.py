@@ -126,7 +126,7 @@ DRIFTS = {
 
 
 @pytest.mark.parametrize("drift", DRIFTS)
-def test_drift_of_a_carried_state_names_the_culprit(drift):
+def test_drift_of_a_carried_state_names_state_and_line(drift):
     change, message = DRIFTS[drift]
 
     class Net:
@@ -298,7 +298,7 @@ def test_disable_jit():
     np.testing.assert_allclose(rnn.h.value, expected.h.value, rtol=1e-6)
 
 
-def test_a_weak_first_carry_of_the_right_dtype_needs_one_run():
+def test_weak_initial_carry_of_the_right_dtype_is_traced_once():
     runs = 0
 
     def step(carry, x):

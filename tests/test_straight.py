@@ -270,7 +270,7 @@ KINDS = {"statetx": statetx.State, "brainstate": brainstate.HiddenState}
     ids=KINDS,
 )
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
-def test_state_made_in_the_first_call_only_goes_on(program, kind):
+def test_state_created_only_in_the_first_call_continues(program, kind):
     find = program(kind)
 
     @statetx.jit

@@ -65,7 +65,7 @@ FAST = "balanced_network delayed_network hodgkin_huxley integrator recurrent_cla
 
 
 @pytest.mark.parametrize("name", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PROGRAMS])
-def test_numbers_equal_those_of_brainstates_transforms_and_a_step_is_staged_once(name):
+def test_results_equal_brainstates_transforms_with_one_trace(name):
     result, compiled = run(name, OURS)
     assert_equal_numbers(result, expected(name))
     assert compiled[-1] == 0  # the second step may know the states by their final types
@@ -89,7 +89,7 @@ MIXED = {
     ],
 )
 @pytest.mark.parametrize("theirs", MIXED)
-def test_numbers_stay_where_only_some_transforms_are_exchanged(name, theirs):
+def test_results_equal_with_some_transforms_exchanged(name, theirs):
     result, _ = run(name, MIXED[theirs])
     assert_equal_numbers(result, expected(name))
 
@@ -129,7 +129,7 @@ def train_with_every_optimizer(t, in_a_loop):
 
 
 @pytest.mark.parametrize("in_a_loop", [False, True], ids=["in steps", "in a loop"])
-def test_optimizers_leave_the_same_weights_and_moments(in_a_loop):
+def test_optimizers_give_equal_weights_and_moments(in_a_loop):
     ours, theirs = train_with_every_optimizer(OURS, in_a_loop), train_with_every_optimizer(THEIRS, in_a_loop)
     assert_equal_numbers(ours, theirs)
     start = jnp.linspace(-1.0, 2.0, 6).reshape(2, 3)
