@@ -44,7 +44,7 @@ def run(name, transforms):
 
 @functools.cache
 def expected(name):
-    """What brainstate's transforms give: finite numbers, of which some change from step to step."""
+    """The results of brainstate's transforms: finite numbers, some of them changing from step to step."""
     (outputs, states), _ = run(name, THEIRS)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(outputs))
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(*map(jax.tree.leaves, outputs[-2:]), strict=True))
@@ -71,7 +71,7 @@ def test_results_equal_brainstates_transforms_with_one_trace(name):
     assert compiled[-1] == 0  # the second step may know the states by their final types
 
 
-# The transforms may be exchanged one by one: whichever library's stands outside, the other's works within.
+# The transforms may be exchanged one by one: either library's transform works inside the other's.
 MIXED = {
     "jit": OURS._replace(jit=THEIRS.jit),
     "value_and_grad": OURS._replace(value_and_grad=THEIRS.value_and_grad),
@@ -185,7 +185,7 @@ SURROGATES = [
 
 
 def surrogate_gradients(t):
-    """Gradients through a loop in which every surrogate's spikes reset the potential that they came from."""
+    """Gradients through a loop where the spikes of every surrogate reset their own potential."""
     weights = {name: brainstate.ParamState(jnp.linspace(0.3, 0.9, 4)) for name in SURROGATES}
     potentials = {name: brainstate.HiddenState(jnp.zeros(4)) for name in SURROGATES}
     functions = {name: getattr(braintools.surrogate, name)() for name in SURROGATES}

@@ -15,7 +15,7 @@ ROOT = HERE.parents[1]
 
 
 def outcomes_of(name, folder, *options):
-    """Outcomes in a process of its own: these libraries' tests change settings, and expect those of a fresh JAX."""
+    """Outcomes in a separate process: these libraries' tests change settings, and expect a fresh JAX's."""
     out = folder / f"{name}.json"
     command = [sys.executable, str(HERE / "runner.py"), name, "--out", str(out), *options]
     env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}  # JAX's tests set one of their own
