@@ -35,7 +35,7 @@ class Case:
         self._made: Callable[[Any], Any] | None = None
 
     def undo(self, made: Callable[[Any], Any] = lambda value: NO_VALUE) -> None:
-        """Restore the former values; `made` maps the value of a created state to the expected one."""
+        """Expect the former values of existing states; `made` maps the value of a created state to the expected one."""
         self._made = made
 
     def values(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def type_only(case: Case, x: Any) -> Any:
 
 
 def types_only(case: Case, x: Any) -> Any:
-    """As `type_only`, and the states that were made have types, too."""
+    """Like `type_only`; created states have types, too."""
     case.fun(x)
     case.undo(type_of)
     return jax.ShapeDtypeStruct((), jnp.float32)
@@ -115,7 +115,7 @@ def value_and_slope(case: Case, x: Any) -> Any:
 
 
 def examples(case: Case, x: Any) -> Any:
-    """Each example on its own model, with its own key; the final values are stacked."""
+    """Each example on its own model, with its own key; the results, and a created state's values, are stacked."""
     xs, outs = (x, 2 * x), []
     rng = getattr(case.model, "rng", None)
     keys = None if rng is None else jax.random.split(case.model.kind.get(case.model.kind.key_of(rng)), 3)

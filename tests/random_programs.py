@@ -159,8 +159,8 @@ class Boom(Exception):
 class _Scope:
     """The rules for statements at one place of a program.
 
-    `free`: objects that may be given any value here. `constant`: those that may be given a value that is the same in
-    all examples of a vmap around; nothing may where a branch taken by some of the examples stands in between.
+    `free`: objects that accept any value here. `constant`: objects that accept only a value that is the same in
+    all examples of an enclosing vmap; none does inside a branch taken by some of the examples only.
     """
 
     depth: int

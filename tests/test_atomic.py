@@ -1,4 +1,4 @@
-"""A call is atomic: what it wrote before it failed is undone, for every kind of state, in eager code too."""
+"""A call is atomic: the writes of a failed call are undone, for every kind of state, in eager code too."""
 
 import brainstate
 import jax
@@ -67,7 +67,7 @@ def test_failed_call_is_undone(make, how, caught):
     else:
         with pytest.raises(ZeroDivisionError):
             HOW_CALLED[how](f)(1.0)
-    undone = not caught and how != "eager"  # in eager code f itself is no transformed call
+    undone = not caught and how != "eager"  # in eager code f itself is not a transformed call
     assert float(n.value) == 1.0 and float(other.value) == (1.0 if undone else 2.0)
 
 
@@ -117,7 +117,7 @@ def test_in_place_changes_of_an_array_survive_the_call():
     frozen.value.flags.writeable = False
     seen = []
     statetx.grad(lambda x: seen.append(frozen.value) or x)(1.0)
-    assert seen[0] is frozen.value  # what cannot be changed is not copied
+    assert seen[0] is frozen.value  # immutable values are not copied
 
 
 @pytest.mark.parametrize("how", ["eager", "grad"])

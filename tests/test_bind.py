@@ -1,4 +1,4 @@
-"""What loops and branches bind is what `jax.lax` makes of the same Python."""
+"""Loops and branches bind the same equations as `jax.lax` for the same Python."""
 
 import functools
 import re
@@ -37,7 +37,7 @@ FIRST = {
 
 
 def shape_of(eqn):
-    """An equation without what names it: the count and types of its inputs, and its parameters as text."""
+    """An equation without names: the count and types of its inputs, and its parameters as text."""
     params = {k: re.sub(" at 0x[0-9a-f]+", "", str(v)) for k, v in eqn.params.items()}
     return eqn.primitive, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars], params
 

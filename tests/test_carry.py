@@ -1,4 +1,4 @@
-"""What loops and branches carry: weak types are promoted as in `jax.lax`, whether in the carry or in a state, or drift."""
+"""Carries of loops and outputs of branches: weak types are promoted as in `jax.lax`, in carries and states; others drift."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Log(NamedTuple):
     count: jax.Array
 
 
-# Name: first value, and what a step makes of it and an element of `XS`.
+# Name: first value, and the step's update from it and an element of `XS`.
 UPDATES = {
     "number": (0.0, lambda v, x: v + x.sum()),
     "weak array": (jnp.full((3,), 0.0), lambda v, x: 0.9 * v + x),
@@ -85,7 +85,7 @@ def types(tree):
 
 
 def settled(f, init):
-    """The first value with the types on which `jax.lax` settles, which stops after two rounds."""
+    """The first value with the final types of the promotion; `jax.lax` stops after two rounds."""
     for _ in range(4):
         out = jax.eval_shape(f, init, XS[0])
         init = jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype) if jnp.result_type(a) != b.dtype else a, init, out)
@@ -154,7 +154,7 @@ STRATEGIES = [
 
 @pytest.mark.parametrize("strategy", [None, *STRATEGIES], ids=repr)
 def test_gradients_through_promoted_states(strategy):
-    """The loss is not linear in what the step reads, so that no gradient is constant."""
+    """The loss is not linear in the values read, so no gradient is constant."""
     init, f = 0, lambda v, x: jnp.tanh(v + x).sum() + v * 0.5
 
     def loss(xs):

@@ -1,4 +1,4 @@
-"""Loops that store less: the same numbers in every order and mode of differentiation, and no run of the body too many."""
+"""Checkpointed loops: equal results in every order and mode of differentiation, and no superfluous run of the body."""
 
 import dataclasses
 import functools
@@ -62,7 +62,7 @@ def count_evaluations(slots, longest):
         is_right, runs = reversal.reverse_blocks(
             length, plan, stored, True, lambda i, j, carry: [j], lambda i, carry, result: result & (carry[0] == i)
         )
-        return is_right, length + runs + length  # the forward sweep, what is run ahead, what is differentiated
+        return is_right, length + runs + length  # the forward sweep, steps run ahead, steps differentiated
 
     for length in range(max(1, slots - 1), longest + 1):
         plan = reversal.Filled.by_schedule(length, slots)
@@ -169,7 +169,7 @@ def compiled_gradient(length, slots):
 
 def test_memory_depends_on_slots_not_on_length():
     carry, step = 64 * 4, 8 * 64 * 4
-    weights = 3 * 64 * 64 * 4  # their gradient, what a step adds to it, and one more
+    weights = 3 * 64 * 64 * 4  # their gradient, the increment of a step, and one more
     sizes = []
     for slots in (4, 32):
         for length in (256, 4096, 65_536, 10**6):
@@ -466,7 +466,7 @@ def derivative_of_unrolled(mode, scale):
 
 
 def unrolled_by_count(w, h):
-    """The same computation, of which the number of steps is known."""
+    """The same computation with a known number of steps."""
     count = int(round(float(decay()(w, h)) - float((unrolled_state(w, h) ** 2).sum() * 1e6)))
 
     def f(w, h):
@@ -598,7 +598,7 @@ W2 = jnp.eye(4) * 0.9
 
 
 def test_concurrent_matmuls_leave_gradients_equal(monkeypatch):
-    """On a CPU the sweep between slots gets company where two large products do not need each other."""
+    """On CPUs, the sweep between slots is built so that XLA runs two large independent products concurrently."""
     xs = jnp.ones((50, 3, 4))
 
     def run(checkpoint):
@@ -791,7 +791,7 @@ def test_strategies_under_strict_promotion(name):
         np.testing.assert_array_equal(statetx.jit(statetx.grad(loss, wrt=w))(), expected)
 
 
-# -- what needs no derivative ------------------------------------------------------------------------------------
+# -- carries without a derivative --------------------------------------------------------------------------------
 
 
 def on_the_host(t):
@@ -799,7 +799,7 @@ def on_the_host(t):
 
 
 def damped(c):
-    """The second of three carries moves with what is differentiated; of the first, JAX has no derivative; the third is its own."""
+    """The second of three carries depends on the differentiated input; JAX cannot differentiate the first; the third is independent."""
     t, v, w = c
     return t + on_the_host(t), jnp.sin(v) * jax.lax.stop_gradient(t), 0.5 * w
 

@@ -87,7 +87,7 @@ def on_mesh(spec, shape=(8,), axes=("d",), kind=AxisType.Auto):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A directory with step 7 of `Everything(1)`, and what that held."""
+    """A directory with step 7 of `Everything(1)`, and its values."""
     directory = tmp_path_factory.mktemp("saved")
     model = Everything(1)
     with statetx.Checkpointer(directory, model) as checkpointer:
@@ -175,7 +175,7 @@ def test_save_and_restore_inside_a_transform_raise(tmp_path):
 
 
 def refused(directory, model, match, step=None):
-    """Restoring raises what is matched, and changes nothing."""
+    """Check that restoring raises an error that matches, and changes nothing."""
     before = {path: jax.tree.leaves(read(s)) for path, s in statetx.states(model).items() if not isinstance(s, jax.Ref)}
     with statetx.Checkpointer(directory, model) as checkpointer:
         with pytest.raises(statetx.CheckpointError, match=match):
@@ -394,7 +394,7 @@ def test_restore_does_not_recompile_the_step(tmp_path):
 
 
 def lives(directory, kills, seed):
-    """Kill a training run again and again, at random moments, and let it end; yields what each life printed."""
+    """Kill a training run repeatedly, at random moments, and let it end; yields the output of each run."""
     moments = random.Random(seed)
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHILD.parents[1]), env.get("PYTHONPATH")]))
@@ -447,7 +447,7 @@ def test_killed_run_resumes_to_the_same_losses_after_fifty_kills(tmp_path):
     print(report)
 
 
-# -- what is no checkpoint --
+# -- invalid objects, steps and directories --
 
 
 @pytest.mark.parametrize(

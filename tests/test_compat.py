@@ -1,4 +1,4 @@
-"""What is relied upon of JAX's private names: these fail when upstream's meaning shifts."""
+"""Private names of JAX that statetx relies upon: these tests fail when their meaning shifts upstream."""
 
 import jax
 import jax.extend.core

@@ -261,7 +261,7 @@ def test_while_loop_with_slots_steps_per_device(check_vma):
     np.testing.assert_allclose(grad, expected_grad, rtol=1e-4)
 
 
-# -- what is known of shardings --
+# -- shardings of tracers --
 
 
 def test_sharding_of_a_tracer():

@@ -343,7 +343,7 @@ def test_state_in_a_reference_cycle_is_freed_after_the_body(apply):
         module.itself = module
         return statetx.jit(lambda x: x * state.value)(x)
 
-    gc.disable()  # so that the cycles are there when the body returns
+    gc.disable()  # so that the cycles exist when the body returns
     try:
         assert float(apply(body)) == 6.0
     finally:

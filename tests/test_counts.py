@@ -1,4 +1,4 @@
-"""Counts that must not grow: compiled programs beside the same written by hand, and how often work is shared."""
+"""Counts that must not grow: sizes of compiled programs against handwritten ones, traces, compilations, cache entries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def compiled_counts(fun, *args):
 
 
 def hand_scan(r, wrt):
-    """As people write it: what is written in the carry, parameters closed over."""
+    """The usual handwritten form: written values in the carry, parameters closed over."""
 
     def loop(values, x):
         fixed = {k: v for k, v in values.items() if k in PARAMETERS}
@@ -56,7 +56,7 @@ HAND = {**PURE, scan: hand_scan, vmap: hand_vmap}
 
 
 def dropout_by_hand(v, x):
-    """By the operations of the stateful one."""
+    """The same operations as in the stateful program."""
     rng, first = jax.random.split(v["rng"])
     keep = jax.random.bernoulli(first, 0.7, (3,))
     h = jnp.where(keep, jnp.tanh(v["w"] @ x), 0.0)
@@ -65,7 +65,7 @@ def dropout_by_hand(v, x):
 
 
 def by_hand(nesting, program):
-    """The reference under the same transforms; JAX's but for the fence, which is not JAX's."""
+    """The reference under the same transforms: JAX's, except `remat`, since JAX has no such fence."""
     fun = dropout_by_hand if type(program).__name__ == "Dropout" else program.ref
     for transform in nesting:
         fun = statetx.remat(fun) if transform is remat else HAND[transform](fun, program.wrt)
@@ -88,7 +88,7 @@ NESTINGS = [
     (scan, vmap, remat, grad),
 ]
 PARAMETERS = ("w", "b")
-# Those whose references compute the same by the same operations.
+# Programs whose references use the same operations.
 ALIKE = "Counter ReadModifyWrite WriteOnly DictValued MutatedDict PythonNumbers ReadOnly Dropout".split()
 
 
@@ -96,7 +96,7 @@ FAST = [(remat, grad), (remat, scan, grad), (grad, jit), (remat, grad, vmap), (r
 
 
 def programs() -> list:
-    """Those under `vmap` take longest to compile: two of them are enough for the fast suite."""
+    """Programs under `vmap` take longest to compile: two of them are enough for the fast suite."""
     return [
         pytest.param(
             p,

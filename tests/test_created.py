@@ -1,4 +1,4 @@
-"""States that a jitted function makes in each of its calls: staged once, with the values that plain Python would leave."""
+"""States that a jitted function creates in each of its calls: staged once, with the same values as in plain Python."""
 
 import functools
 import gc
@@ -133,7 +133,7 @@ def test_state_created_lazily_continues(find, kind):
     assert [float(step(1.0)) for _ in range(4)] == [1.0, 2.0, 3.0, 4.0]
 
 
-# -- what the caller does with it ------------------------------------------------------------------------------
+# -- actions of the caller -------------------------------------------------------------------------------------
 
 
 @each_kind
@@ -324,7 +324,7 @@ def test_deleted_models_are_freed():
 
 @each_kind
 def test_threads_with_one_function_each(kind):
-    """Each thread has its own object; what one counts does not confuse the other."""
+    """Each thread has its own object; the references counted for one do not affect the other."""
     barrier, errors = threading.Barrier(2), []
 
     def work(scale):
@@ -483,7 +483,7 @@ def random_program(seed):
 
 
 def run_program(source, kind, transform, num_calls=6):
-    """Outputs and what `box` holds after each call."""
+    """Outputs and the values in `box` after each call."""
     box = Box()
     box.a, box.b, box.n, box.l, box.d = kind(jnp.float32(1)), kind(jnp.float32(2)), None, [kind(jnp.float32(3))], {}
 

@@ -1,4 +1,4 @@
-"""Loops under `jax.disable_jit`: bodies see concrete values, and all that comes out is as without it."""
+"""Loops under `jax.disable_jit`: bodies see concrete values, and results are the same as without it."""
 
 import jax
 import jax.numpy as jnp

@@ -53,7 +53,7 @@ def test_unrolled_memory_at_most_half(name):
     none, fenced = cost(make()), cost(make(statetx.remat))
     assert fenced.temp_bytes <= 0.5 * none.temp_bytes
     assert fenced.flops > 1.05 * none.flops, "what is recomputed is counted"
-    if CPU_DROPS_BARRIERS:  # what jax.checkpoint does then saves nothing
+    if CPU_DROPS_BARRIERS:  # then jax.checkpoint's barrier saves nothing
         assert cost(make(functools.partial(statetx.remat, fence="barrier"))).temp_bytes > 0.9 * none.temp_bytes
 
 
@@ -109,7 +109,7 @@ def test_every_dtype(dtype):
 
 
 def test_inputs_without_testable_bits():
-    """int4 has no whole bytes; it was a crash. Of complex numbers the real part is looked at."""
+    """int4 has no whole bytes: it crashed. For complex numbers, the predicate reads the real part."""
     g = statetx.remat(lambda x, w: jnp.sin(x @ w.astype(jnp.float32)).sum(), fence="cond")
     args = (jnp.ones((2, 4)), jnp.ones((4, 2), jnp.int4))
     np.testing.assert_allclose(jax.jit(jax.grad(g))(*args), jax.grad(g)(*args), rtol=1e-6)
@@ -128,7 +128,7 @@ def test_symbolic_shapes():
 
 
 def test_residual_keys_leave_the_branch():
-    """In a gradient of gradients, what is kept of recomputation may be a key."""
+    """In a gradient of gradients, a residual of the recomputation may be a key."""
 
     def draw(x, key):
         key = jax.random.split(key)[0]
@@ -168,7 +168,7 @@ def test_auto_follows_the_lowering_platform():
 )
 @pytest.mark.parametrize("stride, groups", [((1, 1), 1), ((2, 1), 1), ((1, 2), 2)])
 def test_convolutions_in_a_branch_have_fast_code(dims, stride, groups):
-    """XLA rewrites them on CPUs, but not within branches, where the derivatives were 20 times slower."""
+    """XLA rewrites convolutions on CPUs, but not within branches: there the derivatives were 20 times slower."""
 
     def convolution(x, w):
         y = jax.lax.conv_general_dilated(x, w, stride, "SAME", dimension_numbers=dims, feature_group_count=groups)
@@ -184,13 +184,13 @@ def test_convolutions_in_a_branch_have_fast_code(dims, stride, groups):
     branch = fenced.lower(x, w).as_text().partition("stablehlo.case")[2]
     found = re.findall(r"dim_numbers = (\[.*?\]x\[.*?\]->\[.*?\])", branch)
     canonical = "[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"
-    # A derivative by weights that come in groups is a convolution of another kind, left as it is.
+    # A derivative by grouped weights is a convolution of another kind, left unchanged.
     assert len(found) == 3 and [f == canonical for f in found].count(False) == (groups > 1)
 
 
 @pytest.mark.parametrize("policy", ["dots", statetx.policies.names("h")], ids=repr)
 def test_only_low_precision_residuals_are_rounded(policy):
-    """JAX rounds all that is kept; of float32 that is a copy, and what is kept was twice in memory."""
+    """JAX rounds all residuals; for float32 that is a copy, and each residual was in memory twice."""
     inner = lambda x: jnp.sin(statetx.checkpoint_name(jnp.tanh(x @ x), "h") @ x)  # noqa: E731
     count = lambda fun, x: str(jax.make_jaxpr(jax.grad(lambda x: fun(x).sum()))(x)).count("reduce_precision")  # noqa: E731
     ours, exact, short = statetx.remat(inner, policy=policy), jnp.ones((3, 3)), jnp.ones((3, 3), "bfloat16")

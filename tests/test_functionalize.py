@@ -71,7 +71,7 @@ def test_functionalize_under_every_plain_transform():
     cell, reference = Cell(), Cell()
     pure = statetx.functionalize(cell.step)
     values = pure.values(X)
-    assert list(values) == ["w", "h", "log"]  # the mode is read and holds no number: it counts as it is
+    assert list(values) == ["w", "h", "log"]  # the mode is read but is not a number: it is not an input
     arrays = {k: v for k, v in values.items() if k != "log"} | {"log": values["log"]}
     out, new = pure(arrays, X)
     expected = reference.step(X)

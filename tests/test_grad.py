@@ -1,4 +1,4 @@
-"""`grad`, `value_and_grad`, `vjp`: structures, auxiliary data, what is refused. The laws are in `test_laws.py`."""
+"""`grad`, `value_and_grad`, `vjp`: structures, auxiliary data, errors. The laws are in `test_laws.py`."""
 
 import brainstate
 import jax

@@ -1,4 +1,4 @@
-"""Arrays in nested jaxprs become inputs: nothing that a kept function holds keeps a user's arrays alive."""
+"""Arrays in nested jaxprs become inputs: cached functions do not keep a user's arrays alive."""
 
 import gc
 import itertools

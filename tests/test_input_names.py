@@ -82,7 +82,7 @@ class Held:
 
 
 def traced():
-    """The type of the names that a trace had, what they called its input, and a weak reference to what the function holds."""
+    """The type of a trace's names, their name for its input, and a weak reference to an object in the function's closure."""
     held, found = Held(), []
 
     def fun(x):
@@ -103,7 +103,7 @@ def test_names_are_forgotten_with_the_trace():
 
 
 def failed():
-    """A weak reference to what a function holds whose trace, of equations on constants, has failed."""
+    """A weak reference to an object in the closure of a function whose trace, of equations on constants, has failed."""
     held, key = Held(), jax.new_ref(jax.random.key(0))
 
     def fun(x):

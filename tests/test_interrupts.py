@@ -80,7 +80,7 @@ class TreeModel(Model):
 
 
 class MakingModel(Model):
-    """A step also makes a state and leaves it in an attribute; its value is that of the next state in the row."""
+    """A step also creates a state in an attribute; its value equals the next state's in the row."""
 
     def __init__(self, kinds):
         super().__init__(kinds)
@@ -98,7 +98,7 @@ class MakingModel(Model):
         return done
 
 
-# What makes a function of the model that takes one step.
+# Transforms of a model into a function that takes one step.
 HOW = {
     "remat, eager": statetx.remat,
     "grad": statetx.grad,
@@ -183,7 +183,7 @@ def check_every_line(model, make, step=1, start=1):
     return num
 
 
-# The fast suite looks at every line of what compiles nothing, and at some lines of the rest.
+# The fast suite interrupts every line of calls that compile nothing, and some lines of the others.
 FAST = {"remat, eager": 1, "jit": 1, "jit, donated": 1, "grad": 8}
 CASES = [
     *[(how, kinds) for how in ("remat, eager", "grad", "jit") for kinds in KINDS],
@@ -197,7 +197,7 @@ def test_interrupt_at_every_line_of_a_call(how, kinds, step):
     makes = MIXED if kinds == "mixed" else [KINDS[kinds]] * 2
     model = Model([m for m in makes if m is not Ref] if how == "vmap" else makes)  # vmap refuses a Ref from outside
     call = HOW[how](model.step)
-    call(1.0)  # where something is compiled or kept, the interrupted calls are later ones
+    call(1.0)  # where something is compiled or cached, the interrupted calls are later ones
     assert check_every_line(model, lambda: call, step=step or FAST.get(how, 17)) > 10
 
 

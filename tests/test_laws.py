@@ -220,7 +220,7 @@ class Bomb:
 
 
 def held(states: dict[str, Any]) -> dict[str, list]:
-    """What states hold, with the container itself and each of its leaves."""
+    """The values of states: the container itself and each of its leaves."""
     return {name: [state.value, *jax.tree.leaves(state.value)] for name, state in states.items()}
 
 
@@ -429,7 +429,7 @@ class Flip:
     """A function of ``x`` that is pure but for something that `flip` changes."""
 
     x: Any = np.array([0.3, -0.7, 1.1], np.float32)
-    is_global = False  # whether `flip` changes what every instance reads
+    is_global = False  # whether `flip` changes a value that every instance reads
 
     def f(self, x):
         raise NotImplementedError
@@ -580,7 +580,7 @@ _reads_global_vjp.defvjp(lambda x: (_reads_global_vjp(x), None), lambda _, ct: (
 
 
 class FlipGlobalOfRule(Flip):
-    """Only the derivative changes, and what it reads is read when the rule runs."""
+    """Only the derivative changes: the rule reads a global when it runs."""
 
     is_global = True
 
@@ -597,7 +597,7 @@ class FlipGlobalOfVjpRule(FlipGlobalOfRule):
 
 
 class FlipGlobalOfNestedRule(FlipGlobalOfRule):
-    """The rule stands inside a jitted function, a loop and a branch."""
+    """The rule is inside a jitted function, a loop and a branch."""
 
     def f(self, x):
         y = jax.lax.cond(x[0] > 0, lambda x: jax.lax.map(_reads_global, x), lambda x: x, x)
@@ -935,7 +935,7 @@ def identity(f):
     return f
 
 
-# Each: what runs on the flipped function, what it must equal (without statetx).
+# Each: a call of the flipped function, and its reference without statetx.
 WAYS = {
     "jit(remat)": (lambda f, x: jax.jit(lambda x: jax.tree.leaves(statetx.remat(f)(x)))(x), lambda f, x: jax.jit(lambda x: jax.tree.leaves(f(x)))(x)),
     "statetx.jit(remat)": (lambda f, x: statetx.jit(lambda x: jax.tree.leaves(statetx.remat(f)(x)))(x), lambda f, x: jax.jit(lambda x: jax.tree.leaves(f(x)))(x)),
@@ -954,7 +954,7 @@ WAYS = {
 
 
 def bits(tree: Any) -> tuple:
-    """What may not be confused: structure, types with their weakness, and the sign of zeros."""
+    """The distinguished properties: structure, types with their weakness, and the sign of zeros."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, [(str(jax.typeof(jnp.asarray(x))), jax.typeof(jnp.asarray(x)).weak_type) for x in leaves]
 
@@ -1020,7 +1020,7 @@ def as_new(flip: Flip) -> Callable:
 
 @pytest.mark.parametrize("make", FLIPS, ids=lambda f: f.__name__)
 def test_each_flip_changes_the_result(make, settings):
-    """What `test_never_stale` would miss if the flip changed nothing that it looks at."""
+    """Otherwise `test_never_stale` would pass for a flip without effect."""
     flip = make()
     x = jnp.asarray(make.x)
 
@@ -1041,7 +1041,7 @@ def test_each_flip_changes_the_result(make, settings):
 def test_cache_does_not_follow_a_mutated_numpy_array(is_scan, size):
     """A jitted function inside closes over a NumPy array, which changes; another call finds one of the old content.
 
-    The second call is compiled anew, lest JAX's cache of the first hide what is compiled.
+    The second call is compiled again: a hit in JAX's cache would hide the compiled function.
     """
 
     def run(c, wrap):
@@ -1116,7 +1116,7 @@ def test_recomputation_sees_the_draws_of_the_forward_pass(nesting):
         key = np.asarray(jax.random.key_data(program.rng.value))
         np.testing.assert_array_equal(key, np.asarray(jax.random.key_data(plain.rng.value)))
         mask = np.asarray(kept) != 0
-        # The derivative of the forward pass's mask, by hand: a mask drawn anew would give another sum.
+        # The derivative of the forward pass's mask, by hand: a mask drawn again would give another sum.
         a = np.float64(np.mean(x)) + np.arange(64.0)
         slope = np.sum(mask * 0.7 * np.cos(0.7 * np.sin(a)) * np.cos(a)) / 3
         np.testing.assert_allclose(np.asarray(out["of_x"]), np.full(3, slope), rtol=1e-4)
@@ -1165,9 +1165,9 @@ def _bake(cls, jaxpr, consts):
 _FIRST: dict = {}
 
 
-# What is broken, by what, and a check that must see it.
+# By name: the broken function, its replacement, and a check that must fail.
 class _Alike:
-    """A structure that equals every other."""
+    """A structure equal to every other."""
 
     is_incomparable = False
 

@@ -1,4 +1,4 @@
-"""States that lie on a mesh of eight CPU devices, under every transform: the same numbers, and they stay where they are."""
+"""States on a mesh of eight CPU devices, under every transform: equal results and unchanged shardings."""
 
 import contextlib
 import functools
@@ -21,9 +21,9 @@ WIDTH, BATCH, LAYERS = 8, 16, 4
 
 
 class Block:
-    """A residual block with weights that may be sharded, and a running mean of what it sees."""
+    """A residual block with weights that may be sharded, and a running mean of its inputs."""
 
-    out = None  # with explicit axes: how the product of arrays that are sharded along what is summed comes out
+    out = None  # with explicit axes: the output sharding of a product that is sharded along the contracted axis
 
     def __init__(self, seed=0):
         start = np.random.default_rng(seed)
@@ -65,7 +65,7 @@ def one_example_at_a_time(block, x):
     return statetx.vmap(lambda v: jnp.matmul(jnp.tanh(v @ block.up.value), block.down.value, out_sharding=out))(x)
 
 
-# name -> (makes the model, what it does)
+# name -> (makes the model, its step)
 PROGRAMS = {
     "remat": (Noisy, lambda block, x: statetx.remat(block)(x)),
     "scan": (Block, in_a_loop(None)),
@@ -154,7 +154,7 @@ def expected(program):
 
 @contextlib.contextmanager
 def on_a_mesh(layout, program, kind):
-    """A training that lies on the devices, and its batch."""
+    """A training whose states are on the devices, and its batch."""
     shape, specs, batch_spec = LAYOUTS[layout]
     mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(kind,) * len(shape))
     is_explicit = kind is EXPLICIT
@@ -324,6 +324,6 @@ def test_resharded_states_recompile():
         step(2.0)
     assert w.value.sharding.spec == P() and float(w.value[0]) == 16 and float(count.value) == 4
     assert len(compiled) == 0, "both placements were met before"
-    count.value = jnp.zeros(())  # lies nowhere in particular, and is put where it was
+    count.value = jnp.zeros(())  # uncommitted, and returned to its former device
     step(2.0)
     assert count.value.sharding.spec == P() and float(count.value) == 1

@@ -1,4 +1,4 @@
-"""What policies keep of functions that stand within the rematerialised one, beside what `jax.checkpoint` keeps of them."""
+"""Residuals of functions nested in a rematerialised one, by policy, against the residuals of `jax.checkpoint`."""
 
 import collections
 import contextlib
@@ -17,7 +17,7 @@ from helpers import REMAT3, in_turn
 from statetx import _jax, policies
 
 JAX = jax.checkpoint_policies
-# The product is the one large value that the backward pass reads: what it is raised to is computed from it.
+# The product is the one large value that the backward pass reads: its power is computed from it.
 W = jnp.linspace(-1.0, 1.0, 4 * 16).reshape(4, 16)
 X = jnp.linspace(-1.0, 2.0, 4 * 4).reshape(4, 4)
 MESH = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -25,7 +25,7 @@ MESH = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
 @contextlib.contextmanager
 def older_remat():
-    """`jax.checkpoint` as it is without `jax_remat3`, with which it sees nothing of what is nested."""
+    """`jax.checkpoint` without `jax_remat3`, since its policy sees no nested equations with that."""
     if not REMAT3:
         yield
         return
@@ -88,7 +88,7 @@ def on_devices(f):
     return jax.shard_map(f, mesh=MESH, in_specs=P("d"), out_specs=P("d"))
 
 
-# What stands in the rematerialised function, given how to rematerialise and the weight.
+# Bodies of the rematerialised function, given the inner rematerialisation and the weight.
 NESTINGS = {
     "remat": lambda remat, w: remat(block(w)),
     "jax.checkpoint": lambda remat, w: jax.checkpoint(block(w)),
@@ -110,7 +110,7 @@ NESTINGS = {
     "inner policy": lambda remat, w: remat(lambda x: jnp.exp(jnp.tanh(block(w)(x))), policy=JAX.everything_saveable),
 }
 
-# With JAX's of the same meaning; the states and the sizes that are chosen here are those of the one product.
+# With the equivalent policies of JAX; the states and sizes chosen here select the one product.
 POLICIES = {
     "dots": (policies.dots, JAX.dots_saveable),
     "dots_without_batch_dims": (policies.dots_without_batch_dims, JAX.dots_with_no_batch_dims_saveable),
@@ -222,13 +222,13 @@ def test_outer_policy_selects_residuals_and_inner_policy_recomputation(inner):
         statetx.remat(f, policy=policies.names("h")): [("f32[4,16]", 1)],
         statetx.remat(f, policy=policies.primitives("tanh")): [("f32[4,16]", 1)],
         statetx.remat(f, policy=policies.names("h") | policies.names("g")): [("f32[4,16]", 1), ("f32[4,4]", 1)],
-        # The inner function's marks are no names.
+        # The inner function's marks are not names.
         statetx.remat(f, policy=JAX.save_any_names_but_these("g")): [("f32[4,16]", 1)],
     }
     for fun, rows in outer.items():
         assert kept(fun, X) == rows, fun._policy
     assert num_products(jax.grad(lambda x: statetx.remat(f)(x).sum()), X) == expected
-    if not REMAT3:  # which sees nothing of what is nested
+    if not REMAT3:  # which sees no nested equations
         assert kept(jax.checkpoint(f, policy=JAX.save_any_names_but_these("g")), X) == [("f32[4,16]", 1)]
 
 

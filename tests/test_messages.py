@@ -1,4 +1,4 @@
-"""What people read: the printed form of objects, and names that were nearly right."""
+"""Messages: the printed form of objects, and suggestions for misspelled names."""
 
 import functools
 import re

@@ -47,7 +47,7 @@ def check(out, done):
 TINY = ("--steps", "4", "--batch", "512", "--width", "64", "--layers", "4")
 
 
-@pytest.mark.slow  # of which one is killed, below, in the fast suite
+@pytest.mark.slow  # the fast suite kills one of two processes below
 def test_two_processes_equal_one_and_one_resumes_their_checkpoint(tmp_path):
     runs = check(tmp_path, run(tmp_path, "--devices", "2", *TINY))
     assert list(runs) == [(2, 1, False), (2, 2, False), (1, 1, True)]

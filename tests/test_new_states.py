@@ -1,4 +1,4 @@
-"""States made inside a transformed call: their life there, after it, and after a call that failed."""
+"""States created inside a transformed call: use inside it, after it, and after a failed call."""
 
 import gc
 from types import SimpleNamespace
@@ -127,7 +127,7 @@ def test_native_state_created_in_a_brainstate_map_is_batched(maker):
     assert box.w.value.shape == (2, 3) and len(np.unique(box.w.value)) == 6
 
 
-# -- after a call that failed ----------------------------------------------------------------------------------
+# -- after a failed call ---------------------------------------------------------------------------------------
 
 
 def caught(fun):

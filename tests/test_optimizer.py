@@ -1,4 +1,4 @@
-"""`Optimizer`: one step of optax on states of every kind, and what training code does around it."""
+"""`Optimizer`: one step of optax on states of every kind, and its use in training code."""
 
 import re
 

@@ -176,7 +176,7 @@ def test_built_distributions_install_and_import(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    # A copy: what lies about in the working tree is no part of it, and the build leaves nothing behind.
+    # A copy: untracked files of the working tree are not part of it, and the build leaves nothing behind.
     kept = shutil.ignore_patterns(".*", "out", "build", "dist", "__pycache__")
     shutil.copytree(ROOT, tmp_path / "source", ignore=kept)
     call(

@@ -1,4 +1,4 @@
-"""Where the states that a jitted function writes lie, and how often it is compiled for that."""
+"""Shardings of the states that a jitted function writes, and the number of compilations."""
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def test_write_only_state_is_placed_again():
         assert last.value.sharding.spec == spec and body.runs == runs
 
 
-# -- first called where nothing lies on a mesh --
+# -- first called with nothing on a mesh --
 
 
 @pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])

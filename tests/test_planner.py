@@ -1,4 +1,4 @@
-"""`plan`: what it chooses keeps the budget, computes the same, and is the best of its model."""
+"""`plan`: its choice stays within the budget, gives equal results, and is the optimum of its model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_baseline_that_fits_is_unchanged():
 
 
 def test_fast_compilation_result_is_verified(monkeypatch):
-    """Compiling in a hurry may give less memory than what users compile takes."""
+    """Fast compilation may report less memory than the users' compilation takes."""
     unplanned = statetx.plan(loss, WS, X, budget=1.0, argnums=0).temp_bytes
     hurried, cost = {"xla_backend_optimization_level": 1}, _compiled.Program.cost.func
 
@@ -158,7 +158,7 @@ def random_region(seed):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_options_are_the_optimum_of_the_model(seed):
-    """Against every set of kept values."""
+    """Against every set of saved values."""
     graph = Graph(random_region(seed), flops, [False, False], [True, True], [True])
     useful = sorted(set(graph._address_of.values()))
     assert 1 <= len(useful) <= 14
@@ -195,7 +195,7 @@ def test_combination_is_the_optimum_of_the_model(seed):
 
 
 def test_saved_values_are_not_recomputed():
-    """What the compiled program computes is what the model says."""
+    """The compiled program computes as much as the model says."""
     planner = Planner(functools.partial(loss, block=statetx.remat(block)), WS, X, argnums=0)
     planner.plan(0.5)
     for candidate in planner._search.candidates[1:]:
@@ -225,7 +225,7 @@ def test_cuts_are_where_little_crosses():
     assert all(live[c] <= X.nbytes + 64 for c in cuts)
 
 
-# -- what is planned --------------------------------------------------------------------------------------------------
+# -- planned programs -------------------------------------------------------------------------------------------------
 
 
 class Model:

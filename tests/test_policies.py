@@ -1,4 +1,4 @@
-"""Policies: values, their algebra, what they keep, and what they refuse."""
+"""Policies: values, their algebra, the residuals that they select, and their errors."""
 
 import collections
 import dataclasses
@@ -109,11 +109,11 @@ def test_jax_policies_in_the_algebra():
     assert kept.judge(named("c")).decision is Decision.RECOMPUTE
 
 
-# -- what is kept --------------------------------------------------------------------------------------------------
+# -- saved values --------------------------------------------------------------------------------------------------
 
 
 class Block:
-    """Every value of its own shape, so that what is kept shows."""
+    """Every value has its own shape, which identifies it among the residuals."""
 
     def __init__(self):
         self.w = statetx.Param(jnp.linspace(-1.0, 1.0, 2 * 5).reshape(5, 2))
@@ -134,7 +134,7 @@ X = jnp.linspace(-1.0, 2.0, 6).reshape(3, 2)
 
 
 def shapes(policy, run=lambda f, x: f(x), x=X):
-    """Shapes of what the pullback holds beyond what it holds without a policy."""
+    """Shapes of the arrays that the pullback holds only with the policy."""
 
     def held(policy):
         block = Block()
@@ -151,7 +151,7 @@ KEPT = {
     policies.dots_without_batch_dims: [(3, 3), (3, 5)],
     policies.names("hidden"): [(3, 5)],
     policies.names("hidden", "out"): [(3, 5), (3, 7)],
-    policies.primitives("dot_general", "exp"): [(3, 3), (3, 5), (3, 7)],  # what exp is taken of is not needed any more
+    policies.primitives("dot_general", "exp"): [(3, 3), (3, 5), (3, 7)],  # the operand of exp is not needed any more
     policies.primitives("sin"): [(3, 21)],
     policies.primitives("cos"): [],  # the derivative is computed from its operand
     policies.larger_than(3 * 7 * 4): [(3, 21), (3, 21)],
@@ -309,7 +309,7 @@ def test_offloaded_values_move_to_host_and_back():
     np.testing.assert_allclose(jax.jit(grad)(pure.values(X), X), statetx.grad(Block())(X), rtol=1e-5)
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------------------------
 
 
 def trace(policy, f=None):
@@ -383,7 +383,7 @@ def test_policy_without_effect_warns_once(policy, same):
         trace(policy, f)
         for plain in (policies.nothing, policies.everything, "nothing_saveable", "everything_saveable"):
             trace(plain, f)
-        trace(lambda *_, **__: False, f)  # a person's own may mean what only the derivative computes
+        trace(lambda *_, **__: False, f)  # a user's own policy may select values that only the derivative computes
 
 
 def test_offload_without_host_memory():

@@ -1,4 +1,4 @@
-"""What a profiler shows: rematerialised functions and states by name, in the compiled program."""
+"""Names for profilers: rematerialised functions and states, in the compiled program."""
 
 import re
 

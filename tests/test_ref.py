@@ -316,7 +316,7 @@ def test_states_filter_of_remat_forbids_refs_too():
 
 
 def sliced(scan, reverse=False, **options):
-    """A loop over a Ref and an array, of which each step writes its slice of the Ref."""
+    """A loop over a Ref and an array; each step writes its slice of the Ref."""
 
     def run(ref, w):
         def body(carry, x):
@@ -385,7 +385,7 @@ def through_a_ref(x):
     return ref[...]
 
 
-through_a_ref.defvjp(lambda x: (through_a_ref(x), None), lambda _, g: (5.0 * g,))  # no derivative but that of the rule
+through_a_ref.defvjp(lambda x: (through_a_ref(x), None), lambda _, g: (5.0 * g,))  # no derivative but the rule's
 
 
 def beside_a_ref(x):
@@ -411,7 +411,7 @@ AROUND = {
 @pytest.mark.parametrize("inner", list(in_turn(AROUND)))
 @pytest.mark.parametrize("outer", [statetx.jit, statetx.remat], ids=["jit", "remat"])
 def test_custom_rules_survive_discharge(outer, inner, fun):
-    """JAX discharges after differentiation, and loses the rules of functions that stand in inner jaxprs or make Refs."""
+    """JAX discharges after differentiation, and loses the rules of functions that are in inner jaxprs or create Refs."""
     f = outer(AROUND[inner](fun))
     assert (f(3.0), jax.grad(f)(3.0), statetx.grad(f)(3.0), jax.jit(statetx.grad(f))(3.0)) == (6.0, 5.0, 5.0, 5.0)
 

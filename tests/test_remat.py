@@ -1,4 +1,4 @@
-"""`remat`: call forms, arguments, policies, what is refused. The laws are in `test_laws.py`."""
+"""`remat`: call forms, arguments, policies, errors. The laws are in `test_laws.py`."""
 
 import copy
 import functools

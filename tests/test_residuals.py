@@ -1,4 +1,4 @@
-"""`saved_residuals` and `print_fwd_bwd`: what is kept, against the arrays that the pullback really holds."""
+"""`saved_residuals` and `print_fwd_bwd`: the listed residuals against the arrays that the pullback really holds."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_bytes_equal_the_arrays_of_the_pullback(program: type[Program], way):
     def make():
         made = program()
         if program.grows:
-            made.step(x)  # a state made in the call itself is no part of its closure
+            made.step(x)  # a state created in the call itself is not part of its closure
         return way(made.step)
 
     kept = statetx.saved_residuals(make(), x)
@@ -129,7 +129,7 @@ def test_named_array_is_counted_once():
     assert [row.names for row in kept if row.primitive == "tanh"] == [("z",)]
 
 
-# -- a model in which everything is known ---------------------------------------------------------------------
+# -- a model with known residuals -----------------------------------------------------------------------------
 
 
 class Block:
@@ -250,7 +250,7 @@ def test_loop_of_length_t_saves_t_values():
     assert rows(kept.values(), "shape", "times", "nbytes") == [((4,), 15, 240)] * 2
     assert kept["dot_general"].why == ("policy of cell",)
     assert kept["tanh"].why == ("input of cell",), "the result of a step is the input of the next"
-    # The products are there: what is left is a tanh for each entry of each step.
+    # The products are saved: the recomputation is one tanh for each entry of each step.
     assert kept["tanh"].flops == 15 * 4
     assert kept["dot_general"].flops == 15 * 2 * 4 * 4
 
@@ -315,7 +315,7 @@ def test_offloaded_values_show_their_memory():
     assert "pinned_host" in str(row)
 
 
-# -- what it is differentiated with respect to ----------------------------------------------------------------
+# -- wrt= and argnums= ----------------------------------------------------------------------------------------
 
 
 def test_wrt_and_argnums_limit_residuals():
@@ -454,7 +454,7 @@ def test_recomputation_starts_from_residuals():
     assert kept[("b",)].flops == 8 + 128, "from a, which is kept, and not from x"
 
 
-# -- what people see -----------------------------------------------------------------------------------------
+# -- printed forms -------------------------------------------------------------------------------------------
 
 
 def small():

@@ -1,4 +1,4 @@
-"""`scan`: carried, broadcast, stacked and split states; drift; what is refused."""
+"""`scan`: carried, broadcast, stacked and split states; drift; errors."""
 
 import jax
 import jax.numpy as jnp

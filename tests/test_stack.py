@@ -192,7 +192,7 @@ def test_layers_of_other_structure_raise():
         with pytest.raises(statetx.StateValueError, match="differ in 'act'"):
             statetx.stack([one, two])
     before = statetx.states(odd)["w"].value
-    assert before.shape == (4, 4)  # what was refused is as it was
+    assert before.shape == (4, 4)  # the rejected values are unchanged
 
 
 def brainstate_layers():
@@ -407,7 +407,7 @@ def test_mistakes():
         statetx.remat_scan(Layer, 3, axes={True: 0})(statetx.RngState(0))
 
 
-# -- what tells layers apart --
+# -- differences between layers --
 
 
 class Holder:

@@ -1,4 +1,4 @@
-"""`State` and its kin, frames and the registry: what is refused, and that nothing escapes."""
+"""`State` and its subclasses, frames and the registry: errors, and no leaks."""
 
 import copy
 import gc
@@ -248,7 +248,7 @@ def test_generator_that_outlives_its_frame():
         return s.value
 
     statetx.grad(f)(2.0)
-    assert next(f.g) == 2.0  # reads the state as it is now
+    assert next(f.g) == 2.0  # reads the state's present value
 
 
 def test_created_state_gets_a_value_after_the_call():
@@ -300,7 +300,7 @@ def test_frames_keep_nothing_alive():
 
 @pytest.mark.parametrize("make", [statetx.State, brainstate.State])
 def test_in_place_change_or_created_state_under_a_custom_rule_raises(make):
-    """No write is seen there: what the call leaves is looked at in the end."""
+    """Writes are not seen there: the final values are checked at the end."""
     items, models = make([jnp.zeros(())]), []
 
     def change(x):

@@ -1,4 +1,4 @@
-"""Static arguments of compiled functions: told apart as they should be, and not kept alive."""
+"""Static arguments of compiled functions: distinguished by type, value and states, and not kept alive."""
 
 import dataclasses
 import gc

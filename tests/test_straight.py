@@ -1,4 +1,4 @@
-"""Code that makes a state only sometimes is never taken for code that makes one in each run.
+"""Code that creates a state only sometimes is never taken for code that creates one in each run.
 
 Each of these programs accumulates 1, 2, 3 in plain Python, since later calls find the state of the first one. If the first
 call alone proved that the state is made each time, they would give 1, 1, 1.

@@ -1,4 +1,4 @@
-"""The table of structures: what is alike, what is not, and that it holds no values."""
+"""The table of structures: equal and different structures, and no values held."""
 
 import functools
 import gc
@@ -192,7 +192,7 @@ SCALE = [0.0]
 
 
 def test_eager_loops_and_branches_over_a_custom_rule_compile_once():
-    """No derivative can reach what runs in eager code, so there the rule tells no two bodies apart."""
+    """Eager code is not differentiated, so there the rule does not distinguish bodies."""
 
     @jax.custom_jvp
     def spike(x):

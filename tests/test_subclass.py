@@ -1,4 +1,4 @@
-"""Rematerialised objects: they stay what they are for whoever looks at their attributes, their states or their type."""
+"""Rematerialised objects: their attributes, states and type look unchanged to every reader."""
 
 import copy
 import dataclasses

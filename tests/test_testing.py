@@ -1,4 +1,4 @@
-"""`statetx.testing`: what it accepts, and what it catches and names."""
+"""`statetx.testing`: accepted programs, and differences that it reports by name."""
 
 import random
 

@@ -54,7 +54,7 @@ def switching_often():
 
 
 def in_thread(*functions):
-    """Run each function in a thread of its own; raises what one of them raised."""
+    """Run each function in its own thread; re-raise an exception of one of them."""
     errors = []
 
     def run(fun):
@@ -77,7 +77,7 @@ def is_concrete(x):
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
 
 
-# -- what is refused -------------------------------------------------------------------------------------------
+# -- states of another thread ----------------------------------------------------------------------------------
 
 HOLD = {
     "jit": lambda f: statetx.jit(f)(2.0),
@@ -608,7 +608,7 @@ def test_compiled_function_that_writes_a_shared_state_under_a_lock(make):
     assert float(s.value) == 150.0
 
 
-# -- what outlives its frame -----------------------------------------------------------------------------------
+# -- generators, timers and callbacks --------------------------------------------------------------------------
 
 
 @MAKE
@@ -623,18 +623,18 @@ def test_generator_that_outlives_its_call(make):
 
     def f(x):
         g = values()
-        kept.append(g)  # found in the closure, and left alone, by what looks for states there
+        kept.append(g)  # found in the closure by the search for states, and left alone
         before, _, now = next(g), setattr(s, "value", s.value * x), next(g)
         assert now is s.value and now is not before and not is_concrete(now)
         return now
 
     for i, wrap in enumerate((statetx.grad, statetx.jit, lambda f: statetx.grad(statetx.remat(f))), start=1):
         wrap(f)(2.0)
-        assert float(next(kept[-1])) == 2.0**i  # what the state holds now
+        assert float(next(kept[-1])) == 2.0**i  # the state's present value
     kept[0].send(jnp.asarray(5.0))
     assert float(s.value) == 5.0
     with pytest.raises(Exception, match="tracer|trace level|is tracing"):  # each library's own error
-        jax.grad(lambda x: kept[0].send(x))(1.0)  # the generator is no way around the rule
+        jax.grad(lambda x: kept[0].send(x))(1.0)  # a generator does not bypass the rule
     assert float(s.value) == 5.0
 
 
@@ -696,7 +696,7 @@ def test_callback_that_reads_a_state(make, callback):
         f(1.0)
         jax.effects_barrier()
         assert float(s.value) == 3.0 * 2**i
-    # Compiled programs run outside the call's frame: the state holds what it held before, or already what was written.
+    # Compiled programs run outside the call's frame: the state has its former value, or already the written one.
     assert len(seen) == 3 and is_concrete(seen)
     assert all(float(v) in (3.0 * 2**i, 6.0 * 2**i) for i, v in enumerate(seen))
 

@@ -1,4 +1,4 @@
-"""Sizes under `vmap`: what a loop's gradient takes with all its examples, wherever the `vmap` stands."""
+"""Budgets under `vmap`: bytes of a loop's gradient for all examples, wherever the `vmap` is."""
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def temporary(f):
 )
 def test_budget_holds_for_all_examples(name):
     make = PROGRAMS[name]
-    around = 2**14  # bytes: what the program adds to its loop
+    around = 2**14  # bytes: the program's overhead over its loop
     assert temporary(make(None)) > 4 * BUDGET
     assert temporary(make(policies.Budget(BUDGET))) <= BUDGET + around
     actual, expected = make(policies.Budget(BUDGET))(W, X), make(None)(W, X)
@@ -147,7 +147,7 @@ def test_least_budget_is_reported_with_its_examples():
     jax.grad(one)(W, X[0], "8KiB")
 
 
-@pytest.mark.parametrize("size", [BUDGET, 2**14])  # as it is for one example, or in slots
+@pytest.mark.parametrize("size", [BUDGET, 2**14])  # plain for one example, or in slots
 def test_gradient_mapped_too_late_raises(size):
     f = jax.jit(jax.grad(lambda x: one(W, x, policies.Budget(size))))
     expected = jnp.stack([f(x) for x in X[:2]])
@@ -198,7 +198,7 @@ def test_shared_weights_have_one_cotangent():
 
 
 def everything(checkpoint, reverse=False):
-    """A loop of which each kind of input and output occurs mapped and not."""
+    """A loop with mapped and unmapped inputs and outputs of every kind."""
 
     def f(w, b, h, key, xs, zs):
         def step(carry, x):

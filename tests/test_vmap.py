@@ -95,7 +95,7 @@ def test_random_states_are_split_unless_shared(kind):
     assert len(np.unique(np.concatenate([out, statetx.vmap(f)(jnp.ones(5))]))) == 10
     shared = statetx.vmap(f, states={type(rng): statetx.Broadcast})(jnp.ones(5))
     assert len(np.unique(shared)) == 1
-    inside = statetx.vmap(statetx.remat(f))  # the draw stands in a trace further in
+    inside = statetx.vmap(statetx.remat(f))  # the draw is in an inner trace
     assert len(np.unique(jax.grad(lambda x: (inside(x) * x).sum())(jnp.ones(5)))) == 5
 
 

@@ -1,6 +1,6 @@
 """Nothing is left out: every state that a call touches takes part, whatever holds it, or the call raises and names it.
 
-A table of holders, crossed with what looks for states. A holder makes a model, a callable that multiplies by the value of
+A table of holders, crossed with the users of the walk. A holder makes a model, a callable that multiplies by the value of
 one state and has it in that place, and says under which path it is found.
 """
 
@@ -558,7 +558,7 @@ def test_unreachable_ref_has_a_gradient_or_raises():
 
 
 def test_untouched_state_has_no_gradient():
-    """Methods are followed by name, and so too far at times: what is found so, and not read, is left out."""
+    """Methods are followed by name, sometimes too far: states found that way and not read are left out."""
     used, unused = Param(W), Param(W)
 
     class Two:
@@ -590,7 +590,7 @@ def test_instance_listed_by_its_class_is_another_object():
     assert list(statetx.grad(lambda x: (x * one.w.value).sum(), wrt=Param)(X)) == ["one.w"]
 
 
-# -- what looks at objects without a call --
+# -- walks over objects without a call --
 
 
 STABLE = {name: entry for name, entry in (HELD | BEYOND).items() if name != "linked list"}
@@ -642,7 +642,7 @@ def test_checkpoints_of_a_function_contain_states_of_its_helpers(tmp_path):
 
 
 def plain(table):
-    """Holders of what is no state: two layers that differ there differ in what they compute."""
+    """Holders of a value that is not a state: layers that differ there compute different results."""
     names = "list,tuple,named tuple,dict,deque,namespace,array of objects,private slot,field,closure,default"
     names += ",chain of maps,keyword-only default,attribute of a list,attribute of a dict,attribute of a tuple"
     names += ",attribute of a deque,attribute of a string,attribute of a number,attribute of a set,function"

@@ -1,4 +1,4 @@
-"""What every transform does with the function that it is given: how it stands for it, and what it refuses."""
+"""Wrapped functions of every transform: keywords, descriptors, and the functions and objects that raise."""
 
 import abc
 import asyncio
@@ -199,7 +199,7 @@ def test_descriptor_below_that_must_be_above_raises(transform):
         DECORATORS[transform](1.5)
 
 
-# -- functions that return before they have run ----------------------------------------------------------------
+# -- functions that return before their body has run -----------------------------------------------------------
 
 
 def generator(x):
@@ -241,7 +241,7 @@ def test_generator_methods_raise():
 
 MESH = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
-# Each runs a function of one array under a transform, and has that return what the function returns where it can.
+# Each runs a function of one array under a transform, and returns the function's result where it can.
 RUNS = {
     "jit": lambda f: statetx.jit(f)(X),
     "remat": lambda f: statetx.jit(statetx.remat(f))(X),
@@ -301,7 +301,7 @@ class Slots:
         self.content = content
 
 
-# Each hides an array in an object that is no pytree; the path to it, as the error gives it.
+# Each hides an array in an object that is not a pytree; with the path to it in the error.
 HIDDEN = {
     "attribute": (Box, "a Box whose attribute 'content'"),
     "slot": (Slots, "a Slots whose attribute 'content'"),

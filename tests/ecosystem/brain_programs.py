@@ -1,7 +1,7 @@
 """Small programs of the brainstate family, written once over a table of transforms.
 
 Each uses the layers, optimisers and trainers of braintools, brainpy.state, braincell and braintrace the way their
-documentation does; only the transforms come from a table. `THEIRS` holds those of ``brainstate.transform``, `OURS` those
+documentation does; only the transforms come from a table. `THEIRS` holds the transforms of ``brainstate.transform``, `OURS` the ones
 of statetx. The tests compare the numbers, ``benchmarks/ecosystem.py`` memory and time.
 """
 
