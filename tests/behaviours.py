@@ -1,14 +1,14 @@
-"""One table of behaviours: how a rematerialised function of a stateful model is called, and what must come of it.
+"""One table of behaviours: calls of rematerialised functions of stateful models, with the expected results.
 
-A `Row` says it once, for any library: a `body`, the method that is rematerialised, reads and writes the model's states as attributes
+A `Row` describes one case for any library: a `body`, the method that is rematerialised, reads and writes the model's states as attributes
 (``self.n += 1``) and draws keys with ``self.key()``; `top`, if given, calls the rematerialised ``self.block`` in a loop or
-branch; `around` names the transforms that stand around all of it. A `Dialect` spells it in one library. What is expected comes
+branch; `around` names the transforms applied to the whole. A `Dialect` writes the row for one library. The expected results come
 from `Plain`, which runs the same body without rematerialisation as a pure function of the states' values, with Python's
-own loops and branches and JAX's own derivatives; where keys are drawn, whose values are each library's own affair, from
+own loops and branches and JAX's own derivatives; where keys are drawn (their values differ between libraries), from
 the same dialect without rematerialisation.
 
 `test_behaviours.py` runs the table for every kind of state that statetx knows, and ``benchmarks/behaviours.py`` runs it
-for other libraries and writes what it saw to ``docs/comparison.md``.
+for other libraries and writes the outcomes to ``docs/comparison.md``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "seed": lambda: jax.random.key(3),
     "log": lambda: jnp.zeros((1, 3)),
 }
-"""What a state holds at first, by name."""
+"""Initial values of states, by name."""
 
 PARAMETERS = frozenset({"w"})
 RANDOM = "rng"
@@ -52,7 +52,7 @@ RANDOM = "rng"
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a model: its arguments, and what is done just before it."""
+    """One call of a model: its arguments, and an action just before it."""
 
     args: tuple = (X,)
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -71,11 +71,11 @@ class Row:
         form: how rematerialisation is put on it, a name of `FORMS`, or the dialect's "own" way, once or "twice".
         static: names of arguments that are declared static, in each library's own way; `spelling` asks for one way.
         policy: the name of a member of `jax.checkpoint_policies`.
-        top: what is called from outside, (model, x, ...); the rematerialised method itself if not given.
+        top: the function called from outside, (model, x, ...); by default the rematerialised method itself.
         around: transforms around a call, outermost first.
-        check: (results of the calls, values of the states) must hold, beyond equality with what is expected.
-        refused: kinds of state for which an error is right, by the dialect's name, and what it says: a Ref made inside a
-            trace ends with it, and none changes its shape, by JAX's own rules.
+        check: (results of the calls, values of the states) must hold, besides equality with the expected results.
+        refused: kinds of state for which an error is right, by the dialect's name, with its message: a Ref created inside a
+            trace ends with it, and a Ref never changes its shape, by JAX's own rules.
     """
 
     group: str
@@ -132,7 +132,7 @@ def _once(key: str, make: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 class _Caller:
-    """A callable object that is no model itself but holds one."""
+    """A callable object that is not a model itself but holds one."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -175,10 +175,10 @@ class Dialect:
     `key`, `scan`, `cond`, `while_loop` and `vmap`, whose functions take the model first."""
 
     name: str
-    own = "decorator"  # the form in which the library's users rematerialise a method
+    own = "decorator"  # the form that the library's users rematerialise a method with
 
     def run(self, row: Row) -> tuple[list, dict[str, Any]]:
-        """Results of the row's calls, and what the states hold at the end."""
+        """Results of the row's calls, and the final values of the states."""
         model = self.build(row)
         results = []
         for call in row.calls:
@@ -205,14 +205,14 @@ class Dialect:
         raise NotImplementedError
 
     def flip(self, model: Any, **changes: Any) -> None:
-        """Change attributes of the model that are no states."""
+        """Change attributes of the model that are not states."""
         model.flags = dataclasses.replace(model.flags, **changes)
 
     def remat(self, fun: Any, **options: Any) -> Any:
         raise NotImplementedError
 
     def rematerialise(self, row: Row, fun: Any, bound: bool = False) -> Any:
-        """`remat` with the options of the row; `bound` if the model is no argument of the function any more."""
+        """`remat` with the options of the row; `bound` if the model is not an argument of the function any more."""
         options: dict[str, Any] = {"policy": getattr(jax.checkpoint_policies, row.policy)} if row.policy else {}
         return self.remat(fun, **options, **self.static(row, bound))
 
@@ -244,7 +244,7 @@ class Dialect:
 
 
 def namespace(dialect: Dialect, row: Row) -> dict[str, Any]:
-    """What every dialect's model class has."""
+    """The interface of every dialect's model class."""
     members = {"body": dialect.method(row.body), "block": dialect.block(row), "top": row.top or _top, "kept": {}}
     if row.form == "class":
         members |= {"__call__": members["body"], "block": lambda self, *args, **kwargs: self(*args, **kwargs)}
@@ -256,7 +256,7 @@ def _top(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class Functional(Dialect):
-    """Libraries whose models are pure functions of their states' values; a model here is what `build` made of it.
+    """Libraries whose models are pure functions of their states' values; a model here is the result of `build`.
 
     A model has ``state``, the values by name, and ``apply(values, *args, **kwargs) -> (out, values)``.
     """
@@ -342,7 +342,7 @@ def split(tree: Any) -> tuple[list, Callable[[list], Any]]:
 
 
 class Plain(Functional):
-    """What is expected: the body as a pure function, no library, nothing rematerialised; Python's loops and branches."""
+    """The reference: the body as a pure function, no library, nothing rematerialised; Python's loops and branches."""
 
     name = "expected"
 
@@ -822,7 +822,7 @@ def inner_vmap(self, x):
     return self.vmap(lambda self, z: jnp.tanh(self.w @ z), jnp.stack([x, 2 * x])).sum(0)
 
 
-# -- the tops: what stands around the rematerialised method -----------------------------------------------------------
+# -- the tops: functions that call the rematerialised method ----------------------------------------------------------
 
 
 def twice(self, x):
@@ -1153,7 +1153,7 @@ ROWS: tuple[Row, ...] = (*CALL_FORMS, *FLAGGED, *STATE_SEMANTICS, *NESTINGS)
 
 
 def expected(dialect: Dialect, row: Row) -> tuple[list, dict[str, Any]]:
-    """What the row must give: by `Plain`, or, where it draws keys, by the dialect itself without rematerialisation."""
+    """The expected results of the row: from `Plain`, or, where it draws keys, from the dialect without rematerialisation."""
     return without_remat(dialect, row) if row.draws else Plain().run(row)
 
 
@@ -1164,7 +1164,7 @@ def without_remat(dialect: Dialect, row: Row) -> tuple[list, dict[str, Any]]:
 
 
 def difference(actual: Any, wanted: Any, tolerance: float = 2e-5) -> str:
-    """What differs first between two outcomes of `Dialect.run`, empty if nothing does: structure, type or value."""
+    """The first difference between two outcomes of `Dialect.run`: structure, type or value; empty if equal."""
     if jax.tree.structure(actual) != jax.tree.structure(wanted):
         return f"structure is {jax.tree.structure(actual)}, not {jax.tree.structure(wanted)}"
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(wanted), strict=True):

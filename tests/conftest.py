@@ -7,11 +7,11 @@ import pathlib
 import shutil
 import tempfile
 
-# Set before a backend starts, and handed on to what a test starts. XLA rewrites programs as ever, LLVM then optimises less:
+# Set before a backend starts, and inherited by the programs that a test starts. XLA rewrites as usual, LLVM optimises less:
 # a third of the suite's time. `make test-slow` asks for XLA's own level.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
 
-# Workers, and programs that a test starts, share what one of them has compiled: a quarter of the suite's time.
+# Workers, and programs that a test starts, share one compilation cache: it saves a quarter of the suite's time.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     folder = tempfile.mkdtemp(prefix="statetx-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
@@ -35,10 +35,8 @@ def pytest_collection(session):
         getattr(statetx, name)
 
 
-# What `make smoke` runs: all of some files, and one case of each test of others, so that each law is seen once.
-SMOKE = (
-    "atomic compat control_flow functionalize grad lift optimizer package paths places remat scan state vmap".split()
-)
+# `make smoke` runs all of some files, and one case of each test of others, so that each law runs once.
+SMOKE = "atomic compat control_flow functionalize grad optimizer package paths placement remat scan state vmap wrapped_functions".split()
 SMOKE_ONCE = "behaviours carry effects_table jit laws nnx policies ref residuals shard_map".split()
 
 
@@ -56,7 +54,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    """Leave half a million objects of the libraries and of pytest out of every garbage collection."""
+    """Exclude half a million objects of the libraries and of pytest from every garbage collection."""
     gc.collect()
     gc.freeze()
 

@@ -162,7 +162,7 @@ class ReadOnly(Program):
 
 
 class WriteThenRead(Program):
-    """What is read is what was written in the same call: its old value plays no part."""
+    """The state is written before it is read: its old value is unused."""
 
     wrt = ("w",)
 
@@ -204,7 +204,7 @@ class Aliased(Program):
 
 
 class DictValued(Program):
-    """A state that holds a dict, of which one entry changes."""
+    """A state that holds a dict; one entry changes."""
 
     wrt = ("d",)
 
@@ -241,7 +241,7 @@ class MutatedDict(Program):
 
 
 class TupleValued(Program):
-    """A tuple of arrays and of things that are no arrays."""
+    """A tuple of arrays and other objects."""
 
     def setup(self):
         self.t = self.State((jnp.ones(3), "mode", (jnp.array(2), None)))
@@ -522,7 +522,7 @@ class LazyInit(Program):
 
 
 class Discrete(Program):
-    """Integer and bool states, of which one decides."""
+    """Integer and bool states; the bool selects the branch."""
 
     def setup(self):
         self.i = self.State(jnp.array([1, 2, 3], jnp.int32))
@@ -558,7 +558,7 @@ class PythonNumbers(Program):
 
 
 class Constants(Program):
-    """Writes and returns arrays that depend on nothing; under a trace, JAX may stand literals of its own for these."""
+    """Writes and returns arrays that depend on nothing; under a trace, JAX may replace them by literals."""
 
     def setup(self):
         self.s = self.State(strong(0.5))
@@ -590,7 +590,7 @@ BLOB = Blob()
 
 
 class Objects(Program):
-    """Returns things that are no arrays; the arrays among them are still differentiated."""
+    """Returns objects that are not arrays; the arrays among them are still differentiated."""
 
     def setup(self):
         self.s = self.State(strong(2.0))
@@ -631,7 +631,7 @@ def _scaled_jvp(primals, tangents):
 
 
 class CustomRules(Program):
-    """A custom_vjp and a custom_jvp, whose derivatives are not those of the functions."""
+    """A custom_vjp and a custom_jvp whose rules differ from the derivatives of the functions."""
 
     order_in_loops = 1
     wrt = ("s",)

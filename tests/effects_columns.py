@@ -19,7 +19,7 @@ from jax.experimental import io_callback
 
 import statetx
 
-NO_VALUE = "no value"  # what is seen of a state that says so when it is read
+NO_VALUE = "no value"  # the result of reading a state that raises
 
 
 class Boom(Exception):
@@ -142,7 +142,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "mode": lambda: "hot",
     "spare": lambda: jnp.float32(0.9),
 }
-"""What the states of a model hold. A message about one has its name in it."""
+"""The values of a model's states. A message about one has its name in it."""
 
 
 class Model:
@@ -162,7 +162,7 @@ class Model:
         self.kind.set(getattr(self, name), value)
 
     def values(self) -> dict[str, Any]:
-        """What all states hold, those too that were made meanwhile; "no value" if that is what they say."""
+        """The values of all states, created ones included; "no value" for a state that raises so."""
         out: dict[str, Any] = {"ref": self.ref[...]}
         for name, state in states_of(self):
             try:
@@ -193,8 +193,8 @@ class Column:
     """A side effect.
 
     Attributes:
-        effect: what happens, ``(model, x) -> y``.
-        states: those of the model that it needs.
+        effect: the function with the side effect, ``(model, x) -> y``.
+        states: the states of the model that it needs.
         kinds: the kinds that can do it at all.
         varies: whether it writes something that depends on `x`.
     """

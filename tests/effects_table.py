@@ -1,9 +1,9 @@
-"""Every transform crossed with every side effect: the rows, and what a cell must come to.
+"""Every transform crossed with every side effect: the rows, and the expected outcome of each cell.
 
-`effects_columns` has the columns. A row applies one by a transform, and says what that comes
-to by plain calls of the same function on models made alike: once, one after the other, or one for each example; derivatives are
-central differences. A cell without an entry in `REFUSED` must do what the plain calls do; the others must raise what is
-entered there, naming the state where the entry says so, and leave the model as it was.
+`effects_columns` has the columns. A row applies a column under a transform, and gives the reference:
+plain calls of the same function on equal models: once, one after the other, or one for each example; derivatives are
+central differences. A cell without an entry in `REFUSED` must agree with the plain calls; the others must raise the error
+entered there, naming the state where the entry says so, and leave the model unchanged.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Case:
         self._made: Callable[[Any], Any] | None = None
 
     def undo(self, made: Callable[[Any], Any] = lambda value: NO_VALUE) -> None:
-        """Let what was there be as before; `made` gives what a state that was made holds instead of its value."""
+        """Expect the former values of existing states; `made` maps the value of a created state to the expected one."""
         self._made = made
 
     def values(self) -> dict[str, Any]:
-        """What the model is left with."""
+        """The model's final values."""
         now = self.model.values()
         if self._made is None:
             return now
@@ -88,9 +88,9 @@ def twice(case: Case, x: Any) -> Any:
 
 
 def undone(case: Case, x: Any) -> Any:
-    """The call, after which the states that were there hold what they held before, and those that it made hold nothing.
+    """The call, with its writes undone: existing states have their former values, created states have none.
 
-    What happened to Python's objects stays.
+    Changes of Python objects stay.
     """
     out = case.fun(x)
     case.undo()
@@ -103,7 +103,7 @@ def type_only(case: Case, x: Any) -> Any:
 
 
 def types_only(case: Case, x: Any) -> Any:
-    """As `type_only`, and the states that were made have types, too."""
+    """Like `type_only`; created states have types, too."""
     case.fun(x)
     case.undo(type_of)
     return jax.ShapeDtypeStruct((), jnp.float32)
@@ -115,7 +115,7 @@ def value_and_slope(case: Case, x: Any) -> Any:
 
 
 def examples(case: Case, x: Any) -> Any:
-    """Each on a model of its own, with a key of its own, and what is left is what each of them left."""
+    """Each example on its own model, with its own key; the results, and a created state's values, are stacked."""
     xs, outs = (x, 2 * x), []
     rng = getattr(case.model, "rng", None)
     keys = None if rng is None else jax.random.split(case.model.kind.get(case.model.kind.key_of(rng)), 3)
@@ -142,7 +142,7 @@ def run_pure(fun: Callable, x: Any) -> Any:
 
 
 def custom(kind: str, fun: Callable, x: Any) -> Any:
-    """The function's own rule stands around it, in a gradient."""
+    """The function inside its custom rule, in a gradient."""
     if kind == "custom_jvp":
         inner = jax.custom_jvp(fun)
         inner.defjvp(lambda primals, tangents: (fun(*primals), tangents[0]))

@@ -1,4 +1,4 @@
-"""A module of the user's own that another one calls: what `test_reach` reaches through its variables."""
+"""A user's module that another one calls: `test_walk` reaches states through its variables."""
 
 
 class Held:

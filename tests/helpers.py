@@ -1,4 +1,4 @@
-"""Counting what must not happen too often, and what the installed JAX has."""
+"""Counters of runs and compilations, markers, and features of the installed JAX."""
 
 import contextlib
 
@@ -37,7 +37,7 @@ def compilations():
 
 
 def in_turn(cases, num=2):
-    """Cases for `parametrize`, of which the fast suite runs one in `num`."""
+    """Cases for `parametrize`; the fast suite runs one in `num`."""
     slow = pytest.mark.slow
     for n, case in enumerate(cases):
         if n % num == 0:

@@ -1,7 +1,7 @@
-"""A training run to be killed: ``interrupted.py DIRECTORY STEPS``; it goes on from the last step saved there.
+"""A training run to be killed: ``interrupted.py DIRECTORY STEPS``; it resumes from the last step saved there.
 
-Prints a line of JSON for each thing that has happened: where it begins, the loss of each step, and each step that is on
-disk for sure. At the end it trains once more from the beginning, without saving, and prints what the losses should have been.
+Prints a line of JSON for each event: the first step, the loss of each step, and each step that is safely on
+disk. At the end it trains once more from the beginning, without saving, and prints the reference losses.
 """
 
 import json
@@ -20,7 +20,7 @@ class Trainer:
     """A perceptron with dropout and momentum; all that a step depends on is in its states."""
 
     def __init__(self):
-        # NumPy, and few random draws: what this process spends is compilation.
+        # NumPy, and few random draws: the time of this process is compilation.
         start = np.random.default_rng(0)
         shapes = {"in": (8, 16), "out": (16,)}
         self.w = statetx.Param({k: jnp.asarray(start.normal(size=s), jnp.float32) for k, s in shapes.items()})

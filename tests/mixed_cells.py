@@ -1,4 +1,4 @@
-"""States of the reference of mixed programs: cells in plain Python, and what becomes of the types of their values."""
+"""States of the reference of mixed programs: cells in plain Python, and the promotion of their types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class World(Protocol):
     """Keeps the cells of one program."""
 
     has_read_open: bool
-    """Whether a value was read of which nobody promises whether it is weak: what is written then may come of it."""
+    """Whether a value of unspecified weakness was read: a value written afterwards may depend on it."""
 
     def add(self, cell: Cell) -> None: ...
 
@@ -119,7 +119,7 @@ def settle(value: Tree, entry: Tree) -> Tree:
 
 
 def unsettle(settled: Tree, left: Tree) -> Tree:
-    """What a loop leaves: a value as weak as its last step has left it, unless its dtype was promoted."""
+    """The final value of a loop: as weak as its last step's value, unless its dtype was promoted."""
     return jax.tree.map(lambda s, x: x if is_numeric(x) and leaf_type(s)[1] == leaf_type(x)[1] else s, settled, left)
 
 
@@ -136,7 +136,7 @@ def as_weak(x: Any) -> Any:
 
 
 def join_leaves(leaves: Sequence[Any]) -> Any:
-    """What branches agree on: the dtype that none of them is too strong for, and whether it is a weak type."""
+    """The common type of branches: the promoted dtype, and whether it is weak."""
     if not all(is_numeric(x) for x in leaves):
         if any(is_numeric(x) or x != leaves[0] for x in leaves):
             raise CarryTypeError("branches differ")
@@ -161,7 +161,7 @@ def join(values: Sequence[Tree], chosen: int) -> Tree:
         x, joined = column[chosen], join_leaves(column)
         if is_numeric(x):
             dtype, weak = joined
-            x = jnp.array(x, dtype)  # a copy: what a branch writes is written, whichever is taken
+            x = jnp.array(x, dtype)  # a copy: a branch's write is a write, whichever branch is taken
             x = as_weak(x) if weak else x
         leaves.append(x)
     return jax.tree.unflatten(flat[0][1], leaves)

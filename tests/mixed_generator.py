@@ -1,6 +1,6 @@
-"""Random programs in which kinds of states are mixed, drawn from a seed: what transforms stand in them, and of what.
+"""Random programs that mix kinds of states, drawn from a seed: transforms and the functions inside them.
 
-`mixed_statements` says what may stand where.
+`mixed_statements` has the rules for the statements.
 """
 
 from __future__ import annotations

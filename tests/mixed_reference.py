@@ -1,14 +1,14 @@
-"""What a stateful program means, without statetx: cells in plain Python, and every transform undone by hand.
+"""The meaning of a stateful program, without statetx: cells in plain Python, and every transform written out.
 
 A rematerialised or compiled call is the call, a loop is Python's, a map is a loop over the examples and a stack, a branch is an
-``if``, and a derivative is JAX's of a pure function to which the values of all cells are passed and from which they are
-returned. Nothing of statetx is used but the names of its errors.
+``if``, and a derivative is JAX's of a pure function that takes the values of all cells as arguments and returns their new
+values. Nothing of statetx is used but the names of its errors.
 
-The laws that are written down here and nowhere else:
+Laws defined here and nowhere else:
 
-- A transformed call that raises leaves every cell as it was before, and the cells that it made without a value.
-- Both sides of a branch are traced, so both are run here; what the side not taken wrote is undone, what it raises is raised.
-- What a loop carries or a branch writes keeps structure, shape and dtype; a weak type gives way to another dtype that is
+- A transformed call that raises leaves every cell unchanged, and the cells that it created without a value.
+- Both sides of a branch are traced, so both are run here; writes of the side not taken are undone, its exceptions are raised.
+- A loop's carry and a branch's write keep structure, shape and dtype; a weak type is promoted to another dtype that is
   written. As in `jax.lax`, a loop leaves a value as weak as its body leaves it, branches as weak as the first of them.
 - A cell made in the body of a loop or branch, or on the devices of a `shard_map`, may not outlive it. One made under a map and
   left behind holds a value for each example.
@@ -45,7 +45,7 @@ from statetx import CarryTypeError, CreatedStateError
 
 
 class Reference:
-    """The cells of one program, and what its transforms are without states."""
+    """The cells of one program, and its transforms written out without states."""
 
     def __init__(self) -> None:
         self._cells: dict[int, weakref.ref[Cell]] = {}
@@ -83,7 +83,7 @@ class Reference:
         if any(True for _ in self._live(start)):
             raise CreatedStateError("a cell outlived the body of a loop or branch")
 
-    # -- what is the call itself --
+    # -- transforms that are the call itself --
 
     def remat(self, fun: Callable, **options: Any) -> Callable:
         return lambda *args: self.atomic(lambda: fun(*args))
@@ -98,7 +98,7 @@ class Reference:
         return lambda *args: self.atomic(lambda: call(*args))
 
     def jit(self, fun: Callable) -> Callable:
-        """The call. A compiled program leaves a state as weak as it was, so that the next call finds it."""
+        """The call. A compiled program keeps the weak type of a state, so that the next call hits the cache."""
 
         def call(*args: Any) -> Any:
             before = self._dump()
@@ -112,7 +112,7 @@ class Reference:
     # -- derivatives --
 
     def pure(self, fun: Callable, targets: Sequence[Cell], has_aux: bool = False) -> tuple[Callable, Callable]:
-        """``pure(target_values, *args) -> (out, arrays)`` and ``finish(arrays) -> aux``, which stores what was written."""
+        """``pure(target_values, *args) -> (out, arrays)`` and ``finish(arrays) -> aux``, which stores the writes."""
         kept: list[Any] = []
 
         def run(values: Sequence[Tree], *args: Any) -> tuple[Any, list]:
@@ -123,7 +123,7 @@ class Reference:
             out, aux = out if has_aux else (out, None)
             for cell, value, entry in zip(targets, values, before, strict=True):
                 if cell._value is value:
-                    cell._value = entry  # a number, say, of which JAX made an array
+                    cell._value = entry  # for example a number that JAX turned into an array
             cells = list(self._live())
             leaves, treedef = jax.tree.flatten(([c._value for c in cells], aux))
             kept[:] = [cells, leaves, treedef]
@@ -237,7 +237,7 @@ class Reference:
     # -- loops --
 
     def _step(self, body: Callable, left: dict[int, tuple[Cell, Tree]], skipped: Sequence[Cell] = ()) -> Any:
-        """One turn of a loop: runs it and holds the cells that were there to their types; `left` gets what it leaves."""
+        """One iteration of a loop: run it and check that existing cells keep their types; `left` receives the written values."""
         before, start = self._dump(), len(self._cells)
         out = body()
         self._refuse_created(start)
@@ -249,10 +249,10 @@ class Reference:
         return out
 
     def _leave(self, left: dict[int, tuple[Cell, Tree]], init: Tree, carry: Tree) -> None:
-        """What the last step left is what the loop leaves.
+        """Take the values of the last step as the loop's.
 
-        Where only the weakness of a value changes, the body is not staged again for a strong one: how weak the values are that
-        were computed from it nobody promises.
+        Where only the weakness of a value changes, the body is not staged again for a strong one: the weakness of values
+        computed from it is unspecified.
         """
         is_open = strengthens(carry, init) or any(cell.is_strengthened for cell, _ in left.values())
         for cell, value in left.values():
@@ -376,7 +376,7 @@ SPLIT, CARRY, BROADCAST = "Split", "Carry", "Broadcast"
 
 
 class _Mapped:
-    """Cells of which each turn of a loop or example of a map has a value of its own."""
+    """Cells with one value for each iteration of a loop or example of a map."""
 
     def __init__(self, states: Any, n: int):
         self._n = n
@@ -413,7 +413,7 @@ class _Mapped:
 
 
 def _check_equal(values: Sequence[Tree], entry: Tree) -> None:
-    """The programs are made so that what examples share is written alike: a difference is a fault of the generator."""
+    """By construction, examples write equal values to shared cells: a difference is a fault of the generator."""
     for value in values[1:]:
         xs, ys = jax.tree.leaves(values[0]), jax.tree.leaves(value)
         assert jax.tree.structure(values[0]) == jax.tree.structure(value), "examples write different structures"

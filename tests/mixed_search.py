@@ -1,6 +1,6 @@
 """Search mixed programs for counterexamples, from a shell.
 
-python tests/mixed_search.py 0 5000 --out found.jsonl   # a line for each seed; run again, it goes on where it stopped
+python tests/mixed_search.py 0 5000 --out found.jsonl   # a line for each seed; run again, it resumes where it stopped
 python tests/mixed_search.py 337                        # one program, reduced and printed if it fails
 python tests/mixed_search.py 0 200 --threads            # two programs at a time, in two threads
 python tests/mixed_search.py 0 400 --coverage           # how many programs have each feature
@@ -21,7 +21,7 @@ from mixed_generator import program_of
 from mixed_syntax import Call, Do, If, Make, Program, Raise, Statement, Try, source, statements, walk
 from random_mixed import check, check_seed, check_threads
 
-# -- what the programs have in them ----------------------------------------------------------------------------
+# -- features of the programs ----------------------------------------------------------------------------------
 
 
 def has(test: Callable[[Statement], bool]) -> Callable[[Program], bool]:
@@ -75,7 +75,7 @@ def coverage(seeds: range) -> dict[str, int]:
 
 
 def search(seeds: range, check: Callable[[int], str], out: pathlib.Path | None) -> Iterator[tuple[int, str]]:
-    """What is wrong with each program that `out` does not have yet, written there."""
+    """Write the failures of each program that `out` does not have yet to `out`."""
     done = {json.loads(line)["seed"] for line in out.read_text().splitlines()} if out and out.exists() else set()
     for n, seed in enumerate(s for s in seeds if s not in done):
         try:

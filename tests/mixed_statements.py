@@ -1,8 +1,8 @@
-"""Statements of random programs in which kinds of states are mixed: the rules of what may stand where.
+"""Statements of random programs that mix kinds of states, with the rules for their places.
 
-Values stay of order one and states decay, so that rounding is not amplified. What examples of a map share is written alike by
-construction: every variable and state has the set of maps over which it varies, and a state takes what varies over the maps that
-it is mapped over itself.
+Values stay of order one and states decay, so that rounding is not amplified. Examples of a map write equal values to shared states by
+construction: every variable and state has the set of maps that it varies over, and a state takes only values that vary over the maps that
+it is mapped over.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """What may stand at a place of a program.
+    """The rules for statements at one place of a program.
 
     Attributes:
-        names: variables: name, shape, the maps over which it varies.
+        names: variables: name, shape, the maps that it varies over.
         views: the states.
-        maps: the maps around.
+        maps: the enclosing maps.
         varying: the maps whose examples may take different branches here.
-        once: whether the Python here runs once for one run of what is around.
+        once: whether the Python here runs once for one run of the enclosing code.
         typed: whether states keep their types: in loops and branches.
-        flags: whether Python may look at what changes between calls.
+        flags: whether Python may branch on values that change between calls.
         raises: whether it may raise.
-        reverse: how many reverse-mode derivatives are around.
-        foreign: whether a transform of brainstate's is around.
-        sharded: whether a `shard_map` is around.
-        kept: places of states that statements further out go on to use: no other state is put there, and none is deleted.
+        reverse: number of enclosing reverse-mode derivatives.
+        foreign: whether it is inside a transform of brainstate.
+        sharded: whether it is inside a `shard_map`.
+        kept: places of states that enclosing statements still use: these are neither replaced nor deleted.
     """
 
     depth: int
@@ -97,7 +97,7 @@ class Scope:
 
 
 FOREIGN = frozenset("pure bs_jit bs_for_loop bs_cond".split())
-"""Calls in which nothing is raised: what is around them undoes nothing."""
+"""Calls that do not raise: enclosing calls undo nothing."""
 
 
 class Statements:
@@ -284,7 +284,7 @@ class Statements:
                 return [Write(cell, Expr((), self.pick(("'hot'", "'cold'"))))]
             case "tree":
                 return self.pick(
-                    (  # nnx hands out copies of containers, and brainstate's transforms lose what is changed in place
+                    (  # nnx returns copies of containers, and brainstate's transforms lose in-place changes
                         [Do("{cell}['a'] = {0}", cell, [e(vector)])],
                         [
                             Do("{cell}['n'] += 1", cell),
@@ -394,7 +394,7 @@ class Statements:
         return [Try(name, shape, fallback, body, expr, error, handler)], scope.with_name(name, shape, scope.maps)
 
     def let_fail(self, body: list[Statement]) -> None:
-        """Let a function in these statements raise in the end, after what it has written."""
+        """Let a function in these statements raise at its end, after its writes."""
         funs = [f for s in walk(body) if isinstance(s, Call) and s.kind not in FOREIGN for f in s.funs]
         inside = {id(f) for s in walk(body) if isinstance(s, Call) and s.kind in FOREIGN for f in inner_functions(s)}
         funs = [f for f in funs if id(f) not in inside]
@@ -404,7 +404,7 @@ class Statements:
     # -- functions --
 
     def fun(self, scope: Scope, params: Sequence[tuple[Shape, Maps]], results: Sequence[Shape], runs: int = 1) -> Fun:
-        """A function of these parameters; `scope` is that of its body without them."""
+        """A function of these parameters; `scope` is its body's scope without them."""
         names = [(self.fresh("x"), shape, maps) for shape, maps in params]
         for name, shape, maps in names:
             scope = scope.with_name(name, shape, maps)

@@ -1,11 +1,11 @@
-"""Programs in which kinds of states are mixed: their syntax, their text, and how they are made smaller.
+"""Programs that mix kinds of states: their syntax, their text, and their reduction.
 
-A program is a tree of dataclasses that prints as Python. The text is what runs: once with statetx's transforms and states of
-several libraries, once with `mixed_reference`'s, where every state is a cell with a `value`. So what a failure prints can be read,
+A program is a tree of dataclasses that prints as Python. The text runs twice: with statetx's transforms and states of
+several libraries, and with `mixed_reference`'s, where every state is a cell with a `value`. So a printed failure can be read,
 and run by itself.
 
-An expression knows its shape, and every local variable has a name of its own: whatever statement is taken out, `repair` puts a
-number where its variable stood.
+An expression knows its shape, and every local variable has a unique name: when a statement is removed, `repair` puts a
+number in place of its variable.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ INITIAL = {
     "key": "jax.random.key(5)",
     "rng": "7",
 }
-"""What a state of each sort holds at first."""
+"""The initial value of a state of each sort."""
 
 SHAPES: dict[str, Shape] = {
     "scalar": (),
@@ -62,7 +62,7 @@ IN_REFS = frozenset({"scalar", "vector", "matrix", "int", "flag", "key"})
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A state: where it is, ``m.w`` or ``m.bag['w']``, of which library and class, and what sort of value it holds."""
+    """A state: its place, ``m.w`` or ``m.bag['w']``, its library and class, and the sort of its value."""
 
     place: str
     kind: str
@@ -170,7 +170,7 @@ class Make:
 
 @dataclasses.dataclass
 class If:
-    """A branch of Python's on what a program can look at."""
+    """A Python branch on a concrete value."""
 
     test: str
     body: list[Any]
@@ -198,13 +198,13 @@ class Try:
 
 @dataclasses.dataclass
 class Fun:
-    """A function. `results` are what it returns: one expression, or a tuple of them."""
+    """A function. `results` is its return value: one expression, or a tuple of them."""
 
     name: str
     params: list[tuple[str, Shape]]
     body: list[Any]
     results: list[Expr]
-    runs: int = 1  # how often its Python may run for one run of what is around it
+    runs: int = 1  # how often its Python may run for one run of the enclosing code
     style: str = "closure"  # or "argument": the model is its first argument, or "method"
     model: str = "m"
 
@@ -243,7 +243,7 @@ def model_argument(fun: Fun) -> str:
 
 @dataclasses.dataclass
 class Turn:
-    """What the program's user does: calls `main`, or sets a flag of a model."""
+    """An action of the program's user: call `main`, or set a flag of a model."""
 
     x: Expr | None
     line: str = ""
@@ -314,7 +314,7 @@ def function_lines(fun: Fun, world: str) -> Iterator[str]:
 
 
 def source(program: Program, world: str) -> str:
-    """``build(...)`` makes the models; ``program(m, k)`` gives `main` as it is called."""
+    """``build(...)`` makes the models; ``program(m, k)`` gives `main` ready to be called."""
     lines = ["def build():", "    m, k = Model(), Model()"]
     lines += [f"    {c.place} = {c.made(world)}" for c in program.cells]
     lines += [f"    {new} = {old}" for new, old in program.aliases]
@@ -348,7 +348,7 @@ def walk(body: list[Statement]) -> Iterator[Statement]:
 
 
 def walk_here(body: list[Statement]) -> Iterator[Statement]:
-    """As `walk`, without what stands in functions."""
+    """Like `walk`, without the bodies of functions."""
     for s in body:
         yield s
         for inner in [] if isinstance(s, Call) else blocks(s):
@@ -370,7 +370,7 @@ def statements(program: Program) -> Iterator[Statement]:
 
 
 def repair(program: Program) -> Program:
-    """Put numbers where variables stand that are not there any more."""
+    """Replace variables that are not defined any more by numbers."""
     helpers = {f.name for f in program.helpers}
     for fun in program.helpers:
         _repair_fun(fun, set())

@@ -1,4 +1,4 @@
-"""Pages whose code runs: ``python tests/pages.py docs/rematerialisation.md`` writes what their ``pycon`` blocks print anew.
+"""Pages whose code runs: ``python tests/pages.py docs/rematerialisation.md`` rewrites the outputs of their ``pycon`` blocks.
 
 The ``python`` and ``pycon`` blocks of a page share one scope, in order. A block that cannot run says why, in a comment on the
 line above it: ``<!-- not run: needs two hosts -->``.
@@ -22,8 +22,8 @@ BLOCK = re.compile(
 
 
 def fill(text: str, name: str = "page.py") -> str:
-    """Run the blocks of a page, one after the other, and put in what the ``pycon`` blocks print."""
-    module = types.ModuleType("__main__")  # its own, so that what one page defines no other sees
+    """Run the blocks of a page, one after the other, and insert the outputs of the ``pycon`` blocks."""
+    module = types.ModuleType("__main__")  # its own, so that pages do not share definitions
 
     def run(block: re.Match) -> str:
         code = textwrap.dedent(block["code"])

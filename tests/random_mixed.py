@@ -1,4 +1,4 @@
-"""Run a program of `mixed_generator` under statetx and by `mixed_reference`, compare all there is, and reduce what differs."""
+"""Run a program of `mixed_generator` under statetx and by `mixed_reference`, compare everything, and reduce programs that differ."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOLERANCE = 2e-4  # float32; values are of order one, so that a wrong term shows
 
 
 class Boom(Exception):
-    """What programs raise."""
+    """The exception that programs raise."""
 
 
 class Halt(BaseException):
@@ -215,12 +215,12 @@ def run_pure(fun: Callable, *args: Any) -> Any:
     return out
 
 
-# -- what a run leaves -----------------------------------------------------------------------------------------
+# -- outcome of a run ------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class Record:
-    """Results of the turns, what the models hold at the end, and how often each function was run."""
+    """Results of the turns, final values of the models, and the number of runs of each function."""
 
     outs: list[Any]
     models: dict[str, Any]
@@ -231,7 +231,7 @@ class Record:
 
 NO_VALUE = (StateAccessError, brainstate.TraceContextError)
 ERRORS = (Boom, Halt, KeyError, statetx.StatetxError, *NO_VALUE)
-"""What a program may raise by its nature."""
+"""Exceptions that a program may raise by its nature."""
 
 
 def run(program: Program, world: World, between: Callable[[], None] = lambda: None) -> Record:
@@ -305,7 +305,7 @@ class Gone:
 
 
 def difference(actual: Record, wanted: Record) -> str:
-    """The first thing in which two runs differ, empty if there is none."""
+    """The first difference between two runs, empty if there is none."""
     for i, (a, b) in enumerate(zip(actual.outs, wanted.outs, strict=True)):
         found = tree_difference(a, b, weak=False)
         if found:
@@ -380,7 +380,7 @@ def too_many_runs(program: Program, ticks: dict[str, int], stagings: int) -> str
 
 
 def check(program: Program) -> str:
-    """What is wrong with a program's run, empty if nothing is."""
+    """The failure of a program's run, empty if there is none."""
     with strict_warnings():
         try:
             wanted = run(program, Plain())
@@ -398,7 +398,9 @@ def strict_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", statetx.PolicyWarning)  # policies are drawn without a look at the function
-        warnings.simplefilter("ignore", statetx.StagingWarning)  # states are made without a look at what keeps them
+        warnings.simplefilter(
+            "ignore", statetx.StagingWarning
+        )  # states are created whether or not anything references them
         yield
 
 

@@ -8,8 +8,8 @@ nothing else, so that a mistake would have to be made twice.
 Values stay of order one (sums are means, writes decay or pass a tanh), so that rounding is not amplified and a tolerance
 of 1e-9 tells a wrong term from a fused product.
 
-What the reference takes as the meaning of a program:
-- A call of a transform that raises leaves every state as it was before the call, also if the exception is caught
+The semantics of the reference:
+- A call of a transform that raises leaves every state unchanged, also if the exception is caught
   inside another transform. The statements of an untransformed function before the exception stay done. `remat`
   counts as a transform where something is being traced, and as nothing at all where nothing is.
 - Both branches of a cond are traced: an exception in the one not taken is raised too.
@@ -33,7 +33,7 @@ SIZE = 3  # of every vector, map and scan
 
 # -- syntax ----------------------------------------------------------------------------------------------------
 
-# Names of states, and what they stand for. Two names may stand for one object.
+# Names of states and their objects. Two names may refer to one object.
 OBJECTS = {"s": "s", "v": "v", "m": "m", "u": "u", "n": "n", "i": "i", "f": "f", "s_too": "s", "v_too": "v"}
 SHAPES = {"s": (), "v": (SIZE,), "m": (SIZE, SIZE), "u": (SIZE,)}
 FLOATS = ("s", "v", "m", "u", "f")  # objects that a derivative may be taken with respect to
@@ -83,7 +83,7 @@ class Let:
 
 @dataclasses.dataclass(frozen=True)
 class Write:
-    """``state = expr``; `shape` is the state's where the statement stands. `raw`: the constant is written as it is."""
+    """``state = expr``; `shape` is the state's at the statement. `raw`: the constant is written unchanged."""
 
     name: str
     shape: tuple[int, ...]
@@ -149,7 +149,7 @@ class Call:
 
 
 class Boom(Exception):
-    """What programs raise."""
+    """The exception that programs raise."""
 
 
 # -- the generator ---------------------------------------------------------------------------------------------
@@ -157,10 +157,10 @@ class Boom(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Scope:
-    """What may stand at a place of a program.
+    """The rules for statements at one place of a program.
 
-    `free`: objects that may be given any value here. `constant`: those that may be given a value that is the same in
-    all examples of a vmap around; nothing may where a branch taken by some of the examples stands in between.
+    `free`: objects that accept any value here. `constant`: objects that accept only a value that is the same in
+    all examples of an enclosing vmap; none does inside a branch taken by some of the examples only.
     """
 
     depth: int
@@ -255,7 +255,7 @@ def _call(draw: Any, scope: _Scope, budget: _Budget) -> Call:
     inner = dataclasses.replace(scope, depth=scope.depth - 1, num_locals=scope.num_locals + 1)
     if kind == "remat":
         return Call(kind, _block(draw, inner, budget), arg, caught)
-    if kind == "jit":  # it remembers what it closed over, by contract: it sees its argument alone
+    if kind == "jit":  # it remembers its closure, by contract: it sees its argument alone
         return Call(kind, _block(draw, dataclasses.replace(inner, num_locals=1), budget), arg, caught)
     if kind in ("grad", "vjp"):
         wrt = draw(st.lists(st.sampled_from(FLOATS), unique=True, max_size=2))
@@ -689,7 +689,7 @@ def run_vmap(call: Call, x: jax.Array, env: Env, temps: tuple, traced: bool) -> 
         outs.append(reshape(run_block(call.block, example, (*temps, xs[at]), traced=True), ()))
         examples.append(example)
     last, before = examples[-1], dict(env)
-    env.update(last)  # what is not mapped is the same in all
+    env.update(last)  # unmapped values are the same in all
     for name in call.mapped:
         shape = before[name].shape[1:]
         env[name] = jnp.stack([jnp.broadcast_to(example[name], shape) for example in examples])

@@ -73,13 +73,13 @@ def test_make_jaxpr_refuses_a_state_that_outlives_it():
         statetx.make_jaxpr(lambda x: made.append(statetx.State(x)))(X)
 
 
-def test_eval_shape_passes_what_is_no_array():
+def test_eval_shape_returns_objects_without_arrays_unchanged():
     cell = Cell()
     assert statetx.eval_shape(lambda x: (cell(x), "train"), X) == (jax.ShapeDtypeStruct((3,), "float32"), "train")
     assert cell.runs == 1 and int(cell.count.value["n"]) == 0
 
 
-def test_eval_shape_of_a_constructor_gives_a_model_of_types():
+def test_eval_shape_of_a_constructor_returns_a_model_of_types():
     class Native:
         def __init__(self, width):
             self.w = statetx.Param(jnp.ones((2, width)))
@@ -96,7 +96,7 @@ def test_eval_shape_of_a_constructor_gives_a_model_of_types():
     assert value["m"].shape == (3,) and value["step"].dtype == jnp.int32
 
 
-def test_make_jaxpr_takes_static_arguments_and_gives_types():
+def test_make_jaxpr_accepts_static_arguments_and_returns_types():
     s = statetx.State(jnp.ones(2))
 
     def f(n, x):

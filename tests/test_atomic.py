@@ -1,4 +1,4 @@
-"""A call is atomic: what it wrote before it failed is undone, for every kind of state, in eager code too."""
+"""A call is atomic: the writes of a failed call are undone, for every kind of state, in eager code too."""
 
 import brainstate
 import jax
@@ -39,7 +39,7 @@ HOW_CALLED = {
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("how", HOW_CALLED)
 @pytest.mark.parametrize("caught", [False, True])
-def test_call_that_fails_is_undone(make, how, caught):
+def test_failed_call_is_undone(make, how, caught):
     n, other = make(jnp.float32(1.0)), make(jnp.float32(1.0))
 
     @statetx.remat
@@ -67,11 +67,11 @@ def test_call_that_fails_is_undone(make, how, caught):
     else:
         with pytest.raises(ZeroDivisionError):
             HOW_CALLED[how](f)(1.0)
-    undone = not caught and how != "eager"  # in eager code f itself is no transformed call
+    undone = not caught and how != "eager"  # in eager code f itself is not a transformed call
     assert float(n.value) == 1.0 and float(other.value) == (1.0 if undone else 2.0)
 
 
-def test_call_that_fails_under_disable_jit_is_undone():
+def test_failed_call_under_disable_jit_is_undone():
     n = statetx.State(0)
 
     @statetx.jit
@@ -85,7 +85,7 @@ def test_call_that_fails_under_disable_jit_is_undone():
 
 
 @pytest.mark.parametrize("how", HOW_CALLED)
-def test_containers_and_arrays_changed_in_place_by_a_call_that_fails(how):
+def test_in_place_changes_of_a_failed_call_are_undone(how):
     tree, array = statetx.State({"a": [1.0]}), statetx.State(np.zeros(2, np.float32))
 
     @statetx.remat
@@ -100,7 +100,7 @@ def test_containers_and_arrays_changed_in_place_by_a_call_that_fails(how):
     assert tree.value == {"a": [1.0]} and array.value.tolist() == [0.0, 0.0]
 
 
-def test_array_changed_in_place_by_a_call_that_returns():
+def test_in_place_changes_of_an_array_survive_the_call():
     array = statetx.State(np.zeros(2))
     raw = array.value
 
@@ -117,11 +117,11 @@ def test_array_changed_in_place_by_a_call_that_returns():
     frozen.value.flags.writeable = False
     seen = []
     statetx.grad(lambda x: seen.append(frozen.value) or x)(1.0)
-    assert seen[0] is frozen.value  # what cannot be changed is not copied
+    assert seen[0] is frozen.value  # immutable values are not copied
 
 
 @pytest.mark.parametrize("how", ["eager", "grad"])
-def test_states_that_hold_one_container_see_each_others_changes(how):
+def test_states_sharing_a_container_see_each_others_changes(how):
     def program(transform):
         shared = {"x": 1.0}
         a, b = statetx.State(shared), statetx.State(shared)
@@ -135,7 +135,7 @@ def test_states_that_hold_one_container_see_each_others_changes(how):
     assert program(lambda f: HOW_CALLED[how](statetx.remat(f))) == program(lambda f: f) == (5.0, 5.0, 5.0)
 
 
-def test_container_that_two_states_hold_cannot_be_changed_in_place_in_a_program():
+def test_in_place_change_of_a_shared_container_in_a_program_raises():
     shared = {"x": 1.0}
     a, b = statetx.State(shared), statetx.State(shared)
 

@@ -116,7 +116,7 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize(
     "program", [p if n % 4 == 1 else pytest.param(p, marks=pytest.mark.slow) for n, p in enumerate(PROGRAMS)]
 )
-def test_rematerialised_method_equals_the_plain_one(program, fit):
+def test_rematerialised_method_equals_the_plain_method(program, fit):
     expected, actual = run(program, False, fit), run(program, True, fit)
     jax.tree.map(assert_same, actual, expected)
     calls = actual[1]["calls"]
@@ -190,7 +190,7 @@ def test_values_with_units():
     assert v.value is kept and before is not kept
 
 
-def test_hooks_fire_once_and_their_change_is_made_once():
+def test_hooks_fire_once_and_apply_their_change_once():
     for wrap in (lambda f: f, lambda f: statetx.grad(statetx.remat(f)), statetx.grad, statetx.jit):
         s = brainstate.ShortTermState(jnp.asarray(1.0))
         fired = []
@@ -243,7 +243,7 @@ def test_states_intact_after_an_exception():
     assert not observe.context.state_stack and not observe.context.new_state_catcher
 
 
-def test_state_created_inside_and_kept():
+def test_created_state_stays_after_the_call():
     class Lazy(nn.Module):
         def __call__(self, x):
             if not hasattr(self, "n"):
@@ -322,7 +322,7 @@ def test_private_names_relied_upon():
         _ = s.value
 
 
-def test_values_are_read_and_written_through_the_methods_that_are_guarded(monkeypatch):
+def test_values_are_read_and_written_only_through_guarded_methods(monkeypatch):
     s, calls = brainstate.ShortTermState(1.0), []
     for name in ("_read_value", "_write_value", "restore_value"):
         method = getattr(brainstate.State, name)
@@ -421,7 +421,7 @@ def test_native_states_beside_brainstate_gradients():
     assert int(m.n.value) == int(net.calls.value) == 2
 
 
-def test_native_states_are_intact_after_a_failure_under_brainstate():
+def test_native_states_intact_after_an_exception_under_brainstate():
     m = Native()
     before = m.h.value
 
@@ -436,7 +436,7 @@ def test_native_states_are_intact_after_a_failure_under_brainstate():
         np.testing.assert_array_equal(before, m.h.value)
 
 
-def test_native_state_kept_from_a_brainstate_trace_says_so():
+def test_leaked_native_state_of_a_brainstate_trace_raises():
     kept = []
     brainstate.transform.jit(lambda x: kept.append(statetx.State(x)) or x)(jnp.ones(3))
     with pytest.raises(statetx.StateAccessError, match="created inside a transform of brainstate"):
@@ -606,7 +606,7 @@ def test_native_states_under_brainstates_derivatives(program, remat):
         np.testing.assert_array_equal(m.w.value, w)
 
 
-def test_native_states_are_intact_after_a_failure_under_brainstates_derivatives_and_maps():
+def test_native_states_intact_after_an_exception_under_brainstates_derivatives_and_maps():
     m = Mixed()
     before = m.values()
 
@@ -670,7 +670,7 @@ def test_native_states_under_brainstates_vmap(vmap, around):
 
 
 @pytest.mark.parametrize("vmap", MAPS)
-def test_states_declared_to_brainstates_vmap_and_only_read(vmap):
+def test_declared_states_only_read_under_brainstates_vmap(vmap):
     q, b = statetx.State(XS * 10), brainstate.ShortTermState(XS * 3)
     out = MAPS[vmap](lambda x: q.value * x + b.value, in_states=[q, b])(XS)
     close(out, XS * 10 * XS + XS * 3)  # each example has its own slice
@@ -692,7 +692,7 @@ def test_native_random_state_is_split_by_brainstates_vmap(vmap, around):
 
 
 @pytest.mark.parametrize("vmap", MAPS)
-def test_derivatives_and_maps_of_brainstate_in_each_other(vmap):
+def test_nested_derivatives_and_maps_of_brainstate(vmap):
     vmap = MAPS[vmap]
     w, n = statetx.Param(jnp.float32(2)), statetx.State(jnp.float32(1))
     v = brainstate.ParamState(jnp.float32(3))
@@ -725,7 +725,7 @@ def test_derivatives_and_maps_of_brainstate_in_each_other(vmap):
             assert not any(isinstance(s.value, jax.core.Tracer) for s in (w, n, v)) and n._owner is None
 
 
-def test_write_that_differs_between_the_examples_of_brainstates_vmap():
+def test_batched_write_under_brainstates_vmap_needs_declaration():
     total = statetx.State(jnp.float32(0), name="total")
 
     def f(x):
@@ -739,7 +739,7 @@ def test_write_that_differs_between_the_examples_of_brainstates_vmap():
         assert float(total.value) == 0.0 and total._owner is None
 
 
-def test_native_state_that_outlives_the_brainstate_transform_it_was_made_in():
+def test_native_state_outliving_its_brainstate_transform():
     kept = []
 
     @T.jit
@@ -873,13 +873,13 @@ def test_every_kind_of_state_under_statetx(state, program):
 
 
 @pytest.mark.parametrize("state", BY_NAME_ONLY)
-def test_states_that_differ_by_name_only(state):
+def test_states_differing_only_by_name(state):
     test_every_kind_of_state_under_statetx(state, "jit(grad(scan(remat)))")
 
 
 @pytest.mark.parametrize("program", UNDER)
 @pytest.mark.parametrize("where", ["kept", "dropped"])
-def test_state_made_in_the_call_under_statetx(where, program):
+def test_created_state_under_statetx(where, program):
     transform, times = UNDER[program]
     total, kept = brainstate.ShortTermState(jnp.zeros(())), []
 
@@ -951,7 +951,7 @@ def test_hooks_of_every_sort_under_statetx(program):
     assert fired == {"read": len(runs) + 1, "write_after": len(runs), "write_before": len(runs)}
 
 
-def test_gradients_of_a_flatted_dict_come_in_a_plain_dict():
+def test_gradients_of_a_flatted_dict_are_a_plain_dict():
     """As brainstate gives them: programs add them to dicts of zeros, the values of the same states."""
     net = fresh()
     weights = net.states(brainstate.ParamState)
@@ -973,7 +973,7 @@ def test_gradients_of_a_flatted_dict_come_in_a_plain_dict():
 
 @pytest.mark.parametrize("make", [statetx.State, brainstate.State])
 @pytest.mark.parametrize("writes", [False, True])
-def test_a_state_made_in_an_eager_call_is_used_in_a_transform_of_brainstate(writes, make):
+def test_state_created_in_an_eager_call_works_in_a_brainstate_transform(writes, make):
     kept = []
 
     @statetx.remat

@@ -1,4 +1,4 @@
-"""What loops and branches carry: weak types are promoted as in `jax.lax`, whether in the carry or in a state, or drift."""
+"""Carries of loops and outputs of branches: weak types are promoted as in `jax.lax`, in carries and states; others drift."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Log(NamedTuple):
     count: jax.Array
 
 
-# Name: first value, and what a step makes of it and an element of `XS`.
+# Name: first value, and the step's update from it and an element of `XS`.
 UPDATES = {
     "number": (0.0, lambda v, x: v + x.sum()),
     "weak array": (jnp.full((3,), 0.0), lambda v, x: 0.9 * v + x),
@@ -85,7 +85,7 @@ def types(tree):
 
 
 def settled(f, init):
-    """The first value with the types on which `jax.lax` settles, which stops after two rounds."""
+    """The first value with the final types of the promotion; `jax.lax` stops after two rounds."""
     for _ in range(4):
         out = jax.eval_shape(f, init, XS[0])
         init = jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype) if jnp.result_type(a) != b.dtype else a, init, out)
@@ -101,7 +101,7 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize("num_steps", [4, 0])
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_weak_state_is_promoted_as_a_carry_of_jax(loop, update, num_steps):
+def test_weak_state_is_promoted_like_a_carry_of_jax(loop, update, num_steps):
     run, by_hand = LOOPS[loop]
     init, f = UPDATES[update]
     state = statetx.State(init)
@@ -134,7 +134,7 @@ def test_every_kind_of_state_is_promoted(name, update, loop):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_ref_of_weak_type_keeps_its_type(loop):
+def test_weakly_typed_ref_is_not_promoted(loop):
     (run, by_hand), (init, f) = LOOPS[loop], UPDATES["weak array"]
     ref = jax.new_ref(init)
     run(lambda x: ref.__setitem__(..., f(ref[...], x)), 4)
@@ -154,7 +154,7 @@ STRATEGIES = [
 
 @pytest.mark.parametrize("strategy", [None, *STRATEGIES], ids=repr)
 def test_gradients_through_promoted_states(strategy):
-    """The loss is not linear in what the step reads, so that no gradient is constant."""
+    """The loss is not linear in the values read, so no gradient is constant."""
     init, f = 0, lambda v, x: jnp.tanh(v + x).sum() + v * 0.5
 
     def loss(xs):
@@ -188,7 +188,7 @@ def test_gradient_with_respect_to_a_promoted_state():
 
 
 @pytest.mark.parametrize("slots", [None, 2])
-def test_a_promoted_state_in_a_while_loop_and_its_condition(slots):
+def test_promoted_state_in_while_loop_condition_and_body(slots):
     total = statetx.State(0)
     seen = []
 
@@ -205,7 +205,7 @@ def test_a_promoted_state_in_a_while_loop_and_its_condition(slots):
     assert set(seen) == {jnp.dtype("float32")}
 
 
-def test_a_promoted_state_under_vmap():
+def test_promoted_state_under_vmap():
     state = statetx.State(jnp.full((2,), 0))
     batch = jnp.stack([XS, 2 * XS])
 
@@ -217,7 +217,7 @@ def test_a_promoted_state_under_vmap():
     assert state.value.dtype == jnp.float32 and not state.value.weak_type
 
 
-def test_states_along_an_axis_may_be_written_with_any_type():
+def test_split_states_accept_writes_of_any_dtype():
     layers = statetx.State(jnp.full((4, 3), 0))
     statetx.scan(lambda c, x: (c, setattr(layers, "value", layers.value + x)), None, XS, states={"layers": 0})
     assert_same(layers.value, XS)
@@ -229,7 +229,7 @@ def test_states_along_an_axis_may_be_written_with_any_type():
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_the_body_is_run_again_only_for_another_dtype(update):
+def test_body_is_retraced_only_for_another_dtype(update):
     init, f = UPDATES[update]
     state = statetx.State(init)
     most = {
@@ -246,7 +246,7 @@ def test_the_body_is_run_again_only_for_another_dtype(update):
         assert step.runs == expected
 
 
-def test_the_body_of_an_inner_loop_is_run_once_more_for_each_loop_around_it():
+def test_inner_body_is_retraced_once_per_enclosing_loop():
     """Not twice as often for each, as where every loop around stages both types."""
     state = statetx.State(0)
     step = Counted(lambda c, x: (c, setattr(state, "value", state.value + x.sum())))
@@ -262,7 +262,7 @@ def test_the_body_of_an_inner_loop_is_run_once_more_for_each_loop_around_it():
 
 
 @pytest.mark.parametrize(("init", "runs"), [(0.0, [1, 0, 0]), (0, [2, 1, 0])])
-def test_a_jitted_loop_is_staged_again_for_another_dtype_only(init, runs):
+def test_jitted_loop_is_restaged_only_for_another_dtype(init, runs):
     state = statetx.State(init)
     step = Counted(lambda c, x: (c, setattr(state, "value", state.value + x.sum())))
     f = statetx.jit(lambda xs: statetx.scan(step, None, xs)[1])
@@ -293,7 +293,7 @@ BRANCHES = {
 @pytest.mark.parametrize("name", ["statetx", "brainstate", "nnx"])
 @pytest.mark.parametrize("pred", [True, False])
 @pytest.mark.parametrize("case", BRANCHES)
-def test_branches_leave_what_those_of_jax_return(case, pred, name):
+def test_branches_promote_states_like_jax_outputs(case, pred, name):
     (make, get, set), (init, f, g) = KINDS[name], BRANCHES[case]
 
     def left_by(branch):
@@ -311,7 +311,7 @@ def test_branches_leave_what_those_of_jax_return(case, pred, name):
 
 @pytest.mark.parametrize("pred", [True, False])
 @pytest.mark.parametrize("wrap", [lambda f: f, statetx.jit, statetx.remat], ids=["eager", "jit", "remat"])
-def test_branches_promote_a_number_to_what_one_of_them_writes(wrap, pred):
+def test_branches_promote_a_python_number_to_the_written_dtype(wrap, pred):
     state = statetx.State(Log(0, 0))
 
     def write(x):
@@ -327,7 +327,7 @@ def test_branches_promote_a_number_to_what_one_of_them_writes(wrap, pred):
     assert state.value.count.dtype == jnp.int32
 
 
-def test_a_flag_that_a_branch_writes_can_be_branched_on():
+def test_written_flag_is_a_valid_predicate():
     first = statetx.State(True)
 
     def step(x):
@@ -368,7 +368,7 @@ DRIFTS = {
 
 
 @pytest.mark.parametrize("drift", DRIFTS)
-def test_drift_names_the_leaf_and_the_line(drift):
+def test_drift_error_names_leaf_and_line(drift):
     init, f, message = DRIFTS[drift]
     log = statetx.State(init)
 
@@ -391,7 +391,7 @@ def test_drift_names_the_leaf_and_the_line(drift):
         assert log.value is init
 
 
-def test_branches_that_leave_different_types():
+def test_branches_writing_different_types_raise():
     log = statetx.State(Log(0.0, jnp.zeros(3)))
     write = lambda v: lambda: setattr(log, "value", log.value._replace(count=v))  # noqa: E731
     with pytest.raises(
@@ -404,7 +404,7 @@ def test_branches_that_leave_different_types():
         statetx.cond(jnp.asarray(True), write((1.0, 2.0)), write([1.0, 2.0]))
 
 
-def test_a_number_is_promoted_where_promotion_is_strict():
+def test_python_number_under_strict_promotion():
     state = statetx.State(0)
     with jax.numpy_dtype_promotion("strict"):
         statetx.scan(lambda c, x: (c, setattr(state, "value", x.sum())), None, XS)
@@ -472,11 +472,11 @@ def run_program(library, program):
 
 
 @pytest.mark.parametrize("program", ["for_loop", "scan", "loop in loop"])
-def test_programs_of_brainstate_leave_the_same(program):
+def test_brainstate_programs_agree(program):
     assert_same(run_program("statetx", program), run_program("brainstate", program))
 
 
-def test_a_branch_in_a_loop_promotes_more_than_brainstate_does():
+def test_branch_in_loop_promotes_more_than_brainstate():
     with pytest.raises(TypeError, match="equal output types"):
         run_program("brainstate", "cond")
     _, v, spikes, refractory = run_program("statetx", "cond")

@@ -1,4 +1,4 @@
-"""Loops that store less: the same numbers in every order and mode of differentiation, and no run of the body too many."""
+"""Checkpointed loops: equal results in every order and mode of differentiation, and no superfluous run of the body."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ def fewest_runs_ahead(length, slots):
     return min(m + fewest_runs_ahead(m, slots) + fewest_runs_ahead(length - m, slots - 1) for m in range(1, length))
 
 
-def test_the_optimum_is_that_of_trying_everything():
+def test_num_evaluations_equals_brute_force():
     for n, c in itertools.product(range(1, 41), range(1, 43)):
         assert schedule.num_evaluations(n, c) == fewest_runs_ahead(n + 1, c) + n
 
@@ -62,7 +62,7 @@ def count_evaluations(slots, longest):
         is_right, runs = reversal.reverse_blocks(
             length, plan, stored, True, lambda i, j, carry: [j], lambda i, carry, result: result & (carry[0] == i)
         )
-        return is_right, length + runs + length  # the forward sweep, what is run ahead, what is differentiated
+        return is_right, length + runs + length  # the forward sweep, steps run ahead, steps differentiated
 
     for length in range(max(1, slots - 1), longest + 1):
         plan = reversal.Filled.by_schedule(length, slots)
@@ -77,13 +77,13 @@ def check_counts(slots, longest=200):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5, 50])
-def test_the_body_runs_as_often_as_is_least(slots):
+def test_schedule_has_fewest_evaluations(slots):
     check_counts(slots)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", range(1, 202))
-def test_the_body_runs_as_often_as_is_least_for_all(slots):
+def test_schedule_has_fewest_evaluations_exhaustive(slots):
     check_counts(slots)
 
 
@@ -91,12 +91,12 @@ def test_the_body_runs_as_often_as_is_least_for_all(slots):
     ("length", "slots", "runs_a_step"),
     [(1000, 5, 7.29), (1000, 10, 4.64), (1000, 20, 3.75), (1000, 50, 2.95), (10**6, 20, 7.82), (10**6, 1500, 3.00)],
 )
-def test_known_optima(length, slots, runs_a_step):
+def test_schedule_known_optima(length, slots, runs_a_step):
     assert round(schedule.num_evaluations(length, slots) / length, 2) == runs_a_step
 
 
 @pytest.mark.parametrize(("length", "slots"), [(4099, 7), (65_537, 20), (999_983, 20), (10**6, 100)])
-def test_the_body_runs_as_often_as_is_least_in_long_loops(length, slots):
+def test_schedule_has_fewest_evaluations_in_long_loops(length, slots):
     plan = reversal.Filled.by_schedule(length, slots)
 
     @jax.jit
@@ -129,7 +129,7 @@ def runs_of_the_body(length, checkpoint):
 
 
 @pytest.mark.parametrize(("length", "slots"), [(2, 1), (7, 1), (12, 2), (23, 3), (23, 5), (40, 40), (40, 60)])
-def test_runs_of_a_whole_gradient(length, slots):
+def test_gradient_runs_the_body_num_evaluations_times(length, slots):
     # A slot for every state there is saves no more.
     assert runs_of_the_body(length, Slots(slots)) == schedule.num_evaluations(length, min(slots, length))
 
@@ -167,9 +167,9 @@ def compiled_gradient(length, slots):
     return jax.jit(gradient).lower(*types, leading(64), (types[1], leading(1))).compile()
 
 
-def test_memory_is_that_of_the_slots_whatever_the_length():
+def test_memory_depends_on_slots_not_on_length():
     carry, step = 64 * 4, 8 * 64 * 4
-    weights = 3 * 64 * 64 * 4  # their gradient, what a step adds to it, and one more
+    weights = 3 * 64 * 64 * 4  # their gradient, the increment of a step, and one more
     sizes = []
     for slots in (4, 32):
         for length in (256, 4096, 65_536, 10**6):
@@ -182,7 +182,7 @@ def test_memory_is_that_of_the_slots_whatever_the_length():
 
 
 @pytest.mark.parametrize("times", [2.5, 4, 20, 100])
-def test_a_budget_is_kept_by_the_compiled_program(times):
+def test_compiled_program_stays_within_budget(times):
     def fitted(budget):
         def run(w, h, xs):
             return statetx.scan(lambda h, x: ((h := jnp.tanh(h @ w + x)), h.sum()), h, xs, checkpoint=budget)
@@ -264,7 +264,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("strategy, mode", PAIRS)
-def test_same_numbers(strategy, mode):
+def test_strategies_agree_with_the_plain_loop(strategy, mode):
     f, args = program(13)
     actual = MODES[mode](functools.partial(f, strategy), *args)
     expected = without_checkpoint(mode)
@@ -287,7 +287,7 @@ def with_gradient(strategy, layout):
     [Slots(5, block=3), Levels(2), *(pytest.param(s, marks=pytest.mark.slow) for s in (Slots(2), Levels(3), "auto"))],
     ids=repr,
 )
-def test_any_length_and_direction(strategy, layout):
+def test_strategies_agree_for_any_length_and_direction(strategy, layout):
     actual, expected = (with_gradient(s, layout) for s in (strategy, None))
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
@@ -466,7 +466,7 @@ def derivative_of_unrolled(mode, scale):
 
 
 def unrolled_by_count(w, h):
-    """The same computation, of which the number of steps is known."""
+    """The same computation with a known number of steps."""
     count = int(round(float(decay()(w, h)) - float((unrolled_state(w, h) ** 2).sum() * 1e6)))
 
     def f(w, h):
@@ -525,7 +525,7 @@ def test_while_loop_with_states():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_runs_of_a_loop_of_unknown_length():
+def test_while_loop_runs_of_the_body():
     calls = []
 
     def step(val):
@@ -543,12 +543,12 @@ def test_runs_of_a_loop_of_unknown_length():
         assert best <= count(steps, slots) <= (1.3 if slots > 3 else 1.8) * best, (steps, slots)
 
 
-def test_without_slots_a_loop_with_max_steps_has_no_reverse_mode():
+def test_while_loop_with_max_steps_without_slots_has_no_reverse_mode():
     with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
         jax.grad(lambda x: statetx.while_loop(lambda v: v < 10, jnp.exp, x, max_steps=5))(1.0)
 
 
-def test_mistakes_of_while_loop():
+def test_while_loop_mistakes():
     with pytest.raises(statetx.PolicyError, match="cannot be offloaded"):
         statetx.while_loop(lambda x: x < 1, lambda x: x + 1, 0.0, checkpoint=Slots(2, offload=True))
     with pytest.raises(statetx.PolicyError, match=r"(?s)needs a known number of steps.*Slots\(n\)"):
@@ -568,7 +568,7 @@ HOST = [Slots(3, offload=True), Slots(2, block=4, offload=True), Levels(2, offlo
 
 
 @pytest.mark.parametrize("strategy", HOST, ids=repr)
-def test_carries_in_the_hosts_memory(strategy):
+def test_carries_offloaded_to_host(strategy):
     f, args = program(13)
     grad = jax.jit(jax.grad(functools.partial(f, strategy), (0, 1, 2)))
     for a, b in zip(grad(*args), jax.grad(functools.partial(f, None), (0, 1, 2))(*args), strict=True):
@@ -584,7 +584,7 @@ def num_tanh(jaxpr):
     return inside + sum(eqn.primitive.name == "tanh" for eqn in jaxpr.eqns)
 
 
-def test_no_memory_of_the_host(monkeypatch):
+def test_offload_without_host_memory_raises(monkeypatch):
     monkeypatch.setattr("statetx._jax.memory_spaces", lambda: ["device"])
     with pytest.raises(statetx.PolicyError, match="have no 'pinned_host' memory"):
         scan(Slots(2, offload=True))
@@ -597,8 +597,8 @@ def two_products(h, x):
 W2 = jnp.eye(4) * 0.9
 
 
-def test_products_side_by_side_compute_the_same(monkeypatch):
-    """On a CPU the sweep between slots gets company where two large products do not need each other."""
+def test_concurrent_matmuls_leave_gradients_equal(monkeypatch):
+    """On CPUs, the sweep between slots is built so that XLA runs two large independent products concurrently."""
     xs = jnp.ones((50, 3, 4))
 
     def run(checkpoint):
@@ -609,9 +609,9 @@ def test_products_side_by_side_compute_the_same(monkeypatch):
 
     (_, expected), (before, _) = run(None), run(Slots(3))
     monkeypatch.setattr(cpu_concurrency, "_LARGE", 0)
-    statetx._equations.structure.table.clear()
+    statetx.clear_cache()
     after, got = run(Slots(3))
-    statetx._equations.structure.table.clear()
+    statetx.clear_cache()
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     if jax.default_backend() == "cpu":
         assert "i32[8]" in str(after) and "i32[8]" not in str(before)
@@ -628,7 +628,7 @@ def test_products_side_by_side_compute_the_same(monkeypatch):
         (lambda x, y: jnp.sin(x) * y, False),
     ],
 )
-def test_which_bodies_have_products_side_by_side(fun, overlap):
+def test_bodies_with_independent_matmuls_are_detected(fun, overlap):
     large, small = jnp.ones((256, 256)), jnp.ones((16, 16))
     assert cpu_concurrency.has_independent_products(jax.make_jaxpr(fun)(large, large).jaxpr) == overlap
     assert not cpu_concurrency.has_independent_products(jax.make_jaxpr(fun)(small, small).jaxpr)
@@ -655,7 +655,7 @@ def test_progress_bars(strategy, capsys):
     np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
-def test_bars_have_the_name_of_their_own_loop(capsys):
+def test_progress_bars_name_their_own_loop(capsys):
     def first(h, x):
         return h + x, None
 
@@ -669,7 +669,7 @@ def test_bars_have_the_name_of_their_own_loop(capsys):
 
 
 @pytest.mark.parametrize("batch_size", [None, 3])
-def test_map_has_the_schedules_and_bars_of_scan(batch_size, capsys):
+def test_map_accepts_checkpoint_and_progress(batch_size, capsys):
     w = statetx.Param(jnp.array(0.5))
     xs = jnp.linspace(0.1, 1.0, 200)
 
@@ -705,7 +705,7 @@ def test_progress_counts_each_step_once(monkeypatch):
     assert seen == [8]
 
 
-def test_no_progress_costs_nothing():
+def test_progress_off_adds_no_equations():
     text = str(jax.make_jaxpr(lambda: scan(None))())
     assert text == str(jax.make_jaxpr(lambda: scan(None, progress=False))()) and "callback" not in text
     with pytest.raises(ValueError, match="progress=True needs concrete bounds"):
@@ -760,7 +760,7 @@ def on_four_devices():
 
 
 @pytest.mark.slow  # on eight: test_many_devices.py
-def test_on_four_devices():
+def test_sharded_loops_on_four_devices():
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     code = "import test_checkpointed; test_checkpointed.on_four_devices()"
     folder = os.path.dirname(__file__)
@@ -782,7 +782,7 @@ STRICT = {
 
 
 @pytest.mark.parametrize("name", STRICT)
-def test_schedules_under_strict_promotion(name):
+def test_strategies_under_strict_promotion(name):
     w = statetx.Param(jnp.float32(0.5))
     loss = lambda: STRICT[name](lambda c, x: (jnp.tanh(c * w.value) + x, None))  # noqa: E731
     expected = statetx.grad(loss, wrt=w)()
@@ -791,7 +791,7 @@ def test_schedules_under_strict_promotion(name):
         np.testing.assert_array_equal(statetx.jit(statetx.grad(loss, wrt=w))(), expected)
 
 
-# -- what needs no derivative ------------------------------------------------------------------------------------
+# -- carries without a derivative --------------------------------------------------------------------------------
 
 
 def on_the_host(t):
@@ -799,7 +799,7 @@ def on_the_host(t):
 
 
 def damped(c):
-    """The second of three carries moves with what is differentiated; of the first, JAX has no derivative; the third is its own."""
+    """The second of three carries depends on the differentiated input; JAX cannot differentiate the first; the third is independent."""
     t, v, w = c
     return t + on_the_host(t), jnp.sin(v) * jax.lax.stop_gradient(t), 0.5 * w
 
@@ -817,7 +817,7 @@ WITHOUT_DERIVATIVE = {
 
 @pytest.mark.parametrize("name", WITHOUT_DERIVATIVE)
 @pytest.mark.parametrize("moving", [(1,), *(pytest.param(m, marks=pytest.mark.slow) for m in ((2,), (1, 2)))])
-def test_carries_that_do_not_depend_on_what_is_differentiated_need_no_derivative(name, moving):
+def test_carries_without_tangents_need_no_derivative(name, moving):
     start = [jnp.float32(1.0), jnp.float32(0.5), jnp.float32(2.0)]
 
     def loss(run, *values):

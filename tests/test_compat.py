@@ -1,4 +1,4 @@
-"""What is relied upon of JAX's private names: these fail when upstream's meaning shifts."""
+"""Private names of JAX that statetx relies upon: these tests fail when their meaning shifts upstream."""
 
 import jax
 import jax.extend.core
@@ -30,7 +30,7 @@ def test_traces_nest_and_name_their_transform():
     assert names == ["jit", "grad", "vmap", "scan", "while_loop", "grad", "checkpoint"]
 
 
-def test_leaked_tracers_are_those_of_inner_traces():
+def test_leaked_tracers_belong_to_inner_traces():
     def outer(x):
         anchor = _jax.current_trace()
 
@@ -46,7 +46,7 @@ def test_leaked_tracers_are_those_of_inner_traces():
         transform(outer)(1.0)
 
 
-def test_a_trace_state_says_where_an_object_was_made():
+def test_trace_state_identifies_the_trace_of_an_object():
     pytest.importorskip("flax")
     from flax import nnx
 
@@ -108,7 +108,7 @@ def test_weak_types_and_slices():
     assert _jax.abstract(1.0).weak_type and _jax.abstract(np.float64(1)).dtype == jnp.float32
 
 
-def test_derivative_rules_of_jax_are_recognised_and_users_are_not():
+def test_derivative_rules_of_jax_differ_from_users():
     @jax.custom_jvp
     def own(x):
         return x
@@ -124,7 +124,7 @@ def test_derivative_rules_of_jax_are_recognised_and_users_are_not():
     assert rules(own) == [None]
 
 
-def test_settings_are_told_apart():
+def test_settings_are_distinguished():
     plain = _jax.trace_context()
     assert plain == _jax.trace_context()
     with jax.default_matmul_precision("highest"):
@@ -140,7 +140,7 @@ def test_places_outside_the_libraries():
     assert _jax.traceback_site(None, folders) == "unknown place"
 
 
-def test_equations_copied_to_a_trace_are_those_of_running_them():
+def test_copied_equations_equal_evaluated_equations():
     def f(x, n):
         with jax.named_scope("inner"):
             y = jax.nn.relu(x) * jnp.arange(3.0)
@@ -167,14 +167,14 @@ def test_equations_copied_to_a_trace_are_those_of_running_them():
     jax.extend.core.check_jaxpr(ours.jaxpr)
 
 
-def test_arguments_of_other_types_are_not_taken_for_those_of_the_jaxpr():
+def test_evaluate_with_arguments_of_other_types():
     jaxpr, consts = _jax.stage(lambda x: [jnp.sin(x)], [jax.typeof(X)], traced_for="jit", name="f")
     outs = jax.make_jaxpr(lambda x: _jax.evaluate(jaxpr, consts, (x,)))(jnp.ones(3, jnp.bfloat16)).out_avals
     assert outs[0].dtype == jnp.bfloat16
 
 
 @pytest.mark.skipif(REMAT3, reason="jax_remat3: jax.checkpoint makes another equation than ours")
-def test_a_jaxpr_is_rematerialised_as_a_function_is():
+def test_rematerialised_jaxpr_equals_rematerialised_function():
     jaxpr, _ = _jax.stage(lambda x, y: [jnp.sin(x) * y], [jax.typeof(X)] * 2, traced_for="jit", name="f")
     policy = jax.checkpoint_policies.dots_saveable
 
@@ -189,7 +189,7 @@ def test_a_jaxpr_is_rematerialised_as_a_function_is():
     assert twice.eqns[0].params["jaxpr"] is twice.eqns[1].params["jaxpr"]
 
 
-def test_vmaps_are_found_and_noticed():
+def test_vmaps_are_found_and_observed():
     noticed, mapped = [], []
 
     def notice(axis, is_mapped):
@@ -222,7 +222,7 @@ def test_vmaps_are_found_and_noticed():
     assert mapped.pop() == [(3, True, True)]  # tracers of the jit do not say whether they are mapped
 
 
-def test_a_plain_loop_is_linearized_by_the_rule_of_scan(monkeypatch):
+def test_plain_loop_is_linearized_by_the_rule_of_scan(monkeypatch):
     import statetx
 
     traced, fallback = [], _jax.batching._ad.fallback_linearize_rule

@@ -49,7 +49,7 @@ def compiled_bytes(fun, *args):
 
 
 @KINDS
-def test_a_plan_counts_bytes_of_a_device(kind):
+def test_plan_counts_bytes_per_device(kind):
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
         net, x = Net(mesh), batch_on(mesh)
@@ -66,7 +66,7 @@ def test_a_plan_counts_bytes_of_a_device(kind):
 
 @KINDS
 @pytest.mark.parametrize("within", [False, True], ids=["eager", "jit"])
-def test_fit_counts_bytes_of_a_device(kind, within):
+def test_fit_counts_bytes_per_device(kind, within):
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
         net, x = Net(mesh), batch_on(mesh)
@@ -78,7 +78,7 @@ def test_fit_counts_bytes_of_a_device(kind, within):
             fitted(x)
 
 
-def test_a_plan_of_a_step_counts_bytes_of_a_device():
+def test_plan_of_a_step_counts_bytes_per_device():
     mesh = mesh_of()
     net, x = Net(mesh), batch_on(mesh)
 
@@ -116,7 +116,7 @@ def test_fit_on_a_mesh_whose_types_name_axes():
 
 
 @KINDS
-def test_a_budget_of_a_loop_counts_bytes_of_a_device(kind):
+def test_loop_budget_counts_bytes_per_device(kind):
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
         w = statetx.Param(jax.device_put(jnp.full((64, 64), 0.01), NamedSharding(mesh, P())))
@@ -133,7 +133,7 @@ def test_a_budget_of_a_loop_counts_bytes_of_a_device(kind):
         assert sizes[1] < sizes["256KiB"] <= budget + 2**15 < sizes[None]
 
 
-def test_a_loop_that_fits_on_a_device_stays_plain():
+def test_loop_that_fits_on_a_device_stays_plain():
     mesh = mesh_of()
     w = statetx.Param(jax.device_put(jnp.full((64, 64), 0.01), NamedSharding(mesh, P())))
     body = lambda c, _: (jnp.tanh(c @ w.value), None)  # noqa: E731
@@ -202,7 +202,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("name", LOOPS)
-def test_sizes_in_shard_map(name, check_vma):
+def test_budgets_in_shard_map(name, check_vma):
     mesh, x = mesh_of(), jnp.linspace(-1, 1, 128).reshape(16, 8)
     params = [W] if name != "remat_scan" else [WS]
     run = lambda size: statetx.jit(statetx.value_and_grad(in_shard_map(LOOPS[name](size), mesh, check_vma), wrt=params))  # noqa: E731
@@ -212,7 +212,7 @@ def test_sizes_in_shard_map(name, check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
-def test_a_size_in_shard_map_is_that_of_a_device(check_vma):
+def test_budget_in_shard_map_is_per_device(check_vma):
     mesh, x = mesh_of(), jnp.ones((512, 64))
     w = statetx.Param(jnp.full((64, 64), 0.01))
     f = lambda c: lambda x: statetx.scan(lambda h, _: (jnp.tanh(h @ w.value), None), x, None, 128, checkpoint=c)[0]  # noqa: E731
@@ -223,7 +223,7 @@ def test_a_size_in_shard_map_is_that_of_a_device(check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
-def test_a_while_loop_with_slots_does_as_many_steps_as_each_device_needs(check_vma):
+def test_while_loop_with_slots_steps_per_device(check_vma):
     """Gradients of replicated weights are summed over devices after the loop: within it they would wait for each other."""
     mesh, x = mesh_of(), jnp.linspace(0.1, 1.5, 128).reshape(16, 8)
     w, total = statetx.Param(jnp.full((8, 8), 0.1)), statetx.State(jnp.zeros(8))
@@ -261,10 +261,10 @@ def test_a_while_loop_with_slots_does_as_many_steps_as_each_device_needs(check_v
     np.testing.assert_allclose(grad, expected_grad, rtol=1e-4)
 
 
-# -- what is known of shardings --
+# -- shardings of tracers --
 
 
-def test_the_sharding_of_a_tracer_that_stands_for_an_array():
+def test_sharding_of_a_tracer():
     mesh, found = mesh_of(), {}
     x, w = batch_on(mesh, 8, 16), statetx.State(jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(None, "d"))))
 
@@ -286,7 +286,7 @@ def test_the_sharding_of_a_tracer_that_stands_for_an_array():
     }
 
 
-def test_notes_of_tracers_do_not_outlive_them():
+def test_sharding_notes_do_not_outlive_tracers():
     from statetx._lift import context
 
     mesh, num = mesh_of(), len(context._noted_shardings)

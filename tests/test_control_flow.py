@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import statetx
 from helpers import Counted, compilations
-from statetx._equations.structure import table
 
 
 class Model:
@@ -138,7 +137,7 @@ def test_mistakes_in_branches():
     assert statetx.cond(true, lambda x: x, lambda x: -x, operand=2.0) == 2.0
 
 
-def test_operands_that_are_no_arrays():
+def test_operands_that_are_not_arrays():
     m = Model()
     out = statetx.cond(
         jnp.asarray(True), lambda m, x, how: m.left(x) if how == "l" else x, lambda m, x, how: x, m, 0.5, "l"
@@ -196,7 +195,7 @@ BOUNDS = [(0.5, 2.75), (jnp.float32(-1.0), 1.0), (jnp.int32(1), 3), (2.0, 1.0), 
 
 
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
-def test_bounds_mean_what_they_mean_in_jax(bounds):
+def test_fori_loop_bounds_match_jax(bounds):
     total = statetx.State(0.0)
 
     def body(i, x):
@@ -222,7 +221,7 @@ def test_bounds_mean_what_they_mean_in_jax(bounds):
         jax.jit(lambda n: statetx.fori_loop(0, n, lambda i, x: x, 1.0, checkpoint=2))(2)
 
 
-def test_a_carry_is_not_changed_in_place_under_disable_jit():
+def test_disable_jit_does_not_change_a_carry_in_place():
     """jax#27019: NumPy's ``+=`` in a body changes the array that the caller gave."""
 
     def body(x, total):
@@ -242,7 +241,7 @@ def test_a_carry_is_not_changed_in_place_under_disable_jit():
 
 
 @pytest.mark.parametrize("argument", ["length", "unroll"])
-def test_tracer_where_scan_needs_an_integer(argument):
+def test_traced_scan_options_raise(argument):
     f = lambda n: statetx.scan(lambda c, _: (c, None), 0.0, **{"length": 3, argument: n})[0]  # noqa: E731
     with pytest.raises(jax.errors.ConcretizationTypeError, match=f"scan: {argument}= must be known"):
         jax.jit(f)(3)
@@ -269,7 +268,7 @@ def test_while_loop():
     assert (counted_test.runs, counted_body.runs) == (3, 3)
 
 
-def test_while_loop_condition_sees_what_the_body_writes():
+def test_while_loop_condition_reads_writes_of_the_body():
     n = statetx.State(jnp.zeros((), jnp.int32))
 
     def body(x):
@@ -335,7 +334,7 @@ KEPT: list = []
     ],
     ids=["cond", "fori_loop", "functionalize", "shard_map"],
 )
-def test_a_state_in_a_reference_cycle_does_not_outlive_a_body(apply):
+def test_state_in_a_reference_cycle_is_freed_after_the_body(apply):
     """A jitted function that closes over a local state is one; a module that knows its parent is another."""
 
     def body(x):
@@ -344,7 +343,7 @@ def test_a_state_in_a_reference_cycle_does_not_outlive_a_body(apply):
         module.itself = module
         return statetx.jit(lambda x: x * state.value)(x)
 
-    gc.disable()  # so that the cycles are there when the body returns
+    gc.disable()  # so that the cycles exist when the body returns
     try:
         assert float(apply(body)) == 6.0
     finally:
@@ -352,7 +351,7 @@ def test_a_state_in_a_reference_cycle_does_not_outlive_a_body(apply):
 
 
 def test_eager_calls_share_one_program():
-    table.clear()
+    statetx.clear_cache()
     s = statetx.State(jnp.zeros(()))
 
     def call(k):
@@ -367,7 +366,7 @@ def test_eager_calls_share_one_program():
             warm = warm + 1
             call(jnp.asarray(np.float32(warm)))
     loops = ("cond", "while_loop", "fori_loop")
-    assert not [c for c in compiled if any(name in c for name in loops)] and table.misses == 3
+    assert not [c for c in compiled if any(name in c for name in loops)] and statetx.cache_info().structures.misses == 3
 
 
 def test_disable_jit():
@@ -379,13 +378,13 @@ def test_disable_jit():
     assert int(m.n.value) == 5 and float(m.a.value) == 32.0
 
 
-def test_index_of_a_loop_between_numbers_is_weak_as_in_jax():
+def test_fori_loop_index_is_weakly_typed():
     out = statetx.fori_loop(0, 3, lambda i, x: x + i, jnp.int8(0))
     assert out.dtype == jnp.int8 and int(out) == 3
 
 
 @pytest.mark.parametrize("pred", [1j, None, "a", [True], jnp.ones(2)], ids=repr)
-def test_cond_says_what_a_predicate_is(pred):
+def test_cond_predicate_errors(pred):
     with pytest.raises(TypeError, match="cond: the predicate must be a scalar, true or false or a real number, got "):
         statetx.cond(pred, lambda: 1.0, lambda: 2.0)
 
@@ -417,7 +416,7 @@ def test_loops_need_callables(loop):
         loop(42)
 
 
-def test_what_branches_hand_on_does_not_become_mapped():
+def test_forwarded_branch_outputs_stay_unbatched():
     keep = lambda x, y: statetx.scan(lambda c, _: (c, None), y, None, 1)[0]  # noqa: E731
     run = jax.vmap(lambda x, y: statetx.cond(x < 0, keep, keep, x, y), (0, None), None)
     assert float(run(jnp.arange(3.0), 3.0)) == 3.0

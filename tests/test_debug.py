@@ -48,7 +48,7 @@ def run(script, folder, **env):
     return done.stdout.replace(f"{folder}{os.sep}", "")
 
 
-def test_places_are_shown_for_every_kind(tmp_path):
+def test_source_locations_are_shown_for_every_kind(tmp_path):
     text = PAGE.read_text()
     script = re.search(r"```python\n(.*?)```", text, re.S)[1]
     expected = re.search(r"```text\n(.*?)```", text, re.S)[1]

@@ -1,7 +1,7 @@
 """Every transform crossed with every side effect, for every kind of state; `effects_table` holds the rows and columns.
 
-`refused` says which cells raise, and what; in all others the transform does what plain calls do. No cell leaves a tracer or an
-open frame behind, and after an error every state holds what it held before.
+`refused` gives the error of each cell that raises; in all others the transform agrees with plain calls. No cell leaves a tracer or an
+open frame behind, and after an error every state has its former value.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from effects_table import ROWS, Case, Row
 
 import statetx
 from statetx import _frames
-from statetx._equations.structure import table as table_of_structures
 from statetx._lift import stage
 
 TOLERANCE = 2e-3  # of differences in float32
 
-# -- what is refused -------------------------------------------------------------------------------------------
+# -- cells that raise ------------------------------------------------------------------------------------------
 
 READS = {"read", "make and drop", "delete", "catch from a remat"}
 CHANGES_TYPE = {
@@ -42,7 +41,7 @@ LIFTS = {"jit", "loop", "slots", "condition", "branch", "shard_map", "jaxpr", "f
 
 
 def refused(row: Row, column: Column) -> tuple[type[BaseException], str | None] | None:
-    """What a cell raises, and a pattern of its message; None where it does as plain calls do."""
+    """The error of a cell and a pattern of its message; None where it agrees with plain calls."""
     group, name = row.group, column.name
     state = f"{column.states[0]}'"
     if name == "raise":
@@ -75,8 +74,8 @@ def is_in_table(row: Row, column: Column, kind: str) -> bool:
     if row.group != "custom":
         return True
     if (kind, column.name) == ("nnx", "make and keep"):
-        return False  # see `test_a_variable_made_under_a_rule_of_the_users_is_not_seen`
-    # A Ref under a derivative rule of the user's, and what JAX runs twice there.
+        return False  # see `test_variable_created_under_a_custom_rule_is_missed`
+    # A Ref under a user's derivative rule, and effects that JAX runs twice there.
     return kind != "ref" and column.name not in (
         "Ref",
         "NumPy array in place",
@@ -138,7 +137,7 @@ def test_cell(row, column, kind):
 
 
 def use(case: Case) -> None:
-    """Write every state that there is: none stays refused."""
+    """Write every state: none stays owned."""
     kind = case.model.kind
     for _, state in states_of(case.model):
         state = kind.key_of(state)
@@ -173,10 +172,10 @@ def difference(a: Any, b: Any, tolerance: float) -> str:
 
 
 @pytest.mark.parametrize("rule", ["custom_jvp", "custom_vjp"])
-def test_a_variable_made_under_a_rule_of_the_users_is_not_seen(rule):
+def test_variable_created_under_a_custom_rule_is_missed(rule):
     """As `kinds/nnx.py` says: a Variable made in a transform that is not statetx's, as nnx's own make them, ends with that.
 
-    Where the user's code keeps one, the tracer in it is refused by JAX as soon as it is used.
+    If the user's code stores one, JAX raises as soon as its tracer is used.
     """
     case = Case(KINDS["nnx"], COLUMNS["make and keep"], is_plain=False)
     row = next(row for row in ROWS if row.name == rule)
@@ -213,21 +212,21 @@ BREAKAGES = {
     "tracers are not looked for": ("_frames.check_write", lambda *args, **options: None, "custom_jvp", "write only"),
     "drift is not looked for": ("_lift.carry._check_written", lambda *args: None, "scan", "dtype"),
 }
-"""By what is broken: a name of statetx's, what takes its place, and a cell that must notice."""
+"""By breakage: a name of statetx, its replacement, and a cell that must fail."""
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES)
-def test_a_broken_feature_is_seen_in_a_cell(breakage, monkeypatch):
-    """By what the cell asserts, or by an error that is not the one it expects, of statetx or of JAX."""
+def test_broken_feature_fails_a_cell(breakage, monkeypatch):
+    """By an assertion of the cell, or by an error other than the expected one, from statetx or JAX."""
     name, broken, row_name, column_name = BREAKAGES[breakage]
     row, column = next(row for row in ROWS if row.name == row_name), COLUMNS[column_name]
-    table_of_structures.clear()
+    statetx.clear_cache()
     test_cell(row, column, "statetx")
-    table_of_structures.clear()
+    statetx.clear_cache()
     with (
         monkeypatch.context() as patch,
         pytest.raises((AssertionError, TypeError, statetx.StatetxError, pytest.fail.Exception)),
     ):
         patch.setattr(f"statetx.{name}", broken)
         test_cell(row, column, "statetx")
-    table_of_structures.clear()
+    statetx.clear_cache()

@@ -19,7 +19,7 @@ RUNS = ["plain", "nested", "scheduled"]
 def train(*arguments, out):
     """Run the main job; `out` may be a path that does not exist."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    # A wide terminal without colours: the table's rows come as they are, one line each.
+    # A wide terminal without colours: each row of the table is one line.
     env = os.environ | {"PYTHONPATH": path, "PYTHONUTF8": "1", "COLUMNS": "120", "TERM": "dumb"}
     command = [sys.executable, str(SCRIPT), "--out", str(out), *arguments]
     options = {"capture_output": True, "encoding": "utf-8", "timeout": 300}
@@ -47,7 +47,7 @@ def test_all_runs_agree_and_take_less_memory(cell, tmp_path):
         assert comparison["loss_difference"] < 1e-5
         # Adam moves a weight by about --lr (0.003) a step, so equal to 1e-5 is the same path, not no path.
         assert comparison["weight_difference"] < 1e-5
-        # Less than the hundreds of 2,048 steps: at 64, what one step computes is not yet small.
+        # Less than the hundreds of 2,048 steps: at 64, the memory of one step is not yet small.
         assert comparison["memory_ratio"] > 2
         # Four weights of the GRU model, three of the LIF model; one hidden state, or two; the optimiser's.
         assert plain["states_written"] == other["states_written"] == 6
@@ -63,7 +63,7 @@ def test_all_runs_agree_and_take_less_memory(cell, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_length_that_no_chunk_divides_loses_no_step(tmp_path):
+def test_length_not_divisible_by_chunks_loses_no_step(tmp_path):
     # 67 is prime: the last chunk is a shorter one.
     for comparison in results_of(train(*TINY, "--seq", "67", out=tmp_path), tmp_path)["comparisons"].values():
         assert comparison["loss_difference"] < 1e-5
@@ -147,7 +147,7 @@ def test_help_lists_the_options(tmp_path):
         assert f"--{option}" in run.stdout
 
 
-# -- the other examples, in this process, which has imported what they need ------------------------------------
+# -- the other examples, in this process, which has imported their libraries -----------------------------------
 
 OTHERS = ["spiking_digits", "transformer_lm", "batchnorm_classifier", "nnx_model", "refs", "hypergradient"]
 
@@ -183,7 +183,7 @@ def example(tmp_path, monkeypatch, capsys):
 
 
 def falls(losses, part=4):
-    """Whether the mean of the last few is below that of the first few."""
+    """Whether the mean of the last few is below the mean of the first few."""
     few = max(1, len(losses) // part)
     return sum(losses[-few:]) < sum(losses[:few])
 
@@ -274,7 +274,7 @@ def test_help_and_bad_options_of_the_others(name, example):
         ("spiking_digits --batch 400", "below 361"),
     ],
 )
-def test_what_an_example_cannot_work_with(bad, named, example):
+def test_bad_values_end_in_one_line(bad, named, example):
     status, captured = example(*bad.split())
     assert status == 2
     assert_one_line(captured.err, named)

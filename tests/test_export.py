@@ -51,7 +51,7 @@ def trained(model):
 
 
 @pytest.mark.parametrize("kind", ["statetx", "brainstate", "nnx"])
-def test_an_exported_step_gives_the_same_numbers(kind):
+def test_exported_step_gives_equal_results(kind):
     train = trained(Model(kind))
     pure = statetx.functionalize(train)
     values = pure.values(XS)
@@ -71,7 +71,7 @@ def test_an_exported_step_gives_the_same_numbers(kind):
     assert np.abs(of_xs[0]).min() > 0
 
 
-def test_states_by_path_take_the_results():
+def test_states_by_path_are_updated_from_the_results():
     model = Model("statetx")
     pure = statetx.functionalize(trained(model))
     _, values = export.deserialize(export.export(jax.jit(pure))(pure.values(XS), XS).serialize()).call(

@@ -21,7 +21,7 @@ def no_tracers(*states):
     return not any(isinstance(x, jax.core.Tracer) for s in states for x in jax.tree.leaves(s.value))
 
 
-def test_unit_or_structure_that_changes_under_jit():
+def test_unit_or_structure_changing_under_jit():
     v, later = brainstate.ShortTermState(X * u.mV), brainstate.ShortTermState(jnp.zeros(()))
 
     @statetx.jit
@@ -122,7 +122,7 @@ def test_write_hook_is_applied_once(name):
     assert float(s.value) == 4.0
 
 
-def test_restored_value_in_a_transformed_body_is_kept():
+def test_restored_value_in_a_transformed_body_persists():
     s = brainstate.ShortTermState(jnp.zeros(()))
 
     def f(x):
@@ -186,7 +186,7 @@ def test_errors_name_the_users_function():
         statetx.grad(my_block, argnums=2)(1.0)
 
 
-def test_eager_control_flow_does_not_compile_again_and_keeps_nothing():
+def test_eager_control_flow_does_not_recompile_or_leak():
     s = brainstate.ShortTermState(jnp.zeros(()))
 
     def call(k):

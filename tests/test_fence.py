@@ -53,14 +53,14 @@ def test_unrolled_memory_at_most_half(name):
     none, fenced = cost(make()), cost(make(statetx.remat))
     assert fenced.temp_bytes <= 0.5 * none.temp_bytes
     assert fenced.flops > 1.05 * none.flops, "what is recomputed is counted"
-    if CPU_DROPS_BARRIERS:  # what jax.checkpoint does then saves nothing
+    if CPU_DROPS_BARRIERS:  # then jax.checkpoint's barrier saves nothing
         assert cost(make(functools.partial(statetx.remat, fence="barrier"))).temp_bytes > 0.9 * none.temp_bytes
 
 
 @pytest.mark.parametrize(
     "fence", ["auto", *(pytest.param(f, marks=pytest.mark.slow) for f in ("barrier", "cond", None))]
 )
-def test_gradients_are_those_without_remat(fence):
+def test_gradients_equal_without_remat(fence):
     plain = programs.transformer(layers=2, width=32, heads=2, time=16, batch=2)
     wrapped = programs.transformer(
         functools.partial(statetx.remat, fence=fence), layers=2, width=32, heads=2, time=16, batch=2
@@ -108,8 +108,8 @@ def test_every_dtype(dtype):
         np.testing.assert_allclose(*(np.asarray(v, "complex64") for v in (fenced, jax.grad(loss(g))(*args))))
 
 
-def test_inputs_of_which_nothing_can_be_told():
-    """int4 has no whole bytes; it was a crash. Of complex numbers the real part is looked at."""
+def test_inputs_without_testable_bits():
+    """int4 has no whole bytes: it crashed. For complex numbers, the predicate reads the real part."""
     g = statetx.remat(lambda x, w: jnp.sin(x @ w.astype(jnp.float32)).sum(), fence="cond")
     args = (jnp.ones((2, 4)), jnp.ones((4, 2), jnp.int4))
     np.testing.assert_allclose(jax.jit(jax.grad(g))(*args), jax.grad(g)(*args), rtol=1e-6)
@@ -118,7 +118,7 @@ def test_inputs_of_which_nothing_can_be_told():
     assert "stablehlo.case" in lowered.as_text() and "conditional" in lowered.compile().as_text()
 
 
-def test_sizes_that_are_symbols():
+def test_symbolic_shapes():
     """Of the backward pass of an operand that is only summed, nothing but the result has such a size."""
     (n,) = jax.export.symbolic_shape("n")
     fun = statetx.remat(lambda b, x: jnp.sum(b) * jnp.sin(jnp.cos(x)), fence="cond")
@@ -127,8 +127,8 @@ def test_sizes_that_are_symbols():
     np.testing.assert_allclose(exported.call(jnp.ones(4), jnp.float32(1.0)), np.full(4, np.sin(np.cos(1.0))), rtol=1e-6)
 
 
-def test_keys_come_out_of_the_branch():
-    """In a gradient of gradients, what is kept of recomputation may be a key."""
+def test_residual_keys_leave_the_branch():
+    """In a gradient of gradients, a residual of the recomputation may be a key."""
 
     def draw(x, key):
         key = jax.random.split(key)[0]
@@ -147,7 +147,7 @@ def text(fence, **options):
     return jax.jit(jax.grad(lambda x: wrapped(x).sum())).lower(jnp.ones(3)).as_text()
 
 
-def test_what_is_lowered():
+def test_lowered_text_on_each_platform():
     assert "stablehlo.case" in text("cond") and "optimization_barrier" not in text("cond")
     assert "stablehlo.case" not in text("barrier") and "optimization_barrier" in text("barrier")
     assert "stablehlo.case" not in text(None) and "optimization_barrier" not in text(None)
@@ -156,7 +156,7 @@ def test_what_is_lowered():
     assert text("cond", policy="everything").count("stablehlo.case") == 1
 
 
-def test_auto_goes_by_the_platform_that_it_is_lowered_for():
+def test_auto_follows_the_lowering_platform():
     wrapped = statetx.remat(f)
     traced = jax.jit(jax.grad(lambda x: wrapped(x).sum())).trace(jnp.ones(3))
     assert ("stablehlo.case" in traced.lower(lowering_platforms=("cpu",)).as_text()) == CPU_DROPS_BARRIERS
@@ -167,8 +167,8 @@ def test_auto_goes_by_the_platform_that_it_is_lowered_for():
     "dims", [("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"), ("NHWC", "OIHW", "NCHW")], ids=str
 )
 @pytest.mark.parametrize("stride, groups", [((1, 1), 1), ((2, 1), 1), ((1, 2), 2)])
-def test_convolutions_in_a_branch_are_those_with_fast_code(dims, stride, groups):
-    """XLA rewrites them on CPUs, but not within branches, where the derivatives were 20 times slower."""
+def test_convolutions_in_a_branch_have_fast_code(dims, stride, groups):
+    """XLA rewrites convolutions on CPUs, but not within branches: there the derivatives were 20 times slower."""
 
     def convolution(x, w):
         y = jax.lax.conv_general_dilated(x, w, stride, "SAME", dimension_numbers=dims, feature_group_count=groups)
@@ -184,13 +184,13 @@ def test_convolutions_in_a_branch_are_those_with_fast_code(dims, stride, groups)
     branch = fenced.lower(x, w).as_text().partition("stablehlo.case")[2]
     found = re.findall(r"dim_numbers = (\[.*?\]x\[.*?\]->\[.*?\])", branch)
     canonical = "[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"
-    # A derivative by weights that come in groups is a convolution of another kind, left as it is.
+    # A derivative by grouped weights is a convolution of another kind, left unchanged.
     assert len(found) == 3 and [f == canonical for f in found].count(False) == (groups > 1)
 
 
 @pytest.mark.parametrize("policy", ["dots", statetx.policies.names("h")], ids=repr)
-def test_only_what_a_compiler_may_hold_more_precisely_is_rounded(policy):
-    """JAX rounds all that is kept; of float32 that is a copy, and what is kept was twice in memory."""
+def test_only_low_precision_residuals_are_rounded(policy):
+    """JAX rounds all residuals; for float32 that is a copy, and each residual was in memory twice."""
     inner = lambda x: jnp.sin(statetx.checkpoint_name(jnp.tanh(x @ x), "h") @ x)  # noqa: E731
     count = lambda fun, x: str(jax.make_jaxpr(jax.grad(lambda x: fun(x).sum()))(x)).count("reduce_precision")  # noqa: E731
     ours, exact, short = statetx.remat(inner, policy=policy), jnp.ones((3, 3)), jnp.ones((3, 3), "bfloat16")
@@ -199,13 +199,13 @@ def test_only_what_a_compiler_may_hold_more_precisely_is_rounded(policy):
     assert count(theirs, exact) > 0, "what is kept by others is rounded as JAX does"
 
 
-def test_in_a_loop_there_is_no_fence():
+def test_loop_has_no_fence():
     step = statetx.remat(f)
     loss = lambda x: jax.lax.scan(lambda h, _: (step(h), None), x, length=3)[0].sum()  # noqa: E731
     assert "stablehlo.case" not in jax.jit(jax.grad(loss)).lower(jnp.ones(3)).as_text()
 
 
-def test_jax_checkpoint_is_left_alone():
+def test_jax_checkpoint_is_unchanged():
     loss = lambda x: jax.checkpoint(f)(x).sum()  # noqa: E731
     lowered = jax.jit(jax.grad(loss)).lower(jnp.ones(3)).as_text()
     assert "stablehlo.case" not in lowered and "optimization_barrier" in lowered

@@ -77,7 +77,7 @@ def test_functionalize_under_every_plain_transform():
     cell, reference = Cell(), Cell()
     pure = statetx.functionalize(cell.step)
     values = pure.values(X)
-    assert list(values) == ["w", "h", "log"]  # the mode is read and holds no number: it counts as it is
+    assert list(values) == ["w", "h", "log"]  # the mode is read but is not a number: it is not an input
     arrays = {k: v for k, v in values.items() if k != "log"} | {"log": values["log"]}
     out, new = pure(arrays, X)
     expected = reference.step(X)
@@ -102,7 +102,7 @@ def test_functionalize_under_every_plain_transform():
     assert cell.h.value is values["h"]
 
 
-def test_functionalize_can_be_put_back():
+def test_functionalize_put_back_stores_values():
     cell = Cell()
     pure = statetx.functionalize(cell.step)
     _, new = jax.jit(pure)(pure.values(X), X)
@@ -113,7 +113,7 @@ def test_functionalize_can_be_put_back():
         pure.store({"v": 1.0})
 
 
-def test_functionalize_puts_back_all_values_or_none():
+def test_functionalize_put_back_is_atomic():
     a, b = statetx.State(1.0, name="a"), statetx.State(2.0, name="b")
     pure = statetx.functionalize(lambda: a.value + b.value)
     pure.values()
@@ -129,7 +129,7 @@ def test_functionalize_puts_back_all_values_or_none():
     assert (float(a.value), float(b.value)) == (5.0, 6.0)
 
 
-def test_functionalized_values_are_what_any_transform_takes():
+def test_functionalized_values_pass_through_any_transform():
     cell = Cell()
     both = statetx.State({"x": jnp.ones(3), "mode": "a", "flag": True, "fun": jnp.sin}, name="both")
     toggle, unread = statetx.State(True, name="toggle"), statetx.State("text", name="unread")
@@ -158,7 +158,7 @@ def test_functionalized_values_are_what_any_transform_takes():
 
 
 @pytest.mark.parametrize("name", ["both", "text"])
-def test_a_functionalized_call_refuses_to_write_what_is_no_array(name):
+def test_functionalize_write_of_a_non_array_raises(name):
     states = {"both": statetx.State({"x": 1.0, "mode": "a"}), "text": statetx.State("a")}
 
     def f(x):

@@ -1,4 +1,4 @@
-"""`grad`, `value_and_grad`, `vjp`: structures, auxiliary data, what is refused. The laws are in `test_laws.py`."""
+"""`grad`, `value_and_grad`, `vjp`: structures, auxiliary data, errors. The laws are in `test_laws.py`."""
 
 import brainstate
 import jax
@@ -37,7 +37,7 @@ def close(actual, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), actual, expected)
 
 
-def test_gradients_come_in_the_structure_asked_for():
+def test_gradients_have_the_structure_of_wrt():
     m = Model()
     close(statetx.grad(m.loss)(X), GX)
     close(statetx.grad(m.loss, argnums=(0, 1))(X, 1.0), (GX, GY))
@@ -53,7 +53,7 @@ def test_gradients_come_in_the_structure_asked_for():
 
 
 @pytest.mark.parametrize("filter", [statetx.Param, "[ab]", ["a", "b"], lambda path, s: path != "n"])
-def test_filters_select_among_the_states_in_reach(filter):
+def test_filters_select_among_reachable_states(filter):
     m = Model()
     close(statetx.grad(m.loss, wrt=filter)(X), {"a": GA, "b": GB})
     named = statetx.grad(lambda x: m.loss(x), wrt=statetx.Param)(X)
@@ -122,7 +122,7 @@ def test_untouched_target_has_zero_gradient():
     close(statetx.grad(lambda x: x**2, wrt=s)(2.0), jnp.zeros(3))
 
 
-def test_what_cannot_be_differentiated():
+def test_non_differentiable_targets_raise():
     m = Model()
     with pytest.raises(statetx.StateValueError, match=r"State \(int, made at .*floating-point"):
         statetx.grad(m.loss, wrt=m.n)(X)
@@ -210,7 +210,7 @@ def test_integers_get_float0_where_they_are_allowed():
 
 
 @pytest.mark.parametrize("jit", [jax.jit, statetx.jit], ids=["jax", "statetx"])
-def test_pullback_leaves_and_enters_a_compiled_function(jit):
+def test_pullback_crosses_a_compiled_function(jit):
     w = statetx.Param(jnp.array([1.0, 2.0]))
 
     def f(x, flag):

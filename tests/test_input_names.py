@@ -55,7 +55,7 @@ def place(error):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_argument_is_called_what_jax_calls_it(name):
+def test_arguments_are_named_like_in_jax(name):
     with pytest.raises(jax.errors.TracerBoolConversionError) as wanted:
         CALLS[name](jax)
     with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
@@ -66,7 +66,7 @@ def test_an_argument_is_called_what_jax_calls_it(name):
 
 
 @pytest.mark.parametrize("transform", [statetx.jit, lambda f: statetx.grad(statetx.remat(f)), statetx.make_jaxpr])
-def test_a_state_is_called_by_its_path(transform):
+def test_states_are_named_by_path(transform):
     model = {"flags": {"train": statetx.State(YES)}}
 
     def loss(x):
@@ -82,7 +82,7 @@ class Held:
 
 
 def traced():
-    """The type of the names that a trace had, what they called its input, and a weak reference to what the function holds."""
+    """The type of a trace's names, their name for its input, and a weak reference to an object in the function's closure."""
     held, found = Held(), []
 
     def fun(x):
@@ -103,7 +103,7 @@ def test_names_are_forgotten_with_the_trace():
 
 
 def failed():
-    """A weak reference to what a function holds whose trace, of equations on constants, has failed."""
+    """A weak reference to an object in the closure of a function whose trace, of equations on constants, has failed."""
     held, key = Held(), jax.new_ref(jax.random.key(0))
 
     def fun(x):
@@ -115,14 +115,14 @@ def failed():
     return weakref.ref(held)
 
 
-def test_names_are_forgotten_with_a_trace_that_failed():
+def test_names_are_forgotten_with_a_failed_trace():
     alive = failed()
     gc.collect()
     assert alive() is None
 
 
 @pytest.mark.parametrize("broken", [lambda x: x.nothing, lambda x: 1 / 0])
-def test_an_argument_that_cannot_be_put_together_is_unknown(broken):
+def test_argument_that_cannot_be_unflattened_is_unknown(broken):
     names = stage.InputNames(choose, lambda leaves: broken(leaves))
     names.num_arguments = 1
     assert names[0] == "unknown" and len(names) == 1 and str(names).startswith("choose at ")

@@ -80,7 +80,7 @@ class TreeModel(Model):
 
 
 class MakingModel(Model):
-    """A step also makes a state and leaves it in an attribute; its value is that of the next state in the row."""
+    """A step also creates a state in an attribute; its value equals the next state's in the row."""
 
     def __init__(self, kinds):
         super().__init__(kinds)
@@ -98,7 +98,7 @@ class MakingModel(Model):
         return done
 
 
-# What makes a function of the model that takes one step.
+# Transforms of a model into a function that takes one step.
 HOW = {
     "remat, eager": statetx.remat,
     "grad": statetx.grad,
@@ -183,7 +183,7 @@ def check_every_line(model, make, step=1, start=1):
     return num
 
 
-# The fast suite looks at every line of what compiles nothing, and at some lines of the rest.
+# The fast suite interrupts every line of calls that compile nothing, and some lines of the others.
 FAST = {"remat, eager": 1, "jit": 1, "jit, donated": 1, "grad": 8}
 CASES = [
     *[(how, kinds) for how in ("remat, eager", "grad", "jit") for kinds in KINDS],
@@ -197,12 +197,12 @@ def test_interrupt_at_every_line_of_a_call(how, kinds, step):
     makes = MIXED if kinds == "mixed" else [KINDS[kinds]] * 2
     model = Model([m for m in makes if m is not Ref] if how == "vmap" else makes)  # vmap refuses a Ref from outside
     call = HOW[how](model.step)
-    call(1.0)  # where something is compiled or kept, the interrupted calls are later ones
+    call(1.0)  # where something is compiled or cached, the interrupted calls are later ones
     assert check_every_line(model, lambda: call, step=step or FAST.get(how, 17)) > 10
 
 
 @pytest.mark.parametrize("options", [{}, {"donate_states": True}], ids=["", "donated"])
-def test_interrupt_at_every_line_of_a_compiled_call_with_trees_for_values(options):
+def test_interrupt_at_every_line_of_a_compiled_call_with_tree_values(options):
     model = TreeModel(MIXED[:3])
     call = statetx.jit(model.step, **options)
     call(1.0)
@@ -211,7 +211,7 @@ def test_interrupt_at_every_line_of_a_compiled_call_with_trees_for_values(option
 
 @pytest.mark.parametrize("options", [{}, {"donate_states": True}], ids=["", "donated"])
 @pytest.mark.parametrize("kinds", ["State", "brainstate", "nnx"])
-def test_interrupt_at_every_line_of_a_compiled_call_that_makes_a_state(kinds, options):
+def test_interrupt_at_every_line_of_a_compiled_call_that_creates_a_state(kinds, options):
     model = MakingModel([KINDS[kinds], *MIXED[:3]])
     call = statetx.jit(model.step, **options)
     for _ in range(2):
@@ -223,7 +223,7 @@ def test_interrupt_at_every_line_of_a_compiled_call_that_makes_a_state(kinds, op
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 13])
 @pytest.mark.parametrize("how", ["jit", "jit, donated"])
-def test_interrupt_of_a_call_that_is_staged_and_compiled(how, step):
+def test_interrupt_while_staging_and_compiling(how, step):
     model = Model(MIXED)
     assert check_every_line(model, lambda: HOW[how](model.step), step=step) > 20
 
@@ -252,7 +252,7 @@ def test_interrupt_at_every_line_of_a_restore(tmp_path):
     assert model.steps_done() == 5.0 and num > 20
 
 
-def test_interrupt_of_a_save_leaves_the_saved_steps_whole(tmp_path):
+def test_interrupt_of_a_save_leaves_saved_steps_valid(tmp_path):
     pytest.importorskip("orbax.checkpoint")
     model = Model([statetx.State, brainstate.ShortTermState, Variable])
     last, num, nth = None, 0, 1
@@ -276,7 +276,7 @@ def test_interrupt_of_a_save_leaves_the_saved_steps_whole(tmp_path):
     assert num > 3 and last == step
 
 
-def test_exception_in_a_callback_of_a_donating_program_says_what_is_lost():
+def test_callback_exception_in_a_donating_program_names_lost_states():
     state = statetx.State(jnp.ones(3))
 
     def fail(x):
@@ -296,7 +296,7 @@ def test_exception_in_a_callback_of_a_donating_program_says_what_is_lost():
     assert float(statetx.jit(lambda: state.value.sum())()) == 0.0
 
 
-def test_interrupted_call_inside_a_transform_that_catches_it():
+def test_interrupted_call_caught_inside_a_transform():
     model = Model([statetx.State, brainstate.ShortTermState, Variable])
     inner = statetx.remat(model.step)
 

@@ -53,7 +53,7 @@ def test_jvp_and_linearize_run_once_and_write_once():
 
 
 @pytest.mark.parametrize("name", ["jacfwd", "jacrev"])
-def test_jacobians_come_in_the_structure_asked_for(name):
+def test_jacobians_have_the_structure_of_wrt(name):
     ours, theirs = getattr(statetx, name), getattr(jax, name)
     m = Model()
     jw, js, jx = theirs(pure, (0, 1, 2))(m.w.value, m.s.value, X)["y"]
@@ -90,7 +90,7 @@ def test_hessian():
     close(h, jax.hessian(reference, 1)(m.w.value, X))
 
 
-def test_states_are_intact_after_a_failure():
+def test_states_intact_after_an_exception():
     m = Model()
     before = m.last.value
 
@@ -109,7 +109,7 @@ def test_states_are_intact_after_a_failure():
 
 
 @pytest.mark.parametrize("jit", [jax.jit, statetx.jit], ids=["jax", "statetx"])
-def test_linear_map_leaves_and_enters_a_compiled_function(jit):
+def test_linear_map_crosses_a_compiled_function(jit):
     w = statetx.Param(jnp.array([1.0, 2.0]))
 
     def f(x):
@@ -121,7 +121,7 @@ def test_linear_map_leaves_and_enters_a_compiled_function(jit):
     np.testing.assert_allclose(jit(lambda p, t: p(t))(push, jnp.ones(2))["y"], w.value * jnp.cos(x), rtol=1e-6)
 
 
-def test_jvp_says_what_primals_are():
+def test_jvp_errors_describe_primals():
     with pytest.raises(
         TypeError, match="jvp: primals must be a tuple or a list with an item for each argument of .*, got float"
     ):

@@ -25,7 +25,7 @@ class Hidden:
         self.get = {"state": state}.__getitem__
 
 
-def test_body_runs_once_for_each_combination_of_types_wherever_the_states_are():
+def test_retrace_once_per_combination_of_types():
     a, hidden = statetx.State(jnp.zeros(3)), Hidden(statetx.State(jnp.ones(())))
 
     @Counted
@@ -64,7 +64,7 @@ def test_states_are_inputs_and_outputs_never_constants():
     assert "tensor<4096xf32>" in text.split("{", 2)[1] or "4096xf32" in text
     assert "dense<" not in "".join(line for line in text.splitlines() if "4096" in line)
     shapes = sorted(leaf.shape for leaf in jax.tree.leaves(lowered.in_avals))
-    assert shapes == [(), (), (11,), (4096,)]  # what is read is an input, needed or not; what is not read is none
+    assert shapes == [(), (), (11,), (4096,)]  # a value that is read is an input, needed or not; an unread one is not
     del unused
 
 
@@ -86,7 +86,7 @@ def test_second_call_never_recompiles(value):
     assert body.runs == 1 and not compiled
 
 
-def test_weak_type_is_kept():
+def test_weak_type_is_preserved():
     s = statetx.State(0.0)
     f = statetx.jit(lambda x: setattr(s, "value", s.value + x))
     f(jnp.float32(2.0))
@@ -99,7 +99,7 @@ def test_weak_type_is_kept():
     assert float(s.value) == 5.0
 
 
-def test_statics_are_told_apart_by_type_and_value():
+def test_statics_are_distinguished_by_type_and_value():
     seen = []
 
     @functools.partial(statetx.jit, static_argnums=1, static_argnames="flag")
@@ -159,7 +159,7 @@ def test_mode_of_a_kind_is_part_of_the_key():
     assert runs == [True, False]
 
 
-def test_state_that_is_no_array_is_guarded():
+def test_non_array_state_is_part_of_the_key():
     mode, flag, x = statetx.State("double"), statetx.State(True), statetx.State(jnp.ones(()))
     runs = []
 
@@ -284,7 +284,7 @@ def test_donation_on_request():
 
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices; conftest asks for them")
-def test_sharding_is_kept_and_the_second_call_finds_the_program():
+def test_sharding_is_preserved_without_retrace():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     w = statetx.Param(jax.device_put(jnp.arange(8.0), sharding))
@@ -319,7 +319,7 @@ def test_program_does_not_keep_old_values_or_arguments():
     assert ref() is None and xref() is None
 
 
-def test_lower_changes_nothing_and_takes_types():
+def test_lower_accepts_types_and_changes_no_state():
     s = statetx.State(jnp.ones(3))
     before = s.value
 
@@ -346,7 +346,7 @@ def test_disable_jit_runs_plainly():
         assert f(1.0) == 2.0
 
 
-def test_numbers_come_back_as_arrays_and_other_objects_as_they_are():
+def test_numbers_return_as_arrays_and_other_objects_unchanged():
     f = statetx.jit(lambda x: {"n": 3, "s": "text", "none": None, "x": x})
     out = f(1.0)
     assert isinstance(out["n"], jax.Array) and out["s"] == "text" and out["none"] is None
@@ -354,7 +354,7 @@ def test_numbers_come_back_as_arrays_and_other_objects_as_they_are():
     assert isinstance(out["n"], jax.Array) and out["s"] == "text"
 
 
-def test_value_closed_over_from_another_trace_is_not_kept():
+def test_closed_over_tracer_is_not_cached():
     @jax.jit
     def outer(x):
         f = statetx.jit(lambda y: y * x)
@@ -444,7 +444,7 @@ class Table(dict):
 @pytest.mark.parametrize(
     "wrap", [lambda x: x, lambda x: (x, "a"), lambda x: {"a": [x]}], ids=["alone", "tuple", "dict"]
 )
-def test_static_objects_that_are_equal_and_hold_other_states_have_programs_of_their_own(static, wrap):
+def test_equal_static_objects_with_other_states_have_separate_programs(static, wrap):
     body = Counted(lambda held, x: jax.tree.leaves(held, is_leaf=callable)[0](x))
     run = statetx.jit(body, **static)
     one, other = Equal(1, statetx.State(jnp.float32(2))), Equal(1, statetx.State(jnp.float32(3)))
@@ -454,7 +454,7 @@ def test_static_objects_that_are_equal_and_hold_other_states_have_programs_of_th
     assert body.runs == 2
 
 
-def test_static_containers_are_told_apart_by_the_states_in_their_attributes():
+def test_static_containers_are_distinguished_by_states_in_attributes():
     one, other = Table(a=1), Table(a=1)
     one.w, other.w = statetx.State(jnp.float32(2)), statetx.State(jnp.float32(3))
     run = statetx.jit(lambda table, x: x * table.w.value, static_argnums=0)
@@ -463,7 +463,7 @@ def test_static_containers_are_told_apart_by_the_states_in_their_attributes():
 
 @pytest.mark.parametrize("value", ["text", None, (1.0, "text"), [jnp.ones(2)]], ids=str)
 @pytest.mark.parametrize("make", [statetx.State, brainstate.State, nnx.Variable])
-def test_a_call_writes_what_is_no_array_where_an_array_was(make, value):
+def test_write_of_a_non_array_to_an_array_state(make, value):
     state = make(jnp.asarray(2.0))
     read, write = (state.get_value, state.set_value) if make is nnx.Variable else (lambda: state.value, None)
 
@@ -481,7 +481,7 @@ def test_a_call_writes_what_is_no_array_where_an_array_was(make, value):
 
 @pytest.mark.parametrize("static", [(), (0,), (1,), (0, 2), (-1,)])
 @pytest.mark.parametrize("donated", [(0,), (1,), (2,), (3,), (0, 3)])
-def test_jit_donates_the_arguments_that_the_user_counts(static, donated):
+def test_donate_argnums_count_static_arguments(static, donated):
     """As jax.jit: positions of donated arguments count the static ones, too."""
     if {i % 4 for i in static} & set(donated):
         with pytest.raises(statetx.StaticArgumentError, match="both static and donated"):
@@ -497,7 +497,7 @@ def test_jit_donates_the_arguments_that_the_user_counts(static, donated):
     assert gone(statetx.jit) == gone(jax.jit) == [i in donated for i in range(4)]
 
 
-def test_jit_donates_by_name_beside_static_names():
+def test_donate_argnames_with_static_argnames():
     f = statetx.jit(lambda n, c, d: (c * n, d), static_argnames="n", donate_argnames="c")
     for call in (lambda c, d: f(2, c, d), lambda c, d: f(c=c, d=d, n=2), lambda c, d: f(2, d=d, c=c)):
         c, d = jnp.ones(3), jnp.ones(4)
@@ -519,7 +519,7 @@ def ahead():
     return n, w, body, statetx.jit(body)
 
 
-def test_compiled_ahead_of_its_calls_it_reads_and_writes_states():
+def test_ahead_of_time_program_reads_and_writes_states():
     n, w, body, f = ahead()
     compiled = f.lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
     assert (
@@ -537,7 +537,7 @@ def test_compiled_ahead_of_its_calls_it_reads_and_writes_states():
     np.testing.assert_allclose(w.value, jnp.arange(3.0) + 3)
 
 
-def test_compiled_ahead_it_refuses_other_types_and_transforms():
+def test_ahead_of_time_program_rejects_other_types_and_transforms():
     n, w, _, f = ahead()
     compiled = f.lower(jnp.ones(3)).compile()
     for args in [(jnp.ones((2, 3)),), (jnp.ones(3), "b"), (jnp.ones(3, jnp.int32),)]:
@@ -560,7 +560,7 @@ def test_trace_and_eval_shape_run_nothing():
     assert body.runs == 1 and int(n.value) == 1
 
 
-def test_compiled_ahead_it_donates_and_undoes():
+def test_ahead_of_time_program_donates_and_rolls_back():
     w = statetx.Param(jnp.arange(3.0))
 
     def step(x):
@@ -611,7 +611,7 @@ def test_clear_caches_of_jax_forgets_programs():
     assert len(traces) == 2
 
 
-def test_the_programs_of_a_function_go_with_it():
+def test_programs_are_freed_with_their_function():
     def make():
         held = statetx.State(jnp.full(3, 7.0))
 
@@ -629,7 +629,7 @@ def test_the_programs_of_a_function_go_with_it():
     assert function() is None and state() is None
 
 
-def test_options_without_end_are_forgotten():
+def test_unbounded_options_are_evicted():
     traces = []
 
     def fun(x):

@@ -75,7 +75,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("wrap", [pytest.param(lambda f: f, marks=pytest.mark.slow), statetx.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_step_that_is_run_again_is_no_reuse(name, wrap):
+def test_recomputed_step_is_not_key_reuse(name, wrap):
     make, checkpoint = LOOPS[name]
     wanted = wrap(statetx.value_and_grad(make(checkpoint)))(jnp.float32(1.0))
     with checked():
@@ -84,7 +84,7 @@ def test_a_step_that_is_run_again_is_no_reuse(name, wrap):
 
 
 @pytest.mark.parametrize("checkpoint", [None, Slots(2), Levels(2)], ids=str)
-def test_reuse_within_a_step_is_found(checkpoint):
+def test_key_reuse_within_a_step_raises(checkpoint):
     def body(c, key):
         return c * jax.random.normal(key) * jax.random.uniform(key), None
 

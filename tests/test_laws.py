@@ -23,227 +23,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from brainstate._error import TraceContextError
+from laws import (
+    Nesting,
+    Stateful,
+    assert_no_tracer,
+    assert_same,
+    cotangents,
+    elements,
+    grad,
+    is_float,
+    jit,
+    name_of,
+    numbers_of,
+    pure,
+    remat,
+    scalar,
+    scan,
+    snapshot,
+    transformed,
+    vjp,
+)
 
 import corpus
 import statetx
 from corpus import FOREIGN, NATIVE, PROGRAMS, Program, X, strong
 from helpers import in_turn
-
-# -- trees -----------------------------------------------------------------------------------------------------
-
-
-def is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic))
-
-
-def is_float(x: Any) -> bool:
-    return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def is_key(x: Any) -> bool:
-    return is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def scalar(out: Any) -> jax.Array:
-    """A number that depends on every float of the output, each in a different way."""
-    floats = [leaf for leaf in jax.tree.leaves(out) if is_float(leaf)]
-    return sum(jnp.sum(jnp.sin(0.7 * leaf + i)) for i, leaf in enumerate(floats))  # type: ignore[return-value]
-
-
-def numbers_of(out: Any) -> list:
-    return [leaf for leaf in jax.tree.leaves(out) if is_array(leaf) or isinstance(leaf, (int, float))]
-
-
-def cotangents(out: Any) -> Any:
-    """A cotangent for an output: different for each entry, float0 for integers; other leaves as they are."""
-
-    def cotangent(leaf: Any) -> Any:
-        if is_float(leaf):
-            return (0.3 + 0.1 * jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape)
-        return np.zeros(np.shape(leaf), jax.dtypes.float0) if is_array(leaf) or isinstance(leaf, int) else leaf
-
-    return jax.tree.map(cotangent, out, is_leaf=lambda x: isinstance(x, type))
-
-
-def snapshot(values: dict[str, Any]) -> dict[str, Any]:
-    """Another container with the same leaves: programs may change theirs in place."""
-    return jax.tree.map(lambda x: x, values)
-
-
-def assert_same(actual: Any, expected: Any, *, tolerance: float = 1e-10, weak: bool = True, where: str = "") -> None:
-    """Equal structure, types and values; Python numbers may have become arrays."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected), where
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(expected)[0]]
-    for path, a, e in zip(paths, jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert not isinstance(a, jax.core.Tracer), f"{where}{path}: {a}"
-        if not (is_array(e) or isinstance(e, (int, float))):
-            assert a is e or a == e, f"{where}{path}"
-            continue
-        if isinstance(e, jax.Array):
-            assert isinstance(a, jax.Array), f"{where}{path}: a {type(a).__name__} instead of an array"
-        ta, te = jax.typeof(jnp.asarray(a)), jax.typeof(jnp.asarray(e))
-        assert (ta.shape, ta.dtype) == (te.shape, te.dtype), f"{where}{path}: {ta} instead of {te}"
-        if weak:
-            assert ta.weak_type == te.weak_type, f"{where}{path}: weak type {ta.weak_type}"
-        if is_key(e):
-            a, e = jax.random.key_data(a), jax.random.key_data(e)
-        a, e = np.asarray(a), np.asarray(e)
-        if is_float(e) and tolerance:
-            scale = max(1.0, float(np.max(np.abs(e), initial=0)))
-            np.testing.assert_allclose(a, e, rtol=0, atol=tolerance * scale, err_msg=f"{where}{path}")
-        else:
-            np.testing.assert_array_equal(a, e, err_msg=f"{where}{path}")
-
-
-def assert_no_tracer(program: Program) -> None:
-    for name, state in program.cells().items():
-        for leaf in jax.tree.leaves(state.value):
-            assert not isinstance(leaf, jax.core.Tracer), f"{name} holds {leaf}"
-
-
-# -- transforms, and what they mean for a pure function ----------------------------------------------------------
-
-Stateful = Callable[[jax.Array], Any]
-Pure = Callable[[dict[str, Any], jax.Array], tuple[Any, dict[str, Any]]]
-
-
-def remat(f: Stateful, program: Program) -> Stateful:
-    return statetx.remat(f)
-
-
-def jit(f: Stateful, program: Program) -> Stateful:
-    return statetx.jit(f)
-
-
-def unchanged(r: Pure, wrt: tuple[str, ...]) -> Pure:
-    return r
-
-
-def grad(f: Stateful, program: Program) -> Stateful:
-    targets = program.targets()
-
-    def loss(x):
-        out = f(x)
-        return scalar(out), out
-
-    def gradients(x):
-        if targets:
-            (value, out), (of_states, of_x) = statetx.value_and_grad(loss, 0, wrt=targets, has_aux=True)(x)
-        else:
-            (value, out), of_x = statetx.value_and_grad(loss, has_aux=True)(x)
-            of_states = {}
-        return {"value": value, "out": out, "of_states": of_states, "of_x": of_x}
-
-    return gradients
-
-
-def pure_grad(r: Pure, wrt: tuple[str, ...]) -> Pure:
-    def gradients(v, x):
-        others = None
-
-        def loss(targets, x):
-            nonlocal others
-            out, new = r({**v, **targets}, x)
-            arrays, others = split(({**v, **new}, out))
-            return scalar(out), arrays
-
-        targets = {k: v[k] for k in wrt}
-        (value, arrays), (of_states, of_x) = jax.value_and_grad(loss, (0, 1), has_aux=True)(targets, x)
-        new, out = others(arrays)
-        return {"value": value, "out": out, "of_states": of_states, "of_x": of_x}, new
-
-    return gradients
-
-
-def split(tree: Any) -> tuple[list, Callable[[list], Any]]:
-    leaves, treedef = jax.tree.flatten(tree)
-    mask = [is_array(leaf) for leaf in leaves]
-
-    def merge(arrays: list) -> Any:
-        given = iter(arrays)
-        return treedef.unflatten([next(given) if m else leaf for m, leaf in zip(mask, leaves, strict=True)])
-
-    return [leaf for leaf, m in zip(leaves, mask, strict=True) if m], merge
-
-
-def vjp(f: Stateful, program: Program) -> Stateful:
-    targets = program.targets()
-
-    def pulled(x):
-        out, pullback = statetx.vjp(f, x, wrt=targets or None)
-        grads = pullback(cotangents(out))
-        of_states, (of_x,) = grads if targets else ({}, grads)
-        return {"out": out, "of_states": of_states, "of_x": of_x}
-
-    return pulled
-
-
-def pure_vjp(r: Pure, wrt: tuple[str, ...]) -> Pure:
-    def pulled(v, x):
-        others = None
-
-        def run(targets, x):
-            nonlocal others
-            out, new = r({**v, **targets}, x)
-            arrays, others = split(({**v, **new}, out))
-            return [leaf for leaf in jax.tree.leaves(out) if is_float(leaf)], arrays
-
-        floats, pullback, arrays = jax.vjp(run, {k: v[k] for k in wrt}, x, has_aux=True)
-        new, out = others(arrays)
-        of_states, of_x = pullback([c for c in jax.tree.leaves(cotangents(out)) if is_float(c)])
-        return {"out": out, "of_states": of_states, "of_x": of_x}, new
-
-    return pulled
-
-
-def _elements(x: jax.Array) -> jax.Array:
-    return jnp.stack([x, 0.5 * x, x + 0.25])
-
-
-def scan(f: Stateful, program: Program) -> Stateful:
-    def body(c, x):
-        out = f(x + 0.1 * jnp.sin(c))
-        return 0.5 * c + 0.1 * scalar(out), numbers_of(out)
-
-    return lambda x: statetx.scan(body, jnp.asarray(0.5, x.dtype), _elements(x))
-
-
-def pure_scan(r: Pure, wrt: tuple[str, ...]) -> Pure:
-    def loop(v, x):
-        c, rows = jnp.asarray(0.5, x.dtype), []
-        for x_t in _elements(x):
-            out, v = r(v, x_t + 0.1 * jnp.sin(c))
-            c = 0.5 * c + 0.1 * scalar(out)
-            rows.append(numbers_of(out))
-        return (c, [jnp.stack(column) for column in zip(*rows, strict=True)]), v
-
-    return loop
-
-
-PURE = {remat: unchanged, jit: unchanged, grad: pure_grad, vjp: pure_vjp, scan: pure_scan}
-
-Nesting = tuple[Callable, ...]  # from the inside out
-
-
-def transformed(nesting: Nesting, f: Stateful, program: Program) -> Stateful:
-    for op in nesting:
-        f = op(f, program)
-    return f
-
-
-def pure(nesting: Nesting, program: Program | type[Program]) -> Pure:
-    r: Pure = program.ref
-    for op in nesting:
-        r = PURE[op](r, program.wrt)
-    return r
-
-
-def name_of(nesting: Nesting) -> str:
-    name = "step"
-    for op in nesting:
-        name = f"{op.__name__}({name})"
-    return name
-
 
 # -- same as undecorated, one run of the body --------------------------------------------------------------------
 
@@ -416,7 +220,7 @@ class Bomb:
 
 
 def held(states: dict[str, Any]) -> dict[str, list]:
-    """What states hold, with the container itself and each of its leaves."""
+    """The values of states: the container itself and each of its leaves."""
     return {name: [state.value, *jax.tree.leaves(state.value)] for name, state in states.items()}
 
 
@@ -469,7 +273,7 @@ RAISING: list[Nesting] = [
     "make, nesting",
     list(in_turn(cases(NATIVE, RAISING, [(remat, grad), (jit,)]) + cases(FOREIGN, RAISING, [(remat, grad)]))),
 )
-def test_states_are_intact_after_an_exception_in_the_body(make, nesting, monkeypatch):
+def test_states_intact_after_an_exception_in_the_body(make, nesting, monkeypatch):
     check_exceptions(make, nesting, Bomb(monkeypatch), stride=1)
 
 
@@ -478,12 +282,12 @@ EVERYWHERE = [corpus.ReadModifyWrite, corpus.MutatedDict, corpus.Nested, corpus.
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 29])
 @pytest.mark.parametrize("make, nesting", cases(EVERYWHERE, [(remat, grad), (remat, jit), (remat, scan)]))
-def test_states_are_intact_after_an_exception_anywhere(make, nesting, stride, monkeypatch):
+def test_states_intact_after_an_exception_anywhere(make, nesting, stride, monkeypatch):
     check_exceptions(make, nesting, Bomb(monkeypatch, everywhere=True), stride)
 
 
 @pytest.mark.parametrize("nesting", [(remat, grad), (jit,), (remat, jit, grad), (remat, scan)], ids=name_of)
-def test_a_call_after_an_exception_is_as_if_it_had_not_been(nesting, monkeypatch):
+def test_call_after_an_exception_is_unaffected(nesting, monkeypatch):
     program, twin = corpus.Nested(), corpus.Nested()
     bomb = Bomb(monkeypatch)
     call = transformed(nesting, bomb.body(program.step), program)
@@ -500,8 +304,8 @@ def test_a_call_after_an_exception_is_as_if_it_had_not_been(nesting, monkeypatch
 PLAIN_JAX = {
     "jit": lambda f: jax.jit(f),
     "grad": lambda f: jax.grad(lambda x: scalar(f(x))),
-    "vmap": lambda f: lambda x: jax.vmap(f)(_elements(x)),
-    "scan": lambda f: lambda x: jax.lax.scan(lambda c, x: (c, f(x)), 0, _elements(x)),
+    "vmap": lambda f: lambda x: jax.vmap(f)(elements(x)),
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, x: (c, f(x)), 0, elements(x)),
     "make_jaxpr": lambda f: jax.make_jaxpr(f),
 }
 
@@ -534,7 +338,7 @@ def plain_cases() -> list:
 
 
 @pytest.mark.parametrize("make, name, is_remat", plain_cases())
-def test_a_plain_jax_transform_leaves_no_tracer(make, name, is_remat):
+def test_plain_jax_transform_leaves_no_tracer(make, name, is_remat):
     program = make()
     step = statetx.remat(program.step) if is_remat else program.step
     # Values that do not depend on the argument stay concrete under grad and vmap: nothing leaks, nothing raises.
@@ -550,7 +354,7 @@ def test_a_plain_jax_transform_leaves_no_tracer(make, name, is_remat):
 
 @pytest.mark.parametrize("is_remat", [False, True], ids=["plain", "remat"])
 @pytest.mark.parametrize("make", WATCHED_ALWAYS, ids=lambda p: p.__name__)
-def test_a_write_under_a_plain_jit_raises(make, is_remat):
+def test_write_under_a_plain_jit_raises(make, is_remat):
     program = make()
     step = statetx.remat(program.step) if is_remat else program.step
     if make is corpus.PythonNumbers:  # whose new values are Python numbers, which nothing traces
@@ -570,7 +374,7 @@ def test_plain_jax_over_remat(make):
         program = make()
         f, v, x = statetx.remat(program.step), program.values(), jnp.asarray(X)
         ref = lambda x: make.ref(v, x)[0]  # noqa: E731
-        batch = _elements(x)
+        batch = elements(x)
         assert_same(jax.vmap(f)(batch), jnp.stack([ref(x) for x in batch]))
         assert_same(jax.jit(f)(x), ref(x))
         assert_same(jax.grad(lambda x: scalar(f(x)))(x), jax.grad(lambda x: scalar(ref(x)))(x))
@@ -625,7 +429,7 @@ class Flip:
     """A function of ``x`` that is pure but for something that `flip` changes."""
 
     x: Any = np.array([0.3, -0.7, 1.1], np.float32)
-    is_global = False  # whether `flip` changes what every instance reads
+    is_global = False  # whether `flip` changes a value that every instance reads
 
     def f(self, x):
         raise NotImplementedError
@@ -776,7 +580,7 @@ _reads_global_vjp.defvjp(lambda x: (_reads_global_vjp(x), None), lambda _, ct: (
 
 
 class FlipGlobalOfRule(Flip):
-    """Only the derivative changes, and what it reads is read when the rule runs."""
+    """Only the derivative changes: the rule reads a global when it runs."""
 
     is_global = True
 
@@ -793,7 +597,7 @@ class FlipGlobalOfVjpRule(FlipGlobalOfRule):
 
 
 class FlipGlobalOfNestedRule(FlipGlobalOfRule):
-    """The rule stands inside a jitted function, a loop and a branch."""
+    """The rule is inside a jitted function, a loop and a branch."""
 
     def f(self, x):
         y = jax.lax.cond(x[0] > 0, lambda x: jax.lax.map(_reads_global, x), lambda x: x, x)
@@ -1131,7 +935,7 @@ def identity(f):
     return f
 
 
-# Each: what runs on the flipped function, what it must equal (without statetx).
+# Each: a call of the flipped function, and its reference without statetx.
 WAYS = {
     "jit(remat)": (lambda f, x: jax.jit(lambda x: jax.tree.leaves(statetx.remat(f)(x)))(x), lambda f, x: jax.jit(lambda x: jax.tree.leaves(f(x)))(x)),
     "statetx.jit(remat)": (lambda f, x: statetx.jit(lambda x: jax.tree.leaves(statetx.remat(f)(x)))(x), lambda f, x: jax.jit(lambda x: jax.tree.leaves(f(x)))(x)),
@@ -1150,7 +954,7 @@ WAYS = {
 
 
 def bits(tree: Any) -> tuple:
-    """What may not be confused: structure, types with their weakness, and the sign of zeros."""
+    """The distinguished properties: structure, types with their weakness, and the sign of zeros."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, [(str(jax.typeof(jnp.asarray(x))), jax.typeof(jnp.asarray(x)).weak_type) for x in leaves]
 
@@ -1215,8 +1019,8 @@ def as_new(flip: Flip) -> Callable:
 
 
 @pytest.mark.parametrize("make", FLIPS, ids=lambda f: f.__name__)
-def test_each_flip_shows(make, settings):
-    """What `test_never_stale` would miss if the flip changed nothing that it looks at."""
+def test_each_flip_changes_the_result(make, settings):
+    """Otherwise `test_never_stale` would pass for a flip without effect."""
     flip = make()
     x = jnp.asarray(make.x)
 
@@ -1234,10 +1038,10 @@ def test_each_flip_shows(make, settings):
 
 @pytest.mark.parametrize("size", [1, 2000])
 @pytest.mark.parametrize("is_scan", [False, True], ids=["remat", "scan"])
-def test_what_is_kept_does_not_follow_a_numpy_array_that_changes(is_scan, size):
+def test_cache_does_not_follow_a_mutated_numpy_array(is_scan, size):
     """A jitted function inside closes over a NumPy array, which changes; another call finds one of the old content.
 
-    The second call is compiled anew, lest JAX's cache of the first hide what is compiled.
+    The second call is compiled again: a hit in JAX's cache would hide the compiled function.
     """
 
     def run(c, wrap):
@@ -1247,7 +1051,7 @@ def test_what_is_kept_does_not_follow_a_numpy_array_that_changes(is_scan, size):
 
     first, second = np.ones((3, size), np.float32), np.ones((3, size), np.float32)
     expected = run(second, jax.jit)
-    statetx._equations.structure.table.clear()
+    statetx.clear_cache()
     run(first, lambda g: lambda x: plain_grad(g, x))
     first += 1.0
     assert_flip_same(run(second, jax.jit), expected)
@@ -1274,7 +1078,7 @@ STATICS = [
 
 
 @pytest.mark.parametrize("first, second", STATICS, ids=lambda v: f"{type(v).__name__} {v!r}")
-def test_jit_tells_static_arguments_apart(first, second):
+def test_jit_distinguishes_static_arguments(first, second):
     seen = []
 
     @statetx.jit(static_argnums=1)
@@ -1312,7 +1116,7 @@ def test_recomputation_sees_the_draws_of_the_forward_pass(nesting):
         key = np.asarray(jax.random.key_data(program.rng.value))
         np.testing.assert_array_equal(key, np.asarray(jax.random.key_data(plain.rng.value)))
         mask = np.asarray(kept) != 0
-        # The derivative of the forward pass's mask, by hand: a mask drawn anew would give another sum.
+        # The derivative of the forward pass's mask, by hand: a mask drawn again would give another sum.
         a = np.float64(np.mean(x)) + np.arange(64.0)
         slope = np.sum(mask * 0.7 * np.cos(0.7 * np.sin(a)) * np.cos(a)) / 3
         np.testing.assert_allclose(np.asarray(out["of_x"]), np.full(3, slope), rtol=1e-4)
@@ -1361,9 +1165,9 @@ def _bake(cls, jaxpr, consts):
 _FIRST: dict = {}
 
 
-# What is broken, by what, and a check that must see it.
+# By name: the broken function, its replacement, and a check that must fail.
 class _Alike:
-    """A structure that equals every other."""
+    """A structure equal to every other."""
 
     is_incomparable = False
 
@@ -1387,7 +1191,7 @@ BREAKAGES = {
     "a write inside a trace is not looked at": (
         "_frames.check_write",
         lambda *a: None,
-        lambda mp: test_a_plain_jax_transform_leaves_no_tracer(corpus.ReadModifyWrite, "jit", True),
+        lambda mp: test_plain_jax_transform_leaves_no_tracer(corpus.ReadModifyWrite, "jit", True),
     ),
     "the body runs twice": ("transforms.remat.stage", _run_twice, _law(corpus.ReadOnly, (remat, grad))),
     "literals do not count": ("_equations.structure._constant", lambda x: 0, _stale(_flip_named("Infinity"))),
@@ -1403,7 +1207,7 @@ BREAKAGES = {
     "static arguments go by equality": (
         "transforms.jit.api.static_key",
         lambda x: x,
-        lambda mp: test_jit_tells_static_arguments_apart(0.0, -0.0),
+        lambda mp: test_jit_distinguishes_static_arguments(0.0, -0.0),
     ),
 }
 
@@ -1411,14 +1215,14 @@ BREAKAGES = {
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_the_suite_can_fail(breakage, monkeypatch):
     name, broken, check = BREAKAGES[breakage]
-    statetx._equations.structure.table.clear()
+    statetx.clear_cache()
     with monkeypatch.context() as patch:
         check(patch)
-    statetx._equations.structure.table.clear()
+    statetx.clear_cache()
     with (
         monkeypatch.context() as patch,
         pytest.raises((AssertionError, ValueError, TypeError, jax.errors.JAXTypeError)),
     ):
         patch.setattr(f"statetx.{name}", broken)
         check(patch)
-    statetx._equations.structure.table.clear()
+    statetx.clear_cache()

@@ -1,4 +1,4 @@
-"""States that lie on a mesh of eight CPU devices, under every transform: the same numbers, and they stay where they are."""
+"""States on a mesh of eight CPU devices, under every transform: equal results and unchanged shardings."""
 
 import contextlib
 import functools
@@ -21,9 +21,9 @@ WIDTH, BATCH, LAYERS = 8, 16, 4
 
 
 class Block:
-    """A residual block with weights that may be sharded, and a running mean of what it sees."""
+    """A residual block with weights that may be sharded, and a running mean of its inputs."""
 
-    out = None  # with explicit axes: how the product of arrays that are sharded along what is summed comes out
+    out = None  # with explicit axes: the output sharding of a product that is sharded along the contracted axis
 
     def __init__(self, seed=0):
         start = np.random.default_rng(seed)
@@ -65,7 +65,7 @@ def one_example_at_a_time(block, x):
     return statetx.vmap(lambda v: jnp.matmul(jnp.tanh(v @ block.up.value), block.down.value, out_sharding=out))(x)
 
 
-# name -> (makes the model, what it does)
+# name -> (makes the model, its step)
 PROGRAMS = {
     "remat": (Noisy, lambda block, x: statetx.remat(block)(x)),
     "scan": (Block, in_a_loop(None)),
@@ -154,7 +154,7 @@ def expected(program):
 
 @contextlib.contextmanager
 def on_a_mesh(layout, program, kind):
-    """A training that lies on the devices, and its batch."""
+    """A training whose states are on the devices, and its batch."""
     shape, specs, batch_spec = LAYOUTS[layout]
     mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(kind,) * len(shape))
     is_explicit = kind is EXPLICIT
@@ -171,7 +171,7 @@ def on_a_mesh(layout, program, kind):
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
     ids=lambda x: getattr(x, "name", x),
 )
-def test_states_stay_where_they_are(layout, program, kind):
+def test_states_keep_their_sharding(layout, program, kind):
     with on_a_mesh(layout, program, kind) as (training, x):
         before = training.shardings()
         body = Counted(training.step)
@@ -193,7 +193,7 @@ def test_states_stay_where_they_are(layout, program, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda kind: kind.name)
-def test_without_jit_they_stay_too(kind):
+def test_states_keep_their_sharding_without_jit(kind):
     with on_a_mesh("fsdp", "remat", kind) as (training, x):
         before = training.shardings()
         losses = [float(training.step(x)) for _ in range(2)]
@@ -207,7 +207,7 @@ def test_without_jit_they_stay_too(kind):
             assert after[path].is_equivalent_to(sharding, 2 - path.endswith("mean")), path
 
 
-def test_a_constraint_inside_says_how_values_within_lie():
+def test_sharding_constraint_inside_is_respected():
     with on_a_mesh("fsdp", "scan", AUTO) as (training, x):
         block, mesh = training.model, x.sharding.mesh
 
@@ -221,7 +221,7 @@ def test_a_constraint_inside_says_how_values_within_lie():
 # -- the fence --
 
 
-def test_the_fence_adds_no_collective():
+def test_fence_adds_no_collective():
     """Each block reduces its gradient in its branch, beside the loss; nothing is reduced to know the branch."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AUTO,))
     place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
@@ -305,7 +305,7 @@ def test_collectives_in_a_rematerialised_function_of_one_device(kind):
     assert not compiled
 
 
-def test_states_that_are_placed_anew_are_compiled_for_anew():
+def test_resharded_states_recompile():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     place = lambda spec: NamedSharding(mesh, spec)  # noqa: E731
     w, count = statetx.State(jax.device_put(jnp.ones(8), place(P()))), statetx.State(jnp.zeros(()))
@@ -324,6 +324,6 @@ def test_states_that_are_placed_anew_are_compiled_for_anew():
         step(2.0)
     assert w.value.sharding.spec == P() and float(w.value[0]) == 16 and float(count.value) == 4
     assert len(compiled) == 0, "both placements were met before"
-    count.value = jnp.zeros(())  # lies nowhere in particular, and is put where it was
+    count.value = jnp.zeros(())  # uncommitted, and returned to its former device
     step(2.0)
     assert count.value.sharding.spec == P() and float(count.value) == 1

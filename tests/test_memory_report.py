@@ -49,7 +49,7 @@ def kinds(report, policy=None):
     return {d.category for d in report.diagnoses if policy is None or d.policy == policy}
 
 
-def test_figures_of_a_loop():
+def test_report_of_a_loop():
     block = Block(0)
     report = statetx.memory_report(block.loop, X, policies=[None, "dots", policies.names("hidden")], repeats=2)
     assert [row.policy for row in report.rows] == ["no remat", "nothing", "dots", "names('hidden')"]
@@ -71,7 +71,7 @@ def test_figures_of_a_loop():
         report["dotss"]
 
 
-def test_figures_are_those_of_the_compiled_program():
+def test_report_equals_the_compiled_program():
     block = Block(0)
 
     def step(w, v, x):
@@ -88,7 +88,7 @@ def test_figures_are_those_of_the_compiled_program():
     assert row.seconds is None
 
 
-def test_a_function_without_remat_is_rematerialised_as_a_whole():
+def test_function_without_remat_is_rematerialised_as_a_whole():
     report = statetx.memory_report(Block(0, wrap=lambda f: f).body, X, policies=[None])
     assert report["nothing"].residuals.intermediate_bytes == 0 < report["no remat"].residuals.intermediate_bytes
 
@@ -96,7 +96,7 @@ def test_a_function_without_remat_is_rematerialised_as_a_whole():
 # -- one program for each diagnosis --------------------------------------------------------------------------------
 
 
-def test_nothing_to_drop():
+def test_diagnosis_nothing_to_drop():
     linear = statetx.remat(lambda x, w: x @ w)
 
     def loss(x, w):
@@ -107,7 +107,7 @@ def test_nothing_to_drop():
     assert "compute nothing that the backward pass needs" in str(report)
 
 
-def test_inputs_dominate():
+def test_diagnosis_inputs_dominate():
     first, second = statetx.remat(jnp.sin), statetx.remat(jnp.cos)
 
     def loss(x):
@@ -121,12 +121,12 @@ def test_inputs_dominate():
     assert "Rematerialise larger functions" in str(report)
 
 
-def test_policy_keeps_it():
+def test_diagnosis_policy_saves_everything():
     report = statetx.memory_report(Block(0).loop, X, policies=[policies.everything, None])
     assert kinds(report, "everything") == {"policy keeps it"} and not kinds(report, "nothing")
 
 
-def test_merged_back():
+def test_diagnosis_merged_back():
     report = statetx.memory_report(Stack(lambda f: statetx.remat(f, prevent_cse=False)), X)
     assert kinds(report) == {"merged back"}
     assert "prevent_cse is False (or fence None) for Block.body" in str(report)
@@ -138,7 +138,7 @@ barriers_are_dropped = pytest.mark.skipif(
 
 
 @barriers_are_dropped
-def test_barrier_ignored():
+def test_diagnosis_barrier_ignored():
     stack = Stack(lambda f: statetx.remat(f, fence="barrier"))
     report = statetx.memory_report(stack, X)
     assert kinds(report) == {"barrier ignored"}
@@ -149,7 +149,7 @@ def test_barrier_ignored():
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="figures of XLA on a CPU")
-def test_peak_elsewhere():
+def test_diagnosis_peak_elsewhere():
     """All layers are recomputed at once, in a loop, where nothing is merged back."""
 
     def loss(x):
@@ -168,7 +168,7 @@ def test_peak_elsewhere():
     assert "Rematerialise smaller parts" in str(report)
 
 
-def test_no_residual():
+def test_diagnosis_no_residual():
     @statetx.remat(policy=policies.names("linear"))
     def block(x, w):
         return jnp.tanh(x) + statetx.checkpoint_name(x * 2.0 + w, "linear")
@@ -181,7 +181,7 @@ def test_no_residual():
     assert "The value 'linear' is computed, but the backward pass does not need it" in str(report)
 
 
-def test_unmatched():
+def test_diagnosis_unmatched():
     tried = [policies.names("hiden", missing="ignore"), jax.checkpoint_policies.save_only_these_names("hiden")]
     report = statetx.memory_report(Block(0).loop, X, policies=tried)
     for row in report.rows[1:]:
@@ -220,7 +220,7 @@ def test_shown_as_text_html_and_rich():
 
 
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
-def test_sizes_on_a_mesh_say_what_they_are_of():
+def test_sizes_on_a_mesh_are_labelled_per_device():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     place = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))  # noqa: E731
     block = Block(0)

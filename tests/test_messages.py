@@ -1,4 +1,4 @@
-"""What people read: the printed form of objects, and names that were nearly right."""
+"""Messages: the printed form of objects, and suggestions for misspelled names."""
 
 import functools
 import re
@@ -51,7 +51,7 @@ def test_repr(obj, text):
     assert repr(obj) == text
 
 
-def test_a_long_value_keeps_the_table_of_states_narrow():
+def test_states_table_shortens_long_values():
     memory = State(optax.adam(0.1).init({f"layer{i}": jnp.ones(2) for i in range(8)}), name="memory")
     table = str(statetx.trace_states(lambda: memory.value)())
     assert "tuple of 17 leaves" in table and max(map(len, table.split("\n"))) < 100
@@ -84,13 +84,13 @@ def layer_loss(layer, x):
         ),
     ],
 )
-def test_the_nearest_name_is_suggested(call, error, meant):
+def test_nearest_name_is_suggested(call, error, meant):
     with pytest.raises(error, match=re.escape(f"Did you mean {meant!r}?")):
         call()
 
 
 @pytest.mark.parametrize("transform", ["scan", "vmap"])
-def test_a_path_that_selects_no_state_is_refused(transform):
+def test_path_that_selects_no_state_raises(transform):
     layer = Layer()
 
     def run(states):
@@ -106,7 +106,7 @@ def test_a_path_that_selects_no_state_is_refused(transform):
     run({State: 0, "layer.count": 0, Param: 0})  # shadowed by a type; a type need not occur
 
 
-def test_donated_arguments_are_called_that():
+def test_donated_arguments_are_named_in_errors():
     with pytest.raises(statetx.StaticArgumentError, match=r"^donate_argnums=3 is out of range"):
         statetx.jit(f, donate_argnums=3)
     with pytest.raises(statetx.StaticArgumentError, match=r"^donate_argnames='laier'"):

@@ -47,8 +47,8 @@ def check(out, done):
 TINY = ("--steps", "4", "--batch", "512", "--width", "64", "--layers", "4")
 
 
-@pytest.mark.slow  # of which one is killed, below, in the fast suite
-def test_two_processes_train_as_one_does_and_one_resumes_what_they_saved(tmp_path):
+@pytest.mark.slow  # the fast suite kills one of two processes below
+def test_two_processes_equal_one_and_one_resumes_their_checkpoint(tmp_path):
     runs = check(tmp_path, run(tmp_path, "--devices", "2", *TINY))
     assert list(runs) == [(2, 1, False), (2, 2, False), (1, 1, True)]
     assert len(runs[1, 1, True]["losses"]) == 2, "it began in the middle"
@@ -144,7 +144,7 @@ json.dump(said, open(f"{sys.argv[3]}/said-{index}.json", "w"))
 """
 
 
-def test_two_processes_share_a_key_and_refuse_to_save_what_differs(tmp_path):
+def test_two_processes_share_a_key_and_reject_saving_different_values(tmp_path):
     finish(two_processes(TWO_PROCESSES, tmp_path))
     said = [json.loads((tmp_path / f"said-{i}.json").read_text()) for i in range(2)]
     assert said[0] == said[1]
@@ -193,7 +193,7 @@ with statetx.Checkpointer(sys.argv[3] + "/saved", [w, rng, n]) as checkpointer:
 """
 
 
-def test_two_processes_of_which_one_is_killed_resume_to_the_losses_of_one(tmp_path):
+def test_two_processes_resume_after_one_is_killed(tmp_path):
     first, second = two_processes(KILLED, tmp_path)
     try:
         error = second.communicate(timeout=300)[1]

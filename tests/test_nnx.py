@@ -173,7 +173,7 @@ def test_remat_recomputes_and_the_body_runs_once():
     assert "remat" in text or "checkpoint" in text
 
 
-def test_every_way_to_a_value_is_seen():
+def test_every_read_and_write_of_a_value_is_seen():
     ways = {
         "get_value": lambda v, x: v.set_value(v.get_value() + x),
         "index": lambda v, x: v.__setitem__(..., v[...] + x),
@@ -279,7 +279,7 @@ def test_cond_and_while_loop():
     assert int(n[...]) == 7
 
 
-def test_vmap_draws_for_each_example_and_keeps_its_own_slice():
+def test_vmap_draws_per_example():
     drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     first = statetx.vmap(drop)(jnp.ones((3, 64)))
     assert not np.array_equal(first[0], first[1]) and int(drop.rngs.count[...]) == 1
@@ -332,7 +332,7 @@ def test_optimizer_step_compiled_once():
 # -- paths, filters, tables ------------------------------------------------------------------------------------
 
 
-def test_paths_are_those_of_the_modules_attributes():
+def test_paths_are_module_attributes():
     class Deep(nnx.Module):
         def __init__(self, rngs):
             self.blocks = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(2)])
@@ -460,7 +460,7 @@ class Lazy(nnx.Module):
         return self.n[...] * x
 
 
-def test_variables_created_inside_and_kept():
+def test_created_variables_stay_after_the_call():
     for wrap in (statetx.grad, lambda f: statetx.grad(statetx.remat(f)), statetx.jit):
         lazy = Lazy()
         f = wrap(lazy)
@@ -477,7 +477,7 @@ def test_variables_created_inside_and_kept():
     assert float(lazy.n[...]) == 4.0
 
 
-def test_variables_created_inside_and_dropped_are_no_effects():
+def test_dropped_created_variables_are_not_effects():
     v = Count(jnp.zeros(()))
 
     def body(c, x):
@@ -556,7 +556,7 @@ def test_copies_made_inside_and_out():
     assert copy.deepcopy(twin).calls[...] == 6
 
 
-def test_ref_variables_are_left_to_jax():
+def test_ref_variables_are_refs_of_jax():
     v = Count(jnp.asarray(1.0), ref=True)
 
     def f(x):
@@ -628,7 +628,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_module_that_refers_to_itself_is_an_argument(name):
+def test_self_referencing_module_as_argument(name):
     class Cyclic(nnx.Module):
         def __init__(self):
             self.w = nnx.Param(jnp.ones(3))
@@ -691,7 +691,7 @@ class Counting(nnx.Module):
 
 
 @pytest.mark.parametrize("transform", [statetx.grad, statetx.value_and_grad, statetx.jacrev, statetx.jacfwd])
-def test_a_write_to_the_copy_that_is_differentiated_is_refused(transform):
+def test_write_to_the_differentiated_copy_raises(transform):
     model = Counting()
 
     def loss(model, x):
@@ -707,6 +707,6 @@ def test_a_write_to_the_copy_that_is_differentiated_is_refused(transform):
     assert float(model.calls[...]) == 1, "the module stays whole, and is written"
 
 
-def test_a_module_that_is_only_read_is_differentiated_as_a_pytree():
+def test_read_only_module_is_differentiated_as_a_pytree():
     grads = statetx.grad(lambda model, x: (model.w[...] * x).sum())(Counting(), 2 * jnp.ones(3))
     np.testing.assert_array_equal(grads.w[...], 2 * jnp.ones(3))

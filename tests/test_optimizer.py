@@ -1,4 +1,4 @@
-"""`Optimizer`: one step of optax on states of every kind, and what training code does around it."""
+"""`Optimizer`: one step of optax on states of every kind, and its use in training code."""
 
 import re
 
@@ -98,7 +98,7 @@ def test_training_equals_optax_by_hand(kind, how):
         assert int(model.calls.value) == 4
 
 
-def test_a_jitted_step_is_compiled_once_and_the_memory_is_found_by_path():
+def test_jitted_step_compiles_once_and_optimizer_state_has_a_path():
     model = Native()
     optimizer = statetx.Optimizer(optax.inject_hyperparams(optax.adam)(0.1), statetx.states(model, statetx.Param))
     runs = []
@@ -117,7 +117,7 @@ def test_a_jitted_step_is_compiled_once_and_the_memory_is_found_by_path():
     assert int(optimizer.state.value.count) == 3
 
 
-def test_an_exception_puts_the_memory_back():
+def test_exception_restores_the_optimizer_state():
     w = statetx.Param(jnp.ones(2))
     optimizer = statetx.Optimizer(optax.adam(0.1), w)
 
@@ -140,7 +140,7 @@ def test_states_keep_their_dtype_and_extra_arguments_are_passed_on():
     assert float(optimizer.state.value[1].scale) < 1.0
 
 
-def test_memory_that_starts_as_a_python_number_is_carried():
+def test_optimizer_state_that_starts_as_a_python_number_is_carried():
     w = statetx.Param(jnp.ones(2))
     halving = optax.GradientTransformation(lambda params: 1.0, lambda g, s, params: (g, jnp.float32(0.5) * s))
     optimizer = statetx.Optimizer(halving, w)
@@ -148,7 +148,7 @@ def test_memory_that_starts_as_a_python_number_is_carried():
     assert optimizer.state.value == 0.25 and w.value[0] == 4
 
 
-def test_accumulated_gradients_equal_those_of_the_whole_batch():
+def test_accumulated_gradients_equal_the_full_batch():
     whole, scanned, multi = Native(), Native(), Native()
     x, y = X.reshape(4, 2, 3), Y.reshape(4, 2, 2)
     weights = statetx.states(whole, statetx.Param)
@@ -186,7 +186,7 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch():
         ([B, W], "there is none for 'b', 'w'; there is one for '0', '1'"),
     ],
 )
-def test_gradients_of_something_else_are_refused(grads, said):
+def test_gradients_of_other_states_raise(grads, said):
     model = Native()
     optimizer = statetx.Optimizer(optax.sgd(0.1), statetx.states(model, statetx.Param))
     with pytest.raises(statetx.GradientError, match=re.escape(said)) as e:
@@ -195,7 +195,7 @@ def test_gradients_of_something_else_are_refused(grads, said):
     assert bool((model.w.value == W).all())
 
 
-def test_gradients_in_other_containers_are_refused():
+def test_gradients_in_other_containers_raise():
     w, b = statetx.Param(W), statetx.Param(B)
     with pytest.raises(
         statetx.GradientError, match=r"they are PyTreeDef\(\(\*, \*\)\), the states PyTreeDef\(\[\*, \*\]\)"
@@ -203,7 +203,7 @@ def test_gradients_in_other_containers_are_refused():
         statetx.Optimizer(optax.sgd(0.1), [w, b]).update((W, B))
 
 
-def test_what_cannot_be_updated_is_refused():
+def test_non_updatable_target_raises():
     w, n = statetx.Param(W), statetx.State(jnp.zeros((), jnp.int32), name="steps")
     sgd = optax.sgd(0.1)
     with pytest.raises(statetx.StateValueError, match="State 'steps' .i32.*Leave it out"):
@@ -220,6 +220,6 @@ def test_what_cannot_be_updated_is_refused():
         statetx.Optimizer(0.1, [w])
 
 
-def test_repr_says_how_much():
+def test_repr_shows_counts_and_bytes():
     optimizer = statetx.Optimizer(optax.adam(0.1), [statetx.Param(W), statetx.Param(B)])
     assert repr(optimizer) == "Optimizer(2 states, 32 B; remembers 68 B)"

@@ -58,7 +58,7 @@ def test_exports():
     assert {cls.__module__ for cls in classes} == {"statetx"} and len(classes) > 25  # in tracebacks, reprs and pickles
 
 
-def test_what_is_loaded_late_is_what_type_checkers_see():
+def test_lazy_exports_match_type_checking_imports():
     tree = ast.parse((ROOT / "statetx" / "__init__.py").read_text())
     (checked,) = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     seen = {
@@ -85,11 +85,11 @@ def test_imports_point_down():
     assert not imports, "modules that import each other"
 
 
-def test_the_map_of_the_code_is_that_of_the_tree():
+def test_code_map_matches_the_tree():
     assert PAGE.read_text() == with_map(PAGE.read_text()), "run python tests/code_map.py"
 
 
-def test_private_names_stay_in_the_modules_made_for_them():
+def test_private_jax_names_only_in_their_modules():
     for path in SOURCES:
         text = path.read_text()
         if path.parent.name != "_jax":
@@ -98,7 +98,7 @@ def test_private_names_stay_in_the_modules_made_for_them():
             assert not re.search(r"^\s*(import|from) (brainstate|flax)", text, re.M), path
 
 
-def test_what_an_import_changes_elsewhere_is_documented():
+def test_import_side_effects_are_documented():
     """Each change, in a program that loads everything, has a row of the page."""
     code = (
         "import jax, brainstate, flax.nnx, statetx; from statetx import _states; from statetx._jax import patches; "
@@ -125,7 +125,7 @@ def test_import_is_light_and_needs_no_other_library():
     assert out.stdout.strip() == str(expected)
 
 
-def test_brainstate_is_watched_however_late_it_is_imported():
+def test_brainstate_imported_late_is_observed():
     code = """
 import jax.numpy as jnp, statetx
 s = statetx.State(jnp.ones(()))
@@ -142,7 +142,7 @@ print(float(statetx.grad(statetx.remat(g))(2.0)), float(b.value))
     assert out.stdout.split() == ["1.0", "3.0"]
 
 
-def test_the_version_stands_in_one_place():
+def test_version_is_defined_once():
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", statetx.__version__)
     written = re.findall(rf"(?m)^.*version.*{re.escape(statetx.__version__)}.*$", (ROOT / "pyproject.toml").read_text())
     assert not written, "pyproject.toml takes the version from statetx/__init__.py"
@@ -167,7 +167,7 @@ print(float(statetx.jit(statetx.grad(f, wrt=w))(3.0)[0]), int(n.value), (folder 
 
 
 @pytest.mark.slow
-def test_what_is_built_can_be_installed_and_used(tmp_path):
+def test_built_distributions_install_and_import(tmp_path):
     """Both distributions; the wheel is made from the source distribution, so that nothing is missing there."""
     pytest.importorskip("hatchling")
 
@@ -176,7 +176,7 @@ def test_what_is_built_can_be_installed_and_used(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    # A copy: what lies about in the working tree is no part of it, and the build leaves nothing behind.
+    # A copy: untracked files of the working tree are not part of it, and the build leaves nothing behind.
     kept = shutil.ignore_patterns(".*", "out", "build", "dist", "__pycache__")
     shutil.copytree(ROOT, tmp_path / "source", ignore=kept)
     call(

@@ -1,4 +1,4 @@
-"""The documentation: its code runs, its outputs are what that prints, and the site shows every page and every name."""
+"""The documentation: its code runs and prints the given outputs, and the site shows every page and every name."""
 
 import os
 import pathlib
@@ -37,7 +37,7 @@ def run_page(page, folder, monkeypatch):
     text = page.read_text()
     for library in set(re.findall(r"^ *(?:import|from) (haiku|equinox|flax)\b", text, re.M)):
         pytest.importorskip(library)
-    monkeypatch.chdir(folder)  # for what it writes
+    monkeypatch.chdir(folder)  # for its output
     with jax.numpy_rank_promotion("allow"):  # as users have it
         filled = fill(text, page.name)
     if jax.__version__.startswith("0.10."):  # other versions of JAX compute with other equations
@@ -70,7 +70,7 @@ def test_guide_compares_both_sides(page, tmp_path, monkeypatch):
     assert sum(x > 1e-3 for x in largest) > 0.8 * len(largest)
 
 
-def test_a_wrong_output_is_noticed():
+def test_wrong_output_fails():
     page = "```pycon\n>>> 1 + 1\n3\n>>> 1 / 0\n```\n"
     right = fill(page)
     assert "\n2\n" in right and "ZeroDivisionError: division by zero" in right
@@ -86,13 +86,13 @@ def test_blocks_share_a_scope_and_failures_are_raised():
     assert fill("<!-- not run: why not -->\n```python\n1 / 0\n```\n")
 
 
-def test_few_blocks_are_left_out():
+def test_few_blocks_are_skipped():
     reasons = [block["reason"] for page in PAGES for block in BLOCK.finditer(page.read_text()) if block["reason"]]
     assert len(reasons) <= 2, reasons
 
 
 def site():
-    """mkdocs.yml, as far as it is read here: the pages that the navigation names."""
+    """The pages that the navigation in mkdocs.yml names."""
     text = (ROOT / "mkdocs.yml").read_text()
     return re.findall(r"([\w/-]+\.md)$", text[text.index("\nnav:") :], re.M)
 
@@ -117,7 +117,7 @@ def test_reference_has_every_public_name():
         short = module.__name__.removeprefix("statetx.")
         expected |= {f"{short}.{name}" for name, x in vars(module).items() if is_of(module, name, x)}
     assert expected <= set(shown), "a new public name needs a place in docs/api"
-    for name in shown:  # and what is shown is there
+    for name in shown:  # and every shown image exists
         found = statetx
         for part in name.split("."):
             found = getattr(found, part)

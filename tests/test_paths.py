@@ -103,7 +103,7 @@ def reads_weight(self):
     return self.weight.value + weight.value
 
 
-def test_an_attribute_is_not_taken_for_a_global_of_its_name():
+def test_attribute_differs_from_a_global_of_the_same_name():
     model = NamesLikeGlobals()
     assert states(model.read) == {"weight": model.weight}
     assert statetx.trace_states(model.read)().reads == {"weight": model.weight}
@@ -116,7 +116,7 @@ def test_two_states_never_share_a_path():
     assert len(found) == 2 and found["weight"] is weight and "weight#2" in found
 
 
-def test_what_is_no_filter():
+def test_invalid_filters_raise():
     with pytest.raises(statetx.StateFilterError, match="Not a filter: 3"):
         states(Model(), 3)
 

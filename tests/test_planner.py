@@ -1,4 +1,4 @@
-"""`plan`: what it chooses keeps the budget, computes the same, and is the best of its model."""
+"""`plan`: its choice stays within the budget, gives equal results, and is the optimum of its model."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from statetx._equations import compiled as _compiled
 from statetx._equations import primitives
 from statetx._equations.flops import flops
 from statetx._equations.structure import Body
-from statetx._loops.strategy import Lengths, Slots
 from statetx.planner import CostModel, Planner, _layout, _parts, _search, machine
 from statetx.planner._analysis import Graph, Option
 from statetx.planner.plan import _read_budget, fingerprint
+from statetx.policies import Lengths, Slots
 
 X = jnp.ones((256, 64))
 WS = [jnp.eye(64) * (1 + 0.01 * i) for i in range(8)]
@@ -59,7 +59,7 @@ def assert_same_gradients(planned, plain, *args, rtol=1e-5):
     "fun", [loss, scanned, functools.partial(loss, block=statetx.remat(block))], ids=["plain", "scan", "marked"]
 )
 @pytest.mark.parametrize("budget", [*(pytest.param(b, marks=pytest.mark.slow) for b in (0.95, 0.6)), 0.47])
-def test_budgets_are_kept_and_gradients_are_the_same(fun, budget):
+def test_plan_stays_within_budget_with_equal_gradients(fun, budget):
     plan = statetx.plan(fun, WS, X, budget=budget, argnums=0)
     assert plan.temp_bytes <= plan.budget_bytes == int(budget * plan.unplanned_bytes)
     step = jax.jit(jax.value_and_grad(plan.apply(fun)))
@@ -67,15 +67,15 @@ def test_budgets_are_kept_and_gradients_are_the_same(fun, budget):
     assert_same_gradients(step, jax.jit(jax.value_and_grad(fun)), WS, X)
 
 
-def test_what_fits_is_left_as_it_is():
+def test_baseline_that_fits_is_unchanged():
     plan = statetx.plan(loss, WS, X, budget="1GiB", argnums=0)
     assert plan.stock == "no remat" and plan.extra_flops == 0 and "It fits unchanged." in str(plan)
     text = str(jax.make_jaxpr(jax.grad(plan.apply(loss)))(WS, X))
     assert "remat" not in text and "checkpoint" not in text
 
 
-def test_what_is_found_in_a_hurry_is_confirmed(monkeypatch):
-    """Compiling in a hurry may give less memory than what users compile takes."""
+def test_fast_compilation_result_is_verified(monkeypatch):
+    """Fast compilation may report less memory than the users' compilation takes."""
     unplanned = statetx.plan(loss, WS, X, budget=1.0, argnums=0).temp_bytes
     hurried, cost = {"xla_backend_optimization_level": 1}, _compiled.Program.cost.func
 
@@ -95,7 +95,7 @@ def test_what_is_found_in_a_hurry_is_confirmed(monkeypatch):
     assert statetx.plan(loss, WS, X, budget=1.0, argnums=0).budget_bytes == unplanned
 
 
-def test_too_small_a_budget_says_by_how_much():
+def test_infeasible_budget_error_states_the_shortfall():
     with pytest.raises(
         statetx.PlanError, match=r"(?s)No plan for loss keeps the budget of 1.0 KiB.*the smallest found needs"
     ) as e:
@@ -158,7 +158,7 @@ def random_region(seed):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_options_are_the_optimum_of_the_model(seed):
-    """Against every set of kept values."""
+    """Against every set of saved values."""
     graph = Graph(random_region(seed), flops, [False, False], [True, True], [True])
     useful = sorted(set(graph._address_of.values()))
     assert 1 <= len(useful) <= 14
@@ -171,7 +171,7 @@ def test_options_are_the_optimum_of_the_model(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_combination_is_the_optimum_of_the_model(seed):
+def test_combination_is_the_optimum_of_the_model(seed):
     """Against every combination of options."""
     rng = random.Random(seed)
     layout = object.__new__(_layout.Layout)
@@ -194,8 +194,8 @@ def test_the_combination_is_the_optimum_of_the_model(seed):
     assert layout.choose(least - 1) is None
 
 
-def test_kept_values_are_not_computed_again():
-    """What the compiled program computes is what the model says."""
+def test_saved_values_are_not_recomputed():
+    """The compiled program computes as much as the model says."""
     planner = Planner(functools.partial(loss, block=statetx.remat(block)), WS, X, argnums=0)
     planner.plan(0.5)
     for candidate in planner._search.candidates[1:]:
@@ -225,7 +225,7 @@ def test_cuts_are_where_little_crosses():
     assert all(live[c] <= X.nbytes + 64 for c in cuts)
 
 
-# -- what is planned --------------------------------------------------------------------------------------------------
+# -- planned programs -------------------------------------------------------------------------------------------------
 
 
 class Model:
@@ -241,7 +241,7 @@ class Model:
         return (x**2).mean()
 
 
-def test_states_are_written_once_and_nothing_is_drawn_anew():
+def test_states_are_written_once_and_random_draws_are_not_repeated():
     model, other = Model(), Model()
     plan = statetx.plan(model, X, budget=0.6)
     assert model.steps.value == 0 and plan.extra_flops > 0
@@ -316,7 +316,7 @@ def test_loops_are_planned_with_their_bodies():
     assert_same_gradients(jax.grad(plan.apply(scanned)), jax.grad(scanned), [*WS] * 8, X)
 
 
-def test_a_loop_that_a_size_leaves_plain_is_planned_as_a_scan():
+def test_budgeted_plain_loop_is_planned_as_a_scan():
     def program(checkpoint):
         def loss(w, x):
             return statetx.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, 80, checkpoint=checkpoint)[0].sum()
@@ -329,7 +329,7 @@ def test_a_loop_that_a_size_leaves_plain_is_planned_as_a_scan():
     assert kinds[1] == kinds[2] == kinds[0]
 
 
-def test_every_treatment_of_a_loop_computes_the_same():
+def test_every_decision_for_a_loop_gives_equal_gradients():
     jaxpr = staged(lambda w, x: scanned([w] * 6, x), WS[0], X)
     parts = _parts.split(jaxpr, None)
     (at,) = [i for i, p in enumerate(parts) if p.eqn is not None]
@@ -359,7 +359,7 @@ def test_marked_functions_are_regions():
         assert ends <= set(cuts) and len(whole.eqns) > len(first.eqns)
 
 
-def test_what_keeps_nothing_is_the_rematerialisation_that_the_user_wrote():
+def test_region_without_residuals_is_the_users_remat():
     """With the jitted functions in it: other equations make XLA take another order, and other memory."""
 
     @statetx.remat
@@ -380,7 +380,7 @@ def test_what_keeps_nothing_is_the_rematerialisation_that_the_user_wrote():
     assert (planned.params["policy"], planned.params["prevent_cse"]) == (written.params["policy"], True)
 
 
-def test_a_choice_is_made_anew_when_something_was_learned():
+def test_choice_changes_after_a_measurement():
     front = _layout.Front([Option(None, 100, 0, 0.0), Option(frozenset(), 10, 5, 2.0)], [])
     layout = object.__new__(_layout.Layout)
     layout.fronts, layout.base = [front], [0]
@@ -496,7 +496,7 @@ def test_programs_of_every_kind(kind):
     assert planner.plan(most).stock == "no remat"
 
 
-def test_flags_and_numbers_are_taken_as_they_are():
+def test_flags_and_numbers_stay_python_values():
     def fun(ws, x, scale, training=False):
         return loss(ws, x) * scale if training else x.mean()
 
@@ -511,7 +511,7 @@ def test_flags_and_numbers_are_taken_as_they_are():
 
 
 @pytest.mark.slow
-def test_a_step_whose_loss_reads_numbers():
+def test_step_with_a_loss_reading_python_numbers():
     n = statetx.State(0)
 
     def counted(ws, x):
@@ -525,7 +525,7 @@ def test_a_step_whose_loss_reads_numbers():
 
 
 @pytest.mark.slow
-def test_jitted_functions_are_not_taken_from_their_caches():
+def test_jitted_functions_do_not_reuse_cached_traces():
     step = jax.jit(lambda ws, x: statetx.grad(loss)(ws, x))
     step(WS, X)
     plan = statetx.plan(step, WS, X, budget=0.7)
@@ -539,7 +539,7 @@ def test_jitted_functions_are_not_taken_from_their_caches():
 
 
 @pytest.mark.slow
-def test_a_loss_that_differentiates():
+def test_loss_that_differentiates():
     penalty = lambda ws, x: (statetx.grad(loss, argnums=1)(ws, x) ** 2).sum()  # noqa: E731
     plan = statetx.plan(penalty, WS, X, budget=0.9, argnums=0)
     planned = jax.jit(jax.grad(plan.apply(penalty)))
@@ -617,12 +617,12 @@ def test_fingerprints_tell_programs_apart():
 
 
 @pytest.mark.parametrize("budget", [0, -1, "lots", True, None, 0.0, 1.5, "1.5", float("nan"), float("inf")])
-def test_what_is_no_budget(budget):
+def test_invalid_budgets_raise(budget):
     with pytest.raises(statetx.PlanError, match="is neither a number of bytes"):
         statetx.plan(loss, WS, X, budget=budget)
 
 
-def test_budgets_are_read():
+def test_budgets_are_parsed():
     assert _read_budget(" 0.5 ") == 0.5 and _read_budget(np.float32(0.5)) == 0.5
     assert _read_budget(1) == 1 and isinstance(_read_budget(1.0), float)
     assert _read_budget("2KiB") == 2048

@@ -1,4 +1,4 @@
-"""Policies: values, their algebra, what they keep, and what they refuse."""
+"""Policies: values, their algebra, the residuals that they select, and their errors."""
 
 import collections
 import dataclasses
@@ -48,7 +48,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("text", SHOWN)
-def test_printed_as_written_and_equal_where_they_say_the_same(text):
+def test_repr_and_equality(text):
     policy = SHOWN[text]
     assert repr(policy) == text
     again = pickle.loads(pickle.dumps(policy))
@@ -110,11 +110,11 @@ def test_jax_policies_in_the_algebra():
     assert kept.judge(named("c")).decision is Decision.RECOMPUTE
 
 
-# -- what is kept --------------------------------------------------------------------------------------------------
+# -- saved values --------------------------------------------------------------------------------------------------
 
 
 class Block:
-    """Every value of its own shape, so that what is kept shows."""
+    """Every value has its own shape, which identifies it among the residuals."""
 
     def __init__(self):
         self.w = statetx.Param(jnp.linspace(-1.0, 1.0, 2 * 5).reshape(5, 2))
@@ -135,7 +135,7 @@ X = jnp.linspace(-1.0, 2.0, 6).reshape(3, 2)
 
 
 def shapes(policy, run=lambda f, x: f(x), x=X):
-    """Shapes of what the pullback holds beyond what it holds without a policy."""
+    """Shapes of the arrays that the pullback holds only with the policy."""
 
     def held(policy):
         block = Block()
@@ -152,7 +152,7 @@ KEPT = {
     policies.dots_without_batch_dims: [(3, 3), (3, 5)],
     policies.names("hidden"): [(3, 5)],
     policies.names("hidden", "out"): [(3, 5), (3, 7)],
-    policies.primitives("dot_general", "exp"): [(3, 3), (3, 5), (3, 7)],  # what exp is taken of is not needed any more
+    policies.primitives("dot_general", "exp"): [(3, 3), (3, 5), (3, 7)],  # the operand of exp is not needed any more
     policies.primitives("sin"): [(3, 21)],
     policies.primitives("cos"): [],  # the derivative is computed from its operand
     policies.larger_than(3 * 7 * 4): [(3, 21), (3, 21)],
@@ -168,7 +168,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("policy", KEPT, ids=lambda p: repr(p).partition(" at 0x")[0])
-def test_each_policy_keeps_what_it_says(policy):
+def test_each_policy_saves_its_values(policy):
     kept = shapes(policy)
     expected = KEPT[policy]
     assert kept == sorted(expected)
@@ -216,7 +216,7 @@ FAST = (policies.dots, policies.path("v"), policies.offload("out"))
 @pytest.mark.parametrize(
     "policy", [pytest.param(p, marks=[] if p in FAST else pytest.mark.slow, id=repr(p)) for p in ALL]
 )
-def test_gradients_and_writes_are_those_without_a_policy(policy):
+def test_gradients_and_writes_equal_without_a_policy(policy):
     def results(wrap):
         block = Block()
         f = wrap(block)
@@ -229,7 +229,7 @@ def test_gradients_and_writes_are_those_without_a_policy(policy):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), actual, expected)
 
 
-def test_vmap_keeps_what_the_unbatched_function_keeps():
+def test_vmap_saves_the_residuals_of_the_unbatched_function():
     """JAX's policy for dots keeps none of them once vmap has given each a batch dimension; ours is judged as written."""
 
     def held(policy, is_mapped):
@@ -252,7 +252,7 @@ def test_vmap_keeps_what_the_unbatched_function_keeps():
     assert held(theirs, True) != held(theirs, False)
 
 
-def test_a_kept_value_is_not_computed_again():
+def test_saved_value_is_not_recomputed():
     """JAX recomputes a tanh or exp whose result is named, and all before it: its derivative reads the unnamed result."""
 
     def f(x):
@@ -300,7 +300,7 @@ def test_values_inside_loops_branches_and_jitted_functions():
         np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
-def test_offloaded_values_are_moved_and_come_back():
+def test_offloaded_values_move_to_host_and_back():
     block = Block()
     f = statetx.remat(block, policy=policies.offload("hidden").then(policies.names("out")))
     pure = statetx.functionalize(f)
@@ -310,7 +310,7 @@ def test_offloaded_values_are_moved_and_come_back():
     np.testing.assert_allclose(jax.jit(grad)(pure.values(X), X), statetx.grad(Block())(X), rtol=1e-5)
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------------------------
 
 
 def trace(policy, f=None):
@@ -330,12 +330,12 @@ def trace(policy, f=None):
     ],
     ids=repr,
 )
-def test_what_never_occurs_is_named(policy, message):
+def test_missing_names_are_reported(policy, message):
     with pytest.raises(statetx.PolicyError, match=message):
         trace(policy)
 
 
-def test_missing_things_by_choice():
+def test_missing_names_allowed():
     decide._warned.clear()
     with pytest.warns(statetx.PolicyWarning, match="Did you mean 'hidden'") as caught:
         trace(policies.dots | policies.names("hiden", missing="warn"))
@@ -371,7 +371,7 @@ def test_missing_things_by_choice():
     ],
     ids=["too large", "any size", "a contradiction", "dots without a product", "jax's anything except"],
 )
-def test_a_policy_that_changes_nothing_says_so_once(policy, same):
+def test_policy_without_effect_warns_once(policy, same):
     decide._warned.clear()
 
     def f(x):
@@ -384,10 +384,10 @@ def test_a_policy_that_changes_nothing_says_so_once(policy, same):
         trace(policy, f)
         for plain in (policies.nothing, policies.everything, "nothing_saveable", "everything_saveable"):
             trace(plain, f)
-        trace(lambda *_, **__: False, f)  # a person's own may mean what only the derivative computes
+        trace(lambda *_, **__: False, f)  # a user's own policy may select values that only the derivative computes
 
 
-def test_offload_where_the_memory_is_missing():
+def test_offload_without_host_memory():
     with pytest.raises(statetx.PolicyError, match=r"(?s)no memory 'nowhere'; they have 'device', .*otherwise='save'"):
         trace(policies.offload("hidden", dst="nowhere"))
     assert shapes(policies.offload("hidden", dst="nowhere", otherwise="save")) == shapes(policies.names("hidden"))
@@ -444,7 +444,7 @@ EACH = [
 ]
 
 
-def test_the_residual_table_of_each_policy_differs_from_every_other():
+def test_residual_tables_of_policies_differ():
     tables = {}
     for policy in EACH:
         kept = statetx.saved_residuals(statetx.remat(Block(), policy=policy), X)
@@ -539,18 +539,18 @@ def _primitives_of_recomputation(f, *args):
     return found
 
 
-def test_one_of_two_results_is_kept_though_the_rule_reads_it_early():
+def test_saved_result_of_two_is_read_by_the_rule():
     named = lambda x: (lambda y, z: statetx.checkpoint_name(y, "y") * z)(*_pair(x * x))  # noqa: E731
     again = _primitives_of_recomputation(statetx.remat(named, policy=policies.names("y")), jnp.ones(3))
     assert "exp" not in again and "sin" in again
 
 
-def test_a_value_whose_operands_are_not_differentiated_is_kept():
+def test_value_of_undifferentiated_operands_is_saved():
     f = statetx.remat(lambda x, y: x * statetx.checkpoint_name(jnp.exp(y), "e"), policy=policies.names("e"))
     assert "exp" not in _primitives_of_recomputation(f, jnp.ones(3), jnp.ones(3))
 
 
-def test_a_name_on_a_view_or_offloading_it_all_is_not_keeping_everything():
+def test_named_view_or_full_offload_is_not_everything():
     views = statetx.remat(lambda x: jnp.sin(statetx.checkpoint_name(x.reshape(2, 2), "v")), policy=policies.names("v"))
     elsewhere = policies.offload(policies.everything, dst=_jax.memory_spaces()[0])
     away = statetx.remat(lambda x: jnp.sin(jnp.sin(x)), policy=elsewhere)
@@ -564,7 +564,7 @@ def _num_kept(f, x):
     return len(jax.tree.leaves(jax.vjp(f, x)[1]))
 
 
-def test_two_states_that_hold_one_array():
+def test_two_states_holding_one_array():
     # From which of the two the array came cannot be told: it counts as both's.
     array = jnp.eye(3)
     a, b = statetx.Param(array), statetx.Param(array)

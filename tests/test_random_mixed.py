@@ -1,6 +1,6 @@
-"""Random programs in which kinds of states are mixed agree with plain Python: outputs, states, types, exceptions, runs of the body.
+"""Random programs that mix kinds of states agree with plain Python: outputs, states, types, exceptions, runs of the body.
 
-`mixed_generator` draws them, `mixed_reference` says what they mean. ``check_seed(n)`` runs one and prints it, reduced, if it fails.
+`mixed_generator` draws them, `mixed_reference` defines their meaning. ``check_seed(n)`` runs one and prints it, reduced, if it fails.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ BREAKAGES = {
     "what a container holds is not compared": ("_frames.Copy.was_changed", lambda self: False, "['a'] = "),
     "what a call writes is forgotten": ("_frames.Frame._collect", lambda self: [], "jvp("),
 }
-"""By what is broken: a name of statetx's, what takes its place, and a word in the programs that may notice."""
+"""By breakage: a name of statetx, its replacement, and a word in the programs that may fail."""
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES)
-def test_a_broken_feature_is_found_and_reduced(breakage, monkeypatch):
+def test_broken_feature_is_found_and_reduced(breakage, monkeypatch):
     name, broken, word = BREAKAGES[breakage]
     programs = [p for p in map(program_of, range(200)) if word in source(p, "statetx")]
     monkeypatch.setattr(f"statetx.{name}", broken)
@@ -79,7 +79,7 @@ def test_a_broken_feature_is_found_and_reduced(breakage, monkeypatch):
     assert not check(reduced), "the counterexample is one without the breakage too"
 
 
-# -- the generator reaches what it is for ----------------------------------------------------------------------
+# -- coverage of the generator ---------------------------------------------------------------------------------
 
 
 def test_generator_reaches_every_feature():

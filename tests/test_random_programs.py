@@ -1,8 +1,8 @@
 """Random stateful programs agree with their pure reference: outputs, final states, keys, exceptions, second calls.
 
-`random_programs` says what a program is and what it means. Floats agree to a relative 1e-9 (1e-11 near zero) in
-float64, since XLA may fuse what the reference does one operation at a time; integers, keys, shapes and dtypes exactly.
-To see the suite fail: `test_a_broken_feature_is_found` breaks one after another and expects a counterexample.
+`random_programs` defines the programs and their meaning. Floats agree to a relative 1e-9 (1e-11 near zero) in
+float64, since XLA may fuse operations that the reference does one at a time; integers, keys, shapes and dtypes exactly.
+To see the suite fail: `test_broken_feature_is_found` breaks one after another and expects a counterexample.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMMON: dict[str, Any] = {
     "suppress_health_check": list(HealthCheck),  # a program takes as long as it takes to compile
 }
 
-# Found by the search and reduced; kept so that no change of the generator can lose them.
+# Found by the search and reduced; listed so that no change of the generator can lose them.
 NUMBER_TO_MAPPED_STATE = Block(
     (Call("vmap", Block((Write("u", (), Const(0.3), raw=True),), Local(0)), Local(0), mapped=("u",)),), Local(0)
 )
@@ -88,7 +88,7 @@ def fails(program: Block) -> bool:
 @pytest.mark.parametrize(
     "breakage", [b if n == 0 else pytest.param(b, marks=pytest.mark.slow) for n, b in enumerate(BREAKAGES)]
 )
-def test_a_broken_feature_is_found(breakage, monkeypatch):
+def test_broken_feature_is_found(breakage, monkeypatch):
     name, broken = BREAKAGES[breakage]
     monkeypatch.setattr(f"statetx.{name}", broken)
     wanted = settings(max_examples=300, phases=[Phase.generate], **COMMON)
@@ -97,7 +97,7 @@ def test_a_broken_feature_is_found(breakage, monkeypatch):
     assert not fails(found), "the counterexample is one without the breakage too"
 
 
-# -- the generator reaches what it is for ----------------------------------------------------------------------
+# -- coverage of the generator ---------------------------------------------------------------------------------
 
 
 def parts(node: Any) -> Iterator[Any]:
@@ -130,6 +130,6 @@ WANTED = {
 
 
 @pytest.mark.parametrize("feature", WANTED)
-def test_generator_reaches(feature):
+def test_generator_reaches_every_feature(feature):
     wanted = settings(max_examples=1000, phases=[Phase.generate], **COMMON)
     hypothesis.find(programs(), WANTED[feature], settings=wanted)

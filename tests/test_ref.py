@@ -212,7 +212,7 @@ DERIVATIVES = {
 
 @pytest.mark.parametrize("is_remat", [False, True])
 @pytest.mark.parametrize("name", DERIVATIVES)
-def test_derivatives_by_a_ref_and_through_what_is_written_to_one(name, is_remat):
+def test_derivatives_with_respect_to_a_ref_and_through_its_writes(name, is_remat):
     model = Float()
     ours, theirs = DERIVATIVES[name]
     counted = Counted(model.step)
@@ -225,7 +225,7 @@ def test_derivatives_by_a_ref_and_through_what_is_written_to_one(name, is_remat)
 
 
 @pytest.mark.parametrize("is_remat", [False, True])
-def test_vmap_maps_a_ref_that_is_an_argument(is_remat):
+def test_vmap_of_a_ref_argument(is_remat):
     def step(h, x):
         before = h[...]
         h[...] = jnp.tanh(W * x + before)
@@ -238,7 +238,7 @@ def test_vmap_maps_a_ref_that_is_an_argument(is_remat):
     np.testing.assert_allclose(h[...], new, rtol=1e-6)
 
 
-def test_vmap_refuses_to_map_a_ref_that_is_closed_over():
+def test_vmap_of_a_closed_over_ref_raises():
     model, many = Float(), jnp.stack([X, 2 * X])
     model.h = jax.new_ref(jnp.stack([H, H + 1]))
     with pytest.raises(statetx.StateValueError, match="pass it to the mapped function as an argument"):
@@ -262,7 +262,7 @@ def test_vmap_draws_for_each_example_from_a_key():
     assert not set(statetx.vmap(noise)(jnp.ones(4)).tolist()) & set(draws.tolist())
 
 
-def test_exception_under_grad_leaves_refs_alone():
+def test_exception_under_grad_leaves_refs_unchanged():
     model = Float()
 
     def step(x):
@@ -275,7 +275,7 @@ def test_exception_under_grad_leaves_refs_alone():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_ref_made_under_an_outer_transform_is_explicit_to_the_inner_one(compiled):
+def test_ref_of_an_outer_transform_is_explicit_in_the_inner(compiled):
     def outer(x):
         h = jax.new_ref(x)
 
@@ -294,7 +294,7 @@ def test_a_ref_made_under_an_outer_transform_is_explicit_to_the_inner_one(compil
     np.testing.assert_allclose((statetx.jit(run) if compiled else run)(X), jax.grad(pure)(X), rtol=1e-5)
 
 
-def test_the_first_ref_is_noticed_wherever_it_is_made():
+def test_first_ref_is_noticed_wherever_created():
     code = """
 import jax, jax.numpy as jnp, statetx
 from statetx import _jax
@@ -316,7 +316,7 @@ def test_states_filter_of_remat_forbids_refs_too():
 
 
 def sliced(scan, reverse=False, **options):
-    """A loop over a Ref and an array, of which each step writes its slice of the Ref."""
+    """A loop over a Ref and an array; each step writes its slice of the Ref."""
 
     def run(ref, w):
         def body(carry, x):
@@ -337,7 +337,7 @@ START = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("options", [{}, {"checkpoint": 2}, {"unroll": 2}], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_scan_slices_a_ref_that_is_among_xs(reverse, options, compiled):
+def test_scan_slices_a_ref_in_xs(reverse, options, compiled):
     ours, theirs = jax.new_ref(START), jax.new_ref(START)
     out = (statetx.jit if compiled else lambda f: f)(sliced(statetx.scan, reverse, **options))(ours, W[1])
     expected = sliced(jax.lax.scan, reverse)(theirs, W[1])
@@ -385,7 +385,7 @@ def through_a_ref(x):
     return ref[...]
 
 
-through_a_ref.defvjp(lambda x: (through_a_ref(x), None), lambda _, g: (5.0 * g,))  # no derivative but that of the rule
+through_a_ref.defvjp(lambda x: (through_a_ref(x), None), lambda _, g: (5.0 * g,))  # no derivative but the rule's
 
 
 def beside_a_ref(x):
@@ -410,14 +410,14 @@ AROUND = {
 @pytest.mark.parametrize("fun", [through_a_ref, beside_a_ref], ids=["its own", "beside"])
 @pytest.mark.parametrize("inner", list(in_turn(AROUND)))
 @pytest.mark.parametrize("outer", [statetx.jit, statetx.remat], ids=["jit", "remat"])
-def test_rules_stay_where_refs_are_made_explicit(outer, inner, fun):
-    """JAX discharges after differentiation, and loses the rules of functions that stand in inner jaxprs or make Refs."""
+def test_custom_rules_survive_discharge(outer, inner, fun):
+    """JAX discharges after differentiation, and loses the rules of functions that are in inner jaxprs or create Refs."""
     f = outer(AROUND[inner](fun))
     assert (f(3.0), jax.grad(f)(3.0), statetx.grad(f)(3.0), jax.jit(statetx.grad(f))(3.0)) == (6.0, 5.0, 5.0, 5.0)
 
 
 @pytest.mark.parametrize("inner", AROUND)
-def test_rules_stay_beside_a_ref_that_is_closed_over(inner):
+def test_custom_rules_survive_with_a_closed_over_ref(inner):
     if REMAT3 and inner == "jax.checkpoint":
         pytest.skip("JAX's new checkpoint has no rule for a Ref that is written inside")
     ref = jax.new_ref(1.0)
@@ -440,7 +440,7 @@ def test_rules_stay_beside_a_ref_that_is_closed_over(inner):
     ],
     ids=["jit", "vmap", "cond", "scan"],
 )
-def test_ref_that_is_made_inside_cannot_be_returned(call):
+def test_returning_a_created_ref_raises(call):
     with pytest.raises(statetx.CreatedStateError, match=r"returned a Ref\{f32\[\]\} that was created inside"):
         call(jnp.float32(1.0))
 
@@ -481,7 +481,7 @@ DERIVED = {
 
 @pytest.mark.parametrize("derived", DERIVED)
 @pytest.mark.parametrize("name", STASHING)
-def test_a_derivative_rule_writes_a_ref_in_the_backward_pass(name, derived):
+def test_custom_rule_writes_a_ref_in_the_backward_pass(name, derived):
     """JAX's guide on Refs logs gradients in this way. `jax.lax.cond` cannot, and `statetx.cond` neither."""
     ref, count = jax.new_ref(jnp.float32(0.0)), statetx.State(0)
 

@@ -1,4 +1,4 @@
-"""`remat`: call forms, arguments, policies, what is refused. The laws are in `test_laws.py`."""
+"""`remat`: call forms, arguments, policies, errors. The laws are in `test_laws.py`."""
 
 import copy
 import functools
@@ -268,7 +268,7 @@ def test_variadic_statics():
     np.testing.assert_allclose(jax.grad(lambda x: f(x, x, flag, mode=flag))(X), 2 * jnp.cos(X), rtol=1e-6)
 
 
-def test_policies_keep_what_they_say():
+def test_policies_save_their_values():
     def f(x):
         y = statetx.checkpoint_name(jnp.sin(x), "a")
         return jnp.sum(jnp.exp(jnp.cos(y)))
@@ -339,7 +339,7 @@ def test_prevent_cse_given():
     assert prevent_cse_of(statetx.remat(f, prevent_cse=tree), *args) == [(False, True, True)]
 
 
-def test_states_filter_forbids_what_it_excludes():
+def test_states_filter_forbids_excluded_states():
     cell = Cell()
     before = cell.h.value
     f = statetx.remat(cell.plain, states=statetx.Param)
@@ -435,7 +435,7 @@ def test_pickling_survives():
         np.testing.assert_array_equal(statetx.grad(wrapped)(X), statetx.grad(Cell())(X))
 
 
-def test_output_object_that_hides_a_tracer_is_refused():
+def test_output_object_hiding_a_tracer_raises():
     class Box:
         def __init__(self, y):
             self.y = y
@@ -459,7 +459,7 @@ def test_array_like_arguments():
     np.testing.assert_allclose(jax.grad(lambda x: f(Arrayish(x), np.float32(2), key))(X), expected, rtol=1e-6)
 
 
-def test_concrete_outputs_pass_as_they_are():
+def test_concrete_outputs_are_unchanged():
     table = np.arange(3)
     f = statetx.remat(lambda x: (jnp.sin(x).sum(), table, X))
 
@@ -471,7 +471,7 @@ def test_concrete_outputs_pass_as_they_are():
     jax.grad(loss)(X)
 
 
-def test_remat_really_saves_memory_in_a_loop():
+def test_remat_saves_memory_in_a_loop():
     w = jnp.ones((64, 64)) * 0.01
 
     def temp_bytes(body):
@@ -515,7 +515,7 @@ def test_host_callbacks():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_callback_on_what_a_state_was_given_fires_once(compiled):
+def test_callback_on_a_written_value_fires_once(compiled):
     shown, fired = statetx.State(jnp.zeros(())), []
 
     @statetx.remat
@@ -538,7 +538,7 @@ def test_a_callback_on_what_a_state_was_given_fires_once(compiled):
     assert sorted(fired) == sorted(expected)
 
 
-def test_branching_on_a_traced_argument_says_how_to():
+def test_branching_on_a_traced_argument_suggests_static():
     f = statetx.remat(lambda x, n: x * 2 if n > 0 else x)
     with pytest.raises(jax.errors.ConcretizationTypeError) as error:
         jax.grad(lambda x: f(x, jnp.asarray(1)))(1.0)

@@ -1,4 +1,4 @@
-"""The same with JAX's new rematerialisation switched on (`jax_remat3`); ``make test-remat3`` runs the whole suite so."""
+"""Some files again with JAX's new rematerialisation switched on (`jax_remat3`); ``make test-remat3`` runs the whole suite so."""
 
 import os
 import pathlib
@@ -11,14 +11,14 @@ import pytest
 from helpers import REMAT3
 
 HERE = pathlib.Path(__file__).parent
-FILES = ["test_remat.py", "test_ref.py", "test_scan.py", "test_control_flow.py", "test_keep.py"]
+FILES = ["test_remat.py", "test_ref.py", "test_scan.py", "test_control_flow.py", "test_mark.py"]
 FAST = ["test_remat.py"]
 
 
 @pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this JAX has none")
 @pytest.mark.skipif(REMAT3, reason="it is on already")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in FILES])
-def test_with_the_new_rematerialisation_switched_on(name):
+def test_file_passes_with_jax_remat3(name):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / name)]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "JAX_REMAT3": "1"}, cwd=HERE.parent

@@ -1,4 +1,4 @@
-"""`saved_residuals` and `print_fwd_bwd`: what is kept, against the arrays that the pullback really holds."""
+"""`saved_residuals` and `print_fwd_bwd`: the listed residuals against the arrays that the pullback really holds."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ CASES += [
 
 @pytest.mark.filterwarnings("ignore:.*saves nothing")  # dots, of programs without
 @pytest.mark.parametrize("program, way", list(in_turn(CASES)))
-def test_bytes_are_those_that_the_pullback_holds(program: type[Program], way):
+def test_bytes_equal_the_arrays_of_the_pullback(program: type[Program], way):
     x = jnp.asarray(X, jnp.float32)
 
     def make():
         made = program()
         if program.grows:
-            made.step(x)  # a state made in the call itself is no part of its closure
+            made.step(x)  # a state created in the call itself is not part of its closure
         return way(made.step)
 
     kept = statetx.saved_residuals(make(), x)
@@ -118,7 +118,7 @@ def test_bytes_are_those_that_the_pullback_holds(program: type[Program], way):
     assert kept.total_bytes == real_bytes(make(), x, compiled=True)
 
 
-def test_an_array_under_a_name_is_the_same_array():
+def test_named_array_is_counted_once():
     def f(x):
         y = jnp.tanh(x)
         z = statetx.checkpoint_name(y, "z")
@@ -129,7 +129,7 @@ def test_an_array_under_a_name_is_the_same_array():
     assert [row.names for row in kept if row.primitive == "tanh"] == [("z",)]
 
 
-# -- a model in which everything is known ---------------------------------------------------------------------
+# -- a model with known residuals -----------------------------------------------------------------------------
 
 
 class Block:
@@ -184,7 +184,7 @@ def test_rows_of_a_rematerialised_model():
     assert [int(block.calls.value) for block in blocks] == [0, 0], "asking runs nothing"
 
 
-def test_rows_of_values_kept_by_a_policy():
+def test_rows_of_values_saved_by_a_policy():
     for method, name, primitive in [("by_name", ("h",), "add"), ("dots", (), "dot_general")]:
         loss, _ = model(method)
         kept = [row for row in statetx.saved_residuals(loss, B8) if row.reason == "policy"]
@@ -193,7 +193,7 @@ def test_rows_of_values_kept_by_a_policy():
         assert all("statetx" not in str(row) for row in kept)
 
 
-def test_rows_of_what_is_not_rematerialised():
+def test_rows_without_remat():
     loss, _ = model("plain")
     kept = statetx.saved_residuals(loss, B8)
     assert {row.why for row in kept} == {("not rematerialised",)}
@@ -221,7 +221,7 @@ def test_source_of_a_library_function_is_the_line_that_calls_it():
         assert {row.function.rsplit(".")[-1] for row in kept} == {f.__name__}
 
 
-def test_lines_are_those_of_each_function_where_two_are_alike():
+def test_equal_functions_have_their_own_source_lines():
     x = jnp.ones(3)
     for name in ("f", "g"):
         scope = {"jnp": jnp}
@@ -235,7 +235,7 @@ def test_lines_are_those_of_each_function_where_two_are_alike():
 # -- loops, batches, branches, rules --------------------------------------------------------------------------
 
 
-def test_a_loop_of_length_t_keeps_t_values():
+def test_loop_of_length_t_saves_t_values():
     w = statetx.Param(jnp.eye(4))
 
     @statetx.remat(policy=policies.dots)
@@ -250,12 +250,12 @@ def test_a_loop_of_length_t_keeps_t_values():
     assert rows(kept.values(), "shape", "times", "nbytes") == [((4,), 15, 240)] * 2
     assert kept["dot_general"].why == ("policy of cell",)
     assert kept["tanh"].why == ("input of cell",), "the result of a step is the input of the next"
-    # The products are there: what is left is a tanh for each entry of each step.
+    # The products are saved: the recomputation is one tanh for each entry of each step.
     assert kept["tanh"].flops == 15 * 4
     assert kept["dot_general"].flops == 15 * 2 * 4 * 4
 
 
-def test_a_mapped_function_keeps_a_batch():
+def test_mapped_function_saves_a_batch():
     def f(w, x):
         return jnp.sin(statetx.checkpoint_name(w @ x, "y"))
 
@@ -264,13 +264,13 @@ def test_a_mapped_function_keeps_a_batch():
     assert (kept[2].type, kept[2].primitive) == ("f32[3,5]", "cos")
 
 
-def test_the_branch_that_computes_a_value_is_named():
+def test_branch_that_computes_a_residual_is_named():
     for branches in [(lambda x: 2 * x, jnp.exp), (jnp.exp, lambda x: 2 * x)]:
         kept = statetx.saved_residuals(lambda x, b=branches: jax.lax.cond(x[0] > 0, *b, x), jnp.ones(3))
         assert rows(kept, "type", "primitive", "flops")[1:] == [("f32[3]", "exp", 3)]
 
 
-def test_what_custom_rules_keep_is_found():
+def test_residuals_of_custom_rules_are_found():
     @jax.custom_vjp
     def f(x):
         return jnp.sin(x)
@@ -285,7 +285,7 @@ def test_what_custom_rules_keep_is_found():
         assert row.primitive == "cosh" and row.nbytes == 12 * row.times
 
 
-def test_functions_in_a_loop_of_a_size_are_named():
+def test_functions_in_a_budgeted_loop_are_named():
     @statetx.remat
     def cell(h):
         return jnp.sin(jnp.sin(h))
@@ -298,14 +298,14 @@ def test_functions_in_a_loop_of_a_size_are_named():
     assert any("input of cell" in row[2] for row in rows("auto"))
 
 
-def test_nested_remat_keeps_for_the_outer_function():
+def test_nested_remat_saves_for_the_outer_function():
     inner = statetx.remat(jnp.sin, policy="everything_saveable")
     outer = statetx.remat(lambda x: inner(jnp.exp(inner(x))))
     (row,) = statetx.saved_residuals(lambda x: outer(x).sum(), jnp.ones(3))
     assert (row.origin, row.path, len(row.why)) == ("argument", "x", 1)
 
 
-def test_offloaded_values_say_where():
+def test_offloaded_values_show_their_memory():
     @statetx.remat(policy=policies.offload("h"))
     def f(x):
         return jnp.sin(statetx.checkpoint_name(jnp.exp(x), "h"))
@@ -315,10 +315,10 @@ def test_offloaded_values_say_where():
     assert "pinned_host" in str(row)
 
 
-# -- what it is differentiated with respect to ----------------------------------------------------------------
+# -- wrt= and argnums= ----------------------------------------------------------------------------------------
 
 
-def test_wrt_and_argnums_limit_what_is_kept():
+def test_wrt_and_argnums_limit_residuals():
     w = statetx.Param(jnp.ones(3))
     scale = statetx.State(jnp.ones(3))
 
@@ -340,7 +340,7 @@ def test_wrt_and_argnums_limit_what_is_kept():
         paths(argnums=2)
 
 
-def test_arguments_are_named_as_one_writes_them():
+def test_arguments_are_named_as_expressions():
     def f(params, *rest, scale):
         return sum(jnp.sin(x).sum() * jnp.sum(scale["s"] ** 2) for x in (params["w"], *rest))
 
@@ -440,7 +440,7 @@ def test_grouped_convolution_costs_its_group():
     assert cost(f, jnp.ones((1, 4, 8, 8)), jnp.ones((8, 1, 3, 3))) == 2 * 8 * 64 * 9
 
 
-def test_recomputation_starts_from_what_is_kept():
+def test_recomputation_starts_from_residuals():
     w = jnp.eye(8)
 
     @statetx.remat(policy=policies.names("a", "b"))
@@ -454,7 +454,7 @@ def test_recomputation_starts_from_what_is_kept():
     assert kept[("b",)].flops == 8 + 128, "from a, which is kept, and not from x"
 
 
-# -- what people see -----------------------------------------------------------------------------------------
+# -- printed forms -------------------------------------------------------------------------------------------
 
 
 def small():
@@ -551,7 +551,7 @@ def test_plot(tmp_path):
 # -- forward and backward side by side ---------------------------------------------------------------------------
 
 
-def test_fwd_bwd_marks_what_crosses_on_both_sides(capsys):
+def test_fwd_bwd_marks_residuals_on_both_sides(capsys):
     loss, blocks = model("by_name")
     shown = statetx.print_fwd_bwd(loss, B8)
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`scan`: carried, broadcast, stacked and split states; drift; what is refused."""
+"""`scan`: carried, broadcast, stacked and split states; drift; errors."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,6 @@ import pytest
 
 import statetx
 from helpers import Counted, compilations
-from statetx._equations.structure import table
 
 XS = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 
@@ -82,7 +81,7 @@ def test_body_runs_once():
 
 
 def test_eager_calls_with_fresh_closures_share_one_program():
-    table.clear()
+    statetx.clear_cache()
     h = statetx.State(jnp.zeros(3))
 
     def call(k):
@@ -96,7 +95,7 @@ def test_eager_calls_with_fresh_closures_share_one_program():
     with compilations() as compiled:
         for k in range(2, 6):
             call(jnp.asarray(k, jnp.float32))  # a captured array is an operand, not part of the structure
-    assert not compiled and (table.hits, table.misses) == (4, 1)
+    assert not compiled and statetx.cache_info().structures[:2] == (4, 1)
     np.testing.assert_allclose(h.value, XS.sum(0) * 15, rtol=1e-5)
 
 
@@ -127,7 +126,7 @@ DRIFTS = {
 
 
 @pytest.mark.parametrize("drift", DRIFTS)
-def test_drift_of_a_carried_state_names_the_culprit(drift):
+def test_drift_of_a_carried_state_names_state_and_line(drift):
     change, message = DRIFTS[drift]
 
     class Net:
@@ -299,7 +298,7 @@ def test_disable_jit():
     np.testing.assert_allclose(rnn.h.value, expected.h.value, rtol=1e-6)
 
 
-def test_a_weak_first_carry_of_the_right_dtype_needs_one_run():
+def test_weak_initial_carry_of_the_right_dtype_is_traced_once():
     runs = 0
 
     def step(carry, x):

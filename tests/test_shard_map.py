@@ -71,7 +71,7 @@ def test_gradients_and_no_recompilation():
     assert not compiled
 
 
-def test_write_that_may_differ_between_devices():
+def test_device_varying_write_raises():
     m = Model()
     before = m.total.value
 
@@ -109,7 +109,7 @@ def temporary_bytes(f, *args):
     return f.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
-def test_replicated_weights_take_the_memory_of_a_program_by_hand():
+def test_replicated_weights_take_the_memory_of_a_handwritten_program():
     """Closed over, they took as many bytes again on each device."""
     weights = jax.device_put(jnp.ones((8, 64, 64)), NamedSharding(mesh(), P()))
     x = jax.device_put(jnp.ones((16, 64)), NamedSharding(mesh(), P("d")))
@@ -131,7 +131,7 @@ def test_replicated_weights_take_the_memory_of_a_program_by_hand():
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-def test_weights_that_a_step_has_placed_are_read_in_a_loop_of_another_program():
+def test_placed_weights_are_readable_in_a_loop_of_another_program():
     w, x = statetx.Param(jnp.eye(16) * 0.1), jnp.ones((16, 16))
 
     def rnn(x):
@@ -149,7 +149,7 @@ def test_weights_that_a_step_has_placed_are_read_in_a_loop_of_another_program():
     assert float(jnp.abs(grad).max()) > 0
 
 
-def test_a_constant_loss_that_lies_on_the_mesh():
+def test_constant_loss_on_the_mesh():
     """Its cotangent is made with the type that it has within."""
     s = statetx.State(jax.device_put(jnp.ones(()), NamedSharding(mesh(), P())))
     f = split(lambda x: x + statetx.grad(lambda y: s.value)(x.sum()), P("d"))
@@ -157,7 +157,7 @@ def test_a_constant_loss_that_lies_on_the_mesh():
 
 
 @pytest.mark.parametrize("make", [statetx.State, brainstate.State, nnx.Variable])
-def test_a_state_without_a_value_that_the_call_does_not_touch(make):
+def test_untouched_state_without_a_value(make):
     """Left by a call that failed, in a list that the function holds."""
     items, w = [], statetx.Param(jnp.asarray(2.0))
 
@@ -190,7 +190,7 @@ LOOPS_AROUND = {
 
 @pytest.mark.parametrize("make", [jax.new_ref, statetx.State], ids=["Ref", "State"])
 @pytest.mark.parametrize("name", LOOPS_AROUND)
-def test_what_a_turn_of_a_loop_leaves_in_a_ref_is_what_the_next_one_reads(name, make):
+def test_ref_written_in_one_iteration_is_read_in_the_next(name, make):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     state = make(jax.device_put(jnp.asarray([1.0, 2.0]), NamedSharding(mesh, P())))
     key = "value" if make is statetx.State else ...
@@ -218,7 +218,7 @@ def test_what_a_turn_of_a_loop_leaves_in_a_ref_is_what_the_next_one_reads(name, 
 @pytest.mark.parametrize(
     "differentiate", [lambda f: statetx.jvp(f, (1.1,), (2.0,))[1], lambda f: statetx.linearize(f, 1.1)[1](2.0)]
 )
-def test_a_derivative_at_a_python_number(differentiate):
+def test_derivative_at_a_python_number(differentiate):
     one, scale = jax.make_mesh((1,), ("d",)), jax.new_ref(jnp.float32(3.0))
 
     def f(x):

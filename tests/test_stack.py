@@ -71,7 +71,7 @@ def assert_same(actual, expected, rtol=1e-5, atol=1e-6):
 # -- stack ---------------------------------------------------------------------------------------------------------
 
 
-def test_layers_are_initialised_apart_and_stacked():
+def test_layers_are_initialised_independently_and_stacked():
     layers, each = statetx.stack(factory(), 6), make_layers()
     assert list(statetx.states(layers)) == ["w", "n", "rng"]
     assert list(statetx.states({"deep": layers}, statetx.Param)) == ["deep.w"]
@@ -157,7 +157,7 @@ def test_shared_states_stay_shared():
         statetx.stack([Scaled(0.1), Scaled(0.2), half])
 
 
-def test_layers_must_be_alike():
+def test_layers_of_other_structure_raise():
     key = statetx.RngState(0)
     with pytest.raises(
         statetx.StateValueError, match=r"(?s)differ in 'rate', which is not a state: 0.5 .* 0.25 in layer 2"
@@ -190,7 +190,7 @@ def test_layers_must_be_alike():
         with pytest.raises(statetx.StateValueError, match="differ in 'act'"):
             statetx.stack([one, two])
     before = statetx.states(odd)["w"].value
-    assert before.shape == (4, 4)  # what was refused is as it was
+    assert before.shape == (4, 4)  # the rejected values are unchanged
 
 
 def brainstate_layers():
@@ -362,7 +362,7 @@ def residuals(f, x):
     return statetx.saved_residuals(f, x).total_bytes
 
 
-def test_the_innermost_level_is_rematerialised_unless_told_otherwise():
+def test_innermost_level_is_rematerialised_by_default():
     def kept(lengths, policy=None):
         layers = statetx.stack(make_layers())
         deep = statetx.remat_scan(layers, lengths, policy=policy)
@@ -405,7 +405,7 @@ def test_mistakes():
         statetx.remat_scan(Layer, 3, axes={True: 0})(statetx.RngState(0))
 
 
-# -- what tells layers apart --
+# -- differences between layers --
 
 
 class Holder:
@@ -442,7 +442,7 @@ def dotted(policy):
     ],
     ids=lambda x: type(x).__name__,
 )
-def test_layers_that_differ_in_any_part_are_refused(one, other):
+def test_layers_that_differ_in_an_attribute_raise(one, other):
     with pytest.raises(statetx.StateValueError, match="differ in 'held"):
         statetx.stack([Holder(one), Holder(other)])
 
@@ -461,11 +461,11 @@ def test_layers_that_differ_in_any_part_are_refused(one, other):
         lambda: np.array([None, 1.0]),
     ],
 )
-def test_layers_whose_parts_are_equal_are_stacked(make):
+def test_layers_with_equal_attributes_are_stacked(make):
     assert statetx.stack([Holder(make()), Holder(make())])(X).shape == (4,)
 
 
-def test_layers_whose_states_do_not_correspond_are_refused():
+def test_layers_without_corresponding_states_raise():
     tied, untied = Holder(None), Holder(statetx.Param(jnp.ones(4)))
     tied.held = tied.w
     for layers in ([tied, untied], [untied, tied]):
@@ -481,7 +481,7 @@ def test_layers_whose_states_do_not_correspond_are_refused():
         statetx.stack(pairs)
 
 
-def test_layers_that_refer_to_states_of_others_are_refused():
+def test_layers_referring_to_states_they_do_not_hold_raise():
     others = [statetx.Param(jnp.ones(4)) for _ in range(2)]
     with pytest.raises(statetx.StateValueError, match="layer 1 refers to the state 'held' without holding it"):
         statetx.stack([Holder(weakref.ref(w)) for w in others])
@@ -494,7 +494,7 @@ def test_layers_that_refer_to_states_of_others_are_refused():
         stacked[0]
 
 
-def test_what_a_class_holds_is_shared():
+def test_class_attributes_are_shared():
     class Shared:
         scale = statetx.Param(jnp.full(4, 2.0))
 

@@ -1,4 +1,4 @@
-"""`State` and its kin, frames and the registry: what is refused, and that nothing escapes."""
+"""`State` and its subclasses, frames and the registry: errors, and no leaks."""
 
 import copy
 import gc
@@ -28,7 +28,7 @@ def test_subclass_metadata_and_repr():
     assert repr(statetx.State(1.0)) == "State(float)"
 
 
-def test_state_in_state_is_refused():
+def test_state_in_state_raises():
     s = statetx.State(1.0)
     with pytest.raises(statetx.StateValueError, match="cannot hold a state"):
         statetx.State(s)
@@ -70,7 +70,7 @@ RAW = {
 
 @pytest.mark.parametrize("raw", RAW)
 @pytest.mark.parametrize("inside", ["top level", "statetx.jit", "statetx.grad", "remat"])
-def test_write_under_a_raw_transform_raises_where_it_stands(raw, inside):
+def test_write_under_a_raw_transform_raises_at_the_write(raw, inside):
     s = statetx.State(jnp.ones(()), name="total")
     reached = []
 
@@ -99,7 +99,7 @@ def test_write_under_a_raw_transform_raises_where_it_stands(raw, inside):
     assert s.value is before
 
 
-def test_write_under_a_raw_transform_names_it():
+def test_write_under_a_raw_transform_names_the_state():
     s = statetx.State(jnp.ones(()))
 
     def f(x):
@@ -129,7 +129,7 @@ def test_rematerialised_write_under_a_raw_transform_names_the_users_line():
         assert s.value is before
 
 
-def test_untraced_write_under_a_raw_transform_is_fine():
+def test_untraced_write_under_a_raw_transform_is_allowed():
     s = statetx.State(0)
 
     def f(x):
@@ -139,7 +139,7 @@ def test_untraced_write_under_a_raw_transform_is_fine():
     assert jax.grad(f)(3.0) == 6 and s.value == 1
 
 
-def test_state_made_inside_a_raw_transform_is_free():
+def test_state_created_inside_a_raw_transform_is_writable():
     @jax.jit
     def f(x):
         s = statetx.State(x)
@@ -248,10 +248,10 @@ def test_generator_that_outlives_its_frame():
         return s.value
 
     statetx.grad(f)(2.0)
-    assert next(f.g) == 2.0  # reads the state as it is now
+    assert next(f.g) == 2.0  # reads the state's present value
 
 
-def test_state_made_inside_and_kept_gets_a_value():
+def test_created_state_gets_a_value_after_the_call():
     class Lazy:
         def __call__(self, x):
             if not hasattr(self, "n"):
@@ -273,7 +273,7 @@ def test_state_made_inside_and_kept_gets_a_value():
             assert float(lazy.n.value) == 2.0 * i
 
 
-def test_state_made_in_a_call_that_failed_says_so():
+def test_state_created_in_a_failed_call_raises_on_read():
     kept = []
 
     def f(x):
@@ -299,8 +299,8 @@ def test_frames_keep_nothing_alive():
 
 
 @pytest.mark.parametrize("make", [statetx.State, brainstate.State])
-def test_container_changed_in_place_or_state_made_under_a_custom_rule_raises(make):
-    """No write is seen there: what the call leaves is looked at in the end."""
+def test_in_place_change_or_created_state_under_a_custom_rule_raises(make):
+    """Writes are not seen there: the final values are checked at the end."""
     items, models = make([jnp.zeros(())]), []
 
     def change(x):

@@ -1,4 +1,4 @@
-"""Code that makes a state only sometimes is never taken for code that makes one in each run.
+"""Code that creates a state only sometimes is never taken for code that creates one in each run.
 
 Each of these programs accumulates 1, 2, 3 in plain Python, since later calls find the state of the first one. If the first
 call alone proved that the state is made each time, they would give 1, 1, 1.
@@ -270,7 +270,7 @@ KINDS = {"statetx": statetx.State, "brainstate": brainstate.HiddenState}
     ids=KINDS,
 )
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
-def test_state_made_in_the_first_call_only_goes_on(program, kind):
+def test_state_created_only_in_the_first_call_continues(program, kind):
     find = program(kind)
 
     @statetx.jit

@@ -1,4 +1,4 @@
-"""Rematerialised objects: they stay what they are for whoever looks at their attributes, their states or their type."""
+"""Rematerialised objects: their attributes, states and type look unchanged to every reader."""
 
 import copy
 import dataclasses
@@ -169,7 +169,7 @@ def test_a_flipped_attribute_is_seen_by_the_next_call(kind):
     np.testing.assert_array_equal(gradient(x), jnp.ones_like(x))
 
 
-def test_functions_keep_attributes_of_their_own():
+def test_wrapped_functions_have_their_own_attributes():
     def f(x):
         return x
 
@@ -181,7 +181,7 @@ def test_functions_keep_attributes_of_their_own():
     assert not hasattr(g, "__jax_array__") and not hasattr(statetx.vmap(Block()), "__len__")
 
 
-def test_properties_and_other_methods_are_those_of_the_object():
+def test_properties_and_other_methods_are_forwarded():
     block = Block()
     wrapped = statetx.remat(block)
     wrapped.weight = jnp.asarray(3.0)
@@ -201,7 +201,7 @@ def test_rematerialised_objects_are_instances_of_a_subclass(kind):
     assert repr(wrapped).startswith(repr(obj).split(" at ")[0].split("(")[0])
 
 
-def test_signature_options_and_mistakes_are_those_of_the_bound_call():
+def test_signature_options_and_mistakes_match_the_bound_call():
     block = Block()
     wrapped = statetx.remat(block)
     assert str(inspect.signature(wrapped)) == str(inspect.signature(block)) == "(x, scale=1.0)"
@@ -224,7 +224,7 @@ def test_signature_options_and_mistakes_are_those_of_the_bound_call():
         statetx.grad(lambda x: statetx.remat(block, states="w")(x).sum())(X)
 
 
-def test_classes_of_objects_are_forgotten_with_them():
+def test_subclasses_are_freed_with_their_objects():
     class Local(Block):
         pass
 
@@ -235,7 +235,7 @@ def test_classes_of_objects_are_forgotten_with_them():
 
 @pytest.mark.parametrize("kind", [kind for kind in TWINS if kind != "brainstate"])  # its modules cannot be pickled
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_and_pickles_are_rematerialised_and_apart(again, kind):
+def test_copies_and_pickles_are_rematerialised_and_independent(again, kind):
     obj = OBJECTS[kind]()
     wrapped = statetx.remat(obj)
     copied = again(wrapped)
@@ -252,12 +252,12 @@ class Reduced(Block):
         return Reduced, (self.w.value,)
 
 
-def test_objects_that_say_how_they_are_pickled_are_rematerialised_again():
+def test_objects_with_custom_pickling_are_rematerialised():
     again = pickle.loads(pickle.dumps(statetx.remat(Reduced(5.0))))
     assert isinstance(again, Reduced) and type(again) is not Reduced and float(again.w.value) == 5.0
 
 
-def test_equality_and_hash_are_those_of_the_class():
+def test_equality_and_hash_follow_the_class():
     a = Equal()
     assert statetx.remat(a) == statetx.remat(a) and Equal.__hash__ is None
     b = Block()
@@ -282,7 +282,7 @@ class Equinox(equinox.Module):
 
 
 @pytest.mark.parametrize("cls", [Registered, Equinox])
-def test_twins_of_pytrees_are_pytrees(cls):
+def test_rematerialised_pytrees_are_pytrees(cls):
     obj = cls(jnp.ones(2), 3)
     wrapped = statetx.remat(obj)
     assert [(jax.tree_util.keystr(k), x) for k, x in jax.tree_util.tree_leaves_with_path(wrapped)] == [(".w", obj.w)]

@@ -1,4 +1,4 @@
-"""`statetx.testing`: what it accepts, and what it catches and names."""
+"""`statetx.testing`: accepted programs, and differences that it reports by name."""
 
 import random
 
@@ -35,7 +35,7 @@ class Layer:
     ],
     ids=repr,
 )
-def test_a_rematerialised_layer_is_equivalent_bit_for_bit(policy):
+def test_rematerialised_layer_is_equivalent_bit_for_bit(policy):
     layer = Layer()
     before = [s.value for s in (layer.w, layer.n)]
     testing.assert_remat_equivalent(statetx.remat(layer, policy=policy), X)
@@ -52,7 +52,7 @@ PROGRAMS = [p for p in corpus.PROGRAMS if p in corpus.NATIVE and not p.grows and
     [p if n % 6 == 0 else pytest.param(p, marks=pytest.mark.slow) for n, p in enumerate(PROGRAMS)],
     ids=lambda p: p.__name__,
 )
-def test_the_corpus_is_equivalent(program):
+def test_corpus_is_equivalent(program):
     # Bit for bit, but where gradients are summed in another order or a branch is compiled as a whole.
     rounds = program.__name__ in ("Nested", "Branches")
     testing.assert_remat_equivalent(program().step, X, rtol=1e-6 if rounds else 0.0)
@@ -67,7 +67,7 @@ def wrong(f, break_it):
     return run
 
 
-def test_a_difference_is_named():
+def test_difference_is_named():
     layer = Layer()
     with pytest.raises(AssertionError, match=r"(?s)gives other results.*output\[0\]: .* in place of .*\d of 3 differ"):
         testing.assert_remat_equivalent(wrong(layer, lambda y: y + 1e-3), X)
@@ -89,7 +89,7 @@ def test_a_difference_is_named():
         testing.assert_remat_equivalent(counts, X)
 
 
-def test_what_is_not_deterministic_is_caught_and_named():
+def test_nondeterminism_is_reported():
     calls = []
 
     def unsteady(x):
@@ -110,7 +110,7 @@ def test_what_is_not_deterministic_is_caught_and_named():
         testing.assert_remat_equivalent(lambda x: x * random.random(), X)
 
 
-def test_a_callback_that_only_the_recomputation_upsets_is_caught():
+def test_callback_changed_by_recomputation_is_reported():
     """It answers rightly until it is called a second time in a run."""
     calls = []
 
@@ -157,5 +157,5 @@ def test_count_traces_of_a_method():
     assert Model.step.__wrapped__.count == 1
 
 
-def test_a_numpy_output_of_double_precision():
+def test_numpy_output_of_double_precision():
     statetx.testing.assert_remat_equivalent(lambda x: (np.ones(2), jnp.sin(x)), jnp.ones(3))

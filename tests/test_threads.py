@@ -54,7 +54,7 @@ def switching_often():
 
 
 def in_thread(*functions):
-    """Run each function in a thread of its own; raises what one of them raised."""
+    """Run each function in its own thread; re-raise an exception of one of them."""
     errors = []
 
     def run(fun):
@@ -77,7 +77,7 @@ def is_concrete(x):
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
 
 
-# -- what is refused -------------------------------------------------------------------------------------------
+# -- states of another thread ----------------------------------------------------------------------------------
 
 HOLD = {
     "jit": lambda f: statetx.jit(f)(2.0),
@@ -90,7 +90,7 @@ HOLD = {
 
 @MAKE
 @pytest.mark.parametrize("hold", HOLD)
-def test_state_that_another_thread_is_tracing_is_refused(make, hold):
+def test_state_traced_by_another_thread_raises(make, hold):
     s = make(jnp.ones(()))
     program, setter = statetx.jit(lambda x: s.value * x), statetx.jit(lambda x: setattr(s, "value", x))
     assert float(program(1.0)) == 1.0
@@ -129,7 +129,7 @@ def test_state_that_another_thread_is_tracing_is_refused(make, hold):
 
 
 @MAKE
-def test_states_that_no_call_holds_are_free_while_another_thread_traces(make):
+def test_unowned_states_are_usable_while_another_thread_traces(make):
     s, other = make(jnp.ones(())), make(jnp.ones(()))
 
     def elsewhere():
@@ -147,7 +147,7 @@ def test_states_that_no_call_holds_are_free_while_another_thread_traces(make):
 
 
 @MAKE
-def test_state_is_held_until_it_has_its_old_value_back(make, monkeypatch):
+def test_state_is_owned_until_its_value_is_restored(make, monkeypatch):
     s = make(jnp.ones(()))
     seen = []
 
@@ -163,7 +163,7 @@ def test_state_is_held_until_it_has_its_old_value_back(make, monkeypatch):
     assert seen == [None]  # else the other thread would have got the tracer of a call that is closing
 
 
-def test_default_random_state_of_brainstate_is_one_for_all_threads():
+def test_brainstates_default_random_state_is_shared_by_threads():
     def f(x):
         x = x * brainstate.random.rand()
         with pytest.raises(statetx.ForeignStateError, match="RandomState"):
@@ -174,7 +174,7 @@ def test_default_random_state_of_brainstate_is_one_for_all_threads():
     assert is_concrete(brainstate.random.DEFAULT.value)
 
 
-def test_value_of_a_statetx_state_under_a_brainstate_program_is_refused_too():
+def test_state_under_a_brainstate_program_raises_in_another_thread():
     s = statetx.State(jnp.ones(()))
     program = brainstate.transform.jit(lambda x: s.value * x)
     program(1.0)
@@ -194,7 +194,7 @@ def test_value_of_a_statetx_state_under_a_brainstate_program_is_refused_too():
 
 @MAKE
 @pytest.mark.parametrize("act", ["read", "write", "compiled read", "compiled write", "trace"])
-def test_no_moment_at_which_another_thread_gets_a_tracer(make, act):
+def test_another_thread_never_reads_a_tracer(make, act):
     s = make(jnp.ones(3))
     program, setter = statetx.jit(lambda x: s.value * x), statetx.jit(lambda x: setattr(s, "value", x))
     program(1.0)
@@ -240,7 +240,7 @@ def test_no_moment_at_which_another_thread_gets_a_tracer(make, act):
 
 
 @MAKE
-def test_a_transform_of_another_thread_that_reads_the_value_is_refused(make):
+def test_transform_of_another_thread_reading_the_value_raises(make):
     s = make(jnp.ones(3))
 
     def body(x):
@@ -253,7 +253,7 @@ def test_a_transform_of_another_thread_that_reads_the_value_is_refused(make):
 
 
 @MAKE
-def test_of_two_threads_that_start_to_trace_at_once_one_is_refused(make, monkeypatch):
+def test_simultaneous_traces_of_two_threads_raise_in_one(make, monkeypatch):
     s, start, refused, results = make(jnp.ones(())), threading.Barrier(2), threading.Event(), []
     kind = _states.kind_of(s)
     owner = kind.owner
@@ -276,7 +276,7 @@ def test_of_two_threads_that_start_to_trace_at_once_one_is_refused(make, monkeyp
     assert sorted(results, key=str) == [1.0, "refused"] and float(s.value) == 2.0
 
 
-def test_state_taken_by_another_thread_while_it_is_being_written(monkeypatch):
+def test_state_acquired_by_another_thread_during_a_write(monkeypatch):
     s, held, go = statetx.State(jnp.ones(())), threading.Event(), threading.Event()
     is_eager, threads = _jax.is_eager, []
 
@@ -337,7 +337,7 @@ def reference(seed, xs, steps):
 
 @MAKE
 @pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_models_trained_at_once_are_as_if_trained_alone(make, compiled):
+def test_models_trained_concurrently_equal_models_trained_alone(make, compiled):
     xs, steps, results = jnp.array([0.3, -0.5, 0.8]), 6, {}
 
     def work(seed):
@@ -359,7 +359,7 @@ def test_models_trained_at_once_are_as_if_trained_alone(make, compiled):
 
 @MAKE
 @pytest.mark.parametrize("second", ["grad", "jit", "write"])
-def test_update_of_another_thread_between_a_call_and_its_publication_is_not_lost(make, second):
+def test_concurrent_update_before_publication_is_not_lost(make, second):
     n, closed, done = make(jnp.zeros(())), threading.Event(), threading.Event()
 
     def add(x):
@@ -397,7 +397,7 @@ def test_update_of_another_thread_between_a_call_and_its_publication_is_not_lost
 
 
 @MAKE
-def test_update_of_another_thread_while_a_compiled_call_runs_is_not_lost(make):
+def test_concurrent_update_during_a_compiled_call_is_not_lost(make):
     n, running, done = make(jnp.zeros(())), threading.Event(), threading.Event()
     meet = [False]
 
@@ -434,7 +434,7 @@ def test_update_of_another_thread_while_a_compiled_call_runs_is_not_lost(make):
 
 
 @MAKE
-def test_threads_that_share_a_state_without_a_lock_lose_no_update(make):
+def test_unlocked_shared_state_loses_no_update(make):
     n, counted = make(jnp.zeros((), jnp.int32)), []
 
     def body(x):
@@ -455,7 +455,7 @@ def test_threads_that_share_a_state_without_a_lock_lose_no_update(make):
 
 
 @MAKE
-def test_threads_may_read_a_state_at_once_in_an_eager_rematerialised_call(make):
+def test_concurrent_reads_in_eager_remat(make):
     w, both = make(jnp.asarray(2.0)), threading.Barrier(2)
 
     @statetx.remat
@@ -470,7 +470,7 @@ def test_threads_may_read_a_state_at_once_in_an_eager_rematerialised_call(make):
 
 
 @MAKE
-def test_state_that_an_eager_rematerialised_call_has_written_is_refused_elsewhere(make):
+def test_state_written_in_eager_remat_raises_in_another_thread(make):
     s = make(jnp.asarray(2.0))
 
     def elsewhere():
@@ -493,7 +493,7 @@ def test_state_that_an_eager_rematerialised_call_has_written_is_refused_elsewher
 
 
 @MAKE
-def test_function_first_called_by_many_threads_is_staged_once(make):
+def test_concurrent_first_calls_are_staged_once(make):
     w = make(jnp.asarray(2.0))
     start, results = threading.Barrier(4), {}
 
@@ -537,7 +537,7 @@ def test_compiled_call_waits_while_its_function_is_staged_for_another_type(make)
     assert results == [(10.0, True)] and float(s.value) == 2.0
 
 
-def test_functions_that_call_each_other_do_not_wait_for_each_other():
+def test_mutually_recursive_functions_do_not_deadlock():
     start = threading.Barrier(2)
 
     def outer(x, inner):
@@ -608,7 +608,7 @@ def test_compiled_function_that_writes_a_shared_state_under_a_lock(make):
     assert float(s.value) == 150.0
 
 
-# -- what outlives its frame -----------------------------------------------------------------------------------
+# -- generators, timers and callbacks --------------------------------------------------------------------------
 
 
 @MAKE
@@ -623,18 +623,18 @@ def test_generator_that_outlives_its_call(make):
 
     def f(x):
         g = values()
-        kept.append(g)  # found in the closure, and left alone, by what looks for states there
+        kept.append(g)  # found in the closure by the search for states, and left alone
         before, _, now = next(g), setattr(s, "value", s.value * x), next(g)
         assert now is s.value and now is not before and not is_concrete(now)
         return now
 
     for i, wrap in enumerate((statetx.grad, statetx.jit, lambda f: statetx.grad(statetx.remat(f))), start=1):
         wrap(f)(2.0)
-        assert float(next(kept[-1])) == 2.0**i  # what the state holds now
+        assert float(next(kept[-1])) == 2.0**i  # the state's present value
     kept[0].send(jnp.asarray(5.0))
     assert float(s.value) == 5.0
     with pytest.raises(Exception, match="tracer|trace level|is tracing"):  # each library's own error
-        jax.grad(lambda x: kept[0].send(x))(1.0)  # the generator is no way around the rule
+        jax.grad(lambda x: kept[0].send(x))(1.0)  # a generator does not bypass the rule
     assert float(s.value) == 5.0
 
 
@@ -696,13 +696,13 @@ def test_callback_that_reads_a_state(make, callback):
         f(1.0)
         jax.effects_barrier()
         assert float(s.value) == 3.0 * 2**i
-    # Compiled programs run outside the call's frame: the state holds what it held before, or already what was written.
+    # Compiled programs run outside the call's frame: the state has its former value, or already the written one.
     assert len(seen) == 3 and is_concrete(seen)
     assert all(float(v) in (3.0 * 2**i, 6.0 * 2**i) for i, v in enumerate(seen))
 
 
 @MAKE
-def test_callback_that_touches_what_the_call_around_it_holds(make):
+def test_callback_touching_a_state_of_the_enclosing_call(make):
     s = make(jnp.asarray(3.0))
     refused = []
 

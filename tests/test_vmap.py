@@ -62,7 +62,7 @@ def test_axes_of_states_arguments_and_outputs(axis):
     np.testing.assert_allclose(s.value, 3 * np.moveaxis(np.arange(24.0).reshape(4, 2, 3), 0, axis))
 
 
-def test_write_that_differs_between_examples_names_the_axis_to_declare():
+def test_batched_write_error_suggests_the_axis():
     cell = Cell()
     before = cell.h.value
     match = r"(?s)State 'h' \(f32\[3\].*at .*test_vmap.py:\d+.*states=\{'h': 0\}"
@@ -71,7 +71,7 @@ def test_write_that_differs_between_examples_names_the_axis_to_declare():
     assert cell.h.value is before and cell.n.value == 0
 
 
-def test_write_that_is_equal_for_all_examples():
+def test_unbatched_write_is_allowed():
     mean = statetx.State(jnp.zeros(3))
 
     def f(x):
@@ -95,7 +95,7 @@ def test_random_states_are_split_unless_shared(kind):
     assert len(np.unique(np.concatenate([out, statetx.vmap(f)(jnp.ones(5))]))) == 10
     shared = statetx.vmap(f, states={type(rng): statetx.Broadcast})(jnp.ones(5))
     assert len(np.unique(shared)) == 1
-    inside = statetx.vmap(statetx.remat(f))  # the draw stands in a trace further in
+    inside = statetx.vmap(statetx.remat(f))  # the draw is in an inner trace
     assert len(np.unique(jax.grad(lambda x: (inside(x) * x).sum())(jnp.ones(5)))) == 5
 
 
@@ -222,7 +222,7 @@ def test_private_batch_tracers():
         (lambda f: statetx.vmap(f)({}, ()), "no argument has an axis to map over"),
     ],
 )
-def test_sizes_that_do_not_agree_are_named_by_arguments(call, message):
+def test_inconsistent_sizes_are_named_by_argument(call, message):
     def both(a, b):
         return a, b
 
@@ -235,7 +235,7 @@ def test_out_axes_must_be_numbers():
         statetx.vmap(lambda x: x, out_axes=jnp.ones(2))(jnp.ones(3))
 
 
-def test_number_of_examples_is_that_of_a_mapped_state():
+def test_axis_size_follows_a_mapped_state():
     h = statetx.State(jnp.arange(6.0).reshape(2, 3))
     np.testing.assert_allclose(statetx.vmap(lambda: h.value.sum(), states={statetx.State: 1})(), [3.0, 5.0, 7.0])
     carry, ys = statetx.scan(lambda c, _: (c + h.value.sum(), h.value), 0.0, states={statetx.State: 0})

@@ -1,5 +1,5 @@
 # pyright: reportUnnecessaryTypeIgnoreComment=true
-"""What a type checker infers for the public names; `make check` holds pyright to it, and a test runs it.
+"""The types that a type checker infers for the public names; `make check` holds pyright to it, and a test runs it.
 
 A line that must be refused says so in a comment, which pyright in turn refuses where nothing is wrong.
 """

@@ -1,7 +1,7 @@
 """Small programs of the brainstate family, written once over a table of transforms.
 
 Each uses the layers, optimisers and trainers of braintools, brainpy.state, braincell and braintrace the way their
-documentation does; only the transforms come from a table. `THEIRS` holds those of ``brainstate.transform``, `OURS` those
+documentation does; only the transforms come from a table. `THEIRS` holds the transforms of ``brainstate.transform``, `OURS` the ones
 of statetx. The tests compare the numbers, ``benchmarks/ecosystem.py`` memory and time.
 """
 
@@ -27,7 +27,7 @@ import statetx
 
 
 class Transforms(NamedTuple):
-    """What a program takes from the library that it is written in.
+    """The names that a program takes from its library.
 
     Attributes:
         value_and_grad: ``(f, states) -> (*args) -> (value, grads)``.
@@ -76,7 +76,7 @@ class Program(NamedTuple):
     """A program that is ready to run.
 
     Attributes:
-        step: one training step or one simulation; returns what is compared.
+        step: one training step or one simulation; returns the values to compare.
         roots: the objects whose states are compared afterwards. Not the states that a jitted step makes: brainstate
             leaves dead tracers in them.
     """
@@ -618,5 +618,5 @@ def start(name: str, transforms: Transforms, size: Size = Size()) -> Program:  #
 
 
 def values(*roots: Any) -> list[Any]:
-    """The values of every state that is reached from some objects, in the order in which they are found."""
+    """The values of every state reachable from some objects, in the order of the search."""
     return [state.value for root in roots for state in statetx.states(root).values()]

@@ -44,7 +44,7 @@ def run(name, transforms):
 
 @functools.cache
 def expected(name):
-    """What brainstate's transforms give: finite numbers, of which some change from step to step."""
+    """The results of brainstate's transforms: finite numbers, some of them changing from step to step."""
     (outputs, states), _ = run(name, THEIRS)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(outputs))
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(*map(jax.tree.leaves, outputs[-2:]), strict=True))
@@ -65,13 +65,13 @@ FAST = "balanced_network delayed_network hodgkin_huxley integrator recurrent_cla
 
 
 @pytest.mark.parametrize("name", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PROGRAMS])
-def test_numbers_equal_those_of_brainstates_transforms_and_a_step_is_staged_once(name):
+def test_results_equal_brainstates_transforms_with_one_trace(name):
     result, compiled = run(name, OURS)
     assert_equal_numbers(result, expected(name))
     assert compiled[-1] == 0  # the second step may know the states by their final types
 
 
-# The transforms may be exchanged one by one: whichever library's stands outside, the other's works within.
+# The transforms may be exchanged one by one: either library's transform works inside the other's.
 MIXED = {
     "jit": OURS._replace(jit=THEIRS.jit),
     "value_and_grad": OURS._replace(value_and_grad=THEIRS.value_and_grad),
@@ -89,7 +89,7 @@ MIXED = {
     ],
 )
 @pytest.mark.parametrize("theirs", MIXED)
-def test_numbers_stay_where_only_some_transforms_are_exchanged(name, theirs):
+def test_results_equal_with_some_transforms_exchanged(name, theirs):
     result, _ = run(name, MIXED[theirs])
     assert_equal_numbers(result, expected(name))
 
@@ -129,7 +129,7 @@ def train_with_every_optimizer(t, in_a_loop):
 
 
 @pytest.mark.parametrize("in_a_loop", [False, True], ids=["in steps", "in a loop"])
-def test_optimizers_leave_the_same_weights_and_moments(in_a_loop):
+def test_optimizers_give_equal_weights_and_moments(in_a_loop):
     ours, theirs = train_with_every_optimizer(OURS, in_a_loop), train_with_every_optimizer(THEIRS, in_a_loop)
     assert_equal_numbers(ours, theirs)
     start = jnp.linspace(-1.0, 2.0, 6).reshape(2, 3)
@@ -185,7 +185,7 @@ SURROGATES = [
 
 
 def surrogate_gradients(t):
-    """Gradients through a loop in which every surrogate's spikes reset the potential that they came from."""
+    """Gradients through a loop where the spikes of every surrogate reset their own potential."""
     weights = {name: brainstate.ParamState(jnp.linspace(0.3, 0.9, 4)) for name in SURROGATES}
     potentials = {name: brainstate.HiddenState(jnp.zeros(4)) for name in SURROGATES}
     functions = {name: getattr(braintools.surrogate, name)() for name in SURROGATES}

@@ -4,8 +4,8 @@ The module's source is executed unchanged. Its import statements hand out views 
 (`{"jax.lax.scan": statetx.scan}`): a view has the replaced names and passes every other one on, so the library itself, and
 every module but the tested one, keep their own transforms.
 
-A table for each suite (``jax_remat.toml``) names the tests that do not pass, and why. A test that neither passes nor stands in it
-is a complaint, and so is one that stands in it and passes.
+A table for each suite (``jax_remat.toml``) names the tests that do not pass, and why. A test that neither passes nor is listed
+is a complaint, and so is a listed one that passes.
 
 Usage:
     export STATETX_OUTSIDE=<folder with checkouts: jax/, flax/>
@@ -47,7 +47,7 @@ STATETX = str(Path(statetx.__file__).parent)
 
 
 class View(types.ModuleType):
-    """A module in which the swapped names are replaced; writes go to the module itself."""
+    """A module with the swapped names replaced; writes go to the module itself."""
 
     def __init__(self, module: types.ModuleType, swaps: Mapping[str, Any]):
         super().__init__(module.__name__)
@@ -226,7 +226,7 @@ def run(
     return recorder.outcomes
 
 
-# What stands in a table: the key of its reason, and the column of the report.
+# Entries of a table: the key of its reason, and the column of the report.
 KINDS = {"different": "sentence", "inapplicable": "reason", "plain": "reason", "fault": "happens"}
 
 
@@ -254,7 +254,7 @@ def read_table(path: Path) -> list[Entry]:
 
 
 def missing_sentences(entries: Sequence[Entry], root: Path) -> list[str]:
-    """Sentences that do not stand in the page which is said to have them."""
+    """Quoted sentences that their page does not contain."""
     words = lambda text: " ".join(text.split())  # noqa: E731
     return [
         f"{entry.page} does not say: {entry.why}"
@@ -264,7 +264,7 @@ def missing_sentences(entries: Sequence[Entry], root: Path) -> list[str]:
 
 
 def judge(outcomes: Mapping[str, Mapping[str, str]], entries: Sequence[Entry]) -> tuple[Counter[str], list[str]]:
-    """How many tests there are of each kind, and what is wrong with the outcomes or the table."""
+    """The number of tests of each kind, and the errors in the outcomes or the table."""
     counts, complaints = Counter[str](), []
     for name, result in outcomes.items():
         outcome, named = result["outcome"], [entry for entry in entries if entry.matches(name)]

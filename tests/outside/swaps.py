@@ -1,4 +1,4 @@
-"""Which names of each library are replaced, and by what: statetx's own functions, or the spelling of a migration guide."""
+"""Replacements for names of each library: statetx's own functions, or the code of a migration guide."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def nnx() -> dict[str, Callable]:
 
 
 def without(options: tuple[str, ...], fun: Callable) -> Callable:
-    """A function to which some options of the other library mean nothing."""
+    """A function that ignores some options of the other library."""
 
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ ROOT = HERE.parents[1]
 
 
 def outcomes_of(name, folder, *options):
-    """Outcomes in a process of its own: these libraries' tests change settings, and expect those of a fresh JAX."""
+    """Outcomes in a separate process: these libraries' tests change settings, and expect a fresh JAX's."""
     out = folder / f"{name}.json"
     command = [sys.executable, str(HERE / "runner.py"), name, "--out", str(out), *options]
     env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}  # JAX's tests set one of their own
@@ -26,7 +26,7 @@ def outcomes_of(name, folder, *options):
 
 @pytest.mark.outside
 @pytest.mark.parametrize("name", SUITES)
-def test_every_outcome_is_named(name, tmp_path):
+def test_every_outcome_is_listed(name, tmp_path):
     suite = SUITES[name]
     if not suite.files():
         pytest.skip(f"no tests of {suite.library}: set {CHECKOUTS} to a folder with a checkout {suite.library}/ in it")
@@ -37,7 +37,7 @@ def test_every_outcome_is_named(name, tmp_path):
 
 @pytest.mark.outside
 @pytest.mark.parametrize("name", SUITES)
-def test_what_is_named_passes_without_statetx(name, tmp_path):
+def test_listed_tests_pass_without_statetx(name, tmp_path):
     if not SUITES[name].files():
         pytest.skip(f"no tests of {SUITES[name].library}")
     fails = {
@@ -130,7 +130,7 @@ def test_outcomes_are_judged_by_the_table(library, tmp_path, monkeypatch):
         assert complaint.replace("fault", "inapplicable") in found
 
 
-def test_a_sentence_that_its_page_lacks_is_found(tmp_path):
+def test_sentence_missing_from_its_page_is_found(tmp_path):
     (tmp_path / "page.md").write_text("One\nsentence. Another.")
     entry = '[[different]]\npage = "page.md"\nsentence = "{}"\ntests = ["*"]\n'
     assert missing_sentences(table(tmp_path, entry.format("One sentence.")), tmp_path) == []

@@ -1,4 +1,4 @@
-"""What loops and branches bind is what `jax.lax` makes of the same Python."""
+"""Loops and branches bind the same equations as `jax.lax` for the same Python."""
 
 import functools
 import re
@@ -10,7 +10,6 @@ import pytest
 
 import statetx
 from statetx import _jax
-from statetx._equations.structure import table
 
 X, XS = jnp.arange(3.0), jnp.arange(12.0).reshape(4, 3)
 
@@ -38,7 +37,7 @@ FIRST = {
 
 
 def shape_of(eqn):
-    """An equation without what names it: the count and types of its inputs, and its parameters as text."""
+    """An equation without names: the count and types of its inputs, and its parameters as text."""
     params = {k: re.sub(" at 0x[0-9a-f]+", "", str(v)) for k, v in eqn.params.items()}
     return eqn.primitive, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars], params
 
@@ -54,10 +53,10 @@ def equation(f, *args, name):
 
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": 2}, {"unroll": True}], ids=str)
 @pytest.mark.parametrize("name", BODIES)
-def test_scan_is_the_equation_of_jax(name, options):
+def test_scan_binds_the_equation_of_jax(name, options):
     init = FIRST.get(name, X)
     ours, theirs = (lambda init, xs, scan=scan: scan(BODIES[name], init, xs, **options) for scan in SCANS)
-    table.clear()
+    statetx.clear_cache()
     for _ in range(2):  # a structure that is new, and one that is known
         assert equation(ours, init, XS, name="scan")[1:] == equation(theirs, init, XS, name="scan")[1:]
     for a, b in zip(jax.tree.leaves(ours(init, XS)), jax.tree.leaves(theirs(init, XS)), strict=True):
@@ -75,7 +74,7 @@ SCANS = (statetx.scan, jax.lax.scan)
 @pytest.mark.parametrize(
     "step", [lambda c: (c[0] + 1, jnp.sin(c[1])), lambda c: (c[0] + 1, c[1])], ids=["plain", "handed on"]
 )
-def test_while_loop_is_the_equation_of_jax(step):
+def test_while_loop_binds_the_equation_of_jax(step):
     limit = jnp.asarray(3)
     ours, theirs = (
         lambda x, w=w: w(lambda c: c[0] < limit, step, (0, x)) for w in (statetx.while_loop, jax.lax.while_loop)
@@ -86,7 +85,7 @@ def test_while_loop_is_the_equation_of_jax(step):
 
 
 @pytest.mark.parametrize("other", [jnp.cos, lambda x: x], ids=["plain", "handed on"])
-def test_branches_are_the_equation_of_jax(other):
+def test_branches_bind_the_equation_of_jax(other):
     conds = (statetx.cond, jax.lax.cond)
     ours, theirs = (lambda p, x, c=c: c(p, lambda x: (x, other(x)), lambda x: (x, x), x) for c in conds)
     if other(X) is not X:
@@ -113,16 +112,16 @@ def test_branches_are_the_equation_of_jax(other):
     ],
     ids=["scan", "while_loop", "fori_loop", "fori_loop, dynamic", "cond"],
 )
-def test_equations_are_not_traced_again(loop, monkeypatch):
+def test_bodies_are_bound_without_retrace(loop, monkeypatch):
     """The body is staged, and its jaxpr bound: nothing evaluates it."""
     evaluated = []
     monkeypatch.setattr(_jax, "evaluate", lambda *args: evaluated.append(args))
-    table.clear()
+    statetx.clear_cache()
     jax.make_jaxpr(lambda: loop(lambda x: jnp.sin(x)))()
     assert not evaluated
 
 
-def test_a_rule_that_is_like_no_other_is_not_kept():
+def test_incomparable_rule_is_not_cached():
     def step(c, x):
         @jax.custom_jvp
         def f(v):
@@ -132,15 +131,15 @@ def test_a_rule_that_is_like_no_other_is_not_kept():
         return f(c), c
 
     statetx.scan(step, X, XS)
-    size = len(table)
+    size = statetx.cache_info().structures.size
     for _ in range(3):
         statetx.scan(step, X, XS)
-    assert len(table) == size
+    assert statetx.cache_info().structures.size == size
 
 
-def test_settings_are_not_confused():
+def test_settings_are_part_of_the_cache_key():
     f = functools.partial(statetx.scan, lambda c, x: (c * 2 + x, c), X, XS)
-    table.clear()
+    statetx.clear_cache()
     first, back = f(), f(reverse=True)
     np.testing.assert_array_equal(first[0], jax.lax.scan(lambda c, x: (c * 2 + x, c), X, XS)[0])
     np.testing.assert_array_equal(back[0], jax.lax.scan(lambda c, x: (c * 2 + x, c), X, XS, reverse=True)[0])

@@ -1,14 +1,14 @@
-"""Counts that must not grow: compiled programs beside the same written by hand, and how often work is shared."""
+"""Counts that must not grow: sizes of compiled programs against handwritten ones, traces, compilations, cache entries."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import pytest
-from test_laws import NATIVE, PURE, _elements, grad, jit, numbers_of, remat, scalar, scan, transformed
+from laws import PURE, elements, grad, jit, numbers_of, remat, scalar, scan, transformed
 
 import statetx
-from corpus import X
+from corpus import NATIVE, X
 from helpers import compilations, in_turn
 
 
@@ -23,7 +23,7 @@ def compiled_counts(fun, *args):
 
 
 def hand_scan(r, wrt):
-    """As people write it: what is written in the carry, parameters closed over."""
+    """The usual handwritten form: written values in the carry, parameters closed over."""
 
     def loop(values, x):
         fixed = {k: v for k, v in values.items() if k in PARAMETERS}
@@ -34,7 +34,7 @@ def hand_scan(r, wrt):
             return (0.5 * c + 0.1 * scalar(out), without(values)), numbers_of(out)
 
         start = (jnp.asarray(0.5, x.dtype), without(values))
-        (c, values), ys = jax.lax.scan(body, start, _elements(x))
+        (c, values), ys = jax.lax.scan(body, start, elements(x))
         return (c, ys), {**fixed, **values}
 
     def without(values):
@@ -45,18 +45,18 @@ def hand_scan(r, wrt):
 
 def vmap(f, program):
     """Each example with states of its own."""
-    return lambda x: statetx.vmap(f, states={True: 0})(_elements(x))
+    return lambda x: statetx.vmap(f, states={True: 0})(elements(x))
 
 
 def hand_vmap(r, wrt):
-    return lambda values, x: jax.vmap(r)(values, _elements(x))
+    return lambda values, x: jax.vmap(r)(values, elements(x))
 
 
 HAND = {**PURE, scan: hand_scan, vmap: hand_vmap}
 
 
 def dropout_by_hand(v, x):
-    """By the operations of the stateful one."""
+    """The same operations as in the stateful program."""
     rng, first = jax.random.split(v["rng"])
     keep = jax.random.bernoulli(first, 0.7, (3,))
     h = jnp.where(keep, jnp.tanh(v["w"] @ x), 0.0)
@@ -65,7 +65,7 @@ def dropout_by_hand(v, x):
 
 
 def by_hand(nesting, program):
-    """The reference under the same transforms; JAX's but for the fence, which is not JAX's."""
+    """The reference under the same transforms: JAX's, except `remat`, since JAX has no such fence."""
     fun = dropout_by_hand if type(program).__name__ == "Dropout" else program.ref
     for transform in nesting:
         fun = statetx.remat(fun) if transform is remat else HAND[transform](fun, program.wrt)
@@ -88,7 +88,7 @@ NESTINGS = [
     (scan, vmap, remat, grad),
 ]
 PARAMETERS = ("w", "b")
-# Those whose references compute the same by the same operations.
+# Programs whose references use the same operations.
 ALIKE = "Counter ReadModifyWrite WriteOnly DictValued MutatedDict PythonNumbers ReadOnly Dropout".split()
 
 
@@ -96,7 +96,7 @@ FAST = [(remat, grad), (remat, scan, grad), (grad, jit), (remat, grad, vmap), (r
 
 
 def programs() -> list:
-    """Those under `vmap` take longest to compile: two of them are enough for the fast suite."""
+    """Programs under `vmap` take longest to compile: two of them are enough for the fast suite."""
     return [
         pytest.param(
             p,
@@ -114,7 +114,7 @@ BROAD = ("Dropout", "DictValued")
 
 
 @pytest.mark.parametrize(("make", "nesting"), list(in_turn(programs())))
-def test_compiled_programs_are_those_written_by_hand(make, nesting):
+def test_compiled_programs_equal_handwritten(make, nesting):
     program = make()
     if vmap in nesting:
         for state in statetx.states(program).values():
@@ -126,7 +126,7 @@ def test_compiled_programs_are_those_written_by_hand(make, nesting):
     assert ours == theirs
 
 
-def test_a_first_call_runs_the_python_once_and_equal_layers_share_what_follows():
+def test_equal_layers_share_one_trace():
     runs = []
 
     class Block:
@@ -153,7 +153,7 @@ def test_a_first_call_runs_the_python_once_and_equal_layers_share_what_follows()
 
 
 @pytest.mark.parametrize("call", ["scan", "cond", "while_loop", "fori_loop"])
-def test_eager_calls_are_compiled_once_and_leave_nothing(call):
+def test_eager_calls_compile_once_and_do_not_grow_the_cache(call):
     count = statetx.State(jnp.zeros(()))
 
     def step(x):

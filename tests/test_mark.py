@@ -1,4 +1,4 @@
-"""What policies keep of functions that stand within the rematerialised one, beside what `jax.checkpoint` keeps of them."""
+"""Residuals of functions nested in a rematerialised one, by policy, against the residuals of `jax.checkpoint`."""
 
 import collections
 import contextlib
@@ -17,7 +17,7 @@ from helpers import REMAT3, in_turn
 from statetx import _jax, policies
 
 JAX = jax.checkpoint_policies
-# The product is the one large value that the backward pass reads: what it is raised to is computed from it.
+# The product is the one large value that the backward pass reads: its power is computed from it.
 W = jnp.linspace(-1.0, 1.0, 4 * 16).reshape(4, 16)
 X = jnp.linspace(-1.0, 2.0, 4 * 4).reshape(4, 4)
 MESH = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -25,7 +25,7 @@ MESH = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
 @contextlib.contextmanager
 def older_remat():
-    """`jax.checkpoint` as it is without `jax_remat3`, with which it sees nothing of what is nested."""
+    """`jax.checkpoint` without `jax_remat3`, since its policy sees no nested equations with that."""
     if not REMAT3:
         yield
         return
@@ -88,7 +88,7 @@ def on_devices(f):
     return jax.shard_map(f, mesh=MESH, in_specs=P("d"), out_specs=P("d"))
 
 
-# What stands in the rematerialised function, given how to rematerialise and the weight.
+# Bodies of the rematerialised function, given the inner rematerialisation and the weight.
 NESTINGS = {
     "remat": lambda remat, w: remat(block(w)),
     "jax.checkpoint": lambda remat, w: jax.checkpoint(block(w)),
@@ -110,7 +110,7 @@ NESTINGS = {
     "inner policy": lambda remat, w: remat(lambda x: jnp.exp(jnp.tanh(block(w)(x))), policy=JAX.everything_saveable),
 }
 
-# With JAX's of the same meaning; the states and the sizes that are chosen here are those of the one product.
+# With the equivalent policies of JAX; the states and sizes chosen here select the one product.
 POLICIES = {
     "dots": (policies.dots, JAX.dots_saveable),
     "dots_without_batch_dims": (policies.dots_without_batch_dims, JAX.dots_with_no_batch_dims_saveable),
@@ -169,7 +169,7 @@ def their_gradient(nesting, policy):
 
 
 @pytest.mark.parametrize("nesting", list(in_turn(NESTINGS)))
-def test_residuals_and_recomputation_are_those_of_jax(nesting):
+def test_residuals_and_recomputation_equal_jax(nesting):
     found = {}
     for name, (policy, _) in POLICIES.items():
         with warnings.catch_warnings():
@@ -190,7 +190,7 @@ def test_residuals_and_recomputation_are_those_of_jax(nesting):
 # The others take their time, behind the marker.
 @pytest.mark.parametrize("policy", [pytest.param(p, marks=[] if p == "names" else pytest.mark.slow) for p in POLICIES])
 @pytest.mark.parametrize("nesting", NESTINGS)
-def test_gradients_are_those_without_a_policy(nesting, policy):
+def test_gradients_equal_without_a_policy(nesting, policy):
     actual = statetx.jit(our_gradient(nesting, POLICIES[policy][0]))(X)
     with older_remat():
         expected = jax.jit(their_gradient(nesting, JAX.everything_saveable))(W, X)
@@ -212,7 +212,7 @@ INNER = {
 
 
 @pytest.mark.parametrize("inner", INNER)
-def test_the_outer_policy_decides_what_is_left_and_the_inner_what_is_recomputed_within(inner):
+def test_outer_policy_selects_residuals_and_inner_policy_recomputation(inner):
     f = lambda x: jnp.exp(INNER[inner](jnp.sin(x)))  # noqa: E731
     with older_remat():
         reference = lambda x: jnp.exp(jax.checkpoint(two_products, policy=JAX.dots_saveable)(jnp.sin(x)))  # noqa: E731
@@ -222,17 +222,17 @@ def test_the_outer_policy_decides_what_is_left_and_the_inner_what_is_recomputed_
         statetx.remat(f, policy=policies.names("h")): [("f32[4,16]", 1)],
         statetx.remat(f, policy=policies.primitives("tanh")): [("f32[4,16]", 1)],
         statetx.remat(f, policy=policies.names("h") | policies.names("g")): [("f32[4,16]", 1), ("f32[4,4]", 1)],
-        # The inner function's marks are no names.
+        # The inner function's marks are not names.
         statetx.remat(f, policy=JAX.save_any_names_but_these("g")): [("f32[4,16]", 1)],
     }
     for fun, rows in outer.items():
         assert kept(fun, X) == rows, fun._policy
     assert num_products(jax.grad(lambda x: statetx.remat(f)(x).sum()), X) == expected
-    if not REMAT3:  # which sees nothing of what is nested
+    if not REMAT3:  # which sees no nested equations
         assert kept(jax.checkpoint(f, policy=JAX.save_any_names_but_these("g")), X) == [("f32[4,16]", 1)]
 
 
-def test_three_functions_in_each_other_keep_for_the_outermost():
+def test_three_nested_functions_save_for_the_outermost():
     innermost = statetx.remat(two_products, policy=policies.dots)
     middle = statetx.remat(lambda x: jnp.cos(innermost(x)), policy=policies.names("g"))
     for policy, rows in [
@@ -249,13 +249,13 @@ def test_three_functions_in_each_other_keep_for_the_outermost():
 # -- messages ------------------------------------------------------------------------------------------------------
 
 
-def test_names_that_occur_within_are_told():
+def test_missing_name_error_lists_nested_names():
     f = statetx.remat(lambda x: on_devices(statetx.remat(two_products))(x), policy=policies.names("hh"))
     with pytest.raises(statetx.PolicyError, match=r"no value has the name 'hh'. Did you mean 'h'\? .*: 'g', 'h'"):
         kept(f, X)
 
 
-def test_a_name_in_a_loop_that_nothing_is_kept_of_is_told_from_a_misspelt_one():
+def test_unsaved_name_in_a_loop_differs_from_a_misspelt_name():
     def f(x):
         h = jax.lax.while_loop(
             lambda c: c[0, 0] < 0, lambda c: checkpoint_name(c + 1, "turn"), jax.lax.stop_gradient(x)
@@ -269,7 +269,7 @@ def test_a_name_in_a_loop_that_nothing_is_kept_of_is_told_from_a_misspelt_one():
 # -- places --------------------------------------------------------------------------------------------------------
 
 
-def test_names_given_to_what_enters_a_step_are_those_of_each_step():
+def test_names_of_step_inputs_belong_to_each_step():
     def f(x):
         step = lambda c, _: (jnp.sin(checkpoint_name(c, "carry")) * 2, None)  # noqa: E731
         return jax.lax.scan(step, jnp.sin(x), None, length=5)[0]
@@ -283,7 +283,7 @@ def test_names_given_to_what_enters_a_step_are_those_of_each_step():
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["", "vmap"])
 @pytest.mark.parametrize("checkpoint", ["auto", "64MiB"])
-def test_values_of_a_step_are_kept_where_a_size_leaves_the_loop_plain(checkpoint, mapped):
+def test_budgeted_plain_loop_saves_values_of_each_step(checkpoint, mapped):
     if mapped and REMAT3:
         pytest.skip("JAX does not map names where it is on")
 
@@ -303,7 +303,7 @@ def test_values_of_a_step_are_kept_where_a_size_leaves_the_loop_plain(checkpoint
     assert counts[1] < counts[0]
 
 
-def test_a_name_in_a_loop_that_stores_carries_is_out_of_reach():
+def test_name_in_a_checkpointed_loop_is_reported_unreachable():
     def f(x):
         step = lambda c, _: (jnp.sin(checkpoint_name(c, "carry")), None)  # noqa: E731
         return statetx.scan(step, x, None, 70, checkpoint=policies.Slots(3))[0]
@@ -313,7 +313,7 @@ def test_a_name_in_a_loop_that_stores_carries_is_out_of_reach():
 
 
 @pytest.mark.parametrize("transform", ["jax", "statetx", "declared"])
-def test_states_in_shard_map_are_those_of_the_products_they_are_in(transform):
+def test_policies_by_state_select_products_in_shard_map(transform):
     w = statetx.Param(jnp.eye(4))
     block = lambda x: jnp.sin(jnp.sin(x @ w.value))  # noqa: E731
     specs = {"mesh": MESH, "in_specs": P("d"), "out_specs": P("d")}
@@ -331,7 +331,7 @@ def test_states_in_shard_map_are_those_of_the_products_they_are_in(transform):
     assert [r.primitive for r in rows if r not in products] == (["all_gather"] if transform == "declared" else [])
 
 
-def test_offloaded_values_within_wait_in_the_other_memory():
+def test_nested_offloaded_values_are_in_host_memory():
     for nest in (statetx.remat, lambda f: statetx.remat(jax.jit(statetx.remat(f))), in_scan):
         f = statetx.remat(nest(lambda x: two_products(x)), policy=policies.offload("h"))
         (row,) = [r for r in statetx.saved_residuals(f, X) if r.origin == "intermediate"]
@@ -359,7 +359,7 @@ def scaled_backward(residuals, ct):
 scaled.defvjp(scaled_forward, scaled_backward, symbolic_zeros=True)
 
 
-def test_a_rule_that_is_told_what_is_differentiated_is_judged_for_that():
+def test_symbolic_zeros_rule_is_judged_for_its_perturbed_arguments():
     keep_slope = statetx.remat(lambda x, y: jnp.tanh(scaled(jnp.exp(x), jnp.exp(y))), policy=policies.names("slope"))
     assert kept(keep_slope, X, X) == [("f32[4,4]", 1)]
     assert kept(lambda y: keep_slope(X, y), X) == []
@@ -381,7 +381,7 @@ def _(primals, tangents):
     return (y, *primals), (y * tangents[0], *tangents)
 
 
-def test_results_of_a_function_with_a_rule_are_kept_in_it():
+def test_named_results_of_a_custom_rule_are_saved_inside():
     """Marked outside, the result would be computed again for the rule, which reads its own."""
     for f in (
         lambda x: jnp.sin(checkpoint_name(exponential(x @ W)[0], "e")),
@@ -396,13 +396,13 @@ def test_results_of_a_function_with_a_rule_are_kept_in_it():
         assert found["exp"] == 1
 
 
-def test_the_result_of_a_rule_that_nothing_is_differentiated_by_is_kept():
+def test_result_of_an_undifferentiated_custom_rule_is_saved():
     f = statetx.remat(lambda x: x * checkpoint_name(exponential(jnp.sin(X))[0], "e"), policy=policies.names("e"))
     assert kept(f, X) == [("f32[4,4]", 1)]
     np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(X), jnp.exp(jnp.sin(X)), rtol=1e-6)
 
 
-def test_a_rule_that_fails_does_so_where_it_is_differentiated():
+def test_failing_custom_rule_raises_where_differentiated():
     @jax.custom_vjp
     def f(x):
         return jnp.sin(x)
@@ -426,7 +426,7 @@ TWICE = ["custom_jvp", "remat in remat", "remat in scan", "inner policy", "remat
 
 @pytest.mark.parametrize("nesting", [pytest.param(n, marks=[] if n in TWICE[:2] else pytest.mark.slow) for n in TWICE])
 @pytest.mark.parametrize("policy", ["names", "larger_than"])
-def test_mapped_pushed_forward_and_differentiated_twice(nesting, policy):
+def test_vmap_jvp_and_second_derivatives(nesting, policy):
     w = statetx.Param(W)
     f = lambda x: ours(nesting, POLICIES[policy][0], w)(x).sum()  # noqa: E731
     with older_remat():
@@ -442,7 +442,7 @@ def test_mapped_pushed_forward_and_differentiated_twice(nesting, policy):
 
 
 @pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this JAX has none")
-def test_names_of_jax_are_seen_with_its_new_rematerialisation_switched_on():
+def test_names_are_saved_with_jax_remat3():
     is_on = jax.config.jax_remat3
     jax.config.update("jax_remat3", True)
     try:

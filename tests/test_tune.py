@@ -1,4 +1,4 @@
-"""Sizes under `vmap`: what a loop's gradient takes with all its examples, wherever the `vmap` stands."""
+"""Budgets under `vmap`: bytes of a loop's gradient for all examples, wherever the `vmap` is."""
 
 import jax
 import jax.numpy as jnp
@@ -67,9 +67,9 @@ def temporary(f):
 @pytest.mark.parametrize(
     "name", [p if n % 4 == 0 else pytest.param(p, marks=pytest.mark.slow) for n, p in enumerate(PROGRAMS)]
 )
-def test_a_size_holds_for_all_examples(name):
+def test_budget_holds_for_all_examples(name):
     make = PROGRAMS[name]
-    around = 2**14  # bytes: what the program adds to its loop
+    around = 2**14  # bytes: the program's overhead over its loop
     assert temporary(make(None)) > 4 * BUDGET
     assert temporary(make(policies.Budget(BUDGET))) <= BUDGET + around
     actual, expected = make(policies.Budget(BUDGET))(W, X), make(None)(W, X)
@@ -103,7 +103,7 @@ def through(loop):
     "loop",
     [pytest.param("fori_loop", marks=pytest.mark.slow), "map", pytest.param("remat_scan", marks=pytest.mark.slow)],
 )
-def test_a_size_holds_for_all_examples_in_loops_of_every_kind(loop):
+def test_budget_holds_for_all_examples_in_every_loop(loop):
     def make(checkpoint):
         return lambda w, x: jax.vmap(jax.grad(lambda x: through(loop)(w, x, checkpoint)))(x)
 
@@ -113,13 +113,13 @@ def test_a_size_holds_for_all_examples_in_loops_of_every_kind(loop):
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_loop_that_fits_with_all_examples_is_left_as_it_is():
+def test_loop_that_fits_with_all_examples_stays_plain():
     f = grad_of_vmap(jax.vmap)
     assert temporary(f("64MiB")) == temporary(f(None))
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["grad", "vmap of grad"])
-def test_a_loop_that_stays_plain_has_the_equations_of_a_scan(mapped):
+def test_plain_loop_has_the_equations_of_a_scan(mapped):
     def equations(checkpoint):
         f = jax.grad(lambda x: one(W, x, checkpoint))
         return str(jax.make_jaxpr(jax.vmap(f) if mapped else f)(X if mapped else X[0]))
@@ -139,7 +139,7 @@ def test_auto_counts_the_examples(name, monkeypatch):
     assert auto == plain
 
 
-def test_the_least_size_is_told_with_its_examples():
+def test_least_budget_is_reported_with_its_examples():
     with pytest.raises(statetx.PolicyError, match=r"mapped over 64 examples.* needs .* with one slot"):
         grad_of_vmap(jax.vmap)("8KiB")(W, X)
     with pytest.raises(statetx.PolicyError, match=r"this loop, mapped over 64 examples, needs .* with one slot"):
@@ -147,8 +147,8 @@ def test_the_least_size_is_told_with_its_examples():
     jax.grad(one)(W, X[0], "8KiB")
 
 
-@pytest.mark.parametrize("size", [BUDGET, 2**14])  # as it is for one example, or in slots
-def test_a_gradient_that_is_mapped_too_late_raises(size):
+@pytest.mark.parametrize("size", [BUDGET, 2**14])  # plain for one example, or in slots
+def test_gradient_mapped_too_late_raises(size):
     f = jax.jit(jax.grad(lambda x: one(W, x, policies.Budget(size))))
     expected = jnp.stack([f(x) for x in X[:2]])
     np.testing.assert_allclose(jax.vmap(f)(X[:2]), expected, rtol=1e-5)  # two examples fit
@@ -159,7 +159,7 @@ def test_a_gradient_that_is_mapped_too_late_raises(size):
         jax.vmap(jax.vmap(f))(X.reshape(32, 2, -1))
 
 
-def test_a_gradient_in_a_loop_that_is_mapped_raises():
+def test_gradient_in_a_mapped_loop_raises():
     with pytest.raises(statetx.PolicyError, match=r"is exceeded: .* over 64 examples"):
         jax.vmap(jax.grad(lambda x: in_a_loop(W, x, policies.Budget(BUDGET))))(X)
     f = jax.vmap(jax.grad(lambda x: in_a_loop(W, x, policies.Budget("64MiB"))))
@@ -176,7 +176,7 @@ def test_nothing_is_measured_without_a_gradient():
         jax.grad(one)(W, X[0], policies.Budget(1))
 
 
-def test_a_size_is_measured_once():
+def test_budget_is_measured_once():
     f, x = PROGRAMS["vmap of grad"](policies.Budget(BUDGET)), X + 1
     f(W, X)
     with compilations() as compiled:
@@ -187,7 +187,7 @@ def test_a_size_is_measured_once():
 # -- mapped loops --------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_examples_share_have_one_cotangent():
+def test_shared_weights_have_one_cotangent():
     w, x = jnp.eye(64) * 0.9, jnp.ones((32, 64))
 
     def loss(w, x):
@@ -198,7 +198,7 @@ def test_weights_that_examples_share_have_one_cotangent():
 
 
 def everything(checkpoint, reverse=False):
-    """A loop of which each kind of input and output occurs mapped and not."""
+    """A loop with mapped and unmapped inputs and outputs of every kind."""
 
     def f(w, b, h, key, xs, zs):
         def step(carry, x):
@@ -239,7 +239,7 @@ AXES = (None, 0, 1, 0, 1, None)
     ],
     ids=repr,
 )
-def test_mapped_loops_have_the_gradients_of_plain_ones(strategy, reverse):
+def test_mapped_loops_have_the_gradients_of_plain_loops(strategy, reverse):
     def loss(checkpoint):
         return lambda *args: jax.vmap(everything(checkpoint, reverse), AXES)(*args).sum()
 
@@ -252,7 +252,7 @@ def test_mapped_loops_have_the_gradients_of_plain_ones(strategy, reverse):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
 
-def test_a_mapped_loop_with_a_name_and_a_collective():
+def test_mapped_loop_with_an_axis_name_and_a_collective():
     def loss(x, checkpoint):
         step = lambda h, _: (jnp.tanh(h + jax.lax.pmean(h, "examples")), None)  # noqa: E731
         return statetx.scan(step, x, None, 100, checkpoint=checkpoint)[0].sum()
@@ -267,7 +267,7 @@ def test_a_mapped_loop_with_a_name_and_a_collective():
             np.testing.assert_allclose(make(strategy)(x), expected, rtol=1e-5)
 
 
-def test_a_loop_that_is_linear_is_transposed():
+def test_linear_loop_is_transposed():
     def run(x, checkpoint=None):
         return statetx.scan(lambda h, x: (0.5 * h + x, h), jnp.zeros(3), x, checkpoint=checkpoint)
 
@@ -277,9 +277,8 @@ def test_a_loop_that_is_linear_is_transposed():
     np.testing.assert_allclose(actual, expected)
 
 
-def test_a_loop_inside_another_finds_its_program_again():
+def test_nested_loop_hits_the_cache():
     """Loops with rules of their own are values: a body that holds one is compared, and is alike."""
-    from statetx._equations.structure import table
 
     def loss(w):
         inner = lambda h: statetx.scan(lambda h, _: (jnp.tanh(h * w), None), h, None, 5, checkpoint=2)[0]  # noqa: E731
@@ -287,9 +286,9 @@ def test_a_loop_inside_another_finds_its_program_again():
 
     half, other = jnp.float32(0.5), jnp.float32(0.7)
     loss(half)
-    table.clear()
+    statetx.clear_cache()
     loss(half)
-    misses = table.misses
+    misses = statetx.cache_info().structures.misses
     with compilations() as compiled:
         loss(other)
-    assert table.misses == misses and not compiled
+    assert statetx.cache_info().structures.misses == misses and not compiled

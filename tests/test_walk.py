@@ -1,6 +1,6 @@
 """Nothing is left out: every state that a call touches takes part, whatever holds it, or the call raises and names it.
 
-A table of holders, crossed with what looks for states. A holder makes a model, a callable that multiplies by the value of
+A table of holders, crossed with the users of the walk. A holder makes a model, a callable that multiplies by the value of
 one state and has it in that place, and says under which path it is found.
 """
 
@@ -508,7 +508,7 @@ def test_every_derivative_by_filter(transform, holder):
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_a_state_that_no_walk_finds_is_refused_by_name(transform):
+def test_unreachable_state_is_named_in_the_error(transform):
     seen, other = State(0), Param(W)
 
     def loss(x):
@@ -516,9 +516,7 @@ def test_a_state_that_no_walk_finds_is_refused_by_name(transform):
         return (looked_up(x) * other.value).sum()
 
     looked_up = looked_up_by_name(Param(W))
-    with pytest.raises(
-        statetx.StateFilterError, match=r"Param.* selects Param \(f32\[3\], made at .*test_reach.py:\d+"
-    ):
+    with pytest.raises(statetx.StateFilterError, match=r"Param.* selects Param \(f32\[3\], made at .*test_walk.py:\d+"):
         transform(loss)
     assert seen.value == 0
     grads = statetx.grad(loss, wrt={"hidden": elsewhere.hidden})(X)
@@ -526,7 +524,7 @@ def test_a_state_that_no_walk_finds_is_refused_by_name(transform):
     np.testing.assert_allclose(*statetx.grad(loss, wrt="other")(X).values(), X * W)
 
 
-def test_residuals_by_filter_refuse_what_no_walk_finds():
+def test_residuals_by_filter_of_an_unreachable_state_raise():
     looked_up, other = looked_up_by_name(Param(W)), Param(W)
     with pytest.raises(statetx.StateFilterError, match="the walk over the function and its arguments does not find it"):
         statetx.saved_residuals(lambda x: (looked_up(x) * other.value).sum(), X, wrt=Param)
@@ -548,7 +546,7 @@ def test_gradients_by_filter_of_every_kind(kind, holder):
     np.testing.assert_allclose(*grads.values(), X)
 
 
-def test_a_ref_that_no_walk_finds_has_its_gradient_or_is_refused():
+def test_unreachable_ref_has_a_gradient_or_raises():
     ref, other = jax.new_ref(W), jax.new_ref(W)
     elsewhere.hidden = types.SimpleNamespace(value=ref)
     loss = lambda x: (x * vars(elsewhere)["".join(("hid", "den"))].value[...] * other[...]).sum()  # noqa: E731
@@ -557,8 +555,8 @@ def test_a_ref_that_no_walk_finds_has_its_gradient_or_is_refused():
         statetx.grad(loss, wrt=jax.Ref)(X)
 
 
-def test_what_the_call_does_not_touch_has_no_gradient():
-    """Methods are followed by name, and so too far at times: what is found so, and not read, is left out."""
+def test_untouched_state_has_no_gradient():
+    """Methods are followed by name, sometimes too far: states found that way and not read are left out."""
     used, unused = Param(W), Param(W)
 
     class Two:
@@ -577,7 +575,7 @@ def test_what_the_call_does_not_touch_has_no_gradient():
     assert list(grads) == ["two.used"] and of_x.shape == (3,)
 
 
-def test_an_instance_that_its_class_lists_is_another_object():
+def test_instance_listed_by_its_class_is_another_object():
     class Counted:
         made = []
 
@@ -590,14 +588,14 @@ def test_an_instance_that_its_class_lists_is_another_object():
     assert list(statetx.grad(lambda x: (x * one.w.value).sum(), wrt=Param)(X)) == ["one.w"]
 
 
-# -- what looks at objects without a call --
+# -- walks over objects without a call --
 
 
 STABLE = {name: entry for name, entry in (HELD | BEYOND).items() if name != "linked list"}
 
 
 @holders(STABLE)
-def test_checkpoints_hold_them(make, path, tmp_path):
+def test_checkpoints_contain_every_holder(make, path, tmp_path):
     w = Param(W)
     model = make(w)
     with statetx.Checkpointer(tmp_path, {"model": model}) as checkpointer:
@@ -608,14 +606,14 @@ def test_checkpoints_hold_them(make, path, tmp_path):
 
 
 @holders(OPAQUE)
-def test_checkpoints_refuse_what_no_path_finds_again(make, path, tmp_path):
+def test_checkpoints_of_states_without_stable_path_raise(make, path, tmp_path):
     with statetx.Checkpointer(tmp_path, make(Param(W))) as checkpointer:
         with pytest.raises(statetx.CheckpointError, match="held by 'held'"):
             checkpointer.save(1)
         assert checkpointer.steps == []
 
 
-def test_checkpoints_refuse_sets_whose_items_are_alike(tmp_path):
+def test_checkpoints_of_sets_with_equal_items_raise(tmp_path):
     alike = Model({Param(W), Param(2 * W)})
     with statetx.Checkpointer(tmp_path / "alike", alike) as checkpointer:
         with pytest.raises(
@@ -632,7 +630,7 @@ def test_checkpoints_refuse_sets_whose_items_are_alike(tmp_path):
     assert list(statetx.states(Model(states))) == ["held.State", "held.a", "held.b"]
 
 
-def test_checkpoints_of_a_function_hold_what_its_helpers_read(tmp_path):
+def test_checkpoints_of_a_function_contain_states_of_its_helpers(tmp_path):
     model = helper_elsewhere(Param(W))
     with statetx.Checkpointer(tmp_path, model) as checkpointer:
         checkpointer.save(1)
@@ -642,7 +640,7 @@ def test_checkpoints_of_a_function_hold_what_its_helpers_read(tmp_path):
 
 
 def plain(table):
-    """Holders of what is no state: two layers that differ there differ in what they compute."""
+    """Holders of a value that is not a state: layers that differ there compute different results."""
     names = "list,tuple,named tuple,dict,deque,namespace,array of objects,private slot,field,closure,default"
     names += ",chain of maps,keyword-only default,attribute of a list,attribute of a dict,attribute of a tuple"
     names += ",attribute of a deque,attribute of a string,attribute of a number,attribute of a set,function"
@@ -652,7 +650,7 @@ def plain(table):
 
 
 @holders(plain(ALL))
-def test_layers_that_differ_there_are_refused(make, path):
+def test_stacked_layers_that_differ_in_a_holder_raise(make, path):
     class Layer:
         def __init__(self, rate):
             self.w = Param(W)
@@ -680,7 +678,7 @@ STACKED = [name for name in HELD if name not in UNLIKE and "variable" not in nam
 
 
 @pytest.mark.parametrize("holder", STACKED)
-def test_stacks_hold_them(holder):
+def test_stacks_contain_every_holder(holder):
     make = HELD[holder][0]
     layers = statetx.stack([make(Param(W)), make(Param(2 * W))])
     np.testing.assert_allclose(layers(X), 2 * X * W * W)
@@ -710,18 +708,18 @@ def test_mapped_states_by_type(transform, holder):
 
 
 @pytest.mark.parametrize("name", ["vmap", "scan", "map in jit"])
-def test_mapped_states_that_no_walk_finds(name):
+def test_mapped_unreachable_states(name):
     np.testing.assert_allclose(MAPS[name](looked_up_by_name(Param(W))), X * W)
 
 
-def test_sharded_states_that_no_walk_finds_are_refused():
+def test_sharded_unreachable_states_raise():
     model, state = looked_up_by_name(Param(W)), State(0.0)
 
     def f(x):
         state.value = 1.0
         return model(x)
 
-    with pytest.raises(statetx.StateFilterError, match=r"shard_map: states= selects Param .*test_reach.py"):
+    with pytest.raises(statetx.StateFilterError, match=r"shard_map: states= selects Param .*test_walk.py"):
         MAPS["shard_map"](f)
     assert state.value == 0.0
 
@@ -733,7 +731,7 @@ def test_sharded_states_that_no_walk_finds_are_refused():
     np.testing.assert_array_equal(elsewhere.hidden.value, X)
 
 
-def test_mapped_states_of_an_argument_go_by_its_name():
+def test_mapped_states_of_an_argument_by_name():
     model = Model(Param(W))
     out = statetx.vmap(lambda model, x: model(x), (None, 0), states={"model.held": 0})(model, X)
     np.testing.assert_allclose(out, X * W)
@@ -754,7 +752,7 @@ def test_allowed_states_by_path_and_functional_form(make, path):
 
 
 @pytest.mark.parametrize("holder", ["list", "set", "class", "property", "iterator"])
-def test_memory_counts_them(holder):
+def test_memory_report_counts_every_holder(holder):
     """`memory_report`, `measure` and `plan` see a state wherever it is: as many bytes as in a list."""
     w = Param(jnp.ones((64, 64)))
 

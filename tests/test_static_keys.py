@@ -1,4 +1,4 @@
-"""Static arguments of compiled functions: told apart as they should be, and not kept alive."""
+"""Static arguments of compiled functions: distinguished by type, value and states, and not kept alive."""
 
 import dataclasses
 import gc
@@ -79,7 +79,7 @@ def weight(model):
 
 @pytest.mark.parametrize("cls", MODELS)
 @pytest.mark.parametrize("how", ["argument", "method", "static", "list", "bound method", "keyword"])
-def test_models_are_told_apart_and_not_kept_alive(cls, how):
+def test_models_are_distinguished_and_freed(cls, how):
     runs = []
 
     def body(model, x):
@@ -123,7 +123,7 @@ class Config:
     note: object = None
 
 
-def test_static_objects_without_states_go_by_equality():
+def test_static_objects_without_states_compare_by_equality():
     runs = []
 
     @statetx.jit
@@ -144,7 +144,7 @@ class Layer:
     w: statetx.Param = dataclasses.field(compare=False)
 
 
-def test_models_that_compare_equal_are_told_apart():
+def test_equal_models_are_distinguished():
     runs = []
 
     @statetx.jit
@@ -161,7 +161,7 @@ def test_models_that_compare_equal_are_told_apart():
     assert (float(nested(Config(1, a), 1.0)), float(nested(Config(1, b), 1.0))) == (2.0, 5.0)
 
 
-def test_programs_for_equal_arguments_beside_a_model_go_with_it():
+def test_programs_are_freed_with_their_model():
     f = statetx.jit(lambda model, config, x: model.w.value * config.width * x)
     models = [Plain(1), Plain(2)]
     for model in models:
@@ -178,7 +178,7 @@ def test_programs_for_equal_arguments_beside_a_model_go_with_it():
     assert float(f(Plain(7), Config(1), X)[0]) == 7.0
 
 
-def test_old_programs_make_room_for_new_ones(monkeypatch):
+def test_old_programs_are_evicted(monkeypatch):
     f = statetx.jit(lambda config, x: config.width * x)
     f.cache.programs._size = 3
     for width in range(6):
@@ -187,7 +187,7 @@ def test_old_programs_make_room_for_new_ones(monkeypatch):
     assert [key[1][0][0].obj.width for key in f.cache.programs] == [3, 4, 5]
 
 
-def test_models_may_die_in_any_thread():
+def test_models_are_freed_in_any_thread():
     f = statetx.jit(lambda model, x: model.w.value * x)
     errors = []
 

@@ -87,7 +87,7 @@ def on_mesh(spec, shape=(8,), axes=("d",), kind=AxisType.Auto):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A directory with step 7 of `Everything(1)`, and what that held."""
+    """A directory with step 7 of `Everything(1)`, and its values."""
     directory = tmp_path_factory.mktemp("saved")
     model = Everything(1)
     with statetx.Checkpointer(directory, model) as checkpointer:
@@ -96,7 +96,7 @@ def saved(tmp_path_factory):
     return directory, contents(model)
 
 
-def test_every_kind_of_state_and_value_comes_back(saved):
+def test_restore_every_kind_of_state_and_value(saved):
     directory, expected = saved
     other = Everything(2)
     before = contents(other)
@@ -107,7 +107,7 @@ def test_every_kind_of_state_and_value_comes_back(saved):
     assert other.number == 2  # no state
 
 
-def test_a_fresh_number_takes_the_array_that_training_made_of_it(tmp_path):
+def test_restore_an_array_into_a_python_number(tmp_path):
     trained, fresh = statetx.State(0), statetx.State(0)
     statetx.jit(lambda: setattr(trained, "value", trained.value + 1))()
     assert isinstance(trained.value, jax.Array)
@@ -124,7 +124,7 @@ def test_a_fresh_number_takes_the_array_that_training_made_of_it(tmp_path):
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_values_are_those_of_the_call_though_the_next_steps_take_their_memory(tmp_path, devices):
+def test_save_survives_donation_by_the_next_step(tmp_path, devices):
     w = statetx.Param(jax.device_put(jnp.zeros((512, 512)), on_mesh(("d",), (devices,))))
     step = statetx.jit(lambda: setattr(w, "value", w.value + 1), donate_states=True)
     with statetx.Checkpointer(tmp_path, {"w": w}) as checkpointer:
@@ -153,7 +153,7 @@ def test_save_every_force_and_max_to_keep(tmp_path):
         statetx.Checkpointer(tmp_path, [n], max_to_keep=0)
 
 
-def test_what_cannot_be_saved_is_refused_by_path(tmp_path):
+def test_save_unsupported_value_raises_with_path(tmp_path):
     model = {"w": statetx.Param(jnp.ones(2)), "f": statetx.State({"g": print})}
     with statetx.Checkpointer(tmp_path, model) as checkpointer:
         with pytest.raises(statetx.StateValueError, match=r"f\['g'\].*builtin_function.*\n.*statetx.states"):
@@ -162,7 +162,7 @@ def test_what_cannot_be_saved_is_refused_by_path(tmp_path):
         statetx.Checkpointer(tmp_path, statetx.states(model, statetx.Param)).save(1)
 
 
-def test_calls_inside_a_transform_are_refused(tmp_path):
+def test_save_and_restore_inside_a_transform_raise(tmp_path):
     w = statetx.Param(jnp.ones(2))
     with statetx.Checkpointer(tmp_path, [w]) as checkpointer:
         for inside in (lambda: checkpointer.save(1), checkpointer.restore):
@@ -175,7 +175,7 @@ def test_calls_inside_a_transform_are_refused(tmp_path):
 
 
 def refused(directory, model, match, step=None):
-    """Restoring raises what is matched, and changes nothing."""
+    """Check that restoring raises an error that matches, and changes nothing."""
     before = {path: jax.tree.leaves(read(s)) for path, s in statetx.states(model).items() if not isinstance(s, jax.Ref)}
     with statetx.Checkpointer(directory, model) as checkpointer:
         with pytest.raises(statetx.CheckpointError, match=match):
@@ -210,11 +210,11 @@ def with_value(model, name, value):
     ],
     ids="more less shape dtype unit generator keys optimiser".split(),
 )
-def test_foreign_states_are_refused_by_the_first_path(saved, change, match):
+def test_restore_into_other_states_raises_with_first_path(saved, change, match):
     refused(saved[0], change(Everything(2)), match)
 
 
-def test_a_step_that_is_not_there_is_refused(saved):
+def test_restore_missing_step_raises(saved):
     refused(saved[0], Everything(2), "There is no step 3 .* it has 7", step=3)
 
 
@@ -228,7 +228,7 @@ def close_coroutines():
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_damaged_file_is_refused_or_does_not_matter(tmp_path):
+def test_restore_damaged_file_raises_or_is_exact(tmp_path):
     x = jnp.asarray(np.random.default_rng(0).normal(size=512), jnp.float32)
     with statetx.Checkpointer(tmp_path / "whole", [statetx.State(x)]) as checkpointer:
         checkpointer.save(1)
@@ -260,7 +260,7 @@ def test_a_damaged_file_is_refused_or_does_not_matter(tmp_path):
     assert len(refused_files) >= 8, refused_files
 
 
-def test_a_bit_that_orbax_does_not_miss_is_found(tmp_path):
+def test_restore_flipped_bit_raises(tmp_path):
     noise = np.random.default_rng(0).integers(0, 2**32, (2, 4096), np.uint32)
     model = {"first": statetx.State(jnp.asarray(noise[0])), "second": statetx.State({"x": jnp.asarray(noise[1])})}
     with statetx.Checkpointer(tmp_path, model) as checkpointer:
@@ -276,7 +276,7 @@ def test_a_bit_that_orbax_does_not_miss_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_parts_that_changed_places_are_found(kind):
+def test_restore_swapped_arrays_raises(kind):
     x = jnp.arange(128.0).reshape(16, 8)
     swapped = [x[::-1], x[:, ::-1], x.reshape(16, 4, 2)[:, :, ::-1].reshape(16, 8), x.T, x.at[3:5].set(x[4:2:-1])]
     assert len({int(_saving._mixed_sum(y)) for y in (x, *swapped)}) == 1 + len(swapped)
@@ -284,7 +284,7 @@ def test_parts_that_changed_places_are_found(kind):
     assert {int(_saving._mixed_sum(jax.device_put(x, s))) for s in spread} == {int(_saving._mixed_sum(x))}
 
 
-def test_numbers_of_numpy_come_back(tmp_path):
+def test_restore_numpy_scalars(tmp_path):
     states = [statetx.State(np.float64(0.1)), statetx.State(np.int32(7)), statetx.State(np.bool_(True))]
     with statetx.Checkpointer(tmp_path, states) as checkpointer:
         checkpointer.save(1)
@@ -294,7 +294,7 @@ def test_numbers_of_numpy_come_back(tmp_path):
     assert [s.value for s in states] == [0.1, 7, True]
 
 
-def test_a_number_that_has_changed_is_found(tmp_path):
+def test_restore_changed_number_raises(tmp_path):
     state = statetx.State(5)
     with statetx.Checkpointer(tmp_path, [state]) as checkpointer:
         checkpointer.save(1)
@@ -305,7 +305,7 @@ def test_a_number_that_has_changed_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("item", ["manifest", "states"])
-def test_a_state_that_another_thread_takes_leaves_all_as_they_were(tmp_path, monkeypatch, item):
+def test_restore_with_a_state_of_another_thread_changes_nothing(tmp_path, monkeypatch, item):
     a, b = statetx.State(jnp.ones(2)), statetx.State(jnp.ones(2))
     inside, done = threading.Event(), threading.Event()
 
@@ -341,7 +341,7 @@ def test_a_state_that_another_thread_takes_leaves_all_as_they_were(tmp_path, mon
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_states_come_back_where_they_lie_now(tmp_path, kind):
+def test_restore_keeps_current_shardings(tmp_path, kind):
     x = jnp.arange(128.0).reshape(16, 8)
     rows, columns = on_mesh(("d",), kind=kind), on_mesh((None, "b"), (2, 4), ("a", "b"), kind=kind)
     w = statetx.Param(jax.device_put(x, rows))
@@ -359,7 +359,7 @@ def test_states_come_back_where_they_lie_now(tmp_path, kind):
             assert key.value.sharding == on_mesh((), kind=kind)
 
 
-def test_states_in_memory_of_the_host_come_back_there(tmp_path):
+def test_restore_keeps_host_memory(tmp_path):
     pinned = on_mesh(("d",)).with_memory_kind("pinned_host")
     moments = statetx.State(jax.device_put(jnp.arange(128.0).reshape(16, 8), pinned))
     with statetx.Checkpointer(tmp_path, {"moments": moments}) as checkpointer:
@@ -370,7 +370,7 @@ def test_states_in_memory_of_the_host_come_back_there(tmp_path):
     np.testing.assert_array_equal(jax.device_get(moments.value).ravel(), np.arange(128.0))
 
 
-def test_a_compiled_step_goes_on_without_being_compiled_again(tmp_path):
+def test_restore_does_not_recompile_the_step(tmp_path):
     w, n = statetx.Param(jax.device_put(jnp.arange(8.0), on_mesh(("d",)))), statetx.State(0)
 
     @Counted
@@ -394,7 +394,7 @@ def test_a_compiled_step_goes_on_without_being_compiled_again(tmp_path):
 
 
 def lives(directory, kills, seed):
-    """Kill a training run again and again, at random moments, and let it end; yields what each life printed."""
+    """Kill a training run repeatedly, at random moments, and let it end; yields the output of each run."""
     moments = random.Random(seed)
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHILD.parents[1]), env.get("PYTHONPATH")]))
@@ -435,19 +435,19 @@ def check_kills(directory, kills, seed):
     return {"begun": begun, "steps": saved}
 
 
-def test_a_killed_run_resumes_to_the_same_losses(tmp_path):
+def test_killed_run_resumes_to_the_same_losses(tmp_path):
     report = check_kills(tmp_path, kills=2, seed=0)
     assert report["begun"][-1] > 0
 
 
 @pytest.mark.slow
-def test_fifty_kills(tmp_path):
+def test_killed_run_resumes_to_the_same_losses_after_fifty_kills(tmp_path):
     report = check_kills(tmp_path, kills=50, seed=1)
     assert len(set(report["begun"])) > 25, report
     print(report)
 
 
-# -- what is no checkpoint --
+# -- invalid objects, steps and directories --
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_fifty_kills(tmp_path):
     ],
     ids="value number name lone array empty function None".split(),
 )
-def test_what_is_no_state_is_refused(tmp_path, obj, match):
+def test_save_object_without_states_raises(tmp_path, obj, match):
     w = statetx.Param(jnp.ones(3))
     with statetx.Checkpointer(tmp_path, obj(w)) as checkpointer:
         with pytest.raises(statetx.CheckpointError, match=match):
@@ -472,7 +472,7 @@ def test_what_is_no_state_is_refused(tmp_path, obj, match):
         assert checkpointer.steps == []
 
 
-def test_a_model_may_have_attributes_and_parts_without_states(tmp_path):
+def test_save_model_with_stateless_attributes(tmp_path):
     class Model:
         def __init__(self):
             self.w, self.scale = statetx.Param(jnp.ones(3)), jnp.ones(3)
@@ -483,7 +483,7 @@ def test_a_model_may_have_attributes_and_parts_without_states(tmp_path):
 
 
 @pytest.mark.parametrize("step", [True, 1.5, -1, "1", None, np.float32(1)])
-def test_a_step_is_a_whole_number(tmp_path, step):
+def test_step_must_be_an_integer(tmp_path, step):
     with statetx.Checkpointer(tmp_path, [statetx.State(1.0)]) as checkpointer:
         with pytest.raises(statetx.CheckpointError, match="a step is a whole number of at least 0"):
             checkpointer.save(step)
@@ -494,7 +494,7 @@ def test_a_step_is_a_whole_number(tmp_path, step):
         assert checkpointer.save(np.int32(0)) and checkpointer.wait() == 0
 
 
-def test_a_directory_that_is_a_file_is_refused(tmp_path):
+def test_directory_that_is_a_file_raises(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     for directory in (file, file / "deeper" / "still"):
@@ -504,7 +504,7 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("name", ["rng", "x"])
-def test_a_key_whose_type_was_lost_is_refused(tmp_path, name):
+def test_restore_key_without_type_raises(tmp_path, name):
     states = {"rng": statetx.RngState(3), "x": statetx.State(jnp.ones(3))}
     with statetx.Checkpointer(tmp_path, {name: states[name]}) as checkpointer:
         checkpointer.save(1)

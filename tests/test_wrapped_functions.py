@@ -1,4 +1,4 @@
-"""What every transform does with the function that it is given: how it stands for it, and what it refuses."""
+"""Wrapped functions of every transform: keywords, descriptors, and the functions and objects that raise."""
 
 import abc
 import asyncio
@@ -72,7 +72,7 @@ def test_keywords_of_a_mapped_function_may_have_any_name():
     np.testing.assert_array_equal(statetx.vmap(total)(jnp.arange(3.0), **values), expected)
 
 
-def test_tools_take_keywords_of_any_name_but_their_options():
+def test_inspection_tools_accept_keywords_of_any_name():
     def f(x, self, fun, args):
         return x * jnp.sin(self * fun * args).sum()
 
@@ -168,7 +168,7 @@ class Scale:
 
 @pytest.mark.parametrize("where", ["above", "below"])
 @pytest.mark.parametrize("descriptor", ["partial", "property", "cached"])
-def test_descriptors_may_stand_above_and_below(descriptor, where):
+def test_descriptors_above_and_below_the_transform(descriptor, where):
     name = f"{descriptor}_{where}"
 
     def loss(x):
@@ -181,7 +181,7 @@ def test_descriptors_may_stand_above_and_below(descriptor, where):
     assert "remat" in str(jax.make_jaxpr(loss)(X))
 
 
-def test_descriptors_keep_what_they_have_besides_the_function():
+def test_descriptors_keep_their_other_attributes():
     assert type(Scale.property_above) is property and Scale.property_above.__doc__ == "What it is."
     scale = Scale()
     scale.property_above = 2 * X
@@ -192,14 +192,14 @@ def test_descriptors_keep_what_they_have_besides_the_function():
 
 
 @pytest.mark.parametrize("transform", DECORATORS)
-def test_descriptor_that_must_stand_above_is_refused(transform):
+def test_descriptor_below_that_must_be_above_raises(transform):
     with pytest.raises(statetx.FunctionError, match="(?s)above @singledispatchmethod.*Fix: put @statetx.* below"):
         DECORATORS[transform](functools.singledispatchmethod(scaled))
     with pytest.raises(statetx.FunctionError, match="needs a callable, got float: 1.5"):
         DECORATORS[transform](1.5)
 
 
-# -- functions that return before they have run ----------------------------------------------------------------
+# -- functions that return before their body has run -----------------------------------------------------------
 
 
 def generator(x):
@@ -224,13 +224,13 @@ UNFINISHED = [generator, coroutine, asynchronous_generator, GeneratorObject(), f
 
 @pytest.mark.parametrize("fun", UNFINISHED)
 @pytest.mark.parametrize("transform", DECORATORS)
-def test_generators_and_coroutines_are_refused_when_they_are_decorated(transform, fun):
+def test_decorated_generators_and_coroutines_raise(transform, fun):
     name = getattr(fun, "__name__", "generator|GeneratorObject")
     with pytest.raises(statetx.FunctionError, match=f"(?s)cannot transform ({name}).* body has not run.*Fix: "):
         DECORATORS[transform](fun)
 
 
-def test_generators_in_a_class_are_refused():
+def test_generator_methods_raise():
     class Model:
         def layers(self, x):
             yield x
@@ -241,7 +241,7 @@ def test_generators_in_a_class_are_refused():
 
 MESH = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
-# Each runs a function of one array under a transform, and has that return what the function returns where it can.
+# Each runs a function of one array under a transform, and returns the function's result where it can.
 RUNS = {
     "jit": lambda f: statetx.jit(f)(X),
     "remat": lambda f: statetx.jit(statetx.remat(f))(X),
@@ -276,7 +276,7 @@ RUNS = {
 
 @pytest.mark.parametrize("fun", [generator, coroutine], ids=["generator", "coroutine"])
 @pytest.mark.parametrize("run", RUNS)
-def test_generators_and_coroutines_are_refused_when_they_are_returned(run, fun):
+def test_returned_generators_and_coroutines_raise(run, fun):
     with pytest.raises(statetx.FunctionError, match=f"a {fun.__name__} of {fun.__name__}, whose body has not run"):
         RUNS[run](lambda x: fun(x))
 
@@ -301,7 +301,7 @@ class Slots:
         self.content = content
 
 
-# Each hides an array in an object that is no pytree; the path to it, as the error gives it.
+# Each hides an array in an object that is not a pytree; with the path to it in the error.
 HIDDEN = {
     "attribute": (Box, "a Box whose attribute 'content'"),
     "slot": (Slots, "a Slots whose attribute 'content'"),
@@ -316,20 +316,20 @@ HIDDEN = {
 
 @pytest.mark.parametrize("how", HIDDEN)
 @pytest.mark.parametrize("run", ["jit", "remat", "vmap", "shard_map", "vjp", "jvp aux"])
-def test_object_that_hides_a_tracer_is_refused(run, how):
+def test_object_hiding_a_tracer_raises(run, how):
     hide, holder = HIDDEN[how]
     with pytest.raises(statetx.TraceLeakError, match=f"(?s){holder}.*Fix: use the array itself, or "):
         RUNS[run](lambda x: hide(jnp.sin(x)))
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run not in ("grad", "jacfwd", "scan body")])
-def test_every_transform_refuses_an_object_that_hides_a_tracer(run):
+def test_object_hiding_a_tracer_raises_in_every_transform(run):
     with pytest.raises(statetx.TraceLeakError, match="(?s)a Box whose attribute 'content' .*Fix: use the array itself"):
         RUNS[run](lambda x: Box(jnp.sin(x)))
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run != "scan body"])
-def test_no_transform_leaves_an_object_that_hides_a_tracer_in_a_state(run):
+def test_object_hiding_a_tracer_in_a_state_raises_in_every_transform(run):
     state = statetx.State(None, name="kept")
 
     def f(x):
@@ -337,14 +337,14 @@ def test_no_transform_leaves_an_object_that_hides_a_tracer_in_a_state(run):
         return x
 
     with pytest.raises(
-        statetx.TraceLeakError, match="(?s)At .*test_lift.py:.*'kept'.* was given a Box whose attribute"
+        statetx.TraceLeakError, match="(?s)At .*test_wrapped_functions.py:.*'kept'.* was given a Box whose attribute"
     ):
         RUNS[run](f)
     assert state.value is None
 
 
 @pytest.mark.parametrize("how", HIDDEN)
-def test_no_state_keeps_an_object_that_hides_a_tracer(how):
+def test_object_hiding_a_tracer_in_a_state_raises(how):
     state = statetx.State(None, name="kept")
 
     def f(x):
@@ -355,7 +355,7 @@ def test_no_state_keeps_an_object_that_hides_a_tracer(how):
     assert state.value is None
 
 
-def test_write_under_a_plain_transform_of_an_object_that_hides_a_tracer_is_refused():
+def test_object_hiding_a_tracer_under_a_plain_transform_raises():
     state = statetx.State(None, name="kept")
 
     def f(x):
@@ -367,7 +367,7 @@ def test_write_under_a_plain_transform_of_an_object_that_hides_a_tracer_is_refus
         assert state.value is None
 
 
-def test_objects_without_tracers_and_of_outer_traces_pass():
+def test_objects_without_tracers_or_with_outer_tracers_pass():
     box, state = Box(X), statetx.State(None)
 
     @statetx.jit

@@ -1,4 +1,4 @@
-"""The table of structures: what is alike, what is not, and that it holds no values."""
+"""The table of structures: equal and different structures, and no values held."""
 
 import functools
 import gc
@@ -46,7 +46,7 @@ BIG, BIG2 = jnp.ones((64, 64)), jnp.zeros((64, 64))
         (lambda x: jax.lax.scan(lambda c, v: (c + v, None), 0.0, x)[0],) * 2,
     ],
 )
-def test_alike(pair):
+def test_equal_structures(pair):
     assert alike(*pair, X)
 
 
@@ -78,11 +78,11 @@ def with_rule(k):
         (lambda x: jax.jit(lambda y: y * 2)(x), lambda x: jax.jit(lambda y: y * 3)(x)),
     ],
 )
-def test_unlike(pair):
+def test_different_structures(pair):
     assert not alike(*pair, X)
 
 
-def test_unlike_types_and_settings():
+def test_types_and_settings_are_part_of_the_structure():
     def f(x):
         return x @ x
 
@@ -102,19 +102,19 @@ def test_unlike_types_and_settings():
     assert body_of(scoped, square).key != a.key  # names in profiles and HLO must stay right
 
 
-def test_rule_of_the_users_own_is_never_shared():
+def test_custom_rule_is_never_shared():
     f = with_rule(1.0)
     assert not alike(f, f, X)
 
 
-def test_evaluates_to_the_function():
+def test_body_evaluates_to_the_function():
     b = body_of(lambda x: jnp.sin(x) * BIG2[0, :3] + jnp.asarray(4.0), X)
     np.testing.assert_array_equal(b(b.operands, X)[0], jnp.full(3, 4.0))
     assert not b.jaxpr.constvars
     assert not any(isinstance(v, _jax.Literal) and isinstance(v.val, jax.Array) for e in b.jaxpr.eqns for v in e.invars)
 
 
-def test_keeps_one_function_and_no_values():
+def test_table_holds_one_function_and_no_values():
     t = Table(size=8)
     const, other = jnp.ones(5), jnp.zeros(5)
     ref = weakref.ref(const)
@@ -128,7 +128,7 @@ def test_keeps_one_function_and_no_values():
     assert ref() is None
 
 
-def test_is_bounded():
+def test_table_is_bounded():
     t = Table(size=4)
     for k in range(20):
         t.get(body_of(lambda x, k=k: x * k, X), "use", lambda b: b)
@@ -137,7 +137,7 @@ def test_is_bounded():
     assert len(t) == 0 and "0 of 4 kept" in repr(t)
 
 
-def test_threads_share_it():
+def test_threads_share_the_table():
     t, found = Table(size=64), []
 
     def work():
@@ -153,7 +153,7 @@ def test_threads_share_it():
         assert len({id(f) for j, f in found if j == k}) == 1
 
 
-def test_layers_that_are_alike_share_the_rematerialised_function():
+def test_equal_layers_share_the_rematerialised_function():
     class Block:
         def __init__(self, seed):
             self.w = statetx.Param(jax.random.normal(jax.random.key(seed), (4, 4)) * 0.3)
@@ -177,7 +177,7 @@ def test_layers_that_are_alike_share_the_rematerialised_function():
     assert isinstance(body_of(lambda x: x, X), Body)
 
 
-def test_rule_that_borrows_the_name_of_one_of_jax():
+def test_custom_rule_with_a_name_of_jax_is_not_shared():
     @functools.wraps(jnp.sin)
     def rule(primals, tangents):
         return primals[0], tangents[0] * SCALE[0]
@@ -191,8 +191,8 @@ def test_rule_that_borrows_the_name_of_one_of_jax():
 SCALE = [0.0]
 
 
-def test_eager_loops_and_branches_over_a_rule_of_the_users_own_compile_once():
-    """No derivative can reach what runs in eager code, so there the rule tells no two bodies apart."""
+def test_eager_loops_and_branches_over_a_custom_rule_compile_once():
+    """Eager code is not differentiated, so there the rule does not distinguish bodies."""
 
     @jax.custom_jvp
     def spike(x):

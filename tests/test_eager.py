@@ -1,4 +1,4 @@
-"""Loops under `jax.disable_jit`: bodies see concrete values, and all that comes out is as without it."""
+"""Loops under `jax.disable_jit`: bodies see concrete values, and results are the same as without it."""
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def test_bodies_see_concrete_values(name):
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_step_that_fails_undoes_the_loop(name):
+def test_failed_step_undoes_the_loop(name):
     n = statetx.State(jnp.zeros(()))
 
     def f(x):
@@ -113,7 +113,7 @@ def test_gradients(name):
         np.testing.assert_allclose(out, statetx.grad(loss, wrt=w)(), rtol=1e-6)
 
 
-def test_examples_of_a_vmap_end_at_different_steps():
+def test_while_loop_under_vmap_with_different_lengths():
     def count(x):
         return statetx.while_loop(lambda x: x < 10.0, lambda x: 2 * x, x)
 
@@ -121,7 +121,7 @@ def test_examples_of_a_vmap_end_at_different_steps():
         np.testing.assert_allclose(statetx.vmap(count)(jnp.array([1.0, 6.0])), [16.0, 12.0])
 
 
-def test_no_steps():
+def test_zero_steps():
     n = statetx.State(0)
 
     def f(c, x):
@@ -133,7 +133,7 @@ def test_no_steps():
     assert float(carry) == 1.0 and ys.shape == (0, 3) and int(n.value) == 0
 
 
-def test_mistakes_are_those_of_the_compiled_loop():
+def test_mistakes_match_the_compiled_loop():
     s, made = statetx.State(jnp.zeros(())), []
 
     def write(*args):
@@ -145,7 +145,7 @@ def test_mistakes_are_those_of_the_compiled_loop():
         return c, x
 
     with jax.disable_jit():
-        with pytest.raises(statetx.StateAccessError, match="declared Broadcast and was written at .*test_unstaged"):
+        with pytest.raises(statetx.StateAccessError, match="declared Broadcast and was written at .*test_eager"):
             statetx.scan(lambda c, x: (write(c), x), 0.0, XS, states={statetx.State: Broadcast})
         with pytest.raises(statetx.StateAccessError, match="the condition .* wrote"):
             statetx.while_loop(lambda x: write(x) < 3, lambda x: x + 1, 0.0)

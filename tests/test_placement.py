@@ -1,4 +1,4 @@
-"""Where the states that a jitted function writes lie, and how often it is compiled for that."""
+"""Shardings of the states that a jitted function writes, and the number of compilations."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def put(x, *spec, mesh=None):
 # -- states that are only written --
 
 
-def test_a_state_that_is_only_written_keeps_its_sharding():
+def test_write_only_state_keeps_its_sharding():
     w, last = statetx.State(put(jnp.eye(8))), statetx.State(put(jnp.zeros((16, 8)), "d"))
 
     @statetx.jit
@@ -36,21 +36,21 @@ def test_a_state_that_is_only_written_keeps_its_sharding():
     np.testing.assert_array_equal(last.value, np.ones((16, 8)))
 
 
-def test_a_state_that_is_only_written_brings_the_mesh():
+def test_write_only_state_brings_the_mesh():
     last = statetx.State(put(jnp.zeros(16), "d"))
     step = statetx.jit(lambda x: setattr(last, "value", x + 1))
     step(jnp.ones(16))
     assert last.value.sharding == NamedSharding(mesh_of(), P("d"))
 
 
-def test_arguments_on_another_device_take_a_state_that_is_only_written_with_them():
+def test_write_only_state_follows_arguments_on_another_device():
     last = statetx.State(put(jnp.zeros(16), "d"))
     device = jax.devices()[3]
     statetx.jit(lambda x: setattr(last, "value", x + 1))(jax.device_put(jnp.ones(16), device))
     assert last.value.devices() == {device}
 
 
-def test_a_state_that_was_not_put_anywhere_and_is_only_written_stays_where_the_first_call_leaves_it():
+def test_uncommitted_write_only_state_stays_on_the_device_of_the_first_call():
     last = statetx.State(jnp.zeros((16, 8)))
     body = Counted(lambda x: setattr(last, "value", x * 2))
     step = statetx.jit(body)
@@ -64,7 +64,7 @@ def test_a_state_that_was_not_put_anywhere_and_is_only_written_stays_where_the_f
     assert last.value.sharding.spec == P(), "the user has put it there"
 
 
-def test_a_state_that_is_only_written_is_placed_again():
+def test_write_only_state_is_placed_again():
     last = statetx.State(put(jnp.zeros(16), "d"))
     body = Counted(lambda x: setattr(last, "value", x + 1))
     step, x = statetx.jit(body), put(jnp.ones(16))
@@ -74,11 +74,11 @@ def test_a_state_that_is_only_written_is_placed_again():
         assert last.value.sharding.spec == spec and body.runs == runs
 
 
-# -- first called where nothing lies on a mesh --
+# -- first called with nothing on a mesh --
 
 
 @pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
-def test_a_function_that_first_ran_on_one_device_keeps_shardings(donate):
+def test_shardings_persist_after_a_first_call_on_one_device(donate):
     last, w = statetx.State(jnp.zeros((16, 8))), statetx.State(jnp.eye(8))
 
     def run(x):
@@ -103,7 +103,7 @@ def test_a_function_that_first_ran_on_one_device_keeps_shardings(donate):
     assert body.runs == 2 and not compiled and last.value.devices() == {jax.devices()[0]}
 
 
-def test_a_function_that_was_staged_within_a_transform_keeps_shardings_outside():
+def test_shardings_persist_after_staging_inside_a_transform():
     w = statetx.State(put(jnp.ones(8), "d"))
 
     def run(x):
@@ -117,7 +117,7 @@ def test_a_function_that_was_staged_within_a_transform_keeps_shardings_outside()
     assert w.value.sharding.spec == P("d")
 
 
-def test_a_function_that_is_compiled_ahead_for_types_on_a_mesh_keeps_shardings():
+def test_ahead_of_time_program_on_a_mesh_keeps_shardings():
     last, count = statetx.State(put(jnp.zeros(8), "d")), statetx.State(0)
 
     @statetx.jit
@@ -131,7 +131,7 @@ def test_a_function_that_is_compiled_ahead_for_types_on_a_mesh_keeps_shardings()
     assert last.value.sharding.spec == P("d") and int(count.value) == 2
 
 
-def test_a_function_that_names_a_mesh_is_staged_once():
+def test_function_with_a_mesh_is_staged_once():
     """Its first call finds states on one device, and leaves them on the mesh."""
     mesh = mesh_of()
     total = statetx.State(jnp.zeros(16))
@@ -158,7 +158,7 @@ def test_a_function_that_names_a_mesh_is_staged_once():
 
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
-def test_one_compilation_for_a_mesh(num, kind):
+def test_mesh_compiles_once(num, kind):
     mesh = mesh_of(num, kind)
     w, count = statetx.State(put(jnp.ones(8), "d", mesh=mesh)), statetx.State(0)
 
@@ -179,7 +179,7 @@ def test_one_compilation_for_a_mesh(num, kind):
 # -- one place, written in two ways --
 
 
-def test_two_ways_to_write_a_sharding_are_one():
+def test_equivalent_shardings_share_one_program():
     w = statetx.State(put(jnp.ones((16, 4)), "d"))
     body = Counted(lambda: setattr(w, "value", w.value * 2))
     step = statetx.jit(body)
@@ -196,7 +196,7 @@ def test_two_ways_to_write_a_sharding_are_one():
 # -- states whose shape changes --
 
 
-def test_a_state_whose_new_shape_cannot_be_divided_lies_where_the_compiler_finds():
+def test_indivisible_new_shape_gets_the_compilers_sharding():
     s = statetx.State(put(jnp.ones((16, 4)), "d"))
     grow = lambda v: jnp.concatenate([v, v[:3]])  # noqa: E731
     by_hand = jax.jit(grow)(s.value)
@@ -204,7 +204,7 @@ def test_a_state_whose_new_shape_cannot_be_divided_lies_where_the_compiler_finds
     assert s.value.shape == (19, 4) and s.value.sharding == by_hand.sharding
 
 
-def test_a_state_whose_new_shape_can_be_divided_keeps_its_sharding():
+def test_divisible_new_shape_keeps_its_sharding():
     s = statetx.State(put(jnp.ones((16, 4)), "d"))
     statetx.jit(lambda: setattr(s, "value", jnp.concatenate([s.value, s.value[:8]])))()
     assert s.value.shape == (24, 4) and s.value.sharding.spec == P("d")
@@ -213,7 +213,7 @@ def test_a_state_whose_new_shape_can_be_divided_keeps_its_sharding():
 # -- axes that are explicit --
 
 
-def test_what_python_sees_of_a_sharding_is_never_stale():
+def test_sharding_read_by_python_is_never_stale():
     mesh, seen = mesh_of(kind=AxisType.Explicit), []
     with jax.set_mesh(mesh):
         w = statetx.State(put(jnp.ones((8, 8)), mesh=mesh))
@@ -231,7 +231,7 @@ def test_what_python_sees_of_a_sharding_is_never_stale():
     assert seen == [(P("d", None), P(None, None)), (P(None, None), P(None, None)), (P(None, None), P("d", None))]
 
 
-def test_a_carried_state_whose_sharding_changes_is_named():
+def test_carried_state_with_changing_sharding_is_named():
     mesh = mesh_of(kind=AxisType.Explicit)
     with jax.set_mesh(mesh):
         h, x = statetx.State(jnp.zeros((16, 4))), put(jnp.ones((16, 4)), "d", mesh=mesh)
@@ -248,7 +248,7 @@ def test_a_carried_state_whose_sharding_changes_is_named():
         assert h.value.sharding.spec == P("d") and float(h.value.sum()) == 3 * 64
 
 
-def test_a_carry_or_a_branch_whose_sharding_changes_is_refused():
+def test_carry_or_branch_with_changing_sharding_raises():
     mesh = mesh_of(kind=AxisType.Explicit)
     with jax.set_mesh(mesh):
         x = put(jnp.ones((16, 4)), "d", mesh=mesh)

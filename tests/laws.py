@@ -1,0 +1,231 @@
+"""Helpers of the laws: trees compared leaf by leaf, and each transform beside its reference in plain JAX.
+
+A nesting is a tuple of the transforms below. `transformed` applies it to a program's step, `pure` to the program's reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import statetx
+from corpus import Program
+
+# -- trees -----------------------------------------------------------------------------------------------------
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def is_float(x: Any) -> bool:
+    return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def is_key(x: Any) -> bool:
+    return is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def scalar(out: Any) -> jax.Array:
+    """A number that depends on every float of the output, each in a different way."""
+    floats = [leaf for leaf in jax.tree.leaves(out) if is_float(leaf)]
+    return sum(jnp.sum(jnp.sin(0.7 * leaf + i)) for i, leaf in enumerate(floats))  # type: ignore[return-value]
+
+
+def numbers_of(out: Any) -> list:
+    return [leaf for leaf in jax.tree.leaves(out) if is_array(leaf) or isinstance(leaf, (int, float))]
+
+
+def cotangents(out: Any) -> Any:
+    """A cotangent for an output: different for each entry, float0 for integers; other leaves unchanged."""
+
+    def cotangent(leaf: Any) -> Any:
+        if is_float(leaf):
+            return (0.3 + 0.1 * jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape)
+        return np.zeros(np.shape(leaf), jax.dtypes.float0) if is_array(leaf) or isinstance(leaf, int) else leaf
+
+    return jax.tree.map(cotangent, out, is_leaf=lambda x: isinstance(x, type))
+
+
+def snapshot(values: dict[str, Any]) -> dict[str, Any]:
+    """Another container with the same leaves: programs may change theirs in place."""
+    return jax.tree.map(lambda x: x, values)
+
+
+def assert_same(actual: Any, expected: Any, *, tolerance: float = 1e-10, weak: bool = True, where: str = "") -> None:
+    """Equal structure, types and values; Python numbers may have become arrays."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected), where
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(expected)[0]]
+    for path, a, e in zip(paths, jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert not isinstance(a, jax.core.Tracer), f"{where}{path}: {a}"
+        if not (is_array(e) or isinstance(e, (int, float))):
+            assert a is e or a == e, f"{where}{path}"
+            continue
+        if isinstance(e, jax.Array):
+            assert isinstance(a, jax.Array), f"{where}{path}: a {type(a).__name__} instead of an array"
+        ta, te = jax.typeof(jnp.asarray(a)), jax.typeof(jnp.asarray(e))
+        assert (ta.shape, ta.dtype) == (te.shape, te.dtype), f"{where}{path}: {ta} instead of {te}"
+        if weak:
+            assert ta.weak_type == te.weak_type, f"{where}{path}: weak type {ta.weak_type}"
+        if is_key(e):
+            a, e = jax.random.key_data(a), jax.random.key_data(e)
+        a, e = np.asarray(a), np.asarray(e)
+        if is_float(e) and tolerance:
+            scale = max(1.0, float(np.max(np.abs(e), initial=0)))
+            np.testing.assert_allclose(a, e, rtol=0, atol=tolerance * scale, err_msg=f"{where}{path}")
+        else:
+            np.testing.assert_array_equal(a, e, err_msg=f"{where}{path}")
+
+
+def assert_no_tracer(program: Program) -> None:
+    for name, state in program.cells().items():
+        for leaf in jax.tree.leaves(state.value):
+            assert not isinstance(leaf, jax.core.Tracer), f"{name} holds {leaf}"
+
+
+# -- transforms, each with its reference for a pure function -----------------------------------------------------
+
+Stateful = Callable[[jax.Array], Any]
+Pure = Callable[[dict[str, Any], jax.Array], tuple[Any, dict[str, Any]]]
+
+
+def remat(f: Stateful, program: Program) -> Stateful:
+    return statetx.remat(f)
+
+
+def jit(f: Stateful, program: Program) -> Stateful:
+    return statetx.jit(f)
+
+
+def unchanged(r: Pure, wrt: tuple[str, ...]) -> Pure:
+    return r
+
+
+def grad(f: Stateful, program: Program) -> Stateful:
+    targets = program.targets()
+
+    def loss(x):
+        out = f(x)
+        return scalar(out), out
+
+    def gradients(x):
+        if targets:
+            (value, out), (of_states, of_x) = statetx.value_and_grad(loss, 0, wrt=targets, has_aux=True)(x)
+        else:
+            (value, out), of_x = statetx.value_and_grad(loss, has_aux=True)(x)
+            of_states = {}
+        return {"value": value, "out": out, "of_states": of_states, "of_x": of_x}
+
+    return gradients
+
+
+def pure_grad(r: Pure, wrt: tuple[str, ...]) -> Pure:
+    def gradients(v, x):
+        others = None
+
+        def loss(targets, x):
+            nonlocal others
+            out, new = r({**v, **targets}, x)
+            arrays, others = split(({**v, **new}, out))
+            return scalar(out), arrays
+
+        targets = {k: v[k] for k in wrt}
+        (value, arrays), (of_states, of_x) = jax.value_and_grad(loss, (0, 1), has_aux=True)(targets, x)
+        new, out = others(arrays)
+        return {"value": value, "out": out, "of_states": of_states, "of_x": of_x}, new
+
+    return gradients
+
+
+def split(tree: Any) -> tuple[list, Callable[[list], Any]]:
+    leaves, treedef = jax.tree.flatten(tree)
+    mask = [is_array(leaf) for leaf in leaves]
+
+    def merge(arrays: list) -> Any:
+        arrays_left = iter(arrays)
+        return treedef.unflatten([next(arrays_left) if m else leaf for m, leaf in zip(mask, leaves, strict=True)])
+
+    return [leaf for leaf, m in zip(leaves, mask, strict=True) if m], merge
+
+
+def vjp(f: Stateful, program: Program) -> Stateful:
+    targets = program.targets()
+
+    def pulled(x):
+        out, pullback = statetx.vjp(f, x, wrt=targets or None)
+        grads = pullback(cotangents(out))
+        of_states, (of_x,) = grads if targets else ({}, grads)
+        return {"out": out, "of_states": of_states, "of_x": of_x}
+
+    return pulled
+
+
+def pure_vjp(r: Pure, wrt: tuple[str, ...]) -> Pure:
+    def pulled(v, x):
+        others = None
+
+        def run(targets, x):
+            nonlocal others
+            out, new = r({**v, **targets}, x)
+            arrays, others = split(({**v, **new}, out))
+            return [leaf for leaf in jax.tree.leaves(out) if is_float(leaf)], arrays
+
+        floats, pullback, arrays = jax.vjp(run, {k: v[k] for k in wrt}, x, has_aux=True)
+        new, out = others(arrays)
+        of_states, of_x = pullback([c for c in jax.tree.leaves(cotangents(out)) if is_float(c)])
+        return {"out": out, "of_states": of_states, "of_x": of_x}, new
+
+    return pulled
+
+
+def elements(x: jax.Array) -> jax.Array:
+    return jnp.stack([x, 0.5 * x, x + 0.25])
+
+
+def scan(f: Stateful, program: Program) -> Stateful:
+    def body(c, x):
+        out = f(x + 0.1 * jnp.sin(c))
+        return 0.5 * c + 0.1 * scalar(out), numbers_of(out)
+
+    return lambda x: statetx.scan(body, jnp.asarray(0.5, x.dtype), elements(x))
+
+
+def pure_scan(r: Pure, wrt: tuple[str, ...]) -> Pure:
+    def loop(v, x):
+        c, rows = jnp.asarray(0.5, x.dtype), []
+        for x_t in elements(x):
+            out, v = r(v, x_t + 0.1 * jnp.sin(c))
+            c = 0.5 * c + 0.1 * scalar(out)
+            rows.append(numbers_of(out))
+        return (c, [jnp.stack(column) for column in zip(*rows, strict=True)]), v
+
+    return loop
+
+
+PURE = {remat: unchanged, jit: unchanged, grad: pure_grad, vjp: pure_vjp, scan: pure_scan}
+
+Nesting = tuple[Callable, ...]  # from the inside out
+
+
+def transformed(nesting: Nesting, f: Stateful, program: Program) -> Stateful:
+    for op in nesting:
+        f = op(f, program)
+    return f
+
+
+def pure(nesting: Nesting, program: Program | type[Program]) -> Pure:
+    r: Pure = program.ref
+    for op in nesting:
+        r = PURE[op](r, program.wrt)
+    return r
+
+
+def name_of(nesting: Nesting) -> str:
+    name = "step"
+    for op in nesting:
+        name = f"{op.__name__}({name})"
+    return name
