@@ -37,7 +37,7 @@ def pytest_collection(session):
 
 # `make smoke` runs all of some files, and one case of each test of others, so that each law runs once.
 SMOKE = "atomic compat control_flow functionalize grad optimizer package paths placement remat scan state vmap wrapped_functions".split()
-SMOKE_ONCE = "behaviours carry effects_table jit laws nnx policies ref residuals shard_map".split()
+SMOKE_ONCE = "behaviours carry effects_table flops jit laws nnx policies ref residuals shard_map".split()
 
 
 def pytest_collection_modifyitems(items):

@@ -80,11 +80,11 @@ class Program:
     def cells(self) -> dict[str, Any]:
         """The states by the name that the reference knows them by, each once."""
         kinds = (statetx.State, brainstate.State)
-        found: dict[int, tuple[str, Any]] = {}
+        by_id: dict[int, tuple[str, Any]] = {}
         for name, state in vars(self).items():
             if isinstance(state, kinds):
-                found.setdefault(id(state), (name, state))
-        return dict(found.values())
+                by_id.setdefault(id(state), (name, state))
+        return dict(by_id.values())
 
     def values(self) -> dict[str, Any]:
         return {name: state.value for name, state in self.cells().items()}

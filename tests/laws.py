@@ -125,17 +125,17 @@ def grad(f: Stateful, program: Program) -> Stateful:
 
 def pure_grad(r: Pure, wrt: tuple[str, ...]) -> Pure:
     def gradients(v, x):
-        others = None
+        merge_aux = None
 
         def loss(targets, x):
-            nonlocal others
+            nonlocal merge_aux
             out, new = r({**v, **targets}, x)
-            arrays, others = split(({**v, **new}, out))
+            arrays, merge_aux = split(({**v, **new}, out))
             return scalar(out), arrays
 
         targets = {k: v[k] for k in wrt}
         (value, arrays), (of_states, of_x) = jax.value_and_grad(loss, (0, 1), has_aux=True)(targets, x)
-        new, out = others(arrays)
+        new, out = merge_aux(arrays)
         return {"value": value, "out": out, "of_states": of_states, "of_x": of_x}, new
 
     return gradients
@@ -146,8 +146,8 @@ def split(tree: Any) -> tuple[list, Callable[[list], Any]]:
     mask = [is_array(leaf) for leaf in leaves]
 
     def merge(arrays: list) -> Any:
-        arrays_left = iter(arrays)
-        return treedef.unflatten([next(arrays_left) if m else leaf for m, leaf in zip(mask, leaves, strict=True)])
+        array_iter = iter(arrays)
+        return treedef.unflatten([next(array_iter) if m else leaf for m, leaf in zip(mask, leaves, strict=True)])
 
     return [leaf for leaf, m in zip(leaves, mask, strict=True) if m], merge
 
@@ -166,16 +166,16 @@ def vjp(f: Stateful, program: Program) -> Stateful:
 
 def pure_vjp(r: Pure, wrt: tuple[str, ...]) -> Pure:
     def pulled(v, x):
-        others = None
+        merge_aux = None
 
         def run(targets, x):
-            nonlocal others
+            nonlocal merge_aux
             out, new = r({**v, **targets}, x)
-            arrays, others = split(({**v, **new}, out))
+            arrays, merge_aux = split(({**v, **new}, out))
             return [leaf for leaf in jax.tree.leaves(out) if is_float(leaf)], arrays
 
         floats, pullback, arrays = jax.vjp(run, {k: v[k] for k in wrt}, x, has_aux=True)
-        new, out = others(arrays)
+        new, out = merge_aux(arrays)
         of_states, of_x = pullback([c for c in jax.tree.leaves(cotangents(out)) if is_float(c)])
         return {"out": out, "of_states": of_states, "of_x": of_x}, new
 

@@ -56,13 +56,13 @@ NESTINGS = {
 
 def arrays_in(jaxpr, consts):
     """The arrays on devices that equations hold, at any depth."""
-    found = [x for x in consts if isinstance(x, jax.Array)]
+    arrays = [x for x in consts if isinstance(x, jax.Array)]
     for eqn in jaxpr.eqns:
-        found += [v.val for v in eqn.invars if isinstance(getattr(v, "val", None), jax.Array)]
+        arrays += [v.val for v in eqn.invars if isinstance(getattr(v, "val", None), jax.Array)]
         for leaf in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             if hasattr(leaf, "eqns"):
-                found += arrays_in(getattr(leaf, "jaxpr", leaf), getattr(leaf, "consts", ()))
-    return found
+                arrays += arrays_in(getattr(leaf, "jaxpr", leaf), getattr(leaf, "consts", ()))
+    return arrays
 
 
 @pytest.mark.parametrize("name", NESTINGS)

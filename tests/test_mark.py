@@ -136,7 +136,7 @@ def theirs(nesting, policy, w):
     return jax.checkpoint(lambda x: jnp.cos(inner(jnp.sin(x))), policy=policy)
 
 
-def kept(fun, *args):
+def saved_types(fun, *args):
     rows = statetx.saved_residuals(fun, *args)
     return sorted((row.type, row.times) for row in rows if row.origin == "intermediate")
 
@@ -175,12 +175,15 @@ def test_residuals_and_recomputation_equal_jax(nesting):
         with warnings.catch_warnings():
             warnings.simplefilter("error", statetx.PolicyWarning)
             found[name] = (
-                kept(ours(nesting, policy, statetx.Param(W)), X),
+                saved_types(ours(nesting, policy, statetx.Param(W)), X),
                 num_products(our_gradient(nesting, policy), X),
             )
     with older_remat():
         expected = {
-            name: (kept(their_function(nesting, policy), W, X), num_products(their_gradient(nesting, policy), W, X))
+            name: (
+                saved_types(their_function(nesting, policy), W, X),
+                num_products(their_gradient(nesting, policy), W, X),
+            )
             for name, (_, policy) in POLICIES.items()
         }
     assert found == expected
@@ -226,10 +229,10 @@ def test_outer_policy_selects_residuals_and_inner_policy_recomputation(inner):
         statetx.remat(f, policy=JAX.save_any_names_but_these("g")): [("f32[4,16]", 1)],
     }
     for fun, rows in outer.items():
-        assert kept(fun, X) == rows, fun._policy
+        assert saved_types(fun, X) == rows, fun._policy
     assert num_products(jax.grad(lambda x: statetx.remat(f)(x).sum()), X) == expected
     if not REMAT3:  # which sees no nested equations
-        assert kept(jax.checkpoint(f, policy=JAX.save_any_names_but_these("g")), X) == [("f32[4,16]", 1)]
+        assert saved_types(jax.checkpoint(f, policy=JAX.save_any_names_but_these("g")), X) == [("f32[4,16]", 1)]
 
 
 def test_three_nested_functions_save_for_the_outermost():
@@ -240,7 +243,7 @@ def test_three_nested_functions_save_for_the_outermost():
         (policies.names("h"), [("f32[4,16]", 1)]),
         (policies.dots & ~policies.names("h"), [("f32[4,4]", 1)]),
     ]:
-        assert kept(statetx.remat(lambda x: jnp.sin(middle(x)), policy=policy), X) == rows
+        assert saved_types(statetx.remat(lambda x: jnp.sin(middle(x)), policy=policy), X) == rows
     f = lambda x: jnp.sin(jnp.cos(two_products(x))).sum()  # noqa: E731
     g = statetx.remat(lambda x: jnp.sin(middle(x)), policy=policies.names("h"))
     np.testing.assert_allclose(jax.grad(lambda x: g(x).sum())(X), jax.grad(f)(X), rtol=1e-5)
@@ -252,7 +255,7 @@ def test_three_nested_functions_save_for_the_outermost():
 def test_missing_name_error_lists_nested_names():
     f = statetx.remat(lambda x: on_devices(statetx.remat(two_products))(x), policy=policies.names("hh"))
     with pytest.raises(statetx.PolicyError, match=r"no value has the name 'hh'. Did you mean 'h'\? .*: 'g', 'h'"):
-        kept(f, X)
+        saved_types(f, X)
 
 
 def test_unsaved_name_in_a_loop_differs_from_a_misspelt_name():
@@ -263,7 +266,7 @@ def test_unsaved_name_in_a_loop_differs_from_a_misspelt_name():
         return jnp.sin(x * h)
 
     with pytest.raises(statetx.PolicyError, match="'turn' occurs inside while, where no single value can be saved"):
-        kept(statetx.remat(f, policy=policies.names("turn")), X)
+        saved_types(statetx.remat(f, policy=policies.names("turn")), X)
 
 
 # -- places --------------------------------------------------------------------------------------------------------
@@ -278,7 +281,7 @@ def test_names_of_step_inputs_belong_to_each_step():
     assert (row.names, row.type, row.times) == (("carry",), "f32[4,4]", 5)
     with older_remat():
         theirs = jax.checkpoint(f, policy=JAX.save_only_these_names("carry"))
-        assert kept(theirs, X) == [("f32[4,4]", 5)]
+        assert saved_types(theirs, X) == [("f32[4,4]", 5)]
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["", "vmap"])
@@ -309,7 +312,7 @@ def test_name_in_a_checkpointed_loop_is_reported_unreachable():
         return statetx.scan(step, x, None, 70, checkpoint=policies.Slots(3))[0]
 
     with pytest.raises(statetx.PolicyError, match=r"occurs inside a loop that stores carries \(checkpoint=\)"):
-        kept(statetx.remat(f, policy=policies.names("carry")), X)
+        saved_types(statetx.remat(f, policy=policies.names("carry")), X)
 
 
 @pytest.mark.parametrize("transform", ["jax", "statetx", "declared"])
@@ -361,8 +364,8 @@ scaled.defvjp(scaled_forward, scaled_backward, symbolic_zeros=True)
 
 def test_symbolic_zeros_rule_is_judged_for_its_perturbed_arguments():
     keep_slope = statetx.remat(lambda x, y: jnp.tanh(scaled(jnp.exp(x), jnp.exp(y))), policy=policies.names("slope"))
-    assert kept(keep_slope, X, X) == [("f32[4,4]", 1)]
-    assert kept(lambda y: keep_slope(X, y), X) == []
+    assert saved_types(keep_slope, X, X) == [("f32[4,4]", 1)]
+    assert saved_types(lambda y: keep_slope(X, y), X) == []
     plain = lambda x, y: jnp.tanh(jnp.sin(jnp.exp(x)) * jnp.exp(y)).sum()  # noqa: E731
     for argnums in (0, 1, (0, 1)):
         actual = jax.grad(lambda x, y: keep_slope(x, y).sum(), argnums)(X, X / 3)
@@ -389,7 +392,7 @@ def test_named_results_of_a_custom_rule_are_saved_inside():
         statetx.remat(lambda x: jnp.sin(checkpoint_name(exponential(x @ W)[0], "e"))),
     ):
         g = statetx.remat(f, policy=policies.names("e"))
-        assert kept(g, X) == [("f32[4,16]", 1)]
+        assert saved_types(g, X) == [("f32[4,16]", 1)]
         found = collections.Counter(
             e.primitive.name for e in equations(jax.make_jaxpr(jax.grad(lambda x, g=g: g(x).sum()))(X).jaxpr)
         )
@@ -398,7 +401,7 @@ def test_named_results_of_a_custom_rule_are_saved_inside():
 
 def test_result_of_an_undifferentiated_custom_rule_is_saved():
     f = statetx.remat(lambda x: x * checkpoint_name(exponential(jnp.sin(X))[0], "e"), policy=policies.names("e"))
-    assert kept(f, X) == [("f32[4,4]", 1)]
+    assert saved_types(f, X) == [("f32[4,4]", 1)]
     np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(X), jnp.exp(jnp.sin(X)), rtol=1e-6)
 
 

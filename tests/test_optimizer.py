@@ -71,8 +71,8 @@ def values(optimizer):
     return flat
 
 
-def assert_same(found, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+def assert_same(actual, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
@@ -111,9 +111,9 @@ def test_jitted_step_compiles_once_and_optimizer_state_has_a_path():
     for _ in range(3):
         step()
     assert len(runs) == 1
-    found = statetx.states({"model": model, "optimizer": optimizer})
-    assert list(found) == ["model.w", "model.b", "model.calls", "optimizer.state"]
-    assert found["optimizer.state"] is optimizer.state
+    states = statetx.states({"model": model, "optimizer": optimizer})
+    assert list(states) == ["model.w", "model.b", "model.calls", "optimizer.state"]
+    assert states["optimizer.state"] is optimizer.state
     assert int(optimizer.state.value.count) == 3
 
 

@@ -16,7 +16,6 @@ import statetx
 from corpus import PROGRAMS, Program, X
 from helpers import compilations, in_turn
 from statetx import policies
-from statetx._equations.flops import flops
 from statetx.residuals import Residuals
 from statetx.residuals._trace import differentiate
 
@@ -112,10 +111,10 @@ def test_bytes_equal_the_arrays_of_the_pullback(program: type[Program], way):
             made.step(x)  # a state created in the call itself is not part of its closure
         return way(made.step)
 
-    kept = statetx.saved_residuals(make(), x)
-    assert kept.total_bytes == sum(row.nbytes for row in kept)
-    assert kept.total_bytes == real_bytes(make(), x) > 0
-    assert kept.total_bytes == real_bytes(make(), x, compiled=True)
+    residuals = statetx.saved_residuals(make(), x)
+    assert residuals.total_bytes == sum(row.nbytes for row in residuals)
+    assert residuals.total_bytes == real_bytes(make(), x) > 0
+    assert residuals.total_bytes == real_bytes(make(), x, compiled=True)
 
 
 def test_named_array_is_counted_once():
@@ -124,9 +123,9 @@ def test_named_array_is_counted_once():
         z = statetx.checkpoint_name(y, "z")
         return y * z * x
 
-    kept = statetx.saved_residuals(f, jnp.ones(5))
-    assert kept.total_bytes == real_bytes(f, jnp.ones(5))
-    assert [row.names for row in kept if row.primitive == "tanh"] == [("z",)]
+    residuals = statetx.saved_residuals(f, jnp.ones(5))
+    assert residuals.total_bytes == real_bytes(f, jnp.ones(5))
+    assert [row.names for row in residuals if row.primitive == "tanh"] == [("z",)]
 
 
 # -- a model with known residuals -----------------------------------------------------------------------------
@@ -164,14 +163,14 @@ B8 = jnp.ones((4, 8))
 """Each activation of the model has 4 x 8 floats: 128 bytes; each matrix 256."""
 
 
-def rows(kept, *fields):
-    return [tuple(getattr(row, f) for f in fields) for row in kept]
+def rows(residuals, *fields):
+    return [tuple(getattr(row, f) for f in fields) for row in residuals]
 
 
 def test_rows_of_a_rematerialised_model():
     loss, blocks = model("full")
-    kept = statetx.saved_residuals(loss, B8)
-    assert rows(kept, "type", "times", "nbytes", "origin", "path", "kind", "module", "primitive", "why") == [
+    residuals = statetx.saved_residuals(loss, B8)
+    assert rows(residuals, "type", "times", "nbytes", "origin", "path", "kind", "module", "primitive", "why") == [
         ("f32[4,8]", 1, 128, "argument", "x", "", "", "", ("input of Block.body",)),
         ("f32[8,8]", 1, 256, "state", "blocks.0.w", "Param", "blocks.0", "", ("input of Block.body",)),
         ("f32[1,8]", 1, 32, "state", "blocks.0.b", "Param", "blocks.0", "", ("input of Block.body",)),
@@ -179,25 +178,25 @@ def test_rows_of_a_rematerialised_model():
         ("f32[1,8]", 1, 32, "state", "blocks.1.b", "Param", "blocks.1", "", ("input of Block.body",)),
         ("f32[4,8]", 1, 128, "intermediate", "", "", "blocks.0", "sin", ("input of Block.body",)),
     ]
-    assert (kept.total_bytes, kept.intermediate_bytes) == (832, 128)
-    assert kept.by("module") == {"blocks.0": 416, "blocks.1": 288, "": 128}
+    assert (residuals.total_bytes, residuals.intermediate_bytes) == (832, 128)
+    assert residuals.by("module") == {"blocks.0": 416, "blocks.1": 288, "": 128}
     assert [int(block.calls.value) for block in blocks] == [0, 0], "asking runs nothing"
 
 
 def test_rows_of_values_saved_by_a_policy():
     for method, name, primitive in [("by_name", ("h",), "add"), ("dots", (), "dot_general")]:
         loss, _ = model(method)
-        kept = [row for row in statetx.saved_residuals(loss, B8) if row.reason == "policy"]
+        residuals = [row for row in statetx.saved_residuals(loss, B8) if row.reason == "policy"]
         expected = [(name, primitive, module, ("policy of Block.body",)) for module in ("blocks.0", "blocks.1")]
-        assert rows(kept, "names", "primitive", "module", "why") == expected
-        assert all("statetx" not in str(row) for row in kept)
+        assert rows(residuals, "names", "primitive", "module", "why") == expected
+        assert all("statetx" not in str(row) for row in residuals)
 
 
 def test_rows_without_remat():
     loss, _ = model("plain")
-    kept = statetx.saved_residuals(loss, B8)
-    assert {row.why for row in kept} == {("not rematerialised",)}
-    assert kept.intermediate_bytes > 3 * 128
+    residuals = statetx.saved_residuals(loss, B8)
+    assert {row.why for row in residuals} == {("not rematerialised",)}
+    assert residuals.intermediate_bytes > 3 * 128
 
 
 def test_source_is_the_line_of_the_user():
@@ -217,8 +216,8 @@ def test_source_of_a_library_function_is_the_line_that_calls_it():
         return jnp.where(x > 0, jnp.exp(x), 0.0).sum()
 
     for f in (one, two):
-        kept = statetx.saved_residuals(f, jnp.ones(3))
-        assert {row.function.rsplit(".")[-1] for row in kept} == {f.__name__}
+        residuals = statetx.saved_residuals(f, jnp.ones(3))
+        assert {row.function.rsplit(".")[-1] for row in residuals} == {f.__name__}
 
 
 def test_equal_functions_have_their_own_source_lines():
@@ -246,28 +245,30 @@ def test_loop_of_length_t_saves_t_values():
         outer = lambda c, _: (statetx.scan(lambda c, _: (cell(c), None), c, None, length=3)[0], None)  # noqa: E731
         return statetx.scan(outer, h, None, length=5)[0]
 
-    kept = {row.primitive: row for row in statetx.saved_residuals(run, jnp.ones(4)) if row.origin == "intermediate"}
-    assert rows(kept.values(), "shape", "times", "nbytes") == [((4,), 15, 240)] * 2
-    assert kept["dot_general"].why == ("policy of cell",)
-    assert kept["tanh"].why == ("input of cell",), "the result of a step is the input of the next"
+    residuals = {
+        row.primitive: row for row in statetx.saved_residuals(run, jnp.ones(4)) if row.origin == "intermediate"
+    }
+    assert rows(residuals.values(), "shape", "times", "nbytes") == [((4,), 15, 240)] * 2
+    assert residuals["dot_general"].why == ("policy of cell",)
+    assert residuals["tanh"].why == ("input of cell",), "the result of a step is the input of the next"
     # The products are saved: the recomputation is one tanh for each entry of each step.
-    assert kept["tanh"].flops == 15 * 4
-    assert kept["dot_general"].flops == 15 * 2 * 4 * 4
+    assert residuals["tanh"].flops == 15 * 4
+    assert residuals["dot_general"].flops == 15 * 2 * 4 * 4
 
 
 def test_mapped_function_saves_a_batch():
     def f(w, x):
         return jnp.sin(statetx.checkpoint_name(w @ x, "y"))
 
-    kept = statetx.saved_residuals(lambda w, xs: jax.vmap(f, (None, 0))(w, xs).sum(), jnp.eye(3), jnp.ones((5, 3)))
-    assert [(row.path or row.primitive, row.type) for row in kept][:2] == [("w", "f32[3,3]"), ("xs", "f32[5,3]")]
-    assert (kept[2].type, kept[2].primitive) == ("f32[3,5]", "cos")
+    residuals = statetx.saved_residuals(lambda w, xs: jax.vmap(f, (None, 0))(w, xs).sum(), jnp.eye(3), jnp.ones((5, 3)))
+    assert [(row.path or row.primitive, row.type) for row in residuals][:2] == [("w", "f32[3,3]"), ("xs", "f32[5,3]")]
+    assert (residuals[2].type, residuals[2].primitive) == ("f32[3,5]", "cos")
 
 
 def test_branch_that_computes_a_residual_is_named():
     for branches in [(lambda x: 2 * x, jnp.exp), (jnp.exp, lambda x: 2 * x)]:
-        kept = statetx.saved_residuals(lambda x, b=branches: jax.lax.cond(x[0] > 0, *b, x), jnp.ones(3))
-        assert rows(kept, "type", "primitive", "flops")[1:] == [("f32[3]", "exp", 3)]
+        residuals = statetx.saved_residuals(lambda x, b=branches: jax.lax.cond(x[0] > 0, *b, x), jnp.ones(3))
+        assert rows(residuals, "type", "primitive", "flops")[1:] == [("f32[3]", "exp", 3)]
 
 
 def test_residuals_of_custom_rules_are_found():
@@ -275,7 +276,7 @@ def test_residuals_of_custom_rules_are_found():
     def f(x):
         return jnp.sin(x)
 
-    f.defvjp(lambda x: (f(x), jnp.cosh(x)), lambda kept, ct: (kept * ct,))
+    f.defvjp(lambda x: (f(x), jnp.cosh(x)), lambda residuals, ct: (residuals * ct,))
     for way in (
         lambda f: f,
         jax.jit,
@@ -344,13 +345,13 @@ def test_arguments_are_named_as_expressions():
     def f(params, *rest, scale):
         return sum(jnp.sin(x).sum() * jnp.sum(scale["s"] ** 2) for x in (params["w"], *rest))
 
-    kept = statetx.saved_residuals(f, {"w": jnp.ones(2)}, jnp.ones(3), jnp.ones(4), scale={"s": jnp.ones(5)})
+    residuals = statetx.saved_residuals(f, {"w": jnp.ones(2)}, jnp.ones(3), jnp.ones(4), scale={"s": jnp.ones(5)})
     plan = statetx.remat(f, policy=None)
     names = {
         row.path for row in statetx.saved_residuals(plan, {"w": jnp.ones(2)}, jnp.ones(3), scale={"s": jnp.ones(5)})
     }
     assert names == {"params['w']", "rest[0]", "scale['s']"}
-    assert len(kept) > 0
+    assert len(residuals) > 0
 
 
 def test_types_may_stand_for_arrays():
@@ -386,8 +387,8 @@ def test_body_runs_once_and_nothing_is_computed():
 
     before = s.value
     with compilations() as compiled:
-        kept = statetx.saved_residuals(f, jax.ShapeDtypeStruct((3,), jnp.float32), argnums=())
-        assert not len(kept) and not compiled
+        residuals = statetx.saved_residuals(f, jax.ShapeDtypeStruct((3,), jnp.float32), argnums=())
+        assert not len(residuals) and not compiled
     assert runs == [1] and s.value is before
 
 
@@ -398,46 +399,11 @@ def test_refs_are_states():
         ref[...] = ref[...] * 2
         return jnp.sin(x * ref[...]).sum()
 
-    kept = statetx.saved_residuals(lambda x: f(x) * ref[...].sum(), jnp.ones(3), argnums=0)
-    assert [row.primitive for row in kept if row.reason != "not read"] == ["mul", "cos", "reduce_sum"]
+    residuals = statetx.saved_residuals(lambda x: f(x) * ref[...].sum(), jnp.ones(3), argnums=0)
+    assert [row.primitive for row in residuals if row.reason != "not read"] == ["mul", "cos", "reduce_sum"]
     assert float(ref[0]) == 1.0
-    kept = statetx.saved_residuals(lambda x: (ref[...] * x).sum(), jnp.ones(3), argnums=0)
-    assert rows(kept, "origin", "path", "kind") == [("state", "ref", "Ref")]
-
-
-# -- costs ---------------------------------------------------------------------------------------------------
-
-
-def cost(f, *args):
-    return sum(map(flops, jax.make_jaxpr(f)(*args).eqns))
-
-
-@pytest.mark.parametrize(
-    "f, shapes, expected",
-    [
-        (jnp.matmul, [(3, 4), (4, 5)], 2 * 3 * 4 * 5),
-        (jnp.matmul, [(7, 3, 4), (7, 4, 5)], 2 * 7 * 3 * 4 * 5),
-        (lambda x: jnp.sin(x) + x, [(3, 4)], 24),
-        (lambda x: x.sum(0), [(3, 4)], 12),
-        (lambda x: x.reshape(4, 3).T[:2], [(3, 4)], 0),
-        (lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=6)[0], [(5,)], 30),
-        (lambda x: jax.lax.cond(x[0] > 0, jnp.sin, lambda x: x * x + x, x), [(5,)], 1 + 10),
-        (jax.jit(lambda x: jnp.exp(x)), [(5,)], 5),
-        # batch 2, 8 x 8 results, 4 of 3 channels through 3 x 3 entries
-        (lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"), [(2, 3, 8, 8), (4, 3, 3, 3)], 2 * 2 * 4 * 64 * 3 * 9),
-        (jnp.fft.fft, [(16,)], 5 * 16 * 4),
-        (lambda a, b: jax.lax.linalg.triangular_solve(a, b, left_side=True), [(6, 6), (6, 2)], 72),
-    ],
-)
-def test_flops(f, shapes, expected):
-    found = cost(f, *(jnp.ones(shape) for shape in shapes))
-    # Index arithmetic and conversions that jnp adds around are allowed a few operations.
-    assert expected <= found <= expected + 5
-
-
-def test_grouped_convolution_costs_its_group():
-    f = lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", feature_group_count=4)  # noqa: E731
-    assert cost(f, jnp.ones((1, 4, 8, 8)), jnp.ones((8, 1, 3, 3))) == 2 * 8 * 64 * 9
+    residuals = statetx.saved_residuals(lambda x: (ref[...] * x).sum(), jnp.ones(3), argnums=0)
+    assert rows(residuals, "origin", "path", "kind") == [("state", "ref", "Ref")]
 
 
 def test_recomputation_starts_from_residuals():
@@ -449,9 +415,9 @@ def test_recomputation_starts_from_residuals():
         b = statetx.checkpoint_name(jnp.sin(a) @ w, "b")
         return jnp.sin(b)
 
-    kept = {row.names: row for row in statetx.saved_residuals(lambda x: f(x).sum(), jnp.ones(8))}
-    assert kept[("a",)].flops == 128
-    assert kept[("b",)].flops == 8 + 128, "from a, which is kept, and not from x"
+    residuals = {row.names: row for row in statetx.saved_residuals(lambda x: f(x).sum(), jnp.ones(8))}
+    assert residuals[("a",)].flops == 128
+    assert residuals[("b",)].flops == 8 + 128, "from a, which is kept, and not from x"
 
 
 # -- printed forms -------------------------------------------------------------------------------------------
@@ -470,9 +436,9 @@ def small():
 
 
 def test_text():
-    kept = statetx.saved_residuals(small(), jnp.ones((2, 3)))
-    line = kept[-1].source.rsplit(":")[-1]
-    lines = [" ".join(text.split()) for text in str(kept).splitlines()]
+    residuals = statetx.saved_residuals(small(), jnp.ones((2, 3)))
+    line = residuals[-1].source.rsplit(":")[-1]
+    lines = [" ".join(text.split()) for text in str(residuals).splitlines()]
     assert lines == [
         "loss keeps 3 values, 528 B: 480 B intermediate, 48 B inputs and constants",
         "value times bytes what where module FLOPs kept because",
@@ -481,34 +447,34 @@ def test_text():
         f"f32[2,3] 10 240 B 'h<1>' tests/test_residuals.py:{line} (<lambda>) cell 960 policy of <lambda>",
         f"f32[2,3] 10 240 B tanh tests/test_residuals.py:{line} (<lambda>) cell 60 input of <lambda>",
     ]
-    widths = {len(text) for text in str(kept).splitlines()[2:3]}
-    assert len(widths) == 1 and repr(kept).startswith("Residuals(loss keeps")
+    widths = {len(text) for text in str(residuals).splitlines()[2:3]}
+    assert len(widths) == 1 and repr(residuals).startswith("Residuals(loss keeps")
 
 
 def test_printed_lines(capsys):
     statetx.print_saved_residuals(small(), jnp.ones((2, 3)))
     *found, total = capsys.readouterr().out.splitlines()
-    kept = statetx.saved_residuals(small(), jnp.ones((2, 3)))
+    residuals = statetx.saved_residuals(small(), jnp.ones((2, 3)))
     assert [" ".join(line.split()) for line in found] == [
         "f32[3,4] 48 B from the state cell.w (Param)",
-        f"10 x f32[2,3] 240 B named 'h<1>' from {kept[1].source} (<lambda>)",
-        f"10 x f32[2,3] 240 B output of tanh from {kept[1].source} (<lambda>)",
+        f"10 x f32[2,3] 240 B named 'h<1>' from {residuals[1].source} (<lambda>)",
+        f"10 x f32[2,3] 240 B output of tanh from {residuals[1].source} (<lambda>)",
     ]
     assert total == "528 B in 3 values, 480 B of them intermediate"
 
 
 def test_dict_is_json():
-    kept = statetx.saved_residuals(small(), jnp.ones((2, 3)))
-    data = json.loads(json.dumps(kept.to_dict()))
+    residuals = statetx.saved_residuals(small(), jnp.ones((2, 3)))
+    data = json.loads(json.dumps(residuals.to_dict()))
     assert data["total_bytes"] == 528 and len(data["residuals"]) == 3
     assert data["residuals"][1]["names"] == ["h<1>"] and data["residuals"][1]["shape"] == [2, 3]
 
 
 def test_sequence():
-    kept = statetx.saved_residuals(small(), jnp.ones((2, 3)))
-    assert isinstance(kept[:2], Residuals) and len(kept[:2]) == 2 and kept[0] in kept
-    assert [row.nbytes for row in kept.largest(2)] == [240, 240]
-    assert kept.by("origin") == {"intermediate": 480, "state": 48}
+    residuals = statetx.saved_residuals(small(), jnp.ones((2, 3)))
+    assert isinstance(residuals[:2], Residuals) and len(residuals[:2]) == 2 and residuals[0] in residuals
+    assert [row.nbytes for row in residuals.largest(2)] == [240, 240]
+    assert residuals.by("origin") == {"intermediate": 480, "state": 48}
 
 
 def parts_of(html):
@@ -518,17 +484,17 @@ def parts_of(html):
 
 def test_html():
     pytest.importorskip("rich")
-    kept = statetx.saved_residuals(small(), jnp.ones((2, 3)))
-    text = parts_of(kept._repr_html_())
+    residuals = statetx.saved_residuals(small(), jnp.ones((2, 3)))
+    text = parts_of(residuals._repr_html_())
     assert "'h<1>'" in text and "cell.wParamcell" in text and "policy of <lambda>" in text
 
 
 def test_rich():
     console = pytest.importorskip("rich.console")
-    kept = statetx.saved_residuals(small(), jnp.ones((2, 3)))
+    residuals = statetx.saved_residuals(small(), jnp.ones((2, 3)))
     for width, lines in [(200, 9), (60, 20)]:
         out = console.Console(width=width, file=io.StringIO(), record=True)
-        out.print(kept)
+        out.print(residuals)
         text = out.export_text()
         assert text.count("\n") < lines
         words = " ".join(text.split())
@@ -538,14 +504,14 @@ def test_rich():
 def test_plot(tmp_path):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
-    kept = statetx.saved_residuals(small(), jnp.ones((2, 3)))
-    ax = kept.plot(num=2)
-    ax.figure.savefig(tmp_path / "kept.png")
-    assert (tmp_path / "kept.png").stat().st_size > 1000
+    residuals = statetx.saved_residuals(small(), jnp.ones((2, 3)))
+    ax = residuals.plot(num=2)
+    ax.figure.savefig(tmp_path / "residuals.png")
+    assert (tmp_path / "residuals.png").stat().st_size > 1000
     assert [label.get_text() for label in ax.get_yticklabels()][-1] == "1 more"
     assert sorted(bar.get_width() for bar in ax.patches) == [48, 240, 240]
     other = matplotlib.figure.Figure().subplots()
-    assert kept.plot(other) is other
+    assert residuals.plot(other) is other
 
 
 # -- forward and backward side by side ---------------------------------------------------------------------------
@@ -564,8 +530,8 @@ def test_fwd_bwd_marks_residuals_on_both_sides(capsys):
     assert all(label in forward and label in backward for label in labels)
     assert "recompute Block.body" in backward and "recompute" not in forward
     assert "statetx:" not in printed and "gradient of blocks.1.b" in backward
-    kept = statetx.saved_residuals(loss, B8)
-    assert sum(size for _, _, size in shown.residuals) == kept.total_bytes
+    residuals = statetx.saved_residuals(loss, B8)
+    assert sum(size for _, _, size in shown.residuals) == residuals.total_bytes
     assert int(blocks[0].calls.value) == 0
 
 
@@ -597,5 +563,7 @@ def test_fwd_bwd_in_colours_and_html():
 
 
 def test_a_linear_solve_has_residuals():
-    kept = statetx.saved_residuals(statetx.remat(lambda a, b: jnp.linalg.solve(a, jnp.sin(b))), jnp.eye(3), jnp.ones(3))
-    assert [row.origin for row in kept][:2] == ["argument", "argument"]
+    residuals = statetx.saved_residuals(
+        statetx.remat(lambda a, b: jnp.linalg.solve(a, jnp.sin(b))), jnp.eye(3), jnp.ones(3)
+    )
+    assert [row.origin for row in residuals][:2] == ["argument", "argument"]
