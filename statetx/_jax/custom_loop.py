@@ -100,7 +100,6 @@ def _loop_linearize(is_vjp: bool, nonzeros: Any, *args: Any, jaxpr: ClosedJaxpr,
 
     JAX caches that of a scan; the fallback would trace `_loop_jvp` on every call.
     """
-    scan = jaxpr.eqns[0]
     scan, body = jaxpr.eqns[0] if len(jaxpr.eqns) == 1 else None, jaxpr.jaxpr
     is_scan = (
         scan is not None and scan.primitive is scan_p and scan.invars == body.invars and scan.outvars == body.outvars

@@ -106,9 +106,10 @@ class Rules:
         """Raise if a path glob selects none of the states that the function touched, whose rules have been looked up."""
         if not self._globs:
             return
-        paths = [self.path(state) for state, _ in self._rule_by_state.values()]
+        states = [state for state, _ in self._rule_by_state.values()]
+        paths = list(map(self.path, states))
         for glob in self._globs:
-            if not any(map(as_predicate(glob), paths, self._rule_by_state)):
+            if not any(map(as_predicate(glob), paths, states)):
                 raise StateFilterError(
                     f"{self.name}: states={{{glob!r}: ...}} selects no state that the function touches.{suggestion(glob, paths)} "
                     f"It touches: {', '.join(map(repr, paths)) or 'none'}.\n"

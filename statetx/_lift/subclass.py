@@ -70,7 +70,7 @@ _uses: weakref.WeakKeyDictionary[type, Hashable] = weakref.WeakKeyDictionary()
 
 
 def subclass_for(cls: type, use: Hashable, make: Callable[[], type]) -> type:
-    """The subclass for this use, made once as long as it is alive, so that twins of one class have one class."""
+    """The subclass for this use. It is cached while it is alive, so that all rematerialised objects of one class share one subclass."""
     for subclass in cls.__subclasses__():
         if _uses.get(subclass) == use:
             return subclass

@@ -1,6 +1,6 @@
 """Strategies: how a loop stores less for its derivative, as ``checkpoint=`` of `scan`, `fori_loop` and `while_loop` says.
 
-A strategy is a frozen value: comparable, hashable, printed as it is written. `Budget` and `Auto`, which choose by sizes, are in `tune`.
+A strategy is a frozen value: comparable, hashable, and its repr is the call that makes it. `Budget` and `Auto`, which choose by sizes, are in `tune`.
 """
 
 from __future__ import annotations

@@ -140,10 +140,6 @@ class Created:
             self.num_user_refs = num  # other referrers have been collected
         return num == self.num_user_refs and self.is_in_place() and all(c.is_current() for c in self.containers())
 
-    def has_new_refs(self) -> bool:
-        """Whether it has references that it did not have when it was staged."""
-        return self.count_user_refs() > self.num_user_refs or any(c.has_new_refs() for c in self.containers())
-
     def restoring_stores(self) -> list[Store] | None:
         """Stores that put it back in place of the state of another program's call; None if anything else has changed."""
         if len(self.places) != self.num_user_refs or self.containers():
