@@ -26,8 +26,8 @@ from .._objects.paths import Paths
 from .._text import tree_type_str, type_str
 from .._tree import Partition, partition
 from .._typing import PyTree
-from .stage import name_of
 from .staged import Staged, is_loop_leaf
+from .wrapper import name_of
 
 
 def flatten_carry(name: str, init: PyTree) -> tuple[list[Any], Partition]:
@@ -38,9 +38,9 @@ def flatten_carry(name: str, init: PyTree) -> tuple[list[Any], Partition]:
     """
     leaves, part = partition(init, is_loop_leaf)
     if part.static:
-        raise StateValueError(
-            f"{name}: the carry holds a {type(part.static[0]).__name__}, which is not an array. Close over it in the body."
-        )
+        x = part.static[0]
+        fix = "Give its .value, or close over it in the body" if _states.kind_of(x) else "Close over it in the body"
+        raise StateValueError(f"{name}: the carry holds a {type(x).__name__}, which is not an array. {fix}.")
     return [
         x.__jax_array__() if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__") else x for x in leaves
     ], part
@@ -142,13 +142,12 @@ def _check_carry(body: Staged, first: Partition, avals: Sequence[Any], returned:
     if returned.treedef != first.treedef:
         raise CarryTypeError(
             f"{body.name}: the body {name_of(body.fun)} must return a carry with the structure of the carry that it gets,\n"
-            f"  gets:    {first.treedef}\n  returns: {returned.treedef}"
+            f"  gets:    {tree_type_str(first.combine(avals))}\n  returns: {tree_type_str(returned.combine(out_avals))}"
         )
     for n, (a, b) in enumerate(zip(avals, out_avals, strict=True)):
         if differs(a, b):
-            where = leaf_names(first)[n] or "the carry"
             raise CarryTypeError(
-                f"{body.name}: the body {name_of(body.fun)} changes the type of the carry at {where}: it enters a step as "
+                f"{body.name}: the body {name_of(body.fun)} changes the type of carry{leaf_names(first)[n]}: it enters a step as "
                 f"{type_str(a)} and leaves it as {type_str(b)}.\nFix: convert it in the body{_resharding(a, b)}, or start "
                 f"with the type that the body returns."
             )

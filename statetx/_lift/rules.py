@@ -33,11 +33,31 @@ class Rule:
         return self._name
 
 
-Carry = Rule(
-    "Carry", "Each step sees the value that the previous step wrote; the default for states that a loop writes."
+Carry: Rule = Rule(
+    "Carry",
+    """Pass the state from step to step: each step reads the value that the previous step wrote.
+
+    A rule of ``states=`` in `scan`. The default for states that the body writes. After the loop the state holds the value of
+    the last step. Give it to a state that the body only reads to make it part of the loop's carry, too.
+    """,
 )
-Broadcast = Rule("Broadcast", "Each step or example sees the same value, and a write that differs between them raises.")
-Split = Rule("Split", "A random state gives each step or example its own key, and advances once.")
+Broadcast: Rule = Rule(
+    "Broadcast",
+    """Share one value: every step, or every example, reads the same value of the state.
+
+    A rule of ``states=`` in `scan` and `vmap`. The default for states that the body of a loop only reads, and in `vmap` for
+    all states but random ones. In `scan` a write to the state raises `StateAccessError`. In `vmap` a write is allowed if the
+    value is the same for every example, such as a mean over ``axis_name``.
+    """,
+)
+Split: Rule = Rule(
+    "Split",
+    """Give each step, or each example, a random key of its own. The state advances once.
+
+    A rule of ``states=`` in `scan` and `vmap`, for random states only (`RngState`, brainstate's ``RandomState``). The default
+    for them in `vmap`. In `scan` the default is `Carry`: the steps draw one after the other, as a Python loop would.
+    """,
+)
 
 
 class Rules:

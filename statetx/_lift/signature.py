@@ -10,6 +10,7 @@ from typing import Any
 from .._errors import StaticArgumentError
 from .._text import suggestion
 from .._typing import Indices, Names
+from .wrapper import name_of
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -112,8 +113,6 @@ class StaticArguments:
             self.positions.add(self._positional.index(parameter))
 
     def _describe(self) -> str:
-        from .stage import name_of
-
         names = ", ".join(str(p).split(":")[0].split("=")[0] for p in self._parameters)
         return f"{name_of(self._fun)} has the parameters ({names})"
 

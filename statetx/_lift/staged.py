@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .. import _frames, _jax
+from .. import _jax
 from .._equations.structure import Body
 from .._errors import StateValueError
 from .._frames import Effect, refuse_created
+from .._states import kind_of
 from .._tree import Partition, is_array_or_number, partition
-from .stage import Input, InputNames, Lifting, frame_for, name_of, partition_output, set_values, stage
+from .inputs import Input, InputNames, Lifting
+from .outcome import partition_output
+from .run import frame_for
+from .stage import stage
+from .wrapper import name_of
 
 
 def is_loop_leaf(x: Any) -> bool:
@@ -116,9 +121,10 @@ class Staged:
 
     def _refuse_objects(self, part: Partition) -> None:
         if part.static:
+            x = part.static[0]
+            fix = "return its .value" if kind_of(x) else f"return arrays; keep other objects outside the {self.name}"
             raise StateValueError(
-                f"{self.name}: an output of {name_of(self.fun)} is a {type(part.static[0]).__name__}, which is not an array.\n"
-                f"Fix: return arrays; keep other objects outside the {self.name}."
+                f"{self.name}: an output of {name_of(self.fun)} is a {type(x).__name__}, which is not an array.\nFix: {fix}."
             )
 
     # -- parts of the body --
@@ -169,9 +175,3 @@ def union(dicts: Sequence[dict[int, Any]]) -> list[Any]:
         for key, value in values.items():
             merged.setdefault(key, value)
     return list(merged.values())
-
-
-def publish(effects: Sequence[Effect], partitions: Sequence[Partition], leaves: Sequence[Any]) -> None:
-    """Store the values in the written states; `leaves` are the leaves of all values, in order."""
-    set_values(effects, partitions, leaves)
-    _frames.publish(effects, live=True)

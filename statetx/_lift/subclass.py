@@ -70,7 +70,7 @@ _uses: weakref.WeakKeyDictionary[type, Hashable] = weakref.WeakKeyDictionary()
 
 
 def subclass_for(cls: type, use: Hashable, make: Callable[[], type]) -> type:
-    """The subclass for this use. It is cached while it is alive, so that all rematerialised objects of one class share one subclass."""
+    """The subclass for this use. It is cached while it is alive, so that all rematerialized objects of one class share one subclass."""
     for subclass in cls.__subclasses__():
         if _uses.get(subclass) == use:
             return subclass
@@ -91,7 +91,7 @@ def is_object(fun: Any) -> bool:
 def has_twins(cls: type) -> bool:
     """Whether instances of a class can have twins: their whole content must be in ``__dict__``, not in slots or a list.
 
-    A class with ``__del__`` cannot: it would be finalised twice.
+    A class with ``__del__`` cannot: it would be finalized twice.
     """
     slots = [base.__dict__.get("__slots__", ()) for base in cls.__mro__]
     names = [name for s in slots for name in ((s,) if isinstance(s, str) else s)]

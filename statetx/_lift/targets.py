@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,12 +13,12 @@ import jax.numpy as jnp
 
 from .. import _states
 from .._errors import StateAccessError, StateFilterError, StateValueError
-from .._objects.paths import Paths, as_predicate, is_filter
+from .._objects.paths import Paths, argument_names, as_predicate, is_filter
 from .._objects.walk import Walk
-from .._text import brief, suggestion
-from .._tree import is_array_or_number, partition
+from .._text import brief, suggestion, type_str
+from .._tree import is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
-from .stage import name_of
+from .wrapper import name_of
 
 
 def split_aux(out: Any, fun: Callable) -> tuple[Any, Any]:
@@ -27,16 +27,33 @@ def split_aux(out: Any, fun: Callable) -> tuple[Any, Any]:
     return out[0], out[1]
 
 
-def resolve_argnums(argnums: Any, num_args: int, fun: Callable) -> tuple[list[int], bool]:
+def parse_argnums(argnums: Any) -> tuple[list[int], bool]:
+    """The positions, and whether the result is a tuple.
+
+    Raises:
+        TypeError: `argnums` is something else, such as an argument for the function.
+    """
     if argnums is None:
         return [], True
-    as_tuple = not hasattr(argnums, "__index__")
-    nums = [operator.index(i) for i in (list(argnums) if as_tuple else [argnums])]
+    as_tuple = not hasattr(argnums, "__index__") or getattr(argnums, "ndim", 0) > 0
+    try:
+        return [operator.index(i) for i in (list(argnums) if as_tuple else [argnums])], as_tuple
+    except TypeError:
+        got = type_str(argnums) if is_array(argnums) else brief(argnums)
+        raise TypeError(
+            f"argnums must be an int or a sequence of ints, got {got}.\nFix: give the arguments to the function that the "
+            f"transform returns, grad(f)(x); differentiate with respect to states by wrt=."
+        ) from None
+
+
+def resolve_argnums(argnums: Any, num_args: int, fun: Callable) -> tuple[list[int], bool]:
+    nums, as_tuple = parse_argnums(argnums)
     for i in nums:
         if not -num_args <= i < num_args:
             raise ValueError(
                 f"argnums={argnums!r} asks for argument {i}, and {name_of(fun)} was called with {num_args} positional "
-                f"arguments. Pass differentiated arguments by position."
+                f"arguments.\nFix: pass differentiated arguments by position; or differentiate with respect to states: "
+                f"wrt=statetx.Param."
             )
     return [i % num_args for i in nums], as_tuple
 
@@ -61,6 +78,73 @@ def refuse_lost_writes(transform: str, fun: Callable, effects: Iterable[Any], ta
                         f"Fix: close over the {type(obj).__name__}, or pass it as an argument that is not differentiated, and "
                         f"choose its states by wrt=: {transform}(f, wrt=nnx.Param)."
                     )
+
+
+def refuse_arguments(transform: str, fun: Callable, args: tuple, argnums: Sequence[int], *, allow_int: bool) -> None:
+    """Raise an error that names the first differentiated argument that JAX cannot differentiate, if there is one."""
+    error = state_argument_error(transform, fun, args, argnums)
+    if error is not None:
+        raise error from None
+    for n, name, leaf in _leaves_of(fun, args, argnums):
+        place = f"{transform}({name_of(fun)}): argument {n} ({name})"
+        if not is_array_or_number(leaf) and not isinstance(leaf, bool):
+            raise TypeError(
+                f"{place} is a {type(leaf).__name__}: {brief(leaf)}. Only arrays have gradients.\n"
+                f"Fix: choose the differentiated arguments by argnums=, or states by wrt=statetx.Param."
+            ) from None
+        if not allow_int and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            got = type_str(leaf) if is_array(leaf) else f"{type(leaf).__name__}: {leaf}"
+            raise TypeError(
+                f"{place} is {got}. Gradients need floating-point or complex values.\n"
+                f"Fix: convert it to float, or choose other arguments by argnums= or states by wrt=statetx.Param."
+            ) from None
+
+
+def state_argument_error(
+    transform: str, fun: Callable, args: tuple, argnums: Sequence[int] | None = None
+) -> StateValueError | None:
+    """The error for a differentiated argument that is a state, or an object that holds states and is not a pytree; or None."""
+    for n, name, leaf in _leaves_of(fun, args, range(len(args)) if argnums is None else argnums):
+        if is_array_or_number(leaf):
+            continue
+        held = [state for _, state in Walk().held(leaf)]
+        if held:
+            kind = _states.kind_of(leaf)
+            what = (
+                f"{_states.describe(leaf, kind)}, a state"
+                if kind
+                else f"a {type(leaf).__name__}, which holds {_count(held)}"
+            )
+            return StateValueError(
+                f"{transform}({name_of(fun)}): argument {n} ({name}) is {what}, and not an array.\nFix: choose states by "
+                f"wrt=, in statetx.{transform}(f, wrt={filter_for(held)})({name}, ...); the gradients are a dict by path."
+            )
+    return None
+
+
+def _leaves_of(fun: Callable, args: tuple, argnums: Sequence[int]) -> Iterator[tuple[int, str, Any]]:
+    """Position, name and value of each leaf of the differentiated arguments."""
+    name = argument_names(fun, args)
+    for keys, leaf in jax.tree_util.tree_flatten_with_path((args, {}))[0]:
+        if keys[1].idx in argnums:
+            yield keys[1].idx, name(keys), leaf
+
+
+def _count(states: Sequence[Any]) -> str:
+    return f"{len(states)} state{'s' if len(states) != 1 else ''}"
+
+
+def filter_for(states: Sequence[Any]) -> str:
+    """The class that a filter for the trainable ones of these states would name: ``statetx.Param``."""
+    libraries = {"statetx": "statetx", "brainstate": "brainstate", "flax": "nnx"}
+    names = []
+    for state in states:
+        for cls in type(state).__mro__:
+            root = cls.__module__.partition(".")[0]
+            if root in libraries and not cls.__name__.startswith("_"):
+                names.append(f"{libraries[root]}.{cls.__name__}")
+                break
+    return next((name for name in names if "Param" in name), names[0] if names else "statetx.Param")
 
 
 class Targets:
@@ -198,12 +282,19 @@ class Targets:
 
 def _kind_of(state: Any) -> Any:
     kind = _states.kind_of(state)
-    if kind is None:
+    if kind is not None:
+        return kind
+    held = [] if is_array(state) else [s for _, s in Walk(follows_classes=False).held(state, is_called=False)]
+    if held:
         raise StateFilterError(
-            f"wrt= holds a {type(state).__name__}, which is not a state. Pass states, a dict of states such as "
-            f"statetx.states(model, statetx.Param), or a filter."
+            f"wrt= has a {type(state).__name__} with {_count(held)}, which is neither a state nor a filter.\n"
+            f"Fix: wrt=statetx.states(model, {filter_for(held)}), or the filter wrt={filter_for(held)}."
         )
-    return kind
+    got = f"an array ({type_str(state)})" if is_array(state) else f"a {type(state).__name__}"
+    raise StateFilterError(
+        f"wrt= holds {got}, which is not a state. Pass states, a dict of states such as "
+        f"statetx.states(model, statetx.Param), or a filter."
+    )
 
 
 def _nearest(filter: Filter, paths: Iterable[str]) -> str:

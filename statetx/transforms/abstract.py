@@ -10,13 +10,17 @@ import jax
 
 from .. import _jax, _states
 from .._lift.context import note_shardings
+from .._lift.inputs import InputNames
+from .._lift.outcome import Outcome, pack
+from .._lift.run import frame_for
 from .._lift.signature import StaticArguments
-from .._lift.stage import InputNames, Outcome, frame_for, pack, stage
+from .._lift.stage import stage
 from .._lift.staged import Staged
 from .._tree import as_array, is_argument, is_array_or_number, partition
 from .._typing import Indices, PyTree
 
 
+@_jax.api_boundary
 def eval_shape(fun: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTree:
     """Compute the output types of a function that may read and write states; no state changes.
 

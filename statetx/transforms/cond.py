@@ -14,11 +14,13 @@ from .._equations.structure import Body, table
 from .._errors import CarryTypeError
 from .._frames import Effect
 from .._lift.carry import differs, drift_error, leaf_names, structure_strs
-from .._lift.stage import Input, name_of
-from .._lift.staged import Staged, is_loop_leaf, publish, union
+from .._lift.inputs import Input
+from .._lift.outcome import publish_leaves
+from .._lift.staged import Staged, is_loop_leaf, union
+from .._lift.wrapper import name_of, place_of
 from .._loops import bind
 from .._objects.paths import Paths
-from .._text import type_str
+from .._text import tree_type_str, type_str
 from .._tree import Partition, as_array, is_array_or_number, partition
 from .._typing import PyTree
 
@@ -28,6 +30,7 @@ _MISSING = object()
 R = TypeVar("R")
 
 
+@_jax.api_boundary
 def cond(
     pred: Any,
     true_fun: Callable[..., R],
@@ -78,6 +81,7 @@ def cond(
     return _branch("cond", jnp.asarray(pred).astype(bool), [false_fun, true_fun], operands)
 
 
+@_jax.api_boundary
 def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> R:
     """Run one of several functions, which may read and write states; see `cond`.
 
@@ -154,14 +158,15 @@ class _Branches:
         for branch in self._staged[1:]:
             if branch.outs[0].treedef != first.outs[0].treedef:
                 raise CarryTypeError(
-                    f"{self._name}: all branches must return the same structure,\n  {name_of(first.fun)}: "
-                    f"{first.outs[0].treedef}\n  {name_of(branch.fun)}: {branch.outs[0].treedef}"
+                    f"{self._name}: all branches must return the same structure,\n  {place_of(first.fun)} returns "
+                    f"{_type_of_output(first)}\n  {place_of(branch.fun)} returns {_type_of_output(branch)}"
                 )
-            for a, b in zip(first.out_avals, branch.out_avals, strict=True):
+            for path, a, b in zip(leaf_names(first.outs[0]), first.out_avals, branch.out_avals, strict=True):
                 if differs(a, b):
+                    where = f" at {path}" if path else ""
                     raise CarryTypeError(
-                        f"{self._name}: all branches must return the same types; {name_of(first.fun)} returns "
-                        f"{type_str(a)} where {name_of(branch.fun)} returns {type_str(b)}."
+                        f"{self._name}: all branches must return the same types{where},\n  {place_of(first.fun)} returns "
+                        f"{type_str(a)}\n  {place_of(branch.fun)} returns {type_str(b)}\nFix: convert the value in one of them."
                     )
 
     def _arrange(self, index: int) -> Body:
@@ -189,8 +194,14 @@ class _Branches:
 
         outs = bound_branches(index, *constants, *(x for i in self._states for x in i.values), *arrays)
         first = self._staged[0]  # the structures of all branches agree
-        publish(self._effects, [branches[0].partition for branches in self._final_values], outs[first.num_out :])
+        publish_leaves(self._effects, [branches[0].partition for branches in self._final_values], outs[first.num_out :])
         return first.outs[0].combine(outs[: first.num_out])
+
+
+def _type_of_output(branch: Staged) -> str:
+    """The type of a branch's output, as a tree."""
+    part = branch.outs[0]
+    return "None" if not part.mask else tree_type_str(part.combine(branch.out_avals))
 
 
 # -- final values of the written states ------------------------------------------------------------------------

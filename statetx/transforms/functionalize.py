@@ -11,18 +11,11 @@ import jax
 from .. import _jax, _states
 from .._errors import CreatedStateError, StateAccessError, StateValueError
 from .._frames import Access, Effect, Frame
-from .._lift.stage import (
-    InputNames,
-    Lifting,
-    Wrapper,
-    as_decorator,
-    frame_for,
-    name_of,
-    pack,
-    partition_output,
-    run_eagerly,
-    stage,
-)
+from .._lift.inputs import InputNames, Lifting
+from .._lift.outcome import pack, partition_output
+from .._lift.run import frame_for, run_eagerly
+from .._lift.stage import stage
+from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._objects.paths import Paths, short_site
 from .._tables import Cell, Column, Table, Tabular
 from .._text import brief, format_bytes, short_tree_type_str, suggestion, tree_type_str
@@ -66,7 +59,7 @@ class StateRow:
 class StateTrace(Tabular):
     """The states that one call reads, writes and creates.
 
-    Prints as a table: as plain text with ``print``, in colours with ``rich.print``, as HTML in a notebook.
+    Prints as a table: as plain text with ``print``, in colors with ``rich.print``, as HTML in a notebook.
 
     Attributes:
         rows: a `StateRow` for each state, in order of the first touch.

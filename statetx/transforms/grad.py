@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
-from .._lift.stage import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, partition_output
-from .._lift.targets import Targets, refuse_lost_writes, resolve_argnums, split_aux
+from .. import _jax, _states
+from .._errors import FunctionError, StateAccessError
+from .._lift.options import with_checked_options
+from .._lift.outcome import partition_output
+from .._lift.run import Run
+from .._lift.targets import Targets, parse_argnums, refuse_arguments, resolve_argnums, state_argument_error
+from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._positions import replaced
 from .._remat.override import override
+from .._text import type_str
 from .._tree import Partition, is_array_or_number, partition
-from .._typing import Filter, PyTree
+from .._typing import Argnums, Filter, PyTree
 
 P = ParamSpec("P")
 R = TypeVar("R")
 A = TypeVar("A")
-Argnums = int | Sequence[int] | None
 
 
 class GradOptions(TypedDict, total=False):
@@ -45,15 +50,16 @@ def grad(
 def grad(
     fun: None = None, argnums: Argnums = None, *, has_aux: bool = False, **options: Unpack[GradOptions]
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
+@with_checked_options()
 def grad(
-    fun: Any = None,
+    fun: Callable[..., Any] | None = None,
     argnums: Argnums = None,
     *,
     wrt: PyTree | Filter = None,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Any:
+) -> Callable[..., Any]:
     """Differentiate a function that may read and write states.
 
     As ``jax.grad``, and also with respect to states. Each written state is written once, with its value from the forward
@@ -104,15 +110,16 @@ def value_and_grad(
 def value_and_grad(
     fun: None = None, argnums: Argnums = None, *, has_aux: bool = False, **options: Unpack[GradOptions]
 ) -> Callable[[Callable[P, R]], Callable[P, tuple[R, Any]]]: ...
+@with_checked_options()
 def value_and_grad(
-    fun: Any = None,
+    fun: Callable[..., Any] | None = None,
     argnums: Argnums = None,
     *,
     wrt: PyTree | Filter = None,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Any:
+) -> Callable[..., Any]:
     """Evaluate a function and differentiate it; the arguments are as in `grad`.
 
     Returns:
@@ -133,6 +140,7 @@ def value_and_grad(
 def _options(argnums: Any, wrt: Any, has_aux: bool, holomorphic: bool, allow_int: bool) -> dict[str, Any]:
     if argnums is None and wrt is None:
         argnums = 0
+    parse_argnums(argnums)  # an error is raised here, not at the first call
     return {
         "argnums": argnums,
         "wrt": wrt,
@@ -160,33 +168,46 @@ class ValueAndGrad(Wrapper):
         fun = self.__wrapped__
         allow_int = self._jax_options["allow_int"]
         targets = Targets(self._wrt, fun, args, kwargs, allow_int=allow_int) if self._wrt is not None else None
-        wants_refs = targets is not None and targets.has_refs
         diff_argnums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
-        outcome: Outcome | None = None
-        wrapped = override.wrap(fun)  # the planner rematerialises it to try a plan
+        # The planner replaces the function by a rematerialized one to try a plan.
+        run = Run("grad", fun, has_aux=self._has_aux, targets=targets, replacement=override.wrap(fun))
 
         def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
-            nonlocal outcome
-            on_read = targets and targets.on_read(state_values)
-            call_args = replaced(args, diff_argnums, diff_args)
-            frame = frame_for("grad", fun, on_read=on_read)
-            out = frame.run(call, wrapped, call_args, kwargs, wants_refs)
-            refuse_lost_writes("grad", fun, frame.effects, diff_args)
-            value, aux = split_aux(out, fun) if self._has_aux else (out, None)
-            leaves, outcome = pack(aux, frame.effects)
-            return value, leaves
+            out, leaves = run(replaced(args, diff_argnums, diff_args), kwargs, state_values, diff_args)
+            if not is_array_or_number(out) or jnp.ndim(out):
+                _refuse_loss(out, self._made_by(), name_of(fun))
+            return out, leaves
 
         # States and arguments are two arguments of `pure`, so that the user's argnums need no shift.
         differentiate = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True, **self._jax_options)
         values = targets.values() if targets else []
-        (value, leaves), (state_grads, arg_grads) = differentiate(values, tuple(args[i] for i in diff_argnums))
-        assert outcome is not None
-        aux = outcome.finish(leaves)
+        try:
+            (value, leaves), (state_grads, arg_grads) = differentiate(values, tuple(args[i] for i in diff_argnums))
+        except (TypeError, StateAccessError):
+            refuse_arguments(self._made_by(), fun, args, diff_argnums, allow_int=allow_int)
+            raise
+        aux = run.finish(leaves)
         grads_of_args = arg_grads if as_tuple else arg_grads[0] if arg_grads else None
         if targets is None:
             return value, aux, grads_of_args
         grads_of_states = targets.combine(state_grads)
         return value, aux, grads_of_states if self._argnums is None else (grads_of_states, grads_of_args)
+
+
+def _refuse_loss(out: Any, transform: str, name: str) -> None:
+    """Raise for a loss that is not a scalar; leave objects that JAX may know to JAX."""
+    if is_array_or_number(out):
+        got, fix = type_str(out), "reduce it, with .sum() or .mean(); for derivatives of every item use statetx.jacrev"
+    elif isinstance(out, (tuple, list)):
+        got = f"{type(out).__name__} of {len(out)}"
+        fix = "return the loss alone, or a pair (loss, aux) with has_aux=True"
+    elif out is None:
+        got, fix = "None", "return the loss"
+    elif _states.kind_of(out) is not None:
+        got, fix = _states.describe(out), "return its .value"
+    else:
+        return
+    raise FunctionError(f"{transform} needs a function that returns a scalar: {name} returned {got}.\nFix: {fix}.")
 
 
 class Grad(ValueAndGrad):
@@ -205,7 +226,8 @@ def vjp(
 def vjp(
     fun: Callable[..., R], *primals: Any, wrt: PyTree | Filter = None, has_aux: Literal[False] = False
 ) -> tuple[R, Callable[[Any], Any]]: ...
-def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool = False) -> tuple:
+@_jax.api_boundary
+def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool = False) -> tuple[Any, ...]:
     """Evaluate a function that may read and write states, and return its pullback.
 
     Args:
@@ -233,24 +255,22 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
         (9.0, 6.0, 1)
     """
     targets = Targets(wrt, fun, primals, {}) if wrt is not None else None
-    wants_refs = targets is not None and targets.has_refs
     arrays, primals_part = partition(primals, is_array_or_number)
-    outcome: Outcome | None = None
+    if not arrays and targets is None:
+        error = state_argument_error("vjp", fun, primals)
+        if error is not None:
+            raise error
     out_part: Any = None
-    wrapped = override.wrap(fun)
+    run = Run("vjp", fun, has_aux=has_aux, targets=targets, replacement=override.wrap(fun))
 
     def pure(state_values: list, *diff: Any) -> tuple[list, list]:
-        nonlocal outcome, out_part
-        frame = frame_for("vjp", fun, on_read=targets and targets.on_read(state_values))
-        out = frame.run(call, wrapped, primals_part.combine(diff), {}, wants_refs)
-        out, aux = split_aux(out, fun) if has_aux else (out, None)
-        leaves, outcome = pack(aux, frame.effects)
+        nonlocal out_part
+        out, leaves = run(primals_part.combine(diff), {}, state_values)
         out_leaves, out_part = partition_output(out, is_array_or_number)
         return [jnp.asarray(x) for x in out_leaves], leaves
 
     out_leaves, vjp_fun, leaves = jax.vjp(pure, targets.values() if targets else [], *arrays, has_aux=True)
-    assert outcome is not None
-    aux = outcome.finish(leaves)
+    aux = run.finish(leaves)
 
     structure = _Structure(name_of(fun), out_part, [x.dtype for x in out_leaves], primals_part, targets)
     pullback = Pullback(vjp_fun, structure)

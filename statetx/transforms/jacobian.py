@@ -8,16 +8,19 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 import jax
 import jax.numpy as jnp
 
-from .._lift.stage import Outcome, Wrapper, as_decorator, call, frame_for, name_of, pack, partition_output
-from .._lift.targets import Targets, refuse_lost_writes, resolve_argnums, split_aux
+from .. import _jax
+from .._errors import StateAccessError
+from .._lift.outcome import partition_output
+from .._lift.run import Run
+from .._lift.targets import Targets, refuse_arguments, resolve_argnums
+from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._positions import replaced
 from .._tree import Partition, is_array_or_number, is_number
-from .._typing import Filter, PyTree
+from .._typing import Argnums, Filter, PyTree
 
 P = ParamSpec("P")
 R = TypeVar("R")
 A = TypeVar("A")
-Argnums = int | Sequence[int] | None
 
 
 @overload
@@ -28,7 +31,8 @@ def jvp(
 def jvp(
     fun: Callable[..., R], primals: Sequence[Any], tangents: Sequence[Any], has_aux: Literal[False] = False
 ) -> tuple[R, R]: ...
-def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False) -> tuple:
+@_jax.api_boundary
+def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False) -> tuple[Any, ...]:
     """Evaluate a function that may read and write states, and its directional derivative.
 
     Args:
@@ -63,7 +67,7 @@ def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux:
                 f"jvp: {name} must be a tuple or a list with an item for each argument of {name_of(fun)}, got "
                 f"{type(value).__name__}."
             )
-    run = _Run("jvp", fun, has_aux)
+    run = _FlatRun("jvp", fun, has_aux)
     out, tangent, leaves = jax.jvp(run, _arrays(primals), _arrays(tangents), has_aux=True)
     aux = run.finish(leaves)
     out, tangent = run.out.combine(out), run.out.combine(tangent)
@@ -76,7 +80,8 @@ def linearize(
 ) -> tuple[R, Callable[..., R], A]: ...
 @overload
 def linearize(fun: Callable[..., R], *primals: Any, has_aux: Literal[False] = False) -> tuple[R, Callable[..., R]]: ...
-def linearize(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple:
+@_jax.api_boundary
+def linearize(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
     """Evaluate a function that may read and write states, and return its derivative there as a linear function.
 
     Args:
@@ -104,7 +109,7 @@ def linearize(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple:
         >>> float(out), float(pushforward(1.0)), float(s.value)
         (9.0, 6.0, 3.0)
     """
-    run = _Run("linearize", fun, has_aux)
+    run = _FlatRun("linearize", fun, has_aux)
     out, jvp_fun, leaves = jax.linearize(run, *_arrays(primals), has_aux=True)
     aux = run.finish(leaves)
     pushforward = Pushforward(jvp_fun, run.out, name_of(fun))
@@ -143,27 +148,19 @@ def _arrays(trees: Sequence[Any]) -> tuple:
     return tuple(jax.tree.map(lambda x: jnp.asarray(x) if is_number(x) else x, list(trees)))
 
 
-class _Run:
-    """A stateful function in the form that JAX differentiates: arrays in, a list of arrays out, effects as aux."""
+class _FlatRun:
+    """A `Run` whose output is a list of arrays, as `jax.jvp` and `jax.linearize` need it; `out` has the structure."""
 
     out: Partition
-    _outcome: Outcome
 
     def __init__(self, name: str, fun: Callable, has_aux: bool):
-        self._name = name
-        self._fun = fun
-        self._has_aux = has_aux
+        self._run = Run(name, fun, has_aux=has_aux)
+        self.finish = self._run.finish
 
     def __call__(self, *primals: Any) -> tuple[list, list]:
-        frame = frame_for(self._name, self._fun)
-        out = frame.run(call, self._fun, primals, {})
-        out, aux = split_aux(out, self._fun) if self._has_aux else (out, None)
+        out, leaves = self._run(primals, {})
         out_leaves, self.out = partition_output(out, is_array_or_number)
-        leaves, self._outcome = pack(aux, frame.effects)
         return [jnp.asarray(x) for x in out_leaves], leaves
-
-    def finish(self, leaves: Sequence[Any]) -> Any:
-        return self._outcome.finish(leaves)
 
 
 class JacobianTransform(Protocol):
@@ -197,13 +194,13 @@ def _typed(fun: Callable) -> JacobianTransform:
 
 @_typed
 def jacfwd(
-    fun: Any = None,
+    fun: Callable[..., Any] | None = None,
     argnums: Argnums = None,
     has_aux: bool = False,
     holomorphic: bool = False,
     *,
     wrt: PyTree | Filter = None,
-) -> Any:
+) -> Callable[..., Any]:
     """Compute the Jacobian by forward mode: one pass for each input element; for few inputs and many outputs.
 
     Args:
@@ -254,14 +251,14 @@ def jacrev(
     wrt: PyTree | Filter = None,
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
 def jacrev(
-    fun: Any = None,
+    fun: Callable[..., Any] | None = None,
     argnums: Argnums = None,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
     *,
     wrt: PyTree | Filter = None,
-) -> Any:
+) -> Callable[..., Any]:
     """Compute the Jacobian by reverse mode: one pass for each output element; the arguments are as in `jacfwd`.
 
     Example:
@@ -275,13 +272,13 @@ def jacrev(
 
 @_typed
 def hessian(
-    fun: Any = None,
+    fun: Callable[..., Any] | None = None,
     argnums: Argnums = None,
     has_aux: bool = False,
     holomorphic: bool = False,
     *,
     wrt: PyTree | Filter = None,
-) -> Any:
+) -> Callable[..., Any]:
     """Compute the Hessian by forward over reverse mode; the arguments are as in `jacfwd`.
 
     Example:
@@ -324,27 +321,24 @@ class Jacobian(Wrapper):
         fun = self.__wrapped__
         allow_int = self._jax_options.get("allow_int", False)
         targets = Targets(self._wrt, fun, args, kwargs, allow_int=allow_int) if self._wrt is not None else None
-        wants_refs = targets is not None and targets.has_refs
         diff_argnums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
-        outcome: Outcome | None = None
         structure: Any = None
+        run = Run(self._transform.__name__, fun, has_aux=self._has_aux, targets=targets)
 
         def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
-            nonlocal outcome, structure
-            call_args = replaced(args, diff_argnums, diff_args)
-            frame = frame_for(self._transform.__name__, fun, on_read=targets and targets.on_read(state_values))
-            out = frame.run(call, fun, call_args, kwargs, wants_refs)
-            refuse_lost_writes(self._transform.__name__, fun, frame.effects, diff_args)
-            out, aux = split_aux(out, fun) if self._has_aux else (out, None)
+            nonlocal structure
+            out, leaves = run(replaced(args, diff_argnums, diff_args), kwargs, state_values, diff_args)
             structure = jax.tree.structure(out)
-            leaves, outcome = pack(aux, frame.effects)
             return out, leaves
 
         differentiate = self._transform(pure, argnums=(0, 1), has_aux=True, **self._jax_options)
         values = targets.values() if targets else []
-        jacobian, leaves = differentiate(values, tuple(args[i] for i in diff_argnums))
-        assert outcome is not None
-        aux = outcome.finish(leaves)
+        try:
+            jacobian, leaves = differentiate(values, tuple(args[i] for i in diff_argnums))
+        except (TypeError, StateAccessError):
+            refuse_arguments(self._made_by(), fun, args, diff_argnums, allow_int=allow_int)
+            raise
+        aux = run.finish(leaves)
         pairs = structure.flatten_up_to(jacobian)
         leaves_of_jacobian = [self._combine(targets, of_states, of_args, as_tuple) for of_states, of_args in pairs]
         result = jax.tree.unflatten(structure, leaves_of_jacobian)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from .. import _jax
 from .._loops.strategy import Strategy
 from .scan import scan
 from .vmap import vmap
@@ -17,6 +18,7 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 
 
+@_jax.api_boundary
 def map(
     f: Callable[[X], Y],
     xs: X,

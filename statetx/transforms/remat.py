@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -14,9 +14,14 @@ import jax.numpy as jnp
 from .. import _jax, _states
 from .._equations.structure import Body, table
 from .._errors import EffectError, StateAccessError
+from .._lift.inputs import InputNames
+from .._lift.options import with_checked_options
+from .._lift.outcome import pack
+from .._lift.run import frame_for, run_eagerly
 from .._lift.signature import StaticArguments
-from .._lift.stage import InputNames, Wrapper, as_decorator, frame_for, name_of, pack, run_eagerly, short_name, stage
+from .._lift.stage import stage
 from .._lift.subclass import has_twins, is_object, make_subclass, subclass_for, twin
+from .._lift.wrapper import Wrapper, as_decorator, name_of, short_name
 from .._objects.paths import Paths, as_predicate
 from .._remat import decide
 from .._remat import fence as _fence
@@ -24,11 +29,11 @@ from .._remat.atoms import States, nothing
 from .._remat.override import override
 from .._remat.parse import as_policy
 from .._remat.policy import Policy as PolicyValue
-from .._remat.policy import Rewriting
+from .._remat.rewriter import Rewriter
 from .._remat.value import StateRef
 from .._states import Kind
-from .._text import brief, suggestion
-from .._tree import as_array, freeze, partition
+from .._text import brief, suggestion, type_str
+from .._tree import as_array, freeze, is_array, partition
 from .._typing import Filter, Indices, Names, Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,12 +52,26 @@ class RematOptions(TypedDict, total=False):
     methods: Names | None
 
 
+_TORCH = "an option of torch.utils.checkpoint; leave it out: "
+_HINTS = {
+    "concrete": "JAX has removed it, too; name the arguments that must stay concrete in static_argnums= or static_argnames=, "
+    "and use jax.ensure_compile_time_eval() on them in the body",
+    "use_reentrant": f"{_TORCH}there is one implementation",
+    "preserve_rng_state": f"{_TORCH}a recomputation always sees the same random draws",
+    "determinism_check": f"{_TORCH}a recomputation runs the same equations",
+    "context_fn": f"{_TORCH}policy= chooses the values to save",
+    "early_stop": f"{_TORCH}the compiler removes what the gradient does not need",
+    "debug": f"{_TORCH}statetx.saved_residuals shows what is saved",
+}
+
+
 @overload
 def remat(fun: F, **options: Unpack[RematOptions]) -> F: ...
 @overload
 def remat(fun: None = None, **options: Unpack[RematOptions]) -> Callable[[F], F]: ...
+@with_checked_options(_HINTS, " torch.utils.checkpoint runs the function at once; this returns a function.")
 def remat(
-    fun: Any = None,
+    fun: Callable[..., Any] | None = None,
     *,
     policy: Policy = None,
     prevent_cse: bool | Sequence[bool] | str = "auto",
@@ -61,9 +80,8 @@ def remat(
     static_argnames: Names = (),
     states: Filter = True,
     methods: Names | None = None,
-    **unknown: Any,
-) -> Any:
-    """Rematerialise a function: under differentiation, save its inputs only and recompute the rest.
+) -> Callable[..., Any]:
+    """Rematerialize a function: under differentiation, save its inputs only and recompute the rest.
 
     Also called gradient or activation checkpointing. The function may read and write states. Outputs, final values of
     states, gradients of every order and random draws are the same as without; each state is written once and each key
@@ -76,7 +94,7 @@ def remat(
     runs ``f(x)``.
 
     Args:
-        fun: the function to rematerialise. For a class, returns a subclass whose `methods` are rematerialised.
+        fun: the function to rematerialize. For a class, returns a subclass whose `methods` are rematerialized.
         policy: the values to save besides the inputs: None (no others), one of `statetx.policies`, a member of
             ``jax.checkpoint_policies``, the name of either, or any callable policy as in JAX. A callable must be hashable and
             always give the same answer: as in ``jax.checkpoint``, its answer may be cached. Or a plan for the whole
@@ -94,7 +112,7 @@ def remat(
         static_argnames: the same by name. Either finds the argument by position, keyword or default.
         states: a filter for the states that the function may touch; touching another raises. A ``jax.Ref`` is checked
             only if something is traced: eager reads and writes of Refs cannot be observed.
-        methods: for a class, the names of the methods to rematerialise; by default ``"__call__"``.
+        methods: for a class, the names of the methods to rematerialize; by default ``"__call__"``.
 
     Returns:
         A callable with the signature, name and docstring of `fun`. For a callable object, such as a module of
@@ -103,7 +121,7 @@ def remat(
         Objects that hold more than a ``__dict__`` (slots) get a function that reads and writes their attributes.
 
     State:
-        Reads and writes the same states as `fun`. Values read are inputs of the rematerialised region, values written
+        Reads and writes the same states as `fun`. Values read are inputs of the rematerialized region, values written
         are its outputs. A call that fails is undone, in eager code, too, at a cost of about two JAX operations.
 
     Memory:
@@ -142,8 +160,6 @@ def remat(
         >>> block.calls.value
         1
     """
-    if unknown:
-        _refuse_options(unknown)
     options = {
         "policy": policy,
         "prevent_cse": prevent_cse,
@@ -164,19 +180,6 @@ def remat(
 checkpoint = remat
 
 
-def _refuse_options(unknown: dict[str, Any]) -> None:
-    if "concrete" in unknown:
-        raise TypeError(
-            "remat has no concrete= (JAX removed it too). Name the arguments that must stay concrete in "
-            "static_argnums= or static_argnames=, and use jax.ensure_compile_time_eval() on them in the body."
-        )
-    option_names = [name for name in inspect.signature(remat).parameters if name not in ("fun", "unknown")]
-    hints = "".join(suggestion(name, option_names) for name in sorted(unknown))
-    raise TypeError(
-        f"remat got unexpected options: {', '.join(sorted(unknown))}.{hints} It has {', '.join(option_names)}."
-    )
-
-
 _DEFAULTS = {
     "policy": None,
     "prevent_cse": "auto",
@@ -188,7 +191,7 @@ _DEFAULTS = {
 
 
 class Remat(Wrapper):
-    """A rematerialised function; made by `remat`."""
+    """A rematerialized function; made by `remat`."""
 
     def __init__(self, fun: Callable, **options: Any):
         options = {**_DEFAULTS, **options}
@@ -206,12 +209,14 @@ class Remat(Wrapper):
         if override.visited_regions is not None:  # the planner, or a report, tries something
             if override.is_off:
                 return fun(*args, **kwargs)
-            policy = override.policy or policy
+            policy = policy if override.policy is None else override.policy
         dyn_args, dyn_kwargs, merge = self._static.split(args, kwargs)
         arrays, args_part = partition((dyn_args, dyn_kwargs))
         arrays = [as_array(x) for x in arrays]
 
-        operand_origins = _OperandOrigins(policy, Paths(fun, args, kwargs)) if policy.needs_states else None
+        operand_origins = None
+        if not isinstance(policy, Rewriter) and policy.needs_states:
+            operand_origins = _OperandOrigins(policy, Paths(fun, args, kwargs))
         guard = self._guard(args, kwargs)
 
         def read(ref: Any, kind: Kind) -> Any:
@@ -231,7 +236,7 @@ class Remat(Wrapper):
 
         avals = [_jax.abstract(x) for x in arrays]
         names = InputNames(fun, arguments)
-        with _inner_policies(policy), _note_for_concretization(fun):
+        with _inner_policies(policy):
             staged, outcome, refs = stage(body, avals, traced_for="statetx.remat", names=names, read=read)
         outcome.add(refs)
         self._refuse_effects(staged)
@@ -248,20 +253,20 @@ class Remat(Wrapper):
         for name, place in _jax.forbidden_effects(body.jaxpr):
             raise EffectError(
                 f"remat({name_of(self.__wrapped__)}) calls {name} at {place}, a host callback with effects, which would "
-                f"run again when the function is recomputed.\nFix: call it outside the rematerialised function, or use "
+                f"run again when the function is recomputed.\nFix: call it outside the rematerialized function, or use "
                 f"jax.pure_callback if it only computes, or jax.debug.callback if it may run twice."
             )
 
     def _region(
         self,
         staged: Body,
-        policy: PolicyValue,
+        policy: PolicyValue | Rewriter,
         prevent_cse: bool | tuple[bool, ...],
         origins: Sequence[frozenset[StateRef]],
         num_out: int,
     ) -> Callable:
         fence = self._fence if prevent_cse is True else None
-        num_out = num_out if isinstance(policy, Rewriting) else 0
+        num_out = num_out if isinstance(policy, Rewriter) else 0
         build = self._build(policy, prevent_cse, fence, origins, num_out)
         if override.visited_regions is not None:
             override.note(name_of(self.__wrapped__), policy, staged.jaxpr, origins, prevent_cse)
@@ -271,24 +276,24 @@ class Remat(Wrapper):
 
     def _build(
         self,
-        policy: PolicyValue,
+        policy: PolicyValue | Rewriter,
         prevent_cse: bool | tuple[bool, ...],
         fence: str | None,
         origins: Sequence[frozenset[StateRef]],
         num_out: int,
     ) -> Callable[[Body], Callable]:
         def build(body: Body) -> Callable:
-            if isinstance(policy, Rewriting):
+            if isinstance(policy, Rewriter):
                 return policy.rewrite(body, name_of(self.__wrapped__), num_out)
             jaxpr, saved_policy = decide.apply(policy, body.jaxpr, origins, name_of(self.__wrapped__))
             jax_policy = _fence.with_fence(saved_policy, fence)
 
-            def rematerialised(operands: Sequence[Any], *args: Any) -> list[Any]:
+            def rematerialized(operands: Sequence[Any], *args: Any) -> list[Any]:
                 # As in jax.checkpoint, a tuple does not cover closed-over values: no barrier for them.
                 cse = (*[False] * len(operands), *prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse
-                return _jax.rematerialise(jaxpr, [*operands, *args], policy=jax_policy, prevent_cse=cse)
+                return _jax.rematerialize(jaxpr, [*operands, *args], policy=jax_policy, prevent_cse=cse)
 
-            return rematerialised
+            return rematerialized
 
         return build
 
@@ -329,23 +334,11 @@ class Remat(Wrapper):
         return guard
 
 
-def _inner_policies(policy: PolicyValue) -> contextlib.AbstractContextManager:
+def _inner_policies(policy: PolicyValue | Rewriter) -> contextlib.AbstractContextManager:
     """A policy that rewrites the whole function sees its inner regions with the policy `nothing`, whatever their own."""
-    if isinstance(policy, Rewriting):
+    if isinstance(policy, Rewriter):
         return override(nothing, suppress_warnings=True)
     return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _note_for_concretization(fun: Callable) -> Iterator[None]:
-    try:
-        yield
-    except jax.errors.ConcretizationTypeError as e:
-        e.add_note(
-            f"remat({name_of(fun)}) traces its array arguments. To look at one in Python, name it in static_argnums= "
-            f"or static_argnames= and compute on it under jax.ensure_compile_time_eval()."
-        )
-        raise
 
 
 class _OperandOrigins:
@@ -409,7 +402,7 @@ def _remat_class(cls: type, methods: Names, options: dict[str, Any]) -> type:
 
 
 def _remat_object(obj: Any, options: dict[str, Any]) -> Any:
-    """The twin of an object, with a rematerialised ``__call__``; a wrapper function if no twin is possible."""
+    """The twin of an object, with a rematerialized ``__call__``; a wrapper function if no twin is possible."""
     if has_twins(type(obj)):
         # TypeError: the class allows no subclasses, or an option is wrong, which raises again below.
         with contextlib.suppress(TypeError):
@@ -425,7 +418,7 @@ def _class_of_objects(cls: type, options: dict[str, Any]) -> type:
 
 
 class _ObjectCall(Wrapper):
-    """The ``__call__`` of rematerialised objects: `self` is closed over, so that argument positions do not count it."""
+    """The ``__call__`` of rematerialized objects: `self` is closed over, so that argument positions do not count it."""
 
     def __init__(self, cls: type, options: dict[str, Any]):
         function = inspect.getattr_static(cls, "__call__")
@@ -462,6 +455,9 @@ def checkpoint_name(x: T, name: str) -> T:
         -0.722
     """
     if not isinstance(name, str):
-        raise TypeError(f"checkpoint_name needs a string as the name, got {type(name).__name__}: {name!r}.")
+        got = type_str(name) if is_array(name) else f"{type(name).__name__}: {brief(name)}"
+        raise TypeError(
+            f"checkpoint_name needs a string as the name, after the value: checkpoint_name(x, 'name'). Got {got}."
+        )
     arrays, part = partition(x)
     return part.combine([_jax.named(as_array(a), name) for a in arrays])

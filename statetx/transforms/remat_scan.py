@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import _states
 from .._lift.rules import Broadcast, Carry, Split
-from .._lift.stage import name_of
+from .._lift.wrapper import name_of
 from .._loops.build import as_strategy
 from .._loops.strategy import Lengths, Strategy
 from .._objects.paths import Not, as_predicate
@@ -29,11 +29,11 @@ def remat_scan(
     axes: int | Mapping[Filter, int] = 0,
     split_rngs: bool | Filter | None = None,
     has_ys: bool = False,
-) -> Any:
+) -> Callable[..., Any]:
     """Apply one layer many times, each time with its own states, and store few of the carries between the layers.
 
     As ``flax.linen.remat_scan``, for any number of layers, with inputs and outputs for each layer, and with every
-    layer rematerialised, at the innermost level, too.
+    layer rematerialized, at the innermost level, too.
 
     Args:
         target: the layer, applied as ``carry = layer(carry)``:
@@ -47,7 +47,7 @@ def remat_scan(
             that no layer runs more than three times.
         num: number of layers; needed if neither a `Stack` nor `lengths` gives it.
         policy: the values that a layer saves as residuals; nothing by default. ``policies.everything`` leaves layers
-            without rematerialisation.
+            without rematerialization.
         broadcast, carry: filters for states that all layers share: unchanged by the layers, or passed from layer to layer.
         axes: the axis along which the states of a function's layers are stacked, for all states or by filter.
         split_rngs: a filter for the shared random states that give each layer a key of its own; True for all, False to

@@ -18,16 +18,18 @@ from .. import _jax, _states
 from .._equations.structure import Body
 from .._errors import StateAccessError
 from .._frames import Effect
-from .._lift.carry import flatten_carry, settle
+from .._lift.carry import flatten_carry, leaf_names, settle
+from .._lift.inputs import Input
+from .._lift.outcome import publish_leaves
 from .._lift.rules import Broadcast, Carry, Rules, Split
-from .._lift.stage import Input, name_of
-from .._lift.staged import Staged, publish
+from .._lift.staged import Staged
+from .._lift.wrapper import name_of
 from .._loops import eager
 from .._loops.build import make_loop, resolve_strategy
 from .._loops.strategy import Strategy
 from .._objects.opaque import refuse_unfinished
 from .._text import type_str
-from .._tree import as_array, is_array_or_number, partition
+from .._tree import as_array, is_array, is_array_or_number, partition
 from .._typing import Filter
 
 C = TypeVar("C")
@@ -35,6 +37,7 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 
 
+@_jax.api_boundary
 def scan(
     f: Callable[[C, X], tuple[C, Y]],
     init: C,
@@ -80,7 +83,7 @@ def scan(
 
     Memory:
         Under reverse-mode differentiation each step saves the residuals of its backward step: `length` times the
-        residuals of the body. Rematerialise the body (``statetx.remat``) to save only the carries, or give `checkpoint`
+        residuals of the body. Rematerialize the body (``statetx.remat``) to save only the carries, or give `checkpoint`
         to save fewer of them.
 
     Raises:
@@ -115,7 +118,8 @@ def scan(
     ref_kinds: dict[int, Any] = {n: _states.kind_of_state(x) for n, x in refs.items()}
     xs_leaves = [ref_kinds[n].get(x) if n in refs else as_array(x) for n, x in enumerate(xs_leaves)]
     rules = Rules("scan", states, f, (Carry, Broadcast, Split))
-    length = _resolve_length(xs_leaves, length, rules)
+    names = lambda: [f"xs{path}" for path in leaf_names(xs_part)]  # noqa: E731
+    length = _resolve_length(xs_leaves, names, length, rules)
     if eager.is_wanted():
         if length:
             return eager.scan(f, carry_part.combine([jnp.asarray(x) for x in carry]), xs, length, bool(reverse), rules)
@@ -131,7 +135,12 @@ def scan(
         out = f(*arguments([*leaves[: len(carry)], *x])[0])
         refuse_unfinished(out)
         if not (isinstance(out, (tuple, list)) and len(out) == 2):
-            raise TypeError(f"scan: the body {name_of(f)} must return a pair (carry, y), got {type(out).__name__}.")
+            items = f" of {len(out)}" if isinstance(out, (tuple, list)) else ""
+            got = type_str(out) if is_array(out) else f"{type(out).__name__}{items}"
+            raise TypeError(
+                f"scan: the body {name_of(f)} must return a pair (carry, y), got {got}.\nFix: return carry, y; without outputs, "
+                f"return carry, None."
+            )
         return out[0], out[1], [ref_kinds[n].get(x[n]) for n in refs]
 
     def stage(carry: list, enter: Callable) -> Staged:
@@ -171,17 +180,21 @@ def _check_known(argument: str, value: Any) -> None:
         )
 
 
-def _resolve_length(xs: Sequence[Any], length: int | None, rules: Rules) -> int:
-    lengths = []
-    for x in xs:
+def _resolve_length(xs: Sequence[Any], names: Callable[[], list[str]], length: int | None, rules: Rules) -> int:
+    lengths: list[int] = []
+    for n, x in enumerate(xs):
         if jnp.ndim(x) == 0:
-            raise ValueError(f"scan: xs holds a {type_str(x)}, which has no leading axis to loop over.")
+            raise ValueError(
+                f"scan: {names()[n]} is a {type_str(x)}, which has no leading axis to loop over.\nFix: close over it in the body."
+            )
         lengths.append(x.shape[0])
     if length is not None:
         _check_known("length", length)
         length = int(length)
         if any(n != length for n in lengths):
-            raise ValueError(f"scan: length={length} disagrees with the leading axes of xs, which are {lengths}.")
+            raise ValueError(
+                f"scan: length={length} disagrees with the leading axes of xs: {_sizes(names(), lengths)}."
+            )
         return length
     if not lengths:
         state_length = rules.size_of_mapped()
@@ -189,8 +202,15 @@ def _resolve_length(xs: Sequence[Any], length: int | None, rules: Rules) -> int:
             raise ValueError("scan: give length=, or xs with at least one array.")
         return state_length
     if len(set(lengths)) > 1:
-        raise ValueError(f"scan: the leading axes of xs have different lengths: {lengths}.")
+        raise ValueError(f"scan: the leading axes of xs have different lengths: {_sizes(names(), lengths)}.")
     return lengths[0]
+
+
+def _sizes(names: Sequence[str], lengths: Sequence[int]) -> str:
+    """The length of each array; of many arrays, of the first of each length."""
+    firsts = {length: name for name, length in reversed([*zip(names, lengths, strict=True)])}
+    pairs = zip(names, lengths, strict=True) if len(names) <= 8 else [(n, size) for size, n in reversed(firsts.items())]
+    return ", ".join(f"{name} has {length}" for name, length in pairs)
 
 
 class _Loop:
@@ -294,4 +314,4 @@ class _Loop:
 
         leaves = [x for e in self._staged.effects for x in leaves_by_state[id(e.state)]]
         parts = [*self._staged.values, *(partition(0, is_array_or_number)[1] for _ in self._refs)]
-        publish([*self._staged.effects, *self._refs], parts, [*leaves, *slices[: len(self._refs)]])
+        publish_leaves([*self._staged.effects, *self._refs], parts, [*leaves, *slices[: len(self._refs)]])

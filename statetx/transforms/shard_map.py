@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec
 from .. import _frames, _jax, _states
 from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._frames import Effect
-from .._lift.groups import Groups
-from .._lift.stage import Wrapper, as_decorator, call, frame_for, name_of
+from .._lift.outcome import Groups
+from .._lift.run import call, frame_for
+from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._objects.paths import Paths, as_predicate
 from .._text import brief
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
@@ -40,7 +41,7 @@ def shard_map(
     f: None = None, *, in_specs: Any, out_specs: Any, **options: Unpack[ShardMapOptions]
 ) -> Callable[[F], F]: ...
 def shard_map(
-    f: Any = None,
+    f: Callable[..., Any] | None = None,
     *,
     mesh: Any = None,
     in_specs: Any,
@@ -48,7 +49,7 @@ def shard_map(
     axis_names: Any = frozenset(),
     check_vma: bool = True,
     states: Mapping[Filter, PartitionSpec] | None = None,
-) -> Any:
+) -> Callable[..., Any]:
     """Run a function that may read and write states on each device of a mesh, with its shard of the arguments.
 
     As ``jax.shard_map``. The function's Python runs once.

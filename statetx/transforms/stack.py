@@ -7,7 +7,7 @@ import copy
 import threading
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,22 @@ import numpy as np
 from .. import _jax, _states
 from .._atomic import commit
 from .._errors import StateValueError
+from .._lift.wrapper import name_of, place_of
 from .._objects.contents import attributes, children, extras, has_parts, is_opaque, is_wrapper, set_items, weak_children
 from .._objects.paths import Paths, as_predicate, states
 from .._objects.walk import Walk
-from .._text import tree_type_str
+from .._text import brief, tree_type_str, type_str
 from .._tree import Identity, freeze, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree, public
 from .scan import scan
 
+T = TypeVar("T")
 
+
+@_jax.api_boundary
 def stack(
-    layers: Callable[[], Any] | Sequence[Any], num: int | None = None, *, axis: int = 0, shared: Filter = False
-) -> Stack:
+    layers: Callable[[], T] | Sequence[T], num: int | None = None, *, axis: int = 0, shared: Filter = False
+) -> Stack[T]:
     """Build layers and stack their states along an axis, so that a loop can run over them.
 
     A stack of a thousand layers is traced and compiled like one layer. Call it to apply the layers one after the
@@ -74,11 +78,18 @@ def stack(
     if callable(layers) and not isinstance(layers, (list, tuple)):
         if isinstance(num, bool) or not isinstance(num, int) or num < 1:
             raise ValueError(
-                f"stack: num, the number of layers to make, must be an integer of at least 1; got num={num!r}."
+                f"stack: num, the number of layers to make, must be an integer of at least 1; got num={num!r}.\n"
+                f"Fix: stack({name_of(layers)}, 12) makes twelve layers; give layers that exist as a list."
             )
         layer_list = [layers() for _ in range(num)]
     else:
-        layer_list = list(layers)
+        try:
+            layer_list = list(layers)
+        except TypeError:
+            raise TypeError(
+                f"stack: layers must be a function that makes a layer, with num, or a sequence of layers; got "
+                f"{type(layers).__name__}."
+            ) from None
         if not layer_list or num not in (None, len(layer_list)):
             raise ValueError(f"stack: num={num} disagrees with the {len(layer_list)} layers given.")
     partners = [_check_alike(layer_list[0], layer, f"layer {i}") for i, layer in enumerate(layer_list[1:], 1)]
@@ -88,7 +99,7 @@ def stack(
 
 
 @public
-class Stack:
+class Stack(Generic[T]):
     """Stacked layers; made by `stack`.
 
     Attributes:
@@ -98,7 +109,7 @@ class Stack:
     of copies; iteration yields copies in order. `unstack` returns a list of copies of all layers.
     """
 
-    def __init__(self, layer: Any, num: int, axis: int, stacked: Sequence[Any]):
+    def __init__(self, layer: T, num: int, axis: int, stacked: Sequence[Any]):
         self.__wrapped__ = layer
         self.axis = axis
         self._num = num
@@ -107,19 +118,23 @@ class Stack:
     def __len__(self) -> int:
         return self._num
 
-    def __getitem__(self, i: int | slice) -> Any:
+    @overload
+    def __getitem__(self, i: int) -> T: ...
+    @overload
+    def __getitem__(self, i: slice) -> Stack[T]: ...
+    def __getitem__(self, i: int | slice) -> T | Stack[T]:
         if isinstance(i, slice):
             return stack([self[j] for j in range(*i.indices(self._num))], axis=self.axis)
         if not -self._num <= i < self._num:
             raise IndexError(f"layer {i} of {self._num}")
         return self._copy(i % self._num)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         return (self[i] for i in range(self._num))
 
     def __call__(self, carry: PyTree, /, *args: Any, **kwargs: Any) -> PyTree:
         """Apply the layers one after the other: ``carry = layer(carry, *args, **kwargs)``."""
-        fun = self.__wrapped__
+        fun: Any = self.__wrapped__
         body = lambda carry, _: (fun(carry, *args, **kwargs), None)  # noqa: E731
         return scan(body, carry, None, self._num, states={self.is_stacked: self.axis})[0]
 
@@ -130,14 +145,14 @@ class Stack:
     def __repr__(self) -> str:
         return f"Stack({self._num} x {type(self.__wrapped__).__name__}, axis={self.axis})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Stack:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stack[T]:
         layer = copy.deepcopy(self.__wrapped__, memo)
         states_by_path, new_states = states(self.__wrapped__), states(layer)
         return Stack(
             layer, self._num, self.axis, [new_states[p] for p, s in states_by_path.items() if id(s) in self._stacked]
         )
 
-    def _copy(self, i: int) -> Any:
+    def _copy(self, i: int) -> T:
         states_by_path = states(self.__wrapped__)
         memo: dict[int, Any] = {}
         values = {}
@@ -163,7 +178,8 @@ class Stack:
         return layer
 
 
-def unstack(layers: Stack) -> list[Any]:
+@_jax.api_boundary
+def unstack(layers: Stack[T]) -> list[T]:
     """Return the layers of a stack as copies with their own states; later writes to a copy or to the stack are separate."""
     return list(layers)
 
@@ -265,7 +281,7 @@ def _check_alike(first: Any, other: Any, which: str) -> dict[int, Any]:
         alive += (a, b)
         if type(a) is not type(b):
             same_name = type(a).__name__ == type(b).__name__
-            raise _differs(path, which, *(str(type(x)) if same_name else type(x).__name__ for x in (a, b)))
+            raise _differs(path, which, *(_class_str(type(x)) if same_name else type(x).__name__ for x in (a, b)))
 
         kind = _states.kind_of(a)
         if kind is not None:
@@ -297,14 +313,17 @@ def _check_content(a: Any, b: Any, path: str, which: str) -> None:
     if _is_array(a):
         is_known = not isinstance(a, _jax.Tracer) and a.shape == b.shape
         if not (is_known and np.array_equal(_words(a), _words(b), equal_nan=_has_nan(a))):
-            raise _differs(path, which, f"{a}", f"{b}")
+            same_type = type_str(a) == type_str(b)
+            raise _differs(
+                path, which, *(f"{type_str(x)} with {'other ' * n * same_type}values" for n, x in enumerate((a, b)))
+            )
     elif isinstance(a, Set) and not set_items(a)[1]:
         raise StateValueError(
             f"stack: the set {path!r} has several objects of one name or type, and no order that matches layer 0 with "
             f"{which}.\nFix: use a list or a dict, or give the states names."
         )
     elif _content(a) != _content(b):
-        raise _differs(path, which, repr(a), repr(b))
+        raise _differs(path, which, _text(a), _text(b))
 
 
 def _content(obj: Any) -> Hashable:
@@ -338,9 +357,23 @@ def _has_nan(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
+def _text(x: Any) -> str:
+    """A text for an object that is compared by identity or equality."""
+    return place_of(x) if isinstance(x, types.FunctionType) else brief(x)
+
+
+def _class_str(cls: type) -> str:
+    """A class with its module and the line of its first method, which tell classes of one name apart."""
+    method = next((x for x in vars(cls).values() if isinstance(x, types.FunctionType)), None)
+    line = f" at {method.__code__.co_filename}:{method.__code__.co_firstlineno}" if method else ""
+    return f"{cls.__module__}.{cls.__qualname__}{line}"
+
+
 def _differs(path: str, which: str, a: str, b: str) -> StateValueError:
+    if a == b:
+        b = f"another {b}, which is not equal to it,"
     return StateValueError(
-        f"stack: the layers differ in {path or 'type'!r}, which is not a state: {a} in layer 0 and {b} in {which}. Every step "
+        f"stack: the layers differ in {f'{path!r}, which is not a state' if path else 'their type'}: {a} in layer 0 and {b} in {which}. Every step "
         f"of the loop runs the same body, so only states can differ.\n"
         f"Fix: make it a statetx.State, to be stacked, or give it as an argument."
     )

@@ -18,9 +18,11 @@ import numpy as np
 from .. import _jax, _states
 from .._errors import StateAccessError
 from .._frames import Effect
-from .._lift.groups import Groups
+from .._lift.options import with_checked_options
+from .._lift.outcome import Groups
 from .._lift.rules import Broadcast, Rules, Split
-from .._lift.stage import Wrapper, as_decorator, call, frame_for, name_of
+from .._lift.run import call, frame_for
+from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._objects.paths import argument_names
 from .._text import type_str
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
@@ -42,8 +44,9 @@ class VmapOptions(TypedDict, total=False):
 def vmap(fun: F, in_axes: Any = 0, out_axes: Any = 0, **options: Unpack[VmapOptions]) -> F: ...
 @overload
 def vmap(fun: None = None, in_axes: Any = 0, out_axes: Any = 0, **options: Unpack[VmapOptions]) -> Callable[[F], F]: ...
+@with_checked_options()
 def vmap(
-    fun: Any = None,
+    fun: Callable[..., Any] | None = None,
     in_axes: Any = 0,
     out_axes: Any = 0,
     axis_name: Any = None,
@@ -51,7 +54,7 @@ def vmap(
     spmd_axis_name: Any = None,
     *,
     states: Mapping[Filter, Any] | None = None,
-) -> Any:
+) -> Callable[..., Any]:
     """Map a function that may read and write states over an axis of its arguments.
 
     As ``jax.vmap``. The function's Python runs once.

@@ -15,8 +15,9 @@ from .._equations.structure import Body, table
 from .._errors import PolicyError, StateAccessError
 from .._lift import key_reuse
 from .._lift.carry import flatten_carry, settle
-from .._lift.stage import name_of
-from .._lift.staged import Staged, publish, union
+from .._lift.outcome import publish_leaves
+from .._lift.staged import Staged, union
+from .._lift.wrapper import name_of
 from .._loops import bind, eager, online
 from .._loops.build import as_strategy, make_loop, refuse_effects, resolve_strategy
 from .._loops.step import Step
@@ -28,6 +29,7 @@ from .._tree import is_array_or_number
 T = TypeVar("T")
 
 
+@_jax.api_boundary
 def while_loop(
     cond_fun: Callable[[T], Any],
     body_fun: Callable[[T], T],
@@ -134,6 +136,7 @@ def _check_options_of_traced_bounds(checkpoint: Any, unroll: Any, progress: bool
         )
 
 
+@_jax.api_boundary
 def fori_loop(
     lower: Any,
     upper: Any,
@@ -332,7 +335,7 @@ class _Loop:
         for i in self._carried:
             leaves_by_state[id(i.state)] = [next(state_leaves) for _ in i.values]
         leaves = [x for e in self._body.effects for x in leaves_by_state[id(e.state)]]
-        publish(self._body.effects, self._body.values, leaves)
+        publish_leaves(self._body.effects, self._body.values, leaves)
         return carry[: self._body.num_out]
 
 

@@ -23,11 +23,13 @@ import jax
 from ... import _frames, _jax, _states
 from ..._atomic import locked
 from ..._errors import StagingWarning
+from ..._lift.options import with_checked_options
+from ..._lift.run import run_eagerly
 from ..._lift.signature import StaticArguments
-from ..._lift.stage import Wrapper, as_decorator, name_of, run_eagerly
+from ..._lift.wrapper import Wrapper, as_decorator, name_of
 from ..._objects.paths import as_predicate
 from ..._tree import as_array
-from ..._typing import Filter, Indices, Names
+from ..._typing import Filter, Indices, Names, PyTree
 from .arguments import Call, Layout
 from .created import CreatedStates
 from .program import Program, Restage
@@ -51,12 +53,17 @@ class JitOptions(TypedDict, total=False):
     compiler_options: dict[str, Any] | None
 
 
+_PLACE = "place arguments and states by jax.device_put; the computation follows them"
+_HINTS: dict[str, str] = dict.fromkeys(["in_shardings", "out_shardings", "device", "backend"], _PLACE)
+
+
 @overload
 def jit(fun: Callable[P, R], **options: Unpack[JitOptions]) -> Jit[P, R]: ...
 @overload
 def jit(fun: None = None, **options: Unpack[JitOptions]) -> Callable[[Callable[P, R]], Jit[P, R]]: ...
+@with_checked_options(_HINTS)
 def jit(
-    fun: Any = None,
+    fun: Callable[..., Any] | None = None,
     *,
     static_argnums: Indices = (),
     static_argnames: Names = (),
@@ -66,7 +73,7 @@ def jit(
     keep_unused: bool = False,
     inline: bool = False,
     compiler_options: dict[str, Any] | None = None,
-) -> Any:
+) -> Callable[..., Any]:
     """Compile a function that may read and write states.
 
     The states that the function reads are inputs of the compiled program and the states that it writes are outputs; they
@@ -259,7 +266,7 @@ class Jit(Wrapper[P, R]):
         program, call = self._program_for(args, kwargs)
         return Lowered(program.compiled.lower(*program.operands_of(call)), program, self._read, call)
 
-    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> PyTree:
         """Return the output for arguments like these, with a ``jax.ShapeDtypeStruct`` for each array; no state changes."""
         return self._program_for(args, kwargs)[0].out_info()
 

@@ -13,7 +13,8 @@ from ... import _jax
 from ..._atomic import commit
 from ..._equations.primitives import row_of
 from ..._frames import Effect
-from ..._lift.stage import Input, Outcome
+from ..._lift.inputs import Input
+from ..._lift.outcome import Outcome
 from ..._tree import is_array_or_number, partition
 from ..._typing import PyTree
 

@@ -18,7 +18,11 @@ from ..._atomic import Store, commit, locked
 from ..._equations.structure import Body
 from ..._errors import ForeignStateError
 from ..._lift.context import note_shardings
-from ..._lift.stage import Input, InputNames, Lifting, Outcome, frame_for, name_of, pack, stage
+from ..._lift.inputs import Input, InputNames, Lifting
+from ..._lift.outcome import Outcome, pack
+from ..._lift.run import frame_for
+from ..._lift.stage import stage
+from ..._lift.wrapper import name_of
 from ..._objects.paths import Paths, argument_names
 from ..._tree import freeze, is_array_or_number, partition
 from ..._typing import PyTree

@@ -1,0 +1,139 @@
+"""Run a function in a frame under a JAX transform, which sees arrays in and arrays out.
+
+One of the two ways to carry states through a transform; derivatives, `vmap` and `shard_map` use it. The other way is `stage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .. import _frames, _jax, _states
+from .._atomic import commit
+from .._frames import Frame
+from .._objects.opaque import refuse_unfinished
+from .._objects.paths import Paths, reaches_unwatched
+from .._states import Kind
+from .._typing import PyTree
+from .inputs import InputNames
+from .outcome import Outcome, pack, publish
+from .stage import stage
+from .targets import Targets, refuse_lost_writes, split_aux
+from .wrapper import name_of
+
+T = TypeVar("T")
+
+
+class Run:
+    """A stateful function in the form that JAX's derivatives need; one call.
+
+    Call it inside JAX's transform, which carries its outputs, and then `finish` after the transform has returned.
+
+    Args:
+        name: the transform, for messages.
+        fun: the user's function.
+        has_aux: whether `fun` returns a pair, of which JAX differentiates the first.
+        targets: the states that JAX differentiates, too.
+        replacement: the function to call in place of `fun`: while the planner tries a plan, a rematerialized one.
+    """
+
+    _outcome: Outcome
+
+    def __init__(
+        self,
+        name: str,
+        fun: Callable,
+        *,
+        has_aux: bool,
+        targets: Targets | None = None,
+        replacement: Callable | None = None,
+    ):
+        self._name = name
+        self._fun = fun
+        self._has_aux = has_aux
+        self._targets = targets
+        self._called = fun if replacement is None else replacement
+
+    def __call__(
+        self, args: Sequence[Any], kwargs: dict[str, Any], state_values: Any = (), diff_args: Sequence[Any] = ()
+    ) -> tuple[PyTree, list]:
+        """Call the function in a frame; returns its output and the arrays of aux and effects.
+
+        Args:
+            args, kwargs: the arguments, with JAX's tracers in them.
+            state_values: the values of `targets`, from JAX.
+            diff_args: the arguments that JAX has flattened, in which written states would be lost.
+        """
+        targets = self._targets
+        frame = frame_for(self._name, self._fun, on_read=targets and targets.on_read(state_values))
+        out = frame.run(call, self._called, args, kwargs, targets is not None and targets.has_refs)
+        refuse_lost_writes(self._name, self._fun, frame.effects, diff_args)
+        out, aux = split_aux(out, self._fun) if self._has_aux else (out, None)
+        leaves, self._outcome = pack(aux, frame.effects)
+        return out, leaves
+
+    def finish(self, leaves: Sequence[Any]) -> PyTree:
+        """Store the effects' values in their states and return aux; `leaves` as from the call."""
+        return self._outcome.finish(leaves)
+
+
+def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs: bool = False) -> PyTree:
+    """Run a function under the current frame, for a transform that needs no jaxpr.
+
+    JAX refuses writes of differentiated or mapped values to a `jax.Ref` from outside the transform. If the call can reach
+    one, or `wants_refs` is true, the function is staged and its Refs are discharged; the frame gets their last values.
+    """
+    if not _jax.has_made_refs() or not (wants_refs or reaches_unwatched(fun, args, kwargs)):
+        out = fun(*args, **kwargs)
+        refuse_unfinished(out)
+        return out
+    frame = _frames.current_frame()
+    assert frame is not None
+
+    def body() -> tuple[list, Any]:
+        inner = Frame(frame.name)
+        return pack(inner.run(fun, *args, **kwargs), inner.effects)
+
+    def read(ref: Any, kind: Kind) -> Any:
+        value = kind.get(ref) if _jax.is_of_current_trace(ref) else _read_outside(ref, kind, frame)
+        return value if frame.on_read is None else frame.on_read(ref, kind, value)
+
+    transform = frame.name.partition("(")[0]
+    staged, outcome, refs = stage(body, (), traced_for=f"statetx.{transform}", names=InputNames(fun), read=read)
+    outs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in staged(staged.operands)]
+
+    for effect in reversed(refs):  # their values are the last outputs
+        effect.value = outs.pop()
+        if _jax.is_of_current_trace(effect.state):
+            publish([effect])  # a mapped argument: a Ref of this trace, which JAX lets us write
+        else:
+            frame.add_effect(effect)
+    return outcome.finish(outs)
+
+
+def _read_outside(ref: Any, kind: Kind, frame: Frame) -> Any:
+    """Read a Ref of the enclosing trace in that trace: inside a shard_map it cannot be read."""
+    with _jax.in_parent_trace(frame.trace) if frame.outer_trace is None else _jax.in_trace(frame.outer_trace):
+        return kind.get(ref)
+
+
+def run_eagerly(name: str, fun: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any], allow: Any = None) -> T:
+    """Run a function eagerly, and undo its writes if it fails; `allow` as in `Frame`."""
+    frame = frame_for(name, fun, allow=allow, is_undo=True)
+    states = Paths(fun, args, kwargs).items().values() if _jax.has_made_refs() else ()
+    unwatched = [(state, _states.kind_of_state(state)) for state in states if _states.is_unwatched(state)]
+    saved = [(state, kind, kind.get(state)) for state, kind in unwatched]  # frames do not see their writes: save all
+    try:
+        out = frame.run(fun, *args, **kwargs)
+        publish(frame.effects, also=[(saved.clear,)])
+        return out
+    except BaseException:
+        commit([kind.store(state, value) for state, kind, value in saved])
+        raise
+
+
+def frame_for(name: str, fun: Callable, **hooks: Any) -> Frame:
+    return Frame(f"{name}({name_of(fun)})", **hooks)

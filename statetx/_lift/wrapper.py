@@ -1,0 +1,168 @@
+"""The callables that transforms return, and the names of functions in messages."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+
+import jax
+import numpy as np
+
+from .. import _jax
+from .._errors import FunctionError
+from .._objects.opaque import refuse_function
+from .._text import brief, type_str
+from .subclass import is_object
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+class Wrapper(Generic[P, R]):
+    """Base class of the callables that transforms return; each wraps a function or a callable object.
+
+    It has the function's name, docstring and signature, binds to instances like a function, and is pickled by reference if
+    a module variable or class attribute holds it, else by its parts. Attributes that it lacks are read from the wrapped
+    function; if a callable object is wrapped, they are also written to the object.
+    """
+
+    __qualname__: str
+    _object: Any = None  # the wrapped callable object; set after `__init__`, whose attributes are the wrapper's
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__call__" in vars(cls):
+            cls.__call__ = _jax.api_boundary(cls.__call__)
+
+    def __init__(self, fun: Callable, options: dict[str, Any]):
+        functools.update_wrapper(self, fun, updated=())
+        self.__wrapped__ = fun
+        self._options = options
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a protocol: Python must not find it on the wrapper because the function has it
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__wrapped__, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = self._object is None or name in vars(self) or hasattr(type(self), name)
+        object.__setattr__(self, name, value) if is_own else setattr(self._object, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        is_own = self._object is None or name in vars(self)
+        object.__delattr__(self, name) if is_own else delattr(self._object, name)
+
+    @property
+    def __isabstractmethod__(self) -> bool:
+        return getattr(self.__wrapped__, "__isabstractmethod__", False)
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+    @overload
+    def __get__(self: Wrapper[Concatenate[S, Q], R], instance: S, owner: type | None = None) -> Callable[Q, R]: ...
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        if _find_global(self) is self:
+            return self.__qualname__
+        return _rebuild, (type(self), self.__wrapped__, self._options)
+
+    def __repr__(self) -> str:
+        public = getattr(sys.modules["statetx"], self._made_by(), None)
+        defaults = {} if public is None else inspect.signature(public).parameters
+        texts = {k: brief(v) for k, v in self._options.items() if k in defaults}
+        options = "".join(f", {k}={text}" for k, text in texts.items() if text != brief(defaults[k].default))
+        return f"statetx.{self._made_by()}({name_of(self.__wrapped__)}{options})"
+
+    def _made_by(self) -> str:
+        """The public function that made this wrapper."""
+        return _public_name(type(self))
+
+
+def _public_name(cls: type[Wrapper]) -> str:
+    """The public function that makes wrappers of a class: ``value_and_grad`` for `ValueAndGrad`."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+
+
+def _rebuild(cls: type[Wrapper], fun: Callable, options: dict[str, Any]) -> Wrapper:
+    return as_decorator(cls, fun, options)
+
+
+def _find_global(wrapper: Wrapper) -> Any:
+    value: Any = sys.modules.get(getattr(wrapper, "__module__", None) or "")
+    for name in getattr(wrapper, "__qualname__", "<none>").split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def _is_call_of_object(fun: Any) -> bool:
+    return isinstance(fun, types.MethodType) and getattr(fun.__func__, "__name__", "") == "__call__"
+
+
+def name_of(fun: Any) -> str:
+    """A short name for messages and traces; for the call of an object, the name of its class."""
+    if _is_call_of_object(fun):
+        return type(fun.__self__).__name__
+    while isinstance(fun, functools.partial) or (isinstance(fun, Wrapper) and not hasattr(fun, "__qualname__")):
+        fun = fun.func if isinstance(fun, functools.partial) else fun.__wrapped__
+    return getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or type(fun).__name__
+
+
+def place_of(fun: Any) -> str:
+    """The name of a function, with the line that defines it."""
+    code = getattr(inspect.unwrap(fun), "__code__", None)
+    return name_of(fun) + (f" at {code.co_filename}:{code.co_firstlineno}" if code else "")
+
+
+def short_name(name: str) -> str:
+    """A function's qualified name without the enclosing functions."""
+    return name.rpartition("<locals>.")[2]
+
+
+def as_decorator(cls: type[Wrapper], fun: Any, options: dict[str, Any]) -> Any:
+    """``cls(fun, **options)``, or a decorator if `fun` is None; a descriptor stays a descriptor of the same type."""
+    decorate = functools.partial(as_decorator, cls, options=options)
+    if fun is None:
+        return decorate
+    if isinstance(fun, (staticmethod, classmethod)):
+        return type(fun)(decorate(fun.__func__))
+    if isinstance(fun, property) and fun.fget is not None:
+        return fun.getter(decorate(fun.fget))
+    if isinstance(fun, functools.cached_property):
+        return functools.cached_property(decorate(fun.func))
+    if isinstance(fun, functools.partialmethod):
+        return functools.partialmethod(decorate(fun.func), *fun.args, **fun.keywords)
+    name = _public_name(cls)
+    if not callable(fun):
+        raise _refusal(name, fun)
+    refuse_function(fun, name, name_of(fun))
+    wrapper = cls(fun, **options)
+    if is_object(fun):
+        wrapper._object = fun
+    return wrapper
+
+
+def _refusal(transform: str, fun: Any) -> FunctionError:
+    type_name = type(fun).__name__
+    if isinstance(fun, (jax.Array, np.ndarray)):
+        return FunctionError(
+            f"{transform} needs a callable, got an array, {type_str(fun)}: the result of a call?\n"
+            f"Fix: write {transform}(f)(x) in place of {transform}(f(x))."
+        )
+    if not hasattr(type(fun), "__get__"):
+        return FunctionError(f"{transform} needs a callable, got {type_name}: {brief(fun)}.")
+    return FunctionError(
+        f"{transform} needs a callable, and cannot be above @{type_name}, which chooses a function when it is looked up.\n"
+        f"Fix: put @statetx.{transform} below @{type_name}, and below each decorator that registers a function with it."
+    )
