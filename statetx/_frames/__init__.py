@@ -38,3 +38,4 @@ from .threads import open_frames as open_frames
 from .threads import ownership as ownership
 from .threads import publish as publish
 from .threads import report_touch as report_touch
+from .watched import WatchedKind as WatchedKind

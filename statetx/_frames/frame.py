@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import jax
+
 from .. import _jax
 from .._atomic import Store, commit
 from .._errors import StateValueError
@@ -21,6 +23,9 @@ from .leaks import _refuse_hidden, check_write
 from .threads import acquire, open_frames
 
 T = TypeVar("T")
+
+
+_REPLACED = "An array has no .value. Was a state replaced by an array, as in `model.mean = x`?\nFix: `model.mean.value = x` writes the state."
 
 
 class Frame:
@@ -86,8 +91,11 @@ class Frame:
             self.effects = self._collect()
             self.close()
             return out
-        except BaseException:
+        except BaseException as e:
             self._abandon()
+            if type(e) is AttributeError and e.name == "value" and isinstance(e.obj, jax.Array):
+                if _REPLACED not in getattr(e, "__notes__", ()):  # an inner frame has added it
+                    e.add_note(_REPLACED)
             raise
 
     def _open(self) -> None:

@@ -20,6 +20,7 @@ _FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property, functools
 def _class_members(cls: type) -> Iterator[tuple[str, Any]]:
     for base in cls.__mro__:
         if not is_base(base.__module__):
+            # A list, as attributes may be added while the walk goes on.
             yield from list(vars(base).items())
 
 
@@ -67,11 +68,15 @@ def reads(code: types.CodeType) -> Reads:
     """Read the names off a function's bytecode."""
     variables: list[tuple[str, ...]] = []
     imports: list[tuple[int, str, str]] = []
+
+    # Both opcodes stand between a name and its attributes without meaning anything here: long arguments, and inline
+    # caches.
     instructions = [
         (i.opname, i.argval) for i in dis.get_instructions(code) if i.opname not in ("EXTENDED_ARG", "CACHE")
     ]
     for index, (operation, name) in enumerate(instructions):
         if operation in _GLOBAL_READS:
+            # The chain ends at the first call or item: ``f().a`` gives ``f``.
             attributes = itertools.takewhile(lambda step: step[0] in _ATTRIBUTE_READS, instructions[index + 1 :])
             variables.append((name, *(attribute for _, attribute in attributes)))
         elif operation == "IMPORT_NAME":
@@ -81,6 +86,8 @@ def reads(code: types.CodeType) -> Reads:
             )
             targets = [target for operation, target in following if operation == "IMPORT_FROM"] or [""]
             imports += [(level, name, target) for target in targets]
+
+    # Strings count as names, since `getattr` takes them. Too many names make the walk visit more, and miss nothing.
     names = [*code.co_names, *(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())]
     for inner in (reads(const) for const in code.co_consts if isinstance(const, types.CodeType)):
         variables += inner.variables
@@ -100,6 +107,7 @@ def global_children(fun: types.FunctionType) -> Children:
             full = importlib.util.resolve_name("." * level + name, fun.__globals__.get("__package__"))
         except ImportError:
             continue
+        # A module that is not loaded holds no state yet; the walk never imports one.
         if full in sys.modules:
             yield from _through_modules(sys.modules[full], full, [target] if target else [])
 
@@ -107,6 +115,8 @@ def global_children(fun: types.FunctionType) -> Children:
 def _through_modules(content: Any, path: str, attributes: Sequence[str]) -> Children:
     """The object that a chain of attributes leads to: from a module through submodules to the first other object."""
     for name in attributes:
+        # From the first object that is not a module the walk goes on by itself: to read an attribute could run the
+        # user's code.
         if not isinstance(content, types.ModuleType) or is_base(content.__name__):
             break
         content, path = vars(content).get(name), f"{path}.{name}"

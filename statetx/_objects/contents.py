@@ -114,6 +114,7 @@ def children(obj: Any) -> Children:
     Not included: a class's attributes (`class_children`), the variables that a function reads (`global_children`), weak
     references (`weak_children`).
     """
+    # By exact type first: nearly all objects of a walk are containers and functions of Python.
     lister = _EXACT.get(type(obj)) or _lister_for(type(obj))
     return lister(obj)
 
@@ -189,21 +190,22 @@ def _entries(obj: np.ndarray) -> Children:
 def set_items(obj: Set) -> tuple[list[tuple[str, Any]], bool]:
     """The items of a set that can hold objects, and whether names and types distinguish all of them.
 
-    A set has no order. Its items are labelled by the names of states and the types of objects; equal labels are numbered, in
+    A set has no order. Its items are labeled by the names of states and the types of objects; equal labels are numbered, in
     an order that is valid in this process only.
     """
-    labelled = []
+    labeled = []
     for item in list(obj):
         if has_parts(item):
             kind = _states.kind_of(item)
             name = kind.name_of(item) if kind is not None else getattr(item, "__qualname__", None)
             label: str = name if isinstance(name, str) else type(item).__name__
-            labelled.append((label, "" if kind is None else kind.site_of(item), item))
+            labeled.append((label, "" if kind is None else kind.site_of(item), item))
 
-    labelled.sort(key=lambda entry: entry[:2])
+    # Without the item, which need not be comparable. The sort is stable, so equal labels keep the set's own order.
+    labeled.sort(key=lambda entry: entry[:2])
     counts: collections.Counter[str] = collections.Counter()
     items = []
-    for label, _, item in labelled:
+    for label, _, item in labeled:
         counts[label] += 1
         items.append((label if counts[label] == 1 else f"{label}#{counts[label]}", item))
     return items, len(counts) == len(items)
@@ -220,6 +222,7 @@ def _builtin(obj: Any) -> Children:
 
 def _function(fun: types.FunctionType) -> Children:
     for name, cell in zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True):
+        # These variables hold what the function is bound to or wraps: the path is ``w``, not ``self.w``.
         key = "" if name in ("self", "fun", "__class__") else name
         yield from ((key, content) for _, content in _cell(cell))
     defaults = fun.__defaults__ or ()
@@ -241,6 +244,8 @@ def attributes(obj: Any) -> Children:
     slots = _slots(type(obj))
     for depth, name in slots:
         try:
+            # By the descriptor: `getattr` may call the user's ``__getattr__``, and finds only the first of two slots
+            # of one name.
             content = vars(type(obj).__mro__[depth])[name].__get__(obj)
         except AttributeError:  # not set
             continue
@@ -253,6 +258,7 @@ def attributes(obj: Any) -> Children:
             is_statetx = package_of(type(obj).__module__) == "statetx"
             namespace = {"__wrapped__": namespace["__wrapped__"]} if is_statetx else _wrapped_first(namespace)
         yield from [(_NAMELESS.get(name, name), content) for name, content in namespace.items()]
+    # Last, since flattening runs code of the class.
     elif not slots and jax.tree_util.default_registry.flatten_one_level(obj) is not None:
         leaves, _ = jax.tree_util.tree_flatten_with_path(obj, is_leaf=lambda x: x is not obj)
         yield from ((jax.tree_util.keystr(keys, simple=True), child) for keys, child in leaves)
@@ -373,6 +379,8 @@ def is_opaque(cls: type) -> bool:
 
 def _is_foreign(cls: type) -> bool:
     """Whether a class was not made by a class statement."""
+    # A type of C may hold references that no attribute shows. Types of C extensions are heap types in part, but
+    # construct by a ``__new__`` in C, which a class statement never makes.
     return bool(cls.__flags__ & _IMMUTABLE) or isinstance(vars(cls).get("__new__"), types.BuiltinFunctionType)
 
 

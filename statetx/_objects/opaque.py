@@ -81,6 +81,7 @@ def refuse_unfinished(out: Any, returned: Callable[[], str] = lambda: "The funct
 
 def refuse_function(fun: Callable, transform: str, name: str) -> None:
     """Raise, before the call, if a function is known to return a generator or a coroutine."""
+    # `inspect` looks at functions only, not at the ``__call__`` of an object.
     called = fun if inspect.isroutine(fun) or isinstance(fun, functools.partial) else type(fun).__call__
     for unfinished in _UNFINISHED.values():
         if unfinished.is_made_by(called):
@@ -96,6 +97,7 @@ def hidden_tracer(obj: Any, is_left: Callable[[Any], bool]) -> tuple[str, Any] |
         return None
     pending = [(obj, "")]
     seen = {id(obj): obj}  # with the objects: those made during the walk must outlive it, or their ids are reused
+    # Breadth first, so that the path in the message is a shortest one.
     for _ in range(_DEPTH):
         deeper = []
         for holder, path in pending:

@@ -11,8 +11,9 @@ import fnmatch
 import functools
 import inspect
 import itertools
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 
@@ -45,6 +46,13 @@ class Not:
         return f"Not({brief(self.filter)})"
 
 
+S = TypeVar("S")
+
+
+@overload
+def states(obj: Any, filter: type[S]) -> dict[str, S]: ...
+@overload
+def states(obj: Any, filter: Filter = True) -> dict[str, Any]: ...
 def states(obj: Any, filter: Filter = True) -> dict[str, Any]:
     """Find the states in an object: a mapping from path to state.
 
@@ -89,7 +97,15 @@ def is_filter(x: Any) -> bool:
         return True
     if isinstance(x, (list, tuple)):
         return bool(x) and all(map(is_filter, x))
-    return callable(x) and _states.kind_of(x) is None
+    return callable(x) and _states.kind_of(x) is None and not _is_model(x)
+
+
+def _is_model(x: Any) -> bool:
+    """Whether a callable is an object with states rather than a predicate."""
+    return not isinstance(x, _FUNCTIONS) and holds_states(x)
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, type)
 
 
 def as_predicate(filter: Filter) -> Callable[[str, Any], bool]:
@@ -100,6 +116,7 @@ def as_predicate(filter: Filter) -> Callable[[str, Any], bool]:
         return lambda path, state: fnmatch.fnmatchcase(path, filter)
     if inspect.isclass(filter):
         return lambda path, state: isinstance(state, filter)
+
     if isinstance(filter, Not):
         inner = as_predicate(filter.filter)
         return lambda path, state: not inner(path, state)
@@ -108,10 +125,11 @@ def as_predicate(filter: Filter) -> Callable[[str, Any], bool]:
         return lambda path, state: any(p(path, state) for p in predicates)
     if _states.kind_of(filter) is not None:
         return lambda path, state: state is filter
-    if callable(filter):
+
+    if callable(filter) and not _is_model(filter):
         return lambda path, state: bool(filter(path, state))
     raise StateFilterError(
-        f"Not a filter: {filter!r}. Use a state type, a path glob such as 'encoder.*', a function (path, state) -> "
+        f"Not a filter: {brief(filter)}. Use a state type, a path glob such as 'encoder.*', a function (path, state) -> "
         f"bool, True, False, a list of these, or statetx.Not of one."
     )
 
@@ -139,6 +157,7 @@ class Paths:
     @functools.cached_property
     def beyond(self) -> dict[str, Any]:
         """Further states that the call may touch: read by methods and their helpers, or referred to weakly."""
+        # `held` is read for its effect: `beyond` continues the same walk, and must come second.
         return {} if self.held is None else dict(self._walk.beyond())
 
     def items(self) -> dict[str, Any]:
@@ -179,6 +198,7 @@ def argument_names(
         positional = [positional[n] for n in positions]
 
     def name(keys: Sequence[Any]) -> str:
+        # The tree is ``(args, kwargs)``: the first key tells which, the second is a position or a name.
         first = positional[keys[1].idx] if keys[0].idx == 0 else keys[1].key
         return first + jax.tree_util.keystr(tuple(keys[2:]))
 

@@ -93,6 +93,8 @@ class Walk:
         self._is_beyond = True
         context = _Context(reads=True)
         has_progressed = True
+        # A fixed point: a visited method adds names, names add methods and module variables, and these defer further
+        # objects.
         while has_progressed:
             has_progressed = False
             while self._deferred:
@@ -118,12 +120,16 @@ class Walk:
     def _may_run(self, name: str) -> bool:
         if name in _NEVER_CALLED:
             return False
+        # Special methods are called by syntax, which leaves no name in the code.
         return self._all_methods or name in self._names or (name.startswith("__") and name.endswith("__"))
 
     def _visit(self, start: Children, context: _Context) -> Iterator[tuple[str, Any]]:
+        # Depth first by a stack of iterators, not by recursion: models may be deeper than Python's stack, and
+        # children are listed only when they are reached. Each turn visits one child of the top iterator.
         pending = [(start, context)]
         while pending:
             contents, context = pending[-1]
+            # A `break` goes on with the children of `obj`; the `else` runs when the iterator is exhausted.
             for path, obj in contents:
                 if not has_parts(obj) or id(obj) in self._seen:
                     continue
@@ -150,6 +156,7 @@ class Walk:
         if isinstance(obj, types.ModuleType):
             self._modules.append((path, obj))
             return
+        # Two such items may change places in the next process: `Checkpointer` must not pair them by path.
         if isinstance(obj, (Set, weakref.WeakSet)) and not set_items(obj)[1]:
             self.unstable.append(path)
         yield from children(obj)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import html
 import operator
 import sys
 import weakref
@@ -14,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _frames, _jax, _states
-from .._atomic import Store, commit, locked
+from .._atomic import Store
 from .._errors import StateValueError
 from .._typing import public
+from .misuse import NotAnArray, prepare
 
 T = TypeVar("T")
 
@@ -34,7 +36,7 @@ class _Invalidated:
 
 
 @public
-class State(Generic[T]):
+class State(NotAnArray, Generic[T]):
     """A mutable cell that holds an array or a tree of arrays.
 
     Read and write it through `value`. Functions that do so become pure under statetx's transforms: the states that they
@@ -51,9 +53,7 @@ class State(Generic[T]):
         >>> counter = State(jnp.zeros((), jnp.int32), name="steps", unit="1")
         >>> counter.value += 1
         >>> counter
-        State(i32[], name='steps', unit='1')
-        >>> int(counter.value)
-        1
+        State(i32[] 1, name='steps', unit='1')
     """
 
     __slots__ = ("__weakref__", "_home", "_owner", "_site", "_value", "_view", "metadata", "name")
@@ -85,6 +85,8 @@ class State(Generic[T]):
     @property
     def value(self) -> T:
         """The value; assign to it to replace it."""
+        # The fast path of every read and write: the thread's own frame and one identity, no call. `_touch` runs once
+        # a frame.
         frame = _frames._local.frame
         if self._owner is not frame:
             _touch(self, frame, writing=False)
@@ -103,11 +105,17 @@ class State(Generic[T]):
                 f"A state cannot hold a state: {_states.describe(self)} was assigned {_states.describe(value)}. "
                 f"Assign its .value instead."
             )
+
         if self._owner is not frame:
             _touch(self, frame, writing=True)
         access = frame.accesses.get(id(self)) if frame is not None else None
+
+        # Before the check of leaks: a state whose trace has ended may take values of the present one.
         if self._home is not None:
             _reset_dead_home(self, None if access is not None else frame)
+        # Under the frame's own trace every tracer may be written, since the frame restores the old value when it
+        # closes. Under any other, such as a plain `jax.grad` inside, the value may be a tracer that would stay
+        # behind.
         if not _jax.is_eager() and (frame is None or _jax.current_trace() is not frame.trace):
             _frames.check_write(self, NATIVE, value, _anchor(self, frame, access), _states.call_site())
         if frame is not None and access is not None and not access.written:
@@ -123,12 +131,16 @@ class State(Generic[T]):
             _touch(self, frame, writing=False)
 
     def __repr__(self) -> str:
-        from .._text import short_tree_type_str
+        from .._text import value_str
 
-        content = repr(self._value) if type(self._value) is _Invalidated else short_tree_type_str(self._value, 200)
+        # The value in the slot, not `value`: a repr in a debugger must not be a read, nor raise.
+        content = repr(self._value) if type(self._value) is _Invalidated else value_str(self._value)
         extra = {"name": self.name} if self.name is not None else {}
         fields = "".join(f", {k}={v!r}" for k, v in {**extra, **self.metadata}.items())
         return f"{type(self).__name__}({content}{fields})"
+
+    def _repr_html_(self) -> str:
+        return f"<code>{html.escape(repr(self))}</code>"
 
     def __getstate__(self) -> dict[str, Any]:
         attributes = getattr(self, "__dict__", {})
@@ -172,7 +184,7 @@ class Param(State[T]):
 class RngState(State[jax.Array]):
     """A state that holds a random key and advances with every draw.
 
-    A rematerialised function sees the same draws when it is recomputed, and the key advances once.
+    A rematerialized function sees the same draws when it is recomputed, and the key advances once.
 
     Args:
         key: an integer seed, a key of ``jax.random.key``, or a legacy ``uint32[2]`` key.
@@ -258,20 +270,13 @@ def _anchor(state: State, frame: _frames.Frame | None, access: _frames.Access | 
     return state._home() if state._home is not None else None
 
 
-class _Native:
+class _Native(_frames.WatchedKind):
     """`statetx.State` as a kind; see `_states.Kind`."""
 
     name = "statetx"
     base = State
-    is_watched = True
-    deterministic_paths = ()
-    bookkeeping: frozenset[str] = frozenset(State.__slots__)
+    bookkeeping = frozenset(State.__slots__)
     folder = _states.PACKAGE
-
-    def owns(self, obj: Any) -> bool:
-        return isinstance(obj, State)
-
-    is_opaque = owns
 
     def get(self, state: State) -> Any:
         return state._value
@@ -279,28 +284,16 @@ class _Native:
     def store(self, state: State, value: Any) -> Store:
         return _set_value, state, value
 
+    # Attributes and slots without calls: `jit` runs these for every state in every call.
     def check_free(self, states: Sequence[State]) -> None:
-        """See `Kind.check_free`. Any owner belongs to another thread, since this one has no open frame."""
         for state, owner in [(s, s._owner) for s in states if s._owner is not None]:
             raise _frames.foreign_state_error(state, self, owner)
 
-    def get_all(self, states: Sequence[State]) -> list[Any]:
-        return locked(_frames.ownership, self._get_all, states)
-
-    def _get_all(self, states: Sequence[State]) -> list[Any]:
-        if _frames.open_frames:
-            self.check_free(states)
+    def _values(self, states: Sequence[State]) -> list[Any]:
         return [s._value for s in states]
 
-    def set_all(self, states: Sequence[State], values: Iterable[Any]) -> None:
-        locked(_frames.ownership, self._set_all, states, values)
-
-    def _set_all(self, states: Sequence[State], values: Iterable[Any]) -> None:
-        if _frames.open_frames:
-            self.check_free(states)
-        commit([self.store_all(states, values)])
-
     def store_all(self, states: Sequence[State], values: Iterable[Any]) -> Store:
+        # A `deque` of length 0 consumes the map in C: one call in which Python handles no signal (decision 18).
         return collections.deque, map(_set_value, states, values), 0
 
     def read(self, state: State) -> Any:
@@ -313,6 +306,8 @@ class _Native:
         del live
         state, frame = effect.state, _frames.current_frame()
         store = self.store(state, effect.value)
+        # A state that the call made belongs to the trace it is published in, not to the one it was made in, which has
+        # ended.
         if effect.created:
             return [(_set_home, state, _jax.trace_ref(_jax.current_trace())), store]
         if state._owner is not frame:
@@ -347,12 +342,9 @@ class _Native:
     def site_of(self, state: State) -> str:
         return "{}:{}".format(*state._site)
 
-    def open(self, frame: _frames.Frame) -> list[Store]:
-        return []
 
-    close = open
-
-
+prepare(State, RngState)
+# Setters of slots are functions in C, as a `Store` must be.
 _set_value, _set_owner, _set_home = (State.__dict__[slot].__set__ for slot in ("_value", "_owner", "_home"))
 
 NATIVE = _Native()

@@ -32,7 +32,7 @@ from flax import nnx
 from flax.nnx import pytreelib, tracers
 
 from .. import _frames, _jax, _states
-from .._atomic import Store, commit, locked
+from .._atomic import Store
 from .._errors import StateAccessError
 from .._frames import Frame
 from .native import _Invalidated
@@ -80,6 +80,8 @@ def _get_value(state: nnx.Variable) -> Any:
             _touch(state, frame, writing=False)
         value = _value.__get__(state)
     if type(value) is _Invalidated:
+        # `set_value` looks at the old value, to see whether it is a Ref, before it stores the new one. That look must
+        # not raise, or an invalidated Variable could never be written again.
         if sys._getframe(1).f_code is _SET_VALUE:
             return _NoValue(state)
         raise _invalidated_error(state)
@@ -93,6 +95,7 @@ def _set_value(state: nnx.Variable, value: Any) -> None:
             _touch(state, frame, writing=True)
         access = frame.accesses.get(id(state))
         if access is not None:
+            # See `native.State.value`: only another trace's tracers would stay behind.
             if _jax.current_trace() is not frame.trace:
                 _frames.check_write(state, KIND, value, frame.trace, _states.call_site())
             if not access.written:
@@ -128,6 +131,8 @@ def _invalidated_error(state: nnx.Variable) -> StateAccessError:
 def _get_trace(state: nnx.Variable) -> tracers.TraceState:
     frame, trace_state = _local.frame, _trace.__get__(state)
     if frame is None:
+        # A Variable that survived the frame it was made in is the user's: as if made now, so that nnx lets it be
+        # written.
         is_closed = type(trace_state) is _FrameTraceState and trace_state.frame is None
         return tracers.TraceState() if is_closed else trace_state
     # A Variable made before the frame may be written in it, under the frame's trace or (if no tracer stays behind) another.
@@ -184,6 +189,7 @@ class _CreatedRef:
         return sys.getrefcount(self.state)
 
 
+# Measured, not written down: how many references a call itself holds depends on the version of Python.
 _NUM_REFS_UNSHARED = _CreatedRef(object())._count()
 
 
@@ -201,17 +207,15 @@ def _touch(state: nnx.Variable, frame: Frame | None, *, writing: bool) -> None:
     _frames.report_touch(state, KIND, frame, owner, writing=is_write)
 
 
-class _Nnx:
+class _Nnx(_frames.WatchedKind):
     """See `_states.Kind`."""
 
     name = "flax.nnx"
     base = nnx.Variable
-    is_watched = True
     deterministic_paths = tuple(
         os.path.join(os.path.dirname(nnx.__file__), f) for f in ("variablelib.py", "pytreelib.py")
     )
-    bookkeeping: frozenset[str] = frozenset()  # a Variable's other attributes are the user's metadata
-    folder = os.path.dirname(flax.__file__)
+    folder = os.path.join(os.path.dirname(flax.__file__), "")
 
     def owns(self, obj: Any) -> bool:
         # By type: isinstance() takes a tracer for a Variable.
@@ -230,28 +234,11 @@ class _Nnx:
         return _value.__set__, state, value
 
     def check_free(self, states: Sequence[nnx.Variable]) -> None:
-        """See `Kind.check_free`. Any owner belongs to another thread, since this one has no open frame."""
         if _owner:
-            for s in states:
-                owner = _owner.get(id(s))
-                if owner is not None:
-                    raise _frames.foreign_state_error(s, self, owner)
+            super().check_free(states)
 
-    def get_all(self, states: Sequence[nnx.Variable]) -> list[Any]:
-        return locked(_frames.ownership, self._get_all, states)
-
-    def _get_all(self, states: Sequence[nnx.Variable]) -> list[Any]:
-        if _frames.open_frames:
-            self.check_free(states)
+    def _values(self, states: Sequence[nnx.Variable]) -> list[Any]:
         return [_value.__get__(s) for s in states]
-
-    def set_all(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> None:
-        locked(_frames.ownership, self._set_all, states, values)
-
-    def _set_all(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> None:
-        if _frames.open_frames:
-            self.check_free(states)
-        commit([self.store_all(states, values)])
 
     def store_all(self, states: Sequence[nnx.Variable], values: Iterable[Any]) -> Store:
         return collections.deque, map(_value.__set__, states, values), 0
@@ -267,6 +254,7 @@ class _Nnx:
         state, frame = effect.state, _local.frame
         store = self.store(state, effect.value)
         if effect.created:
+            # The trace in which the Variable was made has ended: it belongs to the surrounding one now.
             home = tracers.TraceState() if frame is None else _FrameTraceState(frame, effect.site)
             return [(_trace.__set__, state, home), store]
         if _owner.get(id(state)) is not frame:
@@ -285,6 +273,7 @@ class _Nnx:
         if frame is None:
             assert type(_trace.__get__(state)) is _FrameTraceState, "only Variables made in a frame are invalidated"
             return stores
+        # `TraceState` records the current trace, but from now on the Variable belongs to that of the enclosing frame.
         with _jax.in_trace(frame.trace):
             home = _FrameTraceState(frame, self.site_of(state))
         return [*stores, (_trace.__set__, state, home), frame.creation(state, self, _CreatedRef(state))]
@@ -302,20 +291,20 @@ class _Nnx:
         # The key of an RngStream, into which every draw folds the stream's count. Not an array of keys: it was split already.
         return isinstance(state, nnx.RngKey) and jnp.ndim(_value.__get__(state)) == 0
 
-    def name_of(self, state: nnx.Variable) -> str | None:
-        return None
-
     def site_of(self, state: nnx.Variable) -> str:
         trace_state = _trace.__get__(state)
         return (type(trace_state) is _FrameTraceState and trace_state.site) or "a place that flax does not record"
 
     def class_options(self, cls: type) -> dict[str, Any]:
         is_node = issubclass(cls, nnx.Pytree) and not cls._pytree__is_pytree
+        # A subclass of a module that opted out of being a pytree must opt out as well: nnx asks each class when it is
+        # made.
         return {"pytree": False} if is_node else {}
 
     def insert_axis(self, state: nnx.Variable, axis: int) -> None:
         names = _axis_names(state)
         if names is not None:
+            # The user may name fewer dimensions than there are, as in a PartitionSpec.
             names += [None] * (axis - len(names))
             state.set_metadata(out_sharding=(*names[:axis], None, *names[axis:]))
         state.add_axis(axis, None)  # the user's hooks, as in `nnx.vmap`
@@ -325,11 +314,6 @@ class _Nnx:
         if names is not None:
             state.set_metadata(out_sharding=(*names[:axis], *names[axis + 1 :]))
         state.remove_axis(axis, None)
-
-    def open(self, frame: Frame) -> list[Store]:
-        return []
-
-    close = open
 
 
 def _axis_names(state: nnx.Variable) -> list[Any] | None:

@@ -3,7 +3,7 @@
 JAX itself traces reads and writes of a Ref, so frames do not watch Refs: the Refs that a staged function touches are
 constants of its jaxpr, however the function reached them. `_lift.stage` then rewrites the equations so that the Ref's
 value is an input and, if it is written, an output; the transform reads the Ref before the call and writes it after
-(decision 4). Transforms without staging stage a function that can reach a Ref (`_lift.stage.call`).
+(decision 4). Transforms without staging stage a function that can reach a Ref (`_lift.run.call`).
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class _RefKind:
 
     def store_all(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
         stores = [self.store(ref, value) for ref, value in zip(states, values, strict=True)]
+        # As in `native`: consumed in C.
         return collections.deque, itertools.starmap(operator.call, stores), 0
 
     def announce(self, effect: _frames.Effect, live: bool) -> list[Store]:

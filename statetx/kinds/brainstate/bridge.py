@@ -35,6 +35,7 @@ class Bridge:
         self.thread = threading.get_ident()
         self.accesses: dict[int, _frames.Access] = {}
         self.is_open = True
+        # `enter` has put the stack on brainstate's list already, so one entry means the outermost.
         self.strays = Strays() if len(context.state_stack) == 1 else None
         self._created: list[tuple[Any, Any]] = []
 
@@ -46,6 +47,7 @@ class Bridge:
             commit([kind.set_owner(state, access.previous_owner)])
             raise _states.invalidated_state_error(state, kind.site_of(state), value_before.reason)
         access.value_before = value_before
+        # The stack may give the state another value here (`new_arg`), so the value in the body is read after it.
         self.stack.read_its_value(view_of(state, self._level_of(state)))
         access.value_in_body = kind.get(state)
         return access
@@ -84,6 +86,8 @@ class Bridge:
     def close(self) -> None:
         if not self.is_open:
             return
+        # One list for one `commit` (decision 18): an interrupt leaves the bridge open or closed, and no state owned
+        # by a closed one.
         stores = [access.kind.set_owner(access.state, access.previous_owner) for access in self.accesses.values()]
 
         for state, kind in [(ref(), kind) for ref, kind in self._created]:
@@ -102,6 +106,7 @@ class Bridge:
             stores.append((operator.delitem, context.new_state_catcher, index))
             stores += [(operator.setitem, vars(state), "_level", 0) for state in self.strays]
         commit([*stores, (setattr, self, "is_open", False), (_frames.set_current_frame, self.parent)])
+        # They may be tracers of the trace that ends here, and would keep it alive.
         for access in self.accesses.values():
             access.value_before = access.value_in_body = _frames.UNKNOWN
         self.trace = None
@@ -124,6 +129,7 @@ def install() -> None:
     bridges: dict[int, Bridge] = {}
 
     def enter(self: brainstate.StateTraceStack) -> brainstate.StateTraceStack:
+        # brainstate first: the bridge counts the entered stacks.
         stack = stack_enter(self)
         bridge = Bridge(self)
         commit([(operator.setitem, bridges, id(self), bridge), *bridge.open()])
@@ -133,6 +139,7 @@ def install() -> None:
         try:
             stack_exit(self, *exc)
         finally:
+            # Even if brainstate refuses the exit, as it does out of order: else every touched state would stay owned.
             bridge = bridges.pop(id(self), None)
             if bridge is not None:  # else the stack was entered before this module was imported
                 bridge.close()

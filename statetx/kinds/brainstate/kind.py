@@ -17,7 +17,7 @@ from brainstate import _state as _private
 from brainstate.util import StateJaxTracer
 
 from ... import _frames, _jax, _states
-from ..._atomic import Store, commit, locked
+from ..._atomic import Store
 from ..._tree import Identity, freeze
 from ..native import _Invalidated
 from .bridge import Bridge
@@ -32,25 +32,19 @@ _DETERMINISTIC = "_state.py transform graph random util nn/_collective_ops.py nn
 _SMALL = 4096  # bytes; larger arrays in `environ` are compared by identity
 
 
-class _Brainstate:
+class _Brainstate(_frames.WatchedKind):
     """See `_states.Kind`."""
 
     name = "brainstate"
     base = brainstate.State
-    is_watched = True
     deterministic_paths = tuple(
         os.path.join(os.path.dirname(brainstate.__file__), *f.split("/")) for f in _DETERMINISTIC
     )
-    bookkeeping: frozenset[str] = frozenset(
-        "_trace_state _value _level _source_info _hooks_manager _name _been_writen _backup".split()
-    )
-    folder = os.path.dirname(brainstate.__file__)
+    bookkeeping = frozenset("_trace_state _value _level _source_info _hooks_manager _name _been_writen _backup".split())
+    folder = os.path.join(os.path.dirname(brainstate.__file__), "")
 
     def __init__(self) -> None:
         self._last_mode: tuple[dict[str, Any], Hashable] = ({}, ())
-
-    def owns(self, obj: Any) -> bool:
-        return isinstance(obj, brainstate.State)
 
     def is_opaque(self, obj: Any) -> bool:
         return isinstance(obj, (brainstate.State, brainstate.graph.Node))
@@ -66,28 +60,15 @@ class _Brainstate:
         return value
 
     def check_free(self, states: Sequence[brainstate.State]) -> None:
-        """Raise if a call in another thread owns one of these states."""
         if owners:
             for s in states:
                 check_free(s)
 
-    def get_all(self, states: Sequence[brainstate.State]) -> list[Any]:
-        return locked(_frames.ownership, self._get_all, states)
-
-    def _get_all(self, states: Sequence[brainstate.State]) -> list[Any]:
-        if _frames.open_frames:
-            self.check_free(states)
+    def _values(self, states: Sequence[brainstate.State]) -> list[Any]:
         return [s.__dict__["_value"] for s in states]
 
-    def set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
-        locked(_frames.ownership, self._set_all, states, values)
-
-    def _set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
-        if _frames.open_frames:
-            self.check_free(states)
-        commit([self.store_all(states, values)])
-
     def store_all(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
+        # ``dict.__setitem__`` on each state's ``__dict__``, consumed in C (decision 18).
         return collections.deque, map(_put, map(vars, states), _NAME, values), 0
 
     def store(self, state: Any, value: Any) -> Store:
@@ -136,8 +117,11 @@ class _Brainstate:
     def invalidate(self, state: brainstate.State, reason: str, closing: Any) -> list[Store]:
         del reason  # brainstate has its own message
         frame = _frames.enclosing_frame(closing)
+        # A bridge records `statetx.State`s only: the new owner is the next frame of statetx.
         while isinstance(frame, Bridge):
             frame = frame.parent
+        # brainstate reports to the stacks from this level on: for the closing frame's state, those that are entered
+        # after it.
         level = len(context.state_stack) if closing is None else context.state_stack.index(observer_of(closing))
         stores = [
             self.store(state, _private._INVALIDATED_TRACE_VALUE),
@@ -173,6 +157,7 @@ class _Brainstate:
 
     def close(self, frame: _frames.Frame) -> list[Store]:
         observer = observer_of(frame)
+        # From the observer to the top: what an interrupt has left of inner transforms goes, too.
         truncations = [
             (operator.delitem, stacks, slice(stacks.index(observer), None))
             for stacks in (context.state_stack, context.new_state_catcher)
@@ -210,6 +195,7 @@ def _freeze(value: Any) -> Hashable:
 def _freeze_leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, jax.Array):
         extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        # By content, which takes long to hash for large arrays; tracers and keys have none to look at.
         if isinstance(leaf, _jax.Tracer) or extended or leaf.nbytes > _SMALL:
             return Identity(leaf)
         return freeze(np.asarray(leaf))

@@ -50,6 +50,7 @@ class Observer(brainstate.StateTraceStack):
 
     def append(self, state: brainstate.State) -> None:
         """brainstate calls this for each new state, as for its own `catch_new_states`."""
+        # brainstate appends a new state to every catcher; it belongs to the innermost frame only.
         if innermost(context.new_state_catcher) is self and not isinstance(state, View):
             self.frame.mark_created(state, self.kind)
 
