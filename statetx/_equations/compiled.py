@@ -10,6 +10,8 @@ from typing import Any
 import jax
 
 from .. import _jax
+from .._tables import Cell, Column, Table
+from .._text import format_bytes, format_flops
 from .flops import count
 
 
@@ -18,7 +20,8 @@ class Cost:
     """Operations and memory of a compiled program.
 
     Attributes:
-        flops: operations of its equations, loops counted with their lengths.
+        flops: operations of its equations, loops counted with their lengths; the body of a `while` loop once, as in the recomputation of
+            `policies.Slots`.
         compiled_flops: operations as XLA counts them: the body of a loop once.
         argument_bytes, output_bytes, temp_bytes: memory, by XLA's memory analysis.
     """
@@ -34,11 +37,25 @@ class Cost:
         """Arguments, outputs and temporaries together."""
         return self.argument_bytes + self.output_bytes + self.temp_bytes
 
+    def __str__(self) -> str:
+        sizes = {"arguments": self.argument_bytes, "outputs": self.output_bytes, "temporaries": self.temp_bytes}
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+        return f"{format_flops(self.flops)} operations; {listed}; {format_bytes(self.peak_bytes)} in all"
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _table(self) -> Table:
+        sizes = (self.argument_bytes, self.output_bytes, self.temp_bytes, self.peak_bytes)
+        names = ("operations", "arguments", "outputs", "temporaries", "in all")
+        cells = [Cell(format_flops(self.flops)), *(Cell(format_bytes(size)) for size in sizes)]
+        return Table("Cost of the compiled program", [Column(name, "right") for name in names], [cells])
+
 
 def memory_analysis_options() -> dict[str, Any]:
     """Compiler options for a program that is compiled only to measure its memory.
 
-    On a CPU they leave the machine code unoptimised, which halves the compile time. XLA assigns memory before that step, so
+    On a CPU they leave the machine code unoptimized, which halves the compile time. XLA assigns memory before that step, so
     the memory is exact.
     """
     return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
@@ -66,13 +83,15 @@ class Program:
 
     Attributes:
         lowered, compiled: the ``jax.stages`` objects.
-        flops: operations of its equations, loops counted with their lengths.
+        flops: operations of its equations, loops counted with their lengths; the body of a `while` loop once, as in the recomputation of
+            `policies.Slots`.
         cost: see `Cost`.
     """
 
     def __init__(self, fun: Callable, args: Sequence[Any], compiler_options: dict[str, Any] | None = None):
         traced = jax.jit(fun).trace(*args)
         self.lowered = traced.lower()
+        # XLA removes dead equations, so they are not counted.
         self.flops = count(_jax.without_dead_code(traced.jaxpr))
         self._options = compiler_options
 
@@ -86,6 +105,7 @@ class Program:
         assert memory is not None
         return Cost(
             flops=self.flops,
+            # Some backends have no analysis, or no count of operations.
             compiled_flops=float((analysis or {}).get("flops", 0.0)),
             argument_bytes=memory.argument_size_in_bytes,
             output_bytes=memory.output_size_in_bytes,

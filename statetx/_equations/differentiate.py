@@ -38,6 +38,8 @@ def forward_pass(
 
     def run(*inputs: Any) -> list[Any]:
         nonlocal pullback
+        # The treedef leaves the trace by `nonlocal`: only arrays can be outputs of a jaxpr, and `backward_pass` needs
+        # it to rebuild the pullback from its residuals.
         outputs, vjp_fun = jax.vjp(function_of(fun, inputs, diff_indices), *(inputs[i] for i in diff_indices))
         residuals, pullback = jax.tree.flatten(vjp_fun)
         return [*outputs, *residuals]
@@ -70,6 +72,7 @@ def with_pullback(
     def step(*arrays: Any) -> tuple[list, list, list]:
         diff_args = (arrays[i] for i in diff_indices)
         outs, vjp_fun, aux = jax.vjp(function_of(fun, arrays, diff_indices), *diff_args, has_aux=True)
+        # Cotangents of one inside a shard_map must vary along the axes of their outputs, as its types demand.
         return outs, aux, list(vjp_fun([_jax.varying_like(jnp.ones_like(x), x) for x in outs]))
 
     return step

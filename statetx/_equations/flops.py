@@ -1,7 +1,7 @@
 """Floating-point operations of equations.
 
 An elementwise primitive counts one operation for each entry of its result (a sine as much as a sum), a reduction one for each entry of its
-operand; products and convolutions count two for each multiply-add. Moving data is free. Matrix factorisations count their leading terms
+operand; products and convolutions count two for each multiply-add. Moving data is free. Matrix factorizations count their leading terms
 (Golub and Van Loan, Matrix Computations, 4th edition). A branch counts its most expensive case, a shard_map one device. A ``while``
 loop counts one step, since its number of steps is unknown: there, and only there, the count may be far too small.
 """
@@ -26,6 +26,7 @@ def flops(eqn: Any) -> int:
     name, rule = eqn.primitive.name, row_of(eqn).flops
     if rule is not None:
         return int(rule(eqn))
+    # An unknown primitive with a jaxpr counts as one run of it.
     inner = [times * count(jaxpr) for jaxpr, times in _inner(eqn)]
     if inner:
         return max(inner) if row_of(eqn).runs is Runs.BRANCH else sum(inner)

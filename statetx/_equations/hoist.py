@@ -37,6 +37,8 @@ class _Scope:
     def __init__(self, variables: Sequence[Any], arrays: Sequence[Any]):
         self.variables = list(variables)
         self.arrays = list(arrays)
+        # By identity: an array that several equations hold becomes one input. `arrays` keeps them alive, and so the
+        # ids valid.
         self._variable_by_id = {id(x): v for x, v in zip(arrays, variables, strict=True)}
 
     def variable(self, array: Any, aval: Any) -> Any:
@@ -95,6 +97,7 @@ def _of_call(name: str, *by_input: tuple[str, Any]) -> Callable[[_Scope, Any], A
             return eqn
         params = {**eqn.params, name: new}
         for key, value in by_input:
+            # One entry for each operand: the new operands come first.
             params[key] = (value,) * len(arrays) + tuple(params[key])
         inputs = scope.inputs_for(_jax.open_jaxpr(new)[0], arrays)
         return eqn.replace(params=params, invars=[*inputs, *eqn.invars])

@@ -40,7 +40,7 @@ class Row:
     Attributes:
         is_view: the result is free to recompute, so a policy saves it only by name or by primitive.
         forwards: how much of its first operand the result is.
-        is_fill: the result is a broadcast operand, or uninitialised memory.
+        is_fill: the result is a broadcast operand, or uninitialized memory.
         is_label: it describes a value and computes nothing, so a listing needs no line for it.
         fuses: XLA fuses it into its consumers, so the result has no buffer unless another operation reads it.
         reads_fused: XLA fuses its operands into it.
@@ -183,13 +183,16 @@ TABLE: dict[str, Row] = {
     **_rows("reduce_window_max reduce_window_min reduce_window_sum", flops=_window(lambda eqn: eqn.outvars[0])),
     **_rows("select_and_scatter_add", flops=_window(lambda eqn: eqn.invars[1])),
     **_rows("scatter-add scatter_add scatter-mul scatter_mul", flops=_of_operand(2)),
-    # Products, factorisations, transforms.
+    # Products, factorizations, transforms.
     **_rows("dot_general", flops=_dot),
     **_rows("conv_general_dilated", flops=_conv),
+    # For square matrices n^3 / 3 (Cholesky), 2 n^3 / 3 (LU), 4 n^3 / 3 (Householder QR), and as much again to form Q.
     **_rows("cholesky", flops=_matrices(1 / 3)),
     **_rows("lu", flops=_matrices(2 / 3)),
     **_rows("geqrf householder_product", flops=_matrices(4 / 3)),
     **_rows("qr", flops=_matrices(8 / 3)),
+    # With vectors: 9 n^3 (symmetric QR), 21 n^3 (Golub and Reinsch), 25 n^3 (unsymmetric QR: the Schur form and its
+    # basis).
     **_rows("eigh", flops=_matrices(9)),
     **_rows("svd", flops=_matrices(21)),
     **_rows("eig", flops=_matrices(25)),
@@ -198,6 +201,7 @@ TABLE: dict[str, Row] = {
     **_rows("sort", flops=_sort),
     **_rows("top_k", flops=_top_k),
     **_rows("threefry2x32 random_split random_fold_in", flops=_of_result(_THREEFRY)),
+    # One block of threefry has two words of 32 bits.
     **_rows("random_bits", flops=_of_result(_THREEFRY / 2)),
     # Calls, loops, branches. JAX asks its policies about the equations within, not about the operation.
     **_rows("jit pjit remat2 remat checkpoint", runs=Runs.ONCE, jaxpr="jaxpr", is_inlined=True),
@@ -205,6 +209,7 @@ TABLE: dict[str, Row] = {
     **_rows("shard_map", runs=Runs.ONCE, jaxpr="jaxpr", places=True),
     **_rows("compute_on", runs=Runs.ONCE, jaxpr="jaxpr"),
     **_rows("custom_jvp_call custom_vjp_call", runs=Runs.PRIMAL, jaxpr="call_jaxpr", is_inlined=True),
+    # `_jax.call_loop`: its jaxpr is the plain loop.
     **_rows("statetx_loop", runs=Runs.PRIMAL, jaxpr="jaxpr", is_inlined=True),
     **_rows("scan", runs=Runs.LOOP, jaxpr="jaxpr"),
     **_rows("cond", runs=Runs.BRANCH, jaxpr="branches"),

@@ -68,6 +68,7 @@ class Body:
 
 # -- structure -------------------------------------------------------------------------------------------------
 
+# Weak: an entry ends with its jaxpr, which JAX drops together with the function that it was traced from.
 _nested: weakref.WeakKeyDictionary[Any, Hashable] = weakref.WeakKeyDictionary()
 
 
@@ -76,6 +77,8 @@ class Structure:
 
     def __init__(self, jaxpr: Jaxpr):
         self._jaxpr = jaxpr
+        # Computed in every call of every transform, so parameters are left to the comparison, which runs only where
+        # hashes agree.
         self._hash = hash((tuple([e.primitive for e in jaxpr.eqns]), tuple([v.aval for v in jaxpr.invars])))
 
     @functools.cached_property
@@ -83,6 +86,7 @@ class Structure:
         """Whether it equals no other structure. Only functions in equations are checked: they may hold the user's values."""
         try:
             for eqn in self._jaxpr.eqns:
+                # An effect may hold the variable of a Ref, which the comparison of all parts finds out.
                 if eqn.effects:
                     return self._parts is None
                 if _holds_functions(eqn):
@@ -138,6 +142,8 @@ def _structure(jaxpr: Jaxpr) -> tuple:
             numbers[v] = len(numbers)
         params = tuple([(k, _param(v)) for k, v in eqn.params.items()])
         outs = tuple([v.aval for v in eqn.outvars])
+        # Scopes count: they are the names of compiled operations (decision 10). Source lines do not: of equal layers
+        # the first one's appear.
         scope = eqn.source_info.name_stack
         eqns.append((eqn.primitive, ins, outs, params, _effects(eqn.effects), eqn.ctx, scope))
     types = tuple([v.aval for v in (*jaxpr.constvars, *jaxpr.invars)])
@@ -154,17 +160,23 @@ def _effects(effects: Any) -> Hashable:
 def _param(x: Any) -> Hashable:
     cls = type(x)
     if cls in _HASHABLE:
+        # With the type: True == 1 == 1.0, but they are different parameters.
         return (cls, x)
     if cls is tuple and all([type(v) is int for v in x]):  # fast path: shapes and axes
         return (tuple, x)
+
     if _jax.is_jaxpr(x):
         return _jaxpr_param(x)
     if isinstance(x, (tuple, list)):
         return (type(x), *[_param(v) for v in x])
     if isinstance(x, dict):
         return (dict, *[(k, _param(v)) for k, v in x.items()])
+    # Bit by bit, as 0.0 == -0.0 and nan != nan.
     if isinstance(x, (bool, int, float, complex, np.ndarray, np.generic)):
         return _constant(x)
+
+    # JAX wraps a derivative rule again in each trace, so rules have no useful identity of their own (see
+    # `_jax.derivative_rule`).
     if type(x).__name__ == "WrappedFun":
         rule = _jax.derivative_rule(x)
         if rule is None:
@@ -259,6 +271,8 @@ class Table:
     def get(self, bodies: Body | Sequence[Body], use: tuple, build: Callable[..., Callable]) -> Callable:
         """``build(*bodies)``, shared by all bodies of equal structure for this `use`: a transform's name and every setting of `build`."""
         bodies = (bodies,) if isinstance(bodies, Body) else bodies
+        # A rule runs only under differentiation, of which there is none in eager code: without rules the layers are
+        # comparable again.
         if _jax.is_eager() and any(body.key.is_incomparable for body in bodies):
             bodies = [Body(_without_rules(body.jaxpr), body.operands) for body in bodies]
         if _bypass.active or any(body.key.is_incomparable for body in bodies):

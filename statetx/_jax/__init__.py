@@ -92,7 +92,7 @@ from .remat import names_in_policy as names_in_policy
 from .remat import num_devices as num_devices
 from .remat import platforms as platforms
 from .remat import policy_answer as policy_answer
-from .remat import rematerialise as rematerialise
+from .remat import rematerialize as rematerialize
 from .remat import set_remat_lowering as set_remat_lowering
 from .remat import to_device as to_device
 from .remat import to_host as to_host
@@ -118,6 +118,7 @@ from .traces import Tracer as Tracer
 from .traces import TraceState as TraceState
 from .traces import _context as _context
 from .traces import _eval_trace as _eval_trace
+from .traces import api_boundary as api_boundary
 from .traces import cache_key_context as cache_key_context
 from .traces import checks_keys as checks_keys
 from .traces import current_trace as current_trace
@@ -134,6 +135,7 @@ from .traces import is_live as is_live
 from .traces import is_of_current_trace as is_of_current_trace
 from .traces import leaked_tracers as leaked_tracers
 from .traces import primal_of as primal_of
+from .traces import refuse_as_value as refuse_as_value
 from .traces import register_cache as register_cache
 from .traces import trace_context as trace_context
 from .traces import trace_ref as trace_ref

@@ -44,11 +44,13 @@ def mapped_in_each(x: Any, vmaps: Sequence[Any]) -> list[bool]:
     """For each of `enclosing_vmaps`, whether `x` differs between its examples; True if this is unknown."""
     is_mapped = []
     for trace in vmaps:
+        # A derivative between two vmaps has a tracer of its own, which says nothing about examples: its primal does.
         while isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)):
             x = x.primal
         if not isinstance(x, _batching.BatchTracer):
             is_mapped.append(isinstance(x, Tracer))  # of another transform, such as a jit inside the map
         elif x._trace.tag is not trace.tag:
+            # A tracer of another vmap: a value that this vmap mapped would be wrapped in a tracer of it.
             is_mapped.append(False)
         else:
             is_mapped.append(x.batch_dim is not None)
@@ -69,6 +71,7 @@ def map_jaxpr(
 
 def map_over(fun: Callable, axis_data: Any, in_axes: Any) -> Callable:
     """Map `fun` over the axis of another `jax.vmap`, given by its `axis_data`; all outputs are mapped along axis 0."""
+    # With the name and sharding of the axis: collectives inside `fun` may refer to it.
     name = None if axis_data.name is _core.no_axis_name else axis_data.name
     options = {"axis_name": name, "axis_size": axis_data.size, "spmd_axis_name": axis_data.spmd_name}
     return jax.vmap(fun, in_axes=in_axes, out_axes=0, **options)
@@ -103,6 +106,8 @@ def notify_of_vmap(values: Sequence[Any], index: int, callback: Callable[[Any, l
     return _notice_p.bind(*values, index=index, callback=callback)
 
 
+# A primitive, since a program that is traced now may be mapped later, and only equations remain of it then (decision
+# 20). All values are operands: which of them are mapped is known only to their equation.
 _notice_p = _core.Primitive("statetx_notice")
 
 
@@ -119,5 +124,6 @@ def _notice_impl(*args: Any, index: int, callback: Callable) -> Any:
 _notice_p.def_impl(_notice_impl)
 _notice_p.def_abstract_eval(_notice_impl)
 _ad.primitive_jvps[_notice_p] = lambda ps, ts, **params: (_notice_p.bind(*ps, **params), ts[params["index"]])
+# JAX passes the whole axis (name, size, sharding) to the rules in this table only.
 _batching.fancy_primitive_batchers[_notice_p] = _notice_batch
 _mlir.register_lowering(_notice_p, _mlir.lower_fun(_notice_impl, multiple_results=False))

@@ -68,6 +68,7 @@ def loop_of(eqn: Any) -> CustomLoop | None:
 def with_body(eqn: Any, body: Jaxpr) -> Any:
     """Replace the loop body in an equation made by `call_loop`."""
     loop = eqn.params["loop"].with_body(body)
+    # The settings of the equation: the jaxpr of the edited loop is traced as that of the loop was.
     with eqn.ctx.manager:
         jaxpr = loop.jaxpr_for([v.aval for v in eqn.invars])
     return eqn.replace(params={"jaxpr": jaxpr, "loop": loop})
@@ -86,6 +87,7 @@ _loop_p.multiple_results = True
 
 
 def _loop_jvp(args: Any, tangents: Any, *, loop: CustomLoop, **_: Any) -> tuple[list, list]:
+    # Tangents of integers are float0: zero in fact, though not in type.
     has_tangent = [type(t) is not _Zero and t.dtype != jax.dtypes.float0 for t in tangents]
     outs, out_tangents = loop.jvp(list(args), {i: t for i, t in enumerate(tangents) if has_tangent[i]})
     float_tangents = iter(out_tangents)
@@ -101,6 +103,8 @@ def _loop_linearize(is_vjp: bool, nonzeros: Any, *args: Any, jaxpr: ClosedJaxpr,
     JAX caches that of a scan; the fallback would trace `_loop_jvp` on every call.
     """
     scan, body = jaxpr.eqns[0] if len(jaxpr.eqns) == 1 else None, jaxpr.jaxpr
+    # JAX's rule is called with the operands and parameters of the inner equation: they must be the loop's own, in the
+    # same order.
     is_scan = (
         scan is not None and scan.primitive is scan_p and scan.invars == body.invars and scan.outvars == body.outvars
     )
@@ -119,6 +123,7 @@ def _loop_transpose(cts: Any, *args: Any, jaxpr: ClosedJaxpr, loop: CustomLoop) 
     linear = [i for i, x in enumerate(args) if _ad.is_undefined_primal(x)]
     has_ct = [i for i, ct in enumerate(cts) if type(ct) is not _Zero]
 
+    # Outputs without a cotangent are left out: `jax.linear_transpose` wants one for each.
     def run(*operands: Any) -> list[Any]:
         outs = _core.jaxpr_as_fun(jaxpr)(*operands)
         return [outs[i] for i in has_ct]
@@ -130,6 +135,7 @@ def _loop_transpose(cts: Any, *args: Any, jaxpr: ClosedJaxpr, loop: CustomLoop) 
 
 
 _loop_p.def_impl(lambda *args, loop, jaxpr: loop.run(list(args)))
+# With effects, or JAX would take a loop with a debug callback for pure, and remove it when nothing reads its results.
 _loop_p.def_effectful_abstract_eval(lambda *_, loop, jaxpr: (jaxpr.out_avals, jaxpr.effects))
 _ad.primitive_jvps[_loop_p] = _loop_jvp
 _ad.primitive_linearizations[_loop_p] = _loop_linearize

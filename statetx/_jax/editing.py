@@ -19,6 +19,7 @@ _value_of = operator.attrgetter("val")
 
 def bind_equation(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
     """Run one equation on `args` with these parameters; its operations keep the source line and name stack of `eqn`."""
+    # `eqn.ctx` has the settings that the equation was traced under, such as the mesh; lowering looks them up there.
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
         outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
@@ -48,6 +49,7 @@ def interpret(
 
 def function_of(eqn: Any) -> Jaxpr:
     """A jaxpr of this one equation; its inputs are the variables among the operands."""
+    # An operand that is read twice is one input. Literals stay in the equation.
     invars = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))
     outvars = [Var(v.aval) for v in eqn.outvars]
     info = _core.DebugInfo("statetx", eqn.primitive.name, None, None)
@@ -86,6 +88,7 @@ def _is_manual(aval: Any) -> bool:
 
 def rebuild(jaxpr: Jaxpr, *, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any] | None = None) -> Jaxpr:
     """Replace a jaxpr's inputs, outputs and equations; the result has no constants."""
+    # The names of inputs and outputs are by position, and would name others now.
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     eqns = jaxpr.eqns if eqns is None else list(eqns)
     return _checked(jaxpr.replace(constvars=[], invars=list(invars), outvars=list(outvars), eqns=eqns, debug_info=info))
@@ -120,6 +123,7 @@ def map_jaxprs(fun: Callable[[Any], Any], eqn: Any) -> Any:
 
     def apply(x: Any) -> Any:
         if isinstance(x, (tuple, list)) and any(map(is_jaxpr, x)):
+            # A tuple of branches stays a tuple; a NamedTuple's constructor takes its fields one by one.
             return getattr(x, "_make", type(x))([apply(v) for v in x])
         return fun(x) if is_jaxpr(x) else x
 

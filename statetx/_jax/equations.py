@@ -82,6 +82,7 @@ def zero_tangent(aval: Any) -> Any:
 
 def zeros(aval: Any) -> Any:
     """Zeros of a type, with its sharding unless that belongs to a mesh other than the current one."""
+    # A type from outside a shard_map, say, names a mesh that no array made here can lie on.
     if aval.sharding.mesh != jax.sharding.get_abstract_mesh():
         return jnp.zeros(aval.shape, aval.dtype)
     return _instantiate_zeros(_Zero(aval))

@@ -70,6 +70,7 @@ def _linear_transpose(
     cts: Any, *args: Any, fun: Callable, transpose: Callable, num_res: int, out_avals: Any
 ) -> list[Any]:
     nonzero_cts = [None if type(ct) is _Zero else ct for ct in cts]
+    # Nothing to run the reversal for; None is JAX's zero cotangent here.
     if all(ct is None for ct in nonzero_cts):
         return [None] * len(args)
     return [None] * num_res + transpose(list(args[:num_res]), nonzero_cts)
@@ -89,6 +90,7 @@ def _linear_batch(
         # A tangent that all examples share is broadcast, and the transpose of a broadcast is a sum.
         return [x.sum(0) if d is None else jnp.moveaxis(x, 0, d) for x, d in zip(outs, dims, strict=True)]
 
+    # All outputs are mapped, whichever operands are: `fun` is opaque, and nobody knows what an output depends on.
     outs = _linear_p.bind(
         *args,
         fun=map_over(fun, axis, (res_dims, dims)),

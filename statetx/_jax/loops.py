@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax._src.lax.control_flow import loops as _loops
-from jax._src.lax.control_flow.loops import scan_p
+from jax._src.lax.control_flow.loops import scan_p, while_p
+from jax.interpreters import ad
 
 try:
     # jax 0.12: `scan_p` has trees where it had numbers.
     from jax._src import flattree as _flattree  # pyright: ignore[reportAttributeAccessIssue]
 except ImportError:
     _flattree = None
-from .equations import ClosedJaxpr
+from . import patches
+from .equations import ClosedJaxpr, open_jaxpr
 from .meshes import replicated
 
 
@@ -30,8 +32,33 @@ def bind_scan(
     return scan_p.bind(*constants, *carry, *xs, jaxpr=jaxpr, length=length, reverse=reverse, unroll=1, **counts)
 
 
+_transpose_while = ad.primitive_transposes[while_p]
+
+
+def _refuse_to_transpose(*args: Any, **params: Any) -> Any:
+    try:
+        return _transpose_while(*args, **params)
+    except ValueError as e:
+        info = getattr(open_jaxpr(params["body_jaxpr"])[0], "debug_info", None)
+        name = "fori_loop" if info is not None and info.traced_for == "fori_loop" else "while_loop"
+        place = f"{name}({info.func_src_info})" if info is not None else name
+        bounds = "give Python integers as bounds, or " if name == "fori_loop" else ""
+        raise ValueError(
+            f"{e}\nThe loop: {place}.\nFix: {bounds}use statetx.while_loop(..., checkpoint=statetx.policies.Slots(n)), "
+            f"which stores n values at a time for the gradient through any number of steps."
+        ) from None
+
+
+ad.primitive_transposes[while_p] = _refuse_to_transpose
+patches.note(
+    "the error for `jax.lax.while_loop` in reverse mode",
+    "JAX's message advises a loop of known length. To it is added which loop it is, and that `statetx.while_loop` has `checkpoint=`.",
+)
+
+
 def empty(length: int, aval: Any) -> Any:
-    """An uninitialised array for `length` values of type `aval`."""
+    """An uninitialized array for `length` values of type `aval`."""
+    # The function that JAX's own scan makes its ys with: zeros would be written once before they are overwritten.
     return replicated(_loops._empty_array((length,), (None,), aval))
 
 

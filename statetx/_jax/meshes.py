@@ -39,6 +39,7 @@ def concrete_mesh(mesh: Any) -> Any:
     current = _mesh.get_concrete_mesh()
     if current.shape_tuple == mesh.shape_tuple:
         return current
+    # Axes are manual only inside a shard_map. A program that is compiled by itself has them automatic.
     auto, manual = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual
     types = tuple([auto if t == manual else t for t in mesh.axis_types])
     return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=types, devices=jax.devices()[: mesh.size])
@@ -52,6 +53,7 @@ def varying_axes(aval: Any) -> frozenset[str]:
 
 def as_varying(x: Any, axes: Sequence[str]) -> Any:
     """Cast `x` to a type that varies along these axes of a `jax.shard_map`, if types show them."""
+    # `pcast` refuses an axis along which the value varies already.
     missing = tuple([a for a in axes if a not in varying_axes(jax.typeof(x))])
     return jax.lax.pcast(x, missing, to="varying") if missing and _config._check_vma.value else x
 
@@ -64,6 +66,7 @@ def varying_like(x: Any, y: Any) -> Any:
 @contextlib.contextmanager
 def outside_all_transforms() -> Iterator[None]:
     """A context outside every trace, `jax.vmap` and `jax.shard_map`."""
+    # The trace alone is not enough: axis names, the abstract mesh and `check_vma` are settings of their own.
     mesh = _mesh.get_concrete_mesh().abstract_mesh
     axes = _context.axis_env
     with _core.set_current_trace(_eval_trace), jax.sharding.use_abstract_mesh(mesh), _config._check_vma(False):
@@ -94,11 +97,14 @@ def with_varying_inputs(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
 def _run_varying(eqn: Any, operands: list[Any]) -> list[Any]:
     name = eqn.primitive.name
     if name == "pvary":
+        # Some axes vary already now, which the primitive would refuse.
         return [as_varying(x, eqn.params["axes"]) for x in operands]
     if name in ("jit", "pjit"):
         inner, consts = open_jaxpr(eqn.params["jaxpr"])
         with eqn.ctx.manager:
             return with_varying_inputs(inner, [*consts, *operands])
+    # The functions of `jax.lax` cast operands to vary alike; a primitive that is bound directly refuses operands that
+    # differ.
     if not any(True for _ in inner_jaxprs(eqn)):
         axes = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in operands)))
         operands = [as_varying(x, axes) for x in operands]
@@ -111,6 +117,7 @@ def in_shard_maps(*eqns: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for params in (eqn.params for eqn in eqns if eqn.primitive.name == "shard_map"):
             mesh, axes = params["mesh"], params["newly_manual_axes"]
+            # `newly_manual_axes` are this shard_map's own; those of an enclosing one are manual on its mesh already.
             manual = axes | set(mesh.manual_axes)
             stack.enter_context(_core.extend_axis_env_nd([(k, v) for k, v in mesh.shape.items() if k in manual]))
             types = dict.fromkeys(axes, jax.sharding.AxisType.Manual)

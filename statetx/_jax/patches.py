@@ -13,7 +13,7 @@ class Change(NamedTuple):
 
     Attributes:
         target: the qualified name, which begins with the library's.
-        reason: why the library's own behaviour is not enough, and which behaviour is unchanged.
+        reason: why the library's own behavior is not enough, and which behavior is unchanged.
     """
 
     target: str

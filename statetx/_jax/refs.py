@@ -51,8 +51,11 @@ def ref_store(ref: Any, value: Any) -> tuple[Any, ...]:
     """
     buffers = None if isinstance(ref, Tracer) or not is_eager() else getattr(ref, "_refs", None)
     buffer = getattr(buffers, "_buf", None)
+    # Under a trace, or for a value that JAX must convert or refuse: its own way, which runs Python and may be
+    # interrupted.
     if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
         return operator.setitem, ref, ..., value
+    # A copy: JAX writes a Ref's buffer in place, and the caller still has `value`.
     return setattr, buffers, "_buf", jax.device_put(value, buffer.sharding, may_alias=False)
 
 
@@ -113,6 +116,8 @@ def _hold_rules(x: Any) -> Any:
             return map_jaxprs(_hold_rules, eqn)
         if any(isinstance(v.aval, _AbstractRef) for v in eqn.invars):
             return eqn
+        # Held without effects: these would show JAX the Refs made inside. The call has them again when it is
+        # released, and so have the jaxprs around it.
         return eqn.replace(primitive=_held_p, params={"held": _Held(eqn)}, effects=_core.no_effects)
 
     return _with_changed_equations(x, [hold(eqn) for eqn in open_jaxpr(x)[0].eqns])

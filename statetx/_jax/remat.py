@@ -27,7 +27,7 @@ from .rules import _closed_over, has_rule, with_rule
 from .traces import JAX_FOLDER, traceback_site
 
 
-def rematerialise(jaxpr: Jaxpr, args: Sequence[Any], *, policy: Any, prevent_cse: bool | tuple[bool, ...]) -> list[Any]:
+def rematerialize(jaxpr: Jaxpr, args: Sequence[Any], *, policy: Any, prevent_cse: bool | tuple[bool, ...]) -> list[Any]:
     """Apply `jax.checkpoint` to an already staged jaxpr without constants; `prevent_cse` may be given for each input.
 
     It binds `remat_p` even if ``jax_remat3`` is on: the newer form accepts neither `prevent_cse` nor policies other than
@@ -37,7 +37,9 @@ def rematerialise(jaxpr: Jaxpr, args: Sequence[Any], *, policy: Any, prevent_cse
 
 
 def set_remat_lowering(rule: Callable) -> None:
-    """Lower rematerialised functions by ``rule(as_jax, ctx, *args, **params)``; ``as_jax`` is JAX's own rule."""
+    """Lower rematerialized functions by ``rule(as_jax, ctx, *args, **params)``; ``as_jax`` is JAX's own rule."""
+    # For every platform: at this point nobody knows which one a function will be lowered for. The rule looks at its
+    # context.
     _mlir.register_lowering(remat_p, functools.partial(rule, _mlir._lowerings[remat_p].rule))
     patches.note(
         "the lowering of jax.checkpoint",
@@ -53,6 +55,7 @@ def platforms(ctx: Any) -> tuple[str, ...]:
 
 def ir_type(aval: Any) -> Any:
     """The MLIR type of an array."""
+    # Keys have an extended dtype; StableHLO knows the integers behind it.
     physical: Any = _core.physical_aval(aval)
     return ir.RankedTensorType.get(physical.shape, _mlir.dtype_to_ir_type(physical.dtype))
 
@@ -70,7 +73,7 @@ def with_sharding(ctx: Any, x: Any, aval: Any) -> Any:
 
 
 CPU_DROPS_BARRIERS = _jaxlib_version < (0, 11, 1)
-"""Whether XLA on CPUs removes optimisation barriers before it merges equal computations (measured: 0.10.2, 0.11.0, 0.11.1, 0.11.2)."""
+"""Whether XLA on CPUs removes optimization barriers before it merges equal computations (measured: 0.10.2, 0.11.0, 0.11.1, 0.11.2)."""
 
 mark_primitive = _core.Primitive("statetx_mark")
 """The identity, on a value that a region of `statetx.remat` saves: ``region`` is the number of the region, ``what`` a label,
@@ -128,7 +131,7 @@ patches.replace(
     "jax._src.ad_checkpoint._insert_reduce_precision",
     _ad_checkpoint,
     _insert_reduce_precision,
-    "JAX copies every residual of a rematerialised function, to round it to its own precision. The compiler has no excess precision for "
+    "JAX copies every residual of a rematerialized function, to round it to its own precision. The compiler has no excess precision for "
     "float32 and float64, so values that statetx marks are not copied, nor are complex values, on which JAX's function fails.",
 )
 
@@ -159,6 +162,7 @@ def without_remat3(x: Any) -> Any:
         return x
     jaxpr, consts = open_jaxpr(x)
     eqns = [_equation_without_remat3(eqn) for eqn in jaxpr.eqns]
+    # Other operations of hijax may remain, and then the jaxpr is still a high one.
     high = any(v.aval.is_high for v in jaxpr.invars) or any(
         e.primitive.is_high(*(v.aval for v in e.invars), **e.params) for e in eqns
     )
@@ -231,7 +235,7 @@ def is_jax_policy(policy: Any) -> bool:
 
 
 def forbidden_effects(jaxpr: Jaxpr) -> list[tuple[str, str]]:
-    """The effects in a jaxpr that cannot be rematerialised: name and source line of each such function or operation."""
+    """The effects in a jaxpr that cannot be rematerialized: name and source line of each such function or operation."""
     if not _effects.remat_allowed_effects.filter_not_in(jaxpr.effects):
         return []
     forbidden = []
@@ -247,7 +251,8 @@ def forbidden_effects(jaxpr: Jaxpr) -> list[tuple[str, str]]:
 def _callback(eqn: Any) -> tuple[str, str]:
     callback = eqn.params.get("callback")
     callback = getattr(callback, "callback_func", callback)
-    name = getattr(callback, "__qualname__", None) or eqn.primitive.name
+    name = getattr(callback, "__qualname__", None)
+    name = f"{eqn.primitive.name} of {name}" if name else eqn.primitive.name
     return name, traceback_site(eqn.source_info.traceback, (JAX_FOLDER,))
 
 

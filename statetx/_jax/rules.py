@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
@@ -70,7 +69,7 @@ def with_rule(eqn: Any, edit: Callable[[Jaxpr], Jaxpr], call: Any) -> Any:
 def derivative_rule(x: Any) -> tuple[Any, ...] | None:
     """A hashable identity of a custom derivative rule in an equation's parameters; None if it has none.
 
-    JAX wraps the rule again in every trace. Only rules that JAX itself defines are recognised: they read nothing that may
+    JAX wraps the rule again in every trace. Only rules that JAX itself defines are recognized: they read nothing that may
     change. A user's rule runs when the equation is differentiated and may read anything, so two equations with such a rule
     never compare equal.
     """
@@ -85,8 +84,11 @@ def derivative_rule(x: Any) -> tuple[Any, ...] | None:
             break
         inner = wrapped[0]
     rule = inner.f
+
     if not _defined_by_jax(rule):
         return None
+    # JAX flattens the rule by transforms with arguments, such as treedefs: equal rules with other arguments are other
+    # rules.
     static = tuple(a for _, args in inner.transforms for a in args if not callable(a))
     return (rule, *static)
 
@@ -106,7 +108,7 @@ def _defined_by_jax(fun: Any) -> bool:
 
 def _is_in_jax_source(fun: Any) -> bool:
     # Not its __module__, which functools.wraps copies from another function.
-    return isinstance(fun, FunctionType) and fun.__code__.co_filename.startswith(JAX_FOLDER + os.sep)
+    return isinstance(fun, FunctionType) and fun.__code__.co_filename.startswith(JAX_FOLDER)
 
 
 def _closed_over(fun: Any, depth: int = 3) -> Iterator[Any]:

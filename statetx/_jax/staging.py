@@ -19,6 +19,9 @@ from .traces import _context
 def name_inputs(jitted: Any, operands: Sequence[Any], names: Sequence[str]) -> None:
     """Name the inputs of a `jax.jit` function's program for `operands`, by tracing it now; JAX caches the trace."""
     jaxpr, _ = open_jaxpr(jitted.trace(*operands).jaxpr)
+
+    # The lowering reads names from the cached trace, so changing them there costs nothing in later calls (decision
+    # 10).
     info = getattr(jaxpr, "_debug_info", None)
     if info is not None:
         closed_over = ("",) * (len(jaxpr.invars) - len(names))
@@ -65,6 +68,8 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
     if isinstance(trace, _pe.DynamicJaxprTrace) and not (jaxpr.effects or jaxpr.is_high):
         variables = [*jaxpr.constvars, *jaxpr.invars]
         source = source_info_util.current()
+        # Copied only if every argument has the very type that the jaxpr was staged for. Another weak type or sharding
+        # may change the types of results, which JAX must then infer again.
         tracers = [trace.to_jaxpr_tracer(x, source) for x in args]
         if all(t.aval == v.aval for t, v in zip(tracers, variables, strict=True)):
             return _copy_equations(trace, jaxpr, tracers, source)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.core
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import dtypes as _dtypes
 from jax._src import literals as _literals
-from jax._src import source_info_util
+from jax._src import source_info_util, traceback_util
 from jax._src import util as _util
 from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.interpreters import ad as _ad
@@ -21,11 +22,22 @@ from jax._src.interpreters import partial_eval as _pe
 
 from . import patches
 
-source_info_util.register_exclusion(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+# The package's folder, seen from this file: if the file moves, so does the exclusion.
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+source_info_util.register_exclusion(os.path.join(_PACKAGE, ""))
 patches.note(
     "the folders that jax._src.source_info_util leaves out",
     "JAX's messages and profiles name the user's line that called statetx, not a line of statetx.",
 )
+traceback_util.register_exclusion(_PACKAGE)
+patches.note(
+    "the folders that jax._src.traceback_util leaves out",
+    "Tracebacks show the user's lines and the error, without lines of statetx; JAX_TRACEBACK_FILTERING=off shows all.",
+)
+
+api_boundary = traceback_util.api_boundary
+"""Marks a function that users call: JAX filters the traceback of an exception that leaves the outermost of these."""
+
 Tracer = jax.core.Tracer
 TraceState = _core.OpaqueTraceState
 ArrayImpl = _ArrayImpl
@@ -40,7 +52,7 @@ _eval_trace = _core.eval_trace
 
 # JAX's labels for traces of loop bodies (`DebugInfo.traced_for`); statetx gives the same ones to `stage`.
 _LOOP_BODIES = frozenset({"scan", "while_body", "fori_loop"})
-JAX_FOLDER = os.path.dirname(jax.__file__)
+JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")  # ends with a separator: not `jaxopt`
 
 
 def traceback_site(traceback: Any, folders: tuple[str, ...]) -> str:
@@ -93,6 +105,8 @@ def leaked_tracers(value: Any, anchor: Any | None) -> list[Any]:
     tracers = [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, Tracer)]
     if not tracers:
         return []
+    # The anchor's own tracers may stay: the owner of that trace removes them. So may tracers of its parents, which
+    # outlive it.
     outer = {id(_tag(t)) for t in _parents(_eval_trace if anchor is None else anchor)}
     return [t for t in tracers if id(_tag(t._trace)) not in outer]
 
@@ -136,6 +150,7 @@ def transform_name(trace: Any) -> str:
 
 def in_loop_body() -> bool:
     """Whether the current trace is itself the trace of a loop body, not of a transform inside one."""
+    # Only traces that stage have a frame: inside grad or vmap in a loop body the answer is no.
     info = getattr(getattr(_context.trace, "frame", None), "debug_info", None)
     return info is not None and info.traced_for in _LOOP_BODIES
 
@@ -198,3 +213,13 @@ def is_of_current_trace(x: Any) -> bool:
 def register_cache(cache: Any, name: str) -> None:
     """Let ``jax.clear_caches`` call `cache.cache_clear()`; JAX holds the cache weakly."""
     _util.register_cache(cache, name)
+
+
+def refuse_as_value(cls: type, refuse: Callable[[Any], Any]) -> None:
+    """Let JAX call `refuse` with an instance of the class where it needs an array; it raises an error.
+
+    The error must not be a `TypeError`, which JAX replaces by one about ``static_argnums``.
+    """
+    _core.pytype_aval_mappings[cls] = refuse
+    if hasattr(_dtypes, "canonicalize_value_handlers"):
+        _dtypes.canonicalize_value_handlers[cls] = refuse

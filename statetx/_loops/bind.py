@@ -34,11 +34,15 @@ def scan(body: Body, num_constants: int, num_carry: int, *, length: int, reverse
 
         return jax.lax.scan(step, carry, xs, length, reverse, unroll)
 
+    # True == 1 in Python, so True is asked for by identity: for `jax.lax.scan` it means the whole length.
     if unroll is True or unroll != 1 or not _is_plain(body, num_constants, num_carry):
         return through_lax
+
+    # Closed here, once: JAX's caches go by the identity of the closed jaxpr.
     jaxpr = _jax.close(body.jaxpr, ())
 
     def scan(constants: list, carry: list, xs: list) -> tuple[list, list]:
+        # The primitive would compile the loop under `jax.disable_jit`, too; `jax.lax` runs it step by step.
         if _jax.is_jit_disabled():
             return through_lax(constants, carry, xs)
         outs = _jax.bind_scan(jaxpr, constants, carry, xs, length=length, reverse=reverse)
@@ -54,6 +58,8 @@ def while_loop(test: Body, body: Body, num_constants: int) -> Callable:
     def through_lax(test_constants: list, body_constants: list, carry: list) -> list:
         return jax.lax.while_loop(lambda c: test(test_constants, *c)[0], lambda c: body(body_constants, *c), carry)
 
+    # `jax.lax.while_loop` makes a forwarded carry a constant only if the condition does not read it. Such a loop goes
+    # through it in either case: the check is JAX's affair.
     if test.jaxpr.effects or not _is_plain(body, num_constants, len(body.jaxpr.outvars)):
         return through_lax
     test_jaxpr, body_jaxpr = _jax.close(test.jaxpr, ()), _jax.close(body.jaxpr, ())
@@ -82,6 +88,8 @@ def branch(bodies: Sequence[Body], dtypes: Sequence[Any]) -> Callable:
             return jax.lax.cond(index, branches[1], branches[0], *operands)
         return jax.lax.switch(index, branches, *operands)
 
+    # `jax.lax` calls the only branch directly, and takes an output that is the same input in every branch out of the
+    # `cond`.
     handed_on = zip(*(_handed_on(b.jaxpr) for b in bodies), strict=True)
     is_plain = all(_is_pure(b.jaxpr) for b in bodies) and all(dtype is None for dtype in dtypes)
     if len(bodies) == 1 or not is_plain or any(i[0] is not None and len(set(i)) == 1 for i in handed_on):
@@ -91,6 +99,8 @@ def branch(bodies: Sequence[Body], dtypes: Sequence[Any]) -> Callable:
     def branch(index: Any, *operands: Any) -> list:
         if _jax.is_jit_disabled():
             return through_lax(index, *operands)
+        # The branches of `cond_p` are numbered, and `jax.lax.cond` puts the one for False first. `jax.lax.switch`
+        # clamps its index before it binds the primitive.
         which = jax.lax.convert_element_type(index, jnp.int32)
         if index.dtype != bool:
             which = jax.lax.clamp(jnp.int32(0), which, jnp.int32(len(jaxprs) - 1))
@@ -101,6 +111,8 @@ def branch(bodies: Sequence[Body], dtypes: Sequence[Any]) -> Callable:
 
 def _is_plain(body: Body, num_constants: int, num_carry: int) -> bool:
     """Whether `jax.lax` would make a loop of a body as it is: ``(constants, carry, xs) -> (carry, ys)``."""
+    # `jax.lax.scan` makes a carry a constant if the body returns it in its own place, and keeps ys that are elements
+    # of xs out of the loop. All other forwarded inputs it leaves in the body.
     handed_on = _handed_on(body.jaxpr)
     return (
         _is_pure(body.jaxpr)

@@ -9,8 +9,10 @@ from .. import _jax
 from .._equations.structure import Body, table
 from .._errors import EffectError, PolicyError
 from .._lift import key_reuse
-from .._lift.stage import name_of
 from .._lift.staged import Staged
+from .._lift.wrapper import name_of
+from .._remat.policy import Policy
+from .._text import suggestion
 from . import bind
 from .progress import Bars
 from .step import Step
@@ -29,11 +31,22 @@ def as_strategy(name: str, checkpoint: Any) -> Strategy:
     if checkpoint == "auto":
         return Auto()
     if isinstance(checkpoint, str):
-        return Budget(checkpoint)  # type: ignore[arg-type]
+        try:
+            return Budget(checkpoint)  # type: ignore[arg-type]
+        except PolicyError as e:
+            raise PolicyError(
+                f"{name}: checkpoint={checkpoint!r}: {e.args[0]}{suggestion(checkpoint, ['auto'])}"
+            ) from None
     if isinstance(checkpoint, int) and not isinstance(checkpoint, bool):
         return Slots(checkpoint)
     if isinstance(checkpoint, tuple) and checkpoint:
         return Lengths(*checkpoint)
+    if isinstance(checkpoint, Policy):
+        raise PolicyError(
+            f"{name}: checkpoint={checkpoint!r} is a policy for the values of one step, not a strategy for the loop.\n"
+            f"Fix: give it to a strategy, policies.Slots(n, policy={checkpoint!r}), or put it on the body: "
+            f"statetx.remat(body, policy={checkpoint!r})."
+        )
     raise PolicyError(
         f"{name}: checkpoint={checkpoint!r} is not a strategy (statetx.policies.Levels, Lengths, Slots, Budget) nor a "
         f"short form of one: a number of slots, a tuple of lengths, a size such as '64MiB', or 'auto'."
@@ -93,7 +106,11 @@ def make_loop(
         step = Step(key_reuse.body_with_key_data(body), num_constants, num_carry, **options)
         return key_reuse.loop_with_key_data(_build(step, strategy), body)
 
+    # A strategy runs steps again, with the same keys. JAX's checker of key reuse would take that for a second draw,
+    # so that the loop carries keys as words while the checker is on.
     is_of_words = strategy is not None and key_reuse.is_needed(body)
+    # True and 1 are equal and hash alike, but unroll=True is another loop: hence the type. The title is part of the
+    # key since a cached loop reports to the bars that it was built with.
     use = (staged.name, is_of_words, strategy, title, length, reverse, type(unroll), unroll, num_constants, num_carry)
     return table.get(body, use, build)
 
@@ -110,4 +127,5 @@ def refuse_effects(staged: Staged, body: Body, strategy: Strategy | None) -> Non
 
 
 def _build(step: Step, strategy: Strategy | None) -> Callable:
+    # Without steps there is no residual to save, and a schedule of no blocks has no slots.
     return step.plain() if strategy is None or step.length == 0 else strategy.build(step)

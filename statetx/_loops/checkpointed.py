@@ -53,9 +53,12 @@ class CheckpointedLoop(Loop):
         self._memory = SlotMemory(offload)
         self._block = block
         self._num_blocks, self._rest = divmod(step.length, block)
+        # More slots than blocks would never be written.
         self.slots = max(1, min(slots, self._num_blocks))
         self._sweep = with_derivative(self._store, self._derivative_of_store)
         self._reversal = functools.cache(self._make_reversal)
+        # The nested form serves second derivatives in reverse mode (decision 6). Two levels of 20,000 steps store
+        # about 2 sqrt(20,000) = 283 carries; three store 3 * 20,000**(1/3) = 81, for one more run of each step.
         lengths = schedule.nested_lengths(step.length, 2 if step.length < 20_000 else 3)
         self._nested = nested(step, lengths)
 
@@ -83,6 +86,8 @@ class CheckpointedLoop(Loop):
         """``(primals, stored, cotangents) -> cotangents`` of the inputs at `diff_indices`; `has_ct`: which float outputs have
         a cotangent."""
 
+        # Two programs with the same values. The `while` loops of the schedule have no reverse mode, so a derivative
+        # of the reversal is that of the nested loops' pullback, which JAX can reverse again.
         def by_schedule(primals: tuple, stored: Stored, cts: list) -> list:
             return _Reversal(self, primals, diff_indices).run(stored, _expanded(cts, has_ct))
 
@@ -103,6 +108,8 @@ class CheckpointedLoop(Loop):
         def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
             primals, stored, cts = args
             num, num_stored = len(jax.tree.leaves(primals)), len(jax.tree.leaves(stored))
+            # Tangents of `stored` are left out: the stored carries are functions of the primals, and `by_nesting`
+            # computes them again. It has no such argument, so the indices of the cotangents move down.
             of_primals = {i: t for i, t in tangents.items() if i < num}
             of_cts = {i - num_stored: t for i, t in tangents.items() if i >= num + num_stored}
             return jvp_of(by_nesting, (primals, cts), of_primals | of_cts)
@@ -124,12 +131,16 @@ class CheckpointedLoop(Loop):
         positions = schedule.first_positions(self._num_blocks, self.slots) if self._num_blocks else []
         bounds = jnp.asarray([p * self._block for p in (*positions, self._num_blocks)], jnp.int32)
 
+        # Elements and ys by index, not by `scan`: segments differ in length, and a part of xs for each of them would
+        # be a copy.
         def one(i: Any, loop: tuple[list, list]) -> tuple[list, list]:
             carry, y = step(constants, loop[0], self.element(xs, i))
             step.tick(i + 1)
             index = self.index(i)
             return carry, [jax.lax.dynamic_update_index_in_dim(b, v, index, 0) for b, v in zip(loop[1], y, strict=True)]
 
+        # One inner loop with traced bounds for all segments, so that the size of the program does not depend on their
+        # number.
         def segment(j: Any, loop: Any) -> Any:
             slots, carry, ys = loop
             slots = self._memory.write(slots, j, carry)
@@ -140,6 +151,8 @@ class CheckpointedLoop(Loop):
         carry = as_types(carry, step.avals)
         slots, carry, ys = jax.lax.fori_loop(0, len(positions), segment, (slots, carry, ys))
 
+        # The rest is shorter than a block. The carry before it needs no slot: it is reversed first, and its memory is
+        # free then.
         before_rest = carry if self._rest else []
         carry, ys = jax.lax.fori_loop(step.length - self._rest, step.length, one, (carry, ys))
         return (carry, ys), Stored(slots, before_rest)
@@ -209,18 +222,23 @@ class _Reversal:
         init = _Cotangents(
             [_jax.zeros(avals[i]) if ct_carry[i] is None else ct_carry[i] for i in self._diff_carry],
             [jnp.zeros_like(self._constants[i]) for i in self._diff_constants],
+            # Negative numbers: the ys of the forward sweep, which may still be alive, have the others.
             [_buffer(self._step.length, self._step.x_avals[i], -1 - i) for i in self._diff_xs],
         )
         total = self._loop.reverse(stored, init, self._advance, self._reverse_steps)
+        # A carry outside `_diff_carry` depends on no differentiated input: nothing reads its cotangent, which stays
+        # as given.
         ct_carry.update(zip(self._diff_carry, total.carry, strict=True))
         return [*total.constants, *(ct_carry[i] for i in self._diff_init), *total.xs]
 
     def _advance(self, first: Any, end: Any, carry: list) -> list:
+        # Most runs of the step in a reversal are made here: only this loop is worth the small kernels (decision 25).
         fori_loop = concurrent_fori_loop if self._step.has_independent_products else jax.lax.fori_loop
         one = lambda i, c: self._step(self._constants, c, self._loop.element(self._xs, i))[0]  # noqa: E731
         return fori_loop(first, end, one, carry)
 
     def _reverse_steps(self, first: Any, num: int, carry: list, total: _Cotangents) -> _Cotangents:
+        # In reverse the last step of the block has its lowest position in xs.
         low = self._loop.index(first + num - 1) if self._step.reverse else first
         part = lambda x: jax.lax.dynamic_slice_in_dim(x, low, num, 0)  # noqa: E731
         elements = [part(x) for x in self._xs]
@@ -254,6 +272,7 @@ class _Reversal:
 
     def _run(self, num: int, constants: list, carry: list, elements: list) -> tuple[list, list]:
         """Run some steps, saving their residuals."""
+        # A scan of one step would stack the residuals along an axis of one.
         if num > 1:
             body = functools.partial(self._step.saving, constants)
             return jax.lax.scan(body, carry, elements, num, self._step.reverse)

@@ -29,6 +29,7 @@ def concurrent_fori_loop(first: Any, last: Any, body_fun: Callable, carry: list)
 
     def condition(loop: tuple) -> Any:
         i, _, buffers = loop
+        # Always true, since only step numbers are written, but XLA does not know that.
         return functools.reduce(jnp.logical_and, [b[0] >= 0 for b in buffers], i < last)
 
     # Of different lengths: XLA would write buffers of one length in one kernel.
@@ -41,6 +42,8 @@ _LARGE = 2**22  # multiplications, from which on XLA splits a product over threa
 
 def has_independent_products(jaxpr: Any) -> bool:
     """Whether there are two large products that do not depend on each other."""
+    # A wrong answer loses time and changes no value. An inner jaxpr with large products counts as one product, so
+    # products that are independent across two calls are seen only if the calls are.
     dependencies: dict[Any, frozenset] = {}  # for each variable, the large products that it is computed from
     large: list[Any] = []
     for i, eqn in enumerate(jaxpr.eqns):
@@ -48,6 +51,8 @@ def has_independent_products(jaxpr: Any) -> bool:
             return True
         needed = frozenset().union(*(dependencies.get(v, ()) for v in eqn.invars if not isinstance(v, Literal)))
         if _is_large_product(eqn):
+            # `large` holds the products before this one, which cannot depend on it. One that is not among `needed` is
+            # independent.
             if not needed.issuperset(large):
                 return True
             large.append(i)

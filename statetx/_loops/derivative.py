@@ -67,6 +67,7 @@ class Loop:
         return [*carry, *ys]
 
     def jaxpr_for(self, avals: Sequence[Any]) -> Any:
+        # A jaxpr that was traced under other settings, such as x64 or a mesh, is another one.
         key = (tuple(avals), _jax.trace_context())
         if key not in self._jaxprs:
             jaxpr, consts = _jax.stage(lambda *xs: self.run(list(xs)), avals, traced_for="scan", name=self.step.name)
@@ -78,6 +79,7 @@ class Loop:
         return [*carry, *ys], out_tangents
 
     def map(self, args: list, axes: list[int | None], axis_data: Any) -> tuple[list, list[int | None]]:
+        # JAX's caches go by the identity of the loop, a parameter of the primitive: equal maps get one mapped loop.
         key = (axis_data, *(axis is not None for axis in axes), _jax.trace_context())
         if key not in self._mapped:
             mapped = self.step.mapped(axis_data, [axis is not None for axis in axes])
@@ -106,6 +108,7 @@ def with_derivative(fun: Callable, derivative: Callable) -> Callable:
     """
     compiled = jax.custom_jvp(bind.compiled(fun))
 
+    # Without symbolic zeros a zero tangent of xs arrives as an array of the loop's length.
     @functools.partial(compiled.defjvp, symbolic_zeros=True)
     def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
         out, out_tangents = derivative(primals, nonzero_tangents(tangents))
@@ -130,6 +133,7 @@ def linear_in_tangents(
         reverse: ``(primals, stored, indices of the tangents, cotangents) -> cotangents of these leaves``; a cotangent that is zero
             is None.
     """
+    # Not `jax.custom_vjp`: it has no forward mode. Not JAX's own `linear_call`: it cannot be mapped (decision 6).
     leaves, treedef = jax.tree.flatten((primals, stored))
     diff_indices = tuple(tangents)
 
@@ -171,6 +175,7 @@ def jvp_of(fun: Callable, args: tuple, tangents: dict[int, Any]) -> tuple[Any, l
         nonlocal out_tree
         out = fun(*_with_leaves(args, dict(zip(tangents, diff_leaves, strict=True))))
         outs, out_tree = jax.tree.flatten(out)
+        # Other outputs go around `jax.jvp` as aux: their tangents would be float0, which no caller wants.
         return [x for x in outs if is_float(x)], [None if is_float(x) else x for x in outs]
 
     diff_leaves = [leaves[i] for i in tangents]

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from .. import _frames, _jax, _states
 from .._errors import StateAccessError
 from .._frames import Effect, refuse_created
+from .._lift.outcome import publish
 from .._lift.rules import Broadcast, Rules, Split
-from .._lift.stage import frame_for, name_of, run_eagerly
+from .._lift.run import frame_for, run_eagerly
+from .._lift.wrapper import name_of
 from .._tree import is_array_or_number, partition
 from .._typing import PyTree
 
@@ -34,8 +36,12 @@ def scan(fun: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool, ru
             (n, x, _states.kind_of_state(x)) for n, x in enumerate(leaves) if _states.is_array_state(x)
         ]
         leaves = [_states.kind_of_state(x).get(x) if _states.is_array_state(x) else jnp.asarray(x) for x in leaves]
+
+        # A Ref among xs stands for its slices: each step gets a Ref of its own, whose last value is stacked back at
+        # the end.
         carry, ys, slices = init, [], []
         taking_part = _Mapped(fun, length, rules)
+
         for i in range(length)[:: -1 if reverse else 1]:
             x = [leaf[i] for leaf in leaves]
             for n, _, kind in refs:
@@ -43,6 +49,7 @@ def scan(fun: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool, ru
             carry, y = taking_part.step(i, carry, part.combine(x))
             ys.append(y)
             slices.append([kind.get(x[n]) for n, _, kind in refs])
+
         taking_part.finish()
         if reverse:
             ys.reverse()
@@ -93,7 +100,7 @@ def _step(name: str, fun: Callable, args: tuple) -> Any:
     frame = frame_for(name, fun)
     out = frame.run(fun, *args)
     refuse_created(frame.effects, frame.name)
-    _frames.publish(frame.effects, live=True)
+    publish(frame.effects)
     return out
 
 
@@ -114,7 +121,11 @@ class _Mapped:
             raise TypeError(
                 f"scan: the body {name_of(self._fun)} must return a pair (carry, y), got {type(out).__name__}."
             )
+
         refuse_created(frame.effects, frame.name)
+
+        # Carried states take their new value at once, for the next step to read. The others keep the old one until
+        # the last step.
         carried = []
         for effect in frame.effects:
             rule = self._rules(effect.state)
@@ -128,7 +139,7 @@ class _Mapped:
                 self._left.setdefault(id(effect.state), (effect, {}))[1][i] = effect.value
             else:
                 carried.append(effect)
-        _frames.publish(carried, live=True)
+        publish(carried)
         return out[0], out[1]
 
     def _value(self, i: int, state: Any, kind: Any, value: Any) -> Any:
@@ -141,6 +152,8 @@ class _Mapped:
         if rule is Split:
             keys = self._keys.setdefault(id(state), None)
             if keys is None:
+                # As in the compiled scan: key 0 is the state's next value, so the draws do not depend on whether the
+                # loop is compiled.
                 keys = self._keys[id(state)] = jax.random.split(value, self._length + 1)
             return keys[1 + i]
         return value
@@ -158,7 +171,7 @@ class _Mapped:
                 effect.value = self._keys[id(effect.state)][0] if rule is Split else list(values.values())[-1]
             effect.value_before = _frames.UNKNOWN
             effects.append(effect)
-        _frames.publish(effects, live=True)
+        publish(effects)
 
     def _slice_left(self, effect: Effect, values: dict[int, Any], i: int, axis: int) -> Any:
         if i in values:

@@ -1,4 +1,4 @@
-"""Loops in loops of a step, each rematerialised: in reverse, they run steps again instead of storing all residuals.
+"""Loops in loops of a step, each rematerialized: in reverse, they run steps again instead of storing all residuals.
 
 They consist of JAX's own `scan` and `checkpoint`, so they are differentiated in every order and mode.
 """
@@ -22,7 +22,7 @@ _CARRY = "statetx.carry"
 
 
 def nested(step: Step, lengths: Sequence[int], *, offload: bool = False) -> Callable:
-    """``(constants, carry, xs) -> (carry, ys)`` by nested loops whose bodies are rematerialised.
+    """``(constants, carry, xs) -> (carry, ys)`` by nested loops whose bodies are rematerialized.
 
     With `offload`, the outermost loop stores its carries in the host's memory.
     """
@@ -31,6 +31,8 @@ def nested(step: Step, lengths: Sequence[int], *, offload: bool = False) -> Call
     def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:
         if not offload:
             return run.level(0, constants, step.length, carry, xs)
+        # JAX offloads residuals by name only, so the whole loop is one more region, with a policy for the named
+        # carries.
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=[_CARRY],
@@ -38,7 +40,7 @@ def nested(step: Step, lengths: Sequence[int], *, offload: bool = False) -> Call
             offload_dst=_jax.HOST_MEMORY,
         )
         outermost = lambda constants, carry, xs: run.level(0, constants, step.length, carry, xs)  # noqa: E731
-        return _rematerialised(outermost, policy, constants, carry, xs)
+        return _rematerialized(outermost, policy, constants, carry, xs)
 
     return bind.compiled(loop)
 
@@ -63,6 +65,7 @@ class _Nested:
         turn = functools.partial(self._turn, i, constants)
         if not rest:
             return turns(carry, xs)
+        # Shorter than one turn: a `scan` of no steps would still have a body to trace.
         if num_turns == 0:
             return turn(length, carry, xs)
 
@@ -80,9 +83,9 @@ class _Nested:
 
     def _turn(self, i: int, constants: list, length: int, carry: list, xs: list) -> tuple[list, list]:
         if i == len(self._lengths) - 1:
-            return self._step.rematerialised(constants, carry, xs)
+            return self._step.rematerialized(constants, carry, xs)
         run = lambda constants, carry, xs: self.level(i + 1, constants, length, carry, xs)  # noqa: E731
-        return _rematerialised(run, None, constants, carry, xs)
+        return _rematerialized(run, None, constants, carry, xs)
 
     def _turns(self, i: int, constants: list, num_turns: int, carry: list, xs: list) -> tuple[list, list]:
         turn_length = math.prod(self._lengths[i + 1 :])
@@ -99,6 +102,9 @@ class _Nested:
             self._step.tick(count + turn_length)
             return (count + turn_length, carry), ys
 
+        # A counter in the carry, not a range among xs: that would be an array of the loop's length. Only the
+        # outermost loop counts, since the inner ones run again in the backward pass, and would report their steps
+        # twice.
         if i == 0 and self._step.is_shown:
             init = (jnp.int32(0), carry)
             (_, carry), ys = jax.lax.scan(counting_body, init, xs, num_turns, self._step.reverse)
@@ -111,7 +117,7 @@ class _Nested:
         return [_jax.named(x, _CARRY) for x in carry] if self._offload and i == 0 else carry
 
 
-def _rematerialised(fun: Callable, policy: Any, *args: Any) -> Any:
+def _rematerialized(fun: Callable, policy: Any, *args: Any) -> Any:
     leaves, treedef = jax.tree.flatten(args)
     out_tree: Any = None
 
@@ -120,7 +126,8 @@ def _rematerialised(fun: Callable, policy: Any, *args: Any) -> Any:
         outs, out_tree = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
         return outs
 
+    # Staged here and bound as equations: under ``jax_remat3`` `jax.checkpoint` ignores `prevent_cse` (decision 1).
     jaxpr, consts = _jax.stage(flat, [_jax.abstract(x) for x in leaves], traced_for="scan", name="chunk")
     body = Body.close(jaxpr, consts)
-    outs = _jax.rematerialise(body.jaxpr, [*body.operands, *leaves], policy=policy, prevent_cse=False)
+    outs = _jax.rematerialize(body.jaxpr, [*body.operands, *leaves], policy=policy, prevent_cse=False)
     return out_tree.unflatten(outs)

@@ -32,8 +32,9 @@ _COLUMNS = 64  # of the schedule's table: it plans for up to as many runs of a s
 class _Running(NamedTuple):
     """The forward sweep.
 
-    ``slots[:used]`` hold the carries before the steps ``positions[:used]``, which are multiples of `distance`, the first of them 0. `carry` is
-    the carry after `count` steps.
+    ``slots[:used]`` hold the carries before the steps ``positions[:used]``, which rise from 0. Neighbors are at most `distance` apart: exactly
+    `distance` if the number of slots is even, less if dropping every other one of an odd number has kept both ends. `carry` is the carry
+    after `count` steps.
     """
 
     carry: list
@@ -101,6 +102,8 @@ class _OnlineLoop:
         num_test = len(primals[0])
         # The result does not depend differentiably on constants that only the test reads.
         nonzero = {i: t for i, t in nonzero_tangents(tangents).items() if i >= num_test}
+        # Forward mode runs the plain loop beside its tangents. Without a known length there is no nested form, so the
+        # reversal itself can be differentiated in forward mode only (decision 6).
         out_tangents = linear_in_tangents(primals, stored, outs, nonzero, forward=self._run, reverse=self._reverse)
         return outs, tangents_of(outs, out_tangents)
 
@@ -128,6 +131,8 @@ class _OnlineLoop:
             """Run until the slots are full; then, if the loop continues, drop every other one."""
             segment = functools.partial(self._segment, is_running, constants)
             running = jax.lax.while_loop(lambda r: is_running(r) & (r.used < slots), segment, running)
+            # Slot i gets the carry of slot 2 i; the slots after the first half mean nothing then. If the loop ends
+            # here, every slot gets its own carry: a branch would need a second buffer for each slot (decision 6).
             continues = is_running(running)
             sources = jnp.minimum(2 * jnp.arange(slots), slots - 1)
             sources = jnp.where(continues, sources, jnp.arange(slots))
@@ -180,6 +185,7 @@ class _OnlineLoop:
                     last, _ = step.saving(values, replaced(carry, diff_carry, diff_carry_values), [])
                     return [last[i] for i in diff_carry]
 
+                # The step runs here once more, from its carry: its residuals live for one step only.
                 _, pull = jax.vjp(run, [constants[i] for i in diff_constants], [carry[i] for i in diff_carry])
                 ct_constants, ct_carry = pull(result[1])
                 return [a + b for a, b in zip(result[0], ct_constants, strict=True)], ct_carry
@@ -187,6 +193,7 @@ class _OnlineLoop:
             def advance(first: Any, end: Any, carry: list) -> list:
                 return jax.lax.fori_loop(first, end, lambda _, c: step(constants, c, [])[0], carry)
 
+            # The number of steps is traced, so the table is for the largest int32, with a bounded number of columns.
             rows = jnp.asarray(schedule.table(2**31 - 1, self._slots, columns=_COLUMNS))
             filled = Filled(rows, stored.positions, stored.top)
             init = ([jnp.zeros_like(constants[i]) for i in diff_constants], ct_carry)

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from .._extras import require
+
 
 class Bars:
     """The bars of one loop: one for the steps, and one for their reversal where a schedule has it.
@@ -24,17 +26,19 @@ class Bars:
         self._every = max(1, length // 100)
         self._lock = threading.Lock()
         self._shown: dict[str, Any] = {}
-        _need_rich()
+        require("rich.progress", "progress=True")
 
     def tick(self, done: Any, phase: str = "") -> None:
         """Called while tracing, with the number of steps done in this phase."""
         is_due = (done % self._every == 0) | (done == self._length)
         show = lambda n: self._show(int(n), phase)  # noqa: E731
+        # In a branch, so that a step that is not due makes no call to the host.
         jax.lax.cond(is_due, lambda n: jax.debug.callback(show, n), lambda n: None, done)
 
     def _show(self, done: int, phase: str) -> None:
         from rich.progress import Progress
 
+        # Callbacks come from threads of the runtime, and in no certain order: a bar never goes back.
         with self._lock:
             bar = self._shown.get(phase)
             if bar is None:
@@ -45,10 +49,3 @@ class Bars:
             if done >= self._length:
                 bar.stop()
                 del self._shown[phase]
-
-
-def _need_rich() -> None:
-    try:
-        import rich.progress  # noqa: F401
-    except ImportError as e:
-        raise ImportError("progress=True shows its bars with rich, which is not installed: pip install rich") from e

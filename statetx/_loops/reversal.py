@@ -112,6 +112,9 @@ def reverse_blocks(
 
     def approach(state: _Inner, target: Any) -> _Inner:
         """Run some blocks, as far as the schedule says, and store the carry if a slot is free."""
+        # In terms of `schedule.split`: the first state is in slot `top`, which counts as free, and the steps to
+        # reverse are those up to the target and the target itself, ahead + 1. `split` is defined from two slots on;
+        # with one, its result is not used.
         free, ahead = num_slots - state.top, target - state.block
         has_free = free > 1
         if num_slots > 1:
@@ -133,6 +136,8 @@ def reverse_blocks(
         )
 
     def one_block(n: Any, outer: _Outer) -> _Outer:
+        # The last slot in use holds the latest stored carry before the target, since positions rise and all later
+        # blocks are reversed.
         target = jnp.int32(num_blocks - 1 - n)
         carry = memory.read(outer.slots, outer.top)
         start = _Inner(outer.slots, outer.positions, outer.top, outer.positions[outer.top], carry, outer.num_runs)
@@ -142,6 +147,8 @@ def reverse_blocks(
         top = jnp.where(inner.positions[inner.top] == target, inner.top - 1, inner.top)
         return _Outer(inner.slots, inner.positions, top, result, inner.num_runs)
 
+    # Inside a shard_map that checks types, and on an explicit mesh, a carry must have from the start the type it has
+    # after a turn.
     num_runs = _jax.varying_like(jnp.int32(0), filled.top)
     outer = _Outer(slots, _jax.replicated(filled.positions), filled.top, init, num_runs)
     outer = jax.lax.fori_loop(0, num_blocks, one_block, outer)

@@ -31,6 +31,7 @@ def beta(s: int, r: int) -> int:
 
 def repetitions(length: int, slots: int) -> int:
     """The least r for which ``beta(slots, r) >= length``."""
+    # beta rises with r: double r until it is enough, then bisect.
     low, high = 0, 1
     while beta(slots, high) < length:
         low, high = high, 2 * high
@@ -60,6 +61,7 @@ def table(length: int, slots: int, columns: int | None = None) -> np.ndarray:
     if columns is None:
         columns = repetitions(length, slots) + 2
     rows = np.ones((slots + 1, columns), np.int64)
+    # Column r holds beta(s, r - 1), so the first one is beta(s, -1) = 0.
     rows[:, 0] = 0
     for s in range(1, slots + 1):
         # beta(s, r) = beta(s, r - 1) + beta(s - 1, r)
@@ -73,6 +75,8 @@ def split(rows: Any, length: Any, slots: Any) -> Any:
     For numbers and NumPy as well as for traced values.
     """
     r = (rows[slots] < length).sum() - 1  # the least r with beta(slots, r) >= length
+    # The largest m that both conditions of the module's docstring allow, min(beta(s, r - 1), l - beta(s - 1, r - 1)),
+    # written in operators that numbers, NumPy arrays and tracers share.
     most, rest = rows[slots, r], length - rows[slots - 1, r]
     return most + (rest - most) * (rest < most).astype(rows.dtype)
 
@@ -85,6 +89,7 @@ def first_positions(length: int, slots: int) -> list[int]:
         advance = int(split(rows, left, slots))
         left, slots = left - advance, slots - 1
         positions.append(positions[-1] + advance)
+    # The last step of the schedule for length + 1 is what follows the loop. It is reversed by the program around it.
     return [p for p in positions if p < length]
 
 
@@ -96,6 +101,8 @@ def nested_lengths(length: int, levels: int) -> tuple[int, ...]:
     """
     if levels == 1 or length < 4:
         return (length,)
+    # Of d factors with the product T the sum is least if all are T**(1/d). One turn of the outermost loop then has T
+    # / T**(1/d) steps: whole numbers near it are tried, and divisors.
     ideal = length ** ((levels - 1) / levels)
     low, high = max(1, int(ideal * 0.7)), min(length, int(ideal * 1.45) + 2)
 
@@ -104,6 +111,7 @@ def nested_lengths(length: int, levels: int) -> tuple[int, ...]:
         return (length // inner + (length % inner > 0) + rest) * (1.05 if length % inner else 1)
 
     candidates: Sequence[int] = range(low, high + 1)
+    # Of very long loops a sample, and the divisors, which a sample would miss.
     if len(candidates) > 10_000:
         candidates = [
             *range(low, high + 1, len(candidates) // 10_000),

@@ -29,7 +29,7 @@ class Step:
         num_constants: how many constants there are, the body's operands included.
         num_carry: how many carries.
         length: of the loop; `reverse` as in `jax.lax.scan`.
-        policy: which values a rematerialised step saves.
+        policy: which values a rematerialized step saves.
         name: of the function, for messages.
         tick: called with the number of finished steps, and with the phase unless it is the forward sweep.
         marked: the body with its saved values marked, and JAX's policy for the marks; by default computed on demand.
@@ -52,13 +52,17 @@ class Step:
         self._tick = tick
         self.is_shown = tick is not None
         self.avals: list[Any] = [v.aval for v in body.jaxpr.outvars[:num_carry]]
+
         self.length = length
         self.reverse = reverse
         self.num_constants = num_constants
         self.num_carry = num_carry
+
+        # Constants include the body's operands, which may be differentiated like any other input.
         self.constant_avals: list[Any] = [v.aval for v in body.jaxpr.invars[:num_constants]]
         self.x_avals: list[Any] = [v.aval for v in body.jaxpr.invars[num_constants + self.num_carry :]]
         self.y_avals: list[Any] = [v.aval for v in body.jaxpr.outvars[self.num_carry :]]
+
         self.name = name
         self.policy = policy
         if marked is not None:
@@ -72,12 +76,13 @@ class Step:
         return self._split(self.body((), *constants, *carry, *x))
 
     def saving(self, constants: list, carry: list, x: list) -> tuple[list, list]:
-        """The step, rematerialised with its policy if it has one."""
-        return self(constants, carry, x) if self.policy is None else self.rematerialised(constants, carry, x)
+        """The step, rematerialized with its policy if it has one."""
+        return self(constants, carry, x) if self.policy is None else self.rematerialized(constants, carry, x)
 
-    def rematerialised(self, constants: list, carry: list, x: list) -> tuple[list, list]:
+    def rematerialized(self, constants: list, carry: list, x: list) -> tuple[list, list]:
+        # Always in the body of a loop: XLA does not merge equations of two loops, so no barrier is needed.
         jaxpr, policy = self._marked
-        return self._split(_jax.rematerialise(jaxpr, [*constants, *carry, *x], policy=policy, prevent_cse=False))
+        return self._split(_jax.rematerialize(jaxpr, [*constants, *carry, *x], policy=policy, prevent_cse=False))
 
     @functools.cached_property
     def _marked(self) -> tuple[Any, Any]:
@@ -100,6 +105,7 @@ class Step:
             has_tangent[i] = True
         first = self.num_constants
 
+        # Flags only change from False to True, so it ends after at most one turn for each carry.
         while not all(has_tangent[first + i] for i in floats):
             outs = _jax.outputs_with_tangents(self.body.jaxpr, has_tangent)[: self.num_carry]
             new = [first + i for i, is_nonzero in enumerate(outs) if is_nonzero and not has_tangent[first + i]]
@@ -130,6 +136,7 @@ class Step:
         """
         # Policies of statetx judge staged equations, so the saved values are marked before the equations are mapped.
         jaxpr, policy = self._marked
+
         num_before, num_after = self.num_constants, self.num_constants + self.num_carry
         constants, carry, x = (
             list(is_mapped[:num_before]),
@@ -137,11 +144,14 @@ class Step:
             list(is_mapped[num_after:]),
         )
         while True:  # a fixed point: a carry is mapped if its first value is, or its value after some step
+            # As JAX's own rule for `scan` (`_scan_batching_rule`). A carry that is mapped stays so: instantiated,
+            # even if a step returns a value that all examples share.
             instantiate = [*carry, *([False] * len(self.y_avals))]
             mapped, consts, outs = _jax.map_jaxpr(jaxpr, axis, [*constants, *carry, *x], instantiate)
             if outs[: self.num_carry] == carry:
                 break
             carry = [a or b for a, b in zip(carry, outs, strict=False)]
+
         body = Body.close(mapped, consts)
         step = Step(
             body,
@@ -154,6 +164,8 @@ class Step:
             tick=self._tick,
             marked=(body.jaxpr, policy),
         )
+
+        # Axis 0 of xs and ys are the steps, so that the examples have axis 1 there.
         axes = lambda flags, axis: [axis if flag else None for flag in flags]  # noqa: E731
         in_axes = [*axes([*constants, *carry], 0), *axes(x, 1)]
         return MappedStep(step, body.operands, in_axes, [*axes(carry, 0), *axes(outs[self.num_carry :], 1)])

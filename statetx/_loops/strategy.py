@@ -13,7 +13,8 @@ from typing import Any
 
 from .. import _jax
 from .._errors import PolicyError
-from .._remat.parse import as_policy
+from .._remat.parse import as_value_policy
+from .._text import size_literal
 from .._typing import Policy
 from . import schedule
 from .checkpointed import CheckpointedLoop
@@ -63,13 +64,16 @@ class Strategy:
     def with_policy(self, policy: Policy) -> Strategy:
         """The strategy with another ``policy=``."""
         new = copy.copy(self)
-        object.__setattr__(new, "policy", as_policy(policy))
+        # Not by `dataclasses.replace`, which calls the constructor: that of `Lengths` takes its lengths by position
+        # only.
+        object.__setattr__(new, "policy", as_value_policy(policy))
         return new
 
     def __repr__(self) -> str:
         first, *options = dataclasses.fields(self)  # type: ignore[arg-type]
         value = getattr(self, first.name)
-        args = [", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)]
+        show = size_literal if first.name == "bytes" else repr
+        args = [", ".join(map(show, value if isinstance(value, tuple) else (value,)))]
         args += [f"{f.name}={getattr(self, f.name)!r}" for f in options if getattr(self, f.name) != f.default]
         return f"{type(self).__name__}({', '.join(args)})"
 
@@ -102,19 +106,19 @@ def _check_offload(strategy: Strategy, step: Step) -> None:
 
 def _set_policy(strategy: Any) -> None:
     if strategy.policy is not None:
-        object.__setattr__(strategy, "policy", as_policy(strategy.policy))
+        object.__setattr__(strategy, "policy", as_value_policy(strategy.policy))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Levels(Strategy):
-    """Loops in loops, `num` deep, each rematerialised, of lengths that store the fewest carries.
+    """Loops in loops, `num` deep, each rematerialized, of lengths that store the fewest carries.
 
     Two levels of T steps store about ``2 sqrt(T)`` carries, d levels about ``d T**(1/d)``; each step is run d + 1 times
     in all for a gradient. It is made of JAX's own parts, so it works with every order and mode of differentiation and
     under every transform.
 
     Args:
-        num: how deep; 1 is each step rematerialised, and stores T carries.
+        num: how deep; 1 is each step rematerialized, and stores T carries.
         policy: what a step keeps of what it computes, besides its carry; nothing by default.
         offload: whether the outermost loop stores its carries in the host's memory.
 
@@ -123,7 +127,7 @@ class Levels(Strategy):
         which the parts of `xs` and `ys` are copied once.
 
     Raises:
-        PolicyError: `num` is no whole number of at least 1.
+        PolicyError: `num` is not a whole number of at least 1.
 
     Source:
         Chen et al. 2016, "Training deep nets with sublinear memory cost".
@@ -152,6 +156,8 @@ class Levels(Strategy):
         return nested(step, schedule.nested_lengths(step.length, self.num), offload=self.offload)
 
     def num_runs(self, length: int) -> int:
+        # Once in the forward sweep, and once for each level whose turns are rematerialized: level i runs the steps of
+        # a turn again to find the carries that level i + 1 starts from; the last one finds residuals.
         return (self.num + 1) * length
 
 
@@ -227,7 +233,7 @@ class Slots(Strategy):
         `num` carries, and what `block` steps compute. Cotangents of `xs`, and `ys`, have the loop's length, as always.
 
     Raises:
-        PolicyError: `num` or `block` is no whole number of at least 1.
+        PolicyError: `num` or `block` is not a whole number of at least 1.
 
     Source:
         Griewank and Walther 2000, "Algorithm 799: revolve".
@@ -271,6 +277,9 @@ class Slots(Strategy):
         """Runs of the loop and of its reversal; a step of a block is run once more for its residuals."""
         num_blocks, rest = divmod(length, self.block)
         slots = max(1, min(self.num, num_blocks))
+        # num_evaluations is t + n for n blocks: t blocks run ahead of their reversal, forward sweep included. Beside
+        # these t blocks every step runs once for its residuals, and the steps after the last block once more, in the
+        # forward sweep.
         return (schedule.num_evaluations(num_blocks, slots) - num_blocks) * self.block + length + rest
 
     def to_json(self) -> list:

@@ -19,7 +19,7 @@ from .. import _jax
 from .._errors import PolicyError
 from .._lift.context import Map, TraceContext, device_bytes
 from .._positions import function_of
-from .._remat.parse import as_policy
+from .._remat.parse import as_value_policy
 from .._text import format_bytes, parse_bytes
 from .._tree import is_float, num_bytes
 from .._typing import Policy
@@ -59,7 +59,7 @@ class Budget(Strategy):
     Example:
         >>> from statetx import policies
         >>> policies.Budget("64MiB")
-        Budget(67108864)
+        Budget('64MiB')
     """
 
     bytes: int
@@ -68,7 +68,7 @@ class Budget(Strategy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "bytes", parse_bytes(self.bytes))
         if self.policy is not None:
-            object.__setattr__(self, "policy", as_policy(self.policy))
+            object.__setattr__(self, "policy", as_value_policy(self.policy))
 
     def build(self, step: Step) -> Callable:
         return Sized(step, self)
@@ -146,6 +146,9 @@ class Sized(Loop):
 
     def _choose(self, around: TraceContext) -> Slots | None:
         """The least memory at which no step is run more than three times; None for a loop that keeps little."""
+        # A step runs at most three times: ahead of its reversal twice, of which the forward sweep is one, and once
+        # for its residuals. With blocks of b steps this takes slots * carry + (b - 1) * kept bytes: the last step of
+        # a block is differentiated at once, so its residuals are not stored.
         step, num_examples = self.step, around.num_examples
         kept = _bytes_kept_by_a_step(step) * num_examples
         carry = sum(map(device_bytes, step.avals)) * num_examples
@@ -172,8 +175,12 @@ class Sized(Loop):
             raise PolicyError(
                 f"{step.name}: the gradient of this loop{_over(around)} needs {format_bytes(least + _SLACK)} with one slot, "
                 f"more than the budget of {format_bytes(budget + _SLACK)}.\n"
-                f"Fix: allow that much; or let a step compute less: give policy=, or rematerialise in it."
+                f"Fix: allow that much; or let a step compute less: give policy=, or rematerialize in it."
             )
+
+        # A linear model: bytes = least + (slots - 1) * carry + (block - 1) * of_block, where two compiled programs
+        # give `least` and `of_block`. XLA adds copies that no model knows: each choice is compiled, and what it
+        # exceeds the budget by is taken off what the model may spend. Without that check 9 of 17 budgets held.
         carry = max(1, sum(map(device_bytes, step.avals)) * around.num_examples)
         of_block = max(0, self._temporary(Slots(1, block=2), around) - least) if step.length > 3 else 0
         allowed = budget
@@ -183,6 +190,7 @@ class Sized(Loop):
             over = self._temporary(slots, around) - budget
             if over <= 0:
                 return slots
+            # A sixteenth more than the excess, or the next choice may be the same one.
             allowed -= over + (allowed - least) // 16
             if allowed < least:
                 break
@@ -266,6 +274,8 @@ def _affordable(length: int, spare: int, carry: int, of_block: int) -> tuple[int
 def temporary_bytes(step: Step, loop: Callable, around: TraceContext = TraceContext()) -> int:  # noqa: B008
     """What XLA reserves on a device for the gradient of a loop with respect to all its inputs, beyond these and its outputs."""
     of_steps = lambda aval: _jax.stacked_type(aval, step.length)  # noqa: E731
+    # With respect to all float inputs, whichever will be differentiated: one answer for every derivative, which errs
+    # upward.
     avals: list[Any] = [*step.constant_avals, *step.avals, *map(of_steps, step.x_avals)]
     floats = [i for i, a in enumerate(avals) if is_float(a)]
     ct_avals = [a for a in (*step.avals, *map(of_steps, step.y_avals)) if is_float(a)]
@@ -296,5 +306,7 @@ def _bytes_kept_by_a_step(step: Step) -> int:
         return jax.tree.leaves(jax.vjp(function_of(run, values, floats), *[values[i] for i in floats])[1])
 
     jaxpr, _ = _jax.stage(pullback, types, traced_for="scan", name="step")
+    # Residuals that are inputs of the step (weights, its carry, its element) exist without it. A variable that
+    # several leaves of the pullback hold counts once.
     kept = {v: v.aval for v in jaxpr.outvars if isinstance(v, _jax.Var) and v not in jaxpr.invars}
     return sum(map(device_bytes, kept.values()))

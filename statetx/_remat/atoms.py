@@ -12,10 +12,11 @@ import jax
 from .. import _jax
 from .._errors import PolicyError
 from .._objects.paths import as_predicate
-from .._text import suggestion
+from .._text import size_literal, suggestion
 from .._tree import freeze
 from .._typing import Filter
 from .policy import Policy, frozen_policy
+from .rewriter import Rewriter
 from .value import RECOMPUTE, SAVE, Decision, Value, Verdict
 
 
@@ -26,6 +27,7 @@ class Everything(Policy):
         return True
 
     def judge(self, value: Value) -> Verdict:
+        # Saving a view would store its operand a second time; recomputed from the saved operand it is free.
         return RECOMPUTE if value.is_view else SAVE
 
     def __repr__(self) -> str:
@@ -50,6 +52,8 @@ class Dots(Policy):
     batched: bool
 
     def judge(self, value: Value) -> Verdict:
+        # The primitives of JAX's `dots_saveable`, judged before `vmap` adds batch dimensions. `scaled_matmul_wrapper`
+        # is asked for by name, as JAX does, since its class is imported with cudnn only.
         name = value.primitive.name
         if name == "dot_general":
             _, (batch, _) = value.params["dimension_numbers"]
@@ -116,7 +120,7 @@ class Size(Policy):
         return SAVE if is_saved and not value.is_view else RECOMPUTE
 
     def __repr__(self) -> str:
-        return f"{'larger' if self.larger else 'smaller'}_than({self.limit})"
+        return f"{'larger' if self.larger else 'smaller'}_than({size_literal(self.limit)})"
 
 
 @frozen_policy
@@ -144,6 +148,8 @@ class Path(Policy):
         return True
 
     def judge(self, value: Value) -> Verdict:
+        # The nearest states, not the source states: `path` selects a module, which includes activations behind its
+        # last product.
         is_saved = any(fnmatch.fnmatchcase(o.path, self.pattern) for o in value.nearest_states)
         return SAVE if is_saved and not value.is_view else RECOMPUTE
 
@@ -232,6 +238,8 @@ class JaxPolicy(Policy):
         return self.fun in (jax.checkpoint_policies.everything_saveable, jax.checkpoint_policies.nothing_saveable)
 
     def judge(self, value: Value) -> Verdict:
+        # For JAX a name is an operation of its own, so a policy by names is asked about that operation, once for each
+        # name.
         answers = [self.fun(value.primitive, *value.inputs, **value.params)]
         answers += [self.fun(_jax.name_primitive, value.type, name=name) for name in value.names]
         return max(map(_verdict, answers), key=lambda v: v.decision)
@@ -271,7 +279,7 @@ class Marks(Policy):
 # -- constants -----------------------------------------------------------------------------------------------------
 
 everything: Policy = Everything()
-"""Save all values that the backward pass needs, as without rematerialisation."""
+"""Save all values that the backward pass needs, as without rematerialization."""
 
 nothing: Policy = Nothing()
 """Save only the inputs; the default."""
@@ -283,12 +291,13 @@ dots_without_batch_dims: Policy = Dots(False)
 """Save the results of matrix products without batch dimensions. A ``vmap`` around the function adds none."""
 
 
-def names_of(policy: Policy) -> frozenset[str]:
-    """The names of values that a policy saves or offloads."""
+def names_of(policy: Policy | Rewriter) -> frozenset[str]:
+    """The names of values that a policy saves or offloads; none for a `Rewriter`."""
     names: set[str] = set()
-    for atom in policy.atoms():
+    for atom in () if isinstance(policy, Rewriter) else policy.atoms():
         if isinstance(atom, JaxPolicy):
             names |= _jax.names_in_policy(atom.fun)
+        # Not `ExceptNames`, a subclass: its names are values that it does not save.
         elif type(atom) is Names:
             names |= atom.chosen
     return frozenset(names)

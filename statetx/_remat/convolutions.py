@@ -23,6 +23,8 @@ def in_canonical_order(jaxpr: Jaxpr) -> Jaxpr:
 
 def _with_canonical_convolutions(jaxpr: Jaxpr, *args: Any) -> list[Any]:
     def rule(eqn: Any, operands: list[Any]) -> list[Any]:
+        # Convolutions in groups, which batching makes, are left unchanged (decision 12). An explicit `out_sharding`
+        # names dimensions, and would have to be transposed as well.
         is_plain = eqn.params.get("batch_group_count") == 1 and eqn.params.get("out_sharding") is None
         if eqn.primitive.name == "conv_general_dilated" and is_plain:
             return [_canonical_convolution(*operands, **eqn.params)]
@@ -36,6 +38,8 @@ def _canonical_convolution(x: Any, kernel: Any, *, dimension_numbers: Any, **par
     (batch, feature, *space), (kernel_out, kernel_in, *window), out_spec = dimension_numbers
     n = len(space)
     last = n + 1
+    # With two dimensions of space: NHWC for inputs and results, HWIO for the kernel. The positions are listed in the
+    # order batch, features, space; of the kernel as output features, input features, window.
     canonical = jax.lax.ConvDimensionNumbers(
         (0, last, *range(1, last)), (last, n, *range(n)), (0, last, *range(1, last))
     )

@@ -38,6 +38,7 @@ def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]], 
     jaxpr = _jax.without_remat3(jaxpr)
     if policy == nothing:
         return jaxpr, None
+    # Without marks: each would be an equation to stage, only to save what JAX's own policy saves.
     if policy == everything:
         return jaxpr, jax.checkpoint_policies.everything_saveable
     if isinstance(policy, Marks):
@@ -53,6 +54,8 @@ def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]], 
 
     labels: dict[Address, Any] = {**decide(policy, survey.sites)}
     for address, rule in survey.rules.items():
+        # Judged by the rule for all operands, since nobody knows yet which JAX will ask for. A rule that branches on
+        # zero tangents may compute other values: these are recomputed.
         if decide(policy, rule.survey.sites):
             labels[(*address, mark.RULE)] = _Deferred(policy, rule)
     return _marked(jaxpr, labels, survey)
@@ -66,6 +69,8 @@ def keep(jaxpr: Jaxpr, labels: Labels) -> tuple[Jaxpr, Any]:
 def _marked(jaxpr: Jaxpr, labels: Labels, survey: Survey) -> tuple[Jaxpr, Any]:
     if not labels:
         return jaxpr, None
+    # Not a unique number: equal layers would differ then, and each would be differentiated and lowered by itself
+    # (decision 19).
     region = max(survey.regions, default=-1) + 1
     return mark.mark(jaxpr, labels, region=region), KeepMarked(region)
 
@@ -113,6 +118,7 @@ def _check_difference(policy: Policy, sites: Sequence[Site], name: str) -> None:
 
     verdicts_of_policy, verdicts_of_everything = verdicts(policy), verdicts(everything)
     is_nothing = all(v.decision is Decision.RECOMPUTE for v in verdicts_of_policy)
+    # Views do not count: `everything` does not save them, but a policy by name may.
     is_everything = all(
         v.decision is Decision.SAVE
         for v, e in zip(verdicts_of_policy, verdicts_of_everything, strict=True)
@@ -134,11 +140,14 @@ def _check_matches(policy: Policy, sites: Sequence[Site], jaxpr: Jaxpr, name: st
             continue
         message = atom.unmatched(values)
         if message:
+            # The name may occur where the survey does not look: then the suggestion of another name alone would
+            # mislead.
             out_of_reach = names_out_of_reach(jaxpr)
             for value_name in sorted(names_of(atom) & out_of_reach.keys()):
                 message += (
                     f" {value_name!r} occurs inside {out_of_reach[value_name]}, where no single value can be saved."
                 )
+
         if message and atom.missing == "raise":
             raise PolicyError(
                 f"remat({name}): policy={policy!r}: {message}\n"
@@ -154,6 +163,7 @@ _warned: set[str] = set()
 
 
 def _warn_once(message: str) -> None:
+    # Once in the process: a function is staged in every call, perhaps from many lines.
     if message not in _warned and not override.suppress_warnings:
         _warned.add(message)
         warnings.warn(message, PolicyWarning, stacklevel=_states.user_stacklevel())

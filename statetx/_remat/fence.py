@@ -1,6 +1,6 @@
-"""The fence: keep XLA from merging the recomputation of a rematerialised function with its first computation.
+"""The fence: keep XLA from merging the recomputation of a rematerialized function with its first computation.
 
-JAX separates them by an optimisation barrier, which XLA:CPU removes before it merges common subexpressions (jaxlib before 0.11.1; decision 8).
+JAX separates them by an optimization barrier, which XLA:CPU removes before it merges common subexpressions (jaxlib before 0.11.1; decision 8).
 There the function is lowered as a branch that is always taken, on an index that no compiler can evaluate. Tracing does not change: the fence
 travels with the policy, the only parameter of the remat primitive that JAX forwards unread (decision 14 has the form of the branch).
 """
@@ -53,6 +53,8 @@ def _lower(
     # A symbolic size (jax.export) cannot be compared with others.
     avals = (*ctx.avals_in, *ctx.avals_out)
     is_plain = is_plain and all(isinstance(d, int) for a in avals for d in getattr(a, "shape", ()))
+    # The undifferentiated function is the first computation: only the recomputation, which has the cotangents among
+    # its inputs, goes into the branch.
     if not (differentiated and is_fenced and is_plain and any(map(_has_bits, ctx.avals_in))):
         return as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
     if any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns):
@@ -66,6 +68,7 @@ def _lower(
     with ir.InsertionPoint(branches.regions[0].blocks.append()):
         hlo.return_([_zeros(t) for t in types])
     with ir.InsertionPoint(branches.regions[1].blocks.append()):
+        # Called so, JAX's rule adds no barrier: the branch takes its place.
         hlo.return_(as_jax(ctx, *args, jaxpr=jaxpr, differentiated=False, policy=None, prevent_cse=False))
     return [_jax.with_sharding(ctx, x, aval) for x, aval in zip(branches.results, ctx.avals_out, strict=True)]
 

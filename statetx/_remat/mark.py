@@ -1,11 +1,11 @@
-"""Mark the values that a rematerialised function saves.
+"""Mark the values that a rematerialized function saves.
 
 JAX asks a policy about primitives, types and parameters of equations that differentiation and vmap have rewritten, so the policy cannot tell one
 value from another. A value to save therefore passes through an identity primitive, ``statetx_mark``, which survives both rewrites, and the policy
 for JAX saves marked values (decision 19). Some derivative rules read the result of the operation itself (``exp``, ``tanh``, a maximum). Such a rule
 is made to read the marked result; else saving it would not spare its recomputation.
 
-Rematerialised functions nest. Each has a region number, greater than the numbers of all functions within it, and writes it on its marks. So a
+Rematerialized functions nest. Each has a region number, greater than the numbers of all functions within it, and writes it on its marks. So a
 function saves what its own policy selects, at any depth, and nothing that the inner policies select.
 """
 
@@ -44,7 +44,7 @@ class KeepMarked:
     """A policy for JAX that saves the values marked with one region number.
 
     Attributes:
-        region: the number of the rematerialised function.
+        region: the number of the rematerialized function.
     """
 
     region: int
@@ -65,12 +65,13 @@ class KeepMarked:
 
 
 def mark(x: Any, labels: Labels, *, region: int, in_rule: bool = False) -> Any:
-    """Mark the labelled values of a jaxpr, closed or not.
+    """Mark the labeled values of a jaxpr, closed or not.
 
     Args:
-        region: the number of the rematerialised function whose policy saves them.
+        region: the number of the rematerialized function whose policy saves them.
         in_rule: whether the jaxpr is a derivative rule. Its equations are not differentiated, so a mark needs no rule of its own.
     """
+    # Most equations have no label and stay the same objects, so JAX's caches for their inner jaxprs still hit.
     by_equation: dict[int, dict[Address, Any]] = {}
     for (i, *inner_address), label in labels.items():
         by_equation.setdefault(i, {})[tuple(inner_address)] = label
@@ -86,7 +87,7 @@ class _Marker(NamedTuple):
     in_rule: bool
 
     def equation(self, eqn: Any, labels: Labels) -> list[Any]:
-        """The equations that replace one, with marks on its labelled results and on labelled values within it."""
+        """The equations that replace one, with marks on its labeled results and on labeled values within it."""
         result_labels = {
             address[0]: label for address, label in labels.items() if len(address) == 1 and address[0] != RULE
         }
@@ -105,11 +106,12 @@ class _Marker(NamedTuple):
         return self.results(eqn, result_labels)
 
     def results(self, eqn: Any, labels: Mapping[int, str]) -> list[Any]:
-        """The equation, then a mark on each labelled result. Every other equation reads the marked variable."""
+        """The equation, then a mark on each labeled result. Every other equation reads the marked variable."""
         outvars, marks = list(eqn.outvars), []
         for n, label in labels.items():
             target = outvars[n]
             if not _jax.is_dropped(target):
+                # The mark defines the old variable, so that the other equations need no change.
                 source = outvars[n] = Var(target.aval)
                 marks.append(_jax.mark_equation(eqn, source, target, region=self.region, what=label))
         return [eqn.replace(outvars=outvars), *marks]
@@ -151,6 +153,9 @@ class _Marker(NamedTuple):
 
     def _derivative(self, eqn: Any, result_labels: Mapping[int, str]) -> Any:
         """The operation as a ``custom_jvp`` with marked results, whose rule reads the marked results."""
+        # JAX's rule for `exp`, say, reads the result inside the equation, before any mark. As a `custom_jvp` the
+        # equation is replaced by its rule under differentiation, and there the result and all its readers are in
+        # sight.
         plain = _jax.function_of(eqn)
         mark_in_rule = functools.partial(mark, region=self.region, in_rule=True)
         marked = mark_in_rule(plain, {(0, n): label for n, label in result_labels.items()})
@@ -193,7 +198,7 @@ def _labels_of_variables(jaxpr: Jaxpr, variables: Sequence[Any], labels: Mapping
 
 
 def _reads_results(eqn: Any, labels: Mapping[int, str]) -> bool:
-    """Whether the derivative of an operation is computed from its labelled results."""
+    """Whether the derivative of an operation is computed from its labeled results."""
     plain = _jax.function_of(eqn)
     types = [v.aval for v in plain.invars]
     try:
@@ -208,8 +213,8 @@ def _reads_results(eqn: Any, labels: Mapping[int, str]) -> bool:
         return False
     if any(e.primitive is _jax.custom_lin_primitive for e in jaxpr.eqns):
         return False  # a custom_vjp, a rule for reverse mode only, cannot be part of a custom_jvp
-    labelled = {results[n] for n in labels}
-    return any(v in labelled for e in jaxpr.eqns for v in e.invars if isinstance(v, Var))
+    labeled = {results[n] for n in labels}
+    return any(v in labeled for e in jaxpr.eqns for v in e.invars if isinstance(v, Var))
 
 
 def _jvp(jaxpr: Jaxpr, types: Sequence[Any], diff_indices: Sequence[int]) -> tuple[Jaxpr, Sequence[Any]]:

@@ -1,6 +1,6 @@
-"""Replace the policies of rematerialised functions for a while, and record which of them are called.
+"""Replace the policies of rematerialized functions for a while, and record which of them are called.
 
-`memory_report` compares policies this way, `assert_remat_equivalent` switches rematerialisation off, and the planner wraps the functions that
+`memory_report` compares policies this way, `assert_remat_equivalent` switches rematerialization off, and the planner wraps the functions that
 are differentiated. Nothing is rewritten: `remat` and the derivatives of this thread ask `override` when they are called.
 """
 
@@ -15,13 +15,14 @@ from typing import Any
 from .. import _jax
 from .._jax import Jaxpr
 from .policy import Policy
+from .rewriter import Rewriter
 from .survey import NONE, Survey
 from .value import StateRef
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """A rematerialised function that was called during an override.
+    """A rematerialized function that was called during an override.
 
     Attributes:
         name: the function's name.
@@ -32,24 +33,24 @@ class Region:
     """
 
     name: str
-    policy: Policy
+    policy: Policy | Rewriter
     prevent_cse: bool | tuple[bool, ...] = True
     names: frozenset[str] = NONE
     unmatched: tuple[str, ...] = ()
 
 
 class Override(threading.local):
-    """The settings that replace those of every rematerialised function in this thread.
+    """The settings that replace those of every rematerialized function in this thread.
 
     Attributes:
         policy: replaces the policy of each function; None to keep it.
-        is_off: whether nothing is rematerialised.
+        is_off: whether nothing is rematerialized.
         suppress_warnings: whether a policy may name values that do not occur, or change nothing, without a warning or error.
-        visited_regions: the rematerialised functions called so far; None outside of an override.
+        visited_regions: the rematerialized functions called so far; None outside of an override.
         wrapper: applied to a function before `statetx.grad`, `value_and_grad` or `vjp` differentiates it; None for no wrapper.
     """
 
-    policy: Policy | None = None
+    policy: Policy | Rewriter | None = None
     is_off: bool = False
     suppress_warnings: bool = False
     visited_regions: list[Region] | None = None
@@ -68,7 +69,7 @@ class Override(threading.local):
 
     @contextlib.contextmanager
     def __call__(
-        self, policy: Policy | None = None, *, is_off: bool = False, suppress_warnings: bool = False
+        self, policy: Policy | Rewriter | None = None, *, is_off: bool = False, suppress_warnings: bool = False
     ) -> Iterator[list[Region]]:
         """Override the settings in this block; gives the list of the regions called in it."""
         regions: list[Region] = []
@@ -89,17 +90,25 @@ class Override(threading.local):
         wrapped = self.wrapper(fun)
 
         def without_override(*args: Any, **kwargs: Any) -> Any:
+            # The planner's wrapper is itself a `remat`; a gradient inside the loss belongs to the loss, and is not
+            # planned separately.
             with self._set(None, False, False, None, None):
                 return wrapped(*args, **kwargs)
 
         return without_override
 
     def note(
-        self, name: str, policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]], prevent_cse: Any
+        self,
+        name: str,
+        policy: Policy | Rewriter,
+        jaxpr: Jaxpr,
+        origins: Sequence[frozenset[StateRef]],
+        prevent_cse: Any,
     ) -> None:
-        """Add a rematerialised function to `visited_regions`."""
+        """Add a rematerialized function to `visited_regions`."""
         values = [site.value for site in Survey(_jax.without_remat3(jaxpr), origins).all_sites]
-        unmatched = [atom.unmatched(values) for atom in policy.atoms()]
+        atoms = () if isinstance(policy, Rewriter) else policy.atoms()
+        unmatched = [atom.unmatched(values) for atom in atoms]
         names = NONE.union(*(v.names for v in values))
         assert self.visited_regions is not None
         self.visited_regions.append(Region(name, policy, prevent_cse, names, tuple(filter(None, unmatched))))

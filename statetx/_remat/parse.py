@@ -11,6 +11,7 @@ from .._errors import PolicyError
 from .._text import suggestion
 from .atoms import JaxPolicy, dots, dots_without_batch_dims, everything, nothing
 from .policy import Policy
+from .rewriter import Rewriter, refuse_combination
 
 _CONSTANTS = {"everything": everything, "nothing": nothing, "dots": dots}
 _CONSTANTS["dots_without_batch_dims"] = dots_without_batch_dims
@@ -23,18 +24,19 @@ def _jax_names() -> list[str]:
 # Members of jax.checkpoint_policies that return a policy; the other members are policies.
 _FACTORIES = frozenset(n for n in _jax_names() if n.startswith(("save_", "offload_")))
 
-FAMILIES = {"fit": "statetx.planner.plan:Fit"}
+FAMILIES = {"fit": "statetx.planner.fit:Fit"}
 """For policies written ``"name:argument"``: the constructor, imported by name on first use because this module is below the planner."""
 
 
-def as_policy(policy: Any) -> Policy:
-    """Convert an argument ``policy=`` to a policy: a `Policy`, None, a name, or a callable of JAX's form.
+def as_policy(policy: Any) -> Policy | Rewriter:
+    """Convert an argument ``policy=`` of `remat`: a `Policy`, a `Rewriter`, None, a name, or a callable of JAX's form.
 
     Raises:
         PolicyError: an unknown name, a function that returns policies and was not called, or another type.
     """
-    if isinstance(policy, Policy):
+    if isinstance(policy, (Policy, Rewriter)):
         return policy
+
     if policy is None:
         return nothing
     if isinstance(policy, str):
@@ -52,8 +54,11 @@ def as_policy(policy: Any) -> Policy:
         if policy in _FACTORIES:
             raise PolicyError(_not_called(policy))
         return JaxPolicy(getattr(jax.checkpoint_policies, policy))
+
     if not callable(policy):
         raise PolicyError(f"A policy is None, a name or a callable, got {type(policy).__name__}: {policy!r}.")
+    # A function is a policy of JAX's form, so a factory that was not called would pass, and fail only when JAX asks
+    # it.
     if getattr(policy, "__module__", "") == "statetx.policies":
         raise PolicyError(f"policies.{policy.__name__} is a function that returns a policy: call it.")
     for name in _FACTORIES:
@@ -69,4 +74,15 @@ def _not_called(name: str) -> str:
     )
 
 
-Policy._coerce = staticmethod(as_policy)
+def as_value_policy(policy: Any) -> Policy:
+    """`as_policy` for an operand of another policy and for the step of a loop, which are judged value by value.
+
+    Raises:
+        PolicyError: as `as_policy`, or it is a `Rewriter`, also by name (``"fit:2GiB"``).
+    """
+    converted = as_policy(policy)
+    return refuse_combination(converted) if isinstance(converted, Rewriter) else converted
+
+
+# The operators of `Policy` cannot import this module, which imports the classes of policies.
+Policy._coerce = staticmethod(as_value_policy)

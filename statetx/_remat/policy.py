@@ -1,4 +1,4 @@
-"""Policies: which values a rematerialised function saves. The module `policies` has the public names.
+"""Policies: which values a rematerialized function saves. The module `policies` has the public names.
 
 A policy judges one value at a time and sees nothing of how the value is used, so policies combine freely: `Or`, `And`, `Not` and `Then`
 are functions of two answers. Policies are frozen, equal by content and hashable, since the table of structures is keyed by them.
@@ -7,6 +7,7 @@ are functions of two answers. Policies are frozen, equal by content and hashable
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
@@ -16,9 +17,9 @@ from .value import RECOMPUTE, SAVE, Decision, Value, Verdict
 
 
 class Policy:
-    """Base of all policies, which decide which values a rematerialised function saves."""
+    """Base of all policies, which decide which values a rematerialized function saves."""
 
-    _coerce: ClassVar[Callable[[Any], Policy]]  # `parse.as_policy`, which sets it: operators take names and None, too
+    _coerce: ClassVar[Callable[[Any], Policy]]  # set by `parse`, above: operators take names and None, too
     _binding: ClassVar[int] = 3  # precedence of the printed form, to decide on parentheses
     missing: str = "raise"
     """The reaction to a message of `unmatched`: "raise", "warn" or "ignore"."""
@@ -67,6 +68,14 @@ class Policy:
     def __invert__(self) -> Policy:
         return Not(self)
 
+    def __bool__(self) -> bool:
+        if sys._getframe(1).f_code.co_filename.startswith(_jax.JAX_FOLDER):
+            return True  # `jax.checkpoint` has ``policy or nothing_saveable``
+        raise PolicyError(
+            f"The policy {self!r} was used as a truth value, as `or`, `and`, `not` and `if` do: they would drop one of the "
+            f"policies.\nFix: use | and & to combine policies and ~ for the complement; `policy is None` asks whether there is one."
+        )
+
     def then(self, other: Any) -> Policy:
         """Ask `other` about the values that this policy recomputes."""
         return Then(self, Policy._coerce(other))
@@ -81,6 +90,8 @@ class Policy:
         name = frozenset({params["name"]}) if primitive.name == "name" else frozenset()
         if self.needs_states:
             raise PolicyError(f"{self!r} needs to know the states: use it with statetx.remat, not jax.checkpoint.")
+        # An equation has one answer in JAX, but a policy judges its results one by one: the strongest decision for
+        # all of them.
         verdict = max(
             (self.judge(Value(primitive, inputs, params, t, names=name)) for t in outs), key=lambda v: v.decision
         )
@@ -111,6 +122,8 @@ class Or(Policy):
         return (self.a, self.b)
 
     def judge(self, value: Value) -> Verdict:
+        # Decisions are ordered save > offload > recompute, so the algebra is that of a lattice: `Or` and `And` are
+        # associative and commutative. With equal decisions the left operand's memories count.
         return max(self.a.judge(value), self.b.judge(value), key=lambda v: v.decision)
 
     def __repr__(self) -> str:
@@ -143,6 +156,7 @@ class Not(Policy):
 
     def judge(self, value: Value) -> Verdict:
         is_saved = self.inner.judge(value).decision is Decision.RECOMPUTE
+        # Most policies recompute views, so `~policy` would save them all, each a copy of its operand.
         return SAVE if is_saved and not value.is_view else RECOMPUTE
 
     def __repr__(self) -> str:
@@ -163,17 +177,3 @@ class Then(Policy):
 
     def __repr__(self) -> str:
         return f"{self.a._show(3)}.then({self.b!r})"
-
-
-class Rewriting(Policy):
-    """A policy that replaces the whole function by another program, such as a plan; it does not judge values one by one."""
-
-    def judge(self, value: Value) -> Verdict:
-        raise PolicyError(f"{self!r} rewrites the whole function, so it does not combine with other policies.")
-
-    def rewrite(self, body: Any, name: str, num_out: int) -> Any:
-        """Return ``(operands, *args) -> outputs`` in place of a staged function (`Body`) of this name.
-
-        The first `num_out` outputs are the function's results; the new values of the states that it writes follow.
-        """
-        raise NotImplementedError

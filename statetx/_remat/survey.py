@@ -1,7 +1,7 @@
 """List the values that a staged function computes, for policies to judge.
 
 JAX asks its policies about equations that differentiation and vmap have rewritten. The policies of this package judge the function as it was staged,
-at every depth: jitted, rematerialised and mapped functions, loops, branches, and the rules of custom derivatives, whose equations replace
+at every depth: jitted, rematerialized and mapped functions, loops, branches, and the rules of custom derivatives, whose equations replace
 their functions under differentiation. JAX policies are asked about the same places.
 """
 
@@ -107,7 +107,7 @@ class Survey:
 
     @property
     def regions(self) -> set[int]:
-        """The region numbers of the rematerialised functions within that have marked values."""
+        """The region numbers of the rematerialized functions within that have marked values."""
         return self._regions.union(*(rule.survey.regions for rule in self.rules.values()))
 
     def _visit(
@@ -140,6 +140,8 @@ class Survey:
             # The jaxprs within. A call's results are those of its jaxpr, with the names that they have here.
             inner_results: list[_Provenance] = []
             self._enclosing.append(eqn)
+            # A loop's or branch's results are values of their own, stacked or chosen; only a call's result is the
+            # very value within.
             for n, (sub, length, enter) in enumerate(_inner(eqn)):
                 names_within = result_names if is_call else [NONE] * len(sub.outvars)
                 inner_results = self._visit(sub, enter(operands), names_within, times * length, (*eqn_address, n))
@@ -157,6 +159,8 @@ class Survey:
     ) -> list[_Provenance]:
         """Record the results of an operation; return their provenance."""
         source_states = NONE.union(*(p.source_states for p in operands))
+        # The latest operand: in ``gelu(x @ w + b)`` the result of the product, not the input of the block, names the
+        # module.
         nearest_states = source_states or max(operands, key=lambda p: p.order, default=_Provenance()).nearest_states
         is_tangent = any(p.is_tangent for p in operands)
         is_name, is_mark = eqn.primitive is _jax.name_primitive, eqn.primitive is _jax.mark_primitive
@@ -261,6 +265,8 @@ def names_in(jaxpr: Jaxpr, out_names: Sequence[frozenset[str]]) -> dict[Any, fro
 
     for v, names_of_output in zip(jaxpr.outvars, out_names, strict=True):
         add(v, names_of_output)
+    # Backward, since a name is given after the value is computed, and may be given through several calls and further
+    # names.
     for eqn in reversed(jaxpr.eqns):
         if eqn.primitive is _jax.name_primitive:
             add(eqn.invars[0], names.get(eqn.outvars[0], NONE) | {eqn.params["name"]})

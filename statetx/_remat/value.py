@@ -14,7 +14,7 @@ class StateRef(NamedTuple):
     """A state that a value was computed with.
 
     Attributes:
-        path: the state's path, as seen from the rematerialised function.
+        path: the state's path, as seen from the rematerialized function.
         selected_by: the `states` policies whose filter selects it.
     """
 
