@@ -39,7 +39,7 @@ class Option(NamedTuple):
     """One decision for a region.
 
     Attributes:
-        saved: addresses of the saved values; None if the region is not rematerialised.
+        saved: addresses of the saved values; None if the region is not rematerialized.
         saved_bytes: bytes held between the passes, beyond the region's inputs.
         backward_bytes: bytes in use during its backward pass, beyond the saved ones.
         cost: of recomputation.
@@ -56,7 +56,14 @@ class Option(NamedTuple):
 
 
 _PLANNED = -1  # the region number of the planner's marks; those of policies count from 0
-_MAX_OPTIONS = 24  # of a region
+_MAX_OPTIONS = 24  # of a region: each takes an integer program, and a row of the dynamic program over the parts
+
+# Values of a region; the front of a larger one is sampled. Chosen by hand, without a measurement on record.
+_MAX_ENUMERATED = 12
+
+# Limits of HiGHS for one integer program; `_IntegerProgram.solve` says which way they err.
+_SOLVER_SECONDS = 5.0
+_SOLVER_GAP = 1e-4  # relative to the optimum; also the default of HiGHS
 
 
 class Graph:
@@ -98,6 +105,8 @@ class Graph:
         self._producer = {v: i for i, e in enumerate(self._forward.eqns) for v in e.outvars}
         self._residuals = _computed_variables(self._forward.outvars[self._num_out :], self._forward.invars)
         self._needed = self._ancestors()
+
+        # Only marks that residuals depend on become candidates: saving any other value spares no recomputation.
         self._address_of: dict[Any, Address] = {}
         for i in self._needed:
             eqn = self._forward.eqns[i]
@@ -108,6 +117,8 @@ class Graph:
         # An output of the region is an input of others, and counted there: saving it takes no further bytes.
         outputs = {v for v in jaxpr.outvars if isinstance(v, Var)}
         self._output_addresses = {a for a, site in self.sites.items() if site.eqn.outvars[a[1]] in outputs}
+
+        # The differentiated equations have more cost than the region's own: they also compute the coefficients of the derivative.
         self.costs = {i: equation_cost(self._forward.eqns[i]) for i in self._needed}
         self.forward_cost = sum(map(equation_cost, jaxpr.eqns))
 
@@ -126,6 +137,11 @@ class Graph:
     def front(self, *, offload: float | None = None, deadline: Callable[[], bool] = lambda: False) -> list[Option]:
         """The Pareto front, from the option that saves all it needs to the one that saves nothing.
 
+        Points are missing after a `deadline`, in the front of a region with many values, which is sampled, and where
+        `_MAX_OPTIONS` or the limits of the solver end the enumeration. All of this errs towards more cost and
+        memory: a plan may recompute more than it must, and a budget near the least memory may be refused. Bytes and cost of each
+        option are always those of its own set of values.
+
         Args:
             offload: the cost of fetching a byte from host memory; None if nothing is offloaded.
             deadline: whether time is up.
@@ -134,6 +150,8 @@ class Graph:
         if not self.sites or not self._needed:
             return pareto_front(options)
         program = _IntegerProgram(self, offload)
+
+        # From the cheapest option downwards: each must save fewer bytes than the one before it.
         limit, total = np.inf, None
         while len(options) < _MAX_OPTIONS and not deadline():
             solution = program.solve(limit)
@@ -145,8 +163,9 @@ class Graph:
             total = total or max(option.saved_bytes, 1)
             if option.saved_bytes == 0:
                 break
-            # A short front is enumerated point by point. A long one is sampled at equal distances of bytes.
-            limit = option.saved_bytes - max(1, total // _MAX_OPTIONS if len(self._address_of) > 12 else 1)
+            # A short front is enumerated point by point. A long one is sampled at distances of equal bytes.
+            is_sampled = len(self._address_of) > _MAX_ENUMERATED
+            limit = option.saved_bytes - max(1, total // _MAX_OPTIONS if is_sampled else 1)
         return pareto_front(options)
 
     def option(
@@ -156,11 +175,13 @@ class Graph:
         recomputed = self._recomputed(saved)
         saved_bytes = sum(self.bytes_of(address) for address in saved - offloaded)
         cost = sum(self.costs[i] for i in recomputed) + per_byte * sum(self.bytes_of(address) for address in offloaded)
+
+        # Offloaded values take no device memory between the passes. All of them count as fetched at once, which errs high.
         offloaded_bytes = sum(self.bytes_of(address) for address in offloaded)
         return Option(saved, saved_bytes, self._backward_bytes(recomputed) + offloaded_bytes, cost, offloaded)
 
     def baseline(self) -> Option:
-        """The region without rematerialisation."""
+        """The region without rematerialization."""
         saved_bytes = sum(device_bytes(v.aval) for v in self._baseline_residuals)
         return Option(None, saved_bytes, self._peak_bytes(self._baseline_backward, []), 0.0)
 
@@ -174,6 +195,7 @@ class Graph:
 
     def _recomputed(self, saved: frozenset[Address]) -> list[int]:
         """The equations that run again, in order, where these values are saved."""
+        # Backwards from the residuals, not beyond saved values and inputs: a variable without a producer is an input.
         available = {v for v, address in self._address_of.items() if address in saved}
         stack, recomputed = list(self._residuals), set()
         while stack:
@@ -191,10 +213,17 @@ class Graph:
         return self._peak_bytes(self._backward, [self._forward.eqns[i] for i in recomputed])
 
     def _peak_bytes(self, backward: _Backward, recomputed: Sequence[Any]) -> int:
-        """The most bytes live at a time during recomputation and the backward pass after it."""
+        """The most bytes live at a time during recomputation and the backward pass after it.
+
+        Errs in both directions, by up to half (decision 9): XLA's fusions and its order of the equations are unknown here. So it
+        orders the options, and `measure` replaces it for the chosen ones.
+        """
         eqns = [*recomputed, *backward.jaxpr.eqns]
         forward_variable = dict(zip(backward.residuals, backward.forward_residuals, strict=True))
         resolve = lambda v: forward_variable.get(v, v)  # noqa: E731
+
+        # The cotangent of an input that the program does not compute, such as a parameter, is an output of the whole program.
+        # Outputs have their own memory, so it is not temporary.
         uncounted = {v for v, c in zip(backward.outs, self._is_computed, strict=True) if not c and isinstance(v, Var)}
         outputs = {v for v in backward.outs if isinstance(v, Var)} - uncounted
 
@@ -210,7 +239,8 @@ class Graph:
                         in_memory.add(resolve(v))
         last_use |= dict.fromkeys(outputs, len(eqns))
 
-        # A fused value is computed where it is read: its operands live until then.
+        # A fused value is computed where it is read: its operands live until then. Readers come first in this order, so the
+        # last use of a fused value is final before it is passed on to its operands.
         for eqn in reversed(eqns):
             if row_of(eqn).fuses:
                 for v in eqn.outvars:
@@ -233,6 +263,9 @@ class Graph:
                     continue
                 live += device_bytes(v.aval)
                 freed_after[last_use[v]] = freed_after.get(last_use[v], 0) + device_bytes(v.aval)
+
+            # Operands are freed after the outputs are allocated: an equation holds both. XLA may reuse a buffer in place, so
+            # this errs high.
             peak = max(peak, live)
             live -= freed_after.get(i, 0)
         return peak
@@ -244,6 +277,9 @@ class Graph:
         else:
             backward, recomputed = self._backward, [self._forward.eqns[i] for i in self._recomputed(option.saved)]
             saved = [v for v, address in self._address_of.items() if address in option.saved]
+
+        # Everything that is not recomputed is an argument of this program and takes no temporary memory in it: saved values and
+        # inputs of the region are counted by `Layout.peak`.
         computed = {v for e in recomputed for v in e.outvars}
         inputs = dict.fromkeys(v for e in recomputed for v in e.invars if isinstance(v, Var) and v not in computed)
         inputs |= dict.fromkeys(v for v in [*backward.forward_residuals, *saved] if v not in computed)
@@ -260,7 +296,8 @@ class Graph:
         program = self._context.program(
             lambda *xs: run(xs[: len(inputs)], xs[len(inputs) :]), avals, fast_compile_options()
         )
-        # Cotangents and offloaded values are arguments and outputs of this program; within the whole they are temporary.
+        # Cotangents and offloaded values are arguments and outputs of this program; within the whole they are temporary. The
+        # context maps the program over all examples of a `vmap`, and the model counts one of them.
         temp_bytes = program.cost.temp_bytes // self._context.num_examples
         out_cotangents = [v for v, c in zip(backward.outs, self._is_computed, strict=True) if c and isinstance(v, Var)]
         cotangent_bytes = sum(device_bytes(v.aval) for v in (*backward.cotangents, *out_cotangents))
@@ -303,6 +340,8 @@ def _derivative(jaxpr: Jaxpr, diff_indices: Sequence[int], out_indices: Sequence
     avals = [v.aval for v in residuals], [v.aval for v in forward_jaxpr.outvars[:num_outs]]
     body = Body.close(*backward_pass(forward.pullback, *avals, traced_for="statetx.plan", name="backward"))
     backward_jaxpr = inline(_bind_literals(body, residuals), calls=JIT, deep=False)
+
+    # Literal residuals are inlined, so the inputs are the other residuals in order, then the cotangents.
     variables = [v for v in residuals if isinstance(v, Var)]
     num_residuals = len(variables)
     split = _Backward(
@@ -327,6 +366,7 @@ def _computed_variables(atoms: Sequence[Any], inputs: Sequence[Any]) -> list[Any
 
 def pareto_front(options: Sequence[Option]) -> list[Option]:
     """The options that no other dominates in cost, saved bytes and backward bytes, the cheapest first."""
+    # In this order each option costs at least as much as those in `front`, so bytes alone decide whether one dominates it.
     front: list[Option] = []
     for option in sorted(set(options), key=lambda o: (o.cost, o.saved_bytes, o.backward_bytes)):
         if not any(o.saved_bytes <= option.saved_bytes and o.backward_bytes <= option.backward_bytes for o in front):
@@ -338,7 +378,7 @@ class _IntegerProgram:
     """Which values to save, and which equations to run again, at the least cost.
 
     Variables are binary: run[i] for each needed equation, save[a] (and offload[a]) for each address. A value v is available if
-    its equation runs or it is saved: available(v) = run[producer(v)] + save[a] + offload[a]. Minimise the cost of what runs, such that
+    its equation runs or it is saved: available(v) = run[producer(v)] + save[a] + offload[a]. Minimize the cost of what runs, such that
 
         available(v) >= 1                    for each residual v,
         available(u) - run[i] >= 0           for each operand u of equation i that an equation computes,
@@ -386,7 +426,10 @@ class _IntegerProgram:
             matrix[len(rows), column["keep", address]] = size
         self._matrix, self._lower = matrix.tocsr(), np.array([*lower, -np.inf])
 
-        # The objective is scaled to the most expensive equation. Small terms in bytes break ties: of equal costs, save less.
+        # The objective is scaled to the most expensive equation, so that small terms in proportion to it can break ties: of equal
+        # costs, save fewer bytes, then fewer values; and where a fetch is free, save on the device rather than the host. They add
+        # up to at most 2e-6, plus 2e-9 for each value. `_SOLVER_GAP` may be coarser: a solution that saves too much for its
+        # cost is then dominated by a later one of the front.
         run_costs = np.array([graph.costs[i] for i in equations])
         scale = max(run_costs.max(initial=0.0), 1e-30)
         objective = np.zeros(len(column))
@@ -399,7 +442,12 @@ class _IntegerProgram:
         self._objective = objective
 
     def solve(self, limit: float) -> tuple[frozenset[Address], frozenset[Address]] | None:
-        """Return the values to save, at most `limit` bytes of them on the device, and the offloaded subset; None if infeasible."""
+        """Return the values to save, at most `limit` bytes of them on the device, and the offloaded subset; None if infeasible.
+
+        After `_SOLVER_SECONDS` HiGHS returns its best solution so far, which may cost more than the optimum, or none, which
+        counts as infeasible. `Plan.complete` does not tell: it is about the user's time limit. The
+        constraints hold in any case: a plan may cost more, or a tight budget be refused, but none is exceeded.
+        """
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         if limit < 0:
@@ -407,7 +455,7 @@ class _IntegerProgram:
         upper = np.full(len(self._lower), np.inf)
         upper[-1] = limit
         constraint = LinearConstraint(self._matrix, self._lower, upper)  # pyright: ignore[reportArgumentType]
-        options = {"time_limit": 5.0, "mip_rel_gap": 1e-4}
+        options = {"time_limit": _SOLVER_SECONDS, "mip_rel_gap": _SOLVER_GAP}
         result = milp(
             self._objective,
             constraints=constraint,
@@ -417,6 +465,8 @@ class _IntegerProgram:
         )
         if result.x is None:
             return None
+
+        # Integers hold to within a tolerance, so a binary variable is near 0 or 1.
         is_chosen = {key: result.x[c] > 0.5 for key, c in self._column.items()}
         offloaded = frozenset(a for a in self._addresses if is_chosen.get(("offload", a)))
         saved = frozenset(a for a in self._addresses if is_chosen["keep", a]) | offloaded

@@ -16,10 +16,10 @@ from .._equations.structure import Body
 from .._errors import PlanError
 from .._jax import Jaxpr
 from .._lift.context import TraceContext, sharding_of
-from .._lift.stage import name_of
 from .._lift.targets import resolve_argnums
+from .._lift.wrapper import name_of
 from .._remat.override import override
-from .._remat.policy import Rewriting
+from .._remat.rewriter import Rewriter
 from .._tree import is_array, is_float, partition
 from ..transforms.abstract import staged_jaxpr
 from ..transforms.remat import Remat
@@ -44,7 +44,7 @@ class _Recorded(NamedTuple):
     context: TraceContext
 
 
-class _Recorder(Rewriting):
+class _Recorder(Rewriter):
     """A policy that records the function it is used on, and leaves it unchanged."""
 
     def __init__(self) -> None:
@@ -61,6 +61,7 @@ class _Recorder(Rewriting):
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         def run(operands: Sequence[Any], *args: Any) -> list[Any]:
+            # Only the tracers of this call tell what is differentiated and mapped, so they are asked here and now.
             floats = [(i, x) for i, x in enumerate((*operands, *args)) if is_float(x)]
             diff_indices = [i for i, x in floats if _jax.is_differentiated(x)]
             traced_floats = [i for i, x in floats if isinstance(x, _jax.Tracer)]
@@ -119,12 +120,15 @@ def capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | S
                 f"{name_of(fun)} differentiates more than one function. Fix: make a plan for each of them, and use it as "
                 f"remat(loss, policy=plan)."
             )
+
+        # The baseline of a step is the whole step, so candidates are compiled within it: its optimizer's memory counts too.
         loss = inner.recorded[0]
         step_with = functools.partial(_step_with, fun, args, kwargs)
         return Captured(loss.jaxpr, loss.diff_indices, loss.num_out, loss.context, step_with)
 
     # Inputs are the operands (values of states, all of them differentiated), then the arrays of the arguments.
     (function,) = outer.recorded
+    # `argnums` counts arguments as the user wrote them, each of which may be a tree of any number of arrays.
     in_argnums = []
     for n, arg in enumerate((*args, *kwargs.values())):
         in_argnums += [nums is None or n in nums] * len(partition(arg, _is_traced)[0])
@@ -155,7 +159,7 @@ def _stage(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, lis
     return staged_jaxpr(call, arrays)
 
 
-class _Replace(Rewriting):
+class _Replace(Rewriter):
     """A policy that replaces the function by a given program."""
 
     def __init__(self, jaxpr: Jaxpr):
@@ -181,6 +185,7 @@ def _step_with(
         with override.wrap_differentiated(lambda loss: Remat(loss, policy=replacement)):
             return fun(*args, **kwargs)
 
+    # Staged for each candidate: the loss is differentiated inside, so its replacement has to be there when the step is traced.
     closed_jaxpr, inputs = _stage(step, args, kwargs)
     shardings = tuple(map(sharding_of, inputs))
     context = TraceContext(shardings=shardings if any(shardings) else ())

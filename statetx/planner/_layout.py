@@ -22,6 +22,10 @@ from ._parts import Part, cotangent_variables, differentiated_variables, run, sp
 
 _MAX_STATES = 16384  # pairs of saved bytes and cost that the dynamic program follows
 
+# Carries in use beside the slots of a loop under reversal: the copy that `_loops.reversal` reads from a slot, and the next carry,
+# which a step computes from it. Cotangents of the carry are among the step's backward bytes.
+_CARRIES_BESIDE_SLOTS = 2
+
 
 class Layout:
     """One way to cut a program.
@@ -62,6 +66,7 @@ class Layout:
         self.parts = split(jaxpr, cuts)
         self.fronts: list[Front] = []
 
+        # Inputs of the program are arguments of the compiled program, not temporary memory: only computed variables count.
         computed = {v for e in jaxpr.eqns for v in e.outvars}
         differentiated = differentiated_variables(jaxpr, diff_indices)
         with_cotangent = cotangent_variables(jaxpr, num_out)
@@ -90,6 +95,9 @@ class Layout:
             for v, c in zip(variables, is_computed, strict=True):
                 if c:
                     first_reader.setdefault(v, i)
+
+        # Backward passes run in reverse, so an input lives from its first reader to the backward pass of that same part: during
+        # the backward pass of part i the inputs of parts 0 to i are live, each counted once.
         input_bytes = [0] * len(self.parts)
         for v, i in first_reader.items():
             input_bytes[i] += device_bytes(v.aval)
@@ -125,6 +133,7 @@ class Layout:
 
     def least_peak(self) -> int:
         """The lowest limit with a feasible choice, to within 0.01%, never below it."""
+        # Bisection. Invariant: `high` is feasible, as the peak of a choice at first; nothing below `low` is.
         low, high = 0, max(1, self.peak([min(o, key=lambda x: x.saved_bytes + x.backward_bytes) for o in self.options]))
         while high - low > max(1, high // 10_000):
             middle = (low + high) // 2
@@ -159,7 +168,8 @@ class Layout:
         state_bytes, state_costs = np.zeros(1), np.zeros(1)  # sorted by cost; more cost, fewer bytes
         steps: list[tuple[np.ndarray, np.ndarray]] = []
         for base, (saved_bytes, backward_bytes, costs) in zip(self.base, self._numbers, strict=True):
-            # Every pair of an option (rows) and a state (columns) that fits.
+            # Every pair of an option (rows) and a state (columns) that fits during the backward pass of this part. Later parts only
+            # add saved bytes, which are checked there: a pair that does not fit here never will.
             new_bytes = state_bytes + saved_bytes
             option, parent = np.nonzero(new_bytes <= limit - base - backward_bytes)
             if not len(parent):
@@ -171,12 +181,14 @@ class Layout:
             order = np.argsort(new_costs, kind="stable")  # fast: the input is one sorted run for each option
             ordered = new_bytes[order]
             order = order[np.concatenate([[True], ordered[1:] < np.minimum.accumulate(ordered)[:-1]])]
+
+            # Sampling keeps both ends: the cheapest state, and the one of the fewest bytes, which fits if any does.
             if len(order) > _MAX_STATES:
                 order = order[np.unique(np.linspace(0, len(order) - 1, _MAX_STATES).astype(int))]
             state_bytes, state_costs = new_bytes[order], new_costs[order]
             steps.append((parent[order], option[order]))
 
-        # Backtrack from the cheapest state.
+        # Backtrack from the cheapest state, which is the first.
         state, choice = 0, []
         for (parent, option), options in zip(reversed(steps), reversed(self.options), strict=True):
             choice.append(options[option[state]])
@@ -192,6 +204,7 @@ class Layout:
 
 def rewrite(jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]) -> Jaxpr:
     """Apply an option to each part of a program."""
+    # Equal parts with equal decisions share one function, so that JAX traces and differentiates it once.
     cache: dict[Any, Callable | None] = {}
     replacements = []
     for part, option in zip(parts, options, strict=True):
@@ -221,7 +234,7 @@ def _region(part: Part, option: Option) -> Callable | None:
     # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling, and
     # with it the memory, depends on them.
     jaxpr, policy = decide.keep(part.jaxpr, marks_of(option)) if option.saved else (part.original_jaxpr, None)
-    return lambda *args: _jax.rematerialise(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)
+    return lambda *args: _jax.rematerialize(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)
 
 
 def _loop(part: Part, option: Option) -> Callable:
@@ -294,16 +307,19 @@ class Front:
         self.options = pareto_front([*self._expand(self._steps), *self.stock])
 
     def measure(self, option: Option) -> bool:
-        """Replace modelled backward bytes by those of the compiled backward pass. Returns whether anything was measured."""
+        """Replace modeled backward bytes by those of the compiled backward pass. Returns whether anything was measured."""
         key = option.saved, option.offloaded
         if self._graph is None or key in self._measured:
             return False
         self._measured.add(key)
-        backward_bytes = None
+
+        # A policy may save the same values as an option of the front: both are replaced, and the program is compiled once.
+        backward_bytes: int | None = None
         for options in (self._steps, self._stock):
             for i, o in enumerate(options):
                 if (o.saved, o.offloaded) == key:
-                    backward_bytes = backward_bytes or self._graph.measure(o).backward_bytes
+                    if backward_bytes is None:
+                        backward_bytes = self._graph.measure(o).backward_bytes
                     options[i] = o._replace(backward_bytes=backward_bytes)
         self.version += 1
         self._update()
@@ -321,9 +337,12 @@ def _front(
     deadline: Callable[[], bool],
     context: TraceContext,
 ) -> Front:
+    # Without tangents or cotangents the part has no backward pass, and saves nothing for it.
     free = [Option(None, 0, 0, 0.0)]
     if not any(is_differentiated) or not any(has_cotangent):
         return Front(free, free * len(policies))
+
+    # JAX does not rematerialize an equation whose side effect would run again.
     is_fixed = part.category == "rest" or bool(_jax.forbidden_effects(part.jaxpr))
 
     if part.eqn is not None:
@@ -332,6 +351,9 @@ def _front(
         is_computed = [num_constants <= i < num_constants + num_carry for i in range(len(part.jaxpr.invars))]
         is_differentiated = [d or c for d, c in zip(is_differentiated, is_computed, strict=True)]
         has_cotangent = [c or i < num_carry for i, c in enumerate(has_cotangent)]
+
+        # No value of a step is offloaded: `_of_loop` makes the options of nested loops without the offloaded subset, whose bytes
+        # would then be missing from the model. This errs towards more recomputation.
         offload = None
     try:
         graph = Graph(part.jaxpr, equation_cost, is_computed, is_differentiated, has_cotangent, context)
@@ -354,28 +376,33 @@ def _of_loop(part: Part, graph: Graph, is_carry: Sequence[bool], steps: Sequence
     options = []
     for step in steps:
         if step.saved is None:
-            # Without rematerialisation each step stores its residuals, and the carries among them.
+            # Without rematerialization each step stores its residuals, and the carries among them.
             residual_carry_bytes = sum(device_bytes(invars[i].aval) for i in graph.residual_inputs if is_carry[i])
             options.append(step._replace(saved_bytes=length * (step.saved_bytes + residual_carry_bytes)))
             options += _with_slots(step, graph, length, carry_bytes)
             continue
         for inner in _inner_lengths(length):
             # Nested loops store a carry per outer step. The backward pass of an outer step runs its inner loop again first, which
-            # stores a carry and the saved values per inner step.
+            # stores a carry and the saved values per inner step. So each step runs once more than in a plain loop. A remainder of
+            # the division, of fewer than `inner` steps, is not counted: this errs low, and compiled candidates correct it.
             outer = length // inner
             backward_bytes = inner * (carry_bytes + step.saved_bytes) + step.backward_bytes
             cost = length * (graph.forward_cost + step.cost)
             options.append(Option(step.saved, outer * carry_bytes, backward_bytes, cost, loop=Lengths(outer, inner)))
+
+        # Last, as `Front` relies on: one level, with a carry and the saved values of every step.
         saved_bytes = length * (carry_bytes + step.saved_bytes)
         options.append(step._replace(saved_bytes=saved_bytes, cost=length * step.cost, loop=Lengths(length)))
     return options
 
 
 def _with_slots(step: Option, graph: Graph, length: int, carry_bytes: int) -> list[Option]:
+    """The loop reversed from slots, for various numbers of them. `step` is the baseline: one step at a time saves its residuals."""
     options, slots = [], 1
     while slots < length:
+        # Of all evaluations as many as there are steps count as the forward pass, which the baseline has too.
         num_reruns = schedule.num_evaluations(length, slots) - length
-        backward_bytes = step.backward_bytes + step.saved_bytes + 2 * carry_bytes
+        backward_bytes = step.backward_bytes + step.saved_bytes + _CARRIES_BESIDE_SLOTS * carry_bytes
         options.append(
             Option(None, slots * carry_bytes, backward_bytes, num_reruns * graph.forward_cost, loop=Slots(slots))
         )
@@ -386,6 +413,7 @@ def _with_slots(step: Option, graph: Graph, length: int, carry_bytes: int) -> li
 @functools.cache
 def _inner_lengths(length: int) -> tuple[int, ...]:
     """Lengths of inner loops to try: about the square root, and powers of two."""
+    # An inner and an outer loop of two steps each are the least nesting.
     if length < 4:
         return ()
     root = schedule.nested_lengths(length, 2)[1]

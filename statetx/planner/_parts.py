@@ -1,4 +1,4 @@
-"""A program as a sequence of parts: regions that may be rematerialised, loops, and unchanged equations."""
+"""A program as a sequence of parts: regions that may be rematerialized, loops, and unchanged equations."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Part:
     """Some consecutive equations of a program.
 
     Attributes:
-        category: "region", which may be rematerialised; "loop", a scan whose steps may be; "rest", which may not.
+        category: "region", which may be rematerialized; "loop", a scan whose steps may be; "rest", which may not.
         jaxpr: the equations as a function; for a loop, one step.
         invars, outvars: the program's variables that the part reads, and those that it defines for later parts.
         eqn: the scan of a loop, else None.
-        original_jaxpr: for a function that the user rematerialised, its jaxpr with inner jits; else `jaxpr`.
+        original_jaxpr: for a function that the user rematerialized, its jaxpr with inner jits; else `jaxpr`.
         key: equal for parts of equal structure.
     """
 
@@ -43,6 +43,8 @@ class Part:
         self.invars = list(invars)
         self.outvars = list(outvars)
         self.eqn = eqn
+
+        # The body of a loop alone does not determine its options: they depend on the length and on which inputs are carried.
         loop_key = None if eqn is None else (eqn.params["length"], eqn.params["reverse"], *_jax.scan_counts(eqn))
         self.key = (category, loop_key, Body(jaxpr, []).key)
 
@@ -65,6 +67,7 @@ def _without_jits(jaxpr: Jaxpr) -> Jaxpr:
 def _plain_loops(x: Any) -> Any:
     """Replace statetx's loop primitive by a call of the plain scan, at any depth, where the loop stays plain."""
 
+    # `closed_call` is among the calls that `flatten` inlines after this.
     def convert(eqn: Any) -> Any:
         loop = _jax.loop_of(eqn)
         if loop is not None and loop.is_plain():
@@ -77,7 +80,8 @@ def _plain_loops(x: Any) -> Any:
 
 
 def inline_remat(jaxpr: Jaxpr) -> tuple[Jaxpr, set[int]]:
-    """Inline the rematerialised functions of a flat program. Returns also the equation indices at which they begin and end."""
+    """Inline the rematerialized functions of a flat program. Returns also the equation indices at which they begin and end."""
+    # Indices count the equations of the inlined program, in which a rematerialized function takes as many equations as it has.
     ends, index = set(), 0
     for eqn in jaxpr.eqns:
         size = len(inline(eqn.params["jaxpr"], calls=_CALLS, deep=False).eqns) if eqn.primitive.name in REMAT else 1
@@ -94,7 +98,7 @@ def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
     """Split a flat program into parts.
 
     Args:
-        cuts: indices of the equations that begin a new region. Loops and rematerialised functions are parts in any case. None
+        cuts: indices of the equations that begin a new region. Loops and rematerialized functions are parts in any case. None
             if those functions are the only regions.
     """
     last_uses = _last_uses(jaxpr)
@@ -106,6 +110,8 @@ def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
         nonlocal start
         if end > start:
             eqns = jaxpr.eqns[start:end]
+
+            # As a function: its inputs are the variables that it reads and does not define, its outputs those read later.
             defined = {v for e in eqns for v in e.outvars}
             invars = {v: None for e in eqns for v in e.invars if not isinstance(v, Literal) and v not in defined}
             outvars = [v for e in eqns for v in e.outvars if last_uses.get(v, -1) >= end]
@@ -125,7 +131,7 @@ def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
                 body = _without_jits(original)
                 parts.append(Part("region", body, variables, eqn.outvars, original_jaxpr=original))
             else:
-                # Rematerialised functions are inlined too: the plan decides what a step saves.
+                # Rematerialized functions are inlined too: the plan decides what a step saves.
                 body = inline(inner, calls=_CALLS, deep=False)
                 parts.append(Part("loop", body, eqn.invars, eqn.outvars, eqn))
             start = i + 1
@@ -161,6 +167,7 @@ def differentiated_variables(jaxpr: Jaxpr, diff_indices: Sequence[int]) -> set[A
 
     Errs towards too many: every float output of an equation with such an operand counts.
     """
+    # One pass suffices, forwards here and backwards in `cotangent_variables`: the program is flat, and its loops are one equation.
     differentiated = {jaxpr.invars[i] for i in diff_indices}
     for eqn in jaxpr.eqns:
         reads = any(v in differentiated for v in eqn.invars if not isinstance(v, Literal))
@@ -179,7 +186,7 @@ def cotangent_variables(jaxpr: Jaxpr, num_out: int) -> set[Any]:
 
 
 def has_regions(jaxpr: Jaxpr) -> bool:
-    """Whether the user rematerialised parts of the program, or of its loops' steps."""
+    """Whether the user rematerialized parts of the program, or of its loops' steps."""
     loops = [_jax.open_jaxpr(e.params["jaxpr"])[0] for e in jaxpr.eqns if is_loop(e)]
     return any(e.primitive.name in REMAT for e in jaxpr.eqns) or any(map(has_regions, loops))
 
@@ -189,6 +196,8 @@ def has_regions(jaxpr: Jaxpr) -> bool:
 
 def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
     """For each equation, the bytes of values computed before it and read by it or later."""
+    # A value crosses into the equations after its own, up to and including its last reader: add its bytes at the first of them,
+    # subtract them after the last, and take running sums. Outputs are read at index `len(eqns)`, hence two more entries.
     last_uses = _last_uses(jaxpr)
     deltas = [0] * (len(jaxpr.eqns) + 2)
     for i, eqn in enumerate(jaxpr.eqns):
@@ -227,6 +236,8 @@ def _cut_sets(jaxpr: Jaxpr) -> Iterator[tuple[int, ...]]:
     if not any(live):
         yield ()
         return
+
+    # A dip of less than 2% of the highest count does not separate regions.
     minima, _ = find_peaks([-x for x in live], prominence=0.02 * max(live))
     # Within a plateau of equal bytes, cut at its end: cheap equations stay with the producers of their operands.
     cuts = []
@@ -236,6 +247,8 @@ def _cut_sets(jaxpr: Jaxpr) -> Iterator[tuple[int, ...]]:
             end += 1
         cuts.append(end)
 
+    # Larger regions save fewer inputs and need more memory in their backward pass; which is better depends on the budget. Every
+    # one, two or four neighboring regions are merged, counted from the first.
     seen = set()
     for stride in (1, 2, 4):
         subset = tuple(cuts[stride - 1 :: stride])

@@ -38,7 +38,7 @@ class PlanRow:
         owner: the line that computes it, and the function of that line.
         times: number of such values in the program: one for each equal part and each step of a loop.
         bytes: size of one of them.
-        decision: "keep", "recompute", "offload", or "as it is" in parts that are not rematerialised.
+        decision: "keep", "recompute", "offload", or "unchanged" in parts that are not rematerialized.
         price: cost of computing one of them from its operands, in operations or seconds.
     """
 
@@ -52,6 +52,7 @@ class PlanRow:
 
 def fingerprint(jaxpr: Jaxpr) -> list[str]:
     """A line for each equation of a flat program. Equal programs have equal lines."""
+    # Variables are numbered in the order of their definition: names of variables and of functions do not count.
     numbers = {v: i for i, v in enumerate(jaxpr.invars)}
 
     def operand(atom: Any) -> str:
@@ -70,7 +71,8 @@ def fingerprint(jaxpr: Jaxpr) -> list[str]:
     return lines
 
 
-# Parameters that may differ between traces of the same program.
+# Parameters that may differ between traces of the same program: functions made by each trace, names and debugging information. A
+# difference in them alone, such as another derivative rule, is not noticed.
 _UNSTABLE = frozenset(
     {"policy", "name", "debug_info", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "ctx_mesh"}
 )
@@ -106,6 +108,7 @@ def fields_of(
             decisions.append(decision)
         numbers.append(decisions.index(decision))
 
+    # `predicted_bytes` is a leave-one-out prediction: the candidate's own measurement does not correct it.
     baseline = search.baseline.compiled
     other_candidates = [c for c in search.candidates if c is not candidate]
     by_flops = objective == "flops"
@@ -115,7 +118,7 @@ def fields_of(
         else candidate.compiled.flops + _schedule_flops(layout, candidate)
     )
 
-    return {
+    fields = {
         "version": VERSION,
         "name": name,
         "objective": objective,
@@ -131,16 +134,25 @@ def fields_of(
         "unplanned_flops": baseline.flops,
         "stock": "" if candidate.name == "plan" else candidate.name,
         "complete": not search.is_late(),
+    }
+
+    # To rewrite the program: where it is cut, the decision for each part, and how to tell that it is the same program.
+    fields |= {
         "opened": layout.jaxpr is not search.jaxpr,
         "cuts": None if layout.cuts is None else list(layout.cuts),
         "parts": numbers,
         "treatments": decisions,
         "equations": fingerprint(search.jaxpr),
+    }
+
+    # To print the plan.
+    fields |= {
         "rows": [dataclasses.asdict(row) for row in _rows(layout, candidate.options, search.equation_cost)],
         "loops": list(_loops(layout, candidate.options)),
         "curve": search.curve(),
         "measured": [[c.name, c.temp_bytes, c.added_cost / search.total_cost()] for c in search.candidates],
     }
+    return fields
 
 
 def _schedule_flops(layout: Layout, candidate: Candidate) -> int:
@@ -160,12 +172,14 @@ def _to_json(option: Option) -> dict[str, Any]:
 
 def option_of(decision: dict[str, Any]) -> Option:
     """The option of a stored decision, without bytes and cost."""
+    # Rewriting needs the decision only; bytes and cost belong to the search that is over.
     loop = decision["loop"] and Strategy.from_json(decision["loop"])
     saved = None if decision["kept"] is None else frozenset((a, b) for a, b in decision["kept"])
     return Option(saved, 0, 0, 0.0, frozenset((a, b) for a, b in decision["offloaded"]), loop)
 
 
 def _rows(layout: Layout, options: Sequence[Option], equation_cost: Callable[[Any], float]) -> list[PlanRow]:
+    # Equal parts with equal decisions have equal rows: list them once, with their number.
     counts: dict[Any, list[Any]] = {}
     for part, option in zip(layout.parts, options, strict=True):
         key = (part.key, option.saved, option.offloaded, option.loop)
@@ -181,12 +195,13 @@ def _rows_of(part: Part, option: Option, times: int, equation_cost: Callable[[An
     length = part.eqn.params["length"] if part.eqn is not None else 1
     is_planned = option.saved is not None or option.loop is not None
     for site in Survey(part.jaxpr).results:
+        # Values in inner jaxprs, such as branches, are not candidates (`Graph.sites`).
         if len(site.address) != 2:
             continue
 
         mark = marks.get(site.address)
         if not is_planned:
-            decision = "as it is"
+            decision = "unchanged"
         elif mark is None:
             decision = "recompute"
         else:

@@ -20,13 +20,24 @@ from .._equations.flops import flops
 from .._jax import Jaxpr
 from .._lift.context import TraceContext
 from .._remat.parse import as_policy
+from .._text import format_bytes
 from .._tree import is_float
+from ..residuals.report import BASELINE
 from ._analysis import EquationCost, Option
 from ._layout import Layout
 from ._parts import candidate_partitions, flatten
 
 STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
 _MAX_TRIES = 7  # compilations for one budget, before the stock policies
+
+# A stock policy is compiled unless the best candidate costs at most this part of the model's cost for it, or its predicted memory is
+# above this multiple of the budget. Both figures are predictions, so the margins are wide (0.9 and 1.25 at first, widened so that
+# each policy that might be cheaper is tried). They err by leaving out a policy whose program would turn out better than predicted.
+_CLEARLY_CHEAPER = 0.95
+_FAR_ABOVE_BUDGET = 2.0
+
+# A gain below this part of the forward pass is not worth a compilation: about a thousandth of the program with its gradient.
+_NEGLIGIBLE = 3e-3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,10 +106,11 @@ class Search:
         self.jaxpr = flatten(jaxpr)
         self.candidates: list[Candidate] = []
         self._tried: dict[Any, Candidate] = {}
+        self._budget = float("inf")  # of the fit under way
 
         fronts: dict[Any, Any] = {}
         policies = [as_policy(p) for p in STOCK]
-        report("analysing the program")
+        report("analyzing the program")
         self.layouts: list[Layout] = []
         for program, cuts in candidate_partitions(self.jaxpr):
             if self.layouts and self.is_late():
@@ -106,10 +118,12 @@ class Search:
             options = {"policies": policies, "offload": offload, "deadline": self.is_late, "fronts": fronts}
             options |= {"context": context}
             self.layouts.append(Layout(program, cuts, diff_indices, num_out, equation_cost=equation_cost, **options))
+
+            # The baseline and the stock policies are choices of the first layout: the user's regions, or the finest cuts.
             if len(self.layouts) == 1:
                 self._start_baseline()
         self._forward_cost = sum(map(equation_cost, self.jaxpr.eqns))
-        self._negligible = 3e-3 * self._forward_cost  # about a thousandth of the program with its gradient
+        self._negligible = _NEGLIGIBLE * self._forward_cost
 
     def is_late(self) -> bool:
         """Whether the time is up."""
@@ -120,8 +134,12 @@ class Search:
     def fit(self, budget: int) -> Candidate | None:
         """Return the cheapest candidate within a budget, compiling a few; None if none of them keeps it.
 
-        A bisection over limits of the model: a choice at `low` kept the budget, one at `high` did not.
+        A bisection over limits of the model: a choice at `low` kept the budget, one at `high` did not. It is a heuristic: more
+        memory by the model may be less in the compiled program, and the number of tries is limited. So a cheaper choice
+        within the budget may be missed, and even the only one; a returned one keeps it, since its program was compiled.
         """
+        self._budget = float(budget)
+        # The baseline costs nothing: where it may be the answer, its bytes must be exact.
         self._finish_baseline()
         if self.baseline_bytes() <= budget:
             self._confirm_baseline()
@@ -151,18 +169,30 @@ class Search:
             candidate = self.measure(*choice)
             assert target is not None
             low, high = (max(low, target), high) if candidate.temp_bytes <= budget else (low, min(high, target))
+
+            # Half a percent of memory is not worth a compilation.
             if high <= low * 1.005:
                 break
 
+        # Whether the budget is infeasible is decided by the compiled program of the lowest peak, not by the model.
         if self.best(budget) is None and not self.is_late() and (least := self._lowest_peak()) is not None:
             self.measure(*least)
         self._try_stock(budget)
         return self.best(budget)
 
+    def _best_so_far(self) -> str:
+        """For progress: the cheapest candidate within the budget, or else the smallest."""
+        best = self.best(self._budget) or (self.smallest() if self.candidates else None)
+        if best is None:
+            return ""
+        percent = 100 * best.added_cost / max(self._forward_cost, 1e-30)  # operations, or seconds
+        fits = "" if best.temp_bytes <= self._budget else ", above the budget"
+        return f"; best so far {format_bytes(best.temp_bytes)}{fits}, {percent:+.1f}% of a forward pass"
+
     def best(self, budget: float) -> Candidate | None:
         """The cheapest compiled candidate that keeps a budget."""
         fitting = [c for c in self.candidates if c.temp_bytes <= budget]
-        return min(fitting, key=lambda c: (c.added_cost, c.name != "no remat", c.temp_bytes), default=None)
+        return min(fitting, key=lambda c: (c.added_cost, c.name != BASELINE, c.temp_bytes), default=None)
 
     def smallest(self) -> Candidate:
         return min(self.candidates, key=lambda c: c.temp_bytes)
@@ -181,7 +211,7 @@ class Search:
 
     def fraction_of_baseline(self, fraction: float) -> int:
         """A fraction of the baseline's temporary bytes."""
-        if fraction > 0.99:  # the baseline may be the answer
+        if fraction > 0.99:  # the baseline may be the answer, and fast compilation may be off by a few hundred bytes
             self._confirm_baseline()
         return int(fraction * self.baseline_bytes())
 
@@ -194,6 +224,9 @@ class Search:
         low = min(layout.least_peak() for layout in self.layouts)
         high = max(low + 1, *(c.peak for c in self.candidates))
         total_cost = self.total_cost()
+
+        # Only layouts with a compiled candidate, since each of the others would take a dynamic program for every point. So a point
+        # may cost more than the best choice of all layouts.
         layouts = list({id(c.layout): c.layout for c in self.candidates}.values())
         points: list[tuple[float, float]] = []
         for limit in np.geomspace(low * 1.001 + 1, high * 1.001 + 1, num):
@@ -212,12 +245,13 @@ class Search:
 
     def total_cost(self) -> float:
         """The cost of the baseline with its gradient."""
-        # The backward pass costs about twice the forward pass.
+        # The backward pass costs about twice the forward pass: a product has a derivative by each of its two operands. Times
+        # are only known of equations, not of the compiled program.
         return max(1e-30, self._baseline_program.flops if self.equation_cost is flops else 3 * self._forward_cost)
 
     @property
     def baseline(self) -> Candidate:
-        """The program without rematerialisation."""
+        """The program without rematerialization."""
         self._finish_baseline()
         return self.candidates[0]
 
@@ -257,7 +291,7 @@ class Search:
     def _set_baseline(self, compiled: Cost) -> None:
         layout, options = self.layouts[0], self._baseline_options
         peak = layout.peak(options)
-        baseline = Candidate("no remat", layout, options, peak, 0.0, 0.0, compiled, self.predict(peak))
+        baseline = Candidate(BASELINE, layout, options, peak, 0.0, 0.0, compiled, self.predict(peak))
         self._tried[self._key(layout, options)] = baseline
         candidates = self.candidates[1:] if self._has_baseline else self.candidates
         self.candidates = [baseline, *candidates]
@@ -271,6 +305,7 @@ class Search:
     def _lowest_peak(self) -> tuple[Layout, list[Option]] | None:
         """The choice of the lowest peak, after measuring the options that come near it."""
         while True:
+            # The cheapest choice within 0.1% of the lowest peak, rather than any at it.
             limit = min(layout.least_peak() for layout in self.layouts) * 1.001 + 1
             choice = self._cheapest(limit)
             if (
@@ -285,10 +320,14 @@ class Search:
         part, saved_bytes = layout.peak_part(options)
         front, spare = layout.fronts[part], limit - layout.base[part] - saved_bytes
         fitting = [o for o in front.options if o.saved_bytes + o.backward_bytes <= spare]
+
+        # A list, not a generator: `any` would stop at the first new measurement.
         return any([front.measure(o) for o in fitting if not self.is_late()])
 
     def _propose(self, limit: float) -> tuple[Layout, list[Option]] | None:
         """The cheapest choice of all layouts that the model puts within a limit, made of measured options only."""
+        # A measurement changes the bytes of chosen options, and so may change the choice. The loop ends: every turn but the last
+        # measures an option for the first time, and there are finitely many.
         while True:
             choice = self._cheapest(limit)
             if choice is None or not self._measure_parts(*choice):
@@ -304,6 +343,7 @@ class Search:
         for i, layout in enumerate(layouts):
             options = layout.choose(limit)
             if options is not None:
+                # Of equal costs the choice with fewer parts, then of the earlier layout: options themselves are not compared.
                 choices.append((sum(o.cost for o in options), len(layout.parts), i, options))
         if not choices:
             return None
@@ -312,6 +352,7 @@ class Search:
 
     def _next_untried(self, low: float, high: float, tried: Candidate, budget: int) -> float | None:
         """The next limit of the model that gives a new choice: above a candidate that fits, below one that does not."""
+        # In steps of 2%, which reach a factor of 3.3. Choices within one step of another are missed.
         step = 1.02 if tried.temp_bytes <= budget else 1 / 1.02
         target = float(tried.peak)  # limits between this peak and the one that chose it give the same choice
         for _ in range(60):
@@ -335,11 +376,11 @@ class Search:
                 continue
             if best is not None:
                 # Not worth a compilation: a policy clearly more expensive than the best, or predicted far above the budget.
-                if best.added_cost <= max(0.95 * sum(o.cost for o in options), self._negligible):
+                if best.added_cost <= max(_CLEARLY_CHEAPER * sum(o.cost for o in options), self._negligible):
                     continue
                 if self._measure_parts(layout, options):
                     options = layout.stock(n)
-                if self.predict(layout.peak(options)) > 2 * budget:
+                if self.predict(layout.peak(options)) > _FAR_ABOVE_BUDGET * budget:
                     continue
             self.measure(layout, options, name)
 
@@ -348,7 +389,7 @@ class Search:
     def predict(self, peak: float, candidates: Sequence[Candidate] | None = None) -> float:
         """Predict the temporary bytes of a choice with this peak, by interpolation between compiled candidates."""
         candidates = self.candidates if candidates is None else candidates
-        points = sorted({(c.peak, c.temp_bytes) for c in candidates if c.name != "no remat"})
+        points = sorted({(c.peak, c.temp_bytes) for c in candidates if c.name != BASELINE})
         if not points:
             # Only the baseline: a bad guide, since XLA fuses more without remat. Take the geometric mean of it and the model.
             points = sorted({(c.peak, math.sqrt(c.peak * c.temp_bytes)) for c in candidates})
@@ -365,6 +406,7 @@ class Search:
 
     def _target(self, budget: int, low: float, high: float) -> float:
         """The limit of the model at which the prediction meets the budget."""
+        # `predict` is monotone, so bisection applies. Without an upper limit, four times the largest number known stands for it.
         bottom, top = low, high if high < float("inf") else 4.0 * max([budget, *(c.peak for c in self.candidates)])
         for _ in range(50):
             middle = (bottom + top) / 2
@@ -377,6 +419,7 @@ class Search:
     # -- compiling ---------------------------------------------------------------------------------------------------
 
     def _key(self, layout: Layout, options: Sequence[Option]) -> Any:
+        # The decisions alone, since measurements change an option's bytes. Layouts live as long as the search: ids are unique.
         return id(layout), tuple((o.saved, o.offloaded, o.loop) for o in options)
 
     def _was_tried(self, layout: Layout, options: Sequence[Option]) -> bool:
@@ -389,8 +432,10 @@ class Search:
             return self._tried[key]
         peak = layout.peak(options)
         predicted_bytes = self.predict(peak)
-        self._report(f"compiling plan {len(self.candidates) + 1}")
+        self._report(f"compiling candidate {len(self.candidates) + 1}{self._best_so_far()}")
         compiled = self._program_of(layout.rewrite(options), memory_analysis_options()).cost
+
+        # The operations that rewriting adds to the equations are exact. Seconds are known by the model only.
         predicted_cost = sum(o.cost for o in options)
         added_cost = predicted_cost
         # A slots schedule runs its steps in while loops, whose equations count once: the model knows better.
@@ -414,6 +459,8 @@ def _with_gradient(
     def run(*inputs: Any) -> tuple[list[Any], list[Any]]:
         all_outs = _jax.evaluate(jaxpr, (), inputs)
         outs, new_states = all_outs[:num_out], all_outs[num_out:]
+
+        # Outputs without a derivative and new states stay outputs, as in the user's program, so they are not temporary.
         return [jnp.asarray(x) for x in outs if is_float(x)], [*(x for x in outs if not is_float(x)), *new_states]
 
     return context.program(with_pullback(run, diff_indices), [v.aval for v in jaxpr.invars], compiler_options)

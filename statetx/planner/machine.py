@@ -48,6 +48,8 @@ class CostModel:
         inner = list(_jax.inner_jaxprs(eqn))
         if inner and not _jax.has_rule(eqn):  # XLA fuses functions with a rule, such as `jax.nn.relu`
             return sum(self.seconds(e) for jaxpr in inner for e in jaxpr.eqns)
+
+        # Each operand is read and each output written once. Tokens and other values without a dtype take no memory.
         traffic = sum(num_bytes(v.aval) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype"))
         return max(flops(eqn) / self.flops_per_second, traffic / self.bytes_per_second)
 
@@ -78,6 +80,7 @@ def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5) -
         >>> model.flops_per_second > 0 and model.bytes_per_second > 0
         True
     """
+    # On a CPU a product of the larger size, 1.1e12 operations, would take longer than the second promised above.
     n = size or (1024 if jax.default_backend() == "cpu" else 8192)
 
     a = jnp.ones((n, n), jnp.float32)
@@ -128,4 +131,5 @@ def _seconds(fun: Callable, x: Any, repeats: int) -> float:
         start = time.perf_counter()
         jax.block_until_ready(fun(x))
         times.append(time.perf_counter() - start)
+    # Not zero, where the clock is coarser than the call: rates are quotients by it.
     return max(statistics.median(times), 1e-9)

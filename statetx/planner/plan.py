@@ -7,39 +7,38 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
-import numbers
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 from .. import _jax
-from .._equations.compiled import Program
-from .._equations.flops import flops
 from .._equations.structure import Body
 from .._errors import PlanError
-from .._jax import Jaxpr
-from .._lift.context import TraceContext
-from .._lift.stage import name_of, short_name
+from .._extras import require
+from .._lift.wrapper import name_of, short_name
 from .._remat.override import override
-from .._remat.policy import Rewriting
-from .._text import format_bytes, format_flops, format_table, parse_bytes, suggestion
-from .._tree import is_float
+from .._remat.rewriter import Rewriter
+from .._tables import Cell, Column, Table, Tabular
+from .._text import format_bytes, format_flops, suggestion
 from .._typing import public
+from ..residuals.report import BASELINE
 from ..transforms.remat import Remat
+from ._budget import budget_bytes, fit_budget, read_budget, start_search
 from ._capture import capture
 from ._layout import rewrite
 from ._parts import flatten, inline_remat, split
 from ._record import VERSION, PlanRow, fields_of, fingerprint, option_of
-from ._search import Candidate, Search
-from .machine import cost_model
+from ._search import Candidate
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @public
-class Plan(Rewriting):
+class Plan(Tabular, Rewriter):
     """The values of a program to save, offload or recompute. Made by `plan`; a policy for `remat`.
 
-    Prints as a table. Applies to any function with the same equations; for others the error names the first difference.
+    Prints as a table: as text, in colors with ``rich.print``, as HTML in a notebook. Applies to any function with the same equations; for others the error names the first difference.
 
     Attributes:
         name: the function's name.
@@ -47,11 +46,12 @@ class Plan(Rewriting):
         predicted_bytes: temporary memory by the model, corrected by all other compiled programs.
         initial_prediction_bytes: temporary memory by the model, corrected by the programs compiled before this one.
         temp_bytes: temporary memory of the compiled program with its gradient.
-        unplanned_bytes: temporary memory of the baseline (no rematerialisation), to within a few hundred bytes.
+        unplanned_bytes: temporary memory of the baseline (no rematerialization), to within a few hundred bytes.
         flops, unplanned_flops: operations of the planned program and of the baseline.
         rows: a `PlanRow` for every value of the program; saved values first, the largest first.
         stock: the name of the stock policy that equals this plan, "no remat" for the baseline, else "".
-        complete: whether the search ended before its time limit.
+        complete: whether the search ended before its time limit. The integer program of each region has a limit of its own, a few
+            seconds, which this does not show; where it is met, the plan may cost more than it must.
         num_equations: number of equations of the planned program; a loop counts as one.
     """
 
@@ -85,7 +85,7 @@ class Plan(Rewriting):
 
     # -- use -------------------------------------------------------------------------------------------------------
 
-    def apply(self, fun: Callable) -> Callable:
+    def apply(self, fun: Callable[P, R]) -> Callable[P, R]:
         """Apply the plan to a function. Differentiate the result of a planned loss; call the result of a planned training step.
 
         Args:
@@ -95,21 +95,25 @@ class Plan(Rewriting):
             PlanError: on a call, if the equations differ; it names the first difference.
         """
         if not self._is_step:
-            return Remat(fun, policy=self)
+            return cast(Any, Remat(fun, policy=self))
 
+        # A step differentiates a loss that it may define inside itself, so the loss is replaced when `statetx.grad` gets it.
         @functools.wraps(fun)
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(*args: P.args, **kwargs: P.kwargs) -> R:
             with override.wrap_differentiated(lambda loss: Remat(loss, policy=self)):
                 return fun(*args, **kwargs)
 
         return step
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+        # Cuts and decisions count equations, so the program must be flattened and cut exactly as it was for the plan.
         program = flatten(body.jaxpr)
         self._check(fingerprint(program), name)
         if self._fields["opened"]:
             program, _ = inline_remat(program)
         parts = split(program, self._fields["cuts"])
+
+        # Parts with equal decisions share a number; the cache of `_layout.rewrite` gives them one function.
         options = [option_of(self._fields["treatments"][i]) for i in self._fields["parts"]]
         planned = Body(rewrite(program, parts, options), [])
         return lambda operands, *args: planned(operands, *args)
@@ -145,6 +149,8 @@ class Plan(Rewriting):
         try:
             with open(path) as file:
                 fields = json.load(file)
+
+            # First the version: fields of another version may be missing, or mean something else.
             if fields["version"] != VERSION:
                 raise PlanError(
                     f"{path}: a plan of version {fields['version']}; this is version {VERSION}. Make it again."
@@ -177,8 +183,10 @@ class Plan(Rewriting):
         Returns:
             The matplotlib figure.
         """
+        require("matplotlib.figure", "plot")
         from matplotlib.figure import Figure
 
+        # Not by pyplot, which holds every figure until it is closed.
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.subplots()
         mib = 2.0**20
@@ -221,95 +229,67 @@ class Plan(Rewriting):
             figure.savefig(path, dpi=150)
         return figure
 
-    def __str__(self) -> str:
-        lines = [
+    def _table(self) -> Table:
+        title = (
             f"{'' if self._is_step else 'gradient of '}{self.name}: {format_bytes(self.temp_bytes)} of temporary memory "
             f"(predicted {format_bytes(self.predicted_bytes)}, budget {format_bytes(self.budget_bytes)}, "
             f"without a plan {format_bytes(self.unplanned_bytes)}), {100 * self.extra_flops:+.1f}% operations"
-        ]
+        )
+
+        # Rows that differ in their number only, from parts of different structure, become one.
         totals: dict[PlanRow, int] = {}
         for row in self.rows:
-            if row.decision != "as it is":
+            if row.decision != "unchanged":
                 key = dataclasses.replace(row, times=0)
                 totals[key] = totals.get(key, 0) + row.times
         planned = [dataclasses.replace(row, times=times) for row, times in totals.items()]
 
         # Rows below half a percent of the baseline's memory tell nothing.
         large = [row for row in planned if 200 * row.bytes * row.times >= self.unplanned_bytes][:_MAX_ROWS]
-        columns = ["value", "owner", "times", "bytes", "decision", "cost"]
         unit = _format_seconds if self._fields["objective"] == "time" else lambda x: format_flops(int(x))
-        cells = [[r.value, r.owner, str(r.times), format_bytes(r.bytes), r.decision, unit(r.price)] for r in large]
-        if cells:
-            lines.append(format_table(columns, cells, right=["times", "bytes", "cost"]))
-        if len(planned) > len(large):
-            lines.append(f"and {len(planned) - len(large)} more")
-        for text in self._fields["loops"]:
-            lines.append(text)
+        most = max((r.bytes * r.times for r in large), default=1)
+        rows = [
+            [
+                Cell(r.value),
+                Cell(r.owner),
+                Cell(str(r.times)),
+                Cell(format_bytes(r.bytes), _COLORS.get(r.decision, ""), share=r.bytes * r.times / max(most, 1)),
+                Cell(r.decision, _COLORS.get(r.decision, "")),
+                Cell(unit(r.price)),
+            ]
+            for r in large
+        ]
+
+        notes = [(f"and {len(planned) - len(large)} more", "")] if len(planned) > len(large) else []
+        notes += [(text, "") for text in self._fields["loops"]]
         if self.stock:
-            lines.append(
-                f"This is the stock policy {self.stock!r}." if self.stock != "no remat" else "It fits unchanged."
-            )
+            is_stock = self.stock != BASELINE
+            notes.append((f"This is the stock policy {self.stock!r}." if is_stock else "It fits unchanged.", ""))
         if not self.complete:
-            lines.append("The time limit ended the search; this is the best plan so far.")
-        return "\n".join(lines)
+            notes.append(("The time limit ended the search; this is the best plan so far.", ""))
+        return Table(title, _COLUMNS, rows, notes)
 
     def __repr__(self) -> str:
         return f"Plan({self.name}, {format_bytes(self.temp_bytes)} of {format_bytes(self.budget_bytes)})"
 
 
 _MAX_ROWS = 16  # of the printed table
+_COLUMNS = (
+    Column("value", code=True),
+    Column("owner", rank=1),
+    Column("times", "right", rank=1),
+    Column("bytes", "right"),
+    Column("decision", style="bold"),
+    Column("cost", "right", rank=2),
+)
+_COLORS = {"keep": "green", "offload": "cyan", "recompute": "yellow"}
 
 
 def _format_seconds(x: float) -> str:
     return f"{1e6 * x:.3g} us"
 
 
-class Fit(Rewriting):
-    """``policy="fit:2GiB"``: plan each function it is used on, for the gradient with respect to all its float inputs.
-
-    Args:
-        budget: temporary bytes of that function's gradient, compiled on its own.
-        objective, offload, time_limit: as in `plan`.
-    """
-
-    def __init__(
-        self,
-        budget: int | float | str,
-        *,
-        objective: str = "flops",
-        offload: bool = False,
-        time_limit: float | None = None,
-    ):
-        self.budget = _read_budget(budget)
-        self._options = (objective, offload, time_limit)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Fit) and (self.budget, self._options) == (other.budget, other._options)
-
-    def __hash__(self) -> int:
-        return hash((self.budget, self._options))
-
-    def __repr__(self) -> str:
-        return f"fit:{self.budget if isinstance(self.budget, float) else format_bytes(self.budget).replace(' ', '')}"
-
-    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
-        planned: dict[TraceContext, Body] = {}
-
-        def run(operands: Sequence[Any], *args: Any) -> list[Any]:
-            context = TraceContext.of([*operands, *args])
-            if context not in planned:
-                planned[context] = self._plan(body, name, num_out, context)
-            return planned[context](operands, *args)
-
-        return run
-
-    def _plan(self, body: Body, name: str, num_out: int, context: TraceContext) -> Body:
-        diff_indices = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval)]
-        search = _search(body.jaxpr, diff_indices, num_out, *self._options, context=context)
-        candidate = _fit(search, self.budget, name)
-        return Body(candidate.layout.rewrite(candidate.options), [])
-
-
+@_jax.api_boundary
 def plan(
     fun: Callable[..., Any],
     /,
@@ -338,7 +318,7 @@ def plan(
         *args, **kwargs: example arguments; ``jax.ShapeDtypeStruct`` can replace an array.
         budget: temporary bytes of the compiled program beyond its arguments and outputs: a number, ``"2GiB"``, or, as
             a float up to 1, a fraction of the baseline's.
-        objective: the cost to minimise: ``"flops"``, or ``"time"`` by the rates that `calibrate` measured.
+        objective: the cost to minimize: ``"flops"``, or ``"time"`` by the rates that `calibrate` measured.
         offload: whether values may be stored in host memory, where the backend has it.
         argnums: the arguments of a loss to differentiate; all by default. Float states are always differentiated.
         time_limit: seconds; after that the best plan so far is returned.
@@ -366,7 +346,7 @@ def plan(
         True
         >>> grads = jax.jit(jax.grad(plan.apply(loss)))(ws, x)
     """
-    _read_budget(budget)  # a mistake shows before anything is compiled
+    read_budget(budget)  # a mistake shows before anything is compiled
     options = {"objective": objective, "offload": offload, "argnums": argnums, "time_limit": time_limit}
     return Planner(fun, *args, progress=progress, **options, **kwargs).plan(budget)
 
@@ -405,15 +385,16 @@ class Planner:
             )
         self.name = short_name(name_of(fun))
         self._objective = objective
-        self._progress = progress
+        self._progress = _Progress(self.name) if progress else contextlib.nullcontext(lambda text: None)
         self._captured = capture(fun, args, kwargs, argnums)
+
         # The search outlives each progress bar: it reports to the current one.
         report = lambda text: self._report(text)  # noqa: E731
         self._report: Callable[[str], None] = lambda text: None
         with self._context():
             captured = self._captured
             options = (objective, offload, time_limit, report, captured.step_with, captured.context)
-            self._search = _search(captured.jaxpr, captured.diff_indices, captured.num_out, *options)
+            self._search = start_search(captured.jaxpr, captured.diff_indices, captured.num_out, *options)
 
     def ends(self) -> tuple[int, int]:
         """The least temporary bytes reached so far, and the baseline's."""
@@ -421,10 +402,10 @@ class Planner:
 
     def plan(self, budget: int | float | str) -> Plan:
         """The best plan for a budget."""
-        amount = _read_budget(budget)
+        amount = read_budget(budget)
         with self._context():
-            candidate = _fit(self._search, amount, self.name)
-        return self._plan(candidate, _budget_bytes(self._search, amount))
+            candidate = fit_budget(self._search, amount, self.name)
+        return self._plan(candidate, budget_bytes(self._search, amount))
 
     def best(self, budget: int) -> Plan | None:
         """The best plan compiled so far, for any budget, that keeps this one; None if none does."""
@@ -438,84 +419,29 @@ class Planner:
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:
         """Show progress, and bind the axis names of the surrounding transforms."""
-        with _progress(self._progress, self.name) as report, self._captured.context.bind_axes():
-            self._report = report
-            yield
-        self._report = lambda text: None
-
-
-def _read_budget(argument: Any) -> int | float:
-    """Bytes as an int, or a fraction of the baseline's as a float. 1 is a byte, 1.0 the whole."""
-    budget: Any = argument
-    if isinstance(argument, str):
         try:
-            budget = (
-                float(argument)
-                if "." in argument and argument.strip().replace(".", "").isdigit()
-                else parse_bytes(argument.strip())
-            )
-        except ValueError:
-            budget = None
-    is_number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
-    value = float(budget) if is_number else math.nan
-    if not math.isfinite(value) or value <= 0 or (value > 1 and value != int(value)):
-        raise PlanError(
-            f"budget={argument!r} is neither a number of bytes, such as 2**30 or '2GiB', nor a fraction of the memory "
-            f"without a plan, such as 0.5."
-        )
-    is_fraction = value < 1 or (value == 1 and not isinstance(budget, numbers.Integral))
-    return value if is_fraction else int(value)
+            with self._progress as report, self._captured.context.bind_axes():
+                self._report = report
+                yield
+        finally:
+            self._report = lambda text: None
 
 
-def _budget_bytes(search: Search, budget: int | float) -> int:
-    return budget if isinstance(budget, int) else search.fraction_of_baseline(budget)
+class _Progress:
+    """A spinner with a text and the seconds since it was made. It may be shown several times, and leaves nothing behind."""
 
+    def __init__(self, name: str):
+        require("rich.progress", "progress=True")
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-def _search(
-    jaxpr: Jaxpr,
-    diff_indices: Sequence[int],
-    num_out: int,
-    objective: str,
-    offload: bool,
-    time_limit: float | None,
-    report: Callable[[str], None] = lambda text: None,
-    program_of: Callable[[Jaxpr, dict[str, Any]], Program] | None = None,
-    context: TraceContext = TraceContext(),  # noqa: B008
-) -> Search:
-    per_byte = None
-    equation_cost: Callable[[Any], float] = flops
-    if objective == "time":
-        model = cost_model()
-        equation_cost = model.seconds
-    if offload and _jax.HOST_MEMORY in _jax.memory_spaces():
-        per_byte = 1 / cost_model().host_bytes_per_second if objective == "time" else 0.0
-    options = {"equation_cost": equation_cost, "offload": per_byte, "time_limit": time_limit, "report": report}
-    return Search(jaxpr, diff_indices, num_out, program_of=program_of, context=context, **options)
+        self._name = name
+        columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+        self._bar = Progress(*columns, transient=True)
+        self._task = self._bar.add_task(f"plan {name}")
 
+    def __enter__(self) -> Callable[[str], None]:
+        self._bar.start()
+        return lambda text: self._bar.update(self._task, description=f"plan {self._name}: {text}")
 
-def _fit(search: Search, budget: int | float, name: str) -> Candidate:
-    bytes_ = _budget_bytes(search, budget)
-    candidate = search.fit(bytes_)
-    if candidate is None:
-        least = search.smallest().temp_bytes
-        late = ", when the time limit ended the search" if search.is_late() else ""
-        raise PlanError(
-            f"No plan for {name} keeps the budget of {format_bytes(bytes_)}: the smallest found needs "
-            f"{format_bytes(least)}, {format_bytes(least - bytes_)} more{late}.\nFix: allow that much; or rematerialise smaller "
-            f"parts, make the batch smaller, or let the loop's steps compute less.",
-            smallest_bytes=least,
-        )
-    return candidate
-
-
-@contextlib.contextmanager
-def _progress(progress: bool, name: str) -> Iterator[Callable[[str], None]]:
-    """A function that shows a text beside a spinner, or does nothing."""
-    if not progress:
-        yield lambda text: None
-        return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as bar:
-        task = bar.add_task(f"plan {name}")
-        yield lambda text: bar.update(task, description=f"plan {name}: {text}")
+    def __exit__(self, *exception: Any) -> None:
+        self._bar.stop()

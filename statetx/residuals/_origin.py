@@ -26,7 +26,7 @@ class Provenance:
         address: its address in the nested jaxprs, as in `survey.Site`.
         input: its index among the inputs of the outermost jaxpr; None if it is not an input.
         names: all names that ``checkpoint_name`` gave it.
-        regions: the rematerialised regions that compute it.
+        regions: the rematerialized regions that compute it.
         aliases: variables, at any depth, that hold this value in one step.
     """
 
@@ -66,7 +66,7 @@ class _Level:
         return level
 
     def is_fill(self, atom: Any) -> bool:
-        """Whether a value is a broadcast number, or uninitialised."""
+        """Whether a value is a broadcast number, or uninitialized."""
         if isinstance(atom, Literal):
             return True
         if atom not in self.made:
@@ -100,6 +100,9 @@ class ProvenanceFinder:
         stacked = True  # whether the atom is the value of every step, not only the last carry
         carried = False  # whether the atom is the carry that the previous step computed
         seen = set()  # the carry of a loop may lead back to itself
+
+        # From the value to its definition: each turn goes one equation back, or one level in or out. `level` is the jaxpr that
+        # `atom` belongs to.
         while not isinstance(atom, Literal) and atom not in seen:
             seen.add(atom)
             self._add_names(level, atom, provenance, stacked)
@@ -116,6 +119,8 @@ class ProvenanceFinder:
             i, n = level.made[atom]
             eqn = level.jaxpr.eqns[i]
             name = eqn.primitive.name
+
+            # A carry is an input of the regions of its step, though the same regions computed it in the step before.
             provenance.regions += [] if carried else regions_of(eqn)
             if row_of(eqn).forwards is Forwards.VALUE:
                 atom = eqn.invars[n if len(eqn.invars) == len(eqn.outvars) else 0]
@@ -127,6 +132,7 @@ class ProvenanceFinder:
                 if is_step:
                     provenance.times *= eqn.params["length"]
                     provenance.aval = atom.aval
+
             elif name == "cond":
                 level, atom = self._branch_value(level, i, eqn, n)
             elif name == "shard_map":
@@ -150,6 +156,8 @@ class ProvenanceFinder:
         for eqn, _ in forwards:
             if eqn.primitive is _jax.name_primitive and eqn.params["name"] not in provenance.names:
                 provenance.names.append(eqn.params["name"])
+
+        # Where only the last step's value is held, recomputation in other steps cannot start from it.
         if stacked:
             provenance.aliases |= {v, *(out for _, out in forwards)}
 
@@ -182,6 +190,7 @@ _NAMING = (_jax.name_primitive, _jax.mark_primitive)
 
 def buffers(passes: Passes) -> list[list[int]]:
     """Group residuals, by index, that are one array; in the order of the first of each group."""
+    # Names and marks label an array and do not copy it.
     jaxpr = inline(passes.forward, calls=EAGER)
     names = {e.outvars[0]: e.invars[0] for e in jaxpr.eqns if e.primitive in _NAMING}
     groups: dict[Any, list[int]] = {}
@@ -194,22 +203,25 @@ def buffers(passes: Passes) -> list[list[int]]:
 
 # -- the readers -------------------------------------------------------------------------------------------------
 
-NOT_REMATERIALISED = -1
+NOT_REMATERIALIZED = -1
 UNKNOWN_REGION = -2  # a region that a custom rule makes when its equation is differentiated
 
 
 def readers(jaxpr: Jaxpr) -> list[set[int]]:
-    """For each input of a backward pass: the regions whose recomputation reads it, and `NOT_REMATERIALISED` for other readers."""
+    """For each input of a backward pass: the regions whose recomputation reads it, and `NOT_REMATERIALIZED` for other readers."""
     uses: dict[Any, set[int]] = {}
 
     def add(atom: Any, regions: set[int]) -> None:
         if regions and not isinstance(atom, Literal):
             uses.setdefault(atom, set()).update(regions)
 
+    # Backwards, so that the readers of an equation's outputs are known when it forwards them to its operands.
     for v in jaxpr.outvars:
-        add(v, {NOT_REMATERIALISED})
+        add(v, {NOT_REMATERIALIZED})
     for eqn in reversed(jaxpr.eqns):
         name = eqn.primitive.name
+
+        # Regions count as one reader, forwarding equations as the readers of their outputs, bodies as the readers in them.
         inner = [_jax.open_jaxpr(x)[0] for x in _loop_bodies(eqn)]
         if name in REMAT:
             region = (regions_of(eqn) or [UNKNOWN_REGION])[-1]
@@ -219,15 +231,17 @@ def readers(jaxpr: Jaxpr) -> list[set[int]]:
             for a, v in zip(eqn.invars, eqn.outvars, strict=True):
                 add(a, uses.get(v, set()))
         elif inner:
+            # A `cond` reads its index outside of the branches.
             num_leading = len(eqn.invars) - len(inner[0].invars)
             for v in eqn.invars[:num_leading]:
-                add(v, {NOT_REMATERIALISED})
+                add(v, {NOT_REMATERIALIZED})
             for body in inner:
                 for v, regions in zip(eqn.invars[num_leading:], readers(body), strict=True):
                     add(v, regions)
+
         else:
             for v in eqn.invars:
-                add(v, {NOT_REMATERIALISED})
+                add(v, {NOT_REMATERIALIZED})
     return [uses.get(v, set()) for v in jaxpr.invars]
 
 

@@ -32,6 +32,7 @@ class Recomputation:
 
 def _slice(definitions: dict[Any, Any], targets: Iterable[Any], available: Collection[Any]) -> tuple[list, set]:
     """The equations that compute `targets`, each with its used outputs, and the inputs that they need."""
+    # An equation that is met again for another output is looked at again: a scan may then need more of its body.
     needed: dict[int, tuple[Any, set]] = {}
     inputs = set()
     work = list(targets)
@@ -54,6 +55,7 @@ def _partial(eqn: Any, outs: Collection[Any], available: Collection[Any]) -> tup
     """Operations for some outputs of an equation, and the operands that they need. Of a scan, count only the equations needed."""
     if eqn.primitive.name != "scan":
         return flops(eqn), eqn.invars
+
     body = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
     num_consts, num_carry = _jax.scan_counts(eqn)
     definitions = {v: e for e in body.eqns for v in e.outvars}

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .._extras import require
 from .._tables import HEX, Cell, Column, Table
 from .._text import format_bytes, format_flops, short_path
 
 if TYPE_CHECKING:
     from .table import Residual, Residuals
 
-_REASONS = {"policy": "kept by policy", "input": "input of a rematerialised function"}
-_REASONS |= {"not rematerialised": "not rematerialised", "not read": "not read"}
+_REASONS = {"policy": "kept by policy", "input": "input of a rematerialized function"}
+_REASONS |= {"not rematerialized": "not rematerialized", "not read": "not read"}
 
-_COLOURS = {"policy": "green", "input": "cyan", "not rematerialised": "yellow", "not read": "red"}
+_COLORS = {"policy": "green", "input": "cyan", "not rematerialized": "yellow", "not read": "red"}
 
 
 def _description(row: Residual) -> str:
@@ -38,6 +39,7 @@ def _location(row: Residual) -> str:
 
 
 def title(residuals: Residuals) -> str:
+    # A policy can change intermediate values only, so they are told apart from inputs and constants.
     other_bytes = residuals.total_bytes - residuals.intermediate_bytes
     plural = "s" if len(residuals) != 1 else ""
     start = f"{residuals.name} keeps {len(residuals)} value{plural}, {format_bytes(residuals.total_bytes)}"
@@ -94,17 +96,18 @@ def _cells(row: Residual, largest: int) -> tuple[Cell, ...]:
     return (
         Cell(row.type),
         Cell(str(row.times) if row.times > 1 else ""),
-        Cell(format_bytes(row.nbytes), _COLOURS[row.reason], share=row.nbytes / max(largest, 1)),
+        Cell(format_bytes(row.nbytes), _COLORS[row.reason], share=row.nbytes / max(largest, 1)),
         Cell(_description(row), style="bold magenta" if row.names else ""),
         Cell(_location(row), hint=row.source),
         Cell(row.module),
         Cell(format_flops(row.flops) if row.origin == "intermediate" else ""),
-        Cell(_reasons(row), _COLOURS[row.reason]),
+        Cell(_reasons(row), _COLORS[row.reason]),
     )
 
 
 def table(residuals: Residuals) -> Table:
     """Without empty columns."""
+    # A column that no row fills, such as the module in a program without states, would only take width.
     largest = max((row.nbytes for row in residuals), default=0)
     cells = [_cells(row, largest) for row in residuals]
     filled = [i for i in range(len(_COLUMNS)) if any(row[i].text for row in cells)]
@@ -116,11 +119,12 @@ def table(residuals: Residuals) -> Table:
 
 
 def plot(residuals: Residuals, ax: Any, num: int) -> Any:
+    require("matplotlib.pyplot", "plot")
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
     rows = list(residuals.largest(num))
-    bars = [(f"{_description(r)}  {_counted(r)}", r.nbytes, HEX[_COLOURS[r.reason]]) for r in rows]
+    bars = [(f"{_description(r)}  {_counted(r)}", r.nbytes, HEX[_COLORS[r.reason]]) for r in rows]
     num_remaining = len(residuals) - len(rows)
     if num_remaining:
         size = residuals.total_bytes - sum(r.nbytes for r in rows)
@@ -128,9 +132,11 @@ def plot(residuals: Residuals, ax: Any, num: int) -> Any:
 
     if ax is None:
         _, ax = pyplot.subplots(figsize=(8, 1.2 + 0.28 * len(bars)), layout="constrained")
-    labels, sizes, colours = zip(*bars, strict=True) if bars else ((), (), ())
+
+    # `zip(*[])` has nothing to unpack.
+    labels, sizes, colors = zip(*bars, strict=True) if bars else ((), (), ())
     positions = range(len(bars))
-    ax.barh(positions, sizes, color=colours, height=0.75)
+    ax.barh(positions, sizes, color=colors, height=0.75)
     ax.set_yticks(positions, labels, fontsize=8, family="monospace")
     ax.invert_yaxis()
     for y, size in zip(positions, sizes, strict=True):
@@ -141,10 +147,9 @@ def plot(residuals: Residuals, ax: Any, num: int) -> Any:
     ax.spines[:].set_visible(False)
     ax.tick_params(axis="y", length=0)
 
+    # The legend counts all residuals, also those without a bar of their own.
     totals = residuals.by("reason")
-    patches = [
-        Patch(color=HEX[_COLOURS[key]], label=f"{_REASONS[key]}: {format_bytes(n)}") for key, n in totals.items()
-    ]
+    patches = [Patch(color=HEX[_COLORS[key]], label=f"{_REASONS[key]}: {format_bytes(n)}") for key, n in totals.items()]
     if patches:
         ax.legend(handles=patches, loc="lower right", fontsize=8, frameon=False)
     ax.set_title(title(residuals).replace(": ", "\n", 1), fontsize=9, loc="left")

@@ -22,8 +22,12 @@ from .._equations.inline import inline
 from .._equations.primitives import INLINED, REMAT
 from .._equations.structure import table
 from .._jax import Jaxpr
-from .._lift.stage import InputNames, Lifting, frame_for, name_of, pack, short_name, stage
+from .._lift.inputs import InputNames, Lifting
+from .._lift.outcome import pack
+from .._lift.run import frame_for
+from .._lift.stage import stage
 from .._lift.targets import Targets, resolve_argnums, split_aux
+from .._lift.wrapper import name_of, short_name
 from .._objects.paths import Paths, argument_names
 from .._tree import Partition, as_array, is_array, is_array_or_number, is_float
 from .._typing import Filter, PyTree
@@ -52,7 +56,7 @@ class Passes:
         backward: the jaxpr of the backward pass. Its inputs are the residuals and the cotangents of the outputs; its outputs
             are the cotangents of the inputs `chosen`.
         sources: the origin of each input of `forward`.
-        regions: names of the rematerialised functions; `regions_of` gives those that an equation belongs to.
+        regions: names of the rematerialized functions; `regions_of` gives those that an equation belongs to.
     """
 
     def __init__(
@@ -61,6 +65,8 @@ class Passes:
         self.name = short_name(name)
         self.num_out = len(outs)
         self.regions: list[str] = []
+
+        # Before differentiation, which copies the scope of an equation to all equations that it makes from it.
         body = _tag(body, self.regions)
 
         def run(*inputs: Any) -> list[Any]:
@@ -68,6 +74,8 @@ class Passes:
             return [results[i] for i in outs]
 
         avals = [v.aval for v in body.invars]
+
+        # Values that the body closes over become inputs in front of the others.
         closed, self._pullback = forward_pass(run, avals, chosen, traced_for="statetx.residuals", name=name)
         self.forward = _jax.without_remat3(closed.jaxpr)
         self.sources = [InputOrigin("constant")] * closed.num_operands + list(sources)
@@ -80,7 +88,7 @@ class Passes:
 
     @functools.cached_property
     def backward(self) -> Jaxpr:
-        """Rematerialised regions and loops stand in it as equations, other calls are inlined."""
+        """Rematerialized regions and loops stand in it as equations, other calls are inlined."""
         avals = [v.aval for v in self.residuals], [v.aval for v in self.forward.outvars[: self.num_out]]
         name = f"backward of {self.name}"
         jaxpr, consts = backward_pass(self._pullback, *avals, traced_for="statetx.residuals", name=name)
@@ -97,6 +105,7 @@ def differentiate(
     has_aux: bool = False,
 ) -> Passes:
     """Stage a function and its derivative with respect to the inputs that `saved_residuals` documents."""
+    # Without a choice every float counts. With `wrt` alone, as in `grad`, no argument does.
     all_inputs = argnums is None and wrt is None
     nums, _ = resolve_argnums(argnums, len(args), fun)
     targets = None if wrt is None else Targets(wrt, fun, args, kwargs)
@@ -106,6 +115,8 @@ def differentiate(
 
     leaves_with_path, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_states.is_opaque)
     are_targets = [all_inputs or (keys[0].idx == 0 and keys[1].idx in nums) for keys, _ in leaves_with_path]
+
+    # A Python number is traced only if it is differentiated, as `grad` would; others may decide branches of the function.
     mask = tuple(
         _is_traced(x) or (w and isinstance(x, (float, complex)))
         for (_, x), w in zip(leaves_with_path, are_targets, strict=True)
@@ -120,16 +131,20 @@ def differentiate(
         frame = frame_for("saved_residuals", fun, on_read=lifting.on_read)
         call_args, call_kwargs = static_part.combine(tracers)
         out = frame.run(fun, *call_args, **call_kwargs)
+
+        # Only the function's own outputs get cotangents, so new values of states are not among the outputs.
         for effect in frame.effects:
             effect.value = None
         leaves, _ = pack(split_aux(out, fun)[0] if has_aux else out, [])
         return leaves, None
 
+    # Structures shared with other functions would give the source lines of the first one.
     with table.bypassed():
         names = InputNames(fun, static_part.combine)
         avals = [_jax.abstract(x) for x in arrays]
         staged, _, refs = stage(body, avals, traced_for="statetx.residuals", names=names, lifting=lifting)
 
+        # Inputs of the staged function: closed-over values, arrays of arguments, leaves of states in the order of first reads.
         argument_name = argument_names(fun, args)
         inputs = [(InputOrigin("constant"), False)] * staged.num_operands
         inputs += [
@@ -138,7 +153,8 @@ def differentiate(
             if is_dynamic
         ]
         inputs += _state_inputs(lifting, Paths(fun, args, kwargs), is_target_state)
-        # Only floats have derivatives.
+
+        # Only floats have derivatives. The last outputs are values of Refs.
         in_vars, out_vars = staged.jaxpr.invars, staged.jaxpr.outvars[: len(staged.jaxpr.outvars) - len(refs)]
         chosen = [i for i, ((_, t), v) in enumerate(zip(inputs, in_vars, strict=True)) if t and is_float(v.aval)]
         floats = [i for i, v in enumerate(out_vars) if is_float(v.aval)]
@@ -163,6 +179,7 @@ class _Reads(Lifting):
         self._targets = targets
 
     def on_read(self, state: Any, kind: Any, value: Any) -> Any:
+        # As in `grad`: a number in a state is traced only if the state is differentiated.
         self.is_dynamic = is_array
         if self._targets is not None:
             self._targets.note_read(state, kind)
@@ -180,13 +197,13 @@ def _leaf_paths(part: Partition, path: str) -> list[str]:
     return [path + jax.tree_util.keystr(k) for (k, _), m in zip(keys, part.mask, strict=True) if m]
 
 
-# -- rematerialised regions ------------------------------------------------------------------------------------
+# -- rematerialized regions ------------------------------------------------------------------------------------
 
 _TAG = "statetx-remat-"
 
 
 def _tag(x: Any, regions: list[str]) -> Any:
-    """Give each rematerialised region its own name scope, which all equations derived from it by differentiation inherit."""
+    """Give each rematerialized region its own name scope, which all equations derived from it by differentiation inherit."""
     jaxpr, _ = _jax.open_jaxpr(x)
     eqns = []
     for eqn in jaxpr.eqns:
@@ -194,12 +211,14 @@ def _tag(x: Any, regions: list[str]) -> Any:
             regions.append(short_name(_jax.open_jaxpr(eqn.params["jaxpr"])[0].debug_info.func_name))
             eqn = _jax.with_scope(eqn, f"{_TAG}{len(regions) - 1}")
         eqns.append(_jax.map_jaxprs(lambda j: _tag(j, regions), eqn))
+
+    # Unchanged jaxprs stay the same objects, which JAX's caches are keyed by.
     is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
     return x if is_same else _jax.with_equations(x, eqns)
 
 
 def regions_of(eqn: Any) -> list[int]:
-    """The indices of the rematerialised regions that an equation belongs to, outermost first."""
+    """The indices of the rematerialized regions that an equation belongs to, outermost first."""
     return [int(n) for n in re.findall(_TAG + r"(\d+)", _jax.scope(eqn))]
 
 

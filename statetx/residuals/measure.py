@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .. import _jax
 from .._equations.compiled import Cost, Program
 from .._equations.differentiate import with_pullback
 from .._tree import is_float, partition
 from ..transforms.functionalize import functionalize
 
 
+@_jax.api_boundary
 def measure(
     fun: Callable[..., Any],
     /,
@@ -53,6 +55,7 @@ def measure(
 
 def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, list[Any]]:
     """Outputs and new states as a function of arrays, and these arrays."""
+    # States are inputs and outputs of the measured program, as in a jitted step: as constants they would not count as arguments.
     pure = functionalize(fun)
     arrays, static_part = partition((pure.values(*args, **kwargs), args, kwargs), lambda x: hasattr(x, "dtype"))
 
@@ -71,6 +74,8 @@ def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[C
     def run(*arrays: Any) -> tuple[list[Any], list[Any]]:
         values, args, kwargs = static_part.combine(arrays)
         out, new_values = pure(values, *args, **kwargs)
+
+        # Float outputs get cotangents. All outputs are returned too, so that XLA does not remove what computes them.
         return partition(out, is_float)[0], partition((out, new_values), lambda x: hasattr(x, "dtype"))[0]
 
     return with_pullback(run, [i for i, x in enumerate(arrays) if is_float(x)]), arrays

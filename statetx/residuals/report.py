@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +11,9 @@ from typing import Any
 
 import jax
 
+from .. import _jax
 from .._equations.compiled import Cost, Program
-from .._lift.stage import name_of, short_name
+from .._lift.wrapper import name_of, short_name
 from .._remat.atoms import names_of
 from .._remat.override import Region, override
 from .._remat.parse import as_policy
@@ -26,13 +28,18 @@ BASELINE = "no remat"
 AS_WRITTEN = "as written"
 _SAME = 0.05  # a smaller relative reduction of memory counts as none
 
+# XLA merged the recomputation if the compiled program adds less than this part of the operations that the equations add, both
+# relative to the baseline. Not 1, since the counts differ: XLA's is taken after its simplifications, and has the body of a
+# loop once.
+_RECOMPUTED = 0.8
+
 
 @dataclasses.dataclass(frozen=True)
 class Measured(Cost):
     """A function and its derivative, compiled under one policy; a `Cost`, and
 
     Attributes:
-        policy: its name; "no remat" for the baseline without rematerialisation, "as written" for each function's own policy.
+        policy: its name; "no remat" for the baseline without rematerialization, "as written" for each function's own policy.
         residuals: the residuals before compilation.
         seconds: median time of a run; None if it was not run.
     """
@@ -45,6 +52,9 @@ class Measured(Cost):
     def residual_bytes(self) -> int:
         return self.residuals.total_bytes
 
+    def __str__(self) -> str:
+        return f"{self.policy}: {super().__str__()}; {format_bytes(self.residual_bytes)} of residuals"
+
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
@@ -52,7 +62,7 @@ class Diagnosis:
 
     Attributes:
         policy: the policy's name.
-        category: "nothing to drop", "inputs dominate", "policy keeps it", "merged back", "barrier ignored", "peak elsewhere",
+        category: "nothing is rematerialized", "nothing to drop", "inputs dominate", "policy keeps it", "merged back", "barrier ignored", "peak elsewhere",
             "no residual" or "unmatched".
         text: the finding, and the advice.
     """
@@ -84,11 +94,11 @@ _COLUMNS = (
 class MemoryReport(Tabular):
     """Policies side by side: a table of `Measured`, then the diagnoses.
 
-    Prints as text, in colours with ``rich.print``, as HTML in a notebook.
+    Prints as text, in colors with ``rich.print``, as HTML in a notebook.
 
     Attributes:
         name: the function's name.
-        rows: one for each policy; the first is the baseline without rematerialisation.
+        rows: one for each policy; the first is the baseline without rematerialization.
         diagnoses: empty if every policy saves memory as expected.
         num_devices: the number of devices that the programs run on. Residuals and FLOPs count all devices together; memory of
             the compiled programs (temporary, arguments, outputs, peak) is per device.
@@ -116,13 +126,14 @@ class MemoryReport(Tabular):
     def _table(self) -> Table:
         baseline, largest = self.rows[0], max(row.temp_bytes for row in self.rows)
         worse = {d.policy for d in self.diagnoses}
+
         rows = []
         for r in self.rows:
-            colour = "yellow" if r.policy in worse else "green"
+            color = "yellow" if r.policy in worse else "green"
             cells = [
                 Cell(r.policy),
                 Cell(format_bytes(r.residual_bytes)),
-                Cell(format_bytes(r.temp_bytes), colour, share=r.temp_bytes / max(largest, 1)),
+                Cell(format_bytes(r.temp_bytes), color, share=r.temp_bytes / max(largest, 1)),
                 Cell(_ratio(r.temp_bytes, baseline.temp_bytes)),
                 Cell(format_bytes(r.argument_bytes)),
                 Cell(format_bytes(r.output_bytes)),
@@ -150,6 +161,7 @@ def _ratio(a: float, b: float) -> str:
     return f"{a / b:.2f}" if b else ""
 
 
+@_jax.api_boundary
 def memory_report(
     fun: Callable[..., Any],
     /,
@@ -159,18 +171,19 @@ def memory_report(
     compiler_options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> MemoryReport:
-    """Compile a function with its derivative, with and without rematerialisation, and compare the programs' memory.
+    """Compile a function with its derivative, with and without rematerialization, and compare the programs' memory.
 
     The derivative is taken with respect to every float argument and every float state. No state changes.
 
     Args:
-        fun: a function that may read and write states. If no function in it is rematerialised, `fun` itself is.
+        fun: a function that may read and write states. If no function in it is rematerialized, the report says so, names
+            the blocks worth it, and shows the rematerialization of `fun` as a whole.
         *args, **kwargs: its arguments.
-        policies: policies that replace those of the rematerialised functions, one after the other; None is a policy, too.
+        policies: policies that replace those of the rematerialized functions, one after the other; None is a policy, too.
             By default the functions have their own.
         repeats: the number of runs of each program, interleaved, to measure its time; none if 0.
         compiler_options: as in ``jax.jit``; for example ``{"xla_disable_hlo_passes": "cse_barrier_expander"}`` shows on a
-            CPU what unrolled rematerialisation saves on other devices.
+            CPU what unrolled rematerialization saves on other devices.
 
     Returns:
         `MemoryReport`; for a policy that does not reduce temporary memory, it has a diagnosis.
@@ -190,12 +203,15 @@ def memory_report(
         >>> [row.residuals.intermediate_bytes for row in report.rows[1:]]
         [3200, 6400]
     """
+    # A run without compilation shows whether anything is rematerialized; if not, the whole function is.
     policies_by_name = {} if policies is None else {repr(as_policy(p)): as_policy(p) for p in policies}
-    labels = [BASELINE, *(policies_by_name or (AS_WRITTEN,))]
+    name = short_name(name_of(fun))
     with override(suppress_warnings=True) as visited_regions:
         saved_residuals(fun, *args, **kwargs)
     is_wrapped = bool(visited_regions)
+    labels = [BASELINE, *(policies_by_name or (AS_WRITTEN if is_wrapped else f"remat({name})",))]
 
+    # Everything is traced before anything is compiled or run: a policy that fails does so early.
     programs: dict[str, Program] = {}
     inputs: dict[str, list[Any]] = {}
     residuals: dict[str, Residuals] = {}
@@ -211,13 +227,13 @@ def memory_report(
     seconds = _time({k: p.compiled for k, p in programs.items()}, inputs, repeats)
     rows = [_measured(label, residuals[label], programs[label].cost, seconds.get(label)) for label in labels]
 
-    diagnoses: list[Diagnosis] = []
+    diagnoses: list[Diagnosis] = [] if is_wrapped else [_not_wrapped(name, residuals[BASELINE])]
     for row in rows[1:]:
         diagnoses += _diagnose(
             row, rows[0], regions[row.policy], programs[row.policy].lowered, programs[BASELINE].lowered
         )
     num_devices = max([len(x.sharding.device_set) for x in inputs[BASELINE] if isinstance(x, jax.Array)], default=1)
-    return MemoryReport(short_name(name_of(fun)), rows, list(dict.fromkeys(diagnoses)), num_devices)
+    return MemoryReport(name, rows, list(dict.fromkeys(diagnoses)), num_devices)
 
 
 def _measured(label: str, residuals: Residuals, cost: Cost, seconds: float | None) -> Measured:
@@ -225,6 +241,7 @@ def _measured(label: str, residuals: Residuals, cost: Cost, seconds: float | Non
 
 
 def _time(programs: dict[str, Any], inputs: dict[str, list[Any]], repeats: int) -> dict[str, float]:
+    # Interleaved, so that a change of the machine's load affects all programs alike.
     times: dict[str, list[float]] = {label: [] for label in programs}
     for run in range(repeats + 1 if repeats else 0):
         for label, program in programs.items():
@@ -238,10 +255,38 @@ def _time(programs: dict[str, Any], inputs: dict[str, list[Any]], repeats: int) 
 # -- diagnoses ----------------------------------------------------------------------------------------------------
 
 
+def _not_wrapped(name: str, residuals: Residuals) -> Diagnosis:
+    """For a program without any remat: the blocks (modules with states) whose values take the most memory."""
+    # Blocks of a list are counted together: `layers.0.attn` and `layers.1.attn` are two of `layers.*.attn`.
+    kept: dict[str, int] = {}
+    modules: dict[str, set[str]] = {}
+    for row in residuals:
+        blocks = row.module.split(", ")
+        if blocks == [""] or not row.primitive:  # computed from no state, or not computed at all
+            continue
+        for block in blocks:
+            family = re.sub(r"\.\d+(?=\.|$)", ".*", block)
+            kept[family] = kept.get(family, 0) + row.nbytes // len(blocks)
+            modules.setdefault(family, set()).add(block)
+    largest = sorted(kept, key=lambda family: (-kept[family], family))[:3]
+    listed = ", ".join(
+        f"{f} ({format_bytes(kept[f])}{f' in {len(modules[f])} blocks' * (len(modules[f]) > 1)})" for f in largest
+    )
+    where = f" Most is kept by {listed}." if largest else ""
+    return Diagnosis(
+        BASELINE,
+        "nothing is rematerialized",
+        f"No function in {name} is rematerialized. Put @statetx.remat on the methods of its repeated blocks.{where} Below the "
+        f"first row, {name} is rematerialized as a whole, and its recomputation needs all of its memory at once.",
+    )
+
+
 def _diagnose(
     row: Measured, baseline: Measured, regions: Sequence[Region], lowered: Any, baseline_lowered: Any
 ) -> Iterator[Diagnosis]:
     yield from _unmatched(row, regions)
+
+    # If memory did not fall, look at the equations first, then at the compiled program.
     if row.temp_bytes < baseline.temp_bytes * (1 - _SAME):
         return
     dropped = baseline.residual_bytes - row.residual_bytes
@@ -251,7 +296,7 @@ def _diagnose(
 
     # If XLA merged the recomputation with the first computation, the compiled program does not have its operations.
     flops_ratio = row.flops / max(baseline.flops, 1)
-    if row.compiled_flops < baseline.compiled_flops * (1 + 0.8 * (flops_ratio - 1)):
+    if row.compiled_flops < baseline.compiled_flops * (1 + _RECOMPUTED * (flops_ratio - 1)):
         unfenced = sorted({r.name for r in regions if r.prevent_cse is False})
         if unfenced:
             yield Diagnosis(
@@ -262,12 +307,13 @@ def _diagnose(
             )
         else:
             yield Diagnosis(row.policy, "barrier ignored", _barrier(row, lowered, baseline_lowered))
+
     else:
         yield Diagnosis(
             row.policy,
             "peak elsewhere",
             f"The program keeps {format_bytes(dropped)} less and recomputes it, but its peak is as high: while a whole function is "
-            f"recomputed at once, or outside of the rematerialised functions. Rematerialise smaller parts, and the part that "
+            f"recomputed at once, or outside of the rematerialized functions. Rematerialize smaller parts, and the part that "
             f"needs most.",
         )
 
@@ -279,9 +325,10 @@ def _nothing_dropped(row: Measured, baseline: Measured) -> Diagnosis:
         return Diagnosis(
             row.policy,
             "policy keeps it",
-            f"The policy itself keeps {format_bytes(by_policy)}; without rematerialisation "
+            f"The policy itself keeps {format_bytes(by_policy)}; without rematerialization "
             f"{format_bytes(baseline.residuals.intermediate_bytes)} of intermediate values are kept. Have it keep less.",
         )
+
     intermediate = baseline.residuals.intermediate_bytes
     if intermediate > baseline.residual_bytes * _SAME and inputs > row.residual_bytes / 2:
         largest = max((r for r in row.residuals if r.reason == "input"), key=lambda r: r.nbytes)
@@ -289,16 +336,17 @@ def _nothing_dropped(row: Measured, baseline: Measured) -> Diagnosis:
         return Diagnosis(
             row.policy,
             "inputs dominate",
-            f"{format_bytes(inputs)} of {format_bytes(row.residual_bytes)} are inputs of rematerialised functions, the "
-            f"largest {value} ({largest.type}, {format_bytes(largest.nbytes)}): as much as the functions would keep. Rematerialise "
+            f"{format_bytes(inputs)} of {format_bytes(row.residual_bytes)} are inputs of rematerialized functions, the "
+            f"largest {value} ({largest.type}, {format_bytes(largest.nbytes)}): as much as the functions would keep. Rematerialize "
             f"larger functions, so that fewer values are inputs.",
         )
+
     return Diagnosis(
         row.policy,
         "nothing to drop",
-        f"Without rematerialisation {format_bytes(intermediate)} of intermediate values are kept, with it "
-        f"{format_bytes(row.residuals.intermediate_bytes)}: the rematerialised functions compute nothing that the backward pass "
-        f"needs beyond what it holds anyway. Rematerialise another part; saved_residuals(fun, ...) shows what is kept where.",
+        f"Without rematerialization {format_bytes(intermediate)} of intermediate values are kept, with it "
+        f"{format_bytes(row.residuals.intermediate_bytes)}: the rematerialized functions compute nothing that the backward pass "
+        f"needs beyond what it holds anyway. Rematerialize another part; saved_residuals(fun, ...) shows what is kept where.",
     )
 
 
@@ -308,6 +356,7 @@ def _barrier(row: Measured, lowered: Any, baseline_lowered: Any) -> str:
         f"{jax.default_backend()} backend the compiler removes the barrier that delays the recomputation, so that unrolled "
         f"code is merged with the first computation. Leave fence= at 'auto', or put the repeated part into a loop (scan)"
     )
+    # On a CPU the removal can be switched off, which shows the memory that other devices would take.
     if jax.default_backend() == "cpu":
         option = {"xla_disable_hlo_passes": "cse_barrier_expander"}
         temp, baseline = (x.compile(option).memory_analysis().temp_size_in_bytes for x in (lowered, baseline_lowered))
@@ -319,6 +368,8 @@ def _unmatched(row: Measured, regions: Sequence[Region]) -> Iterator[Diagnosis]:
     for region in regions:
         for message in region.unmatched:
             yield Diagnosis(row.policy, "unmatched", f"In {short_name(region.name)} {message}")
+
+    # A name that exists and is in the policy, but on no residual, is not a typing error: the backward pass does not read the value.
     named_in_policy = {name for region in regions for name in names_of(region.policy)}
     defined = {name for region in regions for name in region.names}
     saved = {name for r in row.residuals for name in r.names}

@@ -15,7 +15,7 @@ from .._text import type_str
 from .._tree import num_bytes
 from .._typing import Filter, PyTree, public
 from . import _show
-from ._origin import NOT_REMATERIALISED, UNKNOWN_REGION, Provenance, ProvenanceFinder, buffers, readers
+from ._origin import NOT_REMATERIALIZED, UNKNOWN_REGION, Provenance, ProvenanceFinder, buffers, readers
 from ._recompute import Recomputation
 from ._trace import InputOrigin, Passes, differentiate, user_line
 
@@ -37,7 +37,7 @@ class Residual:
         module: the modules of the states that it was last computed from, separated by commas: the states that the operation
             reads, or else those of its latest operand (as in ``policies.path``). For a state, the state's module.
         flops: floating-point operations to compute it from the inputs and the other residuals.
-        why: the reasons for saving it: "policy of f", "input of f" (of a rematerialised function f), "not rematerialised"
+        why: the reasons for saving it: "policy of f", "input of f" (of a rematerialized function f), "not rematerialized"
             (an operation outside such functions reads it), "not read" (the pullback holds it unused).
         memory: the memory that it is offloaded to; "" if it stays where it was computed.
     """
@@ -61,7 +61,7 @@ class Residual:
     @property
     def reason(self) -> str:
         """The decisive reason in short: removing the other reasons would not free the value."""
-        for word in ("not rematerialised", "policy", "input"):
+        for word in ("not rematerialized", "policy", "input"):
             if any(text.startswith(word) for text in self.why):
                 return word
         return "not read"
@@ -79,7 +79,7 @@ class Residual:
 class Residuals(Tabular, Sequence[Residual]):
     """The residuals of a function: a sequence of `Residual`, in the order of the forward pass.
 
-    Prints as a table: as plain text with ``print``, in colours with ``rich.print``, as HTML in a notebook.
+    Prints as a table: as plain text with ``print``, in colors with ``rich.print``, as HTML in a notebook.
 
     Attributes:
         name: the function's name.
@@ -133,7 +133,7 @@ class Residuals(Tabular, Sequence[Residual]):
         return {"function": self.name, **totals, "residuals": rows}
 
     def plot(self, ax: Any = None, *, num: int = 15) -> Any:
-        """Draw the `num` largest residuals as bars, coloured by the reason; needs matplotlib.
+        """Draw the `num` largest residuals as bars, colored by the reason; needs matplotlib.
 
         Args:
             ax: the ``matplotlib`` axes to draw in; new ones of a suitable size if None.
@@ -151,6 +151,7 @@ class Residuals(Tabular, Sequence[Residual]):
         return f"Residuals({_show.title(self)})"
 
 
+@_jax.api_boundary
 def saved_residuals(
     fun: Callable[..., Any],
     /,
@@ -211,6 +212,7 @@ def saved_residuals(
 
 
 def _rows(passes: Passes) -> Iterator[Residual]:
+    # Regions are inlined here, to find the equation behind a residual; in the backward pass they stay, as its readers.
     jaxpr = inline(passes.forward, calls=INLINED)
     find_provenance = ProvenanceFinder(jaxpr, [s.path if s.origin == "state" else None for s in passes.sources])
     atoms = jaxpr.outvars[passes.num_out :]
@@ -226,6 +228,7 @@ def _rows(passes: Passes) -> Iterator[Residual]:
     recompute = Recomputation(jaxpr, frozenset().union(*available))
     for group, provenance, group_available in zip(groups, provenances, available, strict=True):
         atom = atoms[group[0]]
+        # The residual itself does not count as available, under any of its variables: this is the cost of dropping it.
         flops = 0 if provenance.eqn is None else recompute(atom, group_available)
         reading_regions = set().union(*(read[i] for i in group))
         yield _row(passes, provenance, atom.aval, flops, reading_regions, find_provenance.nearest_states(provenance))
@@ -238,9 +241,11 @@ def _row(
         source = passes.sources[provenance.input]
     else:
         source = InputOrigin("literal" if provenance.eqn is None else "intermediate")
+    # A state belongs to its own module.
     if source.origin == "state":
         nearest_states = [source.path]
     file, line, function = ("", 0, "") if provenance.eqn is None else user_line(provenance.eqn)
+
     return Residual(
         shape=tuple(provenance.aval.shape),
         dtype=str(provenance.aval.dtype),
@@ -262,13 +267,15 @@ def _row(
 
 def _reasons(passes: Passes, provenance: Provenance, reading_regions: set[int]) -> tuple[str, ...]:
     """The reasons for saving a value, from its readers in the backward pass."""
-    reasons = ["not rematerialised"] if NOT_REMATERIALISED in reading_regions else []
-    for region in sorted(reading_regions - {NOT_REMATERIALISED}):
-        name = "a rematerialised function" if region == UNKNOWN_REGION else passes.regions[region]
+    # A region that computes the value and reads it again is one whose policy saves it; a region that only reads it has it as input.
+    reasons = ["not rematerialized"] if NOT_REMATERIALIZED in reading_regions else []
+    for region in sorted(reading_regions - {NOT_REMATERIALIZED}):
+        name = "a rematerialized function" if region == UNKNOWN_REGION else passes.regions[region]
         reasons.append(f"{'policy' if region in provenance.regions else 'input'} of {name}")
     return tuple(dict.fromkeys(reasons)) or ("not read",)
 
 
+@_jax.api_boundary
 def print_saved_residuals(
     fun: Callable[..., Any],
     /,

@@ -8,30 +8,33 @@ format does not notice a changed bit.
 from __future__ import annotations
 
 import functools
-import json
-import math
 import operator
 import os
-import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
 
-from .. import _frames, _jax, _states
+from .. import _frames, _states
 from .._atomic import commit, locked
-from .._errors import CheckpointError, StateValueError
+from .._errors import CheckpointError
+from .._extras import require
 from .._objects.contents import HIDDEN, children
 from .._objects.walk import Walk
-from .._text import brief, short_dtype, type_str
-from .._tree import is_array, is_array_or_number
-from .._typing import PyTree, public
-
-_VALUES = (bool, int, float, str, type(None))  # JSON returns these unchanged
+from .._text import brief, type_str
+from .._tree import is_array_or_number
+from .._typing import public
+from ._manifest import (
+    LiveState,
+    check_contents,
+    compare,
+    nest,
+    refuse_local,
+    seal,
+    unnest,
+    unseal,
+    with_article,
+)
 
 
 @public
@@ -40,9 +43,9 @@ class Checkpointer:
 
     A thin layer over ``orbax.checkpoint.CheckpointManager``: all processes that hold a part of an array write it, in the
     background, and a step appears in the directory atomically. Everything to be restored must be a state: weights, the
-    optimiser's state, random keys, the position in the data.
+    optimizer's state, random keys, the position in the data.
 
-    Needs orbax: ``pip install statetx[checkpoint]``. Use it in a ``with`` block, or `close` it.
+    Needs orbax: ``pip install 'statetx[saving]'``. Use it in a ``with`` block, or `close` it.
 
     Args:
         directory: where steps are saved; created if it does not exist. One program at a time may write there: its first
@@ -81,11 +84,10 @@ class Checkpointer:
         for name, number in (("max_to_keep", max_to_keep), ("save_every", save_every)):
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
                 raise ValueError(f"Checkpointer: {name} must be a whole number of at least 1, got {number!r}.")
-        try:
-            import orbax.checkpoint as orbax
-        except ImportError as e:
-            raise ImportError("Checkpointer needs orbax: pip install 'statetx[checkpoint]'") from e
+        orbax = require("orbax.checkpoint", "Checkpointer", "saving")
 
+        # Steps are saved at the interval, and when a preemption is announced. A partial, since the first `save` makes a second
+        # manager with one more option.
         self._obj = obj
         self._directory = _as_directory(directory)
         self._args = orbax.args
@@ -137,12 +139,13 @@ class Checkpointer:
             )
         if not (force or self._manager.should_save(step)):
             return False
-        live = {path: _Live(state) for path, state in _states_of(self._obj).items()}
+        # States are found again at each save: a model may have gained or replaced some.
+        live = {path: LiveState(state) for path, state in _states_of(self._obj).items()}
         manifest = {path: entry.describe(path) for path, entry in live.items()}
         if jax.process_count() > 1:
-            _refuse_local(live)
-        arrays = _nest({path: entry.arrays() for path, entry in live.items()})
-        items: dict[str, Any] = {"manifest": self._args.JsonSave(_seal(manifest))}
+            refuse_local(live)
+        arrays = nest({path: entry.arrays() for path, entry in live.items()})
+        items: dict[str, Any] = {"manifest": self._args.JsonSave(seal(manifest))}
         if arrays:  # orbax refuses to save an empty tree
             items["states"] = self._args.StandardSave(arrays)
 
@@ -175,6 +178,8 @@ class Checkpointer:
                 message names the first path that is missing, or has another structure, shape or dtype.
         """
         self._refuse_inside("restore")
+
+        # A step that is still being written is among the steps, and not readable yet.
         self._manager.wait_until_finished()
         step = self._manager.latest_step() if step is None else _as_step("restore", step)
         if step is None:
@@ -183,17 +188,18 @@ class Checkpointer:
         if step not in self.steps:
             raise CheckpointError(f"There is no {location}; it has {', '.join(map(str, self.steps)) or 'none'}.")
 
-        manifest = _unseal(self._read(location, step, manifest=self._args.JsonRestore()), location)
-        live = {path: _Live(state) for path, state in _states_of(self._obj).items()}
-        _compare(manifest, live, location)
-        targets = _nest({path: entry.targets(manifest[path]["leaves"]) for path, entry in live.items()})
+        # First the manifest: it tells which arrays to request, and whether the checkpoint is of these states at all.
+        manifest = unseal(self._read(location, step, manifest=self._args.JsonRestore()), location)
+        live = {path: LiveState(state) for path, state in _states_of(self._obj).items()}
+        compare(manifest, live, location)
+        targets = nest({path: entry.targets(manifest[path]["leaves"]) for path, entry in live.items()})
         arrays = self._read(location, step, states=self._args.StandardRestore(targets)) if targets else {}
 
         # Every value is made and checked before any state is written.
         values = []
         for path, entry in live.items():
-            leaves = _unnest(arrays.get(path, {}))
-            _check_contents(path, manifest[path]["leaves"], leaves, location)
+            leaves = unnest(arrays.get(path, {}))
+            check_contents(path, manifest[path]["leaves"], leaves, location)
             values.append(entry.restored(manifest[path]["leaves"], leaves))
         locked(_frames.ownership, _store_all, list(live.values()), values)
         return step
@@ -216,6 +222,7 @@ class Checkpointer:
 
 def _as_directory(directory: str | os.PathLike) -> str:
     """The absolute path, after checking that its nearest existing ancestor is a directory."""
+    # `lexists`, since a broken link is there and is not a directory.
     path = os.path.abspath(directory)
     ancestors = [path]
     while not os.path.lexists(ancestors[-1]):
@@ -237,18 +244,29 @@ def _as_step(method: str, step: Any) -> int:
     return number
 
 
+def _store_all(live: Sequence[LiveState], values: Sequence[Any]) -> None:
+    # Under the lock of ownership: no other thread can acquire a state between the check and the stores.
+    for entry in live:
+        entry.check_free()
+    commit([entry.kind.store(entry.state, value) for entry, value in zip(live, values, strict=True)])
+
+
 # -- the saved states ------------------------------------------------------------------------------------------------
 
 
 def _states_of(obj: Any) -> dict[str, Any]:
     """The states that a `Checkpointer` saves, by paths that another process finds as well."""
+
+    # A container of states only has its keys for paths. One that lists a state twice saves it once, by the first path.
     leaves = dict(_leaves_of(obj, ""))
     states: dict[str, Any] = {}
     if all(_states.kind_of(leaf) is not None for leaf in leaves.values()):
         for path, state in leaves.items():
             if not any(state is other for other in states.values()):
                 states[path] = state
+
     else:
+        # All methods are followed: which of them the training step calls is not known here.
         walk = Walk(all_methods=True)
         for path, leaf in leaves.items():
             _refuse_value(path, leaf)
@@ -274,7 +292,7 @@ def _leaves_of(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _refuse_value(path: str, leaf: Any) -> None:
     if is_array_or_number(leaf) or isinstance(leaf, (bool, str, bytes)):
         raise CheckpointError(
-            f"Checkpointer: {path or 'its argument'!r} is {_article(type_str(leaf))}, not a state, and would not be saved.\n"
+            f"Checkpointer: {path or 'its argument'!r} is {with_article(type_str(leaf))}, not a state, and would not be saved.\n"
             f"Fix: give the state itself rather than its value, keep the value in a statetx.State, or leave it out."
         )
 
@@ -295,245 +313,3 @@ def _refuse_unstable(states: Mapping[str, Any], walk: Walk) -> None:
                     f"set have the same name or type, so no path tells them apart in another process.\n"
                     f"Fix: use a list or a dict, or give the states distinct names (name=)."
                 )
-
-
-def _article(word: str) -> str:
-    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
-
-
-# -- a state's record in a checkpoint --------------------------------------------------------------------------------
-
-
-class _Live:
-    """A state of the program, with its current value.
-
-    Attributes:
-        leaves: the leaves of its value by key path; the path of a value that is a single leaf is "".
-        structure: the value's tree structure as text: containers, their keys, and their static data, such as a unit.
-    """
-
-    def __init__(self, state: Any):
-        kind = _states.kind_of_state(state)
-        self.state, self.kind = state, kind
-        flat, self._treedef = jax.tree_util.tree_flatten_with_path(kind.read(state), is_leaf=_states.is_opaque)
-        self.leaves = {jax.tree_util.keystr(keys): leaf for keys, leaf in flat}
-        self.structure = re.sub(r" at 0x[0-9a-f]+", "", str(self._treedef))
-
-    def arrays(self) -> dict[str, Any]:
-        """The leaves that orbax saves: arrays, except empty ones, which it refuses."""
-        return {keys: x for keys, x in self.leaves.items() if is_array(x) and x.size}
-
-    def describe(self, path: str) -> dict[str, Any]:
-        """The state's entry in a manifest."""
-        return {
-            "structure": self.structure,
-            "leaves": {keys: _describe_leaf(path + keys, x) for keys, x in self.leaves.items()},
-        }
-
-    def targets(self, records: dict[str, Any]) -> dict[str, Any]:
-        """For each saved array, the type to request from orbax, with the sharding of the current leaf."""
-        return {keys: _target(record, self.leaves[keys]) for keys, record in records.items() if "digest" in record}
-
-    def restored(self, records: dict[str, Any], arrays: dict[str, Any]) -> PyTree:
-        """The saved value."""
-        leaves = []
-        for keys, current in self.leaves.items():
-            record = records[keys]
-            if "value" in record:
-                leaves.append(record["value"])
-            elif keys in arrays:
-                leaves.append(_restore_leaf(arrays[keys], record, current))
-            else:
-                leaves.append(current)  # an empty array, which was not saved
-        return jax.tree.unflatten(self._treedef, leaves)
-
-    def check_free(self) -> None:
-        owner = self.kind.owner(self.state)
-        if owner is not None:
-            raise _frames.foreign_state_error(self.state, self.kind, owner)
-
-
-def _describe_leaf(path: str, x: Any) -> dict[str, Any]:
-    if _is_plain(x):
-        return {"type": _type(x), "value": x}
-    if not isinstance(x, (jax.Array, np.ndarray, np.generic)) or not is_array(x):
-        raise StateValueError(
-            f"Checkpointer: the state {path!r} holds a {type(x).__name__}, which is not an array, number, string or None.\n"
-            f"Fix: leave it out: Checkpointer(directory, statetx.states(model, filter))."
-        )
-    record: dict[str, Any] = {"type": _type(x)}
-    if x.size:
-        record["digest"] = _digest(x)
-    if not isinstance(x, jax.Array):
-        record["numpy"] = x.dtype.name
-    elif jax.typeof(x).weak_type:
-        record["weak"] = True
-    return record
-
-
-def _is_plain(x: Any) -> bool:
-    return isinstance(x, _VALUES) and not isinstance(x, np.generic)  # NumPy's float64 is a subclass of float
-
-
-def _type(x: Any) -> str:
-    """Shape and dtype of a leaf as a JAX array, in the format of the manifest: ``float32[2,3]``. A number counts as an array: a
-    trained model may have arrays where a new one has numbers."""
-    if _is_plain(x) and isinstance(x, (bool, int, float)):
-        return f"{jnp.result_type(type(x)).name}[]"
-    if is_array(x):
-        aval = _jax.abstract(x)  # without sharding: a checkpoint is restored to the state's own
-        return f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]"
-    return type(x).__name__
-
-
-def _target(record: dict[str, Any], current: Any) -> Any:
-    if "numpy" in record:
-        return np.empty(current.shape, jnp.dtype(record["numpy"]))
-    if not isinstance(current, jax.Array):
-        current = jnp.asarray(current)
-    return jax.ShapeDtypeStruct(current.shape, current.dtype, sharding=current.sharding)
-
-
-def _restore_leaf(x: Any, record: dict[str, Any], current: Any) -> Any:
-    """Undo the changes of a round trip through orbax: to NumPy scalars, committed devices and weak types."""
-    if "numpy" in record:
-        return x[()] if isinstance(current, np.generic) else x
-    if not getattr(current, "committed", False):  # orbax commits restored arrays to a device
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            data, impl = jax.random.key_data(x), jax.random.key_impl(x)
-            return jax.random.wrap_key_data(jnp.asarray(np.asarray(data)), impl=impl)
-        x = jnp.asarray(np.asarray(x))
-    return _jax.with_weak_type(x, True) if record.get("weak") else x
-
-
-def _nest(leaves: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The tree that orbax saves: for each state an array, or its arrays by key path."""
-    return {path: arrays[""] if "" in arrays else arrays for path, arrays in leaves.items() if arrays}
-
-
-def _unnest(arrays: Any) -> dict[str, Any]:
-    return arrays if isinstance(arrays, dict) else {"": arrays}
-
-
-# -- verification ----------------------------------------------------------------------------------------------------
-
-
-def _store_all(live: Sequence[_Live], values: Sequence[Any]) -> None:
-    for entry in live:
-        entry.check_free()
-    commit([entry.kind.store(entry.state, value) for entry, value in zip(live, values, strict=True)])
-
-
-def _compare(manifest: Mapping[str, Any], live: Mapping[str, _Live], location: str) -> None:
-    """Raise unless a checkpoint is of these states: same paths, structures, shapes and dtypes."""
-    for path, entry in live.items():
-        if path not in manifest:
-            raise _mismatch(location, f"it has no state {path!r}; it has {', '.join(map(repr, manifest)) or 'none'}")
-        record = manifest[path]
-        for keys, x in entry.leaves.items():
-            saved_type = record["leaves"].get(keys, {}).get("type")
-            if saved_type not in (None, _type(x)):
-                types = [short_dtype(text) for text in (saved_type, _type(x))]
-                raise _mismatch(location, f"{path + keys!r} is {types[0]} in it, and {types[1]} in the program")
-        if record["structure"] != entry.structure:
-            raise _mismatch(location, f"{path!r} is {record['structure']} in it, and {entry.structure} in the program")
-    for path in manifest:
-        if path not in live:
-            raise _mismatch(location, f"it has a state {path!r}, which the program does not have")
-
-
-def _mismatch(location: str, difference: str) -> CheckpointError:
-    return CheckpointError(
-        f"The checkpoint of {location} is of other states: {difference}.\nFix: build the model, and the dict of states for "
-        f"the Checkpointer, as they were when the checkpoint was saved."
-    )
-
-
-def _seal(manifest: dict[str, Any]) -> dict[str, Any]:
-    return {"states": manifest, "crc32": zlib.crc32(json.dumps(manifest, sort_keys=True).encode())}
-
-
-def _unseal(sealed: Any, location: str) -> dict[str, Any]:
-    manifest = sealed.get("states") if isinstance(sealed, dict) else None
-    if not isinstance(manifest, dict) or _seal(manifest) != sealed:
-        raise CheckpointError(
-            f"The manifest of {location} has changed since it was written.\nFix: restore another step."
-        )
-    return manifest
-
-
-def _check_contents(path: str, records: Mapping[str, Any], arrays: Mapping[str, Any], location: str) -> None:
-    for keys, x in arrays.items():
-        # The type is compared too: a random key may come back as its plain words.
-        if _type(x) != records[keys]["type"] or _digest(x) != records[keys]["digest"]:
-            raise CheckpointError(
-                f"{path + keys!r} has changed since it was written, in {location}.\nFix: restore another step."
-            )
-
-
-def _refuse_local(live: Mapping[str, _Live]) -> None:
-    """Raise for values that differ between processes: a checkpoint has room for process 0's only.
-
-    All processes call this at once.
-    """
-    leaves = {path + keys: x for path, entry in live.items() for keys, x in entry.leaves.items()}
-    for path, x in leaves.items():
-        if isinstance(x, jax.Array) and x.is_fully_addressable:
-            raise CheckpointError(
-                f"Checkpointer: {path!r}, a {type_str(x)}, is on devices of this process only, and each of the "
-                f"{jax.process_count()} processes has its own.\n"
-                f"Fix: put it on a mesh of all processes (jax.make_array_from_process_local_data), or leave it out."
-            )
-
-    # Numbers and NumPy arrays may be saved if they are equal everywhere. Compare their number before their digests, since
-    # `process_allgather` needs equal shapes.
-    paths = [path for path, x in leaves.items() if not isinstance(x, jax.Array)]
-    digests = [zlib.crc32(repr(x).encode()) if _is_plain(x) else _digest(x) for x in map(leaves.__getitem__, paths)]
-    counts = multihost_utils.process_allgather(np.uint32(len(paths)))
-    if len(set(counts.tolist())) > 1:
-        raise CheckpointError(
-            f"Checkpointer: the processes save different states; this one has {len(paths)} values that are not jax.Arrays, "
-            f"and the others {sorted(set(counts.tolist()) - {len(paths)})}.\nFix: build the same model in every process."
-        )
-    gathered = multihost_utils.process_allgather(np.array(digests, np.uint32))
-    for path, column in zip(paths, np.transpose(gathered), strict=True):
-        if len(set(column.tolist())) > 1:
-            raise CheckpointError(
-                f"Checkpointer: {path!r} differs between the processes, and would be restored everywhere as process 0 has it.\n"
-                f"Fix: keep it in an array on a mesh of all processes (jax.make_array_from_process_local_data), or leave it "
-                f"out and save it yourself."
-            )
-
-
-def _digest(x: Any) -> int:
-    """A checksum of the values, independent of the sharding: it is computed before saving and after restoring elsewhere."""
-    if not isinstance(x, jax.Array):
-        return zlib.crc32(np.asarray(x).tobytes())
-    return int(_mixed_sum(_on_device(x)))
-
-
-def _on_device(x: jax.Array) -> jax.Array:
-    """Move an array from host memory to the default memory of its devices, so that they can compute with it."""
-    default = next(iter(x.sharding.device_set)).default_memory().kind
-    return x if x.sharding.memory_kind in (None, default) else jax.device_put(x, x.sharding.with_memory_kind(default))
-
-
-@jax.jit
-def _mixed_sum(x: jax.Array) -> jax.Array:
-    """The sum, modulo 2**32, of the words of `x`, each offset by its position and mixed by MurmurHash3's finaliser (Appleby, 2008).
-
-    Such a sum does not depend on the order, and so not on how `x` is sharded.
-    """
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    if jnp.iscomplexobj(x):
-        return 3 * _mixed_sum(x.real) + _mixed_sum(x.imag)
-    if x.dtype == bool or jnp.dtype(x.dtype).name.startswith(("int4", "uint4", "int2", "uint2", "float4")):
-        x = x.astype(jnp.float32)  # injective: float32 has every value of these types
-    words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")).astype(jnp.uint32)
-    for axis in range(words.ndim):  # positions, so that a permutation of values changes the sum
-        stride = jnp.uint32(0x9E3779B9 * math.prod(words.shape[axis + 1 :]) % 2**32)
-        words += stride * jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
-    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
-    return jnp.sum(words ^ (words >> 16), dtype=jnp.uint32)

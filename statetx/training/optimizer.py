@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from .. import _jax, _states
 from .._errors import GradientError, StateFilterError, StateValueError
 from .._objects.paths import is_filter
-from .._text import format_bytes, suggestion, type_str
+from .._text import brief, format_bytes, suggestion, type_str
 from .._tree import is_array_or_number, num_bytes
 from .._typing import PyTree, public
 from ..kinds.native import State
@@ -52,8 +53,15 @@ class Optimizer:
 
     def __init__(self, tx: Any, states: PyTree):
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
+            call = " Did you call it?" if inspect.isroutine(tx) else ""
+            swapped = (
+                " The transformation comes first: Optimizer(tx, states)."
+                if hasattr(states, "update") and hasattr(states, "init")
+                else ""
+            )
             raise TypeError(
-                f"Optimizer needs a gradient transformation with init and update, such as optax.adam(1e-3), got {tx!r}."
+                f"Optimizer needs a gradient transformation with init and update, such as optax.adam(1e-3), got "
+                f"{brief(tx)}.{call}{swapped}"
             )
         self.tx = tx
         self.states = states
@@ -77,6 +85,9 @@ class Optimizer:
         values = self._values()
         _check(grads, values)
         updates, optimizer_state = self.tx.update(grads, self.state.value, values, **extra)
+
+        # Without optax, which is not imported: `tx` is any object with `init` and `update`. The sum may have a wider dtype than the
+        # state, which keeps its own.
         updated = jax.tree.map(lambda x, u: jnp.asarray(x + u, jnp.result_type(x)), values, updates)
         for state, value in zip(self._states, self._treedef.flatten_up_to(updated), strict=True):
             _kind_of(state).write(state, value)
@@ -99,7 +110,7 @@ def _flatten(states: PyTree) -> tuple[list[Any], Any]:
     """The states of a pytree and its structure, after checking each state."""
     if is_filter(states):
         raise StateFilterError(
-            f"Optimizer needs the states themselves, got the filter {states!r}. Write statetx.states(model, filter)."
+            f"Optimizer needs the states themselves, got the filter {brief(states)}. Write statetx.states(model, {brief(states)})."
         )
     leaves, treedef = jax.tree.flatten(states, is_leaf=_states.is_opaque)
     if not leaves:
@@ -119,6 +130,7 @@ def _flatten(states: PyTree) -> tuple[list[Any], Any]:
             )
         seen.add(id(state))
 
+        # `get` rather than `read`: to check a value is not to read the state, which a surrounding transform would count.
         for x in jax.tree.leaves(kind.get(state)):
             if not (is_array_or_number(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
                 raise StateValueError(
@@ -137,6 +149,7 @@ def _strong(x: Any) -> Any:
 
 
 def _check(grads: PyTree, values: PyTree) -> None:
+    # By path, since leaves in order would be compared with the wrong states after the first difference.
     grad_leaves, value_leaves = _by_path(grads), _by_path(values)
     if jax.tree.structure(grads) != jax.tree.structure(values):
         missing, unknown = (
@@ -144,8 +157,10 @@ def _check(grads: PyTree, values: PyTree) -> None:
         )
         problems = []
         if missing:
-            problems.append(f"there is none for {_listed(missing)}")
-        if unknown:
+            problems.append(f"there is none for {_listed(missing)}" if missing != [""] else "there is one state, alone")
+        if unknown == [""]:
+            problems.append(f"they are a single array, {type_str(grads)}")
+        elif unknown:
             problems.append(f"there is one for {_listed(unknown)}, which is not among the states")
         # Neither: the containers differ, with the same paths.
         difference = (
@@ -160,7 +175,7 @@ def _check(grads: PyTree, values: PyTree) -> None:
     for path, x in value_leaves.items():
         if jnp.shape(grad_leaves[path]) != jnp.shape(x):
             raise GradientError(
-                f"The gradient for {path!r} is {type_str(grad_leaves[path])}, the state's value {type_str(x)}. They must agree in "
+                f"The gradient for {path or 'the state'!r} is {type_str(grad_leaves[path])}, the state's value {type_str(x)}. They must agree in "
                 f"shape.\nFix: differentiate with wrt=optimizer.states, and reduce over examples before the update."
             )
 

@@ -1,0 +1,237 @@
+"""The manifest of a checkpoint: a record of each state, compared with the program's states before any of them is restored."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from .. import _frames, _jax, _states
+from .._errors import CheckpointError, StateValueError
+from .._text import short_dtype, type_str
+from .._tree import is_array
+from .._typing import PyTree
+from ._digest import digest
+
+_VALUES = (bool, int, float, str, type(None))  # JSON returns these unchanged
+
+
+# -- a state's record in a checkpoint --------------------------------------------------------------------------------
+
+
+class LiveState:
+    """A state of the program, with its current value.
+
+    Attributes:
+        leaves: the leaves of its value by key path; the path of a value that is a single leaf is "".
+        structure: the value's tree structure as text: containers, their keys, and their static data, such as a unit.
+    """
+
+    def __init__(self, state: Any):
+        kind = _states.kind_of_state(state)
+        self.state, self.kind = state, kind
+
+        # Addresses in the text of static data differ between processes.
+        flat, self._treedef = jax.tree_util.tree_flatten_with_path(kind.read(state), is_leaf=_states.is_opaque)
+        self.leaves = {jax.tree_util.keystr(keys): leaf for keys, leaf in flat}
+        self.structure = re.sub(r" at 0x[0-9a-f]+", "", str(self._treedef))
+
+    def arrays(self) -> dict[str, Any]:
+        """The leaves that orbax saves: arrays, except empty ones, which it refuses."""
+        return {keys: x for keys, x in self.leaves.items() if is_array(x) and x.size}
+
+    def describe(self, path: str) -> dict[str, Any]:
+        """The state's entry in a manifest."""
+        return {
+            "structure": self.structure,
+            "leaves": {keys: _describe_leaf(path + keys, x) for keys, x in self.leaves.items()},
+        }
+
+    def targets(self, records: dict[str, Any]) -> dict[str, Any]:
+        """For each saved array, the type to request from orbax, with the sharding of the current leaf."""
+        return {keys: _target(record, self.leaves[keys]) for keys, record in records.items() if "digest" in record}
+
+    def restored(self, records: dict[str, Any], arrays: dict[str, Any]) -> PyTree:
+        """The saved value."""
+        leaves = []
+        for keys, current in self.leaves.items():
+            record = records[keys]
+            if "value" in record:
+                leaves.append(record["value"])
+            elif keys in arrays:
+                leaves.append(_restore_leaf(arrays[keys], record, current))
+            else:
+                leaves.append(current)  # an empty array, which was not saved
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def check_free(self) -> None:
+        owner = self.kind.owner(self.state)
+        if owner is not None:
+            raise _frames.foreign_state_error(self.state, self.kind, owner)
+
+
+def _describe_leaf(path: str, x: Any) -> dict[str, Any]:
+    if _is_plain(x):
+        return {"type": _type(x), "value": x}
+    if not isinstance(x, (jax.Array, np.ndarray, np.generic)) or not is_array(x):
+        raise StateValueError(
+            f"Checkpointer: the state {path!r} holds {with_article(type(x).__name__)}, which is not an array, number, string or None.\n"
+            f"Fix: leave it out: Checkpointer(directory, statetx.states(model, filter))."
+        )
+
+    # orbax does not store weak types, and must be told which arrays to restore as NumPy's.
+    record: dict[str, Any] = {"type": _type(x)}
+    if x.size:
+        record["digest"] = digest(x)
+    if not isinstance(x, jax.Array):
+        record["numpy"] = x.dtype.name
+    elif jax.typeof(x).weak_type:
+        record["weak"] = True
+    return record
+
+
+def with_article(word: str) -> str:
+    """A type with "a" or "an", by its sound: "an f32[3]" (eff), "an int", but "a u8[]" (you)."""
+    return f"{'an' if re.match(r'~?(f[0-9]|[aeio])', word, re.IGNORECASE) else 'a'} {word}"
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, _VALUES) and not isinstance(x, np.generic)  # NumPy's float64 is a subclass of float
+
+
+def _type(x: Any) -> str:
+    """Shape and dtype of a leaf as a JAX array, in the format of the manifest: ``float32[2,3]``. A number counts as an array: a
+    trained model may have arrays where a new one has numbers."""
+    if _is_plain(x) and isinstance(x, (bool, int, float)):
+        return f"{jnp.result_type(type(x)).name}[]"
+    if is_array(x):
+        aval = _jax.abstract(x)  # without sharding: a checkpoint is restored to the state's own
+        return f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]"
+    return type(x).__name__
+
+
+def _target(record: dict[str, Any], current: Any) -> Any:
+    # The saved array has the same shape and dtype: `compare` has checked that.
+    if "numpy" in record:
+        return np.empty(current.shape, jnp.dtype(record["numpy"]))
+    if not isinstance(current, jax.Array):
+        current = jnp.asarray(current)
+    return jax.ShapeDtypeStruct(current.shape, current.dtype, sharding=current.sharding)
+
+
+def _restore_leaf(x: Any, record: dict[str, Any], current: Any) -> Any:
+    """Undo the changes of a round trip through orbax: to NumPy scalars, committed devices and weak types."""
+    if "numpy" in record:
+        return x[()] if isinstance(current, np.generic) else x
+    if not getattr(current, "committed", False):  # orbax commits restored arrays to a device
+        # By way of NumPy: an array made from a NumPy array is uncommitted. NumPy has no keys, but has their words.
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data, impl = jax.random.key_data(x), jax.random.key_impl(x)
+            return jax.random.wrap_key_data(jnp.asarray(np.asarray(data)), impl=impl)
+        x = jnp.asarray(np.asarray(x))
+    return _jax.with_weak_type(x, True) if record.get("weak") else x
+
+
+def nest(leaves: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The tree that orbax saves: for each state an array, or its arrays by key path."""
+    # A value that is a single array, whose key path is "", goes by the path of its state alone.
+    return {path: arrays[""] if "" in arrays else arrays for path, arrays in leaves.items() if arrays}
+
+
+def unnest(arrays: Any) -> dict[str, Any]:
+    return arrays if isinstance(arrays, dict) else {"": arrays}
+
+
+# -- verification ----------------------------------------------------------------------------------------------------
+
+
+def compare(manifest: Mapping[str, Any], live: Mapping[str, LiveState], location: str) -> None:
+    """Raise unless a checkpoint is of these states: same paths, structures, shapes and dtypes."""
+    # Types before structures: a difference in one shape says more. Leaves that only one side has show in the structure.
+    for path, entry in live.items():
+        if path not in manifest:
+            raise _mismatch(location, f"it has no state {path!r}; it has {', '.join(map(repr, manifest)) or 'none'}")
+        record = manifest[path]
+        for keys, x in entry.leaves.items():
+            saved_type = record["leaves"].get(keys, {}).get("type")
+            if saved_type not in (None, _type(x)):
+                types = [short_dtype(text) for text in (saved_type, _type(x))]
+                raise _mismatch(location, f"{path + keys!r} is {types[0]} in it, and {types[1]} in the program")
+        if record["structure"] != entry.structure:
+            raise _mismatch(location, f"{path!r} is {record['structure']} in it, and {entry.structure} in the program")
+    for path in manifest:
+        if path not in live:
+            raise _mismatch(location, f"it has a state {path!r}, which the program does not have")
+
+
+def _mismatch(location: str, difference: str) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint of {location} is of other states: {difference}.\nFix: build the model, and the dict of states for "
+        f"the Checkpointer, as they were when the checkpoint was saved."
+    )
+
+
+def seal(manifest: dict[str, Any]) -> dict[str, Any]:
+    # Sorted: the order of keys may change between writing and reading.
+    return {"states": manifest, "crc32": zlib.crc32(json.dumps(manifest, sort_keys=True).encode())}
+
+
+def unseal(sealed: Any, location: str) -> dict[str, Any]:
+    manifest = sealed.get("states") if isinstance(sealed, dict) else None
+    if not isinstance(manifest, dict) or seal(manifest) != sealed:
+        raise CheckpointError(
+            f"The manifest of {location} has changed since it was written.\nFix: restore another step."
+        )
+    return manifest
+
+
+def check_contents(path: str, records: Mapping[str, Any], arrays: Mapping[str, Any], location: str) -> None:
+    for keys, x in arrays.items():
+        # The type is compared too: a random key may come back as its plain words.
+        if _type(x) != records[keys]["type"] or digest(x) != records[keys]["digest"]:
+            raise CheckpointError(
+                f"{path + keys!r} has changed since it was written, in {location}.\nFix: restore another step."
+            )
+
+
+def refuse_local(live: Mapping[str, LiveState]) -> None:
+    """Raise for values that differ between processes: a checkpoint has room for process 0's only.
+
+    All processes call this at once.
+    """
+    leaves = {path + keys: x for path, entry in live.items() for keys, x in entry.leaves.items()}
+
+    # Even equal arrays on each process's own devices are refused: orbax saves them of process 0 only.
+    for path, x in leaves.items():
+        if isinstance(x, jax.Array) and x.is_fully_addressable:
+            raise CheckpointError(
+                f"Checkpointer: {path!r}, {with_article(type_str(x))}, is on devices of this process only, and each of the "
+                f"{jax.process_count()} processes has its own.\n"
+                f"Fix: put it on a mesh of all processes (jax.make_array_from_process_local_data), or leave it out."
+            )
+
+    # Numbers and NumPy arrays may be saved if they are equal everywhere. Compare their number before their digests, since
+    # `process_allgather` needs equal shapes.
+    paths = [path for path, x in leaves.items() if not isinstance(x, jax.Array)]
+    digests = [zlib.crc32(repr(x).encode()) if _is_plain(x) else digest(x) for x in map(leaves.__getitem__, paths)]
+    counts = multihost_utils.process_allgather(np.uint32(len(paths)))
+    if len(set(counts.tolist())) > 1:
+        raise CheckpointError(
+            f"Checkpointer: the processes save different states; this one has {len(paths)} values that are not jax.Arrays, "
+            f"and the others {sorted(set(counts.tolist()) - {len(paths)})}.\nFix: build the same model in every process."
+        )
+    gathered = multihost_utils.process_allgather(np.array(digests, np.uint32))
+    for path, column in zip(paths, np.transpose(gathered), strict=True):
+        if len(set(column.tolist())) > 1:
+            raise CheckpointError(
+                f"Checkpointer: {path!r} differs between the processes, and would be restored everywhere as process 0 has it.\n"
+                f"Fix: keep it in an array on a mesh of all processes (jax.make_array_from_process_local_data), or leave it "
+                f"out and save it yourself."
+            )
