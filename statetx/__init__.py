@@ -34,7 +34,7 @@ from .kinds.native import Param as Param
 from .kinds.native import RngState as RngState
 from .kinds.native import State as State
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 if _TYPE_CHECKING:
     from . import policies as policies
@@ -114,13 +114,42 @@ _PUBLIC = {
     ".transforms.while_loop": "fori_loop while_loop",
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names.split()}
+# Names that other libraries have, and what to use for them.
+_ELSEWHERE = {
+    "ParamState": "statetx.Param",
+    "Module": "any Python class that holds statetx.State objects",
+    "Rngs": "statetx.RngState",
+    "Variable": "statetx.State",
+    "VariableState": "statetx.State",
+    "associative_scan": "jax.lax.associative_scan for a function without states, statetx.scan for others",
+    "checkpoint_policies": "statetx.policies; jax.checkpoint_policies are accepted, too",
+    "custom_gradient": "jax.custom_gradient for a function without states",
+    "custom_jvp": "jax.custom_jvp for a function without states",
+    "custom_vjp": "jax.custom_vjp for a function without states",
+    "filter_jit": "statetx.jit, which takes any object as an argument",
+    "filter_grad": "statetx.grad(f, wrt=statetx.Param)",
+    "for_loop": "statetx.fori_loop, or statetx.scan to collect outputs",
+    "ifelse": "statetx.cond or statetx.switch",
+    "jacobian": "statetx.jacrev or statetx.jacfwd",
+    "lax": "statetx.scan, statetx.cond, statetx.switch, statetx.while_loop, statetx.fori_loop and statetx.map; jax.lax for "
+    "operations on arrays",
+    "nn": "the layers of flax.nnx, brainstate or your own, and jax.nn for functions of arrays",
+    "numpy": "jax.numpy",
+    "pjit": "statetx.jit, which follows the shardings of its arguments and states",
+    "pmap": "statetx.jit with sharded arrays and states, or statetx.shard_map for a function of one device",
+    "pure_callback": "jax.pure_callback",
+    "random": "jax.random with keys from a statetx.RngState",
+    "rematerialize": "statetx.remat",
+    "save": "statetx.Checkpointer",
+}
 _SUBMODULES = ("policies", "testing", "caches", "planner", "residuals", "transforms", "kinds")
 _loading = _threading.RLock()
 
 
 def __getattr__(name: str) -> _Any:
     if name not in _SUBMODULES and name not in _MODULE_OF:
-        raise AttributeError(f"module 'statetx' has no attribute {name!r}")
+        hint = f": use {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise AttributeError(f"module 'statetx' has no attribute {name!r}{hint}")
     with _loading:  # two threads that load packages from both ends would see half of one
         if name in _SUBMODULES:
             return _importlib.import_module(f".{name}", __name__)
@@ -129,7 +158,7 @@ def __getattr__(name: str) -> _Any:
 
 
 __all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
-    {*(name for name in globals() if not name.startswith("_")), *_MODULE_OF, "policies", "testing"}
+    {*(name for name in globals() if not name.startswith("_") and name != "kinds"), *_MODULE_OF, "policies", "testing"}
 )
 
 

@@ -1,16 +1,33 @@
 """The exception tree.
 
 Every error derives from `StatetxError` and from a builtin exception of its kind, so ``except ValueError`` works. Each
-message names the broken rule, the state or argument, and a fix.
+message names the broken rule, the state or argument, and a fix, and ends with the address of the error's explanation.
 """
 
 from __future__ import annotations
 
 from ._typing import public
 
+ERRORS_PAGE = "https://statetx.readthedocs.io/en/latest/errors/"
+
+
+class Explained(Exception):
+    """An exception whose message ends with the address of its explanation: a heading of docs/errors.md.
+
+    The address is added when the message is read: ``args`` keeps what the exception was made with, so that copies and pickles
+    are equal to the original.
+    """
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        if ERRORS_PAGE in message:  # made from the message of another error, which has its own address
+            return message
+        documented = next(cls for cls in type(self).__mro__ if cls.__module__ == "statetx")  # users derive their own
+        return f"{message}\nSee {ERRORS_PAGE}#{documented.__name__.lower()}".lstrip("\n")
+
 
 @public
-class StatetxError(Exception):
+class StatetxError(Explained):
     """Root of all errors that statetx raises."""
 
 
@@ -26,7 +43,7 @@ class ForeignStateError(StatetxError, RuntimeError):
 
 @public
 class StateAccessError(StatetxError, RuntimeError):
-    """A function touched a state that its ``states=`` filter excludes, or an invalidated state."""
+    """A function touched a state that its ``states=`` filter excludes, or an invalidated state, or passed a state to JAX as an array."""
 
 
 @public
@@ -41,7 +58,7 @@ class StaticArgumentError(StatetxError, ValueError):
 
 @public
 class PolicyError(StatetxError, ValueError):
-    """A rematerialisation policy is unknown or misused."""
+    """A rematerialization policy is unknown or misused."""
 
 
 @public
@@ -59,12 +76,13 @@ class PlanError(PolicyError):
 
 @public
 class FunctionError(StatetxError, TypeError):
-    """A transform was given a function that it cannot run as one call: a generator, a coroutine, a descriptor."""
+    """A transform was given something other than a function, or one that it cannot run as one call or differentiate: a generator,
+    a loss that is not a scalar."""
 
 
 @public
 class StateValueError(StatetxError, TypeError):
-    """A state's value has a type, or is a value, that is not allowed here."""
+    """A state is used in place of its value, or the value has a type that is not allowed here."""
 
 
 @public
@@ -79,7 +97,7 @@ class GradientError(StatetxError, ValueError):
 
 @public
 class EffectError(StatetxError, NotImplementedError):
-    """A function under rematerialisation has an effect that cannot be repeated or undone."""
+    """A function under rematerialization has an effect that cannot be repeated or undone."""
 
 
 @public
@@ -93,10 +111,10 @@ class CheckpointError(StatetxError, ValueError):
 
 
 @public
-class PolicyWarning(UserWarning):
-    """A rematerialisation policy makes no difference, or names values that do not occur."""
+class PolicyWarning(Explained, UserWarning):
+    """A rematerialization policy makes no difference, or names values that do not occur."""
 
 
 @public
-class StagingWarning(UserWarning):
+class StagingWarning(Explained, UserWarning):
     """A jitted function is staged again in every call, because of states that it creates."""

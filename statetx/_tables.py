@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from ._text import format_table
 
 HEX = {"green": "#009e73", "cyan": "#56b4e9", "yellow": "#e69f00", "red": "#d55e00"}
-"""The colours in HTML and plots, by their names in rich: a palette for the colour-blind (Okabe and Ito)."""
+"""The colors in HTML and plots, by their names in rich: a palette for the color-blind (Okabe and Ito)."""
 
 _CSS = {"": "", "bold": ";font-weight:bold", "dim": ";opacity:0.7", "bold magenta": ";font-weight:bold"}
 
@@ -36,14 +36,14 @@ class Cell(NamedTuple):
     """A cell.
 
     Attributes:
-        colour: of the text in rich; in HTML of the bar, else of a stripe at the left.
+        color: of the text in rich; in HTML of the bar, else of a stripe at the left.
         share: length of a bar behind the text in HTML, from 0 to 1.
         hint: shown in HTML under the pointer.
         style: in place of the column's; of rich, one of those in `_CSS`.
     """
 
     text: str
-    colour: str = ""
+    color: str = ""
     share: float | None = None
     hint: str = ""
     style: str = ""
@@ -62,7 +62,11 @@ class Table:
         header, *rows = self._texts()
         right = [c.name for c in self.columns if c.align == "right"]
         return "\n".join(
-            [self.title, *([format_table(header, rows, right)] if rows else []), *map(" ".join, self.notes)]
+            [
+                self.title,
+                *([format_table(header, rows, right)] if rows else []),
+                *(" ".join(filter(None, note)) for note in self.notes),
+            ]
         )
 
     def _texts(self) -> list[list[str]]:
@@ -87,7 +91,7 @@ class Table:
         for column in (self.columns[i] for i in shown):  # text may be folded, numbers not
             table.add_column(column.name, justify=column.align, no_wrap=column.align == "right", overflow="fold")
         for row in self.rows:
-            texts = [Text(x.text, f"{x.style or c.style} {x.colour}") for c, x in zip(self.columns, row, strict=True)]
+            texts = [Text(x.text, f"{x.style or c.style} {x.color}") for c, x in zip(self.columns, row, strict=True)]
             if lost := [texts[i] for i in below if row[i].text]:
                 texts[last_left] = Text("\n").join([texts[last_left], Text("  ").join(lost)])
             table.add_row(*(texts[i] for i in shown))
@@ -127,16 +131,16 @@ def _td(column: Column, cell: Cell) -> str:
     style = _css(column) + _CSS[cell.style or column.style]
     if cell.share is not None:
         end = f"{100 * cell.share:.1f}%"
-        style += f";background:linear-gradient(to right,{HEX[cell.colour]}66 {end},transparent {end})"
-    elif cell.colour:
-        style += f";border-left:4px solid {HEX[cell.colour]}"
+        style += f";background:linear-gradient(to right,{HEX[cell.color]}66 {end},transparent {end})"
+    elif cell.color:
+        style += f";border-left:4px solid {HEX[cell.color]}"
     hint = f' title="{escape(cell.hint)}"' if cell.hint else ""
     content = f"<code>{escape(cell.text)}</code>" if column.code and cell.text else escape(cell.text)
     return f'<td style="{style}"{hint}>{content}</td>'
 
 
 class Tabular:
-    """Prints as a table: as text with ``print``, in colours with ``rich.print``, as HTML in a notebook."""
+    """Prints as a table: as text with ``print``, in colors with ``rich.print``, as HTML in a notebook."""
 
     def _table(self) -> Table:
         raise NotImplementedError

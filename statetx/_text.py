@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ._errors import PolicyError
 from ._typing import PyTree
@@ -26,6 +28,19 @@ def format_bytes(n: int) -> str:
         if size < 1024 or unit == "GiB":
             break
     return f"{size:.1f} {unit}"
+
+
+def size_literal(n: int) -> str:
+    """A number of bytes as a user writes it in a call, exactly: ``'64MiB'``, or digits.
+
+    Example:
+        >>> size_literal(2**26), size_literal(1000), size_literal(0)
+        ("'64MiB'", '1000', '0')
+    """
+    for unit in ("GiB", "MiB", "KiB"):
+        if n and n % _UNITS[unit.lower()] == 0:
+            return repr(f"{n // _UNITS[unit.lower()]}{unit}")
+    return str(n)
 
 
 def format_flops(n: int) -> str:
@@ -131,6 +146,27 @@ def tree_type_str(tree: PyTree) -> str:
     return str(jax.tree.map(lambda x: _Word(type_str(x)), tree))
 
 
+def value_str(tree: PyTree, width: int = 200) -> str:
+    """`short_tree_type_str`; a Python scalar, or an array of at most four elements that a device holds, with its value.
+
+    Example:
+        >>> value_str(3), value_str(np.float32(0.5)), value_str(np.zeros(100)), value_str({"a": np.zeros(2), "b": True})
+        ('3', 'f32[] 0.5', 'f64[100]', "{'a': f64[2], 'b': bool}")
+    """
+    if isinstance(tree, (bool, int, float, complex, str)) or tree is None:
+        return brief(tree)
+    text = short_tree_type_str(tree, width)
+    is_concrete = isinstance(tree, (jax.Array, np.ndarray, np.generic)) and not isinstance(tree, Tracer)
+    if not is_concrete or tree.size > _MAX_SHOWN or jnp.issubdtype(tree.dtype, jax.dtypes.extended):
+        return text
+    if isinstance(tree, jax.Array) and (tree.is_deleted() or not tree.is_fully_addressable):
+        return text
+    return f"{text} {np.array2string(np.asarray(tree), separator=', ', precision=6)}"
+
+
+_MAX_SHOWN = 4  # elements
+
+
 def short_tree_type_str(tree: PyTree, width: int = 100) -> str:
     """`tree_type_str`, or a count if that is longer than `width`: ``tuple of 25 leaves``."""
     text = tree_type_str(tree)
@@ -155,10 +191,12 @@ def parse_bytes(size: int | str) -> int:
         (1536, 2000000000, 64)
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise PolicyError(f"A size is a number of bytes or a string such as '64MiB', got {size!r}.")
+        raise PolicyError(f"{size!r} is not a size; use a number of bytes such as 2**31, or '2GiB'.")
     if isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", size)
     if match is None or match[2].lower() not in _UNITS:
-        raise PolicyError(f"Not a size: {size!r}. Write a number and one of B, KB, MB, GB, KiB, MiB, GiB.")
+        raise PolicyError(
+            f"{size!r} is not a size; use a number of bytes such as 2**31, or '2GiB' (units: B, KB, MB, GB, KiB, MiB, GiB)."
+        )
     return int(float(match[1]) * _UNITS[match[2].lower()])

@@ -1,4 +1,4 @@
-"""Policies for rematerialised functions, as values.
+"""Policies for rematerialized functions, as values.
 
 A policy decides for each value of the function, as written, whether to save it for the backward pass, to offload it (save it
 in another memory), or to recompute it. Policies are frozen, hashable, equal by content, and print as written. They combine:
@@ -33,12 +33,35 @@ from ._remat.atoms import dots as dots
 from ._remat.atoms import dots_without_batch_dims as dots_without_batch_dims
 from ._remat.atoms import everything as everything
 from ._remat.atoms import nothing as nothing
-from ._remat.parse import as_policy
+from ._remat.parse import as_value_policy
 from ._remat.policy import Or
 from ._remat.policy import Policy as Policy
-from ._text import parse_bytes as parse_bytes
-from ._text import suggestion
+from ._text import parse_bytes, suggestion
 from ._typing import Filter
+
+__all__ = [
+    "Budget",
+    "Lengths",
+    "Levels",
+    "Policy",
+    "Slots",
+    "dots",
+    "dots_without_batch_dims",
+    "everything",
+    "except_names",
+    "larger_than",
+    "names",
+    "nothing",
+    "offload",
+    "path",
+    "primitives",
+    "smaller_than",
+    "states",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def names(*chosen: str, missing: str = "raise") -> Policy:
@@ -75,7 +98,10 @@ def offload(*values: str | Policy, src: str = "device", dst: str = "pinned_host"
     if not values:
         raise PolicyError("offload needs names or policies: offload('hidden'), offload(policies.dots).")
     strings = [x for x in values if isinstance(x, str)]
-    children = [*([names(*strings)] if strings else []), *(as_policy(x) for x in values if not isinstance(x, str))]
+    children = [
+        *([names(*strings)] if strings else []),
+        *(as_value_policy(x) for x in values if not isinstance(x, str)),
+    ]
     return Offload(functools.reduce(Or, children), src, dst, otherwise)
 
 
@@ -99,7 +125,7 @@ def path(pattern: str, *, missing: str = "raise") -> Policy:
 
     A value's nearest states are the states that its operation reads, or else the nearest states of its latest operand: so
     the values that ``blocks.3`` computes with its own parameters, until another module's parameters come in. Paths are
-    relative to the rematerialised function: ``"w"`` in a block's own method, ``"blocks.3.w"`` in the whole model's.
+    relative to the rematerialized function: ``"w"`` in a block's own method, ``"blocks.3.w"`` in the whole model's.
     """
     (pattern,) = _strings("path", (pattern,))
     return Path(pattern, _check_missing(missing))

@@ -1,4 +1,4 @@
-"""Assertions for tests of code that uses statetx: equal results under rematerialisation, saved residuals, number of traces."""
+"""Assertions for tests of code that uses statetx: equal results under rematerialization, saved residuals, number of traces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _jax
-from ._lift.stage import Wrapper, name_of
+from ._lift.wrapper import Wrapper, name_of
 from ._remat.override import override
 from ._text import type_str
 from ._tree import is_float, partition
@@ -20,18 +20,24 @@ from .residuals.table import saved_residuals
 from .transforms.functionalize import functionalize
 from .transforms.remat import remat
 
+__all__ = ["assert_remat_equivalent", "assert_residuals", "count_traces"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, atol: float = 0.0, **kwargs: Any) -> None:
-    """Check that rematerialisation does not change the results of a function.
+    """Check that rematerialization does not change the results of a function.
 
-    Runs the function and its pullback twice without rematerialisation and once with it, and compares outputs, new values of
+    Runs the function and its pullback twice without rematerialization and once with it, and compares outputs, new values of
     states (random keys included) and gradients with respect to every float argument and state. Operations run one by one
     (``jax.disable_jit``), loops step by step, so give it small arguments. No state changes.
 
     Args:
-        fun: a function that may read and write states. If it rematerialises nothing, it is rematerialised as a whole.
+        fun: a function that may read and write states. If it rematerializes nothing, it is rematerialized as a whole.
         *args, **kwargs: its arguments.
-        rtol, atol: tolerances for floats; zero for bitwise equality, which nested rematerialisation may miss by a rounding,
+        rtol, atol: tolerances for floats; zero for bitwise equality, which nested rematerialization may miss by a rounding,
             since it sums the cotangents of a value with several uses in another order.
 
     Raises:
@@ -52,11 +58,11 @@ def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, ato
     difference = _difference(second, first, 0.0, 0.0)
     if difference:
         raise AssertionError(
-            f"{name_of(fun)} is not deterministic: two runs without rematerialisation differ at {difference}.\n"
+            f"{name_of(fun)} is not deterministic: two runs without rematerialization differ at {difference}.\n"
             f"{_suspects(pure, values, args, kwargs, drawn)}"
         )
 
-    # `override` lists the rematerialised functions that it meets.
+    # `override` lists the rematerialized functions that it meets.
     with override() as visited:
         result = _run(pure, values, args, kwargs)
     if not visited:
@@ -64,7 +70,7 @@ def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, ato
     difference = _difference(result, first, rtol, atol)
     if difference:
         raise AssertionError(
-            f"{name_of(fun)} gives other results when it is rematerialised: {difference}.\n"
+            f"{name_of(fun)} gives other results when it is rematerialized: {difference}.\n"
             f"{_suspects(pure, values, args, kwargs, drawn)}"
         )
 

@@ -13,7 +13,9 @@ from .._text import short_tree_type_str
 from .protocol import Kind
 from .registry import _kinds, kind_of
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PACKAGE = os.path.join(
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""
+)  # ends with a separator: not `statetx_demo`
 
 
 def library_folders() -> tuple[str, ...]:

@@ -17,7 +17,7 @@ class Kind(Protocol):
 
     name: str
     folder: str
-    """The folder of the library's source. Messages name the line that called into it."""
+    """The folder of the library's source, with a separator at its end. Messages name the line that called into it."""
 
     base: type
     """The class of all its states."""
