@@ -1,4 +1,4 @@
-"""The dialects of the behaviour table that statetx itself speaks: one for each kind of state."""
+"""The dialects of the behavior table that statetx itself speaks: one for each kind of state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import brainstate
 import jax
-from behaviours import PARAMETERS, VALUES, Objects, scalar, tangent
+from behaviors import PARAMETERS, VALUES, Objects, scalar, tangent
 from flax import nnx
 
 import statetx

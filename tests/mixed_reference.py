@@ -1,6 +1,6 @@
 """The meaning of a stateful program, without statetx: cells in plain Python, and every transform written out.
 
-A rematerialised or compiled call is the call, a loop is Python's, a map is a loop over the examples and a stack, a branch is an
+A rematerialized or compiled call is the call, a loop is Python's, a map is a loop over the examples and a stack, a branch is an
 ``if``, and a derivative is JAX's of a pure function that takes the values of all cells as arguments and returns their new
 values. Nothing of statetx is used but the names of its errors.
 

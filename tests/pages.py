@@ -1,4 +1,4 @@
-"""Pages whose code runs: ``python tests/pages.py docs/rematerialisation.md`` rewrites the outputs of their ``pycon`` blocks.
+"""Pages whose code runs: ``python tests/pages.py docs/rematerialization.md`` rewrites the outputs of their ``pycon`` blocks.
 
 The ``python`` and ``pycon`` blocks of a page share one scope, in order. A block that cannot run says why, in a comment on the
 line above it: ``<!-- not run: needs two hosts -->``.
@@ -58,6 +58,19 @@ def printed(source: str, scope: dict) -> list[str]:
         said = "".join(traceback.format_exception_only(e)).split("\n----")[0]
         return ["Traceback (most recent call last):", "    ...", *said.rstrip("\n").split("\n")]
     return [line.rstrip() for line in out.getvalue().rstrip("\n").split("\n")] if out.getvalue() else []
+
+
+SIZE = re.compile(r" *[+-]?(\d[\d,]*\.?\d*) ?(B|KiB|MiB|GiB|[kMG]?FLOP|%)(?!\w)")
+
+
+def assert_same(actual: str, expected: str) -> None:
+    """Equal texts; sizes and operations with a unit, which XLA measures, may differ by a tenth between machines."""
+    for got, want in zip(actual.split("\n"), expected.split("\n"), strict=True):
+        if got != want:
+            assert SIZE.sub("#", got) == SIZE.sub("#", want), f"{got!r}, and not {want!r}"
+            for (a, unit), (b, other) in zip(SIZE.findall(got), SIZE.findall(want), strict=True):
+                x, y = float(a.replace(",", "")), float(b.replace(",", ""))
+                assert unit == other and abs(x - y) <= 0.1 * y, f"{got!r}, and not {want!r}"
 
 
 if __name__ == "__main__":

@@ -51,8 +51,16 @@ def equation(f, *args, name):
     return shape_of(eqn)
 
 
-@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": 2}, {"unroll": True}], ids=str)
-@pytest.mark.parametrize("name", BODIES)
+OPTIONS = [{}, {"reverse": True}, {"unroll": 2}, {"unroll": True}]
+# The fast suite runs each body without options and with one of them in turn.
+CASES = [
+    pytest.param(name, options, id=f"{name}-{options}", marks=[pytest.mark.slow] * (k not in (0, 1 + n % 3)))
+    for n, name in enumerate(BODIES)
+    for k, options in enumerate(OPTIONS)
+]
+
+
+@pytest.mark.parametrize("name, options", CASES)
 def test_scan_binds_the_equation_of_jax(name, options):
     init = FIRST.get(name, X)
     ours, theirs = (lambda init, xs, scan=scan: scan(BODIES[name], init, xs, **options) for scan in SCANS)

@@ -35,11 +35,11 @@ class Net(nn.Module):
         return self.drop(self.norm(jax.nn.relu(self.hidden(x))))
 
     @statetx.remat
-    def rematerialised(self, x):
+    def rematerialized(self, x):
         return self.block(x)
 
     def loss(self, x, remat):
-        return (self.readout(self.rematerialised(x) if remat else self.block(x)) ** 2).mean()
+        return (self.readout(self.rematerialized(x) if remat else self.block(x)) ** 2).mean()
 
 
 def fresh():
@@ -104,7 +104,7 @@ def run(program, remat, fit):
 
 
 def assert_same(actual, expected):
-    """Equal up to the rounding of sums: XLA compiles a rematerialised function as a whole, with other fusions on each machine.
+    """Equal up to the rounding of sums: XLA compiles a rematerialized function as a whole, with other fusions on each machine.
 
     Measured: 0 on one CPU, 3.6e-7 beside entries of 1.4 (three units in the last place) on another, both with jax 0.10.2.
     """
@@ -116,7 +116,7 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize(
     "program", [p if n % 4 == 1 else pytest.param(p, marks=pytest.mark.slow) for n, p in enumerate(PROGRAMS)]
 )
-def test_rematerialised_method_equals_the_plain_method(program, fit):
+def test_rematerialized_method_equals_the_plain_method(program, fit):
     expected, actual = run(program, False, fit), run(program, True, fit)
     jax.tree.map(assert_same, actual, expected)
     calls = actual[1]["calls"]
@@ -836,7 +836,7 @@ UNDER = {
 }
 
 
-BY_NAME_ONLY = ("State", "LongTermState", "BatchState", "DelayState")  # no behaviour of their own: one program each
+BY_NAME_ONLY = ("State", "LongTermState", "BatchState", "DelayState")  # no behavior of their own: one program each
 
 
 @pytest.mark.parametrize("program", UNDER)

@@ -281,11 +281,14 @@ def with_gradient(strategy, layout):
     return jax.value_and_grad(f, (1, 2, 3))(strategy, *args)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
-    "strategy",
-    [Slots(5, block=3), Levels(2), *(pytest.param(s, marks=pytest.mark.slow) for s in (Slots(2), Levels(3), "auto"))],
-    ids=repr,
+    "layout, strategy",
+    [
+        # Every layout with one of two strategies in turn.
+        pytest.param(x, s, id=f"{s!r}-{x}", marks=[pytest.mark.slow] * (k != n % 2))
+        for n, x in enumerate(LAYOUTS)
+        for k, s in enumerate([Slots(5, block=3), Levels(2), Slots(2), Levels(3), "auto"])
+    ],
 )
 def test_strategies_agree_for_any_length_and_direction(strategy, layout):
     actual, expected = (with_gradient(s, layout) for s in (strategy, None))
@@ -318,8 +321,12 @@ class Cell:
         return self.h.value.sum()
 
 
+def eager(f):
+    return f
+
+
 @functools.cache
-def train(strategy, wrap=lambda f: f):
+def train(strategy, wrap=eager):
     cell, xs = Cell(), jnp.cos(jnp.arange(39.0)).reshape(13, 3)
 
     def loss(xs):
@@ -330,8 +337,13 @@ def train(strategy, wrap=lambda f: f):
     return out, {path: s.value for path, s in statetx.states(cell).items()}
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, statetx.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("strategy", MORE)
+@pytest.mark.parametrize(
+    "strategy, wrap",
+    [
+        *(pytest.param(s, statetx.jit, id=f"{s!r}-jit", marks=[pytest.mark.slow] * (s not in FEW)) for s in STRATEGIES),
+        *(pytest.param(s, eager, id=f"{s!r}-eager", marks=[pytest.mark.slow] * (s != FEW[1])) for s in STRATEGIES),
+    ],
+)
 def test_states_and_draws(strategy, wrap):
     actual, expected = train(strategy, wrap), train(None, wrap)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
@@ -386,7 +398,7 @@ def test_mistakes():
         scan(3, unroll=2)
     with pytest.raises(statetx.PolicyError, match=r"Lengths\(2, 2\) are 4 steps in all, and there are 10"):
         scan((2, 2))
-    with pytest.raises(statetx.PolicyError, match="Not a size: 'lots'"):
+    with pytest.raises(statetx.PolicyError, match="'lots' is not a size"):
         scan("lots")
     with pytest.raises(
         statetx.PolicyError, match=r"(?s)needs .* with one slot, more than the budget of 1 B.*Fix: allow"

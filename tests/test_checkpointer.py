@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import statetx
 from helpers import Counted, compilations
-from statetx.training import checkpointer as _saving
+from statetx.training import _digest
 
 CHILD = pathlib.Path(__file__).with_name("interrupted.py")
 OPTIMISER = optax.adamw(1e-3)
@@ -39,7 +39,7 @@ class Everything:
         x = np.random.default_rng(seed).normal(size=(4, 3)).astype(np.float32)
         self.w = statetx.Param(jnp.asarray(x))
         weights = {"w": jnp.asarray(x), "b": jnp.asarray(x[0])}
-        self.optimiser = statetx.State(OPTIMISER.update(weights, OPTIMISER.init(weights), weights)[1])
+        self.optimizer = statetx.State(OPTIMISER.update(weights, OPTIMISER.init(weights), weights)[1])
         self.dtypes = [
             statetx.State(jnp.asarray(x > 0 if d == "bool" else x).astype(d))
             for d in ("bfloat16", "float8_e4m3fn", "int4", "bool", "complex64", "uint32")
@@ -206,9 +206,9 @@ def with_value(model, name, value):
         (lambda m: with_value(m, "voltage", read(m.voltage).to(u.volt)), r"'voltage' is .*mV.* and .*V"),
         (lambda m: with_value(m, "rng", jax.random.key(0, impl="rbg")), r"'rng' is key<fry>\[\] in it, and key<rbg>"),
         (lambda m: with_value(m, "numbers", {"int": 1}), r"'numbers' is PyTreeDef.*float"),
-        (lambda m: with_value(m, "optimiser", optax.sgd(1.0).init({})), r"'optimiser' is PyTreeDef"),
+        (lambda m: with_value(m, "optimizer", optax.sgd(1.0).init({})), r"'optimizer' is PyTreeDef"),
     ],
-    ids="more less shape dtype unit generator keys optimiser".split(),
+    ids="more less shape dtype unit generator keys optimizer".split(),
 )
 def test_restore_into_other_states_raises_with_first_path(saved, change, match):
     refused(saved[0], change(Everything(2)), match)
@@ -279,9 +279,9 @@ def test_restore_flipped_bit_raises(tmp_path):
 def test_restore_swapped_arrays_raises(kind):
     x = jnp.arange(128.0).reshape(16, 8)
     swapped = [x[::-1], x[:, ::-1], x.reshape(16, 4, 2)[:, :, ::-1].reshape(16, 8), x.T, x.at[3:5].set(x[4:2:-1])]
-    assert len({int(_saving._mixed_sum(y)) for y in (x, *swapped)}) == 1 + len(swapped)
+    assert len({int(_digest.mixed_sum(y)) for y in (x, *swapped)}) == 1 + len(swapped)
     spread = [on_mesh(("d",), kind=kind), on_mesh((None, "b"), (2, 4), ("a", "b"), kind=kind)]
-    assert {int(_saving._mixed_sum(jax.device_put(x, s))) for s in spread} == {int(_saving._mixed_sum(x))}
+    assert {int(_digest.mixed_sum(jax.device_put(x, s))) for s in spread} == {int(_digest.mixed_sum(x))}
 
 
 def test_restore_numpy_scalars(tmp_path):
@@ -453,7 +453,9 @@ def test_killed_run_resumes_to_the_same_losses_after_fifty_kills(tmp_path):
 @pytest.mark.parametrize(
     ("obj", "match"),
     [
-        (lambda w: {"w": w.value}, r"'w' is a f32\[3\], not a state"),
+        (lambda w: {"w": w.value}, r"'w' is an f32\[3\], not a state"),
+        (lambda w: {"w": w.value.astype("uint8")}, r"'w' is a u8\[3\]"),
+        (lambda w: {"w": w, "step": 3}, "'step' is an int, not a state"),
         (lambda w: {"w": w, "deep": [{"rate": 0.1}]}, "'deep.0.rate' is a float, not a state"),
         (lambda w: {"w": w, "name": "a"}, "'name' is a str, not a state"),
         (lambda w: 3.0, "'its argument' is a float, not a state"),
@@ -462,7 +464,7 @@ def test_killed_run_resumes_to_the_same_losses_after_fifty_kills(tmp_path):
         (lambda w: lambda x: x, "there is no state in"),
         (lambda w: None, "there is no state in None"),
     ],
-    ids="value number name lone array empty function None".split(),
+    ids="value unsigned integer number name lone array empty function None".split(),
 )
 def test_save_object_without_states_raises(tmp_path, obj, match):
     w = statetx.Param(jnp.ones(3))

@@ -57,7 +57,7 @@ def test_trace_state_identifies_the_trace_of_an_object():
     assert module._pytree__state.trace_state.jax_trace == jax.extend.core.get_opaque_trace_state() != found[0]
 
 
-def test_loop_bodies_are_recognised():
+def test_loop_bodies_are_recognized():
     seen = []
 
     def note(*args):
@@ -174,12 +174,12 @@ def test_evaluate_with_arguments_of_other_types():
 
 
 @pytest.mark.skipif(REMAT3, reason="jax_remat3: jax.checkpoint makes another equation than ours")
-def test_rematerialised_jaxpr_equals_rematerialised_function():
+def test_rematerialized_jaxpr_equals_rematerialized_function():
     jaxpr, _ = _jax.stage(lambda x, y: [jnp.sin(x) * y], [jax.typeof(X)] * 2, traced_for="jit", name="f")
     policy = jax.checkpoint_policies.dots_saveable
 
     def ours(x, y):
-        return _jax.rematerialise(jaxpr, [x, y], policy=policy, prevent_cse=(True, False))
+        return _jax.rematerialize(jaxpr, [x, y], policy=policy, prevent_cse=(True, False))
 
     theirs = jax.checkpoint(lambda x, y: [jnp.sin(x) * y], policy=policy, prevent_cse=(True, False))
     assert str(jax.make_jaxpr(ours)(X, X)) == str(jax.make_jaxpr(theirs)(X, X))

@@ -21,7 +21,7 @@ from effects_table import ROWS, Case, Row
 
 import statetx
 from statetx import _frames
-from statetx._lift import stage
+from statetx._lift.outcome import Outcome
 
 TOLERANCE = 2e-3  # of differences in float32
 
@@ -187,7 +187,7 @@ def test_variable_created_under_a_custom_rule_is_missed(rule):
 # -- the table can fail ----------------------------------------------------------------------------------------
 
 
-def publish_all_but_one(self, leaves, *, live=True, publish=stage.Outcome.publish):
+def publish_all_but_one(self, leaves, *, live=True, publish=Outcome.publish):
     num = len(self.effects) - 1
     if num >= 0:
         self.effects, self.values = self.effects[:num], self.values[:num]
@@ -195,7 +195,7 @@ def publish_all_but_one(self, leaves, *, live=True, publish=stage.Outcome.publis
 
 
 BREAKAGES = {
-    "an effect is not published": ("_lift.stage.Outcome.publish", publish_all_but_one, "grad", "count"),
+    "an effect is not published": ("_lift.outcome.Outcome.publish", publish_all_but_one, "grad", "count"),
     "writes stay after an exception": ("_frames.Access.undo", lambda self: [], "remat in jit", "raise"),
     "a key does not advance": (
         "kinds.native.RngState.next",

@@ -12,7 +12,7 @@ import statetx
 
 
 class Model:
-    """A recurrent cell with a weight, a memory and a count, in a rematerialised loop."""
+    """A recurrent cell with a weight, a memory and a count, in a rematerialized loop."""
 
     def __init__(self, kind):
         if kind == "brainstate":

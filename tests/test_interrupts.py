@@ -184,9 +184,11 @@ def check_every_line(model, make, step=1, start=1):
 
 
 # The fast suite interrupts every line of calls that compile nothing, and some lines of the others.
-FAST = {"remat, eager": 1, "jit": 1, "jit, donated": 1, "grad": 8}
+FAST = {"remat, eager": 1, "jit": 1, "jit, donated": 1, "grad(remat)": 41}
+# Each kind alone in a compiled call; in the others the fast suite has all four together.
 CASES = [
-    *[(how, kinds) for how in ("remat, eager", "grad", "jit") for kinds in KINDS],
+    *[pytest.param(how, k, marks=pytest.mark.slow) for how in ("remat, eager", "grad") for k in KINDS],
+    *[("jit", kinds) for kinds in KINDS],
     *[(how, "mixed") for how in HOW],
 ]
 
@@ -209,8 +211,18 @@ def test_interrupt_at_every_line_of_a_compiled_call_with_tree_values(options):
     assert check_every_line(model, lambda: call) > 20
 
 
-@pytest.mark.parametrize("options", [{}, {"donate_states": True}], ids=["", "donated"])
-@pytest.mark.parametrize("kinds", ["State", "brainstate", "nnx"])
+@pytest.mark.parametrize(
+    ("kinds", "options"),
+    [
+        ("State", {}),
+        ("brainstate", {"donate_states": True}),
+        ("nnx", {}),
+        pytest.param("State", {"donate_states": True}, marks=pytest.mark.slow),
+        pytest.param("brainstate", {}, marks=pytest.mark.slow),
+        pytest.param("nnx", {"donate_states": True}, marks=pytest.mark.slow),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "donated" * bool(x),
+)
 def test_interrupt_at_every_line_of_a_compiled_call_that_creates_a_state(kinds, options):
     model = MakingModel([KINDS[kinds], *MIXED[:3]])
     call = statetx.jit(model.step, **options)
@@ -221,7 +233,7 @@ def test_interrupt_at_every_line_of_a_compiled_call_that_creates_a_state(kinds, 
     assert id(model.made) == made  # no call was staged again
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 13])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 29])
 @pytest.mark.parametrize("how", ["jit", "jit, donated"])
 def test_interrupt_while_staging_and_compiling(how, step):
     model = Model(MIXED)

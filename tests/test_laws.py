@@ -269,12 +269,13 @@ RAISING: list[Nesting] = [
 ]
 
 
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize(
     "make, nesting",
     list(in_turn(cases(NATIVE, RAISING, [(remat, grad), (jit,)]) + cases(FOREIGN, RAISING, [(remat, grad)]))),
 )
-def test_states_intact_after_an_exception_in_the_body(make, nesting, monkeypatch):
-    check_exceptions(make, nesting, Bomb(monkeypatch), stride=1)
+def test_states_intact_after_an_exception_in_the_body(make, nesting, stride, monkeypatch):
+    check_exceptions(make, nesting, Bomb(monkeypatch), stride)
 
 
 EVERYWHERE = [corpus.ReadModifyWrite, corpus.MutatedDict, corpus.Nested, corpus.LazyInit, corpus.Objects]
@@ -995,8 +996,15 @@ def settings():
 FAST_WAYS = ("vjp(remat)", "scan(remat)")
 
 
-@pytest.mark.parametrize("way", [pytest.param(w, marks=[] if w in FAST_WAYS else [pytest.mark.slow]) for w in WAYS])
-@pytest.mark.parametrize("make", list(in_turn(FLIPS)), ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make, way",
+    [
+        # Every other flip with one of the fast ways in turn.
+        pytest.param(f, w, id=f"{f.__name__}-{w}", marks=[pytest.mark.slow] * (n % 2 or w != FAST_WAYS[n // 2 % 2]))
+        for n, f in enumerate(FLIPS)
+        for w in WAYS
+    ],
+)
 def test_never_stale(make, way, settings):
     run, reference = WAYS[way]
     ours, theirs = make(), make()
@@ -1182,7 +1190,7 @@ class _Alike:
 
 
 BREAKAGES = {
-    "writes are lost": ("_lift.stage.Outcome.publish", _publish_nothing, _law(corpus.ReadModifyWrite, (remat, grad))),
+    "writes are lost": ("_lift.outcome.Outcome.publish", _publish_nothing, _law(corpus.ReadModifyWrite, (remat, grad))),
     "writes stay after an exception": (
         "_frames.Access.undo",
         _undo_nothing,

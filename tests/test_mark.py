@@ -1,4 +1,4 @@
-"""Residuals of functions nested in a rematerialised one, by policy, against the residuals of `jax.checkpoint`."""
+"""Residuals of functions nested in a rematerialized one, by policy, against the residuals of `jax.checkpoint`."""
 
 import collections
 import contextlib
@@ -88,7 +88,7 @@ def on_devices(f):
     return jax.shard_map(f, mesh=MESH, in_specs=P("d"), out_specs=P("d"))
 
 
-# Bodies of the rematerialised function, given the inner rematerialisation and the weight.
+# Bodies of the rematerialized function, given the inner rematerialization and the weight.
 NESTINGS = {
     "remat": lambda remat, w: remat(block(w)),
     "jax.checkpoint": lambda remat, w: jax.checkpoint(block(w)),

@@ -11,6 +11,7 @@ import pytest
 
 import statetx
 from statetx import _jax, policies
+from statetx._text import format_bytes
 
 
 class Block:
@@ -88,9 +89,34 @@ def test_report_equals_the_compiled_program():
     assert row.seconds is None
 
 
-def test_function_without_remat_is_rematerialised_as_a_whole():
+def test_function_without_remat_is_rematerialized_as_a_whole():
     report = statetx.memory_report(Block(0, wrap=lambda f: f).body, X, policies=[None])
     assert report["nothing"].residuals.intermediate_bytes == 0 < report["no remat"].residuals.intermediate_bytes
+
+
+def test_cost_has_units_as_text_and_as_html():
+    cost = statetx.measure(lambda x: jnp.sum(jnp.tanh(x)), jnp.ones((256, 1024)))
+    for text in (str(cost), cost._repr_html_()):
+        assert all(word in text for word in ("1.0 MiB", "operations", "temporaries", format_bytes(cost.peak_bytes)))
+
+
+def test_report_without_remat_says_so_and_names_the_blocks_with_their_bytes():
+    blocks = [Block(i, wrap=lambda f: f) for i in range(3)]
+    scale = statetx.Param(jnp.ones(()))
+
+    def loss(x):
+        for block in blocks:
+            x = block.body(x)
+        return jnp.sin(x * scale.value).sum()
+
+    report = statetx.memory_report(loss, X)
+    assert [row.policy for row in report.rows] == ["no remat", "remat(loss)"]
+    first = report.diagnoses[0]
+    assert first.category == "nothing is rematerialized" and "No function in loss is rematerialized" in first.text
+    kept = sum(r.nbytes for r in report["no remat"].residuals if r.primitive and r.module.startswith("blocks."))
+    assert f"Most is kept by blocks.* ({format_bytes(kept)} in 3 blocks)" in first.text
+    wrapped = statetx.memory_report(statetx.remat(loss), X)
+    assert "nothing is rematerialized" not in kinds(wrapped)
 
 
 # -- one program for each diagnosis --------------------------------------------------------------------------------
@@ -118,7 +144,7 @@ def test_diagnosis_inputs_dominate():
 
     report = statetx.memory_report(loss, X)
     assert kinds(report) == {"inputs dominate"}
-    assert "Rematerialise larger functions" in str(report)
+    assert "Rematerialize larger functions" in str(report)
 
 
 def test_diagnosis_policy_saves_everything():
@@ -165,7 +191,7 @@ def test_diagnosis_peak_elsewhere():
     block = Block(0)
     report = statetx.memory_report(loss, X)
     assert kinds(report) == {"peak elsewhere"}
-    assert "Rematerialise smaller parts" in str(report)
+    assert "Rematerialize smaller parts" in str(report)
 
 
 def test_diagnosis_no_residual():
@@ -220,7 +246,7 @@ def test_shown_as_text_html_and_rich():
 
 
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
-def test_sizes_on_a_mesh_are_labelled_per_device():
+def test_sizes_on_a_mesh_are_labeled_per_device():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     place = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))  # noqa: E731
     block = Block(0)

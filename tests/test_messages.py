@@ -1,14 +1,21 @@
 """Messages: the printed form of objects, and suggestions for misspelled names."""
 
+import copy
 import functools
+import os
+import pickle
 import re
+import traceback
 
+import brainstate  # noqa: F401
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 import statetx
-from statetx import Param, State, policies
+from statetx import Param, State, _states, policies
+from statetx._remat.parse import as_policy
 
 W = Param(jnp.ones((2, 3)), name="w")
 
@@ -111,3 +118,101 @@ def test_donated_arguments_are_named_in_errors():
         statetx.jit(f, donate_argnums=3)
     with pytest.raises(statetx.StaticArgumentError, match=r"^donate_argnames='laier'"):
         statetx.jit(layer_loss, donate_argnames="laier")
+
+
+def test_errors_end_with_their_address():
+    """Users' own errors have the address of the public error that they derive from; a message that is used again has one."""
+
+    class OwnError(statetx.PlanError):
+        pass
+
+    error = OwnError("too small", 7)
+    assert str(error) == "too small\nSee https://statetx.readthedocs.io/en/latest/errors/#planerror"
+    assert str(statetx.GradientError(str(error))) == str(error)
+    assert str(statetx.PolicyWarning("odd")).endswith(
+        "\nSee https://statetx.readthedocs.io/en/latest/errors/#policywarning"
+    )
+    assert issubclass(statetx.PolicyWarning, UserWarning)
+    assert str(statetx.StatetxError("")).startswith("See https://")
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])
+def test_errors_are_copied_whole(duplicate):
+    error = statetx.PlanError("too small", 7)
+    other = duplicate(error)
+    assert type(other) is statetx.PlanError and other.args == ("too small",)
+    assert str(other) == str(error) and other.smallest_bytes == 7
+
+
+def test_chained_errors_have_an_address_each():
+    try:
+        try:
+            statetx.remat(f, policy="dot")
+        except statetx.PolicyError as e:
+            raise statetx.StateFilterError("no state") from e
+    except statetx.StateFilterError as e:
+        lines = "".join(traceback.format_exception(e)).split("\n")
+    addresses = [line.rpartition("#")[2] for line in lines if line.startswith("See ")]
+    assert addresses == ["policyerror", "statefiltererror"]
+
+
+def test_folder_whose_name_begins_like_a_librarys_is_the_users():
+    from jax._src import source_info_util
+
+    for library in ("statetx", "jax", "brainstate"):
+        folder = next(f for f in _states.library_folders() if f.rstrip(os.sep).endswith(os.sep + library))
+        file = folder.rstrip(os.sep) + "_demo" + os.sep + "a.py"
+        scope = {"call_site": _states.call_site}
+        exec(compile("def f():\n    return call_site()", file, "exec"), scope)
+        assert scope["f"]() == f"{file}:2"
+        assert source_info_util.is_user_filename(file)
+
+
+class Hostile:
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"asked for {name}")
+
+
+class Key:
+    def __repr__(self):
+        raise RuntimeError("asked for its repr")
+
+
+def test_name_of_a_state_is_found_without_running_the_users_code():
+    hostile, table, items = Hostile(), {Key(): 1}, list(range(10))
+    layers = [statetx.State(jnp.ones(2))]
+    with pytest.raises(statetx.StateValueError, match=r"Write layers\[0\].value"):
+        layers[0] + 1
+    assert hostile is not None and len(table) + len(items) == 11
+    assert not hasattr(layers[0], "shape")
+
+
+def test_note_of_a_replaced_state_is_added_once():
+    model = type("Model", (), {})()
+    model.w = jnp.ones(3)
+    with pytest.raises(AttributeError) as caught:
+        statetx.jit(statetx.grad(statetx.remat(lambda x: (model.w.value * x).sum())))(1.0)
+    notes = [note for note in caught.value.__notes__ if ".value" in note]
+    assert len(notes) == 1
+
+
+def test_fix_names_the_argument_of_this_error_and_not_of_one_that_was_caught():
+    @statetx.jit
+    def f(a, b):
+        try:
+            bool(a > 0)
+        except jax.errors.TracerBoolConversionError:
+            pass
+        return float(b)
+
+    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+        f(1.0, 2.0)
+    notes = "\n".join(caught.value.__notes__)
+    assert "static_argnames='b'" in notes and "'a'" not in notes
+
+
+def test_a_plan_given_to_jax_checkpoint_says_what_to_use():
+    with pytest.raises(statetx.PolicyError, match=r"Fix: statetx.remat\(f, policy="):
+        jax.grad(jax.checkpoint(jnp.sin, policy=as_policy("fit:1GiB")))(1.0)

@@ -42,7 +42,7 @@ MAKERS = {
 }
 BRAINSTATE_MAKERS = {
     "vmap_new_states": lambda f: brainstate.transform.vmap_new_states(f)(jnp.arange(2.0)),
-    "vmap2_new_states": lambda f: brainstate.transform.vmap2_new_states(Initialised(f), {}, axis_size=2),
+    "vmap2_new_states": lambda f: brainstate.transform.vmap2_new_states(Initialized(f), {}, axis_size=2),
 }
 WRITERS = {
     "none": lambda f, x: f(x),
@@ -61,7 +61,7 @@ WRITERS = {
 }
 
 
-class Initialised(brainstate.nn.Module):
+class Initialized(brainstate.nn.Module):
     def __init__(self, make):
         super().__init__()
         self.make = make

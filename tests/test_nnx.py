@@ -49,11 +49,11 @@ class Net(nnx.Module):
         return self.drop(self.norm(jax.nn.relu(self.linear(x))))
 
     @statetx.remat
-    def rematerialised(self, x):
+    def rematerialized(self, x):
         return self.block(x)
 
     def loss(self, x, remat):
-        return (self.readout(self.rematerialised(x) if remat else self.block(x)) ** 2).mean()
+        return (self.readout(self.rematerialized(x) if remat else self.block(x)) ** 2).mean()
 
 
 def fresh():
@@ -73,7 +73,7 @@ def assert_close(actual, expected):
 
 
 def nnx_grad(net, loss):
-    """Value, gradient and the states' last values by nnx itself, without rematerialisation."""
+    """Value, gradient and the states' last values by nnx itself, without rematerialization."""
     f = nnx.value_and_grad(lambda net: loss(net), argnums=nnx.DiffState(0, nnx.Param))
     value, grads = f(net)
     return value, {".".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(grads)}
@@ -134,7 +134,7 @@ LOSSES = {
 
 @functools.cache
 def expected_steps(loss):
-    """Two steps of nnx without rematerialisation: value, gradient and states after each."""
+    """Two steps of nnx without rematerialization: value, gradient and states after each."""
     net, steps = fresh(), []
     plain = lambda net: LOSSES[loss](net, None)  # noqa: E731
     if loss == "scan":
@@ -149,7 +149,7 @@ PAIRS = [(g, "method") for g in GRADIENTS] + [(argument, loss) for loss in LOSSE
 
 
 @pytest.mark.parametrize("gradient, loss", PAIRS)
-def test_rematerialised_equals_the_plain_gradient_of_nnx(gradient, loss):
+def test_rematerialized_equals_the_plain_gradient_of_nnx(gradient, loss):
     net = fresh()
     for expected in expected_steps(loss):
         actual = gradient(net, lambda net: LOSSES[loss](net, statetx.remat))

@@ -214,7 +214,7 @@ def test_non_updatable_target_raises():
         statetx.Optimizer(sgd, [w, 1.0])
     with pytest.raises(statetx.StateFilterError, match="got no states"):
         statetx.Optimizer(sgd, {})
-    with pytest.raises(statetx.StateFilterError, match=r"statetx.states\(model, filter\)"):
+    with pytest.raises(statetx.StateFilterError, match=r"statetx.states\(model, Param\)"):
         statetx.Optimizer(sgd, statetx.Param)
     with pytest.raises(TypeError, match="gradient transformation"):
         statetx.Optimizer(0.1, [w])

@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 
 import pytest
+from packaging.requirements import Requirement
 
 import statetx
 from code_map import PAGE, TIERS, with_map
@@ -148,6 +150,68 @@ def test_version_is_defined_once():
     assert not written, "pyproject.toml takes the version from statetx/__init__.py"
 
 
+def project_table():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_version_and_dependencies_are_repeated_correctly():
+    """In the citation, the changelog, the recipe, and the hooks of pre-commit."""
+    read = lambda name: (ROOT / name).read_text()  # noqa: E731
+    project = project_table()
+    assert f"\nversion: {statetx.__version__}\n" in read("CITATION.cff")
+    recipe = read("recipe/recipe.yaml")
+    assert f"\n  version: {statetx.__version__}\n" in recipe
+    heading = re.search(r"^## \[(.*?)\]", read("CHANGELOG.md"), re.M)[1]
+    assert heading == ("Unreleased" if ".dev" in statetx.__version__ else statetx.__version__)
+    run = recipe[recipe.index("  run:") : recipe.index("tests:")]
+    needed = [f"python{project['requires-python']}", *project["dependencies"]]
+    assert [line.replace(" ", "") for line in re.findall(r"^    - (.*)", run, re.M)] == needed
+    ruff = re.search(r"^ruff==(.*)$", read("constraints.txt"), re.M)[1]
+    assert f"ruff-pre-commit\n    rev: v{ruff}\n" in read(".pre-commit-config.yaml")
+
+
+def test_tested_versions_are_allowed_and_in_the_readme():
+    """The pins are within the bounds, the newest series of jax is the last within them, and hosted CI runs each row of the table."""
+    bounds = {r.name: r.specifier for r in map(Requirement, project_table()["dependencies"])}
+    pins = re.findall(r"^(jax|jaxlib|brainstate)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)
+    assert len(pins) == 6 and all(bounds[name].contains(version) for name, version in pins)
+    newest = max((version for name, version in pins if name == "jax"), key=lambda v: [int(n) for n in v.split(".")])
+    major, minor = map(int, newest.split(".")[:2])
+    assert not bounds["jax"].contains(f"{major}.{minor + 1}.0")
+    rows = re.findall(r"^\| (3\.\d+) \| jax (\S+),", (ROOT / "README.md").read_text(), re.M)
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    matrix = re.findall(r'python: "(.*?)", jax: "(.*?)"', workflow)
+    assert rows == [(python, jax or newest) for python, jax in matrix] and len(rows) == 3
+
+
+def test_extras_that_messages_and_pages_name_exist():
+    texts = [*SOURCES, ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    named = {extra for path in texts for extra in re.findall(r"statetx\[([a-z]+)\]", path.read_text())}
+    removed = {"checkpoint"}  # in the changelog's table of migration
+    assert named - removed <= set(project_table()["optional-dependencies"]) and "saving" in named
+
+
+def test_readme_links_are_absolute_and_lead_to_files():
+    """A package index shows the README, where relative links lead nowhere."""
+    urls = project_table()["urls"]
+    text = (ROOT / "README.md").read_text()
+    links = re.findall(r'\]\((.*?)\)|(?:src|srcset)="(.*?)"', text)
+    links = [link or source for link, source in links]
+    raw = urls["Repository"].replace("github.com", "raw.githubusercontent.com") + "/main/"
+    checked = 0
+    for link in links:
+        assert link.startswith("https://"), link
+        if link.startswith(urls["Documentation"]):
+            page = link.removeprefix(urls["Documentation"]).split("#")[0].rstrip("/")
+            assert any((ROOT / "docs" / p).is_file() for p in (f"{page}.md", f"{page}/index.md")), link
+            checked += 1
+        for base in (urls["Repository"] + "/blob/main/", raw):
+            if link.startswith(base):
+                assert (ROOT / link.removeprefix(base)).is_file(), link
+                checked += 1
+    assert checked > 15
+
+
 SMOKE = """
 import importlib.metadata, pathlib, sys
 import jax.numpy as jnp, statetx
@@ -197,7 +261,7 @@ def test_built_distributions_install_and_import(tmp_path):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in inside)
     with tarfile.open(sdist) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {"pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "Makefile", "constraints.txt"}
+    wanted = {"pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "Makefile", "constraints.txt"}
     assert own | wanted | {"tests/test_package.py", "docs/index.md"} <= files
 
     venv = tmp_path / "venv"

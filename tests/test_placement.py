@@ -254,5 +254,5 @@ def test_carry_or_branch_with_changing_sharding_raises():
         x = put(jnp.ones((16, 4)), "d", mesh=mesh)
         with pytest.raises(statetx.CarryTypeError, match=r"f32\[16,4\] and leaves it as f32\[16@d,4\]"):
             statetx.fori_loop(0, 3, lambda i, c: c + x, jnp.zeros((16, 4)))
-        with pytest.raises(statetx.CarryTypeError, match=r"f32\[16,4\] where .* f32\[16@d,4\]"):
+        with pytest.raises(statetx.CarryTypeError, match=r"returns f32\[16,4\]\n.* returns f32\[16@d,4\]"):
             statetx.cond(x.sum() > 0, lambda: x, lambda: jnp.zeros((16, 4)))

@@ -17,8 +17,10 @@ from helpers import REMAT3
 from statetx import _jax, policies
 from statetx._remat import decide
 from statetx._remat.atoms import Everything
+from statetx._remat.rewriter import Rewriter
 from statetx._remat.survey import Survey
 from statetx._remat.value import Decision, Value, Verdict
+from statetx._text import parse_bytes
 
 A, B, OFF = policies.names("a"), policies.names("b"), policies.offload("a")
 
@@ -62,10 +64,10 @@ def test_repr_and_equality(text):
 
 
 def test_sizes():
-    assert policies.parse_bytes("2GB") == 2 * 10**9 and policies.parse_bytes("0.5 MiB") == 2**19
+    assert parse_bytes("2GB") == 2 * 10**9 and parse_bytes("0.5 MiB") == 2**19
     for wrong in ("2 parsecs", "MiB", -1.5, True, None):
         with pytest.raises(statetx.PolicyError, match=r"size"):
-            policies.parse_bytes(wrong)
+            parse_bytes(wrong)
 
 
 # -- the algebra ---------------------------------------------------------------------------------------------------
@@ -409,6 +411,52 @@ def test_mistakes():
         policies.primitives(jax.lax.exp_p)
 
 
+class Doubled(Rewriter):
+    """Twice the results of the function."""
+
+    def rewrite(self, body, name, num_out):
+        return lambda operands, *args: [2 * x for x in body(operands, *args)]
+
+    def __repr__(self):
+        return "doubled"
+
+
+REWRITER = Doubled()
+COMBINATIONS = {
+    "rewriter | policy": lambda: REWRITER | policies.dots,
+    "policy | rewriter": lambda: policies.dots | REWRITER,
+    "name | rewriter": lambda: "dots" | REWRITER,
+    "None & rewriter": lambda: None & REWRITER,
+    "policy & rewriter": lambda: policies.dots & REWRITER,
+    "rewriter & name": lambda: REWRITER & "dots",
+    "~rewriter": lambda: ~REWRITER,
+    "rewriter.then": lambda: REWRITER.then(A),
+    "policy.then": lambda: A.then(REWRITER),
+    "offload": lambda: policies.offload(REWRITER),
+    "steps of a loop": lambda: policies.Slots(4, policy=REWRITER),
+    "steps of a tuned loop": lambda: policies.Budget("1MiB", policy=REWRITER),
+}
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_combination_with_a_rewriter_is_refused_at_once(combination):
+    with pytest.raises(statetx.PolicyError, match=r"doubled rewrites the whole function, so it does not combine"):
+        COMBINATIONS[combination]()
+
+
+def test_combination_with_a_plan_by_name_is_refused_at_once():
+    with pytest.raises(statetx.PolicyError, match="fit:1.0MiB rewrites the whole function, so it does not combine"):
+        policies.dots | "fit:1MiB"
+
+
+def test_rewriter_in_place_of_a_policy():
+    assert not isinstance(REWRITER, policies.Policy)
+    doubled = statetx.remat(lambda x: jnp.sin(x).sum(), policy=REWRITER)
+    np.testing.assert_allclose(jax.grad(doubled)(jnp.ones(3)), 2 * jnp.cos(jnp.ones(3)), rtol=1e-6)
+    report = statetx.memory_report(doubled, jnp.ones(3), policies=["dots", REWRITER])
+    assert [row.policy for row in report.rows] == ["no remat", "dots", "doubled"]
+
+
 def test_under_plain_jax_checkpoint():
     def f(x):
         return jnp.sin(statetx.checkpoint_name(jnp.sin(x @ x), "a")).sum()
@@ -421,6 +469,8 @@ def test_under_plain_jax_checkpoint():
         pytest.skip("jax_remat3: JAX asks no policy but its own")
     with pytest.raises(statetx.PolicyError, match=r"needs to know the states: use it with statetx\.remat"):
         jax.grad(jax.checkpoint(f, policy=policies.path("w")))(jnp.eye(3))
+    with pytest.raises(statetx.PolicyError, match="doubled rewrites the whole function"):
+        jax.grad(jax.checkpoint(f, policy=REWRITER))(jnp.eye(3))
 
 
 EACH = [

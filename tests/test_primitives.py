@@ -55,6 +55,7 @@ TABLES_ELSEWHERE = {
     "_jax/meshes.py",
     "_jax/rules.py",
     "_jax/traces.py",
+    "kinds/misuse.py",  # special methods of Python
     "transforms/jit/straight.py",
 }
 

@@ -1,4 +1,4 @@
-"""Names for profilers: rematerialised functions and states, in the compiled program."""
+"""Names for profilers: rematerialized functions and states, in the compiled program."""
 
 import re
 

@@ -16,7 +16,7 @@ from mixed_generator import program_of
 from mixed_syntax import source
 from random_mixed import check, check_seed, check_threads, reduce
 
-from statetx._lift import stage
+from statetx._lift.outcome import Outcome
 
 NUM_FAST, NUM_SLOW, CHUNK = 12, 5000, 50
 
@@ -49,7 +49,7 @@ def test_mixed_programs_in_two_threads_at_length(first):
 # -- the search can fail ---------------------------------------------------------------------------------------
 
 
-def publish_all_but_one(self, leaves, *, live=True, publish=stage.Outcome.publish):
+def publish_all_but_one(self, leaves, *, live=True, publish=Outcome.publish):
     num = len(self.effects) - 1
     if num >= 0:
         self.effects, self.values = self.effects[:num], self.values[:num]
@@ -58,7 +58,7 @@ def publish_all_but_one(self, leaves, *, live=True, publish=stage.Outcome.publis
 
 BREAKAGES = {
     "states keep what a call left in them": ("_frames.Access.undo", lambda self: [], "grad("),
-    "one effect is not published": ("_lift.stage.Outcome.publish", publish_all_but_one, "vjp("),
+    "one effect is not published": ("_lift.outcome.Outcome.publish", publish_all_but_one, "vjp("),
     "a key does not advance": ("kinds.native.RngState.next", lambda self: jax.random.split(self.value)[1], "draw("),
     "what a container holds is not compared": ("_frames.Copy.was_changed", lambda self: False, "['a'] = "),
     "what a call writes is forgotten": ("_frames.Frame._collect", lambda self: [], "jvp("),

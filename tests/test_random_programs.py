@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from random_programs import Block, Call, Const, Local, Raise, Read, Write, check, programs
 
 import statetx
-from statetx._lift import stage
+from statetx._lift.outcome import Outcome
 
 COMMON: dict[str, Any] = {
     "deadline": None,
@@ -51,7 +51,7 @@ def test_random_program_equals_its_reference_at_length(program):
 # -- the search can fail ---------------------------------------------------------------------------------------
 
 
-def publish_all_but_one(self, leaves, *, live=True, publish=stage.Outcome.publish):
+def publish_all_but_one(self, leaves, *, live=True, publish=Outcome.publish):
     kept = len(self.effects) - 1
     if kept < 0:
         return
@@ -69,7 +69,7 @@ def see_the_state_itself(self, values):
 
 BREAKAGES = {
     "states keep what a call left in them": ("_frames.Access.undo", lambda self: []),
-    "one effect is not published": ("_lift.stage.Outcome.publish", publish_all_but_one),
+    "one effect is not published": ("_lift.outcome.Outcome.publish", publish_all_but_one),
     "a key does not advance": ("kinds.native.RngState.next", advance_nothing),
     "gradients of states are lost": ("_lift.targets.Targets.on_read", see_the_state_itself),
     "a shared key is split": ("transforms.vmap.Split", statetx.Broadcast),

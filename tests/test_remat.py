@@ -118,7 +118,7 @@ def test_descriptors_keep_their_kind():
         assert num_remats(f, X) == 1
 
 
-def test_class_is_subclassed_with_its_methods_rematerialised():
+def test_class_is_subclassed_with_its_methods_rematerialized():
     rematted = statetx.remat(Cell, methods=("plain", "__call__"))
     assert issubclass(rematted, Cell) and rematted.__name__ == "Cell"
     cell, expected = rematted(), Cell()

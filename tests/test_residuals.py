@@ -57,7 +57,7 @@ def plain(step):
     return step
 
 
-def rematerialised(step):
+def rematerialized(step):
     return statetx.remat(step)
 
 
@@ -87,21 +87,26 @@ def vmapped(step):
     return lambda x: rows(jnp.ones(2), x).sum()
 
 
-USUAL = [plain, rematerialised, scanned_remat]
-CASES = [pytest.param(p, w, id=f"{p.__name__}-{w.__name__}") for p in PROGRAMS for w in USUAL]
-CASES += [
+USUAL = [plain, rematerialized, scanned_remat]
+# Each program in one of the usual ways in turn.
+CASES = [
+    pytest.param(p, w, id=f"{p.__name__}-{w.__name__}", marks=[pytest.mark.slow] * (w is not USUAL[n % 3]))
+    for n, p in enumerate(PROGRAMS)
+    for w in USUAL
+]
+MORE = [
     pytest.param(p, w, id=f"{p.__name__}-{w.__name__}", marks=pytest.mark.slow)
     for p in PROGRAMS
     for w in (with_dots, nested, scanned, jitted)
 ]
-CASES += [pytest.param(p, vmapped, id=f"{p.__name__}-vmapped") for p in (corpus.ReadOnly, corpus.Branches)]
-CASES += [
+MORE += [pytest.param(p, vmapped, id=f"{p.__name__}-vmapped") for p in (corpus.ReadOnly, corpus.Branches)]
+MORE += [
     pytest.param(p, w, id=f"{p.__name__}-{w.__name__}-") for p in SOME for w in (with_dots, nested, scanned, jitted)
 ]
 
 
 @pytest.mark.filterwarnings("ignore:.*saves nothing")  # dots, of programs without
-@pytest.mark.parametrize("program, way", list(in_turn(CASES)))
+@pytest.mark.parametrize("program, way", [*CASES, *in_turn(MORE)])
 def test_bytes_equal_the_arrays_of_the_pullback(program: type[Program], way):
     x = jnp.asarray(X, jnp.float32)
 
@@ -167,7 +172,7 @@ def rows(residuals, *fields):
     return [tuple(getattr(row, f) for f in fields) for row in residuals]
 
 
-def test_rows_of_a_rematerialised_model():
+def test_rows_of_a_rematerialized_model():
     loss, blocks = model("full")
     residuals = statetx.saved_residuals(loss, B8)
     assert rows(residuals, "type", "times", "nbytes", "origin", "path", "kind", "module", "primitive", "why") == [
@@ -195,7 +200,7 @@ def test_rows_of_values_saved_by_a_policy():
 def test_rows_without_remat():
     loss, _ = model("plain")
     residuals = statetx.saved_residuals(loss, B8)
-    assert {row.why for row in residuals} == {("not rematerialised",)}
+    assert {row.why for row in residuals} == {("not rematerialized",)}
     assert residuals.intermediate_bytes > 3 * 128
 
 
@@ -550,7 +555,7 @@ def test_fwd_bwd_fits_the_width():
     assert "…" not in shown.text(400)
 
 
-def test_fwd_bwd_in_colours_and_html():
+def test_fwd_bwd_in_colors_and_html():
     console = pytest.importorskip("rich.console")
     loss, _ = model("by_name")
     shown = statetx.print_fwd_bwd(loss, B8)

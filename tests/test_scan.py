@@ -106,7 +106,7 @@ def test_zero_length_and_length_mistakes():
     np.testing.assert_array_equal(h.value, 1)
     with pytest.raises(ValueError, match="give length="):
         statetx.scan(lambda c, x: (c, x), 0)
-    with pytest.raises(ValueError, match="different lengths: \\[4, 3\\]"):
+    with pytest.raises(ValueError, match=r"different lengths: xs\S+ has 4, xs\S+ has 3"):
         statetx.scan(lambda c, x: (c, x), 0, (XS, XS[:3]))
     with pytest.raises(ValueError, match="length=5 disagrees"):
         statetx.scan(lambda c, x: (c, x), 0, XS, length=5)
@@ -146,7 +146,7 @@ def test_drift_of_a_carried_state_names_state_and_line(drift):
 
 
 def test_drift_of_the_carry():
-    with pytest.raises(statetx.CarryTypeError, match=r"carry at \['a'\]: it enters a step as i32\[\].*f32\[3\]"):
+    with pytest.raises(statetx.CarryTypeError, match=r"carry\['a'\]: it enters a step as i32\[\].*f32\[3\]"):
         statetx.scan(lambda c, x: ({"a": x}, None), {"a": jnp.int32(0)}, XS)
     with pytest.raises(statetx.CarryTypeError, match="with the structure of the carry that it gets"):
         statetx.scan(lambda c, x: ((c, c), None), 0, XS)

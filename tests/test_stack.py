@@ -71,7 +71,7 @@ def assert_same(actual, expected, rtol=1e-5, atol=1e-6):
 # -- stack ---------------------------------------------------------------------------------------------------------
 
 
-def test_layers_are_initialised_independently_and_stacked():
+def test_layers_are_initialized_independently_and_stacked():
     layers, each = statetx.stack(factory(), 6), make_layers()
     assert list(statetx.states(layers)) == ["w", "n", "rng"]
     assert list(statetx.states({"deep": layers}, statetx.Param)) == ["deep.w"]
@@ -167,11 +167,13 @@ def test_layers_of_other_structure_raise():
         other = Layer(key)
         other.w.value = jnp.ones(3)
         statetx.stack([Layer(key), other])
-    with pytest.raises(statetx.StateValueError, match="differ in 'type'.*Layer in layer 0 and dict"):
+    with pytest.raises(statetx.StateValueError, match="differ in their type: Layer in layer 0 and dict"):
         statetx.stack([Layer(key), {"w": 1}])
     odd = Layer(key)
     odd.more = [1, 2]
-    with pytest.raises(statetx.StateValueError, match="differ in 'type'.*parts w, n, rng, rate in layer 0 and parts"):
+    with pytest.raises(
+        statetx.StateValueError, match="differ in their type.*parts w, n, rng, rate in layer 0 and parts"
+    ):
         statetx.stack([Layer(key), odd])
 
     class WithRef:
@@ -228,8 +230,17 @@ def value_of(state):
     return state.get_value() if isinstance(state, nnx.Variable) else state.value
 
 
-@pytest.mark.parametrize("make", [brainstate_layers, nnx_layers])
-@pytest.mark.parametrize("apply", [lambda s: s, statetx.remat_scan, lambda s: statetx.remat_scan(s, (2, 2))])
+@pytest.mark.parametrize(
+    "make, apply",
+    [
+        (brainstate_layers, lambda s: s),
+        (brainstate_layers, statetx.remat_scan),
+        (brainstate_layers, lambda s: statetx.remat_scan(s, (2, 2))),
+        pytest.param(nnx_layers, lambda s: s, marks=pytest.mark.slow),
+        (nnx_layers, statetx.remat_scan),
+        pytest.param(nnx_layers, lambda s: statetx.remat_scan(s, (2, 2)), marks=pytest.mark.slow),
+    ],
+)
 def test_layers_of_other_libraries(make, apply):
     if make is brainstate_layers:
         brainstate.random.seed(0)
@@ -362,7 +373,7 @@ def residuals(f, x):
     return statetx.saved_residuals(f, x).total_bytes
 
 
-def test_innermost_level_is_rematerialised_by_default():
+def test_innermost_level_is_rematerialized_by_default():
     def kept(lengths, policy=None):
         layers = statetx.stack(make_layers())
         deep = statetx.remat_scan(layers, lengths, policy=policy)

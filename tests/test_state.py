@@ -25,7 +25,14 @@ def test_subclass_metadata_and_repr():
     assert s.metadata == {"tau": 5.0}
     s.extra = 3  # subclasses have room for attributes
     assert repr(statetx.State({"a": jnp.ones(2), "b": 1})) == "State({'a': f32[2], 'b': int})"
-    assert repr(statetx.State(1.0)) == "State(float)"
+    assert repr(statetx.State(1.0)) == "State(1.0)"
+    assert repr(statetx.State(jnp.arange(3.0))) == "State(f32[3] [0., 1., 2.])"
+    assert repr(statetx.State(jnp.arange(5.0))) == "State(f32[5])"
+    shown = []
+    jax.jit(lambda x: shown.append(repr(statetx.State(x))))(1.0)
+    assert shown == ["State(~f32[])"]  # a tracer has no value to show
+    assert repr(statetx.RngState(0)) == "RngState(key<fry>[])"
+    assert statetx.State(1, name="<x>")._repr_html_() == "<code>State(1, name=&#x27;&lt;x&gt;&#x27;)</code>"
 
 
 def test_state_in_state_raises():
@@ -114,7 +121,7 @@ def test_write_under_a_raw_transform_names_the_state():
         jax.jvp(f, (1.0,), (1.0,))
 
 
-def test_rematerialised_write_under_a_raw_transform_names_the_users_line():
+def test_rematerialized_write_under_a_raw_transform_names_the_users_line():
     s = statetx.State(jnp.ones(()), name="total")
 
     @statetx.remat

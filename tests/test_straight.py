@@ -269,7 +269,7 @@ KINDS = {"statetx": statetx.State, "brainstate": brainstate.HiddenState}
     [pytest.param(statetx.State, marks=pytest.mark.slow), brainstate.HiddenState],
     ids=KINDS,
 )
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("program", list(in_turn(PROGRAMS)), ids=lambda f: f.__name__)
 def test_state_created_only_in_the_first_call_continues(program, kind):
     find = program(kind)
 

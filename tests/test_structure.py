@@ -14,7 +14,8 @@ import statetx
 from helpers import compilations
 from statetx import _jax
 from statetx._equations.structure import Body, Table, table
-from statetx._lift.stage import InputNames, stage
+from statetx._lift.inputs import InputNames
+from statetx._lift.stage import stage
 
 X = jnp.arange(3.0)
 
@@ -153,7 +154,7 @@ def test_threads_share_the_table():
         assert len({id(f) for j, f in found if j == k}) == 1
 
 
-def test_equal_layers_share_the_rematerialised_function():
+def test_equal_layers_share_the_rematerialized_function():
     class Block:
         def __init__(self, seed):
             self.w = statetx.Param(jax.random.normal(jax.random.key(seed), (4, 4)) * 0.3)

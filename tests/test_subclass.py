@@ -1,4 +1,4 @@
-"""Rematerialised objects: their attributes, states and type look unchanged to every reader."""
+"""Rematerialized objects: their attributes, states and type look unchanged to every reader."""
 
 import copy
 import dataclasses
@@ -73,7 +73,7 @@ class Closed:
         return jnp.sin(x) if self.train else x
 
 
-class Finalised:
+class Finalized:
     train = True
 
     def __call__(self, x):
@@ -120,13 +120,13 @@ OBJECTS = {
     "slots": Slotted,
     "list": lambda: Sequence([statetx.Param(jnp.asarray(2.0))]),
     "no subclasses": Closed,
-    "finalised": Finalised,
+    "finalized": Finalized,
     "nnx": Module,
     "nnx, no pytree": NoTree,
     "brainstate": BModule,
     "dataclass": Equal,
 }
-TWINS = [name for name in OBJECTS if name not in ("slots", "list", "no subclasses", "finalised")]
+TWINS = [name for name in OBJECTS if name not in ("slots", "list", "no subclasses", "finalized")]
 
 
 def num_remats(f, *args):
@@ -192,7 +192,7 @@ def test_properties_and_other_methods_are_forwarded():
 
 
 @pytest.mark.parametrize("kind", TWINS)
-def test_rematerialised_objects_are_instances_of_a_subclass(kind):
+def test_rematerialized_objects_are_instances_of_a_subclass(kind):
     obj, other = OBJECTS[kind](), OBJECTS[kind]()
     wrapped = statetx.remat(obj)
     assert isinstance(wrapped, type(obj)) and type(wrapped).__name__ == type(obj).__name__
@@ -235,7 +235,7 @@ def test_subclasses_are_freed_with_their_objects():
 
 @pytest.mark.parametrize("kind", [kind for kind in TWINS if kind != "brainstate"])  # its modules cannot be pickled
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_and_pickles_are_rematerialised_and_independent(again, kind):
+def test_copies_and_pickles_are_rematerialized_and_independent(again, kind):
     obj = OBJECTS[kind]()
     wrapped = statetx.remat(obj)
     copied = again(wrapped)
@@ -252,7 +252,7 @@ class Reduced(Block):
         return Reduced, (self.w.value,)
 
 
-def test_objects_with_custom_pickling_are_rematerialised():
+def test_objects_with_custom_pickling_are_rematerialized():
     again = pickle.loads(pickle.dumps(statetx.remat(Reduced(5.0))))
     assert isinstance(again, Reduced) and type(again) is not Reduced and float(again.w.value) == 5.0
 
@@ -282,7 +282,7 @@ class Equinox(equinox.Module):
 
 
 @pytest.mark.parametrize("cls", [Registered, Equinox])
-def test_rematerialised_pytrees_are_pytrees(cls):
+def test_rematerialized_pytrees_are_pytrees(cls):
     obj = cls(jnp.ones(2), 3)
     wrapped = statetx.remat(obj)
     assert [(jax.tree_util.keystr(k), x) for k, x in jax.tree_util.tree_leaves_with_path(wrapped)] == [(".w", obj.w)]
@@ -313,7 +313,7 @@ class Net(nnx.Module):
         return self.dropout(functools.reduce(lambda x, block: jnp.tanh(block(x)), self.blocks, x))
 
 
-def test_nnx_finds_the_states_of_rematerialised_modules():
+def test_nnx_finds_the_states_of_rematerialized_modules():
     net, plain = Net(), Net()
     paths = list(statetx.states(net))
     net.blocks[:] = [statetx.remat(block) for block in net.blocks]
@@ -356,8 +356,8 @@ class Stateful(brainstate.nn.Module):
         return self.cell(functools.reduce(lambda x, block: block(x), self.blocks, x))
 
 
-@jax.numpy_rank_promotion("allow")  # brainstate's initialisers rely on it
-def test_brainstate_finds_the_states_of_rematerialised_modules():
+@jax.numpy_rank_promotion("allow")  # brainstate's initializers rely on it
+def test_brainstate_finds_the_states_of_rematerialized_modules():
     net = Stateful()
     brainstate.nn.init_all_states(net)
     expected, paths = net.states().keys(), list(statetx.states(net))
@@ -372,7 +372,7 @@ def test_brainstate_finds_the_states_of_rematerialised_modules():
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(gradients) if g.ndim == 2)
 
 
-def test_linen_modules_are_applied_rematerialised():
+def test_linen_modules_are_applied_rematerialized():
     dense = flax.linen.Dense(3)
     wrapped = statetx.remat(dense)
     variables = dense.init(jax.random.key(0), X)

@@ -35,7 +35,7 @@ class Layer:
     ],
     ids=repr,
 )
-def test_rematerialised_layer_is_equivalent_bit_for_bit(policy):
+def test_rematerialized_layer_is_equivalent_bit_for_bit(policy):
     layer = Layer()
     before = [s.value for s in (layer.w, layer.n)]
     testing.assert_remat_equivalent(statetx.remat(layer, policy=policy), X)
@@ -59,7 +59,7 @@ def test_corpus_is_equivalent(program):
 
 
 def wrong(f, break_it):
-    """A rematerialised function whose own JAX rule is broken where it is recomputed."""
+    """A rematerialized function whose own JAX rule is broken where it is recomputed."""
 
     def run(x):
         return break_it(statetx.remat(f)(x)) if statetx._remat.override.override.is_off is False else f(x)

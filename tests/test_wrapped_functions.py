@@ -120,7 +120,7 @@ def scaled(self, x, k=1.0):
 
 
 class Scale:
-    """Methods behind every descriptor of the standard library, rematerialised above and below it."""
+    """Methods behind every descriptor of the standard library, rematerialized above and below it."""
 
     x = X
 

@@ -70,7 +70,8 @@ def states() -> None:
     assert_type(weight.name, str | None)
     assert_type(statetx.State(0).value, int)
     assert_type(rng.next(), jax.Array)
-    assert_type(statetx.states(Model(), statetx.Param), dict[str, Any])
+    assert_type(statetx.states(Model()), dict[str, Any])
+    assert_type(statetx.states(Model(), statetx.Param), dict[str, statetx.Param[Any]])
     weight.value = "text"  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -82,6 +83,10 @@ def wrapped(x: jax.Array) -> None:
     assert_type(model.kept(x), jax.Array)
     assert_type(Layer(3)(x), jax.Array)
     assert_type(statetx.checkpoint_name(x, "x"), jax.Array)
+    assert_type(statetx.stack(Model, 3), statetx.Stack[Model])
+    assert_type(statetx.stack(Model, 3)[0], Model)
+    assert_type(statetx.stack(Model, 3)[:2], statetx.Stack[Model])
+    assert_type(statetx.unstack(statetx.stack([model, model])), list[Model])
     assert_type(statetx.jit(scaled)(x, scale=2.0), jax.Array)
     assert_type(statetx.jit(scaled).lower(x), Lowered)
     assert_type(model.compiled(x, scale=2.0), jax.Array)

@@ -1,6 +1,6 @@
 """Small programs of the brainstate family, written once over a table of transforms.
 
-Each uses the layers, optimisers and trainers of braintools, brainpy.state, braincell and braintrace the way their
+Each uses the layers, optimizers and trainers of braintools, brainpy.state, braincell and braintrace the way their
 documentation does; only the transforms come from a table. `THEIRS` holds the transforms of ``brainstate.transform``, `OURS` the ones
 of statetx. The tests compare the numbers, ``benchmarks/ecosystem.py`` memory and time.
 """
@@ -132,7 +132,7 @@ def recurrent_classifier(t: Transforms, size: Size) -> Program:
 
 
 def image_classifier(t: Transforms, size: Size) -> Program:
-    """Convolution, batch normalisation, dropout; momentum and weight decay, the rate stepped between epochs."""
+    """Convolution, batch normalization, dropout; momentum and weight decay, the rate stepped between epochs."""
     net = nn.Sequential(
         nn.Conv2d((8, 8, 1), size.hidden, kernel_size=3),
         nn.BatchNorm2d.desc(),
@@ -315,7 +315,7 @@ def spiking_classifier(t: Transforms, size: Size) -> Program:
 
 
 def spiking_classifier_remat(t: Transforms, size: Size) -> Program:
-    """The same with every step rematerialised."""
+    """The same with every step rematerialized."""
     return _train_spiking(t, size, braintools.surrogate.Sigmoid(), remat=True)
 
 

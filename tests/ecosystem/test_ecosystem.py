@@ -1,4 +1,4 @@
-"""Layers, optimisers and trainers of the brainstate family under statetx's transforms, beside brainstate's own."""
+"""Layers, optimizers and trainers of the brainstate family under statetx's transforms, beside brainstate's own."""
 
 import functools
 
@@ -128,7 +128,9 @@ def train_with_every_optimizer(t, in_a_loop):
     return {name: (weights[name].value, optimizers[name].opt_state.value) for name in OPTIMIZERS}
 
 
-@pytest.mark.parametrize("in_a_loop", [False, True], ids=["in steps", "in a loop"])
+@pytest.mark.parametrize(
+    "in_a_loop", [pytest.param(False, marks=pytest.mark.slow), True], ids=["in steps", "in a loop"]
+)
 def test_optimizers_give_equal_weights_and_moments(in_a_loop):
     ours, theirs = train_with_every_optimizer(OURS, in_a_loop), train_with_every_optimizer(THEIRS, in_a_loop)
     assert_equal_numbers(ours, theirs)

@@ -15,7 +15,7 @@ LOOPS = "scan cond switch while_loop fori_loop map".split()
 
 
 def jax_remat() -> dict[str, Callable]:
-    """Rematerialisation alone, under JAX's own transforms."""
+    """Rematerialization alone, under JAX's own transforms."""
     return {"jax.remat": statetx.remat, "jax.checkpoint": statetx.checkpoint}
 
 

@@ -1,14 +1,14 @@
-"""One table of behaviours: calls of rematerialised functions of stateful models, with the expected results.
+"""One table of behaviors: calls of rematerialized functions of stateful models, with the expected results.
 
-A `Row` describes one case for any library: a `body`, the method that is rematerialised, reads and writes the model's states as attributes
-(``self.n += 1``) and draws keys with ``self.key()``; `top`, if given, calls the rematerialised ``self.block`` in a loop or
+A `Row` describes one case for any library: a `body`, the method that is rematerialized, reads and writes the model's states as attributes
+(``self.n += 1``) and draws keys with ``self.key()``; `top`, if given, calls the rematerialized ``self.block`` in a loop or
 branch; `around` names the transforms applied to the whole. A `Dialect` writes the row for one library. The expected results come
-from `Plain`, which runs the same body without rematerialisation as a pure function of the states' values, with Python's
+from `Plain`, which runs the same body without rematerialization as a pure function of the states' values, with Python's
 own loops and branches and JAX's own derivatives; where keys are drawn (their values differ between libraries), from
-the same dialect without rematerialisation.
+the same dialect without rematerialization.
 
-`test_behaviours.py` runs the table for every kind of state that statetx knows, and ``benchmarks/behaviours.py`` runs it
-for other libraries and writes the outcomes to ``docs/comparison.md``.
+`test_behaviors.py` runs the table for every kind of state that statetx knows, and ``benchmarks/behaviors.py`` runs it
+for other libraries and ``benchmarks/report.py`` writes the outcomes to ``docs/comparison.md``.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Row:
     """One line of the table.
 
     Attributes:
-        body: the method to rematerialise; its first argument is the model, its second an array.
-        form: how rematerialisation is put on it, a name of `FORMS`, or the dialect's "own" way, once or "twice".
+        body: the method to rematerialize; its first argument is the model, its second an array.
+        form: how rematerialization is put on it, a name of `FORMS`, or the dialect's "own" way, once or "twice".
         static: names of arguments that are declared static, in each library's own way; `spelling` asks for one way.
         policy: the name of a member of `jax.checkpoint_policies`.
-        top: the function called from outside, (model, x, ...); by default the rematerialised method itself.
+        top: the function called from outside, (model, x, ...); by default the rematerialized method itself.
         around: transforms around a call, outermost first.
         check: (results of the calls, values of the states) must hold, besides equality with the expected results.
         refused: kinds of state for which an error is right, by the dialect's name, with its message: a Ref created inside a
@@ -116,7 +116,7 @@ class Flags:
     fail: bool = False
 
 
-# -- how rematerialisation is put on a method ----------------------------------------------------------------------
+# -- how rematerialization is put on a method ----------------------------------------------------------------------
 
 # Each takes a library's remat (its options given) and the body, and returns the method `block`. The class of the model
 # also has the bare body, as `body`.
@@ -153,7 +153,7 @@ FORMS: dict[str, Callable[[Callable, Callable], Any]] = {
     "static method": lambda remat, body: (lambda r: lambda self, *a, **k: r.__func__(self, *a, **k))(
         staticmethod(remat(body))
     ),
-    "class": lambda remat, body: body,  # the dialect rematerialises the class
+    "class": lambda remat, body: body,  # the dialect rematerializes the class
 }
 
 
@@ -175,7 +175,7 @@ class Dialect:
     `key`, `scan`, `cond`, `while_loop` and `vmap`, whose functions take the model first."""
 
     name: str
-    own = "decorator"  # the form that the library's users rematerialise a method with
+    own = "decorator"  # the form that the library's users rematerialize a method with
 
     def run(self, row: Row) -> tuple[list, dict[str, Any]]:
         """Results of the row's calls, and the final values of the states."""
@@ -211,7 +211,7 @@ class Dialect:
     def remat(self, fun: Any, **options: Any) -> Any:
         raise NotImplementedError
 
-    def rematerialise(self, row: Row, fun: Any, bound: bool = False) -> Any:
+    def rematerialize(self, row: Row, fun: Any, bound: bool = False) -> Any:
         """`remat` with the options of the row; `bound` if the model is not an argument of the function any more."""
         options: dict[str, Any] = {"policy": getattr(jax.checkpoint_policies, row.policy)} if row.policy else {}
         return self.remat(fun, **options, **self.static(row, bound))
@@ -233,8 +233,8 @@ class Dialect:
         bound = form.startswith(("bound", "closure", "partial", "callable"))
 
         def remat(fun: Any) -> Any:
-            once = self.rematerialise(row, fun, bound)
-            return self.rematerialise(row, once, bound) if row.form == "twice" else once
+            once = self.rematerialize(row, fun, bound)
+            return self.rematerialize(row, once, bound) if row.form == "twice" else once
 
         return FORMS[form](remat, self.method(row.body))
 
@@ -342,7 +342,7 @@ def split(tree: Any) -> tuple[list, Callable[[list], Any]]:
 
 
 class Plain(Functional):
-    """The reference: the body as a pure function, no library, nothing rematerialised; Python's loops and branches."""
+    """The reference: the body as a pure function, no library, nothing rematerialized; Python's loops and branches."""
 
     name = "expected"
 
@@ -462,7 +462,7 @@ class Objects(Dialect):
         for name, value in namespace(self, row).items():
             setattr(Model, name, value)
         if row.form == "class":
-            Model = self.rematerialise(row, Model)
+            Model = self.rematerialize(row, Model)
         return Model()
 
     def _property(self, cell: str) -> property:
@@ -623,7 +623,7 @@ def variadic(self, x, *more, **options):
     return jnp.tanh(y * options["gain"])
 
 
-def labelled(self, x):
+def labeled(self, x):
     self.n = self.n + 1
     return jnp.tanh(self.w @ x), "label", None, Mode.EVAL
 
@@ -669,7 +669,7 @@ def write_twice(self, x):
     return jnp.tanh(self.s)
 
 
-def normalise(self, x, training=True):
+def normalize(self, x, training=True):
     y = self.w @ x
     if training:
         mean, var = y.mean(), y.var()
@@ -822,7 +822,7 @@ def inner_vmap(self, x):
     return self.vmap(lambda self, z: jnp.tanh(self.w @ z), jnp.stack([x, 2 * x])).sum(0)
 
 
-# -- the tops: functions that call the rematerialised method ----------------------------------------------------------
+# -- the tops: functions that call the rematerialized method ----------------------------------------------------------
 
 
 def twice(self, x):
@@ -954,7 +954,7 @@ CALL_FORMS = [
     Row("Call forms", "default argument left out", tuned),
     Row("Call forms", "*args and **kwargs", variadic, top=variadic_call),
     Row("Call forms", "pytrees in and out", trees, top=over_tree),
-    Row("Call forms", "outputs that are no arrays: a string, None, an enum", labelled, top=first_of),
+    Row("Call forms", "outputs that are no arrays: a string, None, an enum", labeled, top=first_of),
     Row("Call forms", "no arguments at all, only states", from_states, states=("w", "n", "s"), top=without_arguments),
     Row("Call forms", "one block called three times in a step", layer, top=twice),
     Row("Call forms", "recursion: the method calls itself", recursive),
@@ -1048,7 +1048,7 @@ STATE_SEMANTICS = [
     Row(
         "States",
         "running mean and variance, trained and used",
-        normalise,
+        normalize,
         states=("w", "mean", "var"),
         static=("training",),
         calls=calls(True, True, False),
@@ -1153,7 +1153,7 @@ ROWS: tuple[Row, ...] = (*CALL_FORMS, *FLAGGED, *STATE_SEMANTICS, *NESTINGS)
 
 
 def expected(dialect: Dialect, row: Row) -> tuple[list, dict[str, Any]]:
-    """The expected results of the row: from `Plain`, or, where it draws keys, from the dialect without rematerialisation."""
+    """The expected results of the row: from `Plain`, or, where it draws keys, from the dialect without rematerialization."""
     return without_remat(dialect, row) if row.draws else Plain().run(row)
 
 

@@ -1,10 +1,10 @@
-"""The behaviour table, for each kind of state."""
+"""The behavior table, for each kind of state."""
 
 import itertools
 
-import behaviours
+import behaviors
 import pytest
-from behaviours import ROWS
+from behaviors import ROWS
 from kinds import KINDS
 
 
@@ -17,13 +17,13 @@ def _cells():
 
 
 @pytest.mark.parametrize("dialect, row", list(_cells()))
-def test_behaviour(dialect, row):
+def test_behavior(dialect, row):
     if dialect.name in row.refused:
         error, message = row.refused[dialect.name]
         with pytest.raises(error, match=message):
             dialect.run(row)
         return
-    wanted = behaviours.expected(dialect, row)
+    wanted = behaviors.expected(dialect, row)
     actual = dialect.run(row)
-    assert not behaviours.difference(actual, wanted)
+    assert not behaviors.difference(actual, wanted)
     assert row.check is None or row.check(*actual)

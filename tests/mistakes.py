@@ -1,0 +1,1210 @@
+"""Mistakes of users: each is a function that makes one, the error that it must raise, and words that its message must have.
+
+The words are the name of the culprit and the fix. `tests/test_mistakes.py` runs the table; ``python tests/mistakes.py`` prints each
+mistake with its message.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import statetx
+from statetx import (
+    Carry,
+    GradientError,
+    Not,
+    Param,
+    PolicyError,
+    RngState,
+    State,
+    StateAccessError,
+    StateFilterError,
+    StatetxError,
+    StateValueError,
+    StaticArgumentError,
+    TraceLeakError,
+    policies,
+)
+
+NAMED = jax.errors.ConcretizationTypeError
+X = jnp.ones(4)
+N = jnp.int32(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """A mistake.
+
+    Attributes:
+        name: the family and the mistake.
+        run: makes it.
+        error: the type that it raises.
+        words: what the message, with its notes, contains.
+    """
+
+    name: str
+    run: Callable[[], object]
+    error: type[BaseException]
+    words: tuple[str, ...]
+
+
+TABLE: list[Mistake] = []
+
+
+def mistake(name: str, error: type[BaseException], *words: str) -> Callable:
+    def add(run: Callable[[], object]) -> Callable:
+        TABLE.append(Mistake(name, run, error, words))
+        return run
+
+    return add
+
+
+def message(error: BaseException) -> str:
+    """The message with its notes, and those of the error that caused it."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+class Block:
+    def __init__(self, size=4):
+        self.w, self.mean = Param(jnp.ones((size, size))), State(jnp.zeros(size))
+
+    def __call__(self, x, train=True):
+        if train:
+            self.mean.value = x
+        return jnp.tanh(x @ self.w.value)
+
+
+def loss_of(model, x=X):
+    return model(x).sum()
+
+
+def double(x):
+    return 2 * x
+
+
+# -- a state in place of its value -------------------------------------------------------------------------------------
+
+
+def operations(h):
+    return {
+        "h + 1": lambda: h + 1,
+        "1 + h": lambda: 1 + h,
+        "h - 1": lambda: h - 1,
+        "2 * h": lambda: 2 * h,
+        "h / 2": lambda: h / 2,
+        "h ** 2": lambda: h**2,
+        "-h": lambda: -h,
+        "abs(h)": lambda: abs(h),
+        "h < 1": lambda: h < 1,
+        "1 >= h": lambda: 1 >= h,
+        "jax array + h": lambda: X + h,
+        "jax array @ h": lambda: X @ h,
+        "numpy array * h": lambda: np.ones(4) * h,
+        "h @ x": lambda: h @ X,
+        "h[0]": lambda: h[0],
+        "h[0] = 1.0": lambda: h.__setitem__(0, 1.0),
+        "for _ in h": lambda: list(h),
+        "1.0 in h": lambda: 1.0 in h,
+        "len(h)": lambda: len(h),
+        "if h": lambda: 1 if h else 2,
+        "not h": lambda: not h,
+        "float(h)": lambda: float(h),
+        "int(h)": lambda: int(h),
+        "range(h)": lambda: range(h),
+        "round(h)": lambda: round(h),
+        "jnp.tanh(h)": lambda: jnp.tanh(h),
+        "jnp.sum(h)": lambda: jnp.sum(h),
+        "jnp.where(h, 1, 2)": lambda: jnp.where(h, 1, 2),
+        "jnp.stack([h, h])": lambda: jnp.stack([h, h]),
+        "jnp.asarray(h)": lambda: jnp.asarray(h),
+        "jax.nn.relu(h)": lambda: jax.nn.relu(h),
+        "jax.lax.add(h, h)": lambda: jax.lax.add(h, h),
+        "np.asarray(h)": lambda: np.asarray(h),
+        "np.tanh(h)": lambda: np.tanh(h),
+        "np.mean(h)": lambda: np.mean(h),
+    }
+
+
+for text in operations(None):
+
+    @mistake(f"forgot .value: {text}", StatetxError, "State 'h'", "f32[4]", "mistakes.py:", " was ", "h.value")
+    def forgot(text=text):
+        h = State(X, name="h")
+        return operations(h)[text]()
+
+
+@mistake("forgot .value: h += 1", StateValueError, "State 'h'", "h.value")
+def augmented():
+    h = State(X, name="h")
+    h += 1
+
+
+@mistake("forgot .value: the name of the variable", StateValueError, "Write count.value")
+def named_by_variable():
+    count = State(X)
+    return count * 2
+
+
+@mistake("forgot .value: the name of the attribute", StatetxError, "Write self.w.value")
+def named_by_attribute():
+    class Layer:
+        def __init__(self):
+            self.w = Param(X)
+
+        def __call__(self, x):
+            return x * self.w
+
+    return Layer()(X)
+
+
+@mistake("forgot .value: under jit", StatetxError, "Write self.w.value")
+def in_jit():
+    class Layer:
+        def __init__(self):
+            self.w = Param(X)
+
+        @statetx.jit
+        def __call__(self, x):
+            return jnp.dot(x, self.w)
+
+    return Layer()(X)
+
+
+for attribute in ("shape", "dtype", "T", "at", "sum", "astype"):
+
+    @mistake(f"forgot .value: h.{attribute}", AttributeError, f"h.value.{attribute}")
+    def attribute_of_value(attribute=attribute):
+        h = State(X, name="h")
+        return getattr(h, attribute)
+
+
+def draws(rng):
+    return {
+        "jax.random.normal(rng)": lambda: jax.random.normal(rng),
+        "jax.random.uniform(rng, (3,))": lambda: jax.random.uniform(rng, (3,)),
+        "jax.random.split(rng)": lambda: jax.random.split(rng),
+        "jax.random.fold_in(rng, 1)": lambda: jax.random.fold_in(rng, 1),
+        "jax.random.key_data(rng)": lambda: jax.random.key_data(rng),
+        "rng + 1": lambda: rng + 1,
+        "a, b = rng": lambda: list(rng),
+    }
+
+
+for text in draws(None):
+
+    @mistake(f"RngState as a key: {text}", StatetxError, "RngState 'rng'", "rng.next()")
+    def drew(text=text):
+        rng = RngState(0, name="rng")
+        return draws(rng)[text]()
+
+
+@mistake("the state was replaced by an array", AttributeError, "has no attribute 'value'", "model.mean.value = x")
+def lost_state():
+    model = Block()
+    model.w = jnp.ones((4, 4))
+    statetx.jit(model)(X)
+
+
+@mistake("State of a State", StateValueError, "cannot hold a state", ".value")
+def state_of_state():
+    State(State(X))
+
+
+@mistake("RngState(None)", StateValueError, "RngState(0)")
+def no_seed():
+    RngState(None)
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+for text, combine in {
+    "dots or names": lambda: policies.dots or policies.names("a"),
+    "dots and names": lambda: policies.dots and policies.names("a"),
+    "not dots": lambda: not policies.dots,
+    "if policy": lambda: 1 if policies.dots else 2,
+}.items():
+    mistake(f"policy: {text}", PolicyError, "dots", "|", "&", "~")(combine)
+
+
+@mistake("policy='dot'", PolicyError, "'dot'", "Did you mean 'dots'?")
+def misspelt_policy():
+    statetx.remat(double, policy="dot")
+
+
+@mistake("policies.everthing", AttributeError, "everthing")
+def misspelt_member():
+    policies.everthing  # noqa: B018
+
+
+@mistake("policy=policies.names, not called", PolicyError, "policies.names", "call it")
+def policy_not_called():
+    statetx.remat(double, policy=policies.names)
+
+
+@mistake("policy=3", PolicyError, "int", "a name or a callable")
+def policy_of_number():
+    statetx.remat(double, policy=3)
+
+
+@mistake("names('hiden')", PolicyError, "'hiden'", "'hidden'")
+def misspelt_name():
+    f = statetx.remat(lambda x: statetx.checkpoint_name(jnp.sin(x), "hidden").sum(), policy=policies.names("hiden"))
+    jax.grad(f)(X)
+
+
+@mistake("fence='barier'", TypeError, "'barier'", "Did you mean 'barrier'?")
+def misspelt_fence():
+    statetx.remat(double, fence="barier")
+
+
+@mistake("prevent_cse='no'", TypeError, "prevent_cse", "'no'", "bool")
+def wrong_prevent_cse():
+    statetx.remat(double, prevent_cse="no")
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+@mistake("remat(polcy=)", TypeError, "polcy", "Did you mean 'policy'?")
+def misspelt_option():
+    statetx.remat(double, polcy="dots")
+
+
+@mistake("remat(concrete=)", TypeError, "concrete", "static_argnums")
+def concrete():
+    statetx.remat(double, concrete=True)
+
+
+for option in ("use_reentrant", "preserve_rng_state", "determinism_check", "context_fn", "early_stop"):
+
+    @mistake(f"remat({option}=)", TypeError, option, "torch", "leave it out")
+    def torch_option(option=option):
+        statetx.remat(double, **{option: False})
+
+
+@mistake("checkpoint(f, x, use_reentrant=False)", TypeError, "(double)(x)", "torch")
+def torch_call_with_option():
+    statetx.checkpoint(double, X, use_reentrant=False)
+
+
+@mistake("checkpoint(f, x)", TypeError, "(double)(x)", "torch")
+def torch_call():
+    statetx.checkpoint(double, X)
+
+
+@mistake("remat(f(x))", statetx.FunctionError, "f32[4]", "remat(f)(x)")
+def called_first():
+    statetx.remat(double(X))
+
+
+@mistake("jit(f(x))", statetx.FunctionError, "f32[4]", "jit(f)(x)")
+def jitted_result():
+    statetx.jit(double(X))
+
+
+@mistake("grad(f(x))", statetx.FunctionError, "f32[4]", "grad(f)(x)")
+def differentiated_result():
+    statetx.grad(double(X))
+
+
+@mistake("remat(None of a module)", statetx.FunctionError, "needs a callable", "str")
+def remat_of_text():
+    statetx.remat("block")
+
+
+@mistake("jit(static_argnum=)", TypeError, "static_argnum", "Did you mean 'static_argnums'?")
+def misspelt_static():
+    statetx.jit(double, static_argnum=0)
+
+
+@mistake("jit(static_argnames='xs')", StaticArgumentError, "'xs'", "Did you mean 'x'?")
+def misspelt_argument():
+    statetx.jit(double, static_argnames="xs")
+
+
+@mistake("jit(static_argnums=5)", StaticArgumentError, "static_argnums=5", "(x)")
+def static_out_of_range():
+    statetx.jit(double, static_argnums=5)
+
+
+@mistake("jit(in_shardings=)", TypeError, "in_shardings", "jax.device_put")
+def in_shardings():
+    statetx.jit(double, in_shardings=None)
+
+
+@mistake("grad(wtr=)", TypeError, "wtr", "Did you mean 'wrt'?")
+def misspelt_wrt():
+    statetx.grad(loss_of, wtr=Param)
+
+
+@mistake("vmap(in_axis=)", TypeError, "in_axis", "Did you mean 'in_axes'?")
+def misspelt_in_axes():
+    statetx.vmap(double, in_axis=0)
+
+
+@mistake("remat(methods=) of a function", TypeError, "methods=", "classes")
+def methods_of_function():
+    statetx.remat(double, methods="step")
+
+
+@mistake("remat(cls, methods='foward')", TypeError, "'foward'", "Block")
+def misspelt_method():
+    statetx.remat(Block, methods="foward")
+
+
+@mistake("remat of a generator", statetx.FunctionError, "generator")
+def generator():
+    def items(x):
+        yield x
+
+    statetx.remat(items)(X)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+for transform in ("grad", "value_and_grad"):
+
+    @mistake(f"{transform}(loss)(model)", TypeError, "Block", "wrt=statetx.Param", "argument 0", "model")
+    def gradient_of_model(transform=transform):
+        getattr(statetx, transform)(loss_of)(Block())
+
+
+for transform in ("jacrev", "jacfwd", "hessian"):
+
+    @mistake(f"{transform}(loss)(model)", TypeError, "Block", "wrt=statetx.Param")
+    def jacobian_of_model(transform=transform):
+        getattr(statetx, transform)(loss_of)(Block())
+
+
+@mistake("vjp(loss, model)", TypeError, "Block", "wrt=statetx.Param")
+def vjp_of_model():
+    statetx.vjp(loss_of, Block())
+
+
+@mistake("grad(loss)(state)", TypeError, "Param", "a state", "wrt=statetx.Param")
+def gradient_of_state():
+    statetx.grad(lambda w: (w.value**2).sum())(Param(X))
+
+
+@mistake("grad(loss)('text')", TypeError, "argument 0", "str")
+def gradient_of_text():
+    statetx.grad(lambda mode: X.sum())("mean")
+
+
+@mistake("wrt=model", StateFilterError, "Block", "2 states", "wrt=statetx.states(model, statetx.Param)")
+def wrt_model():
+    model = Block()
+    statetx.grad(loss_of, wrt=model)(model)
+
+
+@mistake("wrt=[model, model]", StateFilterError, "Block", "statetx.states(")
+def wrt_models():
+    models = [Block(), Block()]
+    statetx.grad(lambda x: models[0](models[1](x)).sum(), wrt=models)(X)
+
+
+@mistake("wrt={'a': model}", StateFilterError, "Block", "statetx.states(")
+def wrt_dict_of_model():
+    model = Block()
+    statetx.grad(loss_of, wrt={"a": model})(model)
+
+
+@mistake("wrt='weights'", StateFilterError, "'weights'", "model.w")
+def wrt_unknown_path():
+    statetx.grad(loss_of, wrt="weights")(Block())
+
+
+@mistake("wrt=another class", StateFilterError, "RngState", "model.w (Param)")
+def wrt_other_class():
+    statetx.grad(loss_of, wrt=RngState)(Block())
+
+
+@mistake("wrt=array", StateFilterError, "f32[4]", "not a state")
+def wrt_array():
+    statetx.grad(loss_of, wrt=X)(Block())
+
+
+@mistake("wrt=integer state", StateValueError, "State 'n'", "floating-point")
+def wrt_integer():
+    n = State(jnp.zeros((), jnp.int32), name="n")
+    statetx.grad(lambda: n.value * 1.0, wrt=n)()
+
+
+@mistake("wrt=[]", StateFilterError, "wrt= is empty", "at least one state")
+def wrt_nothing():
+    statetx.grad(loss_of, wrt=[])(Block())
+
+
+@mistake("wrt=[w, w]", StateFilterError, "twice", "Param 'w'")
+def wrt_twice():
+    w = Param(X, name="w")
+    statetx.grad(lambda: w.value.sum(), wrt=[w, w])()
+
+
+@mistake("grad without argument or wrt", ValueError, "argument 0", "called with 0", "wrt=statetx.Param")
+def gradient_of_nothing():
+    w = Param(X)
+    statetx.grad(lambda: w.value.sum())()
+
+
+@mistake("grad(f, x)", TypeError, "argnums", "f32[4]", "grad(f)(x)")
+def argument_as_argnums():
+    statetx.grad(loss_of, X)
+
+
+@mistake("jit(f, x)", TypeError, "jit", "(double)(x)")
+def argument_to_jit():
+    statetx.jit(double, X)
+
+
+@mistake("argnums=3", ValueError, "argnums=3", "called with 1")
+def argnums_out_of_range():
+    statetx.grad(double, argnums=3)(1.0)
+
+
+@mistake("grad by keyword", ValueError, "by position")
+def gradient_by_keyword():
+    statetx.grad(double)(x=1.0)
+
+
+@mistake("loss is not a scalar", TypeError, "grad", "double", "f32[4]", "scalar", ".sum()")
+def loss_not_scalar():
+    statetx.grad(double)(X)
+
+
+@mistake("loss of a wrt= gradient is not a scalar", TypeError, "f32[4]", "scalar", ".sum()")
+def loss_of_states_not_scalar():
+    model = Block()
+    statetx.grad(model, wrt=Param)(X)
+
+
+@mistake("loss returns None", TypeError, "loss", "None", "return")
+def loss_of_none():
+    def loss(x):
+        x.sum()
+
+    statetx.grad(loss)(X)
+
+
+@mistake("loss returns a pair without has_aux", TypeError, "tuple", "has_aux=True")
+def loss_with_aux():
+    statetx.grad(lambda x: (x.sum(), x))(X)
+
+
+@mistake("has_aux without a pair", TypeError, "has_aux=True", "pair")
+def aux_without_pair():
+    statetx.grad(lambda x: x.sum(), has_aux=True)(X)
+
+
+@mistake("integer argument", TypeError, "i32", "float")
+def gradient_of_integers():
+    statetx.grad(lambda x: x.sum() * 1.0)(jnp.arange(3))
+
+
+# -- Python branches on traced values ----------------------------------------------------------------------------------
+
+
+def choose(x, train):
+    return x if train else -x
+
+
+@mistake("jit: if train", NAMED, "argument train", "static_argnames='train'")
+def branch_on_flag():
+    statetx.jit(choose)(X, True)
+
+
+@mistake("jit: if options['train']", NAMED, "options['train']", "an argument of its own", "static_argnames")
+def branch_on_item():
+    statetx.jit(lambda x, options: choose(x, **options))(X, {"train": True})
+
+
+@mistake("jit: if state > 0", NAMED, "model.count", "State", "cond")
+def branch_on_state():
+    model = {"count": State(jnp.zeros(()))}
+    statetx.jit(lambda x: x if model["count"].value > 0 else -x)(X)
+
+
+@mistake("remat: if train (an array)", NAMED, "argument train", "static_argnames='train'")
+def branch_in_remat():
+    statetx.grad(lambda x: statetx.remat(choose)(x, jnp.array(True)).sum())(X)
+
+
+@mistake("scan: if state > 0", NAMED, "count", "cond")
+def branch_in_scan():
+    count = State(jnp.zeros(()))
+    statetx.scan(lambda c, x: (c + 1 if count.value > 0 else c, x), 0.0, X)
+
+
+@mistake("grad: if state > 0 under jit", NAMED, "count", "cond")
+def branch_in_grad():
+    count, w = State(jnp.zeros(())), Param(X)
+
+    def loss(x):
+        return (w.value * x).sum() if count.value > 0 else 0.0
+
+    statetx.jit(statetx.grad(loss, wrt=w))(X)
+
+
+@mistake("jit: range(n)", (NAMED, TypeError), "argument n", "static_argnames='n'")
+def range_of_traced():
+    statetx.jit(lambda x, n: [x for _ in range(n)])(X, 3)
+
+
+@mistake("jit: float(x)", NAMED, "argument x")
+def float_of_traced():
+    statetx.jit(lambda x: float(x.sum()))(X)
+
+
+@mistake("jit: float(state.value)", NAMED, "count")
+def float_of_state():
+    count = State(jnp.zeros(()))
+    statetx.jit(lambda x: x * float(count.value))(X)
+
+
+@mistake("jit: np.sin(x)", jax.errors.TracerArrayConversionError, "argument x", "jnp")
+def numpy_of_traced():
+    statetx.jit(lambda x: np.sin(x))(X)
+
+
+@mistake("jit: np.sin(state.value)", jax.errors.TracerArrayConversionError, "w", "jnp")
+def numpy_of_state():
+    w = State(X)
+    statetx.jit(lambda x: x * np.sin(w.value))(X)
+
+
+@mistake("jit: x[mask] of a state", jax.errors.NonConcreteBooleanIndexError, "bool[4]")
+def mask_of_state():
+    mask = State(X > 0)
+    statetx.jit(lambda x: x[mask.value])(X)
+
+
+# -- writes that leak --------------------------------------------------------------------------------------------------
+
+
+def accumulate(total):
+    def add(x):
+        total.value = total.value + x
+        return x.sum()
+
+    return add
+
+
+for text, call in {
+    "jax.jit": lambda f: jax.jit(f)(X),
+    "jax.grad": lambda f: jax.grad(f)(X),
+    "jax.vmap": lambda f: jax.vmap(f)(jnp.ones((2, 4))),
+    "jax.checkpoint": lambda f: jax.grad(jax.checkpoint(f))(X),
+    "jax.lax.scan": lambda f: jax.lax.scan(lambda c, x: (c, f(x)), 0.0, jnp.ones((2, 4))),
+    "jax.lax.map": lambda f: jax.lax.map(f, jnp.ones((2, 4))),
+    "jax.eval_shape": lambda f: jax.eval_shape(f, X),
+}.items():
+
+    @mistake(f"write under {text}", TraceLeakError, "State 'total'", "mistakes.py:", "statetx.")
+    def leak(call=call):
+        call(accumulate(State(X, name="total")))
+
+
+@mistake("another thread", statetx.ForeignStateError, "State 's'", "thread")
+def another_thread():
+    s, errors = State(X, name="s"), []
+
+    def touch():
+        try:
+            s.value  # noqa: B018
+        except Exception as e:
+            errors.append(e)
+
+    def loss(x):
+        s.value += x
+        thread = threading.Thread(target=touch)
+        thread.start()
+        thread.join()
+        return s.value.sum()
+
+    statetx.grad(loss)(X)
+    raise errors[0]
+
+
+@mistake("io_callback in remat", statetx.EffectError, "io_callback", "mistakes.py:", "pure_callback")
+def callback_in_remat():
+    from jax.experimental import io_callback
+
+    def log(x):
+        io_callback(lambda v: None, None, x)
+        return jnp.sin(x).sum()
+
+    jax.grad(statetx.remat(log))(X)
+
+
+# -- loops and branches ------------------------------------------------------------------------------------------------
+
+
+@mistake("scan: a state as the carry", StateValueError, "State", "its .value")
+def state_as_carry():
+    statetx.scan(lambda c, x: (c, x), State(X), X)
+
+
+@mistake("while_loop: the condition returns a state", StateValueError, "State", "its .value")
+def condition_returns_state():
+    done = State(jnp.array(False))
+    statetx.while_loop(lambda c: done, lambda c: c + 1, 1.0)
+
+
+@mistake("jax.jit(f)(state)", StatetxError, "State 'h'", "h.value")
+def state_to_jax_jit():
+    h = State(X, name="h")
+    jax.jit(lambda s: s)(h)
+
+
+@mistake("jax.grad(f)(state)", StatetxError, "State 'h'", "h.value")
+def state_to_jax_grad():
+    h = State(X, name="h")
+    jax.grad(lambda s: s.sum())(h)
+
+
+@mistake("jit: a state is returned to jax.jit", StatetxError, "State 'h'", "h.value")
+def state_from_jax_jit():
+    h = State(X, name="h")
+    jax.jit(lambda: h)()
+
+
+@mistake("scan: a state changes its shape", statetx.CarryTypeError, "State 'h'", "f32[4]", "f32[8]", "mistakes.py:")
+def shape_changes():
+    h = State(X, name="h")
+
+    def step(c, x):
+        h.value = jnp.concatenate([h.value, h.value])
+        return c, x
+
+    statetx.scan(step, 0.0, X)
+
+
+@mistake("scan: a state changes its dtype", statetx.CarryTypeError, "State 'n'", "i32[]", "f32[]")
+def dtype_changes():
+    n = State(jnp.int32(0), name="n")
+
+    def step(c, x):
+        n.value = n.value + jnp.float32(0.5)
+        return c, x
+
+    statetx.scan(step, 0.0, X)
+
+
+@mistake("scan: the carry changes its type", statetx.CarryTypeError, "carry", "f32[]", "f32[4]")
+def carry_changes():
+    statetx.scan(lambda c, x: (c + X, x), jnp.float32(0), X)
+
+
+@mistake("scan: an item of the carry changes its type", statetx.CarryTypeError, "carry['h']", "f32[4]", "f32[]")
+def item_of_carry_changes():
+    statetx.scan(lambda c, x: ({"h": c["h"].sum()}, x), {"h": X}, X)
+
+
+@mistake("scan: the body returns one value", (TypeError, ValueError), "step", "carry", "return carry, y", "f32[]")
+def body_returns_one():
+    def step(c, x):
+        return c + x
+
+    statetx.scan(step, jnp.float32(0), X)
+
+
+@mistake("scan: the body returns three values", (TypeError, ValueError), "step", "3", "return carry, y")
+def body_returns_three():
+    def step(c, x):
+        return c, x, x
+
+    statetx.scan(step, jnp.float32(0), X)
+
+
+@mistake("scan: the body returns nothing", (TypeError, ValueError), "step", "None", "return carry, y")
+def body_returns_nothing():
+    def step(c, x):
+        pass
+
+    statetx.scan(step, jnp.float32(0), X)
+
+
+@mistake("scan: xs of different lengths", ValueError, "xs['a']", "4", "xs['b']", "3")
+def different_lengths():
+    statetx.scan(lambda c, x: (c, x["a"]), 0.0, {"a": X, "b": jnp.ones(3)})
+
+
+@mistake("scan: length= disagrees", ValueError, "length=5", "xs", "4")
+def wrong_length():
+    statetx.scan(lambda c, x: (c, x), 0.0, X, length=5)
+
+
+@mistake("scan: a scalar as xs", ValueError, "xs['b']", "f32[]", "leading axis")
+def scalar_xs():
+    statetx.scan(lambda c, x: (c, None), 0.0, {"a": X, "b": jnp.float32(1)})
+
+
+@mistake("scan: no xs, no length", ValueError, "length=")
+def no_length():
+    statetx.scan(lambda c, x: (c, x), 0.0)
+
+
+@mistake("scan: a state is created in the body", statetx.CreatedStateError, "State", "before the")
+def created_in_body():
+    kept = []
+
+    def step(c, x):
+        kept.append(State(x))
+        return c, x
+
+    statetx.scan(step, 0.0, X)
+
+
+@mistake("scan(states={'wieghts': 0})", StateFilterError, "model.wieghts", "Did you mean 'model.weights'?")
+def misspelt_states():
+    model = {"weights": State(X)}
+    statetx.scan(lambda c, x: (c, model["weights"].value), 0.0, X, states={"model.wieghts": 0})
+
+
+@mistake("scan(states=Param)", StateValueError, "states={statetx.Param: 0}")
+def states_not_a_mapping():
+    statetx.scan(lambda c, x: (c, x), 0.0, X, states=Param)
+
+
+@mistake("scan: Broadcast is written", StateAccessError, "Broadcast", "Carry")
+def broadcast_written():
+    h = State(X, name="h")
+
+    def step(c, x):
+        h.value = h.value + x
+        return c, x
+
+    statetx.scan(step, 0.0, X, states={State: statetx.Broadcast})
+
+
+@mistake("vmap: a write differs between examples", (StateAccessError, StateValueError), "State 's'", "states={'s': 0}")
+def differs_per_example():
+    s = State(jnp.float32(0), name="s")
+
+    def f(x):
+        s.value = s.value + x
+        return x
+
+    statetx.vmap(f)(X)
+
+
+@mistake("vmap(states={State: Carry})", StateValueError, "Carry", "an axis", "Split")
+def carry_in_vmap():
+    statetx.vmap(double, states={State: Carry})(X)
+
+
+@mistake("cond: outputs of different types", TypeError, "f32[4]", "f32[]", "yes", "no")
+def cond_outputs():
+    def yes(x):
+        return x
+
+    def no(x):
+        return x.sum()
+
+    statetx.cond(jnp.array(True), yes, no, X)
+
+
+@mistake("cond: outputs of different structure", TypeError, "yes at", "no at", "(f32[4], f32[4])")
+def cond_structure():
+    def yes(x):
+        return x, x
+
+    def no(x):
+        return x
+
+    statetx.cond(jnp.array(True), yes, no, X)
+
+
+@mistake("cond: lambdas of different types", TypeError, "f32[4]", "f32[]", "mistakes.py:")
+def cond_lambdas():
+    statetx.cond(jnp.array(True), lambda x: x, lambda x: x.sum(), X)
+
+
+@mistake("cond: a state gets another type", statetx.CarryTypeError, "State 's'", "f32[4]", "f32[]")
+def cond_state():
+    s = State(X, name="s")
+
+    def write(x):
+        s.value = x.sum()
+
+    statetx.cond(jnp.array(True), write, lambda x: None, X)
+
+
+@mistake("while_loop in reverse mode", ValueError, "while_loop(", "checkpoint=", "Slots(")
+def while_in_reverse():
+    def newton(a):
+        return statetx.while_loop(lambda x: abs(x * x - a) > 1e-3, lambda x: (x + a / x) / 2, a)
+
+    statetx.grad(newton)(2.0)
+
+
+@mistake("while_loop in reverse mode, states", ValueError, "while_loop(", "checkpoint=", "Slots(")
+def while_in_reverse_with_states():
+    h = State(jnp.float32(2))
+
+    def body(i):
+        h.value = jnp.sin(h.value)
+        return i + 1
+
+    def loss(x):
+        h.value = x
+        statetx.while_loop(lambda i: i < 3, body, 0)
+        return h.value
+
+    statetx.jit(statetx.grad(loss))(2.0)
+
+
+@mistake("while_loop under jax.grad", ValueError, "while_loop(", "checkpoint=", "Slots(")
+def while_under_jax_grad():
+    jax.grad(lambda a: statetx.while_loop(lambda x: x < 9, lambda x: x * a, a))(2.0)
+
+
+@mistake("fori_loop with traced bounds in reverse mode", ValueError, "fori_loop(", "Python integers", "Slots(")
+def fori_in_reverse():
+    statetx.jit(jax.grad(lambda a, n: statetx.fori_loop(0, n, lambda i, x: x * a, a)))(2.0, N)
+
+
+@mistake("fori_loop(checkpoint=) with traced bounds", PolicyError, "concrete bounds", "while_loop(")
+def fori_checkpoint():
+    statetx.jit(lambda n: statetx.fori_loop(0, n, lambda i, x: x, 1.0, checkpoint=2))(N)
+
+
+@mistake("while_loop: the condition is not a bool", TypeError, "scalar bool", "f32[]")
+def condition_of_float():
+    statetx.while_loop(lambda x: x, lambda x: x, 1.0)
+
+
+@mistake("while_loop: the condition writes", StateAccessError, "'h'", "condition", "body")
+def condition_writes():
+    h = State(jnp.float32(0))
+
+    def condition(x):
+        h.value = x
+        return x < 1
+
+    statetx.while_loop(condition, lambda x: x + 1, 0.0)
+
+
+for text, words in {
+    "auot": ("'auot'", "Did you mean 'auto'?"),
+    "2 gigs": ("'2 gigs' is not a size", "'2GiB'"),
+}.items():
+
+    @mistake(f"scan(checkpoint={text!r})", PolicyError, "checkpoint=", *words)
+    def wrong_checkpoint(text=text):
+        statetx.scan(lambda c, x: (c, x), 0.0, X, checkpoint=text)
+
+
+@mistake("scan(checkpoint=True)", PolicyError, "checkpoint=True", "Slots", "'auto'")
+def checkpoint_true():
+    statetx.scan(lambda c, x: (c, x), 0.0, X, checkpoint=True)
+
+
+@mistake("scan(checkpoint=policies.dots)", PolicyError, "checkpoint=dots", "policy=dots", "Slots")
+def checkpoint_policy():
+    statetx.scan(lambda c, x: (c, x), 0.0, X, checkpoint=policies.dots)
+
+
+@mistake("Slots(0)", PolicyError, "Slots", "at least 1", "0")
+def no_slots():
+    policies.Slots(0)
+
+
+@mistake("Slots(2.5)", PolicyError, "Slots", "2.5")
+def fractional_slots():
+    policies.Slots(2.5)
+
+
+@mistake("Lengths(3, 2) of 4 steps", PolicyError, "Lengths(3, 2)", "4", "Fix:")
+def wrong_lengths():
+    statetx.scan(lambda c, x: (c, x), 0.0, X, checkpoint=(3, 2))
+
+
+@mistake("scan(checkpoint='1B')", PolicyError, "1 B")
+def tiny_checkpoint():
+    step = lambda c, x: (jnp.sin(c * x), None)  # noqa: E731
+    jax.grad(lambda c: statetx.scan(step, c, X, checkpoint="1B")[0])(2.0)
+
+
+# -- budgets and plans -------------------------------------------------------------------------------------------------
+
+for text in ("2 gigs", 1.5, 0, -1, "lots", None):
+
+    @mistake(f"plan(budget={text!r})", PolicyError, f"{text!r} is not a size", "2**31", "'2GiB'", "0.5")
+    def wrong_budget(text=text):
+        statetx.plan(lambda x: jnp.sin(x).sum(), X, budget=text)
+
+
+@mistake("remat(policy='fit:2GBB')", PolicyError, "'2GBB' is not a size", "'2GiB'")
+def wrong_fit():
+    statetx.remat(double, policy="fit:2GBB")
+
+
+@mistake("larger_than('big')", PolicyError, "'big' is not a size", "'2GiB'")
+def wrong_size():
+    policies.larger_than("big")
+
+
+@mistake("plan without a budget", TypeError, "budget")
+def no_budget():
+    statetx.plan(lambda x: jnp.sin(x).sum(), X)
+
+
+@mistake("plan(objective='flop')", ValueError, "'flop'", "Did you mean 'flops'?")
+def misspelt_objective():
+    statetx.plan(lambda x: jnp.sin(x).sum(), X, budget=0.5, objective="flop")
+
+
+# -- names that statetx does not have ----------------------------------------------------------------------------------
+
+for name, words in {
+    "pmap": ("statetx.shard_map", "statetx.jit"),
+    "lax": ("statetx.scan", "statetx.cond", "jax.lax"),
+    "for_loop": ("statetx.fori_loop",),
+    "custom_vjp": ("jax.custom_vjp",),
+    "custom_jvp": ("jax.custom_jvp",),
+    "associative_scan": ("jax.lax.associative_scan", "statetx.scan"),
+    "numpy": ("jax.numpy",),
+    "random": ("jax.random", "RngState"),
+    "Module": ("class",),
+    "Variable": ("statetx.State",),
+    "Rngs": ("statetx.RngState",),
+    "ParamState": ("statetx.Param",),
+    "checkpoint_policies": ("statetx.policies",),
+}.items():
+
+    @mistake(f"statetx.{name}", AttributeError, f"has no attribute {name!r}", *words)
+    def unknown_name(name=name):
+        getattr(statetx, name)
+
+
+# -- packages that are not installed -----------------------------------------------------------------------------------
+
+
+def without(package, run):
+    """Run with imports of a package and of its loaded modules blocked."""
+    names = [name for name in sys.modules if name.partition(".")[0] == package]
+    saved = {name: sys.modules.pop(name) for name in names}
+    blocked = {name: None for name in {*names, package}}
+    sys.modules.update(blocked)
+    try:
+        run()
+    finally:
+        for name in blocked:
+            sys.modules.pop(name, None)
+        sys.modules.update(saved)
+
+
+@mistake("scan(progress=True) without rich", ImportError, "rich", "pip install 'statetx[plot]'")
+def scan_without_rich():
+    without("rich", lambda: statetx.scan(lambda c, x: (c, x), 0.0, X, progress=True))
+
+
+@mistake("plan(progress=True) without rich", ImportError, "rich", "pip install 'statetx[plot]'")
+def plan_without_rich():
+    without("rich", lambda: statetx.plan(lambda x: jnp.sin(x).sum(), X, budget=0.5, progress=True))
+
+
+@mistake("residuals.plot() without matplotlib", ImportError, "matplotlib", "pip install 'statetx[plot]'")
+def plot_without_matplotlib():
+    residuals = statetx.saved_residuals(lambda x: jnp.sin(x).sum(), X)
+    without("matplotlib", residuals.plot)
+
+
+@mistake("plan.plot() without matplotlib", ImportError, "matplotlib", "pip install 'statetx[plot]'")
+def plan_plot_without_matplotlib():
+    plan = object.__new__(statetx.Plan)
+    without("matplotlib", plan.plot)
+
+
+@mistake("Checkpointer without orbax", ImportError, "orbax", "pip install 'statetx[saving]'")
+def checkpointer_without_orbax():
+    without("orbax", lambda: statetx.Checkpointer("/tmp/none", {"w": Param(X)}).save(0))
+
+
+# -- stacks ------------------------------------------------------------------------------------------------------------
+
+
+class Layer:
+    def __init__(self, size=4, activation=jnp.tanh, **attributes):
+        self.w, self.activation = Param(jnp.ones(size)), activation
+        vars(self).update(attributes)
+
+    def __call__(self, x):
+        return self.activation(x * self.w.value)
+
+
+@mistake("stack: different sizes", StateValueError, "'w'", "f32[4]", "f32[8]", "layer 1")
+def stack_sizes():
+    statetx.stack([Layer(4), Layer(8)])
+
+
+@mistake("stack: different activations", StateValueError, "'activation'", "tanh", "sin", "layer 1")
+def stack_activations():
+    statetx.stack([Layer(), Layer(activation=jnp.sin)])
+
+
+@mistake("stack: different lambdas", StateValueError, "'activation'", "mistakes.py:", "layer 1")
+def stack_lambdas():
+    statetx.stack([Layer(activation=lambda x: x), Layer(activation=lambda x: -x)])
+
+
+@mistake("stack: different numbers", StateValueError, "'rate'", "0.1", "0.2")
+def stack_numbers():
+    statetx.stack([Layer(rate=0.1), Layer(rate=0.2)])
+
+
+@mistake("stack: different arrays", StateValueError, "'mask'", "f32[4]", "statetx.State")
+def stack_arrays():
+    statetx.stack([Layer(mask=X), Layer(mask=2 * X)])
+
+
+@mistake("stack: different classes", StateValueError, "Layer in layer 0", "Block in layer 1")
+def stack_classes():
+    statetx.stack([Layer(), Block()])
+
+
+@mistake("stack: different attributes", StateValueError, "bias", "layer 1")
+def stack_attributes():
+    statetx.stack([Layer(), Layer(bias=Param(X))])
+
+
+@mistake("stack: classes of one name", StateValueError, "Layer", "mistakes.py:", "layer 1")
+def stack_same_name():
+    def make(size):
+        class Layer:
+            def __init__(self):
+                self.w = Param(jnp.ones(size))
+
+        return Layer()
+
+    statetx.stack([make(4), make(4)])
+
+
+@mistake("stack(make) without num", ValueError, "num", "stack(Layer, 12)")
+def stack_without_num():
+    statetx.stack(Layer)
+
+
+@mistake("stack(module)", TypeError, "object", "num")
+def stack_one_layer():
+    statetx.stack(object(), 3)
+
+
+# -- the optimizer -----------------------------------------------------------------------------------------------------
+
+
+def adam(model):
+    return statetx.Optimizer(optax.adam(1e-3), statetx.states(model, Param))
+
+
+@mistake("Optimizer(tx, model)", StateFilterError, "Block", "statetx.states(model, statetx.Param)")
+def optimizer_of_model():
+    statetx.Optimizer(optax.adam(1e-3), Block())
+
+
+@mistake("Optimizer(model, tx)", TypeError, "Block", "optax.adam(1e-3)")
+def optimizer_swapped():
+    statetx.Optimizer(Block(), optax.adam(1e-3))
+
+
+@mistake("Optimizer(optax.adam, states)", TypeError, "adam", "optax.adam(1e-3)", "call")
+def optimizer_not_called():
+    statetx.Optimizer(optax.adam, statetx.states(Block(), Param))
+
+
+@mistake("Optimizer(tx, Param)", StateFilterError, "Param", "statetx.states(model")
+def optimizer_of_filter():
+    statetx.Optimizer(optax.adam(1e-3), Param)
+
+
+@mistake("Optimizer without states", StateFilterError, "no states")
+def optimizer_without_states():
+    statetx.Optimizer(optax.adam(1e-3), {})
+
+
+@mistake("update with gradients of an argument", GradientError, "'w'", "single array", "wrt=optimizer.states")
+def gradients_of_argument():
+    model = Block()
+    adam(model).update(statetx.grad(lambda x: model(x).sum())(X))
+
+
+@mistake("update with gradients of other states", GradientError, "'mean'", "'w'", "wrt=optimizer.states")
+def gradients_of_others():
+    model = Block()
+    adam(model).update({"mean": X})
+
+
+@mistake("update with gradients of another shape", GradientError, "'w'", "f32[4,4]", "f32[4]")
+def gradients_of_other_shape():
+    model = Block()
+    adam(model).update({"w": X})
+
+
+@mistake("one state, a dict of gradients", GradientError, "'w'", "wrt=optimizer.states")
+def gradients_for_one_state():
+    w = Param(X, name="w")
+    statetx.Optimizer(optax.sgd(1.0), w).update({"w": X})
+
+
+# -- functionalize, remat of an object ---------------------------------------------------------------------------------
+
+
+@mistake("functionalize: a value is missing", StateAccessError, "model.w")
+def missing_value():
+    statetx.functionalize(loss_of)({}, Block(), X)
+
+
+@mistake("remat(block).wieght", AttributeError, "wieght")
+def attribute_of_wrapped():
+    statetx.remat(Block()).wieght  # noqa: B018
+
+
+@mistake("remat(states=) excludes a touched state", StateAccessError, "mean", "Fix:")
+def excluded_state():
+    jax.grad(lambda x: statetx.remat(Block(), states=Param)(x).sum())(X)
+
+
+@mistake("states(model, 3)", StateFilterError, "Not a filter: 3", "state type")
+def not_a_filter():
+    statetx.states(Block(), 3)
+
+
+@mistake("states(model, Not())", TypeError, "Not", "filter")
+def not_without_filter():
+    statetx.states(Block(), Not())
+
+
+@mistake("checkpoint_name(x)", TypeError, "name")
+def no_name():
+    statetx.checkpoint_name(X)
+
+
+@mistake("checkpoint_name('hidden', x)", TypeError, "checkpoint_name", "string", "f32[4]")
+def swapped_name():
+    statetx.checkpoint_name("hidden", X)
+
+
+def outcome(case: Mistake) -> tuple[BaseException | None, list[str]]:
+    """What a mistake raises, and what is wrong with it."""
+    try:
+        case.run()
+    except BaseException as e:
+        wrong = [] if isinstance(e, case.error) else [f"it raises {type(e).__name__}"]
+        return e, wrong + [f"its message lacks {word!r}" for word in case.words if word not in message(e)]
+    return None, ["it raises nothing"]
+
+
+if __name__ == "__main__":
+    for case in TABLE:
+        error, wrong = outcome(case)
+        first_line = "" if error is None else message(error).partition("\n")[0]
+        print(f"{case.name}\n  {type(error).__name__}: {first_line}{''.join(f'{chr(10)}  WRONG: {w}' for w in wrong)}")

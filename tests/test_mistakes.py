@@ -1,0 +1,85 @@
+"""Every mistake of the table raises an error that names the culprit and the fix; states are still no arrays to anybody who only asks."""
+
+import collections.abc
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mistakes import TABLE, message, outcome
+
+import statetx
+from statetx import Param, RngState, State, policies
+
+X = jnp.ones(4)
+
+
+@pytest.mark.parametrize("case", TABLE, ids=[case.name for case in TABLE])
+def test_message_names_the_culprit_and_the_fix(case):
+    error, wrong = outcome(case)
+    assert not wrong, f"{wrong}\n{error and message(error)}"
+
+
+def test_names_of_mistakes_are_unique():
+    names = [case.name for case in TABLE]
+    assert len(set(names)) == len(names) >= 127
+
+
+# -- what states and policies must still do ------------------------------------------------------------------------------
+
+
+class Tagged(State):
+    """A subclass with an attribute of an array's name."""
+
+    def __init__(self, value):
+        super().__init__(value)
+        self.shape = "round"
+
+
+@pytest.mark.parametrize("state", [State(X), Param(X), RngState(0), Tagged(X)])
+def test_states_are_compared_by_identity_and_are_leaves(state):
+    assert state == state and state != State(X) and hash(state) == hash(state)
+    assert state in [state] and {state: 1}[state] == 1
+    assert jax.tree.leaves({"a": state}) == [state]
+    assert jax.tree.structure(state) == jax.tree.structure(0)
+    for protocol in (collections.abc.Iterable, collections.abc.Callable, collections.abc.Hashable):
+        assert isinstance(state, protocol) == (protocol is collections.abc.Hashable)
+    other = pickle.loads(pickle.dumps(state))
+    copies = [copy.copy(state), copy.deepcopy(state), other]
+    assert all(type(c) is type(state) and c is not state for c in copies)
+
+
+def test_attribute_of_a_subclass_replaces_the_message():
+    assert Tagged(X).shape == "round" and "shape" in dir(Tagged(X)) and "dtype" not in dir(Tagged(X))
+    assert not {"shape", "T", "at"} & {*dir(State(X))} and {"value", "metadata"} <= {*dir(State(X))}
+    assert not hasattr(State, "shape") and not hasattr(State(X), "shape") and getattr(State(X), "dtype", 3) == 3
+
+
+def test_state_is_an_item_of_an_array_of_objects():
+    states = [State(X), RngState(0)]
+    held = np.empty(2, object)
+    held[0], held[1] = states
+    assert list(held) == states and list(statetx.states(held).values()) == states
+
+
+def test_states_and_models_are_arguments_of_transforms():
+    w = Param(X)
+    loss = lambda w, x: (w.value * x).sum()  # noqa: E731
+    assert statetx.jit(loss)(w, X) == statetx.remat(loss)(w, X) == 4
+    assert statetx.grad(loss, argnums=1)(w, X).shape == (4,)
+    assert statetx.vmap(lambda x, w: x * w.value[0], in_axes=(0, None))(X, w).shape == (4,)
+
+
+def test_jax_may_ask_a_policy_for_its_truth_value():
+    f = lambda x: jnp.sin(x @ x)  # noqa: E731
+    assert jax.grad(jax.checkpoint(f, policy=policies.dots))(X).shape == (4,)
+
+
+def test_options_are_those_of_the_signature():
+    import inspect
+
+    assert "unknown" not in inspect.signature(statetx.remat).parameters
+    assert statetx.jit(fun=lambda x: x, static_argnums=())(1.0) == 1.0
+    assert statetx.grad(argnums=0)(lambda x: x * x)(3.0) == 6.0

