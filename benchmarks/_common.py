@@ -32,7 +32,6 @@ def parse_args(doc: str, **more: Any) -> argparse.Namespace:
         "--rounds", type=int, metavar="N", help="interleaved rounds, in place of the benchmark's own number"
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write results and samples to OUT")
-    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="renew our section in PAGE")
     for flag, options in more.items():
         parser.add_argument(f"--{flag}", **options)
     return parser.parse_args()
@@ -188,9 +187,10 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     Console(width=width).print(table)
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    rule = ["---"] + ["--:"] * (len(columns) - 1)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (columns, rule, *rows))
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, rule: str = "--:") -> str:
+    """A table whose columns but the first are aligned by `rule`: to the right by default."""
+    rule_line = ["---"] + [rule] * (len(columns) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (columns, rule_line, *rows))
 
 
 def write_json(path: Path, env: dict[str, Any], results: dict[str, Any]) -> None:

@@ -34,9 +34,7 @@ from _common import (
     header,
     interleave,
     judge,
-    markdown_table,
     parse_args,
-    renew_section,
     show,
     spread,
     summaries,
@@ -69,7 +67,7 @@ def new_values(step: str, num: int) -> list[jax.Array]:
 
 
 def tree_sum(values: list) -> Any:
-    """Add neighbours, to avoid one long chain of additions."""
+    """Add neighbors, to avoid one long chain of additions."""
     while len(values) > 1:
         values = [sum(values[i : i + 8]) for i in range(0, len(values), 8)]
     return values[0]
@@ -282,7 +280,7 @@ def rows(results: dict[str, Any]) -> list[list[str]]:
     return [
         [
             f"{step}: {name}",
-            f"{num:,}",
+            f"{int(num):,}",
             f"{1e6 * r['cpu']['median']:,.1f}",
             spread(r["cpu"], 1e6, 1),
             f"{1e6 * r['cpu']['min']:,.1f}",
@@ -311,10 +309,6 @@ def main() -> None:
     print("\n".join(lines))
     if options.json:
         write_json(options.json, env, {"rounds": rounds, "results": results, "figures": figures, "verdict": lines})
-    if options.markdown:
-        verdict = "\n".join(f"- {line}" for line in lines)
-        text = [f"{header(env)}; {rounds} rounds.", markdown_table(COLUMNS, rows(results)), verdict]
-        renew_section(options.markdown, "bench_dispatch", "\n\n".join(text))
 
 
 if __name__ == "__main__":

@@ -28,9 +28,7 @@ from _common import (
     header,
     interleave,
     judge,
-    markdown_table,
     parse_args,
-    renew_section,
     show,
     spread,
     summaries,
@@ -217,10 +215,6 @@ def main() -> None:
     print("\n".join(lines))
     if options.json:
         write_json(options.json, env, {"rounds": rounds, "results": results, "figures": figures, "verdict": lines})
-    if options.markdown:
-        verdict = "\n".join(f"- {line}" for line in lines)
-        text = [f"{header(env)}; {rounds} rounds, {calls} calls for growth.", markdown_table(COLUMNS, rows(results))]
-        renew_section(options.markdown, "bench_eager", "\n\n".join([*text, verdict]))
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ from _common import (
     header,
     interleave,
     judge,
-    markdown_table,
     parse_args,
-    renew_section,
     show,
     spread,
     summaries,
@@ -89,13 +87,6 @@ def main() -> None:
     print("\n".join(lines))
     if options.json:
         write_json(options.json, env, {"results": results, "figures": figures, "verdict": lines})
-    if options.markdown:
-        verdict = "\n".join(f"- {line}" for line in lines)
-        renew_section(
-            options.markdown,
-            "bench_import",
-            "\n\n".join([header(env), markdown_table(COLUMNS, rows(results)), verdict]),
-        )
 
 
 if __name__ == "__main__":

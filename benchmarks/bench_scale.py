@@ -2,7 +2,7 @@
 
 Measured
     states: dispatch of a jitted step over 10 to 10,000 scalar states, and its trace. unrolled layers: trace and lowering of
-    the value and gradient of 1 to 1,000 rematerialised layers. stacked layers: the same with ``statetx.stack``, which
+    the value and gradient of 1 to 1,000 rematerialized layers. stacked layers: the same with ``statetx.stack``, which
     traces one. steps: the same of a scan with ``checkpoint=Slots(100)`` over 10 to 1,000,000 steps. nesting: of ``remat``
     within ``remat``, up to eight deep.
     Each also for hand-written JAX if it has an equivalent. CPU time; the least of some repeats.
@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _common import Stopwatch, environment, header, judge, markdown_table, parse_args, renew_section, show, write_json
+from _common import Stopwatch, environment, header, judge, parse_args, show, write_json
 
 import statetx
 from statetx.policies import Slots
@@ -210,13 +210,14 @@ def picture(results: dict[str, dict[int, dict[str, float]]], path: str) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
-    figure = Figure(figsize=(12, 2.9), layout="constrained")
-    colours = {"trace": "#0072b2", "dispatch": "#d55e00"}
-    for axes, (kind, costs) in zip(figure.subplots(1, len(results)), results.items(), strict=True):
+    figure = Figure(figsize=(9, 5.2), layout="constrained", facecolor="white")
+    panels = figure.subplots(2, (len(results) + 1) // 2).ravel()
+    colors = {"trace": "#0072b2", "dispatch": "#d55e00"}
+    for axes, (kind, costs) in zip(panels, results.items(), strict=False):
         for name in next(iter(costs.values())):
             base, _, twin = name.partition(", ")
             style = {"linestyle": "--", "alpha": 0.6} if twin else {"marker": "o", "markersize": 4}
-            axes.loglog(list(costs), [1e3 * c[name] for c in costs.values()], color=colours[base], label=name, **style)
+            axes.loglog(list(costs), [1e3 * c[name] for c in costs.values()], color=colors[base], label=name, **style)
         values = [1e3 * value for c in costs.values() for value in c.values()]
         axes.set_ylim(min(values) / 2, max(2 * max(values), 50 * min(values)))  # a flat cost must look flat
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -226,9 +227,11 @@ def picture(results: dict[str, dict[int, dict[str, float]]], path: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
         axes.legend(frameon=False, fontsize=7)
-    figure.axes[0].set_ylabel("CPU ms", fontsize=8)
+    for axes in panels[len(results) :]:
+        axes.set_visible(False)
+    figure.supylabel("CPU ms", fontsize=9)
     figure.supxlabel("how many", fontsize=9)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata={"Date": None})
 
 
 COLUMNS = ("growing quantity", "number", "cost", "CPU ms")
@@ -236,7 +239,7 @@ COLUMNS = ("growing quantity", "number", "cost", "CPU ms")
 
 def rows(results: dict[str, dict[int, dict[str, float]]]) -> list[list[str]]:
     return [
-        [kind, f"{num:,}", name, f"{1e3 * value:,.3f}" if value < 0.01 else f"{1e3 * value:,.0f}"]
+        [kind, f"{int(num):,}", name, f"{1e3 * value:,.3f}" if value < 0.01 else f"{1e3 * value:,.0f}"]
         for kind, by_size in results.items()
         for num, costs in by_size.items()
         for name, value in costs.items()
@@ -244,7 +247,7 @@ def rows(results: dict[str, dict[int, dict[str, float]]]) -> list[list[str]]:
 
 
 def main() -> None:
-    options = parse_args(__doc__ or "", plot={"metavar": "PNG", "help": "draw the growth"})
+    options = parse_args(__doc__ or "", plot={"metavar": "PICTURE", "help": "draw the growth"})
     env = environment()
     print(header(env))
     results = {}
@@ -258,11 +261,6 @@ def main() -> None:
         picture(results, options.plot)
     if options.json:
         write_json(options.json, env, {"results": results, "figures": figures, "verdict": lines})
-    if options.markdown:
-        verdict = "\n".join(f"- {line}" for line in lines)
-        renew_section(
-            options.markdown, "bench_scale", "\n\n".join([header(env), markdown_table(COLUMNS, rows(results)), verdict])
-        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trace and lowering of a rematerialised 24-block MLP's value and gradient, a counter state in each block.
+"""Trace and lowering of a rematerialized 24-block MLP's value and gradient, a counter state in each block.
 
 Compared
     The same program, written by hand in plain JAX with its counters passed in and out (one function object for
@@ -52,10 +52,8 @@ from _common import (
     header,
     interleave,
     judge,
-    markdown_table,
     num_equations,
     parse_args,
-    renew_section,
     show,
     spread,
     summaries,
@@ -156,8 +154,8 @@ def one_function_object() -> Callable[[], Callable]:
     def block(w: dict, count: Any, x: Any) -> tuple[Any, Any]:
         return affine_pair(x, **w), count + 1
 
-    rematerialised = jax.checkpoint(block)
-    return lambda: rematerialised
+    rematerialized = jax.checkpoint(block)
+    return lambda: rematerialized
 
 
 def fresh_closures() -> Callable[[], Callable]:
@@ -563,14 +561,6 @@ def main() -> None:
             env,
             {"rounds": rounds, "results": results, "first": first, "figures": figures, "verdict": lines},
         )
-    if options.markdown:
-        text = [
-            f"{header(env)}; {rounds} rounds.",
-            markdown_table(TIMES, time_rows(results)),
-            markdown_table(COUNTS, count_rows(results)),
-            "\n".join(f"- {line}" for line in lines),
-        ]
-        renew_section(options.markdown, "bench_trace", "\n\n".join(text))
 
 
 if __name__ == "__main__":

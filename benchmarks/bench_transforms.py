@@ -44,10 +44,8 @@ from _common import (
     header,
     interleave,
     judge,
-    markdown_table,
     num_equations,
     parse_args,
-    renew_section,
     show,
     spread,
     summaries,
@@ -67,7 +65,7 @@ _runs = 0  # of the cell's Python body
 
 
 def gru(weights: dict, stats: dict, h: Any, x: Any) -> tuple[Any, dict]:
-    """One step of a gated recurrent unit on inputs normalised by running averages: the work of both sides."""
+    """One step of a gated recurrent unit on inputs normalized by running averages: the work of both sides."""
     global _runs
     _runs += 1
     x_mean = x.mean(axis=0)
@@ -621,9 +619,6 @@ def main() -> None:
     print("\n".join(lines))
     if options.json:
         write_json(options.json, env, {"rounds": rounds, "results": results, "figures": figures, "verdict": lines})
-    if options.markdown:
-        text = [f"{header(env)}; {rounds} rounds.", markdown_table(COLUMNS, rows(results)), "\n".join(lines)]
-        renew_section(options.markdown, "bench_transforms", "\n\n".join(text))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Programs of the brainstate family under statetx's transforms, beside brainstate's own.
 
 Compared
-    The programs of ``tests/ecosystem/brain_programs.py``, which use layers, optimisers and trainers of braintools,
+    The programs of ``tests/ecosystem/brain_programs.py``, which use layers, optimizers and trainers of braintools,
     brainpy.state, braincell and braintrace. Each is built twice in one process, with brainstate's transforms and with
     statetx's; their outputs are compared before anything is timed.
 
@@ -127,7 +127,9 @@ def row(name: str, result: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    options = parse_args(__doc__ or "", only={"nargs": "+", "choices": list(PROGRAMS), "help": "these programs alone"})
+    only = {"nargs": "+", "choices": list(PROGRAMS), "help": "these programs alone"}
+    page = {"type": Path, "metavar": "PAGE", "help": "renew our section in PAGE"}
+    options = parse_args(__doc__ or "", only=only, markdown=page)
     warnings.filterwarnings("ignore", message="ETP primitive")
     env = environment()
     size = Size() if options.quick else Size(steps=100, batch=32, hidden=64)

@@ -2,7 +2,7 @@
 
 Compared
     A transformer (12 layers, width 768, 12 heads, 1,024 tokens, batch 8) and a gated recurrent model (16,384 steps, width
-    512, batch 64); gradients of the loss with respect to all parameters. The transformer without rematerialisation, with
+    512, batch 64); gradients of the loss with respect to all parameters. The transformer without rematerialization, with
     each stock policy on its blocks, with products offloaded to the host, and with plans for two thirds and for a third of
     the memory it takes. The recurrent model with every step stored, in nested loops, by schedules of slots, and with the
     nested loops' checkpoints in the host's memory.
@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import programs
-from _common import environment, header, markdown_table, parse_args, renew_section, show, write_json
+from _common import environment, header, parse_args, show, write_json
 
 import statetx
 from statetx import policies
@@ -48,7 +48,7 @@ def transformer(quick: bool, wrap: Callable = programs.identity) -> programs.Pro
     return programs.transformer(wrap, **(QUICK_TRANSFORMER if quick else TRANSFORMER))
 
 
-def rematerialised(policy: Any) -> Callable[[bool], programs.Program]:
+def rematerialized(policy: Any) -> Callable[[bool], programs.Program]:
     return lambda quick: transformer(quick, lambda f: statetx.remat(f, policy=policy))
 
 
@@ -83,10 +83,10 @@ def recurrent(checkpoint: Any) -> Callable[[bool], programs.Program]:
 IMPLEMENTATIONS: dict[str, dict[str, Callable[[bool], programs.Program]]] = {
     "transformer": {
         "no remat": transformer,
-        "nothing": rematerialised("nothing"),
-        "dots": rematerialised("dots"),
-        "dots_without_batch_dims": rematerialised("dots_without_batch_dims"),
-        "dots, offloaded": rematerialised(policies.offload(policies.dots, otherwise="save")),
+        "nothing": rematerialized("nothing"),
+        "dots": rematerialized("dots"),
+        "dots_without_batch_dims": rematerialized("dots_without_batch_dims"),
+        "dots, offloaded": rematerialized(policies.offload(policies.dots, otherwise="save")),
         "plan, 2/3": planned(2 / 3),
         "plan, 1/3": planned(1 / 3),
     },
@@ -194,10 +194,6 @@ def main() -> None:
     show("On " + env["device"], COLUMNS, rows(results, options.quick))
     if options.json:
         write_json(options.json, env, {"results": results})
-    if options.markdown:
-        renew_section(
-            options.markdown, "gpu", "\n\n".join([header(env), markdown_table(COLUMNS, rows(results, options.quick))])
-        )
 
 
 def merged(samples: list[dict[str, Any]]) -> dict[str, Any]:

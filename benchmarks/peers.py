@@ -1,4 +1,4 @@
-"""Other libraries' dialects of the behaviour table: each row as users of the library would write it.
+"""Other libraries' dialects of the behavior table: each row as users of the library would write it.
 
 If a library has more than one way to write a program, its dialects are tried in turn, and the first that is right
 counts. If a library lacks a transform, JAX's is applied to its functions.
@@ -19,7 +19,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import kinds
-from behaviours import PARAMETERS, RANDOM, VALUES, Call, Dialect, Flags, Functional, Row, namespace, scalar, tangent
+from behaviors import PARAMETERS, RANDOM, VALUES, Call, Dialect, Flags, Functional, Row, namespace, scalar, tangent
 from flax import nnx
 
 bst = brainstate.transform
@@ -234,7 +234,7 @@ class Linen(Functional):
     def build(self, row: Row) -> Any:
         cls = type("Module", (Linen.Module,), namespace(self, row))
         if row.form == "class":
-            cls = self.rematerialise(row, cls)
+            cls = self.rematerialize(row, cls)
         return self.Model(cls, initial(row))
 
     def remat(self, fun: Any, **options: Any) -> Any:
@@ -305,7 +305,7 @@ class Haiku(StaticModel, Functional):
         members = {name: self._property(name) for name in VALUES} | namespace(self, row)
         cls = type(hk.Module)("Model", (Haiku.Module,), members)
         if row.form == "class":
-            cls = self.rematerialise(row, cls)
+            cls = self.rematerialize(row, cls)
         return self.Model(cls, initial(row))
 
     @staticmethod
@@ -419,7 +419,7 @@ class Equinox(Functional):
         top = members.pop("top")
         cls = type(self.Module)("Module", (self.Module,), {**members, "__module__": __name__})
         if row.form == "class":
-            cls = self.rematerialise(row, cls)
+            cls = self.rematerialize(row, cls)
         return self.Model(cls, top, initial(row))
 
     def method(self, body: Callable) -> Callable:

@@ -1,7 +1,7 @@
 """Plans against stock policies: memory of the compiled program, and operations added.
 
 The blocks of each program are marked by `statetx.remat`, where the stock policies act. Each program is planned for 20 budgets
-between the least memory reached and the memory without rematerialisation, and for the memory of each stock policy.
+between the least memory reached and the memory without rematerialization, and for the memory of each stock policy.
 
 Memory is XLA's temporary memory, operations are counted from the equations; both are measured by `statetx.measure` for the
 value and the gradient with respect to the parameters.
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import environment, header, markdown_table, parse_args, renew_section, show, write_json
+from _common import environment, header, parse_args, show, write_json
 from programs import PROGRAMS, Program, identity, scanned_transformer, transformer
 
 import statetx
@@ -137,7 +137,7 @@ def verdicts(name: str, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def fence(quick: bool) -> dict[str, list[int]]:
-    """Temporary bytes without rematerialisation, with ``jax.checkpoint``, and with `statetx.remat`."""
+    """Temporary bytes without rematerialization, with ``jax.checkpoint``, and with `statetx.remat`."""
     temp_bytes = {}
     for name in FENCED:
         make = functools.partial(PROGRAMS[name], **(SMALL[name] if quick else {}))
@@ -179,7 +179,7 @@ def picture(results: dict[str, Any], path: str) -> None:
     """Operations over memory, a panel for each program."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.1 * ((len(results) + 2) // 3)), layout="constrained")
+    figure = Figure(figsize=(11, 3.1 * ((len(results) + 2) // 3)), layout="constrained", facecolor="white")
     panels = np.atleast_1d(figure.subplots((len(results) + 2) // 3, 3)).ravel()
     marks = dict(zip(STOCK, "^sDo", strict=True))
     for axes, (name, result) in zip(panels, results.items(), strict=False):
@@ -203,17 +203,16 @@ def picture(results: dict[str, Any], path: str) -> None:
     panels[0].legend(frameon=False, fontsize=7)
     for axes in panels[len(results) :]:
         axes.set_visible(False)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, metadata={"Date": None})
 
 
 def main() -> None:
     only = {"nargs": "+", "choices": [*PROGRAMS, "fence", "scale"], "help": "these alone"}
-    plot = {"metavar": "PNG", "help": "draw operations over memory"}
+    plot = {"metavar": "PICTURE", "help": "draw operations over memory"}
     options = parse_args(__doc__ or "", only=only, plot=plot)
     env = environment()
     print(header(env))
     chosen = options.only or [*PROGRAMS, "fence", "scale"]
-    text: list[str] = []
     output: dict[str, Any] = {}
     results = {}
     for name in (n for n in PROGRAMS if n in chosen):
@@ -223,30 +222,18 @@ def main() -> None:
             write_json(options.json, env, {"programs": results})
     if results:
         output["programs"] = results
-        text += tables(results)
+        for title, columns, cells in tables(results):
+            show(title, columns, cells)
     if "fence" in chosen:
         output["fence"] = fence(options.quick)
-        columns = ["program", "no remat", "jax.checkpoint", "statetx.remat", "of no remat"]
-        cells = [[n, *(f"{b / MIB:.1f} MiB" for b in v), f"{v[2] / v[0]:.2f}"] for n, v in output["fence"].items()]
-        show("Unrolled programs, default compiler flags", columns, cells)
-        text.append(f"Unrolled programs under default compiler flags:\n\n{markdown_table(columns, cells)}")
+        show(*fence_table(output["fence"]))
     if "scale" in chosen:
         output["scale"] = scale(options.quick)
-        columns = ["program", "equations", "seconds", "to compile it unplanned for use", "compiled"]
-        columns += ["of its budget", "added operations"]
-        cells = [
-            [r["program"], str(r["equations"]), f"{r['seconds']:.1f}", f"{r['seconds to compile unplanned']:.1f}"]
-            + [str(r["compiled"]), f"{r['of budget']:.2f}", f"{100 * r['extra']:.2f}%"]
-            for r in output["scale"]
-        ]
-        show("Time to plan for half of the memory", columns, cells)
-        text.append(f"Time to plan for half of the memory, compilations included:\n\n{markdown_table(columns, cells)}")
+        show(*scale_table(output["scale"]))
     if options.json:
         write_json(options.json, env, {**output, "verdict": lines_of(output)})
     if options.plot and results:
         picture(results, options.plot)
-    if options.markdown:
-        renew_section(options.markdown, "planner", "\n\n".join(text))
 
 
 def lines_of(output: dict[str, Any]) -> list[str]:
@@ -255,7 +242,7 @@ def lines_of(output: dict[str, Any]) -> list[str]:
     for name, r in output.get("programs", {}).items():
         extra = verdicts(name, r)["at full"]
         text = "none" if extra is None else f"{100 * extra:+.1f}%"
-        lines.append(f"{name}: {text} operations at full rematerialisation's memory")
+        lines.append(f"{name}: {text} operations at full rematerialization's memory")
     lines += [
         f"{n}: {v[2] / v[0]:.2f} of no remat's memory by the fence alone" for n, v in output.get("fence", {}).items()
     ]
@@ -265,7 +252,27 @@ def lines_of(output: dict[str, Any]) -> list[str]:
     return lines
 
 
-def tables(results: dict[str, Any]) -> list[str]:
+Table = tuple[str, list[str], list[list[str]]]  # title, columns, rows
+
+
+def fence_table(results: dict[str, list[int]]) -> Table:
+    columns = ["program", "no remat", "jax.checkpoint", "statetx.remat", "of no remat"]
+    cells = [[n, *(f"{b / MIB:.1f} MiB" for b in v), f"{v[2] / v[0]:.2f}"] for n, v in results.items()]
+    return "Unrolled programs under default compiler flags", columns, cells
+
+
+def scale_table(results: list[dict[str, Any]]) -> Table:
+    columns = ["program", "equations", "seconds", "to compile it unplanned for use", "compiled"]
+    columns += ["of its budget", "added operations"]
+    cells = [
+        [r["program"], str(r["equations"]), f"{r['seconds']:.1f}", f"{r['seconds to compile unplanned']:.1f}"]
+        + [str(r["compiled"]), f"{r['of budget']:.2f}", f"{100 * r['extra']:.2f}%"]
+        for r in results
+    ]
+    return "Time to plan for half of the memory, compilations included", columns, cells
+
+
+def tables(results: dict[str, Any]) -> tuple[Table, Table]:
     columns = [
         "program",
         "no remat",
@@ -284,8 +291,7 @@ def tables(results: dict[str, Any]) -> list[str]:
         row = [name, f"{r['bytes'] / MIB:.1f} MiB"]
         row += [f"{c['bytes'] / MIB:.1f} MiB {percent(c['extra'])}" for c in (full, dots)]
         cells.append([*row, percent(v["at full"]), percent(two_thirds), f"{r['least'] / MIB:.1f} MiB"])
-    show("Memory, and operations added", columns, cells)
-    text = [f"Temporary memory and operations added:\n\n{markdown_table(columns, cells)}"]
+    memory = "Temporary memory and operations added", columns, cells
     columns = [
         "program",
         "budgets met",
@@ -309,8 +315,7 @@ def tables(results: dict[str, Any]) -> list[str]:
             + [f"{100 * v['near']:.0f}%", f"{100 * v['near before']:.0f}%", "yes" if v["monotone"] else "NO"]
             + [f"{r['difference']:.1e}", str(r["compiled"]), f"{r['seconds']:.0f}"]
         )
-    show("Plans against their budgets", columns, cells)
-    return [*text, f"Plans against their budgets:\n\n{markdown_table(columns, cells)}"]
+    return memory, ("Plans against their budgets", columns, cells)
 
 
 if __name__ == "__main__":

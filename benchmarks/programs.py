@@ -173,7 +173,7 @@ def _channel_norm(x: jax.Array) -> jax.Array:
 def conv_net(
     wrap: Callable = identity, *, layers: int = 8, channels: int = 32, size: int = 32, batch: int = 16
 ) -> Program:
-    """Residual blocks of two normalised convolutions."""
+    """Residual blocks of two normalized convolutions."""
     rng = np.random.default_rng(0)
 
     @wrap
@@ -261,7 +261,7 @@ def recurrent(wrap: Callable = identity, *, steps: int = 512, width: int = 128, 
 
 
 def skip_mixture(wrap: Callable = identity, *, layers: int = 10, width: int = 256, batch: int = 2048) -> Program:
-    """Blocks of several types (gated, normalised, softmax mixtures), each of which reads the results of two earlier blocks."""
+    """Blocks of several types (gated, normalized, softmax mixtures), each of which reads the results of two earlier blocks."""
     rng = np.random.default_rng(0)
 
     @wrap

@@ -25,7 +25,7 @@ ALL = (
     "loops",
     "planner",
 )
-PICTURES = {"bench_scale": "scale.png", "planner": "planner.png"}
+PICTURES = {"bench_scale": "scale.svg", "planner": "planner.svg"}
 
 
 def main() -> None:
@@ -35,7 +35,6 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=ALL, help="these alone")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="where results go (default: %(default)s)")
-    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="renew the benchmarks' sections in PAGE")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     lines, failed = [], []
@@ -43,7 +42,6 @@ def main() -> None:
         words = [sys.executable, str(HERE / f"{name}.py"), "--json", str(options.out / f"{name}.json")]
         words += ["--quick"] if options.quick else []
         words += ["--plot", str(options.out / PICTURES[name])] if name in PICTURES else []
-        words += ["--markdown", str(options.markdown)] if options.markdown else []
         print(f"== {name} ", end="", flush=True)
         start = time.monotonic()
         done = subprocess.run(words, capture_output=True, text=True)
@@ -57,7 +55,9 @@ def main() -> None:
         lines += ["", f"## {name}", "", *(f"- {line}" for line in verdict)]
         print("\n".join(f"  {line}" for line in verdict))
     (options.out / "summary.md").write_text("# Figures and limits\n" + "\n".join(lines) + "\n")
-    print(f"Results are in {options.out}.")
+    print(
+        f"Results are in {options.out}. To put them into the documentation: python benchmarks/report.py {options.out}"
+    )
     if failed:
         sys.exit(f"These could not run: {', '.join(failed)}.")
 

@@ -1,6 +1,6 @@
-"""Run the behaviour table on statetx and other libraries, and write the results to docs/comparison.md.
+"""Run the behavior table on statetx and other libraries: the results of docs/comparison.md, which ``report.py`` writes.
 
-``tests/behaviours.py`` has the rows, with the expected results of a rematerialised function of a stateful model;
+``tests/behaviors.py`` has the rows, with the expected results of a rematerialized function of a stateful model;
 ``benchmarks/peers.py`` and ``tests/kinds.py`` translate them to each library. Each library runs in its own process, and
 a row that hangs or ends that process costs that row only. Nothing is timed.
 
@@ -10,9 +10,9 @@ Cells
     wrong       a value, gradient or state differs from the expected one, without an error
     error       an exception
     hang, crash the row took too long, or ended its process
-    *           the same program without rematerialisation is not right either
+    *           the same program without rematerialization is not right either
 
-Needs the extra ``bench``: ``make bench``, or ``pip install -e '.[bench]'``.
+Needs the dependency group ``bench``: ``make bench``, or ``pip install -e . --group bench``.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import behaviours
+import behaviors
 import jax
 import kinds
 import peers
-from _common import environment, header, show
-from behaviours import ROWS, Call, Dialect, Row
+from _common import environment, header, markdown_table, show, write_json
+from behaviors import ROWS, Call, Dialect, Row
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 ROW_LIMIT = 120.0
@@ -56,7 +56,7 @@ class Library:
 
     Attributes:
         ways: its dialects; the first that gets a row right counts. If none does, the cell shows the fault of the first
-            dialect that is right without rematerialisation, or else of the first dialect.
+            dialect that is right without rematerialization, or else of the first dialect.
         usage: how the rows are written in it, and how the ways differ.
         merit: its strengths.
     """
@@ -124,7 +124,7 @@ LIBRARIES = (
         (peers.Haiku(),),
         "`hk.Module` under `hk.transform_with_state`, `hk.remat` on bound methods in it, Haiku's loops and branches "
         "inside, JAX's transforms outside.",
-        "Inside a transformed function anything can be rematerialised, bound methods and closures too, with four small "
+        "Inside a transformed function anything can be rematerialized, bound methods and closures too, with four small "
         "helpers that thread every state; it keeps JAX from reusing a stale trace.",
     ),
     Library(
@@ -177,7 +177,7 @@ LIBRARIES = (
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """`kind` is a mark of the module's docstring; `anyway`: the program is not right without rematerialisation either."""
+    """`kind` is a mark of the module's docstring; `anyway`: the program is not right without rematerialization either."""
 
     kind: str
     text: str
@@ -213,16 +213,16 @@ def judge_way(dialect: Dialect, row: Row) -> Cell:
     fault = find_fault(dialect, row, dialect.run)
     if fault is None:
         is_remat = has_checkpoint(dialect, row) if "grad" in row.around else True
-        no_remat = Fault("no remat", "ok, but nothing is rematerialised: no checkpoint in the gradient's jaxpr")
+        no_remat = Fault("no remat", "ok, but nothing is rematerialized: no checkpoint in the gradient's jaxpr")
         return Cell(fault=no_remat if is_remat is False else None, looked=is_remat is not None)
-    bare_fault = find_fault(dialect, row, lambda row: behaviours.without_remat(dialect, row))
+    bare_fault = find_fault(dialect, row, lambda row: behaviors.without_remat(dialect, row))
     return Cell(fault=fault if bare_fault is None else dataclasses.replace(bare_fault, anyway=True))
 
 
 def find_fault(dialect: Dialect, row: Row, run: Callable[[Row], tuple[list, dict]]) -> Fault | None:
     try:
         actual = run(row)
-        difference = behaviours.difference(actual, behaviours.expected(dialect, row))
+        difference = behaviors.difference(actual, behaviors.expected(dialect, row))
         if not difference and row.check is not None and not row.check(*actual):
             difference = "two calls draw the same numbers" if row.draws else "the row's own check fails"
     except Exception as error:
@@ -348,23 +348,26 @@ Outcome = dict[str, list[Cell]]  # by library
 Table = tuple[list[str], list[list[str]]]  # columns, rows
 
 
-def totals(outcome: Outcome) -> Table:
+def faults(outcome: Outcome) -> Iterator[Fault]:
+    return (cell.fault for cells in outcome.values() for cell in cells if cell.fault is not None)
+
+
+def count_kinds(cells: Sequence[Cell]) -> Counter:
+    return Counter("ok" if cell.fault is None else cell.fault.kind for cell in cells)
+
+
+def totals(outcome: Outcome, versions: dict[str, str]) -> Table:
     kinds_of_fault = ["no remat", "wrong", "error", *sorted({"hang", "crash"} & {f.kind for f in faults(outcome)})]
     rows = []
     for library in LIBRARIES:
         if library.name not in outcome:
             continue
-        cell_faults = [cell.fault for cell in outcome[library.name]]
-        count = Counter("ok" if fault is None else fault.kind for fault in cell_faults)
-        anyway = sum(fault is not None and fault.anyway for fault in cell_faults)
-        versions = ", ".join(metadata.version(package) for package in library.packages)
+        cells = outcome[library.name]
+        count = count_kinds(cells)
+        anyway = sum(cell.fault is not None and cell.fault.anyway for cell in cells)
         numbers = [f"{count['ok']} of {len(ROWS)}", *(str(count[kind]) for kind in kinds_of_fault), str(anyway)]
-        rows.append([library.name, f"`{library.remat}`", versions, *numbers])
-    return ["library", "rematerialised with", "version", "ok", *kinds_of_fault, "of these *"], rows
-
-
-def faults(outcome: Outcome) -> Iterator[Fault]:
-    return (cell.fault for cells in outcome.values() for cell in cells if cell.fault is not None)
+        rows.append([library.name, f"`{library.remat}`", ", ".join(versions[p] for p in library.packages), *numbers])
+    return ["library", "rematerialized with", "version", "ok", *kinds_of_fault, "of these *"], rows
 
 
 def group_table(group: str, outcome: Outcome) -> tuple[Table, list[str]]:
@@ -389,17 +392,130 @@ def groups() -> list[str]:
     return list(dict.fromkeys(row.group for row in ROWS))
 
 
-def markdown(outcome: Outcome) -> str:
-    legend = "\n".join(describe(library, outcome[library.name]) for library in LIBRARIES if library.name in outcome)
-    parts = [
-        PREAMBLE.format(header=header(environment()), rows=len(ROWS), limit=int(ROW_LIMIT)),
-        aligned(totals(outcome)),
-    ]
-    parts += ["## How each library is used, and its strengths", legend]
+# -- the page ------------------------------------------------------------------------------------------------------
+
+
+def load(data: dict[str, Any]) -> Outcome:
+    """The outcome in a file of results."""
+    read = lambda cell: Cell(**{**cell, "fault": Fault(**cell["fault"]) if cell["fault"] else None})  # noqa: E731
+    return {name: [read(cell) for cell in cells] for name, cells in data["cells"].items()}
+
+
+def merged(outcome: Outcome) -> Outcome:
+    """Without the columns of other libraries' states in statetx whose cells are all those of its own states."""
+    same = [n for n in outcome if n.startswith("statetx ") and outcome[n] == outcome["statetx"]]
+    return {name: cells for name, cells in outcome.items() if name not in same}
+
+
+def conclusion(data: dict[str, Any]) -> str:
+    outcome = load(data)
+    ours = {name: count_kinds(cells) for name, cells in outcome.items() if name.startswith("statetx")}
+    others = {name: count_kinds(cells) for name, cells in outcome.items() if name not in ours}
+    least, most = (pick(others, key=lambda name: others[name]["ok"]) for pick in (min, max))
+    total = sum(others.values(), Counter())
+    by_group = Counter(
+        row.group for name in others for row, cell in zip(ROWS, outcome[name], strict=True) if cell.fault is not None
+    )
+    assert len(others) == 7, "the sentence below names them"
+    anyway = sum(f.anyway for f in faults({name: outcome[name] for name in ours}))
+    all_right = [name for name in ours if ours[name]["ok"] == len(ROWS)]
+    rest = {name: ours[name]["ok"] for name in ours if name not in all_right}
+    (worst, num_worst), (second, num_second) = by_group.most_common(2)
+    num_faults = sum(by_group.values())
+    return f"""\
+Does `remat` (rematerialization, also called gradient checkpointing or activation checkpointing) give correct results for functions that
+read and write states? {len(ROWS)} small programs were run in statetx and in seven other ways: plain JAX with states passed by hand, `jax.Ref`s,
+flax.linen, flax.nnx, haiku, equinox and brainstate.
+
+- `statetx.remat` is right in {len(ROWS)} of {len(ROWS)} with {listed([OWN_STATES[name] for name in all_right])}\
+{"".join(f", and in {num} with {OWN_STATES[name]}" for name, num in rest.items())}.
+- {f"The remaining {anyway} programs fail without rematerialization, too." if anyway == sum(len(ROWS) - n for n in rest.values()) else f"{anyway} of the remaining programs fail without rematerialization, too."}
+- The others are right in {others[least]["ok"]} ({least}) to {others[most]["ok"]} ({most}, which passes states by hand) of the {len(ROWS)}.
+- They fail with an exception rather than silently: {total["error"]} errors, {total["wrong"]} wrong results, {total["no remat"]} without any rematerialization.
+- Of these {num_faults} cases {num_worst} are in the group [{worst}](#{worst.lower().replace(" ", "-")}), {num_second} in [{second}](#{second.lower().replace(" ", "-")}).
+
+The programs were chosen by the authors of statetx, who run them as tests, so expect statetx to do well on them. Speed and memory are on
+the page [Performance](performance.md)."""
+
+
+def listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+OWN_STATES = {
+    "statetx": "its own states",
+    "statetx brainstate": "brainstate's states",
+    "statetx nnx": "nnx's Variables",
+    "statetx Ref": "`jax.Ref`s",
+}
+
+
+def totals_text(data: dict[str, Any]) -> str:
+    return markdown_table(*totals(load(data), data["versions"]))
+
+
+def method_text(data: dict[str, Any]) -> str:
+    return METHOD.format(header=header(data["environment"]), rows=len(ROWS), limit=int(ROW_LIMIT))
+
+
+def libraries_text(data: dict[str, Any]) -> str:
+    outcome = load(data)
+    return "\n".join(describe(library, outcome[library.name]) for library in LIBRARIES if library.name in outcome)
+
+
+def groups_text(data: dict[str, Any]) -> str:
+    """A table for each group of rows, and the messages of its faults."""
+    outcome = load(data)
+    shown = merged(outcome)
+    gone = [name for name in outcome if name not in shown]
+    parts = []
+    if gone:
+        parts.append(
+            f"The column *statetx* stands for {', '.join(['statetx', *gone])}: their results are the same in every row."
+        )
     for group in groups():
-        table, notes = group_table(group, outcome)
-        parts += [f"## {group}", aligned(table), "\n".join(f"{n}. `{note}`" for n, note in enumerate(notes, 1))]
-    return "\n\n".join(part for part in parts if part) + "\n"
+        (columns, rows), notes = group_table(group, shown)
+        cells = [
+            [row[0], *(f"{mark} {{.{CLASSES.get(mark.split()[0], 'wrong')}}}" for mark in row[1:])] for row in rows
+        ]
+        parts += [
+            f"## {group}",
+            f'<div class="wide" markdown>\n\n{markdown_table(columns, cells, rule=CENTERED)}\n\n</div>',
+        ]
+        if notes:
+            lines = "\n".join(f"    {n}. `{note}`" for n, note in enumerate(notes, 1))
+            parts.append(f'??? note "Messages of {group.lower()}"\n\n{lines}')
+    return "\n\n".join(parts)
+
+
+CENTERED = ":-:"
+CLASSES = {"ok": "ok", "no": "none", "error": "error"}  # of cells, by the first word of the mark
+
+
+def draw(data: dict[str, Any], path: Path) -> None:
+    """A bar for each library: how many rows have which mark."""
+    from matplotlib.figure import Figure
+
+    counts = {name: count_kinds(cells) for name, cells in merged(load(data)).items()}
+    names = sorted(counts, key=lambda name: counts[name]["ok"])
+    figure = Figure(figsize=(6, 3.3), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    left = dict.fromkeys(names, 0)
+    kinds_of_mark = {"ok": "#3a8f4f", "no remat": "#9ca3af", "error": "#e08a3c", "wrong": "#c0392b"}
+    kinds_of_mark |= {kind: "#c0392b" for kind in ("hang", "crash") if any(c[kind] for c in counts.values())}
+    for kind, color in kinds_of_mark.items():
+        widths = [counts[name][kind] for name in names]
+        bars = axes.barh(names, widths, left=list(left.values()), color=color, label=kind, height=0.7)
+        if kind in ("ok", "error"):
+            axes.bar_label(
+                bars, [str(w) if w > 2 else "" for w in widths], label_type="center", color="white", fontsize=9
+            )
+        left = {name: left[name] + counts[name][kind] for name in names}
+    axes.set_xlim(0, len(ROWS))
+    axes.set_xlabel(f"programs, of {len(ROWS)}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=len(kinds_of_mark), loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def describe(library: Library, cells: Sequence[Cell]) -> str:
@@ -418,62 +534,44 @@ def describe(library: Library, cells: Sequence[Cell]) -> str:
 
 ORDINALS = ("first", "second", "third", "fourth")
 
-PREAMBLE = """\
-# Comparison
+METHOD = """\
+Measured by `python benchmarks/behaviors.py`: {header}.
 
-Generated by `python benchmarks/behaviours.py --markdown docs/comparison.md`:
-{header}.
-
-The results of rematerialising a function that reads and writes states, in statetx and in other libraries. Each of {rows} rows is
-written once, without any library in it (`tests/behaviours.py`), and translated to each library
-(`benchmarks/peers.py`, `tests/kinds.py`). Expected are the values, gradients and final states of the same body run without
-rematerialisation, as a pure function in plain JAX with Python loops and branches; if keys are drawn, whose values differ
-between libraries, expected are the results of the same program in the same library without rematerialisation. If
-a library has several ways to write a row, the first that is right counts. If it lacks a transform, JAX's is applied to
-the library's functions. The table shows only programs that were run: it says nothing about speed, memory, or other programs.
-The rows were chosen by the authors of statetx, who run them as tests, so expect statetx to do well on them.
+Each of the {rows} rows is one function, without any library in it (`tests/behaviors.py`), which is translated to each library
+(`benchmarks/peers.py`, `tests/kinds.py`). The expected values, gradients and final states are those of the same function without
+rematerialization, as a pure function in plain JAX with Python loops and branches. Random draws differ between libraries, so that rows with
+draws are compared with the same program in the same library without rematerialization. If a library has several ways to write a row, the
+first that is right counts. If it lacks a transform, JAX's is applied to the library's functions.
 
 | mark | meaning |
 |---|---|
-| ok | values, gradients and final states are right, and the gradient's jaxpr has a checkpoint equation (rows under `grad`) |
-| no remat | right, but without such an equation: nothing is recomputed and nothing saved |
-| wrong | a value, gradient or state is not as expected, without an error |
-| error | an exception |
-| hang, crash | no result within {limit} seconds, or the process ended |
-| * | the same program without rematerialisation is not right either, so remat has no part in it |
+| ok {{.ok}} | values, gradients and final states are right, and the gradient's jaxpr has a checkpoint equation (rows under `grad`) |
+| no remat {{.none}} | right, but without such an equation: nothing is recomputed, and no memory is saved |
+| wrong {{.wrong}} | a value, gradient or state is not as expected, without an error |
+| error {{.error}} | an exception |
+| hang, crash {{.wrong}} | no result within {limit} seconds, or the process ended |
+| * | the same program without rematerialization is not right either |
 
-A number after a mark refers to the note below the table."""
-
-
-def aligned(table: Table) -> str:
-    """A Markdown table with columns padded to equal width."""
-    columns, rows = table
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    lines = [columns, ["-" * width for width in widths], *rows]
-    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
+A number after a mark refers to the messages below its table."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="write the comparison to PAGE")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the outcomes to OUT")
     names = [library.name for library in LIBRARIES]
     parser.add_argument("--only", action="append", choices=names, metavar="NAME", help=f"one of: {', '.join(names)}")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default 2)")
     options = parser.parse_args()
-    if options.only and options.markdown:
-        parser.error("--markdown takes all libraries")
-
     outcome = measure_all([n for n, name in enumerate(names) if name in (options.only or names)], options.jobs)
     for group in groups():
         (columns, rows), notes = group_table(group, outcome)
         show(group, columns, rows)
         print(*(f"{n:3}. {note}" for n, note in enumerate(notes, 1)), sep="\n", end="\n\n")
-    show("Totals", *totals(outcome))
-    if options.markdown:
-        _, heading, section = options.markdown.read_text().partition(
-            "## Tests of other libraries\n"
-        )  # written by tests/outside
-        options.markdown.write_text(markdown(outcome) + (f"\n{heading}{section}" if heading else ""))
+    versions = {package: metadata.version(package) for library in LIBRARIES for package in library.packages}
+    show("Totals", *totals(outcome, versions))
+    if options.json:
+        cells = {name: [dataclasses.asdict(cell) for cell in cells] for name, cells in outcome.items()}
+        write_json(options.json, environment(), {"versions": versions, "cells": cells})
 
 
 if __name__ == "__main__":
