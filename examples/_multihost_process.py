@@ -1,4 +1,4 @@
-"""One process of `train_multihost.py`: builds the model, trains it on a mesh over all processes, and prints what happens."""
+"""One process of `train_multihost.py`: builds the model, trains it on a mesh over all processes, and prints its progress."""
 
 import dataclasses
 import json
@@ -11,11 +11,12 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import statetx
 
-WINDOW, CHARACTERS = 8, 96  # the printable ones of ASCII, and one for all others
+WINDOW, CHARACTERS = 8, 96  # printable ASCII, and one character for all others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Job:
 
 
 def split(x, mesh, axis=0):
-    """Return an array split along an axis over the devices of a mesh, of all processes; on every device if it is None."""
+    """Return an array split along an axis over the devices of a mesh; without an axis, replicated on every device."""
     spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "data")
     return jax.make_array_from_callback(np.shape(x), NamedSharding(mesh, spec), lambda index: np.asarray(x)[index])
 
@@ -40,7 +41,7 @@ def weights(rng, *shape):
 
 
 class Layer:
-    """A residual layer, whose input is split over the batch wherever the weights are."""
+    """A residual layer whose input is split over the batch, independent of the sharding of the weights."""
 
     def __init__(self, rng, width, mesh):
         self.up = statetx.Param(weights(rng, width, 4 * width))
@@ -53,24 +54,22 @@ class Layer:
 
 
 class Model:
-    """Embedding with dropout, layers, readout, and the momenta of all weights: each split along one axis."""
+    """Embedding with dropout, layers, readout, and an optimizer: all arrays are split along one axis."""
 
     def __init__(self, mesh, *, seed, width, layers, lr):
         rng = np.random.default_rng(seed)
-        self.lr = lr
         self.embedding = statetx.Param(weights(rng, CHARACTERS, width // WINDOW))
         self.readout = statetx.Param(weights(rng, width, CHARACTERS))
         self.layers = statetx.stack(lambda: Layer(rng, width, mesh), layers)
         self.weights = statetx.states(self, statetx.Param)
-        self.momenta = {path: statetx.State(np.zeros_like(weight.value)) for path, weight in self.weights.items()}
-        for states in self.weights, self.momenta:
-            for path, state in states.items():  # the first axis of a stack is that of the layers
-                state.value = split(state.value, mesh, axis=1 if path.startswith("layers") else 0)
+        for path, weight in self.weights.items():  # the first axis of a stack counts the layers
+            weight.value = split(weight.value, mesh, axis=1 if path.startswith("layers") else 0)
+        self.optimizer = statetx.Optimizer(optax.sgd(lr, momentum=0.9), self.weights)  # momenta are split like weights
         self.steps = statetx.State(split(np.int32(0), mesh, axis=None))
         self.dropout = statetx.RngState(seed)
 
     def loss(self, text):
-        """Return the mean surprise at the last character of each window, in nats."""
+        """Return the mean cross-entropy of the last character of each window, in nats."""
         x = self.embedding.value[text[:, :-1]].reshape(len(text), -1)
         keep = jax.random.bernoulli(self.dropout.next(), 0.9, x.shape)  # the same on any number of devices
         x = jnp.where(keep, x / 0.9, 0)
@@ -80,10 +79,7 @@ class Model:
 
     def step(self, text):
         loss, grads = statetx.value_and_grad(self.loss, wrt=self.weights)(text)
-        for path, weight in self.weights.items():
-            momentum = self.momenta[path]
-            momentum.value = 0.9 * momentum.value + grads[path]
-            weight.value = weight.value - self.lr * momentum.value
+        self.optimizer.update(grads)
         self.steps.value += 1
         return loss
 
@@ -132,9 +128,9 @@ COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-a
 
 
 def communicated(program):
-    """Return the bytes that the collectives of a compiled program give to a device, by their kind.
+    """Return the bytes that a device receives from the collectives of a compiled program, by kind of collective.
 
-    The text of the program is a list of computations, of which loops call theirs as often as is known.
+    The text of the program is a list of computations. A computation called by a loop counts with the loop's trip count.
     """
     computations, name = {}, None
     for line in program.splitlines():
@@ -147,10 +143,10 @@ def communicated(program):
     def count(name):
         total = {}
         for line in computations.get(name, ()):
-            if found := COLLECTIVE.search(line):
-                arrays = re.findall(r"(\w+)\[([\d,]*)\]", found[1])
+            if match := COLLECTIVE.search(line):
+                arrays = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
                 size = sum(SIZES[kind] * int(np.prod([int(d) for d in dims.split(",") if d])) for kind, dims in arrays)
-                total[found[2]] = total.get(found[2], 0) + size
+                total[match[2]] = total.get(match[2], 0) + size
             times = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
             for group in re.findall(r"(?:body|calls|to_apply|branch_computations)=\{?([%\w.\-, ]+)", line):
                 for called in group.replace("%", "").split(", "):
@@ -162,15 +158,15 @@ def communicated(program):
 
 
 def work(text):
-    """Be one process of a job, which is described in JSON."""
-    given = json.loads(text)
-    job = Job(**given["job"])
+    """Run one process of a job, from its description in JSON."""
+    config = json.loads(text)
+    job = Job(**config["job"])
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", job.devices // job.processes)
     if job.processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(given["address"], job.processes, given["index"])
-    train(job, given["options"])
+        jax.distributed.initialize(config["address"], job.processes, config["index"])
+    train(job, config["options"])
 
 
 if __name__ == "__main__":
