@@ -1,9 +1,11 @@
-"""Draw the figures of the pages on concepts: ``python docs/figures.py`` writes docs/images/*.svg.
+"""Draw the figures of the pages on concepts, residuals and planning: ``python docs/figures.py`` writes docs/images/*.svg.
+``make figures`` also draws the charts of ``benchmarks/report.py``.
 
-What is counted in them is measured here: residuals by `saved_residuals`, programs by `memory_report`, and the order in which a
-loop runs its steps by a callback in its body.
+What is counted in them is measured here: residuals by `saved_residuals`, programs by `memory_report`, the order in which a loop
+runs its steps by a callback in its body. Residuals and the plan are the results of their pages' code.
 """
 
+import doctest
 import pathlib
 
 import jax
@@ -46,29 +48,27 @@ def canvas(width, height):
     return figure, axes
 
 
-def box(axes, x, y, width, height, title, text="", colour=BLUE, fill=PALE):
+def box(axes, x, y, width, height, title, text="", color=BLUE, fill=PALE):
     axes.add_patch(
-        FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.3,rounding_size=1", fc=fill, ec=colour, lw=1.4)
+        FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.3,rounding_size=1", fc=fill, ec=color, lw=1.4)
     )
     middle = y + height / 2
-    axes.text(
-        x + width / 2, middle + (2.1 if text else 0), title, ha="center", va="center", weight="bold", color=colour
-    )
+    axes.text(x + width / 2, middle + (2.1 if text else 0), title, ha="center", va="center", weight="bold", color=color)
     if text:
         axes.text(x + width / 2, middle - 2.1, text, ha="center", va="center", fontsize=8.5, color="#222222")
 
 
-def arrow(axes, start, end, text="", colour=GREY, above=1.6):
-    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=13, color=colour, lw=1.4))
+def arrow(axes, start, end, text="", color=GREY, above=1.6):
+    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=13, color=color, lw=1.4))
     if text:
         x, y = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2
-        axes.text(x, y + above, text, ha="center", va="center", fontsize=8.5, color=colour)
+        axes.text(x, y + above, text, ha="center", va="center", fontsize=8.5, color=color)
 
 
 def draw_state():
     """Cells in a model, their paths, and what a transform makes of them."""
     figure, axes = canvas(9, 3.1)
-    box(axes, 1, 2, 25, 30, "", fill="white", colour=GREY)
+    box(axes, 1, 2, 25, 30, "", fill="white", color=GREY)
     axes.text(13.5, 29.5, "your model", ha="center", color=GREY)
     rows = [
         ("block.w", "Param", BLUE),
@@ -76,28 +76,28 @@ def draw_state():
         ("rng", "RngState", GREEN),
         ("spare", "not touched", GREY),
     ]
-    for i, (path, kind, colour) in enumerate(rows):
+    for i, (path, kind, color) in enumerate(rows):
         y = 22.5 - 6.2 * i
-        box(axes, 3, y, 21, 4, f"{path}: {kind}", colour=colour)
+        box(axes, 3, y, 21, 4, f"{path}: {kind}", color=color)
     box(axes, 40, 7, 24, 20, "compiled program", "pure: values in, values out")
     ins = [(24.5, "read", BLUE), (18.3, "read and written", ORANGE), (12.1, "drawn from", GREEN)]
-    for y, text, colour in ins:
-        arrow(axes, (24.8, y), (39.3, 17 + (y - 18.3) * 0.7), text, colour)
+    for y, text, color in ins:
+        arrow(axes, (24.8, y), (39.3, 17 + (y - 18.3) * 0.7), text, color)
     arrow(axes, (64.7, 22), (78, 26), "result", GREY)
     arrow(axes, (64.7, 17), (78, 17), "new mean", ORANGE)
     arrow(axes, (64.7, 12), (78, 8), "next key", GREEN)
-    box(axes, 79, 23.5, 19, 5, "what the call returns", colour=GREY)
-    box(axes, 79, 14.5, 19, 5, "block.mean.value", colour=ORANGE)
-    box(axes, 79, 5.5, 19, 5, "rng.value", colour=GREEN)
+    box(axes, 79, 23.5, 19, 5, "what the call returns", color=GREY)
+    box(axes, 79, 14.5, 19, 5, "block.mean.value", color=ORANGE)
+    box(axes, 79, 5.5, 19, 5, "rng.value", color=GREEN)
     save(figure, "state")
 
 
 def draw_frame():
     """One call of a transform, in time."""
     figure, axes = canvas(9, 3.4)
-    box(axes, 20, 9, 56, 25, "", fill="white", colour=BLUE)
+    box(axes, 20, 9, 56, 25, "", fill="white", color=BLUE)
     axes.text(48, 31.3, "jax.checkpoint, jax.grad, jax.lax.scan, ...", ha="center", color=BLUE, weight="bold")
-    box(axes, 25, 12, 46, 15.5, "", fill=PALE, colour=ORANGE)
+    box(axes, 25, 12, 46, 15.5, "", fill=PALE, color=ORANGE)
     axes.text(
         48,
         25,
@@ -111,10 +111,10 @@ def draw_frame():
     axes.text(2, 17.5, "x", ha="center", va="center", weight="bold")
     axes.text(12.5, 21, "values that it reads\nare closed over", ha="center", fontsize=8, color=GREY)
     arrow(axes, (62.7, 17.5), (82, 17.5), "")
-    box(axes, 83, 14.5, 15, 6, "(out, written)", colour=GREY)
+    box(axes, 83, 14.5, 15, 6, "(out, written)", color=GREY)
     arrow(axes, (90, 13.8), (90, 5.5), "")
     axes.text(82, 3.3, "stored in the states, if all went well", ha="center", fontsize=8.5, color=GREEN)
-    arrow(axes, (48, 11.3), (48, 5.5), "", colour=RED)
+    arrow(axes, (48, 11.3), (48, 5.5), "", color=RED)
     axes.text(40, 3.3, "an exception: every state holds its old value again", ha="center", fontsize=8.5, color=RED)
     save(figure, "frame")
 
@@ -174,10 +174,10 @@ def draw_policies():
     report = statetx.memory_report(loss, x, policies=tried)
     least = report.rows[0].flops
     figure, axes = new(7, 3.2)
-    for row, colour in zip(report.rows, (ORANGE, BLUE, GREEN, RED), strict=False):
+    for row, color in zip(report.rows, (ORANGE, BLUE, GREEN, RED), strict=False):
         at = row.temp_bytes / 2**20, 100 * (row.flops / least - 1)
-        axes.scatter(*at, s=60, color=colour, zorder=2)
-        axes.annotate(row.policy, at, textcoords="offset points", xytext=(8, 6), color=colour, weight="bold")
+        axes.scatter(*at, s=60, color=color, zorder=2)
+        axes.annotate(row.policy, at, textcoords="offset points", xytext=(8, 6), color=color, weight="bold")
     axes.set_xlim(0, 1.25 * max(row.temp_bytes for row in report.rows) / 2**20)
     axes.set_ylim(-2, 25)
     plain_axes(axes, "temporary memory of the compiled program, MiB", "added operations, %")
@@ -209,10 +209,10 @@ def draw_loops():
         ("Slots(4)", policies.Slots(4), "4 carries stored", BLUE),
     ]
     figure, columns = new(9, 3.1, ncols=3, sharey=True)
-    for axes, (title, checkpoint, text, colour) in zip(columns, shown, strict=True):
+    for axes, (title, checkpoint, text, color) in zip(columns, shown, strict=True):
         steps = order(checkpoint, length)
-        axes.plot(range(len(steps)), steps, ".", ms=2.5, color=colour)
-        axes.set_title(title, color=colour, weight="bold", fontsize=10)
+        axes.plot(range(len(steps)), steps, ".", ms=2.5, color=color)
+        axes.set_title(title, color=color, weight="bold", fontsize=10)
         axes.text(
             0.98,
             0.97,
@@ -229,6 +229,25 @@ def draw_loops():
     save(figure, "loops")
 
 
+def run_page(page, name):
+    """The value of a variable in a page's first block, which runs until the variable is defined."""
+    code = (pathlib.Path(__file__).parent / page).read_text().partition("```pycon\n")[2].partition("```")[0]
+    scope = {}
+    for example in doctest.DocTestParser().get_examples(code):
+        exec(example.source, scope)
+        if name in scope:
+            return scope[name]
+    raise NameError(f"the first block of {page} does not define {name}")
+
+
+def draw_residuals():
+    save(run_page("residuals.md", "saved").plot().figure, "residuals")
+
+
+def draw_plan():
+    save(run_page("planning.md", "plan").plot(), "plan")
+
+
 if __name__ == "__main__":
-    for draw in (draw_state, draw_frame, draw_remat, draw_policies, draw_loops):
+    for draw in (draw_state, draw_frame, draw_remat, draw_policies, draw_loops, draw_residuals, draw_plan):
         draw()
