@@ -1,9 +1,45 @@
-"""Read docstrings as griffe does, with "Example:" for "Examples:"."""
+"""Read docstrings as griffe does, with the library's own conventions.
+
+- "Example:" is a section, as "Examples:" is.
+- A public name between single backticks is a link to its entry, unless the function has a parameter of that name.
+- ``**unknown`` collects misspelled options in order to refuse them: it is not part of a signature.
+- ``*args: P.args`` is shown as ``*args: Any``.
+- A rule of ``states=`` is documented by the argument of its constructor.
+"""
+
+import ast
+import inspect
+import re
 
 import griffe
 
+from statetx import __all__ as PUBLIC
 
-class Sections(griffe.Extension):
+REFERENCE = re.compile(rf"(?<![`\[])`(?:statetx\.)?({'|'.join(PUBLIC)})`(?!`)")
+
+
+def link(text: str, own: set[str]) -> str:
+    return REFERENCE.sub(lambda m: m[0] if m[1] in own else f"[`{m[1]}`][statetx.{m[1]}]", text)
+
+
+class Conventions(griffe.Extension):
+    def on_function(self, *, func, **_):
+        if "unknown" in func.parameters:
+            del func.parameters["unknown"]
+        for parameter in func.parameters:
+            if str(parameter.annotation) in ("P.args", "P.kwargs"):  # those of the function that is wrapped
+                parameter.annotation = griffe.ExprName("Any", parent=func)
+
+    def on_class(self, *, cls, **_):
+        cls.bases = [base for base in cls.bases if str(base) != "Explained"]  # private
+
+    def on_attribute(self, *, attr, **_):
+        if isinstance(attr.value, griffe.ExprCall) and str(attr.annotation) == "Rule":
+            text = inspect.cleandoc(ast.literal_eval(str(attr.value.arguments[1])))
+            attr.docstring = griffe.Docstring(link(text, {attr.name}), parent=attr, parser="google")
+
     def on_object(self, *, obj, **_):
         if obj.docstring:
-            obj.docstring.value = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
+            own = {obj.name, *(p.name for p in getattr(obj, "parameters", ()))}
+            text = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
+            obj.docstring.value = link(text, own)

@@ -8,6 +8,15 @@ from mkdocs.structure.files import File
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {"CONTRIBUTING.md": "contributing.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md"}
 
+# Factors of a page's rank in the search, by the start of its path. tests/test_search.py has the queries that need them: an error's
+# name leads to its message, cause and fix, and pages about the library's own code come after pages about its use.
+BOOSTS = {
+    "errors.md": 1.5,
+    "how-to/debug-leaks.md": 0.4,
+    "how-to/choose-a-policy.md": 2.5,
+    **dict.fromkeys(["decisions/", "architecture.md", "changelog.md", "contributing.md", "releasing.md"], 0.1),
+}
+
 
 def on_files(files, config):
     for source, page in PAGES.items():
@@ -19,5 +28,8 @@ def on_files(files, config):
     return files
 
 
-def on_page_markdown(markdown, **_):
+def on_page_markdown(markdown, page, **_):
+    for path, boost in BOOSTS.items():
+        if page.file.src_uri.startswith(path):
+            page.meta["search"] = {"boost": boost}
     return re.sub(r"\]\(\.\./([A-Z]+\.md)", lambda m: f"]({PAGES.get(m[1], m[1])}", markdown)
