@@ -8,9 +8,10 @@ VENV ?= .venv
 JAX ?=
 
 PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 STAMP := $(VENV)/.statetx-installed
 RECENT := import sys; sys.exit(sys.version_info < (3, 11))
-EXTRAS := test,examples,docs,site,flax,checkpoint,ecosystem,dev
+EXTRAS := all,ecosystem
 # The benchmarks alone want other libraries to compare with.
 BENCH := $(VENV)/.statetx-bench-installed
 
@@ -18,27 +19,36 @@ BENCH := $(VENV)/.statetx-bench-installed
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test smoke test-slow test-outside test-remat3 test-py312 test-py313 check format docs bench bench-quick clean
+.PHONY: help demo demo-figure example test smoke test-slow test-outside test-remat3 test-py312 test-py313 check format docs figures bench bench-quick clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s  %s\n", $$1, $$2 }' Makefile
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PY) -c '$(RECENT)' 2>/dev/null || { \
 	  $(PYTHON) -c '$(RECENT)' 2>/dev/null || { \
 	    echo "statetx needs Python 3.11 or newer, '$(PYTHON)' is not; name one: make PYTHON=python3.12 ..." >&2; exit 2; }; \
 	  $(PYTHON) -m venv --clear $(VENV); }
+	@echo "setting up $(VENV) (about a minute)"
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
 	@{ sed -E '$(if $(JAX),/^jax(lib)?==/d)' constraints.txt; $(if $(JAX),echo "jax==$(JAX)"; echo "jaxlib==$(JAX)";) } > $(VENV)/constraints.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
+	@$(PY) -m pip install --help | grep -q -e --group || $(PIP) --upgrade pip  # Python 3.11 and 3.12 bring older ones
+	@$(PIP) -e '.[$(EXTRAS)]' --group dev
 	@touch $@
 
-demo: $(STAMP)  ## train a recurrent model on real text, storing all or next to nothing (writes out/demo)
+demo: $(STAMP)  ## train a recurrent model on real text with and without checkpointing (writes out/demo)
 	$(PY) examples/train_long_sequence.py --out out/demo
 
+demo-figure: demo  ## the same, then write its numbers and pictures into README.md and docs/
+	$(PY) docs/demo_figure.py out/demo/results.json
+	cp out/demo/results.json benchmarks/results/demo.json
+	$(PY) benchmarks/report.py
+
 example: $(STAMP)  ## run an example: make example NAME=spiking_digits ARGS=--quick (examples/README.md lists them)
-	@test -f 'examples/$(NAME).py' || { echo "no examples/$(NAME).py; name one: make example NAME=refs" >&2; exit 2; }
+	@test -f 'examples/$(NAME).py' || { \
+	  echo "make example NAME=... ARGS=--quick, where NAME is one of:" >&2; \
+	  ls examples | sed -n 's/^\([^_].*\)\.py$$/  \1/p' >&2; exit 2; }
 	$(PY) examples/$(NAME).py $(ARGS)
 
 test: $(STAMP)  ## run the tests and doctests
@@ -53,7 +63,7 @@ test-slow: $(STAMP)  ## run every test, the slow ones too
 test-outside: $(STAMP)  ## run the tests of JAX, flax.nnx and brainstate with these transforms (CONTRIBUTING.md)
 	$(PY) -m pytest tests/outside -m outside $(ARGS)
 
-test-remat3: $(STAMP)  ## run the tests with JAX's new rematerialisation switched on
+test-remat3: $(STAMP)  ## run the tests with JAX's new rematerialization switched on
 	JAX_REMAT3=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-py312:  ## run the tests on Python 3.12 with jax 0.11.2, in an environment of their own
@@ -75,12 +85,16 @@ docs: $(STAMP)  ## build the documentation site into out/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 $(BENCH): $(STAMP)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[bench]'
+	@$(PIP) --group bench
 	@touch $@
+
+figures: $(BENCH)  ## draw every picture of the documentation, and write the numbers of the benchmarks' results into its pages
+	$(PY) docs/figures.py
+	$(PY) benchmarks/report.py
 
 bench: $(BENCH)  ## run the benchmarks (about an hour) and the comparison with other libraries; results in out/bench
 	$(PY) benchmarks/run.py $(ARGS)
-	$(PY) benchmarks/behaviours.py
+	$(PY) benchmarks/behaviors.py --json out/bench/behaviors.json
 
 bench-quick: $(BENCH)  ## the fast benchmarks at small sizes, in under two minutes
 	$(PY) benchmarks/run.py --quick $(ARGS)
