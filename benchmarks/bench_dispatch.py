@@ -247,6 +247,7 @@ def measure_one(step: str, num: int, rounds: int) -> dict[str, Any]:
     gc.freeze()  # collections between rounds need not traverse thousands of equations
     samples = interleave({name: timed(call, num_calls_for(call)) for name, call in calls.items()}, rounds)
     gc.unfreeze()
+    jax.clear_caches()  # else the programs of all sizes stay: 14 GiB at the end
     return {name: {**summaries(samples[name], samples[RAW]), "samples": samples[name]} for name in calls}
 
 
