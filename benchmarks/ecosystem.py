@@ -33,9 +33,7 @@ from _common import (
     environment,
     header,
     interleave,
-    markdown_table,
     parse_args,
-    renew_section,
     show,
     spread,
     summaries,
@@ -65,9 +63,8 @@ def difference(a: Any, b: Any) -> float:
 
 
 def temporary_bytes(name: str, transforms: Any, size: Size) -> int:
-    """Temporary bytes of one step, compiled as one function of its states' values."""
-    pure = statetx.functionalize(start(name, transforms, size).step)
-    compiled = jax.jit(pure).lower(pure.values()).compile()
+    """Temporary bytes of one step, compiled as one program."""
+    compiled = statetx.jit(start(name, transforms, size).step).lower().compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -114,7 +111,7 @@ def row(name: str, result: dict[str, Any]) -> list[str]:
     theirs, ours = result["brainstate"], result["statetx"]
     return [
         name.replace("_", " "),
-        f"{result['difference']:.0e}",
+        f"{result['difference']:.0e}" if result["difference"] else "0",
         f"{1e3 * theirs['cpu']['median']:.2f}",
         f"{1e3 * ours['cpu']['median']:.2f}",
         f"{ours['cpu_ratio']['median']:.2f}",
@@ -126,26 +123,25 @@ def row(name: str, result: dict[str, Any]) -> list[str]:
     ]
 
 
+def rows(results: dict[str, Any]) -> list[list[str]]:
+    return [row(name, result) for name, result in results.items()]
+
+
 def main() -> None:
     only = {"nargs": "+", "choices": list(PROGRAMS), "help": "these programs alone"}
-    page = {"type": Path, "metavar": "PAGE", "help": "renew our section in PAGE"}
-    options = parse_args(__doc__ or "", only=only, markdown=page)
+    options = parse_args(__doc__ or "", only=only)
     warnings.filterwarnings("ignore", message="ETP primitive")
     env = environment()
     size = Size() if options.quick else Size(steps=100, batch=32, hidden=64)
     rounds = options.rounds or (3 if options.quick else 30)
     print(header(env))
     results = {name: measure(name, rounds, size) for name in options.only or PROGRAMS}
-    rows = [row(name, result) for name, result in results.items()]
-    show(f"Programs of the brainstate family, {rounds} rounds, {size}", COLUMNS, rows)
+    show(f"Programs of the brainstate family, {rounds} rounds, {size}", COLUMNS, rows(results))
     ratio = statistics.geometric_mean(r["statetx"]["cpu_ratio"]["median"] for r in results.values())
     line = f"CPU time a step, of brainstate's: {ratio:.2f} (geometric mean)."
     print(line)
     if options.json:
         write_json(options.json, env, {"rounds": rounds, "size": size._asdict(), "results": results, "verdict": [line]})
-    if options.markdown:
-        text = f"{header(env)}; {rounds} rounds, {size}.\n\n{markdown_table(COLUMNS, rows)}\n\n{line}"
-        renew_section(options.markdown, "ecosystem", text)
 
 
 if __name__ == "__main__":

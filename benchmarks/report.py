@@ -33,6 +33,7 @@ PAGES = [
     DOCS / "performance.md",
     DOCS / "comparison.md",
     DOCS / "how-to" / "sharding-table.md",
+    DOCS / "migrate" / "programs.md",
     *sorted((DOCS / "benchmarks").glob("*.md")),
 ]
 
@@ -410,7 +411,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     ),
     **{
         name: functools.partial(log, name, lambda m, results: [(m.COLUMNS, m.rows(results))])
-        for name in ("bench_transforms", "bench_dispatch", "bench_eager", "bench_scale", "bench_import")
+        for name in ("bench_transforms", "bench_dispatch", "bench_eager", "bench_scale", "bench_import", "ecosystem")
     },
     "loops": log_loops,
     "planner": log_planner,

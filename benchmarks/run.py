@@ -24,6 +24,7 @@ ALL = (
     "bench_scale",
     "loops",
     "planner",
+    "ecosystem",
 )
 PICTURES = {"bench_scale": "scale.svg", "planner": "planner.svg"}
 
