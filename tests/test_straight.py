@@ -211,7 +211,7 @@ def boolean_operator(S):
     box = Box(h=None)
 
     def step():
-        box.h = box.h or S(jnp.zeros(()))
+        box.h is not None or setattr(box, "h", S(jnp.zeros(())))
         return box.h
 
     return step
