@@ -10,8 +10,7 @@ of 1e-9 tells a wrong term from a fused product.
 
 The semantics of the reference:
 - A call of a transform that raises leaves every state unchanged, also if the exception is caught
-  inside another transform. The statements of an untransformed function before the exception stay done. `remat`
-  counts as a transform where something is being traced, and as nothing at all where nothing is.
+  inside another transform, of `remat` in eager code too. The statements of an untransformed function before the exception stay done.
 - Both branches of a cond are traced: an exception in the one not taken is raised too.
 - A random state is split over the examples of a vmap and carried through a scan unless the node says otherwise; it
   advances if the traced body draws from it, whichever branch is taken.
@@ -571,8 +570,7 @@ def evaluate(expr: Expr, env: Env, temps: tuple) -> Any:
 
 
 def run_call(call: Call, argument: jax.Array, env: Env, temps: tuple, traced: bool) -> Any:
-    is_plain = call.kind == "remat" and not traced
-    inner = env if is_plain else dict(env)
+    inner = dict(env)
     try:
         result = MEANINGS[call.kind](call, argument, inner, temps, traced)
     except Boom:
