@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import statetx
 from statetx._equations.flops import flops
+from statetx.policies import Slots
 
 
 def cost(f, *args):
@@ -37,3 +39,39 @@ def test_flops_of_each_operation(f, shapes, expected):
 def test_grouped_convolution_costs_its_group():
     f = lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", feature_group_count=4)  # noqa: E731
     assert cost(f, jnp.ones((1, 4, 8, 8)), jnp.ones((8, 1, 3, 3))) == 2 * 8 * 64 * 9
+
+
+LOOPS = [
+    (100, Slots(5)),
+    (26, Slots(2, block=4)),
+    (7, Slots(1)),
+    (3, Slots(8)),
+    (4, Slots(2, block=9)),
+    (2**20, Slots(20)),
+]
+
+
+@pytest.mark.parametrize("length, strategy", LOOPS, ids=repr)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_checkpointed_loop_counts_every_run_of_its_step(length, strategy, batch):
+    # The steps of the two programs differ by a product that has no derivative, so the programs differ by its runs alone.
+    # With the value: without it, the last steps of the forward sweep are dead code.
+    w = jnp.ones((8, 8))
+
+    def loss(h, has_product):
+        def step(h, _):
+            x = jax.lax.stop_gradient(w @ h if has_product else h)
+            return jnp.tanh(h + x), None
+
+        return statetx.scan(step, h, length=length, checkpoint=strategy)[0].sum()
+
+    gradient = jax.vmap(jax.value_and_grad(loss), (0, None))
+    with_product, without = (
+        statetx.measure(gradient, jnp.ones((batch, 8)), p, gradient=False).flops for p in (True, False)
+    )
+    assert with_product - without == strategy.num_runs(length) * 2 * batch * 8 * 8
+
+
+def test_loop_of_unknown_length_counts_one_step():
+    f = lambda x: jax.lax.while_loop(lambda x: x[0] < 9, jnp.exp, x)  # noqa: E731
+    assert cost(f, jnp.ones(50)) in range(50, 55)

@@ -20,8 +20,8 @@ class Cost:
     """Operations and memory of a compiled program.
 
     Attributes:
-        flops: operations of its equations, loops counted with their lengths; the body of a `while` loop once, as in the recomputation of
-            `policies.Slots`.
+        flops: operations of its equations, loops counted with their lengths and checkpointed loops with all runs of their
+            steps; the body of a `while` loop of unknown length once.
         compiled_flops: operations as XLA counts them: the body of a loop once.
         argument_bytes, output_bytes, temp_bytes: memory, by XLA's memory analysis.
     """
@@ -83,8 +83,8 @@ class Program:
 
     Attributes:
         lowered, compiled: the ``jax.stages`` objects.
-        flops: operations of its equations, loops counted with their lengths; the body of a `while` loop once, as in the recomputation of
-            `policies.Slots`.
+        flops: operations of its equations, loops counted with their lengths and checkpointed loops with all runs of their
+            steps; the body of a `while` loop of unknown length once.
         cost: see `Cost`.
     """
 

@@ -147,6 +147,7 @@ _ENTRIES, _VALUE = Forwards.ENTRIES, Forwards.VALUE
 TABLE: dict[str, Row] = {
     # The result is the operand.
     **_rows(f"name {_jax.mark_primitive.name}", is_view=True, forwards=_VALUE, is_label=True, fuses=True, flops=_free),
+    **_rows(_jax.runs_primitive.name, is_view=True, forwards=_VALUE, is_label=True, fuses=True, flops=_free),
     **_rows("reduce_precision", forwards=_VALUE, is_label=True, fuses=True, flops=_free),
     **_rows("copy copy_p", is_view=True, forwards=_VALUE, fuses=True, flops=_free),
     **_rows("pvary", is_view=True, forwards=_VALUE, fuses=True, flops=_free),  # in shard_map: it counts as varying
@@ -232,6 +233,7 @@ JIT = frozenset({"jit", "pjit"})
 REMAT = frozenset({"remat2", "remat", "checkpoint"})
 
 VIEWS = _names(lambda row: row.is_view)
+FUSED = _names(lambda row: row.fuses)
 CALLS = _names(lambda row: row.runs is Runs.ONCE)
 ENTERED = _names(lambda row: row.runs in (Runs.ONCE, Runs.LOOP, Runs.BRANCH))
 """Primitives whose inner values a policy can save one by one."""

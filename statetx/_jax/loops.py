@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
+import jax
+from jax._src import core as _core
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import mlir as _mlir
 from jax._src.lax.control_flow import loops as _loops
 from jax._src.lax.control_flow.loops import scan_p, while_p
-from jax.interpreters import ad
 
 try:
     # jax 0.12: `scan_p` has trees where it had numbers.
@@ -32,7 +37,7 @@ def bind_scan(
     return scan_p.bind(*constants, *carry, *xs, jaxpr=jaxpr, length=length, reverse=reverse, unroll=1, **counts)
 
 
-_transpose_while = ad.primitive_transposes[while_p]
+_transpose_while = _ad.primitive_transposes[while_p]
 
 
 def _refuse_to_transpose(*args: Any, **params: Any) -> Any:
@@ -49,7 +54,7 @@ def _refuse_to_transpose(*args: Any, **params: Any) -> Any:
         ) from None
 
 
-ad.primitive_transposes[while_p] = _refuse_to_transpose
+_ad.primitive_transposes[while_p] = _refuse_to_transpose
 patches.note(
     "the error for `jax.lax.while_loop` in reverse mode",
     "JAX's message advises a loop of known length. To it is added which loop it is, and that `statetx.while_loop` has `checkpoint=`.",
@@ -80,3 +85,41 @@ def with_scan_constants(eqn: Any, jaxpr: ClosedJaxpr, constants: Sequence[Any]) 
         consts, carry, xs = params["ft_in"].unpack()
         params["ft_in"] = _flattree.pack((_flattree.nones(len(constants) + len(list(consts))), carry, xs))
     return eqn.replace(params=params, invars=[*constants, *eqn.invars])
+
+
+# -- loops with traced bounds whose number of runs is known --------------------------------------------------------------
+#
+# The bounds of a checkpointed loop's inner loops come from tables in the compiled program, so JAX makes them `while` loops,
+# and their equations do not say how often they run. The schedule does. The number stands on the condition, in a primitive:
+# the condition is never removed, and what rewrites the loop (vmap, hoisting, dead code) keeps its equations.
+
+runs_primitive = _core.Primitive("statetx_runs")
+"""The identity, on the condition of a `while` loop: ``runs`` is how often its body runs, a mean over the entries of the loop."""
+
+runs_primitive.def_impl(lambda x, **_: x)
+runs_primitive.def_abstract_eval(lambda x, **_: x)
+_batching.primitive_batchers[runs_primitive] = lambda args, dims, **params: (
+    runs_primitive.bind(*args, **params),
+    dims[0],
+)
+_mlir.register_lowering(runs_primitive, lambda ctx, x, **_: [x])
+
+
+def counted(condition: Any, runs: Fraction) -> Any:
+    """The condition of a `jax.lax.while_loop` whose body runs so often, in the mean over the entries of the loop."""
+    return runs_primitive.bind(condition, runs=runs)
+
+
+def known_runs(eqn: Any) -> Fraction | None:
+    """How often the body of a loop runs, as `counted` says; None for any other equation."""
+    if eqn.primitive is not while_p:
+        return None
+    condition = open_jaxpr(eqn.params["cond_jaxpr"])[0]
+    return next((e.params["runs"] for e in condition.eqns if e.primitive is runs_primitive), None)
+
+
+def counted_fori_loop(first: Any, end: Any, body: Callable[[Any, Any], Any], init: Any, runs: Fraction) -> Any:
+    """`jax.lax.fori_loop` with traced bounds, of a known mean number of `runs`."""
+    return jax.lax.while_loop(
+        lambda loop: counted(loop[0] < end, runs), lambda loop: (loop[0] + 1, body(*loop)), (first, init)
+    )[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -130,6 +131,7 @@ class CheckpointedLoop(Loop):
         step = self.step
         positions = schedule.first_positions(self._num_blocks, self.slots) if self._num_blocks else []
         bounds = jnp.asarray([p * self._block for p in (*positions, self._num_blocks)], jnp.int32)
+        mean_length = Fraction(self._num_blocks * self._block, max(1, len(positions)))
 
         # Elements and ys by index, not by `scan`: segments differ in length, and a part of xs for each of them would
         # be a copy.
@@ -144,7 +146,7 @@ class CheckpointedLoop(Loop):
         def segment(j: Any, loop: Any) -> Any:
             slots, carry, ys = loop
             slots = self._memory.write(slots, j, carry)
-            return (slots, *jax.lax.fori_loop(bounds[j], bounds[j + 1], one, (carry, ys)))
+            return (slots, *_jax.counted_fori_loop(bounds[j], bounds[j + 1], one, (carry, ys), mean_length))
 
         slots = self._memory.make(self.slots, step.avals)
         ys = [_buffer(step.length, aval, i) for i, aval in enumerate(step.y_avals)]
@@ -158,6 +160,14 @@ class CheckpointedLoop(Loop):
         return (carry, ys), Stored(slots, before_rest)
 
     # -- the reversal --
+
+    @functools.cached_property
+    def mean_advance(self) -> Fraction:
+        """How many steps the reversal of a block runs ahead of it, in the mean over all blocks."""
+        num = self._num_blocks
+        # Of `num_evaluations`, each block runs once in the forward sweep, and once when it is reversed.
+        num_ahead = schedule.num_evaluations(num, self.slots) - 2 * num
+        return Fraction(num_ahead * self._block, max(1, num))
 
     def reverse(self, stored: Stored, init: Any, advance: Callable, reverse_steps: Callable) -> Any:
         """Reverse all steps, the last first.
@@ -233,9 +243,9 @@ class _Reversal:
 
     def _advance(self, first: Any, end: Any, carry: list) -> list:
         # Most runs of the step in a reversal are made here: only this loop is worth the small kernels (decision 25).
-        fori_loop = concurrent_fori_loop if self._step.has_independent_products else jax.lax.fori_loop
+        fori_loop = concurrent_fori_loop if self._step.has_independent_products else _jax.counted_fori_loop
         one = lambda i, c: self._step(self._constants, c, self._loop.element(self._xs, i))[0]  # noqa: E731
-        return fori_loop(first, end, one, carry)
+        return fori_loop(first, end, one, carry, self._loop.mean_advance)
 
     def _reverse_steps(self, first: Any, num: int, carry: list, total: _Cotangents) -> _Cotangents:
         # In reverse the last step of the block has its lowest position in xs.

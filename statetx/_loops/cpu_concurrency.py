@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ from .. import _jax
 from .._jax import Literal
 
 
-def concurrent_fori_loop(first: Any, last: Any, body_fun: Callable, carry: list) -> list:
-    """`jax.lax.fori_loop`, with small writes beside each step.
+def concurrent_fori_loop(first: Any, last: Any, body_fun: Callable, carry: list, runs: Fraction) -> list:
+    """`_jax.counted_fori_loop`, with small writes beside each step.
 
     XLA:CPU runs the kernels of a loop's body one after the other if there are no more than eight of them. Independent products then wait
     for each other, each of them split over all threads. With more kernels it runs independent ones concurrently. The condition
@@ -30,7 +31,7 @@ def concurrent_fori_loop(first: Any, last: Any, body_fun: Callable, carry: list)
     def condition(loop: tuple) -> Any:
         i, _, buffers = loop
         # Always true, since only step numbers are written, but XLA does not know that.
-        return functools.reduce(jnp.logical_and, [b[0] >= 0 for b in buffers], i < last)
+        return _jax.counted(functools.reduce(jnp.logical_and, [b[0] >= 0 for b in buffers], i < last), runs)
 
     # Of different lengths: XLA would write buffers of one length in one kernel.
     buffers = [_jax.replicated(jnp.zeros(n, jnp.int32)) for n in (5, 6, 7, 8)]

@@ -29,12 +29,10 @@ class Strategy:
         policy: which values a step saves.
         offload: whether the stored carries are in the host's memory.
         num_steps: the length that the strategy itself implies; None if it fits any.
-        hides_steps: whether its steps are in ``while`` loops, which a count over equations takes for one step.
     """
 
     policy: Policy = None
     offload: bool = False
-    hides_steps = False
 
     @property
     def num_steps(self) -> int | None:
@@ -247,8 +245,6 @@ class Slots(Strategy):
         >>> bool(jnp.isclose(jax.grad(loss)(0.5, 10), jax.grad(loss)(0.5)))  # 10 for policies.Slots(10)
         True
     """
-
-    hides_steps = True
 
     num: int
     block: int = dataclasses.field(default=1, kw_only=True)

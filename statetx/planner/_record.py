@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from .. import _jax
-from .._equations.flops import count
 from .._jax import Jaxpr, Literal
 from .._lift.context import device_bytes
 from .._loops.strategy import Strategy
@@ -111,12 +110,6 @@ def fields_of(
     # `predicted_bytes` is a leave-one-out prediction: the candidate's own measurement does not correct it.
     baseline = search.baseline.compiled
     other_candidates = [c for c in search.candidates if c is not candidate]
-    by_flops = objective == "flops"
-    total_flops = (
-        baseline.flops + int(candidate.added_cost)
-        if by_flops
-        else candidate.compiled.flops + _schedule_flops(layout, candidate)
-    )
 
     fields = {
         "version": VERSION,
@@ -130,7 +123,7 @@ def fields_of(
         "foretold_bytes": int(candidate.predicted_bytes),
         "temp_bytes": candidate.temp_bytes,
         "unplanned_bytes": baseline.temp_bytes,
-        "flops": total_flops,
+        "flops": candidate.compiled.flops,
         "unplanned_flops": baseline.flops,
         "stock": "" if candidate.name == "plan" else candidate.name,
         "complete": not search.is_late(),
@@ -153,15 +146,6 @@ def fields_of(
         "measured": [[c.name, c.temp_bytes, c.added_cost / search.total_cost()] for c in search.candidates],
     }
     return fields
-
-
-def _schedule_flops(layout: Layout, candidate: Candidate) -> int:
-    """Operations of loops whose equations count one step only."""
-    return sum(
-        option.loop.num_runs(part.eqn.params["length"]) * count(part.jaxpr)
-        for part, option in zip(layout.parts, candidate.options, strict=True)
-        if option.loop is not None and option.loop.hides_steps
-    )
 
 
 def _to_json(option: Option) -> dict[str, Any]:

@@ -435,11 +435,11 @@ class Search:
         self._report(f"compiling candidate {len(self.candidates) + 1}{self._best_so_far()}")
         compiled = self._program_of(layout.rewrite(options), memory_analysis_options()).cost
 
-        # The operations that rewriting adds to the equations are exact. Seconds are known by the model only.
+        # The operations that rewriting adds to the equations are exact, checkpointed loops included. Seconds are known by
+        # the model only.
         predicted_cost = sum(o.cost for o in options)
         added_cost = predicted_cost
-        # A slots schedule runs its steps in while loops, whose equations count once: the model knows better.
-        if self.equation_cost is flops and not any(o.loop is not None and o.loop.hides_steps for o in options):
+        if self.equation_cost is flops:
             added_cost = compiled.flops - self._baseline_program.flops
         candidate = Candidate(name, layout, list(options), peak, predicted_cost, added_cost, compiled, predicted_bytes)
         self._tried[key] = candidate
