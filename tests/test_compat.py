@@ -235,3 +235,63 @@ def test_plain_loop_is_linearized_by_the_rule_of_scan(monkeypatch):
     loop = lambda x: statetx.scan(lambda c, _: (c * 0.5, None), x, None, 70, checkpoint="auto")[0]  # noqa: E731
     np.testing.assert_allclose(jax.grad(loop)(1.0), 0.5**70, rtol=1e-5)
     assert "mul" in traced and "statetx_loop" not in traced
+
+
+def _layer(w, x):
+    return jnp.tanh(x @ w)
+
+
+def test_fields_of_compiled_programs():
+    """XLA's messages, decoded by the numbers of their fields: instructions, schedule, places, names, donation, loops."""
+
+    def step(params, x):
+        def body(carry, _):
+            return jnp.sin(carry @ params["w"]), carry
+
+        carry, carries = jax.lax.scan(body, _layer(params["w"], x), None, length=7)
+        return {"w": params["w"] + carries.sum()}, carry
+
+    args = {"w": jnp.ones((64, 64))}, jnp.ones((32, 64))
+    compiled = jax.jit(step, donate_argnames="params").lower(*args).compile()
+    program, memory = _jax.compiled_program(compiled), compiled.memory_analysis()
+    assert program is not None and "step" in program.name
+
+    entry = program.computations[program.entry]
+    parameters = {i.index: i for i in entry.instructions if i.opcode == "parameter"}
+    assert [parameters[n].op_name for n in range(2)] == ["params['w']", "x"]
+    assert [parameters[n].type for n in range(2)] == ["f32[64,64]", "f32[32,64]"]
+    # In the schedule each instruction follows its operands.
+    place = {i.id: n for n, i in enumerate(entry.instructions)}
+    assert all(place[o] < place[i.id] for i in entry.instructions for o in i.operands)
+    assert entry.root in place
+    (loop,) = [i for i in program.instructions.values() if i.opcode == "while"]
+    assert loop.trip_count == 7 and len(loop.called) == 2
+    body, condition = (program.computations[c] for c in loop.called)
+    assert program.instructions[condition.root].type == "bool[]" and isinstance(
+        program.instructions[body.root].type, tuple
+    )
+
+    tanh = next(i for i in entry.instructions if i.op_name.endswith("/tanh"))
+    assert [f.function for f in tanh.frames][:2] == ["_layer", "test_fields_of_compiled_programs.step"]
+    assert tanh.frames[0].file == __file__ and tanh.frames[0].line == _layer.__code__.co_firstlineno + 1
+    assert tanh.frames[0].column > 0
+
+    allocations = program.allocations
+    assert sum(a.num_bytes for a in allocations if a.parameter is not None) == memory.argument_size_in_bytes
+    assert sum(a.num_bytes for a in allocations if a.is_output) == memory.output_size_in_bytes
+    both = [a for a in allocations if a.is_output and a.parameter is not None]
+    assert sum(a.num_bytes for a in both) == memory.alias_size_in_bytes == 64 * 64 * 4
+    assert program.donated == {(0,): 0}
+    rest = [a for a in allocations if a.parameter is None and not (a.is_output or a.is_constant or a.is_thread_local)]
+    assert sum(a.num_bytes for a in rest) == memory.temp_size_in_bytes > 0
+    for a in allocations:
+        for value, offset, size in a.values:
+            assert program.values[value].num_bytes == size and 0 <= offset <= a.num_bytes - size
+
+
+def test_program_without_buffer_assignment():
+    class Compiled:
+        def memory_analysis(self):
+            raise NotImplementedError
+
+    assert _jax.compiled_program(Compiled()) is None

@@ -20,6 +20,11 @@ from .batching import notify_of_vmap as notify_of_vmap
 from .batching import stacked_type as stacked_type
 from .batching import unwrap_batched as unwrap_batched
 from .batching import with_batch_axis as with_batch_axis
+from .buffers import PRIMITIVES as PRIMITIVES
+from .buffers import CompiledProgram as CompiledProgram
+from .buffers import Instruction as Instruction
+from .buffers import StackFrame as StackFrame
+from .buffers import compiled_program as compiled_program
 from .custom_loop import CustomLoop as CustomLoop
 from .custom_loop import call_loop as call_loop
 from .custom_loop import loop_of as loop_of
@@ -57,7 +62,11 @@ from .equations import zero_tangent as zero_tangent
 from .equations import zeros as zeros
 from .linear import linear_call as linear_call
 from .loops import bind_scan as bind_scan
+from .loops import counted as counted
+from .loops import counted_fori_loop as counted_fori_loop
 from .loops import empty as empty
+from .loops import known_runs as known_runs
+from .loops import runs_primitive as runs_primitive
 from .loops import scan_counts as scan_counts
 from .loops import with_scan_constants as with_scan_constants
 from .meshes import Manual as Manual

@@ -1,0 +1,350 @@
+"""Decode what XLA says of a compiled program: its instructions in the order of their schedule, and where each value is stored.
+
+Both are serialized protocol buffers: ``HloModuleProto`` (xla/service/hlo.proto) of the optimized module, and ``BufferAssignmentProto`` of
+``Compiled.memory_analysis()``. Only the fields named below are read, by their numbers, since the messages are not part of jaxlib's
+Python interface; ``tests/test_compat.py`` fails when one of them is missing or has another meaning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+Place = tuple[int, tuple[int, ...]]
+"""An instruction, and an index into its result if that is a tuple."""
+
+
+class Instruction:
+    """An instruction of the optimized program. Most attributes are decoded when they are asked for.
+
+    Attributes:
+        id: unique in the program.
+        computation: the id of the computation that it belongs to.
+        operands, called: ids of instructions, and of computations (the body of a loop, the branches of a conditional).
+        type: as in ``f32[2,3]``; of a tuple, the types of its elements.
+        index: of a parameter, its number; of a get-tuple-element, the element.
+        op_name: the name stack of the user's operation, as in ``jit(f)/transpose(jvp(Block))/dot_general``.
+        frames: the user's stack, innermost first.
+        trip_count: of a loop, how often the body runs, if XLA knows.
+    """
+
+    def __init__(self, data: Any, computation: int, frames: Sequence[tuple[StackFrame, ...]]):
+        fields = _message(data)
+        self._fields = fields
+        self._frames = frames
+        self.id = _int(fields, _Instruction.ID)
+        self.opcode = _text(fields, _Instruction.OPCODE)
+        self.computation = computation
+        self.operands = _ints(fields.get(_Instruction.OPERANDS, ()))
+        self.called = _ints(fields.get(_Instruction.CALLED, ()))
+
+    @functools.cached_property
+    def name(self) -> str:
+        return _text(self._fields, _Instruction.NAME)
+
+    @functools.cached_property
+    def type(self) -> Any:
+        return _type(_message(self._fields[_Instruction.SHAPE][0]))
+
+    @property
+    def index(self) -> int:
+        field = _Instruction.PARAMETER if self.opcode == "parameter" else _Instruction.TUPLE_INDEX
+        return _int(self._fields, field)
+
+    @functools.cached_property
+    def _metadata(self) -> _Fields:
+        found = self._fields.get(_Instruction.METADATA)
+        return _message(found[0]) if found else _Fields(list)
+
+    @functools.cached_property
+    def op_name(self) -> str:
+        return _text(self._metadata, 2)
+
+    @property
+    def frames(self) -> tuple[StackFrame, ...]:
+        number = _int(self._metadata, 15)
+        return self._frames[number] if number < len(self._frames) else ()
+
+    @property
+    def trip_count(self) -> int | None:
+        # The configuration is a text: {"known_trip_count":{"n":"16"}, ...}.
+        config = _text(self._fields, _Instruction.BACKEND_CONFIG) if self.opcode == "while" else ""
+        _, found, rest = config.partition('"known_trip_count":{"n":"')
+        return int(rest.partition('"')[0]) if found else None
+
+
+class StackFrame(NamedTuple):
+    function: str
+    file: str
+    line: int
+    column: int
+
+
+PRIMITIVES = {"dot": "dot_general", "convolution": "conv_general_dilated"}
+"""The opcodes of products of matrices and convolutions, and JAX's names of these."""
+
+
+class Computation(NamedTuple):
+    """Instructions in the order of the schedule; of a fusion, which has none, in that of the program."""
+
+    id: int
+    name: str
+    root: int
+    instructions: Sequence[Instruction]
+
+
+class Value(NamedTuple):
+    """A value that has memory of its own: the place that defines it, and its size in bytes."""
+
+    id: int
+    place: Place
+    num_bytes: int
+
+
+class Allocation(NamedTuple):
+    """A piece of memory, and the values in it with offset and size.
+
+    Attributes:
+        parameter: the number of the program's parameter that it holds, or None.
+        is_output, is_constant, is_thread_local: what it is for; a temporary allocation is nothing of that.
+    """
+
+    index: int
+    num_bytes: int
+    parameter: int | None
+    is_output: bool
+    is_constant: bool
+    is_thread_local: bool
+    values: Sequence[tuple[int, int, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """An optimized, scheduled program with its buffer assignment.
+
+    Attributes:
+        donated: for each output, by its index, the number of the parameter whose memory it reuses.
+    """
+
+    name: str
+    entry: int
+    computations: dict[int, Computation]
+    instructions: dict[int, Instruction]
+    values: dict[int, Value]
+    allocations: Sequence[Allocation]
+    donated: dict[tuple[int, ...], int]
+
+
+def compiled_program(compiled: Any) -> CompiledProgram | None:
+    """The program of a ``jax.stages.Compiled``; None if its backend does not tell a schedule or a buffer assignment."""
+    try:
+        assignment = compiled.memory_analysis().serialized_buffer_assignment_proto
+        module = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):  # not every backend and jaxlib has them
+        return None
+    return decode(module, assignment) if assignment else None
+
+
+def decode(module_proto: bytes, assignment_proto: bytes) -> CompiledProgram | None:
+    """The program in these two messages; None if the module has no schedule."""
+    module = _message(module_proto)
+    if not module[_Module.SCHEDULE]:
+        return None
+    frames = _stack_frames(module[_Module.STACK_FRAMES])
+    order = {
+        _int(entry, 1): _ints(_message(entry[2][0])[1])
+        for entry in map(_message, _message(module[_Module.SCHEDULE][0])[1])
+    }
+    computations = _Computations(map(_message, module[_Module.COMPUTATIONS]), frames, order)
+    values, allocations = _assignment(_message(assignment_proto))
+    return CompiledProgram(
+        name=_text(module, _Module.NAME),
+        entry=_int(module, _Module.ENTRY),
+        computations=computations,
+        instructions=computations.instructions,
+        values=values,
+        allocations=allocations,
+        donated=_donated(module[_Module.ALIASES]),
+    )
+
+
+# -- the messages --------------------------------------------------------------------------------------------------
+
+
+class _Computations(dict[int, Computation]):
+    """Computations by their ids. Those of fusions are decoded when they are asked for, for they are most of a program.
+
+    Attributes:
+        instructions: those of the decoded computations, by their ids.
+    """
+
+    def __init__(
+        self,
+        messages: Iterable[_Fields],
+        frames: Sequence[tuple[StackFrame, ...]],
+        order: dict[int, list[int]],
+    ):
+        self.instructions: dict[int, Instruction] = {}
+        self._messages = {_int(m, 5): m for m in messages}
+        self._frames = frames
+        self._order = order
+        for number in order:
+            self[number]
+
+    def __missing__(self, number: int) -> Computation:
+        message = self._messages[number]
+        decoded = [Instruction(i, number, self._frames) for i in message[2]]
+        by_id = {i.id: i for i in decoded}
+        self.instructions |= by_id
+        ordered = [by_id[i] for i in self._order.get(number, by_id)]
+        found = self[number] = Computation(number, _text(message, 1), _int(message, 6), ordered)
+        return found
+
+
+class _Module:
+    """Numbers of the fields of ``HloModuleProto``."""
+
+    NAME, COMPUTATIONS, ENTRY, SCHEDULE, ALIASES, STACK_FRAMES = 1, 3, 6, 7, 8, 17
+
+
+class _Instruction:
+    """Of ``HloInstructionProto``."""
+
+    NAME, OPCODE, SHAPE, METADATA, PARAMETER, TUPLE_INDEX = 1, 2, 3, 7, 9, 13
+    ID, OPERANDS, CALLED, BACKEND_CONFIG = 35, 36, 38, 43
+
+
+# The names of ``PrimitiveType`` (xla_data.proto), by their numbers.
+_DTYPES = dict(
+    enumerate(
+        "? pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64 tuple opaque c64 bf16 token c128 f8e5m2 f8e4m3fn s4 u4 f8e4m3b11fnuz "
+        "f8e5m2fnuz f8e4m3fnuz s2 u2 f8e4m3 f8e3m4 s1 u1 f4e2m1fn f8e8m0fnu buffer".split()
+    )
+)
+# statetx writes types as JAX does.
+_JAX_NAMES = {"pred": "bool", **{f"s{n}": f"i{n}" for n in (1, 2, 4, 8, 16, 32, 64)}}
+
+
+def _type(shape: _Fields) -> Any:
+    if shape[4]:  # a tuple
+        return tuple(_type(_message(s)) for s in shape[4])
+    dtype = _DTYPES.get(_int(shape, 2), "?")
+    return f"{_JAX_NAMES.get(dtype, dtype)}[{','.join(map(str, _ints(shape[3])))}]"
+
+
+def _stack_frames(index: Sequence[Any]) -> list[tuple[StackFrame, ...]]:
+    """The stack of each frame, by its number; number 0 is none.
+
+    A frame is a line of a function and its caller, another frame. Numbers in the message count from one.
+    """
+    if not index:
+        return [()]
+    message = _message(index[0])
+    files, functions = ([bytes(t).decode() for t in message[n]] for n in (1, 2))
+    locations = [
+        StackFrame(functions[_int(m, 2) - 1].replace(".<locals>", ""), files[_int(m, 1) - 1], _int(m, 3), _int(m, 4))
+        for m in map(_message, message[3])
+    ]
+    parents = [(_int(m, 1), _int(m, 2)) for m in map(_message, message[4])]
+    stacks: list[tuple[StackFrame, ...]] = [()]
+    for location, parent in parents:
+        stacks.append((locations[location - 1], *(stacks[parent] if parent < len(stacks) else ())))
+    return stacks
+
+
+def _donated(aliases: Sequence[Any]) -> dict[tuple[int, ...], int]:
+    if not aliases:
+        return {}
+    return {tuple(_ints(m[1])): _int(m, 2) for m in map(_message, _message(aliases[0])[1])}
+
+
+def _assignment(message: _Fields) -> tuple[dict[int, Value], list[Allocation]]:
+    values = {}
+    for value in map(_message, message[1]):
+        defined_at = _message(value[3][0])
+        number = _int(value, 1)
+        values[number] = Value(number, (_int(defined_at, 4), tuple(_ints(defined_at[3]))), _int(value, 2))
+    allocations = [
+        Allocation(
+            index=_int(a, 1),
+            num_bytes=_int(a, 2),
+            parameter=_int(a, 6) if _int(a, 5) else None,
+            is_output=bool(_int(a, 7)),
+            is_constant=bool(_int(a, 12)),
+            is_thread_local=bool(_int(a, 3)),
+            values=[(_int(v, 1), _int(v, 2), _int(v, 3)) for v in map(_message, a[9])],
+        )
+        for a in map(_message, message[3])
+    ]
+    return values, allocations
+
+
+# -- the wire format: https://protobuf.dev/programming-guides/encoding ------------------------------------------------
+
+_Fields = defaultdict
+"""The values of each field of a message, by its number: integers, or bytes of a text, a message or packed integers."""
+
+
+def _message(data: Any) -> _Fields:
+    fields: _Fields = _Fields(list)
+    view, i, end = memoryview(data), 0, len(data)
+    while i < end:
+        key, i = _varint(view, i)
+        wire_type = key & 7
+        if wire_type == 0:
+            value, i = _varint(view, i)
+        elif wire_type == 2:
+            size, i = _varint(view, i)
+            value, i = view[i : i + size], i + size
+        elif wire_type in (1, 5):
+            size = 8 if wire_type == 1 else 4
+            value, i = view[i : i + size], i + size
+        else:
+            raise ValueError(f"wire type {wire_type} at byte {i}")
+        fields[key >> 3].append(value)
+    return fields
+
+
+def _varint(view: memoryview, i: int) -> tuple[int, int]:
+    byte = view[i]
+    i += 1
+    if byte < 128:
+        return byte, i
+    value, shift = byte & 127, 7
+    while True:
+        byte = view[i]
+        i += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, i
+        shift += 7
+
+
+def _int(message: _Fields, number: int) -> int:
+    """The last value of a field, 0 if it is absent."""
+    values = message.get(number)
+    return values[-1] if values else 0
+
+
+def _text(message: _Fields, number: int) -> str:
+    values = message.get(number)
+    return bytes(values[-1]).decode() if values else ""
+
+
+def _ints(values: Sequence[Any]) -> list[int]:
+    """A repeated field of integers, packed or not."""
+    out: list[int] = []
+    for value in values:
+        if isinstance(value, int):
+            out.append(value)
+            continue
+        i = 0
+        while i < len(value):
+            number, i = _varint(value, i)
+            out.append(number)
+    return out
