@@ -94,6 +94,54 @@ def test_function_without_remat_is_rematerialized_as_a_whole():
     assert report["nothing"].residuals.intermediate_bytes == 0 < report["no remat"].residuals.intermediate_bytes
 
 
+@pytest.mark.parametrize("holds_states", [True, False], ids=["states", "arrays"])
+def test_measured_outputs_are_those_of_the_jitted_step(holds_states):
+    # A state that is only read, here a frozen weight of 1 MiB, is an argument and no output.
+    frozen, adapter, count = (statetx.State(x) for x in (jnp.ones((512, 512)), jnp.ones((512, 4)), jnp.ones((64, 64))))
+
+    def plain(w, a, n, x):
+        value, grad = jax.value_and_grad(lambda a: ((x @ w @ a) ** 2).mean())(a)
+        return value, grad, n + 1
+
+    def step(x):
+        value, grad, count.value = plain(frozen.value, adapter.value, count.value, x)
+        return value, grad
+
+    x = jnp.ones((8, 512))
+    values = [s.value for s in (frozen, adapter, count)]
+    cost = statetx.measure(*((step,) if holds_states else (plain, *values)), x, gradient=False)
+    memory = jax.jit(plain).lower(*values, x).compile().memory_analysis()
+    expected = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
+    assert (cost.argument_bytes, cost.output_bytes, cost.temp_bytes) == expected
+    jitted = statetx.jit(step).lower(x).compile().memory_analysis()
+    assert cost.output_bytes == jitted.output_size_in_bytes
+
+
+def test_measured_gradient_returns_each_array_once():
+    frozen, count = statetx.State(jnp.ones((64, 64), jnp.int32)), statetx.State(jnp.ones((64, 64)))
+
+    def model(x):
+        count.value += 1
+        return jnp.tanh(x * count.value) * frozen.value, {"steps": frozen.value + 1, "name": "model"}
+
+    x = jnp.ones((64, 64))
+    # The float output, the other one, the written state, and the gradients for x and the count.
+    num_pointers = 5
+    assert statetx.measure(model, x).output_bytes == 5 * x.nbytes + 8 * num_pointers
+    assert statetx.measure(model, x).argument_bytes == 3 * x.nbytes
+
+
+def test_measure_counts_a_state_of_several_arrays_as_a_whole():
+    # As in a jitted step: a written state is returned with all of its arrays, a state that is read with none.
+    written, read = (statetx.State({"a": jnp.ones(512), "b": jnp.ones(2048)}) for _ in range(2))
+
+    def step(x):
+        written.value = {**written.value, "a": x * read.value["a"]}
+
+    cost, memory = statetx.measure(step, 2.0, gradient=False), statetx.jit(step).lower(2.0).compile().memory_analysis()
+    assert cost.output_bytes == memory.output_size_in_bytes > 10_000
+
+
 def test_cost_has_units_as_text_and_as_html():
     cost = statetx.measure(lambda x: jnp.sum(jnp.tanh(x)), jnp.ones((256, 1024)))
     for text in (str(cost), cost._repr_html_()):
@@ -117,6 +165,18 @@ def test_report_without_remat_says_so_and_names_the_blocks_with_their_bytes():
     assert f"Most is kept by blocks.* ({format_bytes(kept)} in 3 blocks)" in first.text
     wrapped = statetx.memory_report(statetx.remat(loss), X)
     assert "nothing is rematerialized" not in kinds(wrapped)
+
+
+def test_owners_and_lines_are_those_of_the_memory_profile():
+    model = Stack(lambda f: f)
+    profile = statetx.memory_profile(model, X)
+    residuals = statetx.saved_residuals(model, X)
+    line = lambda source: source.rpartition("/")[2]  # noqa: E731
+    groups = {(g.owner, line(g.source), g.function) for g in profile.at_peak if g.kind == "residual"}
+    assert len(groups) > 3 and groups <= {(r.module, line(r.source), r.function) for r in residuals}
+    # The owner of a row of a plan is a line and its function.
+    rows = {line(row.owner) for row in statetx.plan(model, X, budget=0.5).rows}
+    assert {f"{source} ({function})" for _, source, function in groups} <= rows
 
 
 # -- one program for each diagnosis --------------------------------------------------------------------------------
@@ -226,8 +286,9 @@ def test_shown_as_text_html_and_rich():
     lines = str(report).splitlines()
     assert (
         lines[1].split()[:3] == ["policy", "residuals", "temporary"]
-        and len(lines) == 6
-        and "barrier ignored" in lines[-1]
+        and len(lines) == 7
+        and "barrier ignored" in lines[-2]
+        and lines[-1].startswith("More: statetx.memory_profile(fun, ...)")
     )
     html = report._repr_html_()
     assert html.count("<tr>") == 3 and "barrier ignored" in html

@@ -35,8 +35,9 @@ def measure(
 
     Returns:
         `Cost`, with ``temp_bytes``, ``argument_bytes``, ``output_bytes`` and ``peak_bytes`` in bytes, ``flops`` with
-        each loop body counted as often as it runs (once for a while loop, whose length is unknown), and
-        ``compiled_flops``, XLA's own figure, which counts the body of every loop once.
+        each loop body counted as often as it runs (once for a while loop of unknown length), and ``compiled_flops``,
+        XLA's own figure, which counts the body of every loop once. Arguments are the function's arrays and the states
+        that it reads; outputs are its own, the states that it writes, and the gradients.
 
     Source:
         ``jax.stages.Compiled.memory_analysis`` and ``cost_analysis``.
@@ -54,28 +55,43 @@ def measure(
 
 
 def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, list[Any]]:
-    """Outputs and new states as a function of arrays, and these arrays."""
-    # States are inputs and outputs of the measured program, as in a jitted step: as constants they would not count as arguments.
+    """Outputs and values of the written states as a function of arrays, and these arrays."""
+    # States are inputs of the measured program, as in a jitted step: as constants they would not count as arguments.
     pure = functionalize(fun)
     arrays, static_part = partition((pure.values(*args, **kwargs), args, kwargs), lambda x: hasattr(x, "dtype"))
 
     def run(*arrays: Any) -> list[Any]:
         values, args, kwargs = static_part.combine(arrays)
-        return partition(pure(values, *args, **kwargs), lambda x: hasattr(x, "dtype"))[0]
+        out, new_values = pure(values, *args, **kwargs)
+        return _arrays_in(out, _written(values, new_values))
 
     return run, arrays
 
 
 def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, list[Any]]:
-    """Outputs, new states and gradients as a function of arrays, and these arrays."""
+    """Outputs, values of the written states, and gradients as a function of arrays, and these arrays."""
     pure = functionalize(fun)
     arrays, static_part = partition((pure.values(*args, **kwargs), args, kwargs), lambda x: hasattr(x, "dtype"))
 
     def run(*arrays: Any) -> tuple[list[Any], list[Any]]:
         values, args, kwargs = static_part.combine(arrays)
         out, new_values = pure(values, *args, **kwargs)
+        floats, others = partition(out, is_float)
 
-        # Float outputs get cotangents. All outputs are returned too, so that XLA does not remove what computes them.
-        return partition(out, is_float)[0], partition((out, new_values), lambda x: hasattr(x, "dtype"))[0]
+        # Float outputs get cotangents. The others are returned too, so that XLA does not remove what computes them.
+        return floats, _arrays_in(others.static, _written(values, new_values))
 
     return with_pullback(run, [i for i, x in enumerate(arrays) if is_float(x)]), arrays
+
+
+def _written(values: dict[str, Any], new_values: dict[str, Any]) -> list[Any]:
+    """The new values of the states that a call writes.
+
+    A state that is only read keeps its value, the same object. As an output it would count twice: XLA copies an argument
+    that is returned. An array written back unchanged is taken for one that is only read.
+    """
+    return [value for path, value in new_values.items() if value is not values[path]]
+
+
+def _arrays_in(*trees: Any) -> list[Any]:
+    return partition(trees, lambda x: hasattr(x, "dtype"))[0]
