@@ -45,6 +45,9 @@ if _TYPE_CHECKING:
     from .caches import CacheInfo as CacheInfo
     from .caches import cache_info as cache_info
     from .caches import clear_cache as clear_cache
+    from .memory.measure import memory_profile as memory_profile
+    from .memory.oom import explain_oom as explain_oom
+    from .memory.profile import MemoryProfile as MemoryProfile
     from .planner.machine import calibrate as calibrate
     from .planner.plan import Plan as Plan
     from .planner.plan import plan as plan
@@ -92,6 +95,9 @@ _PUBLIC = {
     "._lift.rules": "Broadcast Carry Split",
     ".training.checkpointer": "Checkpointer",
     ".caches": "CacheInfo cache_info clear_cache",
+    ".memory.measure": "memory_profile",
+    ".memory.oom": "explain_oom",
+    ".memory.profile": "MemoryProfile",
     ".planner.machine": "calibrate",
     ".planner.plan": "Plan plan",
     ".residuals": "memory_report",
@@ -142,7 +148,7 @@ _ELSEWHERE = {
     "rematerialize": "statetx.remat",
     "save": "statetx.Checkpointer",
 }
-_SUBMODULES = ("policies", "testing", "caches", "planner", "residuals", "transforms", "kinds")
+_SUBMODULES = ("policies", "testing", "caches", "memory", "planner", "residuals", "transforms", "kinds")
 _loading = _threading.RLock()
 
 

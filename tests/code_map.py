@@ -29,7 +29,10 @@ caches
 residuals
 testing
 planner
+memory
 training
+cli
+__main__
 """
 
 

@@ -21,10 +21,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
 
 EXPORTS = """
-Broadcast CacheInfo Carry CarryTypeError Checkpointer CheckpointError CreatedStateError EffectError ForeignStateError FunctionError GradientError Not Optimizer Param Plan PlanError PolicyError PolicyWarning Residuals RngState Split
+Broadcast CacheInfo Carry CarryTypeError Checkpointer CheckpointError CreatedStateError EffectError ForeignStateError FunctionError GradientError MemoryProfile Not Optimizer Param Plan PlanError PolicyError PolicyWarning Residuals RngState Split
 Stack State StagingWarning StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
-cache_info calibrate checkpoint checkpoint_name clear_cache cond eval_shape fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
-make_jaxpr map measure memory_report plan policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan shard_map stack
+cache_info calibrate checkpoint checkpoint_name clear_cache cond eval_shape explain_oom fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
+make_jaxpr map measure memory_profile memory_report plan policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan shard_map stack
 states switch trace_states unstack value_and_grad vjp vmap while_loop
 """.split()
 
@@ -52,7 +52,7 @@ def imported_modules(path):
 
 
 def test_exports():
-    packages = {"caches", "kinds", "planner", "residuals", "testing", "transforms"}
+    packages = {"caches", "kinds", "memory", "planner", "residuals", "testing", "transforms"}
     public = {name for name in dir(statetx) if not name.startswith("_")} - packages
     assert public == set(EXPORTS)
     assert statetx.checkpoint is statetx.remat

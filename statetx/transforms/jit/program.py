@@ -112,7 +112,9 @@ class Program:
         self.is_reusable = not any(isinstance(x, _jax.Tracer) for x in staged.operands)
         self._init_compiled(owner, staged, arrays, jax.tree.structure(call.operand), tried)
         operands = self.operands_of(call)
-        _jax.name_inputs(self.compiled, operands, self._input_names(owner, call, operands, paths))
+        names = self._input_names(owner, call, operands, paths)
+        self.state_names = frozenset(names[: len(names) - len(self.avals)])
+        _jax.name_inputs(self.compiled, operands, names)
         self._init_writers()
 
         self._created_effects = [e for e in outcome.effects if e.created]

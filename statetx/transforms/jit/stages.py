@@ -39,6 +39,21 @@ class _Stage:
         return f"<{type(self).__name__} {self._program.name}>"
 
     @property
+    def name(self) -> str:
+        """Of the function, as in ``jit(step)``."""
+        return self._program.name
+
+    @property
+    def jax_stage(self) -> Any:
+        """JAX's own stage, whose first inputs are the values of the states."""
+        return self._jax_stage
+
+    @property
+    def state_names(self) -> frozenset[str]:
+        """Names of the program's inputs that are values of states."""
+        return self._program.state_names
+
+    @property
     def out_info(self) -> PyTree:
         """The output, with a ``jax.ShapeDtypeStruct`` for each array."""
         return self._program.out_info()

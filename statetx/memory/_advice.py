@@ -1,0 +1,354 @@
+"""Changes of the program that would lower the peak, with the bytes that each would save.
+
+A change shortens the lifetimes of some buffers. What it saves is foretold from the timeline: the peak now, less the peak of the timeline
+without the buffers in the steps in which the changed program would not hold them. The foretold saving leaves out that XLA may fuse
+and place the changed program otherwise.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from .._equations.primitives import FUSED
+from ._names import PRODUCTS, parent
+from .buffer import Buffer, Change, Group, Loop
+
+if TYPE_CHECKING:
+    from .profile import MemoryProfile
+
+_LEAST_SHARE = 0.02  # changes that save less of the peak are left out
+_NUM_PARTS = 8  # of a value that is computed in parts
+
+
+class Gap(NamedTuple):
+    """Bytes that the changed program does not hold from one step to another; negative if it holds more."""
+
+    start: int
+    end: int
+    num_bytes: int
+
+
+class _Candidate(NamedTuple):
+    """A change, and the buffers that it shortens. Candidates are listed by what they cost in time, the cheapest first."""
+
+    change: Change
+    buffers: frozenset[Buffer]
+
+
+def all_changes(profile: MemoryProfile) -> tuple[Change, ...]:
+    """The changes that are worth it, the largest saving first; of two with the same target the better one."""
+    return tuple(sorted((c.change for c in _candidates(profile)), key=lambda c: (-c.saved_bytes, c.action, c.target)))
+
+
+def changes_of(profile: MemoryProfile, groups: Sequence[Group]) -> dict[int, Change]:
+    """For each group, by its index: the cheapest change that frees at least half of it."""
+    candidates = _candidates(profile)
+    found = {}
+    for n, group in enumerate(groups):
+        for candidate in candidates:
+            freed = sum(b.num_bytes for b in group.buffers if b in candidate.buffers)
+            if 2 * freed >= group.num_bytes:
+                found[n] = candidate.change
+                break
+    return found
+
+
+def _candidates(profile: MemoryProfile) -> list[_Candidate]:
+    if profile.note:
+        return []
+    makers: list[Callable[[MemoryProfile], Iterable[_Candidate]]] = [
+        _donations,
+        _constants,
+        _remat,
+        _body,
+        _slots,
+        _parts,
+    ]
+    least = _LEAST_SHARE * profile.peak_bytes
+    return [c for make in makers for c in make(profile) if c.change.saved_bytes >= least]
+
+
+def saving(profile: MemoryProfile, gaps: Iterable[Gap]) -> int:
+    """By how much the peak of the timeline falls with these gaps."""
+    change = np.zeros(len(profile.steps) + 1, np.int64)
+    for gap in gaps:
+        if gap.start <= gap.end:
+            change[gap.start] -= gap.num_bytes
+            change[gap.end + 1] += gap.num_bytes
+    after = profile.timeline + np.cumsum(change)[:-1]
+    return int(profile.timeline.max() - after.max())
+
+
+# -- arguments and constants -----------------------------------------------------------------------------------------
+
+
+def _donations(profile: MemoryProfile) -> Iterable[_Candidate]:
+    """Arguments and states of a step whose memory an output of the same type could take."""
+    if profile.gradient:
+        return
+    inputs = [b for b in profile.buffers if b.kind in ("state", "argument")]
+    reused = {b.allocation for b in inputs}
+    free: dict[str, list[Buffer]] = defaultdict(list)
+    for b in profile.buffers:
+        if b.kind == "output" and b.allocation not in reused:
+            free[b.type].append(b)
+    taken: dict[str, list[Buffer]] = defaultdict(list)
+    for b in sorted(inputs, key=lambda b: (b.kind != "state", b.owner)):
+        if free[b.type] and not any(o.allocation == b.allocation for o in profile.buffers if o.kind == "output"):
+            free[b.type].pop()
+            taken["states" if b.kind == "state" else _argument(b.owner)].append(b)
+    for target, found in taken.items():
+        how = "donate_states=True" if target == "states" else f"donate_argnames={target!r}"
+        what = "the states that the step writes" if target == "states" else f"the argument {target}"
+        text = f"Donate {what}: statetx.jit(step, {how}). An output takes their memory."
+        num_bytes = sum(b.num_bytes for b in found)
+        yield _Candidate(Change("donate", target, text, num_bytes), frozenset(found))
+
+
+def _argument(path: str) -> str:
+    """The argument that an array belongs to: ``params`` of ``params['w']``."""
+    return path if not parent(path) else _argument(parent(path))
+
+
+def _constants(profile: MemoryProfile) -> Iterable[_Candidate]:
+    for b in profile.buffers:
+        if b.kind == "constant":
+            text = f"Pass the constant {b.type} as an argument, or keep it in a State: a compiled program has its own copy of it."
+            yield _Candidate(Change("argument", b.owner, text, b.num_bytes), frozenset([b]))
+
+
+# -- rematerialization -------------------------------------------------------------------------------------------------
+
+
+def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
+    """For each function that the user could rematerialize: its residuals live in the forward pass and in its own backward pass only."""
+    kept = [b for b in profile.buffers if b.kind in ("residual", "recomputed") and b.stacked is None]
+    history = _History(profile)
+    known: set[frozenset[Buffer]] = set()
+    for function in _functions(profile, kept):
+        calls = _Calls(profile, function)
+        by_call: dict[int, list[Buffer]] = defaultdict(list)
+        for b in kept:
+            call = calls.of(b.start)
+            if call is not None and not _leaves(profile, b, calls):
+                by_call[call].append(b)
+        freed: list[Buffer] = []
+        gaps: list[Gap] = []
+        for inside in by_call.values():
+            backward = [r for b in inside for r in b.readers if _is_backward(profile, r)]
+            if not backward:
+                continue
+            begin, end = min(backward), _most_ended(inside)
+            for b in inside:
+                last = max([b.start, *(r for r in b.readers if r < begin)])
+                gaps.append(Gap(last + 1, b.end, b.num_bytes))
+                freed.append(b)
+            gaps.append(Gap(begin, end, -history.recomputed_bytes(inside, function)))
+        if frozenset(freed) in known:  # a function that does nothing but call another one, in a loop perhaps
+            continue
+        known.add(frozenset(freed))
+        saved = saving(profile, gaps)
+        nested = (
+            ", inside the function that is rematerialized already" if freed and freed[0].kind == "recomputed" else ""
+        )
+        times = f" ({calls.num} calls)" if calls.num > 1 else ""
+        text = f"Rematerialize {function}{times} with @statetx.remat{nested}."
+        yield _Candidate(Change("remat", function, text, saved), frozenset(freed))
+
+
+def _most_ended(buffers: Sequence[Buffer]) -> int:
+    """The step by which nine tenths of the bytes are not alive any more.
+
+    XLA fuses small chains of derivatives into much later steps, which the barrier around a rematerialized function prevents.
+    """
+    left = sum(b.num_bytes for b in buffers) / 10
+    for b in sorted(buffers, key=lambda b: -b.end):
+        left -= b.num_bytes
+        if left <= 0:
+            return b.end
+    return buffers[0].end
+
+
+class _History:
+    """What each buffer of a program is computed from."""
+
+    def __init__(self, profile: MemoryProfile):
+        self.profile = profile
+        self.steps = profile.steps
+        self._read_at: dict[int, list[Buffer]] = defaultdict(list)
+        for b in profile.buffers:
+            for r in b.readers:
+                self._read_at[r].append(b)
+
+    def recomputed_bytes(self, residuals: Sequence[Buffer], function: str) -> int:
+        """What the backward pass of a call holds of these, if it computes them again.
+
+        XLA fuses what it computes elementwise into the operation that reads it. So memory is taken by the results of other operations,
+        and by values that other operations read.
+        """
+        held: set[Buffer] = set()
+        for b in residuals:
+            readers = [self.steps[r].primitive for r in b.readers if _is_backward(self.profile, r)]
+            if not all(map(_is_fused, readers)):
+                held.add(b)
+            self._add_sources(b, function, held, set())
+        return min(sum(b.num_bytes for b in held), sum(b.num_bytes for b in residuals))
+
+    def _add_sources(self, b: Buffer, function: str, held: set[Buffer], seen: set[Buffer]) -> None:
+        """Add the results of operations that XLA does not fuse, from which `b` is computed elementwise."""
+        if b in seen or function not in self.steps[b.start].stack:
+            return
+        seen.add(b)
+        if not _is_fused(self.steps[b.start].primitive):
+            held.add(b)
+            return
+        for source in self._read_at[b.start]:
+            if source is not b and source.kind not in ("argument", "state", "constant"):
+                self._add_sources(source, function, held, seen)
+
+
+def _is_backward(profile: MemoryProfile, n: int) -> bool:
+    """Whether it is a step of the backward pass proper: no recomputation, and none that XLA moved into the forward pass."""
+    step = profile.steps[n]
+    return n >= profile.backward_step and step.phase == "backward" and not step.is_recomputed
+
+
+def _is_fused(primitive: str) -> bool:
+    """Whether XLA computes it inside the operation that reads it. What has no row of its own is such an operation of the compiler."""
+    return primitive == "" or primitive in FUSED
+
+
+def _functions(profile: MemoryProfile, buffers: Iterable[Buffer]) -> list[str]:
+    """The user's functions that compute them, innermost first; not the whole program."""
+    depth: dict[str, int] = {}
+    for b in buffers:
+        stack = profile.steps[b.start].stack
+        for n, function in enumerate(reversed(stack)):
+            depth[function] = max(depth.get(function, 0), n)
+    stacks = [set(s.stack) for s in profile.steps if s.stack]
+    whole = set.intersection(*stacks) if stacks else set()  # the profiled function and its callers
+    return sorted((f for f in depth if f not in whole), key=lambda f: (-depth[f], f))
+
+
+class _Calls:
+    """The calls of a function of the user, told apart in the schedule.
+
+    Calls at two lines of the program are two. Of calls at one line, as in a loop over layers, each runs the same operations: the
+    first occurrence of an operation belongs to the first call and the last one to the last. What XLA fused in some calls only is told by
+    time, between products of matrices.
+    """
+
+    def __init__(self, profile: MemoryProfile, function: str):
+        self._number: dict[int, int] = {}
+        self.num = 0
+        by_caller: dict[tuple, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for n, step in enumerate(profile.steps):
+            if step.is_recomputed or step.phase == "forward":
+                place = next((i for i, f in enumerate(step.frames) if f.function == function), None)
+                if place is not None:
+                    inside, caller = step.frames[: place + 1], step.frames[place + 1 :]
+                    by_caller[step.is_recomputed, caller][step.primitive, inside].append(n)
+        for occurrences in by_caller.values():
+            self._tell_apart(occurrences)
+        forward = {self._number[n] for n in self._number if not profile.steps[n].is_recomputed}
+        self.num = len(forward or set(self._number.values()))
+
+    def _tell_apart(self, occurrences: dict[tuple, list[int]]) -> None:
+        products = [found for key, found in occurrences.items() if key[0] in PRODUCTS]
+        anchors = products or list(occurrences.values())
+        counts = [len(found) for found in anchors]
+        # Of numbers of calls that explain the same number of counts, the larger one: the last call may leave out an operation.
+        num = max(counts, key=lambda n: (sum(c % n == 0 for c in counts), n))
+        regular = [found for found in anchors if len(found) % num == 0]
+        begins = [min(found[m * len(found) // num] for found in regular) for m in range(num)]
+        for found in occurrences.values():
+            for m, n in enumerate(found):
+                is_regular = len(found) % num == 0
+                number = m * num // len(found) if is_regular else max(bisect.bisect(begins, n) - 1, 0)
+                self._number[n] = self.num + number
+        self.num += num
+
+    def of(self, step: int) -> int | None:
+        """The number of the call that runs a step; None if none does."""
+        return self._number.get(step)
+
+
+def _leaves(profile: MemoryProfile, b: Buffer, calls: _Calls) -> bool:
+    """Whether other calls or functions read it in the forward pass: then it stays, as their input."""
+    own = calls.of(b.start)
+    return any(calls.of(r) != own for r in b.readers if not _is_backward(profile, r))
+
+
+# -- loops -------------------------------------------------------------------------------------------------------------
+
+
+def _stacks(profile: MemoryProfile) -> dict[Loop, list[Buffer]]:
+    """What each loop of known length stacks in the forward pass for its backward pass."""
+    stacks: dict[Loop, list[Buffer]] = defaultdict(list)
+    for b in profile.buffers:
+        if b.kind == "residual" and b.stacked is not None and b.stacked.length:
+            stacks[b.stacked].append(b)
+    return stacks
+
+
+def _step_of_reversal(buffers: Sequence[Buffer], profile: MemoryProfile) -> tuple[int, int]:
+    """From the first to the last step of the backward pass of a loop."""
+    reads = [r for b in buffers for r in b.readers if _is_backward(profile, r)]
+    end = max(b.end for b in buffers)
+    return (min(reads) if reads else end), end
+
+
+def _body(profile: MemoryProfile) -> Iterable[_Candidate]:
+    """Rematerialize a loop's body: it stacks its carry, and one step's residuals are recomputed at a time."""
+    for loop, stacks in _stacks(profile).items():
+        inner = [b for b in stacks if b.primitive != "carry"]
+        length = loop.length or 1
+        if not inner or len(inner) == len(stacks):  # without a stacked carry, its size is not known
+            continue
+        gaps = [Gap(b.start, b.end, b.num_bytes) for b in inner]
+        begin, end = _step_of_reversal(inner, profile)
+        gaps.append(Gap(begin, end, -sum(b.num_bytes for b in inner) // length))
+        text = f"Rematerialize the body of the {loop} with statetx.remat: it keeps its carry only."
+        yield _Candidate(Change("remat", str(loop), text, saving(profile, gaps)), frozenset(inner))
+
+
+def _slots(profile: MemoryProfile) -> Iterable[_Candidate]:
+    """Checkpoint a loop: some carries are kept, and one step's residuals are recomputed at a time."""
+    for loop, stacks in _stacks(profile).items():
+        length = loop.length or 1
+        slots = math.ceil(math.sqrt(2 * length))
+        carries = [b for b in stacks if b.primitive == "carry"] or stacks
+        carry = sum(b.num_bytes for b in carries) // length
+        step = sum(b.num_bytes for b in stacks) // length
+        start, end = min(b.start for b in stacks), max(b.end for b in stacks)
+        gaps = [Gap(b.start, b.end, b.num_bytes) for b in stacks]
+        gaps += [Gap(start, end, -slots * carry), Gap(_step_of_reversal(stacks, profile)[0], end, -step)]
+        text = f"Checkpoint the {loop}: statetx.scan(..., checkpoint=statetx.policies.Slots({slots})) keeps {slots} carries."
+        yield _Candidate(Change("slots", str(loop), text, saving(profile, gaps)), frozenset(stacks))
+
+
+# -- values in parts -----------------------------------------------------------------------------------------------------
+
+
+def _parts(profile: MemoryProfile) -> Iterable[_Candidate]:
+    """Compute the largest temporary value in parts along its first axis."""
+    temporary = [b for b in profile.alive(profile.peak_step) if b.kind in ("working memory", "recomputed")]
+    for b in temporary[:1]:
+        if 10 * b.num_bytes < profile.peak_bytes:
+            continue
+        first_axis = b.type.partition("[")[2].partition(",")[0].rstrip("]")
+        if not first_axis.isdigit() or int(first_axis) < _NUM_PARTS or b.stacked is not None:
+            continue
+        same = [x for x in profile.buffers if (x.type, x.kind, x.function) == (b.type, b.kind, b.function)]
+        gaps = [Gap(x.start, x.end, x.num_bytes - x.num_bytes // _NUM_PARTS) for x in same]
+        text = (
+            f"Compute {b.function or b.owner} in {_NUM_PARTS} parts, as with jax.lax.map(..., batch_size="
+            f"{-(-int(first_axis) // _NUM_PARTS)}) over the axis of {first_axis}, or use smaller batches."
+        )
+        yield _Candidate(Change("microbatch", b.function or b.owner, text, saving(profile, gaps)), frozenset(same))

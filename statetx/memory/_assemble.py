@@ -1,0 +1,251 @@
+"""From a compiled program to the buffers of a profile: lifetimes with names, kinds and owners."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from .._jax import CompiledProgram, Instruction
+from ._lifetimes import FORWARDS, Flow, Lifetime, Schedule, lifetimes, readers
+from ._names import Names, Origin, common_parent
+from .buffer import Buffer, Kind, Loop, Step
+
+
+class Inputs(NamedTuple):
+    """What is known of a program beside XLA's words.
+
+    Attributes:
+        states: the paths of the states among its inputs.
+        outputs: names of its results, in their order; may be empty.
+    """
+
+    states: frozenset[str] = frozenset()
+    outputs: tuple[str, ...] = ()
+
+
+class Assembly:
+    """Builds the buffers of one program."""
+
+    def __init__(self, program: CompiledProgram, inputs: Inputs):
+        self.program = program
+        self.inputs = inputs
+        self.schedule = Schedule(program)
+        self.flow = Flow(program, self.schedule)
+        self.names = Names(program, self.schedule)
+        self._parameters = {
+            i.id: i for i in program.computations[program.entry].instructions if i.opcode == "parameter"
+        }
+        self._parameter_of = {
+            value.id: self._parameters[value.place[0]]
+            for value in program.values.values()
+            if value.place[0] in self._parameters
+        }
+        root = program.computations[program.entry].root
+        self.readers = readers(self.schedule, self.flow)
+        num_outputs = len({index[0] for index in self.flow.places[root] if index}) or 1
+        if (
+            len(inputs.outputs) != num_outputs
+        ):  # XLA's program has other outputs than the function: an argument passed through
+            self.inputs = inputs._replace(outputs=())
+        self._outputs = {v: index for index, values in self.flow.places[root].items() for v in values}
+
+    def steps(self) -> tuple[Step, ...]:
+        return tuple(self._step(i) for i in self.schedule.order)
+
+    def _step(self, instruction: Instruction) -> Step:
+        origin = self.names.origin(instruction)
+        if instruction.opcode in FORWARDS:
+            return Step(instruction.name, "", origin.phase, "", self._loop(instruction))
+        return Step(
+            instruction.name,
+            origin.primitive,
+            origin.phase,
+            origin.source,
+            self._loop(instruction),
+            self.module(instruction.id),
+            origin.frames,
+            origin.is_recomputed,
+        )
+
+    def _loop(self, instruction: Instruction) -> Loop | None:
+        return next(iter(self.names.loops(instruction)), None)
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        found = [x for x in lifetimes(self.program, self.schedule, self.flow) if x.num_bytes]
+        buffers = [self._buffer(group) for group in self._merged(found)]
+        return tuple(sorted(buffers, key=lambda b: (b.start, -b.num_bytes, b.name)))
+
+    # -- one buffer from the values that are the same array, at the places of a loop's carry or a branch's result ---------
+
+    def _merged(self, found: Iterable[Lifetime]) -> list[list[Lifetime]]:
+        """Values of one carry or result in one place of memory, if there is no gap between their lifetimes."""
+        same = self._same_array()
+        by_place: dict[tuple, list[Lifetime]] = defaultdict(list)
+        for x in found:
+            by_place[x.allocation, x.offset, x.num_bytes, same.get(x.value, x.value)].append(x)
+        groups = []
+        for members in by_place.values():
+            members.sort(key=lambda x: x.start)
+            group, end = [members[0]], members[0].end
+            for x in members[1:]:
+                if x.start > end + 1:  # other values may use the memory meanwhile
+                    groups.append(group)
+                    group = []
+                group.append(x)
+                end = max(end, x.end) if len(group) > 1 else x.end
+            groups.append(group)
+        return groups
+
+    def _same_array(self) -> dict[int, int]:
+        """For each value that flows through a loop or branch: one value that stands for all of them."""
+        leader: dict[int, int] = {}
+
+        def find(v: int) -> int:
+            while leader.get(v, v) != v:
+                v = leader[v]
+            return v
+
+        places, computations = self.flow.places, self.program.computations
+        for i in self.schedule.order:
+            if i.opcode not in ("while", "conditional", "call"):
+                continue
+            sources = [places.get(computations[c].root, {}) for c in i.called]
+            if i.opcode == "while":
+                parameters = [p for c in i.called for p in computations[c].instructions if p.opcode == "parameter"]
+                sources = [sources[0], places.get(i.operands[0], {}), *(places[p.id] for p in parameters)]
+            for index, values in places[i.id].items():
+                together = {find(v) for held in (places[i.id], *sources) for v in held.get(index, values)}
+                first = min(together)
+                leader.update(dict.fromkeys(together, first))
+        return {v: find(v) for v in self.program.values}
+
+    def _buffer(self, group: Sequence[Lifetime]) -> Buffer:
+        values = [self.program.values[x.value] for x in group]
+        makers = [self.program.instructions[v.place[0]] for v in values]
+        instruction = max(makers, key=self._how_telling)
+        value = values[makers.index(instruction)]
+        origin = self.names.origin(instruction)
+        stacked, slice_ = self._stacked(makers)
+        if slice_ is not None:
+            origin = self._of_slice(slice_, origin)
+        first, last = min(x.start for x in group), max(x.end for x in group)
+        kind = self._kind(group, origin.is_recomputed, origin.phase, first, last)
+        parameter = next((self._parameter_of[x.value] for x in group if x.value in self._parameter_of), None)
+        return Buffer(
+            name=instruction.name,
+            num_bytes=group[0].num_bytes,
+            type=_type_at(instruction.type, value.place[1]),
+            start=first,
+            end=last,
+            kind=kind,
+            phase="forward" if parameter is not None else origin.phase,
+            owner=self._owner(kind, instruction, slice_, parameter, group),
+            function=origin.function,
+            source=origin.source,
+            primitive=origin.primitive,
+            region=origin.region,
+            loop=self._loop(instruction) if stacked is None else None,
+            stacked=stacked,
+            allocation=group[0].allocation,
+            offset=group[0].offset,
+            readers=tuple(sorted({step for x in group for step in self.readers.get(x.value, ())})),
+        )
+
+    def _of_slice(self, slice_: Instruction, stack: Origin) -> Origin:
+        """The origin of what a loop stacks: of the operation that computes a slice, or the loop's carry."""
+        while slice_.opcode in ("copy", "bitcast") and slice_.operands:
+            slice_ = self.program.instructions[slice_.operands[0]]
+        if slice_.opcode in ("get-tuple-element", "parameter"):
+            return stack._replace(primitive="carry")
+        told = self.names.origin(slice_)
+        return told._replace(phase=stack.phase) if told.source else stack
+
+    def _how_telling(self, instruction: Instruction) -> int:
+        """Of the instructions that define one array: the one that computes it rather than forwards it."""
+        forwards = instruction.opcode in ("parameter", "while", "conditional", "call", "tuple")
+        return 4 * (not forwards) + 2 * bool(self.names.stacking(instruction)) + bool(instruction.op_name)
+
+    def _stacked(self, makers: Sequence[Instruction]) -> tuple[Loop | None, Instruction | None]:
+        """The loop that fills it slice by slice, and the instruction that computes a slice."""
+        for maker in makers:
+            slice_ = self.names.stacking(maker)
+            loop = self._loop(maker)
+            if slice_ is not None and loop is not None:
+                return loop, slice_
+        return None, None
+
+    def _kind(self, group: Sequence[Lifetime], is_recomputed: bool, phase: str, first: int, last: int) -> Kind:
+        allocation = self.program.allocations[group[0].allocation]
+        parameter = next((self._parameter_of[x.value] for x in group if x.value in self._parameter_of), None)
+        if parameter is not None:
+            return "state" if parameter.op_name in self.inputs.states else "argument"
+        if allocation.is_constant:
+            return "constant"
+        if any(x.value in self._outputs for x in group):
+            return "output"
+        if is_recomputed:
+            return "recomputed"
+        if phase == "forward" and last >= self.names.turn and first < self.names.turn and self._is_read_backward(group):
+            return "residual"
+        return "working memory"
+
+    def _is_read_backward(self, group: Sequence[Lifetime]) -> bool:
+        last = max(x.end for x in group)
+        return self.names.origin(self.schedule.order[last]).phase == "backward"
+
+    # -- owners ----------------------------------------------------------------------------------------------------
+
+    def _owner(
+        self,
+        kind: Kind,
+        instruction: Instruction,
+        slice_: Instruction | None,
+        parameter: Instruction | None,
+        group: Sequence[Lifetime],
+    ) -> str:
+        if parameter is not None:
+            return parameter.op_name or parameter.name
+        if kind == "output":
+            index = next(self._outputs[x.value] for x in group if x.value in self._outputs)
+            if not index and isinstance(instruction.type, tuple):
+                return "(table of pointers)"
+            number = index[0] if index else 0
+            if self.inputs.outputs and self.inputs.outputs[number]:
+                return self.inputs.outputs[number]
+        maker = slice_ or instruction
+        origin = self.names.origin(maker)
+        return self.module(maker.id) or origin.scopes or origin.function or "(compiler)"
+
+    @functools.cache  # noqa: B019  # an assembly lives as long as one call
+    def module(self, instruction: int) -> str:
+        """The object whose states or arrays this operation reads, or that its first operand of the same function reads."""
+        return self._module(instruction, 0)
+
+    def _module(self, number: int, depth: int) -> str:
+        instruction = self.program.instructions[number]
+        if found := common_parent(self._inputs_read(instruction)):
+            return found
+        if depth == 6 or instruction.opcode in ("parameter", "while", "conditional"):
+            return ""
+        function = self.names.origin(instruction).function
+        for operand in instruction.operands:
+            other = self.program.instructions[operand]
+            if self.names.origin(other).function in (function, "") and (found := self._module(operand, depth + 1)):
+                return found
+        return ""
+
+    def _inputs_read(self, instruction: Instruction) -> list[str]:
+        """The paths of the inputs that are operands, and belong to some object."""
+        values = {v for o in instruction.operands for v in self.flow.places.get(o, {}).get((), ())}
+        paths = [self._parameter_of[v].op_name for v in values if v in self._parameter_of]
+        owned = [p for p in paths if common_parent([p])]
+        states = [p for p in owned if p in self.inputs.states]
+        return states or owned
+
+
+def _type_at(type_: Any, index: Sequence[int]) -> str:
+    for n in index:
+        type_ = type_[n]
+    return type_ if isinstance(type_, str) else "pointers"

@@ -1,0 +1,227 @@
+"""From the first to the last step in which each value of a compiled program is alive.
+
+The schedule is made flat: what a loop, a conditional or a call runs stands before the instruction that runs it, once. A value lives from the
+step that defines it to the last step that reads it at any of its places: a tuple, a get-tuple-element, a loop's carry and the
+result of a branch are places of the values that they hold, not copies. XLA assigns memory by the same rule
+(``HloLiveRange`` in xla/hlo/utils), so two values that share memory never live at the same time; `overlaps` checks that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from .._jax.buffers import Allocation, CompiledProgram, Computation, Instruction
+
+# What these return is an operand or part of one; they need no memory and read nothing.
+FORWARDS = {"tuple", "get-tuple-element", "bitcast", "parameter", "opt-barrier", "domain", "add-dependency"}
+_CALLS = {"call", "conditional", "while", "async-start"}
+
+
+class Lifetime(NamedTuple):
+    """A value's memory in an allocation, and its first and last step."""
+
+    value: int
+    allocation: int
+    offset: int
+    num_bytes: int
+    start: int
+    end: int
+
+
+class Schedule:
+    """The instructions of a program in the order in which they run.
+
+    Attributes:
+        order: all scheduled instructions; those that a loop, call or conditional runs precede it.
+        step: the index of an instruction in `order`, by id.
+        span: the first and last index of a computation, by its id.
+        caller: the instruction that runs a computation, by the computation's id.
+    """
+
+    def __init__(self, program: CompiledProgram):
+        self.program = program
+        self.order: list[Instruction] = []
+        self.step: dict[int, int] = {}
+        self.span: dict[int, tuple[int, int]] = {}
+        self.caller: dict[int, Instruction] = {}
+        self._flatten(program.computations[program.entry])
+
+    def _flatten(self, computation: Computation) -> None:
+        first = len(self.order)
+        for instruction in computation.instructions:
+            if instruction.opcode in _CALLS:
+                for callee in called(instruction):
+                    if callee not in self.span:  # computations that are called twice are laid out once
+                        self.caller[callee] = instruction
+                        self._flatten(self.program.computations[callee])
+            self.step[instruction.id] = len(self.order)
+            self.order.append(instruction)
+        self.span[computation.id] = (first, len(self.order) - 1)
+
+    def callers(self, instruction: Instruction) -> Iterator[Instruction]:
+        """The loops, conditionals and calls around an instruction, innermost first."""
+        computation = instruction.computation
+        while computation in self.caller:
+            yield (caller := self.caller[computation])
+            computation = caller.computation
+
+
+def called(instruction: Instruction) -> list[int]:
+    """The computations that it runs, in their order: of a loop the condition first, as the schedule has them."""
+    if instruction.opcode == "while":
+        body, condition = instruction.called
+        return [condition, body]
+    return list(instruction.called)
+
+
+class Flow:
+    """Which values stand at each place of a program."""
+
+    def __init__(self, program: CompiledProgram, schedule: Schedule):
+        self.program = program
+        self.schedule = schedule
+        self.defined: dict[int, dict[tuple[int, ...], int]] = defaultdict(dict)
+        for value in program.values.values():
+            self.defined[value.place[0]][value.place[1]] = value.id
+        self.places: dict[int, dict[tuple[int, ...], frozenset[int]]] = {}
+        changed = True
+        while changed:  # values flow around loops: two rounds for each level of nesting at most
+            changed = False
+            for instruction in schedule.order:
+                held = self._held(instruction)
+                if held != self.places.get(instruction.id):
+                    self.places[instruction.id] = held
+                    changed = True
+
+    def _held(self, instruction: Instruction) -> dict[tuple[int, ...], frozenset[int]]:
+        """The values at each index of an instruction's result: those that it defines, else those that it forwards."""
+        held = dict(self._forwarded(instruction))
+        for index, value in self.defined.get(instruction.id, {}).items():
+            held[index] = frozenset((value,))
+        return held
+
+    def _forwarded(self, instruction: Instruction) -> dict[tuple[int, ...], frozenset[int]]:
+        of, operands = self.places.get, instruction.operands
+        match instruction.opcode:
+            case "tuple":
+                return {(n, *index): v for n, o in enumerate(operands) for index, v in of(o, {}).items()}
+            case "get-tuple-element":
+                n = instruction.index
+                return {index[1:]: v for index, v in of(operands[0], {}).items() if index[:1] == (n,)}
+            case "bitcast" | "opt-barrier" | "domain" | "add-dependency":
+                return of(operands[0], {})
+            case "parameter":
+                return self._parameter(instruction)
+            case "while":
+                return _union(of(operands[0], {}), of(self._root(instruction.called[0]), {}))
+            case "conditional" | "call":
+                return _union(*(of(self._root(c), {}) for c in instruction.called))
+            case _:
+                return {}
+
+    def _parameter(self, parameter: Instruction) -> dict[tuple[int, ...], frozenset[int]]:
+        caller = self.schedule.caller.get(parameter.computation)
+        if caller is None:
+            return {}
+        if caller.opcode == "while":
+            body = self._root(caller.called[0])
+            return _union(self.places.get(caller.operands[0], {}), self.places.get(body, {}))
+        if caller.opcode == "conditional":  # its first operand chooses the branch
+            return self.places.get(caller.operands[1 + list(caller.called).index(parameter.computation)], {})
+        return self.places.get(caller.operands[parameter.index], {})
+
+    def _root(self, computation: int) -> int:
+        return self.program.computations[computation].root
+
+
+def _union(*held: dict[tuple[int, ...], frozenset[int]]) -> dict[tuple[int, ...], frozenset[int]]:
+    out: dict[tuple[int, ...], frozenset[int]] = {}
+    for places in held:
+        for index, values in places.items():
+            out[index] = out.get(index, frozenset()) | values
+    return out
+
+
+def lifetimes(program: CompiledProgram, schedule: Schedule, flow: Flow) -> list[Lifetime]:
+    """Of every value that has memory of its own in an allocation of the program, by allocation and offset."""
+    starts, ends = _spans(program, schedule, flow)
+    return [
+        Lifetime(value, allocation.index, offset, size, starts[value], ends[value])
+        for allocation in program.allocations
+        if not allocation.is_thread_local  # on the stack of a fused operation
+        for value, offset, size in allocation.values
+        if value in starts
+    ]
+
+
+def _spans(program: CompiledProgram, schedule: Schedule, flow: Flow) -> tuple[dict[int, int], dict[int, int]]:
+    last = len(schedule.order) - 1
+    starts = {
+        value.id: schedule.step[value.place[0]] for value in program.values.values() if value.place[0] in schedule.step
+    }
+    ends = {value: max(found, default=starts[value]) for value, found in readers(schedule, flow).items()}
+    ends = {value: max(start, ends.get(value, 0)) for value, start in starts.items()}
+    for computation, (_, end) in schedule.span.items():
+        for values in flow.places[program.computations[computation].root].values():
+            for value in values:  # the result of a computation lives until it ends
+                ends[value] = max(ends[value], end)
+    for loop in (i for i in schedule.order if i.opcode == "while"):
+        condition = called(loop)[0]
+        for parameter in program.computations[condition].instructions:
+            if parameter.opcode == "parameter":
+                for values in flow.places[parameter.id].values():
+                    for value in values:  # the body reads the carry after the condition
+                        ends[value] = max(ends[value], schedule.span[condition][1])
+    for allocation in program.allocations:
+        if allocation.parameter is not None and not allocation.is_output:
+            for value, _, _ in allocation.values:  # the caller owns it all along
+                starts[value], ends[value] = 0, last
+    return starts, ends
+
+
+def readers(schedule: Schedule, flow: Flow) -> dict[int, list[int]]:
+    """The steps that read each value."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for instruction in schedule.order:
+        if instruction.opcode in FORWARDS - {"get-tuple-element"}:
+            continue
+        now = _time_of_use(instruction, schedule)
+        for operand in instruction.operands:
+            for index, values in flow.places.get(operand, {}).items():
+                if instruction.opcode == "get-tuple-element" and index:
+                    continue  # it reads the table of pointers only
+                for value in values:
+                    found[value].append(now)
+    return found
+
+
+def _time_of_use(instruction: Instruction, schedule: Schedule) -> int:
+    """A loop or call reads its operands when it starts: afterwards they live on as the carry, or as the parameters."""
+    if instruction.opcode in ("while", "call"):
+        return schedule.span[called(instruction)[0]][0]
+    return schedule.step[instruction.id]
+
+
+def overlaps(program: CompiledProgram, found: Iterable[Lifetime]) -> list[tuple[Lifetime, Lifetime]]:
+    """Pairs of values that share memory and live at the same time, apart from the step in which one replaces the other."""
+    by_allocation: dict[int, list[Lifetime]] = defaultdict(list)
+    for lifetime in found:
+        by_allocation[lifetime.allocation].append(lifetime)
+    pairs = []
+    for group in by_allocation.values():
+        group.sort(key=lambda x: x.start)
+        for n, a in enumerate(group):
+            for b in group[n + 1 :]:
+                if b.start >= a.end:
+                    continue
+                if a.offset < b.offset + b.num_bytes and b.offset < a.offset + a.num_bytes:
+                    pairs.append((a, b))
+    return pairs
+
+
+def is_temporary(allocation: Allocation) -> bool:
+    return not (
+        allocation.parameter is not None or allocation.is_output or allocation.is_constant or allocation.is_thread_local
+    )

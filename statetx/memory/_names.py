@@ -1,0 +1,252 @@
+"""What the compiled program tells of the user's program: phase, region, loop, function, line and module of each instruction.
+
+XLA keeps the name stack of the operation, such as ``jit(step)/transpose(jvp(Block))/checkpoint/rematted_computation/dot_general``, and the
+user's stack of functions and lines. A fusion has those of its last operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from .._jax import PRIMITIVES, CompiledProgram, Instruction, StackFrame
+from ._lifetimes import FORWARDS, Schedule
+from .buffer import Loop, Phase
+
+# Parts of a name stack that JAX adds: loops, branches, calls, regions and the functions of jax.numpy.
+_ADDED = re.compile(
+    r"jit\(.*\)|pjit|while|body|cond|closed_call|branch_\d+_fun|checkpoint|rematted_computation|remat\d*|custom_[jv][jv]p_call\w*|"
+    r"shard_map|scan|core_call|vmap\(\)|jvp\(\)|transpose\(\)|xla_call"
+)
+PRODUCTS = frozenset(PRIMITIVES.values())
+_PATH_STEP = re.compile(r"(\.\w+|\[[^\[\]]*\])$")
+
+
+class Origin(NamedTuple):
+    """Where an instruction comes from.
+
+    Attributes:
+        scopes: names that the user or a library gave (``jax.named_scope``, flax's modules), joined by slashes.
+    """
+
+    primitive: str
+    phase: Phase
+    is_recomputed: bool
+    region: str
+    scopes: str
+    function: str
+    source: str
+    frames: tuple[StackFrame, ...]
+
+
+NOWHERE = Origin("", "forward", False, "", "", "", "", ())
+
+
+class Names:
+    """The origins of a program's instructions.
+
+    Attributes:
+        turn, last_backward: the first and the last step of the backward pass; after all steps if there is none.
+    """
+
+    def __init__(self, program: CompiledProgram, schedule: Schedule):
+        self.program = program
+        self.schedule = schedule
+        self._users: dict[int, list[Instruction]] = {}
+        for instruction in schedule.order:
+            for operand in instruction.operands:
+                self._users.setdefault(operand, []).append(instruction)
+        self._origins: dict[int, Origin] = {}
+        self._loops: dict[int, Loop] = {}
+        self.turn, self.last_backward = _turn(schedule)
+
+    def origin(self, instruction: Instruction) -> Origin:
+        """Of the operation that computes its result; of its operand or its first reader if it has no name of its own."""
+        found = self._origins.get(instruction.id)
+        if found is None:
+            found = self._origins[instruction.id] = self._find(instruction)
+        return found
+
+    def _find(self, instruction: Instruction) -> Origin:
+        named = next(self._named(instruction), None)
+        if named is None:
+            return NOWHERE._replace(phase=self._phase(instruction, ""))
+        found = _origin(named.op_name, named.frames)
+        return found._replace(
+            phase=self._phase(instruction, instruction.op_name or named.op_name),
+            primitive=self._product(instruction) or found.primitive,
+        )
+
+    def _product(self, instruction: Instruction) -> str:
+        """The primitive of a product of matrices or a convolution, which may carry the name of a transposition next to it."""
+        inside = [instruction]
+        if instruction.opcode == "fusion":
+            inside = list(self.program.computations[instruction.called[0]].instructions)
+        return next((PRIMITIVES[i.opcode] for i in inside if i.opcode in PRIMITIVES), "")
+
+    def _phase(self, instruction: Instruction, op_name: str) -> Phase:
+        if "transpose(" in op_name:
+            return "backward"
+        step = self.schedule.step.get(instruction.id, 0)
+        if "jvp(" in op_name or step < self.turn:
+            return "forward"
+        return "update" if step > self.last_backward else "backward"
+
+    def _named(self, instruction: Instruction, depth: int = 0) -> Iterator[Instruction]:
+        """The instruction itself, else those inside its fusion, else its operands, else its users: those with a name."""
+        if instruction.opcode == "parameter":
+            if depth == 0 and instruction.computation in self.schedule.caller:  # a loop's carry
+                yield self.schedule.caller[instruction.computation]
+            return
+        if instruction.op_name and instruction.frames:
+            yield instruction
+        if instruction.opcode == "fusion":
+            inside = self.program.computations[instruction.called[0]].instructions
+            yield from (i for i in reversed(inside) if i.op_name and i.frames)
+        if instruction.op_name:
+            yield instruction
+        if depth < 3:
+            for operand in instruction.operands[:1]:
+                yield from self._named(self.program.instructions[operand], depth + 1)
+            if depth == 0:
+                for user in self._users.get(instruction.id, ())[:2]:
+                    yield from self._named(user, 3)
+
+    def loops(self, instruction: Instruction) -> list[Loop]:
+        """The loops around an instruction, innermost first."""
+        return [self._loop(c) for c in self.schedule.callers(instruction) if c.opcode == "while"]
+
+    def _loop(self, instruction: Instruction) -> Loop:
+        found = self._loops.get(instruction.id)
+        if found is None:
+            body = self.program.computations[instruction.called[0]].instructions
+            depth = instruction.op_name.count("/while") or 1
+            is_scan = any(i.op_name.split("/while/body")[depth:][:1] and "closed_call" in i.op_name for i in body)
+            _, source = innermost(instruction.frames)
+            name = "scan" if is_scan or instruction.trip_count is not None else "while_loop"
+            found = self._loops[instruction.id] = Loop(name, instruction.trip_count, source)
+        return found
+
+    def stacking(self, instruction: Instruction) -> Instruction | None:
+        """If it writes one slice of a stack in each step of a loop: the instruction that computes the slice."""
+        if instruction.opcode == "dynamic-update-slice":
+            return self.program.instructions[instruction.operands[1]]
+        if instruction.opcode != "fusion":
+            return None
+        inside = self.program.computations[instruction.called[0]]
+        root = self.program.instructions[inside.root]
+        if root.opcode == "bitcast" and root.operands:
+            root = self.program.instructions[root.operands[0]]
+        if root.opcode != "dynamic-update-slice":
+            return None
+        slice_ = self.program.instructions[root.operands[1]]
+        while slice_.opcode in ("bitcast", "reshape", "convert", "copy") and slice_.operands:
+            slice_ = self.program.instructions[slice_.operands[0]]
+        if slice_.opcode == "parameter":
+            slice_ = self.program.instructions[instruction.operands[slice_.index]]
+        return slice_
+
+
+def _turn(schedule: Schedule) -> tuple[int, int]:
+    """The first and the last step of the backward pass.
+
+    XLA moves some steps of either pass into the other: zeros that gradients are added to come early, for example. So the turn is
+    where most steps of the forward pass are before it and most of the backward pass behind it.
+    """
+    passes = [
+        0 if not i.op_name or i.opcode in FORWARDS or i.opcode == "constant" else -1 if "transpose(" in i.op_name else 1
+        for i in schedule.order
+    ]
+    num = len(passes)
+    backward = [n for n, p in enumerate(passes) if p < 0]
+    if not backward:
+        return num, num
+    before = [0, *itertools.accumulate(passes)]
+    return max(range(num + 1), key=lambda n: (before[n], -n)), backward[-1]
+
+
+def _origin(op_name: str, frames: Sequence[StackFrame]) -> Origin:
+    function, source = innermost(frames)
+    return _parsed(op_name)._replace(function=function, source=source, frames=_of_user(tuple(frames)))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _of_user(frames: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
+    """The frames outside of installed libraries."""
+    return tuple(f for f in frames if not is_library(f.file))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _parsed(op_name: str) -> Origin:
+    parts = _split(op_name.partition(";")[0])  # XLA joins the names of operations that it merges
+    primitive = parts[-1] if parts and "(" not in parts[-1] else ""
+    is_recomputed = "rematted_computation" in parts
+    region = ""
+    for before, part in zip(["", *parts], parts, strict=False):
+        if part == "checkpoint" or re.fullmatch(r"remat\d*", part):
+            region = _unwrapped(before) or "checkpoint"
+    scopes = [_unwrapped(p) for p in parts[:-1] if not _ADDED.fullmatch(p)]
+    distinct = [s for n, s in enumerate(scopes) if s and s not in scopes[:n]]
+    return NOWHERE._replace(primitive=primitive, is_recomputed=is_recomputed, region=region, scopes="/".join(distinct))
+
+
+def _split(op_name: str) -> list[str]:
+    """The parts of a name stack; a slash inside parentheses belongs to a part."""
+    parts, depth, start = [], 0, 0
+    for n, character in enumerate(op_name):
+        depth += (character == "(") - (character == ")")
+        if character == "/" and depth <= 0:
+            parts.append(op_name[start:n])
+            start = n + 1
+    return [p for p in [*parts, op_name[start:]] if p]
+
+
+def _unwrapped(part: str) -> str:
+    """``Block`` of ``transpose(jvp(Block))``; nothing of ``jit(f)``."""
+    while (match := re.fullmatch(r"(jvp|transpose|vmap|remat|rematted_computation)\((.*)\)", part)) is not None:
+        part = match[2]
+    return "" if _ADDED.fullmatch(part) or part.startswith("jit(") else part
+
+
+_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", f"{os.sep}lib{os.sep}python3")
+
+
+def innermost(frames: Sequence[StackFrame]) -> tuple[str, str]:
+    """The innermost function of the user, not of an installed library, and its line: ``("Block.__call__", "/home/ann/model.py:12")``."""
+    for frame in [f for f in frames if not is_library(f.file)] or frames[:1]:
+        return frame.function, f"{frame.file}:{frame.line}"
+    return "", ""
+
+
+@functools.lru_cache(maxsize=1000)
+def is_library(file: str) -> bool:
+    return any(part in file for part in _LIBRARIES) or file.startswith("<frozen")
+
+
+def parent(path: str) -> str:
+    """The object that a state or an array belongs to: ``net.blocks.0`` of ``net.blocks.0.w``; nothing of a plain name."""
+    return _PATH_STEP.sub("", path) if _PATH_STEP.search(path) else ""
+
+
+def common_parent(paths: Iterable[str]) -> str:
+    """The innermost object that all of them belong to."""
+    paths = list(paths)
+    if not paths:
+        return ""
+    chains = [chain(parent(p)) for p in paths]
+    shared = [step for step in chains[0] if all(step in chain for chain in chains)]
+    return shared[-1] if shared else ""
+
+
+@functools.lru_cache(maxsize=10_000)
+def chain(path: str) -> tuple[str, ...]:
+    """The path and its parents, outermost first."""
+    chain: list[str] = []
+    while path:
+        chain.append(path)
+        path = parent(path)
+    return tuple(reversed(chain))

@@ -1,0 +1,332 @@
+"""Pictures of a profile: bytes alive at each step, stacked by owner, as an inline SVG and with matplotlib."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .._extras import require
+from .._text import format_bytes
+from .buffer import Buffer, Phase, replacements
+
+if TYPE_CHECKING:
+    from .profile import MemoryProfile
+
+# Okabe and Ito, for the color-blind. What the program holds from its first to its last step is gray, so that colors belong to
+# what changes.
+GRAYS = {"states": "#7f7f7f", "arguments": "#b0b0b0", "outputs": "#5a5a5a"}
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#c9b800")
+OTHERS = "others"
+_OTHERS_COLOR = "#d9d9d9"
+_PHASE_COLORS = {"forward": "#56b4e9", "backward": "#e69f00", "update": "#999999"}
+
+_INDEX = re.compile(r"(?<=[.\[])\d+(?=[.\]]|$)")
+
+
+# -- bytes over the schedule -------------------------------------------------------------------------------------------
+
+
+def family(owner: str) -> str:
+    """The path of an owner without indices: equal layers of a model are one family.
+
+    Example:
+        >>> family("net.blocks.3.attention"), family("params['layers'][0]['w']"), family("loss")
+        ('net.blocks.*.attention', "params['layers'][*]['w']", 'loss')
+    """
+    return _INDEX.sub("*", owner)
+
+
+def band(buffer: Buffer) -> str:
+    """The band of the picture that a buffer belongs to: what enters and leaves the program by its kind, all else by owner and kind.
+
+    What a rematerialized block computes again has another color than what an unchanged block keeps.
+    """
+    return f"{buffer.kind}s" if f"{buffer.kind}s" in GRAYS else f"{family(buffer.owner)}: {buffer.kind}"
+
+
+def bytes_by(profile: MemoryProfile, key: Callable[[Buffer], str]) -> dict[str, np.ndarray]:
+    """Bytes alive at each step, by a key of the buffers, int64[len(steps)]. They sum to `MemoryProfile.timeline`."""
+    changes: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(profile.steps) + 1, np.int64))
+    counted = [b for b in profile.buffers if b.kind != "constant"]
+    for b in counted:
+        change = changes[key(b)]
+        change[b.start] += b.num_bytes
+        change[b.end + 1] -= b.num_bytes
+
+    # Where a buffer replaces another in place, in this step the memory that both have counts for the new one.
+    series = {name: np.cumsum(change)[:-1] for name, change in changes.items()}
+    for old, new in replacements(counted):
+        shared = min(old.offset + old.num_bytes, new.offset + new.num_bytes) - max(old.offset, new.offset)
+        series[key(old)][new.start] -= shared
+    return series
+
+
+def sample_steps(profile: MemoryProfile, width: int) -> np.ndarray:
+    """At most `width` steps: of each run of steps the one with most bytes, so that the peak is among them."""
+    timeline = profile.timeline
+    if len(timeline) <= width:
+        return np.arange(len(timeline))
+    edges = np.linspace(0, len(timeline), width + 1).astype(int)
+    return np.array([a + int(np.argmax(timeline[a:b])) for a, b in zip(edges, edges[1:], strict=False)])
+
+
+class PhaseSpan(NamedTuple):
+    """Consecutive columns of one phase, from `first` to `last` inclusive."""
+
+    phase: Phase
+    first: int
+    last: int
+
+
+def phase_spans(profile: MemoryProfile, width: int) -> list[PhaseSpan]:
+    """The phases of the columns of a picture. A column has the phase of most of its steps.
+
+    XLA schedules single operations of one pass within the other: a run below a fifteenth of the width, between two of another
+    phase, is left out.
+    """
+    num_steps = len(profile.steps)
+    width = min(width, num_steps)
+    edges = np.linspace(0, num_steps, width + 1).astype(int)
+    spans: list[PhaseSpan] = []
+    for column, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
+        phases: list[Phase] = [step.phase for step in profile.steps[a:b]]
+        phase = max(dict.fromkeys(phases), key=phases.count)
+        if spans and spans[-1].phase == phase:
+            spans[-1] = spans[-1]._replace(last=column)
+        else:
+            spans.append(PhaseSpan(phase, column, column))
+
+    is_short = lambda span: 15 * (span.last - span.first + 1) < width  # noqa: E731
+    merged: list[PhaseSpan] = []
+    for span in spans:
+        merged.append(span)
+        if len(merged) > 2 and merged[-3].phase == span.phase and is_short(merged[-2]):
+            merged[-3:] = [merged[-3]._replace(last=span.last)]
+    # What gathers the results at the end of the program belongs to no pass, and counts as forward.
+    if len(merged) > 1 and merged[-1].phase == "forward" and is_short(merged[-1]):
+        merged[-2:] = [merged[-2]._replace(last=merged[-1].last)]
+    return merged
+
+
+class Stack(NamedTuple):
+    """Bytes by band at sampled steps.
+
+    Attributes:
+        bands: their names; the first is drawn at the bottom.
+        num_bytes: int64[len(bands), len(steps)].
+        steps: indices into ``MemoryProfile.steps``.
+    """
+
+    bands: tuple[str, ...]
+    num_bytes: np.ndarray
+    steps: np.ndarray
+
+
+def choose_bands(profiles: Sequence[MemoryProfile]) -> tuple[str, ...]:
+    """States, arguments and outputs, then the owners with most bytes at a peak, one for each color, then `OTHERS`.
+
+    Owners that never reach a hundredth of the highest peak would not be visible.
+    """
+    largest: dict[str, tuple[int, int]] = {}
+    for profile in profiles:
+        for name, series in bytes_by(profile, band).items():
+            size = (int(series[profile.peak_step]), int(series.max()))
+            largest[name] = max(size, largest.get(name, (0, 0)))
+    highest = max((p.peak_bytes for p in profiles), default=0)
+    visible = [name for name in largest.keys() - GRAYS.keys() if 100 * largest[name][1] >= highest]
+    owners = sorted(visible, key=lambda name: (*(-n for n in largest[name]), name))[: len(PALETTE)]
+    bands = [*(name for name in GRAYS if name in largest), *owners]
+    return (*bands, OTHERS) if len(bands) < len(largest) else tuple(bands)
+
+
+def stack(profile: MemoryProfile, bands: tuple[str, ...], width: int) -> Stack:
+    """The bytes of each band; owners without a band of their own belong to the last one."""
+    steps = sample_steps(profile, width)
+    num_bytes = np.zeros((len(bands), len(steps)), np.int64)
+    for name, series in bytes_by(profile, band).items():
+        num_bytes[bands.index(name) if name in bands else len(bands) - 1] += series[steps]
+    return Stack(bands, num_bytes, steps)
+
+
+def band_colors(bands: Sequence[str]) -> list[str]:
+    owners = [name for name in bands if name not in GRAYS and name != OTHERS]
+    colors = GRAYS | dict(zip(owners, PALETTE, strict=False)) | {OTHERS: _OTHERS_COLOR}
+    return [colors[name] for name in bands]
+
+
+# -- SVG ---------------------------------------------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT, _PHASE_HEIGHT, _COLUMNS = 640, 150, 16, 320
+
+
+def svg(profile: MemoryProfile) -> str:
+    """The timeline as an SVG element for a page, some 10 KB: bands with their names under the pointer, phases below."""
+    layers = stack(profile, choose_bands([profile]), _COLUMNS)
+    tops = np.cumsum(layers.num_bytes, axis=0)
+    scale = _HEIGHT / max(int(tops.max(initial=0)), 1)
+    bottoms = tops - layers.num_bytes
+    peak = int(np.argmax(profile.timeline[layers.steps]))
+
+    parts = []
+    for name, color, low, high in zip(layers.bands, band_colors(layers.bands), bottoms, tops, strict=True):
+        at_peak = format_bytes(int((high - low)[peak]))
+        title = f"<title>{escape(name)}: {at_peak} at the peak</title>"
+        parts.append(
+            f'<path d="{_outline((low * scale).tolist(), (high * scale).tolist())}" fill="{color}">{title}</path>'
+        )
+    parts += _svg_phases(profile, len(layers.steps))
+
+    x = _WIDTH * (peak + 0.5) / len(layers.steps)
+    parts.append(f'<path d="M{x:.1f} 0V{_HEIGHT}" stroke="currentColor" stroke-dasharray="3 3"/>')
+    label = f"timeline of {profile.name}: peak of {format_bytes(profile.peak_bytes)}"
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT + _PHASE_HEIGHT}" role="img" aria-label="{escape(label)}" '
+        f'style="width:100%;max-width:{_WIDTH}px;height:auto;font:11px sans-serif">{"".join(parts)}</svg>'
+        f"{_svg_legend(layers)}"
+    )
+
+
+def _outline(low: Sequence[float], high: Sequence[float]) -> str:
+    """The path around a band, with a level for each column; columns of one level are one line."""
+    edges = [f"{_WIDTH * n / len(low):.1f}" for n in range(len(low) + 1)]
+
+    def levels(values: Sequence[float], order: Sequence[int]) -> str:
+        return "".join(f"V{_HEIGHT - values[n]:.1f}H{edges[e]}" for n, e in _runs(values, order))
+
+    forward, back = range(len(low)), range(len(low) - 1, -1, -1)
+    return f"M0 {_HEIGHT - low[0]:.1f}{levels(high, forward)}{levels(low, back)}Z"
+
+
+def _runs(values: Sequence[float], order: Sequence[int]) -> list[tuple[int, int]]:
+    """The last column of each run of equal values, and the edge at which the run ends, in either direction."""
+    is_forward = len(order) < 2 or order[0] < order[1]
+    ends = [
+        n for n, after in zip(order, [*order[1:], None], strict=True) if after is None or values[after] != values[n]
+    ]
+    return [(n, n + 1 if is_forward else n) for n in ends]
+
+
+def _svg_phases(profile: MemoryProfile, num_columns: int) -> list[str]:
+    parts = []
+    for phase, first, last in phase_spans(profile, num_columns):
+        x, width = _WIDTH * first / num_columns, _WIDTH * (last + 1 - first) / num_columns
+        parts.append(
+            f'<rect x="{x:.1f}" y="{_HEIGHT}" width="{width:.1f}" height="{_PHASE_HEIGHT}" fill="{_PHASE_COLORS[phase]}" opacity="0.35"/>'
+        )
+        if width > 7 * len(phase):
+            parts.append(f'<text x="{x + 4:.1f}" y="{_HEIGHT + 12}" fill="currentColor">{phase}</text>')
+    return parts
+
+
+def _svg_legend(layers: Stack) -> str:
+    items = " ".join(  # spaces, where the line may break
+        f'<span style="margin-right:1em;white-space:nowrap"><span style="color:{color}">■</span> {escape(name)}</span>'
+        for name, color in zip(layers.bands, band_colors(layers.bands), strict=True)
+    )
+    return f'<p style="margin:4px 0;font-size:90%">{items}</p>'
+
+
+# -- matplotlib --------------------------------------------------------------------------------------------------------
+
+_MAX_COLUMNS = 1200  # about one for each pixel
+
+
+def plot(profile: MemoryProfile, path: str | os.PathLike[str] | None = None, other: MemoryProfile | None = None) -> Any:
+    """Draw the timeline, stacked by owner, with forward and backward pass shaded and the peak marked. Needs matplotlib.
+
+    Args:
+        profile: the profile.
+        path: the image file to write; without it the caller shows the figure.
+        other: a second profile, drawn below with the same scale and colors.
+
+    Returns:
+        The matplotlib figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    require("matplotlib.figure", "plot")
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    profiles = [profile] if other is None else [profile, other]
+    bands = choose_bands(profiles)
+    colors = band_colors(bands)
+    highest = max(p.peak_bytes for p in profiles)
+    unit, divisor = _unit(highest)
+
+    # Not by pyplot, which holds every figure until it is closed.
+    figure = Figure(figsize=(9, 0.6 + 3 * len(profiles)), layout="constrained")
+    panels = figure.subplots(len(profiles), squeeze=False)[:, 0]
+    for axes, p in zip(panels, profiles, strict=True):
+        _draw(axes, p, stack(p, bands, _MAX_COLUMNS), colors, divisor)
+        axes.set_ylim(0, 1.18 * max(highest, 1) / divisor)
+        axes.set_ylabel(unit)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.axhline(p.peak_bytes / divisor, color="#555555", linewidth=0.8, linestyle="--")
+        axes.set_title(f"{p.name}: {format_bytes(p.peak_bytes)} reserved (dashed)", loc="left", fontsize=11)
+    panels[-1].set_xlabel("step of the compiled program")
+
+    # The order of the legend is that of the picture, from top to bottom.
+    handles = [Patch(color=color, label=_short(name)) for name, color in zip(bands, colors, strict=True)][::-1]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+def _draw(axes: Any, profile: MemoryProfile, layers: Stack, colors: Sequence[str], divisor: float) -> None:
+    # Each sampled step lasts until the next.
+    steps = np.append(layers.steps, len(profile.steps))
+    heights = np.hstack([layers.num_bytes, layers.num_bytes[:, -1:]]) / divisor
+    axes.stackplot(steps, heights, colors=colors, step="post", linewidth=0)
+    axes.set_xlim(0, len(profile.steps))
+
+    # Shaded over the whole height, so that the phases show above the bands, too.
+    edges = np.linspace(0, len(profile.steps), min(_MAX_COLUMNS, len(profile.steps)) + 1)
+    for phase, first, last in phase_spans(profile, _MAX_COLUMNS):
+        low, high = edges[first], edges[last + 1]
+        axes.axvspan(low, high, color=_PHASE_COLORS[phase], alpha=0.13, linewidth=0, zorder=0)
+        if high - low > 0.08 * len(profile.steps):
+            axes.annotate(
+                phase,
+                ((low + high) / 2, 0.98),
+                xycoords=("data", "axes fraction"),
+                ha="center",
+                va="top",
+                fontsize=9,
+                color="#555555",
+            )
+    _mark_peak(axes, profile, divisor)
+
+
+def _mark_peak(axes: Any, profile: MemoryProfile, divisor: float) -> None:
+    """A dotted line at the peak, up to what the program reserves; its label is above both."""
+    x, reserved = profile.peak_step + 0.5, profile.peak_bytes / divisor
+    axes.vlines(x, 0, reserved, color="black", linewidth=0.8, linestyle=":")
+    is_right = x > 0.7 * len(profile.steps)
+    axes.annotate(
+        f"peak: {format_bytes(int(profile.timeline[profile.peak_step]))} in use",
+        (x, reserved),
+        xytext=(-3 if is_right else 3, 3),
+        textcoords="offset points",
+        ha="right" if is_right else "left",
+        fontsize=8,
+        weight="bold",
+    )
+
+
+def _unit(num_bytes: int) -> tuple[str, float]:
+    """The unit of the largest value as `format_bytes` writes it, and its bytes."""
+    unit = format_bytes(num_bytes).rpartition(" ")[2]
+    return unit, {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}[unit]
+
+
+def _short(name: str, width: int = 32) -> str:
+    return name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-width // 2 :]}"

@@ -1,0 +1,447 @@
+"""What a profile prints: its first line, a sparkline, the table of what is alive at the peak, HTML, and two profiles side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .._tables import Cell, Column, Table
+from .._text import format_bytes, short_path
+from ._plot import family, phase_spans, sample_steps, svg
+from .buffer import Buffer, Change, Group, Kind, Loop
+
+if TYPE_CHECKING:
+    from .profile import MemoryProfile
+
+_MAX_ROWS = 12  # of the table, without the rows for what is not shown
+_MAX_CHANGES = 5
+_SPARKLINE_WIDTH = 60
+
+
+# -- rows: groups of equal owners --------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """Groups at the peak that differ in the index of their owner only: the layers of a model.
+
+    Attributes:
+        num_owners: how many groups.
+        arrays: the types of the buffers, each with its number: ``24 x f32[32,64]``.
+        place: the rematerialized function or the loop that they lie in.
+    """
+
+    num_bytes: int
+    kind: Kind
+    owner: str
+    num_owners: int
+    function: str
+    source: str
+    arrays: str
+    place: str
+    change: Change | None
+
+
+def rows_at_peak(profile: MemoryProfile) -> list[Row]:
+    """All rows, the largest first; without constants, which XLA's figures leave out. With ``profile.unused_bytes`` they sum to
+    ``profile.peak_bytes``."""
+    families: defaultdict[tuple[str, ...], list[Group]] = defaultdict(list)
+    for group in profile.at_peak:
+        families[group.kind, family(group.owner), group.function, group.source, group.region].append(group)
+    return sorted((row for groups in families.values() for row in _rows(groups)), key=lambda row: -row.num_bytes)
+
+
+def _rows(groups: Sequence[Group]) -> list[Row]:
+    """One row; a group that takes more than the others together has a row of its own."""
+    largest, *rest = sorted(groups, key=lambda g: -g.num_bytes)
+    if rest and largest.num_bytes > sum(g.num_bytes for g in rest):
+        return [_row([largest]), *_rows(rest)]
+    return [_row(groups)]
+
+
+def _row(groups: Sequence[Group]) -> Row:
+    first, buffers = groups[0], [b for g in groups for b in g.buffers]
+    types = Counter(b.type for b in buffers)
+    texts = [f"{n} x {name}" if n > 1 else name for name, n in types.most_common()]
+    changes = [g.change for g in groups if g.change is not None]
+    return Row(
+        num_bytes=sum(g.num_bytes for g in groups),
+        kind=first.kind,
+        owner=first.owner if len(groups) == 1 else family(first.owner),
+        num_owners=len(groups),
+        function=first.function,
+        source=first.source,
+        arrays=", ".join([*texts[:2], *(["..."] if len(texts) > 2 else [])]),
+        place=_place(first),
+        change=max(changes, key=lambda c: c.saved_bytes, default=None),
+    )
+
+
+def _place(group: Group) -> str:
+    largest = max(group.buffers, key=lambda b: b.num_bytes)
+    if group.region:
+        return f"remat of {group.region}"
+    if largest.stacked:
+        return f"stacked by {_loop(largest.stacked)}"
+    return _loop(largest.loop) if largest.loop else ""
+
+
+def _loop(loop: Loop) -> str:
+    """Without its line, which is in another column."""
+    return str(loop._replace(source=""))
+
+
+# -- sentences ---------------------------------------------------------------------------------------------------------
+
+
+def headline(profile: MemoryProfile) -> str:
+    """Two sentences: the step and the largest owner at the peak; the largest saving."""
+    changes = profile.changes
+    if not changes:
+        return _peak_sentence(profile)
+    best = _sentence(changes[0])
+    return f"{_peak_sentence(profile)} Largest saving: {best[0].lower()}{best[1:]}."
+
+
+def _sentence(change: Change) -> str:
+    return f"{change.text.rstrip('.')}: {format_bytes(change.saved_bytes)} less"
+
+
+def _peak_sentence(profile: MemoryProfile) -> str:
+    devices = f" on each of {profile.num_devices} devices" if profile.num_devices > 1 else ""
+    start = f"Peak {format_bytes(profile.peak_bytes)}{devices}{_peak_place(profile)}"
+    rows = rows_at_peak(profile)
+    if not rows:
+        return f"{start}."
+
+    # The lines of one owner count together: a block is large, not its line 7.
+    totals: defaultdict[tuple[Kind, str], int] = defaultdict(int)
+    for row in rows:
+        totals[row.kind, row.owner] += row.num_bytes
+    kind, owner = max(totals, key=lambda key: totals[key])
+    lines = [row for row in rows if (row.kind, row.owner) == (kind, owner)]
+    largest = totals[kind, owner]
+    if profile.constant_bytes > largest:
+        return f"{start}, and beside it {_constants(profile)}."
+    share = _percent(largest, profile.peak_bytes)
+    return f"{start}: {share} is {_subject(lines)}{_line_of(lines)}."
+
+
+def _peak_place(profile: MemoryProfile) -> str:
+    """The pass, the line and the operation of the peak."""
+    step = profile.steps[profile.peak_step]
+    names = {"forward": " in the forward pass", "backward": " in the backward pass", "update": " in the update"}
+    has_phases = len({s.phase for s in profile.steps}) > 1
+    text = names[step.phase] if has_phases else ""
+    text += f" at {short_path(step.source)}" if step.source else ""
+    text += f" ({step.primitive})" if step.primitive else ""
+    return text + (f" in a {_loop(step.loop)}" if step.loop else "")
+
+
+_SUBJECTS = {
+    "state": ("the state", "the states"),
+    "argument": ("the argument", "the arguments"),
+    "output": ("the output", "the outputs"),
+    "residual": ("residuals of", "residuals of"),
+    "recomputed": ("recomputed values of", "recomputed values of"),
+    "working memory": ("working memory of", "working memory of"),
+    "constant": ("the constant", "the constants"),
+}
+
+
+def _subject(rows: Sequence[Row]) -> str:
+    """What the rows of one owner are. Not every layer has a buffer of every line."""
+    num_owners = max(row.num_owners for row in rows)
+    number = f" ({num_owners} of them)" if num_owners > 1 else ""
+    return f"{_SUBJECTS[rows[0].kind][num_owners > 1]} {rows[0].owner}{number}"
+
+
+def _line_of(rows: Sequence[Row]) -> str:
+    """Function, line and loop of the largest of some rows."""
+    largest, total = rows[0], sum(row.num_bytes for row in rows)
+    function = largest.function if largest.function != largest.owner else ""
+    where = ", ".join(filter(None, [function, short_path(largest.source), largest.place]))
+    if not where or largest.kind in ("state", "argument"):
+        return ""
+    if len(rows) == 1:
+        return f" ({where})"
+    part = "most of it" if 2 * largest.num_bytes > total else "the largest part"
+    return f", {part} from {where}"
+
+
+def _constants(profile: MemoryProfile) -> str:
+    """The constants of the program, of which the largest is named."""
+    text = f"{format_bytes(profile.constant_bytes)} of constants, which XLA's figures leave out"
+    constants = [b for b in profile.buffers if b.kind == "constant"]
+    if not constants:
+        return text
+    b = max(constants, key=lambda b: b.num_bytes)
+    where = ", ".join(filter(None, [b.function, short_path(b.source)]))
+    name = b.owner if b.owner and b.owner != b.function else ""
+    description = " ".join(filter(None, [name, b.type, f"in {where}" if where else ""]))
+    return f"{text}; the largest is {description} ({format_bytes(b.num_bytes)})"
+
+
+def _percent(part: int, whole: int) -> str:
+    share = 100 * part / max(whole, 1)
+    return "<1%" if 0 < share < 0.5 else f"{share:.0f}%"
+
+
+def kinds_line(profile: MemoryProfile) -> str:
+    """The bytes of each kind at the peak, and of what is unused."""
+    parts = [f"{kind} {format_bytes(n)} ({_percent(n, profile.peak_bytes)})" for kind, n in _by_kind(profile).items()]
+    parts += [f"{name} {format_bytes(n)} ({_percent(n, profile.peak_bytes)})" for name, n in _unused(profile).items()]
+    return "At the peak: " + ", ".join(parts) if parts else ""
+
+
+def _unused(profile: MemoryProfile) -> dict[str, int]:
+    """The parts of ``profile.unused_bytes``."""
+    used = {b.allocation for b in profile.alive(profile.peak_step)}
+    unwritten = sum(b.num_bytes for b in profile.buffers if b.kind == "output" and b.allocation not in used)
+    unwritten = min(unwritten, max(profile.unused_bytes, 0))
+    gaps = profile.unused_bytes - unwritten
+    # Without a buffer assignment, the residuals before compilation can be more than what the program reserves.
+    label = "unused (gaps between buffers)" if gaps > 0 else "more than the program reserves"
+    return {name: n for name, n in (("outputs not yet written", unwritten), (label, gaps)) if n}
+
+
+def _by_kind(profile: MemoryProfile) -> dict[str, int]:
+    return _sums((g.kind, g.num_bytes) for g in profile.at_peak)
+
+
+def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The sum of each name, the largest first."""
+    totals: defaultdict[str, int] = defaultdict(int)
+    for name, n in pairs:
+        totals[name] += n
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+# -- sparkline ---------------------------------------------------------------------------------------------------------
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_RULES = {"forward": "─", "backward": "═", "update": "┄"}
+
+
+def sparkline(profile: MemoryProfile, width: int = _SPARKLINE_WIDTH) -> str:
+    """Bytes alive over the schedule, and below it the phases and the peak."""
+    steps = sample_steps(profile, width)
+    levels = profile.timeline[steps]
+    highest = max(int(levels.max()), 1)
+    repeats = max(width // len(steps), 1)  # the steps of a short program are several characters wide
+
+    # A level is rounded up: what holds memory at all is visible.
+    blocks = "".join(_BLOCKS[-(-int(n) * (len(_BLOCKS) - 1) // highest)] * repeats for n in levels)
+    phases = ""
+    for phase, first, last in phase_spans(profile, width):
+        length = repeats * (last + 1 - first)
+        label = f"{phase} " if len(phase) + 2 <= length else ""
+        phases += label.ljust(length, _RULES[phase])
+
+    column = repeats * int(levels.argmax())
+    label = f"peak, step {profile.peak_step + 1:,} of {len(profile.steps):,}"
+    mark = f"{label} ▲".rjust(column + 1) if column > len(label) else " " * column + f"▲ {label}"
+    return "\n".join([blocks, phases, mark])
+
+
+# -- table -------------------------------------------------------------------------------------------------------------
+
+_COLUMNS = (
+    Column("bytes", "right", "bold"),
+    Column("share", "right"),
+    Column("kind"),
+    Column("owner", code=True),
+    Column("arrays", code=True, rank=4),
+    Column("line", code=True, rank=1, below=True),
+    Column("function", style="dim", code=True, rank=3),
+    Column("in", rank=2),
+    Column("change"),
+)
+_COLORS = {"state": "green", "argument": "cyan", "output": "cyan", "residual": "red"}
+_COLORS |= {"recomputed": "yellow", "working memory": "yellow"}
+
+
+def table(profile: MemoryProfile) -> Table:
+    """What is alive at the peak, by owner and line; below it the changes that the column "change" counts.
+
+    The rows sum to ``profile.peak_bytes``: one is for the groups that are not shown, and the last ones for unused memory.
+    """
+    rows = rows_at_peak(profile)
+    shown, rest = (rows[:_MAX_ROWS], rows[_MAX_ROWS:]) if len(rows) > _MAX_ROWS + 1 else (rows, [])
+    changes = _numbered(profile, shown)
+    cells = [_cells(row, profile, changes) for row in shown]
+    if rest:
+        cells.append(_total(sum(row.num_bytes for row in rest), f"{len(rest)} more groups", profile))
+    cells += [_total(n, name, profile) for name, n in _unused(profile).items()]
+
+    # A column that no row fills, such as "in" without loops, would only take width.
+    filled = [i for i, column in enumerate(_COLUMNS) if column.rank == 0 and i < 4 or any(row[i].text for row in cells)]
+    title = f"Alive at the peak of {profile.name}, {format_bytes(profile.peak_bytes)}"
+    return Table(
+        title, [_COLUMNS[i] for i in filled], [[row[i] for i in filled] for row in cells], _notes(profile, changes)
+    )
+
+
+def _numbered(profile: MemoryProfile, rows: Sequence[Row]) -> list[Change]:
+    """The changes to list, in the order of their numbers: the best ones, and those of the rows."""
+    of_rows = [row.change for row in rows if row.change is not None]
+    return list(dict.fromkeys([*profile.changes[:_MAX_CHANGES], *of_rows]))
+
+
+def _cells(row: Row, profile: MemoryProfile, changes: Sequence[Change]) -> list[Cell]:
+    """One for each of `_COLUMNS`."""
+    share = row.num_bytes / max(profile.peak_bytes, 1)
+    owner = f"{row.owner} ({row.num_owners})" if row.num_owners > 1 else row.owner
+    return [
+        Cell(format_bytes(row.num_bytes), _COLORS[row.kind], share=share, hint=f"{row.num_bytes:,} B"),
+        Cell(_percent(row.num_bytes, profile.peak_bytes)),
+        Cell(row.kind, _COLORS[row.kind]),
+        Cell(owner),
+        Cell(row.arrays),
+        Cell(short_path(row.source), hint=row.source),
+        Cell(row.function),
+        Cell(row.place),
+        Cell(f"[{changes.index(row.change) + 1}]" if row.change else "", hint=row.change.text if row.change else ""),
+    ]
+
+
+def _total(num_bytes: int, label: str, profile: MemoryProfile) -> list[Cell]:
+    cells = [Cell(format_bytes(num_bytes), hint=f"{num_bytes:,} B"), Cell(_percent(num_bytes, profile.peak_bytes))]
+    return [*cells, Cell(""), Cell(label, style="dim"), *[Cell("")] * (len(_COLUMNS) - 4)]
+
+
+def _notes(profile: MemoryProfile, changes: Sequence[Change]) -> list[tuple[str, str]]:
+    notes = [
+        (f"[{n}]", f"{_sentence(c)} ({_percent(c.saved_bytes, profile.peak_bytes)}).") for n, c in enumerate(changes, 1)
+    ]
+    if 100 * profile.constant_bytes > profile.peak_bytes:
+        notes.append(("Constants:", f"{_constants(profile)}."))
+    if profile.note:
+        notes.append(("Note:", profile.note))
+    return notes
+
+
+# -- forms -------------------------------------------------------------------------------------------------------------
+
+
+def text(profile: MemoryProfile, width: int | None = None) -> str:
+    """The first line, the timeline, and the table.
+
+    Args:
+        profile: the profile.
+        width: of the terminal: the text is wrapped, and the table loses columns until it fits. Lines have any length if None.
+    """
+    shown = table(profile)
+    first, kinds, notes = headline(profile), kinds_line(profile), [" ".join(note) for note in shown.notes]
+    shown = dataclasses.replace(shown, notes=())
+    if width is not None:
+        shown = _narrowed(shown, width)
+        first, kinds = (textwrap.fill(line, width) for line in (first, kinds))
+        notes = [textwrap.fill(note, width, subsequent_indent="    ") for note in notes]
+    return "\n\n".join(filter(None, [first, sparkline(profile), kinds, shown.text(), "\n".join(notes)]))
+
+
+def _narrowed(table: Table, width: int) -> Table:
+    """Without the columns of the highest ranks, until it fits."""
+    while max(map(len, table.text().splitlines()[1:]), default=0) > width:
+        highest = max(column.rank for column in table.columns)
+        if highest == 0:
+            return table
+        kept = [i for i, column in enumerate(table.columns) if column.rank < highest]
+        table = dataclasses.replace(
+            table, columns=[table.columns[i] for i in kept], rows=[[row[i] for i in kept] for row in table.rows]
+        )
+    return table
+
+
+def html(profile: MemoryProfile) -> str:
+    """For a notebook: the first line, the timeline stacked by owner, and the table."""
+    return f'<div><p style="margin:4px 0">{escape(headline(profile))}</p>{svg(profile)}{table(profile).html()}</div>'
+
+
+def to_dict(profile: MemoryProfile) -> dict[str, Any]:
+    """Lists, dicts, numbers and texts, for ``json.dump``. A group names its buffers by their index in ``buffers``."""
+    index = {_key(b): n for n, b in enumerate(profile.buffers)}
+    groups = []
+    for group in profile.at_peak:
+        change = group.change._asdict() if group.change else None
+        buffers = [index[_key(b)] for b in group.buffers]
+        groups.append(group._asdict() | {"types": list(group.types), "buffers": buffers, "change": change})
+    fields = {f.name: getattr(profile, f.name) for f in dataclasses.fields(profile)}
+    return fields | {
+        "summary": headline(profile),
+        "peak_bytes": profile.peak_bytes,
+        "peak_step": profile.peak_step,
+        "unused_bytes": profile.unused_bytes,
+        "changes": [c._asdict() for c in profile.changes],
+        "at_peak": groups,
+        "timeline": profile.timeline.tolist(),
+        "buffers": [b.to_dict() for b in profile.buffers],
+        "steps": [s._asdict() | {"loop": str(s.loop) if s.loop else None} for s in profile.steps],
+    }
+
+
+def _key(buffer: Buffer) -> tuple[Any, ...]:
+    """Without the size: a group has a smaller copy of a buffer of which a part is reused at the peak."""
+    return buffer.name, buffer.type, buffer.start, buffer.allocation, buffer.offset
+
+
+# -- two profiles ------------------------------------------------------------------------------------------------------
+
+
+def compare(before: MemoryProfile, after: MemoryProfile) -> Table:
+    """Two profiles side by side: the peak, XLA's figures, and kinds and owners at the peak with their difference.
+
+    Args:
+        before: the profile of the program as it was.
+        after: the profile of the changed program.
+    """
+    rows = [_difference("peak", before.peak_bytes, after.peak_bytes, style="bold")]
+    for parts in (_xla_parts, _kind_parts, _owner_parts):
+        old, new = parts(before), parts(after)
+        names = sorted({**old, **new}, key=lambda name: -max(old.get(name, 0), new.get(name, 0)))
+        if parts is _owner_parts:  # those that differ most
+            names = [name for name in names if old.get(name) != new.get(name)]
+            names = sorted(names, key=lambda name: -abs(new.get(name, 0) - old.get(name, 0)))[:_MAX_ROWS]
+        rows += [_difference(name, old.get(name, 0), new.get(name, 0)) for name in names]
+
+    names = before.name if before.name == after.name else f"{before.name} and {after.name}"
+    sizes = f"{format_bytes(before.peak_bytes)} before, {format_bytes(after.peak_bytes)} after"
+    columns = [Column("bytes"), *(Column(name, "right") for name in ("before", "after", "difference", "relative"))]
+    return Table(f"Peak of {names}: {sizes}", columns, rows)
+
+
+def _xla_parts(profile: MemoryProfile) -> dict[str, int]:
+    parts = {
+        "  arguments": profile.argument_bytes,
+        "  outputs beside them": profile.output_bytes - profile.alias_bytes,
+        "  temporaries": profile.temp_bytes,
+        "  constants (not in the peak)": profile.constant_bytes,
+    }
+    return {name: n for name, n in parts.items() if n}
+
+
+def _kind_parts(profile: MemoryProfile) -> dict[str, int]:
+    parts = {f"at the peak, {kind}": n for kind, n in _by_kind(profile).items()}
+    return parts | {f"at the peak, {name}": n for name, n in _unused(profile).items()}
+
+
+def _owner_parts(profile: MemoryProfile) -> dict[str, int]:
+    return _sums((f"  {row.kind}, {row.owner}", row.num_bytes) for row in rows_at_peak(profile))
+
+
+def _difference(name: str, before: int, after: int, style: str = "") -> list[Cell]:
+    change = after - before
+    sign = "-" if change < 0 else "+"
+    relative = f"{100 * change / before:+.0f}%" if before else "new" if after else ""
+    color = "" if not change else "green" if change < 0 else "red"
+    return [
+        Cell(name, style=style),
+        Cell(format_bytes(before), hint=f"{before:,} B"),
+        Cell(format_bytes(after), hint=f"{after:,} B"),
+        Cell(f"{sign}{format_bytes(abs(change))}" if change else "0 B", color, style=style),
+        Cell(relative, color),
+    ]

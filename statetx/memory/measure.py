@@ -1,0 +1,181 @@
+"""From a function, a jitted function or a compiled program to its memory profile."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import _jax, _states
+from .._equations.compiled import memory_analysis_options
+from .._errors import CreatedStateError, FunctionError
+from .._lift.wrapper import name_of, short_name
+from .._objects.paths import argument_names
+from .._text import brief
+from .._tree import is_float
+from ..residuals.measure import with_gradient, without_gradient
+from ..residuals.table import Residuals, saved_residuals
+from ..transforms.functionalize import functionalize
+from ..transforms.jit.api import Jit, jit
+from ..transforms.jit.stages import Compiled, Lowered, Traced
+from ._assemble import Assembly, Inputs
+from ._fallback import without_assignment
+from .profile import MemoryProfile
+
+
+@_jax.api_boundary
+def memory_profile(fun: Any, /, *args: Any, gradient: bool = True, **kwargs: Any) -> MemoryProfile:
+    """Compile a function, and show what fills its memory at each step of the compiled program.
+
+    Nothing is computed and no state changes. XLA's own buffer assignment gives each buffer's size and place, its schedule the
+    first and last step in which the buffer is alive, and its metadata the function and the line.
+
+    Where a backend does not tell its buffer assignment, ``note`` of the result says so, and the buffers are the arguments, the
+    residuals and the outputs, without working memory.
+
+    Args:
+        fun: a function that may read and write states, a jitted function, or a program that is traced, lowered or
+            compiled already (of ``jax.jit`` or `statetx.jit`; then without further arguments).
+        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
+        gradient: whether the program also computes the derivative of all float outputs with respect to every float argument and
+            every float state, as for a loss. False for a training step, which differentiates inside. A function without
+            float outputs, and a program that is staged already, are profiled as they are.
+
+    Returns:
+        `MemoryProfile`: print it, or write ``.to_html(path)``.
+
+    Raises:
+        FunctionError: arguments beside a program that is staged already.
+
+    Source:
+        ``jax.stages.Compiled.memory_analysis`` and the optimized program.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, statetx
+        >>> def loss(w, x):
+        ...     return jnp.tanh(jnp.tanh(x @ w) @ w).sum()
+        >>> x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+        >>> profile = statetx.memory_profile(loss, jnp.eye(64), x)
+        >>> sum(group.num_bytes for group in profile.at_peak) + profile.unused_bytes == profile.peak_bytes
+        True
+    """
+    traced = _trace(fun, args, kwargs, gradient)
+    compiled = traced.stage
+    if not isinstance(compiled, jax.stages.Compiled):
+        compiled = compiled.compile(memory_analysis_options())
+    program = _jax.compiled_program(compiled)
+    if program is None:
+        return without_assignment(traced.name, compiled, traced.residuals)
+    assembly = Assembly(program, traced.inputs)
+    buffers, memory = assembly.buffers(), compiled.memory_analysis()
+    return MemoryProfile(
+        name=traced.name,
+        buffers=buffers,
+        steps=assembly.steps(),
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        constant_bytes=sum(a.num_bytes for a in program.allocations if a.is_constant),
+        num_devices=_num_devices(compiled),
+        backend=_backend(compiled),
+        backward_step=assembly.names.turn,
+        gradient=traced.residuals is not None,
+    )
+
+
+class _Traced(NamedTuple):
+    """A program to compile, and what is known of it.
+
+    Attributes:
+        stage: JAX's lowered or compiled stage.
+        residuals: computes the residuals, for a backend that tells no buffers; None if the function is not known.
+        names: of the program's inputs, if they are known.
+    """
+
+    name: str
+    stage: Any
+    inputs: Inputs
+    residuals: Callable[[], Residuals] | None
+    names: Sequence[str] = ()
+
+
+def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool) -> _Traced:
+    if isinstance(fun, _STAGES):
+        if args or kwargs:
+            raise FunctionError(
+                f"{brief(fun)} is staged for certain arguments already, and memory_profile was called with more.\n"
+                f"Fix: call memory_profile with it alone, or with the function itself and the arguments."
+            )
+        return _staged(fun)
+    if gradient:
+        run, arrays = with_gradient(fun, args, kwargs)
+        residuals = functools.partial(saved_residuals, fun, *args, **kwargs)
+        results = jax.eval_shape(run, *arrays)
+        if any(map(is_float, results[0])):
+            traced = _of_function(fun, args, kwargs, run, arrays, residuals)
+            return traced._replace(inputs=traced.inputs._replace(outputs=_output_names(results, arrays, traced.names)))
+    if isinstance(fun, Jit) or (hasattr(fun, "lower") and hasattr(fun, "trace")):
+        return _staged(fun.trace(*args, **kwargs))
+    try:
+        return _of_function(fun, args, kwargs, *without_gradient(fun, args, kwargs), None)
+    except CreatedStateError:  # `jit` takes states that a step creates as its outputs
+        return _staged(jit(fun).trace(*args, **kwargs))
+
+
+_STAGES = (Traced, Lowered, Compiled, jax.stages.Traced, jax.stages.Lowered, jax.stages.Compiled)
+
+
+def _staged(stage: Any) -> _Traced:
+    """Of a traced, lowered or compiled function."""
+    if hasattr(stage, "lower"):
+        stage = stage.lower()
+    if isinstance(stage, (Lowered, Compiled)):
+        return _Traced(stage.name, stage.jax_stage, Inputs(stage.state_names), None)
+    return _Traced(getattr(stage, "fun_name", "") or "the program", stage, Inputs(), None)
+
+
+def _of_function(
+    fun: Any, args: tuple, kwargs: dict[str, Any], run: Callable, arrays: Sequence[Any], residuals: Callable | None
+) -> _Traced:
+    """Of a function of arrays that `with_gradient` or `without_gradient` made."""
+    states, arguments = _input_names(fun, args, kwargs)
+    jitted = jax.jit(run)
+    names = [*states, *arguments]
+    _jax.name_inputs(jitted, arrays, names)
+    return _Traced(short_name(name_of(fun)), jitted.lower(*arrays), Inputs(frozenset(states)), residuals, names)
+
+
+def _output_names(results: tuple[list, list, list], arrays: Sequence[Any], names: Sequence[str]) -> tuple[str, ...]:
+    """Names of what the program of `with_gradient` returns; empty for new values of states, which their modules name."""
+    outputs, others, _ = results
+    gradients = [f"gradient of {name}" for x, name in zip(arrays, names, strict=True) if is_float(x)]
+    return (
+        *(f"output {n}" if len(outputs) > 1 else "output" for n in range(len(outputs))),
+        *("" for _ in others),
+        *gradients,
+    )
+
+
+def _input_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Paths of the arrays in states, and names of those in arguments, in the order of the program's inputs."""
+    values = functionalize(fun).values(*args, **kwargs)
+    states = [
+        keys[0].key + jax.tree_util.keystr(keys[1:])
+        for keys, x in jax.tree_util.tree_flatten_with_path(values, is_leaf=_states.is_opaque)[0]
+        if hasattr(x, "dtype")
+    ]
+    name = argument_names(fun, args)
+    leaves = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_states.is_opaque)[0]
+    return states, [name(keys) for keys, x in leaves if hasattr(x, "dtype")]
+
+
+def _num_devices(compiled: Any) -> int:
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return max((len(s.device_set) for s in shardings), default=1)
+
+
+def _backend(compiled: Any) -> str:
+    return compiled.runtime_executable().local_devices()[0].platform

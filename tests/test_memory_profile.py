@@ -1,0 +1,252 @@
+"""`memory_profile`: sums to XLA's figures, known answers, names, and what the advice saves."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import memory_programs
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import corpus
+import statetx
+from statetx import _jax
+from statetx._equations.compiled import memory_analysis_options
+from statetx.memory import _lifetimes, measure
+
+X = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+
+
+def profile_and_program(fun, *args, **options):
+    traced = measure._trace(fun, args, {}, options.get("gradient", True))
+    compiled = traced.stage
+    if not isinstance(compiled, jax.stages.Compiled):
+        compiled = compiled.compile(memory_analysis_options())
+    program = _jax.compiled_program(compiled)
+    assert program is not None
+    return statetx.memory_profile(compiled), program, compiled.memory_analysis()
+
+
+def check_sums(fun, *args, **options):
+    """Lifetimes agree with XLA's placement, and sizes with its figures, to the byte."""
+    profile, program, memory = profile_and_program(fun, *args, **options)
+    schedule = _lifetimes.Schedule(program)
+    found = _lifetimes.lifetimes(program, schedule, _lifetimes.Flow(program, schedule))
+    # XLA lets values share memory only if they are never alive together: lifetimes that are too long show here.
+    assert _lifetimes.overlaps(program, found) == []
+
+    told = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert profile.peak_bytes == told + memory.temp_size_in_bytes
+    at_peak = sum(group.num_bytes for group in profile.at_peak)
+    assert at_peak == profile.timeline.max() and at_peak + profile.unused_bytes == profile.peak_bytes
+    assert profile.unused_bytes >= 0 and profile.timeline.min() >= 0
+    by_place = {}
+    for b in profile.buffers:
+        by_place.setdefault(b.allocation, []).append(b)
+    for a in program.allocations:  # every byte of an allocation is some buffer's
+        if not a.is_thread_local and a.num_bytes:
+            assert max(b.offset + b.num_bytes for b in by_place[a.index]) == a.num_bytes
+    # Each step alone: the buffers alive take no byte twice.
+    for step in range(0, len(profile.steps), max(1, len(profile.steps) // 20)):
+        assert sum(b.num_bytes for b in profile.alive(step)) == profile.timeline[step]
+    return profile
+
+
+SUMMED = [cls for cls in corpus.PROGRAMS if not cls.grows]
+
+
+@pytest.mark.parametrize("cls", SUMMED, ids=lambda c: c.__name__)
+def test_what_is_alive_at_the_peak_sums_to_xlas_figures(cls):
+    check_sums(cls().step, jnp.asarray(corpus.X))
+
+
+IN_LOOPS = [cls for cls in SUMMED if cls.loops and cls is not corpus.Objects]
+
+
+@pytest.mark.parametrize(
+    "cls", [pytest.param(cls, marks=[pytest.mark.slow] * (n % 6 > 0)) for n, cls in enumerate(IN_LOOPS)],
+    ids=lambda c: c.__name__,
+)  # fmt: skip
+def test_what_is_alive_in_a_loop_sums_to_xlas_figures(cls):
+    program = cls()
+
+    def loop(xs):
+        return statetx.scan(lambda c, x: (c, program.step(x)), 0.0, xs)[1]
+
+    check_sums(loop, jnp.stack([jnp.asarray(corpus.X)] * 4))
+
+
+@pytest.mark.parametrize("name", ["MLP", "U-Net", "recurrent network"])
+@pytest.mark.parametrize("wrap", [lambda f: f, statetx.remat], ids=["plain", "remat"])
+def test_planners_programs_sum_to_xlas_figures(name, wrap):
+    programs = pytest.importorskip("programs")
+    loss, params, data = programs.PROGRAMS[name](wrap)
+    check_sums(loss, params, *data)
+
+
+@pytest.mark.parametrize("make", memory_programs.KNOWN, ids=lambda f: f.__name__)
+def test_first_line_names_the_known_answer_and_the_advice_saves_what_it_foretells(make):
+    case = make()
+    before = statetx.memory_profile(case.before, *case.args, gradient=case.gradient)
+    first_line = str(before).splitlines()[0]
+    assert case.named in first_line
+    change = before.changes[0]
+    assert change.action == case.action and change.text[:-1].lower() in first_line.lower()
+
+    after = case.after(change.text) if make is memory_programs.stacked_carries else case.after
+    found = statetx.memory_profile(after, *case.args, gradient=case.gradient)
+    saved = before.peak_bytes - found.peak_bytes
+    if case.action == "argument":  # the program's own copy
+        saved = before.constant_bytes - found.constant_bytes
+    assert saved == pytest.approx(change.saved_bytes, rel=0.1) and saved > 0
+
+
+class Block:
+    def __init__(self):
+        self.w = statetx.Param(jnp.eye(64))
+        self.calls = statetx.State(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.calls.value += 1
+        return jnp.tanh(jnp.sin(x @ self.w.value) @ self.w.value)
+
+
+class Net:
+    def __init__(self, wrap=lambda block: block):
+        self.blocks = [Block() for _ in range(3)]
+        self._wrap = wrap
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = self._wrap(block)(x)
+        return x
+
+
+def test_buffers_have_kinds_owners_and_lines():
+    net = Net()
+    profile = statetx.memory_profile(lambda x: net(x).sum(), X)
+    by_owner = {b.owner: b.kind for b in profile.buffers if b.kind in ("state", "argument")}
+    assert by_owner["net.blocks.2.w"] == "state" and by_owner["x"] == "argument"
+    residuals = [b for b in profile.buffers if b.kind == "residual" and b.num_bytes == 512 * 64 * 4]
+    assert {b.owner for b in residuals} == {f"net.blocks.{i}" for i in range(3)}
+    assert {b.function for b in residuals} == {"Block.__call__"}
+    outputs = {b.owner for b in profile.buffers if b.kind == "output"}
+    assert {"output", "gradient of net.blocks.1.w", "gradient of x"} <= outputs
+    lines = {b.source for b in residuals}
+    assert all("test_memory_profile.py:" in line for line in lines)
+    assert net.blocks[0].calls.value == 0  # nothing ran
+
+
+def test_recomputed_buffers_and_regions_are_told():
+    net = Net(statetx.remat)
+    profile = statetx.memory_profile(lambda x: net(x).sum(), X)
+    recomputed = [b for b in profile.buffers if b.kind == "recomputed" and b.num_bytes == 512 * 64 * 4]
+    assert recomputed and {b.region for b in recomputed} == {"Block"}
+    assert {b.phase for b in recomputed} == {"backward"}
+    assert all(b.start >= profile.backward_step for b in recomputed)
+    plain = statetx.memory_profile(lambda x: Net()(x).sum(), X)
+    assert not [b for b in plain.buffers if b.kind == "recomputed"]
+
+
+def test_stacks_of_a_loop_name_its_steps():
+    case = memory_programs.stacked_carries()
+    profile = statetx.memory_profile(case.before, *case.args)
+    stacks = [b for b in profile.buffers if b.stacked is not None and b.kind == "residual"]
+    assert {b.stacked.length for b in stacks} == {512} and {b.type for b in stacks} == {"f32[512,32,64]"}
+    assert "carry" in {b.primitive for b in stacks}
+    # They live from before the loop to the end of its reversal: the loop's body lies between, inside them.
+    inside = [n for n, s in enumerate(profile.steps) if s.loop is not None and s.loop.length == 512]
+    assert all(b.start <= inside[0] and b.end >= inside[-1] - 3 for b in stacks)
+
+
+def test_a_step_is_profiled_as_it_is():
+    net = Net()
+
+    def step(x):
+        grads = statetx.grad(lambda x: net(x).sum(), wrt=statetx.states(net, statetx.Param))(x)
+        for path, state in statetx.states(net, statetx.Param).items():
+            state.value -= 0.1 * grads[path]
+
+    plain = check_sums(statetx.jit(step), X, gradient=False)
+    donated = check_sums(statetx.jit(step, donate_states=True), X, gradient=False)
+    weights = 3 * 64 * 64 * 4 + 3 * 4
+    assert plain.alias_bytes == 0 and donated.alias_bytes == weights
+    phases = [s.phase for s in plain.steps]
+    assert set(phases) == {"forward", "backward", "update"}
+    assert [c.saved_bytes for c in plain.changes if c.action == "donate"] == [weights]
+    assert not [c for c in donated.changes if c.action == "donate"]
+    # A step without float outputs is profiled as it is, too.
+    assert statetx.memory_profile(step, X).peak_bytes == pytest.approx(plain.peak_bytes, abs=64)
+
+
+def test_programs_of_plain_jax():
+    def fun(params, x):
+        return jnp.tanh(x @ params["w"]) @ params["w"].T
+
+    params = {"w": jax.ShapeDtypeStruct((64, 32), jnp.float32)}
+    jitted = jax.jit(fun)
+    stages = [jitted.trace(params, X), jitted.lower(params, X), jitted.lower(params, X).compile()]
+    profiles = [statetx.memory_profile(s) for s in stages]
+    profiles += [statetx.memory_profile(f, params, X, gradient=False) for f in (jitted, fun)]
+    assert len({p.peak_bytes for p in profiles}) == 1
+    for p in profiles:
+        assert {b.owner for b in p.buffers if b.kind == "argument"} == {"params['w']", "x"}
+    assert not [b for b in profiles[0].buffers if b.kind in ("state", "residual")]
+    with pytest.raises(statetx.FunctionError, match="staged for certain arguments"):
+        statetx.memory_profile(stages[0], params)
+
+
+def test_models_of_flax():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Sequential(nnx.Linear(64, 256, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(256, 64, rngs=nnx.Rngs(1)))
+    check_sums(lambda x: (model(x) ** 2).sum(), X)
+    profile = statetx.memory_profile(lambda x: (model(x) ** 2).sum(), X)
+    owners = {b.owner for b in profile.buffers if b.kind == "state"}
+    assert len(owners) == 4 and all("model" in owner for owner in owners)
+
+
+def test_sizes_of_a_sharded_program_are_those_of_a_device():
+    mesh = Mesh(np.array(jax.devices()[:4]), "d")
+    w = statetx.Param(jax.device_put(jnp.eye(64), NamedSharding(mesh, P())))
+    x = jax.ShapeDtypeStruct((512, 64), jnp.float32, sharding=NamedSharding(mesh, P("d")))
+    sharded = check_sums(statetx.jit(lambda x: jnp.tanh(x @ w.value)), x, gradient=False)
+    profile = statetx.memory_profile(statetx.jit(lambda x: jnp.tanh(x @ w.value)), x, gradient=False)
+    assert profile.num_devices == 4 and sharded.argument_bytes == 64 * 64 * 4 + 512 * 64 * 4 // 4
+
+
+def test_backend_without_buffer_assignment(monkeypatch):
+    exact = statetx.memory_profile(lambda x: Net()(x).sum(), X)
+    monkeypatch.setattr(_jax, "compiled_program", lambda compiled: None)
+    profile = statetx.memory_profile(lambda x: Net()(x).sum(), X)
+    assert "does not tell" in profile.note and profile.note in str(profile)
+    assert profile.peak_bytes == exact.peak_bytes and profile.changes == ()
+    assert {b.kind for b in profile.buffers} == {"argument", "residual", "output"}
+    residuals = statetx.saved_residuals(lambda x: Net()(x).sum(), X)
+    assert sum(b.num_bytes for b in profile.buffers if b.kind == "residual") == residuals.intermediate_bytes
+
+
+def test_profile_is_written_in_every_form(tmp_path):
+    profile = statetx.memory_profile(lambda x: Net()(x).sum(), X)
+    json.dumps(profile.to_dict())
+    profile.to_html(tmp_path / "p.html", after=profile)
+    profile.to_perfetto(tmp_path / "p.json")
+    assert json.loads((tmp_path / "p.json").read_text())["traceEvents"]
+    assert "<svg" in profile._repr_html_() and (tmp_path / "p.html").read_text().startswith("<!")
+    other = statetx.memory_profile(lambda x: Net(statetx.remat)(x).sum(), X)
+    assert "Peak of <lambda>: 1.0 MiB before" in str(profile.compare(other)) and "residual" in str(
+        profile.compare(other)
+    )
+
+
+def test_replaced_buffers_are_counted_once():
+    """A chain of elementwise operations that XLA does not fuse works in place."""
+
+    def chain(x):
+        for _ in range(4):
+            x = jnp.cumsum(x, axis=0)
+        return x
+
+    profile = check_sums(chain, X, gradient=False)
+    assert profile.timeline.max() <= profile.peak_bytes

@@ -1,0 +1,493 @@
+"""What a memory profile prints, draws and writes: on profiles made by hand, whose bytes are known, and on compiled programs."""
+
+import dataclasses
+import json
+import re
+import sys
+from collections import defaultdict
+from xml.etree import ElementTree
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import statetx
+from statetx._text import format_bytes
+from statetx.memory import _chrome, _plot, _show
+from statetx.memory.buffer import Buffer, Change, Loop, Step
+from statetx.memory.profile import MemoryProfile
+
+KIB = 1024
+SCAN = Loop("scan", 100, "model.py:20")
+
+
+def buffer(num_bytes, start, end, kind="working memory", owner="loss", **fields):
+    """A buffer with a place of its own, unless `fields` has one."""
+    buffer.count += 1
+    names = dict(function="Block.__call__", source="/home/user/model.py:7", primitive="dot_general", region="")
+    places = dict(loop=None, stacked=None, allocation=buffer.count, offset=0)
+    fields = names | places | {"type": f"u8[{num_bytes}]", "name": f"fusion.{buffer.count}"} | fields
+    if kind in ("state", "argument"):
+        fields |= dict(function="", source="", primitive="")
+    return Buffer(num_bytes=num_bytes, start=start, end=end, kind=kind, phase="forward", owner=owner, **fields)
+
+
+buffer.count = 0
+
+
+def profile(buffers, phases="fffffbbbbb", gap=0, changes=(), num_devices=1, note=""):
+    """The profile of a program with a step for each letter, where XLA reserves `gap` bytes more than the buffers need."""
+    names = {"f": "forward", "b": "backward", "u": "update"}
+    steps = tuple(
+        Step(f"fusion.{n}", "dot_general", names[p], f"/home/user/model.py:{n}", None) for n, p in enumerate(phases)
+    )
+    sizes = {
+        kind: sum(b.num_bytes for b in buffers if b.kind in kind)
+        for kind in (("argument", "state"), ("output",), ("constant",))
+    }
+    arguments, outputs, constants = sizes.values()
+    made = MemoryProfile(
+        "loss", tuple(buffers), steps, arguments, outputs, 0, 0, constants, num_devices, "cpu", note=note
+    )
+    vars(made)["changes"] = tuple(changes)  # in place of the advice
+    vars(made)["at_peak"] = tuple(g._replace(change=None) for g in made.at_peak)
+    temporaries = dataclasses.replace(
+        made, buffers=tuple(b for b in buffers if b.kind not in ("argument", "state", "output"))
+    )
+    return dataclasses_replace(made, temp_bytes=int(temporaries.timeline.max()) + gap)
+
+
+def dataclasses_replace(made, **fields):
+    """With what was set in place of the advice."""
+    new = dataclasses.replace(made, **fields)
+    vars(new).update({name: vars(made)[name] for name in ("changes", "at_peak")})
+    return new
+
+
+def with_change(made, change, is_changed):
+    """The same profile, with a change of the groups that a predicate selects."""
+    vars(made)["at_peak"] = tuple(g._replace(change=change if is_changed(g) else None) for g in made.at_peak)
+    return made
+
+
+def layers(num=8, size=10 * KIB, **fields):
+    """A model: states, residuals of each layer until its backward pass, an argument."""
+    last = 9
+    states = [buffer(KIB, 0, last, "state", f"net.blocks.{n}.w") for n in range(num)]
+    residuals = [buffer(size, 1, last - 1, "residual", f"net.blocks.{n}", **fields) for n in range(num)]
+    return [*states, *residuals, buffer(2 * KIB, 0, last, "argument", "x")]
+
+
+class Block:
+    def __init__(self, key):
+        self.w = statetx.Param(jax.random.normal(jax.random.key(key), (32, 32)) / 6)
+
+    def __call__(self, x):
+        return x + jnp.sin(jnp.tanh(x @ self.w.value))
+
+
+class Net:
+    def __init__(self, wrap=lambda f: f):
+        self.blocks = [Block(k) for k in range(3)]
+        self.last = Block(3)
+        self.wrap = wrap
+
+    def loss(self, x):
+        for block in self.blocks:
+            x = self.wrap(block)(x)
+        x, _ = statetx.scan(lambda h, _: (self.wrap(self.last)(h), None), x, None, length=20)
+        return (x**2).mean()
+
+
+@pytest.fixture(scope="module", params=["plain", "remat"])
+def compiled(request):
+    """The profile of a program with unrolled layers and a loop."""
+    wrap = {"plain": lambda f: f, "remat": statetx.remat}[request.param]
+    return statetx.memory_profile(Net(wrap).loss, jax.ShapeDtypeStruct((64, 32), jnp.float32))
+
+
+# -- the first line ----------------------------------------------------------------------------------------------------
+
+
+def test_first_line_names_place_owner_and_best_change():
+    change = Change("remat", "Block.__call__", "Rematerialize Block.__call__ with @statetx.remat.", 62 * KIB)
+    made = profile([*layers(1), buffer(5 * KIB, 5, 5, "working memory", "loss")], changes=[change], gap=KIB)
+    assert _show.text(made).splitlines()[0] == (
+        "Peak 19.0 KiB in the backward pass at model.py:5 (dot_general): 53% is residuals of net.blocks.0 "
+        "(Block.__call__, model.py:7). Largest saving: rematerialize Block.__call__ with @statetx.remat: 62.0 KiB less."
+    )
+
+
+@pytest.mark.parametrize(
+    "buffers, words",
+    [
+        (layers(8), "is residuals of net.blocks.* (8 of them) (Block.__call__, model.py:7)."),
+        ([*layers(8), buffer(99 * KIB, 1, 8, "residual", "net.blocks.3")], "is residuals of net.blocks.3 (Block.__call__, model.py:7)."),
+        ([*layers(2), buffer(80 * KIB, 2, 3)], "is working memory of loss (Block.__call__, model.py:7)."),
+        ([*layers(2), buffer(80 * KIB, 2, 3, function="loss")], "is working memory of loss (model.py:7)."),
+        ([*layers(2), buffer(80 * KIB, 2, 3, "recomputed", region="Block")], "is recomputed values of loss (Block.__call__, model.py:7, remat of Block)."),
+        ([*layers(2), buffer(80 * KIB, 0, 9, "argument", "params['w']")], "is the argument params['w']."),
+        ([*layers(2), *[buffer(40 * KIB, 0, 9, "state", f"m.{n}") for n in range(3)]], "is the states m.* (3 of them)."),
+        ([*layers(2), buffer(80 * KIB, 2, 6, "residual", "cell", stacked=SCAN)], "is residuals of cell (Block.__call__, model.py:7, stacked by scan of 100 steps)."),
+        ([*layers(2), buffer(80 * KIB, 2, 3, loop=SCAN)], "(Block.__call__, model.py:7, scan of 100 steps)."),
+    ],
+)  # fmt: skip
+def test_first_line_names_the_largest(buffers, words):
+    assert _show.headline(profile(buffers)).endswith(words)
+
+
+def test_lines_of_one_owner_count_together():
+    """Neither of the lines of a block is the largest group, but the block is the largest owner."""
+    lines = [buffer(30 * KIB, 1, 8, "residual", "net", source=f"/home/user/model.py:{n}") for n in (7, 8, 9)]
+    made = profile([buffer(40 * KIB, 0, 9, "argument", "x"), *lines])
+    assert "69% is residuals of net, the largest part from Block.__call__, model.py:7." in _show.headline(made)
+    larger = profile([buffer(40 * KIB, 0, 9, "argument", "x"), *lines, buffer(70 * KIB, 1, 8, "residual", "net")])
+    assert "is residuals of net, most of it from Block.__call__, model.py:7." in _show.headline(larger)
+
+
+def test_first_line_of_constants_that_are_larger_than_the_peak():
+    table = buffer(900 * KIB, 0, 9, "constant", "Block.__call__")
+    assert _show.headline(profile([*layers(2), table])).endswith(
+        "and beside it 900.0 KiB of constants, which XLA's figures leave out; the largest is u8[921600] in "
+        "Block.__call__, model.py:7 (900.0 KiB)."
+    )
+
+
+def test_first_line_without_phases_on_devices_and_in_a_loop():
+    made = profile(layers(2), phases="f" * 10, num_devices=4)
+    assert _show.headline(made).startswith("Peak 24.0 KiB on each of 4 devices at model.py:1 (dot_general): 83% is")
+    steps = [step._replace(loop=SCAN) for step in made.steps]
+    assert "(dot_general) in a scan of 100 steps: " in _show.headline(dataclasses_replace(made, steps=tuple(steps)))
+
+
+def test_a_program_without_buffers():
+    made = profile([], phases="f")
+    assert _show.text(made).splitlines()[0] == "Peak 0 B at model.py:0 (dot_general)."
+    assert "<svg" in _show.html(made) and _show.to_dict(made)["timeline"] == [0]
+    assert len(_chrome.to_chrome_trace(made)["traceEvents"]) > 3
+    assert _plot.choose_bands([made]) == ()
+
+
+# -- table -------------------------------------------------------------------------------------------------------------
+
+
+def bytes_of(shown):
+    """The exact bytes of the rows, which HTML shows under the pointer."""
+    return [int(row[0].hint.removesuffix(" B").replace(",", "")) for row in shown.rows]
+
+
+def test_rows_sum_to_the_peak_to_the_byte():
+    many = [buffer(1000 + n, 1, 8, "residual", f"part{chr(97 + n)}") for n in range(20)]
+    unwritten = buffer(123, 9, 9, "output")
+    replaced, by = (buffer(500, a, b, allocation=99_999) for a, b in ((0, 4), (4, 9)))
+    made = profile([*layers(), *many, unwritten, replaced, by, buffer(77, 0, 9, "constant")], gap=45)
+    shown = _show.table(made)
+    assert len(shown.rows) == 12 + 3 and sum(bytes_of(shown)) == made.peak_bytes
+    labels = [row[3].text for row in shown.rows[12:]]
+    assert labels == ["12 more groups", "outputs not yet written", "unused (gaps between buffers)"]
+    assert bytes_of(shown)[-2:] == [123, 45]
+
+
+def test_rows_of_compiled_programs_sum_to_the_peak(compiled):
+    assert sum(bytes_of(_show.table(compiled))) == compiled.peak_bytes > 0
+
+
+def test_layers_are_one_row_and_a_layer_that_dominates_has_its_own():
+    rows = {row.owner: row for row in _show.rows_at_peak(profile(layers(8)))}
+    assert rows["net.blocks.*"].num_owners == 8 and rows["net.blocks.*"].num_bytes == 80 * KIB
+    assert rows["net.blocks.*"].arrays == "8 x u8[10240]"
+    wide = buffer(71 * KIB, 1, 8, "residual", "net.blocks.3")
+    rows = {row.owner: row for row in _show.rows_at_peak(profile([*layers(8), wide]))}
+    assert rows["net.blocks.3"].num_bytes == 81 * KIB and rows["net.blocks.*"].num_owners == 7
+
+
+def test_a_place_is_a_region_or_a_loop():
+    kept = [buffer(100, 1, 8, "residual", "a", stacked=SCAN), buffer(90, 1, 8, owner="b", loop=SCAN)]
+    kept += [buffer(80, 1, 8, owner="c", region="Block", loop=SCAN), buffer(70, 1, 8, owner="d")]
+    places = [row.place for row in _show.rows_at_peak(profile(kept))]
+    assert places == ["stacked by scan of 100 steps", "scan of 100 steps", "remat of Block", ""]
+
+
+def test_changes_are_numbered_below_the_table():
+    best, other = Change("remat", "a", "Do this.", 60 * KIB), Change("donate", "x", "Do that.", 2 * KIB)
+    made = with_change(profile(layers(), changes=[best]), other, lambda g: g.kind == "argument")
+    shown = _show.table(made)
+    assert shown.notes == [("[1]", "Do this: 60.0 KiB less (67%)."), ("[2]", "Do that: 2.0 KiB less (2%).")]
+    column = [c.name for c in shown.columns].index("change")
+    assert {row[3].text: row[column].text for row in shown.rows} == {"net.blocks.* (8)": "", "net.blocks.*.w (8)": "", "x": "[2]"}  # fmt: skip
+    assert "[1] Do this" in _show.text(made) and made.changes[0].text in _show.html(made).replace(
+        "Do this:", "Do this."
+    )
+
+
+def test_columns_that_no_row_fills_are_left_out():
+    names = lambda made: [c.name for c in _show.table(made).columns]  # noqa: E731
+    assert names(profile(layers())) == ["bytes", "share", "kind", "owner", "arrays", "line", "function"]
+    stacked = [buffer(100, 1, 8, stacked=SCAN, region="f")]
+    assert names(profile(stacked))[-1] == "in"
+
+
+def test_notes_on_constants_and_on_what_the_backend_does_not_tell():
+    made = profile([*layers(1), buffer(KIB, 0, 9, "constant", "table")], note="There is no buffer assignment.")
+    (_, constants), (_, note) = _show.table(made).notes
+    assert constants.startswith("1.0 KiB of constants") and "the largest is table u8[1024] in" in constants
+    assert note == "There is no buffer assignment."
+    assert not _show.table(profile([*layers(1), buffer(1, 0, 9, "constant")])).notes  # a byte is not worth a note
+
+
+def test_residuals_beyond_what_the_program_reserves():
+    """Where the backend has no buffer assignment, the residuals are those before compilation."""
+    made = profile(layers())
+    smaller = dataclasses_replace(made, temp_bytes=made.temp_bytes - 7)
+    shown = _show.table(smaller)
+    assert shown.rows[-1][3].text == "more than the program reserves"
+    assert made.peak_bytes - 7 == smaller.peak_bytes == sum(row.num_bytes for row in _show.rows_at_peak(made)) - 7
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def test_sparkline_has_one_column_for_each_part_of_the_schedule():
+    made = profile([buffer(800, 0, 299), buffer(8 * 700, 120, 120)], phases="f" * 150 + "b" * 100 + "u" * 50)
+    blocks, phases, mark = _show.sparkline(made).splitlines()
+    assert len(blocks) == len(phases) == 60 and blocks.count("█") == 1 and set(blocks) == {"█", "▁"}
+    assert blocks.index("█") == mark.index("▲") == 24 and mark == "peak, step 121 of 300 ▲".rjust(25)
+    assert phases == "forward ".ljust(30, "─") + "backward ".ljust(20, "═") + "update ".ljust(10, "┄")
+
+
+def test_sparkline_of_a_short_program_is_wide():
+    made = profile([buffer(800, 0, 9), buffer(5600, 0, 0)])
+    blocks, phases, mark = _show.sparkline(made).splitlines()
+    assert blocks == "█" * 6 + "▁" * 54 and phases == "forward ".ljust(30, "─") + "backward ".ljust(30, "═")
+    assert mark == "▲ peak, step 1 of 10"
+
+
+def test_a_single_step_of_another_phase_is_no_phase():
+    """XLA moves single operations; the names of the phases stay readable."""
+    spans = _plot.phase_spans(profile([], phases="f" * 50 + "b" + "f" * 49 + "b" * 100), 200)
+    assert spans == [("forward", 0, 99), ("backward", 100, 199)]
+    ends = _plot.phase_spans(profile([], phases="f" + "b" + "f" * 98 + "b" * 99 + "f"), 200)
+    assert ends == spans
+    assert _plot.phase_spans(profile([], phases="f" * 50 + "b" * 49 + "u"), 100)[-1] == ("update", 99, 99)
+
+
+def test_text_fits_a_terminal():
+    change = Change("remat", "a", "Rematerialize what takes most of the memory of this long program " * 3, 60 * KIB)
+    made = profile(layers(region="TransformerBlock.__call__"), changes=[change])
+    wide, narrow = _show.text(made), _show.text(made, 80)
+    assert max(map(len, wide.splitlines())) > 200
+    assert max(map(len, narrow.splitlines())) <= 80
+    header = next(line for line in narrow.splitlines() if "share" in line)
+    assert header.split() == ["bytes", "share", "kind", "owner", "line"]
+
+
+def test_kinds_at_the_peak():
+    made = profile([*layers(1), buffer(3, 0, 9, "constant")], gap=KIB)
+    assert _show.kinds_line(made) == (
+        "At the peak: residual 10.0 KiB (71%), argument 2.0 KiB (14%), state 1.0 KiB (7%), unused (gaps between buffers) 1.0 KiB (7%)"
+    )
+
+
+def test_forms_of_a_profile(compiled):
+    assert str(compiled) == _show.text(compiled) and compiled._repr_html_() == _show.html(compiled)
+    lines = str(compiled).splitlines()
+    assert lines[0].startswith(f"Peak {format_bytes(compiled.peak_bytes)} in the ")
+    assert "scan of 20 steps" in str(compiled) and "test_memory_show.py:" in lines[0]
+
+
+# -- HTML, JSON, two profiles --------------------------------------------------------------------------------------------
+
+
+def test_html_has_a_timeline_and_escapes_names():
+    made = profile([*layers(), buffer(500 * KIB, 2, 3, owner="<lambda>", function="<lambda>")])
+    text = _show.html(made)
+    assert "<lambda>" not in text and "&lt;lambda&gt;" in text and "<table" in text
+    root = ElementTree.fromstring(re.search(r"<svg.*?</svg>", text)[0])
+    titles = [path.findtext("title") for path in root.findall("path") if path.find("title") is not None]
+    assert titles == [
+        "states: 8.0 KiB at the peak",
+        "arguments: 2.0 KiB at the peak",
+        "<lambda>: working memory: 500.0 KiB at the peak",
+        "net.blocks.*: residual: 80.0 KiB at the peak",
+    ]
+    assert [t.text for t in root.findall("text")] == ["forward", "backward"]
+
+
+def test_svg_paths_have_the_area_of_the_buffers():
+    """A band of a buffer that is alive in steps 2 to 4 of 10, with half of the peak's bytes."""
+    made = profile([buffer(100, 0, 9, "state", "w"), buffer(100, 2, 4)])
+    paths = re.findall(r'<path d="(M[^"]*Z)"', _plot.svg(made))
+    assert paths == [
+        "M0 150.0V75.0H640.0V150.0H0.0Z",
+        "M0 75.0V75.0H128.0V0.0H320.0V75.0H640.0V75.0H0.0Z",
+    ]
+
+
+def test_to_dict_is_json_and_has_everything(compiled):
+    numbers = json.loads(json.dumps(compiled.to_dict()))
+    assert numbers["peak_bytes"] == sum(g["num_bytes"] for g in numbers["at_peak"]) + numbers["unused_bytes"]
+    assert numbers["timeline"] == compiled.timeline.tolist() and len(numbers["steps"]) == len(compiled.steps)
+    assert max(numbers["timeline"]) == numbers["timeline"][numbers["peak_step"]]
+    for group in numbers["at_peak"]:
+        members = [numbers["buffers"][n] for n in group["buffers"]]
+        assert members and {m["owner"] for m in members} == {group["owner"]}
+    assert numbers["summary"] == _show.headline(compiled)
+
+
+def test_to_dict_names_a_buffer_of_which_a_part_is_reused():
+    old, new = buffer(800, 0, 5, allocation=77), buffer(300, 5, 9, allocation=77)
+    made = profile([old, new, buffer(600, 5, 5)])
+    assert made.peak_step == 5
+    assert sorted(n for g in _show.to_dict(made)["at_peak"] for n in g["buffers"]) == [0, 1, 2]
+
+
+def test_compare_two_profiles():
+    before = profile(layers())
+    after = profile(
+        [b for b in layers(size=KIB) if b.owner != "x"] + [buffer(10 * KIB, 5, 6, "recomputed", "net.blocks.7")]
+    )
+    shown = _show.compare(before, after)
+    rows = {row[0].text.strip(): [cell.text for cell in row[1:]] for row in shown.rows}
+    assert rows["peak"] == ["90.0 KiB", "26.0 KiB", "-64.0 KiB", "-71%"]
+    assert rows["arguments"] == ["10.0 KiB", "8.0 KiB", "-2.0 KiB", "-20%"]
+    assert rows["residual, net.blocks.*"] == ["80.0 KiB", "8.0 KiB", "-72.0 KiB", "-90%"]
+    assert rows["recomputed, net.blocks.7"] == ["0 B", "10.0 KiB", "+10.0 KiB", "new"]
+    assert rows["at the peak, state"] == ["8.0 KiB", "8.0 KiB", "0 B", "+0%"]
+    assert "state, net.blocks.*.w" not in rows  # it does not differ
+    assert shown.title == "Peak of loss: 90.0 KiB before, 26.0 KiB after" and str(before.compare(after)) == shown.text()
+
+
+# -- traces --------------------------------------------------------------------------------------------------------------
+
+
+def test_trace_has_the_documented_fields(compiled):
+    """By the Trace Event Format: what each phase of event needs, and slices of a thread that nest."""
+    trace = json.loads(json.dumps(_chrome.to_chrome_trace(compiled)))
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    needed = {"M": {"args"}, "C": {"ts", "args"}, "X": {"ts", "dur"}, "i": {"ts", "s"}}
+    slices = defaultdict(list)
+    named = set()
+    for event in trace["traceEvents"]:
+        assert needed[event["ph"]] | {"name", "pid", "tid"} <= event.keys()
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int) and isinstance(event["name"], str)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
+            named.add((event["pid"], event["tid"]))
+        elif event["ph"] == "C":
+            assert all(isinstance(n, int) and n >= 0 for n in event["args"].values())
+        elif event["ph"] == "X":
+            slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert slices.keys() <= named
+    for spans in slices.values():
+        spans.sort()
+        assert all(a < b for a, b in spans) and all(x[1] <= y[0] for x, y in zip(spans, spans[1:], strict=False))
+
+
+def test_counters_of_a_trace_sum_to_the_timeline(compiled):
+    events = [e for e in _chrome.to_chrome_trace(compiled)["traceEvents"] if e["ph"] == "C"]
+    totals = {e["ts"]: sum(e["args"].values()) for e in events}
+    assert totals.pop(len(compiled.steps)) == 0
+    level = 0
+    for step, num_bytes in enumerate(compiled.timeline.tolist()):
+        level = totals.get(step, level)
+        assert level == num_bytes
+
+
+def test_trace_has_a_slice_for_each_buffer_and_the_peak(compiled):
+    events = _chrome.to_chrome_trace(compiled)["traceEvents"]
+    slices = [e for e in events if e["ph"] == "X" and e["pid"] == 2]
+    assert sorted((e["ts"], e["dur"], e["args"]["name"]) for e in slices) == sorted(
+        (b.start, b.end - b.start + 1, b.name) for b in compiled.buffers
+    )
+    (peak,) = [e for e in events if e["ph"] == "i"]
+    assert (peak["ts"], peak["s"]) == (compiled.peak_step, "g") and format_bytes(compiled.peak_bytes) in peak["name"]
+    threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {"phase", "self.blocks.*.w" if "self.blocks.*.w" in threads else "blocks.*.w"} <= threads
+
+
+def test_a_track_is_used_again_when_it_is_free():
+    spans = [(0, 3), (1, 2), (3, 5), (4, 4), (6, 6), (6, 7)]
+    tracks = _chrome._lanes([buffer(1, a, b) for a, b in spans])
+    assert [[(b.start, b.end) for b in track] for track in tracks] == [
+        [(0, 3), (4, 4), (6, 7)],
+        [(1, 2), (3, 5), (6, 6)],
+    ]
+
+
+def test_a_trace_keeps_the_largest_buffers(monkeypatch):
+    monkeypatch.setattr(_chrome, "_MAX_SLICES", 3)
+    events = _chrome.to_chrome_trace(profile([buffer(n, 0, 3) for n in range(1, 9)]))["traceEvents"]
+    assert sorted(e["args"]["num_bytes"] for e in events if e["ph"] == "X" and e["pid"] == 2) == [6, 7, 8]
+
+
+def test_a_trace_is_written(compiled, tmp_path):
+    compiled.to_perfetto(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())["otherData"]["peak_bytes"] == compiled.peak_bytes
+
+
+# -- pictures ------------------------------------------------------------------------------------------------------------
+
+
+def test_bands_sum_to_the_timeline(compiled):
+    for key in (_plot.band, lambda b: b.kind, lambda b: b.name):
+        assert (sum(_plot.bytes_by(compiled, key).values()) == compiled.timeline).all()
+    few = _plot.stack(compiled, ("states", _plot.OTHERS), 30)
+    assert (few.num_bytes.sum(0) == compiled.timeline[few.steps]).all() and compiled.peak_step in few.steps
+
+
+def test_bytes_of_buffers_that_replace_each_other_partly():
+    old, new = buffer(100, 0, 5, owner="a", allocation=1), buffer(60, 5, 9, owner="b", allocation=1, offset=70)
+    other = buffer(60, 5, 9, owner="c", allocation=2, offset=70)  # at the same offset of another allocation
+    made = profile([old, new, other])
+    series = _plot.bytes_by(made, lambda b: b.owner)
+    assert series["a"].tolist() == [100] * 5 + [70] + [0] * 4 and series["b"].tolist() == [0] * 5 + [60] * 5
+    assert (sum(series.values()) == made.timeline).all()
+
+
+def test_bands_are_the_owners_with_most_bytes():
+    owners = [buffer(100 + n, 1, 8, owner=f"f{chr(97 + n)}") for n in range(9)]
+    small = buffer(1, 1, 8, owner="tiny")
+    made = profile([*layers(1, size=1), *owners, small])
+    bands = _plot.choose_bands([made])
+    assert bands[:2] == ("states", "arguments") and bands[-1] == "others" and len(bands) == 2 + 7 + 1
+    assert bands[2] == "fi: working memory" and len(set(_plot.band_colors(bands))) == len(bands)
+    assert _plot.choose_bands([profile([*owners[:2], small])])[-1] == "others"  # too small to see
+    assert "others" not in _plot.choose_bands([profile(owners[:2])])
+
+
+@pytest.mark.parametrize(
+    "owner, family",
+    [("net.blocks.3", "net.blocks.*"), ("a[0]['1'].2.w", "a[*]['1'].*.w"), ("layer3.w2", "layer3.w2"), ("7", "7")],
+)
+def test_families_of_owners(owner, family):
+    assert _plot.family(owner) == family
+
+
+def test_plot_marks_the_peak_and_both_passes(compiled, tmp_path):
+    pytest.importorskip("matplotlib")
+    figure = compiled.plot(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    (axes,) = figure.axes
+    words = {text.get_text() for text in axes.texts}
+    in_use = format_bytes(int(compiled.timeline.max()))
+    assert words >= {"forward", "backward", f"peak: {in_use} in use"}
+    assert axes.get_title("left") == f"{compiled.name}: {format_bytes(compiled.peak_bytes)} reserved (dashed)"
+
+    # The legend lies beside the axes.
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert legend.get_window_extent().x0 >= axes.get_window_extent().x1
+
+
+def test_plot_of_two_profiles_has_one_scale(compiled):
+    pytest.importorskip("matplotlib")
+    larger = profile(layers(num=50))
+    first, second = larger.plot(after=compiled).axes
+    assert first.get_ylim() == second.get_ylim() and first.get_ylabel() == second.get_ylabel()
+    assert first.get_ylim()[1] >= larger.peak_bytes / KIB
+
+
+def test_plot_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"plot needs matplotlib.*pip install 'statetx\[plot\]'"):
+        profile(layers()).plot()
