@@ -1,0 +1,171 @@
+"""A profile from the equations of a program, for one that cannot be compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .. import _jax
+from .._equations.inline import inline
+from .._equations.primitives import INLINED, row_of
+from .._jax import Jaxpr, Literal, Var
+from .._lift.wrapper import name_of
+from .._text import type_str
+from .._tree import num_bytes
+from ..residuals._trace import user_line
+from ..transforms.abstract import make_jaxpr
+from .buffer import Buffer, Kind, Phase, Step
+from .measure import _input_names
+from .profile import MemoryProfile
+
+_NOTE = (
+    "The compiler itself ran out of memory, so these sizes are estimated from the equations before compilation, for all devices together. "
+    "They are too large: the compiler fuses operations, and reuses donated arguments."
+)
+
+
+class _Value(NamedTuple):
+    """A value of a jaxpr that has memory of its own, with that of its views.
+
+    Attributes:
+        equation: the index of the equation that computes it.
+        end: of the last equation that reads it; of the last one of all for an output.
+    """
+
+    var: Var
+    equation: int
+    end: int
+    readers: tuple[int, ...]
+    is_output: bool
+
+
+def estimate(step: Callable, args: tuple, kwargs: dict[str, Any]) -> MemoryProfile:
+    """The profile of a step without compiling it: a value is alive from its equation to the last one that reads it."""
+    closed = make_jaxpr(step)(*args, **kwargs)
+    jaxpr = inline(_jax.close(_jax.without_dead_code(closed), closed.consts), calls=INLINED)
+    steps = tuple(_steps(jaxpr))
+    buffers = [*_inputs(jaxpr, step, args, kwargs), *_computed(jaxpr, steps)]
+
+    sizes = {kind: sum(b.num_bytes for b in buffers if b.kind == kind) for kind in ("state", "argument", "output")}
+    profile = MemoryProfile(
+        name=name_of(step),
+        buffers=tuple(b for b in buffers if b.num_bytes),
+        steps=steps,
+        argument_bytes=sizes["state"] + sizes["argument"],
+        output_bytes=sizes["output"],
+        alias_bytes=0,
+        temp_bytes=0,
+        constant_bytes=0,
+        num_devices=1,
+        backend=jax.default_backend(),
+        note=_NOTE,
+    )
+    temp_bytes = max(0, int(profile.timeline.max(initial=0)) - profile.peak_bytes)
+    return dataclasses.replace(profile, temp_bytes=temp_bytes)
+
+
+def _values(jaxpr: Jaxpr) -> Iterator[_Value]:
+    roots: dict[Var, Var] = {}
+    readers: dict[Var, list[int]] = defaultdict(list)
+    for i, eqn in enumerate(jaxpr.eqns):
+        operands = [roots.get(v, v) for v in eqn.invars if not isinstance(v, Literal)]
+        for v in operands:
+            readers[v].append(i)
+        if operands and row_of(eqn).is_view:
+            roots[eqn.outvars[0]] = operands[0]
+
+    outputs = {roots.get(v, v) for v in jaxpr.outvars if not isinstance(v, Literal)}
+    for i, eqn in enumerate(jaxpr.eqns):
+        for v in eqn.outvars:
+            if v not in roots:
+                end = len(jaxpr.eqns) - 1 if v in outputs else max(readers[v], default=i)
+                yield _Value(v, i, end, tuple(readers[v]), v in outputs)
+
+
+def _peak(jaxpr: Jaxpr) -> int:
+    """The most bytes alive in a jaxpr, without its inputs."""
+    change = np.zeros(len(jaxpr.eqns) + 1, np.int64)
+    for value in _values(jaxpr):
+        change[value.equation] += num_bytes(value.var.aval)
+        change[value.end + 1] -= num_bytes(value.var.aval)
+    alive = np.cumsum(change)[:-1] + [_inner_peak(eqn) for eqn in jaxpr.eqns]
+    return int(alive.max(initial=0))
+
+
+def _inner_peak(eqn: Any) -> int:
+    """Of the jaxprs that an equation runs, one after the other: the step of a loop, the branches."""
+    return max(map(_peak, _jax.inner_jaxprs(eqn)), default=0)
+
+
+def _inputs(jaxpr: Jaxpr, step: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[Buffer]:
+    states, arguments = _input_names(step, args, kwargs)
+    names = [*states, *arguments]
+    if len(names) != len(jaxpr.invars):  # Python numbers are inputs without a name
+        names = [f"input {i}" for i in range(len(jaxpr.invars))]
+    for i, (v, name) in enumerate(zip(jaxpr.invars, names, strict=True)):
+        kind: Kind = "state" if i < len(states) else "argument"
+        yield _buffer(v, i, num_bytes(v.aval), range(len(jaxpr.eqns)), kind, owner=name)
+
+
+def _computed(jaxpr: Jaxpr, steps: tuple[Step, ...]) -> Iterator[Buffer]:
+    first = len(jaxpr.invars)
+    for n, value in enumerate(_values(jaxpr), first):
+        eqn, phase = jaxpr.eqns[value.equation], steps[value.equation].phase
+        is_saved = phase == "forward" and steps[value.end].phase == "backward"
+        kind: Kind = "output" if value.is_output else "residual" if is_saved else "working memory"
+        alive = range(value.equation, value.end + 1)
+        yield _buffer(value.var, n, num_bytes(value.var.aval), alive, kind, eqn, phase, value.readers)
+    for i, eqn in enumerate(jaxpr.eqns):
+        inner = _inner_peak(eqn)
+        if inner:
+            number = first + sum(len(e.outvars) for e in jaxpr.eqns) + i
+            yield _buffer(eqn.outvars[0], number, inner, range(i, i + 1), "working memory", eqn, steps[i].phase)
+
+
+def _steps(jaxpr: Jaxpr) -> Iterator[Step]:
+    is_backward = ["transpose(" in str(eqn.source_info.name_stack) for eqn in jaxpr.eqns]
+    last = max((i for i, b in enumerate(is_backward) if b), default=len(is_backward))
+    for i, eqn in enumerate(jaxpr.eqns):
+        phase: Phase = "backward" if is_backward[i] else "update" if i > last else "forward"
+        file, line, function = user_line(eqn)
+        name, source = eqn.primitive.name, f"{file}:{line}" if file else ""
+        frames = (_jax.StackFrame(function, file, line, 0),) if file else ()
+        yield Step(name, name, phase, source, None, frames=frames)
+
+
+def _buffer(
+    var: Any,
+    number: int,
+    size: int,
+    alive: range,
+    kind: Kind,
+    eqn: Any = None,
+    phase: Phase = "forward",
+    readers: tuple[int, ...] = (),
+    owner: str = "",
+) -> Buffer:
+    file, line, function = ("", 0, "") if eqn is None else user_line(eqn)
+    return Buffer(
+        name=f"value {number}",
+        num_bytes=size,
+        type=type_str(var.aval, weak=False),
+        start=alive.start,
+        end=max(alive.stop - 1, alive.start),
+        kind=kind,
+        phase=phase,
+        owner=owner or function,
+        function=function,
+        source=f"{file}:{line}" if file else "",
+        primitive="" if eqn is None else eqn.primitive.name,
+        region="",
+        loop=None,
+        stacked=None,
+        allocation=number,  # each has a place of its own
+        offset=0,
+        readers=readers,
+    )

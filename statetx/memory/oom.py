@@ -1,0 +1,301 @@
+"""`explain_oom`: why a step does not fit into the memory of a device, and which changes make it fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import _jax
+from .._lift.wrapper import name_of, short_name
+from .._tables import Cell, Column, Table, Tabular
+from .._text import format_bytes, parse_bytes, short_path
+from ..transforms.functionalize import functionalize
+from ._advice import _candidates
+from ._estimate import estimate
+from ._show import Row, rows_at_peak
+from .buffer import Change
+from .measure import memory_profile
+from .profile import MemoryProfile
+
+_MAX_ROWS = 6
+_LEAST_SHARE = 0.005  # of the peak; smaller groups are not listed
+
+
+class Remedy(NamedTuple):
+    """A change, and the program after it and all changes before it.
+
+    Attributes:
+        change: what to do.
+        saved_bytes: the predicted saving of all changes so far.
+        needed_bytes: what the program needs after them.
+        fits: whether this is within the limit.
+    """
+
+    change: Change
+    saved_bytes: int
+    needed_bytes: int
+    fits: bool
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class OutOfMemory(Tabular):
+    """Why a step does not fit into the memory of a device; made by `explain_oom`.
+
+    Prints as text, in colors with ``rich.print``, as HTML in a notebook. Sizes are in bytes, of one device.
+
+    Attributes:
+        name: of the step.
+        profile: what is alive at the peak; ``profile.note`` says so where it is an estimate.
+        limit_bytes: what the device has; None if unknown.
+        limit_source: who says so: "limit=", "the device" or "the error"; empty if unknown.
+        other_bytes: arrays on the device that the step neither takes nor returns.
+        requested_bytes: what the allocation that failed asked for; None if the error does not say.
+        remedies: changes that together make it fit, the largest saving first; all of them if they do not suffice.
+    """
+
+    name: str
+    profile: MemoryProfile
+    limit_bytes: int | None
+    limit_source: str
+    other_bytes: int
+    requested_bytes: int | None
+    remedies: tuple[Remedy, ...]
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the program needs: arguments, outputs, temporaries and constants."""
+        return self.profile.peak_bytes + self.profile.constant_bytes
+
+    @property
+    def short_bytes(self) -> int:
+        """What is missing; 0 if the program fits, or if the limit is unknown."""
+        return 0 if self.limit_bytes is None else max(0, self.needed_bytes - self.limit_bytes + self.other_bytes)
+
+    @property
+    def can_fit(self) -> bool:
+        """Whether it fits, or is predicted to fit after the changes. False if the limit is unknown."""
+        return self.limit_bytes is not None and (self.short_bytes == 0 or any(r.fits for r in self.remedies))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Lists, dicts, numbers and text, for ``json.dump``; without the profile, which has its own."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "profile"}
+        remedies = [r._asdict() | {"change": r.change._asdict()} for r in self.remedies]
+        return fields | {"needed_bytes": self.needed_bytes, "short_bytes": self.short_bytes, "remedies": remedies}
+
+    def _table(self) -> Table:
+        rows = [(row.num_bytes, row.kind, *_owner_and_line(row)) for row in rows_at_peak(self.profile)]
+        rows.append((self.profile.constant_bytes, "constant", "", ""))
+        large = sorted((r for r in rows if r[0] >= _LEAST_SHARE * self.needed_bytes), key=lambda r: -r[0])
+        cells = []
+        for size, *texts in large[:_MAX_ROWS]:
+            share = size / max(self.needed_bytes, 1)
+            cells.append([Cell(format_bytes(size), "yellow", share), Cell(f"{100 * share:.0f}%"), *map(Cell, texts)])
+        return Table(self._headline(), _COLUMNS, cells, list(self._notes()))
+
+    def _headline(self) -> str:
+        needs = f"{self.name} needs {format_bytes(self.needed_bytes)} on a device"
+        if self.limit_bytes is None:
+            return f"{needs}; the memory of the device is unknown."
+        has = f"{needs}, which has {format_bytes(self.limit_bytes)}"
+        has += f", of which other arrays take {format_bytes(self.other_bytes)}" if self.other_bytes else ""
+        return f"{has}: {format_bytes(self.short_bytes)} too much." if self.short_bytes else f"{has}: it fits."
+
+    def _notes(self) -> Iterator[tuple[str, str]]:
+        if self.requested_bytes is not None:
+            yield "Error:", f"the allocation that failed asked for {format_bytes(self.requested_bytes)}."
+        if self.limit_bytes is None:
+            yield (
+                "Limit:",
+                f"the {self.profile.backend} backend does not tell it. Pass limit='16GiB' to see what is missing.",
+            )
+        elif self.short_bytes:
+            yield from self._remedy_notes()
+        else:
+            yield "If it failed anyway:", _OTHER_CAUSES
+        if self.profile.constant_bytes >= _LEAST_SHARE * self.needed_bytes:
+            yield "Constants:", _CONSTANTS
+        if self.profile.note:
+            yield "Note:", self.profile.note
+        yield "More:", "print(report.profile), or report.profile.to_html('memory.html')."
+
+    def _remedy_notes(self) -> Iterator[tuple[str, str]]:
+        for n, remedy in enumerate(self.remedies, 1):
+            text = f"{remedy.change.text.rstrip('.')}: {format_bytes(remedy.change.saved_bytes)} less"
+            total = f", {format_bytes(remedy.saved_bytes)} with those before it" if n > 1 else ""
+            end = ". It fits then." if remedy.fits else f"; {format_bytes(remedy.needed_bytes)} needed then."
+            yield f"[{n}]", f"{text}{total}{end}"
+        if not self.can_fit:
+            which = "these changes do" if len(self.remedies) > 1 else "this change does" if self.remedies else ""
+            yield (
+                "Not enough:",
+                f"{which} not suffice. {_LAST_RESORT}" if which else f"no change was found. {_LAST_RESORT}",
+            )
+
+
+def _owner_and_line(row: Row) -> tuple[str, str]:
+    owner = f"{row.owner} ({row.num_owners})" if row.num_owners > 1 else row.owner
+    return owner, " ".join(filter(None, [short_path(row.source), row.function and f"({row.function})"]))
+
+
+_COLUMNS = (
+    Column("bytes", "right", "bold"),
+    Column("share", "right"),
+    Column("kind"),
+    Column("owner", code=True),
+    Column("line", rank=1),
+)
+
+_CONSTANTS = (
+    "arrays that the function closes over have a copy in the program. Pass those that are on the device anyway as arguments, or "
+    "keep them in states."
+)
+_OTHER_CAUSES = (
+    "other processes use the device (JAX takes 75% of a GPU when it starts), other arrays are alive (jax.live_arrays()), free memory "
+    "is in pieces, or an earlier call of another program failed."
+)
+_LAST_RESORT = "Use smaller batches with accumulated gradients, shard states and arguments over more devices, smaller dtypes, or a smaller model."
+
+
+@_jax.api_boundary
+def explain_oom(
+    step: Callable[..., Any],
+    /,
+    *args: Any,
+    error: BaseException | str | None = None,
+    limit: int | str | None = None,
+    **kwargs: Any,
+) -> OutOfMemory:
+    """Explain why a step ends with ``RESOURCE_EXHAUSTED``: what it needs, what the device has, and what makes it fit.
+
+    The step is compiled and not run. No state changes. Changes are predicted one by one from the compiled program; savings
+    of changes that free different buffers are added, so that the sum is too large where the peak moves to another place.
+
+    Args:
+        step: the function that failed, or would: a jitted training step, which differentiates inside.
+        *args, **kwargs: its arguments: arrays, also deleted or donated ones, or ``jax.ShapeDtypeStruct``.
+        error: the exception, or its text: it names the bytes asked for, and on TPUs the memory of the device.
+        limit: the memory of the device, in bytes or as ``"16GiB"``. By default what the first local device tells, then
+            what the error says. CPUs tell none.
+
+    Returns:
+        `OutOfMemory`, which prints. Where the compiler itself runs out of memory, its profile is an estimate from the equations
+        before compilation.
+
+    Raises:
+        PolicyError: `limit` is not a size.
+
+    Source:
+        ``jax.Device.memory_stats``, and the messages of XLA's allocators.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, statetx
+        >>> def step(w, x):
+        ...     grad = jax.grad(lambda w: jnp.tanh(jnp.tanh(x @ w) @ w).sum())(w)
+        ...     return w - 0.1 * grad
+        >>> x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+        >>> report = statetx.explain_oom(step, jnp.eye(64), x, limit="2MiB")
+        >>> report.short_bytes == report.needed_bytes - 2 * 2**20 > 0
+        True
+    """
+    texts = [] if error is None else [str(error)]
+    try:
+        profile = memory_profile(step, *args, gradient=False, **kwargs)
+    except Exception as e:
+        if not _is_out_of_memory(e):
+            raise
+        texts.append(str(e))
+        profile = estimate(step, args, kwargs)
+
+    told = _read_error("\n".join(texts))
+    limit_bytes, source, other_bytes = None if limit is None else parse_bytes(limit), "limit=", 0
+    stats = _memory_stats() if limit_bytes is None else None
+    if stats and "bytes_limit" in stats:
+        limit_bytes, source = stats["bytes_limit"], "the device"
+        other_bytes = max(0, stats.get("bytes_in_use", 0) - _bytes_of_inputs(step, args, kwargs))
+    elif limit_bytes is None:
+        limit_bytes, source = told.limit_bytes, "the error" if told.limit_bytes else ""
+
+    name = short_name(getattr(step, "__name__", "") or name_of(step))
+    report = OutOfMemory(name, profile, limit_bytes, source, other_bytes, told.requested_bytes, ())
+    return dataclasses.replace(report, remedies=tuple(_remedies(report)))
+
+
+def _remedies(report: OutOfMemory) -> Iterator[Remedy]:
+    """The changes of largest saving until the program fits. Of two that free the same buffer the larger one: their savings do
+    not add up.
+    """
+    profile = dataclasses.replace(report.profile, note="")  # of an estimate, too
+    available = None if report.limit_bytes is None else report.limit_bytes - report.other_bytes
+    saved, freed = 0, set()
+    # A constant that is passed as an argument saves a copy of an array, which is not among what the program needs.
+    candidates = [c for c in _candidates(profile) if c.change.action != "argument"]
+    for change, buffers in sorted(candidates, key=lambda c: -c.change.saved_bytes):
+        if freed & buffers or (available is not None and report.needed_bytes - saved <= available):
+            continue
+        freed |= buffers
+        saved += change.saved_bytes
+        needed = max(0, report.needed_bytes - saved)
+        yield Remedy(change, saved, needed, available is not None and needed <= available)
+
+
+# -- the device and the error ------------------------------------------------------------------------------------------
+
+
+class _Told(NamedTuple):
+    """What an error says."""
+
+    requested_bytes: int | None
+    limit_bytes: int | None
+
+
+_SIZE = r"([0-9][0-9.,]*) ?([KMGTP]?)(?:i?B|bytes?)?\b"
+
+# GPUs: "Out of memory while trying to allocate 12.30GiB.", or "... 8589934592 bytes."; "Out of memory allocating 123 bytes.";
+# "Failed to allocate request for 2.0GiB (2147483648B) on device ordinal 0". TPUs, while they run: "Attempting to allocate
+# 1.17G. That was not possible. There are 1.07G free."; when they load a program: "Attempting to reserve 2.99G at the
+# bottom of memory."
+_REQUESTS = (rf"allocate (?:request for )?{_SIZE}", rf"memory allocating {_SIZE}", rf"Attempting to reserve {_SIZE}")
+
+# TPUs, when they compile: "Ran out of memory in memory space hbm. Used 19.33G of 15.48G hbm. Exceeded hbm capacity by 3.85G."
+_CAPACITY = rf"Used {_SIZE} of {_SIZE} hbm"
+
+
+def _read_error(text: str) -> _Told:
+    requests = (re.search(pattern, text, re.IGNORECASE) for pattern in _REQUESTS)
+    request = next(filter(None, requests), None)
+    capacity = re.search(_CAPACITY, text, re.IGNORECASE)
+    return _Told(
+        None if request is None else _bytes_of(request[1], request[2]),
+        None if capacity is None else _bytes_of(capacity[3], capacity[4]),
+    )
+
+
+def _bytes_of(number: str, prefix: str) -> int:
+    # XLA's "G" is 2**30, with and without an "i".
+    power = " KMGTP".index(prefix.upper()) if prefix else 0
+    return int(float(number.rstrip(".,").replace(",", "")) * 1024**power)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _memory_stats() -> dict[str, int] | None:
+    """What the first device tells of its memory; None on a CPU."""
+    return jax.local_devices()[0].memory_stats()
+
+
+def _bytes_of_inputs(step: Callable, args: tuple, kwargs: dict[str, Any]) -> int:
+    """Bytes on the first device of the arguments and states that exist."""
+    device = jax.local_devices()[0]
+    arrays = [
+        x
+        for x in jax.tree.leaves((args, kwargs, functionalize(step).values(*args, **kwargs)))
+        if isinstance(x, jax.Array)
+    ]
+    alive = {id(x): x for x in arrays if not x.is_deleted()}
+    return sum(s.data.nbytes for x in alive.values() for s in x.addressable_shards if s.device == device)

@@ -1,0 +1,276 @@
+"""`explain_oom`: what is missing, and changes that make a step fit, on a CPU with a pretended limit."""
+
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.errors import JaxRuntimeError
+
+import statetx
+from statetx.memory import oom
+from statetx.memory._estimate import estimate
+from statetx.memory._show import rows_at_peak
+from statetx.memory.measure import memory_profile
+from statetx.memory.oom import explain_oom
+
+GIB = 2**30
+X = jax.ShapeDtypeStruct((4096, 32), jnp.float32)
+
+
+class Block:
+    wrap = staticmethod(lambda f: f)
+
+    def __init__(self, seed):
+        key = jax.random.key(seed)
+        self.up = statetx.Param(jax.random.normal(key, (32, 128)) / 32)
+        self.down = statetx.Param(jax.random.normal(key, (128, 32)) / 32)
+
+    def body(self, x):
+        return x + jax.nn.gelu(x @ self.up.value) @ self.down.value
+
+
+class Model:
+    def __init__(self, wrap=lambda f: f):
+        self.blocks = [Block(i) for i in range(4)]
+        self.run = wrap(Block.body)
+
+    def loss(self, x):
+        for block in self.blocks:
+            x = self.run(block, x)
+        return jnp.mean(x**2)
+
+    def step(self, x):
+        """A training step that is not jitted."""
+        params = statetx.states(self, statetx.Param)
+        value, grads = statetx.value_and_grad(self.loss, wrt=params)(x)
+        for name, grad in grads.items():
+            params[name].value -= 0.1 * grad
+        return value
+
+
+def peak(step, *args):
+    return memory_profile(step, *args, gradient=False).peak_bytes
+
+
+# -- what is missing -------------------------------------------------------------------------------------------------
+
+
+def test_report_says_what_is_missing_and_who_fills_the_memory():
+    model = Model()
+    report = explain_oom(model.step, X, limit="4MiB")
+    assert report.limit_bytes == 4 * 2**20 and report.limit_source == "limit="
+    # and constants of a few bytes
+    assert 0 <= report.needed_bytes - peak(model.step, X) < 100 and report.needed_bytes > 10 * 2**20
+    assert report.short_bytes == report.needed_bytes - report.limit_bytes
+    text = str(report)
+    assert text.startswith("step needs ") and "which has 4.0 MiB" in text and "too much" in text
+    assert "Block.body" in text and "test_explain_oom.py:" in text
+    largest = rows_at_peak(report.profile)[0]
+    assert f"{100 * largest.num_bytes / report.needed_bytes:.0f}%" in text
+
+
+def test_step_that_fits_says_so_and_has_no_changes():
+    report = explain_oom(Model().step, X, limit=GIB)
+    assert report.short_bytes == 0 and report.can_fit and report.remedies == ()
+    assert "it fits" in str(report) and "jax.live_arrays()" in str(report)
+
+
+def test_constants_count():
+    table = np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32)
+    report = explain_oom(lambda x: x @ table, jnp.ones((1, 512)), limit="512KiB")
+    assert report.needed_bytes >= report.profile.peak_bytes + table.nbytes
+    assert report.short_bytes > 0 and "Constants: arrays that the function closes over" in str(report)
+    # As an argument it would be needed as well.
+    assert "argument" not in {r.change.action for r in report.remedies} and not report.can_fit
+
+
+def test_without_a_limit_the_report_asks_for_one():
+    report = explain_oom(Model().step, X)
+    assert report.limit_bytes is None and report.short_bytes == 0 and not report.can_fit
+    assert "Pass limit=" in str(report) and "it fits" not in str(report)
+    assert len(report.remedies) >= 1  # what would save most, all the same
+
+
+def test_limit_that_is_no_size_raises():
+    with pytest.raises(statetx.PolicyError, match="is not a size"):
+        explain_oom(Model().step, X, limit="16 gigs")
+
+
+# -- changes ---------------------------------------------------------------------------------------------------------
+
+
+def test_following_the_changes_makes_it_fit():
+    needed = peak(Model().step, X)
+    limit = int(0.7 * needed)
+    report = explain_oom(Model().step, X, limit=limit)
+    assert report.can_fit and report.remedies[-1].fits and not any(r.fits for r in report.remedies[:-1])
+    assert [r.change.action for r in report.remedies] == ["remat"] and "Block.body" in report.remedies[0].change.text
+    assert peak(Model(statetx.remat).step, X) <= limit
+    assert "It fits then" in str(report)
+
+
+def test_changes_are_in_order_of_saving_and_free_different_buffers():
+    report = explain_oom(Model().step, X, limit=1000)
+    savings = [r.change.saved_bytes for r in report.remedies]
+    assert savings == sorted(savings, reverse=True)
+    assert [r.saved_bytes for r in report.remedies] == list(np.cumsum(savings))
+    assert [r.needed_bytes for r in report.remedies] == [max(0, report.needed_bytes - s) for s in np.cumsum(savings)]
+    # The loss and the block save the same residuals: both changes are known, and one is listed.
+    assert len([c for c in report.profile.changes if c.action == "remat"]) > 1
+    assert len([r for r in report.remedies if r.change.action == "remat"]) == 1
+    assert not report.can_fit and "do not suffice" in str(report) or "does not suffice" in str(report)
+
+
+# -- errors and devices ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, requested, capacity",
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes.", 8 * GIB, None),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12.50GiB.", int(12.5 * GIB), None),
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 34359738368 bytes.", 32 * GIB, None),
+        ("Failed to allocate request for 2.00GiB (2147483648B) on device ordinal 0", 2 * GIB, None),
+        ("Attempting to allocate 512.00M. That was not possible. There are 1.07M free.", GIB // 2, None),
+        ("Attempting to reserve 3.00G at the bottom of memory. That was not possible.", 3 * GIB, None),
+        (
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 19.50G of "
+            "15.50G hbm. Exceeded hbm capacity by 4.00G.",
+            None,
+            int(15.5 * GIB),
+        ),
+        ("Ran out of memory in memory space vmem. Used 19.50M of 16.00M vmem.", None, None),
+        ("something else", None, None),
+    ],
+)
+def test_sizes_in_errors(text, requested, capacity):
+    report = explain_oom(lambda x: x + 1, X, error=text)
+    assert report.requested_bytes == requested and report.limit_bytes == capacity
+    assert report.limit_source == ("the error" if capacity else "")
+    if requested:
+        assert "the allocation that failed asked for" in str(report)
+
+
+def test_limit_goes_before_the_device_and_the_device_before_the_error(monkeypatch):
+    error = JaxRuntimeError("Used 3.00G of 2.00G hbm.")
+    assert explain_oom(lambda x: x, X, error=error).limit_bytes == 2 * GIB
+    monkeypatch.setattr(oom, "_memory_stats", lambda: {"bytes_limit": 5 * GIB, "bytes_in_use": 0})
+    assert explain_oom(lambda x: x, X, error=error).limit_bytes == 5 * GIB
+    assert explain_oom(lambda x: x, X, error=error, limit="1GiB").limit_bytes == GIB
+
+
+def test_other_arrays_on_the_device_are_taken_from_its_memory(monkeypatch):
+    w, x = statetx.State(jnp.ones((256, 256))), jnp.ones((256, 256))
+
+    def step(x):
+        w.value = w.value + x
+
+    other = 3 * 2**20
+    stats = {"bytes_limit": 4 * 2**20, "bytes_in_use": x.nbytes + w.value.nbytes + other}
+    monkeypatch.setattr(oom, "_memory_stats", lambda: stats)
+    report = explain_oom(step, x)
+    assert report.other_bytes == other and report.limit_source == "the device"
+    # Two inputs and an output of 256 KiB fit into 4 MiB, and with 3 MiB of other arrays into 3.75 MiB.
+    assert report.needed_bytes == 3 * x.nbytes and report.short_bytes == 0
+    stats["bytes_in_use"] += 2**19
+    report = explain_oom(step, x)
+    assert report.short_bytes == report.needed_bytes - 2**19 and "of which other arrays take 3.5 MiB" in str(report)
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+def test_donated_arguments_and_states_and_no_state_changes():
+    count = statetx.State(jnp.zeros(()))
+    w = statetx.State(jnp.ones((64, 64)))
+
+    @statetx.jit(donate_argnums=0, donate_states=True)
+    def step(c, x):
+        count.value += 1
+        w.value = w.value * 2
+        return c + jnp.tanh(x @ w.value)
+
+    c, x = jnp.zeros((128, 64)), jnp.ones((128, 64))
+    abstract = explain_oom(step, jax.ShapeDtypeStruct(c.shape, c.dtype), x, limit=1)
+    step(c, x)
+    assert c.is_deleted() and count.value == 1
+    report = explain_oom(step, c, x, limit=1)
+    assert report.needed_bytes == abstract.needed_bytes and report.profile.alias_bytes >= c.nbytes + w.value.nbytes
+    assert count.value == 1
+
+    w.value.delete()  # as after a call that failed
+    assert explain_oom(step, c, x, limit=1).needed_bytes == report.needed_bytes
+    assert explain_oom(step.__wrapped__, c, x, limit=1).needed_bytes > report.needed_bytes
+
+
+def test_keyword_arguments_and_plain_jax():
+    step = jax.jit(lambda w, x: w - jax.grad(lambda w: jnp.tanh(x @ w).sum())(w))
+    report = explain_oom(step, jnp.ones((64, 64)), x=jnp.ones((512, 64)), limit="64KiB")
+    assert report.short_bytes > 0 and report.profile.argument_bytes == (64 + 512) * 64 * 4
+
+
+# -- without the compiler ----------------------------------------------------------------------------------------------
+
+
+def refuses(message):
+    def memory_profile(*args, **kwargs):
+        raise JaxRuntimeError(message)
+
+    return memory_profile
+
+
+def test_compiler_without_memory_gives_an_estimate(monkeypatch):
+    compiled = explain_oom(Model().step, X, limit="4MiB")
+    error = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.00M of 15.00M hbm."
+    monkeypatch.setattr(oom, "memory_profile", refuses(error))
+    report = explain_oom(Model().step, X)
+    assert report.limit_bytes == 15 * 2**20 and "estimated from the equations" in report.profile.note
+    assert report.needed_bytes > compiled.needed_bytes  # fusion is left out
+    assert report.profile.argument_bytes == compiled.profile.argument_bytes
+    assert report.profile.at_peak[0].kind == "residual" and report.profile.at_peak[0].function == "Block.body"
+    assert "Rematerialize Block.body" in report.remedies[0].change.text
+    assert "estimated" in str(report)
+
+
+def test_other_errors_of_the_compiler_pass_through(monkeypatch):
+    monkeypatch.setattr(oom, "memory_profile", refuses("INTERNAL: something else"))
+    with pytest.raises(JaxRuntimeError, match="INTERNAL"):
+        explain_oom(Model().step, X, limit=1)
+
+
+def test_estimate_counts_values_from_their_equation_to_the_last_reader():
+    n = 1000
+
+    def f(x):
+        y = jnp.cos(x).reshape(10, 100)  # the view is read after `z` exists
+        z = jnp.sin(y)
+        return (z * y).sum()
+
+    profile = estimate(f, (jnp.ones(n),), {})
+    # x, cos(x), sin(y) and the product
+    assert profile.peak_bytes == 4 * 4 * n == profile.timeline.max()
+    assert sum(g.num_bytes for g in profile.at_peak) + profile.unused_bytes == profile.peak_bytes
+
+    def loop(x):
+        return jax.lax.scan(lambda c, _: (jnp.cos(jnp.outer(c, c)).sum(0), None), x, None, length=7)[0]
+
+    # The step of a loop: a matrix and its cosine. Around it the carry before the loop and after it.
+    assert estimate(loop, (jnp.ones(n),), {}).peak_bytes == pytest.approx(2 * 4 * n * n, rel=0.01)
+
+
+# -- forms -------------------------------------------------------------------------------------------------------------
+
+
+def test_report_prints_in_every_form():
+    from rich.console import Console
+
+    report = explain_oom(Model().step, X, limit="4MiB", error="Out of memory allocating 1024 bytes.")
+    console = Console(file=io.StringIO(), width=100)
+    console.print(report)
+    for form in (str(report), report._repr_html_(), console.file.getvalue()):
+        assert all(word in form for word in ("step needs", "Block.body", "[1]", "1.0 KiB", "report.profile"))
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["short_bytes"] == report.short_bytes and data["remedies"][0]["change"]["text"]
