@@ -1,0 +1,84 @@
+"""What each command computes, prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .target import Target
+
+Writer = Callable[[str], None]
+
+
+class Output(NamedTuple):
+    """The text that a command prints, and the functions that write its files: option to writer."""
+
+    text: str
+    writers: dict[str, Writer]
+
+
+def memory(target: Target, options: argparse.Namespace) -> Output:
+    from ..memory._show import text
+    from ..memory.measure import memory_profile
+
+    profile = memory_profile(target.fun, *target.args, gradient=not options.no_gradient, **target.kwargs)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return Output(
+        text(profile, width),
+        {
+            "html": profile.to_html,
+            "json": lambda path: _write_json(path, profile.to_dict()),
+            "perfetto": profile.to_perfetto,
+        },
+    )
+
+
+def residuals(target: Target, options: argparse.Namespace) -> Output:
+    from ..residuals.table import saved_residuals
+
+    return _output(saved_residuals(target.fun, *target.args, **target.kwargs))
+
+
+def report(target: Target, options: argparse.Namespace) -> Output:
+    from ..residuals.report import memory_report
+
+    return _output(memory_report(target.fun, *target.args, **target.kwargs))
+
+
+def plan(target: Target, options: argparse.Namespace) -> Output:
+    from ..planner.plan import plan
+
+    made = plan(target.fun, *target.args, budget=options.budget, **target.kwargs)
+    return Output(str(made), {"html": _html_writer(made), "json": made.save})
+
+
+def _output(result: Any) -> Output:
+    return Output(str(result), {"html": _html_writer(result), "json": lambda path: _write_json(path, result.to_dict())})
+
+
+def _write_json(path: str, content: Any) -> None:
+    Path(path).write_text(json.dumps(content), encoding="utf-8")
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark"><title>{title}</title>
+<style>body {{ font-family: system-ui, sans-serif; margin: 1rem }}</style>
+<body>{body}</body></html>
+"""
+
+
+def _html_writer(result: Any) -> Writer:
+    """A page around the HTML that a notebook shows."""
+    page = _PAGE.format(title=f"statetx: {escape(result.name)}", body=result._repr_html_())
+    return lambda path: _write_text(path, page)
+
+
+def _write_text(path: str, text: str) -> None:
+    Path(path).write_text(text, encoding="utf-8")

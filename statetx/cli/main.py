@@ -1,0 +1,204 @@
+"""Reads the options, runs a command, and turns errors into lines and exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NoReturn
+
+from .bad_input import BadInput
+
+FAILED, BAD_INPUT = 1, 2
+_INTERRUPTED = 130  # the exit status of a program that SIGINT ended, by convention of the shell
+
+_COMMANDS = {
+    "memory": "what is alive at the peak of the compiled program, who made it, and what to change",
+    "residuals": "the values that the forward pass saves for the backward pass, and why",
+    "report": "the memory of the compiled program with and without rematerialization",
+    "plan": "which values to save and which to recompute, so that the program fits a budget",
+}
+_EXAMPLES = """\
+examples:
+  python -m statetx memory train:loss --shapes "f32[32,128], i32[32]"
+  python -m statetx memory train.py:step --factory --no-gradient --html memory.html
+  python -m statetx residuals train:model.loss --shapes 'f32[8,64], {"mask": bool[8]}'
+  python -m statetx report train:loss --shapes "f32[32,128], key<fry>[]" --json report.json
+  python -m statetx plan train:loss --shapes "f32[32,128]" --budget 64MiB
+
+MODULE is a module that can be imported from here, or a path to a .py file; FUNCTION may be dotted (model.loss). Of a class
+that needs no arguments, a method is called on a new instance (Model.loss).
+
+With --factory, FUNCTION is called without arguments and returns (fun, args) or (fun, args, kwargs), or a function alone,
+to call with --shapes. Arrays in args may be jax.ShapeDtypeStruct: nothing is computed.
+
+exit status: 0; 1 if your code fails, or no plan keeps the budget; 2 for bad input.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(message)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    import statetx
+
+    style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = _Parser(
+        prog="python -m statetx",
+        description="See the memory of a JAX function before it runs. Functions may read and write states, or be plain JAX.",
+        epilog=_EXAMPLES,
+        **style,
+    )
+    parser.add_argument("--version", action="version", version=f"statetx {statetx.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=f"Show {summary}.", epilog=_EXAMPLES, **style)
+        _add_options(command, name)
+    return parser
+
+
+def _add_options(command: argparse.ArgumentParser, name: str) -> None:
+    command.add_argument("target", metavar="MODULE:FUNCTION", help="the function, such as train:loss or train.py:loss")
+    command.add_argument(
+        "--shapes", metavar="TYPES", help="its arguments, such as \"f32[32,128], {'y': i32[32]}, scale=f32[]\""
+    )
+    command.add_argument("--factory", action="store_true", help="FUNCTION makes the function and its arguments")
+    command.add_argument("--html", metavar="FILE", help="write a page")
+    command.add_argument(
+        "--json", metavar="FILE", help="write numbers" if name != "plan" else "write the plan, for Plan.load"
+    )
+    if name == "memory":
+        command.add_argument(
+            "--no-gradient",
+            action="store_true",
+            help="the function as it is, such as a training step, and not its gradient",
+        )
+        command.add_argument(
+            "--perfetto", metavar="FILE", help="write a trace for ui.perfetto.dev and chrome://tracing"
+        )
+    if name == "plan":
+        command.add_argument(
+            "--budget",
+            required=True,
+            metavar="SIZE",
+            help="temporary memory: 64MiB, or a fraction such as 0.5 of the memory without a plan",
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: the options; those of the process if None.
+
+    Returns:
+        The exit status: 0; 1 if the user's code fails or no plan keeps the budget; 2 for bad input, with one line on stderr.
+    """
+    try:
+        options = make_parser().parse_args(argv)
+    except BadInput as e:
+        return _fail(str(e), BAD_INPUT)
+    except SystemExit as e:  # --help and --version
+        return int(e.code or 0)
+    return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from .._errors import PlanError
+
+    try:
+        _execute(options)
+    except BadInput as e:
+        return _fail(str(e), BAD_INPUT)
+    except PlanError as e:
+        return _fail(str(e.args[0]), FAILED)
+    except KeyboardInterrupt:
+        return _fail("interrupted", _INTERRUPTED)
+    except SystemExit as e:
+        return _fail(f"{options.target} ended the program with exit status {e.code}", FAILED)
+    except Exception as e:
+        traceback.print_exception(type(e), e, _users_part(e))
+        return FAILED
+    return 0
+
+
+def _execute(options: argparse.Namespace) -> None:
+    from . import commands
+    from .target import load_target
+
+    if options.command == "plan":
+        _check_budget(options.budget)
+    files = {name: path for name in ("html", "json", "perfetto") if (path := getattr(options, name, None)) is not None}
+    for name, path in files.items():
+        _check_writable(name, path)
+
+    target = load_target(options.target, options.shapes, options.factory)
+    output = getattr(commands, options.command)(target, options)
+    _print(output.text)
+    for name, path in files.items():
+        try:
+            output.writers[name](path)
+        except OSError as e:
+            raise BadInput(f"--{name}: cannot write {path}: {e.strerror or e}") from e
+        _print(f"Wrote {path}")
+
+
+def _check_budget(budget: str) -> None:
+    from .._errors import PlanError
+    from ..planner._budget import read_budget
+
+    try:
+        read_budget(budget)
+    except PlanError as e:
+        raise BadInput(f"--{e.args[0]}") from None
+
+
+def _check_writable(name: str, path: str) -> None:
+    """A mistake shows before anything is compiled."""
+    folder = os.path.dirname(os.path.abspath(path))
+    reason = ""
+    if not os.path.isdir(folder):
+        reason = f"there is no folder {folder}"
+    elif os.path.isdir(path):
+        reason = "it is a folder"
+    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        reason = "permission denied"
+    if reason:
+        raise BadInput(f"--{name}: cannot write {path}: {reason}")
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def _print(text: str) -> None:
+    """To a terminal that lacks the characters of the sparkline, with question marks in their place."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+    except BrokenPipeError:  # `| head` has read enough; what Python still holds goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"python -m statetx: error: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def _users_part(error: Exception) -> TracebackType | None:
+    """The traceback from the first frame that is neither ours nor the import system's."""
+    own = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    first = error.__traceback__
+    while first is not None:
+        file = first.tb_frame.f_code.co_filename
+        if not (file.startswith(own) or "importlib" in file):
+            break
+        first = first.tb_next
+    # A syntax error in the user's file has no frame of it, but names the line.
+    return first or (None if isinstance(error, SyntaxError) else error.__traceback__)

@@ -1,0 +1,188 @@
+"""``MODULE:FUNCTION``: a function of the user's, with its arguments."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from .._text import brief, suggestion
+from .bad_input import BadInput
+from .shapes import parse_shapes
+
+
+class Target(NamedTuple):
+    """A function and its arguments."""
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def load_target(name: str, shapes: str | None, is_factory: bool) -> Target:
+    """Import the user's module, and find or make the function and its arguments.
+
+    Args:
+        name: ``MODULE:FUNCTION``.
+        shapes: the arguments, for `parse_shapes`; None if there are none.
+        is_factory: whether FUNCTION, called without arguments, returns the function, or ``(fun, args)`` or ``(fun, args, kwargs)``.
+
+    Raises:
+        BadInput: one of them does not exist, or the arguments do not fit.
+    """
+    module_name, separator, path = name.rpartition(":")
+    if not (separator and module_name and path):
+        raise BadInput(f"{name!r} is not of the form MODULE:FUNCTION, such as train:loss or train.py:loss")
+
+    # Mistakes in the text show before the module is imported, which may take long.
+    args, kwargs = parse_shapes(shapes or "")
+    with _as_script(module_name):
+        fun = _attribute(_import(module_name), path, module_name)
+        if is_factory:
+            _check_arguments(fun, name, (), {}, "a factory is called without arguments")
+            return _from_factory(fun(), name, args, kwargs, shapes is not None)
+    hint = "--shapes has the arguments" if shapes else "give them with --shapes"
+    _check_arguments(fun, name, args, kwargs, hint)
+    return Target(fun, args, kwargs)
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _as_script(module_name: str) -> Iterator[None]:
+    """Hide our own options from a module that reads ``sys.argv`` when it is imported."""
+    argv = sys.argv
+    sys.argv = [module_name]
+    try:
+        yield
+    finally:
+        sys.argv = argv
+
+
+def _import(name: str) -> ModuleType:
+    if name.endswith(".py") or os.sep in name or "/" in name:
+        return _import_file(name)
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise BadInput(f"{name!r} is neither a module nor a path to a .py file")
+    _add_path(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        # A module that the user's module imports is the user's own error.
+        if e.name is None or not f"{name}.".startswith(f"{e.name}."):
+            raise
+        raise BadInput(f"no module named {e.name!r}, neither in {os.getcwd()} nor installed") from None
+
+
+def _import_file(path: str) -> ModuleType:
+    path = os.path.abspath(path)
+    if not os.path.isfile(path):
+        raise BadInput(f"no file {path}")
+    folder, stem = os.path.dirname(path), os.path.splitext(os.path.basename(path))[0]
+
+    # A file of a package is imported by its full name, so that its relative imports work.
+    name = stem
+    while os.path.exists(os.path.join(folder, "__init__.py")):
+        folder, package = os.path.split(folder)
+        name = f"{package}.{name}"
+    _add_path(folder)
+    if "." in name:
+        return importlib.import_module(name.removesuffix(".__init__"))
+
+    # The file may have the name of another module: `test.py`, `statistics.py`.
+    if name in sys.modules:
+        if getattr(sys.modules[name], "__file__", None) == path:
+            return sys.modules[name]
+        name = f"{name}_"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise BadInput(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _add_path(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+
+def _attribute(module: ModuleType, path: str, module_name: str) -> Callable[..., Any]:
+    value: Any = module
+    for name in path.split("."):
+        if not hasattr(value, name):
+            where = module_name if value is module else brief(value)
+            raise BadInput(f"{where} has no attribute {name!r}.{suggestion(name, _public(value))}".rstrip("."))
+        value = _method(value, name) if inspect.isclass(value) else getattr(value, name)
+    if not callable(value):
+        raise BadInput(f"{module_name}:{path} is not a function, but of type {type(value).__name__}")
+    return value
+
+
+def _public(value: Any) -> list[str]:
+    return [name for name in dir(value) if not name.startswith("_")]
+
+
+def _method(cls: type, name: str) -> Any:
+    """An attribute of a class; a method of an instance, if the class can be called without arguments."""
+    static = inspect.getattr_static(cls, name)
+    is_method = callable(static) and hasattr(type(static), "__get__")
+    if isinstance(static, (staticmethod, classmethod, type)) or not is_method:
+        return getattr(cls, name)
+    hint = f"{cls.__name__}.{name} is a method; name an instance, or a --factory that makes one"
+    _check_arguments(cls, cls.__name__, (), {}, hint)
+    return getattr(cls(), name)
+
+
+def _check_arguments(
+    fun: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], hint: str
+) -> None:
+    """The number and the names of arguments; raises BadInput."""
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):  # a builtin
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as e:
+        raise BadInput(f"{name}{_short(signature)}: {e}; {hint}") from None
+
+
+def _short(signature: inspect.Signature) -> str:
+    """Without annotations and defaults, which may be long."""
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    parameters = [p if p.default is p.empty else p.replace(default=...) for p in parameters]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty)).replace("Ellipsis", "...")
+
+
+def _from_factory(result: Any, name: str, args: tuple, kwargs: dict[str, Any], has_shapes: bool) -> Target:
+    if callable(result):
+        _check_arguments(result, f"the function of {name}", args, kwargs, "give its arguments with --shapes")
+        return Target(result, args, kwargs)
+    forms = "(fun, args) or (fun, args, kwargs), or a function to call with --shapes"
+    if not isinstance(result, (tuple, list)) or len(result) not in (2, 3) or not callable(result[0]):
+        raise BadInput(f"the factory {name} has to return {forms}, and returned {brief(result)}")
+    if has_shapes:
+        raise BadInput(f"the factory {name} returned the arguments, too: leave out --shapes")
+    fun, made_args, *rest = result
+    made_kwargs = rest[0] if rest else {}
+    if not isinstance(made_args, (tuple, list)) or not isinstance(made_kwargs, dict):
+        types = ", ".join(type(x).__name__ for x in result[1:])
+        raise BadInput(f"the factory {name} has to return a tuple of arguments and a dict of keywords, not {types}")
+    _check_arguments(fun, f"the function of {name}", tuple(made_args), made_kwargs, "the factory made its arguments")
+    return Target(fun, tuple(made_args), made_kwargs)

@@ -1,0 +1,323 @@
+"""The command line: `python -m statetx`."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import statetx
+from statetx.cli.bad_input import BadInput
+from statetx.cli.main import main
+from statetx.cli.shapes import parse_shapes
+
+HERE = pathlib.Path(__file__).parent
+LOSS = ["cli_model:loss", "--shapes", "f32[64,256], f32[128,64]"]
+
+
+@pytest.fixture(autouse=True)
+def in_this_folder(monkeypatch):
+    monkeypatch.chdir(HERE)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def run(capsys, *argv):
+    """Exit status, standard output and error."""
+    status = main([str(x) for x in argv])
+    return status, *capsys.readouterr()
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_prints_the_profile_of_the_loss_with_its_gradient(capsys):
+    status, out, err = run(capsys, "memory", *LOSS)
+    assert (status, err) == (0, "")
+    profile = statetx.memory_profile(sys.modules["cli_model"].loss, *parse_shapes(LOSS[2])[0])
+    assert out == f"{profile}\n" and "backward" in out
+
+
+def test_memory_without_gradient(capsys):
+    with_gradient, without = (run(capsys, "memory", *LOSS, *option)[1] for option in ([], ["--no-gradient"]))
+    assert "backward" in with_gradient and "backward" not in without and without.startswith("Peak ")
+
+
+def test_memory_writes_its_files(capsys, tmp_path):
+    files = {name: tmp_path / name for name in ("html", "json", "perfetto")}
+    status, out, err = run(capsys, "memory", *LOSS, *[x for name, path in files.items() for x in (f"--{name}", path)])
+    assert (status, err) == (0, "")
+    assert out.splitlines()[-3:] == [f"Wrote {path}" for path in files.values()]
+    numbers = json.loads(files["json"].read_text())
+    assert numbers["name"] == "loss" and numbers["peak_bytes"] > 0 and out.startswith(numbers["summary"])
+    assert "<html" in files["html"].read_text() and json.loads(files["perfetto"].read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("command, word", [("residuals", "loss keeps"), ("report", "loss: value and gradient")])
+def test_residuals_and_report(capsys, tmp_path, command, word):
+    html, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
+    status, out, err = run(capsys, command, *LOSS, "--html", html, "--json", numbers)
+    assert (status, err) == (0, "") and out.startswith(word)
+    assert json.loads(numbers.read_text())[{"residuals": "function", "report": "name"}[command]] == "loss"
+    page = html.read_text()
+    assert page.startswith("<!doctype html>") and "<table" in page and word in page
+
+
+def test_plan_keeps_the_budget_and_can_be_loaded(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    target = ["cli_model.py:make", "--factory"]
+    status, out, err = run(capsys, "plan", *target, "--budget", "0.7", "--json", path, "--html", tmp_path / "plan.html")
+    assert (status, err) == (0, "") and out.startswith("gradient of Model.loss")
+    plan = statetx.Plan.load(path)
+    assert plan.temp_bytes <= 0.7 * plan.unplanned_bytes and "<table" in (tmp_path / "plan.html").read_text()
+
+
+def test_plan_that_no_program_keeps_fails_in_one_line(capsys):
+    status, out, err = run(capsys, "plan", *LOSS, "--budget", "1KiB")
+    assert status == 1 and out == "" and err.count("\n") == 1 and "No plan for loss keeps the budget of 1.0 KiB" in err
+
+
+# -- targets -----------------------------------------------------------------------------------------------------------
+
+
+def test_targets_of_all_forms(capsys):
+    x = ["--shapes", "f32[16,64]"]
+    names = {
+        ("cli_model:model.loss", *x): "Model.loss keeps 29",
+        ("cli_model:Model.loss", *x): "Model.loss keeps 29",  # of a new instance
+        ("cli_model:Model.size", *x): "Model.size keeps 1",  # a static method
+        (f"{HERE}/cli_model.py:make", "--factory"): "Model.loss keeps 29",
+        ("./cli_model.py:make_function", "--factory", *x): "Model.loss keeps 15",
+        ("cli_model:make_with_keywords", "--factory"): "loss keeps",
+    }
+    for target, text in names.items():
+        status, out, err = run(capsys, "residuals", *target)
+        assert (status, err) == (0, "") and out.startswith(text), (target, out, err)
+
+
+def test_step_that_a_factory_makes(capsys):
+    status, out, err = run(capsys, "memory", "cli_model:make_step", "--factory", "--no-gradient")
+    assert (status, err) == (0, "") and "blocks.*" in out and "backward" in out
+
+
+def test_keyword_arguments_reach_the_function(capsys):
+    shapes = "f32[8,4], f32[2,8], batch={'scale': f32[]}"
+    status, out, err = run(capsys, "residuals", "cli_model:loss", "--shapes", shapes)
+    assert (status, err) == (0, "") and "batch['scale']" in out
+
+
+def test_the_module_does_not_see_our_options(capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "cli_model", raising=False)
+    monkeypatch.setattr(sys, "argv", ["statetx", "--shapes", "f32[]"])
+    assert run(capsys, "residuals", *LOSS)[0] == 0
+    assert sys.modules["cli_model"].ARGV == ["cli_model"] and sys.argv[1] == "--shapes"
+
+
+def test_a_file_of_a_package_has_its_relative_imports(capsys, tmp_path):
+    package = tmp_path / "clipackage"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "parts.py").write_text("def total(x): return (x**2).sum()\n")
+    (package / "train.py").write_text("from .parts import total as loss\n")
+    status, out, err = run(capsys, "residuals", f"{package}/train.py:loss", "--shapes", "f32[3]")
+    assert (status, err) == (0, "") and out.startswith("total keeps 1")
+
+
+def test_a_file_with_the_name_of_a_loaded_module(capsys, tmp_path):
+    (tmp_path / "json.py").write_text("def loss(x): return (x**2).sum()\n")
+    assert run(capsys, "residuals", f"{tmp_path}/json.py:loss", "--shapes", "f32[3]")[0] == 0
+    assert sys.modules["json"] is json
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "no command": ([], "the following arguments are required: COMMAND"),
+    "unknown command": (["memroy", "m:f"], "invalid choice: 'memroy'"),
+    "unknown option": (["memory", *LOSS, "--budget", "1"], "unrecognized arguments: --budget 1"),
+    "no colon": (["memory", "cli_model"], "'cli_model' is not of the form MODULE:FUNCTION"),
+    "unknown module": (["memory", "cli_modle:loss"], "no module named 'cli_modle'"),
+    "unknown package": (["memory", "nothing.here:loss"], "no module named 'nothing'"),
+    "not a module": (["memory", "a b:loss"], "'a b' is neither a module nor a path"),
+    "unknown file": (["memory", "nothing.py:loss"], "no file "),
+    "unknown function": (["memory", "cli_model:los"], "cli_model has no attribute 'los'. Did you mean 'loss'?"),
+    "unknown method": (["memory", "cli_model:Model.los"], "Model has no attribute 'los'. Did you mean 'loss'?"),
+    "not a function": (["memory", "cli_model:answer"], "cli_model:answer is not a function, but of type int"),
+    "method without instance": (
+        ["memory", "cli_model:Sized.loss"],
+        "missing a required argument: 'width'; Sized.loss is",
+    ),
+    "no shapes": (["memory", "cli_model:loss"], "cli_model:loss(w, x, *, batch=...): missing a required argument: 'w'"),
+    "too many": (["memory", "cli_model:loss", "--shapes", "f32[],f32[],f32[]"], "too many positional arguments"),
+    "unknown keyword": (["memory", *LOSS[:2], "f32[2],f32[2],y=f32[]"], "got an unexpected keyword argument 'y'"),
+    "malformed": (["memory", *LOSS[:2], "f32[2, f32[3]"], "expected a size such as 32, got 'f', at character 8"),
+    "factory of a number": (["memory", "cli_model:make_number", "--factory"], "to call with --shapes, and returned 3"),
+    "factory with shapes": (["memory", "cli_model:make", "--factory", "--shapes", "f32[]"], "leave out --shapes"),
+    "factory with arguments": (["memory", "cli_model:loss", "--factory"], "a factory is called without arguments"),
+    "factory without shapes": (["memory", "cli_model:make_function", "--factory"], "give its arguments with --shapes"),
+    "no budget": (["plan", *LOSS], "the following arguments are required: --budget"),
+    "bad budget": (["plan", *LOSS, "--budget", "many"], "--budget='many' is not a size"),
+    "negative budget": (["plan", *LOSS, "--budget=-1"], "--budget='-1' is not a size"),
+    "no folder": (["memory", *LOSS, "--html", "/nothing/x.html"], "cannot write /nothing/x.html: there is no folder"),
+    "a folder": (["memory", *LOSS, "--json", str(HERE)], "it is a folder"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_status_2(capsys, name):
+    argv, words = BAD[name]
+    status, out, err = run(capsys, *argv)
+    assert status == 2 and out == ""
+    assert err.startswith("python -m statetx: error: ") and err.count("\n") == 1 and words in err
+
+
+def test_a_file_that_cannot_be_written_in_the_end(capsys, tmp_path, monkeypatch):
+    """The folder is there when the command starts, and not when it ends."""
+    from statetx.residuals.table import Residuals
+
+    def to_dict(self):
+        (tmp_path / "gone").rmdir()
+        return {}
+
+    (tmp_path / "gone").mkdir()
+    monkeypatch.setattr(Residuals, "to_dict", to_dict)
+    status, out, err = run(capsys, "residuals", *LOSS, "--json", tmp_path / "gone" / "x.json")
+    assert status == 2 and err.count("\n") == 1 and "No such file or directory" in err
+
+
+# -- failures of the user's code ---------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_function_has_its_traceback(capsys):
+    status, _, err = run(capsys, "memory", "cli_model:broken", "--shapes", "f32[2]")
+    assert status == 1 and "return x @ jnp.ones((3, 5))" in err and "TypeError" in err
+    assert f"statetx{os.sep}cli" not in err  # the traceback is the user's
+
+
+def test_an_error_of_the_factory(capsys):
+    status, _, err = run(capsys, "memory", "cli_model:make_failing", "--factory")
+    assert status == 1 and err.splitlines()[-1] == "ZeroDivisionError: in the factory"
+    assert err.count("File ") == 1
+
+
+def test_a_module_that_the_module_does_not_find(capsys, tmp_path, monkeypatch):
+    """It is not the module that the user typed: the traceback has the line of the import."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "needs_more.py").write_text("import nothing_of_this_name")
+    status, _, err = run(capsys, "memory", "needs_more:f")
+    assert status == 1 and "needs_more.py" in err
+    assert err.splitlines()[-1] == "ModuleNotFoundError: No module named 'nothing_of_this_name'"
+
+
+@pytest.mark.parametrize(
+    "content, last_line, num_files",
+    [
+        ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'", 1),
+        ("x = 1 / 0", "ZeroDivisionError: division by zero", 1),
+        ("def f(:", "SyntaxError: invalid syntax", 1),
+        ("raise SystemExit(3)", "python -m statetx: error: user_module.py:f ended the program with exit status 3", 0),
+        ("raise KeyboardInterrupt", "python -m statetx: error: interrupted", 0),
+    ],
+)
+def test_an_error_of_the_module(capsys, tmp_path, monkeypatch, content, last_line, num_files):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user_module.py").write_text(content)
+    status, out, err = run(capsys, "memory", "user_module.py:f")
+    assert status == (130 if "Keyboard" in content else 1)
+    assert err.splitlines()[-1] == last_line and err.count("File ") == num_files
+    assert "user_module" not in sys.modules
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+
+
+def struct(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+SHAPES = {
+    "": ((), {}),
+    "f32[32,128],i32[32]": ((struct((32, 128), jnp.float32), struct((32,), jnp.int32)), {}),
+    " bf16 [ 2 , 3 ] , ": ((struct((2, 3), jnp.bfloat16),), {}),
+    "pred[4], bool[], u8[1_024]": ((struct((4,), bool), struct((), bool), struct((1024,), jnp.uint8)), {}),
+    "float16[2], c64[1], f8_e4m3fn[2]": (
+        (struct((2,), jnp.float16), struct((1,), jnp.complex64), struct((2,), jnp.float8_e4m3fn)),
+        {},
+    ),
+    "(f32[], [i8[2]], (i8[3],)), (f32[2])": (
+        ((struct((), jnp.float32), [struct((2,), jnp.int8)], (struct((3,), jnp.int8),)), struct((2,), jnp.float32)),
+        {},
+    ),
+    "{'x': f32[2], \"y\": (), z: {}}, []": (({"x": struct((2,), jnp.float32), "y": (), "z": {}}, []), {}),
+    "f32[1], mask = bool[3], n=i32[]": (
+        (struct((1,), jnp.float32),),
+        {"mask": struct((3,), bool), "n": struct((), jnp.int32)},
+    ),
+}
+
+
+@pytest.mark.parametrize("text", SHAPES)
+def test_shapes(text):
+    assert parse_shapes(text) == SHAPES[text]
+
+
+@pytest.mark.parametrize("name, impl", [("fry", "threefry2x32"), ("rbg", "rbg"), ("urbg", "unsafe_rbg")])
+def test_shapes_of_keys(name, impl):
+    (key,), _ = parse_shapes(f"key<{name}>[3]")
+    keys = jax.random.split(jax.random.key(0, impl=impl), 3)
+    assert (key.shape, key.dtype) == (keys.shape, keys.dtype)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("f32", "expected '[' after f32, got the end, at character 4 (after >>>): f32>>>"),
+        ("f32[2", "expected ',' or ']', got the end, at character 6 (after >>>): f32[2>>>"),
+        ("f32[2],, i32[]", "expected a type such as f32[2,3], or '(', '[', '{', got ',', at character 8"),
+        ("f32[2] i32[]", "expected ',' or the end, got 'i', at character 8 (after >>>): f32[2] >>>i32[]"),
+        ("f32[-1]", "expected a size such as 32, got '-'"),
+        ("f32[1O]", "expected a size such as 32, got '1'"),
+        ("f32[2], flaot32[2]", "'flaot32' is not a type. Did you mean 'float32'?, at character 9"),
+        ("x[2]", "'x' is not a type. There are f32, bf16"),
+        ("key<abc>[]", "'key<abc>' is not a type of keys"),
+        ("f64[2]", "f64 needs 64-bit types: set JAX_ENABLE_X64=1"),
+        ("{3: f32[]}", "expected a key such as 'x', got '3'"),
+        ("{'x' f32[]}", "expected ':', got 'f', at character 6"),
+        ("(f32[2]", "expected ',' or ')', got the end"),
+        ("a=f32[], a=f32[]", "the keyword 'a' is there twice, at character 10"),
+        ("a=f32[], f32[]", "a positional argument follows a keyword argument, at character 10"),
+    ],
+)
+def test_malformed_shapes_name_the_place(text, message):
+    with pytest.raises(BadInput) as info:
+        parse_shapes(text)
+    assert str(info.value).startswith(f"--shapes: {message}")
+
+
+# -- the program -------------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_examples(capsys):
+    for argv in (["--help"], ["memory", "-h"]):
+        status, out, err = run(capsys, *argv)
+        assert status == 0 and err == "" and '--shapes "f32[32,128], i32[32]"' in out and "exit status" in out
+    assert run(capsys, "--version") == (0, f"statetx {statetx.__version__}\n", "")
+
+
+def test_as_a_program(tmp_path):
+    """The folder in which it is started is on the path; a terminal without the characters of the sparkline prints others."""
+    (tmp_path / "train.py").write_text("def loss(x):\n    return (x * x.sum()).sum()\n")
+    command = [sys.executable, "-m", "statetx", "memory", "train:loss", "--shapes", "f32[8,8]"]
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("Peak ") and "train.py:2" in done.stdout
+
+    piped = f'"{sys.executable}" -m statetx memory train:loss --shapes "f32[8,8]" | true'
+    done = subprocess.run(piped, shell=True, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.stderr == ""
+
+    bad = subprocess.run([*command[:4], "train:nothing"], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert bad.returncode == 2 and bad.stderr == "python -m statetx: error: train has no attribute 'nothing'\n"
