@@ -451,6 +451,7 @@ def test_text():
         "f32[3,4] 48 B cell.w Param cell input of <lambda>",
         f"f32[2,3] 10 240 B 'h<1>' tests/test_residuals.py:{line} (<lambda>) cell 960 policy of <lambda>",
         f"f32[2,3] 10 240 B tanh tests/test_residuals.py:{line} (<lambda>) cell 60 input of <lambda>",
+        "More: statetx.memory_profile(fun, ...) shows what is alive at the peak of the compiled program.",
     ]
     widths = {len(text) for text in str(residuals).splitlines()[2:3]}
     assert len(widths) == 1 and repr(residuals).startswith("Residuals(loss keeps")
@@ -497,7 +498,7 @@ def test_html():
 def test_rich():
     console = pytest.importorskip("rich.console")
     residuals = statetx.saved_residuals(small(), jnp.ones((2, 3)))
-    for width, lines in [(200, 9), (60, 20)]:
+    for width, lines in [(200, 10), (60, 22)]:
         out = console.Console(width=width, file=io.StringIO(), record=True)
         out.print(residuals)
         text = out.export_text()

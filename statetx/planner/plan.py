@@ -21,6 +21,7 @@ from .._remat.rewriter import Rewriter
 from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes, format_flops, suggestion
 from .._typing import public
+from ..residuals._show import see_profile
 from ..residuals.report import BASELINE
 from ..transforms.remat import Remat
 from ._budget import budget_bytes, fit_budget, read_budget, start_search
@@ -267,7 +268,7 @@ class Plan(Tabular, Rewriter):
             notes.append((f"This is the stock policy {self.stock!r}." if is_stock else "It fits unchanged.", ""))
         if not self.complete:
             notes.append(("The time limit ended the search; this is the best plan so far.", ""))
-        return Table(title, _COLUMNS, rows, notes)
+        return Table(title, _COLUMNS, rows, [*notes, see_profile("plan.apply(fun)")])
 
     def __repr__(self) -> str:
         return f"Plan({self.name}, {format_bytes(self.temp_bytes)} of {format_bytes(self.budget_bytes)})"

@@ -46,6 +46,11 @@ def title(residuals: Residuals) -> str:
     return f"{start}: {format_bytes(residuals.intermediate_bytes)} intermediate, {format_bytes(other_bytes)} inputs and constants"
 
 
+def see_profile(fun: str = "fun") -> tuple[str, str]:
+    """The note at the end of a table: the same owners and lines in the compiled program."""
+    return "More:", f"statetx.memory_profile({fun}, ...) shows what is alive at the peak of the compiled program."
+
+
 # -- lines -----------------------------------------------------------------------------------------------------
 
 
@@ -112,7 +117,9 @@ def table(residuals: Residuals) -> Table:
     cells = [_cells(row, largest) for row in residuals]
     filled = [i for i in range(len(_COLUMNS)) if any(row[i].text for row in cells)]
     rows = [[row[i] for i in filled] for row in cells]
-    return Table(title(residuals) if rows else f"{residuals.name} keeps nothing", [_COLUMNS[i] for i in filled], rows)
+    if not rows:
+        return Table(f"{residuals.name} keeps nothing", [], [])
+    return Table(title(residuals), [_COLUMNS[i] for i in filled], rows, [see_profile()])
 
 
 # -- plot ------------------------------------------------------------------------------------------------------
