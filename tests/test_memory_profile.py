@@ -1,6 +1,9 @@
 """`memory_profile`: sums to XLA's figures, known answers, names, and what the advice saves."""
 
+import importlib.util
 import json
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -78,10 +81,23 @@ def test_what_is_alive_in_a_loop_sums_to_xlas_figures(cls):
     check_sums(loop, jnp.stack([jnp.asarray(corpus.X)] * 4))
 
 
-@pytest.mark.parametrize("name", ["MLP", "U-Net", "recurrent network"])
+def _load(name):
+    path = pathlib.Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+programs = _load("programs")
+SLOW_PROGRAMS = ("SwiGLU transformer", "convolutional net", "deep MLP")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW_PROGRAMS)) for n in programs.PROGRAMS]
+)
 @pytest.mark.parametrize("wrap", [lambda f: f, statetx.remat], ids=["plain", "remat"])
 def test_planners_programs_sum_to_xlas_figures(name, wrap):
-    programs = pytest.importorskip("programs")
     loss, params, data = programs.PROGRAMS[name](wrap)
     check_sums(loss, params, *data)
 

