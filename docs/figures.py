@@ -248,6 +248,33 @@ def draw_plan():
     save(run_page("planning.md", "plan").plot(), "plan")
 
 
+class GeluBlock:
+    """A block of a multilayer perceptron, as on the page about memory profiles."""
+
+    def __init__(self, size):
+        self.up = statetx.Param(jnp.zeros((size, 4 * size)))
+        self.down = statetx.Param(jnp.zeros((4 * size, size)))
+
+    def __call__(self, x):
+        return x + jax.nn.gelu(x @ self.up.value) @ self.down.value
+
+
+def draw_memory_profile():
+    blocks = [GeluBlock(32) for _ in range(6)]
+
+    def loss(x):
+        for block in blocks:
+            x = block(x)
+        return jnp.mean(x**2)
+
+    x = jax.ShapeDtypeStruct((4096, 32), jnp.float32)
+    before = statetx.memory_profile(loss, x)
+    blocks[:] = map(statetx.remat, blocks)
+    save(before.plot(after=statetx.memory_profile(loss, x)), "memory-profile")
+
+
+DRAWINGS = (draw_state, draw_frame, draw_remat, draw_policies, draw_loops, draw_residuals, draw_plan, draw_memory_profile)
+
 if __name__ == "__main__":
-    for draw in (draw_state, draw_frame, draw_remat, draw_policies, draw_loops, draw_residuals, draw_plan):
+    for draw in DRAWINGS:
         draw()

@@ -189,7 +189,8 @@ def _parsed(op_name: str) -> Origin:
     for before, part in zip(["", *parts], parts, strict=False):
         if part == "checkpoint" or re.fullmatch(r"remat\d*", part):
             region = _unwrapped(before) or "checkpoint"
-    scopes = [_unwrapped(p) for p in parts[:-1] if not _ADDED.fullmatch(p)]
+    # An einsum names its operations after its formula.
+    scopes = [_unwrapped(p) for p in parts[:-1] if not _ADDED.fullmatch(p) and "->" not in p]
     distinct = [s for n, s in enumerate(scopes) if s and s not in scopes[:n]]
     return NOWHERE._replace(primitive=primitive, is_recomputed=is_recomputed, region=region, scopes="/".join(distinct))
 

@@ -70,6 +70,7 @@ def memory_profile(fun: Any, /, *args: Any, gradient: bool = True, **kwargs: Any
         return without_assignment(traced.name, compiled, traced.residuals)
     assembly = Assembly(program, traced.inputs)
     buffers, memory = assembly.buffers(), compiled.memory_analysis()
+    assert memory is not None  # the program was decoded from it
     return MemoryProfile(
         name=traced.name,
         buffers=buffers,
