@@ -273,7 +273,16 @@ def draw_memory_profile():
     save(before.plot(after=statetx.memory_profile(loss, x)), "memory-profile")
 
 
-DRAWINGS = (draw_state, draw_frame, draw_remat, draw_policies, draw_loops, draw_residuals, draw_plan, draw_memory_profile)
+DRAWINGS = (
+    draw_state,
+    draw_frame,
+    draw_remat,
+    draw_policies,
+    draw_loops,
+    draw_residuals,
+    draw_plan,
+    draw_memory_profile,
+)
 
 if __name__ == "__main__":
     for draw in DRAWINGS:

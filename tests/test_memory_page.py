@@ -253,6 +253,8 @@ def test_two_profiles_are_compared_by_owner():
     assert numbers["peak"] == [before.peak_bytes, after.peak_bytes, after.peak_bytes - before.peak_bytes]
     assert numbers["net.blocks.*"][2] == 3 * (4 - 10) * KIB
     del numbers["peak"]
+    largest = [max(row[:2]) for name, row in numbers.items() if name != "unused"]
+    assert largest == sorted(largest, reverse=True) and len(largest) > 3
     assert [sum(column) for column in zip(*numbers.values(), strict=True)][:2] == [before.peak_bytes, after.peak_bytes]
 
 

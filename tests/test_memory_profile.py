@@ -119,6 +119,17 @@ def test_first_line_names_the_known_answer_and_the_advice_saves_what_it_foretell
     assert saved == pytest.approx(change.saved_bytes, rel=0.1) and saved > 0
 
 
+def test_advice_to_save_less_where_a_policy_saves_much():
+    layers = [memory_programs.Layer(64, 256) for _ in range(6)]
+    args = memory_programs.arrays((512, 64))
+    before = statetx.memory_profile(memory_programs.loss_of(layers, lambda f: statetx.remat(f, policy="dots")), *args)
+    (change,) = (c for c in before.changes if c.action == "policy")
+    assert "Layer.__call__ (6 calls)" in change.text and "dot_general" in change.text
+    after = statetx.memory_profile(memory_programs.loss_of(layers, statetx.remat), *args)
+    assert before.peak_bytes - after.peak_bytes >= change.saved_bytes > 0.1 * before.peak_bytes
+    assert not [c for c in after.changes if c.action == "policy"]
+
+
 class Block:
     def __init__(self):
         self.w = statetx.Param(jnp.eye(64))

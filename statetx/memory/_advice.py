@@ -141,7 +141,7 @@ def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
         freed: list[Buffer] = []
         gaps: list[Gap] = []
         for inside in by_call.values():
-            backward = [r for b in inside for r in b.readers if _is_backward(profile, r)]
+            backward = [r for b in inside for r in b.readers if _is_backward(profile, r, b)]
             if not backward:
                 continue
             begin, end = min(backward), _most_ended(inside)
@@ -154,11 +154,17 @@ def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
             continue
         known.add(frozenset(freed))
         saved = saving(profile, gaps)
-        nested = (
-            ", inside the function that is rematerialized already" if freed and freed[0].kind == "recomputed" else ""
-        )
         times = f" ({calls.num} calls)" if calls.num > 1 else ""
-        text = f"Rematerialize {function}{times} with @statetx.remat{nested}."
+        saves = sorted({profile.steps[b.start].primitive for b in freed if b.kind == "residual" and b.region})
+        if saves and all(b.region for b in freed):
+            text = (
+                f"Save less in {function}{times}: the policy of {freed[0].region} saves results of {', '.join(saves)}."
+            )
+            yield _Candidate(Change("policy", function, text, saved), frozenset(freed))
+            continue
+        nested = any(b.kind == "recomputed" for b in freed)
+        where = ", inside the function that is rematerialized already" if nested else ""
+        text = f"Rematerialize {function}{times} with @statetx.remat{where}."
         yield _Candidate(Change("remat", function, text, saved), frozenset(freed))
 
 
@@ -194,7 +200,7 @@ class _History:
         """
         held: set[Buffer] = set()
         for b in residuals:
-            readers = [self.steps[r].primitive for r in b.readers if _is_backward(self.profile, r)]
+            readers = [self.steps[r].primitive for r in b.readers if _is_backward(self.profile, r, b)]
             if not all(map(_is_fused, readers)):
                 held.add(b)
             self._add_sources(b, function, held, set())
@@ -213,10 +219,14 @@ class _History:
                 self._add_sources(source, function, held, seen)
 
 
-def _is_backward(profile: MemoryProfile, n: int) -> bool:
-    """Whether it is a step of the backward pass proper: no recomputation, and none that XLA moved into the forward pass."""
+def _is_backward(profile: MemoryProfile, n: int, b: Buffer) -> bool:
+    """Whether a reader of a buffer is in the backward pass. What a recomputation reads is needed there only if it is a residual.
+
+    XLA moves some steps of the backward pass into the forward pass: these do not count.
+    """
     step = profile.steps[n]
-    return n >= profile.backward_step and step.phase == "backward" and not step.is_recomputed
+    is_later = b.kind == "residual" or not step.is_recomputed
+    return n >= profile.backward_step and step.phase == "backward" and is_later
 
 
 def _is_fused(primitive: str) -> bool:
@@ -282,7 +292,7 @@ class _Calls:
 def _leaves(profile: MemoryProfile, b: Buffer, calls: _Calls) -> bool:
     """Whether other calls or functions read it in the forward pass: then it stays, as their input."""
     own = calls.of(b.start)
-    return any(calls.of(r) != own for r in b.readers if not _is_backward(profile, r))
+    return any(calls.of(r) != own for r in b.readers if not _is_backward(profile, r, b))
 
 
 # -- loops -------------------------------------------------------------------------------------------------------------
@@ -299,7 +309,7 @@ def _stacks(profile: MemoryProfile) -> dict[Loop, list[Buffer]]:
 
 def _step_of_reversal(buffers: Sequence[Buffer], profile: MemoryProfile) -> tuple[int, int]:
     """From the first to the last step of the backward pass of a loop."""
-    reads = [r for b in buffers for r in b.readers if _is_backward(profile, r)]
+    reads = [r for b in buffers for r in b.readers if _is_backward(profile, r, b)]
     end = max(b.end for b in buffers)
     return (min(reads) if reads else end), end
 

@@ -247,7 +247,8 @@ class Assembly:
         if depth == 6 or instruction.opcode in ("parameter", "while", "conditional"):
             return ""
         function = self.names.origin(instruction).function
-        for operand in instruction.operands:
+        # The latest operand first: of a residual connection the layer's result, and not the stream that all layers share.
+        for operand in sorted(instruction.operands, key=lambda o: -self.schedule.step.get(o, -1)):
             other = self.program.instructions[operand]
             if self.names.origin(other).function in (function, "") and (found := self._module(operand, depth + 1)):
                 return found

@@ -63,6 +63,8 @@ class Names:
         self._origins: dict[int, Origin] = {}
         self._loops: dict[int, Loop] = {}
         self.turn, self.last_backward = _turn(schedule)
+        # In the forward pass a region is a scope like any other: it is known by its recomputation.
+        self._regions = {_parsed(i.op_name).region for i in schedule.order} - {""}
 
     def origin(self, instruction: Instruction) -> Origin:
         """Of the operation that computes its result; of its operand or its first reader if it has no name of its own."""
@@ -76,7 +78,9 @@ class Names:
         if named is None:
             return NOWHERE._replace(phase=self._phase(instruction, ""))
         found = _origin(named.op_name, named.frames)
+        region = next((r for r in reversed(found.scopes.split("/")) if r in self._regions), found.region)
         return found._replace(
+            region=region,
             phase=self._phase(instruction, instruction.op_name or named.op_name),
             primitive=self._product(instruction) or found.primitive,
         )

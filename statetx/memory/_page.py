@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from .._tables import HEX
 from .._text import format_bytes
@@ -31,6 +31,7 @@ MAX_DATA = 1_700_000
 _SCRIPTS = ("page_model.js", "page.js", "page_timeline.js", "page_list.js")
 _MAX_ROWS = 10
 _MAX_CHANGES = 5
+T = TypeVar("T")
 
 # The layers of the timeline by kind, and the stripes of the kinds in the tables. Vermilion stays free for what grows.
 _KIND_COLORS: dict[Kind, str] = {
@@ -70,7 +71,7 @@ def to_html(profile: MemoryProfile, other: MemoryProfile | None = None) -> str:
         "tables": "".join(_tables(profiles, labels)),
         "pictures": "".join(map(svg, profiles)),
         # A name that contains "</script>" would end the element: JSON may write "<" as an escape.
-        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e"),
+        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         "script": "".join(map(_resource, _SCRIPTS)),
     }
     # In one pass: a name that looks like a placeholder is not replaced. A lone surrogate in a name cannot be written as UTF-8.
@@ -216,7 +217,7 @@ def _items(changes: Iterable[Change], profile: MemoryProfile) -> str:
 def _peak_table(profile: MemoryProfile) -> str:
     """What is alive at the peak by owner and line; equal layers are one row."""
     rows = rows_at_peak(profile)
-    shown, rest = rows[:_MAX_ROWS], rows[_MAX_ROWS:]
+    shown, rest = _first(rows)
     body = []
     for row in shown:
         owner = escape(clipped(row.owner)) + (
@@ -241,6 +242,12 @@ def _peak_table(profile: MemoryProfile) -> str:
     return f'<section class="card"><h2>Alive at the peak</h2><table class="stacks">{head}<tbody>{"".join(body)}</tbody></table></section>'
 
 
+def _first(rows: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+    """Those that a table shows, and the others, which are none or several."""
+    num = len(rows) if len(rows) <= _MAX_ROWS + 1 else _MAX_ROWS
+    return rows[:num], rows[num:]
+
+
 def _head(*columns: tuple[str, str]) -> str:
     cells = "".join(f'<th scope="col" class="{css}">{name}</th>' for name, css in columns)
     return f"<thead><tr>{cells}</tr></thead>"
@@ -258,7 +265,7 @@ def _comparison(before: MemoryProfile, after: MemoryProfile) -> str:
     """Bytes by owner, each at the peak of its profile; the largest first."""
     old, new = _by_owner(before), _by_owner(after)
     names = sorted(old.keys() | new.keys(), key=lambda name: (-max(old[name], new[name]), name))
-    shown, rest = names[:_MAX_ROWS], names[_MAX_ROWS:]
+    shown, rest = _first(names)
     rows = [(f"<code>{escape(clipped(name))}</code>", old[name], new[name]) for name in shown]
     if rest:
         rows.append((f"{len(rest):,} other owners", sum(old[n] for n in rest), sum(new[n] for n in rest)))

@@ -39,6 +39,7 @@ def varints(numbers: Iterable[int]) -> str:
         True
     """
     rest = np.fromiter(numbers, np.int64)
+    assert not (rest < 0).any()
     digits, is_used = [], []
     while not digits or rest.any():
         is_used.append(rest > 0 if digits else np.ones(len(rest), bool))
@@ -118,7 +119,7 @@ def encode(profile: MemoryProfile, max_bytes: int) -> dict[str, Any]:
     num_listed = int(np.searchsorted(sizes, 0.97 * max_bytes))
     while size > max_bytes and num_listed:
         made, size = encoded(num_listed, with_names)
-        num_listed = int(0.9 * num_listed)
+        num_listed = int(num_listed * max(0.95 * max_bytes - base, 0) / max(size - base, 1))
     return made if size <= max_bytes else encoded(0, False)[0]
 
 

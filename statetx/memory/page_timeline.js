@@ -286,7 +286,7 @@ class Timeline {
     if (i === null && layer === null) return;
     c.fillStyle = css("--card");
     c.globalAlpha = 0.7;
-    c.fillRect(PLOT.left, 0, this.width, this.y(0));
+    c.fillRect(PLOT.left, this.y(this.p.peak_bytes) + 2, this.width, PLOT.top + PLOT.height);
     c.globalAlpha = 1;
     if (i === null) return this.drawBand(c, layer);
     const k = layers.of[this.index][i];
