@@ -18,9 +18,10 @@ from .._lift.wrapper import name_of
 from .._text import type_str
 from .._tree import num_bytes
 from ..residuals._trace import user_line
+from ..residuals.measure import without_gradient
 from ..transforms.abstract import make_jaxpr
 from .buffer import Buffer, Kind, Phase, Step
-from .measure import _input_names
+from .measure import input_names
 from .profile import MemoryProfile
 
 _NOTE = (
@@ -103,8 +104,7 @@ def _inner_peak(eqn: Any) -> int:
 
 
 def _inputs(jaxpr: Jaxpr, step: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[Buffer]:
-    states, arguments = _input_names(step, args, kwargs)
-    names = [*states, *arguments]
+    names, states = input_names(step, args, without_gradient(step, args, kwargs))
     if len(names) != len(jaxpr.invars):  # Python numbers are inputs without a name
         names = [f"input {i}" for i in range(len(jaxpr.invars))]
     for i, (v, name) in enumerate(zip(jaxpr.invars, names, strict=True)):

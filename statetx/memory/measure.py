@@ -8,16 +8,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import _jax, _states
+from .. import _jax
 from .._equations.compiled import memory_analysis_options
 from .._errors import CreatedStateError, FunctionError
 from .._lift.wrapper import name_of, short_name
 from .._objects.paths import argument_names
 from .._text import brief
 from .._tree import is_float
-from ..residuals.measure import with_gradient, without_gradient
+from ..residuals.measure import ArrayProgram, with_gradient, without_gradient
 from ..residuals.table import Residuals, saved_residuals
-from ..transforms.functionalize import functionalize
 from ..transforms.jit.api import Jit, jit
 from ..transforms.jit.stages import Compiled, Lowered, Traced
 from ._assemble import Assembly, Inputs
@@ -93,14 +92,12 @@ class _Traced(NamedTuple):
     Attributes:
         stage: JAX's lowered or compiled stage.
         residuals: computes the residuals, for a backend that tells no buffers; None if the function is not known.
-        names: of the program's inputs, if they are known.
     """
 
     name: str
     stage: Any
     inputs: Inputs
     residuals: Callable[[], Residuals] | None
-    names: Sequence[str] = ()
 
 
 def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool) -> _Traced:
@@ -112,16 +109,15 @@ def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool) -> _Tr
             )
         return _staged(fun)
     if gradient:
-        run, arrays = with_gradient(fun, args, kwargs)
+        program = with_gradient(fun, args, kwargs)
         residuals = functools.partial(saved_residuals, fun, *args, **kwargs)
-        results = jax.eval_shape(run, *arrays)
+        results = jax.eval_shape(program.run, *program.arrays)
         if any(map(is_float, results[0])):
-            traced = _of_function(fun, args, kwargs, run, arrays, residuals)
-            return traced._replace(inputs=traced.inputs._replace(outputs=_output_names(results, arrays, traced.names)))
+            return _of_function(fun, args, program, residuals, results)
     if isinstance(fun, Jit) or (hasattr(fun, "lower") and hasattr(fun, "trace")):
         return _staged(fun.trace(*args, **kwargs))
     try:
-        return _of_function(fun, args, kwargs, *without_gradient(fun, args, kwargs), None)
+        return _of_function(fun, args, without_gradient(fun, args, kwargs), None, None)
     except CreatedStateError:  # `jit` takes states that a step creates as its outputs
         return _staged(jit(fun).trace(*args, **kwargs))
 
@@ -139,38 +135,37 @@ def _staged(stage: Any) -> _Traced:
 
 
 def _of_function(
-    fun: Any, args: tuple, kwargs: dict[str, Any], run: Callable, arrays: Sequence[Any], residuals: Callable | None
+    fun: Any, args: tuple, program: ArrayProgram, residuals: Callable | None, results: tuple[list, list, list] | None
 ) -> _Traced:
-    """Of a function of arrays that `with_gradient` or `without_gradient` made."""
-    states, arguments = _input_names(fun, args, kwargs)
-    jitted = jax.jit(run)
-    names = [*states, *arguments]
-    _jax.name_inputs(jitted, arrays, names)
-    return _Traced(short_name(name_of(fun)), jitted.lower(*arrays), Inputs(frozenset(states)), residuals, names)
+    """Of a function of arrays that `with_gradient` or `without_gradient` made; `results` of the former."""
+    names, states = input_names(fun, args, program)
+    jitted = jax.jit(program.run)
+    _jax.name_inputs(jitted, program.arrays, names)
+    outputs = _output_names(results, program.arrays, names) if results else ()
+    return _Traced(
+        short_name(name_of(fun)), jitted.lower(*program.arrays), Inputs(frozenset(states), outputs), residuals
+    )
+
+
+def input_names(fun: Any, args: tuple, program: ArrayProgram) -> tuple[list[str], list[str]]:
+    """Names of the program's inputs, and those of them that are paths of states."""
+    argument_name = argument_names(fun, args)
+    # Keys of the values of states begin with 0 and the state's path, those of arguments with 1 or 2 for args or kwargs.
+    names = [
+        keys[1].key + jax.tree_util.keystr(keys[2:])
+        if keys[0].idx == 0
+        else argument_name((jax.tree_util.SequenceKey(keys[0].idx - 1), *keys[1:]))
+        for keys in program.keys
+    ]
+    return names, [name for name, keys in zip(names, program.keys, strict=True) if keys[0].idx == 0]
 
 
 def _output_names(results: tuple[list, list, list], arrays: Sequence[Any], names: Sequence[str]) -> tuple[str, ...]:
     """Names of what the program of `with_gradient` returns; empty for new values of states, which their modules name."""
     outputs, others, _ = results
+    first = ["output"] if len(outputs) == 1 else [f"output {n}" for n in range(len(outputs))]
     gradients = [f"gradient of {name}" for x, name in zip(arrays, names, strict=True) if is_float(x)]
-    return (
-        *(f"output {n}" if len(outputs) > 1 else "output" for n in range(len(outputs))),
-        *("" for _ in others),
-        *gradients,
-    )
-
-
-def _input_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Paths of the arrays in states, and names of those in arguments, in the order of the program's inputs."""
-    values = functionalize(fun).values(*args, **kwargs)
-    states = [
-        keys[0].key + jax.tree_util.keystr(keys[1:])
-        for keys, x in jax.tree_util.tree_flatten_with_path(values, is_leaf=_states.is_opaque)[0]
-        if hasattr(x, "dtype")
-    ]
-    name = argument_names(fun, args)
-    leaves = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_states.is_opaque)[0]
-    return states, [name(keys) for keys, x in leaves if hasattr(x, "dtype")]
+    return (*first, *[""] * len(others), *gradients)
 
 
 def _num_devices(compiled: Any) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from .. import _jax
+import jax
+
+from .. import _jax, _states
 from .._equations.compiled import Cost, Program
 from .._equations.differentiate import with_pullback
 from .._tree import is_float, partition
@@ -50,28 +52,41 @@ def measure(
         >>> cost.flops == 100 * (2 * 64 * 64 + 64) + 64
         True
     """
-    program = with_gradient if gradient else without_gradient
-    return Program(*program(fun, args, kwargs), compiler_options).cost
+    program = (with_gradient if gradient else without_gradient)(fun, args, kwargs)
+    return Program(program.run, program.arrays, compiler_options).cost
 
 
-def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, list[Any]]:
-    """Outputs and values of the written states as a function of arrays, and these arrays."""
-    # States are inputs of the measured program, as in a jitted step: as constants they would not count as arguments.
-    pure = functionalize(fun)
-    arrays, static_part = partition((pure.values(*args, **kwargs), args, kwargs), lambda x: hasattr(x, "dtype"))
+class ArrayProgram(NamedTuple):
+    """A stateful function and its arguments, as a function of arrays and these arrays.
+
+    States are inputs of a measured program, as in a jitted step: as constants they would not count as arguments.
+
+    Attributes:
+        keys: of each array, its key path in ``(values of states by path, args, kwargs)``.
+    """
+
+    run: Callable
+    arrays: list[Any]
+    keys: list[tuple[Any, ...]]
+
+
+def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> ArrayProgram:
+    """A program that returns the outputs, and the values of the written states."""
+    pure, inputs = _functionalized(fun, args, kwargs)
+    arrays, static_part = partition(inputs, _is_array)
 
     def run(*arrays: Any) -> list[Any]:
         values, args, kwargs = static_part.combine(arrays)
         out, new_values = pure(values, *args, **kwargs)
         return _arrays_in(out, _written(values, new_values))
 
-    return run, arrays
+    return ArrayProgram(run, arrays, _keys(inputs))
 
 
-def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, list[Any]]:
-    """Outputs, values of the written states, and gradients as a function of arrays, and these arrays."""
-    pure = functionalize(fun)
-    arrays, static_part = partition((pure.values(*args, **kwargs), args, kwargs), lambda x: hasattr(x, "dtype"))
+def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> ArrayProgram:
+    """A program that returns the float outputs; other outputs with the values of the written states; the gradients."""
+    pure, inputs = _functionalized(fun, args, kwargs)
+    arrays, static_part = partition(inputs, _is_array)
 
     def run(*arrays: Any) -> tuple[list[Any], list[Any]]:
         values, args, kwargs = static_part.combine(arrays)
@@ -81,7 +96,22 @@ def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[C
         # Float outputs get cotangents. The others are returned too, so that XLA does not remove what computes them.
         return floats, _arrays_in(others.static, _written(values, new_values))
 
-    return with_pullback(run, [i for i, x in enumerate(arrays) if is_float(x)]), arrays
+    step = with_pullback(run, [i for i, x in enumerate(arrays) if is_float(x)])
+    return ArrayProgram(step, arrays, _keys(inputs))
+
+
+def _functionalized(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple]:
+    pure = functionalize(fun)
+    return pure, (pure.values(*args, **kwargs), args, kwargs)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "dtype")
+
+
+def _keys(inputs: tuple) -> list[tuple[Any, ...]]:
+    leaves = jax.tree_util.tree_flatten_with_path(inputs, is_leaf=_states.is_opaque)[0]
+    return [keys for keys, x in leaves if _is_array(x)]
 
 
 def _written(values: dict[str, Any], new_values: dict[str, Any]) -> list[Any]:
@@ -94,4 +124,4 @@ def _written(values: dict[str, Any], new_values: dict[str, Any]) -> list[Any]:
 
 
 def _arrays_in(*trees: Any) -> list[Any]:
-    return partition(trees, lambda x: hasattr(x, "dtype"))[0]
+    return partition(trees, _is_array)[0]
