@@ -91,27 +91,41 @@ const model = (() => {
     });
   }
 
-  // The layers of one or two profiles: the keys with most bytes at a peak, and one for all others.
+  // By key, the bytes at the peak, and the most bytes at any step.
+  function sizesOf(p, keys) {
+    const sizes = new Map(), changes = [];
+    const at = (i, step, bytes) => changes.push({ key: keys[i], step, bytes });
+    for (let i = 0; i < p.num_buffers; i++) {
+      if (keys[i] === null) continue;
+      if (!sizes.has(keys[i])) sizes.set(keys[i], { atPeak: 0, max: 0, now: 0 });
+      sizes.get(keys[i]).atPeak += aliveBytes(p, i, p.peak_step);
+      at(i, p.b.start[i], p.b.bytes[i]);
+      at(i, p.b.end[i], -p.b.taken[i]);
+      at(i, p.b.end[i] + 1, p.b.taken[i] - p.b.bytes[i]);
+    }
+    changes.sort((a, b) => a.step - b.step || a.bytes - b.bytes); // in a step, what ends is first
+    for (const { key, bytes } of changes) {
+      const size = sizes.get(key);
+      size.now += bytes;
+      size.max = Math.max(size.max, size.now);
+    }
+    return sizes;
+  }
+
+  // The layers of one or two profiles: the keys with most bytes, first those at a peak, and one layer for all others.
   function layersBy(profiles, mode) {
-    const sizes = new Map(), visible = new Set();
-    const keys = profiles.map(p => {
-      const atPeak = new Map(), area = new Map(), largest = new Map(), names = keysOf(p, mode);
-      for (let i = 0; i < p.num_buffers; i++) {
-        const key = names[i];
-        if (key === null) continue;
-        largest.set(key, Math.max(largest.get(key) || 0, p.b.bytes[i]));
-        if (p.b.start[i] <= p.peak_step && p.peak_step <= p.b.end[i]) atPeak.set(key, (atPeak.get(key) || 0) + aliveBytes(p, i, p.peak_step));
-        area.set(key, (area.get(key) || 0) + p.b.bytes[i] * (p.b.length[i] + 1) / p.num_steps);
+    const keys = profiles.map(p => keysOf(p, mode)), sizes = new Map(), visible = new Set();
+    profiles.forEach((p, n) => {
+      for (const [key, { atPeak, max }] of sizesOf(p, keys[n])) {
+        const known = sizes.get(key) || { atPeak: 0, max: 0 };
+        sizes.set(key, { atPeak: Math.max(known.atPeak, atPeak), max: Math.max(known.max, max) });
+        // A layer that stays below 1 in 200 of the peak would not be visible.
+        if (mode === "kind" || 200 * max >= p.peak_bytes) visible.add(key);
       }
-      // A layer that stays below 1 in 200 of the peak would not be visible.
-      const isVisible = (n, key) => { if (mode === "kind" || 200 * n >= p.peak_bytes) visible.add(key); };
-      atPeak.forEach(isVisible);
-      largest.forEach(isVisible);
-      for (const [key, n] of area) sizes.set(key, Math.max(sizes.get(key) || 0, (atPeak.get(key) || 0) + 1e-3 * n));
-      return names;
     });
-    const ranked = [...sizes.keys()].filter(key => visible.has(key)).sort((a, b) => sizes.get(b) - sizes.get(a) || (a < b ? -1 : 1));
-    const names = ranked.slice(0, ranked.length > MAX_LAYERS + 1 ? MAX_LAYERS : MAX_LAYERS + 1);
+    const sorted = (names, size) => names.sort((a, b) => size(sizes.get(b)) - size(sizes.get(a)) || (a < b ? -1 : 1));
+    const ranked = sorted([...visible], ({ atPeak, max }) => Math.max(atPeak, max / 2));
+    const names = sorted(ranked.slice(0, ranked.length > MAX_LAYERS + 1 ? MAX_LAYERS : MAX_LAYERS + 1), ({ atPeak, max }) => atPeak + max / 1e6);
     const hasOther = sizes.size > names.length || profiles.some(p => p.small);
     const other = hasOther ? names.length : -1;
     const index = new Map(names.map((name, i) => [name, i]));

@@ -78,7 +78,9 @@ class Timeline {
     const where = [info.phase, info.name, info.primitive, info.source, ...info.loops.map(loop => `in ${loop}`)].filter(Boolean).join(" · ");
     this.status.replaceChildren(h("b", {}, `Step ${formatCount(step + 1)}${isPeak ? " (peak)" : ""}: ${formatBytes(total[step])} alive`), ` ${where}`);
     const shown = layers.names.map((_, k) => k).sort((a, b) => (a === layers.other) - (b === layers.other) || rows[b][step] - rows[a][step]);
+    const focused = [...this.legend.children].find(item => item.contains(document.activeElement))?.dataset.layer;
     this.legend.replaceChildren(...shown.map(k => this.legendItem(k, rows[k][step], total[step])));
+    if (focused !== undefined) this.legend.querySelector(`[data-layer="${focused}"] button`)?.focus();
   }
 
   legendItem(k, bytes, total) {
@@ -90,7 +92,7 @@ class Timeline {
       list.changed();
     };
     const show = on => () => { this.hoveredLayer = on ? k : null; this.drawOver(); };
-    return h("li", { class: bytes ? "" : "zero" }, h("button", {
+    return h("li", { class: bytes ? "" : "zero", "data-layer": k }, h("button", {
       type: "button", "aria-pressed": isOn ? "true" : "false", title: `${layers.names[k]}: list its buffers`, onclick: toggle,
       onpointerenter: show(true), onpointerleave: show(false),
     }, swatch(k), this.legendName(layers.names[k]), h("b", {}, formatBytes(bytes)), h("span", { class: "dim" }, formatShare(bytes, total))));
@@ -286,7 +288,8 @@ class Timeline {
     if (i === null && layer === null) return;
     c.fillStyle = css("--card");
     c.globalAlpha = 0.7;
-    c.fillRect(PLOT.left, this.y(this.p.peak_bytes) + 2, this.width, PLOT.top + PLOT.height);
+    const top = this.y(this.p.peak_bytes) + 2; // below the label of the peak
+    c.fillRect(PLOT.left, top, this.width, this.y(0) - top);
     c.globalAlpha = 1;
     if (i === null) return this.drawBand(c, layer);
     const k = layers.of[this.index][i];
