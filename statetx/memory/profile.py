@@ -86,7 +86,7 @@ class MemoryProfile:
     @property
     def unused_bytes(self) -> int:
         """What the program reserves and does not use at the peak: gaps between buffers, and outputs not yet written."""
-        return self.peak_bytes - int(self.timeline[self.peak_step])
+        return self.peak_bytes - int(self.timeline.max(initial=0))
 
     def alive(self, step: int) -> list[Buffer]:
         """The buffers alive at a step, without constants, the largest first.
