@@ -21,6 +21,7 @@ QUERIES = {
     "dropout": {"how-to/dropout-and-batchnorm/"},
     "BPTT": {"how-to/long-sequences/"},
     "memory budget": {"planning/"},
+    "memory profile": {"how-to/memory-profile/"},
     "save model": {"how-to/saving/"},
     "fence": {"planning/", "concepts/remat/"},
 }
