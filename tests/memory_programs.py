@@ -18,7 +18,7 @@ def arrays(*shapes):
 
 
 class Case(NamedTuple):
-    """A function as it is and with the change, and what the report's first line must say."""
+    """A function without and with the change, and what the report's first line must say."""
 
     before: object
     after: object  # or a function of the change's text that returns it

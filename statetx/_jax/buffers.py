@@ -111,7 +111,7 @@ class Allocation(NamedTuple):
 
     Attributes:
         parameter: the number of the program's parameter that it holds, or None.
-        is_output, is_constant, is_thread_local: what it is for; a temporary allocation is nothing of that.
+        is_output, is_constant, is_thread_local: its use; a temporary allocation has none of these.
     """
 
     index: int
@@ -125,11 +125,7 @@ class Allocation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """An optimized, scheduled program with its buffer assignment.
-
-    Attributes:
-        donated: for each output, by its index, the number of the parameter whose memory it reuses.
-    """
+    """An optimized, scheduled program with its buffer assignment."""
 
     name: str
     entry: int
@@ -137,7 +133,6 @@ class CompiledProgram:
     instructions: dict[int, Instruction]
     values: dict[int, Value]
     allocations: Sequence[Allocation]
-    donated: dict[tuple[int, ...], int]
 
 
 def compiled_program(compiled: Any) -> CompiledProgram | None:
@@ -169,7 +164,6 @@ def decode(module_proto: bytes, assignment_proto: bytes) -> CompiledProgram | No
         instructions=computations.instructions,
         values=values,
         allocations=allocations,
-        donated=_donated(module[_Module.ALIASES]),
     )
 
 
@@ -209,7 +203,7 @@ class _Computations(dict[int, Computation]):
 class _Module:
     """Numbers of the fields of ``HloModuleProto``."""
 
-    NAME, COMPUTATIONS, ENTRY, SCHEDULE, ALIASES, STACK_FRAMES = 1, 3, 6, 7, 8, 17
+    NAME, COMPUTATIONS, ENTRY, SCHEDULE, STACK_FRAMES = 1, 3, 6, 7, 17
 
 
 class _Instruction:
@@ -255,12 +249,6 @@ def _stack_frames(index: Sequence[Any]) -> list[tuple[StackFrame, ...]]:
     for location, parent in parents:
         stacks.append((locations[location - 1], *(stacks[parent] if parent < len(stacks) else ())))
     return stacks
-
-
-def _donated(aliases: Sequence[Any]) -> dict[tuple[int, ...], int]:
-    if not aliases:
-        return {}
-    return {tuple(_ints(m[1])): _int(m, 2) for m in map(_message, _message(aliases[0])[1])}
 
 
 def _assignment(message: _Fields) -> tuple[dict[int, Value], list[Allocation]]:

@@ -78,7 +78,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         command.add_argument(
             "--no-gradient",
             action="store_true",
-            help="the function as it is, such as a training step, and not its gradient",
+            help="the function without its gradient, such as a training step",
         )
         command.add_argument(
             "--perfetto", metavar="FILE", help="write a trace for ui.perfetto.dev and chrome://tracing"

@@ -1,7 +1,7 @@
 """Changes of the program that would lower the peak, with the bytes that each would save.
 
-A change shortens the lifetimes of some buffers. What it saves is foretold from the timeline: the peak now, less the peak of the timeline
-without the buffers in the steps in which the changed program would not hold them. The foretold saving leaves out that XLA may fuse
+A change shortens the lifetimes of some buffers. What it saves is predicted from the timeline: the peak now, less the peak of the timeline
+without the buffers in the steps in which the changed program would not hold them. The prediction leaves out that XLA may fuse
 and place the changed program otherwise.
 """
 

@@ -3,16 +3,16 @@
 The schedule is made flat: what a loop, a conditional or a call runs stands before the instruction that runs it, once. A value lives from the
 step that defines it to the last step that reads it at any of its places: a tuple, a get-tuple-element, a loop's carry and the
 result of a branch are places of the values that they hold, not copies. XLA assigns memory by the same rule
-(``HloLiveRange`` in xla/hlo/utils), so two values that share memory never live at the same time; `overlaps` checks that.
+(``HloLiveRange`` in xla/hlo/utils), so two values that share memory never live at the same time: the tests check that.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from .._jax.buffers import Allocation, CompiledProgram, Computation, Instruction
+from .._jax.buffers import CompiledProgram, Computation, Instruction
 
 # What these return is an operand or part of one; they need no memory and read nothing.
 FORWARDS = {"tuple", "get-tuple-element", "bitcast", "parameter", "opt-barrier", "domain", "add-dependency"}
@@ -202,26 +202,3 @@ def _time_of_use(instruction: Instruction, schedule: Schedule) -> int:
     if instruction.opcode in ("while", "call"):
         return schedule.span[called(instruction)[0]][0]
     return schedule.step[instruction.id]
-
-
-def overlaps(program: CompiledProgram, found: Iterable[Lifetime]) -> list[tuple[Lifetime, Lifetime]]:
-    """Pairs of values that share memory and live at the same time, apart from the step in which one replaces the other."""
-    by_allocation: dict[int, list[Lifetime]] = defaultdict(list)
-    for lifetime in found:
-        by_allocation[lifetime.allocation].append(lifetime)
-    pairs = []
-    for group in by_allocation.values():
-        group.sort(key=lambda x: x.start)
-        for n, a in enumerate(group):
-            for b in group[n + 1 :]:
-                if b.start >= a.end:
-                    continue
-                if a.offset < b.offset + b.num_bytes and b.offset < a.offset + a.num_bytes:
-                    pairs.append((a, b))
-    return pairs
-
-
-def is_temporary(allocation: Allocation) -> bool:
-    return not (
-        allocation.parameter is not None or allocation.is_output or allocation.is_constant or allocation.is_thread_local
-    )

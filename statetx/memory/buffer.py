@@ -119,7 +119,7 @@ class Change(NamedTuple):
         action: "remat", "policy", "donate", "slots", "store", "microbatch" or "argument".
         target: the owner of what it saves.
         text: what to do, in one sentence.
-        saved_bytes: by how much the peak would fall, foretold from the buffers.
+        saved_bytes: by how much the peak would fall, predicted from the lifetimes of the buffers.
     """
 
     action: str
