@@ -108,7 +108,7 @@ def test_jax_policies_in_the_algebra():
     kept = policies.nothing | both
     named = lambda name: Value(_jax.name_primitive, (), {"name": name}, jax.typeof(1.0), names=frozenset({name}))  # noqa: E731
     assert kept.judge(named("a")).decision is Decision.SAVE
-    assert kept.judge(named("b")) == (Decision.OFFLOAD, "device", "pinned_host", "raise")
+    assert kept.judge(named("b")) == (Decision.OFFLOAD, "device", "pinned_host", "raise", None)
     assert kept.judge(named("c")).decision is Decision.RECOMPUTE
 
 

@@ -34,7 +34,7 @@ def inline(x: Any, consts: Sequence[Any] = (), *, calls: Collection[str], deep: 
     def run(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], call: Any, same_line: bool) -> list[Any]:
         def rule(eqn: Any, operands: list[Any]) -> list[Any]:
             eqn = eqn if call is None else _jax.inlined(eqn, call, same_line=same_line)
-            if eqn.primitive.name not in calls:
+            if eqn.primitive.name not in calls or _jax.is_storing(eqn):  # a report has one line for it, with its format
                 return copied(eqn, operands)
             inner, values = _jax.open_jaxpr(eqn.params[TABLE[eqn.primitive.name].jaxpr])
             # JAX caches the jaxprs of its own functions with the source lines of the first caller: take the line of this call.

@@ -48,6 +48,7 @@ class Row:
         runs, jaxpr: how it runs a jaxpr, and the name of the parameter that holds it (a tuple of jaxprs for branches).
         is_inlined: a listing or the planner's graph may show its equations in its place.
         flops: operations of an equation; None: one for each entry of the largest result.
+        bits: the operands that make a result of zeros and ones if they have no other entries; None if the operands alone do not.
     """
 
     is_view: bool = False
@@ -61,6 +62,7 @@ class Row:
     jaxpr: str = ""
     is_inlined: bool = False
     flops: Callable[[Any], float] | None = None
+    bits: slice | None = None
 
 
 # -- floating-point operations ---------------------------------------------------------------------------------------
@@ -147,6 +149,8 @@ _ENTRIES, _VALUE = Forwards.ENTRIES, Forwards.VALUE
 TABLE: dict[str, Row] = {
     # The result is the operand.
     **_rows(f"name {_jax.mark_primitive.name}", is_view=True, forwards=_VALUE, is_label=True, fuses=True, flops=_free),
+    **_rows("statetx_stored statetx_attach", is_view=True, forwards=_VALUE, is_label=True, fuses=True, flops=_free),
+    **_rows("statetx_link", is_view=True, forwards=_ENTRIES, is_label=True, fuses=True, flops=_free),
     **_rows(_jax.runs_primitive.name, is_view=True, forwards=_VALUE, is_label=True, fuses=True, flops=_free),
     **_rows("reduce_precision", forwards=_VALUE, is_label=True, fuses=True, flops=_free),
     **_rows("copy copy_p", is_view=True, forwards=_VALUE, fuses=True, flops=_free),
@@ -216,7 +220,21 @@ TABLE: dict[str, Row] = {
     **_rows("cond", runs=Runs.BRANCH, jaxpr="branches"),
 }
 
+
+def _set_bits(names: str, operands: slice) -> None:
+    for name in names.split():
+        TABLE[name] = dataclasses.replace(TABLE.get(name, _DEFAULT), bits=operands)
+
+
 _DEFAULT = Row()
+
+# Entries of the first operand, or functions of them that take 0 to 0 and 1 to 1; of all operands; of some.
+_set_bits(" ".join(name for name, row in TABLE.items() if row.forwards), slice(1))
+_set_bits("abs ceil dynamic_slice floor real rev round sign slice sqrt stop_gradient", slice(1))
+_set_bits("square reduce_max reduce_min reduce_prod", slice(1))
+_set_bits("and concatenate max min mul or pad xor", slice(None))
+_set_bits("select_n", slice(1, None))
+_set_bits("dynamic_update_slice", slice(2))
 
 
 def row_of(eqn: Any) -> Row:

@@ -143,6 +143,20 @@ def closed_like(x: Any, jaxpr: Jaxpr) -> Any:
     return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, ())
 
 
+def spliced(jaxpr: Jaxpr, sources: Sequence[Any], targets: Sequence[Any], like: Any) -> list[Any]:
+    """The equations of a jaxpr without constants between other variables, with the source line of the equation `like`."""
+    eqns: list[Any] = []
+
+    def copied(eqn: Any, operands: list[Any]) -> list[Any]:
+        outvars = [Var(v.aval) for v in eqn.outvars]
+        eqns.append(eqn.replace(invars=operands, outvars=outvars, source_info=like.source_info))
+        return outvars
+
+    outs = interpret(jaxpr, sources, copied, literal=lambda atom: atom)
+    renamed = dict(zip(outs, targets, strict=True))
+    return [e.replace(outvars=[renamed.get(v, v) for v in e.outvars]) for e in eqns]
+
+
 def with_scope(eqn: Any, name: str) -> Any:
     """Add a name to the equation's name stack; everything that JAX derives from the equation inherits it."""
     info = eqn.source_info

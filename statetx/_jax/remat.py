@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,6 @@ from jax._src import core as _core
 from jax._src import effects as _effects
 from jax._src.ad_checkpoint import remat_p
 from jax._src.interpreters import ad as _ad
-from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lib import version as _jaxlib_version
@@ -23,6 +23,7 @@ from jaxlib.mlir import ir
 from . import patches
 from .editing import map_jaxprs
 from .equations import ClosedJaxpr, Jaxpr, Var, inner_jaxprs, open_jaxpr
+from .marks import attach_primitive, mark_primitive
 from .rules import _closed_over, has_rule, with_rule
 from .traces import JAX_FOLDER, traceback_site
 
@@ -75,25 +76,6 @@ def with_sharding(ctx: Any, x: Any, aval: Any) -> Any:
 CPU_DROPS_BARRIERS = _jaxlib_version < (0, 11, 1)
 """Whether XLA on CPUs removes optimization barriers before it merges equal computations (measured: 0.10.2, 0.11.0, 0.11.1, 0.11.2)."""
 
-mark_primitive = _core.Primitive("statetx_mark")
-"""The identity, on a value that a region of `statetx.remat` saves: ``region`` is the number of the region, ``what`` a label,
-which says whether the value is saved or offloaded (the planner writes the value's place). Unlike a name, JAX's policies ignore it."""
-
-mark_primitive.def_impl(lambda x, **_: x)
-mark_primitive.def_abstract_eval(lambda x, **_: x)
-
-_ad.primitive_jvps[mark_primitive] = lambda primals, tangents, **params: (
-    mark_primitive.bind(*primals, **params),
-    tangents[0],  # not marked: the primitive has no transpose
-)
-
-_batching.primitive_batchers[mark_primitive] = lambda args, dims, **params: (
-    mark_primitive.bind(*args, **params),
-    dims[0],
-)
-
-_mlir.register_lowering(mark_primitive, lambda ctx, x, **_: [x])
-
 
 def _insert_reduce_precision(jaxpr: Jaxpr, num_res: int) -> Jaxpr:
     """Round residuals to their own precision, as JAX's function of this name, except where this is a mere copy.
@@ -102,6 +84,10 @@ def _insert_reduce_precision(jaxpr: Jaxpr, num_res: int) -> Jaxpr:
     has none for float32 and float64, so marked values of these types are skipped, and so are complex values, on which JAX's
     function fails.
     """
+    return _ordered(_round_residuals(jaxpr, num_res))
+
+
+def _round_residuals(jaxpr: Jaxpr, num_res: int) -> Jaxpr:
     marked = {e.outvars[0] for e in jaxpr.eqns if e.primitive is mark_primitive}
     first = len(jaxpr.outvars) - num_res
     outs, res = jaxpr.outvars[:first], jaxpr.outvars[first:]
@@ -123,6 +109,37 @@ def _insert_reduce_precision(jaxpr: Jaxpr, num_res: int) -> Jaxpr:
     return new.replace(outvars=jaxpr.outvars)
 
 
+def _ordered(jaxpr: Jaxpr) -> Jaxpr:
+    """The forward pass of a region as one equation, if it stores values in another form and what follows must wait for that.
+
+    A scheduler that reads ahead would start what follows, or encode late, and hold the values that are encoded (decision 29).
+    """
+    first = next((e for e in jaxpr.eqns if _stores_in_order(e)), None)
+    if first is None:
+        return jaxpr
+    invars, outvars = [Var(v.aval) for v in jaxpr.invars], [Var(v.aval) for v in jaxpr.outvars]
+    params = {"jaxpr": jaxpr, "policy": Ordered(), "prevent_cse": False, "differentiated": False}
+    eqn = _core.new_jaxpr_eqn(invars, outvars, remat_p, params, jaxpr.effects, first.source_info, first.ctx)
+    return jaxpr.replace(invars=invars, outvars=outvars, eqns=[eqn])
+
+
+def _stores_in_order(eqn: Any) -> bool:
+    """Whether an equation, or one inside of it, is the forward pass of a value that is stored in another form."""
+    if eqn.primitive is attach_primitive:
+        return eqn.params["is_ordered"]
+    if eqn.primitive is remat_p:  # a region has its own order
+        return False
+    return any(_stores_in_order(e) for inner in inner_jaxprs(eqn) for e in inner.eqns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ordered:
+    """The policy of an equation that runs as a whole before what follows (`_ordered`), and under differentiation saves everything."""
+
+    def __call__(self, *_: Any, **__: Any) -> bool:
+        return True
+
+
 _EXACT = (np.dtype("float32"), np.dtype("float64"))
 _COMPLEX = (np.dtype("complex64"), np.dtype("complex128"))
 _insert_reduce_precision_as_jax = _ad_checkpoint._insert_reduce_precision
@@ -132,14 +149,9 @@ patches.replace(
     _ad_checkpoint,
     _insert_reduce_precision,
     "JAX copies every residual of a rematerialized function, to round it to its own precision. The compiler has no excess precision for "
-    "float32 and float64, so values that statetx marks are not copied, nor are complex values, on which JAX's function fails.",
+    "float32 and float64, so values that statetx marks are not copied, nor are complex values, on which JAX's function fails. A forward pass that stores values in "
+    "another form becomes one equation.",
 )
-
-
-def mark_equation(like: Any, source: Any, target: Any, *, region: int, what: str) -> Any:
-    """An equation ``target = mark(source)``, with the source line and context of the equation `like`."""
-    params = {"region": region, "what": what}
-    return _core.new_jaxpr_eqn([source], [target], mark_primitive, params, _core.no_effects, like.source_info, like.ctx)
 
 
 name_primitive = _ad_checkpoint.name_p

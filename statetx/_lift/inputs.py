@@ -25,12 +25,18 @@ class InputNames(Sequence[str]):
     Args:
         fun: the user's function.
         arguments: maps the inputs of the trace to the arguments of `fun`.
+        num_arguments: the number of inputs that are arguments; a trace sets it.
     """
 
-    def __init__(self, fun: Callable, arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]] | None = None):
+    def __init__(
+        self,
+        fun: Callable,
+        arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]] | None = None,
+        num_arguments: int = 0,
+    ):
         self.fun: Callable | None = fun
         self.arguments = arguments
-        self.num_arguments = 0
+        self.num_arguments = num_arguments
         self.lifting: Lifting | None = None
         self._named: list[tuple[str, Any]] = []  # what an error has named: the name, and the state or None
 

@@ -17,6 +17,7 @@ from .._tree import freeze
 from .._typing import Filter
 from .policy import Policy, frozen_policy
 from .rewriter import Rewriter
+from .stored import BITS
 from .value import RECOMPUTE, SAVE, Decision, Value, Verdict
 
 
@@ -66,6 +67,17 @@ class Dots(Policy):
         return "dots" if self.batched else "dots_without_batch_dims"
 
 
+@frozen_policy
+class Masks(Policy):
+    def judge(self, value: Value) -> Verdict:
+        if value.type.dtype != bool or value.is_view:
+            return RECOMPUTE
+        return SAVE._replace(stored=BITS if BITS.shrinks(value.type) else None)
+
+    def __repr__(self) -> str:
+        return "masks"
+
+
 def _option(policy: Any) -> str:
     return "" if policy.missing == "raise" else f", missing={policy.missing!r}"
 
@@ -94,6 +106,9 @@ class Names(Policy):
     def judge(self, value: Value) -> Verdict:
         return SAVE if value.names & self.chosen else RECOMPUTE
 
+    def selects_by_name(self, value: Value) -> bool:
+        return bool(value.names & self.chosen)
+
     def unmatched(self, values: Sequence[Value]) -> str:
         return _unmatched(self.chosen, (name for v in values for name in v.names), "name")
 
@@ -105,6 +120,9 @@ class Names(Policy):
 class ExceptNames(Names):
     def judge(self, value: Value) -> Verdict:
         return RECOMPUTE if value.is_view or value.names & self.chosen else SAVE
+
+    def selects_by_name(self, value: Value) -> bool:
+        return False
 
     def __repr__(self) -> str:
         return f"except_{super().__repr__()}"
@@ -118,6 +136,9 @@ class Size(Policy):
     def judge(self, value: Value) -> Verdict:
         is_saved = value.nbytes > self.limit if self.larger else value.nbytes < self.limit
         return SAVE if is_saved and not value.is_view else RECOMPUTE
+
+    def selects_by_name(self, value: Value) -> bool:
+        return False
 
     def __repr__(self) -> str:
         return f"{'larger' if self.larger else 'smaller'}_than({size_literal(self.limit)})"
@@ -152,6 +173,9 @@ class Path(Policy):
         # last product.
         is_saved = any(fnmatch.fnmatchcase(o.path, self.pattern) for o in value.nearest_states)
         return SAVE if is_saved and not value.is_view else RECOMPUTE
+
+    def selects_by_name(self, value: Value) -> bool:
+        return False
 
     def unmatched(self, values: Sequence[Value]) -> str:
         paths = sorted({o.path for v in values for o in v.nearest_states})
@@ -216,8 +240,10 @@ class Offload(Policy):
         return (self.inner,)
 
     def judge(self, value: Value) -> Verdict:
-        is_offloaded = self.inner.judge(value).decision is not Decision.RECOMPUTE
-        return Verdict(Decision.OFFLOAD, self.src, self.dst, self.otherwise) if is_offloaded else RECOMPUTE
+        verdict = self.inner.judge(value)
+        if verdict.decision is Decision.RECOMPUTE:
+            return RECOMPUTE
+        return Verdict(Decision.OFFLOAD, self.src, self.dst, self.otherwise, verdict.stored)
 
     def __repr__(self) -> str:
         inner = _listed(self.inner) if type(self.inner) is Names else repr(self.inner)
@@ -243,6 +269,13 @@ class JaxPolicy(Policy):
         answers = [self.fun(value.primitive, *value.inputs, **value.params)]
         answers += [self.fun(_jax.name_primitive, value.type, name=name) for name in value.names]
         return max(map(_verdict, answers), key=lambda v: v.decision)
+
+    def selects_by_name(self, value: Value) -> bool:
+        by_name = any(
+            _verdict(self.fun(_jax.name_primitive, value.type, name=name)) != RECOMPUTE for name in value.names
+        )
+        # A policy that saves everything saves names too.
+        return by_name and _verdict(self.fun(value.primitive, *value.inputs, **value.params)) == RECOMPUTE
 
     def unmatched(self, values: Sequence[Value]) -> str:
         return _unmatched(_jax.names_in_policy(self.fun), (name for v in values for name in v.names), "name")
@@ -289,6 +322,11 @@ dots: Policy = Dots(True)
 
 dots_without_batch_dims: Policy = Dots(False)
 """Save the results of matrix products without batch dimensions. A ``vmap`` around the function adds none."""
+
+
+masks: Policy = Masks()
+"""Save the booleans that the backward pass needs, eight to a byte: where an input of ``relu`` is positive, which entries ``where`` or a dropout
+chose, where a maximum is. In place of booleans of a byte, or of the floats that they would be computed again from."""
 
 
 def names_of(policy: Policy | Rewriter) -> frozenset[str]:

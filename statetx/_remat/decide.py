@@ -11,35 +11,70 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .. import _jax, _states
+from .._equations.primitives import Runs, row_of
 from .._errors import PolicyError, PolicyWarning
 from .._jax import Jaxpr
-from . import mark
-from .atoms import JaxPolicy, Marks, everything, names_of, nothing
+from .._tree import is_float
+from . import declared, mark
+from .atoms import JaxPolicy, Marks, Masks, everything, names_of, nothing
 from .mark import KeepMarked, Labels
 from .override import override
 from .policy import Policy
+from .stored import StoredType
 from .survey import Address, Rule, Site, Survey, names_out_of_reach
-from .value import SAVE, Decision, StateRef, Verdict
+from .value import SAVE, Decision, StateRef, Value, Verdict
 
 
-def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]], name: str) -> tuple[Jaxpr, Any]:
+def apply(
+    policy: Policy,
+    jaxpr: Jaxpr,
+    origins: Sequence[frozenset[StateRef]],
+    name: str,
+    *,
+    inputs_stored_as: Sequence[StoredType | None] = (),
+    input_names: Sequence[str] = (),
+    is_ordered: bool = False,
+) -> tuple[Jaxpr, Any]:
     """Return the jaxpr and the JAX policy that together save the values that `policy` selects.
 
     Args:
         policy: judges the equations of `jaxpr`. A policy of JAX is returned unchanged.
         origins: for each of the first inputs, the state that it is the value of, if any.
         name: the function's name, for messages.
+        inputs_stored_as: for each of the last inputs, the format to store it in; None to store it unchanged.
+        input_names: the names of these, for messages; ``str`` of it is the function's place.
+        is_ordered: whether what follows the forward pass waits until values are stored in fewer bits. Within a loop nothing follows.
 
     Raises:
         PolicyError: the policy names a value that does not occur, or a memory that the devices do not have.
     """
     jaxpr = _jax.without_remat3(jaxpr)
+    # JAX asks its own policies about every equation, so one that saves everything would save what is decoded, too: it judges
+    # the values of the function instead, as in a combination.
+    judges = any(format is not None for format in inputs_stored_as)
+    jaxpr, jax_policy = _apply(policy, jaxpr, origins, name, is_ordered, judges=judges)
+    first = len(jaxpr.invars) - len(inputs_stored_as)
+    labels = {
+        first + n: _stored((input_names, n), f, jaxpr.invars[first + n].aval, is_ordered=is_ordered)
+        for n, f in enumerate(inputs_stored_as)
+        if f is not None and f.shrinks(jaxpr.invars[first + n].aval)
+    }
+    if not labels:
+        return jaxpr, jax_policy
+    keep = jax_policy or KeepMarked(max(Survey(jaxpr).regions, default=-1) + 1)
+    return mark.mark_inputs(jaxpr, labels, region=keep.region), keep
+
+
+def _apply(
+    policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]], name: str, is_ordered: bool, *, judges: bool
+) -> tuple[Jaxpr, Any]:
     if policy == nothing:
         return jaxpr, None
     # Without marks: each would be an equation to stage, only to save what JAX's own policy saves.
-    if policy == everything:
+    if policy == everything and not judges:
         return jaxpr, jax.checkpoint_policies.everything_saveable
     if isinstance(policy, Marks):
         return keep(jaxpr, dict(policy.marks))
@@ -49,15 +84,19 @@ def apply(policy: Policy, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]], 
     # A JAX policy that a user wrote may select values that only the derivative computes, which the survey does not see.
     if matches and not (isinstance(policy, JaxPolicy) and not _jax.is_jax_policy(policy.fun)):
         _check_difference(policy, survey.all_sites, name)
-    if isinstance(policy, JaxPolicy):
+    if isinstance(policy, JaxPolicy) and not judges:
         return jaxpr, policy.fun
 
-    labels: dict[Address, Any] = {**decide(policy, survey.sites)}
+    labels: dict[Address, Any] = {**decide(policy, survey.sites, is_ordered=is_ordered)}
     for address, rule in survey.rules.items():
         # Judged by the rule for all operands, since nobody knows yet which JAX will ask for. A rule that branches on
         # zero tangents may compute other values: these are recomputed.
         if decide(policy, rule.survey.sites):
-            labels[(*address, mark.RULE)] = _Deferred(policy, rule)
+            labels[(*address, mark.RULE)] = _Deferred(policy, rule, is_ordered and len(address) == 1)
+    if any(isinstance(atom, Masks) for atom in policy.atoms()):
+        for site in survey.sites:
+            if _has_masks(site.eqn):
+                labels[(*site.address[:-1], mark.RULE)] = _MasksOfRule(policy, is_ordered and len(site.address) == 2)
     return _marked(jaxpr, labels, survey)
 
 
@@ -81,18 +120,75 @@ class _Deferred:
 
     policy: Policy
     rule: Rule
+    is_ordered: bool
 
     def __call__(self, jaxpr: Jaxpr) -> Labels:
         start = len(self.rule.address) + 1  # addresses in labels are relative to the rule's jaxpr
-        labels = decide(self.policy, Survey.of_rule(self.rule, jaxpr).sites)
+        labels = decide(self.policy, Survey.of_rule(self.rule, jaxpr).sites, is_ordered=self.is_ordered)
         return {address[start:]: label for address, label in labels.items()}
 
 
-def decide(policy: Policy, sites: Sequence[Site]) -> dict[Address, str]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class _MasksOfRule:
+    """A policy's decision about the booleans that an operation's own derivative computes, such as where a maximum is."""
+
+    policy: Policy
+    is_ordered: bool
+
+    def __call__(self, jaxpr: Jaxpr) -> Labels:
+        return decide(self.policy, _masks(jaxpr), is_ordered=self.is_ordered)
+
+
+def _masks(jaxpr: Jaxpr) -> list[Site]:
+    """The boolean arrays that a derivative computes."""
+    return [
+        Site((i, n), Value(eqn.primitive, tuple(x.aval for x in eqn.invars), eqn.params, v.aval, is_bits=True), eqn)
+        for i, eqn in enumerate(jaxpr.eqns)
+        for n, v in enumerate(eqn.outvars)
+        if _is_bool(v.aval) and not _jax.is_dropped(v)
+    ]
+
+
+def _is_bool(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.bool_)
+
+
+_masked: dict[Any, bool] = {}  # by primitive
+
+
+def _has_masks(eqn: Any) -> bool:
+    """Whether the derivative of an operation computes booleans; its parameters do not matter to that."""
+    if _jax.has_rule(eqn) or _jax.loop_of(eqn) is not None or row_of(eqn).runs is not Runs.NOT:
+        return False
+    if eqn.primitive not in _masked:
+        jaxpr = mark.derivative_of(eqn)
+        if jaxpr is None:
+            return False  # for lack of floats, perhaps
+        results = set(map(id, jaxpr.outvars))
+        _masked[eqn.primitive] = any(id(site.eqn.outvars[site.address[1]]) not in results for site in _masks(jaxpr))
+    return _masked[eqn.primitive] and any(is_float(v.aval) for v in eqn.invars)
+
+
+def decide(policy: Policy, sites: Sequence[Site], *, is_ordered: bool = False) -> dict[Address, mark.Label]:
     """The labels of the values that a policy saves or offloads."""
-    verdicts = [(site.address, policy.judge(site.value)) for site in sites]
+    verdicts = [(site, policy.judge(site.value)) for site in sites]
     spaces = _jax.memory_spaces() if any(v.decision is Decision.OFFLOAD for _, v in verdicts) else ()
-    return {address: _label(v, policy, spaces) for address, v in verdicts if v.decision is not Decision.RECOMPUTE}
+    labels = {}
+    for site, verdict in verdicts:
+        if verdict.decision is not Decision.RECOMPUTE:
+            label = _label(verdict, policy, spaces)
+            if verdict.stored is not None:
+                label = _stored(site, verdict.stored, site.value.type, what=label, is_ordered=is_ordered)
+            labels[site.address] = label
+    return labels
+
+
+def _stored(
+    source: Site | declared.Input, format: StoredType, aval: Any, *, what: str = mark.SAVE, is_ordered: bool = False
+) -> mark.Stored:
+    """The label of a value that is stored in fewer bits; `source` is where it comes from."""
+    is_declared = format.is_exact and not _is_bool(aval) and not (isinstance(source, Site) and source.value.is_bits)
+    return mark.Stored(format, what, is_ordered, declared.check_of(source, format) if is_declared else None)
 
 
 def _label(verdict: Verdict, policy: Policy, spaces: Sequence[str]) -> str:
@@ -120,9 +216,7 @@ def _check_difference(policy: Policy, sites: Sequence[Site], name: str) -> None:
     is_nothing = all(v.decision is Decision.RECOMPUTE for v in verdicts_of_policy)
     # Views do not count: `everything` does not save them, but a policy by name may.
     is_everything = all(
-        v.decision is Decision.SAVE
-        for v, e in zip(verdicts_of_policy, verdicts_of_everything, strict=True)
-        if e == SAVE
+        v.rank == SAVE.rank for v, e in zip(verdicts_of_policy, verdicts_of_everything, strict=True) if e == SAVE
     )
     equivalent = nothing if is_nothing else everything if is_everything else None
     if equivalent is not None and policy != equivalent and not policy.is_plain:

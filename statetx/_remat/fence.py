@@ -45,21 +45,31 @@ def with_fence(policy: Any, fence: str | None) -> Any:
 def _lower(
     as_jax: Callable, ctx: Any, *args: Any, jaxpr: Jaxpr, differentiated: bool, policy: Any, **params: Any
 ) -> Any:
+    if isinstance(policy, _jax.Ordered):
+        return _lower_in_order(as_jax, ctx, *args, jaxpr=jaxpr)
     drops_barriers = _jax.CPU_DROPS_BARRIERS and _jax.platforms(ctx) == ("cpu",)
     is_fenced = isinstance(policy, Fenced) and (policy.fence == "cond" or drops_barriers)
 
+    # The undifferentiated function is the first computation: only the recomputation, which has the cotangents among
+    # its inputs, goes into the branch.
+    if not (differentiated and is_fenced and _is_plain(ctx, jaxpr)):
+        return as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
+    if any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns):
+        jaxpr = in_canonical_order(jaxpr)
+    return _lower_as_branch(as_jax, ctx, *args, jaxpr=jaxpr)
+
+
+def _is_plain(ctx: Any, jaxpr: Jaxpr) -> bool:
+    """Whether a function can be lowered as a branch."""
     # In shard_map a value's type says on which devices it differs, and both branches would have to agree on that.
     is_plain = not jaxpr.effects and not any(getattr(getattr(a, "mat", None), "varying", ()) for a in ctx.avals_in)
     # A symbolic size (jax.export) cannot be compared with others.
     avals = (*ctx.avals_in, *ctx.avals_out)
     is_plain = is_plain and all(isinstance(d, int) for a in avals for d in getattr(a, "shape", ()))
-    # The undifferentiated function is the first computation: only the recomputation, which has the cotangents among
-    # its inputs, goes into the branch.
-    if not (differentiated and is_fenced and is_plain and any(map(_has_bits, ctx.avals_in))):
-        return as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
-    if any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns):
-        jaxpr = in_canonical_order(jaxpr)
+    return is_plain and any(map(_has_bits, ctx.avals_in))
 
+
+def _lower_as_branch(as_jax: Callable, ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any:
     # Branch 1 is always taken: the index is never 0, and an index beyond the last branch means the last.
     types = [_jax.ir_type(aval) for aval in ctx.avals_out]
     is_divided = _jax.num_devices(ctx) > 1 and _jax.platforms(ctx) == ("cpu",)
@@ -71,6 +81,18 @@ def _lower(
         # Called so, JAX's rule adds no barrier: the branch takes its place.
         hlo.return_(as_jax(ctx, *args, jaxpr=jaxpr, differentiated=False, policy=None, prevent_cse=False))
     return [_jax.with_sharding(ctx, x, aval) for x, aval in zip(branches.results, ctx.avals_out, strict=True)]
+
+
+def _lower_in_order(as_jax: Callable, ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any:
+    """Lower a forward pass that stores values in fewer bits, such that it ends before anything that reads its results begins.
+
+    XLA:CPU's scheduler starts whatever is ready, and would encode late. It runs a branch as a whole; a barrier has no effect on it.
+    """
+    if _jax.platforms(ctx) == ("cpu",) and _is_plain(ctx, jaxpr):
+        return _lower_as_branch(as_jax, ctx, *args, jaxpr=jaxpr)
+    outs = as_jax(ctx, *args, jaxpr=jaxpr, differentiated=False, policy=None, prevent_cse=False)
+    results = hlo.OptimizationBarrierOp(outs).results
+    return [_jax.with_sharding(ctx, x, aval) for x, aval in zip(results, ctx.avals_out, strict=True)]
 
 
 _jax.set_remat_lowering(_lower)

@@ -5,6 +5,8 @@ value from another. A value to save therefore passes through an identity primiti
 for JAX saves marked values (decision 19). Some derivative rules read the result of the operation itself (``exp``, ``tanh``, a maximum). Such a rule
 is made to read the marked result; else saving it would not spare its recomputation.
 
+A value that is stored in fewer bits passes through other primitives (`_jax.store`), of which the codes are marked.
+
 Rematerialized functions nest. Each has a region number, greater than the numbers of all functions within it, and writes it on its marks. So a
 function saves what its own policy selects, at any depth, and nothing that the inner policies select.
 """
@@ -24,10 +26,12 @@ from .._equations.primitives import row_of
 from .._jax import Jaxpr, Literal, Var
 from .._positions import function_of
 from .._tree import is_float
+from .stored import StoredType
 from .survey import Address
 
+Label = Any
 Labels = Mapping[Address, Any]
-"""The labels of values to mark, by address (`survey.Site`): `SAVE` or `offload`. For the rule of a custom derivative: a function from the rule's
+"""The labels of values to mark, by address (`survey.Site`): `SAVE`, `offload` or a `Stored`. For the rule of a derivative: a function from the rule's
 jaxpr to the labels of the values in it, at the address of the call with `RULE` in place of the output's index."""
 
 SAVE = "save"
@@ -37,6 +41,23 @@ RULE = -1
 def offload(src: str, dst: str) -> str:
     """The label of a value that is stored in another memory."""
     return f"offload:{src}:{dst}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """The label of a value that is stored in fewer bits.
+
+    Attributes:
+        type: the format.
+        what: the label of what is stored: `SAVE` or `offload`.
+        is_ordered: whether the forward pass waits until the value is encoded.
+        check: ``(x) -> None``, called on the host with the value, to find a wrong declaration; None for no check.
+    """
+
+    type: StoredType
+    what: str = SAVE
+    is_ordered: bool = False
+    check: Callable[[Any], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +122,11 @@ class _Marker(NamedTuple):
         if _jax.has_rule(eqn):
             return [self._custom_derivative(eqn, result_labels, rule)]
         # The derivative of this package's loops reads stored carries, not results.
-        if result_labels and _jax.loop_of(eqn) is None and _reads_results(eqn, result_labels):
-            return [self._derivative(eqn, result_labels)]
+        if rule is not None or (result_labels and _jax.loop_of(eqn) is None and _reads_results(eqn, result_labels)):
+            return [self._derivative(eqn, result_labels, rule)]
         return self.results(eqn, result_labels)
 
-    def results(self, eqn: Any, labels: Mapping[int, str]) -> list[Any]:
+    def results(self, eqn: Any, labels: Mapping[int, Label]) -> list[Any]:
         """The equation, then a mark on each labeled result. Every other equation reads the marked variable."""
         outvars, marks = list(eqn.outvars), []
         for n, label in labels.items():
@@ -113,8 +134,14 @@ class _Marker(NamedTuple):
             if not _jax.is_dropped(target):
                 # The mark defines the old variable, so that the other equations need no change.
                 source = outvars[n] = Var(target.aval)
-                marks.append(_jax.mark_equation(eqn, source, target, region=self.region, what=label))
+                marks += self.mark(eqn, source, target, label)
         return [eqn.replace(outvars=outvars), *marks]
+
+    def mark(self, eqn: Any, source: Any, target: Any, label: Label) -> list[Any]:
+        """The equations that make `target` the marked `source`, a result of `eqn`."""
+        if isinstance(label, Stored):
+            return _stored(eqn, source, target, label, self.region)
+        return [_jax.mark_equation(eqn, source, target, region=self.region, what=label)]
 
     def _with_inner_marks(self, eqn: Any, labels: Labels) -> Any:
         """The equation with marks in the jaxprs among its parameters."""
@@ -137,7 +164,7 @@ class _Marker(NamedTuple):
         )
 
     def _custom_derivative(
-        self, eqn: Any, result_labels: Mapping[int, str], rule: Callable[[Jaxpr], Labels] | None
+        self, eqn: Any, result_labels: Mapping[int, Label], rule: Callable[[Jaxpr], Labels] | None
     ) -> Any:
         """The call with marks in its rule: on the results, and on values that only the rule computes."""
         mark_in_rule = functools.partial(mark, region=self.region, in_rule=True)
@@ -151,8 +178,10 @@ class _Marker(NamedTuple):
         jaxpr = _jax.open_jaxpr(call)[0]
         return _jax.with_rule(eqn, edit, mark_in_rule(call, _labels_of_variables(jaxpr, jaxpr.outvars, result_labels)))
 
-    def _derivative(self, eqn: Any, result_labels: Mapping[int, str]) -> Any:
-        """The operation as a ``custom_jvp`` with marked results, whose rule reads the marked results."""
+    def _derivative(
+        self, eqn: Any, result_labels: Mapping[int, Label], rule_labels: Callable[[Jaxpr], Labels] | None = None
+    ) -> Any:
+        """The operation as a ``custom_jvp`` with marked results, whose rule reads them and marks values of its own."""
         # JAX's rule for `exp`, say, reads the result inside the equation, before any mark. As a `custom_jvp` the
         # equation is replaced by its rule under differentiation, and there the result and all its readers are in
         # sight.
@@ -171,7 +200,8 @@ class _Marker(NamedTuple):
                 i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and is_float(primals[i])
             ]
             jaxpr, consts = _jvp(plain, [_jax.abstract(x) for x in primals], diff_indices)
-            labels = _labels_of_variables(jaxpr, jaxpr.outvars[: len(eqn.outvars)], result_labels)
+            labels = {} if rule_labels is None else dict(rule_labels(jaxpr))
+            labels |= _labels_of_variables(jaxpr, jaxpr.outvars[: len(eqn.outvars)], result_labels)
             outs = _jax.evaluate(mark_in_rule(jaxpr, labels), consts, [*primals, *(tangents[i] for i in diff_indices)])
 
             values, out_tangents = outs[: len(eqn.outvars)], iter(outs[len(eqn.outvars) :])
@@ -190,23 +220,42 @@ class _Marker(NamedTuple):
         return call.replace(invars=invars, outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx)
 
 
-def _labels_of_variables(jaxpr: Jaxpr, variables: Sequence[Any], labels: Mapping[int, str]) -> dict[Address, str]:
+def mark_inputs(jaxpr: Jaxpr, labels: Mapping[int, Stored], *, region: int) -> Jaxpr:
+    """Store inputs of a jaxpr without constants in fewer bits; `labels` has the formats by the indices of the inputs."""
+    if not labels or not jaxpr.eqns:
+        return jaxpr
+    invars, eqns = list(jaxpr.invars), []
+    for n, label in labels.items():
+        invars[n] = Var(jaxpr.invars[n].aval)
+        eqns += _stored(jaxpr.eqns[0], invars[n], jaxpr.invars[n], label, region)
+    return _jax.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars, eqns=[*eqns, *jaxpr.eqns])
+
+
+def _stored(like: Any, source: Any, target: Any, label: Stored, region: int) -> list[Any]:
+    """The equations that make `target` the value of `source`, but with the residual that the label says."""
+
+    def run(x: Any) -> list[Any]:
+        params = {"region": region, "what": label.what, "is_ordered": label.is_ordered}
+        return [_jax.store(x, label.type, label.check, **params)]
+
+    with like.ctx.manager:
+        jaxpr, consts = _jax.stage(run, [source.aval], traced_for="statetx.remat", name="stored")
+    assert not consts
+    return _jax.spliced(jaxpr, [source], [target], like)
+
+
+def _labels_of_variables(jaxpr: Jaxpr, variables: Sequence[Any], labels: Mapping[int, Label]) -> dict[Address, Label]:
     """Labels given by index into `variables`, by the addresses at which the jaxpr computes these."""
     label_of = {variables[n]: label for n, label in labels.items() if not isinstance(variables[n], Literal)}
     outputs = ((i, n, v) for i, eqn in enumerate(jaxpr.eqns) for n, v in enumerate(eqn.outvars))
     return {(i, n): label_of[v] for i, n, v in outputs if v in label_of}
 
 
-def _reads_results(eqn: Any, labels: Mapping[int, str]) -> bool:
+def _reads_results(eqn: Any, labels: Mapping[int, Label]) -> bool:
     """Whether the derivative of an operation is computed from its labeled results."""
-    plain = _jax.function_of(eqn)
-    types = [v.aval for v in plain.invars]
-    try:
-        with eqn.ctx.manager:
-            jaxpr, _ = _jvp(plain, types, [i for i, t in enumerate(types) if is_float(t)])
-    except Exception:
-        return False  # an operation without a derivative is an error only where it is differentiated
-
+    jaxpr = derivative_of(eqn)
+    if jaxpr is None:
+        return False
     computed = {v for e in jaxpr.eqns for v in e.outvars}
     results = jaxpr.outvars[: len(eqn.outvars)]
     if not all(isinstance(v, Var) and v in computed for v in results):
@@ -215,6 +264,18 @@ def _reads_results(eqn: Any, labels: Mapping[int, str]) -> bool:
         return False  # a custom_vjp, a rule for reverse mode only, cannot be part of a custom_jvp
     labeled = {results[n] for n in labels}
     return any(v in labeled for e in jaxpr.eqns for v in e.invars if isinstance(v, Var))
+
+
+def derivative_of(eqn: Any) -> Jaxpr | None:
+    """The derivative of an operation as equations, by all of its float operands; None if it has none."""
+    plain = _jax.function_of(eqn)
+    types = [v.aval for v in plain.invars]
+    diff_indices = [i for i, t in enumerate(types) if is_float(t)]
+    try:
+        with eqn.ctx.manager:
+            return _jvp(plain, types, diff_indices)[0] if diff_indices else None
+    except Exception:
+        return None  # an error only where it is differentiated
 
 
 def _jvp(jaxpr: Jaxpr, types: Sequence[Any], diff_indices: Sequence[int]) -> tuple[Jaxpr, Sequence[Any]]:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from .. import _jax
 from .._errors import PolicyError
+from .stored import StoredType, as_stored_type
 from .value import RECOMPUTE, SAVE, Decision, Value, Verdict
 
 
@@ -48,6 +49,10 @@ class Policy:
         """Whether it needs to know which values come from states."""
         return any(child.needs_states for child in self.children())
 
+    def selects_by_name(self, value: Value) -> bool:
+        """Whether it selects the value by one of the names that the user gave it."""
+        return any(child.selects_by_name(value) for child in self.children())
+
     def unmatched(self, values: Sequence[Value]) -> str:
         """A message about names, paths or filters of this policy that match no value, with suggestions; empty if all match."""
         del values
@@ -80,6 +85,31 @@ class Policy:
         """Ask `other` about the values that this policy recomputes."""
         return Then(self, Policy._coerce(other))
 
+    def stored_as(self, format: str | StoredType) -> Policy:
+        """Store the selected values in fewer bits. The forward pass uses the values themselves, the backward pass what was stored.
+
+        Args:
+            format: ``"bits"`` for values that are 0 or 1, such as spikes, masks and booleans: exact, eight to a byte. Integers and
+                floats are stored so if they are proved to be 0 or 1, as a comparison converted to floats is, or if the policy selects
+                them by name, which declares them to be; other values are stored unchanged. ``"bfloat16"``, ``"float8_e4m3fn"``
+                and ``"int8"`` round floats of greater size; int8 at random, up or down, with one scale for 128 entries of the last axis.
+
+        Returns:
+            The policy that saves or offloads the same values.
+
+        Memory:
+            A bit, two bytes, a byte, or a byte and 1/32 for each entry; a last axis that 8 (128) does not divide is filled up.
+
+        Raises:
+            PolicyError: an unknown format.
+
+        Example:
+            >>> from statetx import policies
+            >>> policies.names("spikes").stored_as("bits") | policies.dots.stored_as("bfloat16")
+            names('spikes').stored_as('bits') | dots.stored_as('bfloat16')
+        """
+        return StoredAs(self, as_stored_type(format, "stored_as: the format"))
+
     def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> Any:
         """Judge one equation, as a policy of ``jax.checkpoint``. Under `remat` a policy sees more: names, loops and states."""
         if _jax.is_debug_callback(primitive):
@@ -88,6 +118,8 @@ class Policy:
         if not outs:
             return False
         name = frozenset({params["name"]}) if primitive.name == "name" else frozenset()
+        if any(isinstance(atom, StoredAs) for atom in self.atoms()):
+            raise PolicyError(f"{self!r} stores values in fewer bits: use it with statetx.remat, not jax.checkpoint.")
         if self.needs_states:
             raise PolicyError(f"{self!r} needs to know the states: use it with statetx.remat, not jax.checkpoint.")
         # An equation has one answer in JAX, but a policy judges its results one by one: the strongest decision for
@@ -122,9 +154,9 @@ class Or(Policy):
         return (self.a, self.b)
 
     def judge(self, value: Value) -> Verdict:
-        # Decisions are ordered save > offload > recompute, so the algebra is that of a lattice: `Or` and `And` are
+        # Decisions are ordered save > offload > recompute, each unchanged > in fewer bits, so the algebra is that of a lattice: `Or` and `And` are
         # associative and commutative. With equal decisions the left operand's memories count.
-        return max(self.a.judge(value), self.b.judge(value), key=lambda v: v.decision)
+        return max(self.a.judge(value), self.b.judge(value), key=lambda v: v.rank)
 
     def __repr__(self) -> str:
         return f"{self.a._show(0)} | {self.b._show(1)}"
@@ -140,7 +172,7 @@ class And(Policy):
         return (self.a, self.b)
 
     def judge(self, value: Value) -> Verdict:
-        return min(self.a.judge(value), self.b.judge(value), key=lambda v: v.decision)
+        return min(self.a.judge(value), self.b.judge(value), key=lambda v: v.rank)
 
     def __repr__(self) -> str:
         return f"{self.a._show(1)} & {self.b._show(2)}"
@@ -158,6 +190,9 @@ class Not(Policy):
         is_saved = self.inner.judge(value).decision is Decision.RECOMPUTE
         # Most policies recompute views, so `~policy` would save them all, each a copy of its operand.
         return SAVE if is_saved and not value.is_view else RECOMPUTE
+
+    def selects_by_name(self, value: Value) -> bool:
+        return False
 
     def __repr__(self) -> str:
         return f"~{self.inner._show(2)}"
@@ -177,3 +212,34 @@ class Then(Policy):
 
     def __repr__(self) -> str:
         return f"{self.a._show(3)}.then({self.b!r})"
+
+
+@frozen_policy
+class StoredAs(Policy):
+    inner: Policy
+    format: StoredType
+    missing: ClassVar[str] = "warn"
+
+    def children(self) -> tuple[Policy, ...]:
+        return (self.inner,)
+
+    def judge(self, value: Value) -> Verdict:
+        verdict = self.inner.judge(value)
+        is_fit = not self.format.is_exact or value.is_bits or self.inner.selects_by_name(value)
+        if verdict.decision is Decision.RECOMPUTE or not is_fit or not self.format.shrinks(value.type):
+            return verdict
+        return verdict._replace(stored=self.format)
+
+    def unmatched(self, values: Sequence[Value]) -> str:
+        verdicts = [self.judge(value) for value in values]
+        saved = [v for v in verdicts if v.decision is not Decision.RECOMPUTE]
+        if not saved or any(v.stored is not None for v in saved):
+            return ""
+        if self.format.is_exact:
+            return (
+                "no saved value is proved to be 0 or 1. If some are, give them a name and select it: names('spikes')."
+            )
+        return f"no saved value takes more bits than {self.format}."
+
+    def __repr__(self) -> str:
+        return f"{self.inner._show(3)}.stored_as({self.format!r})"

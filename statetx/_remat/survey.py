@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from .. import _jax
 from .._equations.primitives import CALLS, ENTERED, inner_jaxprs, row_of
 from .._jax import Jaxpr, Literal
+from .bits import are_bits, is_bits
 from .value import StateRef, Value
 
 NONE: frozenset[Any] = frozenset()
@@ -40,6 +41,7 @@ class _Provenance(NamedTuple):
         order: the number of the equation that computes it, counted over all jaxprs; -1 for inputs, -2 for literals.
         has_site: whether its value has a site already, so that an alias of it needs none.
         is_tangent: whether it is computed from tangents, in the rule of a custom derivative. Such values cannot be saved.
+        is_bits: whether it is proved to be 0 or 1.
     """
 
     source_states: frozenset[StateRef] = NONE
@@ -47,6 +49,7 @@ class _Provenance(NamedTuple):
     order: int = -1
     has_site: bool = False
     is_tangent: bool = False
+    is_bits: bool = False
 
 
 class Survey:
@@ -130,19 +133,22 @@ class Survey:
         env = dict.fromkeys(jaxpr.constvars, _Provenance()) | dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atom: Any) -> _Provenance:
-            return _Provenance(order=-2) if isinstance(atom, Literal) else env[atom]
+            if isinstance(atom, Literal):
+                return _Provenance(order=-2, is_bits=is_bits(atom))
+            provenance = env[atom]
+            return provenance._replace(is_bits=True) if is_bits(atom) else provenance
 
         for i, eqn in enumerate(jaxpr.eqns):
             eqn_address, operands = (*address, i), [read(v) for v in eqn.invars]
             result_names = [names.get(v, NONE) for v in eqn.outvars]
-            is_call = eqn.primitive.name in CALLS
+            is_call = eqn.primitive.name in CALLS and not _jax.is_storing(eqn)
 
             # The jaxprs within. A call's results are those of its jaxpr, with the names that they have here.
             inner_results: list[_Provenance] = []
             self._enclosing.append(eqn)
             # A loop's or branch's results are values of their own, stacked or chosen; only a call's result is the
             # very value within.
-            for n, (sub, length, enter) in enumerate(_inner(eqn)):
+            for n, (sub, length, enter) in enumerate(() if _jax.is_storing(eqn) else _inner(eqn)):
                 names_within = result_names if is_call else [NONE] * len(sub.outvars)
                 inner_results = self._visit(sub, enter(operands), names_within, times * length, (*eqn_address, n))
             self._enclosing.pop()
@@ -164,10 +170,11 @@ class Survey:
         nearest_states = source_states or max(operands, key=lambda p: p.order, default=_Provenance()).nearest_states
         is_tangent = any(p.is_tangent for p in operands)
         is_name, is_mark = eqn.primitive is _jax.name_primitive, eqn.primitive is _jax.mark_primitive
-        if is_mark:
+        if is_mark or eqn.primitive is _jax.stored_primitive:
             self._regions.add(eqn.params["region"])
 
-        is_alias = is_mark or (is_name and operands[0].has_site)
+        is_alias = is_mark or _jax.is_storing(eqn) or (is_name and operands[0].has_site)
+        bits = are_bits(eqn, [p.is_bits for p in operands])
         if not is_alias and not is_tangent:
             sites = self._calls if eqn.primitive.name in CALLS else self.sites
             types = tuple(v.aval for v in eqn.invars)
@@ -179,13 +186,21 @@ class Survey:
                 if hasattr(v.aval, "dtype"):
                     value_names = names[n] | {eqn.params["name"]} if is_name else names[n]
                     value = Value(
-                        eqn.primitive, types, eqn.params, v.aval, times, value_names, states_of_value, nearest_states
+                        eqn.primitive,
+                        types,
+                        eqn.params,
+                        v.aval,
+                        times,
+                        value_names,
+                        states_of_value,
+                        nearest_states,
+                        bits[n],
                     )
                     sites.append(Site((*address, n), value, eqn))
 
         forwarded = source_states if row_of(eqn).forwards else NONE
-        has_site = operands[0].has_site if is_mark else True
-        return [_Provenance(forwarded, nearest_states, self._order, has_site, is_tangent)] * len(eqn.outvars)
+        has_site = operands[0].has_site if operands and (is_mark or _jax.is_storing(eqn)) else True
+        return [_Provenance(forwarded, nearest_states, self._order, has_site, is_tangent, b) for b in bits]
 
 
 @dataclasses.dataclass
@@ -242,7 +257,7 @@ def _into_scan(num_consts: int, num_carry: int, operands: Sequence[_Provenance])
     is_tangent = any(p.is_tangent for p in operands)
     inputs = _without_sites(operands)
     for i in range(num_consts, num_consts + num_carry):
-        inputs[i] = inputs[i]._replace(source_states=NONE, is_tangent=is_tangent)
+        inputs[i] = inputs[i]._replace(source_states=NONE, is_tangent=is_tangent, is_bits=False)
     return inputs
 
 
@@ -270,9 +285,9 @@ def names_in(jaxpr: Jaxpr, out_names: Sequence[frozenset[str]]) -> dict[Any, fro
     for eqn in reversed(jaxpr.eqns):
         if eqn.primitive is _jax.name_primitive:
             add(eqn.invars[0], names.get(eqn.outvars[0], NONE) | {eqn.params["name"]})
-        elif eqn.primitive is _jax.mark_primitive:
+        elif eqn.primitive in (_jax.mark_primitive, _jax.stored_primitive):
             add(eqn.invars[0], names.get(eqn.outvars[0], NONE))
-        elif eqn.primitive.name in CALLS:
+        elif eqn.primitive.name in CALLS and not _jax.is_storing(eqn):
             (inner,) = inner_jaxprs(eqn)
             names_within = names_in(inner, [names.get(v, NONE) for v in eqn.outvars])
             for operand, inner_input in zip(eqn.invars, inner.invars, strict=True):

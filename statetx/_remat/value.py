@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from .._equations.primitives import VIEWS
 from .._tree import num_bytes
+from .stored import StoredType
 
 
 class StateRef(NamedTuple):
@@ -35,6 +36,7 @@ class Value:
         names: the names that ``checkpoint_name`` gave it.
         source_states: the states among the operands of the operation, themselves or cast, reshaped or transposed.
         nearest_states: the states that the value was last computed with: `source_states`, or else the nearest states of its latest operand.
+        is_bits: whether its entries are proved to be 0 or 1.
     """
 
     primitive: Any
@@ -45,6 +47,7 @@ class Value:
     names: frozenset[str] = frozenset()
     source_states: frozenset[StateRef] = frozenset()
     nearest_states: frozenset[StateRef] = frozenset()
+    is_bits: bool = False
 
     @property
     def is_view(self) -> bool:
@@ -69,12 +72,24 @@ class Decision(enum.IntEnum):
 
 
 class Verdict(NamedTuple):
-    """A policy's answer for a value. OFFLOAD has two memories, and `otherwise` for devices without them: "raise" or "save"."""
+    """A policy's answer for a value.
+
+    Attributes:
+        decision: what to do with it.
+        src, dst, otherwise: of OFFLOAD, two memories, and the reaction to devices without them: "raise" or "save".
+        stored: the format to store it in; None to store it unchanged.
+    """
 
     decision: Decision
     src: str = ""
     dst: str = ""
     otherwise: str = "raise"
+    stored: StoredType | None = None
+
+    @property
+    def rank(self) -> tuple[Decision, bool]:
+        """`Or` takes the verdict with the greater rank, `And` the one with the lesser."""
+        return self.decision, self.stored is None
 
 
 SAVE = Verdict(Decision.SAVE)

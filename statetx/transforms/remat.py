@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -23,13 +24,15 @@ from .._lift.stage import stage
 from .._lift.subclass import has_twins, is_object, make_subclass, subclass_for, twin
 from .._lift.wrapper import Wrapper, as_decorator, name_of, short_name
 from .._objects.paths import Paths, as_predicate
-from .._remat import decide
+from .._remat import decide, declared
 from .._remat import fence as _fence
 from .._remat.atoms import States, nothing
+from .._remat.options import check_fence, check_formats, check_prevent_cse
 from .._remat.override import override
 from .._remat.parse import as_policy
 from .._remat.policy import Policy as PolicyValue
 from .._remat.rewriter import Rewriter
+from .._remat.stored import StoredType
 from .._remat.value import StateRef
 from .._states import Kind
 from .._text import brief, suggestion, type_str
@@ -44,6 +47,7 @@ class RematOptions(TypedDict, total=False):
     """The options of `remat`."""
 
     policy: Policy
+    inputs_stored_as: str | Sequence[Any] | None
     prevent_cse: bool | Sequence[bool] | str
     fence: str | None
     static_argnums: Indices
@@ -74,6 +78,7 @@ def remat(
     fun: Callable[..., Any] | None = None,
     *,
     policy: Policy = None,
+    inputs_stored_as: str | Sequence[Any] | None = None,
     prevent_cse: bool | Sequence[bool] | str = "auto",
     fence: str | None = "auto",
     static_argnums: Indices = (),
@@ -99,6 +104,9 @@ def remat(
             ``jax.checkpoint_policies``, the name of either, or any callable policy as in JAX. A callable must be hashable and
             always give the same answer: as in ``jax.checkpoint``, its answer may be cached. Or a plan for the whole
             function: a `statetx.Plan`, or ``"fit:2GiB"`` to make a plan for a budget.
+        inputs_stored_as: the format in which to store the arguments between forward and backward pass: ``"bits"``, if all are
+            0 or 1 (spikes, masks), ``"bfloat16"``, ``"float8_e4m3fn"`` or ``"int8"``; see `Policy.stored_as`. Or a tuple prefix of
+            the (non-static) arguments with a format or None for each. None stores them unchanged.
         prevent_cse: whether to keep the compiler from merging the recomputation with the forward pass. A bool, or
             a tuple prefix of the (non-static) arguments as in ``jax.checkpoint``. ``"auto"`` is False directly inside
             the body of a loop, where merging cannot happen, and True elsewhere.
@@ -126,7 +134,8 @@ def remat(
 
     Memory:
         Between forward and backward pass, the inputs of the region that are not saved otherwise: its array arguments,
-        the state values that it reads and the arrays that it closes over; plus the values that `policy` saves.
+        the state values that it reads and the arrays that it closes over; plus the values that `policy` saves. Arguments stored as
+        bits take a bit for each entry, once the values themselves are needed by nothing else.
 
     Raises:
         StaticArgumentError: a position or name that the function does not have.
@@ -162,6 +171,7 @@ def remat(
     """
     options = {
         "policy": policy,
+        "inputs_stored_as": inputs_stored_as,
         "prevent_cse": prevent_cse,
         "fence": fence,
         "static_argnums": static_argnums,
@@ -182,6 +192,7 @@ checkpoint = remat
 
 _DEFAULTS = {
     "policy": None,
+    "inputs_stored_as": None,
     "prevent_cse": "auto",
     "fence": "auto",
     "static_argnums": (),
@@ -197,7 +208,8 @@ class Remat(Wrapper):
         options = {**_DEFAULTS, **options}
         super().__init__(fun, options)
         self._policy = as_policy(options["policy"])
-        self._prevent_cse, self._fence = _check_fence(_check_prevent_cse(options["prevent_cse"]), options["fence"])
+        self._inputs_stored_as = check_formats(options["inputs_stored_as"])
+        self._prevent_cse, self._fence = check_fence(check_prevent_cse(options["prevent_cse"]), options["fence"])
         self._static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
         self._allowed = None if options["states"] is True else as_predicate(options["states"])
 
@@ -242,8 +254,11 @@ class Remat(Wrapper):
         self._refuse_effects(staged)
 
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, args_part.mask)
+        formats = self._resolve_formats(dyn_args, dyn_kwargs, args_part.mask)
         origins = operand_origins.origins(staged.operands) if operand_origins else ()
-        region = self._region(staged, policy, prevent_cse, origins, outcome.num_out)
+        region = self._region(
+            staged, policy, prevent_cse, formats, origins, outcome.num_out, InputNames(fun, arguments, len(avals))
+        )
         with jax.named_scope(short_name(name_of(fun))):
             outs = region(staged.operands, *arrays)
         # A constant output comes back in the form that it had while tracing, which may not be a `jax.Array`.
@@ -262,30 +277,45 @@ class Remat(Wrapper):
         staged: Body,
         policy: PolicyValue | Rewriter,
         prevent_cse: bool | tuple[bool, ...],
+        formats: tuple[StoredType | None, ...],
         origins: Sequence[frozenset[StateRef]],
         num_out: int,
+        names: Sequence[str],
     ) -> Callable:
         fence = self._fence if prevent_cse is True else None
         num_out = num_out if isinstance(policy, Rewriter) else 0
-        build = self._build(policy, prevent_cse, fence, origins, num_out)
+        build = self._build(policy, prevent_cse, fence, formats, origins, num_out, names)
         if override.visited_regions is not None:
             override.note(name_of(self.__wrapped__), policy, staged.jaxpr, origins, prevent_cse)
             return build(staged)
         # JAX caches by identity of functions: equal equations get one function (decision 1).
-        return table.get(staged, ("remat", policy, prevent_cse, fence, origins, num_out), build)
+        return table.get(
+            staged, ("remat", policy, prevent_cse, fence, formats, origins, num_out, declared.key()), build
+        )
 
     def _build(
         self,
         policy: PolicyValue | Rewriter,
         prevent_cse: bool | tuple[bool, ...],
         fence: str | None,
+        formats: tuple[StoredType | None, ...],
         origins: Sequence[frozenset[StateRef]],
         num_out: int,
+        names: Sequence[str],
     ) -> Callable[[Body], Callable]:
         def build(body: Body) -> Callable:
             if isinstance(policy, Rewriter):
                 return policy.rewrite(body, name_of(self.__wrapped__), num_out)
-            jaxpr, saved_policy = decide.apply(policy, body.jaxpr, origins, name_of(self.__wrapped__))
+            is_ordered, name = fence is not None, name_of(self.__wrapped__)
+            jaxpr, saved_policy = decide.apply(
+                policy,
+                body.jaxpr,
+                origins,
+                name,
+                inputs_stored_as=formats,
+                input_names=names,
+                is_ordered=is_ordered,
+            )
             jax_policy = _fence.with_fence(saved_policy, fence)
 
             def rematerialized(operands: Sequence[Any], *args: Any) -> list[Any]:
@@ -302,20 +332,33 @@ class Remat(Wrapper):
             return not _jax.in_loop_body()
         if isinstance(self._prevent_cse, bool):
             return self._prevent_cse
+        return self._for_arguments("prevent_cse", self._prevent_cse, args, kwargs, mask)
+
+    def _resolve_formats(self, args: tuple, kwargs: dict, mask: Sequence[bool]) -> tuple[StoredType | None, ...]:
+        formats = self._inputs_stored_as
+        if formats is None:
+            return ()
+        if isinstance(formats, StoredType):
+            return (formats,) * sum(mask)
+        return self._for_arguments("inputs_stored_as", formats, args, kwargs, mask)
+
+    def _for_arguments(self, option: str, prefix: Any, args: tuple, kwargs: dict, mask: Sequence[bool]) -> tuple:
+        """The entries of a tuple prefix of the arguments, one for each array."""
         call_tree = (args, kwargs) if kwargs else args
         try:
-            flag_tree = jax.tree.map(
-                lambda flag, subtree: jax.tree.map(lambda _: flag, subtree, is_leaf=_states.is_opaque),
-                self._prevent_cse,
+            entries = jax.tree.map(
+                lambda entry, subtree: jax.tree.map(lambda _: _Entry(entry), subtree, is_leaf=_states.is_opaque),
+                prefix,
                 call_tree,
+                is_leaf=lambda entry: entry is None,
             )
         except ValueError as e:
             raise ValueError(
-                f"remat({name_of(self.__wrapped__)}): prevent_cse={self._prevent_cse!r} is not a tree prefix of the "
+                f"remat({name_of(self.__wrapped__)}): {option}={prefix!r} is not a tree prefix of the "
                 f"{len(args)} arguments that are not static (a method's self counts)."
             ) from e
-        flags = jax.tree.leaves(flag_tree)
-        return tuple(f for f, dynamic in zip(flags, mask, strict=True) if dynamic)
+        leaves = jax.tree.leaves(entries)
+        return tuple(leaf.value for leaf, dynamic in zip(leaves, mask, strict=True) if dynamic)
 
     def _guard(self, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, Any], None] | None:
         if self._allowed is None:
@@ -341,6 +384,13 @@ def _inner_policies(policy: PolicyValue | Rewriter) -> contextlib.AbstractContex
     return contextlib.nullcontext()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """An entry of a tuple prefix: a leaf, even if it is None."""
+
+    value: Any
+
+
 class _OperandOrigins:
     """The provenance of closed-over values: records the states that they are read from, for policies that need it."""
 
@@ -361,30 +411,6 @@ class _OperandOrigins:
     def origins(self, operands: Sequence[Any]) -> tuple[frozenset[StateRef], ...]:
         entries = [self._entries.get(id(x)) for x in operands]
         return tuple(frozenset() if entry is None else entry[1] for entry in entries)
-
-
-def _check_prevent_cse(prevent_cse: Any) -> bool | tuple | str:
-    if isinstance(prevent_cse, bool) or prevent_cse == "auto":
-        return prevent_cse
-    if isinstance(prevent_cse, (tuple, list)) and all(isinstance(x, bool) for x in jax.tree.leaves(prevent_cse)):
-        return tuple(prevent_cse)
-    raise TypeError(
-        f"prevent_cse must be a bool, a tuple prefix of bools over the arguments, or 'auto', got {prevent_cse!r}."
-    )
-
-
-_FENCES = ("auto", "barrier", "cond")
-
-
-def _check_fence(prevent_cse: Any, fence: Any) -> tuple[bool | tuple | str, str | None]:
-    """Resolve both arguments: every fence except "auto" determines `prevent_cse`."""
-    if fence not in (*_FENCES, None):
-        raise TypeError(f"fence must be 'auto', 'barrier', 'cond' or None, got {fence!r}.{suggestion(fence, _FENCES)}")
-    if fence == "auto":
-        return prevent_cse, fence
-    if prevent_cse not in ("auto", fence is not None):
-        raise TypeError(f"fence={fence!r} and prevent_cse={prevent_cse!r} contradict each other; give one of them.")
-    return fence is not None, fence
 
 
 def _remat_class(cls: type, methods: Names, options: dict[str, Any]) -> type:

@@ -1,0 +1,281 @@
+"""Primitives that mark values for policies (`statetx._remat.mark`), and how they divide under `jax.checkpoint`.
+
+A value that is saved passes through `mark_primitive`. A value v whose residual is stored small is computed by the equations
+
+    codes... = encode(v)            marked, so that the region saves them
+    link = link(v)
+    decoded = decode(codes...)
+    w = stored(v, decoded, link)
+
+and every later equation reads w, which is v. Partial evaluation divides the last equation (`_divide`): the forward pass has ``w = attach(v,
+link)``, which is v; the backward pass ``w = attach(decoded, link)``, which is the decoded value, so that nothing there reads v.
+
+Codes have no tangents. A derivative of the gradient needs v's, and it reaches the backward pass through `link`: an array with the shape of v,
+whose entries take no bytes and whose tangents are v's tangents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax._src import core as _core
+from jax._src import dtypes as _dtypes
+from jax._src.dispatch import apply_primitive as _apply_primitive
+from jax._src.earray import EArray
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import partial_eval as _pe
+from jax._src.interpreters import pxla as _pxla
+from jax._src.sharding_impls import physical_sharding as _physical_sharding
+
+from .equations import Var
+
+# -- marks ---------------------------------------------------------------------------------------------------------
+
+mark_primitive = _core.Primitive("statetx_mark")
+"""The identity, on a value that a region of `statetx.remat` saves: ``region`` is the number of the region, ``what`` a label,
+which says whether the value is saved or offloaded (the planner writes the value's place). Unlike a name, JAX's policies ignore it."""
+
+mark_primitive.def_impl(lambda x, **_: x)
+mark_primitive.def_abstract_eval(lambda x, **_: x)
+
+_ad.primitive_jvps[mark_primitive] = lambda primals, tangents, **params: (
+    mark_primitive.bind(*primals, **params),
+    tangents[0],  # not marked: the primitive has no transpose
+)
+
+_batching.primitive_batchers[mark_primitive] = lambda args, dims, **params: (
+    mark_primitive.bind(*args, **params),
+    dims[0],
+)
+
+_mlir.register_lowering(mark_primitive, lambda ctx, x, **_: [x])
+
+
+def mark_equation(like: Any, source: Any, target: Any, *, region: int, what: str) -> Any:
+    """An equation ``target = mark(source)``, with the source line and context of the equation `like`."""
+    params = {"region": region, "what": what}
+    return _core.new_jaxpr_eqn([source], [target], mark_primitive, params, _core.no_effects, like.source_info, like.ctx)
+
+
+def mark(x: Any, *, region: int, what: str) -> Any:
+    """Mark a value while tracing."""
+    return mark_primitive.bind(x, region=region, what=what)
+
+
+# -- links ---------------------------------------------------------------------------------------------------------
+
+
+class _LinkScalar(jax.dtypes.extended):
+    """The scalar type of links, as JAX wants it for every dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkDType(_dtypes.ExtendedDType):
+    """The dtype of links: entries without bytes, whose tangents have a dtype of their own."""
+
+    tangent_dtype: Any
+    type = _LinkScalar  # pyright: ignore[reportAssignmentType]  # a property in the base class
+    itemsize = 0
+
+    @property
+    def name(self) -> str:
+        return f"link<{self.tangent_dtype.name}>"
+
+    @property
+    def _rules(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return types.SimpleNamespace(
+            physical_element_aval=lambda dtype: _core.ShapedArray((0,), np.dtype("uint8")),
+            tangent_dtype=lambda dtype: self.tangent_dtype,
+            allow_conversion=False,
+            global_sharded_result_handler=_result_handler,
+        )
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _result_handler(aval: Any, out_sharding: Any, committed: bool) -> Any:
+    """How JAX makes an array of what a compiled program returns."""
+    make = _pxla.global_result_handlers[_core.ShapedArray]
+    handler = make(_core.physical_aval(aval), _physical_sharding(aval, out_sharding), committed)
+    return handler.wrap(lambda buffers: EArray(aval, buffers))
+
+
+def is_link(aval: Any) -> bool:
+    return isinstance(getattr(aval, "dtype", None), LinkDType)
+
+
+link_primitive = _core.Primitive("statetx_link")
+link_primitive.def_impl(functools.partial(_apply_primitive, link_primitive))
+link_primitive.def_abstract_eval(lambda v: v.update(dtype=LinkDType(v.dtype), weak_type=False))
+_ad.primitive_jvps[link_primitive] = lambda primals, tangents: (link_primitive.bind(*primals), tangents[0])
+_batching.primitive_batchers[link_primitive] = lambda args, dims: (link_primitive.bind(*args), dims[0])
+
+
+def _lower_link(ctx: Any, v: Any) -> list[Any]:
+    physical: Any = _core.physical_aval(ctx.avals_out[0])
+    return [_mlir.full_like_aval(ctx, 0, physical)]
+
+
+_mlir.register_lowering(link_primitive, _lower_link)
+# Always part of what is saved: it takes no bytes, and to compute it again would take v.
+_pe.partial_eval_jaxpr_custom_rules[link_primitive] = lambda saveable, unknown, inst, eqn: (
+    (None, eqn, [True], [True], _missing(inst, eqn)) if unknown[0] else (eqn, None, [False], [False], [])
+)
+
+# -- stored values -------------------------------------------------------------------------------------------------
+
+stored_primitive = _core.Primitive("statetx_stored")
+"""The identity on its first operand: ``stored(v, decoded, link)``; without a link if v has no tangents. Parameters: ``type``, the
+`StoredType`; ``region`` and ``what``, of the marks on the codes; ``is_ordered``, whether what follows has to wait for the codes."""
+
+attach_primitive = _core.Primitive("statetx_attach")
+"""The identity on its first operand, with the tangents of the second, a link: ``attach(x, link)``. Parameters as of `stored_primitive`."""
+
+
+def _tangent_of(primitive: Any, index: int) -> None:
+    _ad.primitive_jvps[primitive] = lambda primals, tangents, **params: (
+        primitive.bind(*primals, **params),
+        tangents[index],
+    )
+
+
+_tangent_of(stored_primitive, 0)
+_tangent_of(attach_primitive, -1)
+
+
+def _batch(primitive: Any) -> None:
+    def rule(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        if all(d is None for d in dims):
+            return primitive.bind(*args, **params), None
+        # Value and link have one shape, so both get the axis even if only one is mapped.
+        args = [_batching.bdim_at_front(x, d, axis_data.size) for x, d in zip(args, dims, strict=True)]
+        return primitive.bind(*args, **params), 0
+
+    _batching.fancy_primitive_batchers[primitive] = rule
+
+
+for _p in (stored_primitive, attach_primitive):
+    _p.def_impl(lambda x, *_, **__: x)
+    _p.def_abstract_eval(lambda x, *_, **__: x)
+    _batch(_p)
+    _mlir.register_lowering(_p, lambda ctx, x, *_, **__: [x])
+
+
+def _missing(inst: Sequence[bool], eqn: Any) -> list[Any]:
+    """The operands that the backward pass has to be given."""
+    return [v for v, i in zip(eqn.invars, inst, strict=True) if isinstance(v, Var) and not i]
+
+
+def _divide(saveable: Callable, unknown: Sequence[bool], inst: Sequence[bool], eqn: Any) -> Any:
+    """Divide an equation of `stored_primitive` between the forward and the backward pass.
+
+    Returns what JAX's partial evaluation asks for: both equations, whether the result is unknown, whether it is there in the backward
+    pass, and the values that the backward pass has to be given.
+    """
+    if any(unknown):
+        return None, eqn, [True], [True], _missing(inst, eqn)
+    if _is_saved(saveable, stored_primitive, eqn, eqn.params):  # by a policy that saves everything
+        return eqn, None, [False], [False], []
+    # The question that was asked about the marks on the codes. Another region's policy computes v again.
+    if not _is_saved(saveable, mark_primitive, eqn, {key: eqn.params[key] for key in ("region", "what")}):
+        return eqn, eqn, [False], [True], _missing(inst, eqn)
+
+    exact, decoded, *links = eqn.invars
+    forward = eqn.replace(invars=[exact, *links], primitive=attach_primitive)
+    backward = eqn.replace(invars=[decoded, *links], primitive=attach_primitive)
+    return forward, backward, [False], [True], _missing(inst[1:], backward)
+
+
+def _is_saved(saveable: Callable, primitive: Any, eqn: Any, params: dict[str, Any]) -> bool:
+    answer = saveable(primitive, eqn.invars[0].aval, **params)
+    return not isinstance(_pe.ensure_enum(answer), _pe.RecomputeType)
+
+
+_pe.partial_eval_jaxpr_custom_rules[stored_primitive] = _divide
+
+
+_check_primitive = _core.Primitive("statetx_check")
+"""The identity, which calls ``report(x)`` on the host. Unlike JAX's callbacks it has no effect, which every jaxpr around it would have to declare."""
+
+_check_primitive.def_abstract_eval(lambda x, **_: x)
+
+
+@_check_primitive.def_impl
+def _check(x: Any, *, report: Callable) -> Any:
+    report(x)
+    return x
+
+
+def _check_staged(x: Any, *, report: Callable) -> Any:
+    jax.debug.callback(report, x)
+    return x
+
+
+_mlir.register_lowering(_check_primitive, _mlir.lower_fun(_check_staged, multiple_results=False))
+_batching.primitive_batchers[_check_primitive] = lambda args, dims, **params: (
+    _check_primitive.bind(*args, **params),
+    dims[0],
+)
+
+
+def store(x: Any, type: Any, check: Callable | None = None, **params: Any) -> Any:
+    """The value itself, but with the residual that ``type.encode`` makes of it.
+
+    Args:
+        x: an array, while tracing.
+        type: a `StoredType`.
+        check: ``(x) -> None``, called on the host with the value that is encoded.
+        **params: the others of `stored_primitive`.
+    """
+    label = {key: params[key] for key in ("region", "what")}
+    source = x if check is None else _check_primitive.bind(jax.lax.stop_gradient(x), report=check)
+    codes = [mark(code, **label) for code in _encoder(type)(source)]
+    decoded = _decoder(type, x.aval)(codes)
+    links = [link_primitive.bind(x)] if jnp.issubdtype(x.dtype, jnp.inexact) else []
+    return stored_primitive.bind(x, decoded, *links, type=type, **params)
+
+
+# Cached, so that JAX caches their jaxprs and what it compiles from them. Reports find the format in the name.
+@functools.cache
+def _encoder(type: Any) -> Callable:
+    def encode(x: Any) -> list[Any]:
+        return type.encode(jax.lax.stop_gradient(x))
+
+    encode.__name__ = encode.__qualname__ = f"{_ENCODE}{type}"
+    return jax.jit(encode)
+
+
+@functools.lru_cache(1024)
+def _decoder(type: Any, aval: Any) -> Callable:
+    def decode(codes: list[Any]) -> Any:
+        return type.decode(codes, aval)
+
+    decode.__name__ = decode.__qualname__ = f"{_DECODE}{type}"
+    return jax.jit(decode)
+
+
+_ENCODE, _DECODE = "statetx_encode_", "statetx_decode_"
+
+
+def encoded_as(eqn: Any) -> str:
+    """The name of the format that an equation encodes its operand in; "" for any other equation."""
+    name = eqn.params["name"] if eqn.primitive.name in ("jit", "pjit") else ""
+    return name.removeprefix(_ENCODE) if name.startswith(_ENCODE) else ""
+
+
+def is_storing(eqn: Any) -> bool:
+    """Whether an equation belongs to a value stored in another form (`store`); none of its results is a value of the user's function."""
+    if eqn.primitive in (link_primitive, stored_primitive, attach_primitive):
+        return True
+    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"].startswith((_ENCODE, _DECODE))

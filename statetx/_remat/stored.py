@@ -1,0 +1,214 @@
+"""Stored types: how a residual is stored in fewer bits between the forward and the backward pass.
+
+A `StoredType` encodes a value as smaller arrays and decodes it again. It is a frozen value, so that it can be part of a policy and of the parameters
+of an equation. All formats work along the last axis, so that they commute with loops and sharding along the others; a scalar counts as
+an axis of one entry.
+
+- ``bits``: values that are 0 or 1, eight in a byte, the first in the lowest bit.
+- ``bfloat16``, ``float8_e4m3fn``: floats rounded to nearest even. Larger values than the format has become its largest.
+- ``int8``: floats as integers times a scale, one scale for each `BLOCK` entries, rounded up or down at random: without bias, whatever is
+  summed (Chen et al., ActNN, ICML 2021). The key of the random numbers is made from the value itself, so that a recomputed value
+  is rounded alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._errors import PolicyError
+from .._text import suggestion
+from .._tree import num_bytes
+
+BLOCK = 128
+"""Entries of the last axis that share a scale, as int8."""
+
+NAMES = ("bits", "bfloat16", "float8_e4m3fn", "int8")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class StoredType:
+    """A format for residuals, by name.
+
+    Attributes:
+        name: one of `NAMES`.
+    """
+
+    name: str
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether decoding gives the value back, for the values that it is for."""
+        return self.name == "bits"
+
+    def shrinks(self, aval: Any) -> bool:
+        """Whether values of a type become smaller in this format. Others are stored unchanged.
+
+        Whether the values are 0 or 1, as ``bits`` needs, is not in the type.
+        """
+        *batch, length = aval.shape or (1,)
+        # A symbolic size (jax.export) cannot be compared with others: the last one decides which format is smaller.
+        is_known = all(isinstance(n, int) for n in (batch if self.name == "int8" else ())) and isinstance(length, int)
+        if not is_known or 0 in aval.shape or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            return False
+        is_real = not jnp.issubdtype(aval.dtype, jnp.complexfloating)
+        is_storable = is_real if self.name == "bits" else jnp.issubdtype(aval.dtype, jnp.floating)
+        row = jax.ShapeDtypeStruct((length,), aval.dtype)
+        return bool(is_storable) and num_bytes(row) > self.nbytes(row)
+
+    def types(self, aval: Any) -> list[jax.ShapeDtypeStruct]:
+        """The types of the arrays that a value of this type is stored as."""
+        *batch, length = aval.shape or (1,)
+        if self.name == "bits":
+            return [jax.ShapeDtypeStruct((*batch, -(-length // 8)), jnp.uint8)]
+        codes = jax.ShapeDtypeStruct((*batch, length), jnp.dtype(self.name))
+        if self.name != "int8":
+            return [codes]
+        return [codes, jax.ShapeDtypeStruct((*batch, -(-length // BLOCK)), _scale_dtype(aval.dtype))]
+
+    def nbytes(self, aval: Any) -> int:
+        """The bytes that a value of this type is stored in."""
+        return num_bytes(self.types(aval))
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> list[jax.Array]:
+        """Encode a value as arrays of the types `types`.
+
+        Args:
+            x: the value.
+            key: a uint32 scalar, for random rounding; by default it is made from the value.
+        """
+        x = x.reshape(x.shape or (1,))
+        if self.name == "bits":
+            return [_pack(x)]
+        if self.name == "int8":
+            return _quantize(x, _key_of(x) if key is None else key)
+        largest = float(jnp.finfo(self.name).max)
+        # float8 has no infinity, so a larger value would become nan. `clip` lets nan pass.
+        return [(jnp.clip(x, -largest, largest) if self.name == "float8_e4m3fn" else x).astype(self.name)]
+
+    def decode(self, stored: Sequence[jax.Array], aval: Any) -> jax.Array:
+        """Decode a value of this type from the arrays that `encode` made."""
+        length = aval.shape[-1] if aval.shape else 1
+        if self.name == "bits":
+            x = _unpack(stored[0], length).astype(aval.dtype)
+        elif self.name == "int8":
+            x = _dequantize(*stored).astype(aval.dtype)
+        else:
+            x = stored[0].astype(aval.dtype)
+        return x.reshape(aval.shape)
+
+    def differs(self, x: jax.Array) -> jax.Array:
+        """Where an exact format does not give the value back: entries that are neither 0 nor 1."""
+        return (x != 0) & (x != 1)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return repr(self.name)
+
+
+BITS = StoredType("bits")
+
+
+def as_stored_type(name: Any, what: str) -> StoredType:
+    """Convert an argument of users.
+
+    Args:
+        name: the name of a format, or a `StoredType`.
+        what: the function and its parameter, for messages.
+    """
+    if isinstance(name, StoredType):
+        return name
+    if not isinstance(name, str) or name not in NAMES:
+        hint = suggestion(name, NAMES) if isinstance(name, str) else ""
+        raise PolicyError(f"{what} must be one of {', '.join(map(repr, NAMES))}, got {name!r}.{hint}")
+    return StoredType(name)
+
+
+# -- bits ----------------------------------------------------------------------------------------------------------
+
+
+def _padded(x: jax.Array, multiple: int) -> jax.Array:
+    """The array as blocks: ``[..., n]`` to ``[..., ceil(n / multiple), multiple]``, with zeros at the end."""
+    length = -(-x.shape[-1] // multiple) * multiple
+    padding = [(0, 0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1], 0)]
+    x = lax.pad(x, x.dtype.type(0), padding) if length != x.shape[-1] else x
+    return x.reshape(*x.shape[:-1], length // multiple, multiple)
+
+
+def _joined(blocks: jax.Array, length: int) -> jax.Array:
+    """The inverse of `_padded`."""
+    *batch, num, size = blocks.shape
+    return blocks.reshape(*batch, num * size)[..., :length]
+
+
+def _pack(x: jax.Array) -> jax.Array:
+    bits = _padded((x != 0).astype(jnp.uint8), 8)
+    packed = bits[..., 0]
+    for k in range(1, 8):  # unlike a sum over the axis, one elementwise operation
+        packed = packed | (bits[..., k] << jnp.uint8(k))
+    return packed
+
+
+def _unpack(packed: jax.Array, length: int) -> jax.Array:
+    shifts = jnp.arange(8, dtype=jnp.uint8).reshape((1,) * packed.ndim + (8,))
+    bits = (packed[..., None] >> shifts) & jnp.uint8(1)
+    return _joined(bits, length)
+
+
+# -- int8 ----------------------------------------------------------------------------------------------------------
+# A block x is stored as q s with s = max |x| / 127 and q = floor(x / s + u), u uniform on [0, 1). Then q is within -127 .. 127, and
+# E[q] = x / s, so that E[q s] = x.
+
+
+def _scale_dtype(dtype: Any) -> Any:
+    return jnp.float64 if jnp.dtype(dtype) == jnp.dtype("float64") else jnp.float32
+
+
+def _quantize(x: jax.Array, key: jax.Array) -> list[jax.Array]:
+    blocks = _padded(x.astype(_scale_dtype(x.dtype)), BLOCK)
+    largest = jnp.abs(blocks).max(-1, keepdims=True)
+    scales = jnp.where(largest == 0, 1, largest * (1 / 127)).astype(
+        blocks.dtype
+    )  # nan and infinity stay: the block is nan
+
+    codes = jnp.floor(blocks / scales + _uniform(key, blocks.shape).astype(blocks.dtype))
+    codes = jnp.clip(codes, -127, 127).astype(jnp.int8)  # x / s may be rounded up
+    return [_joined(codes, x.shape[-1]), scales[..., 0]]
+
+
+def _dequantize(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    blocks = _padded(codes, BLOCK).astype(scales.dtype) * scales[..., None]
+    return _joined(blocks, codes.shape[-1])
+
+
+def _uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Numbers of [0, 1) from a key and their positions. A hash, as good random numbers would cost more than the rounding."""
+    position = lax.iota(jnp.uint32, _size(shape)).reshape(shape)
+    return (_mix(position ^ _mix(key)) >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2**-24)
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A bijection of uint32 whose output bits depend on all input bits (the finalizer of MurmurHash3)."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
+    return x
+
+
+def _key_of(x: jax.Array) -> jax.Array:
+    """A key from all bits of a value: equal for equal values, whatever else happens in the program."""
+    words = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    return lax.reduce(words, jnp.uint32(0), lax.add, tuple(range(words.ndim)))

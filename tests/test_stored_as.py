@@ -1,0 +1,624 @@
+"""Residuals stored in fewer bits: formats, policies, inputs of regions, declarations, derivatives, memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from laws import WORDS
+
+import statetx
+from statetx import PolicyError, PolicyWarning, policies
+from statetx._remat import declared
+from statetx._remat.stored import BITS, BLOCK, NAMES, StoredType, as_stored_type
+
+# A spiking layer: its input is a float that is 0 or 1, and its derivative is a surrogate's, not that of a comparison.
+
+
+@jax.custom_jvp
+def spike(v):
+    return (v > 0).astype(v.dtype)
+
+
+@spike.defjvp
+def _(primals, tangents):
+    (v,), (t,) = primals, tangents
+    return spike(v), t / (1 + 5 * jnp.abs(v)) ** 2
+
+
+def layer(x, w):
+    def step(v, current):
+        v = 0.9 * v + current
+        return v, spike(v - 0.5)
+
+    return lax.scan(step, jnp.zeros_like(x[0] @ w), x @ w)[1]
+
+
+def pair(x, w):
+    """Two layers, with the name "spikes" between them."""
+    return layer(statetx.checkpoint_name(layer(x, w[0]), "spikes"), w[1])
+
+
+def loss_of(block):
+    return lambda x, w: jnp.sum(jnp.sin(block(x, w).mean(0) + x.mean(0)) ** 2)
+
+
+def data(num=24, batch=3, steps=5, layers=2):
+    keys = jax.random.split(jax.random.key(0), layers + 1)
+    x = (jax.random.uniform(keys[0], (steps, batch, num)) < 0.4).astype(jnp.float32)
+    w = jnp.stack([jax.random.normal(k, (num, num)) * (2 / num**0.5) for k in keys[1:]])
+    return x, w
+
+
+def assert_equal(actual, expected):
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == e.dtype
+        np.testing.assert_array_equal(a, e)
+
+
+def assert_close(actual, expected, rtol=1e-5):
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        scale = float(np.max(np.abs(e), initial=1e-6))
+        np.testing.assert_allclose(a, e, rtol=0, atol=rtol * scale)
+
+
+SPIKES = policies.names("spikes")
+BLOCKS = {
+    "named": statetx.remat(pair, policy=SPIKES.stored_as("bits")),
+    "inputs": statetx.remat(pair, inputs_stored_as=("bits", None)),
+    "both": statetx.remat(pair, policy=SPIKES.stored_as("bits"), inputs_stored_as=("bits", None)),
+    "proved": statetx.remat(pair, policy=policies.everything.stored_as("bits")),
+    "words": statetx.remat(pair, policy=policies.everything.stored_as(WORDS), inputs_stored_as=WORDS),
+}
+
+# -- formats ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, bool])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (8,), (3, 13), (2, 3, 256), (0, 4)])
+def test_bits_give_the_value_back(shape, dtype):
+    x = (jax.random.uniform(jax.random.key(1), shape) < 0.5).astype(dtype)
+    stored = jax.jit(BITS.encode)(x)
+    assert [(a.shape, a.dtype) for a in stored] == [(a.shape, a.dtype) for a in BITS.types(x)]
+    decoded = BITS.decode(stored, jax.typeof(x))
+    assert decoded.dtype == x.dtype
+    np.testing.assert_array_equal(decoded, x)
+
+
+@pytest.mark.parametrize("length", [8, 256, 1, 7, 250])
+def test_bits_take_one_32nd_of_float32(length):
+    x = jnp.ones((6, length))
+    assert BITS.nbytes(x) == 6 * -(-length // 8)
+    if length % 8 == 0:
+        assert 32 * BITS.nbytes(x) == x.nbytes
+
+
+@pytest.mark.parametrize("name, error", [("bfloat16", 2**-8), ("float8_e4m3fn", 2**-4)])
+def test_floats_are_rounded_to_nearest(name, error):
+    format = StoredType(name)
+    x = jax.random.normal(jax.random.key(2), (5, 300))
+    decoded = format.decode(jax.jit(format.encode)(x), jax.typeof(x))
+    np.testing.assert_allclose(decoded, x, rtol=error, atol=2**-9)
+    assert format.nbytes(x) == x.size * jnp.dtype(name).itemsize
+
+
+def test_values_beyond_float8_become_its_largest():
+    format = StoredType("float8_e4m3fn")
+    x = jnp.array([1e6, -1e6, jnp.inf, jnp.nan])
+    np.testing.assert_array_equal(format.decode(format.encode(x), jax.typeof(x)), [448.0, -448.0, 448.0, jnp.nan])
+
+
+def test_int8_rounds_within_a_step_without_bias():
+    format = StoredType("int8")
+    x = jax.random.normal(jax.random.key(3), (4, 300))
+    decoded = format.decode(format.encode(x), jax.typeof(x))
+    blocks = np.pad(x, [(0, 0), (0, 3 * BLOCK - 300)]).reshape(4, 3, BLOCK)
+    step = np.repeat(np.abs(blocks).max(-1) / 127, BLOCK, axis=1)[:, :300]
+    assert np.all(np.abs(decoded - x) <= 1.001 * step)
+    assert format.nbytes(x) == 4 * (300 + 3 * 4)  # codes, and a float32 scale for each block
+
+    decode = jax.jit(jax.vmap(lambda key: format.decode(format.encode(x, key), jax.typeof(x))))
+    errors = (decode(jnp.arange(400, dtype=jnp.uint32)) - x[None]) / step[None]
+    # Uniform rounding has a variance of at most 1/4 step for each draw: 5 standard deviations of the mean of 400.
+    assert np.all(np.abs(errors.mean(0)) < 5 * 0.5 / 20)
+    assert np.std(errors) > 0.2  # not to nearest, which would be 0.29 / step of the value, without a mean of zero
+
+
+def test_int8_rounds_equal_values_alike():
+    format = StoredType("int8")
+    x = jax.random.normal(jax.random.key(4), (64,))
+    assert_equal(jax.jit(format.encode)(x), format.encode(x + 0))
+    codes = jax.vmap(format.encode)(jnp.stack([x, 2 * x]))
+    assert_equal([c[0] for c in codes], format.encode(x))
+
+
+def test_int8_of_zeros_infinities_and_nan():
+    format = StoredType("int8")
+    x = jnp.array([[0.0, 0.0], [jnp.inf, 1.0], [jnp.nan, 1.0]])
+    decoded = format.decode(format.encode(x), jax.typeof(x))
+    np.testing.assert_array_equal(decoded[0], 0)
+    assert jnp.isnan(decoded[1:]).any(1).all()  # not a plausible number
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_smaller_formats_apply(name):
+    format = StoredType(name)
+    assert format.shrinks(jnp.ones((4, 64)))
+    assert not format.shrinks(jax.random.key(0))
+    assert not format.shrinks(jnp.ones((4, 64), jnp.complex64))
+    assert not format.shrinks(jnp.ones((0, 64)))
+    assert format.shrinks(jnp.ones((4, 64), bool)) == (name == "bits")
+    assert not StoredType("bfloat16").shrinks(jnp.ones(64, jnp.bfloat16))
+
+
+def test_stored_types_are_values():
+    assert as_stored_type("bits", "f") == BITS == as_stored_type(BITS, "f")
+    assert len({StoredType(name) for name in (*NAMES, *NAMES)}) == len(NAMES)
+    with pytest.raises(PolicyError, match="Did you mean 'bits'"):
+        policies.dots.stored_as("bit")
+    with pytest.raises(TypeError, match="got 8"):
+        statetx.remat(layer, inputs_stored_as=8)
+
+
+# -- derivatives -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_gradients_are_equal_bit_for_bit(block, jit):
+    expected = jit(jax.value_and_grad(loss_of(statetx.remat(pair)), (0, 1)))(*data())
+    actual = jit(jax.value_and_grad(loss_of(block), (0, 1)))(*data())
+    assert_equal(actual, expected)
+    assert all(jnp.abs(g).max() > 0 for g in actual[1])  # zeros would be equal too
+
+
+def hessian_vector(f):
+    return lambda x, w: jax.grad(lambda x, w: jnp.vdot(jax.grad(f, 1)(x, w), jnp.cos(w)), (0, 1))(x, w)
+
+
+DERIVATIVES = {
+    "grad of grad": hessian_vector,
+    "grad of jitted grad": lambda f: hessian_vector(jax.jit(f)),
+    "forward over reverse": lambda f: lambda x, w: jax.jvp(lambda w: jax.grad(f, 1)(x, w), [w], [jnp.cos(w)]),
+    "reverse over forward": lambda f: jax.grad(lambda x, w: jax.jvp(lambda w: f(x, w), [w], [jnp.cos(w)])[1], (0, 1)),
+    "jvp": lambda f: lambda x, w: jax.jvp(f, (x, w), (jnp.sin(x), jnp.cos(w))),
+    "linearize": lambda f: lambda x, w: jax.linearize(lambda w: f(x, w), w)[1](jnp.cos(w)),
+    "hessian": lambda f: lambda x, w: jax.hessian(lambda row: f(x, w.at[0, 0].set(row)))(w[0, 0]),
+    "vmap of grad": lambda f: lambda x, w: jax.vmap(jax.grad(f, (0, 1)), (1, None))(x[:, :, None], w),
+    "grad of vmap": lambda f: jax.grad(lambda x, w: jax.vmap(f, (1, None))(x[:, :, None], w).sum(), (0, 1)),
+    "grad in scan": lambda f: (
+        lambda x, w: lax.scan(lambda w, _: (w - 0.1 * jax.grad(f, 1)(x, w), None), w, None, length=3)
+    ),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+def test_derivatives_of_every_kind(derivative, block):
+    x, w = data(num=8, batch=2, steps=3)
+    expected = jax.jit(derivative(loss_of(pair)))(x, w)
+    assert_close(jax.jit(derivative(loss_of(block)))(x, w), expected)
+
+
+def test_second_derivatives_reach_through_what_is_stored():
+    # The derivative of the gradient by x goes only through the stored value.
+    f = statetx.remat(lambda x: jnp.sin(statetx.checkpoint_name(x**3, "spikes")), policy=SPIKES.stored_as(WORDS))
+    third = jax.grad(jax.grad(jax.grad(f)))
+    np.testing.assert_allclose(third(0.7), jax.grad(jax.grad(jax.grad(lambda x: jnp.sin(x**3))))(0.7), rtol=1e-5)
+
+
+@pytest.mark.parametrize("block", [BLOCKS["both"], BLOCKS["words"]], ids=["bits", "words"])
+def test_inside_loops_branches_and_other_regions(block):
+    x, w = data()
+
+    def looped(x, w):
+        return lax.scan(lambda x, _: (block(x, w), x.sum()), x, None, length=3)[0]
+
+    def branched(x, w):
+        return lax.cond(w.sum() > -1e9, block, lambda x, w: x, x, w)
+
+    def nested(x, w):
+        return statetx.remat(lambda x: block(x, w))(x)
+
+    references = [lambda x, w: pair(pair(pair(x, w), w), w), pair, pair]
+    for f, reference in zip((looped, branched, nested), references, strict=True):
+        actual = jax.jit(jax.grad(loss_of(f), (0, 1)))(x, w)
+        assert_close(actual, jax.jit(jax.grad(loss_of(reference), (0, 1)))(x, w))
+
+
+def test_a_scan_inside_a_region_stacks_what_is_stored():
+    def cells(x, w):
+        def step(h, x):
+            s = statetx.checkpoint_name(spike(jnp.sin(h + x @ w[0])), "spikes")
+            return 0.5 * h + s @ w[1], s.sum()
+
+        return lax.scan(step, jnp.zeros_like(x[0]), x)[0]
+
+    x, w = data()
+    stored = statetx.remat(cells, policy=SPIKES.stored_as("bits"))
+    grad = lambda f: jax.jit(jax.grad(lambda x, w: jnp.sum(f(x, w) ** 2), (0, 1)))(x, w)  # noqa: E731
+    assert_equal(grad(stored), grad(statetx.remat(cells, policy=SPIKES)))
+    statetx.testing.assert_residuals(stored, x, w, expected=5 * 3 * 3)  # steps, batch, 24 bits
+
+
+def test_a_derivative_that_reads_its_result_reads_what_was_stored():
+    f = lambda x: jnp.sum(statetx.checkpoint_name(jnp.exp(x), "spikes") ** 2)  # noqa: E731
+    stored = statetx.remat(f, policy=SPIKES.stored_as("bfloat16"))
+    x = jnp.linspace(0, 1, 7)
+    rounded = jnp.exp(x).astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_allclose(jax.grad(stored)(x), 2 * rounded * rounded, rtol=1e-6)
+    np.testing.assert_allclose(stored(x), f(x), rtol=1e-7)  # the forward pass uses the value itself
+
+
+def test_lossy_formats_change_the_backward_pass_only():
+    x, w = data()
+    x = x + 0.1 * jax.random.normal(jax.random.key(5), x.shape)
+    dense = lambda x, w: jnp.tanh(x @ w[0]) @ w[1]  # noqa: E731
+    for name, tolerance in (("bfloat16", 0.02), ("float8_e4m3fn", 0.1), ("int8", 0.03)):
+        stored = statetx.remat(dense, inputs_stored_as=(name, None))
+        value, grads = jax.jit(jax.value_and_grad(loss_of(stored), (0, 1)))(x, w)
+        expected_value, expected_grads = jax.jit(jax.value_and_grad(loss_of(dense), (0, 1)))(x, w)
+        assert value == expected_value
+        assert_close(grads, expected_grads, tolerance)
+        assert any(not np.array_equal(a, b) for a, b in zip(grads, expected_grads, strict=True))
+        # Rounded alike in each recomputation: also in that of a region around it.
+        outer = statetx.remat(lambda x, w, stored=stored: stored(x, w))
+        assert_close(jax.jit(jax.grad(loss_of(outer), (0, 1)))(x, w), grads, 1e-6)
+
+
+def test_states_keys_and_static_arguments_pass():
+    class Layer:
+        def __init__(self):
+            self.w = statetx.Param(data()[1][0])
+            self.calls = statetx.State(jnp.zeros((), jnp.int32))
+
+        @statetx.remat(inputs_stored_as=(None, "bits", None, None))
+        def __call__(self, x, key, training):
+            self.calls.value += 1
+            x = layer(x, self.w.value)
+            return jnp.where(jax.random.bernoulli(key, 0.7, x.shape), x, 0) if training else x
+
+    x, _ = data()
+    block, key = Layer(), jax.random.key(6)
+    expected = jax.grad(lambda w: jnp.sum(jnp.where(jax.random.bernoulli(key, 0.7, x.shape), layer(x, w), 0)))
+    grads = statetx.grad(lambda: block(x, key, True).sum(), wrt=block.w)()
+    assert_close(grads, expected(block.w.value))
+    assert block.calls.value == 1
+
+
+# -- which values ----------------------------------------------------------------------------------------------------
+
+
+def stored_values(fun, *args):
+    """The types of the intermediate residuals of the gradient by all floats."""
+    report = statetx.saved_residuals(fun, *args)
+    return sorted(row.type for row in report if row.origin == "intermediate")
+
+
+def test_undeclared_floats_are_stored_only_if_proved():
+    x, w = data(num=16, batch=2, steps=3)
+
+    def f(x, w):
+        s = (x @ w[0] > 0).astype(x.dtype)
+        return jnp.sum((s * (1 - s[::-1])) @ w[1] + x @ w[0] * s)
+
+    kept = statetx.remat(f, policy=policies.everything.stored_as("bits"))
+    exact = statetx.remat(f, policy=policies.everything)
+    assert_equal(jax.grad(kept, 1)(x, w), jax.grad(exact, 1)(x, w))
+    assert "f32[3,2,16]" in stored_values(exact, x, w)
+    with pytest.warns(PolicyWarning, match="proved to be 0 or 1"):
+        jax.grad(statetx.remat(lambda x, w: jnp.sum(jnp.sin(x @ w[0]) @ w[1]), policy=policies.dots.stored_as("bits")))(
+            x, w
+        )
+
+
+PROOFS = {
+    "a comparison": lambda x, y: (x > y).astype(jnp.float32),
+    "a product": lambda x, y: (x > 0).astype(jnp.float32) * (y > 0),
+    "a complement": lambda x, y: 1 - (x > 0).astype(jnp.float32),
+    "a choice": lambda x, y: jnp.where(x > 0, (y > 0).astype(jnp.float32), 0.0),
+    "a surrogate": lambda x, y: spike(x),
+    "a scan": lambda x, y: lax.scan(lambda c, x: (c + x, spike(x + c)), x[0], x)[1],
+    "a branch": lambda x, y: lax.cond(x.sum() > 0, spike, lambda x: jnp.zeros_like(x), y),
+    "a call": lambda x, y: jax.jit(lambda x: spike(x).T.reshape(-1)[2:])(x),
+    "one_hot": lambda x, y: jax.nn.one_hot(jnp.argmax(x, 1), 5),
+    "a draw": lambda x, y: jax.random.bernoulli(jax.random.key(0), 0.5, x.shape).astype(jnp.float32),
+}
+NO_PROOFS = {
+    "a sum": lambda x, y: (x > 0).astype(jnp.float32) + (y > 0),
+    "a float": lambda x, y: x * (x > 0),
+    "minus": lambda x, y: -(x > 0).astype(jnp.float32),
+    "a carry": lambda x, y: lax.scan(lambda c, x: (c + 1.0, c), jnp.zeros(4), x)[1],
+    "one branch": lambda x, y: lax.cond(x.sum() > 0, spike, lambda x: x, y),
+    "the maximum of none": lambda x, y: lax.reduce_max_p.bind(
+        (x[:0] > 0).astype(jnp.float32), axes=(0,), out_sharding=None
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "fun, expected",
+    [*((f, True) for f in PROOFS.values()), *((f, False) for f in NO_PROOFS.values())],
+    ids=[*PROOFS, *NO_PROOFS],
+)
+def test_proofs(fun, expected):
+    from statetx._remat.bits import _outputs
+
+    x = jnp.arange(12.0).reshape(3, 4) - 5
+    jaxpr = jax.make_jaxpr(fun)(x, x[::-1])
+    (out,) = _outputs(jaxpr.jaxpr, [False, False])
+    assert out == expected
+    if expected:
+        assert set(np.unique(fun(x, x[::-1]))) <= {0.0, 1.0}
+
+
+def test_integers_and_booleans():
+    x, w = data(num=16, batch=2, steps=3)
+
+    def f(x, w):
+        index = statetx.checkpoint_name((x[0] @ w[0] > 0).astype(jnp.int32), "spikes")
+        return jnp.sum(jnp.where(index == 1, x @ w[1], 0.5 * x) * w[0, 0][None, None])
+
+    stored = statetx.remat(f, policy=SPIKES.stored_as("bits"))
+    assert_equal(jax.grad(stored, (0, 1))(x, w), jax.grad(statetx.remat(f), (0, 1))(x, w))
+    statetx.testing.assert_residuals(stored, x, w, expected=2 * 2)
+
+
+def test_policies_print_combine_and_are_values():
+    policy = policies.names("spikes").stored_as("bits") | policies.dots.stored_as("int8")
+    assert repr(policy) == "names('spikes').stored_as('bits') | dots.stored_as('int8')"
+    assert repr((policies.names("a") | policies.dots).stored_as("bits")) == "(names('a') | dots).stored_as('bits')"
+    assert policy == policies.names("spikes").stored_as("bits") | policies.dots.stored_as("int8")
+    assert hash(SPIKES.stored_as("bits")) != hash(SPIKES.stored_as("int8"))
+    with pytest.raises(PolicyError, match=r"statetx\.remat"):
+        jax.grad(jax.checkpoint(jnp.sin, policy=policies.dots.stored_as("bits")))(1.0)
+
+
+def test_a_value_that_another_policy_saves_is_saved_unchanged():
+    x, w = data()
+    for policy in (SPIKES | SPIKES.stored_as("bits"), SPIKES.stored_as("bits") | SPIKES):
+        assert stored_values(statetx.remat(pair, policy=policy), x, w) == ["f32[3,24]"]
+    both = SPIKES & SPIKES.stored_as("bits")
+    statetx.testing.assert_residuals(statetx.remat(pair, policy=both), x, w, expected=5 * 3 * 3)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [jax.checkpoint_policies.dots_saveable, "everything", policies.everything],
+    ids=["dots", "name", "everything"],
+)
+def test_other_policies_beside_stored_inputs(policy):
+    x, w = data()
+    block = statetx.remat(pair, policy=policy, inputs_stored_as=("bits", None))
+    plain = statetx.remat(pair, policy=policy)
+    assert_equal(jax.grad(loss_of(block), (0, 1))(x, w), jax.grad(loss_of(plain), (0, 1))(x, w))
+    assert "bits[5,3,24]" in stored_values(block, x, w)
+    # Neither the argument itself is kept, nor what is decoded from its bits.
+    assert not [row for row in statetx.saved_residuals(block, x, w) if row.path == "x" and row.origin == "argument"]
+
+
+@pytest.mark.parametrize("formats", [("bits",), ("bits", "bits", None), {"x": "bits"}])
+def test_a_prefix_that_does_not_fit(formats):
+    with pytest.raises((ValueError, TypeError), match="inputs_stored_as"):
+        jax.grad(loss_of(statetx.remat(pair, inputs_stored_as=formats)))(*data())
+
+
+# -- masks -----------------------------------------------------------------------------------------------------------
+
+
+def test_masks_are_packed():
+    def f(x, key):
+        h = jax.nn.relu(x)
+        h = jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h, 0.0)  # dropout
+        return jnp.sum(jnp.maximum(h, 0.5 * x).max(1))
+
+    x, key = jax.random.normal(jax.random.key(7), (4, 64)), jax.random.key(8)
+    kept = statetx.remat(f, policy=policies.masks)
+    assert_equal(jax.grad(kept)(x, key), jax.grad(f)(x, key))
+    rows = [row for row in statetx.saved_residuals(kept, x, key) if row.origin == "intermediate"]
+    assert {row.type for row in rows} == {"bits[4,64]"}
+    assert {row.dtype for row in rows} == {"bool"}
+    assert {"gt", "lt", "eq"} == {row.primitive for row in rows}  # of relu, of dropout, of both maxima
+    assert all(row.nbytes == 4 * 8 for row in rows)
+    # The masks are all that the backward pass needs.
+    assert not any(row.origin == "argument" for row in statetx.saved_residuals(kept, x, key))
+    assert repr(policies.masks | policies.dots) == "masks | dots"
+
+
+# -- wrong declarations ----------------------------------------------------------------------------------------------
+
+
+def wrongly_declared(x):
+    h = statetx.checkpoint_name(jnp.sin(x), "h")
+    return jnp.sum(jnp.cos(h) * h)
+
+
+WRONG = {
+    "named": (
+        statetx.remat(wrongly_declared, policy=policies.names("h").stored_as("bits")),
+        "the value 'h', computed at ",
+    ),
+    "input": (statetx.remat(wrongly_declared, inputs_stored_as="bits"), "the argument 'x' of wrongly_declared at "),
+}
+
+
+@pytest.mark.parametrize("fun, words", WRONG.values(), ids=WRONG)
+def test_a_wrong_declaration_is_found(fun, words):
+    x = jnp.arange(4.0)
+    with pytest.raises(AssertionError, match="stored as bits") as error:
+        statetx.testing.assert_remat_equivalent(fun, x)
+    line = wrongly_declared.__code__.co_firstlineno + (words.startswith("the value"))
+    assert words in str(error.value) and f"test_stored_as.py:{line}" in str(error.value)
+    jax.grad(fun)(x)  # unchecked otherwise
+    statetx.testing.assert_remat_equivalent(statetx.remat(wrongly_declared, policy=policies.names("h")), x)
+
+
+@pytest.mark.parametrize("fun, words", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_debug_mode_checks_declarations(fun, words, jit, monkeypatch, capfd):
+    monkeypatch.setattr(declared.checks, "is_on", True)
+    grad = jax.jit(jax.grad(fun)) if jit else jax.grad(fun)
+    with pytest.raises(jax.errors.JaxRuntimeError if jit else PolicyError, match=words):
+        jax.block_until_ready(grad(jnp.arange(4.0)))
+    capfd.readouterr()  # JAX's own report of the failed callback
+    grad = jax.jit(jax.grad(BLOCKS_LOSS)) if jit else jax.grad(BLOCKS_LOSS)
+    x, w = data()
+    assert_equal(grad(x, w), jax.grad(loss_of(statetx.remat(pair)))(x, w)) if not jit else jax.block_until_ready(
+        grad(x, w)
+    )
+
+
+BLOCKS_LOSS = loss_of(BLOCKS["both"])
+
+# -- memory, loops, devices ------------------------------------------------------------------------------------------
+
+
+def compiled(f, *args):
+    return jax.jit(jax.grad(f)).lower(*args).compile()
+
+
+def test_a_deep_spiking_network_takes_a_quarter_of_remat():
+    # The network of the facts: 24 blocks, each dense with 256 neurons, 32 steps, a batch of 64.
+    def block(x, w):
+        def step(v, current):
+            v = 0.9 * v + current
+            return v, spike(v - 1)
+
+        return lax.scan(step, jnp.zeros_like(x[0]), x @ w)[1]
+
+    def loss(block):
+        def run(ws, x):
+            for w in ws:
+                x = block(x, w)
+            return (x.mean(0) ** 2).sum()
+
+        return run
+
+    x, _ = data(256, 64, 32)
+    ws = [jax.random.normal(key, (256, 256)) * (3 / 16) for key in jax.random.split(jax.random.key(9), 24)]
+    # "cond" is what "auto" means on CPUs before jaxlib 0.11.1; later versions keep the barrier, and not its effect on memory.
+    blocks = {"none": block, "remat": statetx.remat(block, fence="cond")}
+    blocks["bits"] = statetx.remat(block, inputs_stored_as=("bits", None), fence="cond")
+    programs = {name: compiled(loss(block), ws, x) for name, block in blocks.items()}
+    sizes = {name: program.memory_analysis().temp_size_in_bytes for name, program in programs.items()}
+    assert 4 * sizes["bits"] <= sizes["remat"], sizes
+    assert 12 * sizes["bits"] <= sizes["none"], sizes
+
+    grads = {name: program(ws, x) for name, program in programs.items()}
+    assert_equal(grads["bits"], grads["remat"])
+    assert all(jnp.abs(g).max() > 0 for g in grads["bits"])
+
+
+def test_the_stored_value_dies_before_what_follows():
+    """The last use of each block's input is in the branch that encodes it; a region in a loop has no branch."""
+    x, w = data()
+    text = compiled(loss_of(BLOCKS["both"]), x, w).as_text()
+    assert text.count(" conditional(") == 2  # the forward pass in order, and the fence of the recomputation
+
+    looped = lambda x, w: lax.scan(lambda x, _: (BLOCKS["both"](x, w), None), x, None, length=3)[0]  # noqa: E731
+    assert compiled(loss_of(looped), x, w).as_text().count(" conditional(") == 0
+
+
+@pytest.mark.parametrize(
+    "strategy", [functools.partial(policies.Slots, 3), functools.partial(policies.Levels, 2)], ids=["slots", "levels"]
+)
+def test_checkpointed_loops_with_a_policy_that_stores_small(strategy):
+    x, w = data()
+
+    def loss(w, policy):
+        h, ys = statetx.scan(
+            step_of(w), jnp.zeros_like(x[0]), jnp.tile(x, (2, 1, 1)), checkpoint=strategy(policy=policy)
+        )
+        return jnp.sum(h**2) + jnp.sum(ys * jnp.arange(3.0)[None])
+
+    def step_of(w):
+        def step(h, x):
+            s = statetx.checkpoint_name(spike(jnp.sin(h + x @ w[0])), "spikes")
+            return 0.5 * h + s @ w[1], s.sum(-1)
+
+        return step
+
+    stored, exact = (jax.jit(jax.grad(functools.partial(loss, policy=p))) for p in (SPIKES.stored_as("bits"), SPIKES))
+    assert_equal(stored(w), exact(w))
+    # The format reaches the steps' residuals.
+    assert " shift_left" in str(jax.make_jaxpr(jax.grad(functools.partial(loss, policy=SPIKES.stored_as("bits"))))(w))
+
+
+def test_offloaded_codes():
+    x, w = data()
+    policy = policies.offload(SPIKES.stored_as("bits"), otherwise="save")
+    block = statetx.remat(pair, policy=policy)
+    (row,) = [row for row in statetx.saved_residuals(block, x, w) if row.origin == "intermediate"]
+    assert (row.stored_as, row.nbytes) == ("bits", 5 * 3 * 3)
+    assert row.memory in ("pinned_host", "")
+    jaxpr = jax.make_jaxpr(jax.grad(loss_of(block), 1))(x, w)
+    assert str(jaxpr) != str(jax.make_jaxpr(jax.grad(loss_of(statetx.remat(pair)), 1))(x, w))
+
+
+@pytest.mark.parametrize("form", ["shard_map", "sharded", "shard_map outside"])
+def test_on_several_devices(form):
+    if jax.device_count() < 2:
+        pytest.skip("one device")
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    x, w = data(num=24, batch=4)
+    P = jax.sharding.PartitionSpec
+    expected = jax.jit(jax.grad(loss_of(pair), (0, 1)))(x, w)
+    for name in ("both", "words"):
+        f = BLOCKS[name]
+        if form == "shard_map":
+            f = jax.shard_map(f, mesh=mesh, in_specs=(P(None, "d"), P()), out_specs=P(None, "d"))
+        elif form == "shard_map outside":
+            mapped = jax.shard_map(pair, mesh=mesh, in_specs=(P(None, "d"), P()), out_specs=P(None, "d"))
+            f = statetx.remat(mapped, policy=policies.everything.stored_as(WORDS), inputs_stored_as=WORDS)
+        x_placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, P(None, "d")))
+        assert_close(jax.jit(jax.grad(loss_of(f), (0, 1)))(x_placed, w), expected)
+
+
+# -- reports ---------------------------------------------------------------------------------------------------------
+
+
+def test_saved_residuals_show_format_bytes_and_dtype():
+    x, w = data()
+    report = statetx.saved_residuals(BLOCKS["both"], x, w)
+    stored = {row.reason: row for row in report if row.stored_as}
+    assert set(stored) == {"input", "policy"}
+    assert (stored["input"].type, stored["input"].dtype, stored["input"].nbytes) == ("bits[5,3,24]", "float32", 45)
+    assert (stored["policy"].type, stored["policy"].times, stored["policy"].names) == ("bits[3,24]", 5, ("spikes",))
+    assert (
+        stored["policy"].source.startswith(__file__) and stored["policy"].flops > 0
+    )  # what the recomputation is spared
+    assert "bits[5,3,24] for f32" in str(report)
+    assert report.to_dict()["residuals"][1]["stored_as"] == "bits"
+
+    # int8: integers and scales are one value.
+    block = statetx.remat(pair, inputs_stored_as=("int8", None))
+    (row,) = [row for row in statetx.saved_residuals(block, x, w) if row.stored_as]
+    assert (row.type, row.nbytes) == ("int8[5,3,24]", 5 * 3 * (24 + 4))
+
+
+def spiking(block, num=8):
+    ws = [jax.random.normal(key, (128, 128)) * (3 / 128**0.5) for key in jax.random.split(jax.random.key(10), num)]
+    x = (jax.random.uniform(jax.random.key(11), (16, 32, 128)) < 0.2).astype(jnp.float32)
+
+    def loss(ws, x):
+        for w in ws:
+            x = block(x, w)
+        return (x.mean(0) ** 2).sum()
+
+    return statetx.memory_profile(loss, ws, x)
+
+
+def test_memory_profile_advises_bits_and_predicts_what_they_save():
+    before = spiking(statetx.remat(layer))
+    (change,) = [c for c in before.changes if c.action == "bits"]
+    assert change.target == "layer" and "inputs_stored_as='bits'" in change.text
+
+    after = spiking(statetx.remat(layer, inputs_stored_as=("bits", None)))
+    saved = int(before.timeline.max() - after.timeline.max())
+    assert abs(saved - change.saved_bytes) <= 0.1 * saved, (saved, change.saved_bytes)
+    assert not [c for c in after.changes if c.action == "bits"]
+    stored = [b for b in after.buffers if b.stored_as == "bits" and b.kind == "residual"]
+    assert len(stored) == 8 and all(b.num_bytes == 16 * 32 * 16 for b in stored)
+    assert "u8[16,32,16] (bits)" in str(after)
