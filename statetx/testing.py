@@ -13,6 +13,7 @@ import numpy as np
 
 from . import _jax
 from ._lift.wrapper import Wrapper, name_of
+from ._remat import declared
 from ._remat.override import override
 from ._text import type_str
 from ._tree import is_float, partition
@@ -69,10 +70,10 @@ def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, ato
         result = _run(functionalize(remat(fun)), values, args, kwargs)
     difference = _difference(result, first, rtol, atol)
     if difference:
-        raise AssertionError(
-            f"{name_of(fun)} gives other results when it is rematerialized: {difference}.\n"
-            f"{_suspects(pure, values, args, kwargs, drawn)}"
-        )
+        with declared.collected() as wrong_declarations:
+            _run(pure, values, args, kwargs)
+        suspects = "\n".join(wrong_declarations) or _suspects(pure, values, args, kwargs, drawn)
+        raise AssertionError(f"{name_of(fun)} gives other results when it is rematerialized: {difference}.\n{suspects}")
 
 
 def _run(pure: Callable, values: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

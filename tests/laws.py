@@ -14,6 +14,7 @@ import numpy as np
 
 import statetx
 from corpus import Program
+from statetx._remat.stored import StoredType
 
 # -- trees -----------------------------------------------------------------------------------------------------
 
@@ -95,6 +96,30 @@ Pure = Callable[[dict[str, Any], jax.Array], tuple[Any, dict[str, Any]]]
 
 def remat(f: Stateful, program: Program) -> Stateful:
     return statetx.remat(f)
+
+
+class Words(StoredType):
+    """Floats as the bytes that they consist of: exact for all, so that every law holds of what is stored so."""
+
+    def shrinks(self, aval: Any) -> bool:
+        return jnp.issubdtype(aval.dtype, jnp.floating)
+
+    def types(self, aval: Any) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct((*aval.shape, aval.dtype.itemsize), jnp.uint8)]
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> list[jax.Array]:
+        return [jax.lax.bitcast_convert_type(x, jnp.uint8)]
+
+    def decode(self, stored: Any, aval: Any) -> jax.Array:
+        return jax.lax.bitcast_convert_type(stored[0], aval.dtype)
+
+
+WORDS = Words("words")
+
+
+def stored(f: Stateful, program: Program) -> Stateful:
+    """`remat` that stores each float of the function and its arguments in another form."""
+    return statetx.remat(f, policy=statetx.policies.everything.stored_as(WORDS), inputs_stored_as=WORDS)
 
 
 def jit(f: Stateful, program: Program) -> Stateful:
@@ -206,7 +231,7 @@ def pure_scan(r: Pure, wrt: tuple[str, ...]) -> Pure:
     return loop
 
 
-PURE = {remat: unchanged, jit: unchanged, grad: pure_grad, vjp: pure_vjp, scan: pure_scan}
+PURE = {remat: unchanged, stored: unchanged, jit: unchanged, grad: pure_grad, vjp: pure_vjp, scan: pure_scan}
 
 Nesting = tuple[Callable, ...]  # from the inside out
 

@@ -82,6 +82,16 @@ def huge_temporary():
     return Case(whole, in_parts, arrays((2048, 64)), "microbatch", "nearest", gradient=False)
 
 
+def large_batch():
+    def loss(w, x):
+        logits = x @ w
+        return jax.nn.logsumexp(logits * 2 + jnp.sin(logits), -1).sum()
+
+    step = jax.value_and_grad(loss)
+    in_parts = statetx.microbatch(step, 8, argnums=1, reduce="sum")
+    return Case(step, in_parts, arrays((64, 1024), (2048, 64)), "microbatch", "loss", gradient=False)
+
+
 def undonated_states():
     state = statetx.State(jnp.zeros((1024, 1024)))
 
@@ -142,6 +152,7 @@ KNOWN = (
     one_large_layer,
     many_layers,
     huge_temporary,
+    large_batch,
     undonated_states,
     undonated_argument,
     stacked_carries,

@@ -6,6 +6,9 @@ import behaviors
 import pytest
 from behaviors import ROWS
 from kinds import KINDS
+from laws import WORDS
+
+import statetx
 
 
 def _cells():
@@ -27,3 +30,18 @@ def test_behavior(dialect, row):
     actual = dialect.run(row)
     assert not behaviors.difference(actual, wanted)
     assert row.check is None or row.check(*actual)
+
+
+STORED = [  # a third of them in the fast suite
+    pytest.param(row, id=f"{row.group}: {row.title}", marks=pytest.mark.slow if n % 3 else ())
+    for n, row in enumerate(row for row in ROWS if not row.policy)
+]
+
+
+@pytest.mark.parametrize("row", STORED)
+def test_behavior_of_residuals_stored_in_another_form(row, monkeypatch):
+    dialect, remat = KINDS[0], KINDS[0].remat
+    stored = {"policy": statetx.policies.everything.stored_as(WORDS), "inputs_stored_as": WORDS}
+    monkeypatch.setattr(dialect, "remat", lambda fun, **options: remat(fun, **options, **stored), raising=False)
+    actual, wanted = dialect.run(row), behaviors.expected(dialect, row)
+    assert not behaviors.difference(actual, wanted)

@@ -40,6 +40,7 @@ from laws import (
     scalar,
     scan,
     snapshot,
+    stored,
     transformed,
     vjp,
 )
@@ -76,6 +77,13 @@ NESTINGS: list[Nesting] = [
     (remat, scan, grad, grad),
     (remat, grad, scan),
     (jit, scan, vjp),
+    (stored, grad),
+    (stored, grad, jit),
+    (stored, remat, stored, grad),
+    (stored, grad, grad),
+    (stored, scan, grad, jit),
+    (stored, scan, grad, grad),
+    (scan, stored, vjp),
 ]
 
 
@@ -125,7 +133,7 @@ def check_law(make: type[Program], nesting: Nesting, num_calls: int = 2, toleran
         values = snapshot(program.values())
 
 
-FAST: list[Nesting] = [(remat, grad), (remat, scan, grad, jit)]
+FAST: list[Nesting] = [(remat, grad), (remat, scan, grad, jit), (stored, grad)]
 
 
 @pytest.mark.parametrize("make, nesting", cases(PROGRAMS, NESTINGS, FAST))

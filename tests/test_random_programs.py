@@ -8,6 +8,7 @@ To see the suite fail: `test_broken_feature_is_found` breaks one after another a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax
 import pytest
 import random_programs
 from hypothesis import HealthCheck, Phase, example, given, settings
+from laws import WORDS
 from random_programs import Block, Call, Const, Local, Raise, Read, Write, check, programs
 
 import statetx
@@ -45,6 +47,19 @@ def test_random_program_equals_its_reference(program):
 @settings(max_examples=5000, **COMMON)
 @given(programs())
 def test_random_program_equals_its_reference_at_length(program):
+    check(program)
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    """Every `remat` keeps what its body computes, and its arguments, in another form."""
+    policy = statetx.policies.everything.stored_as(WORDS)
+    monkeypatch.setattr(statetx, "remat", functools.partial(statetx.remat, policy=policy, inputs_stored_as=WORDS))
+
+
+@settings(max_examples=15, **COMMON)
+@given(programs().filter(lambda p: any(isinstance(x, Call) and x.kind == "remat" for x in parts(p))))
+def test_random_program_stored_in_another_form(stored, program):
     check(program)
 
 

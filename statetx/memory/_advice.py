@@ -65,13 +65,17 @@ def _candidates(profile: MemoryProfile) -> list[_Candidate]:
     makers: list[Callable[[MemoryProfile], Iterable[_Candidate]]] = [
         _donations,
         _constants,
+        _bits,
         _remat,
         _body,
         _slots,
         _parts,
     ]
     least = _LEAST_SHARE * profile.peak_bytes
-    return [c for make in makers for c in make(profile) if c.change.saved_bytes >= least]
+    found = [c for make in makers for c in make(profile) if c.change.saved_bytes >= least]
+    # Splitting the batch nearly always saves most, but not in every program may a batch be split: it is advised where no other change does a quarter of it.
+    most = max((c.change.saved_bytes for c in found), default=0)
+    return found + [c for c in _batch(profile) if c.change.saved_bytes >= max(4 * most, least)]
 
 
 def saving(profile: MemoryProfile, gaps: Iterable[Gap]) -> int:
@@ -166,6 +170,35 @@ def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
         where = ", inside the function that is rematerialized already" if nested else ""
         text = f"Rematerialize {function}{times} with @statetx.remat{where}."
         yield _Candidate(Change("remat", function, text, saved), frozenset(freed))
+
+
+def _bits(profile: MemoryProfile) -> Iterable[_Candidate]:
+    """Residuals that hold zeros and ones as floats or bytes: an eighth of a byte is enough from the last read of the forward pass on."""
+    by_function: dict[str, list[Buffer]] = defaultdict(list)
+    for b in profile.buffers:
+        if b.is_bits and b.kind == "residual" and not b.stored_as:
+            by_function[b.region or b.function].append(b)
+    for function, found in by_function.items():
+        gaps = []
+        for b in found:
+            backward = [r for r in b.readers if _is_backward(profile, r, b)]
+            forward = [r for r in b.readers if r < min(backward, default=0)]
+            if not backward or not forward:
+                continue
+            gaps.append(Gap(max(forward) + 1, min(backward) - 1, b.num_bytes - _packed_bytes(b)))
+            # A region that stores bits runs as a whole, so that nothing of it is reserved before.
+            gaps.append(Gap(b.start, min(forward) - 1, b.num_bytes))
+        is_input = any(profile.steps[r].is_recomputed for b in found for r in b.readers)
+        how = f"statetx.remat({function}, inputs_stored_as='bits')"
+        if not is_input:
+            how = "statetx.remat(..., policy=policies.names('spikes').stored_as('bits')), with checkpoint_name(x, 'spikes')"
+        text = f"Store the zeros and ones of {function} ({found[0].type}) as bits: {how}."
+        yield _Candidate(Change("bits", function, text, saving(profile, gaps)), frozenset(found))
+
+
+def _packed_bytes(b: Buffer) -> int:
+    width = max(int("".join(c for c in b.type.partition("[")[0] if c.isdigit()) or 8) // 8, 1)
+    return -(-b.num_bytes // (8 * width))
 
 
 def _most_ended(buffers: Sequence[Buffer]) -> int:
@@ -359,6 +392,41 @@ def _parts(profile: MemoryProfile) -> Iterable[_Candidate]:
         gaps = [Gap(x.start, x.end, x.num_bytes - x.num_bytes // _NUM_PARTS) for x in same]
         text = (
             f"Compute {b.function or b.owner} in {_NUM_PARTS} parts, as with jax.lax.map(..., batch_size="
-            f"{-(-int(first_axis) // _NUM_PARTS)}) over the axis of {first_axis}, or use smaller batches."
+            f"{-(-int(first_axis) // _NUM_PARTS)}) over the axis of {first_axis}; or split the batch, with statetx.microbatch."
         )
         yield _Candidate(Change("microbatch", b.function or b.owner, text, saving(profile, gaps)), frozenset(same))
+
+
+def _batch(profile: MemoryProfile) -> Iterable[_Candidate]:
+    """Split the batch of a gradient: of temporaries with an axis of examples, one part's are alive at a time."""
+    if not any(step.phase == "backward" for step in profile.steps):
+        return
+    temporary = [b for b in profile.buffers if b.kind in ("residual", "recomputed", "working memory")]
+    shapes = {b: _shape(b.type) for b in profile.buffers}
+    sizes = {shapes[b][0] for b in profile.buffers if b.kind == "argument" and shapes[b] and shapes[b][0] >= _NUM_PARTS}
+
+    def scaling(size: int) -> list[Buffer]:
+        # XLA merges the axis of examples with others: any multiple of it as the first axis counts.
+        return [b for b in temporary if shapes[b] and (shapes[b][0] % size == 0 or size in shapes[b])]
+
+    # An axis of weights that divides the batch finds the same buffers, and a few others: the largest axis that finds nearly all is the batch.
+    num_bytes = {size: sum(b.num_bytes for b in scaling(size)) for size in sizes}
+    size = max((n for n in sizes if num_bytes[n] >= 0.9 * max(num_bytes.values())), default=0)
+    found = scaling(size) if size else []
+    if not found:
+        return
+    gaps = [Gap(b.start, b.end, b.num_bytes - b.num_bytes // _NUM_PARTS) for b in found]
+    # Gradients are added up from the first part on. As outputs they have their memory for the whole time already.
+    inputs = {b.type for b in profile.buffers if b.kind in ("state", "argument")}
+    gradients = [b for b in temporary if b.phase == "backward" and b.type in inputs and b not in set(found)]
+    gaps += [Gap(0, b.start - 1, -b.num_bytes) for b in gradients]
+    text = (
+        f"Split the batch of {size:,} into {_NUM_PARTS} parts: statetx.microbatch(statetx.value_and_grad(loss), {_NUM_PARTS}) adds up "
+        f"their gradients."
+    )
+    yield _Candidate(Change("microbatch", "batch", text, saving(profile, gaps)), frozenset(found))
+
+
+def _shape(type: str) -> tuple[int, ...]:
+    axes = type.partition("[")[2].rstrip("]").split(",")
+    return tuple(map(int, axes)) if all(axis.isdigit() for axis in axes) else ()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from .._jax import CompiledProgram, Instruction
 from ._lifetimes import FORWARDS, Flow, Lifetime, Schedule, lifetimes, readers
-from ._names import Names, Origin, common_parent
+from ._names import Names, Origin, common_parent, stored_as
 from .buffer import Buffer, Kind, Loop, Step
 
 
@@ -168,6 +168,8 @@ class Assembly:
             allocation=group[0].allocation,
             offset=group[0].offset,
             readers=tuple(sorted({step for x in group for step in self.readers.get(x.value, ())})),
+            stored_as=stored_as(instruction.op_name),
+            is_bits=_is_boolean(slice_ if slice_ is not None else self.names.converted(instruction)),
         )
 
     def _of_slice(self, slice_: Instruction, stack: Origin) -> Origin:
@@ -273,6 +275,10 @@ def bytes_of(type_: Any) -> int:
     bits = re.search(r"\d+", dtype)
     num = math.prod(int(n) for n in shape.rstrip("]").split(",") if n)
     return -(-num * (int(bits[0]) if bits else 8) // 8)
+
+
+def _is_boolean(instruction: Instruction) -> bool:
+    return isinstance(instruction.type, str) and instruction.type.startswith(("pred[", "bool["))
 
 
 def _type_at(type_: Any, index: Sequence[int]) -> str:

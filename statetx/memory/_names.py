@@ -147,12 +147,27 @@ class Names:
             root = self.program.instructions[root.operands[0]]
         if root.opcode != "dynamic-update-slice":
             return None
-        slice_ = self.program.instructions[root.operands[1]]
-        while slice_.opcode in ("bitcast", "reshape", "convert", "copy") and slice_.operands:
-            slice_ = self.program.instructions[slice_.operands[0]]
-        if slice_.opcode == "parameter":
-            slice_ = self.program.instructions[instruction.operands[slice_.index]]
-        return slice_
+        return self._before_conversion(self.program.instructions[root.operands[1]], instruction)
+
+    def converted(self, instruction: Instruction) -> Instruction:
+        """The instruction whose result it converts to another type or shape; itself if it does not."""
+        if instruction.opcode == "fusion":
+            inside = self.program.computations[instruction.called[0]]
+            return self._before_conversion(self.program.instructions[inside.root], instruction)
+        return self._before_conversion(instruction, None)
+
+    def _before_conversion(self, instruction: Instruction, fusion: Instruction | None) -> Instruction:
+        while instruction.opcode in ("bitcast", "reshape", "convert", "copy") and instruction.operands:
+            instruction = self.program.instructions[instruction.operands[0]]
+        if fusion is not None and instruction.opcode == "parameter":
+            instruction = self.program.instructions[fusion.operands[instruction.index]]
+        return instruction
+
+
+def stored_as(op_name: str) -> str:
+    """The format in which an operation stores a value in fewer bits (`statetx._jax.store`); "" for any other operation."""
+    match = re.search(r"statetx_encode_(\w+)", op_name)
+    return match[1] if match else ""
 
 
 def _turn(schedule: Schedule) -> tuple[int, int]:

@@ -64,7 +64,7 @@ def _rows(groups: Sequence[Group]) -> list[Row]:
 
 def _row(groups: Sequence[Group]) -> Row:
     first, buffers = groups[0], [b for g in groups for b in g.buffers]
-    types = Counter(b.type for b in buffers)
+    types = Counter(b.shown_type for b in buffers)
     texts = [f"{n} x {name}" if n > 1 else name for name, n in types.most_common()]
     changes = [g.change for g in groups if g.change is not None]
     return Row(
@@ -181,7 +181,7 @@ def _constants(profile: MemoryProfile) -> str:
     b = max(constants, key=lambda b: b.num_bytes)
     where = ", ".join(filter(None, [b.function, short_path(b.source)]))
     name = b.owner if b.owner and b.owner != b.function else ""
-    description = " ".join(filter(None, [name, b.type, f"in {where}" if where else ""]))
+    description = " ".join(filter(None, [name, b.shown_type, f"in {where}" if where else ""]))
     return f"{text}; the largest is {description} ({format_bytes(b.num_bytes)})"
 
 

@@ -56,6 +56,8 @@ class Buffer:
         stacked: the loop that stacks it, one slice a step; or None.
         allocation, offset: its place: two buffers may share a place one after the other.
         readers: the steps that read it.
+        stored_as: the format of what is stored in fewer bits (`Policy.stored_as`); empty for any other array.
+        is_bits: whether it is boolean, or made of booleans: its entries are 0 or 1.
     """
 
     name: str
@@ -75,6 +77,13 @@ class Buffer:
     allocation: int
     offset: int
     readers: tuple[int, ...] = ()
+    stored_as: str = ""
+    is_bits: bool = False
+
+    @property
+    def shown_type(self) -> str:
+        """The type, and the format of what is stored in fewer bits: ``u8[32,8] (bits)``."""
+        return f"{self.type} ({self.stored_as})" if self.stored_as else self.type
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {
@@ -116,7 +125,7 @@ class Change(NamedTuple):
     """A change of the program that would save memory.
 
     Attributes:
-        action: "remat", "policy", "donate", "slots", "store", "microbatch" or "argument".
+        action: "remat", "policy", "donate", "slots", "store", "bits", "microbatch" or "argument".
         target: the owner of what it saves.
         text: what to do, in one sentence.
         saved_bytes: by how much the peak would fall, predicted from the lifetimes of the buffers.

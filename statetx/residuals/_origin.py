@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import _jax
 from .._equations.inline import inline
-from .._equations.primitives import EAGER, REMAT, Forwards, row_of
+from .._equations.primitives import EAGER, ENTERED, REMAT, Forwards, row_of
 from .._jax import Jaxpr, Literal
 from .._remat.survey import Survey
 from .._remat.value import StateRef
@@ -28,6 +28,8 @@ class Provenance:
         names: all names that ``checkpoint_name`` gave it.
         regions: the rematerialized regions that compute it.
         aliases: variables, at any depth, that hold this value in one step.
+        stored_as: the format that it is stored in; "" if unchanged.
+        encoder: the address of the equation that encodes it.
     """
 
     aval: Any
@@ -38,6 +40,8 @@ class Provenance:
     names: list[str] = dataclasses.field(default_factory=list)
     regions: list[int] = dataclasses.field(default_factory=list)
     aliases: set[Any] = dataclasses.field(default_factory=set)
+    stored_as: str = ""
+    encoder: tuple[int, ...] = ()
 
 
 class _Level:
@@ -53,7 +57,8 @@ class _Level:
         self._forwarded: dict[Any, list[Any]] = {}
         for e in jaxpr.eqns:
             if row_of(e).forwards is Forwards.VALUE:
-                for a, v in zip(e.invars, e.outvars, strict=True):
+                # An equation with one result forwards its first operand.
+                for a, v in zip(e.invars[: len(e.outvars)], e.outvars, strict=True):
                     if not isinstance(a, Literal):
                         self._forwarded.setdefault(a, []).append((e, v))
 
@@ -99,6 +104,7 @@ class ProvenanceFinder:
         level, provenance = self._top, Provenance(atom.aval)
         stacked = True  # whether the atom is the value of every step, not only the last carry
         carried = False  # whether the atom is the carry that the previous step computed
+        num_enclosing = 0  # regions of the loops and branches around the atom
         seen = set()  # the carry of a loop may lead back to itself
 
         # From the value to its definition: each turn goes one equation back, or one level in or out. `level` is the jaxpr that
@@ -122,6 +128,8 @@ class ProvenanceFinder:
 
             # A carry is an input of the regions of its step, though the same regions computed it in the step before.
             provenance.regions += [] if carried else regions_of(eqn)
+            if name in ENTERED and not _jax.is_storing(eqn):
+                num_enclosing = len(provenance.regions)
             if row_of(eqn).forwards is Forwards.VALUE:
                 atom = eqn.invars[n if len(eqn.invars) == len(eqn.outvars) else 0]
             elif name == "scan":
@@ -135,6 +143,12 @@ class ProvenanceFinder:
 
             elif name == "cond":
                 level, atom = self._branch_value(level, i, eqn, n)
+            elif _jax.encoded_as(eqn):
+                # From here on the value that the codes stand for. An input of a region is encoded in it, but not computed.
+                provenance.stored_as, provenance.encoder = _jax.encoded_as(eqn), (*level.address, i)
+                atom = eqn.invars[0]
+                provenance.aval = atom.aval
+                del provenance.regions[num_enclosing:]
             elif name == "shard_map":
                 level = level.within(i, 0, eqn.params["jaxpr"])
                 atom = level.jaxpr.outvars[n]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._extras import require
 from .._tables import HEX, Cell, Column, Table
-from .._text import format_bytes, format_flops, short_path
+from .._text import format_bytes, format_flops, short_dtype, short_path
 
 if TYPE_CHECKING:
     from .table import Residual, Residuals
@@ -55,11 +55,16 @@ def see_profile(fun: str = "fun") -> tuple[str, str]:
 
 
 def _counted(row: Residual) -> str:
-    return f"{row.times} x {row.type}" if row.times > 1 else row.type
+    return f"{row.times} x {_type(row)}" if row.times > 1 else _type(row)
+
+
+def _type(row: Residual) -> str:
+    """The type of what is stored, and the dtype that it stands for."""
+    return f"{row.type} for {short_dtype(row.dtype)}" if row.stored_as else row.type
 
 
 def _from(row: Residual) -> str:
-    if row.origin == "argument":
+    if row.origin == "argument" or (row.path and row.stored_as):
         return f"from the argument {row.path}"
     if row.origin == "state":
         return f"from the state {row.path} ({row.kind})"
@@ -99,7 +104,7 @@ _COLUMNS = (
 def _cells(row: Residual, largest: int) -> tuple[Cell, ...]:
     """One for each of `_COLUMNS`."""
     return (
-        Cell(row.type),
+        Cell(_type(row)),
         Cell(str(row.times) if row.times > 1 else ""),
         Cell(format_bytes(row.nbytes), _COLORS[row.reason], share=row.nbytes / max(largest, 1)),
         Cell(_description(row), style="bold magenta" if row.names else ""),

@@ -40,6 +40,8 @@ class Residual:
         why: the reasons for saving it: "policy of f", "input of f" (of a rematerialized function f), "not rematerialized"
             (an operation outside such functions reads it), "not read" (the pullback holds it unused).
         memory: the memory that it is offloaded to; "" if it stays where it was computed.
+        stored_as: the format that it is stored in, in fewer bits (`Policy.stored_as`); "" if unchanged. Then `nbytes` are the bytes of
+            what is stored, and the value is no argument or state but a copy of it.
     """
 
     shape: tuple[int, ...]
@@ -57,6 +59,7 @@ class Residual:
     flops: int = 0
     why: tuple[str, ...] = ()
     memory: str = ""
+    stored_as: str = ""
 
     @property
     def reason(self) -> str:
@@ -68,8 +71,9 @@ class Residual:
 
     @property
     def type(self) -> str:
-        """Dtype and shape in short: ``f32[3,4]``."""
-        return type_str(self)
+        """Dtype and shape in short: ``f32[3,4]``; with the format in place of the dtype if it is stored so: ``bits[3,4]``."""
+        text = type_str(self)
+        return f"{self.stored_as}{text[text.index('[') :]}" if self.stored_as else text
 
     def __str__(self) -> str:
         return _show.line(self)
@@ -217,8 +221,10 @@ def _rows(passes: Passes) -> Iterator[Residual]:
     find_provenance = ProvenanceFinder(jaxpr, [s.path if s.origin == "state" else None for s in passes.sources])
     atoms = jaxpr.outvars[passes.num_out :]
     read = readers(passes.backward)
-    groups = buffers(passes)
+    # Links take no bytes.
+    groups = [group for group in buffers(passes) if not _jax.is_link(atoms[group[0]].aval)]
     provenances = [find_provenance(atoms[group[0]]) for group in groups]
+    groups, provenances = _with_all_codes(groups, provenances)
 
     # The cost of a residual assumes that the others are available, under any of their variables.
     available = [
@@ -231,11 +237,28 @@ def _rows(passes: Passes) -> Iterator[Residual]:
         # The residual itself does not count as available, under any of its variables: this is the cost of dropping it.
         flops = 0 if provenance.eqn is None else recompute(atom, group_available)
         reading_regions = set().union(*(read[i] for i in group))
-        yield _row(passes, provenance, atom.aval, flops, reading_regions, find_provenance.nearest_states(provenance))
+        avals = [atoms[i].aval for i in (group if provenance.stored_as else group[:1])]
+        yield _row(passes, provenance, avals, flops, reading_regions, find_provenance.nearest_states(provenance))
+
+
+def _with_all_codes(
+    groups: Sequence[list[int]], provenances: Sequence[Provenance]
+) -> tuple[list[list[int]], list[Provenance]]:
+    """Group the arrays that one value is stored as, such as integers and their scales; each once."""
+    merged: dict[Any, tuple[list[int], Provenance]] = {}
+    for group, provenance in zip(groups, provenances, strict=True):
+        key = provenance.encoder or group[0]
+        merged.setdefault(key, ([], provenance))[0].extend(group[:1] if provenance.stored_as else group)
+    return [group for group, _ in merged.values()], [provenance for _, provenance in merged.values()]
 
 
 def _row(
-    passes: Passes, provenance: Provenance, aval: Any, flops: int, reading_regions: set[int], nearest_states: list[str]
+    passes: Passes,
+    provenance: Provenance,
+    avals: Sequence[Any],
+    flops: int,
+    reading_regions: set[int],
+    nearest_states: list[str],
 ) -> Residual:
     if provenance.input is not None:
         source = passes.sources[provenance.input]
@@ -244,14 +267,16 @@ def _row(
     # A state belongs to its own module.
     if source.origin == "state":
         nearest_states = [source.path]
+    # What is stored of an input is another array.
+    origin = "intermediate" if provenance.stored_as else source.origin
     file, line, function = ("", 0, "") if provenance.eqn is None else user_line(provenance.eqn)
 
     return Residual(
         shape=tuple(provenance.aval.shape),
         dtype=str(provenance.aval.dtype),
         times=provenance.times,
-        nbytes=num_bytes(aval),
-        origin=source.origin,
+        nbytes=num_bytes(avals),
+        origin=origin,
         path=source.path,
         kind=source.kind,
         names=tuple(sorted(provenance.names)),
@@ -261,7 +286,8 @@ def _row(
         module=", ".join(sorted({path.rpartition(".")[0] for path in nearest_states} - {""})),
         flops=flops,
         why=_reasons(passes, provenance, reading_regions),
-        memory=_jax.memory_of(aval) if source.origin == "intermediate" else "",
+        memory=_jax.memory_of(avals[0]) if origin == "intermediate" else "",
+        stored_as=provenance.stored_as,
     )
 
 
