@@ -215,6 +215,12 @@ ROWS = [
         lambda f, x: statetx.map(f, jnp.stack([x, 2 * x])),
         lambda c, x: jnp.stack([c.fun(x), c.fun(2 * x)]),
     ),
+    Row(
+        "microbatch",
+        "loop",
+        lambda f, x: statetx.microbatch(lambda xs: f(xs[0]), 2, reduce="sum")(jnp.stack([x, 2 * x])),
+        lambda c, x: c.fun(x) + c.fun(2 * x),
+    ),
     Row("cond", "branch", lambda f, x: statetx.cond(True, f, lambda x: -x, x), once),
     Row(
         "cond, not taken",

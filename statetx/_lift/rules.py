@@ -37,7 +37,7 @@ Carry: Rule = Rule(
     "Carry",
     """Pass the state from step to step: each step reads the value that the previous step wrote.
 
-    A rule of ``states=`` in `scan`. The default for states that the body writes. After the loop the state holds the value of
+    A rule of ``states=`` in `scan` and `microbatch`. The default for states that the body writes. After the loop the state holds the value of
     the last step. Give it to a state that the body only reads to make it part of the loop's carry, too.
     """,
 )
@@ -57,6 +57,23 @@ Split: Rule = Rule(
     A rule of ``states=`` in `scan` and `vmap`, for random states only (`RngState`, brainstate's ``RandomState``). The default
     for them in `vmap`. In `scan` the default is `Carry`: the steps draw one after the other, as a Python loop would.
     """,
+)
+
+Mean: Rule = Rule(
+    "Mean",
+    """Take the mean: each part reads the value from before the call, and the state then holds the mean of what the parts wrote.
+
+    A rule of ``states=`` in `microbatch`, for running statistics: the mean of the parts' updates is one update. Parts count with their
+    weights, by default their sizes. Leaves that are not floats take the value of the last part.
+    """,
+)
+First: Rule = Rule(
+    "First",
+    """Keep what the first part wrote; each part reads the value from before the call. A rule of ``states=`` in `microbatch`.""",
+)
+Last: Rule = Rule(
+    "Last",
+    """Keep what the last part wrote; each part reads the value from before the call. A rule of ``states=`` in `microbatch`.""",
 )
 
 

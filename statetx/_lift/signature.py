@@ -24,7 +24,7 @@ class StaticArguments:
         argnums: positions; negative ones count from the end of the positional parameters (with ``*args``: of the
             arguments of the call).
         argnames: parameter names.
-        role: the prefix of the user's options, for messages: "static" or "donate".
+        role: the prefix of the user's options, for messages: "static" or "donate"; empty for options without a prefix.
 
     Raises:
         StaticArgumentError: the function has no such parameter.
@@ -36,13 +36,14 @@ class StaticArguments:
         self._from_end: set[int] = set()
         self._fun = fun
         self._role = role
+        self._argnums, self._argnames = f"{role}_argnums".lstrip("_"), f"{role}_argnames".lstrip("_")
         try:
             self._parameters = list(inspect.signature(fun).parameters.values())
         except (TypeError, ValueError):  # builtins may have no signature
             unknown = [("args", inspect.Parameter.VAR_POSITIONAL), ("kwargs", inspect.Parameter.VAR_KEYWORD)]
             self._parameters = [inspect.Parameter(name, variadic) for name, variadic in unknown]
         self._positional = [p for p in self._parameters if p.kind in _POSITIONAL]
-        for i in _as_indices(argnums, role):
+        for i in _as_indices(argnums, self._argnums):
             self._add_position(i)
         for name in (argnames,) if isinstance(argnames, str) else argnames:
             self._add_name(name)
@@ -90,7 +91,7 @@ class StaticArguments:
             return
         if not (-num <= i < num or (variadic and i >= 0)):
             raise StaticArgumentError(
-                f"{self._role}_argnums={i} is out of range: {self._describe()}. Positions count the parameters of the function "
+                f"{self._argnums}={i} is out of range: {self._describe()}. Positions count the parameters of the function "
                 f"as you call it, from 0 to {num - 1} or from -{num} to -1."
             )
         i %= max(num, 1) if i < 0 else max(num, i + 1)
@@ -106,7 +107,7 @@ class StaticArguments:
             if any(p.kind is p.VAR_KEYWORD for p in self._parameters) and parameter is None:
                 self.names.add(name)
                 return
-            raise StaticArgumentError(f"{self._role}_argnames={name!r}: {self._describe()}.{suggestion(name, by_name)}")
+            raise StaticArgumentError(f"{self._argnames}={name!r}: {self._describe()}.{suggestion(name, by_name)}")
         if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
             self.names.add(name)
         if parameter in self._positional:
@@ -117,9 +118,9 @@ class StaticArguments:
         return f"{name_of(self._fun)} has the parameters ({names})"
 
 
-def _as_indices(argnums: Indices, role: str) -> list[int]:
+def _as_indices(argnums: Indices, option: str) -> list[int]:
     items = (argnums,) if isinstance(argnums, int) or not hasattr(argnums, "__iter__") else argnums
     try:
         return [operator.index(i) for i in items]  # type: ignore[arg-type]
     except TypeError:
-        raise StaticArgumentError(f"{role}_argnums must be an int or a sequence of ints, got {argnums!r}.") from None
+        raise StaticArgumentError(f"{option} must be an int or a sequence of ints, got {argnums!r}.") from None

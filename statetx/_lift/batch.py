@@ -1,0 +1,132 @@
+"""The batch in the arguments of a call: the arrays that hold examples along their first axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import _states
+from .._objects.paths import argument_names
+from .._text import type_str
+from .._tree import Partition, as_array, is_array, partition
+from .._typing import Indices, Names
+from .context import sharding_of
+from .signature import StaticArguments
+from .wrapper import name_of
+
+
+class Batch(NamedTuple):
+    """The batch of a call.
+
+    Attributes:
+        leaves: its arrays, and the random keys among its arguments.
+        arguments: ``leaves -> (args, kwargs)`` of the function, for other leaves in place of these.
+        is_key: which leaves are random keys.
+        size: the number of examples.
+    """
+
+    leaves: list[Any]
+    arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]]
+    is_key: list[bool]
+    size: int
+
+    def types(self, size: int) -> list[jax.ShapeDtypeStruct]:
+        """The types of the leaves for so many examples, without shardings."""
+        return [
+            jax.ShapeDtypeStruct(x.shape if is_key else (size, *x.shape[1:]), x.dtype)
+            for x, is_key in zip(self.leaves, self.is_key, strict=True)
+        ]
+
+    def is_sharded(self) -> bool:
+        """Whether an array is known to be sharded over devices along the examples."""
+        return any(map(_is_sharded, self.leaves))
+
+
+class BatchArguments:
+    """Which arguments of a function hold the batch.
+
+    Args:
+        name: the transform, for messages.
+        fun: the function.
+        argnums, argnames: its arguments that do, by position and by name; all if neither is given.
+        others: ``number of positional arguments -> positions`` of those that do not, if neither is given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fun: Callable,
+        argnums: Indices | None,
+        argnames: Names,
+        others: Callable[[int], Sequence[int]] = lambda num: (),
+    ):
+        self._name = f"{name}({name_of(fun)})"
+        self._fun = fun
+        self._is_default = argnums is None and not argnames
+        self._batched = StaticArguments(fun, () if argnums is None else argnums, argnames, role="")
+        self._others = others
+
+    def of(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
+        """The batch of a call.
+
+        Raises:
+            ValueError: the arguments disagree in the number of examples, or have none.
+        """
+        mask, names = self._batched.mask(len(args)), self._batched.names
+        if self._is_default:
+            others = self._others(len(args))
+            mask, names = [i not in others for i in range(len(args))], set(kwargs)
+        positional = {i: x for i, x in enumerate(args) if mask[i]}
+        named = {name: x for name, x in kwargs.items() if name in names}
+        leaves, part = partition((positional, named), lambda x: is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+        leaves = [as_array(x) for x in leaves]
+
+        def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+            positional, named = part.combine(leaves)
+            return tuple([positional.get(i, x) for i, x in enumerate(args)]), {**kwargs, **named}
+
+        is_key = [not x.shape and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+        return Batch(leaves, arguments, is_key, self._size(leaves, is_key, part, args))
+
+    def _size(self, leaves: list[Any], is_key: list[bool], part: Partition, args: tuple) -> int:
+        first_leaf: dict[int, int] = {}  # by size
+        for n, x in enumerate(leaves):
+            if is_key[n]:
+                continue
+            if not x.shape:
+                raise ValueError(
+                    f"{self._name}: {self._leaf_name(n, part, args)} is a {type_str(x)}, which has no axis of examples.\n"
+                    f"Fix: leave it out of argnums=, which names the arguments that hold the batch."
+                )
+            first_leaf.setdefault(x.shape[0], n)
+        if not first_leaf:
+            raise ValueError(
+                f"{self._name}: no argument holds a batch.\nFix: pass the batch as arrays, and name these arguments by argnums= or argnames=."
+            )
+        if len(first_leaf) > 1:
+            sizes = [f"{self._leaf_name(n, part, args)} has {size}" for size, n in list(first_leaf.items())[:4]]
+            is_raw_key = any(x.shape == (2,) and x.dtype == jnp.uint32 for x in leaves)
+            hint = " A key of jax.random.PRNGKey is such an array: use jax.random.key." if is_raw_key else ""
+            raise ValueError(
+                f"{self._name}: the arguments differ in the number of examples, their first axis: {', '.join(sizes)}.\n"
+                f"Fix: name the arguments that hold the batch, as in argnums=1 for loss(params, batch).{hint}"
+            )
+        return next(iter(first_leaf))
+
+    def _leaf_name(self, n: int, part: Partition, args: tuple) -> str:
+        leaves = [object() for _ in range(part.num_dynamic)]
+        tree = part.combine(leaves)
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_states.is_opaque)[0]:
+            if leaf is leaves[n]:
+                # Positional arguments are a dict by position here.
+                first = jax.tree_util.SequenceKey(keys[1].key) if keys[0].idx == 0 else keys[1]
+                return argument_names(self._fun, args)([keys[0], first, *keys[2:]])
+        return "an argument"
+
+
+def _is_sharded(x: Any) -> bool:
+    sharding = sharding_of(x) or getattr(jax.typeof(x), "sharding", None)
+    return sharding is not None and bool(x.shape) and len(sharding.spec) > 0 and sharding.spec[0] is not None

@@ -1,0 +1,201 @@
+"""`max_batch`: the largest batch whose compiled step keeps a budget of bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from .. import _jax
+from .._equations.compiled import memory_analysis_options
+from .._errors import CreatedStateError, PlanError
+from .._lift.batch import Batch, BatchArguments
+from .._lift.wrapper import name_of, short_name
+from .._tables import Cell, Column, Table, Tabular
+from .._text import brief, format_bytes
+from .._tree import num_bytes
+from .._typing import Indices, Names
+from ..residuals.measure import measure
+from ..transforms.jit.api import jit
+from ._budget import read_amount
+from ._largest import Search, largest
+
+_LIMIT = 2**24  # examples: a program that takes so many does not depend on their number
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MaxBatch(Tabular):
+    """The largest batch that fits; made by `max_batch`.
+
+    Usable as an integer where one is an index or a size: ``jnp.zeros((fit, 3))``, ``range(fit)``, ``int(fit)``. Prints as text, in colors with
+    ``rich.print``, as HTML in a notebook. Sizes in bytes are those of one device.
+
+    Attributes:
+        name: of the step.
+        size: the number of examples.
+        budget_bytes: the budget.
+        total_bytes: what the compiled step takes with them: arguments, outputs and temporaries; donated arguments count once.
+        next_bytes: what it takes with the next larger batch; None if `limit` was reached.
+        tried: number of examples and bytes of each compiled program, the smallest first.
+    """
+
+    name: str
+    size: int
+    budget_bytes: int
+    total_bytes: int
+    next_bytes: int | None
+    tried: tuple[tuple[int, int], ...]
+
+    def __index__(self) -> int:
+        return self.size
+
+    def __int__(self) -> int:
+        return self.size
+
+    @property
+    def bytes_per_example(self) -> int:
+        """By how much the program grows with an example, between the smallest and the largest program that were compiled."""
+        (low, low_bytes), (high, high_bytes) = self.tried[0], self.tried[-1]
+        return round((high_bytes - low_bytes) / (high - low)) if high > low else 0
+
+    def _table(self) -> Table:
+        total, budget = format_bytes(self.total_bytes), format_bytes(self.budget_bytes)
+        title = f"{self.name}: {self.size} examples fit, with {total} of {budget}."
+        rows = [
+            [
+                Cell(str(size)),
+                Cell(format_bytes(n), share=n / max(b for _, b in self.tried)),
+                Cell("yes" if n <= self.budget_bytes else "no"),
+            ]
+            for size, n in self.tried
+        ]
+        columns = [Column("examples", "right"), Column("bytes", "right"), Column("fits")]
+        per_example = self.bytes_per_example
+        fixed = max(self.total_bytes - per_example * self.size, 0)
+        note = f"about {format_bytes(per_example)}, and {format_bytes(fixed)} besides."
+        return Table(title, columns, rows, [("Each example:", note)] if per_example > 0 else [])
+
+
+@_jax.api_boundary
+def max_batch(
+    step: Callable[..., Any],
+    /,
+    *args: Any,
+    budget: int | str,
+    argnums: Indices | None = None,
+    argnames: Names = (),
+    multiple: int = 1,
+    limit: int | None = None,
+    gradient: bool = False,
+    **kwargs: Any,
+) -> MaxBatch:
+    """Find the largest batch whose compiled step keeps a budget. Nothing is run and no state changes.
+
+    The step is compiled for a few sizes, usually four: its memory is close to affine in the number of examples. It must accept any number.
+
+    Args:
+        step: a training step, a loss (then with ``gradient=True``), an evaluation; a function that may read and write states, or a
+            jitted one, whose donated arguments count once.
+        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays. Their own number of examples is tried first.
+        budget: bytes, such as ``"16GiB"``, for arguments, outputs and temporaries on one device; or ``"device"`` for all of its memory.
+        argnums: positions of the arguments that hold the batch along the first axis of their arrays; by default all.
+        argnames: the same by name.
+        multiple: the size is a multiple of this number.
+        limit: the largest size to consider.
+        gradient: whether the program also computes the derivative with respect to all float arguments and states, as in `measure`.
+
+    Returns:
+        `MaxBatch`: ``.size``, and the programs that were compiled. Print it.
+
+    Raises:
+        PlanError: the smallest batch does not fit, with ``smallest_bytes``; or the memory does not grow with the batch.
+        ValueError: the arguments differ in the number of examples.
+
+    Source:
+        ``jax.stages.Compiled.memory_analysis``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, statetx
+        >>> loss = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).sum()
+        >>> x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+        >>> fit = statetx.max_batch(jax.grad(loss), jnp.eye(256), x, argnums=1, budget="16MiB")
+        >>> fit.total_bytes <= 2**24 < fit.next_bytes
+        True
+    """
+    amount = read_amount(budget)
+    if isinstance(amount, float):
+        raise PlanError(f"max_batch: budget={budget!r} is a fraction.\nFix: give bytes, such as '16GiB', or 'device'.")
+    if multiple < 1 or (limit is not None and limit < multiple):
+        raise ValueError(f"max_batch: multiple={multiple} and limit={limit} leave no size.")
+    batch = BatchArguments("max_batch", step, argnums, argnames).of(args, kwargs)
+
+    @functools.cache
+    def bytes_of(index: int) -> int:
+        args, kwargs = batch.arguments(batch_types(batch, index * multiple))
+        return program_bytes(step, args, kwargs, gradient)
+
+    fixed = num_bytes([x for x in jax.tree.leaves((args, kwargs)) if not any(x is leaf for leaf in batch.leaves)])
+    last = (_LIMIT if limit is None else limit) // multiple
+    search = largest(
+        bytes_of, amount, max(batch.size // multiple, 1), last, size=lambda i: float(i * multiple), bytes_at_zero=fixed
+    )
+    name = short_name(name_of(step))
+    if search.best == 0:
+        raise PlanError(
+            f"max_batch({name}): no batch fits: {multiple} example{'s need' if multiple > 1 else ' needs'} {format_bytes(search.tried[1])}, and the budget is "
+            f"{format_bytes(amount)}.\nFix: rematerialize the blocks of the model, or allow that much; statetx.memory_profile shows what fills it.",
+            smallest_bytes=search.tried[1],
+        )
+    if search.best == last and limit is None:
+        raise PlanError(
+            f"max_batch({name}): the memory of the step does not grow with the batch: {format_bytes(search.tried[last])} with {last * multiple} examples."
+            f"\nCause: argnums={brief(argnums)} are not the arguments that the step computes with.\nFix: name the ones that hold the batch, or give limit=."
+        )
+    return _result(name, search, amount, multiple)
+
+
+def _result(name: str, search: Search, budget: int, multiple: int) -> MaxBatch:
+    tried = tuple(sorted((i * multiple, num_bytes) for i, num_bytes in search.tried.items()))
+    total, following = search.tried[search.best], search.tried.get(search.best + 1)
+    return MaxBatch(name, search.best * multiple, budget, total, following, tried)
+
+
+def batch_types(batch: Batch, size: int) -> list[Any]:
+    """Types for the leaves of a batch with another number of examples; shardings stay if they divide it."""
+    types = []
+    for x, aval, is_key in zip(batch.leaves, batch.types(size), batch.is_key, strict=True):
+        sharding = getattr(x, "sharding", None) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else None
+        if not isinstance(sharding, jax.sharding.NamedSharding) or is_key or not _divides(sharding, aval):
+            sharding = None
+        types.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding))
+    return types
+
+
+def _divides(sharding: Any, aval: Any) -> bool:
+    try:
+        sharding.shard_shape(aval.shape)
+    except ValueError:
+        return False
+    return True
+
+
+def program_bytes(fun: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool) -> int:
+    """Arguments, outputs and temporaries of the compiled function on one device; donated arguments count once."""
+    if hasattr(fun, "lower") and hasattr(fun, "trace") and not gradient:
+        return _jitted_bytes(fun, args, kwargs)
+    try:
+        cost = measure(fun, *args, gradient=gradient, compiler_options=memory_analysis_options(), **kwargs)
+    except CreatedStateError:  # `jit` takes states that a step creates as its outputs
+        return _jitted_bytes(jit(fun), args, kwargs)
+    return cost.peak_bytes
+
+
+def _jitted_bytes(fun: Any, args: tuple, kwargs: dict[str, Any]) -> int:
+    lowered = fun.lower(*args, **kwargs)
+    lowered = getattr(lowered, "jax_stage", lowered)
+    memory = lowered.compile(memory_analysis_options()).memory_analysis()
+    parts = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return parts + memory.temp_size_in_bytes

@@ -1,0 +1,354 @@
+"""`microbatch`: run a function on the parts of a batch, one after the other, and reduce what it returns.
+
+The function is staged once for each size of a part. Its outputs are accumulated as the loop goes, so that a gradient function needs the memory of
+one part and of one gradient. A loss, too, has a gradient of that kind: see `statetx._loops.accumulated`.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import pkgutil
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict, TypeVar, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+
+from .. import _jax, _states
+from .._errors import StateAccessError, StateValueError, StaticArgumentError
+from .._lift.batch import Batch, BatchArguments
+from .._lift.carry import settle
+from .._lift.options import with_checked_options
+from .._lift.outcome import publish_leaves
+from .._lift.rules import Broadcast, Carry, First, Last, Mean, Rules, Split
+from .._lift.staged import Staged
+from .._lift.targets import resolve_argnums
+from .._lift.wrapper import Wrapper, as_decorator, name_of
+from .._loops.parts import REDUCTIONS, EqualParts, Progress, Turns, part_type
+from .._text import brief, suggestion, type_str
+from .._tree import is_argument, partition
+from .._typing import Filter, Indices, Names, PyTree
+from .grad import ValueAndGrad
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_RULES = (Carry, Broadcast, Split, Mean, First, Last)
+
+
+class MicrobatchOptions(TypedDict, total=False):
+    """The options of `microbatch` besides the number of parts."""
+
+    budget: int | str | None
+    argnums: Indices | None
+    argnames: Names
+    states: Mapping[Filter, Any] | None
+    reduce: Any
+    weight: Callable[..., Any] | None
+    interleave: bool | None
+
+
+@overload
+def microbatch(fun: F, num: int | str | None = None, **options: Unpack[MicrobatchOptions]) -> F: ...
+@overload
+def microbatch(
+    fun: None = None, num: int | str | None = None, **options: Unpack[MicrobatchOptions]
+) -> Callable[[F], F]: ...
+@with_checked_options({"microbatch_size": "give the number of parts, num=batch_size // microbatch_size"})
+def microbatch(
+    fun: Callable[..., Any] | None = None,
+    num: int | str | None = None,
+    *,
+    budget: int | str | None = None,
+    argnums: Indices | None = None,
+    argnames: Names = (),
+    states: Mapping[Filter, Any] | None = None,
+    reduce: PyTree = "mean",
+    weight: Callable[..., Any] | None = None,
+    interleave: bool | None = None,
+) -> Callable[..., Any]:
+    """Split a batch into parts, run a function on one part after the other, and take the mean of its outputs.
+
+    Also called gradient accumulation. For functions that return gradients, and for losses: the gradients of a loss in parts (``jax.grad``, `grad`) are
+    accumulated, too, and no part is computed again. The memory is that of one part, and of one set of gradients.
+
+    Args:
+        fun: a function whose outputs are arrays: ``statetx.value_and_grad(loss)``, ``jax.grad(loss)``, a loss, an evaluation.
+        num: the number of parts. Sizes differ by one where it does not divide the batch; each part counts with its size in a mean.
+            ``"fit"``, the default with `budget`: the fewest parts whose compiled program keeps the budget.
+        budget: bytes, such as ``"2GiB"``, or ``"device"``: for arguments, outputs and temporaries of the function as compiled alone, with
+            its gradient if it is a loss.
+        argnums: positions of the arguments that hold the batch along the first axis of their arrays. By default all, except the ones
+            that a `grad` or `value_and_grad` differentiates. A random key among them (``jax.random.key``) is split: each part gets its own.
+            Values other than arrays pass untouched.
+        argnames: the same by name.
+        states: from filters to rules for the states that they select. Filters are tried in order.
+
+            - `Carry`, the default for states that `fun` writes: as a loop would leave it. Each part reads what the previous part wrote.
+            - `Mean`, `First`, `Last`: each part reads the value from before the call; the mean of what the parts wrote, or what one part wrote, remains.
+            - `Split`, for random states: each part has a key of its own, and the state advances once. `Broadcast`: all parts share the draws.
+            - an axis: the state has a value for each example along it; a part reads and writes the values of its own examples.
+        reduce: how outputs are combined, as a tree prefix of the output: ``"mean"``, ``"sum"``, ``"first"``, ``"last"``, ``"concat"``
+            (along the first axis, for a value for each example) or ``"stack"`` (one value for each part).
+            ``"sum"`` for a loss that is a sum over the batch.
+        weight: called with the arguments of a part, returns its weight in a mean, in place of its size; it may read states. A mean over the true entries of a
+            mask needs ``weight=lambda x, mask: mask.sum()``. A part of weight 0 is left out; the mean is 0 if all are.
+        interleave: whether a part has every ``num``-th example in place of consecutive ones. A batch that is sharded along its first axis
+            stays on its devices then. By default only if the batch is known to be sharded so.
+
+    Returns:
+        A function of the same arguments, for the whole batch.
+
+    State:
+        Reads and writes the same states as `fun`; each is stored once, after the last part.
+
+    Memory:
+        The temporaries of one part and the reduced outputs, once. A loss under reverse-mode differentiation: the temporaries of one part of its
+        gradient. Other functions, and higher derivatives of a loss, have each part rematerialized: the parts are run twice.
+
+    Raises:
+        StaticArgumentError: `num` is not a number of parts, or an argument that the function does not have.
+        ValueError: the arguments differ in the number of examples, or there are fewer examples than parts.
+        StateAccessError: the function wrote a `Broadcast` state.
+        CarryTypeError: a part would change the type of a state.
+
+    Source:
+        ``optax.microbatching``; ``jax.lax.scan``.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> w, seen = statetx.Param(jnp.array(2.0)), statetx.State(0)
+        >>> def loss(x):
+        ...     seen.value += x.shape[0]
+        ...     return ((w.value - x) ** 2).mean()
+        >>> step = statetx.microbatch(statetx.value_and_grad(loss, wrt=w), 4)
+        >>> value, gradient = step(jnp.arange(10.0))
+        >>> round(float(value), 4), round(float(gradient), 4), int(seen.value)
+        (14.5, -5.0, 10)
+    """
+    options = {
+        "num": num,
+        "budget": budget,
+        "argnums": argnums,
+        "argnames": argnames,
+        "states": states,
+        "reduce": reduce,
+        "weight": weight,
+        "interleave": interleave,
+    }
+    return as_decorator(Microbatch, fun, options)
+
+
+class Microbatch(Wrapper):
+    """Made by `microbatch`."""
+
+    def __init__(self, fun: Callable, **options: Any):
+        super().__init__(fun, options)
+        self._num, self._budget = _check_num(options["num"], options["budget"]), options["budget"]
+        diff_argnums = functools.partial(_diff_argnums, fun)
+        self.batch = BatchArguments("microbatch", fun, options["argnums"], options["argnames"], diff_argnums)
+        self._fits: dict[Any, Any] = {}  # by types of arguments, what was chosen for the budget
+        for how in jax.tree.leaves(options["reduce"]):
+            _check_reduction(how)
+        Rules("microbatch", options["states"], fun, _RULES)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if _jax.is_jit_disabled():
+            with jax.disable_jit(False):  # parts are staged: only then their outputs' types are known
+                return self(*args, **kwargs)
+        fun = self.__wrapped__
+        batch = self.batch.of(args, kwargs)
+        num = self._num
+        if isinstance(num, str):
+            choice = self.fit(*args, **kwargs)
+            fun, num = choice.fun, choice.num
+        if not batch.size:
+            raise ValueError(f"microbatch({name_of(fun)}): the batch has no examples.")
+        if batch.size < num:
+            raise ValueError(
+                f"microbatch({name_of(fun)}): {batch.size} examples cannot be split into {num} parts.\nFix: give at most {batch.size} parts."
+            )
+        return _Call(fun, batch, num, self._options).run(args, kwargs)
+
+    def fit(self, /, *args: Any, **kwargs: Any) -> Any:
+        """For ``num="fit"``: what is chosen for arguments of these types. Prints as text; nothing is run."""
+        # This module is below the planner, which compiles the candidates.
+        fit = pkgutil.resolve_name("statetx.planner.microbatches:fit")
+        batch = self.batch.of(args, kwargs)
+        arrays = [x for x in jax.tree.leaves((args, kwargs)) if is_argument(x)]
+        is_differentiated = any(map(_jax.is_differentiated, arrays))
+        key = (*(str(_jax.abstract(x)) for x in arrays), is_differentiated, _jax.trace_context())
+        if key not in self._fits:
+            self._fits[key] = fit(self, self._budget, batch, args, kwargs)
+        return self._fits[key]
+
+    def with_num(self, num: int, fun: Callable | None = None) -> Microbatch:
+        """The same transform of the same function, or of another, with a number of parts."""
+        return Microbatch(fun or self.__wrapped__, **{**self._options, "num": num, "budget": None})
+
+
+class _Call:
+    """One call of a function on the parts of a batch."""
+
+    def __init__(self, fun: Callable, batch: Batch, num: int, options: dict[str, Any]):
+        self._fun = fun
+        self._batch = batch
+        self._num = num
+        self._reduce = options["reduce"]
+        self._weight = options["weight"]
+        interleave = options["interleave"]
+        self._is_interleaved = batch.is_sharded() if interleave is None else bool(interleave)
+        self._states = options["states"]
+
+    def run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        rules = Rules("microbatch", self._states, self._fun, _RULES, args, kwargs)
+        groups = self._groups()
+        examples = [self._examples(parts, first) for parts, first in groups]
+        weights = self._weights(examples)
+        progress = Progress()
+        for (parts, _), xs, w in zip(groups, examples, weights, strict=True):
+            staged = self._stage(parts, xs, rules)
+            share = None if w is not None else parts.size / self._batch.size
+            turns = Turns(staged, rules, self._reductions(staged), share)
+            turns.run(parts, xs, w, self._num, progress)
+        rules.check_paths()
+        effects = progress.effects.values()
+        publish_leaves([e for e, _ in effects], [part for _, part in effects], turns.state_values(progress))
+        return staged.outs[1].combine(turns.outputs(progress))
+
+    def _groups(self) -> list[tuple[EqualParts, int]]:
+        """Runs of parts of equal size, each with the number of parts before it. The larger parts come first."""
+        size, more = divmod(self._batch.size, self._num)
+        boundary = more * (size + 1)
+        groups = [
+            (EqualParts(0, more, size + 1, self._is_interleaved), 0),
+            (EqualParts(boundary, self._num - more, size, self._is_interleaved), more),
+        ]
+        return [(parts, first) for parts, first in groups if parts.num]
+
+    def _examples(self, parts: EqualParts, first: int) -> list[Any]:
+        return [
+            jax.random.split(x, self._num)[first : first + parts.num] if is_key else parts.split(jnp.asarray(x))
+            for x, is_key in zip(self._batch.leaves, self._batch.is_key, strict=True)
+        ]
+
+    def _weights(self, examples: list[list[Any]]) -> list[Any]:
+        """For each group the weights of its parts, as shares of the whole; None if each part counts with its size."""
+        weight = self._weight
+        if weight is None:
+            return [None] * len(examples)
+
+        weights = [self._weights_of(weight, xs) for xs in examples]
+        total = sum(w.sum() for w in weights)
+        return [w / jnp.where(total == 0, 1, total) for w in weights]
+
+    def _weights_of(self, weight: Callable, examples: list[Any]) -> Any:
+        """The weights of parts of equal size."""
+        batch = self._batch
+
+        def call(*leaves: Any) -> tuple[Any]:
+            args, kwargs = batch.arguments(leaves)
+            return (jnp.asarray(weight(*args, **kwargs), float),)
+
+        avals = [_jax.drop_axis(_jax.abstract(x), 0) for x in examples]
+        staged = Staged("microbatch", weight, call, avals, traced_for="statetx.microbatch", arguments=batch.arguments)
+        for effect in staged.effects:
+            raise StateAccessError(
+                f"microbatch({name_of(self._fun)}): weight= may read states, and wrote {_states.describe(effect.state)} at {effect.site}.\n"
+                f"Fix: write the state in the function itself."
+            )
+        if [aval.shape for aval in staged.out_avals] != [()]:
+            raise StateValueError(
+                f"microbatch({name_of(self._fun)}): weight= must return a number for each part, and returned "
+                f"{', '.join(map(type_str, staged.out_avals))}.\nFix: reduce it, as in weight=lambda x, mask: mask.sum()."
+            )
+        reads = list(staged.inputs.values())
+        state_vars = [v for read in reads for v in staged.state_vars(read)]
+        body = staged.arrange([*staged.operand_vars, *state_vars, *staged.arg_vars], staged.out_vars)
+        constants = [*staged.operands, *(x for read in reads for x in read.values)]
+        return jax.lax.map(lambda xs: body((), *constants, *xs)[0], examples)
+
+    def _stage(self, parts: EqualParts, examples: list[Any], rules: Rules) -> Staged:
+        fun, batch = self._fun, self._batch
+        avals = [_jax.drop_axis(_jax.abstract(x), 0) for x in examples]
+
+        def call(*leaves: Any) -> tuple[tuple, Any]:
+            args, kwargs = batch.arguments(leaves)
+            return (), fun(*args, **kwargs)
+
+        def slice(state: Any, aval: Any) -> Any:
+            return part_type(rules, state, aval, batch.size, parts.size)
+
+        def stage(_: list, enter: Callable) -> Staged:
+            # Not "scan": forward and backward pass of a part are in one body, where XLA merges a recomputation with the first computation
+            # unless it is prevented.
+            return Staged(
+                "microbatch",
+                fun,
+                call,
+                avals,
+                traced_for="statetx.microbatch",
+                arguments=batch.arguments,
+                slice=slice,
+                enter=enter,
+            )
+
+        keeps_type = lambda effect: rules(effect.state) is not Split and not isinstance(rules(effect.state), int)  # noqa: E731
+        return settle(stage, [], partition(())[1], is_carried=keeps_type)[0]
+
+    def _reductions(self, staged: Staged) -> list[str]:
+        """For each leaf of the output, how it is reduced."""
+        out = staged.outs[1]
+        skeleton = out.combine(range(out.num_dynamic))
+        try:
+            tree = jax.tree.map(lambda how, subtree: jax.tree.map(lambda _: how, subtree), self._reduce, skeleton)
+        except ValueError as e:
+            raise StateValueError(
+                f"microbatch({name_of(self._fun)}): reduce={brief(self._reduce)} is not a tree prefix of the output, {jax.tree.structure(skeleton)}.\n"
+                f'Fix: give a word for each part of the output, as in reduce=(("mean", "concat"), "mean") for ((loss, outputs), gradients).'
+            ) from e
+        reductions = jax.tree.leaves(tree)
+        for how, aval in zip(reductions, staged.out_avals, strict=True):
+            if how == "concat" and not aval.shape:
+                raise StateValueError(
+                    f'microbatch({name_of(self._fun)}): reduce="concat" is for outputs with a value for each example, and an output of a '
+                    f'part is {type_str(aval)}.\nFix: reduce="stack" for one value for each part, or "mean", "sum".'
+                )
+        return reductions
+
+
+def _check_num(num: Any, budget: Any) -> int | str:
+    if num is None and budget is not None:
+        num = "fit"
+    if num == "fit":
+        if budget is None:
+            raise StaticArgumentError('microbatch: num="fit" needs a budget.\nFix: budget="2GiB", or budget="device".')
+        return "fit"
+    if budget is not None:
+        raise StaticArgumentError(
+            f"microbatch: num={num!r} and budget={budget!r} do not go together; give one of them."
+        )
+    try:
+        value = operator.index(num)  # type: ignore[arg-type]
+    except TypeError:
+        value = 0
+    if value < 1 or isinstance(num, bool):
+        raise StaticArgumentError(
+            f'microbatch: num={brief(num)} is not a number of parts: give a whole number of at least 1, or "fit" with a budget.'
+        )
+    return value
+
+
+def _check_reduction(how: Any) -> None:
+    if how not in REDUCTIONS:
+        hint = suggestion(how, REDUCTIONS) if isinstance(how, str) else ""
+        raise StaticArgumentError(f"microbatch: reduce={how!r} is not one of {', '.join(map(repr, REDUCTIONS))}.{hint}")
+
+
+def _diff_argnums(fun: Callable, num_args: int) -> list[int]:
+    """The arguments that a function, made by statetx's `grad`, differentiates."""
+    while isinstance(fun, Wrapper):
+        if isinstance(fun, ValueAndGrad):
+            return resolve_argnums(fun.argnums, num_args, fun)[0]
+        fun = fun.__wrapped__
+    return []

@@ -1,0 +1,170 @@
+"""`max_batch`, and ``microbatch(fun, "fit", budget=...)``: the largest that fits, by few compilations."""
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from statetx.planner._largest import largest
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+import programs  # noqa: E402
+
+PROGRAM = programs.transformer(layers=1, width=32, heads=4, time=32, batch=4)
+PARAMS, (X,) = PROGRAM.params, PROGRAM.data
+MIB = 2**20
+
+
+def sgd(params, x):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(PROGRAM.loss)(params, x))
+
+
+def bytes_with(step, size, **options):
+    x = jax.ShapeDtypeStruct((size, *X.shape[1:]), X.dtype)
+    if hasattr(step, "lower"):
+        memory = step.lower(PARAMS, x).compile().memory_analysis()
+        arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return arguments + memory.temp_size_in_bytes
+    return statetx.measure(step, PARAMS, x, gradient=False, **options).peak_bytes
+
+
+# -- max_batch ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_the_largest_batch_that_fits(donate):
+    step = jax.jit(sgd, donate_argnums=0) if donate else sgd
+    fit = statetx.max_batch(step, PARAMS, X, argnums=1, budget=5 * MIB)
+    assert bytes_with(step, fit.size) == fit.total_bytes <= 5 * MIB < fit.next_bytes == bytes_with(step, fit.size + 1)
+    assert len(fit.tried) <= 6
+    assert jnp.zeros((fit, 2)).shape == (fit.size, 2) and int(fit) == len(range(fit)) == fit.size
+
+
+def test_donation_lets_a_larger_batch_fit():
+    plain, donated = (
+        statetx.max_batch(jax.jit(sgd, donate_argnums=a), PARAMS, X, argnums=1, budget="2MiB") for a in ((), (0,))
+    )
+    assert donated.size >= plain.size and donated.total_bytes <= 2 * MIB
+    assert bytes_with(jax.jit(sgd, donate_argnums=0), 4) < bytes_with(jax.jit(sgd), 4)
+
+
+def test_a_stateful_step_by_types_only():
+    w = statetx.Param(jnp.eye(64))
+    seen = statetx.State(0)
+
+    @statetx.jit(donate_states=True)
+    def step(x):
+        seen.value += x.shape[0]
+        w.value -= 0.1 * statetx.grad(lambda x: jnp.tanh(jnp.tanh(x @ w.value) @ w.value).sum(), wrt=w)(x)
+
+    fit = statetx.max_batch(step, jax.ShapeDtypeStruct((8, 64), jnp.float32), budget=MIB, multiple=16)
+    assert fit.size % 16 == 0 and fit.total_bytes <= MIB < fit.next_bytes
+    assert seen.value == 0 and (w.value == jnp.eye(64)).all()
+
+
+def test_a_loss_with_its_gradient():
+    fit = statetx.max_batch(PROGRAM.loss, PARAMS, X, argnums=1, budget=5 * MIB, gradient=True)
+    forward = statetx.max_batch(PROGRAM.loss, PARAMS, X, argnums=1, budget=5 * MIB)
+    assert fit.size < forward.size
+
+
+def test_budget_of_the_device(monkeypatch):
+    monkeypatch.setenv("STATETX_DEVICE_MEMORY", "3MiB")
+    device = statetx.max_batch(sgd, PARAMS, X, argnums=1, budget="device")
+    assert device.budget_bytes == 3 * MIB and device.total_bytes <= 3 * MIB
+
+
+def test_limit():
+    fit = statetx.max_batch(sgd, PARAMS, X, argnums=1, budget="1GiB", limit=16)
+    assert fit.size == 16 and fit.next_bytes is None
+
+
+def test_max_batch_prints_what_was_compiled():
+    fit = statetx.max_batch(sgd, PARAMS, X, argnums=1, budget="5MiB")
+    text = str(fit)
+    assert text.startswith(f"sgd: {fit.size} examples fit, with ") and "Each example: about" in text
+    assert [int(line.split()[0]) for line in text.splitlines()[3:-1]] == [size for size, _ in fit.tried]
+
+
+def test_errors_of_max_batch():
+    with pytest.raises(statetx.PlanError, match="no batch fits: 1 example need") as e:
+        statetx.max_batch(sgd, PARAMS, X, argnums=1, budget="10KiB")
+    assert e.value.smallest_bytes == bytes_with(sgd, 1)
+    with pytest.raises(statetx.PlanError, match="does not grow with the batch"):
+        statetx.max_batch(
+            lambda w, x: w.sum(), jnp.ones(3), jax.ShapeDtypeStruct((4,), float), argnums=1, budget="1024GiB"
+        )
+    with pytest.raises(statetx.PlanError, match="is a fraction"):
+        statetx.max_batch(sgd, PARAMS, X, argnums=1, budget=0.5)
+    with pytest.raises(ValueError, match=r"(?s)max_batch\(sgd\): the arguments differ.*argnums=1"):
+        statetx.max_batch(sgd, PARAMS, X, budget="1MiB")
+
+
+def test_the_search_is_exact_and_short():
+    """On memory that is affine, affine from some size on, a staircase, and convex."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        "affine": lambda n: 1000 + 37 * n,
+        "bend": lambda n: 5000 + max(10 * n, 40 * n - 3000),
+        "stairs": lambda n: 300 + 64 * -(-n // 8) * 8,
+        "convex": lambda n: 100 + n * n // 50 + 3 * n,
+    }
+    longest = {"affine": 4, "bend": 8, "stairs": 14, "convex": 14}
+    for name, f in shapes.items():
+        for budget in rng.integers(f(1), 10**6, 50):
+            found = largest(f, int(budget), 32, 2**24)
+            assert f(found.best) <= budget < f(found.best + 1)
+            assert len(found.tried) <= longest[name], (name, budget, found)
+    assert largest(shapes["affine"], 10, 32, 2**24).best == 0
+
+
+# -- microbatch for a budget -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def program():
+    return programs.transformer(layers=1, width=32, heads=4, time=32, batch=16)
+
+
+def bytes_in_parts(program, num):
+    f = statetx.microbatch(jax.value_and_grad(program.loss), num, argnums=1)
+    return statetx.measure(f, program.params, *program.data, gradient=False).peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["gradients", "loss"])
+def test_fit_takes_the_fewest_parts(program, kind, monkeypatch):
+    monkeypatch.setattr("statetx.planner.microbatches._Search.planned", lambda self, num, budget: None)
+    budget = bytes_in_parts(program, 4) + 2**14
+    fun = jax.value_and_grad(program.loss) if kind == "gradients" else program.loss
+    f = statetx.microbatch(fun, "fit", budget=budget, argnums=1)
+    fit = f.fit(program.params, *program.data)
+    assert fit.num == 4 and fit.size == 4 and fit.plan is None and fit.total_bytes <= budget
+    assert dict(fit.tried)[2] > budget if 2 in dict(fit.tried) else bytes_in_parts(program, 2) > budget
+    assert len(fit.tried) <= 4 and "4 parts of 4 examples" in str(fit)
+    run = f if kind == "gradients" else jax.value_and_grad(f)
+    value, grads = jax.jit(run)(program.params, *program.data)
+    expected = jax.value_and_grad(program.loss)(program.params, *program.data)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), (value, grads), expected)
+
+
+def test_fit_with_a_plan_where_single_examples_do_not_fit():
+    program = programs.mlp(layers=6, width=16, batch=1024)
+    program = program._replace(data=(program.data[0].reshape(2, 512, 16),))
+    least = bytes_in_parts(program, 2)
+    f = statetx.microbatch(program.loss, budget=int(0.8 * least), argnums=1)
+    fit = f.fit(program.params, *program.data)
+    assert fit.num == 2 and fit.plan is not None and fit.total_bytes <= 0.8 * least < fit.tried[-1][1]
+    value, grads = jax.value_and_grad(f)(program.params, *program.data)
+    expected = jax.value_and_grad(program.loss)(program.params, *program.data)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), (value, grads), expected)
+
+
+def test_fit_where_nothing_fits(program, monkeypatch):
+    monkeypatch.setattr("statetx.planner.microbatches._Search.planned", lambda self, num, budget: None)
+    with pytest.raises(statetx.PlanError, match="parts of one example need") as e:
+        statetx.microbatch(program.loss, budget="10KiB", argnums=1)(program.params, *program.data)
+    assert e.value.smallest_bytes > 10 * 2**10

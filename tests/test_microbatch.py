@@ -1,0 +1,669 @@
+"""`microbatch`: equal to the full batch, states by their rules, memory of one part, every nesting."""
+
+import pathlib
+import sys
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import statetx
+from helpers import Counted, compilations
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+PARAMS = {"a": jax.random.normal(KEYS[0], (5, 7)), "b": jax.random.normal(KEYS[1], (7, 3))}
+X, Y = jax.random.normal(KEYS[2], (10, 5)), jax.random.normal(KEYS[3], (10, 3))
+TOLERANCE = {"rtol": 2e-5, "atol": 1e-6}  # float32 sums in another order
+
+
+def mean_loss(params, x, y):
+    return ((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2).mean()
+
+
+def sum_loss(params, x, y):
+    return ((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2).sum()
+
+
+def assert_close(actual, expected, rtol=TOLERANCE["rtol"], atol=TOLERANCE["atol"]):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), actual, expected)
+
+
+def parts(x, num):
+    return np.array_split(x, num)  # 10 in 4 parts: 3, 3, 2, 2
+
+
+# -- values and gradients ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num", [1, 4, 5, 10])
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_gradients_equal_the_full_batch(num, reduce):
+    loss = mean_loss if reduce == "mean" else sum_loss
+    expected = jax.value_and_grad(loss)(PARAMS, X, Y)
+    of_gradients = statetx.microbatch(jax.value_and_grad(loss), num, argnums=(1, 2), reduce=reduce)
+    of_loss = jax.value_and_grad(statetx.microbatch(loss, num, argnums=(1, 2), reduce=reduce))
+    for f in (of_gradients, of_loss):
+        assert_close(f(PARAMS, X, Y), expected)
+    assert_close(jax.jit(of_loss)(PARAMS, X, Y), expected)
+
+
+def test_derivatives_of_a_loss_in_parts():
+    """With respect to the batch, too; in forward mode; of second order; for each example of a vmap."""
+    loss = statetx.microbatch(mean_loss, 4, argnums=(1, 2))
+    assert_close(jax.grad(loss, (0, 1))(PARAMS, X, Y), jax.grad(mean_loss, (0, 1))(PARAMS, X, Y))
+    tangent = jax.tree.map(jnp.cos, PARAMS)
+    jvp = lambda f: jax.jvp(lambda p: f(p, X, Y), (PARAMS,), (tangent,))  # noqa: E731
+    assert_close(jvp(loss), jvp(mean_loss))
+    norm = lambda f: lambda p: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(f)(p, X, Y)))  # noqa: E731
+    assert_close(jax.grad(norm(loss))(PARAMS), jax.grad(norm(mean_loss))(PARAMS), rtol=1e-4, atol=1e-5)
+    stacked = jax.tree.map(lambda p: jnp.stack([p, 0.5 * p]), PARAMS)
+    mapped = lambda f: jax.vmap(f, in_axes=(0, None, None))  # noqa: E731
+    assert_close(mapped(jax.grad(loss))(stacked, X, Y), mapped(jax.grad(mean_loss))(stacked, X, Y))
+    total = lambda f: jax.grad(lambda p: mapped(f)(p, X, Y).sum())(stacked)  # noqa: E731
+    assert_close(total(loss), total(mean_loss))
+
+
+def test_a_loss_is_differentiated_without_another_run():
+    """As many operations as the gradient function in parts: a rematerialized loop would run each part again."""
+    count = lambda f: statetx.measure(f, PARAMS, X, Y, gradient=False).flops  # noqa: E731
+    full = count(jax.value_and_grad(mean_loss))
+    of_gradients = count(statetx.microbatch(jax.value_and_grad(mean_loss), 5, argnums=(1, 2)))
+    of_loss = count(jax.value_and_grad(statetx.microbatch(mean_loss, 5, argnums=(1, 2))))
+    num_params = sum(p.size for p in jax.tree.leaves(PARAMS))
+    assert of_gradients <= full + 5 * 3 * (num_params + 10)
+    assert of_loss <= full + 5 * 3 * (num_params + 10)
+
+
+def test_has_aux_and_reductions():
+    def loss(params, x, y):
+        out = jnp.tanh(x @ params["a"]) @ params["b"]
+        error = ((out - y) ** 2).mean(1)
+        return error.mean(), {"out": out, "max": error.max(), "num": (error > 1).sum(), "last": x[-1], "first": x[0]}
+
+    reduce = (("mean", {"out": "concat", "max": "stack", "num": "sum", "last": "last", "first": "first"}), "mean")
+    for num in (4, 5):
+        f = statetx.microbatch(jax.value_and_grad(loss, has_aux=True), num, argnums=(1, 2), reduce=reduce)
+        (value, aux), grads = jax.jit(f)(PARAMS, X, Y)
+        (expected, expected_aux), expected_grads = jax.value_and_grad(loss, has_aux=True)(PARAMS, X, Y)
+        assert_close((value, grads), (expected, expected_grads))
+        for name in ("out", "num", "last", "first"):
+            np.testing.assert_allclose(aux[name], expected_aux[name], rtol=1e-5)
+        assert aux["max"].shape == (num,) and aux["num"].dtype == jnp.int32
+        np.testing.assert_allclose(aux["max"].max(), expected_aux["max"], rtol=1e-5)
+        # As a loss, too: what is not the loss keeps its derivative.
+        in_parts = statetx.microbatch(loss, num, argnums=(1, 2), reduce=reduce[0])
+        assert_close(jax.grad(in_parts, has_aux=True)(PARAMS, X, Y)[0], expected_grads)
+        of_out = lambda f: jax.grad(lambda p: (f(p, X, Y)[1]["out"] ** 3).sum())(PARAMS)  # noqa: E731
+        assert_close(of_out(in_parts), of_out(loss), rtol=1e-4, atol=1e-4)
+
+
+def test_means_of_integers_and_of_half_precision():
+    f = statetx.microbatch(lambda x: {"hits": (x > 3).mean(), "num": (x > 3).sum(), "any": x > 8}, 3, reduce="mean")
+    out = f(jnp.arange(9.0).astype(jnp.bfloat16))
+    assert out["hits"].dtype == jnp.float32 and out["num"].dtype == jnp.float32 and out["any"].dtype == jnp.float32
+    np.testing.assert_allclose(out["num"], 5 / 3, rtol=1e-6)
+    half = statetx.microbatch(lambda x: x.mean(), 4)(jnp.full(10, 3.0, jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16 and float(half) == 3.0
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_mean_over_a_mask(num):
+    mask = jnp.array([1, 1, 0, 1, 0, 0, 0, 0, 1, 1.0])  # no example of the second of three parts counts in full
+
+    def loss(params, x, y, mask):
+        error = ((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2).mean(1)
+        return (error * mask).sum() / mask.sum()
+
+    mask = mask.at[4:7].set(0.0)
+    expected = jax.value_and_grad(loss)(PARAMS, X, Y, mask)
+    options = {"argnums": (1, 2, 3), "weight": lambda params, x, y, mask: mask.sum()}
+    assert_close(statetx.microbatch(jax.value_and_grad(loss), num, **options)(PARAMS, X, Y, mask), expected)
+    assert_close(jax.value_and_grad(statetx.microbatch(loss, num, **options))(PARAMS, X, Y, mask), expected)
+    unweighted = statetx.microbatch(loss, 2, argnums=(1, 2, 3))(PARAMS, X, Y, mask)
+    assert abs(unweighted - expected[0]) > 1e-2
+
+
+def test_a_part_of_weight_zero_is_left_out():
+    mask = jnp.array([1, 1, 0, 0, 1, 0.0])
+
+    def loss(w, x, mask):  # 0 / 0 in the second part
+        return ((w * x) ** 2 * mask).sum() / mask.sum()
+
+    x, options = jnp.arange(1.0, 7.0), {"argnums": (1, 2), "weight": lambda w, x, mask: mask.sum()}
+    expected = jax.value_and_grad(loss)(0.5, x, mask)
+    assert_close(statetx.microbatch(jax.value_and_grad(loss), 3, **options)(0.5, x, mask), expected)
+    assert_close(jax.value_and_grad(statetx.microbatch(loss, 3, **options))(0.5, x, mask), expected)
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+class Norm:
+    """Running statistics, a counter, a random draw."""
+
+    def __init__(self):
+        self.w = statetx.Param(jnp.array([0.5, -1.5, 2.0, 0.1, 1.0]))
+        self.mean = statetx.State(jnp.zeros(5))
+        self.count = statetx.State(0)
+        self.rng = statetx.RngState(jax.random.key(3))
+
+    def loss(self, x):
+        self.mean.value = 0.9 * self.mean.value + 0.1 * x.mean(0)
+        self.count.value += 1
+        mask = jax.random.bernoulli(self.rng.next(), 0.5, x.shape)
+        return (((x - x.mean(0, keepdims=True)) * mask) @ self.w.value).sum() ** 2 / x.shape[0]
+
+
+def python_loop(model, num, x=X):
+    """What a loop leaves: the value and gradient of each part, weighted by its size."""
+    f = statetx.value_and_grad(model.loss, wrt=model.w)
+    results = [(len(part) / len(x), f(part)) for part in parts(x, num)]
+    return jax.tree.map(lambda *leaves: sum(leaves), *[jax.tree.map(lambda a, w=w: w * a, r) for w, r in results])
+
+
+def state_values(model):
+    return {
+        path: jax.random.key_data(s.value) if path == "rng" else s.value for path, s in statetx.states(model).items()
+    }
+
+
+@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("kind", ["gradients", "loss", "jit"])
+def test_states_are_carried_as_a_loop_leaves_them(num, kind):
+    a, b = Norm(), Norm()
+    expected = python_loop(a, num)
+    if kind == "gradients":
+        f = statetx.microbatch(statetx.value_and_grad(b.loss, wrt=b.w), num)
+    else:
+        f = statetx.value_and_grad(statetx.microbatch(b.loss, num), wrt=b.w)
+    f = statetx.jit(f) if kind == "jit" else f
+    assert_close(f(X), expected)
+    assert_close(state_values(b), state_values(a))
+    assert int(b.count.value) == num
+
+
+def test_mean_first_and_last():
+    written = [0.9 * 2.0 + 0.1 * part.mean(0) for part in parts(X, 4)]
+    expected = {
+        statetx.Mean: sum(len(p) / 10 * v for p, v in zip(parts(X, 4), written, strict=True)),
+        statetx.First: written[0],
+        statetx.Last: written[-1],
+    }
+    for rule, value in expected.items():
+        model = Norm()
+        model.mean.value = jnp.full(5, 2.0)
+        rules = {"*mean": rule, "*count": rule}
+        step = statetx.microbatch(statetx.value_and_grad(model.loss, wrt=model.w), 4, states=rules)
+        statetx.jit(step)(X)
+        np.testing.assert_allclose(model.mean.value, value, rtol=1e-5)
+        assert int(model.count.value) == 1 and jnp.issubdtype(model.count.value.dtype, jnp.integer)
+
+
+def test_mean_of_momentum_updates_is_the_update_of_the_full_batch():
+    full, model = Norm(), Norm()
+    full.loss(X)
+    statetx.microbatch(model.loss, 5, states={"*mean": statetx.Mean})(X)
+    np.testing.assert_allclose(model.mean.value, full.mean.value, rtol=1e-5, atol=1e-7)
+
+
+def test_random_states_are_carried_split_or_shared():
+    def draws(**options):
+        rng = statetx.RngState(jax.random.key(1))
+        f = statetx.microbatch(lambda x: jax.random.normal(rng.next(), x.shape), 4, reduce="concat", **options)
+        return f(jnp.zeros(10)), jax.random.key_data(rng.value)
+
+    def advanced(num):
+        rng = statetx.RngState(jax.random.key(1))
+        values = [jax.random.normal(rng.next(), (len(part),)) for part in parts(np.zeros(10), num)]
+        return jnp.concatenate(values), jax.random.key_data(rng.value)
+
+    assert_close(draws(), advanced(4))
+    rng = statetx.RngState(jax.random.key(1))
+    keys = jax.random.split(rng.value, 5)
+    out, after = draws(states={statetx.RngState: statetx.Split})
+    assert_close(after, jax.random.key_data(keys[0]))
+    assert len({float(v) for v in out}) == 10
+    shared, after = draws(states={statetx.RngState: statetx.Broadcast})
+    np.testing.assert_array_equal(shared[:3], shared[3:6])
+    assert_close(after, advanced(1)[1])
+
+
+def test_a_random_key_among_the_arguments_is_split():
+    f = statetx.microbatch(lambda x, key: x + jax.random.normal(key), 4, argnums=(0, 1), reduce="concat")
+    out = f(jnp.zeros(10), jax.random.key(5))
+    keys = jax.random.split(jax.random.key(5), 4)
+    np.testing.assert_allclose(out, np.repeat([jax.random.normal(k) for k in keys], [3, 3, 2, 2]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("num", [4, 5])
+def test_a_state_with_a_batch_axis(axis, num):
+    """The membrane potentials of a batch: a part reads and writes the ones of its own examples."""
+    start = jnp.moveaxis(jnp.arange(50.0).reshape(10, 5), 0, axis)
+    h = statetx.State(start)
+
+    def step(x):
+        value = jnp.moveaxis(h.value, axis, 0) * 0.5 + x
+        h.value = jnp.moveaxis(value, 0, axis)
+        return (value**2).mean()
+
+    expected = step(X), h.value
+    h.value = start
+    assert_close((statetx.jit(statetx.microbatch(step, num, states={"h": axis}))(X), h.value), expected)
+
+
+def test_a_gradient_flows_through_carried_states():
+    """A loss that reads what former parts wrote is differentiated as a loop is."""
+
+    def run(wrap):
+        h = statetx.State(jnp.zeros(5))
+
+        def step(w, x):
+            h.value = jnp.tanh(h.value * w + x.sum(0))
+            return (h.value**2).sum()
+
+        f = wrap(step)
+        return statetx.value_and_grad(lambda w: (f(w, X), h.value.sum()), has_aux=True)(0.7), h.value
+
+    in_parts = run(lambda step: statetx.microbatch(step, 5, argnums=1, reduce="sum"))
+    in_python = run(lambda step: lambda w, x: sum(step(w, part) for part in parts(x, 5)))
+    assert_close(in_parts, in_python, rtol=1e-4)
+
+
+def test_broadcast_that_is_written_is_refused():
+    model = Norm()
+    with pytest.raises(statetx.StateAccessError, match="'.*mean' .*is declared Broadcast and was written"):
+        statetx.microbatch(model.loss, 2, states={"*mean": statetx.Broadcast})(X)
+    with pytest.raises(statetx.StateFilterError, match="selects no state"):
+        statetx.microbatch(model.loss, 2, states={"*meen": statetx.Mean})(X)
+
+
+def test_a_call_is_atomic():
+    model = Norm()
+
+    def failing(x):
+        loss = model.loss(x)
+        if x.shape[0] == 2:
+            raise KeyError("the second size")
+        return loss
+
+    with pytest.raises(KeyError):
+        statetx.microbatch(failing, 4)(X)
+    assert_close(state_values(model), state_values(Norm()))
+
+
+# -- programs of other libraries ---------------------------------------------------------------------------------------
+
+
+def test_nnx_batch_norm():
+    class Net(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.first, self.norm = nnx.Linear(5, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+            self.dropout, self.last = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(self.dropout(jax.nn.relu(self.norm(self.first(x)))))
+
+    a, b = Net(), Net()
+    loss_of = lambda net: lambda x, y: ((net(x) - y) ** 2).mean()  # noqa: E731
+    step = statetx.value_and_grad(loss_of(a), wrt=nnx.Param)
+    results = [(len(x) / 10, step(x, y)) for x, y in zip(parts(X, 4), parts(Y, 4), strict=True)]
+    expected = jax.tree.map(lambda *v: sum(v), *[jax.tree.map(lambda g, w=w: w * g, r) for w, r in results])
+    actual = statetx.jit(statetx.microbatch(statetx.value_and_grad(loss_of(b), wrt=nnx.Param), 4))(X, Y)
+    assert_close(list(map(list, map(jax.tree.leaves, actual))), list(map(list, map(jax.tree.leaves, expected))))
+    for s, t in zip(
+        jax.tree.leaves(nnx.state(b, nnx.BatchStat)), jax.tree.leaves(nnx.state(a, nnx.BatchStat)), strict=True
+    ):
+        np.testing.assert_allclose(s, t, rtol=1e-5, atol=1e-7)
+    assert int(b.dropout.rngs.count[...]) == 4
+
+    # One update of the running mean from the mean of the parts' means.
+    c = Net()
+    statetx.microbatch(loss_of(c), 5, states={nnx.BatchStat: statetx.Mean})(X, Y)
+    d = Net()
+    d(X)
+    np.testing.assert_allclose(c.norm.mean[...], d.norm.mean[...], rtol=1e-5, atol=1e-7)
+
+
+def test_brainstate_model_with_hidden_states():
+    class Net(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = brainstate.ParamState(jnp.eye(5) * 0.5)
+            self.v = brainstate.HiddenState(jnp.zeros((10, 5)))
+
+        def update(self, x):
+            self.v.value = 0.8 * self.v.value + x @ self.w.value
+            return self.v.value
+
+    def loss_of(net):
+        def loss(x):
+            net.v.value = jnp.zeros_like(net.v.value)
+            for _ in range(3):
+                out = net.update(x)
+            return (out**2).mean()
+
+        return loss
+
+    a, b = Net(), Net()
+    grads, value = brainstate.transform.grad(loss_of(a), a.states(brainstate.ParamState), return_value=True)(X)
+    f = statetx.microbatch(
+        statetx.value_and_grad(loss_of(b), wrt=b.states(brainstate.ParamState)), 4, states={brainstate.HiddenState: 0}
+    )
+    in_parts = statetx.jit(f)(X)
+    assert_close((in_parts[0], list(in_parts[1].values())), (value, list(grads.values())))
+    np.testing.assert_allclose(a.v.value, b.v.value, rtol=1e-5)
+
+    inner = brainstate.transform.grad(loss_of(b), b.states(brainstate.ParamState), return_value=True)
+    of_brainstate = statetx.microbatch(inner, 4, states={brainstate.HiddenState: 0})
+    assert_close(
+        [list(g.values()) if isinstance(g, dict) else g for g in of_brainstate(X)], [list(grads.values()), value]
+    )
+
+
+def test_optax_step_with_donation():
+    optimizer = optax.adam(1e-2)
+
+    def step_of(value_and_grad):
+        def step(params, opt_state, x, y):
+            loss, grads = value_and_grad(params, x, y)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        return jax.jit(step)
+
+    full = jax.value_and_grad(mean_loss)
+    a = step_of(full)(PARAMS, optimizer.init(PARAMS), X, Y)
+    b = step_of(statetx.microbatch(full, 4, argnums=(1, 2)))(PARAMS, optimizer.init(PARAMS), X, Y)
+    assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+# -- nesting -----------------------------------------------------------------------------------------------------------
+
+
+def test_inside_scan_remat_and_jit():
+    """Several steps of a training loop, in one program; blocks are rematerialized."""
+    a, b = Norm(), Norm()
+    a.loss_of, b.loss_of = a.loss, statetx.remat(b.loss)
+
+    def train(model, gradients, steps=3):
+        def step(_, __):
+            _, g = gradients(X)
+            model.w.value = model.w.value - 0.01 * g
+            return None, model.w.value
+
+        return step
+
+    in_python = lambda x: python_loop(a, 4, x)  # noqa: E731
+    for _ in range(3):
+        train(a, in_python)(None, None)
+    in_parts = statetx.microbatch(statetx.value_and_grad(b.loss_of, wrt=b.w), 4)
+    statetx.jit(lambda: statetx.scan(train(b, in_parts), None, length=3))()
+    assert_close(state_values(b), state_values(a), rtol=1e-4, atol=1e-5)
+
+
+def test_remat_inside_a_part_lowers_its_memory():
+    """Forward and backward pass of a part share a loop body: there the recomputation must not be merged with the first computation."""
+    blocks = jnp.stack([jnp.eye(32)] * 8)
+
+    def loss_of(block):
+        def loss(ws, x):
+            for w in ws:
+                x = block(w, x)
+            return (x**2).mean()
+
+        return loss
+
+    block = lambda w, x: jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)  # noqa: E731
+    x = jnp.ones((512, 32))
+
+    def temp(block):
+        f = jax.value_and_grad(statetx.microbatch(loss_of(block), 2, argnums=1))
+        return statetx.measure(f, blocks, x, gradient=False).temp_bytes
+
+    assert temp(statetx.remat(block)) < 0.6 * temp(block)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map(check_vma):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    x, y = X[:8], Y[:8]
+    expected = jax.value_and_grad(mean_loss)(PARAMS, x, y)
+    in_parts = statetx.microbatch(mean_loss, 2, argnums=(1, 2))
+
+    def local(params, x, y):
+        return jax.lax.pmean(in_parts(params, x, y), "d")
+
+    def local_gradients(params, x, y):
+        params = jax.tree.map(lambda p: jax.lax.pcast(p, "d", to="varying") if check_vma else p, params)
+        f = statetx.microbatch(jax.value_and_grad(mean_loss), 2, argnums=(1, 2))
+        return jax.lax.pmean(f(params, x, y), "d")
+
+    shard = lambda f: jax.shard_map(  # noqa: E731
+        f, mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=P(), check_vma=check_vma
+    )
+    assert_close(jax.jit(shard(local_gradients))(PARAMS, x, y), expected)
+    if check_vma:
+        assert_close(jax.jit(jax.value_and_grad(shard(local)))(PARAMS, x, y), expected)
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_a_sharded_batch_stays_on_its_devices(axis_type):
+    """No part of the batch moves: the only communication is the sum of the gradients."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(getattr(jax.sharding.AxisType, axis_type),))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.tile(X[:8], (4, 1)), NamedSharding(mesh, P("d")))
+        y = jax.device_put(jnp.tile(Y[:8], (4, 1)), NamedSharding(mesh, P("d")))
+        params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+        expected = jax.value_and_grad(mean_loss)(params, x, y)
+        f = statetx.jit(statetx.microbatch(jax.value_and_grad(mean_loss), 4, argnums=(1, 2)))
+        text = f.lower(params, x, y).compile().as_text()
+        assert "all-reduce" in text
+        assert not any(word in text for word in ("all-gather", "all-to-all", "collective-permute"))
+        assert_close(f(params, x, y), expected)
+
+
+def test_parts_that_the_devices_do_not_divide():
+    """On explicit axes, where types forbid uneven shards, the batch is gathered."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x, y = jax.device_put((X[:8], Y[:8]), NamedSharding(mesh, P("d")))
+        params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+        expected = jax.value_and_grad(mean_loss)(params, x, y)
+        for f in (
+            statetx.microbatch(jax.value_and_grad(mean_loss), 3, argnums=(1, 2)),
+            jax.value_and_grad(statetx.microbatch(mean_loss, 3, argnums=(1, 2))),
+        ):
+            assert_close(f(params, x, y), expected)
+
+
+def test_interleaved_parts():
+    rows = statetx.microbatch(lambda x: x, 5, reduce="stack", interleave=True)(jnp.arange(10))
+    np.testing.assert_array_equal(rows, np.arange(10).reshape(2, 5).T)
+    joined = statetx.microbatch(lambda x: x, 4, reduce="concat", interleave=True)(jnp.arange(10))
+    np.testing.assert_array_equal(joined, np.arange(10))
+
+
+def test_python_runs_once_for_each_size():
+    counted = Counted(lambda x: x.sum())
+    statetx.microbatch(counted, 5)(X)
+    assert counted.runs == 1
+    statetx.microbatch(counted, 4)(X)
+    assert counted.runs == 3
+
+
+def test_equal_calls_compile_once():
+    f = statetx.value_and_grad(statetx.microbatch(mean_loss, 4, argnums=(1, 2)))
+    f(PARAMS, X, Y)
+    with compilations() as count:
+        f(PARAMS, X, Y)
+    assert len(count) == 0
+
+
+def test_callbacks_fire_once_a_part():
+    seen = []
+
+    def loss(w, x):
+        jax.debug.callback(lambda v: seen.append(float(v)), x[0])
+        return (w * x).mean()
+
+    def effectful(w, x):
+        jax.experimental.io_callback(lambda v: seen.append(float(v)), None, x[0])
+        return (w * x).mean()
+
+    jax.jit(jax.grad(statetx.microbatch(loss, 5, argnums=1)))(1.0, jnp.arange(10.0))
+    jax.effects_barrier()
+    assert sorted(seen) == [0, 2, 4, 6, 8]
+    seen.clear()
+    jax.jit(statetx.microbatch(jax.value_and_grad(effectful), 5, argnums=1))(1.0, jnp.arange(10.0))
+    jax.effects_barrier()
+    assert sorted(seen) == [0, 2, 4, 6, 8]
+
+
+def test_a_ref_is_carried():
+    ref = jax.new_ref(jnp.zeros(()))
+
+    def loss(params, x, y):
+        ref[...] = ref[...] + x.shape[0]
+        return mean_loss(params, x, y)
+
+    f = statetx.value_and_grad(statetx.microbatch(loss, 4, argnums=(1, 2)))
+    assert_close(f(PARAMS, X, Y), jax.value_and_grad(mean_loss)(PARAMS, X, Y))
+    assert float(ref[...]) == 10
+
+
+def test_as_a_method_and_other_precisions():
+    class Model:
+        def __init__(self):
+            self.w = statetx.Param(PARAMS["a"])
+
+        @statetx.microbatch(num=4)
+        def loss(self, x):
+            return ((x @ self.w.value) ** 2).mean()
+
+    model = Model()
+    expected = jax.grad(lambda w: ((X @ w) ** 2).mean())(PARAMS["a"])
+    assert_close(statetx.grad(model.loss, wrt=model.w)(X), expected)
+    with jax.numpy_dtype_promotion("strict"):
+        f = statetx.microbatch(lambda w, x: (x * w).sum(), 4, argnums=1, reduce="sum", weight=lambda w, x: x.size)
+        assert jax.grad(f)(jnp.bfloat16(1), jnp.ones(10, jnp.bfloat16)) == 10
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: a.astype(jnp.float64), (PARAMS, X, Y))
+        actual = jax.value_and_grad(statetx.microbatch(mean_loss, 4, argnums=(1, 2)))(*wide)
+        assert_close(actual, jax.value_and_grad(mean_loss)(*wide), rtol=1e-12)
+
+
+def test_complex_parameters():
+    z = PARAMS["a"] * (1 + 0.5j)
+    loss = lambda z, x: (jnp.abs(x @ z) ** 2).mean()  # noqa: E731
+    f = statetx.microbatch(loss, 4, argnums=1)
+    assert_close(jax.grad(f)(z, X), jax.grad(loss)(z, X))
+    jvp = lambda f: jax.jvp(lambda z: f(z, X), (z,), (1j * z + 1,))  # noqa: E731
+    assert_close(jvp(f), jvp(loss))
+
+
+def test_under_disable_jit():
+    expected = mean_loss(PARAMS, X, Y)
+    with jax.disable_jit():
+        assert_close(statetx.microbatch(mean_loss, 4, argnums=(1, 2))(PARAMS, X, Y), expected)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gradients", "loss"])
+def test_eight_parts_take_a_sixth_of_the_memory(kind):
+    import programs
+
+    program = programs.transformer(layers=2, width=64, heads=4, time=64, batch=16)
+    full = jax.value_and_grad(program.loss)
+    if kind == "gradients":
+        in_parts = statetx.microbatch(full, 8, argnums=1)
+    else:
+        in_parts = jax.value_and_grad(statetx.microbatch(program.loss, 8, argnums=1))
+    temp = lambda f: statetx.measure(f, program.params, *program.data, gradient=False).temp_bytes  # noqa: E731
+    assert 6 * temp(in_parts) <= temp(full)
+
+
+@pytest.mark.parametrize("kind", ["gradients", "loss"])
+def test_one_buffer_accumulates_gradients(kind):
+    """The gradients are an output; beside them no more than one layer's is alive."""
+    ws = [jnp.eye(128)] * 8
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    if kind == "gradients":
+        f = statetx.microbatch(jax.value_and_grad(loss), 4, argnums=1)
+    else:
+        f = jax.value_and_grad(statetx.microbatch(loss, 4, argnums=1))
+    cost = statetx.measure(f, ws, jnp.ones((8, 128)), gradient=False)
+    one = 128 * 128 * 4
+    assert 8 * one <= cost.output_bytes < 8.1 * one
+    assert cost.temp_bytes < 2.5 * one
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_errors_name_the_fix():
+    with pytest.raises(
+        ValueError, match=r"(?s)differ in the number of examples.*params\['a'\] has 5.*x has 10.*argnums=1"
+    ):
+        statetx.microbatch(mean_loss, 2)(PARAMS, X, Y)
+    with pytest.raises(ValueError, match="10 examples cannot be split into 11 parts"):
+        statetx.microbatch(lambda x: x.sum(), 11)(X)
+    with pytest.raises(ValueError, match="scale is a f32.* no axis of examples"):
+        statetx.microbatch(lambda x, scale: (x * scale).sum(), 2)(X, jnp.float32(2))
+    for num in (0, 2.5, True, "many"):
+        with pytest.raises(statetx.StaticArgumentError, match="not a number of parts"):
+            statetx.microbatch(mean_loss, num)
+    with pytest.raises(statetx.StaticArgumentError, match="needs a budget"):
+        statetx.microbatch(mean_loss, "fit")
+    with pytest.raises(statetx.StaticArgumentError, match="do not go together"):
+        statetx.microbatch(mean_loss, 2, budget="1GiB")
+    with pytest.raises(statetx.StaticArgumentError, match="reduce='average' is not one of"):
+        statetx.microbatch(mean_loss, 2, reduce="average")
+    with pytest.raises(statetx.StaticArgumentError, match="^argnums=7 is out of range"):
+        statetx.microbatch(mean_loss, 2, argnums=7)
+    with pytest.raises(statetx.StateValueError, match="not a tree prefix of the output"):
+        statetx.microbatch(lambda x: (x.sum(), x.sum()), 2, reduce=("mean", "mean", "sum"))(X)
+    h = statetx.State(jnp.zeros(3))
+    with pytest.raises(statetx.StateValueError, match="along axis 0 by states=.*the batch has 10"):
+        statetx.microbatch(lambda x: (x.sum() + h.value).sum(), 2, states={"h": 0})(X)
+    with pytest.raises(statetx.StateValueError, match='"concat" is for outputs with a value for each example.*f32'):
+        statetx.microbatch(lambda x: x.mean(), 3, reduce="concat")(X)
+    with pytest.raises(ValueError, match="the batch has no examples"):
+        statetx.microbatch(lambda x: x.mean(), 1)(X[:0])
+    with pytest.raises(ValueError, match="use jax.random.key"):
+        statetx.microbatch(lambda x, k: x.mean(), 2)(X, jax.random.PRNGKey(0))
+
+
+def test_weights_are_numbers_and_write_no_state():
+    with pytest.raises(statetx.StateValueError, match="a number for each part, and returned f32"):
+        statetx.microbatch(lambda x: x.mean(), 3, weight=lambda x: x[:, 0])(X)
+    calls = statetx.State(0.0)
+
+    def weight(x):
+        calls.value += 1.0
+        return x.shape[0]
+
+    with pytest.raises(statetx.StateAccessError, match="(?s)weight= may read states, and wrote .*Fix"):
+        statetx.microbatch(lambda x: x.mean(), 3, weight=weight)(X)
+    assert calls.value == 0.0
+
+    scale = statetx.State(jnp.arange(3.0))
+    mean = statetx.microbatch(lambda x: x.sum(), 2, weight=lambda x: x[0] + scale.value.sum())
+    np.testing.assert_allclose(mean(jnp.array([1.0, 2.0, 5.0, 6.0])), (3 * 4 + 11 * 8) / 12, rtol=1e-6)
