@@ -6,7 +6,8 @@ in another memory), or to recompute it. Policies are frozen, hashable, equal by 
 - ``a | b`` takes the greater of both decisions, in the order save > offload > recompute;
 - ``a & b`` takes the lesser;
 - ``~a`` saves the values that `a` recomputes, and no others;
-- ``a.then(b)`` asks `b` only about values that `a` recomputes, so that `a` can offload values that `b` would save.
+- ``a.then(b)`` asks `b` only about values that `a` recomputes, so that `a` can offload values that `b` would save;
+- ``a.stored_as("bits")`` stores the values of `a` in fewer bits (`Policy.stored_as`).
 
 Members of ``jax.checkpoint_policies`` are policies too: by themselves, with JAX's own meaning (applied to each equation of
 the differentiated and batched program); or inside this algebra, applied to the function as written.
@@ -27,11 +28,13 @@ from ._errors import PolicyError
 from ._loops.strategy import Lengths as Lengths
 from ._loops.strategy import Levels as Levels
 from ._loops.strategy import Slots as Slots
+from ._loops.truncated import Truncated as Truncated
 from ._loops.tune import Budget as Budget
 from ._remat.atoms import ExceptNames, Names, Offload, Path, Primitives, Size, States
 from ._remat.atoms import dots as dots
 from ._remat.atoms import dots_without_batch_dims as dots_without_batch_dims
 from ._remat.atoms import everything as everything
+from ._remat.atoms import masks as masks
 from ._remat.atoms import nothing as nothing
 from ._remat.parse import as_value_policy
 from ._remat.policy import Or
@@ -45,11 +48,13 @@ __all__ = [
     "Levels",
     "Policy",
     "Slots",
+    "Truncated",
     "dots",
     "dots_without_batch_dims",
     "everything",
     "except_names",
     "larger_than",
+    "masks",
     "names",
     "nothing",
     "offload",

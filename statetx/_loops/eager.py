@@ -27,8 +27,16 @@ def is_wanted(*values: Any) -> bool:
     return _jax.is_jit_disabled() and not any(isinstance(x, _jax.Tracer) for x in values)
 
 
-def scan(fun: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool, rules: Rules) -> tuple[PyTree, PyTree]:
-    """As `statetx.scan`, with at least one step."""
+def scan(
+    fun: Callable,
+    init: PyTree,
+    xs: PyTree,
+    length: int,
+    reverse: bool,
+    rules: Rules,
+    truncation: int | None = None,
+) -> tuple[PyTree, PyTree]:
+    """As `statetx.scan`, with at least one step; for `truncation` see `Strategy`, here and below."""
 
     def loop() -> tuple[PyTree, PyTree]:
         leaves, part = partition(xs, lambda x: is_array_or_number(x) or _states.is_array_state(x))
@@ -40,9 +48,11 @@ def scan(fun: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool, ru
         # A Ref among xs stands for its slices: each step gets a Ref of its own, whose last value is stacked back at
         # the end.
         carry, ys, slices = init, [], []
-        taking_part = _Mapped(fun, length, rules)
+        segments = _Segments(truncation)
+        taking_part = _Mapped(fun, length, rules, segments)
 
         for i in range(length)[:: -1 if reverse else 1]:
+            carry = segments.before_step(carry)
             x = [leaf[i] for leaf in leaves]
             for n, _, kind in refs:
                 x[n] = kind.new(x[n])
@@ -61,25 +71,27 @@ def scan(fun: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool, ru
     return run_eagerly("scan", loop, (), {})
 
 
-def while_loop(test: Callable, body: Callable, init: PyTree, max_steps: int | None) -> PyTree:
+def while_loop(
+    test: Callable, body: Callable, init: PyTree, max_steps: int | None, truncation: int | None = None
+) -> PyTree:
     """As `statetx.while_loop`."""
 
     def loop() -> PyTree:
-        val, num = init, 0
+        val, num, segments = init, 0, _Segments(truncation)
         while (max_steps is None or num < max_steps) and _holds(test, val):
-            val, num = _step("while_loop", body, (val,)), num + 1
+            val, num = _step("while_loop", body, (segments.before_step(val),), segments), num + 1
         return val
 
     return run_eagerly("while_loop", loop, (), {})
 
 
-def fori_loop(steps: Iterable[int], body: Callable, init: PyTree) -> PyTree:
+def fori_loop(steps: Iterable[int], body: Callable, init: PyTree, truncation: int | None = None) -> PyTree:
     """As `statetx.fori_loop`."""
 
     def loop() -> PyTree:
-        val = init
+        val, segments = init, _Segments(truncation)
         for i in steps:
-            val = _step("fori_loop", body, (jnp.asarray(i), val))
+            val = _step("fori_loop", body, (jnp.asarray(i), segments.before_step(val)), segments)
         return val
 
     return run_eagerly("fori_loop", loop, (), {})
@@ -96,19 +108,50 @@ def _holds(test: Callable, val: PyTree) -> bool:
     return bool(result)
 
 
-def _step(name: str, fun: Callable, args: tuple) -> Any:
+def _step(name: str, fun: Callable, args: tuple, segments: _Segments) -> Any:
     frame = frame_for(name, fun)
     out = frame.run(fun, *args)
     refuse_created(frame.effects, frame.name)
     publish(frame.effects)
+    segments.note(frame.effects)
     return out
+
+
+class _Segments:
+    """The segments of a truncated loop, of `length` steps each; None for a loop whose gradients do not stop."""
+
+    def __init__(self, length: int | None):
+        self._length = length
+        self._done = 0
+        self._carried: dict[int, Effect] = {}  # on the states that some step has written
+
+    def note(self, effects: Iterable[Effect]) -> None:
+        self._carried |= {id(effect.state): effect for effect in effects}
+
+    def before_step(self, carry: PyTree) -> PyTree:
+        """The carry for the next step. Where a segment begins, its gradient and those of the written states stop."""
+        is_start = self._length is not None and self._done > 0 and self._done % self._length == 0
+        self._done += 1
+        if not is_start:
+            return carry
+        for effect in self._carried.values():
+            effect.value = _without_gradient(effect.kind.get(effect.state))
+            effect.value_before = _frames.UNKNOWN
+        publish([*self._carried.values()])
+        return _without_gradient(carry)
+
+
+def _without_gradient(tree: PyTree) -> PyTree:
+    arrays, part = partition(tree)
+    return part.combine([jax.lax.stop_gradient(x) for x in arrays])
 
 
 class _Mapped:
     """The states of a scan that are not simply carried: those with an axis, split, or drawn from alike in every step."""
 
-    def __init__(self, fun: Callable, length: int, rules: Rules):
+    def __init__(self, fun: Callable, length: int, rules: Rules, segments: _Segments):
         self._fun = fun
+        self._segments = segments
         self._length = length
         self._rules = rules
         self._keys: dict[int, Any] = {}
@@ -140,6 +183,7 @@ class _Mapped:
             else:
                 carried.append(effect)
         publish(carried)
+        self._segments.note(carried)
         return out[0], out[1]
 
     def _value(self, i: int, state: Any, kind: Any, value: Any) -> Any:

@@ -40,7 +40,7 @@ def nested(step: Step, lengths: Sequence[int], *, offload: bool = False) -> Call
             offload_dst=_jax.HOST_MEMORY,
         )
         outermost = lambda constants, carry, xs: run.level(0, constants, step.length, carry, xs)  # noqa: E731
-        return _rematerialized(outermost, policy, constants, carry, xs)
+        return rematerialized(outermost, policy, constants, carry, xs)
 
     return bind.compiled(loop)
 
@@ -85,7 +85,7 @@ class _Nested:
         if i == len(self._lengths) - 1:
             return self._step.rematerialized(constants, carry, xs)
         run = lambda constants, carry, xs: self.level(i + 1, constants, length, carry, xs)  # noqa: E731
-        return _rematerialized(run, None, constants, carry, xs)
+        return rematerialized(run, None, constants, carry, xs)
 
     def _turns(self, i: int, constants: list, num_turns: int, carry: list, xs: list) -> tuple[list, list]:
         turn_length = math.prod(self._lengths[i + 1 :])
@@ -117,7 +117,8 @@ class _Nested:
         return [_jax.named(x, _CARRY) for x in carry] if self._offload and i == 0 else carry
 
 
-def _rematerialized(fun: Callable, policy: Any, *args: Any) -> Any:
+def rematerialized(fun: Callable, policy: Any, *args: Any) -> Any:
+    """``fun(*args)`` as a rematerialized region of a loop's body; `policy` is JAX's."""
     leaves, treedef = jax.tree.flatten(args)
     out_tree: Any = None
 

@@ -23,7 +23,8 @@ from .._positions import replaced
 from .._tree import is_float
 from . import bind, schedule
 from .derivative import linear_in_tangents, nonzero_tangents, tangents_of
-from .reversal import Filled, reverse_blocks
+from .reversal import Filled, Places, reverse_steps
+from .rows import SlotMemory
 from .step import Step
 
 _COLUMNS = 64  # of the schedule's table: it plans for up to as many runs of a step ahead of its reversal
@@ -62,11 +63,11 @@ def while_loop(test: Body, step: Step, slots: int | None, max_steps: int | None)
         slots: how many carries are stored; None for a loop without a reverse mode.
         max_steps: the loop ends after as many steps.
     """
-    online = _OnlineLoop(test, step, slots or 0, max_steps)
+    online = OnlineLoop(test, step, slots or 0, max_steps)
     return bind.compiled(online.run) if slots is None else online.with_rule()
 
 
-class _OnlineLoop:
+class OnlineLoop:
     def __init__(self, test: Body, step: Step, slots: int, max_steps: int | None):
         self._test, self._step, self._slots, self._max_steps = test, step, slots, max_steps
         self._run = bind.compiled(self.run)
@@ -74,7 +75,7 @@ class _OnlineLoop:
         self._reversal = functools.cache(self._make_reversal)
         self._floats = [i for i, a in enumerate(step.avals) if is_float(a)]
 
-    def _is_running(self, test_constants: list, carry: list, count: Any) -> Any:
+    def is_running(self, test_constants: list, carry: list, count: Any) -> Any:
         holds = self._test((), *test_constants, *carry)[0]
         return holds if self._max_steps is None else holds & (count < self._max_steps)
 
@@ -85,7 +86,7 @@ class _OnlineLoop:
             return loop[0] + 1, self._step(constants, loop[1], [])[0]
 
         start = (jnp.int32(0), carry)
-        return jax.lax.while_loop(lambda loop: self._is_running(test_constants, loop[1], loop[0]), one, start)[1]
+        return jax.lax.while_loop(lambda loop: self.is_running(test_constants, loop[1], loop[0]), one, start)[1]
 
     # -- derivatives --
 
@@ -125,7 +126,7 @@ class _OnlineLoop:
     def store(self, test_constants: list, constants: list, carry: list) -> tuple[list, Stored]:
         """Run the loop: the last carry, and the stored ones."""
         slots = self._slots
-        is_running = lambda r: self._is_running(test_constants, r.carry, r.count)  # noqa: E731
+        is_running = lambda r: self.is_running(test_constants, r.carry, r.count)  # noqa: E731
 
         def fill(running: _Running) -> _Running:
             """Run until the slots are full; then, if the loop continues, drop every other one."""
@@ -194,9 +195,10 @@ class _OnlineLoop:
                 return jax.lax.fori_loop(first, end, lambda _, c: step(constants, c, [])[0], carry)
 
             # The number of steps is traced, so the table is for the largest int32, with a bounded number of columns.
-            rows = jnp.asarray(schedule.table(2**31 - 1, self._slots, columns=_COLUMNS))
-            filled = Filled(rows, stored.positions, stored.top)
+            splits = schedule.table(2**31 - 1, schedule.leaves(self._slots), 1, _COLUMNS)
+            filled = Filled(jax.tree.map(jnp.asarray, splits), stored.positions, stored.top)
             init = ([jnp.zeros_like(constants[i]) for i in diff_constants], ct_carry)
-            return reverse_blocks(stored.count, filled, stored.slots, init, advance, reverse_step)[0]
+            slots, places = SlotMemory(self._slots, step.avals), Places(advance, reverse_step)
+            return reverse_steps(stored.count, filled, stored.slots, init, places, slots)[0]
 
         return bind.compiled(reverse)

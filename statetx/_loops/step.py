@@ -66,7 +66,7 @@ class Step:
         self.name = name
         self.policy = policy
         if marked is not None:
-            self._marked = marked
+            self.marked = marked
 
     def tick(self, done: Any, phase: str = "") -> None:
         if self._tick is not None:
@@ -81,11 +81,11 @@ class Step:
 
     def rematerialized(self, constants: list, carry: list, x: list) -> tuple[list, list]:
         # Always in the body of a loop: XLA does not merge equations of two loops, so no barrier is needed.
-        jaxpr, policy = self._marked
+        jaxpr, policy = self.marked
         return self._split(_jax.rematerialize(jaxpr, [*constants, *carry, *x], policy=policy, prevent_cse=False))
 
     @functools.cached_property
-    def _marked(self) -> tuple[Any, Any]:
+    def marked(self) -> tuple[Any, Any]:
         jaxpr = self.body.jaxpr
         return (jaxpr, None) if self.policy is None else decide.apply(self.policy, jaxpr, (), self.name)
 
@@ -121,10 +121,18 @@ class Step:
         """The step with other equations, of the same inputs and outputs."""
         step = copy.copy(self)
         step.body = Body(jaxpr, self.body.operands)
-        if "_marked" in vars(self) and self._marked[0] is self.body.jaxpr:  # marked before it was mapped
-            step._marked = (jaxpr, self._marked[1])
+        if "marked" in vars(self) and self.marked[0] is self.body.jaxpr:  # marked before it was mapped
+            step.marked = (jaxpr, self.marked[1])
         else:
-            vars(step).pop("_marked", None)
+            vars(step).pop("marked", None)
+        return step
+
+    def with_length(self, length: int, policy: Policy | None) -> Step:
+        """The step of a part of the loop, which reports no progress, with a policy for its values."""
+        step = copy.copy(self)
+        step.length, step.policy = length, policy
+        step._tick, step.is_shown = None, False
+        vars(step).pop("marked", None)
         return step
 
     def mapped(self, axis: Any, is_mapped: Sequence[bool]) -> MappedStep:
@@ -135,7 +143,7 @@ class Step:
             is_mapped: for each input of the body, whether it differs between examples.
         """
         # Policies of statetx judge staged equations, so the saved values are marked before the equations are mapped.
-        jaxpr, policy = self._marked
+        jaxpr, policy = self.marked
 
         num_before, num_after = self.num_constants, self.num_constants + self.num_carry
         constants, carry, x = (

@@ -69,7 +69,8 @@ def scan(
             in order. States that none selects are carried if written and broadcast if only read.
         checkpoint: how to store less for the gradient of the loop: one of ``policies.Slots``, ``Budget``, ``Levels`` or
             ``Lengths``; or for short a number of slots, a size such as ``"64MiB"`` or a tuple of lengths; ``"auto"``
-            measures and chooses. Results and gradients do not change. Requires ``unroll=1``.
+            measures and chooses. Results and gradients do not change. ``Truncated(k)`` stops gradients every k steps. Requires
+            ``unroll=1``.
         progress: whether to show a progress bar (of rich) for the loop, and for its reversal if there is a schedule. Works
             in compiled programs; the loop reports about a hundred times.
 
@@ -122,7 +123,8 @@ def scan(
     length = _resolve_length(xs_leaves, names, length, rules)
     if eager.is_wanted():
         if length:
-            return eager.scan(f, carry_part.combine([jnp.asarray(x) for x in carry]), xs, length, bool(reverse), rules)
+            first = carry_part.combine([jnp.asarray(x) for x in carry])
+            return eager.scan(f, first, xs, length, bool(reverse), rules, strategy and strategy.truncation)
         with jax.disable_jit(False):  # without a step, only staging finds the output types
             return scan(f, init, xs, length, states=states)
     x_avals = [_jax.drop_axis(_jax.abstract(x), 0) for x in xs_leaves]

@@ -21,7 +21,7 @@ from .._lift.wrapper import name_of
 from .._loops import bind, eager, online
 from .._loops.build import as_strategy, make_loop, refuse_effects, resolve_strategy
 from .._loops.step import Step
-from .._loops.strategy import Slots, Strategy
+from .._loops.strategy import Strategy
 from .._objects.paths import Paths
 from .._text import type_str
 from .._tree import is_array_or_number
@@ -35,7 +35,7 @@ def while_loop(
     body_fun: Callable[[T], T],
     init_val: T,
     *,
-    checkpoint: Slots | int | None = None,
+    checkpoint: Strategy | int | None = None,
     max_steps: int | None = None,
 ) -> T:
     """Run ``val = body_fun(val)`` while ``cond_fun(val)``; both may read states and the body may write them.
@@ -61,7 +61,7 @@ def while_loop(
         Under reverse-mode differentiation with `checkpoint`: `n` values, and the residuals of one step.
 
     Raises:
-        PolicyError: `checkpoint` is not a number of slots, has a block, or is offloaded.
+        PolicyError: `checkpoint` is neither a number of slots nor `Truncated`, has a block, or is offloaded.
         EffectError: the body calls a host callback with effects, and `checkpoint` would call it again.
         StateAccessError: `cond_fun` wrote a state (a random draw is a write).
         CarryTypeError: a step changes the type of the value or of a state.
@@ -85,7 +85,9 @@ def while_loop(
         >>> bool(abs(jax.grad(root)(2.0) - 0.5 / 2**0.5) < 1e-3)
         True
     """
-    slots = checkpoint if checkpoint is None else as_strategy("while_loop", checkpoint).for_unknown_length("while_loop")
+    strategy = (
+        checkpoint if checkpoint is None else as_strategy("while_loop", checkpoint).for_unknown_length("while_loop")
+    )
     if max_steps is not None and (isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 0):
         raise ValueError(f"while_loop: max_steps must be a whole number, got {max_steps!r}.")
     _check_callable("while_loop", cond_fun, "condition")
@@ -94,7 +96,8 @@ def while_loop(
     if eager.is_wanted():
         # ConcretizationTypeError: under vmap the examples may end at different steps.
         with contextlib.suppress(jax.errors.ConcretizationTypeError):
-            return eager.while_loop(cond_fun, body_fun, part.combine([jnp.asarray(x) for x in carry]), max_steps)
+            first = part.combine([jnp.asarray(x) for x in carry])
+            return eager.while_loop(cond_fun, body_fun, first, max_steps, strategy and strategy.truncation)
 
     def stage(fun: Callable, traced_for: str, carry: list, enter: Callable) -> Staged:
         arguments = lambda xs: ((part.combine(xs),), {})  # noqa: E731
@@ -106,7 +109,7 @@ def while_loop(
     test = stage(cond_fun, "while_cond", carry, enter)
     _check_test(test)
     loop = _Loop(body, test)
-    return part.combine(loop.publish(loop.run_while(carry, slots, max_steps)))
+    return part.combine(loop.publish(loop.run_while(carry, strategy, max_steps)))
 
 
 def _check_callable(name: str, fun: Any, role: str) -> None:
@@ -199,7 +202,8 @@ def fori_loop(
         lower, upper = int(lower), int(upper)  # as JAX, which truncates concrete bounds
         length = max(upper - lower, 0)
         if eager.is_wanted():
-            return eager.fori_loop(range(lower, upper), body_fun, part.combine([jnp.asarray(x) for x in carry]))
+            first = part.combine([jnp.asarray(x) for x in carry])
+            return eager.fori_loop(range(lower, upper), body_fun, first, strategy and strategy.truncation)
     # A counter of traced bounds has the dtype to which both promote.
     start = lower if is_static else jnp.asarray(lower + 0 * upper)
 
@@ -273,9 +277,9 @@ class _Loop:
             self.bodies.append(s.arrange(invars, [*s.out_vars, *states_out]))
             self.constants.append([*s.operands, *(x for i in constant_inputs for x in i.values)])
 
-    def run_while(self, carry: list, slots: Slots | None = None, max_steps: int | None = None) -> list:
+    def run_while(self, carry: list, strategy: Any = None, max_steps: int | None = None) -> list:
         """Run the loop while the condition holds; returns the last carry, followed by the carried states' values."""
-        refuse_effects(self._body, self.bodies[-1], slots)
+        refuse_effects(self._body, self.bodies[-1], strategy)
 
         def build(test: Body, body: Body) -> Callable:
             num_constants = len(self.constants[-1])
@@ -287,20 +291,22 @@ class _Loop:
             return build_loop(test, body, num_constants)
 
         def build_loop(test: Body, body: Body, num_constants: int) -> Callable:
-            if slots is None and max_steps is None:
+            if strategy is None and max_steps is None:
                 return bind.while_loop(test, body, num_constants)
 
             name = f"while_loop({name_of(self._body.fun)})"
-            options = {"length": 0, "reverse": False, "policy": slots and slots.policy, "name": name}
+            options = {"length": 0, "reverse": False, "policy": strategy and strategy.policy, "name": name}
             step = Step(body, num_constants, len(body.jaxpr.outvars), **options)
-            return online.while_loop(test, step, slots and slots.num, max_steps)
+            if strategy is None:
+                return online.while_loop(test, step, None, max_steps)
+            return strategy.build_while(test, step, max_steps)
 
         values = [*carry, *self.state_values]
-        if slots is not None:
+        if strategy is not None:
             values = self._vary(values)
         # JAX's checker of key reuse would count a step that is run again as a second use, see `_lift.key_reuse`.
-        uses_key_data = slots is not None and key_reuse.is_needed(*self.bodies)
-        use = ("while_loop", uses_key_data, slots, max_steps, *map(len, self.constants))
+        uses_key_data = strategy is not None and key_reuse.is_needed(*self.bodies)
+        use = ("while_loop", uses_key_data, strategy, max_steps, *map(len, self.constants))
         loop = table.get(self.bodies, use, build)
         return loop(*self.constants, values)
 
