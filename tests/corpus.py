@@ -701,6 +701,31 @@ class Branches(Program):
         return jnp.sin(jnp.sin(y * w) * w), {"w": w, "s": v["s"] * 3}
 
 
+class StoredCarries(Program):
+    """A loop with a state in its carry, reversed from two slots that hold residuals, too."""
+
+    wrt = ("w", "h")
+
+    def setup(self):
+        self.w = self.Param(jnp.array([0.3, 0.6, 0.9]))
+        self.h = self.State(jnp.array([0.1, 0.0, -0.1]))
+
+    def body(self, x):
+        def step(y, _):
+            self.h.value = jnp.sin(self.h.value * self.w.value + y)
+            return y, None
+
+        statetx.scan(step, x, None, 5, checkpoint=statetx.policies.Slots(2))
+        return self.h.value * x
+
+    @staticmethod
+    def ref(v, x):
+        h = v["h"]
+        for _ in range(5):
+            h = jnp.sin(h * v["w"] + x)
+        return h * x, {**v, "h": h}
+
+
 def _brainstate(cls: type[Program]) -> type[Program]:
     """The same program made of brainstate's states."""
 
@@ -746,6 +771,7 @@ NATIVE: list[type[Program]] = [
     CustomRules,
     StaticArray,
     Branches,
+    StoredCarries,
 ]
 
 FOREIGN: list[type[Program]] = [

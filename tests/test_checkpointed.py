@@ -14,7 +14,7 @@ import pytest
 
 import statetx
 from statetx import _jax, policies
-from statetx._loops import cpu_concurrency, reversal, schedule
+from statetx._loops import checkpointed, cpu_concurrency, schedule
 from statetx.policies import Budget, Lengths, Levels, Slots
 
 STRATEGIES = [
@@ -33,97 +33,27 @@ STRATEGIES = [
 ]
 
 
-# -- the schedule --------------------------------------------------------------------------------------------------
+# -- runs of the body ---------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def fewest_runs_ahead(length, slots):
-    """By trying every place for the next stored state."""
-    if length <= 1:
-        return 0
-    if slots == 1:
-        return length * (length - 1) // 2
-    return min(m + fewest_runs_ahead(m, slots) + fewest_runs_ahead(length - m, slots - 1) for m in range(1, length))
-
-
-def test_num_evaluations_equals_brute_force():
-    for n, c in itertools.product(range(1, 41), range(1, 43)):
-        assert schedule.num_evaluations(n, c) == fewest_runs_ahead(n + 1, c) + n
-
-
-def count_evaluations(slots, longest):
-    """The runs of the body in the compiled nest of loops, for each length up to `longest`."""
-    rows = jnp.asarray(schedule.table(longest + 1, slots))
-
-    @jax.jit
-    def reverse(length, positions, top):
-        plan = reversal.Filled(rows, positions, top)
-        stored = [jnp.asarray(positions)]  # the carry is the number of the step that finds it
-        is_right, runs = reversal.reverse_blocks(
-            length, plan, stored, True, lambda i, j, carry: [j], lambda i, carry, result: result & (carry[0] == i)
-        )
-        return is_right, length + runs + length  # the forward sweep, steps run ahead, steps differentiated
-
-    for length in range(max(1, slots - 1), longest + 1):
-        plan = reversal.Filled.by_schedule(length, slots)
-        is_right, runs = reverse(length, plan.positions, plan.top)
-        assert is_right
-        yield length, int(runs)
-
-
-def check_counts(slots, longest=200):
-    for length, runs in count_evaluations(slots, longest):
-        assert runs == schedule.num_evaluations(length, slots), (length, slots)
-
-
-@pytest.mark.parametrize("slots", [1, 2, 5, 50])
-def test_schedule_has_fewest_evaluations(slots):
-    check_counts(slots)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("slots", range(1, 202))
-def test_schedule_has_fewest_evaluations_exhaustive(slots):
-    check_counts(slots)
-
-
-@pytest.mark.parametrize(
-    ("length", "slots", "runs_a_step"),
-    [(1000, 5, 7.29), (1000, 10, 4.64), (1000, 20, 3.75), (1000, 50, 2.95), (10**6, 20, 7.82), (10**6, 1500, 3.00)],
-)
-def test_schedule_known_optima(length, slots, runs_a_step):
-    assert round(schedule.num_evaluations(length, slots) / length, 2) == runs_a_step
-
-
-@pytest.mark.parametrize(("length", "slots"), [(4099, 7), (65_537, 20), (999_983, 20), (10**6, 100)])
-def test_schedule_has_fewest_evaluations_in_long_loops(length, slots):
-    plan = reversal.Filled.by_schedule(length, slots)
-
-    @jax.jit
-    def reverse():
-        return reversal.reverse_blocks(
-            length,
-            plan,
-            [plan.positions],
-            True,
-            lambda i, j, carry: [j],
-            lambda i, carry, result: result & (carry[0] == i),
-        )
-
-    is_right, runs = reverse()
-    assert is_right and 2 * length + int(runs) == schedule.num_evaluations(length, slots)
-
-
-def runs_of_the_body(length, checkpoint):
-    """Of a whole gradient, counted where they happen."""
+def runs_of_the_body(length, checkpoint, num_residuals=60, num_carries=1):
+    """Of a whole gradient, counted where they happen. Of a carry's leaves one has so many residuals of its size."""
     calls = []
 
-    def step(h, x):
+    def step(carry, x):
+        h, *others = carry
         jax.debug.callback(lambda _: calls.append(0), h)
-        return jnp.tanh(h * x), None
+        for _ in range(num_residuals):
+            h = jnp.sin(h * x)
+        return [h, *(h + y for y in others)], None
 
-    loss = jax.jit(lambda w: statetx.scan(step, w, jnp.ones(length), checkpoint=checkpoint)[0])
-    jax.grad(loss)(0.5)
+    def loss(w):
+        carry, _ = statetx.scan(
+            step, [w * n for n in range(1, num_carries + 1)], jnp.ones(length), checkpoint=checkpoint
+        )
+        return sum(carry)
+
+    jax.grad(jax.jit(loss))(0.5)
     jax.effects_barrier()
     return len(calls)
 
@@ -132,6 +62,34 @@ def runs_of_the_body(length, checkpoint):
 def test_gradient_runs_the_body_num_evaluations_times(length, slots):
     # A slot for every state there is saves no more.
     assert runs_of_the_body(length, Slots(slots)) == schedule.num_evaluations(length, min(slots, length))
+
+
+@pytest.mark.parametrize(
+    ("length", "slots", "ratio"),
+    [
+        (7, 1, (1, 1)),
+        (12, 2, (1, 2)),
+        (60, 7, (2, 1)),
+        (97, 5, (3, 2)),
+        (97, 20, (5, 1)),
+        (200, 16, (1, 4)),
+        (9, 9, (1, 1)),
+    ],
+)
+def test_gradient_with_residuals_in_slots_runs_the_body_as_the_schedule_says(length, slots, ratio):
+    num_residuals, num_carries = ratio
+    plan = schedule.schedule(length, schedule.leaves(slots, num_carries, num_residuals))
+    before = schedule.num_evaluations(length, slots)
+    assert runs_of_the_body(length, Slots(slots), *ratio) == (
+        plan.num_runs if plan.num_runs < 0.97 * before else before
+    )
+
+
+def test_residuals_in_slots_are_used_where_they_save_three_percent():
+    # 1,000 steps with 10 slots: 4.640 runs a step without, 4.513 with three times the bytes of a carry, 4.371 with two.
+    for num_residuals, is_mixed in ((3, False), (2, True)):
+        num = runs_of_the_body(1000, Slots(10), num_residuals)
+        assert (num < schedule.num_evaluations(1000, 10)) == is_mixed
 
 
 def test_blocks_trade_runs_for_memory():
@@ -170,15 +128,110 @@ def compiled_gradient(length, slots):
 def test_memory_depends_on_slots_not_on_length():
     carry, step = 64 * 4, 8 * 64 * 4
     weights = 3 * 64 * 64 * 4  # their gradient, the increment of a step, and one more
-    sizes = []
+    sizes = {True: [], False: []}  # with residuals in slots the body stands at two more places
     for slots in (4, 32):
         for length in (256, 4096, 65_536, 10**6):
             compiled = compiled_gradient(length, slots)
-            sizes.append(len(compiled.as_text()))
+            plan = schedule.schedule(length, schedule.leaves(slots, 1, 2))  # a step keeps its carry, and tanh
+            is_mixed = plan.num_runs < 0.97 * schedule.num_evaluations(length, slots)
+            sizes[is_mixed].append(len(compiled.as_text()))
             outputs = 4 * length  # ys, which nobody asked for
             temporary = compiled.memory_analysis().temp_size_in_bytes
             assert temporary <= slots * carry + step + weights + outputs, (length, slots)
-    assert max(sizes) <= 1.2 * min(sizes)
+    for group in sizes.values():
+        assert len(group) > 1 and max(group) <= 1.2 * min(group)
+
+
+def spiking(w, carry, x):
+    """Keeps as many bytes as its carry: the membrane potential before the spike, and the trace."""
+    v, trace = carry
+    v = 0.9 * v + x @ w + trace @ w
+    z = jax.nn.sigmoid(4 * (v - 1))
+    return (v * (1 - jax.lax.stop_gradient(z)), 0.8 * trace + 0.2 * z), trace.sum()
+
+
+def counting(w, carry, x):
+    """A carry with integers and keys, a boolean among the residuals."""
+    h, n, key = carry
+    key, sub = jax.random.split(key)
+    mask = jax.random.bernoulli(sub, 0.7, h.shape)
+    return (jnp.where(mask, jnp.tanh(h @ w + x), 0), n + 1, key), h.sum() * jnp.cos(n)
+
+
+def normalizing(w, carry, x):
+    """A residual of another shape than its carry: a scale for each example."""
+    h, mean = carry
+    h = h @ w + x
+    h = h * jax.lax.rsqrt((h**2).mean(-1, keepdims=True) + 1)
+    return (h, 0.9 * mean + h), mean.sum()
+
+
+MIXED = {"spiking": (spiking, 2), "counting": (counting, 1), "normalizing": (normalizing, 2)}
+
+
+def mixed_loss(name, slots, length, shape=(8, 32)):
+    """The loss of a loop whose slots hold residuals, and arguments."""
+    step, num = MIXED[name]
+    w, h = jnp.sin(jnp.arange(float(shape[1] ** 2)).reshape(shape[1], -1)) / 4, jnp.cos(jnp.ones(shape))
+    xs = jnp.sin(jnp.arange(float(length))).reshape(length, 1, 1) * jnp.ones((1, *shape))
+    rest = (jnp.int32(0), jax.random.key(0)) if step is counting else ()
+
+    def loss(w, h, xs):
+        scan = jax.lax.scan if slots is None else functools.partial(statetx.scan, checkpoint=slots)
+        carry, ys = scan(functools.partial(step, w), ((h,) * num + rest), xs)
+        return (carry[0] ** 2).sum() + (ys**2).sum()
+
+    return loss, (w, h, xs)
+
+
+@pytest.fixture
+def carries_only(monkeypatch):
+    """Makes slots hold carries only."""
+    statetx.clear_cache()
+    yield lambda: (monkeypatch.setattr(checkpointed, "WORTH_MIXING", 0), statetx.clear_cache())
+    statetx.clear_cache()
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("slots", [12, pytest.param(40, marks=pytest.mark.slow)])
+def test_residuals_in_slots_take_no_memory(name, slots, carries_only):
+    def temporary():
+        loss, args = mixed_loss(name, Slots(slots), 300)
+        return jax.jit(jax.grad(loss, (0, 1, 2))).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    loss, args = mixed_loss(name, Slots(slots), 300)
+    row = statetx.loop_report(loss, *args).rows[0]
+    assert row.is_mixed and row.runs < 0.97 * row.carry_runs
+    mixed = temporary()
+    carries_only()
+    assert not statetx.loop_report(loss, *args).rows[0].is_mixed
+    assert mixed <= temporary() + 1024
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "grad",
+        "jit",
+        "vmap",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("forward over reverse", "reverse over reverse", "remat")),
+    ],
+)
+def test_residuals_in_slots_leave_gradients_equal(name, mode):
+    wraps = {
+        "grad": lambda f: f,
+        "jit": jax.jit,
+        "vmap": lambda f: lambda w, h, xs: jax.vmap(f, (None, 0, None))(w, jnp.stack([h, 0.5 * h]), xs),
+        "forward over reverse": lambda f: lambda *args: jax.jvp(f, args, args)[1],
+        "reverse over reverse": lambda f: jax.grad(lambda *args: total(f(*args)), (0, 1)),
+        "remat": lambda f: jax.checkpoint(f),
+    }
+    losses = [mixed_loss(name, slots, 60, shape=(2, 8)) for slots in (Slots(9), None)]
+    assert statetx.loop_report(losses[0][0], *losses[0][1]).rows[0].is_mixed
+    actual, expected = (wraps[mode](jax.grad(loss, (0, 1, 2)))(*args) for loss, args in losses)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("times", [2.5, 4, 20, 100])
@@ -588,7 +641,7 @@ def test_carries_offloaded_to_host(strategy):
     on_device = functools.partial(f, dataclasses.replace(strategy, offload=False))
     there, here = (jax.make_jaxpr(jax.grad(g))(*args) for g in (functools.partial(f, strategy), on_device))
     assert "<host>" in str(there) and "<host>" not in str(here)
-    assert num_tanh(there.jaxpr) == num_tanh(here.jaxpr)  # nothing more is computed
+    assert num_tanh(there.jaxpr) <= num_tanh(here.jaxpr)  # nothing more is computed
 
 
 def num_tanh(jaxpr):

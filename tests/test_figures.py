@@ -118,10 +118,11 @@ def test_memory_of_a_loop_is_what_the_page_says(report):
         assert num_bytes == pytest.approx(expected[f"statetx Slots({slots})"]["bytes"], rel=0.05)
 
 
-def test_runs_of_the_body_are_the_optimum(report):
+def test_runs_of_the_body_are_at_most_the_optimum_of_carries(report):
     schedule = report.module("loops").schedule
     for row in results("loops")["counts"]["results"]:
-        assert schedule.num_evaluations(1000, row["slots"]) / 1000 == pytest.approx(row["statetx"], abs=0.005)
+        assert schedule.num_evaluations(1000, row["slots"]) / 1000 == pytest.approx(row["optimum"], abs=0.005)
+        assert row["statetx"] <= row["optimum"]
 
 
 @same_xla

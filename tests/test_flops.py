@@ -52,8 +52,8 @@ LOOPS = [
 
 
 @pytest.mark.parametrize("length, strategy", LOOPS, ids=repr)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_checkpointed_loop_counts_every_run_of_its_step(length, strategy, batch):
+@pytest.mark.parametrize("batch, num_residuals", [(1, 1), (3, 9)])
+def test_checkpointed_loop_counts_every_run_of_its_step(length, strategy, batch, num_residuals):
     # The steps of the two programs differ by a product that has no derivative, so the programs differ by its runs alone.
     # With the value: without it, the last steps of the forward sweep are dead code.
     w = jnp.ones((8, 8))
@@ -61,7 +61,10 @@ def test_checkpointed_loop_counts_every_run_of_its_step(length, strategy, batch)
     def loss(h, has_product):
         def step(h, _):
             x = jax.lax.stop_gradient(w @ h if has_product else h)
-            return jnp.tanh(h + x), None
+            h = h + x
+            for _ in range(num_residuals):
+                h = jnp.sin(h)
+            return h, None
 
         return statetx.scan(step, h, length=length, checkpoint=strategy)[0].sum()
 
@@ -69,7 +72,8 @@ def test_checkpointed_loop_counts_every_run_of_its_step(length, strategy, batch)
     with_product, without = (
         statetx.measure(gradient, jnp.ones((batch, 8)), p, gradient=False).flops for p in (True, False)
     )
-    assert with_product - without == strategy.num_runs(length) * 2 * batch * 8 * 8
+    num_runs = strategy.runs(length, residual_bytes=num_residuals)
+    assert with_product - without == num_runs * 2 * batch * 8 * 8
 
 
 def test_loop_of_unknown_length_counts_one_step():

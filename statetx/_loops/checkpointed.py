@@ -1,13 +1,14 @@
-"""A loop of known length that is reversed from carries in a bounded number of slots.
+"""A loop of known length that is reversed from a bounded number of slots.
 
-The forward sweep stores the carry before some blocks of steps (`schedule`), and `reversal` reverses the blocks. The loops of a reversal
-have no reverse mode of their own, so higher derivatives are those of `nested` loops.
+The forward sweep stores the carry before some blocks of steps (`schedule`), and `reversal` reverses the blocks. Blocks of one step may
+keep residuals in free slots (`rows`), if that saves runs. The loops of a reversal have no reverse mode of their own, so higher derivatives
+are those of `nested` loops.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -18,23 +19,68 @@ from .. import _jax
 from .._lift.staged import as_types
 from .._positions import replaced
 from .._tree import is_float
-from . import schedule
+from .backward import BackwardStep
 from .cpu_concurrency import concurrent_fori_loop
 from .derivative import Loop, floats_of, jvp_of, linear_in_tangents, with_derivative
 from .nested import nested
-from .reversal import Filled, SlotMemory, reverse_blocks
+from .reversal import Filled, Places, reverse_steps
+from .rows import SlotMemory
+from .schedule import Schedule, leaves, nested_lengths, schedule
 from .step import Step
+
+# Of the runs with carries only. Residuals in slots cost a copy each, so that a smaller gain is none.
+WORTH_MIXING = Fraction(97, 100)
+
+
+class Plan(NamedTuple):
+    """How the loop is reversed when it is differentiated with respect to some inputs.
+
+    Attributes:
+        slots: the memory.
+        schedule: of blocks.
+        is_mixed: whether slots hold residuals, too.
+        step: in two parts; None if steps are reversed in blocks.
+    """
+
+    slots: SlotMemory
+    schedule: Schedule
+    is_mixed: bool
+    step: BackwardStep | None
+
+
+def memory_for(
+    length: int, num: int, carry_avals: Sequence[Any], step: BackwardStep | None, offload: bool = False
+) -> tuple[SlotMemory, Schedule, bool]:
+    """The memory of `num` slots, the schedule of a loop with it, and whether the slots hold residuals, too.
+
+    Args:
+        step: whose residuals they may hold; None if slots are to hold carries only.
+    """
+    by_carries = schedule(length, leaves(num))
+    if step is not None:
+        mixed = SlotMemory(num, carry_avals, step.residual_avals, offload)
+        by_both = schedule(length, mixed.leaves)
+        if runs_with_rerun(by_both, step) < WORTH_MIXING * by_carries.num_runs:
+            return mixed, by_both, True
+    return SlotMemory(num, carry_avals, offload=offload), by_carries, False
+
+
+def runs_with_rerun(schedule: Schedule, step: BackwardStep) -> float:
+    """Runs of the body, with what the backward part runs again for steps whose residuals are kept."""
+    # A step that is differentiated at once has all its values at hand, whatever its policy says.
+    num_kept = schedule.length - schedule.num_leaves
+    return schedule.num_runs + (step.rerun * num_kept if num_kept else 0)
 
 
 class Stored(NamedTuple):
     """What the forward sweep leaves for the reversal.
 
     Attributes:
-        slots: for each leaf of the carry, its values before the blocks of `schedule.first_positions`.
+        pools: the slots, with the carries before the blocks at the positions of the schedule.
         carry: after the last whole block; empty if no steps are left after it.
     """
 
-    slots: list
+    pools: list
     carry: list
 
 
@@ -50,47 +96,84 @@ class CheckpointedLoop(Loop):
 
     def __init__(self, step: Step, slots: int, block: int = 1, *, offload: bool = False):
         super().__init__(step)
-        self._offload = offload
-        self._memory = SlotMemory(offload)
-        self._block = block
+        self.offload = offload
+        self.block = block
         self._num_blocks, self._rest = divmod(step.length, block)
         # More slots than blocks would never be written.
         self.slots = max(1, min(slots, self._num_blocks))
-        self._sweep = with_derivative(self._store, self._derivative_of_store)
+        self._plans: dict[Any, Plan] = {}
+        self._sweep = functools.cache(self._make_sweep)
         self._reversal = functools.cache(self._make_reversal)
         # The nested form serves second derivatives in reverse mode (decision 6). Two levels of 20,000 steps store
         # about 2 sqrt(20,000) = 283 carries; three store 3 * 20,000**(1/3) = 81, for one more run of each step.
-        lengths = schedule.nested_lengths(step.length, 2 if step.length < 20_000 else 3)
+        lengths = nested_lengths(step.length, 2 if step.length < 20_000 else 3)
         self._nested = nested(step, lengths)
 
     def with_step(self, step: Step) -> CheckpointedLoop:
-        return CheckpointedLoop(step, self.slots, self._block, offload=self._offload)
+        return CheckpointedLoop(step, self.slots, self.block, offload=self.offload)
 
     # -- derivatives --
 
     def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
-        outs, stored = self._sweep(*primals)
+        settings = _jax.trace_context()
+        outs, stored = self._sweep(tuple(tangents), settings)(*primals)
 
         def reverse(primals: tuple, stored: Stored, diff_indices: tuple[int, ...], cts: list) -> list:
             has_ct = tuple(ct is not None for ct in cts)
-            return self._reversal(diff_indices, has_ct)(primals, stored, [ct for ct in cts if ct is not None])
+            return self._reversal(diff_indices, has_ct, settings)(primals, stored, [ct for ct in cts if ct is not None])
 
         return outs, linear_in_tangents(primals, stored, outs, tangents, forward=self._nested, reverse=reverse)
 
-    def _derivative_of_store(self, args: tuple, tangents: dict[int, Any]) -> Any:
-        """The derivative of the forward sweep. The stored carries count as constants: the reversal, their only reader, is a
-        function of the arguments and is differentiated as such."""
-        outs = self._store(*args)
-        return outs, jvp_of(self._nested, args, tangents)[1]
+    def plan(self, diff_indices: tuple[int, ...], settings: Any) -> Plan:
+        """How to reverse the loop when these of its inputs are differentiated.
 
-    def _make_reversal(self, diff_indices: tuple[int, ...], has_ct: tuple[bool, ...]) -> Callable:
+        Args:
+            settings: of JAX, under which steps are traced.
+        """
+        if (diff_indices, settings) not in self._plans:
+            self._plans[diff_indices, settings] = self._new_plan(diff_indices)
+        return self._plans[diff_indices, settings]
+
+    def _new_plan(self, diff_indices: tuple[int, ...]) -> Plan:
+        if self.block > 1:
+            return Plan(*memory_for(self._num_blocks, self.slots, self.step.avals, None, self.offload), None)
+        step = BackwardStep(self.step, *self.sorted_indices(diff_indices))
+        # A residual in the host's memory would be copied twice for one step, a carry for several.
+        keeps = None if self.offload else step
+        return Plan(*memory_for(self._num_blocks, self.slots, self.step.avals, keeps, self.offload), step)
+
+    def sorted_indices(self, diff_indices: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
+        """The differentiated constants, carries and xs, if these inputs are; of carries those that depend on them."""
+        step = self.step
+        first_carry, first_x = step.num_constants, step.num_constants + step.num_carry
+        return (
+            [i for i in diff_indices if i < first_carry],
+            step.diff_carry(diff_indices),
+            [i - first_x for i in diff_indices if i >= first_x],
+        )
+
+    def _make_sweep(self, diff_indices: tuple[int, ...], settings: Any) -> Callable:
+        """``(*primals) -> (outputs, stored)``."""
+        plan = self.plan(diff_indices, settings)
+        store = functools.partial(self._store, plan)
+
+        # The stored carries count as constants: the reversal, their only reader, is a function of the arguments and
+        # is differentiated as such.
+        def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
+            return store(*args), jvp_of(self._nested, args, tangents)[1]
+
+        return with_derivative(store, derivative)
+
+    def _make_reversal(self, diff_indices: tuple[int, ...], has_ct: tuple[bool, ...], settings: Any) -> Callable:
         """``(primals, stored, cotangents) -> cotangents`` of the inputs at `diff_indices`; `has_ct`: which float outputs have
         a cotangent."""
+
+        plan = self.plan(diff_indices, settings)
 
         # Two programs with the same values. The `while` loops of the schedule have no reverse mode, so a derivative
         # of the reversal is that of the nested loops' pullback, which JAX can reverse again.
         def by_schedule(primals: tuple, stored: Stored, cts: list) -> list:
-            return _Reversal(self, primals, diff_indices).run(stored, _expanded(cts, has_ct))
+            return _Reversal(self, plan, primals, diff_indices).run(stored, _expanded(cts, has_ct))
 
         def by_nesting(primals: tuple, cts: list) -> list:
             outs, pull = jax.vjp(
@@ -126,12 +209,11 @@ class CheckpointedLoop(Loop):
     def element(self, xs: list, i: Any) -> list:
         return [jax.lax.dynamic_index_in_dim(x, self.index(i), 0, keepdims=False) for x in xs]
 
-    def _store(self, constants: list, carry: list, xs: list) -> tuple[tuple[list, list], Stored]:
+    def _store(self, plan: Plan, constants: list, carry: list, xs: list) -> tuple[tuple[list, list], Stored]:
         """Run the loop: ``(carry, ys)``, and the stored carries."""
-        step = self.step
-        positions = schedule.first_positions(self._num_blocks, self.slots) if self._num_blocks else []
-        bounds = jnp.asarray([p * self._block for p in (*positions, self._num_blocks)], jnp.int32)
-        mean_length = Fraction(self._num_blocks * self._block, max(1, len(positions)))
+        step, positions = self.step, plan.schedule.positions
+        bounds = jnp.asarray([p * self.block for p in (*positions, self._num_blocks)], jnp.int32)
+        mean_length = Fraction(self._num_blocks * self.block, max(1, len(positions)))
 
         # Elements and ys by index, not by `scan`: segments differ in length, and a part of xs for each of them would
         # be a copy.
@@ -144,52 +226,19 @@ class CheckpointedLoop(Loop):
         # One inner loop with traced bounds for all segments, so that the size of the program does not depend on their
         # number.
         def segment(j: Any, loop: Any) -> Any:
-            slots, carry, ys = loop
-            slots = self._memory.write(slots, j, carry)
-            return (slots, *_jax.counted_fori_loop(bounds[j], bounds[j + 1], one, (carry, ys), mean_length))
+            pools, carry, ys = loop
+            pools = plan.slots.write(pools, j, carry)
+            return (pools, *_jax.counted_fori_loop(bounds[j], bounds[j + 1], one, (carry, ys), mean_length))
 
-        slots = self._memory.make(self.slots, step.avals)
         ys = [_buffer(step.length, aval, i) for i, aval in enumerate(step.y_avals)]
         carry = as_types(carry, step.avals)
-        slots, carry, ys = jax.lax.fori_loop(0, len(positions), segment, (slots, carry, ys))
+        pools, carry, ys = jax.lax.fori_loop(0, len(positions), segment, (plan.slots.make(), carry, ys))
 
         # The rest is shorter than a block. The carry before it needs no slot: it is reversed first, and its memory is
         # free then.
         before_rest = carry if self._rest else []
         carry, ys = jax.lax.fori_loop(step.length - self._rest, step.length, one, (carry, ys))
-        return (carry, ys), Stored(slots, before_rest)
-
-    # -- the reversal --
-
-    @functools.cached_property
-    def mean_advance(self) -> Fraction:
-        """How many steps the reversal of a block runs ahead of it, in the mean over all blocks."""
-        num = self._num_blocks
-        # Of `num_evaluations`, each block runs once in the forward sweep, and once when it is reversed.
-        num_ahead = schedule.num_evaluations(num, self.slots) - 2 * num
-        return Fraction(num_ahead * self._block, max(1, num))
-
-    def reverse(self, stored: Stored, init: Any, advance: Callable, reverse_steps: Callable) -> Any:
-        """Reverse all steps, the last first.
-
-        Args:
-            advance: ``(first step, end step, carry) -> carry``.
-            reverse_steps: ``(first step, number of steps, carry, result) -> result``.
-        """
-        num, block, result = self._num_blocks, self._block, init
-        if self._rest:
-            result = reverse_steps(num * block, self._rest, stored.carry, result)
-        if num:
-            result, _ = reverse_blocks(
-                num,
-                Filled.by_schedule(num, self.slots),
-                stored.slots,
-                result,
-                lambda first, end, carry: advance(first * block, end * block, carry),
-                lambda i, carry, result: reverse_steps(i * block, block, carry, result),
-                self._memory,
-            )
-        return result
+        return (carry, ys), Stored(pools, before_rest)
 
 
 class _Cotangents(NamedTuple):
@@ -213,14 +262,12 @@ class _Reversal:
         diff_indices: of the differentiated inputs among constants, carry, xs.
     """
 
-    def __init__(self, loop: CheckpointedLoop, primals: tuple, diff_indices: tuple[int, ...]):
-        self._loop, self._step = loop, loop.step
+    def __init__(self, loop: CheckpointedLoop, plan: Plan, primals: tuple, diff_indices: tuple[int, ...]):
+        self._loop, self._plan, self._step = loop, plan, loop.step
         self._constants, _, self._xs = primals
         first_carry, first_x = self._step.num_constants, self._step.num_constants + self._step.num_carry
-        self._diff_constants = [i for i in diff_indices if i < first_carry]
+        self._diff_constants, self._diff_carry, self._diff_xs = loop.sorted_indices(diff_indices)
         self._diff_init = [i - first_carry for i in diff_indices if first_carry <= i < first_x]
-        self._diff_xs = [i - first_x for i in diff_indices if i >= first_x]
-        self._diff_carry = self._step.diff_carry(diff_indices)
         self._float_carry = [i for i, a in enumerate(self._step.avals) if is_float(a)]
         self._float_ys = [i for i, a in enumerate(self._step.y_avals) if is_float(a)]
 
@@ -235,17 +282,65 @@ class _Reversal:
             # Negative numbers: the ys of the forward sweep, which may still be alive, have the others.
             [_buffer(self._step.length, self._step.x_avals[i], -1 - i) for i in self._diff_xs],
         )
-        total = self._loop.reverse(stored, init, self._advance, self._reverse_steps)
+        total = self._reverse(stored, init)
         # A carry outside `_diff_carry` depends on no differentiated input: nothing reads its cotangent, which stays
         # as given.
         ct_carry.update(zip(self._diff_carry, total.carry, strict=True))
         return [*total.constants, *(ct_carry[i] for i in self._diff_init), *total.xs]
 
+    def _reverse(self, stored: Stored, total: _Cotangents) -> _Cotangents:
+        plan, block, num_blocks = self._plan, self._loop.block, self._plan.schedule.length
+        rest = self._step.length - block * num_blocks
+        if rest:
+            total = self._reverse_steps(num_blocks * block, rest, stored.carry, total)
+        if not num_blocks:
+            return total
+        if plan.step is None:
+            at_once = lambda i, carry, total: self._reverse_steps(i * block, block, carry, total)  # noqa: E731
+        else:
+            at_once = self._reverse_step
+        places = Places(self._advance, at_once, *((self._keep, self._pull) if plan.is_mixed else ()))
+        filled = Filled.by_schedule(plan.schedule, plan.slots.num)
+        return reverse_steps(num_blocks, filled, stored.pools, total, places, plan.slots, plan.schedule)[0]
+
     def _advance(self, first: Any, end: Any, carry: list) -> list:
+        schedule, block = self._plan.schedule, self._loop.block
+        mean_length = Fraction(schedule.num_ahead * block, schedule.num_leaves)
         # Most runs of the step in a reversal are made here: only this loop is worth the small kernels (decision 25).
         fori_loop = concurrent_fori_loop if self._step.has_independent_products else _jax.counted_fori_loop
         one = lambda i, c: self._step(self._constants, c, self._loop.element(self._xs, i))[0]  # noqa: E731
-        return fori_loop(first, end, one, carry, self._loop.mean_advance)
+        return fori_loop(first * block, end * block, one, carry, mean_length)
+
+    # -- single steps --
+
+    def _keep(self, i: Any, carry: list) -> tuple[list, list]:
+        assert self._plan.step is not None
+        return self._plan.step.forward(self._constants, carry, self._loop.element(self._xs, i))
+
+    def _reverse_step(self, i: Any, carry: list, total: _Cotangents) -> _Cotangents:
+        return self._pull(i, self._keep(i, carry)[1], total)
+
+    def _pull(self, i: Any, residuals: list, total: _Cotangents) -> _Cotangents:
+        assert self._plan.step is not None
+        index = self._loop.index(i)
+        ct_ys = [self._ct_y(n, index) for n in range(len(self._float_ys))]
+        x = self._loop.element(self._xs, i)
+        cts = self._plan.step.backward(self._constants, x, residuals, total.carry, ct_ys)
+        ct_constants, ct_carry, ct_x = cts
+        self._step.tick(self._step.length - i, "backward")
+        sums = [a + b for a, b in zip(total.constants, ct_constants, strict=True)]
+        ct_xs = [
+            jax.lax.dynamic_update_index_in_dim(buffer, ct, index, 0) for buffer, ct in zip(total.xs, ct_x, strict=True)
+        ]
+        return _Cotangents(ct_carry, sums, ct_xs)
+
+    def _ct_y(self, n: int, index: Any) -> Any:
+        ct = self._ct_ys[n]
+        if ct is None:
+            return _jax.zeros(self._step.y_avals[self._float_ys[n]])
+        return jax.lax.dynamic_index_in_dim(ct, index, 0, keepdims=False)
+
+    # -- blocks of steps --
 
     def _reverse_steps(self, first: Any, num: int, carry: list, total: _Cotangents) -> _Cotangents:
         # In reverse the last step of the block has its lowest position in xs.
@@ -282,12 +377,8 @@ class _Reversal:
 
     def _run(self, num: int, constants: list, carry: list, elements: list) -> tuple[list, list]:
         """Run some steps, saving their residuals."""
-        # A scan of one step would stack the residuals along an axis of one.
-        if num > 1:
-            body = functools.partial(self._step.saving, constants)
-            return jax.lax.scan(body, carry, elements, num, self._step.reverse)
-        carry, y = self._step.saving(constants, carry, [x[0] for x in elements])
-        return carry, [v[None] for v in y]
+        body = functools.partial(self._step.saving, constants)
+        return jax.lax.scan(body, carry, elements, num, self._step.reverse)
 
 
 def _expanded(values: list, is_given: tuple[bool, ...]) -> list:

@@ -1,155 +1,186 @@
-"""The reversal of a loop from carries stored in slots, by the binomial schedule.
+"""The reversal of a loop from slots, by a schedule of splits and leaves (see `schedule`).
 
-The forward sweep has stored the carry before some blocks of steps. The reversal runs forward from the nearest stored carry and stores
-carries again in the slots that have become free. It is a nest of three loops without a branch,
+The forward sweep has stored the carry before some steps. The reversal runs forward from the nearest stored carry and stores
+carries again in the slots that have become free, until what is left before the last reversed step is a leaf. It is a nest of loops
+without a branch, in which the body stands at four places,
 
-    for each block of steps, from the last to the first:
-        while the current carry is not the one before the block:
-            run some steps; store the carry
+    while steps are left:
+        while they are not a leaf:
+            store the carry
+            for some steps: advance
+        for all steps of the leaf but the last: keep
+        at once: the last step of the leaf
+        for all steps of the leaf but the last, in reverse: pull
 
-so the size of the compiled program depends on neither length nor slots.
+so the size of the compiled program depends on neither length nor slots. `keep` stores what a step leaves for its derivative in the free slots, `pull`
+differentiates it from there, and `at once` does both without storing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .. import _jax
-from . import schedule
-
-
-class SlotMemory:
-    """Reads and writes slots: for each leaf of the carry an array with one more axis, on the device or on the host."""
-
-    def __init__(self, offload: bool = False):
-        self._store = _jax.to_host if offload else lambda x: x
-        self._load = _jax.to_device if offload else lambda x: x
-
-    def make(self, num: int, avals: Sequence[Any]) -> list:
-        return [self._store(_jax.empty(num, aval)) for aval in avals]
-
-    def read(self, slots: list, i: Any) -> list:
-        return [self._load(jax.lax.dynamic_index_in_dim(s, i, 0, keepdims=False)) for s in slots]
-
-    def write(self, slots: list, i: Any, carry: list, condition: Any = True) -> list:
-        """Write a carry to slot `i` where the condition holds."""
-        if condition is not True:
-            carry = [jax.lax.select(condition, x, old) for x, old in zip(carry, self.read(slots, i), strict=True)]
-        return [jax.lax.dynamic_update_index_in_dim(s, self._store(x), i, 0) for s, x in zip(slots, carry, strict=True)]
+from .rows import SlotMemory
+from .schedule import Schedule
 
 
 class Filled(NamedTuple):
     """The slots' contents by position, and the schedule of their further use.
 
     Attributes:
-        rows: `schedule.table`.
-        positions: for each slot, the block before which its carry is.
+        splits: `schedule.Table` or `schedule.Search`.
+        positions: for each slot, the step before which its carry is.
         top: the last slot in use. Positions rise up to it; those after it mean nothing.
     """
 
-    rows: Any
+    splits: Any
     positions: Any
     top: Any
 
     @classmethod
-    def by_schedule(cls, num_blocks: int, num_slots: int) -> Filled:
+    def by_schedule(cls, schedule: Schedule, num_slots: int) -> Filled:
         """The slots after the forward sweep of a loop of known length."""
-        first = schedule.first_positions(num_blocks, num_slots)
+        first = schedule.positions
         positions = jnp.asarray([*first, *[0] * (num_slots - len(first))], jnp.int32)
-        return cls(jnp.asarray(schedule.table(num_blocks + 1, num_slots)), positions, jnp.int32(len(first) - 1))
+        return cls(jax.tree.map(jnp.asarray, schedule.splits), positions, jnp.int32(len(first) - 1))
+
+
+class Places(NamedTuple):
+    """What is done at the four places where the body stands. Steps may be blocks of steps.
+
+    Attributes:
+        advance: ``(first step, end step, carry) -> carry``, before the end step.
+        at_once: ``(step, carry before it, result) -> result``.
+        keep: ``(step, carry before it) -> (carry, residuals)``; None if no leaf has more than one step.
+        pull: ``(step, residuals, result) -> result``.
+    """
+
+    advance: Callable
+    at_once: Callable
+    keep: Callable | None = None
+    pull: Callable | None = None
 
 
 class _Outer(NamedTuple):
-    """Between two blocks: the slots up to `top` hold carries before blocks that are still to be reversed."""
+    """Between two leaves: the slots up to `top` hold carries before steps that are still to be reversed, the first `left` ones."""
 
-    slots: list
+    pools: list
     positions: Any
     top: Any
+    left: Any
     result: Any
-    num_runs: Any  # blocks run ahead of their reversal, so far
+    num_ahead: Any  # runs ahead of the reversal, so far
 
 
 class _Inner(NamedTuple):
-    """On the way to a block: `carry` is the carry before block `block`, and slot `top` holds it or an earlier one."""
+    """On the way to a leaf: `carry` is the carry before step `step`, which belongs to slot `top`.
 
-    slots: list
+    If it is not in this slot yet, ``positions[top]`` is not valid yet. `advance` is how far it goes from there; 0 if what is left is a leaf.
+    """
+
+    pools: list
     positions: Any
     top: Any
-    block: Any
+    step: Any
     carry: list
-    num_runs: Any
+    advance: Any
+    num_ahead: Any
 
 
-def reverse_blocks(
-    num_blocks: Any,
+def reverse_steps(
+    num_steps: Any,
     filled: Filled,
-    slots: list,
+    pools: list,
     init: Any,
-    advance: Callable,
-    reverse_block: Callable,
-    memory: SlotMemory | None = None,
+    places: Places,
+    slots: SlotMemory,
+    schedule: Schedule | None = None,
 ) -> tuple[Any, Any]:
-    """Reverse all blocks in turn, the last first.
+    """Reverse all steps, the last first.
 
     Args:
-        num_blocks: may be traced.
-        slots: for each leaf of the carry the stored values, as the forward sweep left them.
+        num_steps: may be traced.
+        pools: of `slots`, as the forward sweep left them.
         init: the first value of the result.
-        advance: ``(first block, end block, carry) -> carry``, before the end block.
-        reverse_block: ``(block, carry before it, result) -> result``.
-        memory: where slots are.
+        schedule: says how often loops run, if that is known.
 
     Returns:
-        The result, and the number of blocks run ahead of their reversal.
+        The result, and the number of steps run ahead of their reversal.
     """
-    memory = memory or SlotMemory()
-    num_slots = len(filled.positions)
-    last_slot = jnp.int32(num_slots - 1)
 
-    def approach(state: _Inner, target: Any) -> _Inner:
-        """Run some blocks, as far as the schedule says, and store the carry if a slot is free."""
-        # In terms of `schedule.split`: the first state is in slot `top`, which counts as free, and the steps to
-        # reverse are those up to the target and the target itself, ahead + 1. `split` is defined from two slots on;
-        # with one, its result is not used.
-        free, ahead = num_slots - state.top, target - state.block
-        has_free = free > 1
-        if num_slots > 1:
-            ahead = jnp.where(has_free, schedule.split(filled.rows, ahead + 1, jnp.maximum(free, 2)), ahead)
-        block = state.block + ahead
-        state = state._replace(
-            block=block, carry=advance(state.block, block, state.carry), num_runs=state.num_runs + ahead
+    def split(step: Any, left: Any, top: Any) -> Any:
+        return filled.splits.split(left - step, slots.num - top)
+
+    def approach(inner: _Inner, left: Any) -> _Inner:
+        """Store the carry, and run as far as the schedule says."""
+        # A carry that has just been read from its slot is written back: cheaper than a branch, or a select.
+        pools = slots.write(inner.pools, inner.top, inner.carry)
+        positions = jax.lax.dynamic_update_index_in_dim(inner.positions, inner.step, inner.top, 0)
+        step, top = inner.step + inner.advance, inner.top + 1
+        carry = places.advance(inner.step, step, inner.carry)
+        num_ahead = inner.num_ahead + inner.advance
+        return _Inner(pools, positions, top, step, carry, split(step, left, top), num_ahead)
+
+    def one_leaf(outer: _Outer) -> _Outer:
+        # The last slot in use holds the latest stored carry, since positions rise and all later steps are reversed.
+        step, left = outer.positions[outer.top], outer.left
+        start = _Inner(
+            outer.pools,
+            outer.positions,
+            outer.top,
+            step,
+            slots.read(outer.pools, outer.top),
+            split(step, left, outer.top),
+            outer.num_ahead,
         )
-        if num_slots == 1:
-            return state
+        inner = jax.lax.while_loop(lambda i: i.advance > 0, lambda i: approach(i, left), start)
+        pools, carry, result, done = inner.pools, inner.carry, outer.result, jnp.int32(0)
+        num_kept = left - 1 - inner.step
+        if places.keep is not None:
+            keep = functools.partial(keep_one, places.keep, inner.step)
+            pools, carry = _for(num_kept, mean_kept, keep, (pools, carry))
+        result = places.at_once(left - 1, carry, result)
+        if places.pull is not None:
+            # The steps left are counted by what this loop has done, not taken from `inner.step`: XLA sees by that
+            # that the pools are written again only after it, and does not copy them.
+            pull = functools.partial(pull_one, places.pull, pools, left - 2, num_kept - 1)
+            done, result = _for(num_kept, mean_kept, pull, (done, result))
+        return _Outer(pools, inner.positions, inner.top - 1, left - 1 - done, result, inner.num_ahead)
 
-        # If none is free, the last slot is written with its own contents: a select is faster than a branch.
-        top = jnp.minimum(state.top + 1, last_slot)
-        position = jnp.where(has_free, block, state.positions[top])
-        return state._replace(
-            slots=memory.write(state.slots, top, state.carry, has_free),
-            positions=jax.lax.dynamic_update_index_in_dim(state.positions, position, top, 0),
-            top=top,
-        )
+    def keep_one(keep: Callable, first: Any, n: Any, loop: tuple[list, list]) -> tuple[list, list]:
+        carry, residuals = keep(first + n, loop[1])
+        return slots.keep(loop[0], n, residuals), carry
 
-    def one_block(n: Any, outer: _Outer) -> _Outer:
-        # The last slot in use holds the latest stored carry before the target, since positions rise and all later
-        # blocks are reversed.
-        target = jnp.int32(num_blocks - 1 - n)
-        carry = memory.read(outer.slots, outer.top)
-        start = _Inner(outer.slots, outer.positions, outer.top, outer.positions[outer.top], carry, outer.num_runs)
-        inner = jax.lax.while_loop(lambda i: i.block < target, lambda i: approach(i, target), start)
-        result = reverse_block(target, inner.carry, outer.result)
-        # The slot before the reversed block is free now.
-        top = jnp.where(inner.positions[inner.top] == target, inner.top - 1, inner.top)
-        return _Outer(inner.slots, inner.positions, top, result, inner.num_runs)
+    def pull_one(pull: Callable, pools: list, last: Any, last_kept: Any, n: Any, loop: tuple[Any, Any]) -> tuple:
+        return n + 1, pull(last - n, slots.kept(pools, last_kept - n), loop[1])
+
+    num_leaves, mean_kept = None, None
+    if schedule is not None and schedule.num_leaves:
+        num_leaves = Fraction(schedule.num_leaves)
+        mean_kept = Fraction(schedule.length, schedule.num_leaves) - 1
 
     # Inside a shard_map that checks types, and on an explicit mesh, a carry must have from the start the type it has
     # after a turn.
-    num_runs = _jax.varying_like(jnp.int32(0), filled.top)
-    outer = _Outer(slots, _jax.replicated(filled.positions), filled.top, init, num_runs)
-    outer = jax.lax.fori_loop(0, num_blocks, one_block, outer)
-    return outer.result, outer.num_runs
+    num_ahead = _jax.varying_like(jnp.int32(0), filled.top)
+    left = _jax.varying_like(jnp.int32(num_steps), filled.top)
+    outer = _Outer(pools, _jax.replicated(filled.positions), filled.top, left, init, num_ahead)
+    outer = jax.lax.while_loop(lambda o: _counted(o.left > 0, num_leaves), one_leaf, outer)
+    return outer.result, outer.num_ahead
+
+
+def _counted(condition: Any, runs: Fraction | None) -> Any:
+    return condition if runs is None else _jax.counted(condition, runs)
+
+
+def _for(num: Any, runs: Fraction | None, body: Callable, init: Any) -> Any:
+    """``init = body(n, init)`` for n from 0 on."""
+    return jax.lax.while_loop(
+        lambda loop: _counted(loop[0] < num, runs), lambda loop: (loop[0] + 1, body(*loop)), (jnp.int32(0), init)
+    )[1]

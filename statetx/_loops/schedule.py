@@ -1,31 +1,58 @@
-"""When to store what: the binomial schedule of reversing a loop with a bounded number of slots.
+"""When to store what: the schedule of reversing a loop with a bounded number of slots.
 
-A slot holds the state (the carry) before some step. To reverse `l` steps of which the first state is in a slot, with
-`s` slots, that one counted: advance `m` steps, store the state there, reverse the last `l - m` steps with the `s - 1`
-slots that are left, then the first `m` with all `s` again. With ``beta(s, r) = C(s + r, s)``, the number of steps that
-`s` slots can reverse if no step is run more than `r` times ahead of its reversal, and `r` the least for which
-``beta(s, r) >= l``, the fewest steps are run ahead by any `m` with
+A slot holds the state (the carry) before some step, or, while nothing else needs it, what steps keep for their derivatives (residuals).
+To reverse `l` steps of which the first state is at hand, with `s` slots free for them, that of the first state included:
 
-    beta(s, r - 2) <= m <= beta(s, r - 1)   and   beta(s - 1, r - 1) <= l - m <= beta(s - 1, r);
+- If ``l <= m_s``, they are a *leaf*: run them once, keep the residuals of all but the last in the free slots, and reverse them
+  without another run. A leaf of m steps keeps m - 1 residuals, since the last step is differentiated at once, and its first state
+  needs no slot while the leaf is reversed: ``m_s = 1 + floor(s S / R)``, for S bytes of a carry and R bytes of residuals.
+- Otherwise *split* them: advance `i` steps, store the state there, reverse the last `l - i` steps with the ``s - 1`` slots that are left,
+  then the first `i` with all `s` again. This runs `i` steps ahead of their reversal.
 
-they are ``t(l, s) = r l - beta(s + 1, r - 1)``. (Griewank and Walther 2000, Algorithm 799: revolve.)
+Leaves end a branch of the splits and nothing else does: to keep residuals first and to split what is left is never better than to split first and
+to keep later, when the slots are free. The runs of the body ahead of the reversal, a(l, s), are therefore
 
-In JAX the forward sweep is over before a cotangent exists: what follows the loop is one step more, the last to be
-reached and the first to be reversed. So a loop of n steps is reversed by the schedule for n + 1, and each of its n steps
-is run once more to be differentiated: ``t(n + 1, c) + n`` runs of the body in all.
+    a(l, s) = 0 if l <= m_s, else min over i of  i + a(l - i, s - 1) + a(i, s).
+
+**Thresholds.** Let ``L_s(t)`` be the longest segment that it pays to reverse if one more step in it may cost up to `t` runs ahead. In
+the first part of a split each step has been run ahead once, so that `t - 1` are left for it:
+
+    L_s(t) = m_s                          if t < kappa_s,
+             L_s(t - 1) + L_{s-1}(t)      otherwise,
+
+where ``kappa_s = 1 + min over 1 <= j <= s of (m_s - m_{s-j}) / (m_{s-1} + ... + m_{s-j})`` is the price of a step at which a leaf of m_s is first
+split: by j splits at once it becomes leaves of m_s, m_{s-1}, ..., m_{s-j}, for ``j m_s`` steps ahead less those that the leaf would not have run.
+A segment of l steps is split so that both parts are of the least t with ``L_s(t) >= l``: ``i = min(L_s(t - 1), l - L_{s-1}(t'))``, where t' is the
+threshold before t. The splits are found in a table of L over some thresholds, on the host and in the compiled program, with one row to read.
+
+Without residuals in slots m_s = 1, kappa_s = 1, the thresholds are whole numbers r, and ``L_s(r) = C(s + r, s)``: the binomial schedule
+(Griewank and Walther 2000, Algorithm 799: revolve), which is optimal. With residuals (Maddison 2024, arXiv 2305.09568, stores both) the table errs upward,
+since the runs of a segment are not quite convex in its length: by less than 0.5% for up to 1,000 steps. Small schedules are searched exactly.
+
+In JAX the forward sweep is over before a cotangent exists: what follows the loop is one step more, the last to be reached and the
+first to be reversed. The sweep stores carries only, with c slots the states before segments of n_c, ..., n_1 steps, each of
+which is reversed with as many slots as its number says. Each of the n steps runs once in the sweep and once to be differentiated: ``2 n`` runs and
+the sum of ``a(n_s, s)``; in the binomial schedule this is ``t(n + 1, c) + n`` with ``t(l, s) = r l - beta(s + 1, r - 1)``.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+
+_SEARCHED = 640  # segments (lengths times slots) up to which a schedule is searched exactly
+_MOST_ENTRIES = 2**13  # of a table
+_MOST_COLUMNS = 4096
+_NO_RUNS = 2**50  # more than any
 
 
 def beta(s: int, r: int) -> int:
-    """The number of steps that `s` slots can reverse with at most `r` runs of each ahead of its reversal."""
+    """The number of steps that `s` slots of carries can reverse with at most `r` runs of each ahead of its reversal."""
     return math.comb(s + r, s) if r >= 0 else 0
 
 
@@ -50,47 +77,251 @@ def slots_for(length: int, runs_ahead: int) -> int:
 
 
 def num_evaluations(length: int, slots: int) -> int:
-    """The fewest runs of the body for a loop and its reversal, with this many slots, the initial state's counted."""
+    """The fewest runs of the body for a loop and its reversal, with this many slots of carries, the initial state's counted."""
     r = repetitions(length + 1, slots)
     return r * (length + 1) - beta(slots + 1, r - 1) + length
 
 
-def table(length: int, slots: int, columns: int | None = None) -> np.ndarray:
-    """``beta(s, r - 1)`` at ``[s, r]`` for every s and r that a schedule of `length` steps meets, int32; what is above
-    `length` is cut off there. With fewer `columns` longer schedules are not quite the best."""
-    if columns is None:
-        columns = repetitions(length, slots) + 2
-    rows = np.ones((slots + 1, columns), np.int64)
-    # Column r holds beta(s, r - 1), so the first one is beta(s, -1) = 0.
-    rows[:, 0] = 0
-    for s in range(1, slots + 1):
-        # beta(s, r) = beta(s, r - 1) + beta(s - 1, r)
-        rows[s] = np.minimum(np.cumsum(rows[s - 1]), length)
-    return rows.astype(np.int32)
+# -- splits ------------------------------------------------------------------------------------------------------
 
 
-def split(rows: Any, length: Any, slots: Any) -> Any:
-    """How far to advance before the next state is stored; `rows` as of `table`, for ``length >= 2`` and ``slots >= 2``.
+class Table(NamedTuple):
+    """Splits by thresholds.
 
-    For numbers and NumPy as well as for traced values.
+    Attributes:
+        rows: ``L_s(t)`` at ``[s, column of t]``, int32, at most the loop's length. Column 0 holds the leaves, ``m_s``; the last
+            one is for every t beyond the others.
+        before: for each column the one of the largest threshold up to ``t - 1``.
     """
-    r = (rows[slots] < length).sum() - 1  # the least r with beta(slots, r) >= length
-    # The largest m that both conditions of the module's docstring allow, min(beta(s, r - 1), l - beta(s - 1, r - 1)),
-    # written in operators that numbers, NumPy arrays and tracers share.
-    most, rest = rows[slots, r], length - rows[slots - 1, r]
-    return most + (rest - most) * (rest < most).astype(rows.dtype)
+
+    rows: Any
+    before: Any
+
+    def split(self, length: Any, slots: Any) -> Any:
+        """How far to advance before the next state is stored; 0 for a leaf. For numbers and NumPy as well as for traced values."""
+        xp: Any = np if isinstance(self.rows, np.ndarray) else jnp
+        row = self.rows[slots]
+        column = (row < length).sum()
+        advance = xp.minimum(row[self.before[column]], length - self.rows[slots - 1, column - 1])
+        return xp.where(column > 0, xp.maximum(advance, 1), 0)
 
 
-def first_positions(length: int, slots: int) -> list[int]:
-    """The steps before which the forward sweep stores the state."""
-    rows = table(length + 1, slots)
-    positions, left = [0], length + 1
-    while slots > 1 and left > 1:
-        advance = int(split(rows, left, slots))
-        left, slots = left - advance, slots - 1
-        positions.append(positions[-1] + advance)
-    # The last step of the schedule for length + 1 is what follows the loop. It is reversed by the program around it.
-    return [p for p in positions if p < length]
+class Search(NamedTuple):
+    """Splits of every segment of a short loop: ``[slots, length]``, int32, 0 for a leaf."""
+
+    advances: Any
+
+    def split(self, length: Any, slots: Any) -> Any:
+        """As `Table.split`."""
+        return self.advances[slots, length]
+
+
+class Schedule(NamedTuple):
+    """How a loop is reversed.
+
+    Attributes:
+        splits: of its segments.
+        segments: the lengths of the segments between the states that the forward sweep stores. The first is reversed with all slots, each
+            further one with one slot less.
+        num_ahead: runs of steps ahead of their reversal, those of the forward sweep excluded.
+        num_leaves: how many leaves are reversed; the others of the steps are kept.
+    """
+
+    splits: Table | Search
+    segments: tuple[int, ...]
+    num_ahead: int
+    num_leaves: int
+
+    @property
+    def length(self) -> int:
+        return sum(self.segments)
+
+    @property
+    def num_runs(self) -> int:
+        """Runs of the body: in the forward sweep, ahead, and to be differentiated."""
+        return 2 * self.length + self.num_ahead
+
+    @property
+    def positions(self) -> list[int]:
+        """The steps before which the forward sweep stores the state."""
+        return [sum(self.segments[:i]) for i in range(len(self.segments))]
+
+
+def leaves(slots: int, numerator: int = 0, denominator: int = 1) -> tuple[int, ...]:
+    """``m_s`` for 0 to `slots` slots, if a slot holds `numerator / denominator` steps' residuals; by default none."""
+    return tuple([1 + s * numerator // denominator for s in range(slots + 1)])
+
+
+@functools.lru_cache(512)
+def schedule(length: int, leaves: tuple[int, ...]) -> Schedule:
+    """The schedule with the fewest runs for a loop of `length` steps; `leaves` are ``m_0, m_1, ...`` up to all slots."""
+    slots, candidates = len(leaves) - 1, []
+    if length == 0:
+        return Schedule(Search(np.zeros((slots + 1, 1), np.int32)), (), 0, 0)
+    if max(leaves) == 1:
+        return _by_table(length, table(length, leaves, 1))
+    if length * slots <= _SEARCHED:
+        return _by_search(length, leaves)
+    # None of the sets of thresholds is the best for all loops. Ties go to the smaller table.
+    for thresholds in (2, 8, None):
+        columns = _MOST_ENTRIES // len(leaves) if candidates else _MOST_COLUMNS
+        if columns > 2:
+            candidates.append(_by_table(length, table(length, leaves, thresholds, columns)))
+    return min(candidates, key=lambda s: s.num_runs)
+
+
+def table(length: int, leaves: Sequence[int], per_unit: int | None = None, columns: int = _MOST_COLUMNS) -> Table:
+    """The table for loops of up to `length` steps, over thresholds at distances of ``1 / per_unit``, or over all that matter.
+
+    With fewer `columns` the schedules of longer loops are not quite the best.
+    """
+    m = np.minimum(np.asarray(leaves, np.int64), length)
+    slots, kappa = len(m) - 1, _kappas(m)
+    thresholds, rows, before = [0.0], [m], [0]
+    pending = sorted(set(kappa[1:].tolist())) if per_unit is None else [1.0]
+
+    while slots > 1 and rows[-1][1:].sum() < length and len(rows) < columns:
+        t = pending.pop(0)
+        if per_unit is None:
+            bisected = np.searchsorted(pending, t + 1)
+            if bisected == len(pending) or pending[bisected] > t + 1:
+                pending.insert(int(bisected), t + 1)
+        else:
+            pending.append(1 + len(rows) / per_unit)
+        lower = int(np.searchsorted(thresholds, t - 1 + _EPSILON, side="right")) - 1
+
+        splits = t + _EPSILON >= kappa
+        row = np.minimum(_chains(splits, np.where(splits, rows[lower], m)), length)
+        thresholds.append(t)
+        rows.append(row)
+        before.append(lower)
+
+    # For longer segments the last part is as long as the thresholds allow.
+    rows.append(np.where(np.arange(slots + 1) > 0, length, m))
+    before.append(len(rows) - 1)
+    return Table(np.stack(rows, 1).astype(np.int32), np.asarray(before, np.int32))
+
+
+_EPSILON = 1e-7  # by which thresholds that are equal may differ
+
+
+def _kappas(m: np.ndarray) -> np.ndarray:
+    """The thresholds from which on a leaf is split; infinite for the first, which has no slot."""
+    kappa, sums = np.full(len(m), np.inf), np.concatenate([[0], np.cumsum(m)])
+    for s in range(1, len(m)):
+        # Entry i is for j = s - i.
+        kappa[s] = 1 + ((m[s] - m[:s]) / (sums[s] - sums[:s])).min()
+    return np.round(kappa, 9)
+
+
+def _chains(continues: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """``x[s] = values[s] + (x[s - 1] if continues[s] else 0)``."""
+    sums = np.cumsum(values)
+    starts = np.maximum.accumulate(np.where(continues, 0, np.arange(len(values))))
+    return sums - (sums - values)[starts]
+
+
+def _by_table(length: int, splits: Table) -> Schedule:
+    rows, walk = splits.rows, _Walk(splits)
+    slots = len(rows) - 1
+    sums = np.cumsum(rows[1:], 0, dtype=np.int64)  # row s - 1: of 1 to s slots
+    column = int((sums[-1] < length).sum())
+
+    # All segments but one are as long as this threshold or the one before it allows.
+    segments, left = [], length
+    for s in range(slots, 0, -1):
+        if left == 0:
+            break
+        others = sums[s - 2, column - 1] if s > 1 and column else 0
+        segments.append(int(min(rows[s, column], left - others)))
+        left -= segments[-1]
+    counts = [walk.counts(n, slots - i) for i, n in enumerate(segments)]
+    return Schedule(splits, tuple(segments), sum(a for a, _ in counts), sum(b for _, b in counts))
+
+
+class _Walk:
+    """Counts runs ahead, and leaves, without following every split.
+
+    Both parts of a segment of just ``L_s(t)`` steps are of this kind, too: a table has their counts. Of any other segment one part is, so that
+    the walk follows the other.
+    """
+
+    def __init__(self, splits: Table):
+        self._splits = splits
+        rows, before = splits.rows.astype(np.int64), splits.before
+        self._ahead, self._leaves = [np.zeros(len(rows), np.int64)], [np.ones(len(rows), np.int64)]
+        for column in range(1, rows.shape[1] - 1):
+            is_split, lower = rows[:, column] > rows[:, 0], before[column]
+            ahead = _chains(is_split, np.where(is_split, rows[:, lower] + self._ahead[lower], 0))
+            num = _chains(is_split, np.where(is_split, self._leaves[lower], 1))
+            # Of segments beyond the loop's length: they are not met.
+            self._ahead.append(np.minimum(ahead, _NO_RUNS))
+            self._leaves.append(np.minimum(num, _NO_RUNS))
+
+    def counts(self, length: int, slots: int) -> tuple[int, int]:
+        """Runs ahead, and leaves, of a segment."""
+        rows, before = self._splits
+        last, num_ahead, num_leaves = rows.shape[1] - 1, 0, 0
+        while True:
+            column = int((rows[slots] < length).sum())
+            if column < last and length == rows[slots, column]:
+                return num_ahead + self._num_ahead(slots, column), num_leaves + self._num_leaves(slots, column)
+            if column == 0:
+                return num_ahead, num_leaves + 1
+            if slots == 1:  # the last steps are split off, as many as no slot allows, until a leaf is left
+                whole, part = int(rows[1, 0]), int(rows[0, 0])
+                times = -((whole - length) // part)
+                return num_ahead + times * length - part * times * (times + 1) // 2, num_leaves + times + 1
+
+            advance = int(self._splits.split(length, slots))
+            num_ahead, lower = num_ahead + advance, before[column]
+            if advance == rows[slots, lower] and lower != last:
+                exact, rest = (slots, lower), (length - advance, slots - 1)
+            elif length - advance == rows[slots - 1, column - 1]:
+                exact, rest = (slots - 1, column - 1), (advance, slots)
+            else:  # a single step
+                exact, rest = (0, 0), (length - 1, slots - 1)
+            num_ahead, num_leaves = num_ahead + self._num_ahead(*exact), num_leaves + self._num_leaves(*exact)
+            length, slots = rest
+
+    def _num_ahead(self, slots: int, column: int) -> int:
+        return int(self._ahead[column][slots])
+
+    def _num_leaves(self, slots: int, column: int) -> int:
+        return int(self._leaves[column][slots])
+
+
+def _by_search(length: int, leaves: Sequence[int]) -> Schedule:
+    slots = len(leaves) - 1
+    ahead = np.full((slots + 1, length + 1), _NO_RUNS, np.int64)
+    num = np.ones((slots + 1, length + 1), np.int64)
+    advances = np.zeros((slots + 1, length + 1), np.int32)
+    ahead[0, : leaves[0] + 1] = 0
+    for s in range(1, slots + 1):
+        ahead[s, : leaves[s] + 1] = 0
+        for n in range(leaves[s] + 1, length + 1):
+            i = np.arange(1, n)
+            costs = i + ahead[s - 1, n - i] + ahead[s, i]
+            i = advances[s, n] = 1 + int(costs.argmin())
+            ahead[s, n] = costs[i - 1]
+            num[s, n] = num[s - 1, n - i] + num[s, i]
+
+    # The fewest runs ahead of the last n steps if s segments are theirs, and the length of the first of these.
+    best, firsts = np.where(np.arange(length + 1) > 0, _NO_RUNS, 0), [[0] * (length + 1)]
+    for s in range(1, slots + 1):
+        costs = [ahead[s, 1 : n + 1] + best[n - 1 :: -1] for n in range(1, length + 1)]
+        firsts.append([0, *(1 + int(c.argmin()) for c in costs)])
+        best = np.asarray([0, *(c.min() for c in costs)])
+    segments, left, num_leaves = [], length, 0
+    for s in range(slots, 0, -1):
+        if left:
+            segments.append(firsts[s][left])
+            left -= segments[-1]
+            num_leaves += int(num[s, segments[-1]])
+    return Schedule(Search(advances), tuple(segments), int(best[length]), num_leaves)
+
+
+# -- lengths of nested loops -------------------------------------------------------------------------------------
 
 
 def nested_lengths(length: int, levels: int) -> tuple[int, ...]:

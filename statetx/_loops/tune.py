@@ -9,6 +9,7 @@ exceeded then raises.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,13 +19,13 @@ import jax
 from .. import _jax
 from .._errors import PolicyError
 from .._lift.context import Map, TraceContext, device_bytes
-from .._positions import function_of
 from .._remat.parse import as_value_policy
 from .._text import format_bytes, parse_bytes
 from .._tree import is_float, num_bytes
 from .._typing import Policy
 from . import schedule
-from .checkpointed import CheckpointedLoop
+from .backward import BackwardStep
+from .checkpointed import CheckpointedLoop, memory_for
 from .derivative import Loop, floats_of, jvp_of
 from .step import Step
 from .strategy import Slots, Strategy
@@ -39,8 +40,7 @@ class Budget(Strategy):
     """As little recomputation as fits in so many bytes.
 
     When the loop is differentiated, its gradient program is compiled, a few times the first time that a body of its
-    structure is met, and the number of slots and the block (see `Slots`) chosen so that its temporary memory is at most
-    the budget. A plain loop that fits stays plain, and a loop that is not differentiated is not measured.
+    structure is met, and the number of slots (see `Slots`) chosen so that its temporary memory is at most the budget. A plain loop that fits stays plain, and a loop that is not differentiated is not measured.
 
     Under ``vmap`` the budget holds for all examples together.
 
@@ -117,6 +117,10 @@ class Sized(Loop):
             else jvp_of(loop, primals, tangents)
         )
 
+    def chosen(self, around: TraceContext) -> Callable:
+        """The loop that its sizes choose."""
+        return self._loop(self._slots_for(around)) if self._slots_for(around) is not None else self
+
     def is_plain(self) -> bool:
         return self._slots_for(TraceContext(manual=_jax.enclosing_shard_map())) is None
 
@@ -139,29 +143,28 @@ class Sized(Loop):
     def _loop(self, slots: Slots | None) -> Callable:
         if slots not in self._loops:
             assert slots is not None
-            self._loops[slots] = CheckpointedLoop(self.step, slots.num, slots.block)
+            self._loops[slots] = CheckpointedLoop(self.step, slots.num)
         return self._loops[slots]
 
     # -- "auto" --
 
     def _choose(self, around: TraceContext) -> Slots | None:
-        """The least memory at which no step is run more than three times; None for a loop that keeps little."""
-        # A step runs at most three times: ahead of its reversal twice, of which the forward sweep is one, and once
-        # for its residuals. With blocks of b steps this takes slots * carry + (b - 1) * kept bytes: the last step of
-        # a block is differentiated at once, so its residuals are not stored.
+        """The fewest slots with no more runs than `schedule.slots_for` two runs ahead; None for a loop that keeps little.
+
+        With that many carries, and nothing else, each step runs at most three times: ahead of its reversal twice, of which the forward
+        sweep is one, and once for its residuals.
+        """
         step, num_examples = self.step, around.num_examples
-        kept = _bytes_kept_by_a_step(step) * num_examples
-        carry = sum(map(device_bytes, step.avals)) * num_examples
-        if step.length * (kept + carry) <= _SMALL:
+        backward = differentiated_by_all(step)
+        num_bytes_of_step = sum(map(device_bytes, [*backward.residual_avals, *step.avals])) * num_examples
+        if step.length * num_bytes_of_step <= _SMALL:
             return None
-        candidates = []
-        block = 1
-        while block * block <= step.length:
-            slots = schedule.slots_for(step.length // block, 2)
-            candidates.append((slots * carry + (block - 1) * kept, block, slots))
-            block *= 2
-        _, block, slots = min(candidates)
-        return Slots(slots, block=block)
+        most = schedule.slots_for(step.length, 2)
+        limit = schedule.num_evaluations(step.length, most)
+        nums = range(1, most + 1)
+        # Runs fall with slots.
+        fits = lambda num: memory_for(step.length, num, step.avals, backward)[1].num_runs <= limit  # noqa: E731
+        return Slots(nums[bisect.bisect_left(nums, True, key=fits)])
 
     # -- a number of bytes --
 
@@ -178,15 +181,13 @@ class Sized(Loop):
                 f"Fix: allow that much; or let a step compute less: give policy=, or rematerialize in it."
             )
 
-        # A linear model: bytes = least + (slots - 1) * carry + (block - 1) * of_block, where two compiled programs
-        # give `least` and `of_block`. XLA adds copies that no model knows: each choice is compiled, and what it
-        # exceeds the budget by is taken off what the model may spend. Without that check 9 of 17 budgets held.
+        # A linear model: bytes = least + (slots - 1) * carry, where a compiled program gives `least`. XLA adds copies
+        # that no model knows: each choice is compiled, and what it exceeds the budget by is taken off what the model
+        # may spend. Without that check 9 of 17 budgets held.
         carry = max(1, sum(map(device_bytes, step.avals)) * around.num_examples)
-        of_block = max(0, self._temporary(Slots(1, block=2), around) - least) if step.length > 3 else 0
         allowed = budget
         for _ in range(6):
-            _, block, num = _affordable(step.length, allowed - least, carry, of_block)
-            slots = Slots(num, block=block)
+            slots = Slots(min(1 + (allowed - least) // carry, step.length))
             over = self._temporary(slots, around) - budget
             if over <= 0:
                 return slots
@@ -258,19 +259,6 @@ def _covers(maps: Sequence[Map], others: Sequence[Map]) -> bool:
 # -- sizes -------------------------------------------------------------------------------------------------------
 
 
-def _affordable(length: int, spare: int, carry: int, of_block: int) -> tuple[int, int, int]:
-    """The fewest runs of the body, with the block size and the number of slots that give them."""
-    candidates, block = [], 1
-    while block <= length:
-        left = spare - (block - 1) * of_block
-        if left < 0 and block > 1:
-            break
-        slots = min(1 + max(0, left) // carry, length // block)
-        candidates.append((Slots(slots, block=block).num_runs(length), block, slots))
-        block *= 2
-    return min(candidates)
-
-
 def temporary_bytes(step: Step, loop: Callable, around: TraceContext = TraceContext()) -> int:  # noqa: B008
     """What XLA reserves on a device for the gradient of a loop with respect to all its inputs, beyond these and its outputs."""
     of_steps = lambda aval: _jax.stacked_type(aval, step.length)  # noqa: E731
@@ -291,22 +279,9 @@ def temporary_bytes(step: Step, loop: Callable, around: TraceContext = TraceCont
     return around.program(gradient, [*avals, *ct_avals]).cost.temp_bytes
 
 
-def _bytes_kept_by_a_step(step: Step) -> int:
-    """What a step computes and its backward step needs."""
-    types = [*step.constant_avals, *step.avals, *step.x_avals]
-    floats = [i for i, a in enumerate(types) if is_float(a)]
-    sizes = (len(step.constant_avals), step.num_carry)
-
-    def pullback(*values: Any) -> list[Any]:
-        def run(*operands: Any) -> list[Any]:
-            args = list(operands)
-            carry, y = step.saving(args[: sizes[0]], args[sizes[0] : sum(sizes)], args[sum(sizes) :])
-            return [x for x in (*carry, *y) if is_float(x)]
-
-        return jax.tree.leaves(jax.vjp(function_of(run, values, floats), *[values[i] for i in floats])[1])
-
-    jaxpr, _ = _jax.stage(pullback, types, traced_for="scan", name="step")
-    # Residuals that are inputs of the step (weights, its carry, its element) exist without it. A variable that
-    # several leaves of the pullback hold counts once.
-    kept = {v: v.aval for v in jaxpr.outvars if isinstance(v, _jax.Var) and v not in jaxpr.invars}
-    return sum(map(device_bytes, kept.values()))
+def differentiated_by_all(step: Step) -> BackwardStep:
+    """The step in two parts, differentiated with respect to all its float inputs."""
+    floats = [
+        [i for i, a in enumerate(avals) if is_float(a)] for avals in (step.constant_avals, step.avals, step.x_avals)
+    ]
+    return BackwardStep(step, *floats)

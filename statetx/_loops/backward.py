@@ -1,0 +1,147 @@
+"""A step in two parts: forward, which returns what is kept for the derivative (residuals), and backward, which reads them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .. import _jax
+from .._equations.flops import count
+from .._equations.structure import Body
+from .._positions import replaced
+from .._tree import is_float
+from .cut import needed_equations, smallest_residuals
+from .rows import row_bytes
+from .step import Step
+
+
+class BackwardStep:
+    """The forward and the backward part of a step, differentiated with respect to some inputs.
+
+    Args:
+        diff_constants, diff_carry, diff_xs: the differentiated inputs.
+
+    Attributes:
+        residual_avals: the types of the residuals. What the backward part can have without them is not among them: constants, the element
+            of xs, what is computed from constants alone, and what cheap operations compute from the residuals (see `cut`).
+    """
+
+    def __init__(self, step: Step, diff_constants: Sequence[int], diff_carry: Sequence[int], diff_xs: Sequence[int]):
+        self._step = step
+        self._diff = diff_constants, diff_carry, diff_xs
+        self._float_ys = [i for i, a in enumerate(step.y_avals) if is_float(a)]
+        self._num_constants, self._num_carry = step.num_constants, step.num_carry
+        avals = [*step.constant_avals, *step.avals, *step.x_avals]
+        jaxpr, consts = _jax.stage(self._differentiated, avals, traced_for="scan", name=f"{step.name}, forward")
+        self._body = body = Body.close(jaxpr, consts)
+
+        # The leaves of the pullback are read from what is known without the step, and from what is stored.
+        first_carry, first_x = (
+            body.num_operands + step.num_constants,
+            body.num_operands + step.num_constants + step.num_carry,
+        )
+        invars, outvars = body.jaxpr.invars, body.jaxpr.outvars
+        self._leaves = outvars[step.num_carry :]
+        leaves = [v for v in dict.fromkeys(self._leaves) if isinstance(v, _jax.Var)]
+        self._inputs = [*invars[:first_carry], *invars[first_x:]]
+        known = {*self._inputs, *_computed_from(body.jaxpr, invars[:first_carry])}
+
+        def cost(aval: Any) -> int:
+            return row_bytes(aval, step.avals)
+
+        self._stored = smallest_residuals(body.jaxpr, [v for v in leaves if v not in known], known, cost)
+        self.residual_avals = [v.aval for v in self._stored]
+        self._forward = _part(body.jaxpr, [*outvars[: step.num_carry], *self._stored])
+
+        self._computed = [v for v in leaves if v not in {*self._inputs, *self._stored}]
+        available = {*self._inputs, *self._stored}
+        self._again = _jax.rebuild(
+            body.jaxpr,
+            invars=[*self._inputs, *self._stored],
+            outvars=self._computed,
+            eqns=needed_equations(body.jaxpr, self._computed, available),
+        )
+
+    def _differentiated(self, *values: Any) -> list:
+        diff_constants, diff_carry, diff_xs = self._diff
+        constants, carry, x = self._sort(values)
+
+        def run(constant_values: list, carry_values: list, x_values: list) -> tuple[tuple[list, list], list]:
+            last, y = self._step.saving(
+                replaced(constants, diff_constants, constant_values),
+                replaced(carry, diff_carry, carry_values),
+                replaced(x, diff_xs, x_values),
+            )
+            return ([last[i] for i in diff_carry], [y[i] for i in self._float_ys]), last
+
+        _, pull, last = jax.vjp(
+            run,
+            [constants[i] for i in diff_constants],
+            [carry[i] for i in diff_carry],
+            [x[i] for i in diff_xs],
+            has_aux=True,
+        )
+        leaves, self._treedef = jax.tree.flatten(pull)
+        return [*last, *leaves]
+
+    @functools.cached_property
+    def flops(self) -> int:
+        """Operations of the backward part."""
+        step, carry = self._step, self._diff[1]
+        types = [*step.constant_avals, *step.x_avals, *self.residual_avals]
+        types += [*(step.avals[i] for i in carry), *(step.y_avals[i] for i in self._float_ys)]
+        sizes = itertools.accumulate([step.num_constants, len(step.x_avals), len(self.residual_avals), len(carry)])
+
+        def run(*values: Any) -> list:
+            first, second, third, fourth = sizes
+            parts = values[:first], values[first:second], values[second:third], values[third:fourth], values[fourth:]
+            return jax.tree.leaves(self.backward(*map(list, parts)))
+
+        jaxpr, _ = _jax.stage(run, types, traced_for="scan", name=f"{step.name}, backward")
+        return count(jaxpr)
+
+    @functools.cached_property
+    def rerun(self) -> float:
+        """Which part of the step, by operations, the backward part runs again because of the step's policy."""
+        step = self._step
+        if step.policy is None:
+            return 0.0
+        unchanged = BackwardStep(step.with_length(step.length, None), *self._diff)
+        return max(0, self.flops - unchanged.flops) / max(1, count(step.body.jaxpr))
+
+    def _sort(self, values: Sequence[Any]) -> tuple[list, list, list]:
+        first, last = self._num_constants, self._num_constants + self._num_carry
+        return list(values[:first]), list(values[first:last]), list(values[last:])
+
+    def forward(self, constants: list, carry: list, x: list) -> tuple[list, list]:
+        """The next carry, and the residuals."""
+        outs = _jax.evaluate(self._forward, (), (*self._body.operands, *constants, *carry, *x))
+        return outs[: self._num_carry], outs[self._num_carry :]
+
+    def backward(self, constants: list, x: list, residuals: list, ct_carry: list, ct_ys: list) -> tuple:
+        """The cotangents of the differentiated constants, carries and elements, from those of the next carry and the float ys."""
+        inputs = [*self._body.operands, *constants, *x, *residuals]
+        values = dict(zip([*self._inputs, *self._stored], inputs, strict=True))
+        if self._computed:
+            values.update(zip(self._computed, _jax.evaluate(self._again, (), inputs), strict=True))
+        leaves = [values[v] if isinstance(v, _jax.Var) else v.val for v in self._leaves]
+        return self._treedef.unflatten(leaves)((ct_carry, ct_ys))
+
+
+def _computed_from(jaxpr: Any, inputs: Sequence[Any]) -> set:
+    """The variables that equations compute from these inputs alone."""
+    known, computed = set(inputs), set()
+    for eqn in jaxpr.eqns:
+        if not eqn.effects and all(v in known for v in eqn.invars if isinstance(v, _jax.Var)):
+            known.update(eqn.outvars)
+            computed.update(eqn.outvars)
+    return computed
+
+
+def _part(jaxpr: Any, outvars: Sequence[Any]) -> Any:
+    """The equations that these variables need."""
+    return _jax.without_dead_code(_jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=outvars))

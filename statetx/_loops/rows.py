@@ -1,0 +1,222 @@
+"""Slots: memory for some carries, whose free part holds what steps keep for their derivatives (residuals).
+
+The slots are arrays of rows, *pools*: one for each type among the leaves of the carry. A carry takes as many rows of a pool as it has leaves of that
+type; carries fill a pool from the front, slot by slot, and residuals from the back, step by step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import _jax
+from .._tree import num_bytes
+
+_UNBOUNDED = 2**31 - 1
+_MISFIT = 1000  # times the bytes of a residual, if it fits into no row
+
+
+class _Pack(NamedTuple):
+    """Residuals of other shapes than the pools' rows: raveled, one after the other, in whole rows of one pool.
+
+    Attributes:
+        indices: of the residuals.
+        pool, num_rows: where, and how many rows they take.
+    """
+
+    indices: list[int]
+    pool: int
+    num_rows: int
+
+
+class SlotMemory:
+    """The pools for carries of some types, and for residuals if they fit.
+
+    Args:
+        num: how many carries there is room for.
+        carry_avals: the types of the carry's leaves.
+        residual_avals: the types of the residuals of a step; None if the slots are to hold carries only.
+        offload: whether the pools are in the host's memory.
+
+    Attributes:
+        leaves: for 0 to `num` free slots, how many steps can be reversed from the residuals that these hold (see `schedule`).
+    """
+
+    def __init__(
+        self, num: int, carry_avals: Sequence[Any], residual_avals: Sequence[Any] | None = None, offload: bool = False
+    ):
+        self.num = num
+        self._carry_avals, self._residual_avals = list(carry_avals), list(residual_avals or ())
+        self._store = _jax.to_host if offload else lambda x: x
+        self._load = _jax.to_device if offload else lambda x: x
+
+        # Without residuals each leaf has a pool of its own.
+        keys = [_type(a) if residual_avals is not None else i for i, a in enumerate(carry_avals)]
+        pools = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        self._pool_avals = [carry_avals[keys.index(key)] for key in pools]
+        self._carry_places = [(pools[key], keys[:i].count(key)) for i, key in enumerate(keys)]
+        self._carry_rows = [keys.count(key) for key in pools]
+
+        self._residual_places: list[tuple[int, int] | None] = []
+        self._residual_rows, others = [0] * len(pools), []
+        for i, aval in enumerate(self._residual_avals):
+            pool = pools.get(_type(aval))
+            if pool is None:
+                others.append(i)
+                self._residual_places.append(None)
+            else:
+                self._residual_places.append((pool, self._residual_rows[pool]))
+                self._residual_rows[pool] += 1
+        self._pack = self._packed(others) if others else None
+        if self._pack is not None:
+            self._residual_rows[self._pack.pool] += self._pack.num_rows
+        fits = residual_avals is not None and (not others or self._pack is not None)
+        self.leaves = tuple([self._leaf(s) if fits else 1 for s in range(num + 1)])
+
+    def _leaf(self, slots: int) -> int:
+        """The last step keeps nothing: it is differentiated at once."""
+        rows = zip(self._carry_rows, self._residual_rows, strict=True)
+        return 1 + min([slots * free // needed for free, needed in rows if needed], default=_UNBOUNDED - 1)
+
+    def _packed(self, indices: list[int]) -> _Pack | None:
+        """Where residuals of other types can be; None if nowhere."""
+        avals = [self._residual_avals[i] for i in indices]
+
+        def holds(pool: int) -> bool:
+            row = self._pool_avals[pool]
+            return row.size > 0 and all(_can_hold(row, aval) for aval in avals)
+
+        pools = [i for i in range(len(self._pool_avals)) if holds(i)]
+        if not pools:
+            return None
+        # The pool in which they take the smallest part of a slot.
+        num_rows = {
+            i: math.ceil(sum(_entries(self._pool_avals[i], a) for a in avals) / self._pool_avals[i].size) for i in pools
+        }
+        best = min(pools, key=lambda i: (num_rows[i] + self._residual_rows[i]) / self._carry_rows[i])
+        return _Pack(indices, best, num_rows[best])
+
+    # -- carries --
+
+    def make(self) -> list:
+        rows = zip(self._carry_rows, self._pool_avals, strict=True)
+        return [self._store(_jax.empty(self.num * rows, aval)) for rows, aval in rows]
+
+    def read(self, pools: list, slot: Any) -> list:
+        """The carry in a slot."""
+        return [self._row(pools, i, slot * self._carry_rows[i] + n) for i, n in self._carry_places]
+
+    def write(self, pools: list, slot: Any, carry: list) -> list:
+        pools = list(pools)
+        for (i, n), x in zip(self._carry_places, carry, strict=True):
+            pools[i] = self._with_row(pools[i], slot * self._carry_rows[i] + n, x)
+        return pools
+
+    def _row(self, pools: list, i: int, row: Any) -> Any:
+        return self._load(jax.lax.dynamic_index_in_dim(pools[i], row, 0, keepdims=False))
+
+    def _with_row(self, pool: Any, row: Any, x: Any) -> Any:
+        return jax.lax.dynamic_update_index_in_dim(pool, self._store(x), row, 0)
+
+    # -- residuals --
+
+    def _first_row(self, pool: int, step: Any) -> Any:
+        """The first row of a step of the leaf, in one pool."""
+        return self.num * self._carry_rows[pool] - (step + 1) * self._residual_rows[pool]
+
+    def keep(self, pools: list, step: Any, residuals: list) -> list:
+        """Write the residuals of a leaf's step, by its number in the leaf."""
+        pools = list(pools)
+        for place, x in zip(self._residual_places, residuals, strict=True):
+            if place is not None:
+                i, n = place
+                pools[i] = self._with_row(pools[i], self._first_row(i, step) + n, x)
+        if self._pack is not None:
+            indices, i, num_rows = self._pack
+            first = self._first_row(i, step) + self._residual_rows[i] - num_rows
+            rows = _ravel([residuals[n] for n in indices], self._pool_avals[i], num_rows)
+            pools[i] = jax.lax.dynamic_update_slice_in_dim(pools[i], self._store(rows), first, 0)
+        return pools
+
+    def kept(self, pools: list, step: Any) -> list:
+        """The residuals of a leaf's step."""
+        residuals: list[Any] = [
+            None if place is None else self._row(pools, place[0], self._first_row(place[0], step) + place[1])
+            for place in self._residual_places
+        ]
+        if self._pack is not None:
+            indices, i, num_rows = self._pack
+            first = self._first_row(i, step) + self._residual_rows[i] - num_rows
+            rows = self._load(jax.lax.dynamic_slice_in_dim(pools[i], first, num_rows, 0))
+            for n, x in zip(indices, _unravel(rows, [self._residual_avals[n] for n in indices]), strict=True):
+                residuals[n] = x
+        return residuals
+
+
+def row_bytes(aval: Any, carry_avals: Sequence[Any]) -> int:
+    """About how many bytes of slots a residual takes; too many for one that fits into no row."""
+    if any(_type(aval) == _type(a) for a in carry_avals):
+        return num_bytes(aval)
+    sizes = [_entries(a, aval) * a.dtype.itemsize for a in carry_avals if a.size and _can_hold(a, aval)]
+    # One more, for rows that it does not fill.
+    return min(sizes) + 1 if sizes else _MISFIT * num_bytes(aval) + 1
+
+
+def _type(aval: Any) -> tuple:
+    return aval.shape, aval.dtype, aval.sharding, _jax.varying_axes(aval)
+
+
+def _can_hold(row: Any, aval: Any) -> bool:
+    """Whether values of a type can be stored in rows of another one, whose shape it has not."""
+    # The shape of an array that is split over devices by its type cannot be changed.
+    if any(axis is not None for a in (row, aval) for axis in a.sharding.spec):
+        return False
+    if _jax.varying_axes(row) != _jax.varying_axes(aval):
+        return False
+    if any(jnp.issubdtype(a.dtype, jax.dtypes.extended) for a in (row, aval)):
+        return False
+    # The bits of a number are a number of another type; JAX cannot cast booleans and complex numbers so.
+    numbers = [jnp.issubdtype(a.dtype, jnp.integer) or jnp.issubdtype(a.dtype, jnp.floating) for a in (row, aval)]
+    return row.dtype == aval.dtype or all(numbers) or (numbers[0] and aval.dtype == bool)
+
+
+def _entries(row: Any, aval: Any) -> int:
+    """How many entries of a row's type a residual takes. A boolean takes one: zero or one."""
+    return aval.size if aval.dtype == bool else -(-aval.size * aval.dtype.itemsize // row.dtype.itemsize)
+
+
+def _ravel(values: list, row: Any, num_rows: int) -> Any:
+    flat = jnp.concatenate([_as_entries(x, row.dtype) for x in values])
+    flat = jnp.pad(flat, (0, num_rows * row.size - flat.size))
+    return flat.reshape(num_rows, *row.shape)
+
+
+def _unravel(rows: Any, avals: list) -> list:
+    flat, values, start = rows.ravel(), [], 0
+    for aval in avals:
+        num = _entries(rows, aval)
+        values.append(_from_entries(flat[start : start + num], aval))
+        start += num
+    return values
+
+
+def _as_entries(x: Any, dtype: Any) -> Any:
+    if dtype in (x.dtype, bool) or x.dtype == bool:
+        return x.astype(dtype).ravel()
+    flat, ratio = x.ravel(), dtype.itemsize // x.dtype.itemsize
+    if ratio > 1:  # several entries of `x` in one
+        flat = jnp.pad(flat, (0, -flat.size % ratio)).reshape(-1, ratio)
+    return jax.lax.bitcast_convert_type(flat, dtype).ravel()
+
+
+def _from_entries(flat: Any, aval: Any) -> Any:
+    if aval.dtype in (flat.dtype, bool):
+        return flat.reshape(aval.shape).astype(aval.dtype)
+    ratio = aval.dtype.itemsize // flat.dtype.itemsize
+    if ratio > 1:
+        flat = flat.reshape(-1, ratio)
+    return jax.lax.bitcast_convert_type(flat, aval.dtype).ravel()[: aval.size].reshape(aval.shape)
