@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import random
+import types
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,11 @@ from statetx._equations import compiled as _compiled
 from statetx._equations import primitives
 from statetx._equations.flops import flops
 from statetx._equations.structure import Body
-from statetx.planner import CostModel, Planner, _layout, _parts, _search, machine
+from statetx._loops.strategy import Strategy
+from statetx.planner import CostModel, Planner, _choice, _cuts, _fronts, _layout, _parts, _search, machine
 from statetx.planner._analysis import Graph, Option
-from statetx.planner._budget import read_budget
+from statetx.planner._budget import read_amount
+from statetx.planner._groups import Groups
 from statetx.planner._record import fingerprint
 from statetx.policies import Lengths, Slots
 
@@ -63,7 +66,7 @@ def assert_same_gradients(planned, plain, *args, rtol=1e-5):
 )
 @pytest.mark.parametrize("budget", [*(pytest.param(b, marks=pytest.mark.slow) for b in (0.95, 0.6)), 0.47])
 def test_plan_stays_within_budget_with_equal_gradients(fun, budget):
-    plan = statetx.plan(fun, WS, X, budget=budget, argnums=0)
+    plan = statetx.plan(fun, WS, X, of="temporaries", budget=budget, argnums=0)
     assert plan.temp_bytes <= plan.budget_bytes == int(budget * plan.unplanned_bytes)
     step = jax.jit(jax.value_and_grad(plan.apply(fun)))
     assert step.lower(WS, X).compile().memory_analysis().temp_size_in_bytes <= plan.budget_bytes
@@ -71,7 +74,7 @@ def test_plan_stays_within_budget_with_equal_gradients(fun, budget):
 
 
 def test_baseline_that_fits_is_unchanged():
-    plan = statetx.plan(loss, WS, X, budget="1GiB", argnums=0)
+    plan = statetx.plan(loss, WS, X, of="temporaries", budget="1GiB", argnums=0)
     assert plan.stock == "no remat" and plan.extra_flops == 0 and "It fits unchanged." in str(plan)
     text = str(jax.make_jaxpr(jax.grad(plan.apply(loss)))(WS, X))
     assert "remat" not in text and "checkpoint" not in text
@@ -79,7 +82,7 @@ def test_baseline_that_fits_is_unchanged():
 
 def test_fast_compilation_result_is_verified(monkeypatch):
     """Fast compilation may report less memory than the users' compilation takes."""
-    unplanned = statetx.plan(loss, WS, X, budget=1.0, argnums=0).temp_bytes
+    unplanned = statetx.plan(loss, WS, X, of="temporaries", budget=1.0, argnums=0).temp_bytes
     hurried, cost = {"xla_backend_optimization_level": 1}, _compiled.Program.cost.func
 
     def optimistic(self):
@@ -91,25 +94,28 @@ def test_fast_compilation_result_is_verified(monkeypatch):
     prop.__set_name__(_compiled.Program, "cost")
     monkeypatch.setattr(_compiled.Program, "cost", prop)
     monkeypatch.setattr(_search, "fast_compile_options", lambda: hurried)
-    plan = statetx.plan(loss, WS, X, budget=int(0.9 * unplanned), argnums=0)
+    plan = statetx.plan(loss, WS, X, of="temporaries", budget=int(0.9 * unplanned), argnums=0)
     step = lambda ws, x: jax.grad(plan.apply(loss))(ws, x)  # noqa: E731
     assert jax.jit(step).lower(WS, X).compile().memory_analysis().temp_size_in_bytes <= 0.9 * unplanned
     assert plan.temp_bytes <= plan.budget_bytes and plan.unplanned_bytes == unplanned and plan.stock != "no remat"
-    assert statetx.plan(loss, WS, X, budget=1.0, argnums=0).budget_bytes == unplanned
+    assert statetx.plan(loss, WS, X, of="temporaries", budget=1.0, argnums=0).budget_bytes == unplanned
 
 
 def test_infeasible_budget_error_states_the_shortfall():
     with pytest.raises(
         statetx.PlanError, match=r"(?s)No plan for loss keeps the budget of 1.0 KiB.*the smallest found needs"
     ) as e:
-        statetx.plan(loss, WS, X, budget="1KiB", argnums=0)
+        statetx.plan(loss, WS, X, of="temporaries", budget="1KiB", argnums=0)
     assert e.value.smallest_bytes is not None
-    assert statetx.plan(loss, WS, X, budget=e.value.smallest_bytes, argnums=0).temp_bytes == e.value.smallest_bytes
+    assert (
+        statetx.plan(loss, WS, X, of="temporaries", budget=e.value.smallest_bytes, argnums=0).temp_bytes
+        == e.value.smallest_bytes
+    )
 
 
 def test_no_stock_policy_does_better():
     marked = functools.partial(loss, block=statetx.remat(block))
-    planner = Planner(marked, WS, X, argnums=0)
+    planner = Planner(marked, WS, X, argnums=0, of="temporaries")
     for policy in ("nothing", "dots", "everything"):
         wrapped = functools.partial(loss, block=statetx.remat(block, policy=policy))
         stock = statetx.measure(jax.value_and_grad(wrapped), WS, X, gradient=False)
@@ -122,7 +128,7 @@ def test_no_stock_policy_does_better():
 
 
 def test_curve_is_monotone(tmp_path):
-    plan = statetx.plan(loss, WS, X, budget=0.5, argnums=0)
+    plan = statetx.plan(loss, WS, X, of="temporaries", budget=0.5, argnums=0)
     sizes, extras = zip(*plan.curve(), strict=True)
     assert len(sizes) > 10 and list(sizes) == sorted(sizes) and list(extras) == sorted(extras, reverse=True)
     assert extras[-1] == 0 < extras[0]
@@ -177,29 +183,92 @@ def test_options_are_the_optimum_of_the_model(seed):
 def test_combination_is_the_optimum_of_the_model(seed):
     """Against every combination of options."""
     rng = random.Random(seed)
-    layout = object.__new__(_layout.Layout)
-    fronts = [
-        [
-            Option(None, rng.randint(0, 50), rng.randint(0, 40), float(rng.randint(0, 30)))
-            for _ in range(rng.randint(1, 4))
-        ]
-        for _ in range(5)
+    fronts = {
+        (start, end): _fronts.Front(
+            [
+                Option(None, 10**6, 0, 0.0),
+                *(
+                    Option(None, rng.randint(0, 50), rng.randint(0, 40), float(rng.randint(0, 30)))
+                    for _ in range(rng.randint(1, 4))
+                ),
+            ],
+            [],
+        )
+        for start, end in itertools.combinations(range(5), 2)
+        if end - start <= 2 or rng.random() < 0.5
+    }
+    regions = {i: (front, rng.randint(0, 20), rng.randint(0, 5)) for i, front in fronts.items()}
+    family = family_of(regions, 4)
+    paths = [
+        tuple(itertools.pairwise([0, *inside, 4]))
+        for n in range(4)
+        for inside in itertools.combinations(range(1, 4), n)
+        if all(i in fronts for i in itertools.pairwise([0, *inside, 4]))
     ]
-    layout.fronts = [_layout.Front([Option(None, 10**6, 0, 0.0), *options], []) for options in fronts]
-    layout.base = sorted(rng.randint(0, 60) for _ in range(5))
-    every = list(itertools.product(*fronts))
-    least = min(layout.peak(options) for options in every)
-    assert least <= layout.least_peak() <= least + max(1, least // 1000)
+    every = []
+    for path in paths:
+        layout = family._layout_of([start for start, _ in path])
+        for options in itertools.product(*(fronts[i].options for i in path)):
+            every.append((layout.peak(options), sum(o.cost for o in options)))
+    least = min(peak for peak, _ in every)
+    assert least <= family.least_peak() <= least + max(1, least // 1000)
     for limit in range(least, least + 80, 7):
-        best = min(sum(o.cost for o in options) for options in every if layout.peak(options) <= limit)
-        chosen = layout.choose(limit)
-        assert layout.peak(chosen) <= limit and sum(o.cost for o in chosen) == best
-    assert layout.choose(least - 1) is None
+        layout, options = family.choose(limit)
+        assert layout.peak(options) <= limit
+        assert sum(o.cost for o in options) == min(cost for peak, cost in every if peak <= limit)
+    assert family.choose(least - 1) is None
+
+
+def family_of(regions, num):
+    """A family of regions of some equations, from the front of each, and the bytes of its outputs and cotangents."""
+    regions = {i: _layout.Region(*i, None, *numbers) for i, numbers in regions.items()}
+    arcs = {end: [] for _, end in regions}
+    for (start, end), region in regions.items():
+        arcs[end].append((start, region))
+    flat = types.SimpleNamespace(jaxpr=None)
+    at = lambda cuts: [regions[i] for i in itertools.pairwise([*cuts, num])]  # noqa: E731
+    return _choice.Family(num, arcs, None, lambda cuts: _layout.Layout(flat, at(cuts)))
+
+
+@pytest.mark.parametrize("count", [2, 4, 11])
+def test_equal_periods_are_composed(count):
+    """A path through composed periods is as cheap as one region by region, to within the sampling of fronts."""
+    rng = random.Random(count)
+    inside = {
+        (0, 1): random_front(rng, 4),
+        (1, 2): random_front(rng, 3),
+        (0, 2): random_front(rng, 4),
+    }
+    merged = random_front(rng, 3)
+    regions = {(2 * k + a, 2 * k + b): (f, 10, 0) for k in range(count) for (a, b), f in inside.items()}
+    regions |= {(4 * k, 4 * k + 4): (merged, 10, 0) for k in range(count // 2)}
+    expected = family_of(regions, 2 * count)
+
+    region = lambda a, b, front: (a, b, _layout.Region(a, b, None, front, 10, 0))  # noqa: E731
+    levels = [[region(*i, f) for i, f in inside.items()], [region(0, 4, merged)]]
+    periods = _choice.Periods(_cuts.Run(0, 2, count), levels)
+    arcs, start = {}, 0
+    for level in reversed(range(count.bit_length())):
+        if count >> level & 1:
+            arcs[start + 2 * 2**level] = [(start, (periods, level))]
+            start += 2 * 2**level
+    composed = _choice.Family(2 * count, arcs, None, expected._layout_of)
+    least = expected.least_peak()
+    assert abs(composed.least_peak() / least - 1) < 0.02
+    for limit in (1.03 * least, 1.2 * least, 1.5 * least, 2 * least, 4 * least):
+        (layout, options), (_, best) = composed.choose(limit), expected.choose(limit)
+        assert layout.peak(options) <= limit, "the numbers of a composed path are those of its regions"
+        assert sum(o.cost for o in options) <= 1.1 * sum(o.cost for o in best) + 5
+
+
+def random_front(rng, num):
+    options = [Option(None, rng.randint(0, 50), rng.randint(0, 40), float(rng.randint(0, 30))) for _ in range(num)]
+    return _fronts.Front([Option(None, 100, 0, 0.0), *options], [])
 
 
 def test_saved_values_are_not_recomputed():
     """The compiled program computes as much as the model says."""
-    planner = Planner(functools.partial(loss, block=statetx.remat(block)), WS, X, argnums=0)
+    planner = Planner(functools.partial(loss, block=statetx.remat(block)), WS, X, argnums=0, of="temporaries")
     planner.plan(0.5)
     for candidate in planner._search.candidates[1:]:
         added = candidate.compiled.flops - planner._search.baseline.compiled.flops
@@ -222,8 +291,8 @@ def test_cuts_are_where_little_crosses():
         return x.sum()
 
     jaxpr = staged(deep, WS, X)
-    live = _parts.crossing_bytes(jaxpr)
-    _, cuts = next(_parts.candidate_partitions(jaxpr))
+    live = _cuts.crossing_bytes(jaxpr)
+    cuts = _cuts._minima(live)
     assert len(cuts) >= 6
     assert all(live[c] <= X.nbytes + 64 for c in cuts)
 
@@ -246,7 +315,7 @@ class Model:
 
 def test_states_are_written_once_and_random_draws_are_not_repeated():
     model, other = Model(), Model()
-    plan = statetx.plan(model, X, budget=0.6)
+    plan = statetx.plan(model, X, of="temporaries", budget=0.6)
     assert model.steps.value == 0 and plan.extra_flops > 0
     grad = lambda m, f: statetx.jit(statetx.grad(f, wrt={str(i): w for i, w in enumerate(m.ws)}))  # noqa: E731
     for _ in range(2):
@@ -265,7 +334,7 @@ def test_states_that_are_written_get_no_cotangent():
         return (x**2).mean()
 
     plain = statetx.measure(normalized, WS, X)
-    planner = Planner(normalized, WS, X)
+    planner = Planner(normalized, WS, X, of="temporaries")
     plan = planner.plan(planner.ends()[0])
     assert plan.stock != "no remat"
     assert (plan.unplanned_flops, plan.unplanned_bytes) == (plain.flops, plain.temp_bytes)
@@ -278,14 +347,14 @@ def test_training_steps():
         value, grads = statetx.value_and_grad(loss)(ws, x)
         return value, jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads)
 
-    plan = statetx.plan(step, WS, X, budget=0.6)
+    plan = statetx.plan(step, WS, X, of="temporaries", budget=0.6)
     compiled = jax.jit(plan.apply(step)).lower(WS, X).compile()
     assert compiled.memory_analysis().temp_size_in_bytes == plan.temp_bytes <= plan.budget_bytes
     assert_same_gradients(compiled, jax.jit(step), WS, X)
 
 
 def test_as_a_policy():
-    plan = statetx.plan(loss, WS, X, budget=0.6, argnums=0)
+    plan = statetx.plan(loss, WS, X, of="temporaries", budget=0.6, argnums=0)
     planned = statetx.remat(loss, policy=plan)
     measured = statetx.measure(jax.value_and_grad(planned), WS, X, gradient=False)
     assert measured.temp_bytes == plan.temp_bytes
@@ -308,14 +377,14 @@ def test_fit():
 
 @pytest.mark.parametrize("num", [pytest.param(6, marks=pytest.mark.slow), 3])
 def test_loops_are_planned_with_their_bodies(num):
-    planner = Planner(scanned, [*WS] * 8, X, argnums=0)
+    planner = Planner(scanned, [*WS] * 8, X, argnums=0, of="temporaries")
     least, most = planner.ends()
     kinds = set()
     for budget in np.geomspace(least, 0.5 * most, num).astype(int):
         plan = planner.plan(int(budget))
         assert plan.temp_bytes <= budget
-        kinds |= {t["loop"][0] for t in plan._fields["treatments"] if t["loop"]}
-    assert kinds == {"Lengths", "Slots"}
+        kinds |= {t["loop"][0] for t in plan._fields["programs"][0]["treatments"] if t["loop"]}
+    assert kinds >= {"Lengths", "Slots"}
     assert "The loop of 64 steps at" in str(plan)
     assert_same_gradients(jax.grad(plan.apply(scanned)), jax.grad(scanned), [*WS] * 8, X)
 
@@ -326,7 +395,7 @@ def test_budgeted_plain_loop_is_planned_as_a_scan():
             return statetx.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, 80, checkpoint=checkpoint)[0].sum()
 
         mapped = lambda w, x: jax.vmap(statetx.remat(lambda x: loss(w, x)))(x[None]).sum() + loss(w, x)  # noqa: E731
-        return _parts.split(_parts.flatten(staged(mapped, WS[0], X[:2])), None)
+        return _parts.Flat(_parts.flatten(staged(mapped, WS[0], X[:2]))).split()
 
     kinds = [[part.category for part in program(cp)] for cp in (None, "auto", "64MiB", Slots(3))]
     assert kinds[0].count("loop") == 1 and "loop" not in kinds[3]
@@ -335,7 +404,8 @@ def test_budgeted_plain_loop_is_planned_as_a_scan():
 
 def test_every_decision_for_a_loop_gives_equal_gradients():
     jaxpr = staged(lambda w, x: scanned([w] * 6, x), WS[0], X)
-    parts = _parts.split(jaxpr, None)
+    flat = _parts.Flat(jaxpr)
+    parts = flat.split()
     (at,) = [i for i, p in enumerate(parts) if p.eqn is not None]
     expected = jax.grad(lambda w: _jax.evaluate(jaxpr, (), [w, X])[0])(WS[0])
     kept = frozenset({(0, 0), (1, 0)})
@@ -345,22 +415,59 @@ def test_every_decision_for_a_loop_gives_equal_gradients():
         Option(kept, 0, 0, 0, loop=Lengths(6)),
         Option(kept, 0, 0, 0, loop=Lengths(2, 3)),
         Option(None, 0, 0, 0, loop=Slots(2)),
+        Option(None, 0, 0, 0, loop=Groups(((2, None), (1, kept), (3, frozenset())))),
     ):
         options = [option if i == at else Option(None, 0, 0, 0) for i in range(len(parts))]
-        planned = _layout.rewrite(jaxpr, parts, options)
+        planned = _layout.rewrite(flat.jaxpr, parts, options)
         got = jax.grad(lambda w: _jax.evaluate(planned, (), [w, X])[0])(WS[0])  # noqa: B023
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_loops_in_groups_of_steps(reverse):
+    """The steps, their xs and ys keep their order, and a record of the groups is read as it was written."""
+
+    def fun(w, xs):
+        h, ys = jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), h.sum() * x), xs[0], xs, reverse=reverse)
+        return (h.sum() + (ys**2).sum(),)
+
+    xs = jnp.arange(5 * 8 * 4.0).reshape(5, 8, 4) / 100
+    jaxpr = staged(fun, WS[0][:4, :4], xs)
+    flat = _parts.Flat(jaxpr)
+    loop = Strategy.from_json(json.loads(json.dumps(Groups(((2, None), (3, frozenset({(0, 0)})))).to_json())))
+    options = [Option(None, 0, 0, 0, loop=loop if p.eqn is not None else None) for p in flat.split()]
+    planned = _layout.rewrite(flat.jaxpr, flat.split(), options)
+    assert [e.params["length"] for e in planned.eqns if e.primitive.name == "scan"] == [2, 3]
+    run = lambda program: jax.value_and_grad(lambda w: _jax.evaluate(program, (), [w, xs])[0])(WS[0][:4, :4])  # noqa: E731
+    for a, b in zip(run(planned), run(jaxpr), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_groups_mix_two_treatments_of_a_step():
+    """Layers of a scan in two groups cost less than any treatment of all alike, where the budget lies between two of these."""
+    step = lambda h, w: (block(w, h), None)  # noqa: E731
+    fun = lambda w, x: (jax.lax.scan(lambda h, _: step(h, w), x, None, length=16)[0] ** 2).mean()  # noqa: E731
+    planner = Planner(fun, WS[0], X, of="temporaries", argnums=0)
+    (front,) = [f for f in planner._search.lattice._fronts.values() if any(o.loop for o in f.options)]
+    groups = [o for o in front.options if isinstance(o.loop, Groups)]
+    assert groups and {o.loop.num_steps for o in groups} == {16}
+    for option in groups:
+        alike = [
+            o.cost
+            for o in front.options
+            if o.saved_bytes <= option.saved_bytes and not isinstance(o.loop, Groups | Slots)
+        ]
+        assert option.cost < min(c for c in alike)
+
+
 def test_marked_functions_are_regions():
     marked = functools.partial(loss, block=statetx.remat(block))
-    (first, cuts), *finer = _parts.candidate_partitions(staged(marked, WS, X))
-    assert cuts is None
-    parts = _parts.split(first, cuts)
-    assert [p.category for p in parts].count("region") == len(WS) and parts[-1].category == "rest"
-    for whole, cuts in finer:
-        _, ends = _parts.inline_remat(first)
-        assert ends <= set(cuts) and len(whole.eqns) > len(first.eqns)
+    flat = _parts.Flat(staged(marked, WS, X))
+    assert len(flat.blocks) == len(WS) and len(flat) > len(staged(marked, WS, X).eqns)
+    found = _cuts.candidates(flat)
+    assert set(flat.blocks) <= set(found.intervals), "and there are others"
+    ((cuts, planned),) = found.stock
+    assert sorted(planned) == sorted(flat.blocks) and set(cuts) <= {0, *flat.ends}
 
 
 def test_region_without_residuals_is_the_users_remat():
@@ -374,10 +481,10 @@ def test_region_without_residuals_is_the_users_remat():
         return gated(w, x).sum()
 
     jaxpr = staged(fun, WS[0], X)
-    parts = _parts.split(jaxpr, None)
-    marked = [p.category == "region" for p in parts]
-    options = [Option(frozenset() if m else None, 0, 0, 0.0) for m in marked]
-    (planned,) = [e for e in _layout.rewrite(jaxpr, parts, options).eqns if e.primitive.name in primitives.REMAT]
+    flat = _parts.Flat(jaxpr)
+    (interval,), parts = flat.blocks, flat.split()
+    options = [Option(frozenset() if p is flat.blocks[interval] else None, 0, 0, 0.0) for p in parts]
+    (planned,) = [e for e in _layout.rewrite(flat.jaxpr, parts, options).eqns if e.primitive.name in primitives.REMAT]
     (written,) = [e for e in jax.make_jaxpr(fun)(WS[0], X).eqns if e.primitive.name in primitives.REMAT]
     inside = str(planned.params["jaxpr"])
     assert inside == str(written.params["jaxpr"]) and "silu" in inside
@@ -385,14 +492,13 @@ def test_region_without_residuals_is_the_users_remat():
 
 
 def test_choice_changes_after_a_measurement():
-    front = _layout.Front([Option(None, 100, 0, 0.0), Option(frozenset(), 10, 5, 2.0)], [])
-    layout = object.__new__(_layout.Layout)
-    layout.fronts, layout.base = [front], [0]
-    assert layout.choose(20) is layout.choose(20) and layout.choose(20)[0].cost == 2.0
+    front = _fronts.Front([Option(None, 100, 0, 0.0), Option(frozenset(), 10, 5, 2.0)], [])
+    family = family_of({(0, 1): (front, 0)}, 1)
+    assert family.choose(20) is family.choose(20) and family.choose(20)[1][0].cost == 2.0
     front._steps[1] = front._steps[1]._replace(backward_bytes=30)  # as `measure` finds
     front.version += 1
     front._update()
-    assert layout.choose(20) is None and layout.choose(40)[0].backward_bytes == 30
+    assert family.choose(20) is None and family.choose(40)[1][0].backward_bytes == 30
 
 
 def test_option_of_zero_bytes_is_measured_once():
@@ -404,13 +510,13 @@ def test_option_of_zero_bytes_is_measured_once():
             return option._replace(backward_bytes=0)
 
     graph, option = CountingGraph(), Option(frozenset(), 10, 5, 2.0)
-    front = _layout.Front([Option(None, 100, 0, 0.0), option], [option], graph)  # a stock policy saves the same
+    front = _fronts.Front([Option(None, 100, 0, 0.0), option], [option], graph)  # a stock policy saves the same
     assert front.measure(option) and not front.measure(option)
     assert graph.num_measurements == 1 and front.options[-1].backward_bytes == front.stock[0].backward_bytes == 0
 
 
 def test_time_is_an_objective(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
     model = statetx.calibrate(size=128, repeats=1)
     assert isinstance(model, CostModel) and machine.cost_model() == model, "it is stored"
     assert "GFLOP/s" in str(model)
@@ -421,7 +527,7 @@ def test_time_is_an_objective(tmp_path, monkeypatch):
         jnp.ones((64, 64))
     ).eqns
     assert slow.seconds(loop) == 5 * slow.seconds(eqn)
-    plan = statetx.plan(loss, WS, X, budget=0.6, argnums=0, objective="time")
+    plan = statetx.plan(loss, WS, X, of="temporaries", budget=0.6, argnums=0, objective="time")
     assert plan.temp_bytes <= plan.budget_bytes and " us" in str(plan)
 
 
@@ -440,17 +546,17 @@ def test_offload():
 
 def test_time_limit_gives_the_best_so_far():
     with pytest.raises(statetx.PlanError):
-        statetx.plan(loss, WS, X, budget="1KiB", argnums=0, time_limit=1e-3)
-    plan = statetx.plan(loss, WS, X, budget="1GiB", argnums=0, time_limit=1e-3)
+        statetx.plan(loss, WS, X, of="temporaries", budget="1KiB", argnums=0, time_limit=1e-3)
+    plan = statetx.plan(loss, WS, X, of="temporaries", budget="1GiB", argnums=0, time_limit=1e-3)
     assert not plan.complete and "time limit" in str(plan)
 
 
 def test_progress(capsys):
     """One line, with a count, the best plan so far, and the seconds since the beginning; it is gone at the end."""
-    statetx.plan(loss, WS, X, budget=0.9, argnums=0, progress=True)
+    statetx.plan(loss, WS, X, of="temporaries", budget=0.9, argnums=0, progress=True)
     assert capsys.readouterr().out.strip() == ""  # not a terminal
     seen = []
-    planner = Planner(loss, WS, X, argnums=0, progress=True)
+    planner = Planner(loss, WS, X, argnums=0, progress=True, of="temporaries")
     planner._progress = contextlib.nullcontext(seen.append)
     planner.plan(0.6)
     candidates = [text for text in seen if text.startswith("compiling candidate ")]
@@ -459,7 +565,7 @@ def test_progress(capsys):
 
 def test_plan_prints_as_text_in_colors_and_as_html():
     rich = pytest.importorskip("rich.console")
-    plan = statetx.plan(loss, WS, X, budget=0.6, argnums=0)
+    plan = statetx.plan(loss, WS, X, of="temporaries", budget=0.6, argnums=0)
     text = str(plan)
     assert text.startswith("gradient of loss: ") and "decision" in text
     html = plan._repr_html_()
@@ -523,7 +629,7 @@ KINDS = {
 )
 def test_programs_of_every_kind(kind):
     fun = KINDS[kind]
-    planner = Planner(fun, WS, X, argnums=0)
+    planner = Planner(fun, WS, X, argnums=0, of="temporaries")
     least, most = planner.ends()
     plain = statetx.measure(jax.value_and_grad(fun), WS, X, gradient=False)
     assert abs(most / plain.temp_bytes - 1) < 0.02, "what is compared with has no rematerialization in it"
@@ -538,7 +644,7 @@ def test_flags_and_numbers_stay_python_values():
     def fun(ws, x, scale, training=False):
         return loss(ws, x) * scale if training else x.mean()
 
-    plan = statetx.plan(fun, WS, X, 0.5, training=True, budget=0.6, argnums=0)
+    plan = statetx.plan(fun, WS, X, 0.5, training=True, of="temporaries", budget=0.6, argnums=0)
     assert plan.extra_flops > 0
     assert_same_gradients(
         lambda ws, x: jax.grad(plan.apply(fun))(ws, x, 0.5, training=True),
@@ -556,9 +662,11 @@ def test_step_with_a_loss_reading_python_numbers():
         n.value += 1
         return loss(ws, x) * n.value
 
-    plan = statetx.plan(lambda ws, x: statetx.grad(counted)(ws, x), WS, X, budget=0.7)
+    plan = statetx.plan(lambda ws, x: statetx.grad(counted)(ws, x), WS, X, of="temporaries", budget=0.7)
     assert plan.temp_bytes <= plan.budget_bytes and n.value == 0
-    plan = statetx.plan(lambda ws, x, s: statetx.grad(lambda ws: loss(ws, x) * s)(ws), WS, X, 0.5, budget=0.7)
+    plan = statetx.plan(
+        lambda ws, x, s: statetx.grad(lambda ws: loss(ws, x) * s)(ws), WS, X, 0.5, of="temporaries", budget=0.7
+    )
     assert plan.temp_bytes <= plan.budget_bytes
 
 
@@ -566,20 +674,20 @@ def test_step_with_a_loss_reading_python_numbers():
 def test_jitted_functions_do_not_reuse_cached_traces():
     step = jax.jit(lambda ws, x: statetx.grad(loss)(ws, x))
     step(WS, X)
-    plan = statetx.plan(step, WS, X, budget=0.7)
+    plan = statetx.plan(step, WS, X, of="temporaries", budget=0.7)
     assert plan.temp_bytes <= plan.budget_bytes < plan.unplanned_bytes
     assert jax.jit(plan.apply(step)).lower(WS, X).compile().memory_analysis().temp_size_in_bytes <= plan.budget_bytes
     kept = jax.jit(statetx.remat(block, policy="everything"))
     with_it = lambda: jax.jit(jax.grad(functools.partial(loss, block=kept))).lower(WS, X).compile()  # noqa: E731
     before = with_it().memory_analysis().temp_size_in_bytes
-    statetx.plan(functools.partial(loss, block=kept), WS, X, budget=0.9, argnums=0)
+    statetx.plan(functools.partial(loss, block=kept), WS, X, of="temporaries", budget=0.9, argnums=0)
     assert with_it().memory_analysis().temp_size_in_bytes == before, "and nothing of a plan is left in them"
 
 
 @pytest.mark.slow
 def test_loss_that_differentiates():
     penalty = lambda ws, x: (statetx.grad(loss, argnums=1)(ws, x) ** 2).sum()  # noqa: E731
-    plan = statetx.plan(penalty, WS, X, budget=0.9, argnums=0)
+    plan = statetx.plan(penalty, WS, X, of="temporaries", budget=0.9, argnums=0)
     planned = jax.jit(jax.grad(plan.apply(penalty)))
     assert planned.lower(WS, X).compile().memory_analysis().temp_size_in_bytes <= plan.budget_bytes
     assert str(plan).startswith("gradient of ")
@@ -598,7 +706,7 @@ def test_loss_that_differentiates():
 def test_planned_functions_are_transformed(transform):
     fun = lambda x: loss([w[:4, :4] for w in WS], x.reshape(-1, 4))  # noqa: E731
     x = jnp.linspace(-1, 1, 24).reshape(3, 8)
-    planner = Planner(fun, x)
+    planner = Planner(fun, x, of="temporaries")
     plan = planner.plan(planner.ends()[0])
     assert plan.stock != "no remat" and "remat" in str(jax.make_jaxpr(jax.grad(plan.apply(fun)))(x))
     np.testing.assert_allclose(transform(plan.apply(fun))(x), transform(fun)(x), rtol=1e-4, atol=1e-5)
@@ -608,7 +716,7 @@ def test_planned_functions_are_transformed(transform):
 
 
 def test_saved_and_loaded(tmp_path):
-    plan = statetx.plan(loss, WS, X, budget=0.6, argnums=0)
+    plan = statetx.plan(loss, WS, X, of="temporaries", budget=0.6, argnums=0)
     plan.save(tmp_path / "plan.json")
     again = statetx.Plan.load(tmp_path / "plan.json")
     assert again == plan and hash(again) == hash(plan) and str(again) == str(plan)
@@ -625,7 +733,7 @@ def test_saved_and_loaded(tmp_path):
 
 
 def test_refused_for_another_program_with_the_first_difference():
-    plan = statetx.plan(loss, WS, X, budget=0.6, argnums=0)
+    plan = statetx.plan(loss, WS, X, of="temporaries", budget=0.6, argnums=0)
     with pytest.raises(
         statetx.PlanError, match=r"(?s)The plan for loss does not fit loss: equation 0 of.*f32\[128,64\].*f32\[256,64\]"
     ):
@@ -657,28 +765,24 @@ def test_fingerprints_tell_programs_apart():
 @pytest.mark.parametrize("budget", [0, -1, "lots", True, None, 0.0, 1.5, "1.5", float("nan"), float("inf")])
 def test_invalid_budgets_raise(budget):
     with pytest.raises(statetx.PlanError, match="is not a size"):
-        statetx.plan(loss, WS, X, budget=budget)
+        statetx.plan(loss, WS, X, of="temporaries", budget=budget)
 
 
 def test_budgets_are_parsed():
-    assert read_budget(" 0.5 ") == 0.5 and read_budget(np.float32(0.5)) == 0.5
-    assert read_budget(1) == 1 and isinstance(read_budget(1.0), float)
-    assert read_budget("2KiB") == 2048
+    assert read_amount(" 0.5 ") == 0.5 and read_amount(np.float32(0.5)) == 0.5
+    assert read_amount(1) == 1 and isinstance(read_amount(1.0), float)
+    assert read_amount("2KiB") == 2048
 
 
 def test_mistakes():
     with pytest.raises(ValueError, match="argnums"):
-        statetx.plan(loss, WS, X, budget=0.5, argnums=7)
-    with pytest.raises(ValueError, match="objective must be 'flops' or 'time'"):
-        statetx.plan(loss, WS, X, budget=0.5, objective="speed")
+        statetx.plan(loss, WS, X, of="temporaries", budget=0.5, argnums=7)
+    with pytest.raises(ValueError, match="objective must be 'flops', 'time' or 'measured'"):
+        statetx.plan(loss, WS, X, of="temporaries", budget=0.5, objective="speed")
     with pytest.raises(statetx.PlanError, match="nothing to differentiate"):
-        statetx.plan(lambda n: n + 1, jnp.int32(1), budget=0.5)
-
-    def twice(ws, x):
-        return statetx.grad(loss)(ws, x), statetx.grad(other)(ws, x)
-
-    with pytest.raises(statetx.PlanError, match="differentiates more than one function"):
-        statetx.plan(twice, WS, X, budget=0.5)
+        statetx.plan(lambda n: n + 1, jnp.int32(1), of="temporaries", budget=0.5)
+    with pytest.raises(statetx.PlanError, match="of='all' must be 'step' or 'temporaries'"):
+        statetx.plan(loss, WS, X, budget=0.5, of="all")
 
 
 def test_table_names_values_owners_and_decisions():
@@ -687,7 +791,7 @@ def test_table_names_values_owners_and_decisions():
             x = block(w, statetx.checkpoint_name(x, "carry"))
         return (x**2).mean()
 
-    plan = statetx.plan(named, WS, X, budget=0.6, argnums=0)
+    plan = statetx.plan(named, WS, X, of="temporaries", budget=0.6, argnums=0)
     text = str(plan)
     assert "test_planner.py" in text and "(block)" in text and "carry" in text
     assert {"keep", "recompute"} <= {row.decision for row in plan.rows}

@@ -61,8 +61,9 @@ _MAX_OPTIONS = 24  # of a region: each takes an integer program, and a row of th
 # Values of a region; the front of a larger one is sampled. Chosen by hand, without a measurement on record.
 _MAX_ENUMERATED = 12
 
-# Limits of HiGHS for one integer program; `_IntegerProgram.solve` says which way they err.
-_SOLVER_SECONDS = 5.0
+# Limits of HiGHS for one integer program; `_IntegerProgram.solve` says which way they err. In nodes of its search tree rather than
+# seconds: a loaded machine would get another plan. Most programs take one node.
+_SOLVER_NODES = 500
 _SOLVER_GAP = 1e-4  # relative to the optimum; also the default of HiGHS
 
 
@@ -444,7 +445,7 @@ class _IntegerProgram:
     def solve(self, limit: float) -> tuple[frozenset[Address], frozenset[Address]] | None:
         """Return the values to save, at most `limit` bytes of them on the device, and the offloaded subset; None if infeasible.
 
-        After `_SOLVER_SECONDS` HiGHS returns its best solution so far, which may cost more than the optimum, or none, which
+        After `_SOLVER_NODES` HiGHS returns its best solution so far, which may cost more than the optimum, or none, which
         counts as infeasible. `Plan.complete` does not tell: it is about the user's time limit. The
         constraints hold in any case: a plan may cost more, or a tight budget be refused, but none is exceeded.
         """
@@ -455,7 +456,7 @@ class _IntegerProgram:
         upper = np.full(len(self._lower), np.inf)
         upper[-1] = limit
         constraint = LinearConstraint(self._matrix, self._lower, upper)  # pyright: ignore[reportArgumentType]
-        options = {"time_limit": _SOLVER_SECONDS, "mip_rel_gap": _SOLVER_GAP}
+        options = {"node_limit": _SOLVER_NODES, "mip_rel_gap": _SOLVER_GAP}
         result = milp(
             self._objective,
             constraints=constraint,

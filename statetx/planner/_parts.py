@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core.primitives import closed_call_p
@@ -12,7 +13,6 @@ from .._equations.inline import inline
 from .._equations.primitives import JIT, REMAT
 from .._equations.structure import Body
 from .._jax import Jaxpr, Literal
-from .._lift.context import device_bytes
 from .._tree import is_float
 
 
@@ -20,7 +20,7 @@ class Part:
     """Some consecutive equations of a program.
 
     Attributes:
-        category: "region", which may be rematerialized; "loop", a scan whose steps may be; "rest", which may not.
+        category: "region", which may be rematerialized; "loop", a scan whose steps may be.
         jaxpr: the equations as a function; for a loop, one step.
         invars, outvars: the program's variables that the part reads, and those that it defines for later parts.
         eqn: the scan of a loop, else None.
@@ -79,64 +79,96 @@ def _plain_loops(x: Any) -> Any:
     return x if all(a is b for a, b in zip(new, eqns, strict=True)) else _jax.with_equations(x, new)
 
 
-def inline_remat(jaxpr: Jaxpr) -> tuple[Jaxpr, set[int]]:
-    """Inline the rematerialized functions of a flat program. Returns also the equation indices at which they begin and end."""
-    # Indices count the equations of the inlined program, in which a rematerialized function takes as many equations as it has.
-    ends, index = set(), 0
-    for eqn in jaxpr.eqns:
-        size = len(inline(eqn.params["jaxpr"], calls=_CALLS, deep=False).eqns) if eqn.primitive.name in REMAT else 1
-        if eqn.primitive.name in REMAT:
-            ends |= {index, index + size}
-        index += size
-    return inline(jaxpr, calls=_CALLS, deep=False), ends
+class Flat:
+    """A flat program with its rematerialized functions inlined, and where these were. Its parts are intervals of its equations.
+
+    Args:
+        jaxpr: a program from `flatten`.
+
+    Attributes:
+        jaxpr: the program without calls.
+        blocks: the functions that the user rematerialized, by the interval (start, end) of their equations.
+        loops: the equations that are loops.
+        ends: the equations at which such functions, and loops outside of them, begin or end.
+    """
+
+    def __init__(self, jaxpr: Jaxpr):
+        self.jaxpr = whole = inline(jaxpr, calls=_CALLS, deep=False)
+        self._last_reads = last_reads(whole)
+        self._parts: dict[tuple[int, int], Part] = {}
+        self.blocks: dict[tuple[int, int], Part] = {}
+        self.ends: set[int] = set()
+
+        # Follow the variables of `jaxpr` into the inlined program, where a function takes as many equations as it has.
+        atoms: dict[Any, Any] = dict(zip(jaxpr.invars, whole.invars, strict=True))
+        index = 0
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name not in REMAT:
+                atoms.update(zip(eqn.outvars, whole.eqns[index].outvars, strict=True))
+                index += 1
+                continue
+            body = inline(eqn.params["jaxpr"], calls=_CALLS, deep=False)
+            end = index + len(body.eqns)
+            operands = [a if isinstance(a, Literal) else atoms[a] for a in eqn.invars]
+            inner: dict[Any, Any] = dict(zip(body.invars, operands, strict=True))
+            for ours, copy in zip(body.eqns, whole.eqns[index:end], strict=True):
+                inner.update(zip(ours.outvars, copy.outvars, strict=True))
+            outs = [a if isinstance(a, Literal) else inner[a] for a in body.outvars]
+            atoms.update(zip(eqn.outvars, outs, strict=True))
+            self._add_block(index, end, eqn, operands, outs)
+            index = end
+        self.loops = [i for i, e in enumerate(whole.eqns) if is_loop(e)]
+        outside = [i for i in self.loops if not any(start <= i < end for start, end in self.blocks)]
+        self.ends |= {j for i in outside for j in (i, i + 1)}
+
+    def _add_block(self, start: int, end: int, eqn: Any, operands: Sequence[Any], outs: Sequence[Any]) -> None:
+        self.ends |= {start, end}
+        defined = {v for e in self.jaxpr.eqns[start:end] for v in e.outvars}
+        # A function that returns an input, or a value twice, cannot be a part: each part defines its outputs.
+        if (
+            end > start
+            and all(not isinstance(v, Literal) and v in defined for v in outs)
+            and len(set(outs)) == len(outs)
+        ):
+            variables, original = _bind_literals(_jax.open_jaxpr(eqn.params["jaxpr"])[0], operands)
+            self.blocks[start, end] = Part("region", _without_jits(original), variables, outs, original_jaxpr=original)
+
+    def __len__(self) -> int:
+        return len(self.jaxpr.eqns)
+
+    def part(self, start: int, end: int) -> Part:
+        """The equations of an interval: a function that the user rematerialized, a loop, or a region."""
+        part = self._parts.get((start, end)) or self.blocks.get((start, end))
+        if part is None:
+            part = (
+                self._loop(start) if end == start + 1 and is_loop(self.jaxpr.eqns[start]) else self._region(start, end)
+            )
+        self._parts[start, end] = part
+        return part
+
+    def _loop(self, index: int) -> Part:
+        # Rematerialized functions are inlined too: the plan decides what a step saves.
+        eqn = self.jaxpr.eqns[index]
+        body = inline(_jax.open_jaxpr(eqn.params["jaxpr"])[0], calls=_CALLS, deep=False)
+        return Part("loop", body, eqn.invars, eqn.outvars, eqn)
+
+    def _region(self, start: int, end: int) -> Part:
+        # As a function: its inputs are the variables that it reads and does not define, its outputs those read later.
+        eqns = self.jaxpr.eqns[start:end]
+        defined = {v for e in eqns for v in e.outvars}
+        invars = {v: None for e in eqns for v in e.invars if not isinstance(v, Literal) and v not in defined}
+        outvars = [v for e in eqns for v in e.outvars if self._last_reads.get(v, -1) >= end]
+        return Part(
+            "region", _jax.rebuild(self.jaxpr, invars=list(invars), outvars=outvars, eqns=eqns), list(invars), outvars
+        )
+
+    def split(self, cuts: Iterable[int] | None = None) -> list[Part]:
+        """The parts between cuts, the indices of the equations that begin one; by default the blocks, the loops and the rest."""
+        boundaries = sorted({0, len(self), *(self.ends if cuts is None else cuts)})
+        return [self.part(a, b) for a, b in itertools.pairwise(boundaries)]
 
 
 _CALLS = JIT | REMAT | {_jax.CLOSED_CALL}
-
-
-def split(jaxpr: Jaxpr, cuts: Sequence[int] | None) -> list[Part]:
-    """Split a flat program into parts.
-
-    Args:
-        cuts: indices of the equations that begin a new region. Loops and rematerialized functions are parts in any case. None
-            if those functions are the only regions.
-    """
-    last_uses = _last_uses(jaxpr)
-    category = "rest" if cuts is None else "region"
-    parts: list[Part] = []
-    start = 0
-
-    def flush(end: int) -> None:
-        nonlocal start
-        if end > start:
-            eqns = jaxpr.eqns[start:end]
-
-            # As a function: its inputs are the variables that it reads and does not define, its outputs those read later.
-            defined = {v for e in eqns for v in e.outvars}
-            invars = {v: None for e in eqns for v in e.invars if not isinstance(v, Literal) and v not in defined}
-            outvars = [v for e in eqns for v in e.outvars if last_uses.get(v, -1) >= end]
-            body = _jax.rebuild(jaxpr, invars=list(invars), outvars=outvars, eqns=eqns)
-            parts.append(Part(category, _without_jits(body), list(invars), outvars))
-        start = end
-
-    boundaries = set(cuts or ())
-    for i, eqn in enumerate(jaxpr.eqns):
-        if i in boundaries:
-            flush(i)
-        if eqn.primitive.name in REMAT or is_loop(eqn):
-            flush(i)
-            inner = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
-            if eqn.primitive.name in REMAT:
-                variables, original = _bind_literals(inner, eqn.invars)
-                body = _without_jits(original)
-                parts.append(Part("region", body, variables, eqn.outvars, original_jaxpr=original))
-            else:
-                # Rematerialized functions are inlined too: the plan decides what a step saves.
-                body = inline(inner, calls=_CALLS, deep=False)
-                parts.append(Part("loop", body, eqn.invars, eqn.outvars, eqn))
-            start = i + 1
-    flush(len(jaxpr.eqns))
-    return parts
 
 
 def is_loop(eqn: Any) -> bool:
@@ -156,7 +188,7 @@ def _bind_literals(jaxpr: Jaxpr, atoms: Sequence[Any]) -> tuple[list[Any], Jaxpr
     return [a for a in atoms if not isinstance(a, Literal)], _jax.with_literals(jaxpr, literals)
 
 
-def _last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
+def last_reads(jaxpr: Jaxpr) -> dict[Any, int]:
     """For each variable, the index of the last equation that reads it; the number of equations for outputs."""
     uses = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not isinstance(v, Literal)}
     return uses | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not isinstance(v, Literal)}
@@ -183,84 +215,6 @@ def cotangent_variables(jaxpr: Jaxpr, num_out: int) -> set[Any]:
         if any(v in dependencies for v in eqn.outvars):
             dependencies.update(v for v in eqn.invars if not isinstance(v, Literal))
     return dependencies
-
-
-def has_regions(jaxpr: Jaxpr) -> bool:
-    """Whether the user rematerialized parts of the program, or of its loops' steps."""
-    loops = [_jax.open_jaxpr(e.params["jaxpr"])[0] for e in jaxpr.eqns if is_loop(e)]
-    return any(e.primitive.name in REMAT for e in jaxpr.eqns) or any(map(has_regions, loops))
-
-
-# -- where to cut ----------------------------------------------------------------------------------------------------
-
-
-def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
-    """For each equation, the bytes of values computed before it and read by it or later."""
-    # A value crosses into the equations after its own, up to and including its last reader: add its bytes at the first of them,
-    # subtract them after the last, and take running sums. Outputs are read at index `len(eqns)`, hence two more entries.
-    last_uses = _last_uses(jaxpr)
-    deltas = [0] * (len(jaxpr.eqns) + 2)
-    for i, eqn in enumerate(jaxpr.eqns):
-        for v in eqn.outvars:
-            if v in last_uses:
-                deltas[i + 1] += device_bytes(v.aval)
-                deltas[last_uses[v] + 1] -= device_bytes(v.aval)
-    live, crossing = 0, []
-    for delta in deltas[:-2]:
-        live += delta
-        crossing.append(live)
-    return crossing
-
-
-def candidate_partitions(jaxpr: Jaxpr) -> Iterator[tuple[Jaxpr, Sequence[int] | None]]:
-    """Yield equivalent programs with cuts, as for `split`: the user's regions first, then the finest cuts."""
-    if not has_regions(jaxpr):
-        for cuts in _cut_sets(jaxpr):
-            yield jaxpr, cuts
-        return
-    yield jaxpr, None
-    inlined, ends = inline_remat(jaxpr)
-    seen = {tuple(sorted(ends))}
-    for cuts in _cut_sets(inlined):
-        finer = tuple(sorted(ends.union(cuts)))
-        if finer not in seen:
-            seen.add(finer)
-            yield inlined, finer
-
-
-def _cut_sets(jaxpr: Jaxpr) -> Iterator[tuple[int, ...]]:
-    """Yield sets of cuts that few bytes cross, the set with the most regions first."""
-    from scipy.signal import find_peaks
-
-    live = crossing_bytes(jaxpr)
-    if not any(live):
-        yield ()
-        return
-
-    # A dip of less than 2% of the highest count does not separate regions.
-    minima, _ = find_peaks([-x for x in live], prominence=0.02 * max(live))
-    # Within a plateau of equal bytes, cut at its end: cheap equations stay with the producers of their operands.
-    cuts = []
-    for index in minima:
-        end = int(index)
-        while end + 1 < len(live) and live[end + 1] == live[end]:
-            end += 1
-        cuts.append(end)
-
-    # Larger regions save fewer inputs and need more memory in their backward pass; which is better depends on the budget. Every
-    # one, two or four neighboring regions are merged, counted from the first.
-    seen = set()
-    for stride in (1, 2, 4):
-        subset = tuple(cuts[stride - 1 :: stride])
-        if subset not in seen:
-            seen.add(subset)
-            yield subset
-
-    # The global minima only: the ends of blocks that have other local minima inside.
-    lowest = min((live[c] for c in cuts), default=0)
-    subset = tuple(c for c in cuts if live[c] <= 1.01 * lowest)
-    if subset not in seen:
-        yield subset
 
 
 # -- running them ----------------------------------------------------------------------------------------------------

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from .. import _jax
 from .._equations.compiled import Cost, Program, fast_compile_options, memory_analysis_options
-from .._equations.differentiate import with_pullback
 from .._equations.flops import flops
 from .._jax import Jaxpr
 from .._lift.context import TraceContext
 from .._remat.parse import as_policy
 from .._text import format_bytes
-from .._tree import is_float
 from ..residuals.report import BASELINE
 from ._analysis import EquationCost, Option
-from ._layout import Layout
-from ._parts import candidate_partitions, flatten
+from ._bracket import Bracket, Proposal, interpolate
+from ._candidate import Candidate, with_gradient
+from ._choice import Choice, Family
+from ._groups import Groups
+from ._lattice import Lattice
+from ._layout import UNPLANNED, Layout, rewrite
+from ._parts import Flat, flatten
 
 STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
-_MAX_TRIES = 7  # compilations for one budget, before the stock policies
+_MAX_TRIES = 8  # compilations for one budget, before the stock policies; half as many more where none keeps it
+_MAX_PROBES = 3  # of them, for each family
+_MAX_PROBE_STEPS = 24  # of 2%
+_WORTH_A_PROBE = 0.75  # of the best candidate's cost, at most
 
 # A stock policy is compiled unless the best candidate costs at most this part of the model's cost for it, or its predicted memory is
 # above this multiple of the budget. Both figures are predictions, so the margins are wide (0.9 and 1.25 at first, widened so that
@@ -38,34 +42,6 @@ _FAR_ABOVE_BUDGET = 2.0
 
 # A gain below this part of the forward pass is not worth a compilation: about a thousandth of the program with its gradient.
 _NEGLIGIBLE = 3e-3
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Candidate:
-    """A compiled choice of options.
-
-    Attributes:
-        name: the stock policy's, "no remat" for the baseline, or "plan".
-        options: one for each part of `layout`.
-        peak: bytes, by the model.
-        predicted_cost: of recomputation, by the model.
-        added_cost: of recomputation, by the equations of the compiled program; by the model where these do not show it.
-        compiled: the costs of the compiled program, gradient included.
-        predicted_bytes: temporary bytes, predicted from the model and the candidates compiled before.
-    """
-
-    name: str
-    layout: Layout
-    options: list[Option]
-    peak: int
-    predicted_cost: float
-    added_cost: float
-    compiled: Cost
-    predicted_bytes: float
-
-    @property
-    def temp_bytes(self) -> int:
-        return self.compiled.temp_bytes
 
 
 class Search:
@@ -81,8 +57,11 @@ class Search:
         report: called with a description of each step.
         program_of: ``(jaxpr, compiler_options) -> Program`` to compile for a rewritten program; by default with its gradient.
         context: the transforms and shardings that the program runs under.
+        compile_baseline: whether the baseline is compiled in any case, beside the analysis; otherwise only where it may be the
+            answer, or is asked for.
 
     Attributes:
+        lattice: the regions, and the choice among them.
         candidates: compiled candidates in order of compilation, except that the baseline comes first once it is compiled.
     """
 
@@ -98,31 +77,27 @@ class Search:
         report: Callable[[str], None] = lambda text: None,
         program_of: Callable[[Jaxpr, dict[str, Any]], Program] | None = None,
         context: TraceContext = TraceContext(),  # noqa: B008
+        compile_baseline: bool = True,
     ):
         self._end = None if time_limit is None else time.monotonic() + time_limit
         self._report = report
-        self._program_of = program_of or functools.partial(_with_gradient, list(diff_indices), num_out, context)
+        self._program_of = program_of or functools.partial(with_gradient, list(diff_indices), num_out, context)
         self.equation_cost = equation_cost
         self.jaxpr = flatten(jaxpr)
         self.candidates: list[Candidate] = []
         self._tried: dict[Any, Candidate] = {}
         self._budget = float("inf")  # of the fit under way
 
-        fronts: dict[Any, Any] = {}
-        policies = [as_policy(p) for p in STOCK]
+        # The baseline, whose regions all stay unchanged, compiles in a thread while the others are analyzed.
+        program = Flat(self.jaxpr)
+        self._start_baseline(program)
+        if compile_baseline:
+            self._compile_baseline()
         report("analyzing the program")
-        self.layouts: list[Layout] = []
-        for program, cuts in candidate_partitions(self.jaxpr):
-            if self.layouts and self.is_late():
-                break
-            options = {"policies": policies, "offload": offload, "deadline": self.is_late, "fronts": fronts}
-            options |= {"context": context}
-            self.layouts.append(Layout(program, cuts, diff_indices, num_out, equation_cost=equation_cost, **options))
-
-            # The baseline and the stock policies are choices of the first layout: the user's regions, or the finest cuts.
-            if len(self.layouts) == 1:
-                self._start_baseline()
-        self._forward_cost = sum(map(equation_cost, self.jaxpr.eqns))
+        options = {"policies": [as_policy(p) for p in STOCK], "offload": offload, "deadline": self.is_late}
+        options |= {"equation_cost": equation_cost, "context": context}
+        self.lattice = Lattice(program, diff_indices, num_out, **options)
+        self._forward_cost = sum(map(equation_cost, program.jaxpr.eqns))
         self._negligible = _NEGLIGIBLE * self._forward_cost
 
     def is_late(self) -> bool:
@@ -134,51 +109,98 @@ class Search:
     def fit(self, budget: int) -> Candidate | None:
         """Return the cheapest candidate within a budget, compiling a few; None if none of them keeps it.
 
-        A bisection over limits of the model: a choice at `low` kept the budget, one at `high` did not. It is a heuristic: more
-        memory by the model may be less in the compiled program, and the number of tries is limited. So a cheaper choice
-        within the budget may be missed, and even the only one; a returned one keeps it, since its program was compiled.
+        A bisection over limits of the model, for each family of regions. It is a heuristic: more memory by the model may be less in
+        the compiled program, and the number of tries is limited. So a cheaper choice within the budget may be missed, and even
+        the only one; a returned one keeps it, since its program was compiled.
         """
         self._budget = float(budget)
-        # The baseline costs nothing: where it may be the answer, its bytes must be exact.
-        self._finish_baseline()
-        if self.baseline_bytes() <= budget:
-            self._confirm_baseline()
+        # The baseline costs nothing: where it may be the answer, its bytes must be exact. Far above the budget it is not compiled.
+        if self._compiling is not None or self._baseline_peak <= _FAR_ABOVE_BUDGET**2 * budget:
+            self._finish_baseline()
+            if self.baseline_bytes() <= budget:
+                self._confirm_baseline()
 
-        low, high = 0.0, float("inf")
-        for _ in range(_MAX_TRIES):
-            # Stop where little is left to gain: by the model, no choice below `high` costs less than `_least_cost(high)`.
-            best = self.best(budget)
-            if (best is not None and best.added_cost - self._least_cost(high) <= self._negligible) or self.is_late():
+        brackets = [Bracket(family) for family in self.lattice.families]
+        for num_tries in range(_MAX_TRIES * 3 // 2):
+            if num_tries >= _MAX_TRIES and self.best(budget) is not None:
                 break
-            target = self._target(budget, low, high)
-            choice = self._propose(target)
-            if choice is None:  # the model thinks nothing fits: its choice of the lowest peak shows whether it is right
-                if low == 0.0 and (least := self._lowest_peak()) is not None and not self._was_tried(*least):
-                    self.measure(*least)
-                    continue
+            proposals = [p for bracket in brackets if (p := self._proposal(bracket, budget)) is not None]
+            if not proposals or self.is_late():
                 break
+            # The families in turn, since the model errs in another way for each; then the model's cheapest. A family that takes more
+            # memory than the model says is held to lower limits, and costs more.
+            proposal = min(proposals, key=lambda p: (p.target is None, p.bracket.num_tries, p.cost))
+            proposal.bracket.num_tries += 1
+            candidate = self.measure(*proposal.choice)
+            is_kept = candidate.temp_bytes <= budget
+            if proposal.target is None:
+                proposal.bracket.note_probe(candidate.peak, is_kept)
+            else:
+                proposal.bracket.narrow(proposal.target, is_kept)
 
-            # A choice that was compiled before gives its side of the bisection; go on to the nearest other choice.
-            if self._was_tried(*choice):
-                tried = self._tried[self._key(*choice)]
-                low, high = (max(low, target), high) if tried.temp_bytes <= budget else (low, min(high, target))
-                target = self._next_untried(low, high, tried, budget)
-                choice = None if target is None else self._propose(target)
-                if choice is None or self._was_tried(*choice):
-                    break
-            candidate = self.measure(*choice)
-            assert target is not None
-            low, high = (max(low, target), high) if candidate.temp_bytes <= budget else (low, min(high, target))
-
-            # Half a percent of memory is not worth a compilation.
-            if high <= low * 1.005:
-                break
-
-        # Whether the budget is infeasible is decided by the compiled program of the lowest peak, not by the model.
-        if self.best(budget) is None and not self.is_late() and (least := self._lowest_peak()) is not None:
-            self.measure(*least)
+        # Whether the budget is infeasible is decided by the compiled programs of the lowest peaks, not by the model.
+        for family in self.lattice.families:
+            if self.best(budget) is None and not self.is_late() and (least := self._lowest_peak(family)) is not None:
+                self.measure(*least)
         self._try_stock(budget)
+        if not self.candidates:  # the time was up at once
+            self._finish_baseline()
         return self.best(budget)
+
+    def _proposal(self, bracket: Bracket, budget: int) -> Proposal | None:
+        """The next choice of a family to compile; None if there is none, or little left to gain."""
+        proposal = None if bracket.is_done else self._bisect(bracket, budget)
+        bracket.is_done = proposal is None
+        return proposal or self._probe(bracket, budget)
+
+    def _bisect(self, bracket: Bracket, budget: int) -> Proposal | None:
+        """A choice between one that keeps the budget and one that does not."""
+        best, family = self.best(budget), bracket.family
+
+        # By the model no choice below `high` costs less than the cheapest at `high`. Half a percent of memory is not worth a compilation.
+        if best is not None and best.added_cost - self._least_cost(family, bracket.high) <= self._negligible:
+            return None
+        if bracket.high <= bracket.low * 1.005:
+            return None
+        target = self._target(budget, bracket)
+        choice = self._propose(family, target)
+        if choice is None:
+            return None
+
+        # A choice that was compiled before gives its side of the bisection; go on to the nearest other choice.
+        if self._was_tried(*choice):
+            tried = self._tried[self._key(*choice)]
+            bracket.narrow(target, tried.temp_bytes <= budget)
+            target = self._next_untried(bracket, tried, budget)
+            choice = None if target is None else self._propose(family, target)
+            if choice is None or self._was_tried(*choice):
+                return None
+        return Proposal(bracket, target, choice)
+
+    def _probe(self, bracket: Bracket, budget: int) -> Proposal | None:
+        """A choice where the model must err if it is to be of use: of the lowest peaks, or far cheaper than the best and above the bisection.
+
+        XLA's memory is not monotone in the model's: choices of nearly equal peaks differ by several percent.
+        """
+        if bracket.num_probes == _MAX_PROBES:
+            return None
+        family, best = bracket.family, self.best(budget)
+        if best is None:
+            choice, limit, enough = self._lowest_peak(family), family.least_peak(), float("inf")
+        else:
+            choice, limit, enough = None, bracket.high, _WORTH_A_PROBE * best.added_cost
+            if limit == float("inf") or best.added_cost <= 2 * self._negligible:
+                return None
+        for _ in range(_MAX_PROBE_STEPS):
+            if choice is not None and not self._was_tried(*choice):
+                return Proposal(bracket, None, choice)
+            limit *= 1.02
+            choice = family.choose(limit)
+            if choice is not None and sum(o.cost for o in choice[1]) <= enough:
+                choice = self._propose(family, limit)
+            else:
+                choice = None
+        return None
 
     def _best_so_far(self) -> str:
         """For progress: the cheapest candidate within the budget, or else the smallest."""
@@ -200,9 +222,10 @@ class Search:
     def ends(self) -> tuple[int, int]:
         """The least temporary bytes reached, and the baseline's."""
         self._finish_baseline()
-        least = self._lowest_peak()
-        if least is not None and not self.is_late():
-            self.measure(*least)
+        for family in self.lattice.families:
+            least = self._lowest_peak(family)
+            if least is not None and not self.is_late():
+                self.measure(*least)
         return self.smallest().temp_bytes, self.baseline_bytes()
 
     def baseline_bytes(self) -> int:
@@ -220,17 +243,14 @@ class Search:
 
         From the least memory to the baseline's, monotone in both.
         """
-        self._finish_baseline()
-        low = min(layout.least_peak() for layout in self.layouts)
-        high = max(low + 1, *(c.peak for c in self.candidates))
+        everything = self.lattice.families[0]
+        low = everything.least_peak()
+        high = max(low + 1, self._baseline_peak, *(c.peak for c in self.candidates))
         total_cost = self.total_cost()
 
-        # Only layouts with a compiled candidate, since each of the others would take a dynamic program for every point. So a point
-        # may cost more than the best choice of all layouts.
-        layouts = list({id(c.layout): c.layout for c in self.candidates}.values())
         points: list[tuple[float, float]] = []
         for limit in np.geomspace(low * 1.001 + 1, high * 1.001 + 1, num):
-            choice = self._cheapest(limit, layouts)
+            choice = everything.choose(limit)
             if choice is not None:
                 cost = sum(o.cost for o in choice[1]) / total_cost
                 points.append((self.predict(choice[0].peak(choice[1])), cost))
@@ -240,7 +260,7 @@ class Search:
         for i, (_, cost) in enumerate(points):
             least = min(least, cost)
             points[i] = (max(b for b, _ in points[: i + 1]), least)
-        baseline_bytes = float(self.baseline.temp_bytes)
+        baseline_bytes = float(self.unplanned_bytes)
         return [*(point for point in points if point[0] < baseline_bytes), (baseline_bytes, 0.0)]
 
     def total_cost(self) -> float:
@@ -251,30 +271,43 @@ class Search:
 
     @property
     def baseline(self) -> Candidate:
-        """The program without rematerialization."""
+        """The program without rematerialization; compiled on demand."""
         self._finish_baseline()
         return self.candidates[0]
 
-    def _start_baseline(self) -> None:
-        """Start to compile the baseline in a thread, while Python analyses further layouts: XLA releases the GIL.
+    @property
+    def baseline_flops(self) -> int:
+        """Operations of the baseline with its gradient, known without compilation."""
+        return self._baseline_program.flops
+
+    @property
+    def unplanned_bytes(self) -> int:
+        """Temporary bytes of the baseline: measured if it was compiled, else predicted."""
+        return self.baseline_bytes() if self._has_baseline else int(self.predict(self._baseline_peak))
+
+    def _start_baseline(self, program: Flat) -> None:
+        """Trace the baseline."""
+        self._has_baseline = False
+        self._is_confirmed = fast_compile_options() == memory_analysis_options()
+        parts = program.split()
+        self._unplanned = rewrite(program.jaxpr, parts, [UNPLANNED] * len(parts))
+        self._baseline_program = self._program_of(self._unplanned, fast_compile_options())
+        self._compiling: concurrent.futures.Future | None = None
+
+    def _compile_baseline(self) -> None:
+        """Start to compile the baseline in a thread, while Python analyzes the regions: XLA releases the GIL.
 
         For a large program this compilation takes longest, since the whole is one region.
         """
-        self._has_baseline = False
-        self._is_confirmed = fast_compile_options() == memory_analysis_options()
-        self._baseline_program = self._program_of(
-            self.layouts[0].rewrite(self._baseline_options), fast_compile_options()
-        )
-        pool = concurrent.futures.ThreadPoolExecutor(1)
-        self._compiling = pool.submit(lambda: self._baseline_program.cost)
-        pool.shutdown(wait=False)
-
-    @property
-    def _baseline_options(self) -> list[Option]:
-        return [front.baseline for front in self.layouts[0].fronts]
+        if self._compiling is None:
+            pool = concurrent.futures.ThreadPoolExecutor(1)
+            self._compiling = pool.submit(lambda: self._baseline_program.cost)
+            pool.shutdown(wait=False)
 
     def _finish_baseline(self) -> None:
         if not self._has_baseline:
+            self._compile_baseline()
+            assert self._compiling is not None
             if not self._compiling.done():
                 self._report("compiling the baseline")
             self._set_baseline(self._compiling.result())
@@ -283,31 +316,39 @@ class Search:
         """Compile the baseline again where it may be the answer, without the options that may change its memory."""
         if not self._is_confirmed:
             self._report("compiling the baseline")
-            self._set_baseline(
-                self._program_of(self.layouts[0].rewrite(self._baseline_options), memory_analysis_options()).cost
-            )
+            self._set_baseline(self._program_of(self._unplanned, memory_analysis_options()).cost)
             self._is_confirmed = True
 
+    @functools.cached_property
+    def _baseline_choice(self) -> tuple[Layout, list[Option]]:
+        layout, _ = self.lattice.stock_layouts[0]
+        return layout, [front.baseline for front in layout.fronts]
+
+    @property
+    def _baseline_peak(self) -> int:
+        layout, options = self._baseline_choice
+        return layout.peak(options)
+
     def _set_baseline(self, compiled: Cost) -> None:
-        layout, options = self.layouts[0], self._baseline_options
-        peak = layout.peak(options)
+        layout, options = self._baseline_choice
+        peak = self._baseline_peak
         baseline = Candidate(BASELINE, layout, options, peak, 0.0, 0.0, compiled, self.predict(peak))
         self._tried[self._key(layout, options)] = baseline
         candidates = self.candidates[1:] if self._has_baseline else self.candidates
         self.candidates = [baseline, *candidates]
         self._has_baseline = True
 
-    def _least_cost(self, limit: float) -> float:
+    def _least_cost(self, family: Family, limit: float) -> float:
         """The least cost of the choices that the model puts below a limit; 0 if there is none."""
-        choice = self._cheapest(limit) if limit < float("inf") else None
+        choice = family.choose(limit) if limit < float("inf") else None
         return 0.0 if choice is None else sum(o.cost for o in choice[1])
 
-    def _lowest_peak(self) -> tuple[Layout, list[Option]] | None:
+    def _lowest_peak(self, family: Family) -> Choice | None:
         """The choice of the lowest peak, after measuring the options that come near it."""
         while True:
             # The cheapest choice within 0.1% of the lowest peak, rather than any at it.
-            limit = min(layout.least_peak() for layout in self.layouts) * 1.001 + 1
-            choice = self._cheapest(limit)
+            limit = family.least_peak() * 1.001 + 1
+            choice = family.choose(limit)
             if (
                 choice is None
                 or self.is_late()
@@ -324,12 +365,12 @@ class Search:
         # A list, not a generator: `any` would stop at the first new measurement.
         return any([front.measure(o) for o in fitting if not self.is_late()])
 
-    def _propose(self, limit: float) -> tuple[Layout, list[Option]] | None:
-        """The cheapest choice of all layouts that the model puts within a limit, made of measured options only."""
+    def _propose(self, family: Family, limit: float) -> Choice | None:
+        """The cheapest choice that the model puts within a limit, made of measured options only."""
         # A measurement changes the bytes of chosen options, and so may change the choice. The loop ends: every turn but the last
         # measures an option for the first time, and there are finitely many.
         while True:
-            choice = self._cheapest(limit)
+            choice = family.choose(limit)
             if choice is None or not self._measure_parts(*choice):
                 return choice
 
@@ -338,28 +379,21 @@ class Search:
         pairs = zip(layout.fronts, options, strict=True)
         return any([front.measure(option) for front, option in pairs if not self.is_late()])
 
-    def _cheapest(self, limit: float, layouts: Sequence[Layout] | None = None) -> tuple[Layout, list[Option]] | None:
-        layouts, choices = layouts or self.layouts, []
-        for i, layout in enumerate(layouts):
-            options = layout.choose(limit)
-            if options is not None:
-                # Of equal costs the choice with fewer parts, then of the earlier layout: options themselves are not compared.
-                choices.append((sum(o.cost for o in options), len(layout.parts), i, options))
-        if not choices:
-            return None
-        _, _, i, options = min(choices, key=lambda c: c[:3])
-        return layouts[i], options
-
-    def _next_untried(self, low: float, high: float, tried: Candidate, budget: int) -> float | None:
+    def _next_untried(self, bracket: Bracket, tried: Candidate, budget: int) -> float | None:
         """The next limit of the model that gives a new choice: above a candidate that fits, below one that does not."""
         # In steps of 2%, which reach a factor of 3.3. Choices within one step of another are missed.
-        step = 1.02 if tried.temp_bytes <= budget else 1 / 1.02
-        target = float(tried.peak)  # limits between this peak and the one that chose it give the same choice
+        is_kept = tried.temp_bytes <= budget
+        step = 1.02 if is_kept else 1 / 1.02
+
+        # Limits between the tried choice's peak and the limit that chose it give the same choice. Its peak may lie outside of the
+        # interval, where the choice was first tried for another limit: start inside.
+        low, high = bracket.low, bracket.high
+        target = max(float(tried.peak), low) if is_kept else min(float(tried.peak), high)
         for _ in range(60):
             target *= step
             if not low <= target <= high:
                 return None
-            choice = self._propose(target)
+            choice = self._propose(bracket.family, target)
             if choice is None:
                 return None
             if not self._was_tried(*choice):
@@ -368,10 +402,9 @@ class Search:
 
     def _try_stock(self, budget: int) -> None:
         """Compile the stock policies that the model thinks cheaper than the best candidate, or all if there is none."""
-        for n, name in enumerate(STOCK):
+        for (layout, is_planned), (n, name) in itertools.product(self.lattice.stock_layouts, enumerate(STOCK)):
             best = self.best(budget)
-            layout = self.layouts[0]
-            options = layout.stock(n)
+            options = _stock_options(layout, is_planned, n)
             if self._was_tried(layout, options) or self.is_late():
                 continue
             if best is not None:
@@ -379,7 +412,7 @@ class Search:
                 if best.added_cost <= max(_CLEARLY_CHEAPER * sum(o.cost for o in options), self._negligible):
                     continue
                 if self._measure_parts(layout, options):
-                    options = layout.stock(n)
+                    options = _stock_options(layout, is_planned, n)
                 if self.predict(layout.peak(options)) > _FAR_ABOVE_BUDGET * budget:
                     continue
             self.measure(layout, options, name)
@@ -395,32 +428,37 @@ class Search:
             points = sorted({(c.peak, math.sqrt(c.peak * c.temp_bytes)) for c in candidates})
         if not points:
             return peak
-        # Piecewise linear, and proportional beyond both ends; a higher peak is never predicted to take less memory.
-        peaks, temps = np.array(points, float).T
-        temps = np.maximum.accumulate(temps)
-        if peak <= peaks[0]:
-            return float(max(0.0, temps[0] + (peak - peaks[0]) * _slope(peaks[0], temps[0])))
-        if peak >= peaks[-1]:
-            return float(temps[-1] + (peak - peaks[-1]) * _slope(peaks[-1], temps[-1]))
-        return float(np.interp(peak, peaks, temps))
+        return interpolate(points, peak)
 
-    def _target(self, budget: int, low: float, high: float) -> float:
-        """The limit of the model at which the prediction meets the budget."""
+    def _target(self, budget: int, bracket: Bracket) -> float:
+        """The limit of the model at which the prediction for a family meets the budget."""
+        low, high = bracket.low, bracket.high
+        in_family = [c for c in self.candidates if self._family_of(c) is bracket.family and c.name != BASELINE]
+        candidates = in_family or self.candidates
+
         # `predict` is monotone, so bisection applies. Without an upper limit, four times the largest number known stands for it.
         bottom, top = low, high if high < float("inf") else 4.0 * max([budget, *(c.peak for c in self.candidates)])
         for _ in range(50):
             middle = (bottom + top) / 2
-            bottom, top = (middle, top) if self.predict(middle) <= budget else (bottom, middle)
+            bottom, top = (middle, top) if self.predict(middle, candidates) <= budget else (bottom, middle)
         if high < float("inf"):  # stay clear of both ends, so that each try shortens the interval by a tenth or more
             margin = 0.1 * (high - low)
             return min(max(bottom, low + margin), high - margin)
         return bottom
 
+    def _family_of(self, candidate: Candidate) -> Family:
+        """The smallest family that a candidate belongs to."""
+        if any(isinstance(o.loop, Groups) for o in candidate.options):
+            return self.lattice.families[0]
+        cuts = candidate.layout.cuts
+        return next(f for f in reversed(self.lattice.families) if f.ends is None or f.ends.issuperset(cuts))
+
     # -- compiling ---------------------------------------------------------------------------------------------------
 
     def _key(self, layout: Layout, options: Sequence[Option]) -> Any:
-        # The decisions alone, since measurements change an option's bytes. Layouts live as long as the search: ids are unique.
-        return id(layout), tuple((o.saved, o.offloaded, o.loop) for o in options)
+        # The decisions alone, since measurements change an option's bytes; and where parts stay unchanged, cuts make no difference.
+        decisions = [(o.saved, o.offloaded, o.loop) for o in options]
+        return tuple((r.start, r.end, d) for r, d in zip(layout.regions, decisions, strict=True) if d != _UNCHANGED)
 
     def _was_tried(self, layout: Layout, options: Sequence[Option]) -> bool:
         return self._key(layout, options) in self._tried
@@ -440,27 +478,17 @@ class Search:
         predicted_cost = sum(o.cost for o in options)
         added_cost = predicted_cost
         if self.equation_cost is flops:
-            added_cost = compiled.flops - self._baseline_program.flops
+            added_cost = compiled.flops - self.baseline_flops
         candidate = Candidate(name, layout, list(options), peak, predicted_cost, added_cost, compiled, predicted_bytes)
         self._tried[key] = candidate
         self.candidates.append(candidate)
         return candidate
 
 
-def _slope(peak: float, temp: float) -> float:
-    return temp / peak if peak > 0 else 1.0
+_UNCHANGED = UNPLANNED.saved, UNPLANNED.offloaded, UNPLANNED.loop
 
 
-def _with_gradient(
-    diff_indices: Sequence[int], num_out: int, context: TraceContext, jaxpr: Jaxpr, compiler_options: dict[str, Any]
-) -> Program:
-    """A program without constants, with the gradient of its first `num_out` outputs with respect to these inputs."""
-
-    def run(*inputs: Any) -> tuple[list[Any], list[Any]]:
-        all_outs = _jax.evaluate(jaxpr, (), inputs)
-        outs, new_states = all_outs[:num_out], all_outs[num_out:]
-
-        # Outputs without a derivative and new states stay outputs, as in the user's program, so they are not temporary.
-        return [jnp.asarray(x) for x in outs if is_float(x)], [*(x for x in outs if not is_float(x)), *new_states]
-
-    return context.program(with_pullback(run, diff_indices), [v.aval for v in jaxpr.invars], compiler_options)
+def _stock_options(layout: Layout, is_planned: Sequence[bool], number: int) -> list[Option]:
+    """The options of a stock policy, where it acts on some parts."""
+    pairs = zip(layout.fronts, is_planned, strict=True)
+    return [front.stock[number] if acts else front.baseline for front, acts in pairs]

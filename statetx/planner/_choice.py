@@ -1,0 +1,203 @@
+"""The cheapest path through the regions of a program within a limit of bytes: a dynamic program over the cut points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ._analysis import Option
+from ._cuts import Run
+from ._layout import Layout, Region
+from ._paths import Paths
+
+_MAX_STATES = 768  # pairs of bytes and cost that the dynamic program follows
+
+Choice = tuple[Layout, list[Option]]
+
+
+class Family:
+    """Some of the regions of a program, with at least one path from its first equation to its last.
+
+    The compiled program differs from the model in another way for small regions than for large ones, so a search corrects the
+    model for each family.
+
+    Args:
+        num: equations of the program.
+        arcs: that end at each cut point: (start, region), or (start, (periods, level)) for ``2**level`` equal periods.
+        ends: where its regions begin and end; None for everywhere.
+        is_uniform: whether all steps of a loop are treated alike.
+        layout_of: a partition by its cuts.
+    """
+
+    def __init__(
+        self,
+        num: int,
+        arcs: dict[int, list[Arc]],
+        ends: set[int] | None,
+        layout_of: Callable[[Sequence[int]], Layout],
+        *,
+        is_uniform: bool = False,
+    ):
+        self._num, self.ends, self._layout_of, self.is_uniform = num, ends, layout_of, is_uniform
+        self._arcs = sorted(arcs.items())
+        everything = [arc for _, row in self._arcs for _, arc in row]
+        regions = [r for arc in everything for r in ([arc] if isinstance(arc, Region) else arc[0].regions)]
+        self._fronts = list({id(r.front): r.front for r in regions}.values())
+        self._limits: dict[float, Choice | None] = {}
+        self._versions: list[int] | None = None
+        self._tables: list[tuple[int, list[tuple[int, Paths]]]] = []
+
+    def _incoming(self) -> list[tuple[int, list[tuple[int, Paths]]]]:
+        """The arcs' tables by node, in order."""
+        versions = [front.version for front in self._fronts]
+        if versions != self._versions:
+            self._versions, self._limits, self._tables = versions, {}, []
+            tables: dict[tuple[int, ...], Paths] = {}
+            for end, arcs in self._arcs:
+                row = []
+                for start, arc in arcs:
+                    if isinstance(arc, Region):
+                        key = id(arc.front), arc.out_bytes, arc.cotangent_bytes
+                        if key not in tables:
+                            tables[key] = _paths_of(arc, self.is_uniform)
+                        row.append((start, tables[key]))
+                    else:
+                        periods, level = arc
+                        row.append((start, periods.table(level)))
+                self._tables.append((end, row))
+        return self._tables
+
+    def least_peak(self) -> int:
+        """The lowest limit with a feasible path, to within 0.01%, never below it."""
+        low, high = 0, 1
+        while not self._fits(high):
+            low, high = high, 2 * high
+        while high - low > max(1, high // 10_000):
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._fits(middle) else (middle, high)
+        return high
+
+    def _fits(self, limit: float) -> bool:
+        # Greedy is exact here: fewer bytes at a node leave more room for every later region.
+        least = {0: 0.0}
+        for end, row in self._incoming():
+            found = [
+                least[start] + table.bytes[fitting].min()
+                for start, table in row
+                if start in least and (fitting := table.peaks <= limit - least[start]).any()
+            ]
+            if found:
+                least[end] = min(found)
+        return self._num in least
+
+    def choose(self, limit: float) -> Choice | None:
+        """The cheapest partition and options within a limit, None if none fit: a dynamic program over the cut points.
+
+        The states of a node are the Pareto front of (bytes, cost) over the paths to it. A front of more than `_MAX_STATES` is
+        sampled, as is that of many periods; the choice may then cost more than the optimum, but keeps the limit.
+        """
+        tables = self._incoming()
+        if limit not in self._limits:
+            self._limits[limit] = self._choose(tables, limit)
+        return self._limits[limit]
+
+    def _choose(self, tables: list[tuple[int, list[tuple[int, Paths]]]], limit: float) -> Choice | None:
+        zero = np.zeros(1)
+        states: dict[int, tuple[np.ndarray, np.ndarray]] = {0: (zero, zero)}  # by cost; more cost, fewer bytes
+        origins: dict[int, tuple[np.ndarray, ...]] = {}
+        for end, row in tables:
+            pairs = []
+            for number, (start, table) in enumerate(row):
+                if start not in states:
+                    continue
+                # Every pair of a row of the table and a state that fits. Later regions only add bytes, which are checked there:
+                # a pair that does not fit here never will.
+                state_bytes, state_costs = states[start]
+                option, parent = np.nonzero(state_bytes <= limit - table.peaks[:, None])
+                new_bytes, new_costs = (
+                    table.bytes[option] + state_bytes[parent],
+                    table.costs[option] + state_costs[parent],
+                )
+                pairs.append((new_bytes, new_costs, np.full(len(option), number), option, parent))
+            if not pairs:
+                continue
+            new_bytes, new_costs, *origin = (np.concatenate(x) for x in zip(*pairs, strict=True))
+            if not len(new_bytes):
+                continue
+
+            # The Pareto front: by ascending cost, those with fewer bytes than every cheaper one.
+            order = np.lexsort((new_bytes, new_costs))
+            ordered = new_bytes[order]
+            order = order[np.concatenate([[True], ordered[1:] < np.minimum.accumulate(ordered)[:-1]])]
+
+            # Sampling keeps both ends: the cheapest state, and the one of the fewest bytes, which fits if any does.
+            if len(order) > _MAX_STATES:
+                order = order[np.unique(np.linspace(0, len(order) - 1, _MAX_STATES).astype(int))]
+            states[end] = new_bytes[order], new_costs[order]
+            origins[end] = tuple(x[order] for x in origin)
+        if self._num not in states:
+            return None
+        return self._path(dict(tables), origins)
+
+    def _path(self, tables: dict[int, list[tuple[int, Paths]]], origins: dict[int, tuple[np.ndarray, ...]]) -> Choice:
+        # Backtrack from the cheapest state, which is the first.
+        end, state = self._num, 0
+        cuts: list[int] = []
+        options: list[Option] = []
+        while end > 0:
+            number, option, parent = (int(x[state]) for x in origins[end])
+            start, table = tables[end][number]
+            steps = table.steps(option)
+            cuts = [*(start + offset for offset, _ in steps), *cuts]
+            options = [*(o for _, o in steps), *options]
+            end, state = start, parent
+        return self._layout_of(cuts), options
+
+
+def _paths_of(region: Region, is_uniform: bool = False) -> Paths:
+    options = region.front.uniform_options if is_uniform else region.front.options
+    return Paths.of_options(options, region.out_bytes, region.cotangent_bytes)
+
+
+class Periods:
+    """Tables of 1, 2, 4, 8 ... equal periods of a program.
+
+    Args:
+        group: the periods.
+        regions: (start, end, region) within one period, of two periods, and of four, relative to their start.
+    """
+
+    def __init__(self, group: Run, regions: Sequence[Sequence[tuple[int, int, Region]]]):
+        self._period, self._regions = group.period, regions
+        self.regions = [r for level in regions for _, _, r in level]
+        self._versions: list[int] = []
+        self._levels: list[Paths] = []
+
+    def table(self, level: int) -> Paths:
+        versions = [r.front.version for r in self.regions]
+        if versions != self._versions:
+            self._versions, self._levels = versions, [self._one_period()]
+        while len(self._levels) <= level:
+            number = len(self._levels)
+            half = self._levels[-1]
+            tables = [half.then(half, 2 ** (number - 1) * self._period)]
+            if number < len(self._regions):
+                tables += [_paths_of(r) for _, _, r in self._regions[number]]
+            self._levels.append(Paths.union(tables))
+        return self._levels[level]
+
+    def _one_period(self) -> Paths:
+        tables = {0: Paths.empty()}
+        for end in sorted({e for _, e, _ in self._regions[0]}):
+            paths = [
+                tables[start].then(_paths_of(region), start)
+                for start, e, region in self._regions[0]
+                if e == end and start in tables
+            ]
+            if paths:
+                tables[end] = Paths.union(paths)
+        return tables[self._period]
+
+
+Arc = tuple[int, Region | tuple[Periods, int]]

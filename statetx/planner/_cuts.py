@@ -1,0 +1,266 @@
+"""Where a program may be cut: the intervals of its equations that may become regions.
+
+They are a union, from which the dynamic program of `_lattice` takes a path from the first equation to the last:
+
+- the functions that the user rematerialized,
+- stretches between cuts that few bytes cross, and two or four neighboring ones merged,
+- the periods of a repeating program, such as its layers, and two or four of them merged.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .._equations.flops import flops
+from .._equations.primitives import REMAT, row_of
+from .._jax import Jaxpr
+from .._lift.context import device_bytes
+from ._parts import Flat, last_reads
+
+Interval = tuple[int, int]
+
+_MAX_MERGED = 320  # equations of a merged region: its integer programs take more than linear time
+_LOW = 1.01  # of the fewest bytes at a cut: the ends of blocks that have other local minima inside
+
+
+class Run(NamedTuple):
+    """Equal periods, one after the other, such as the layers of a model.
+
+    Attributes:
+        start: the first equation.
+        period: equations of each.
+        count: their number.
+    """
+
+    start: int
+    period: int
+    count: int
+
+    @property
+    def boundaries(self) -> list[int]:
+        return [self.start + k * self.period for k in range(self.count + 1)]
+
+
+class Candidates(NamedTuple):
+    """The intervals that may become regions.
+
+    Attributes:
+        stock: partitions, as cuts, where the stock policies act on the parts of the second item, and other parts stay unchanged.
+        intervals: all intervals, the most useful first.
+        runs: where the program repeats.
+        ends: where blocks begin or end: functions that the user rematerialized, loops, periods, and also periods within these; then
+            the same without these.
+    """
+
+    stock: list[tuple[list[int], list[Interval]]]
+    intervals: list[Interval]
+    runs: list[Run]
+    ends: list[set[int]]
+
+
+def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
+    """For each equation, the bytes of values computed before it and read by it or later."""
+    # A value crosses into the equations after its own, up to and including its last reader: add its bytes at the first of them,
+    # subtract them after the last, and take running sums. Outputs are read at index `len(eqns)`, hence two more entries.
+    reads = last_reads(jaxpr)
+    deltas = [0] * (len(jaxpr.eqns) + 2)
+    for i, eqn in enumerate(jaxpr.eqns):
+        for v in eqn.outvars:
+            if v in reads:
+                deltas[i + 1] += device_bytes(v.aval)
+                deltas[reads[v] + 1] -= device_bytes(v.aval)
+    return list(itertools.accumulate(deltas[:-2]))
+
+
+def candidates(program: Flat) -> Candidates:
+    """The intervals of a program that may become regions."""
+    num, live = len(program), crossing_bytes(program.jaxpr)
+    walls = {j for i in program.loops for j in (i, i + 1)}
+    runs, inner = _runs(program, live)
+    outer = {0, num, *walls, *program.ends, *(b for run in runs for b in run.boundaries)}
+    fixed = outer | inner
+
+    # A cut within the same plateau as a fixed one separates nothing.
+    plateaus = _plateaus(live)
+    taken = {plateaus[c] for c in fixed if c < num}
+    minima = [c for c in _minima(live) if plateaus[c] not in taken]
+    cuts = sorted(fixed.union(minima))
+    for run in runs:
+        cuts = _with_period(cuts, run, program.ends)
+
+    lists: list[Iterable[Interval]] = [_small(itertools.pairwise(sorted({0, num, *program.ends, *walls})))]
+    bounds = sorted({0, num, *walls, *(b for run in runs for b in run.boundaries)})
+    for start, end in itertools.pairwise(bounds):
+        local = [c for c in cuts if start <= c <= end]
+        lists += [_merged(local, n) for n in (1, 2, 4)]
+
+        # The ends of blocks, of the user's or of structure, and the global minima alone.
+        lists.append(itertools.pairwise([c for c in local if c in fixed]))
+        lists.append(itertools.pairwise([c for c in local if c in outer]))
+        lowest = min((live[c] for c in minima if start < c < end), default=0)
+        lists.append(
+            itertools.pairwise([c for c in local if c in (start, end) or (c in minima and live[c] <= _LOW * lowest)])
+        )
+    for run in runs:
+        lists.append(itertools.pairwise(run.boundaries))
+
+        # The rest of the program before and after the periods, such as the loss, merged with one of them: a value between the two,
+        # such as the last activation, can then be computed again.
+        before = max((b for b in bounds if b < run.start), default=run.start)
+        after = min((b for b in bounds if b > run.boundaries[-1]), default=run.boundaries[-1])
+        lists.append(_small([(before, run.boundaries[1]), (run.boundaries[-2], after)]))
+    blocks = sorted(program.blocks)
+    lists.append(blocks)
+
+    # Periods of a run are merged in `_lattice`; of other blocks, neighbors.
+    outside = [b for b in blocks if not any(r.start < b[1] and b[0] < r.boundaries[-1] for r in runs)]
+    pairs = zip(outside[::2], outside[1::2], strict=False)
+    lists.append(_small((a, d) for (a, b), (c, d) in pairs if b == c))
+
+    allowed = dict.fromkeys(i for intervals in lists for i in intervals if i[0] < i[1] and _is_allowed(program, *i))
+    return Candidates(_stock(program, runs, cuts), list(allowed), runs, [fixed, outer] if inner - outer else [outer])
+
+
+def merged_periods(program: Flat, run: Run, first: int, number: int) -> Interval | None:
+    """The interval of some periods of a run; None if it is too large for a region."""
+    start = run.start + first * run.period
+    interval = start, start + number * run.period
+    return interval if number * run.period <= _MAX_MERGED and _is_allowed(program, *interval) else None
+
+
+def _small(intervals: Iterable[Interval]) -> list[Interval]:
+    return [(start, end) for start, end in intervals if end - start <= _MAX_MERGED]
+
+
+def _is_allowed(program: Flat, start: int, end: int) -> bool:
+    """Whether an interval can be a region: without loops, or a loop alone, or a function that the user rematerialized."""
+    if end == start + 1 or (start, end) in program.blocks:
+        return True
+    return not any(start <= i < end for i in program.loops)
+
+
+def _stock(program: Flat, runs: Sequence[Run], cuts: Sequence[int]) -> list[tuple[list[int], list[Interval]]]:
+    """Where the stock policies act: on the user's functions; without such, on the periods of structure; without these, on the finest parts."""
+    loops = [(i, i + 1) for i in program.loops]
+    if program.blocks or any(_has_remat_inside(program, i) for i in program.loops):
+        return [(sorted({0, *program.ends} - {len(program)}), [*program.blocks, *loops])]
+    walls = {0, *(j for i in program.loops for j in (i, i + 1))}
+    periods = [i for run in runs for i in itertools.pairwise(run.boundaries)]
+    structural = sorted({*walls, *(b for run in runs for b in run.boundaries)} - {len(program)})
+    finest = sorted(set(cuts) - {len(program)})
+    return [(structural, [*periods, *loops]) if periods else (finest, [*itertools.pairwise([*finest, len(program)])])]
+
+
+def _has_remat_inside(program: Flat, index: int) -> bool:
+    return any(e.primitive.name in REMAT for e in program.jaxpr.eqns[index].params["jaxpr"].eqns)
+
+
+def _merged(cuts: Sequence[int], number: int) -> list[Interval]:
+    """Every `number` neighboring stretches, counted from the first. The last may have fewer."""
+    if not cuts:
+        return []
+    return list(itertools.pairwise(dict.fromkeys([*cuts[::number], cuts[-1]])))
+
+
+def _minima(live: Sequence[int]) -> list[int]:
+    """Local minima of the crossing bytes."""
+    from scipy.signal import find_peaks
+
+    if not any(live):
+        return []
+    # A dip of less than 2% of the highest count does not separate regions.
+    minima, _ = find_peaks([-x for x in live], prominence=0.02 * max(live))
+
+    # Within a plateau of equal bytes, cut at its end: cheap equations stay with the producers of their operands.
+    cuts = []
+    for index in minima:
+        end = int(index)
+        while end + 1 < len(live) and live[end + 1] == live[end]:
+            end += 1
+        cuts.append(end)
+    return cuts
+
+
+def _plateaus(live: Sequence[int]) -> list[int]:
+    """For each equation, the number of its plateau of equal bytes."""
+    return list(itertools.accumulate([0, *(int(a != b) for a, b in itertools.pairwise(live))]))
+
+
+# -- repetition ------------------------------------------------------------------------------------------------------
+
+
+def _runs(program: Flat, live: Sequence[int]) -> tuple[list[Run], set[int]]:
+    """Where a program repeats, and the ends of repetitions within one period."""
+    eqns = program.jaxpr.eqns
+    # By kind alone, not by shape: levels of a convolutional net repeat with other sizes.
+    numbers: dict[str, int] = collections.defaultdict(lambda: len(numbers))
+    tokens = np.array([numbers[e.primitive.name] for e in eqns], int)
+    heavy = np.cumsum([0, *(not row_of(e).fuses for e in eqns)])
+
+    runs = [_in_phase(program, live, *r) for r in _repetitions(tokens, heavy, len(tokens) // 10)]
+    inner: set[int] = set()
+    for run in runs:
+        inside = tokens[run.start : run.start + run.period]
+        for start, period, length in _repetitions(inside, heavy[run.start :], run.period // 2):
+            found = _in_phase(program, live, run.start + start, period, length)
+            inner |= {b + k * run.period for b in found.boundaries for k in range(run.count)}
+    return sorted(runs), inner
+
+
+def _repetitions(tokens: np.ndarray, heavy: np.ndarray, least: int) -> list[tuple[int, int, int]]:
+    """Maximal periodic stretches ``(start, period, length)`` of a sequence, of a least length, that do not overlap.
+
+    Args:
+        tokens: the sequence.
+        heavy: the running number of equations that do not fuse.
+        least: of the lengths.
+    """
+    found: list[tuple[int, int, int]] = []
+    num = len(tokens)
+    for period in range(2, num // 2 + 1):
+        equal = np.concatenate([[False], tokens[period:] == tokens[:-period], [False]]).astype(np.int8)
+        starts, ends = np.nonzero(np.diff(equal) == 1)[0], np.nonzero(np.diff(equal) == -1)[0]
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            # A period without an equation that does not fuse, such as a product, is not worth a region.
+            if end - start + period >= least and end - start >= period and heavy[start + period] > heavy[start]:
+                found.append((start, period, end - start + period))
+    chosen: list[tuple[int, int, int]] = []
+    # Of equal lengths the shortest period: multiples of it repeat as well.
+    for start, period, length in sorted(found, key=lambda r: (-(r[2] // r[1] * r[1]), r[1], r[0])):
+        if all(start + length <= s or s + n <= start for s, _, n in chosen):
+            chosen.append((start, period, length))
+    return chosen
+
+
+def _in_phase(program: Flat, live: Sequence[int], start: int, period: int, length: int) -> Run:
+    """The periods of a periodic stretch, begun where the user's functions end, or else where the fewest bytes cross."""
+    num = len(live)
+
+    def rank(offset: int) -> tuple:
+        count = (length - offset) // period
+        boundaries = [start + offset + k * period for k in range(count + 1)]
+        crossing = sum(live[b] for b in boundaries[1:] if b < num) / max(1, count)
+        is_marked = all(b in program.ends or b in (0, num) for b in boundaries)
+
+        # In a plateau of equal bytes, before the most expensive equation: cheap ones stay with the producers of their operands.
+        cost = flops(program.jaxpr.eqns[boundaries[1]]) if boundaries[1] < num else 0
+        return not is_marked, crossing, -count, -cost, offset
+
+    # Offsets that leave one period only are not a repetition.
+    offset = min((o for o in range(period) if (length - o) // period >= 1), key=rank)
+    return Run(start + offset, period, (length - offset) // period)
+
+
+def _with_period(cuts: Sequence[int], run: Run, ends: set[int]) -> list[int]:
+    """Replace the cuts within a run by those that most of its periods have, except where the user's functions end."""
+    first, last = run.start, run.boundaries[-1]
+    inside = [c for c in cuts if first <= c < last]
+    votes = collections.Counter((c - first) % run.period for c in inside)
+    common = [offset for offset, number in votes.items() if 2 * number >= run.count]
+    regular = {first + k * run.period + offset for k in range(run.count) for offset in common}
+    return sorted({c for c in cuts if not first <= c < last} | regular | {c for c in inside if c in ends} | {first})

@@ -1,0 +1,184 @@
+"""The options of a part of a program: a Pareto front, shared by all parts of equal structure, and corrected by measurements."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .. import _jax
+from .._lift.context import TraceContext, device_bytes
+from .._loops import schedule
+from .._loops.strategy import Lengths, Slots
+from ._analysis import EquationCost, Graph, Option, pareto_front
+from ._groups import Groups, in_groups
+from ._parts import Part
+
+# Carries in use beside the slots of a loop under reversal: the copy that `_loops.reversal` reads from a slot, and the next carry,
+# which a step computes from it. Cotangents of the carry are among the step's backward bytes.
+_CARRIES_BESIDE_SLOTS = 2
+
+
+class Front:
+    """The Pareto front of a part's options, shared by all parts of equal structure.
+
+    Attributes:
+        baseline: the option that leaves the part unchanged.
+        options: the Pareto front.
+        uniform_options: the front of options that treat all steps of a loop alike; the same list if there are no others.
+        stock: the option of each stock policy.
+        version: number of measurements so far; each may change the front.
+
+    Args:
+        steps: options of the part's equations; for a loop, of one step. The first leaves them unchanged.
+        stock: the options of the stock policies for the equations.
+        graph: measures options; None if there is nothing to measure.
+        expand: maps options of a step to options of its loop.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Option],
+        stock: Sequence[Option],
+        graph: Graph | None = None,
+        expand: Callable[[Sequence[Option]], list[Option]] = list,
+    ):
+        self._steps, self._stock = list(steps), list(stock)
+        self._graph = graph
+        self._expand = expand
+        self._measured: set[Any] = set()
+        self.version = 0
+        self._update()
+
+    def _update(self) -> None:
+        self.baseline = self._expand(self._steps[:1])[0]
+        self.stock = [self._expand([o])[-1] for o in self._stock]
+        options = [*self._expand(self._steps), *self.stock]
+        self.options = pareto_front(options)
+        uniform = [o for o in options if not isinstance(o.loop, Groups)]
+        self.uniform_options = self.options if len(uniform) == len(options) else pareto_front(uniform)
+
+    def measure(self, option: Option) -> bool:
+        """Replace modeled backward bytes by those of the compiled backward pass. Returns whether anything was measured."""
+        decisions = [(option.saved, option.offloaded)]
+        if isinstance(option.loop, Groups):
+            decisions = [(step.saved, step.offloaded) for _, step in option.loop.steps()]
+        new = [d for d in dict.fromkeys(decisions) if d not in self._measured]
+        if self._graph is None or not new:
+            return False
+        for saved, offloaded in new:
+            self._measure(self._graph, saved, offloaded)
+        self.version += 1
+        self._update()
+        return True
+
+    def _measure(self, graph: Graph, saved: Any, offloaded: Any) -> None:
+        self._measured.add((saved, offloaded))
+        # A policy may save the same values as an option of the front: both are replaced, and the program is compiled once.
+        backward_bytes: int | None = None
+        for options in (self._steps, self._stock):
+            for i, o in enumerate(options):
+                if (o.saved, o.offloaded) == (saved, offloaded):
+                    if backward_bytes is None:
+                        backward_bytes = graph.measure(o).backward_bytes
+                    options[i] = o._replace(backward_bytes=backward_bytes)
+
+
+def front_of(
+    part: Part,
+    is_computed: Sequence[bool],
+    is_differentiated: Sequence[bool],
+    has_cotangent: Sequence[bool],
+    equation_cost: EquationCost,
+    policies: Sequence[Any],
+    offload: float | None,
+    deadline: Callable[[], bool],
+    context: TraceContext,
+) -> Front:
+    # Without tangents or cotangents the part has no backward pass, and saves nothing for it.
+    free = [Option(None, 0, 0, 0.0)]
+    if not any(is_differentiated) or not any(has_cotangent):
+        return Front(free, free * len(policies))
+
+    # JAX does not rematerialize an equation whose side effect would run again.
+    is_fixed = bool(_jax.forbidden_effects(part.jaxpr))
+
+    if part.eqn is not None:
+        # A step's carry comes from the step before, so it has tangents and cotangents from the second step on.
+        num_constants, num_carry = _jax.scan_counts(part.eqn)
+        is_computed = [num_constants <= i < num_constants + num_carry for i in range(len(part.jaxpr.invars))]
+        is_differentiated = [d or c for d, c in zip(is_differentiated, is_computed, strict=True)]
+        has_cotangent = [c or i < num_carry for i, c in enumerate(has_cotangent)]
+
+        # No value of a step is offloaded: `_of_loop` makes the options of nested loops without the offloaded subset, whose bytes
+        # would then be missing from the model. This errs towards more recomputation.
+        offload = None
+    try:
+        graph = Graph(part.jaxpr, equation_cost, is_computed, is_differentiated, has_cotangent, context)
+    except Exception:  # no reverse-mode derivative: the error belongs where the user differentiates, and only there
+        return Front(free, free * len(policies))
+
+    expand = list if part.eqn is None else functools.partial(_of_loop, part, graph, is_computed)
+    baseline = graph.baseline()
+    if is_fixed:
+        return Front([baseline], [baseline] * len(policies), None, lambda steps: expand(steps)[:1])
+    stock = [graph.by_policy(policy) for policy in policies]
+    return Front([baseline, *graph.front(offload=offload, deadline=deadline), *stock], stock, graph, expand)
+
+
+def _of_loop(part: Part, graph: Graph, is_carry: Sequence[bool], steps: Sequence[Option]) -> list[Option]:
+    """The options of a loop, from those of its step. The last one applies the last step option, with a carry stored per step."""
+    length, invars = part.eqn.params["length"], part.jaxpr.invars
+    carry_bytes = sum(device_bytes(v.aval) for v, c in zip(invars, is_carry, strict=True) if c)
+
+    num_constants, num_carry = _jax.scan_counts(part.eqn)
+    slice_bytes = length * sum(device_bytes(v.aval) for v in invars[num_constants + num_carry :])
+
+    options, uniform = [], []
+    for step in steps:
+        if step.saved is None:
+            # Without rematerialization each step stores its residuals, and the carries among them.
+            residual_carry_bytes = sum(device_bytes(invars[i].aval) for i in graph.residual_inputs if is_carry[i])
+            options.append(step._replace(saved_bytes=length * (step.saved_bytes + residual_carry_bytes)))
+            uniform.append(options[-1])
+            options += _with_slots(step, graph, length, carry_bytes)
+            continue
+        for inner in _inner_lengths(length):
+            # Nested loops store a carry per outer step. The backward pass of an outer step runs its inner loop again first, which
+            # stores a carry and the saved values per inner step. So each step runs once more than in a plain loop. A remainder of
+            # the division, of fewer than `inner` steps, is not counted: this errs low, and compiled candidates correct it.
+            outer = length // inner
+            backward_bytes = inner * (carry_bytes + step.saved_bytes) + step.backward_bytes
+            cost = length * (graph.forward_cost + step.cost)
+            options.append(Option(step.saved, outer * carry_bytes, backward_bytes, cost, loop=Lengths(outer, inner)))
+
+        # Last, as `Front` relies on: one level, with a carry and the saved values of every step.
+        saved_bytes = length * (carry_bytes + step.saved_bytes)
+        options.append(step._replace(saved_bytes=saved_bytes, cost=length * step.cost, loop=Lengths(length)))
+        uniform.append(options[-1])
+    return [options[0], *in_groups(length, uniform, slice_bytes), *options[1:]]
+
+
+def _with_slots(step: Option, graph: Graph, length: int, carry_bytes: int) -> list[Option]:
+    """The loop reversed from slots, for various numbers of them. `step` is the baseline: one step at a time saves its residuals."""
+    options, slots = [], 1
+    while slots < length:
+        # Of all evaluations as many as there are steps count as the forward pass, which the baseline has too.
+        num_reruns = schedule.num_evaluations(length, slots) - length
+        backward_bytes = step.backward_bytes + step.saved_bytes + _CARRIES_BESIDE_SLOTS * carry_bytes
+        options.append(
+            Option(None, slots * carry_bytes, backward_bytes, num_reruns * graph.forward_cost, loop=Slots(slots))
+        )
+        slots = slots + 1 if slots < 4 else slots * 3 // 2  # geometric: few options cover every length
+    return options
+
+
+@functools.cache
+def _inner_lengths(length: int) -> tuple[int, ...]:
+    """Lengths of inner loops to try: about the square root, and powers of two."""
+    # An inner and an outer loop of two steps each are the least nesting.
+    if length < 4:
+        return ()
+    root = schedule.nested_lengths(length, 2)[1]
+    candidates = {root, *(2**n for n in range(1, length.bit_length()))}
+    return tuple(n for n in candidates if 1 < n <= length // 2)

@@ -1,0 +1,219 @@
+"""The regions that a program may be cut into, and the cheapest path through them within a limit of bytes.
+
+Nodes are cut points, arcs are regions with their options. A path from the first equation to the last is a partition with an option
+for each part. During the backward pass of a region are live: what regions before it output and saved, what it saved, and its own
+working set. So an arc has three numbers: the bytes that it adds for later regions, its peak above the bytes of earlier ones, and
+its cost. They add up along a path,
+
+    bytes = b1 + b2,   peak = max(p1, b1 + p2),   cost = c1 + c2,
+
+whatever the limit is. So the front of a period of the program (a layer) is computed once, and those of 2, 4, 8 ... periods from it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._jax import Jaxpr, Literal
+from .._lift.context import TraceContext, device_bytes
+from ._analysis import EquationCost
+from ._choice import Arc, Family, Periods
+from ._cuts import Interval, Run, candidates, merged_periods
+from ._fronts import Front, front_of
+from ._layout import Layout, Region
+from ._parts import Flat, cotangent_variables, differentiated_variables
+
+_MIN_COMPOSED = 8  # periods of a run from which on they are composed: a path through fewer is followed region by region
+_MIN_STEPS = 4  # of composed periods: more would be composed further
+
+
+class Lattice:
+    """All regions of a program.
+
+    Args:
+        program: the program, flat.
+        diff_indices: the inputs to differentiate with respect to.
+        num_out: number of differentiated outputs; they come first.
+
+    Attributes:
+        stock_layouts: where stock policies act, each with the numbers of the parts that they act on.
+        regions: by interval.
+        families: all regions, with loops in groups of steps if there are such; without these; and only those between the ends of
+            blocks, whether the user's or of structure.
+    """
+
+    def __init__(
+        self,
+        program: Flat,
+        diff_indices: Sequence[int],
+        num_out: int,
+        *,
+        equation_cost: EquationCost,
+        policies: Sequence[Any],
+        offload: float | None,
+        deadline: Callable[[], bool],
+        context: TraceContext,
+    ):
+        self.program = program
+        self.regions: dict[Interval, Region] = {}
+        self._front_options = equation_cost, policies, offload, deadline, context
+        self._fronts: dict[Any, Front] = {}
+        jaxpr = program.jaxpr
+        self._computed = {v for e in jaxpr.eqns for v in e.outvars}
+        self._differentiated = differentiated_variables(jaxpr, diff_indices)
+        self._with_cotangent = cotangent_variables(jaxpr, num_out)
+        self._lifetimes = _Lifetimes(jaxpr, self._differentiated & self._with_cotangent)
+
+        found = candidates(program)
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self.stock_layouts = [self._stock_layout(cuts, planned) for cuts, planned in found.stock]
+        for interval in found.intervals:
+            if not deadline():
+                self.region(*interval)
+        groups = [self._levels(group) for run in found.runs for group in self._equal_periods(run)]
+        self.families = [self._family(groups, ends, True) for ends in (None, *found.ends)]
+        if any(front.options is not front.uniform_options for front in self._fronts.values()):
+            self.families.insert(0, self._family(groups, None, False))
+
+    def region(self, start: int, end: int) -> Region:
+        """The region of an interval. Equal parts, such as the layers of a model, share one front."""
+        if (start, end) not in self.regions:
+            part = self.program.part(start, end)
+            variables = [None if isinstance(v, Literal) else v for v in part.invars]
+            is_computed = tuple(v in self._computed for v in variables)
+            is_differentiated = tuple(v in self._differentiated for v in variables)
+            has_cotangent = tuple(v in self._with_cotangent for v in part.outvars)
+            key = (part.key, is_computed, is_differentiated, has_cotangent)
+            if key not in self._fronts:
+                flags = is_computed, is_differentiated, has_cotangent
+                self._fronts[key] = front_of(part, *flags, *self._front_options)
+            self.regions[start, end] = Region(start, end, part, self._fronts[key], *self._lifetimes.bytes(start, end))
+        return self.regions[start, end]
+
+    def layout(self, cuts: Sequence[int]) -> Layout:
+        """The partition with these cuts."""
+        cuts = tuple(cuts)
+        if cuts not in self._layouts:
+            regions = [self.region(*i) for i in itertools.pairwise([*cuts, len(self.program)])]
+            self._layouts[cuts] = Layout(self.program, regions)
+        return self._layouts[cuts]
+
+    def _stock_layout(self, cuts: Sequence[int], planned: Sequence[Interval]) -> tuple[Layout, list[bool]]:
+        layout, set_ = self.layout(cuts), set(planned)
+        return layout, [(r.start, r.end) in set_ for r in layout.regions]
+
+    # -- the arcs ------------------------------------------------------------------------------------------------------
+
+    def _family(self, groups: Sequence[_Group], ends: set[int] | None, is_uniform: bool) -> Family:
+        """The paths through all regions, or through those that begin and end at some equations."""
+
+        def is_allowed(start: int, end: int) -> bool:
+            return ends is None or (start in ends and end in ends)
+
+        arcs: dict[int, list[Arc]] = {}
+        composed: list[Interval] = []
+        for group in groups:
+            if group.periods.count < _MIN_COMPOSED:
+                continue
+            start, period, left = group.periods
+            composed.append((start, group.periods.boundaries[-1]))
+            allowed = [[r for r in level if is_allowed(start + r[0], start + r[1])] for level in group.levels]
+            periods = Periods(group.periods, allowed)
+            level = max(0, (left // _MIN_STEPS).bit_length() - 1)
+            while left:
+                level = min(level, left.bit_length() - 1)
+                end = start + 2**level * period
+                arcs.setdefault(end, []).append((start, (periods, level)))
+                start, left = end, left - 2**level
+        for (start, end), region in self.regions.items():
+            # The arcs of composed periods stand for all regions within. A region of all periods is an arc beside them.
+            is_inside = any(a < end and start < b and not (start <= a and b <= end) for a, b in composed)
+            if not is_inside and is_allowed(start, end):
+                arcs.setdefault(end, []).append((start, region))
+        return Family(len(self.program), arcs, ends, self.layout, is_uniform=is_uniform)
+
+    def _equal_periods(self, run: Run) -> list[Run]:
+        """Consecutive periods with equal regions."""
+        inside: list[list[Any]] = [[] for _ in range(run.count)]
+        crossing: set[int] = set()
+        for start, end in sorted(self.regions):
+            first, last = (start - run.start) // run.period, (end - 1 - run.start) // run.period
+            if first == last and 0 <= first < run.count:
+                region, offset = self.regions[start, end], run.start + first * run.period
+                inside[first].append(
+                    (start - offset, end - offset, id(region.front), region.out_bytes, region.cotangent_bytes)
+                )
+            elif not (start <= run.start and run.boundaries[-1] <= end):
+                crossing.update(range(max(first, 0), min(last, run.count - 1) + 1))
+        groups: list[Run] = []
+        for k, (regions, previous) in enumerate(zip(inside, [None, *inside], strict=False)):
+            if regions == previous and not crossing & {k, k - 1}:
+                groups[-1] = groups[-1]._replace(count=groups[-1].count + 1)
+            else:
+                groups.append(Run(run.start + k * run.period, run.period, 1))
+        return [group for group in groups if group.count > 1]
+
+    def _levels(self, group: Run) -> _Group:
+        """Add regions of two and four periods; as many as there are, unless the periods are composed."""
+        start, end = group.start, group.start + group.period
+        levels = [[(a - start, b - start, r) for (a, b), r in sorted(self.regions.items()) if start <= a and b <= end]]
+        for number in (2, 4):
+            intervals = [
+                merged_periods(self.program, group, k, number) for k in range(0, group.count - number + 1, number)
+            ]
+            if not intervals or intervals[0] is None:
+                break
+            for interval in intervals[:1] if group.count >= _MIN_COMPOSED else intervals:
+                if interval is not None:
+                    self.region(*interval)
+            levels.append([(0, number * group.period, self.region(*intervals[0]))])
+        return _Group(group, levels)
+
+
+class _Group(NamedTuple):
+    """Equal periods.
+
+    Attributes:
+        levels: regions (start, end, region) relative to the first period: of one period, of two, of four.
+    """
+
+    periods: Run
+    levels: list[list[tuple[int, int, Region]]]
+
+
+class _Lifetimes:
+    """When the values of a program are computed and read.
+
+    Args:
+        with_cotangent: the variables with a cotangent.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, with_cotangent: set[Any]):
+        first_reads: dict[Any, int] = {}
+        last_reads: dict[Any, int] = {}
+        for i, eqn in enumerate(jaxpr.eqns):
+            for v in eqn.invars:
+                if not isinstance(v, Literal):
+                    first_reads.setdefault(v, i)
+                    last_reads[v] = i
+        values = [(i, v) for i, e in enumerate(jaxpr.eqns) for v in e.outvars if v in last_reads]
+        self._defined = np.array([i for i, _ in values], int)
+        self._first_reads = np.array([first_reads[v] for _, v in values], int)
+        self._last_reads = np.array([last_reads[v] for _, v in values], int)
+        self._bytes = np.array([device_bytes(v.aval) for _, v in values], int)
+        self._has_cotangent = np.array([v in with_cotangent for _, v in values], bool)
+
+    def bytes(self, start: int, end: int) -> tuple[int, int]:
+        """The `out_bytes` and `cotangent_bytes` of a region."""
+        crosses = self._last_reads >= end
+        outs = crosses & (start <= self._defined) & (self._defined < end)
+
+        # A value from before that equations after the region read counts once, as an output of the region that computes it. Where
+        # it was read before, it is itself live and so is its cotangent; else its cotangent alone, if it has one.
+        passes, was_read = crosses & (self._defined < start), self._first_reads < end
+        copies = was_read.astype(int) + self._has_cotangent - 1
+        return int(self._bytes[outs].sum()), int((copies * self._bytes)[passes].sum())

@@ -1,0 +1,152 @@
+"""Where a program may be cut, and plans that take regions of several kinds."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import statetx
+from statetx._equations.flops import flops
+from statetx._equations.structure import Body
+from statetx._lift.context import TraceContext
+from statetx.planner import Planner, _cuts, _parts
+from statetx.planner._lattice import Lattice
+
+X = jnp.ones((256, 64))
+WS = [(jnp.eye(64) * (1 + 0.01 * i), jnp.eye(64) / (1 + 0.01 * i)) for i in range(4)]
+
+
+def block(w, x):
+    return x + jax.nn.gelu(x @ w[0]) @ w[1]
+
+
+def loss(ws, x, block=block):
+    for w in ws:
+        x = block(w, x)
+    return (x**2).mean()
+
+
+def flat(fun, *args):
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    return _parts.Flat(_parts.flatten(Body.close(jaxpr.jaxpr, jaxpr.consts).jaxpr))
+
+
+def lattice(program, diff_indices=(0,)):
+    options = {"equation_cost": flops, "policies": [], "offload": None, "deadline": lambda: False}
+    return Lattice(program, diff_indices, 1, **options, context=TraceContext())
+
+
+def test_layers_are_found_and_the_loss_is_cut_off():
+    program = flat(loss, WS, X)
+    (run,) = _cuts.candidates(program).runs
+    assert run.count == len(WS) and run.start == 0
+    starts = [program.jaxpr.eqns[b].primitive.name for b in run.boundaries]
+    assert starts == ["dot_general"] * 4 + ["integer_pow"], "each begins with its product; the loss comes after them"
+
+
+def test_periods_begin_where_the_users_functions_do():
+    program = flat(functools.partial(loss, block=statetx.remat(lambda w, x: jnp.tanh(block(w, jnp.sin(x))))), WS, X)
+    (run,) = _cuts.candidates(program).runs
+    assert list(itertools.pairwise(run.boundaries)) == sorted(program.blocks)
+
+
+def test_layers_of_other_sizes_repeat():
+    ws = [(jnp.ones((2 ** (i + 3), 256)), jnp.ones((256, 2 ** (i + 4)))) for i in range(4)]
+
+    def widening(ws, x):
+        for w in ws:
+            x = jnp.tanh(jnp.sin(x @ w[0]) @ w[1])
+        return x.sum()
+
+    (run,) = _cuts.candidates(flat(widening, ws, jnp.ones((8, 8)))).runs
+    assert run.count == 4
+
+
+def test_regions_are_a_union():
+    """The user's functions, cuts within them, and several of them merged."""
+    marked = flat(functools.partial(loss, block=statetx.remat(block)), WS, X)
+    regions = lattice(marked, range(len(marked.jaxpr.invars) - 1)).regions
+    blocks = sorted(marked.blocks)
+    assert set(blocks) <= set(regions)
+    assert (blocks[0][0], blocks[1][1]) in regions or (blocks[1][0], blocks[2][1]) in regions
+    assert (blocks[-1][0], len(marked)) in regions, "the last one with the loss"
+    assert all(regions[i].part is marked.blocks[i] for i in blocks)
+
+
+def test_cotangents_that_wait_are_counted():
+    """The cotangent of a skip connection is live beside its value during the backward passes between its readers."""
+
+    def fun(w, x):
+        y = jnp.sin(x @ w)
+        return (jnp.tanh(jnp.tanh(y @ w) @ w) + y).sum()
+
+    program = flat(fun, WS[0][0], X)
+    names = [e.primitive.name for e in program.jaxpr.eqns]
+    assert names == ["dot_general", "sin", "dot_general", "tanh", "dot_general", "tanh", "add", "reduce_sum"]
+    found = lattice(program)
+    assert found.region(0, 2).out_bytes == X.nbytes and found.region(0, 2).cotangent_bytes == 0
+    assert found.region(2, 4).cotangent_bytes == X.nbytes, "it reads y, and so does the addition after it"
+    assert found.region(4, 6).cotangent_bytes == X.nbytes
+    assert found.region(6, 8).cotangent_bytes == 0
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, statetx.remat], ids=["unmarked", "marked"])
+def test_memory_of_a_policy_on_the_blocks_is_reached(wrap):
+    planner = Planner(functools.partial(loss, block=wrap(block)), WS, X, of="temporaries", argnums=0)
+    for policy in ("nothing", "dots"):
+        stock = functools.partial(loss, block=statetx.remat(block, policy=policy))
+        cost = statetx.measure(jax.value_and_grad(stock), WS, X, gradient=False)
+        plan = planner.plan(cost.temp_bytes)
+        assert plan.temp_bytes <= cost.temp_bytes and plan.flops <= cost.flops
+        assert plan.unplanned_flops == statetx.measure(jax.value_and_grad(loss), WS, X, gradient=False).flops
+
+
+def test_search_goes_on_where_a_limit_was_narrowed_before():
+    """A spiking network over time: the peaks of its few options lie far apart."""
+
+    @jax.custom_jvp
+    def spike(v):
+        return (v > 0).astype(v.dtype)
+
+    spike.defjvp(lambda p, t: (spike(p[0]), t[0] / (1 + 10 * jnp.abs(p[0])) ** 2))
+    normal = lambda key, *shape: jax.random.normal(jax.random.key(key), shape) / shape[0] ** 0.5  # noqa: E731
+    ws = [normal(0, 64, 128), normal(1, 128, 128), normal(2, 128, 10)]
+    xs = (jax.random.uniform(jax.random.key(8), (100, 32, 64)) < 0.2).astype(jnp.float32)
+
+    def cell(ws, v, x):
+        a = 0.9 * v[0] + x @ ws[0]
+        s = spike(a - 1.0)
+        b = 0.9 * v[1] + s @ ws[1]
+        r = spike(b - 1.0)
+        return (a * (1 - s), b * (1 - r)), r @ ws[2]
+
+    def spiking(ws, xs, cell=cell):
+        def step(carry, x):
+            v, out = cell(ws, carry[0], x)
+            return (v, carry[1] + out), None
+
+        start = (jnp.zeros((32, 128)), jnp.zeros((32, 128))), jnp.zeros((32, 10))
+        return (statetx.scan(step, start, xs)[0][1] ** 2).mean()
+
+    full = functools.partial(spiking, cell=statetx.remat(cell))
+    cost = statetx.measure(jax.value_and_grad(full), ws, xs, gradient=False)
+    plan = statetx.plan(spiking, ws, xs, of="temporaries", budget=cost.temp_bytes, argnums=0)
+    assert plan.extra_flops < 0.02 and cost.flops > 1.3 * plan.unplanned_flops
+
+
+def test_baseline_is_not_compiled_for_bytes_far_below_it():
+    many = WS * 4
+    least = Planner(loss, many, X, of="temporaries", argnums=0).ends()[0]
+    planner = Planner(loss, many, X, of="temporaries", argnums=0)
+    plan = planner.plan(least)
+    assert plan.temp_bytes <= least
+    assert [name for name, _, _ in plan.measured()].count("no remat") == (planner._search._compiling is not None)
+
+
+def test_plans_are_deterministic():
+    programs = [Planner(loss, WS * 2, X, of="temporaries", argnums=0).plan(0.6)._fields["programs"] for _ in range(2)]
+    assert programs[0] == programs[1]
