@@ -55,7 +55,7 @@ def rematerialized(policy: Any) -> Callable[[bool], programs.Program]:
 def planned(fraction: float) -> Callable[[bool], programs.Program]:
     def make(quick: bool) -> programs.Program:
         program = transformer(quick)
-        plan = statetx.plan(program.loss, program.params, *program.data, budget=fraction, argnums=0)
+        plan = statetx.plan(program.loss, program.params, *program.data, budget=fraction, of="temporaries", argnums=0)
         return program._replace(loss=plan.apply(program.loss))
 
     return make

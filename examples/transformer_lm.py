@@ -162,7 +162,7 @@ def make_plan(model, window, options, progress):
     """Return a plan for the gradient of the model's loss under the budget."""
     task = progress.add_task("planning", total=None, status=f"budget {options.budget}")
     try:
-        plan = statetx.plan(model.loss, window, budget=options.budget)
+        plan = statetx.plan(model.loss, window, budget=options.budget, of="temporaries")
     except statetx.StatetxError as error:  # not a budget, or too small
         raise BadInput(f"--budget {options.budget}: {error}") from error
     status = f"{show_bytes(plan.temp_bytes)} of {show_bytes(plan.budget_bytes)}"

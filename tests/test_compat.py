@@ -294,3 +294,44 @@ def test_program_without_buffer_assignment():
             raise NotImplementedError
 
     assert _jax.compiled_program(Compiled()) is None
+
+
+def test_functions_that_jax_differentiates_are_seen(monkeypatch):
+    """By `jax.grad` and others under any name, once each, with the user's function; not by forward mode."""
+    from statetx._jax import gradients
+
+    seen = []
+    monkeypatch.setattr(gradients, "_replace", lambda fun, has_aux: seen.append((fun, has_aux)) or fun)
+
+    def square(x):
+        return x * x
+
+    jax.grad(square)(2.0)
+    jax.value_and_grad(lambda x: (x * x, x), has_aux=True)(2.0)
+    jax.vjp(square, 2.0)
+    jax.jacrev(square)(2.0)
+    assert [has_aux for _, has_aux in seen] == [False, True, False, False]
+    assert all(_jax.differentiated_function(seen[i][0]) is square for i in (0, 2))
+    seen.clear()
+    jax.linearize(square, 2.0)
+    jax.jvp(square, (2.0,), (1.0,))
+    jax.jacfwd(square)(2.0)
+    assert not seen
+    monkeypatch.setattr(gradients, "_replace", lambda fun, has_aux: lambda *primals: fun(*primals) * 3)
+    assert jax.grad(square)(2.0) == 12.0
+
+
+def test_backward_passes_are_recognized():
+    seen = []
+
+    @jax.custom_vjp
+    def f(x):
+        return x
+
+    f.defvjp(
+        lambda x: (seen.append(_jax.in_backward_pass()) or x, None),
+        lambda _, ct: seen.append(_jax.in_backward_pass()) or (ct,),
+    )
+    jax.grad(f)(1.0)
+    jax.jit(jax.grad(lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0]))(1.0)
+    assert seen[0] is False and seen[1] is True and len(seen) >= 4 and not _jax.in_backward_pass()

@@ -55,9 +55,9 @@ def test_plan_counts_bytes_per_device(kind):
         net, x = Net(mesh), batch_on(mesh)
         step = statetx.value_and_grad(net, wrt=net.ws)
         whole = compiled_bytes(step, x)
-        plan = statetx.plan(net, x, budget=int(1.3 * whole))
+        plan = statetx.plan(net, x, of="temporaries", budget=int(1.3 * whole))
         assert plan.stock == "no remat" and abs(plan.unplanned_bytes - whole) < 0.3 * whole
-        plan = statetx.plan(net, x, budget=int(0.75 * whole))
+        plan = statetx.plan(net, x, of="temporaries", budget=int(0.75 * whole))
         planned = statetx.value_and_grad(plan.apply(net), wrt=net.ws)
         assert compiled_bytes(planned, x) <= 0.8 * whole
         for a, b in zip(jax.tree.leaves(planned(x)), jax.tree.leaves(step(x)), strict=True):
@@ -89,7 +89,7 @@ def test_plan_of_a_step_counts_bytes_per_device():
         return loss
 
     whole = compiled_bytes(step, x)
-    plan = statetx.plan(step, x, budget=int(0.75 * whole))
+    plan = statetx.plan(step, x, of="temporaries", budget=int(0.75 * whole))
     assert compiled_bytes(plan.apply(step), x) <= 0.8 * whole
 
 
@@ -108,8 +108,8 @@ def test_fit_on_a_mesh_whose_types_name_axes():
         step = statetx.grad(loss, wrt=w)
         fitted = statetx.grad(statetx.remat(loss, policy="fit:1MiB"), wrt=w)
         np.testing.assert_allclose(statetx.jit(fitted)(x), statetx.jit(step)(x), rtol=1e-5)
-        assert statetx.plan(loss, x, budget="1MiB").temp_bytes <= 2**20
-        assert statetx.plan(step, x, budget="1MiB").temp_bytes <= 2**20
+        assert statetx.plan(loss, x, of="temporaries", budget="1MiB").temp_bytes <= 2**20
+        assert statetx.plan(step, x, of="temporaries", budget="1MiB").temp_bytes <= 2**20
 
 
 # -- loops --

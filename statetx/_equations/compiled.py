@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ class Cost:
             steps; the body of a `while` loop of unknown length once.
         compiled_flops: operations as XLA counts them: the body of a loop once.
         argument_bytes, output_bytes, temp_bytes: memory, by XLA's memory analysis.
+        alias_bytes: of the outputs, those in the memory of donated arguments.
     """
 
     flops: int
@@ -31,11 +33,17 @@ class Cost:
     argument_bytes: int
     output_bytes: int
     temp_bytes: int
+    alias_bytes: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Arguments and outputs together. Donated arguments whose memory an output takes count once."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Arguments, outputs and temporaries together."""
-        return self.argument_bytes + self.output_bytes + self.temp_bytes
+        return self.fixed_bytes + self.temp_bytes
 
     def __str__(self) -> str:
         sizes = {"arguments": self.argument_bytes, "outputs": self.output_bytes, "temporaries": self.temp_bytes}
@@ -81,6 +89,9 @@ def fast_compile_options() -> dict[str, Any]:
 class Program:
     """A function of arrays, traced for arguments of certain types and compiled on request. It is never run.
 
+    Args:
+        donated: positions of the arguments whose memory the outputs may take.
+
     Attributes:
         lowered, compiled: the ``jax.stages`` objects.
         flops: operations of its equations, loops counted with their lengths and checkpointed loops with all runs of their
@@ -88,9 +99,17 @@ class Program:
         cost: see `Cost`.
     """
 
-    def __init__(self, fun: Callable, args: Sequence[Any], compiler_options: dict[str, Any] | None = None):
-        traced = jax.jit(fun).trace(*args)
-        self.lowered = traced.lower()
+    def __init__(
+        self,
+        fun: Callable,
+        args: Sequence[Any],
+        compiler_options: dict[str, Any] | None = None,
+        donated: Sequence[int] = (),
+    ):
+        traced = jax.jit(fun, donate_argnums=tuple(donated)).trace(*args)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # the user's jit says so
+            self.lowered = traced.lower()
         # XLA removes dead equations, so they are not counted.
         self.flops = count(_jax.without_dead_code(traced.jaxpr))
         self._options = compiler_options
@@ -110,4 +129,5 @@ class Program:
             argument_bytes=memory.argument_size_in_bytes,
             output_bytes=memory.output_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes,
+            alias_bytes=memory.alias_size_in_bytes,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -77,11 +78,32 @@ def outside_all_transforms() -> Iterator[None]:
             _context.set_axis_env(axes)
 
 
+@contextlib.contextmanager
+def inside_shard_map(manual: Manual) -> Iterator[None]:
+    """A context with the mesh, the axis names and the types of a `jax.shard_map`, outside of its trace."""
+    axes = [(name, size) for name, size in manual.mesh.shape.items() if name in manual.axes]
+    with (
+        _core.extend_axis_env_nd(axes),
+        jax.sharding.use_abstract_mesh(manual.mesh),
+        _config._check_vma(manual.is_checked),
+    ):
+        yield
+
+
 def replicated(x: Any) -> Any:
     """Put `x` on the current mesh, replicated, if the mesh has explicit axes and the type of `x` names no mesh."""
     if not has_explicit_axes() or not jax.typeof(x).sharding.mesh.empty:
         return x
     return jax.sharding.reshard(x, jax.P())
+
+
+def with_divisible_axis(x: Any, size: int) -> Any:
+    """Gather the first axis of `x` if it is sharded along explicit mesh axes whose sizes do not divide `size`."""
+    sharding = jax.typeof(x).sharding
+    axes = sharding.spec[0] if len(sharding.spec) else None
+    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    num_shards = math.prod(sharding.mesh.shape[name] for name in names)
+    return x if size % num_shards == 0 else jax.sharding.reshard(x, jax.P(None, *sharding.spec[1:]))
 
 
 def has_explicit_axes() -> bool:

@@ -10,10 +10,11 @@ is an upper bound.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -68,14 +69,25 @@ class TraceContext:
         maps = tuple([(axis, ()) for axis, _ in self.maps])
         return TraceContext(maps, (), self.manual)
 
-    def bind_axes(self) -> Any:
-        """A context manager that binds the axis names of `maps`."""
-        return _jax.named_axes([axis for axis, _ in self.maps])
+    @contextlib.contextmanager
+    def bind_axes(self) -> Iterator[None]:
+        """Bind the axis names of `maps` and `manual`."""
+        with contextlib.ExitStack() as stack:
+            if self.manual is not None:
+                stack.enter_context(_jax.inside_shard_map(self.manual))
+            stack.enter_context(_jax.named_axes([axis for axis, _ in self.maps]))
+            yield
 
-    def program(self, fun: Callable, avals: Sequence[Any], options: dict[str, Any] | None = None) -> Program:
+    def program(
+        self,
+        fun: Callable,
+        avals: Sequence[Any],
+        options: dict[str, Any] | None = None,
+        donated: Sequence[int] = (),
+    ) -> Program:
         """Trace ``fun(*arrays) -> tree of arrays`` for inputs of these types in this context.
 
-        Inputs without an entry in `maps` are mapped.
+        Inputs without an entry in `maps` are mapped. `donated` are the positions of donated inputs; none inside a shard_map.
         """
         shapes: list[tuple[int, ...]] = [a.shape for a in avals]
         specs = [_explicit_spec(a) for a in avals]
@@ -96,7 +108,7 @@ class TraceContext:
                 sharding = NamedSharding(_jax.concrete_mesh(aval.sharding.mesh), PartitionSpec(*spec))
             types.append(_type(aval, shape, sharding))
         with _jax.eval_context():
-            return Program(fun, types, options)
+            return Program(fun, types, options, donated)
 
     def _in_shard_map(
         self, fun: Callable, avals: Sequence[Any], shapes: Sequence[tuple[int, ...]], options: Any

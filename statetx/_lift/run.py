@@ -37,7 +37,6 @@ class Run:
         fun: the user's function.
         has_aux: whether `fun` returns a pair, of which JAX differentiates the first.
         targets: the states that JAX differentiates, too.
-        replacement: the function to call in place of `fun`: while the planner tries a plan, a rematerialized one.
     """
 
     _outcome: Outcome
@@ -49,13 +48,11 @@ class Run:
         *,
         has_aux: bool,
         targets: Targets | None = None,
-        replacement: Callable | None = None,
     ):
         self._name = name
         self._fun = fun
         self._has_aux = has_aux
         self._targets = targets
-        self._called = fun if replacement is None else replacement
 
     def __call__(
         self, args: Sequence[Any], kwargs: dict[str, Any], state_values: Any = (), diff_args: Sequence[Any] = ()
@@ -69,11 +66,16 @@ class Run:
         """
         targets = self._targets
         frame = frame_for(self._name, self._fun, on_read=targets and targets.on_read(state_values))
-        out = frame.run(call, self._called, args, kwargs, targets is not None and targets.has_refs)
+        out = frame.run(call, self._fun, args, kwargs, targets is not None and targets.has_refs)
         refuse_lost_writes(self._name, self._fun, frame.effects, diff_args)
         out, aux = split_aux(out, self._fun) if self._has_aux else (out, None)
         leaves, self._outcome = pack(aux, frame.effects)
         return out, leaves
+
+    def named(self, pure: Callable[..., T]) -> Callable[..., T]:
+        """Tell the planner whose derivative JAX takes of `pure`, the function of arrays around the call."""
+        pure.user_function = self._fun  # type: ignore[attr-defined]
+        return pure
 
     def finish(self, leaves: Sequence[Any]) -> PyTree:
         """Store the effects' values in their states and return aux; `leaves` as from the call."""

@@ -1,7 +1,8 @@
 """Replace the policies of rematerialized functions for a while, and record which of them are called.
 
-`memory_report` compares policies this way, `assert_remat_equivalent` switches rematerialization off, and the planner wraps the functions that
-are differentiated. Nothing is rewritten: `remat` and the derivatives of this thread ask `override` when they are called.
+`memory_report` compares policies this way, `assert_remat_equivalent` switches rematerialization off, and the planner rewrites the functions
+that are differentiated (`gradients`). No object of the user is changed: `remat` and the derivatives of this thread ask `override` when they
+are called.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from .. import _jax
@@ -47,25 +48,25 @@ class Override(threading.local):
         is_off: whether nothing is rematerialized.
         suppress_warnings: whether a policy may name values that do not occur, or change nothing, without a warning or error.
         visited_regions: the rematerialized functions called so far; None outside of an override.
-        wrapper: applied to a function before `statetx.grad`, `value_and_grad` or `vjp` differentiates it; None for no wrapper.
+        rewriter: rewrites each function that is differentiated in reverse mode; None to leave them.
     """
 
     policy: Policy | Rewriter | None = None
     is_off: bool = False
     suppress_warnings: bool = False
     visited_regions: list[Region] | None = None
-    wrapper: Callable[[Callable], Callable] | None = None
+    rewriter: Rewriter | None = None
 
     @contextlib.contextmanager
-    def _set(self, *settings: Any) -> Iterator[None]:
-        previous = self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.wrapper
-        self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.wrapper = settings
+    def _set(self, *settings: Any, key: Hashable) -> Iterator[None]:
+        previous = self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.rewriter
+        self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.rewriter = settings
         try:
             # jax.jit must not reuse a trace that it made under other settings.
-            with _jax.cache_key_context(object()):
+            with _jax.cache_key_context(key):
                 yield
         finally:
-            self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.wrapper = previous
+            self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.rewriter = previous
 
     @contextlib.contextmanager
     def __call__(
@@ -73,29 +74,16 @@ class Override(threading.local):
     ) -> Iterator[list[Region]]:
         """Override the settings in this block; gives the list of the regions called in it."""
         regions: list[Region] = []
-        with self._set(policy, is_off, suppress_warnings, regions, None):
+        with self._set(policy, is_off, suppress_warnings, regions, None, key=object()):
             yield regions
 
-    def wrap_differentiated(self, wrapper: Callable[[Callable], Callable]) -> contextlib.AbstractContextManager[None]:
-        """Apply a wrapper to each function that is differentiated in this block and thread.
+    def rewrite_gradients(self, rewriter: Rewriter | None) -> contextlib.AbstractContextManager[None]:
+        """Rewrite each function that is differentiated in reverse mode in this block and thread.
 
-        Within a wrapped function no override is active: functions that it differentiates itself are not wrapped.
+        Equal rewriters share the programs that JAX has traced.
         """
-        return self._set(self.policy, self.is_off, self.suppress_warnings, self.visited_regions, wrapper)
-
-    def wrap(self, fun: Callable) -> Callable:
-        """The function to differentiate in place of `fun`: `fun` itself unless `wrap_differentiated` is active."""
-        if self.wrapper is None:
-            return fun
-        wrapped = self.wrapper(fun)
-
-        def without_override(*args: Any, **kwargs: Any) -> Any:
-            # The planner's wrapper is itself a `remat`; a gradient inside the loss belongs to the loss, and is not
-            # planned separately.
-            with self._set(None, False, False, None, None):
-                return wrapped(*args, **kwargs)
-
-        return without_override
+        settings = (self.policy, self.is_off, self.suppress_warnings, self.visited_regions)
+        return self._set(*settings, rewriter, key=("gradients", rewriter, *settings[:3]))
 
     def note(
         self,

@@ -41,8 +41,8 @@ def as_policy(policy: Any) -> Policy | Rewriter:
         return nothing
     if isinstance(policy, str):
         family, colon, argument = policy.partition(":")
-        if colon and family in FAMILIES:
-            return pkgutil.resolve_name(FAMILIES[family])(argument.strip())
+        if family in FAMILIES and (colon or family == "fit"):
+            return pkgutil.resolve_name(FAMILIES[family])(*([argument.strip()] if colon else []))
         if policy in _CONSTANTS:
             return _CONSTANTS[policy]
         jax_names = _jax_names()

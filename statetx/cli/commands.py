@@ -52,9 +52,9 @@ def report(target: Target, options: argparse.Namespace) -> Output:
 
 
 def plan(target: Target, options: argparse.Namespace) -> Output:
-    from ..planner.plan import plan
+    from ..planner.planner import plan
 
-    made = plan(target.fun, *target.args, budget=options.budget, **target.kwargs)
+    made = plan(target.fun, *target.args, budget=options.budget, of=options.of, **target.kwargs)
     return Output(str(made), {"html": _html_writer(made), "json": made.save})
 
 

@@ -88,7 +88,13 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             "--budget",
             required=True,
             metavar="SIZE",
-            help="temporary memory: 64MiB, or a fraction such as 0.5 of the memory without a plan",
+            help="memory of one device: 64MiB, 'device', or a fraction such as 0.5 of the memory without a plan",
+        )
+        command.add_argument(
+            "--of",
+            default="step",
+            choices=("step", "temporaries"),
+            help="what counts: arguments, outputs and temporaries (step, the default), or temporaries only",
         )
 
 
@@ -134,7 +140,7 @@ def _execute(options: argparse.Namespace) -> None:
     from .target import load_target
 
     if options.command == "plan":
-        _check_budget(options.budget)
+        _check_budget(options.budget, options.of)
     files = {name: path for name in ("html", "json", "perfetto") if (path := getattr(options, name, None)) is not None}
     for name, path in files.items():
         _check_writable(name, path)
@@ -150,12 +156,12 @@ def _execute(options: argparse.Namespace) -> None:
         _print(f"Wrote {path}")
 
 
-def _check_budget(budget: str) -> None:
+def _check_budget(budget: str, of: str) -> None:
     from .._errors import PlanError
-    from ..planner._budget import read_budget
+    from ..planner._budget import Budget
 
     try:
-        read_budget(budget)
+        Budget.read(budget, of)
     except PlanError as e:
         raise BadInput(f"--{e.args[0]}") from None
 

@@ -1,86 +1,123 @@
-"""A budget in bytes or as a fraction of the baseline's memory, and the search for the best candidate within it."""
+"""A budget: an amount of memory, and what counts against it."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
-from typing import Any
+import os
+from typing import Any, NamedTuple
 
-from .. import _jax
-from .._equations.compiled import Program
-from .._equations.flops import flops
+import jax
+
 from .._errors import PlanError
-from .._jax import Jaxpr
-from .._lift.context import TraceContext
-from .._text import format_bytes, parse_bytes
-from ._search import Candidate, Search
-from .machine import cost_model
+from .._text import format_bytes, parse_bytes, suggestion
+
+STEP = "step"
+TEMPORARIES = "temporaries"
 
 
-def read_budget(argument: Any) -> int | float:
-    """Bytes as an int, or a fraction of the baseline's as a float. 1 is a byte, 1.0 the whole."""
-    budget: Any = argument
+class Budget(NamedTuple):
+    """An amount of memory.
+
+    Attributes:
+        amount: bytes as an int, or a fraction of the memory without a plan as a float.
+        of: what counts: "step" for arguments, outputs and temporaries together, or "temporaries".
+    """
+
+    amount: int | float
+    of: str
+
+    @classmethod
+    def read(cls, amount: Any, of: Any = TEMPORARIES) -> Budget:
+        if of not in (STEP, TEMPORARIES):
+            known = [STEP, TEMPORARIES]
+            raise PlanError(f"of={of!r} must be 'step' or 'temporaries'.{suggestion(str(of), known)}")
+        return cls(read_amount(amount), of)
+
+    def temp_bytes(self, fixed_bytes: int, baseline_temp_bytes: Any) -> int:
+        """The bytes that are left for temporaries.
+
+        Args:
+            fixed_bytes: of arguments and outputs.
+            baseline_temp_bytes: ``(fraction) -> bytes``, this fraction of the baseline's temporaries.
+        """
+        fixed = fixed_bytes if self.of == STEP else 0
+        if isinstance(self.amount, int):
+            return self.amount - fixed
+        # A fraction f of the whole, fixed + temporaries, less the fixed bytes.
+        return baseline_temp_bytes(self.amount) - int((1 - self.amount) * fixed)
+
+
+def read_amount(argument: Any) -> int | float:
+    """Bytes as an int, or a fraction of the memory without a plan as a float. 1 is a byte, 1.0 the whole."""
+    amount: Any = argument
     if isinstance(argument, str):
+        if argument.strip() == "device":
+            return device_memory()
         # "0.5" is a fraction, as 0.5 is; "2.5GiB" and "1" are bytes.
         try:
-            budget = (
+            amount = (
                 float(argument)
                 if "." in argument and argument.strip().replace(".", "").isdigit()
                 else parse_bytes(argument.strip())
             )
         except ValueError:
-            budget = None
+            amount = None
 
     # NumPy's numbers count as well. A bool is an `int` in Python, but not an amount.
-    is_number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
-    value = float(budget) if is_number else math.nan
+    is_number = isinstance(amount, numbers.Real) and not isinstance(amount, bool)
+    value = float(amount) if is_number else math.nan
     if not math.isfinite(value) or value <= 0 or (value > 1 and value != int(value)):
         raise PlanError(
-            f"budget={argument!r} is not a size; use 2**31, '2GiB' or a fraction of the memory without a plan, such as 0.5."
+            f"budget={argument!r} is not a size; use 2**31, '2GiB', 'device' or a fraction of the memory without a plan, such "
+            f"as 0.5."
         )
-    is_fraction = value < 1 or (value == 1 and not isinstance(budget, numbers.Integral))
+    is_fraction = value < 1 or (value == 1 and not isinstance(amount, numbers.Integral))
     return value if is_fraction else int(value)
 
 
-def budget_bytes(search: Search, budget: int | float) -> int:
-    return budget if isinstance(budget, int) else search.fraction_of_baseline(budget)
+def device_memory() -> int:
+    """The bytes that the program of one device may use: ``STATETX_DEVICE_MEMORY`` if it is set, else as the device says.
+
+    A CPU has the machine's memory, in equal parts for the CPU devices of JAX.
+
+    Raises:
+        PlanError: the device does not say.
+    """
+    pretended = os.environ.get("STATETX_DEVICE_MEMORY")
+    if pretended:
+        try:
+            return parse_bytes(pretended)
+        except ValueError as e:
+            raise PlanError(f"STATETX_DEVICE_MEMORY={pretended!r} is not a size, such as 16GiB.") from e
+    devices = jax.local_devices()
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
+    if all(limits):
+        return min(limits)
+    if devices[0].platform == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    raise PlanError(
+        f"budget='device': {devices[0].device_kind} does not tell its memory.\nFix: give the size, as in budget='16GiB', or set "
+        f"STATETX_DEVICE_MEMORY=16GiB."
+    )
 
 
-def start_search(
-    jaxpr: Jaxpr,
-    diff_indices: Sequence[int],
-    num_out: int,
-    objective: str,
-    offload: bool,
-    time_limit: float | None,
-    report: Callable[[str], None] = lambda text: None,
-    program_of: Callable[[Jaxpr, dict[str, Any]], Program] | None = None,
-    context: TraceContext = TraceContext(),  # noqa: B008
-) -> Search:
-    # Operations have no exchange rate with transfers: under "flops" offloading is free, and limited by memory alone. Without host
-    # memory nothing is offloaded; the values are saved or recomputed.
-    per_byte = None
-    equation_cost: Callable[[Any], float] = flops
-    if objective == "time":
-        model = cost_model()
-        equation_cost = model.seconds
-    if offload and _jax.HOST_MEMORY in _jax.memory_spaces():
-        per_byte = 1 / cost_model().host_bytes_per_second if objective == "time" else 0.0
-    options = {"equation_cost": equation_cost, "offload": per_byte, "time_limit": time_limit, "report": report}
-    return Search(jaxpr, diff_indices, num_out, program_of=program_of, context=context, **options)
-
-
-def fit_budget(search: Search, budget: int | float, name: str) -> Candidate:
-    bytes_ = budget_bytes(search, budget)
-    candidate = search.fit(bytes_)
-    if candidate is None:
-        least = search.smallest().temp_bytes
-        late = ", when the time limit ended the search" if search.is_late() else ""
-        raise PlanError(
-            f"No plan for {name} keeps the budget of {format_bytes(bytes_)}: the smallest found needs "
-            f"{format_bytes(least)}, {format_bytes(least - bytes_)} more{late}.\nFix: allow that much; or rematerialize smaller "
-            f"parts, make the batch smaller, or let the loop's steps compute less.",
-            smallest_bytes=least,
+def no_plan(
+    name: str, budget: Budget, budget_bytes: int, smallest_bytes: int, fixed: Any, *, is_late: bool
+) -> PlanError:
+    """The error that no candidate keeps a budget; sizes count what the budget counts."""
+    late = ", when the time limit ended the search" if is_late else ""
+    more_time = "give the search more time (time_limit=None); " if is_late else ""
+    parts = ""
+    if budget.of == STEP:
+        parts = (
+            f" Arguments take {format_bytes(fixed.argument_bytes)} of it and outputs "
+            f"{format_bytes(fixed.output_bytes - fixed.alias_bytes)}, which no plan changes"
+            f"{'' if fixed.alias_bytes else ' (plan the jitted step, if it donates arguments)'}."
         )
-    return candidate
+    return PlanError(
+        f"No plan for {name} keeps the budget of {format_bytes(budget_bytes)}: the smallest found needs "
+        f"{format_bytes(smallest_bytes)}, {format_bytes(smallest_bytes - budget_bytes)} more{late}.{parts}\nFix: {more_time}allow that "
+        f"much; or rematerialize smaller parts, make the batch smaller, or let the loop's steps compute less.",
+        smallest_bytes=smallest_bytes,
+    )

@@ -1,33 +1,37 @@
-"""Stage the program to plan: a loss, or the loss within a training step."""
+"""Stage the program to plan: a loss, or the gradients within a training step."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jex_core
 
 from .. import _jax
 from .._equations.compiled import Program
 from .._equations.structure import Body
 from .._errors import PlanError
-from .._jax import Jaxpr
-from .._lift.context import TraceContext, sharding_of
+from .._jax import Jaxpr, Literal
+from .._lift.context import TraceContext, device_bytes
 from .._lift.targets import resolve_argnums
 from .._lift.wrapper import name_of
-from .._remat.override import override
+from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Rewriter
-from .._tree import is_array, is_float, partition
+from .._tree import is_array, is_float, num_bytes, partition
 from ..transforms.abstract import staged_jaxpr
 from ..transforms.remat import Remat
 from ._parts import flatten
 from ._record import fingerprint
 
+_NEGLIGIBLE = 0.01
+"""A gradient is left as it is if its values take less than this part of the largest one's: a rule of a library, a few scalars."""
 
-class _Recorded(NamedTuple):
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recorded:
     """A recorded function.
 
     Attributes:
@@ -43,12 +47,22 @@ class _Recorded(NamedTuple):
     traced_floats: list[int]
     context: TraceContext
 
+    @functools.cached_property
+    def flat(self) -> Jaxpr:
+        """The program without inner jits."""
+        return flatten(self.jaxpr)
+
+    @functools.cached_property
+    def lines(self) -> tuple[str, ...]:
+        """The fingerprint."""
+        return tuple(fingerprint(self.flat))
+
 
 class _Recorder(Rewriter):
-    """A policy that records the function it is used on, and leaves it unchanged."""
+    """A policy that records the functions it is used on, and leaves them unchanged."""
 
     def __init__(self) -> None:
-        self.recorded: list[_Recorded] = []
+        self.recorded: list[Recorded] = []
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -66,11 +80,76 @@ class _Recorder(Rewriter):
             diff_indices = [i for i, x in floats if _jax.is_differentiated(x)]
             traced_floats = [i for i, x in floats if isinstance(x, _jax.Tracer)]
             self.recorded.append(
-                _Recorded(body.jaxpr, num_out, diff_indices, traced_floats, TraceContext.of([*operands, *args]))
+                Recorded(body.jaxpr, num_out, diff_indices, traced_floats, TraceContext.of([*operands, *args]))
             )
             return body(operands, *args)
 
         return run
+
+
+class _Replace(Rewriter):
+    """A policy that replaces functions by programs, which it finds by the fingerprints of the functions."""
+
+    def __init__(self, programs: dict[tuple[str, ...], Jaxpr]):
+        self._bodies = {lines: Body(jaxpr, []) for lines, jaxpr in programs.items()}
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+        planned = self._bodies.get(tuple(fingerprint(flatten(body.jaxpr))))
+        return body if planned is None else lambda operands, *args: planned(operands, *args)
+
+
+class Fixed(NamedTuple):
+    """The bytes that no plan changes: of arguments and outputs, on one device.
+
+    Attributes:
+        alias_bytes: of the outputs, those in the memory of donated arguments.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.argument_bytes + self.output_bytes - self.alias_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A training step, staged with its gradients as the user wrote them.
+
+    Attributes:
+        program: the whole step.
+        donated: positions of the inputs that the step donates.
+        fun, args, kwargs: the step and its arguments, to stage it with other gradients.
+        is_in_shard_map: whether a gradient is taken in a shard_map.
+    """
+
+    program: Recorded
+    donated: tuple[int, ...]
+    fun: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    is_in_shard_map: bool
+
+    def compiled_with(self, programs: dict[tuple[str, ...], Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
+        """The step with these programs in place of the functions that it differentiates, which have these fingerprints."""
+        # Staged for each candidate: the functions are differentiated inside, so they have to be replaced when the step is traced.
+        # The axes of a shard_map are bound while its gradient is analyzed, but the step begins outside of it.
+        with _jax.outside_all_transforms() if self.is_in_shard_map else contextlib.nullcontext():
+            recorded = _record(self.fun, self.args, self.kwargs, _Replace(programs)) if programs else self.program
+            return self._compiled(recorded, compiler_options)
+
+    def _compiled(self, recorded: Recorded, compiler_options: dict[str, Any] | None) -> Program:
+        avals = [v.aval for v in recorded.jaxpr.invars]
+        run = lambda *inputs: _jax.evaluate(recorded.jaxpr, (), inputs)  # noqa: E731
+        return recorded.context.program(run, avals, compiler_options, self.donated)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,56 +157,77 @@ class Captured:
     """A program to plan.
 
     Attributes:
-        diff_indices: the inputs to differentiate with respect to.
-        num_out: number of differentiated outputs; they come first.
-        context: the transforms and shardings that it runs under.
-        step_with: for a training step, ``(loss, compiler_options) -> Program``, the step with this program as its loss.
+        gradients: the distinct functions to differentiate: the loss, or those of the step.
+        ignored: fingerprints of functions that the step differentiates and that take next to nothing.
+        step: the step that differentiates them; None for a loss.
     """
 
-    jaxpr: Jaxpr
-    diff_indices: list[int]
-    num_out: int
-    context: TraceContext
-    step_with: Callable[[Jaxpr, dict[str, Any]], Program] | None = None
+    gradients: tuple[Recorded, ...]
+    ignored: tuple[tuple[str, ...], ...] = ()
+    step: Step | None = None
 
-    @property
-    def is_step(self) -> bool:
-        return self.step_with is not None
+    @functools.cached_property
+    def fixed(self) -> Fixed:
+        """The bytes of arguments and outputs, by their types: an estimate, which the compiled program corrects."""
+        if self.step is not None:
+            jaxpr, context = self.step.program.jaxpr, self.step.program.context
+            outputs = [v.aval for v in jaxpr.outvars]
+        else:
+            loss = self.gradients[0]
+            jaxpr, context = loss.jaxpr, loss.context
+            outputs = [v.aval for v in (*jaxpr.outvars, *(jaxpr.invars[i] for i in loss.diff_indices))]
+        used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)} | {
+            v for v in jaxpr.outvars if not isinstance(v, Literal)
+        }
+
+        # On automatic axes only the shardings of inputs are known: outputs of the type of an input count as sharded like it.
+        shardings = [*context.shardings, *[None] * (len(jaxpr.invars) - len(context.shardings))]
+        sizes = [_bytes_on_device(v.aval, s) for v, s in zip(jaxpr.invars, shardings, strict=False)]
+        like = {_type(v.aval): size for v, size in zip(jaxpr.invars, sizes, strict=False)}
+        free = [_type(jaxpr.invars[i].aval) for i in (self.step.donated if self.step is not None else ())]
+        alias_bytes = output_bytes = 0
+        for aval in outputs:
+            size = like.get(_type(aval), device_bytes(aval)) * context.num_examples
+            output_bytes += size
+            if _type(aval) in free:  # an output takes the memory of a donated input of its type
+                free.remove(_type(aval))
+                alias_bytes += size
+        argument_bytes = sum(size for v, size in zip(jaxpr.invars, sizes, strict=True) if v in used)
+        return Fixed(argument_bytes, output_bytes, alias_bytes)
+
+
+def _bytes_on_device(aval: Any, sharding: Any) -> int:
+    if sharding is None or len(sharding.spec) > len(aval.shape):
+        return device_bytes(aval)
+    try:
+        shape = sharding.shard_shape(aval.shape)
+    except ValueError:  # it does not divide the shape
+        return device_bytes(aval)
+    return num_bytes(jax.ShapeDtypeStruct(shape, aval.dtype))
+
+
+def _type(aval: Any) -> tuple[Any, ...]:
+    return (aval.shape, aval.dtype)
 
 
 def capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | Sequence[int] | None) -> Captured:
-    """Trace a function once, and return the program to plan: its loss if it is a training step, else the function.
+    """Trace a function once, and return the program to plan: its gradients if it is a training step, else the function.
 
     Raises:
-        PlanError: there is nothing to differentiate, or more than one function.
+        PlanError: there is nothing to differentiate.
     """
-    outer, inner = _Recorder(), _Recorder()
     nums = None if argnums is None else resolve_argnums(argnums, len(args), fun)[0]
 
-    @functools.wraps(fun)
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        with override.wrap_differentiated(lambda loss: Remat(loss, policy=inner)):
-            return fun(*args, **kwargs)
-
     # One trace serves both cases: only during it does it show whether the function differentiates anything itself.
-    planned = Remat(fun if nums is not None else traced, policy=outer)
-    _stage(planned, args, kwargs)
-
+    inner = _Recorder()
+    function = _record(fun, args, kwargs, inner if nums is None else None)
     if inner.recorded:
-        # One loss may be differentiated several times, such as for each microbatch.
-        if len({tuple(fingerprint(flatten(f.jaxpr))) for f in inner.recorded}) > 1:
-            raise PlanError(
-                f"{name_of(fun)} differentiates more than one function. Fix: make a plan for each of them, and use it as "
-                f"remat(loss, policy=plan)."
-            )
-
-        # The baseline of a step is the whole step, so candidates are compiled within it: its optimizer's memory counts too.
-        loss = inner.recorded[0]
-        step_with = functools.partial(_step_with, fun, args, kwargs)
-        return Captured(loss.jaxpr, loss.diff_indices, loss.num_out, loss.context, step_with)
+        gradients, ignored = _distinct(inner.recorded)
+        is_in_shard_map = any(gradient.context.manual is not None for gradient in gradients)
+        step = Step(function, _donated(function.jaxpr), fun, args, kwargs, is_in_shard_map)
+        return Captured(gradients, ignored, step)
 
     # Inputs are the operands (values of states, all of them differentiated), then the arrays of the arguments.
-    (function,) = outer.recorded
     # `argnums` counts arguments as the user wrote them, each of which may be a tree of any number of arrays.
     in_argnums = []
     for n, arg in enumerate((*args, *kwargs.values())):
@@ -137,9 +237,35 @@ def capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | S
     if not diff_indices or not any(is_float(v.aval) for v in function.jaxpr.outvars[: function.num_out]):
         raise PlanError(
             f"{name_of(fun)} has no float output, or no float argument or state, so there is nothing to differentiate; and it "
-            f"does not call statetx.grad itself."
+            f"takes no gradient itself."
         )
-    return Captured(function.jaxpr, diff_indices, function.num_out, function.context)
+    return Captured((dataclasses.replace(function, diff_indices=diff_indices),))
+
+
+def _distinct(recorded: Sequence[Recorded]) -> tuple[tuple[Recorded, ...], tuple[tuple[str, ...], ...]]:
+    """The different functions among the recorded ones, and the fingerprints of those that take next to nothing."""
+    # One loss may be differentiated several times, such as for each microbatch.
+    distinct = {r.lines: r for r in reversed(recorded)}
+    sizes = {lines: _value_bytes(r) for lines, r in distinct.items()}
+    least = _NEGLIGIBLE * max(sizes.values())
+    kept = tuple(r for lines, r in reversed(distinct.items()) if sizes[lines] >= least)
+    return kept, tuple(lines for lines in distinct if sizes[lines] < least)
+
+
+def _value_bytes(recorded: Recorded) -> int:
+    values = [v.aval for eqn in recorded.flat.eqns for v in eqn.outvars]
+    return recorded.context.num_examples * sum(device_bytes(aval) for aval in values if hasattr(aval, "dtype"))
+
+
+def _donated(jaxpr: Jaxpr) -> tuple[int, ...]:
+    """The inputs that a jitted function, called by this program, donates."""
+    donated = {
+        v
+        for eqn in jaxpr.eqns
+        for v, flag in zip(eqn.invars, eqn.params.get("donated_invars", ()), strict=False)
+        if flag and not isinstance(v, Literal)
+    }
+    return tuple(i for i, v in enumerate(jaxpr.invars) if v in donated)
 
 
 def _is_traced(x: Any) -> bool:
@@ -147,46 +273,26 @@ def _is_traced(x: Any) -> bool:
     return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
-def _stage(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """Stage a call. Returns its jaxpr and its inputs: values of states, then array arguments. Other arguments are closed over."""
+def _record(fun: Callable, args: tuple, kwargs: dict[str, Any], rewriter: Rewriter | None) -> Recorded:
+    """Stage a call, with the functions that it differentiates rewritten. Arguments other than arrays are closed over."""
+    outer = _Recorder()
+
+    @functools.wraps(fun)
+    def traced(*args: Any, **kwargs: Any) -> list[Any]:
+        # Outputs in the order of `jax.jit`, which flattens the variables of flax too: XLA's schedule depends on it.
+        if rewriter is None:
+            return jax.tree.leaves(fun(*args, **kwargs))
+        with rewritten_by(rewriter):
+            return jax.tree.leaves(fun(*args, **kwargs))
+
     arrays, static = partition((args, kwargs), _is_traced)
+    planned = Remat(traced, policy=outer)
 
     @functools.wraps(fun)
     def call(*arrays: Any) -> Any:
         call_args, call_kwargs = static.combine(arrays)
-        return fun(*call_args, **call_kwargs)
+        planned(*call_args, **call_kwargs)  # what it returns has been recorded
 
-    return staged_jaxpr(call, arrays)
-
-
-class _Replace(Rewriter):
-    """A policy that replaces the function by a given program."""
-
-    def __init__(self, jaxpr: Jaxpr):
-        self._planned = Body(jaxpr, [])
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
-        return lambda operands, *args: self._planned(operands, *args)
-
-
-def _step_with(
-    fun: Callable, args: tuple, kwargs: dict[str, Any], jaxpr: Jaxpr, compiler_options: dict[str, Any]
-) -> Program:
-    """The training step with this program as its loss."""
-    replacement = _Replace(jaxpr)
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        with override.wrap_differentiated(lambda loss: Remat(loss, policy=replacement)):
-            return fun(*args, **kwargs)
-
-    # Staged for each candidate: the loss is differentiated inside, so its replacement has to be there when the step is traced.
-    closed_jaxpr, inputs = _stage(step, args, kwargs)
-    shardings = tuple(map(sharding_of, inputs))
-    context = TraceContext(shardings=shardings if any(shardings) else ())
-    return context.program(jex_core.jaxpr_as_fun(closed_jaxpr), closed_jaxpr.in_avals, compiler_options)
+    staged_jaxpr(call, arrays)
+    (function,) = outer.recorded
+    return function

@@ -1,4 +1,4 @@
-"""The record of a plan, as stored in JSON: the program's fingerprint, the decision for each part, and a row for each value.
+"""The record of a plan, as stored in JSON: the programs' fingerprints, the decision for each part, and a row for each value.
 
 The keys are a file format: they keep their names ("treatments", "foretold_bytes") where the code has others.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -18,14 +19,19 @@ from .._jax import Jaxpr, Literal
 from .._lift.context import device_bytes
 from .._loops.strategy import Strategy
 from .._remat.survey import Survey
-from .._text import short_path, type_str
+from .._text import format_bytes, short_path, type_str
 from ..residuals._trace import user_line
 from ._analysis import Option
-from ._layout import Layout, marks_of
-from ._parts import Part, flatten
+from ._budget import STEP, Budget
+from ._groups import Groups
+from ._layout import marks_of
+from ._parts import Flat, Part, flatten
 from ._search import Candidate, Search
 
-VERSION = 1
+if TYPE_CHECKING:  # it takes the fingerprints of programs from here
+    from ._whole import Choice, Options, Whole
+
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +53,10 @@ class PlanRow:
     bytes: int
     decision: str
     price: float
+
+    def rank(self) -> tuple[Any, ...]:
+        """The order in which rows are listed: saved values first, the largest first."""
+        return (self.decision not in ("keep", "offload"), -self.bytes * self.times, -self.price)
 
 
 def fingerprint(jaxpr: Jaxpr) -> list[str]:
@@ -90,13 +100,60 @@ def _param(x: Any) -> str:
         return f"({','.join(map(_param, x))})"
     if callable(x) and not isinstance(x, type):
         return getattr(x, "__name__", type(x).__name__)
-    return str(x)
+    return _ADDRESS.sub("", str(x))
 
 
-def fields_of(
-    search: Search, candidate: Candidate, name: str, budget: int, objective: str, is_step: bool
-) -> dict[str, Any]:
-    """The fields of a plan, as JSON values."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def fields_of(whole: Whole, choice: Choice, name: str, budget: Budget, options: Options) -> dict[str, Any]:
+    """The fields of a plan, as JSON values: what it takes and costs, and how to rewrite each gradient of the program."""
+    step, fixed = whole.captured.step, whole.fixed()
+    fields = {
+        "version": VERSION,
+        "name": name,
+        "objective": options.objective,
+        "is_step": step is not None,
+        "of": budget.of,
+        "budget_bytes": bytes_of(whole, budget),
+        "argument_bytes": fixed.argument_bytes,
+        "output_bytes": fixed.output_bytes,
+        "alias_bytes": fixed.alias_bytes,
+        "temp_bytes": choice.temp_bytes,
+        "flops": choice.compiled.flops,
+        "stock": "" if choice.name == "plan" else choice.name,
+        "complete": not whole.is_late(),
+        "seconds": None,
+        "ignored": [digest_of(lines) for lines in whole.captured.ignored],
+    }
+    pairs = zip(whole.searches, choice.candidates, strict=True)
+    return fields | {"programs": [_program_fields(search, candidate) for search, candidate in pairs]}
+
+
+def bytes_of(whole: Whole, budget: Budget) -> int:
+    """A budget in bytes of what it counts."""
+    if isinstance(budget.amount, int):
+        return budget.amount
+    fixed = whole.fixed().bytes if budget.of == STEP else 0
+    return budget.temp_bytes(fixed, whole.fraction_of_baseline) + fixed
+
+
+def shown_fields(whole: Whole, choice: Choice) -> dict[str, Any]:
+    """The fields that only say how good a plan is. They need the whole trade-off."""
+    # `predicted_bytes` is a leave-one-out prediction: the candidate's own measurement does not correct it.
+    return {
+        "predicted_bytes": int(whole.predict(choice)),
+        "foretold_bytes": int(max(c.predicted_bytes for c in choice.candidates)),
+        "unplanned_bytes": whole.unplanned_bytes(),
+        "unplanned_is_compiled": whole.has_baseline(),
+        "unplanned_flops": whole.unplanned_flops(),
+        "curve": whole.curve(),
+        "measured": [[c.name, c.temp_bytes, c.added_cost / whole.total_cost()] for c in whole.choices()],
+    }
+
+
+def _program_fields(search: Search, candidate: Candidate) -> dict[str, Any]:
+    """How to rewrite one gradient."""
     layout = candidate.layout
     # Equal parts have equal decisions: each is stored once, and parts refer to it by number.
     decisions: list[dict[str, Any]] = []
@@ -107,45 +164,37 @@ def fields_of(
             decisions.append(decision)
         numbers.append(decisions.index(decision))
 
-    # `predicted_bytes` is a leave-one-out prediction: the candidate's own measurement does not correct it.
-    baseline = search.baseline.compiled
-    other_candidates = [c for c in search.candidates if c is not candidate]
-
-    fields = {
-        "version": VERSION,
-        "name": name,
-        "objective": objective,
-        "is_step": is_step,
-        "budget_bytes": budget,
-        "predicted_bytes": int(
-            search.predict(candidate.peak, other_candidates) if other_candidates else candidate.peak
-        ),
-        "foretold_bytes": int(candidate.predicted_bytes),
-        "temp_bytes": candidate.temp_bytes,
-        "unplanned_bytes": baseline.temp_bytes,
-        "flops": candidate.compiled.flops,
-        "unplanned_flops": baseline.flops,
-        "stock": "" if candidate.name == "plan" else candidate.name,
-        "complete": not search.is_late(),
-    }
-
-    # To rewrite the program: where it is cut, the decision for each part, and how to tell that it is the same program.
-    fields |= {
-        "opened": layout.jaxpr is not search.jaxpr,
-        "cuts": None if layout.cuts is None else list(layout.cuts),
+    return {
+        # Where the program is cut, the decision for each part, and how to tell that it is the same program.
+        "cuts": list(layout.cuts),
         "parts": numbers,
         "treatments": decisions,
         "equations": fingerprint(search.jaxpr),
     }
 
-    # To print the plan.
-    fields |= {
-        "rows": [dataclasses.asdict(row) for row in _rows(layout, candidate.options, search.equation_cost)],
-        "loops": list(_loops(layout, candidate.options)),
-        "curve": search.curve(),
-        "measured": [[c.name, c.temp_bytes, c.added_cost / search.total_cost()] for c in search.candidates],
+
+def parts_of(program: Jaxpr, fields: dict[str, Any]) -> tuple[Jaxpr, list[Part], list[Option]]:
+    """Cut a flat program as a stored plan says. Returns it as it was cut, the parts, and their options without bytes and cost."""
+    # Cuts and decisions count equations, so the program must be flattened and cut exactly as it was for the plan.
+    flat = Flat(program)
+    options = [option_of(decision) for decision in fields["treatments"]]
+    # Parts with equal decisions share an option; the cache of `_layout.rewrite` gives them one function.
+    return flat.jaxpr, flat.split(fields["cuts"]), [options[i] for i in fields["parts"]]
+
+
+def described(program: Jaxpr, fields: dict[str, Any], equation_cost: Callable[[Any], float]) -> dict[str, Any]:
+    """The fields of one gradient, a flat program, with those that print it: a row for each value, and the loops and groups of regions."""
+    _, parts, options = parts_of(program, fields)
+    return fields | {
+        "rows": [dataclasses.asdict(row) for row in _rows(parts, options, equation_cost)],
+        "loops": list(_loops(parts, options)),
+        "groups": list(_groups(parts, options)),
     }
-    return fields
+
+
+def digest_of(lines: Sequence[str]) -> str:
+    """A digest of a fingerprint."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _to_json(option: Option) -> dict[str, Any]:
@@ -162,21 +211,22 @@ def option_of(decision: dict[str, Any]) -> Option:
     return Option(saved, 0, 0, 0.0, frozenset((a, b) for a, b in decision["offloaded"]), loop)
 
 
-def _rows(layout: Layout, options: Sequence[Option], equation_cost: Callable[[Any], float]) -> list[PlanRow]:
+def _rows(parts: Sequence[Part], options: Sequence[Option], equation_cost: Callable[[Any], float]) -> list[PlanRow]:
     # Equal parts with equal decisions have equal rows: list them once, with their number.
     counts: dict[Any, list[Any]] = {}
-    for part, option in zip(layout.parts, options, strict=True):
+    for part, option in zip(parts, options, strict=True):
         key = (part.key, option.saved, option.offloaded, option.loop)
         counts.setdefault(key, [part, option, 0])[2] += 1
     rows = []
     for part, option, times in counts.values():
-        rows += _rows_of(part, option, times, equation_cost)
-    return sorted(rows, key=lambda r: (r.decision not in ("keep", "offload"), -r.bytes * r.times, -r.price))
+        length = part.eqn.params["length"] if part.eqn is not None else 1
+        for number, step in option.loop.steps() if isinstance(option.loop, Groups) else [(length, option)]:
+            rows += _rows_of(part, step, times * number, equation_cost)
+    return sorted(rows, key=PlanRow.rank)
 
 
 def _rows_of(part: Part, option: Option, times: int, equation_cost: Callable[[Any], float]) -> Iterator[PlanRow]:
     marks = marks_of(option)
-    length = part.eqn.params["length"] if part.eqn is not None else 1
     is_planned = option.saved is not None or option.loop is not None
     for site in Survey(part.jaxpr).results:
         # Values in inner jaxprs, such as branches, are not candidates (`Graph.sites`).
@@ -196,14 +246,77 @@ def _rows_of(part: Part, option: Option, times: int, equation_cost: Callable[[An
         type_text = type_str(site.value.type, weak=False)
         owner = f"{short_path(file)}:{line} ({function})" if file else ""
         value = f"{names or site.eqn.primitive.name} {type_text}"
-        yield PlanRow(
-            value, owner, times * length, device_bytes(site.value.type), decision, float(equation_cost(site.eqn))
-        )
+        yield PlanRow(value, owner, times, device_bytes(site.value.type), decision, float(equation_cost(site.eqn)))
 
 
-def _loops(layout: Layout, options: Sequence[Option]) -> Iterator[str]:
-    for part, option in zip(layout.parts, options, strict=True):
+def _loops(parts: Sequence[Part], options: Sequence[Option]) -> Iterator[str]:
+    for part, option in zip(parts, options, strict=True):
         if part.eqn is not None and option.loop is not None:
             file, line, _ = user_line(part.eqn)
             location = f" at {short_path(file)}:{line}" if file else ""
             yield f"The loop of {part.eqn.params['length']} steps{location} is stored by {option.loop!r}."
+
+
+def _groups(parts: Sequence[Part], options: Sequence[Option]) -> Iterator[str]:
+    """Neighboring parts of equal structure, from the first to the last layer: which of them keep what."""
+    layers: list[tuple[Part, list[Option]]] = []
+    structures: dict[Any, list[Option]] = {}
+    for part, option in zip(parts, options, strict=True):
+        if option.saved is None and option.loop is None:
+            continue
+        if part.key not in structures:
+            structures[part.key] = []
+            layers.append((part, structures[part.key]))
+        structures[part.key].append(option)
+
+    for part, same in layers:
+        # The same decision for a run of them is one line's worth of text.
+        runs: list[tuple[Option, int]] = []
+        for option in same:
+            if runs and _decision(runs[-1][0]) == _decision(option):
+                runs[-1] = (option, runs[-1][1] + 1)
+            else:
+                runs.append((option, 1))
+        if len(same) > 1:
+            yield f"{len(same)} equal regions{_place(part)}: {_runs_text(part, runs)}"
+        else:
+            yield f"A region of {len(part.jaxpr.eqns)} equations{_place(part)}: {_kept_text(part, same[0])}"
+
+
+def _decision(option: Option) -> tuple[Any, ...]:
+    return option.saved, option.offloaded, option.loop
+
+
+def _place(part: Part) -> str:
+    for eqn in part.jaxpr.eqns:
+        file, line, function = user_line(eqn)
+        if file:
+            return f" from {short_path(file)}:{line} ({function})"
+    return ""
+
+
+def _runs_text(part: Part, runs: Sequence[tuple[Option, int]]) -> str:
+    texts, number = [], 1
+    for option, times in runs:
+        numbers = f"{number}" if times == 1 else f"{number}-{number + times - 1}"
+        texts.append(f"{numbers} {_kept_text(part, option)}")
+        number += times
+    return "; ".join(texts)
+
+
+def _kept_text(part: Part, option: Option) -> str:
+    marks = marks_of(option)
+    results = Survey(part.jaxpr).results
+    sites = [site for site in results if site.address in marks]
+    if not sites:
+        return "keep nothing"
+    kept_bytes = sum(device_bytes(site.value.type) for site in sites)
+    # Means, and other values of a sixteenth of the largest one's size and below, tell nothing.
+    least = max(device_bytes(site.value.type) for site in results) / 16
+    sites = [site for site in sites if device_bytes(site.value.type) > least]
+    if not sites:
+        return f"keep small values ({format_bytes(kept_bytes)})"
+    names = [", ".join(sorted(site.value.names)) or site.eqn.primitive.name for site in sites]
+    counts = {n: names.count(n) for n in dict.fromkeys(names)}
+    text = ", ".join(n if c == 1 else f"{c} {n}" for n, c in counts.items())
+    return f"keep {text} ({format_bytes(kept_bytes)})"

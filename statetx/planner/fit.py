@@ -6,31 +6,43 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._equations.structure import Body
+from .._errors import PolicyError
 from .._lift.context import TraceContext
 from .._remat.rewriter import Rewriter
 from .._text import format_bytes
 from .._tree import is_float
-from ._budget import fit_budget, read_budget, start_search
+from . import _store
+from ._budget import Budget
+from ._capture import Captured, Recorded
+from ._record import fields_of, shown_fields
+from ._whole import Options, Whole
+from .machine import cost_model
+from .plan import Plan
+from .planner import DEFAULT_TIME_LIMIT, fit
 
 
 class Fit(Rewriter):
     """``policy="fit:2GiB"``: plan each function it is used on, for the gradient with respect to all its float inputs.
 
+    Each function has the budget to itself. Functions of one program share one with ``policy="fit"`` and `statetx.budget`.
+
     Args:
-        budget: temporary bytes of that function's gradient, compiled on its own.
+        budget: temporary bytes of that function's gradient, compiled on its own. Arguments and outputs of the function do not
+            count: in the program around it they are no arguments and outputs. None: that of the `statetx.budget` around the
+            gradient.
         objective, offload, time_limit: as in `plan`.
     """
 
     def __init__(
         self,
-        budget: int | float | str,
+        budget: int | float | str | None = None,
         *,
         objective: str = "flops",
         offload: bool = False,
-        time_limit: float | None = None,
+        time_limit: float | None = DEFAULT_TIME_LIMIT,
     ):
-        self.budget = read_budget(budget)
-        self._options = (objective, offload, time_limit)
+        self.budget = None if budget is None else Budget.read(budget)
+        self._options = Options(objective, offload, time_limit)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Fit) and (self.budget, self._options) == (other.budget, other._options)
@@ -39,24 +51,42 @@ class Fit(Rewriter):
         return hash((self.budget, self._options))
 
     def __repr__(self) -> str:
-        return f"fit:{self.budget if isinstance(self.budget, float) else format_bytes(self.budget).replace(' ', '')}"
+        if self.budget is None:
+            return "fit"
+        amount = self.budget.amount
+        return f"fit:{amount if isinstance(amount, float) else format_bytes(amount).replace(' ', '')}"
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+        if self.budget is None:
+            raise PolicyError(
+                f"remat({name}, policy='fit') has no budget: no statetx.budget(...) is around the gradient.\nFix: write "
+                f"`with statetx.budget('2GiB'):` around it, or give the function a budget of its own, policy='fit:2GiB'."
+            )
         # Memory depends on the vmaps and shardings around the call, so each of them has a plan of its own.
-        planned: dict[TraceContext, Body] = {}
+        planned: dict[TraceContext, Callable] = {}
 
         def run(operands: Sequence[Any], *args: Any) -> list[Any]:
             context = TraceContext.of([*operands, *args])
             if context not in planned:
-                planned[context] = self._plan(body, name, num_out, context)
+                planned[context] = self._plan(body, name, num_out, context).rewrite(body, name, num_out)
             return planned[context](operands, *args)
 
         return run
 
-    def _plan(self, body: Body, name: str, num_out: int, context: TraceContext) -> Body:
+    def _plan(self, body: Body, name: str, num_out: int, context: TraceContext) -> Plan:
         # The derivative that will be taken is not known yet. With respect to all float inputs it takes the most memory, so the
         # plan errs towards saving less than it could.
-        diff_indices = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval)]
-        search = start_search(body.jaxpr, diff_indices, num_out, *self._options, context=context)
-        candidate = fit_budget(search, self.budget, name)
-        return Body(candidate.layout.rewrite(candidate.options), [])
+        assert self.budget is not None
+        floats = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval)]
+        recorded = Recorded(body.jaxpr, num_out, floats, floats, context)
+        rates = cost_model() if self._options.objective == "time" else None
+        key = _store.key_of(
+            [(recorded.flat, recorded.lines, context)], "fit", self.budget, self._options, floats, num_out, rates
+        )
+        fields = _store.load(key)
+        if fields is None or fields["programs"][0]["equations"] != list(recorded.lines):
+            whole = Whole(Captured((recorded,)), self._options)
+            choice = fit(whole, self.budget, name)
+            fields = fields_of(whole, choice, name, self.budget, self._options) | shown_fields(whole, choice)
+            _store.save(key, fields)
+        return Plan(fields)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import os
 import pathlib
 import statistics
 import time
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .. import _jax
+from .. import _jax, _states
 from .._equations.flops import flops
+from .._errors import PolicyWarning
 from .._text import format_bytes
 from .._tree import num_bytes
+from . import _store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +36,14 @@ class CostModel:
         flops_per_second: of float32 matrix products.
         bytes_per_second: reads and writes together.
         host_bytes_per_second: between device and host memory.
+        spread: the largest relative difference between the runs that a rate was taken from: how stable the machine was.
     """
 
     device: str
     flops_per_second: float
     bytes_per_second: float
     host_bytes_per_second: float
+    spread: float = 0.0
 
     def seconds(self, eqn: Any) -> float:
         """The time of an equation, with its inner equations, times the length for a scan."""
@@ -56,23 +61,29 @@ class CostModel:
     def __str__(self) -> str:
         return (
             f"{self.device}: {self.flops_per_second / 1e9:.3g} GFLOP/s, {format_bytes(int(self.bytes_per_second))}/s of memory, "
-            f"{format_bytes(int(self.host_bytes_per_second))}/s to the host"
+            f"{format_bytes(int(self.host_bytes_per_second))}/s to the host, to within {100 * self.spread:.0f}%"
         )
 
 
-def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5) -> CostModel:
+def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5, time_limit: float = 6.0) -> CostModel:
     """Measure the default device: a matrix product, a sweep through memory, a transfer to the host and back.
 
-    Takes about a second. ``plan(..., objective="time")`` looks the result up by the kind of device, and measures if there is
-    none.
+    Each is repeated until its fastest runs agree to within 10%, since other work on the machine only makes runs slower. On an
+    idle machine this takes about a second. ``plan(..., objective="time")`` looks the result up by the kind of device, and
+    measures if there is none.
 
     Args:
-        save: whether to write the result to the user's cache folder (``$XDG_CACHE_HOME/statetx``), for later processes.
+        save: whether to write the result to the cache folder of statetx (``STATETX_CACHE``, by default
+            ``$XDG_CACHE_HOME/statetx``), for later processes. A result that is not stable is not written.
         size: of the square matrices; by default it depends on the backend.
-        repeats: runs of each measurement; the median counts.
+        repeats: number of the fastest runs that have to agree; their median counts.
+        time_limit: seconds for all measurements together.
 
     Returns:
-        `CostModel`.
+        `CostModel`; its ``spread`` says how well the runs agree.
+
+    Raises:
+        PolicyWarning: the runs did not agree within the time limit.
 
     Example:
         >>> import statetx
@@ -82,54 +93,85 @@ def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5) -
     """
     # On a CPU a product of the larger size, 1.1e12 operations, would take longer than the second promised above.
     n = size or (1024 if jax.default_backend() == "cpu" else 8192)
+    limit = time_limit / 3
 
     a = jnp.ones((n, n), jnp.float32)
-    product = _seconds(jax.jit(lambda x: x @ x), a, repeats)
+    product = _measure(jax.jit(lambda x: x @ x), a, repeats, limit)
     large = jnp.ones((max(4 * n * n, 2**22),), jnp.float32)
-    sweep = _seconds(jax.jit(lambda x: x + 1), large, repeats)
+    sweep = _measure(jax.jit(lambda x: x + 1), large, repeats, limit)
     try:
-        round_trip = _seconds(lambda x: _jax.to_device(_jax.to_host(x)), large, repeats)
+        round_trip = _measure(lambda x: _jax.to_device(_jax.to_host(x)), large, repeats, limit)
     except Exception:  # a backend without host memory: transfers are taken to be as fast as a sweep
         round_trip = sweep
 
     model = CostModel(
         device=_device_kind(),
-        flops_per_second=2 * n**3 / product,
-        bytes_per_second=2 * large.nbytes / sweep,
-        host_bytes_per_second=2 * large.nbytes / round_trip,
+        flops_per_second=2 * n**3 / product.seconds,
+        bytes_per_second=2 * large.nbytes / sweep.seconds,
+        host_bytes_per_second=2 * large.nbytes / round_trip.seconds,
+        spread=max(product.spread, sweep.spread, round_trip.spread),
     )
-    if save:
+    if model.spread > _STABLE:
+        warnings.warn(
+            f"calibrate: the fastest {repeats} runs differ by {100 * model.spread:.0f}%, so the rates are not stable: other "
+            f"programs may be running.\nFix: call statetx.calibrate() on an idle machine, or with a longer time_limit.",
+            PolicyWarning,
+            stacklevel=_states.user_stacklevel(),
+        )
+    elif save:
         path = _path(model.device)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(dataclasses.asdict(model), indent=1))
+        if path is not None:
+            _store.write(path, json.dumps(dataclasses.asdict(model), indent=1).encode())
     return model
 
 
 def cost_model() -> CostModel:
-    """The stored result of `calibrate` for this kind of device, or a new one."""
+    """The stored result of `calibrate` for this kind of device, or a new one, which this process keeps."""
     path = _path(_device_kind())
     try:
-        return CostModel(**json.loads(path.read_text()))
+        return CostModel(**json.loads(path.read_text())) if path is not None else _model_of_process(_device_kind())
     except (OSError, ValueError, TypeError):
-        return calibrate()
+        return _model_of_process(_device_kind())
+
+
+@functools.cache
+def _model_of_process(device: str) -> CostModel:
+    # All plans of a process use the same rates, also where none can be stored.
+    return calibrate()
 
 
 def _device_kind() -> str:
     return jax.local_devices()[0].device_kind
 
 
-def _path(device: str) -> pathlib.Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(cache) / "statetx" / f"{''.join(c if c.isalnum() else '-' for c in device)}.json"
+def _path(device: str) -> pathlib.Path | None:
+    folder = _store.folder()
+    return folder and folder / f"{''.join(c if c.isalnum() else '-' for c in device)}.json"
 
 
-def _seconds(fun: Callable, x: Any, repeats: int) -> float:
-    """The median time of a call, without compilation."""
+_STABLE = 0.1
+
+
+class _Measured(NamedTuple):
+    """The time of a call, and the relative difference between the runs that it is the median of."""
+
+    seconds: float
+    spread: float
+
+
+def _measure(fun: Callable, x: Any, repeats: int, time_limit: float) -> _Measured:
+    """Run a call, without its compilation, until the fastest `repeats` runs agree."""
     jax.block_until_ready(fun(x))
-    times = []
-    for _ in range(repeats):
+    end = time.perf_counter() + time_limit
+    times: list[float] = []
+    while True:
         start = time.perf_counter()
         jax.block_until_ready(fun(x))
         times.append(time.perf_counter() - start)
-    # Not zero, where the clock is coarser than the call: rates are quotients by it.
-    return max(statistics.median(times), 1e-9)
+        if len(times) < repeats:
+            continue
+        # Not zero, where the clock is coarser than the call: rates are quotients by it.
+        fastest = [max(t, 1e-9) for t in sorted(times)[:repeats]]
+        spread = fastest[-1] / fastest[0] - 1
+        if spread <= _STABLE or time.perf_counter() > end:
+            return _Measured(statistics.median(fastest), spread)

@@ -1,35 +1,28 @@
-"""`plan`: choose which values a program saves, recomputes or offloads, so that it fits a budget of bytes."""
+"""`Plan`: which values a program saves, recomputes or offloads; applied to functions, stored, and shown."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
-from .. import _jax
 from .._equations.structure import Body
 from .._errors import PlanError
-from .._extras import require
-from .._lift.wrapper import name_of, short_name
-from .._remat.override import override
+from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Rewriter
-from .._tables import Cell, Column, Table, Tabular
-from .._text import format_bytes, format_flops, suggestion
+from .._tables import Table, Tabular
+from .._text import format_bytes
 from .._typing import public
-from ..residuals._show import see_profile
-from ..residuals.report import BASELINE
 from ..transforms.remat import Remat
-from ._budget import budget_bytes, fit_budget, read_budget, start_search
-from ._capture import capture
+from . import _show
+from ._bound import LowerBound
+from ._budget import STEP
 from ._layout import rewrite
-from ._parts import flatten, inline_remat, split
-from ._record import VERSION, PlanRow, fields_of, fingerprint, option_of
-from ._search import Candidate
+from ._parts import flatten
+from ._record import VERSION, PlanRow, digest_of, fingerprint, parts_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,35 +36,86 @@ class Plan(Tabular, Rewriter):
 
     Attributes:
         name: the function's name.
+        of: what the budget counts: "step" or "temporaries".
         budget_bytes: the requested budget.
+        argument_bytes, output_bytes: of the compiled program, which no plan changes.
+        alias_bytes: of the outputs, those in the memory of donated arguments.
+        temp_bytes: temporary memory of the compiled program with its gradient.
         predicted_bytes: temporary memory by the model, corrected by all other compiled programs.
         initial_prediction_bytes: temporary memory by the model, corrected by the programs compiled before this one.
-        temp_bytes: temporary memory of the compiled program with its gradient.
-        unplanned_bytes: temporary memory of the baseline (no rematerialization), to within a few hundred bytes.
+        unplanned_bytes: temporary memory of the baseline (no rematerialization), to within a few hundred bytes if it was
+            compiled (`unplanned_is_compiled`); else by the model, which may be far off. For a budget in bytes it is compiled only
+            if it may fit.
         flops, unplanned_flops: operations of the planned program and of the baseline.
+        seconds: the median time of a run, if plans were compared by it (``objective="measured"``); else None.
+        objective: as in `plan`.
         rows: a `PlanRow` for every value of the program; saved values first, the largest first.
+        groups: a line for each set of regions of equal structure, such as layers: which of them keep what.
+        loops: a line for each loop that the plan changes.
         stock: the name of the stock policy that equals this plan, "no remat" for the baseline, else "".
         complete: whether the search ended before its time limit. The integer program of each region has a limit of its own, a few
             seconds, which this does not show; where it is met, the plan may cost more than it must.
         num_equations: number of equations of the planned program; a loop counts as one.
+        is_step: whether the program is a training step, whose gradients are planned.
     """
 
-    def __init__(self, fields: dict[str, Any]):
-        self._fields = fields
+    def __init__(
+        self,
+        fields: dict[str, Any],
+        bound: Callable[[float], LowerBound] | None = None,
+        describe: Callable[[], list[dict[str, Any]]] | None = None,
+    ):
+        self._bound = bound  # of the baseline's operations
+        self._describe = describe  # the fields of the programs with their rows, which only printing needs
+        self._stored_bound = fields.get("lower_bound", ())
+        self._fields = fields = {key: value for key, value in fields.items() if key != "lower_bound"}
         self.name: str = fields["name"]
+        self.of: str = fields["of"]
         self.budget_bytes: int = fields["budget_bytes"]
+        self.argument_bytes: int = fields["argument_bytes"]
+        self.output_bytes: int = fields["output_bytes"]
+        self.alias_bytes: int = fields["alias_bytes"]
+        self.temp_bytes: int = fields["temp_bytes"]
         self.predicted_bytes: int = fields["predicted_bytes"]
         self.initial_prediction_bytes: int = fields["foretold_bytes"]
-        self.temp_bytes: int = fields["temp_bytes"]
         self.unplanned_bytes: int = fields["unplanned_bytes"]
+        self.unplanned_is_compiled: bool = fields["unplanned_is_compiled"]
         self.flops: int = fields["flops"]
         self.unplanned_flops: int = fields["unplanned_flops"]
+        self.seconds: float | None = fields["seconds"]
+        self.objective: str = fields["objective"]
         self.stock: str = fields["stock"]
         self.complete: bool = fields["complete"]
-        self.num_equations = len(fields["equations"])
-        self.rows = tuple(PlanRow(**row) for row in fields["rows"])
-        self._is_step: bool = fields["is_step"]
-        self._digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+        self.is_step: bool = fields["is_step"]
+
+        self.num_equations = sum(len(program["equations"]) for program in fields["programs"])
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        # Rows follow from the decisions.
+        programs = [
+            {k: v for k, v in p.items() if k not in ("rows", "groups", "loops")} for p in self._fields["programs"]
+        ]
+        return hashlib.sha256(json.dumps(self._fields | {"programs": programs}, sort_keys=True).encode()).hexdigest()
+
+    @functools.cached_property
+    def _programs(self) -> list[dict[str, Any]]:
+        """The fields of the programs, with the rows that print them."""
+        describe, self._describe = self._describe, None  # which holds the equations
+        return self._fields["programs"] if describe is None else describe()
+
+    @functools.cached_property
+    def rows(self) -> tuple[PlanRow, ...]:
+        rows = [PlanRow(**row) for program in self._programs for row in program["rows"]]
+        return tuple(sorted(rows, key=PlanRow.rank))
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return tuple(text for program in self._programs for text in program["groups"])
+
+    @property
+    def loops(self) -> tuple[str, ...]:
+        return tuple(text for program in self._programs for text in program["loops"])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self._digest == other._digest
@@ -80,9 +124,36 @@ class Plan(Tabular, Rewriter):
         return hash(self._digest)
 
     @property
+    def fixed_bytes(self) -> int:
+        """Arguments and outputs together; a donated argument and the output in its memory count once."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Arguments, outputs and temporaries of the compiled program."""
+        return self.fixed_bytes + self.temp_bytes
+
+    @property
+    def unplanned_total_bytes(self) -> int:
+        """`total_bytes` of the baseline."""
+        return self.fixed_bytes + self.unplanned_bytes
+
+    @property
     def extra_flops(self) -> float:
         """Added operations relative to the baseline."""
         return (self.flops - self.unplanned_flops) / max(self.unplanned_flops, 1)
+
+    @functools.cached_property
+    def lower_bound(self) -> LowerBound:
+        """The least memory and the least operations of any schedule of this program; computed when it is first read."""
+        if self._bound is None:
+            return LowerBound.from_json(self._stored_bound)
+        bound, self._bound = self._bound(self.unplanned_flops), None
+        return bound
+
+    def bounds(self) -> tuple[int, float]:
+        """The least temporary bytes at the operations of this plan, and the least added operations at its temporary bytes."""
+        return self.lower_bound.bytes_at(self.extra_flops), self.lower_bound.operations_at(self.temp_bytes)
 
     # -- use -------------------------------------------------------------------------------------------------------
 
@@ -90,55 +161,67 @@ class Plan(Tabular, Rewriter):
         """Apply the plan to a function. Differentiate the result of a planned loss; call the result of a planned training step.
 
         Args:
-            fun: a function with the equations that the plan was made for. They are compared whenever it is traced.
+            fun: a function with the equations that the plan was made for, jitted or not. They are compared whenever it is traced.
 
         Raises:
             PlanError: on a call, if the equations differ; it names the first difference.
         """
-        if not self._is_step:
+        if not self.is_step:
             return cast(Any, Remat(fun, policy=self))
 
-        # A step differentiates a loss that it may define inside itself, so the loss is replaced when `statetx.grad` gets it.
+        # A step differentiates functions that it may define inside itself, so they are replaced when JAX gets them.
         @functools.wraps(fun)
         def step(*args: P.args, **kwargs: P.kwargs) -> R:
-            with override.wrap_differentiated(lambda loss: Remat(loss, policy=self)):
+            with rewritten_by(self):
                 return fun(*args, **kwargs)
 
         return step
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
-        # Cuts and decisions count equations, so the program must be flattened and cut exactly as it was for the plan.
         program = flatten(body.jaxpr)
-        self._check(fingerprint(program), name)
-        if self._fields["opened"]:
-            program, _ = inline_remat(program)
-        parts = split(program, self._fields["cuts"])
-
-        # Parts with equal decisions share a number; the cache of `_layout.rewrite` gives them one function.
-        options = [option_of(self._fields["treatments"][i]) for i in self._fields["parts"]]
-        planned = Body(rewrite(program, parts, options), [])
+        lines = fingerprint(program)
+        fields = self._find(lines, name)
+        if fields is None:
+            return body
+        # Parts with equal decisions share an option; the cache of `_layout.rewrite` gives them one function.
+        planned = Body(rewrite(*parts_of(program, fields)), [])
         return lambda operands, *args: planned(operands, *args)
 
-    def _check(self, actual: Sequence[str], name: str) -> None:
-        expected = self._fields["equations"]
-        for n, (expected_line, line) in enumerate(zip(expected, actual, strict=False)):
-            if expected_line != line:
-                raise PlanError(
-                    f"The plan for {self.name} does not fit {name}: equation {n} of {len(expected)} is\n  {line}\n"
-                    f"and was, when the plan was made,\n  {expected_line}\nFix: make a plan for this program."
-                )
-        if len(expected) != len(actual):
+    def _find(self, lines: Sequence[str], name: str) -> dict[str, Any] | None:
+        """The program with these equations; None if the plan leaves it unchanged."""
+        programs = self._fields["programs"]
+        for fields in programs:
+            if fields["equations"] == lines:
+                return fields
+        if digest_of(lines) in self._fields["ignored"]:
+            return None
+
+        # Of several programs the one that agrees for longest is the one that was meant.
+        expected = max((p["equations"] for p in programs), key=lambda e: _num_common(e, lines))
+        n, total = _num_common(expected, lines), len(expected)
+        if n < min(total, len(lines)):
             raise PlanError(
-                f"The plan for {self.name} does not fit {name}: it has {len(actual)} equations, and had {len(expected)} "
-                f"when the plan was made.\nFix: make a plan for this program."
+                f"The plan for {self.name} does not fit {name}: equation {n} of {total} is\n  {lines[n]}\n"
+                f"and was, when the plan was made,\n  {expected[n]}\nFix: make a plan for this program."
             )
+        raise PlanError(
+            f"The plan for {self.name} does not fit {name}: it has {len(lines)} equations, and had {total} "
+            f"when the plan was made.\nFix: make a plan for this program."
+        )
 
     # -- storage ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan to a file, as JSON."""
         with open(path, "w") as file:
-            json.dump(self._fields, file, indent=1)
+            json.dump(self._stored_fields(), file, indent=1)
+
+    def _stored_fields(self) -> dict[str, Any]:
+        self.bounds()  # those that are printed are stored
+        return self._fields | {"programs": self._programs, "lower_bound": self.lower_bound.to_json()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self._stored_fields(),)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Plan:
@@ -175,8 +258,14 @@ class Plan(Tabular, Rewriter):
         """The compiled programs: name ("plan", "no remat" or a stock policy), temporary bytes, and added operations as in `curve`."""
         return [(str(n), int(b), float(x)) for n, b, x in self._fields["measured"]]
 
+    def timed(self) -> list[tuple[str, int, float]]:
+        """The programs that were run (``objective="measured"``): name, temporary bytes, and the median of their seconds."""
+        return [(str(n), int(b), float(s)) for n, b, s in self._fields.get("timed", ())]
+
     def plot(self, path: str | os.PathLike | None = None) -> Any:
         """Draw added operations over memory: the curve, the compiled programs, the budget. Needs matplotlib.
+
+        Memory is what the budget counts.
 
         Args:
             path: the image file to write; without it the caller shows the figure.
@@ -184,265 +273,16 @@ class Plan(Tabular, Rewriter):
         Returns:
             The matplotlib figure.
         """
-        require("matplotlib.figure", "plot")
-        from matplotlib.figure import Figure
-
-        # Not by pyplot, which holds every figure until it is closed.
-        figure = Figure(figsize=(7, 4.2), layout="constrained")
-        axes = figure.subplots()
-        mib = 2.0**20
-
-        curve = self.curve()
-        axes.plot([b / mib for b, _ in curve], [100 * x for _, x in curve], color="#0072b2", label="model", zorder=1)
-        plans = [(b, x) for n, b, x in self.measured() if n == "plan"]
-        axes.scatter(
-            [b / mib for b, _ in plans], [100 * x for _, x in plans], s=22, color="#0072b2", label="plans, compiled"
-        )
-        for n, b, x in self.measured():
-            if n != "plan":
-                axes.scatter([b / mib], [100 * x], marker="D", s=30, color="#e69f00")
-                axes.annotate(n, (b / mib, 100 * x), textcoords="offset points", xytext=(6, 5), fontsize=8)
-
-        axes.scatter(
-            [self.temp_bytes / mib],
-            [100 * self.extra_flops],
-            s=90,
-            facecolors="none",
-            edgecolors="#d55e00",
-            linewidths=2,
-        )
-        axes.annotate(
-            "this plan",
-            (self.temp_bytes / mib, 100 * self.extra_flops),
-            textcoords="offset points",
-            xytext=(8, 8),
-            color="#d55e00",
-        )
-
-        axes.axvline(self.budget_bytes / mib, color="#999999", linestyle="--", linewidth=1, label="budget")
-        axes.set_xlabel("temporary memory, MiB")
-        axes.set_ylabel("added operations, %")
-        axes.set_title(f"{self.name}: operations over memory", loc="left", fontsize=11)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_ylim(bottom=-1)
-        axes.legend(frameon=False, fontsize=8)
-        if path is not None:
-            figure.savefig(path, dpi=150)
-        return figure
+        return _show.plot(self, path)
 
     def _table(self) -> Table:
-        title = (
-            f"{'' if self._is_step else 'gradient of '}{self.name}: {format_bytes(self.temp_bytes)} of temporary memory "
-            f"(predicted {format_bytes(self.predicted_bytes)}, budget {format_bytes(self.budget_bytes)}, "
-            f"without a plan {format_bytes(self.unplanned_bytes)}), {100 * self.extra_flops:+.1f}% operations"
-        )
-
-        # Rows that differ in their number only, from parts of different structure, become one.
-        totals: dict[PlanRow, int] = {}
-        for row in self.rows:
-            if row.decision != "unchanged":
-                key = dataclasses.replace(row, times=0)
-                totals[key] = totals.get(key, 0) + row.times
-        planned = [dataclasses.replace(row, times=times) for row, times in totals.items()]
-
-        # Rows below half a percent of the baseline's memory tell nothing.
-        large = [row for row in planned if 200 * row.bytes * row.times >= self.unplanned_bytes][:_MAX_ROWS]
-        unit = _format_seconds if self._fields["objective"] == "time" else lambda x: format_flops(int(x))
-        most = max((r.bytes * r.times for r in large), default=1)
-        rows = [
-            [
-                Cell(r.value),
-                Cell(r.owner),
-                Cell(str(r.times)),
-                Cell(format_bytes(r.bytes), _COLORS.get(r.decision, ""), share=r.bytes * r.times / max(most, 1)),
-                Cell(r.decision, _COLORS.get(r.decision, "")),
-                Cell(unit(r.price)),
-            ]
-            for r in large
-        ]
-
-        notes = [(f"and {len(planned) - len(large)} more", "")] if len(planned) > len(large) else []
-        notes += [(text, "") for text in self._fields["loops"]]
-        if self.stock:
-            is_stock = self.stock != BASELINE
-            notes.append((f"This is the stock policy {self.stock!r}." if is_stock else "It fits unchanged.", ""))
-        if not self.complete:
-            notes.append(("The time limit ended the search; this is the best plan so far.", ""))
-        return Table(title, _COLUMNS, rows, [*notes, see_profile("plan.apply(fun)")])
+        return _show.table(self)
 
     def __repr__(self) -> str:
-        return f"Plan({self.name}, {format_bytes(self.temp_bytes)} of {format_bytes(self.budget_bytes)})"
+        counted = self.total_bytes if self.of == STEP else self.temp_bytes
+        return f"Plan({self.name}, {format_bytes(counted)} of {format_bytes(self.budget_bytes)})"
 
 
-_MAX_ROWS = 16  # of the printed table
-_COLUMNS = (
-    Column("value", code=True),
-    Column("owner", rank=1),
-    Column("times", "right", rank=1),
-    Column("bytes", "right"),
-    Column("decision", style="bold"),
-    Column("cost", "right", rank=2),
-)
-_COLORS = {"keep": "green", "offload": "cyan", "recompute": "yellow"}
-
-
-def _format_seconds(x: float) -> str:
-    return f"{1e6 * x:.3g} us"
-
-
-@_jax.api_boundary
-def plan(
-    fun: Callable[..., Any],
-    /,
-    *args: Any,
-    budget: int | float | str,
-    objective: str = "flops",
-    offload: bool = False,
-    argnums: int | Sequence[int] | None = None,
-    time_limit: float | None = None,
-    progress: bool = False,
-    **kwargs: Any,
-) -> Plan:
-    """Choose the values that a function saves for its backward pass, so that its gradient fits a budget of memory.
-
-    The function is traced once; no state changes and nothing is computed. Its equations are cut into regions where few
-    bytes cross (or where `remat` marks them). Integer programs find the options of each region, and dynamic programming
-    their best combination, including the bytes in use during each region's backward pass. Candidates are compiled until
-    one keeps the budget and the next better one would not, a handful at most. A scan is planned with its body: the saved
-    values of each step, together with the levels or slots of the loop. The stock policies are candidates too. Random
-    values are not drawn again, and each state is written once, as in `remat`.
-
-    Args:
-        fun: a function to differentiate, such as a loss; or, without `argnums`, a training step that calls `statetx.grad`
-            (or ``value_and_grad``, ``vjp``; not JAX's) itself. It may read and write states. Arguments other than arrays
-            are static, as in `remat`.
-        *args, **kwargs: example arguments; ``jax.ShapeDtypeStruct`` can replace an array.
-        budget: temporary bytes of the compiled program beyond its arguments and outputs: a number, ``"2GiB"``, or, as
-            a float up to 1, a fraction of the baseline's.
-        objective: the cost to minimize: ``"flops"``, or ``"time"`` by the rates that `calibrate` measured.
-        offload: whether values may be stored in host memory, where the backend has it.
-        argnums: the arguments of a loss to differentiate; all by default. Float states are always differentiated.
-        time_limit: seconds; after that the best plan so far is returned.
-        progress: whether to show progress (with rich).
-
-    Returns:
-        `Plan`. Use it as ``plan.apply(fun)`` or ``remat(fun, policy=plan)``.
-
-    Raises:
-        PlanError: no candidate keeps the budget; ``smallest_bytes`` is the least that was reached.
-
-    Source:
-        Jain et al., Checkmate: Breaking the memory wall with optimal tensor rematerialization (MLSys 2020), for
-        the integer program; the memory model of `_analysis` for the rest.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, statetx
-        >>> def loss(ws, x):
-        ...     for w in ws:
-        ...         x = x + jnp.sin(jnp.tanh(x @ w))
-        ...     return (x**2).mean()
-        >>> ws, x = [jnp.ones((64, 64)) / 64] * 8, jnp.ones((512, 64))
-        >>> plan = statetx.plan(loss, ws, x, budget=0.6, argnums=0)
-        >>> plan.temp_bytes <= 0.6 * plan.unplanned_bytes
-        True
-        >>> grads = jax.jit(jax.grad(plan.apply(loss)))(ws, x)
-    """
-    read_budget(budget)  # a mistake shows before anything is compiled
-    options = {"objective": objective, "offload": offload, "argnums": argnums, "time_limit": time_limit}
-    return Planner(fun, *args, progress=progress, **options, **kwargs).plan(budget)
-
-
-class Planner:
-    """Plans for one program and many budgets, which share compiled candidates. Arguments as in `plan`.
-
-    Example:
-        >>> import jax.numpy as jnp, statetx
-        >>> def loss(ws, x):
-        ...     for w in ws:
-        ...         x = x + jnp.sin(jnp.tanh(x @ w))
-        ...     return (x**2).mean()
-        >>> planner = statetx.planner.Planner(loss, [jnp.ones((64, 64)) / 64] * 8, jnp.ones((512, 64)), argnums=0)
-        >>> least, most = planner.ends()
-        >>> plans = [planner.plan(budget) for budget in (most, 0.7, 0.5)]
-        >>> [plan.temp_bytes <= plan.budget_bytes for plan in plans]
-        [True, True, True]
-    """
-
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        /,
-        *args: Any,
-        objective: str = "flops",
-        offload: bool = False,
-        argnums: int | Sequence[int] | None = None,
-        time_limit: float | None = None,
-        progress: bool = False,
-        **kwargs: Any,
-    ):
-        if objective not in ("flops", "time"):
-            raise ValueError(
-                f"objective must be 'flops' or 'time', got {objective!r}.{suggestion(objective, ['flops', 'time'])}"
-            )
-        self.name = short_name(name_of(fun))
-        self._objective = objective
-        self._progress = _Progress(self.name) if progress else contextlib.nullcontext(lambda text: None)
-        self._captured = capture(fun, args, kwargs, argnums)
-
-        # The search outlives each progress bar: it reports to the current one.
-        report = lambda text: self._report(text)  # noqa: E731
-        self._report: Callable[[str], None] = lambda text: None
-        with self._context():
-            captured = self._captured
-            options = (objective, offload, time_limit, report, captured.step_with, captured.context)
-            self._search = start_search(captured.jaxpr, captured.diff_indices, captured.num_out, *options)
-
-    def ends(self) -> tuple[int, int]:
-        """The least temporary bytes reached so far, and the baseline's."""
-        return self._search.ends()
-
-    def plan(self, budget: int | float | str) -> Plan:
-        """The best plan for a budget."""
-        amount = read_budget(budget)
-        with self._context():
-            candidate = fit_budget(self._search, amount, self.name)
-        return self._plan(candidate, budget_bytes(self._search, amount))
-
-    def best(self, budget: int) -> Plan | None:
-        """The best plan compiled so far, for any budget, that keeps this one; None if none does."""
-        candidate = self._search.best(budget)
-        return None if candidate is None else self._plan(candidate, int(budget))
-
-    def _plan(self, candidate: Candidate, budget: int) -> Plan:
-        is_step = self._captured.is_step
-        return Plan(fields_of(self._search, candidate, self.name, budget, self._objective, is_step))
-
-    @contextlib.contextmanager
-    def _context(self) -> Iterator[None]:
-        """Show progress, and bind the axis names of the surrounding transforms."""
-        try:
-            with self._progress as report, self._captured.context.bind_axes():
-                self._report = report
-                yield
-        finally:
-            self._report = lambda text: None
-
-
-class _Progress:
-    """A spinner with a text and the seconds since it was made. It may be shown several times, and leaves nothing behind."""
-
-    def __init__(self, name: str):
-        require("rich.progress", "progress=True")
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        self._name = name
-        columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-        self._bar = Progress(*columns, transient=True)
-        self._task = self._bar.add_task(f"plan {name}")
-
-    def __enter__(self) -> Callable[[str], None]:
-        self._bar.start()
-        return lambda text: self._bar.update(self._task, description=f"plan {self._name}: {text}")
-
-    def __exit__(self, *exception: Any) -> None:
-        self._bar.stop()
+def _num_common(a: Sequence[str], b: Sequence[str]) -> int:
+    """The length of the common beginning."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

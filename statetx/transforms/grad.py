@@ -16,7 +16,6 @@ from .._lift.run import Run
 from .._lift.targets import Targets, parse_argnums, refuse_arguments, resolve_argnums, state_argument_error
 from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._positions import replaced
-from .._remat.override import override
 from .._text import type_str
 from .._tree import Partition, is_array_or_number, partition
 from .._typing import Argnums, Filter, PyTree
@@ -155,7 +154,7 @@ class ValueAndGrad(Wrapper):
 
     def __init__(self, fun: Callable, *, argnums: Any, wrt: Any, has_aux: bool, holomorphic: bool, allow_int: bool):
         super().__init__(fun, _options(argnums, wrt, has_aux, holomorphic, allow_int))
-        self._argnums = argnums
+        self.argnums = argnums
         self._wrt = wrt
         self._has_aux = has_aux
         self._jax_options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int}
@@ -168,10 +167,10 @@ class ValueAndGrad(Wrapper):
         fun = self.__wrapped__
         allow_int = self._jax_options["allow_int"]
         targets = Targets(self._wrt, fun, args, kwargs, allow_int=allow_int) if self._wrt is not None else None
-        diff_argnums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
-        # The planner replaces the function by a rematerialized one to try a plan.
-        run = Run("grad", fun, has_aux=self._has_aux, targets=targets, replacement=override.wrap(fun))
+        diff_argnums, as_tuple = resolve_argnums(self.argnums, len(args), fun)
+        run = Run("grad", fun, has_aux=self._has_aux, targets=targets)
 
+        @run.named
         def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
             out, leaves = run(replaced(args, diff_argnums, diff_args), kwargs, state_values, diff_args)
             if not is_array_or_number(out) or jnp.ndim(out):
@@ -191,7 +190,7 @@ class ValueAndGrad(Wrapper):
         if targets is None:
             return value, aux, grads_of_args
         grads_of_states = targets.combine(state_grads)
-        return value, aux, grads_of_states if self._argnums is None else (grads_of_states, grads_of_args)
+        return value, aux, grads_of_states if self.argnums is None else (grads_of_states, grads_of_args)
 
 
 def _refuse_loss(out: Any, transform: str, name: str) -> None:
@@ -261,8 +260,9 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
         if error is not None:
             raise error
     out_part: Any = None
-    run = Run("vjp", fun, has_aux=has_aux, targets=targets, replacement=override.wrap(fun))
+    run = Run("vjp", fun, has_aux=has_aux, targets=targets)
 
+    @run.named
     def pure(state_values: list, *diff: Any) -> tuple[list, list]:
         nonlocal out_part
         out, leaves = run(primals_part.combine(diff), {}, state_values)

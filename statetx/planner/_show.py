@@ -1,0 +1,161 @@
+"""A plan as a table and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from .._extras import require
+from .._tables import Cell, Column, Table
+from .._text import format_bytes, format_flops
+from ..residuals._show import see_profile
+from ..residuals.report import BASELINE
+from ._budget import STEP
+from ._record import PlanRow
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+_MAX_ROWS = 16  # of the printed table
+_MAX_GROUPS = 6
+_COLUMNS = (
+    Column("value", code=True),
+    Column("owner", rank=1),
+    Column("times", "right", rank=1),
+    Column("bytes", "right"),
+    Column("decision", style="bold"),
+    Column("cost", "right", rank=2),
+)
+_COLORS = {"keep": "green", "offload": "cyan", "recompute": "yellow"}
+
+
+def table(plan: Plan) -> Table:
+    # Rows that differ in their number only, from parts of different structure, become one.
+    totals: dict[PlanRow, int] = {}
+    for row in plan.rows:
+        if row.decision != "unchanged":
+            key = dataclasses.replace(row, times=0)
+            totals[key] = totals.get(key, 0) + row.times
+    planned = [dataclasses.replace(row, times=times) for row, times in totals.items()]
+
+    # Rows below half a percent of the baseline's memory tell nothing.
+    large = [row for row in planned if 200 * row.bytes * row.times >= plan.unplanned_bytes][:_MAX_ROWS]
+    unit = _format_seconds if plan.objective == "time" else lambda x: format_flops(int(x))
+    most = max((r.bytes * r.times for r in large), default=1)
+    rows = [
+        [
+            Cell(r.value),
+            Cell(r.owner),
+            Cell(str(r.times)),
+            Cell(format_bytes(r.bytes), _COLORS.get(r.decision, ""), share=r.bytes * r.times / max(most, 1)),
+            Cell(r.decision, _COLORS.get(r.decision, "")),
+            Cell(unit(r.price)),
+        ]
+        for r in large
+    ]
+    notes = [f"and {len(planned) - len(large)} more"] if len(planned) > len(large) else []
+    notes += _notes(plan)
+    return Table(_title(plan), _COLUMNS, rows, [*((text, "") for text in notes), see_profile("plan.apply(fun)")])
+
+
+def _title(plan: Plan) -> str:
+    name = f"{'' if plan.is_step else 'gradient of '}{plan.name}"
+    extra = f"{100 * plan.extra_flops:+.1f}% operations"
+    is_step = plan.of == STEP
+    # The model knows choices that are near the plan, and the unplanned program badly.
+    unplanned = format_bytes(_counted(plan, plan.unplanned_bytes)) if plan.unplanned_is_compiled else ""
+    if is_step:
+        without = f" (without a plan {unplanned})" if unplanned else ""
+        return f"{name}: {format_bytes(plan.total_bytes)} of {format_bytes(plan.budget_bytes)}{without}, {extra}"
+    without = f", without a plan {unplanned}" if unplanned else ""
+    return (
+        f"{name}: {format_bytes(plan.temp_bytes)} of temporary memory (predicted {format_bytes(plan.predicted_bytes)}, "
+        f"budget {format_bytes(plan.budget_bytes)}{without}), {extra}"
+    )
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    yield (
+        f"Arguments {format_bytes(plan.argument_bytes)}, outputs {format_bytes(plan.output_bytes)}"
+        f"{f' ({format_bytes(plan.alias_bytes)} of them in place of donated arguments)' if plan.alias_bytes else ''}, "
+        f"temporaries {format_bytes(plan.temp_bytes)} (predicted {format_bytes(plan.predicted_bytes)})."
+    )
+    yield _bound_text(plan)
+    yield from plan.groups[:_MAX_GROUPS]
+    if len(plan.groups) > _MAX_GROUPS:
+        yield f"And {len(plan.groups) - _MAX_GROUPS} more kinds of regions."
+    yield from plan.loops
+    stock: dict[str, tuple[int, float]] = {}
+    for name, temp_bytes, extra in plan.measured():
+        if name != "plan":  # a stock policy may have been compiled for several cuts: the smallest counts
+            stock[name] = min(stock.get(name, (temp_bytes, extra)), (temp_bytes, extra))
+    others = [f"{name} {format_bytes(_counted(plan, b))} {100 * x:+.1f}%" for name, (b, x) in stock.items()]
+    if others:
+        yield f"Compared with: {', '.join(others)}."
+    if plan.stock:
+        yield f"This is the stock policy {plan.stock!r}." if plan.stock != BASELINE else "It fits unchanged."
+    if plan.seconds is not None:
+        yield f"Measured: {_format_seconds(plan.seconds)}, the fastest of {len(plan.timed())}."
+    if not plan.complete:
+        yield "The time limit ended the search; this is the best plan so far."
+
+
+def _bound_text(plan: Plan) -> str:
+    least, operations = plan.bounds()
+    return (
+        f"Lower bound for any schedule: {format_bytes(least)} of temporaries at {100 * plan.extra_flops:+.1f}% operations, "
+        f"{100 * operations:+.1f}% operations at {format_bytes(plan.temp_bytes)} of temporaries."
+    )
+
+
+def _counted(plan: Plan, temp_bytes: int) -> int:
+    """What the budget counts of a program with these temporaries."""
+    return temp_bytes + (plan.fixed_bytes if plan.of == STEP else 0)
+
+
+def _format_seconds(x: float) -> str:
+    return f"{1e6 * x:.3g} us" if x < 1e-3 else f"{1e3 * x:.3g} ms"
+
+
+def plot(plan: Plan, path: str | os.PathLike | None) -> Any:
+    require("matplotlib.figure", "plot")
+    from matplotlib.figure import Figure
+
+    # Not by pyplot, which holds every figure until it is closed.
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    mib = 2.0**20
+    at = lambda temp_bytes: _counted(plan, temp_bytes) / mib  # noqa: E731
+
+    curve = plan.curve()
+    axes.plot([at(b) for b, _ in curve], [100 * x for _, x in curve], color="#0072b2", label="model", zorder=1)
+    bound = [(at(b), 100 * x) for b, x in plan.lower_bound.curve()]
+    if bound:
+        # As far right as the bound itself goes: beyond it no operations are needed, as far as it tells.
+        axes.plot(*zip(*bound, strict=True), color="#009e73", linestyle=":", label="lower bound", zorder=1)
+        axes.fill_betweenx(
+            [x for _, x in bound], [0.0 for _ in bound], [b for b, _ in bound], color="#009e73", alpha=0.08
+        )
+    plans = [(b, x) for n, b, x in plan.measured() if n == "plan"]
+    axes.scatter([at(b) for b, _ in plans], [100 * x for _, x in plans], s=22, color="#0072b2", label="plans, compiled")
+    for n, b, x in plan.measured():
+        if n != "plan":
+            axes.scatter([at(b)], [100 * x], marker="D", s=30, color="#e69f00")
+            axes.annotate(n, (at(b), 100 * x), textcoords="offset points", xytext=(6, 5), fontsize=8)
+
+    this = (at(plan.temp_bytes), 100 * plan.extra_flops)
+    axes.scatter(*([x] for x in this), s=90, facecolors="none", edgecolors="#d55e00", linewidths=2)
+    axes.annotate("this plan", this, textcoords="offset points", xytext=(8, 8), color="#d55e00")
+
+    axes.axvline(plan.budget_bytes / mib, color="#999999", linestyle="--", linewidth=1, label="budget")
+    axes.set_xlabel(f"{'memory' if plan.of == STEP else 'temporary memory'}, MiB")
+    axes.set_ylabel("added operations, %")
+    axes.set_title(f"{plan.name}: operations over memory", loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_ylim(bottom=-1)
+    axes.legend(frameon=False, fontsize=8)
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure

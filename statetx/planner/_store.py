@@ -1,0 +1,193 @@
+"""Plans on disk, by the structure of the program: the second run of a script reads its plans.
+
+``STATETX_CACHE`` names the folder; by default it is ``$XDG_CACHE_HOME/statetx``, and the empty string switches the store off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend.backend import get_backend
+
+from .. import _jax
+from .._jax import Jaxpr
+from ._record import VERSION
+
+_MAX_BYTES = 64 * 2**20  # of all stored plans together
+_MAX_DEPTH = 8  # of functions within a derivative rule
+
+
+def folder() -> pathlib.Path | None:
+    """The cache folder of statetx; None if it is switched off."""
+    chosen = os.environ.get("STATETX_CACHE")
+    if chosen is not None:
+        return pathlib.Path(chosen) if chosen else None
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(cache) / "statetx"
+
+
+# -- entries -----------------------------------------------------------------------------------------------------------
+
+
+def load(key: str) -> dict[str, Any] | None:
+    """The stored fields of a plan; None if there are none, or none that can be read."""
+    path = _path(key)
+    if path is None:
+        return None
+    try:
+        fields = json.loads(gzip.decompress(path.read_bytes()))
+        os.utime(path)  # it was used last
+    except (OSError, EOFError, ValueError):  # zlib and gzip raise the first two, JSON and encodings the last
+        return None
+    return fields if isinstance(fields, dict) and fields.get("version") == VERSION else None
+
+
+def save(key: str, fields: dict[str, Any]) -> None:
+    """Store the fields of a plan. A folder that cannot be written is no error: the plan is made again."""
+    path = _path(key)
+    if path is None:
+        return
+    with contextlib.suppress(OSError):
+        write(path, gzip.compress(json.dumps(fields).encode(), mtime=0))
+        _remove_oldest(path.parent)
+
+
+def write(path: pathlib.Path, content: bytes) -> None:
+    """Write a file in one step: another process sees all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _path(key: str) -> pathlib.Path | None:
+    root = folder()
+    return None if root is None else root / "plans" / f"{key}.json.gz"
+
+
+def _remove_oldest(plans: pathlib.Path) -> None:
+    entries = []
+    for path in plans.iterdir():
+        with contextlib.suppress(OSError):  # another process removes as well
+            stat = path.stat()
+            entries.append((stat.st_mtime, stat.st_size, path))
+    excess = sum(size for _, size, _ in entries) - _MAX_BYTES
+    for _, size, path in sorted(entries)[:-1]:  # never the one just written
+        if excess <= 0:
+            return
+        with contextlib.suppress(OSError):
+            path.unlink()
+        excess -= size
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+def key_of(programs: Sequence[tuple[Jaxpr, Sequence[str], Any]], *settings: Any) -> str:
+    """A digest of programs and of everything else that a plan for them depends on.
+
+    Args:
+        programs: each with its fingerprint and its `TraceContext`.
+        settings: values whose `repr` tells them apart.
+    """
+    digest = hashlib.sha256()
+    for text in (*_environment(), *settings):
+        digest.update(f"{_without_addresses(text)}\n".encode())
+    for jaxpr, lines, context in programs:
+        digest.update(f"{[str(v.aval) for v in jaxpr.invars]} {_without_addresses(context)}\n".encode())
+        digest.update("\n".join(lines).encode())
+        digest.update("\n".join(_rules(jaxpr)).encode())
+        numbers = {v: i for i, v in enumerate([*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)])}
+        digest.update(str([numbers.get(v) if isinstance(v, _jax.Var) else str(v) for v in jaxpr.outvars]).encode())
+    return digest.hexdigest()
+
+
+def _environment() -> list[Any]:
+    backend, devices = get_backend(), jax.devices()
+    return [
+        VERSION,
+        _sources(),
+        (jax.__version__, importlib.metadata.version("jaxlib")),
+        (backend.platform, backend.platform_version, devices[0].device_kind, len(devices)),
+        [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
+        jax.config.values.get("jax_remat3"),
+    ]
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of statetx itself: another version may plan otherwise."""
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _without_addresses(x: Any) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", x if isinstance(x, str) else repr(x))
+
+
+def _rules(jaxpr: Jaxpr) -> Iterator[str]:
+    """The code of the derivative rules in a program, which its fingerprint leaves out."""
+    for eqn in jaxpr.eqns:
+        for name, value in sorted(eqn.params.items()):
+            is_rule = type(value).__name__ == "WrappedFun"  # JAX's wrapper of a rule
+            if is_rule or (callable(value) and not isinstance(value, type) and not _jax.is_jaxpr(value)):
+                yield f"{name} {_code(value, set())}"
+        for inner in _jax.inner_jaxprs(eqn):
+            yield from _rules(inner)
+
+
+def _code(x: Any, seen: set[int], depth: int = 0) -> str:
+    """A digest of a function's code, and of the functions that it closes over or wraps.
+
+    It errs towards telling functions apart: values of closures that are not functions count by their type only.
+    """
+    if id(x) in seen or depth > _MAX_DEPTH:
+        return ""
+    seen.add(id(x))
+    inside = functools.partial(_code, seen=seen, depth=depth + 1)
+    if isinstance(x, (tuple, list)):
+        return f"[{','.join(map(inside, x))}]"
+    if isinstance(x, functools.partial):
+        return f"partial({inside(x.func)},{inside(x.args)})"
+    code = getattr(x, "__code__", None)
+    if code is not None:
+        cells = [c.cell_contents for c in x.__closure__ or () if _is_filled(c)]
+        return f"{_code_digest(code)}({','.join(map(inside, cells))})"
+    wrapped: Callable | None = getattr(x, "f", None) or getattr(x, "__wrapped__", None)  # JAX's `WrappedFun` has `f`
+    if wrapped is not None:
+        return f"{type(x).__name__}({inside(wrapped)},{inside(list(getattr(x, 'transforms', ())))})"
+    return type(x).__name__
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _code_digest(code: Any) -> str:
+    # The order in which a set is printed differs between processes.
+    ordered = lambda c: sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c)  # noqa: E731
+    constants = [_code_digest(c) if hasattr(c, "co_code") else ordered(c) for c in code.co_consts]
+    return hashlib.sha256(code.co_code + repr((constants, code.co_names)).encode()).hexdigest()[:16]

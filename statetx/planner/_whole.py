@@ -1,0 +1,341 @@
+"""The program that a budget is for, and the plans for its gradients: one, or all of a training step.
+
+One gradient is searched for within the step that takes it, so that every candidate is compiled as it will run. Several gradients
+(two networks that train each other, two losses) have a search each, on their own. They share one limit: each search gives its cheapest
+candidate within it, all of them are compiled together in the step, and the limit is corrected until the step keeps the budget. For gradients
+that are taken one after the other this is the optimum, since their memory is not in use at the same time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from .. import _jax
+from .._equations.compiled import Cost, Program, memory_analysis_options
+from .._equations.flops import flops
+from .._jax import Jaxpr
+from .._lift.context import TraceContext
+from ..residuals.report import BASELINE
+from ._candidate import Candidate, with_gradient
+from ._capture import Captured, Fixed, Recorded
+from ._search import Search
+from .machine import cost_model
+
+_MAX_ROUNDS = 6  # compilations of a step with several gradients, for one budget
+_CLOSE_ENOUGH = 0.03  # of the limit: closer limits are not told apart
+_FULL = 0.95  # of the budget: a step that takes as much is not tried to be made cheaper
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a search minimizes, as in `plan`."""
+
+    objective: str = "flops"
+    offload: bool = False
+    time_limit: float | None = None
+
+
+class Choice(NamedTuple):
+    """A compiled program.
+
+    Attributes:
+        candidates: one for each gradient.
+        compiled: the costs of the program that the budget is for.
+    """
+
+    candidates: tuple[Candidate, ...]
+    compiled: Cost
+
+    @property
+    def name(self) -> str:
+        """Of the stock policy, or "no remat", if all gradients have the same; else "plan"."""
+        names = {c.name for c in self.candidates}
+        return names.pop() if len(names) == 1 else "plan"
+
+    @property
+    def temp_bytes(self) -> int:
+        return self.compiled.temp_bytes
+
+    @property
+    def added_cost(self) -> float:
+        return sum(c.added_cost for c in self.candidates)
+
+
+def start_search(
+    recorded: Recorded,
+    options: Options,
+    report: Callable[[str], None] = lambda text: None,
+    program_of: Callable[[Jaxpr, dict[str, Any]], Program] | None = None,
+    compile_baseline: bool = False,
+) -> Search:
+    # Operations have no exchange rate with transfers: under "flops" offloading is free, and limited by memory alone. Without host
+    # memory nothing is offloaded; the values are saved or recomputed.
+    per_byte = None
+    equation_cost: Callable[[Any], float] = flops
+    if options.objective == "time":
+        equation_cost = cost_model().seconds
+    if options.offload and _jax.HOST_MEMORY in _jax.memory_spaces():
+        per_byte = 1 / cost_model().host_bytes_per_second if options.objective == "time" else 0.0
+    return Search(
+        recorded.jaxpr,
+        recorded.diff_indices,
+        recorded.num_out,
+        equation_cost=equation_cost,
+        offload=per_byte,
+        time_limit=options.time_limit,
+        report=report,
+        program_of=program_of,
+        context=recorded.context,
+        compile_baseline=compile_baseline,
+    )
+
+
+class Whole:
+    """A program with one gradient, or with none but itself to differentiate.
+
+    Args:
+        compile_baseline: whether the program without rematerialization will be asked for; it is compiled in a thread.
+
+    Attributes:
+        searches: one for each gradient.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        options: Options,
+        report: Callable[[str], None] = lambda text: None,
+        *,
+        compile_baseline: bool = False,
+    ):
+        self.captured = captured
+        with self._contexts():
+            self.searches = self._start(options, report, compile_baseline)
+
+    def _start(self, options: Options, report: Callable[[str], None], compile_baseline: bool) -> list[Search]:
+        (gradient,) = self.captured.gradients
+        self._program_of = functools.partial(with_gradient, gradient.diff_indices, gradient.num_out, gradient.context)
+        if self.captured.step is not None:
+            lines, step = gradient.lines, self.captured.step
+            self._program_of = lambda jaxpr, options: step.compiled_with({lines: jaxpr}, options)
+        return [start_search(gradient, options, report, self._program_of, compile_baseline)]
+
+    def _contexts(self) -> Any:
+        """Bind the axis names of the transforms around the gradient."""
+        return self.captured.gradients[0].context.bind_axes()
+
+    # -- choices --
+
+    def fit(self, temp_bytes: int) -> Choice | None:
+        """The cheapest choice with at most these temporary bytes; None if none is found."""
+        with self._contexts():
+            return self._choice_of(self.searches[0].fit(temp_bytes))
+
+    def best(self, temp_bytes: int) -> Choice | None:
+        """`fit` among the choices that are compiled."""
+        return self._choice_of(self.searches[0].best(temp_bytes))
+
+    def _choice_of(self, candidate: Candidate | None) -> Choice | None:
+        return None if candidate is None else Choice((candidate,), candidate.compiled)
+
+    def smallest(self) -> Choice:
+        candidate = self.searches[0].smallest()
+        return Choice((candidate,), candidate.compiled)
+
+    def choices(self) -> Iterator[Choice]:
+        """All that are compiled."""
+        for candidate in self.searches[0].candidates:
+            yield Choice((candidate,), candidate.compiled)
+
+    def compile(self, choice: Choice, compiler_options: dict[str, Any] | None) -> Program:
+        """The program of a choice, with other options for the compiler."""
+        programs = [c.layout.rewrite(c.options) for c in choice.candidates]
+        with self._contexts():
+            return self._program(programs, compiler_options)
+
+    def _program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
+        return self._program_of(programs[0], compiler_options)
+
+    # -- its memory --
+
+    def fixed(self) -> Fixed:
+        """Bytes of arguments and outputs: by XLA as soon as something is compiled."""
+        compiled = next((choice.compiled for choice in self.choices()), None)
+        if compiled is None:
+            return self.captured.fixed
+        return Fixed(compiled.argument_bytes, compiled.output_bytes, compiled.alias_bytes)
+
+    def unplanned_bytes(self) -> int:
+        """Temporary bytes without rematerialization: predicted, unless that program is compiled."""
+        with self._contexts():
+            return self.searches[0].unplanned_bytes
+
+    def unplanned_flops(self) -> int:
+        return self.searches[0].baseline_flops
+
+    def has_baseline(self) -> bool:
+        """Whether the program without rematerialization is compiled."""
+        return any(choice.name == BASELINE for choice in self.choices())
+
+    def ends(self) -> tuple[int, int]:
+        """The least temporary bytes reached, and the baseline's."""
+        with self._contexts():
+            return self.searches[0].ends()
+
+    def fraction_of_baseline(self, fraction: float) -> int:
+        """A fraction of the baseline's temporary bytes."""
+        with self._contexts():
+            return self.searches[0].fraction_of_baseline(fraction)
+
+    # -- the model --
+
+    def predict(self, choice: Choice) -> float:
+        """Temporary bytes of a choice, predicted from all others."""
+        (candidate,), search = choice.candidates, self.searches[0]
+        others = [c for c in search.candidates if c is not candidate]
+        return search.predict(candidate.peak, others) if others else candidate.peak
+
+    def curve(self) -> list[tuple[float, float]]:
+        """Points (predicted bytes, added cost relative to the baseline)."""
+        with self._contexts():
+            return self.searches[0].curve()
+
+    def total_cost(self) -> float:
+        """The cost of the baseline with its gradients."""
+        return sum(search.total_cost() for search in self.searches)
+
+    def is_late(self) -> bool:
+        return any(search.is_late() for search in self.searches)
+
+
+class Several(Whole):
+    """A step with several gradients."""
+
+    def _start(self, options: Options, report: Callable[[str], None], compile_baseline: bool) -> list[Search]:
+        del compile_baseline  # of a gradient alone it tells little
+        self._lines = [g.lines for g in self.captured.gradients]
+        self._compiled: dict[tuple[int, ...], Choice] = {}
+        self._report = report
+        searches = []
+        for gradient in self.captured.gradients:
+            with gradient.context.bind_axes():
+                searches.append(start_search(gradient, options, report))
+        return searches
+
+    def _contexts(self) -> Any:
+        return TraceContext().bind_axes()
+
+    def _each(self, ask: Callable[[Search], Any]) -> list[Any]:
+        answers = []
+        for gradient, search in zip(self.captured.gradients, self.searches, strict=True):
+            with gradient.context.bind_axes():
+                answers.append(ask(search))
+        return answers
+
+    # -- choices --
+
+    def fit(self, temp_bytes: int) -> Choice | None:
+        # Bisection over the limit that all searches share: the choice of `low` keeps the budget, that of `high` does not.
+        low, high, limit = 0.0, float("inf"), float(temp_bytes)
+        tried: set[int] = set()
+        for _ in range(_MAX_ROUNDS):
+            choice = self._within(int(limit))
+            if choice.temp_bytes <= temp_bytes:
+                if choice.added_cost <= 0 or choice.temp_bytes >= _FULL * temp_bytes:
+                    break
+                low = limit
+            else:
+                high = limit
+            if id(choice) in tried and high - low <= 4 * _CLOSE_ENOUGH * limit:
+                break
+            tried.add(id(choice))
+            if self.is_late() or high - low <= _CLOSE_ENOUGH * limit:
+                break
+
+            # In proportion to what was measured, and clear of both ends, so that each round shortens the interval.
+            limit *= temp_bytes / max(choice.temp_bytes, 1)
+            if high < float("inf"):
+                margin = 0.1 * (high - low)
+                limit = min(max(limit, low + margin), high - margin)
+            else:
+                limit = max(limit, low * (1 + _CLOSE_ENOUGH))
+            if limit < 1:
+                break
+        return self.best(temp_bytes)
+
+    def _within(self, limit: int) -> Choice:
+        """Compile the cheapest candidates within a limit together; the smallest of a gradient that has none."""
+        return self._compile(self._each(lambda search: search.fit(limit) or search.smallest()))
+
+    def _compile(self, candidates: Sequence[Candidate]) -> Choice:
+        key = tuple(map(id, candidates))  # searches hold their candidates
+        if key not in self._compiled:
+            self._report(f"compiling the step, plan {len(self._compiled) + 1}")
+            programs = [c.layout.rewrite(c.options) for c in candidates]
+            cost = self._program(programs, memory_analysis_options()).cost
+            self._compiled[key] = Choice(tuple(candidates), cost)
+        return self._compiled[key]
+
+    def _program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
+        assert self.captured.step is not None
+        return self.captured.step.compiled_with(dict(zip(self._lines, programs, strict=True)), compiler_options)
+
+    def best(self, temp_bytes: int) -> Choice | None:
+        fitting = [c for c in self._compiled.values() if c.temp_bytes <= temp_bytes]
+        return min(fitting, key=lambda c: (c.added_cost, c.name != BASELINE, c.temp_bytes), default=None)
+
+    def smallest(self) -> Choice:
+        return min(self._compiled.values(), key=lambda c: c.temp_bytes)
+
+    def choices(self) -> Iterator[Choice]:
+        yield from self._compiled.values()
+
+    # -- its memory --
+
+    @functools.cached_property
+    def _baseline(self) -> Choice:
+        return self._compile(self._each(lambda search: search.baseline))
+
+    def unplanned_bytes(self) -> int:
+        if self.has_baseline():
+            return self._baseline.temp_bytes
+        return int(max(self._each(lambda search: search.unplanned_bytes)) + self._besides())
+
+    @functools.cache  # noqa: B019  # lives as long as its search
+    def unplanned_flops(self) -> int:
+        assert self.captured.step is not None
+        return self.captured.step.compiled_with({}, None).flops
+
+    def _besides(self, choice: Choice | None = None) -> float:
+        """What the step takes besides its largest gradient, by the compiled choices other than this one."""
+        others = [c for c in self._compiled.values() if c is not choice]
+        return min((c.temp_bytes - max(x.temp_bytes for x in c.candidates) for c in others), default=0.0)
+
+    def ends(self) -> tuple[int, int]:
+        self._each(lambda search: search.ends())
+        self._compile(self._each(lambda search: search.smallest()))
+        return self.smallest().temp_bytes, self._baseline.temp_bytes
+
+    def fraction_of_baseline(self, fraction: float) -> int:
+        return int(fraction * self._baseline.temp_bytes)
+
+    # -- the model --
+
+    def predict(self, choice: Choice) -> float:
+        return max(c.predicted_bytes for c in choice.candidates) + self._besides(choice)
+
+    def curve(self) -> list[tuple[float, float]]:
+        """The compiled choices that no other beats in both."""
+        points: list[tuple[float, float]] = []
+        for choice in sorted(self._compiled.values(), key=lambda c: (c.temp_bytes, c.added_cost)):
+            if not points or choice.added_cost / self.total_cost() < points[-1][1]:
+                points.append((choice.temp_bytes, choice.added_cost / self.total_cost()))
+        return points
+
+
+def whole_of(captured: Captured, *args: Any, **options: Any) -> Whole:
+    """`Whole`, or `Several` for several gradients; the arguments are as for `Whole`."""
+    return (Whole if len(captured.gradients) == 1 else Several)(captured, *args, **options)

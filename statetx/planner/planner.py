@@ -1,0 +1,284 @@
+"""`plan` and `Planner`: choose which values a program saves, recomputes or offloads, so that it fits a budget of bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from .. import _jax
+from .._equations.flops import flops
+from .._extras import require
+from .._lift.wrapper import name_of, short_name
+from .._text import suggestion
+from . import _store
+from ._bound import free_outputs, lower_bound
+from ._budget import STEP, Budget, no_plan
+from ._capture import capture
+from ._record import bytes_of, described, fields_of, shown_fields
+from ._timing import Timer
+from ._whole import Choice, Options, Whole, whole_of
+from .machine import cost_model
+from .plan import Plan
+
+DEFAULT_TIME_LIMIT = 60.0
+_OBJECTIVES = ("flops", "time", "measured")
+
+
+@_jax.api_boundary
+def plan(
+    fun: Callable[..., Any],
+    /,
+    *args: Any,
+    budget: int | float | str,
+    of: str = STEP,
+    objective: str = "flops",
+    offload: bool = False,
+    argnums: int | Sequence[int] | None = None,
+    time_limit: float | None = DEFAULT_TIME_LIMIT,
+    progress: bool = False,
+    **kwargs: Any,
+) -> Plan:
+    """Choose the values that a program saves for its backward passes, so that it fits a budget of memory.
+
+    The function is traced once; no state changes and nothing is computed. Its equations are cut into regions where few
+    bytes cross (or where `remat` marks them). Integer programs find the options of each region, and dynamic programming
+    their best combination, including the bytes in use during each region's backward pass. Candidates are compiled until
+    one keeps the budget and the next better one would not, a handful at most. A scan is planned with its body: the saved
+    values of each step, together with the levels or slots of the loop. The stock policies are candidates too. Random
+    values are not drawn again, and each state is written once, as in `remat`.
+
+    The plan is stored on disk by the structure of the program (`STATETX_CACHE`), so that the second run of a script reads it.
+
+    Args:
+        fun: a training step, which takes gradients itself, by `statetx.grad`, ``jax.grad``, ``jax.vjp`` or a library that
+            calls them; or a loss, or another function to differentiate. A function that takes gradients counts as a step
+            without `argnums`, and as a loss with them. It may be jitted, and read and write states. Arguments other than
+            arrays are static, as in `remat`.
+        *args, **kwargs: example arguments; ``jax.ShapeDtypeStruct`` can replace an array.
+        budget: a number of bytes, ``"2GiB"``, ``"device"`` for the memory of the device (``STATETX_DEVICE_MEMORY`` replaces
+            what it reports), or, as a float up to 1, a fraction of the memory without a plan. On several devices it is that
+            of one.
+        of: what counts. ``"step"``: arguments, outputs and temporaries of the compiled program; an output in the memory of a
+            donated argument counts once, so plan the jitted step if it donates. For a loss the program is its gradient,
+            whose outputs are the gradients. ``"temporaries"``: what the program takes beyond arguments and outputs.
+        objective: the cost to minimize: ``"flops"``; ``"time"`` by the rates that `calibrate` measured; or ``"measured"``:
+            the cheapest compiled candidates within the budget are run, and the fastest is taken.
+        offload: whether values may be stored in host memory, where the backend has it.
+        argnums: the arguments of a loss to differentiate; all by default. Float states are always differentiated.
+        time_limit: seconds; after that the best plan so far is returned. None for no limit.
+        progress: whether to show progress (with rich).
+
+    Returns:
+        `Plan`. Use it as ``plan.apply(fun)`` or ``remat(fun, policy=plan)``.
+
+    Raises:
+        PlanError: no candidate keeps the budget; ``smallest_bytes`` is the least that was reached, of what counts.
+
+    Source:
+        Jain et al., Checkmate: Breaking the memory wall with optimal tensor rematerialization (MLSys 2020), for
+        the integer program; the memory model of `_analysis` for the rest.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, statetx
+        >>> def loss(ws, x):
+        ...     for w in ws:
+        ...         x = x + jnp.sin(jnp.tanh(x @ w))
+        ...     return (x**2).mean()
+        >>> @jax.jit
+        ... def step(ws, x):
+        ...     return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws, x))
+        >>> ws, x = [jnp.ones((64, 64)) / 64] * 8, jnp.ones((512, 64))
+        >>> plan = statetx.plan(step, ws, x, budget=0.7)
+        >>> plan.total_bytes <= 0.7 * plan.unplanned_total_bytes
+        True
+        >>> ws = plan.apply(step)(ws, x)
+    """
+    Budget.read(budget, of)  # a mistake shows before anything is compiled
+    options = {"objective": objective, "offload": offload, "argnums": argnums, "time_limit": time_limit}
+    return Planner(fun, *args, of=of, progress=progress, **options, **kwargs).plan(budget)
+
+
+class Planner:
+    """Plans for one program and many budgets, which share compiled candidates. Arguments as in `plan`.
+
+    The time limit is that of all plans together; by default there is none.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> def loss(ws, x):
+        ...     for w in ws:
+        ...         x = x + jnp.sin(jnp.tanh(x @ w))
+        ...     return (x**2).mean()
+        >>> args = [jnp.ones((64, 64)) / 64] * 8, jnp.ones((512, 64))
+        >>> planner = statetx.planner.Planner(loss, *args, of="temporaries", argnums=0)
+        >>> least, most = planner.ends()
+        >>> plans = [planner.plan(budget) for budget in (most, 0.7, 0.5)]
+        >>> [plan.temp_bytes <= plan.budget_bytes for plan in plans]
+        [True, True, True]
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        /,
+        *args: Any,
+        of: str = STEP,
+        objective: str = "flops",
+        offload: bool = False,
+        argnums: int | Sequence[int] | None = None,
+        time_limit: float | None = None,
+        progress: bool = False,
+        **kwargs: Any,
+    ):
+        if objective not in _OBJECTIVES:
+            raise ValueError(
+                f"objective must be 'flops', 'time' or 'measured', got {objective!r}.{suggestion(objective, _OBJECTIVES)}"
+            )
+        self.name = short_name(name_of(fun))
+        self._of = of
+        self._options = Options(objective, offload, time_limit)
+        self._progress = _Progress(self.name) if progress else contextlib.nullcontext(lambda text: None)
+        self._captured = capture(fun, args, kwargs, argnums)
+        self._timer = Timer() if objective == "measured" else None
+        self._started: Whole | None = None
+
+        # Plans hold on to it, so it holds equations only, and none of the arguments. All plans share the bounds found so far.
+        step = self._captured.step
+        outputs = None if step is None else free_outputs(step)
+        self._lower_bound = functools.cache(functools.partial(lower_bound, self._captured.gradients, outputs))
+
+        # The search outlives each progress bar: it reports to the current one.
+        self._report: Callable[[str], None] = lambda text: None
+
+    @property
+    def _whole(self) -> Whole:
+        return self._start()
+
+    def _start(self, compile_baseline: bool = False) -> Whole:
+        # Analyzed and compiled only when something is asked that the store does not have.
+        if self._started is None:
+            report = lambda text: self._report(text)  # noqa: E731
+            self._started = whole_of(self._captured, self._options, report, compile_baseline=compile_baseline)
+        return self._started
+
+    @property
+    def _search(self) -> Any:
+        """The search for the only gradient."""
+        return self._whole.searches[0]
+
+    def ends(self) -> tuple[int, int]:
+        """The least bytes reached so far, and the baseline's, of what the budget counts."""
+        least, most = self._whole.ends()
+        fixed = self._whole.fixed().bytes if self._of == STEP else 0
+        return least + fixed, most + fixed
+
+    def plan(self, budget: int | float | str) -> Plan:
+        """The best plan for a budget."""
+        budget_ = Budget.read(budget, self._of)
+        key = self._key(budget_)
+        stored = _store.load(key)
+        if stored is not None and self._is_for_program(stored):
+            return self._as_plan(stored)
+        with self._show_progress():
+            self._start(compile_baseline=isinstance(budget_.amount, float))
+            choice = fit(self._whole, budget_, self.name)
+            if self._timer is not None:
+                choice = self._timer.fastest(self._whole, choice, bytes_left(self._whole, budget_))
+            fields = self._fields(choice, budget_)
+        _store.save(key, fields)
+        return self._as_plan(fields)
+
+    def best(self, budget: int) -> Plan | None:
+        """The best plan compiled so far, for any budget, that keeps this one; None if none does."""
+        budget_ = Budget(int(budget), self._of)
+        choice = self._whole.best(bytes_left(self._whole, budget_))
+        return None if choice is None else self._as_plan(self._fields(choice, budget_))
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def _fields(self, choice: Choice, budget: Budget) -> dict[str, Any]:
+        fields = fields_of(self._whole, choice, self.name, budget, self._options)
+        if self._timer is not None:
+            fields |= self._timer.fields(choice)
+        return fields | shown_fields(self._whole, choice)
+
+    def _as_plan(self, fields: dict[str, Any]) -> Plan:
+        pairs = list(zip([g.flat for g in self._captured.gradients], fields["programs"], strict=True))
+        objective = self._options.objective
+
+        def describe() -> list[dict[str, Any]]:
+            cost = cost_model().seconds if objective == "time" else flops
+            return [described(program, decisions, cost) for program, decisions in pairs]
+
+        return Plan(fields | {"name": self.name}, self._lower_bound, describe)
+
+    def _key(self, budget: Budget) -> str:
+        captured, options = self._captured, self._options
+        programs = [(g.flat, g.lines, g.context) for g in captured.gradients]
+        settings: list[Any] = [(g.diff_indices, g.num_out) for g in captured.gradients]
+        if captured.step is not None:
+            whole = captured.step.program
+            programs.append((whole.flat, whole.lines, whole.context))
+            settings.append(captured.step.donated)
+        if options.objective == "time":
+            settings.append(cost_model())
+        return _store.key_of(programs, budget, options, *settings)
+
+    def _is_for_program(self, fields: dict[str, Any]) -> bool:
+        expected = [list(gradient.lines) for gradient in self._captured.gradients]
+        return [program["equations"] for program in fields["programs"]] == expected
+
+    @contextlib.contextmanager
+    def _show_progress(self) -> Iterator[None]:
+        try:
+            with self._progress as report:
+                self._report = report
+                yield
+        finally:
+            self._report = lambda text: None
+
+
+def bytes_left(whole: Whole, budget: Budget) -> int:
+    """What a budget leaves for temporaries."""
+    return budget.temp_bytes(whole.fixed().bytes, whole.fraction_of_baseline)
+
+
+def fit(whole: Whole, budget: Budget, name: str) -> Choice:
+    """The cheapest choice within a budget.
+
+    Raises:
+        PlanError: none is found.
+    """
+    # Arguments and outputs are estimated until something is compiled: then the rest may be larger or smaller.
+    while True:
+        left = bytes_left(whole, budget)
+        choice = whole.fit(max(left, 1))
+        if bytes_left(whole, budget) == left:
+            break
+    if choice is not None and left > 0:
+        return choice
+    fixed = whole.fixed()
+    smallest = whole.smallest().temp_bytes + (fixed.bytes if budget.of == STEP else 0)
+    raise no_plan(name, budget, bytes_of(whole, budget), smallest, fixed, is_late=whole.is_late())
+
+
+class _Progress:
+    """A spinner with a text and the seconds since it was made. It may be shown several times, and leaves nothing behind."""
+
+    def __init__(self, name: str):
+        require("rich.progress", "progress=True")
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        self._name = name
+        columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+        self._bar = Progress(*columns, transient=True)
+        self._task = self._bar.add_task(f"plan {name}")
+
+    def __enter__(self) -> Callable[[str], None]:
+        self._bar.start()
+        return lambda text: self._bar.update(self._task, description=f"plan {self._name}: {text}")
+
+    def __exit__(self, *exception: Any) -> None:
+        self._bar.stop()

@@ -1,0 +1,52 @@
+"""`budget`: one budget for all functions of a program that are planned when it is traced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from .._remat.gradients import rewritten_by
+from .fit import Fit
+from .planner import DEFAULT_TIME_LIMIT
+
+
+@contextlib.contextmanager
+def budget(
+    size: int | float | str,
+    *,
+    objective: str = "flops",
+    offload: bool = False,
+    time_limit: float | None = DEFAULT_TIME_LIMIT,
+) -> Iterator[None]:
+    """Give everything that is differentiated in a block one budget of memory. Also a decorator of a function.
+
+    Each function that `statetx.grad`, ``jax.grad`` or ``jax.vjp`` differentiates in the block is planned as a whole, when it is
+    traced: rematerialized functions in it (``policy="fit"``, or any other policy) are the regions that the plan chooses from,
+    together with finer ones. So they share the budget, and each gets what is best for the whole, whatever the others leave.
+
+    Several gradients in the block, taken one after the other, have the whole budget each, because their memory is not in use at
+    the same time. To plan them together with the rest of a training step, use `plan`.
+
+    Args:
+        size: temporary bytes of each gradient, compiled on its own: a number, ``"2GiB"``, ``"device"``, or a fraction of the
+            memory without a plan.
+        objective, offload, time_limit: as in `plan`, without ``objective="measured"``.
+
+    Raises:
+        PlanError: no plan keeps the budget; raised where the gradient is taken.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, statetx
+        >>> @statetx.remat(policy="fit")
+        ... def encode(w, x):
+        ...     return jnp.sin(jnp.tanh(x @ w))
+        >>> @statetx.remat(policy="fit")
+        ... def decode(w, x):
+        ...     return jnp.tanh(jnp.sin(x @ w))
+        >>> def loss(w, x):
+        ...     return (decode(w, encode(w, x)) ** 2).mean()
+        >>> with statetx.budget("300KiB"):
+        ...     grads = jax.grad(loss)(jnp.ones((64, 64)) / 64, jnp.ones((256, 64)))
+    """
+    with rewritten_by(Fit(size, objective=objective, offload=offload, time_limit=time_limit)):
+        yield

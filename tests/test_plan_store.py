@@ -1,0 +1,256 @@
+"""Plans on disk: found again by the structure of the program, checked, bounded, and never in the way."""
+
+import dataclasses
+import gzip
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import statetx
+from statetx._equations import compiled
+from statetx.planner import Planner, _store, machine
+
+X = jnp.ones((128, 32))
+WS = [jnp.eye(32) * (1 + 0.01 * i) for i in range(5)]
+
+
+def loss(ws, x):
+    for w in ws:
+        x = x + jnp.sin(jnp.tanh(x @ w) @ w.T)
+    return (x**2).mean()
+
+
+def step(ws, x):
+    return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws, x))
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """A list that grows by one with each program that is compiled."""
+    found, cost = [], compiled.Program.cost.func
+
+    def counted(self):
+        found.append(self)
+        return cost(self)
+
+    prop = compiled.functools.cached_property(counted)
+    prop.__set_name__(compiled.Program, "cost")
+    monkeypatch.setattr(compiled.Program, "cost", prop)
+    return found
+
+
+def entries(folder):
+    return sorted((folder / "plans").glob("*.json.gz"))
+
+
+@pytest.mark.parametrize("fun", [loss, step])
+def test_second_plan_compiles_nothing(folder, compilations, fun):
+    first = statetx.plan(fun, WS, X, budget=0.8)
+    assert compilations and len(entries(folder)) == 1
+    compilations.clear()
+    second = statetx.plan(fun, WS, X, budget=0.8)
+    assert not compilations and second == first and hash(second) == hash(first)
+    assert str(second) == str(first) and second.rows == first.rows
+    assert second.apply(fun) is not None and Planner(fun, WS, X).plan(0.8) == first
+
+
+def test_fit_is_stored(folder, compilations):
+    planned = lambda: jax.make_jaxpr(jax.grad(statetx.remat(loss, policy="fit:0.8")))(WS, X)  # noqa: E731
+    first = planned()
+    assert compilations and len(entries(folder)) == 1
+    compilations.clear()
+    statetx.clear_cache()  # it remembers what this process has rewritten
+    assert str(planned()) == str(first) and not compilations
+
+
+def change_budget(options):
+    return options | {"budget": 0.81}
+
+
+def change_of(options):
+    return options | {"of": "temporaries"}
+
+
+def change_objective(options):
+    return options | {"offload": True}
+
+
+def change_argnums(options):
+    return options | {"argnums": (0, 1)}
+
+
+@pytest.mark.parametrize("change", [change_budget, change_of, change_objective, change_argnums])
+def test_other_options_are_another_plan(folder, change):
+    options = {"budget": 0.8, "argnums": 0}
+    statetx.plan(loss, WS, X, **options)
+    statetx.plan(loss, WS, X, **change(options))
+    assert len(entries(folder)) == 2
+
+
+def test_other_programs_are_other_plans(folder):
+    def other(ws, x):
+        return loss(ws, jnp.cos(x))
+
+    key = lambda fun, *args: Planner(fun, *args)._key(statetx.planner._budget.Budget.read(0.8, "step"))  # noqa: E731
+    keys = [key(loss, WS, X), key(other, WS, X), key(loss, WS, X[:64]), key(loss, WS[:4], X), key(step, WS, X)]
+    keys.append(key(jax.jit(step, donate_argnums=0), WS, X))
+    assert len({*keys}) == len(keys) and key(loss, WS, X + 1) == keys[0]
+
+
+def test_code_of_derivative_rules_counts():
+    """The fingerprint of a program leaves the rules out."""
+
+    def rule(scale):
+        @jax.custom_vjp
+        def wide(x):
+            return jnp.sin(x)
+
+        wide.defvjp(lambda x: (jnp.sin(x), x), (lambda x, ct: (scale(x) * ct,)))
+        return lambda ws, x: (wide(x @ ws[0]) ** 2).mean()
+
+    budget = statetx.planner._budget.Budget.read(0.8, "step")
+    key = lambda scale: Planner(rule(scale), WS, X)._key(budget)  # noqa: E731
+    same = [key(lambda x: jnp.cos(x)) for _ in range(2)]
+    assert same[0] == same[1] != key(lambda x: 2 * jnp.cos(x) - jnp.cos(x))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", gzip.compress(b"{}"), gzip.compress(b"[1]"), gzip.compress(b"\xff")],
+    ids=["empty", "not compressed", "no fields", "a list", "no text"],  # compressed bytes hold the time
+)
+def test_corrupt_entries_are_replaced(folder, compilations, content):
+    first = statetx.plan(loss, WS, X, budget=0.8, argnums=0)
+    (entry,) = entries(folder)
+    entry.write_bytes(content)
+    compilations.clear()
+    assert statetx.plan(loss, WS, X, budget=0.8, argnums=0).temp_bytes == first.temp_bytes and compilations
+    assert json.loads(gzip.decompress(entry.read_bytes()))["version"]
+
+
+def test_entry_of_another_program_is_not_used(folder, compilations):
+    """As after a collision of digests."""
+    first = statetx.plan(loss, WS, X, budget=0.8, argnums=0)
+    (entry,) = entries(folder)
+    fields = json.loads(gzip.decompress(entry.read_bytes()))
+    fields["programs"][0]["equations"][0] = "sin v0"
+    entry.write_bytes(gzip.compress(json.dumps(fields).encode()))
+    compilations.clear()
+    assert statetx.plan(loss, WS, X, budget=0.8, argnums=0).temp_bytes == first.temp_bytes and compilations
+
+
+def test_failed_plan_is_not_stored(folder):
+    with pytest.raises(statetx.PlanError):
+        statetx.plan(loss, WS, X, budget="1KiB", argnums=0)
+    assert not entries(folder)
+
+
+def test_store_is_off(monkeypatch, tmp_path):
+    monkeypatch.setenv("STATETX_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert _store.folder() is None and _store.load("x") is None
+    _store.save("x", {})
+    assert not list(tmp_path.iterdir())
+    monkeypatch.delenv("STATETX_CACHE")
+    assert _store.folder() == tmp_path / "statetx"
+    _store.save("x", {"version": _store.VERSION})
+    assert _store.load("x") == {"version": _store.VERSION}
+
+
+def test_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("STATETX_CACHE", str(file / "below"))
+    _store.save("x", {"version": _store.VERSION})
+    assert _store.load("x") is None
+
+
+def test_oldest_entries_are_removed(folder, monkeypatch):
+    monkeypatch.setattr(_store, "_MAX_BYTES", 1000)
+    fields = {"version": _store.VERSION, "x": [hash(str(i)) for i in range(40)]}
+    for n in range(6):
+        _store.save(f"k{n}", fields)
+        path = folder / "plans" / f"k{n}.json.gz"
+        if path.exists():
+            os.utime(path, (n, n))
+        if n == 2:
+            os.utime(folder / "plans" / "k0.json.gz", (100, 100)) if (
+                folder / "plans" / "k0.json.gz"
+            ).exists() else None
+    left = {p.name[:2] for p in entries(folder)}
+    assert "k5" in left and 1 <= len(left) < 6
+    assert sum(p.stat().st_size for p in entries(folder)) <= 1000 + entries(folder)[0].stat().st_size
+    assert not [p for p in (folder / "plans").iterdir() if p.suffix == ".part"]
+
+
+def test_threads_write_whole_entries(folder):
+    fields = [{"version": _store.VERSION, "n": n, "x": list(range(3000))} for n in range(4)]
+    threads = [threading.Thread(target=lambda f=f: [_store.save("k", f) for _ in range(20)]) for f in fields]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert _store.load("k") in (None, *fields)
+    assert _store.load("k") in fields
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp, statetx
+def loss(ws, x):
+    for w in ws:
+        x = x + jnp.sin(jnp.tanh(x @ w) @ w.T)
+    return (x**2).mean()
+ws, x = [jnp.eye(32)] * 4, jnp.ones((128, 32))
+plan = statetx.plan(lambda ws, x: jax.grad(loss)(ws, x), ws, x, budget=0.8)
+print(plan.temp_bytes, plan.flops)
+"""
+
+
+def test_another_process_finds_the_plan(folder):
+    def run(seed):
+        env = os.environ | {"PYTHONHASHSEED": str(seed)}
+        done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=env, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run(1) == run(2)
+    assert len(entries(folder)) == 1
+
+
+# -- calibrate --------------------------------------------------------------------------------------------------------
+
+
+def test_calibration_is_repeated_until_the_fastest_runs_agree(folder, monkeypatch):
+    times = iter([5.0, 3.0, 1.0, 4.0, 1.05, 1.02])
+    clock = [0.0]
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
+
+    def run(x):
+        clock[0] += next(times, 1.0)
+        return x
+
+    jump = machine._measure(lambda x: run(x) if times else x, jnp.ones(()), 3, 1000.0)
+    assert jump.seconds == pytest.approx(1.02) and jump.spread == pytest.approx(0.05)
+
+
+def test_unstable_calibration_warns_and_is_not_stored(folder, monkeypatch):
+    monkeypatch.setattr(machine, "_measure", lambda *_: machine._Measured(1e-3, 0.5))
+    with pytest.warns(statetx.PolicyWarning, match="differ by 50%, so the rates are not stable"):
+        model = statetx.calibrate(size=64)
+    assert model.spread == 0.5 and "to within 50%" in str(model) and not list(folder.iterdir())
+
+    monkeypatch.setattr(machine, "_measure", lambda *_: machine._Measured(1e-3, 0.05))
+    stable = statetx.calibrate(size=64)
+    assert machine.cost_model() == stable and list(folder.glob("*.json"))
+    assert dataclasses.replace(stable, spread=0.0) != stable

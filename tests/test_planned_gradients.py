@@ -1,0 +1,383 @@
+"""Gradients of JAX, of other libraries and of statetx inside of a planned step: they are seen, planned, and keep their values."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import grad as bound_grad
+
+import statetx
+from statetx import _jax
+from statetx._remat.gradients import rewritten_by
+from statetx.planner import Planner
+from statetx.planner._capture import capture
+
+D = 32
+X = jax.random.normal(jax.random.key(9), (128, D))
+
+
+def weights(seed, num):
+    keys = jax.random.split(jax.random.key(seed), 2 * num)
+    up = [jax.random.normal(k, (D, 4 * D)) / 6 for k in keys[:num]]
+    down = [jax.random.normal(k, (4 * D, D)) / 12 for k in keys[num:]]
+    return list(zip(up, down, strict=True))
+
+
+def network(ws, x):
+    for a, b in ws:
+        x = x + jnp.tanh(jnp.sin(x @ a) @ b)
+    return x
+
+
+def loss(ws, x):
+    return (network(ws, x) ** 2).mean()
+
+
+def sgd(ws, grads):
+    return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads)
+
+
+WS = weights(0, 5)
+
+
+def total_bytes(fun, *args):
+    memory = jax.jit(fun).lower(*args).compile().memory_analysis()
+    return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+
+
+def assert_same(planned, plain, rtol=1e-5):
+    for a, b in zip(jax.tree.leaves(planned), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max()))
+
+
+# -- which gradients are seen -----------------------------------------------------------------------------------------
+
+
+def by_grad(ws, x):
+    return sgd(ws, jax.grad(loss)(ws, x))
+
+
+def by_bound_name(ws, x):
+    return sgd(ws, bound_grad(loss)(ws, x))
+
+
+def by_value_and_grad(ws, x):
+    value, grads = jax.value_and_grad(lambda ws: (loss(ws, x), x.mean()), has_aux=True)(ws)
+    return sgd(ws, grads), value
+
+
+def by_vjp(ws, x):
+    out, pullback = jax.vjp(network, ws, x)
+    return sgd(ws, pullback(jnp.ones_like(out))[0])
+
+
+def by_statetx(ws, x):
+    return sgd(ws, statetx.grad(loss)(ws, x))
+
+
+def by_jacrev(ws, x):
+    return sgd(ws, jax.jacrev(loss)(ws, x))
+
+
+def by_accumulation(ws, x):
+    def add(total, part):
+        return jax.tree.map(jnp.add, total, jax.grad(loss)(ws, part)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, ws)
+    return sgd(ws, jax.lax.scan(add, zeros, x.reshape(2, -1, D))[0])
+
+
+STEPS = [by_grad, by_bound_name, by_value_and_grad, by_vjp, by_statetx, by_jacrev, by_accumulation]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_one_gradient_is_captured(step):
+    captured = capture(step, (WS, X), {}, None)
+    assert captured.step is not None and len(captured.gradients) == 1
+    num = len(jax.tree.leaves(WS))
+    # The weights at least: `jax.vjp` of all arguments differentiates the input too.
+    assert len(captured.gradients[0].diff_indices) in (num, num + 1)
+    assert sum(e.primitive.name == "dot_general" for e in captured.gradients[0].flat.eqns) == num
+
+
+@pytest.mark.parametrize("step", [by_bound_name, by_value_and_grad, by_vjp], ids=lambda step: step.__name__)
+def test_planned_step_keeps_the_budget_and_its_values(step):
+    plan = statetx.plan(step, WS, X, budget=0.75)
+    assert plan.is_step and plan.extra_flops > 0
+    assert total_bytes(plan.apply(step), WS, X) == plan.total_bytes <= plan.budget_bytes
+    assert plan.budget_bytes == pytest.approx(0.75 * plan.unplanned_total_bytes, abs=2)
+    assert_same(jax.jit(plan.apply(step))(WS, X), jax.jit(step)(WS, X))
+    assert_same(plan.apply(step)(WS, X), step(WS, X))  # in eager code too
+
+
+def test_auxiliary_output_has_no_cotangent():
+    (gradient,) = capture(by_value_and_grad, (WS, X), {}, None).gradients
+    assert gradient.num_out == 1 and len(gradient.jaxpr.outvars) == 2
+
+
+def test_gradient_with_argnums_is_a_part_of_the_loss():
+    def penalty(ws, x):
+        return (jax.grad(lambda x: loss(ws, x))(x) ** 2).mean()
+
+    assert capture(penalty, (WS, X), {}, (0,)).step is None
+    assert capture(penalty, (WS, X), {}, None).step is not None
+
+
+def test_forward_mode_is_not_a_gradient_to_plan():
+    def linearized(ws, x):
+        return jax.linearize(lambda ws: loss(ws, x), ws)[1](ws) + jax.jvp(lambda ws: loss(ws, x), (ws,), (ws,))[1]
+
+    assert capture(linearized, (WS, X), {}, None).step is None
+
+
+def test_derivative_rules_are_not_planned():
+    """A rule that calls `jax.vjp` in the backward pass, as flash attention does."""
+
+    @jax.custom_vjp
+    def wide(a, x):
+        return jnp.sin(x @ a)
+
+    def backward(residuals, ct):
+        return jax.vjp(lambda a, x: jnp.sin(x @ a), *residuals)[1](ct)
+
+    wide.defvjp(lambda a, x: (wide(a, x), (a, x)), backward)
+
+    def step(ws, x):
+        return sgd(ws, jax.grad(lambda ws: sum(wide(a, x).mean() for a, _ in ws))(ws))
+
+    assert len(capture(step, (WS, X), {}, None).gradients) == 1
+
+
+def test_small_gradients_are_left_alone():
+    def step(ws, x):
+        scale = jax.grad(lambda s: (s - 1.0) ** 2)(2.0)
+        return sgd(ws, jax.tree.map(lambda g: scale * g, jax.grad(loss)(ws, x)))
+
+    captured = capture(step, (WS, X), {}, None)
+    assert len(captured.gradients) == len(captured.ignored) == 1
+    plan = statetx.plan(step, WS, X, budget=0.75)
+    assert_same(jax.jit(plan.apply(step))(WS, X), jax.jit(step)(WS, X))
+
+
+def test_plan_of_another_step_names_the_first_difference():
+    plan = statetx.plan(by_grad, WS, X, budget=0.75)
+
+    def other(ws, x):
+        return sgd(ws, jax.grad(lambda ws: (network(ws, jnp.cos(x)) ** 2).mean())(ws))
+
+    with pytest.raises(statetx.PlanError, match="does not fit .*: equation 0 of"):
+        plan.apply(other)(WS, X)
+
+
+def test_written_state_in_a_gradient_of_jax_still_leaks():
+    seen = statetx.State(jnp.zeros(()))
+
+    def counted(ws, x):
+        seen.value = loss(ws, x)
+        return seen.value
+
+    for planned in (False, True):
+        with pytest.raises(statetx.TraceLeakError):
+            step = lambda ws, x: jax.grad(counted)(ws, x)  # noqa: E731
+            capture(step, (WS, X), {}, None) if planned else jax.jit(step)(WS, X)
+    assert float(seen.value) == 0
+
+
+def test_states_of_a_planned_step_are_written_once():
+    ps = [statetx.Param(w) for w in jax.tree.leaves(WS)]
+    calls = statetx.State(0)
+
+    def stateful(x):
+        calls.value += 1
+        return loss(
+            list(zip(ps[::2], ps[1::2], strict=True))
+            and [(a.value, b.value) for a, b in zip(ps[::2], ps[1::2], strict=True)],
+            x,
+        )
+
+    optimizer = statetx.Optimizer(optax.adam(1e-3), dict(enumerate(ps)))
+
+    @statetx.jit
+    def step(x):
+        value, grads = statetx.value_and_grad(stateful, wrt=dict(enumerate(ps)))(x)
+        optimizer.update(grads)
+        return value
+
+    plan = statetx.plan(step, X, budget=0.85)
+    assert plan.extra_flops > 0 and calls.value == 0
+    planned = plan.apply(step)
+    first, second = planned(X), planned(X)
+    assert int(calls.value) == 2 and float(second) < float(first)
+
+
+# -- several gradients ------------------------------------------------------------------------------------------------
+
+GENERATOR, CRITIC = weights(1, 4), weights(2, 3)
+
+
+def critic_loss(critic, generator, z, x):
+    fake = jax.lax.stop_gradient(network(generator, z))
+    return jax.nn.softplus(-network(critic, x).mean(-1)).mean() + jax.nn.softplus(network(critic, fake).mean(-1)).mean()
+
+
+def generator_loss(generator, critic, z):
+    return jax.nn.softplus(-network(critic, network(generator, z)).mean(-1)).mean()
+
+
+def adversarial(generator, critic, z, x):
+    critic = sgd(critic, jax.grad(critic_loss)(critic, generator, z, x))
+    value, grads = jax.value_and_grad(generator_loss)(generator, critic, z)
+    return sgd(generator, grads), critic, value
+
+
+def test_two_networks_share_the_budget_of_the_step():
+    args = (GENERATOR, CRITIC, X, X + 1)
+    captured = capture(adversarial, args, {}, None)
+    assert len(captured.gradients) == 2
+    planner = Planner(adversarial, *args)
+    plan = planner.plan(0.75)
+    assert total_bytes(plan.apply(adversarial), *args) == plan.total_bytes <= plan.budget_bytes
+    assert_same(jax.jit(plan.apply(adversarial))(*args), jax.jit(adversarial)(*args))
+
+    # Both gradients are rematerialized: neither alone takes the step that far.
+    decided = [{row["decision"] for row in program["rows"]} for program in plan._programs]
+    assert all("recompute" in decisions for decisions in decided)
+    assert 0 < plan.extra_flops < 0.5 and plan.measured() and plan.curve()[0][0] <= plan.temp_bytes
+    with pytest.raises(statetx.PlanError, match=r"Arguments take .* and outputs"):
+        planner.plan("100KiB")
+
+
+def test_gradient_of_a_gradient_is_planned_as_one():
+    def adapted(ws, x):
+        inner = jax.grad(loss)(ws, x)
+        return loss(sgd(ws, inner), x + 1)
+
+    def step(ws, xs):
+        return sgd(ws, jax.grad(lambda ws: jax.vmap(lambda x: adapted(ws, x))(xs).mean())(ws))
+
+    xs = X.reshape(4, -1, D)
+    plan = statetx.plan(step, WS, xs, budget=0.8)
+    assert total_bytes(plan.apply(step), WS, xs) <= plan.budget_bytes and plan.extra_flops > 0
+    assert_same(jax.jit(plan.apply(step))(WS, xs), jax.jit(step)(WS, xs))
+
+
+def test_flax_with_optax():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(D, D, rngs=rngs) for _ in range(5)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = x + jnp.sin(jnp.tanh(layer(x)))
+            return x
+
+    graph, params = nnx.split(Net(nnx.Rngs(0)))
+    optimizer = optax.adam(1e-3)
+
+    def step(params, memory, x):
+        def mean_square(params):
+            return (nnx.merge(graph, params)(x) ** 2).mean()
+
+        value, grads = jax.value_and_grad(mean_square)(params)
+        updates, memory = optimizer.update(grads, memory)
+        return optax.apply_updates(params, updates), memory, value
+
+    args = (params, optimizer.init(params), X)
+    plan = statetx.plan(step, *args, budget=0.8)
+    assert plan.extra_flops > 0
+    assert total_bytes(plan.apply(step), *args) == plan.total_bytes <= plan.budget_bytes
+    assert_same(jax.jit(plan.apply(step))(*args), jax.jit(step)(*args))
+
+
+def test_flax_gradient_of_a_module():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Sequential(*[nnx.Linear(D, D, rngs=nnx.Rngs(i)) for i in range(4)])
+
+    def step(x):
+        grads = nnx.grad(lambda model: (model(jnp.tanh(x)) ** 2).mean())(model)
+        return jax.tree.map(lambda g: -0.1 * g, nnx.to_pure_dict(grads))
+
+    captured = capture(step, (X,), {}, None)
+    assert captured.step is not None and len(captured.gradients) == 1
+    assert len(captured.gradients[0].diff_indices) == 8
+
+
+# -- a budget around gradients ----------------------------------------------------------------------------------------
+
+
+def temp_bytes(fun, *args):
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+@statetx.remat(policy="fit")
+def first_half(ws, x):
+    return network(ws, x)
+
+
+@statetx.remat(policy="fit")
+def second_half(ws, x):
+    return network(ws, x)
+
+
+def halves(ws, x):
+    return (second_half(ws[3:], first_half(ws[:3], x)) ** 2).mean()
+
+
+def test_functions_share_a_budget():
+    budget = int(0.7 * temp_bytes(jax.grad(loss), WS, X))
+
+    @statetx.budget(budget)
+    def step(ws, x):
+        return jax.grad(halves)(ws, x)
+
+    assert temp_bytes(step, WS, X) <= budget
+    assert_same(jax.jit(step)(WS, X), jax.jit(jax.grad(loss))(WS, X))
+
+    # Each with the whole budget to itself, the halves take more together.
+    half = lambda: statetx.remat(network, policy=f"fit:{budget // 1024}KiB")  # noqa: E731
+    alone = lambda ws, x: (half()(ws[3:], half()(ws[:3], x)) ** 2).mean()  # noqa: E731
+    assert temp_bytes(jax.grad(alone), WS, X) > budget
+
+
+def test_budget_is_that_of_the_block_and_thread():
+    with pytest.raises(statetx.PolicyError, match=r"no statetx.budget\(...\) is around the gradient"):
+        jax.grad(halves)(WS, X)
+    with statetx.budget("1GiB"):
+        jax.grad(halves)(WS, X)
+    with pytest.raises(statetx.PolicyError):
+        jax.jit(jax.grad(halves))(WS, X)
+    with statetx.budget("1KiB"), pytest.raises(statetx.PlanError, match="keeps the budget of 1.0 KiB"):
+        jax.grad(halves)(WS, X)
+    with pytest.raises(statetx.PlanError, match="is not a size"), statetx.budget("fast"):
+        pass
+
+
+def test_jitted_function_is_traced_again_under_a_budget():
+    traces = []
+
+    @jax.jit
+    def gradient(ws, x):
+        traces.append(None)
+        return jax.grad(loss)(ws, x)
+
+    gradient(WS, X)
+    for _ in range(2):
+        with statetx.budget("1GiB"):
+            gradient(WS, X)
+    gradient(WS, X)
+    assert len(traces) == 2
+
+
+def test_nothing_is_rewritten_outside_of_a_block():
+    step = jax.make_jaxpr(jax.grad(loss))
+    before = str(step(WS, X))
+    with statetx.budget("1GiB"):
+        pass
+    assert str(step(WS, X)) == before
+    assert not _jax.in_backward_pass()
+    assert functools.partial(rewritten_by) is not None

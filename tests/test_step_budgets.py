@@ -1,0 +1,270 @@
+"""What a budget counts: arguments, outputs, donation and temporaries of the compiled step, on each device."""
+
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import statetx
+from statetx.planner import Planner, _budget, _search
+from statetx.planner._capture import capture
+
+D = 32
+X = jax.random.normal(jax.random.key(9), (256, D))
+WS = [jax.random.normal(jax.random.key(i), (D, D)) / 6 for i in range(8)]
+
+
+def loss(ws, x):
+    for w in ws:
+        x = x + jnp.sin(jnp.tanh(x @ w) @ w.T)
+    return (x**2).mean()
+
+
+def step(ws, memory, x):
+    value, grads = jax.value_and_grad(loss)(ws, x)
+    updates, memory = optax.adam(1e-3).update(grads, memory)
+    return optax.apply_updates(ws, updates), memory, value
+
+
+ARGS = (WS, optax.adam(1e-3).init(WS), X)
+
+
+def parts(fun, *args):
+    memory = fun.lower(*args).compile().memory_analysis()
+    sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.alias_size_in_bytes)
+    return (*sizes, memory.temp_size_in_bytes)
+
+
+def total(fun, *args):
+    arguments, outputs, aliased, temporaries = parts(fun, *args)
+    return arguments + outputs - aliased + temporaries
+
+
+# -- the whole step ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("donate", [(), (0, 1)], ids=["plain", "donated"])
+def test_compiled_step_keeps_the_budget(donate):
+    jitted = jax.jit(step, donate_argnums=donate)
+    unplanned = total(jitted, *ARGS)
+    plan = statetx.plan(jitted, *ARGS, budget=int(0.8 * unplanned))
+    planned = jax.jit(plan.apply(step), donate_argnums=donate)
+    assert parts(planned, *ARGS) == (plan.argument_bytes, plan.output_bytes, plan.alias_bytes, plan.temp_bytes)
+    assert plan.total_bytes == total(planned, *ARGS) <= plan.budget_bytes < unplanned
+    assert (plan.alias_bytes > 0) == bool(donate) and plan.of == "step"
+    text = str(plan)
+    assert ("in place of donated arguments" in text) == bool(donate) and re.search(r"Arguments .*, outputs", text)
+
+
+def test_donation_leaves_more_for_temporaries():
+    budget = total(jax.jit(step), *ARGS) - 60_000
+    with_copies = statetx.plan(step, *ARGS, budget=budget)
+    donated = statetx.plan(jax.jit(step, donate_argnums=(0, 1)), *ARGS, budget=budget)
+    assert donated.alias_bytes > 60_000 and donated.stock == "no remat" and with_copies.extra_flops > 0
+
+
+def test_planned_jitted_step_donates_and_traces_once():
+    traces = []
+
+    @statetx.jit(donate_argnums=(0, 1))
+    def jitted(ws, memory, x):
+        traces.append(None)
+        return step(ws, memory, x)
+
+    plan = statetx.plan(jitted, *ARGS, budget=0.8)
+    planned, args = plan.apply(jitted), jax.tree.map(jnp.copy, ARGS)
+    traces.clear()
+    ws, memory, _ = planned(*args)
+    assert args[0][0].is_deleted()
+    planned(ws, memory, X)
+    assert len(traces) == 1
+
+
+def test_states_of_an_optimizer_count():
+    ps = dict(enumerate(statetx.Param(w) for w in WS))
+    frozen = statetx.State(jnp.ones((D, D)))  # read only: an argument, and no output
+    optimizer = statetx.Optimizer(optax.adam(1e-3), ps)
+
+    def stateful(x):
+        value, grads = statetx.value_and_grad(lambda x: loss([p.value for p in ps.values()], x @ frozen.value), wrt=ps)(
+            x
+        )
+        optimizer.update(grads)
+        return value
+
+    for options in ({}, {"donate_states": True}):
+        jitted = statetx.jit(stateful, **options)
+        plan = statetx.plan(jitted, X, budget=0.85)
+        fresh = statetx.jit(plan.apply(stateful), **options)
+        assert total(fresh, X) == plan.total_bytes <= plan.budget_bytes
+        assert (plan.alias_bytes > 0) == bool(options)
+
+
+def test_loss_counts_its_gradient():
+    plan = statetx.plan(loss, WS, X, budget=0.8, argnums=0)
+    cost = statetx.measure(jax.value_and_grad(plan.apply(loss)), WS, X, gradient=False)
+    assert plan.total_bytes == cost.peak_bytes <= plan.budget_bytes
+    assert plan.argument_bytes == sum(w.nbytes for w in WS) + X.nbytes
+    assert abs(plan.output_bytes - sum(w.nbytes for w in WS)) < 256
+
+
+def test_temporaries_are_counted_alone():
+    plan = statetx.plan(step, *ARGS, budget=0.7, of="temporaries")
+    assert plan.temp_bytes <= plan.budget_bytes == int(0.7 * plan.unplanned_bytes) < plan.total_bytes
+    assert "of temporary memory" in str(plan)
+
+
+def test_estimate_of_arguments_and_outputs_is_close():
+    """Only so can the first candidate be aimed at a budget in bytes without compiling the unplanned program."""
+    for donate in ((), (0, 1)):
+        jitted = jax.jit(step, donate_argnums=donate)
+        fixed = capture(jitted, ARGS, {}, None).fixed
+        arguments, outputs, aliased, _ = parts(jitted, *ARGS)
+        assert (fixed.argument_bytes, fixed.alias_bytes) == (arguments, aliased)
+        assert abs(fixed.output_bytes - outputs) < 1024  # XLA's table of outputs
+
+
+def test_unplanned_step_is_not_compiled_for_a_budget_in_bytes(monkeypatch):
+    tight = statetx.plan(step, *ARGS, budget=0.7)
+    assert tight.unplanned_is_compiled and "(without a plan " in str(tight)
+    monkeypatch.setattr(_search, "_FAR_ABOVE_BUDGET", 1.0)
+    plan = statetx.plan(step, *ARGS, budget=tight.budget_bytes)
+    assert not plan.unplanned_is_compiled and "(without a plan " not in str(plan)
+    assert plan.unplanned_flops == tight.unplanned_flops and plan.total_bytes <= plan.budget_bytes
+
+
+def test_budget_below_arguments_and_outputs():
+    with pytest.raises(statetx.PlanError, match=r"Arguments take .* of it and outputs .*plan the jitted step") as e:
+        statetx.plan(step, *ARGS, budget="10KiB")
+    assert e.value.smallest_bytes > 10 * 1024
+    plan = statetx.plan(step, *ARGS, budget=e.value.smallest_bytes)
+    assert plan.total_bytes <= e.value.smallest_bytes
+
+
+def test_planner_of_a_step():
+    planner = Planner(step, *ARGS)
+    least, most = planner.ends()
+    assert least < most == total(jax.jit(step), *ARGS)
+    assert planner.plan(least).total_bytes <= least
+    assert planner.best(most).total_bytes <= most and planner.best(least // 2) is None
+
+
+def test_printed_parts_and_layers():
+    marked = statetx.remat(lambda w, x: x + jnp.sin(jnp.tanh(x @ w) @ w.T))
+
+    def layered(ws, x):
+        for w in ws:
+            x = marked(w, x)
+        return (x**2).mean()
+
+    plan = statetx.plan(lambda ws, x: jax.grad(layered)(ws, x), WS, X, budget=0.7)
+    text = str(plan)
+    assert "Arguments 96.0 KiB" in text or "Arguments 64.0 KiB" in text
+    assert "Compared with: no remat" in text and plan.groups and "tanh (" in " ".join(plan.groups)
+
+
+# -- the device -------------------------------------------------------------------------------------------------------
+
+
+def test_budget_of_the_device(monkeypatch):
+    monkeypatch.setenv("STATETX_DEVICE_MEMORY", str(int(0.8 * total(jax.jit(step), *ARGS))) + "B")
+    plan = statetx.plan(step, *ARGS, budget="device")
+    assert plan.total_bytes <= plan.budget_bytes == int(os.environ["STATETX_DEVICE_MEMORY"][:-1])
+    monkeypatch.setenv("STATETX_DEVICE_MEMORY", "much")
+    with pytest.raises(statetx.PlanError, match="STATETX_DEVICE_MEMORY='much' is not a size"):
+        statetx.plan(step, *ARGS, budget="device")
+
+
+def test_memory_that_the_device_reports(monkeypatch):
+    monkeypatch.delenv("STATETX_DEVICE_MEMORY", raising=False)
+
+    class Device:
+        device_kind = "board"
+
+        def __init__(self, platform, stats):
+            self.platform, self._stats = platform, stats
+
+        def memory_stats(self):
+            return self._stats
+
+    for devices, expected in (
+        ([Device("gpu", {"bytes_limit": 8}), Device("gpu", {"bytes_limit": 6})], 6),
+        ([Device("cpu", None)] * 4, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4),
+    ):
+        monkeypatch.setattr(jax, "local_devices", lambda devices=devices: devices)
+        assert _budget.device_memory() == expected
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device("npu", None)])
+    with pytest.raises(statetx.PlanError, match="board does not tell its memory"):
+        _budget.device_memory()
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_budget_of_a_sharded_step_is_that_of_one_device(axis_type):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        ws = [jax.device_put(w, NamedSharding(mesh, P())) for w in WS]
+        x = jax.device_put(X, NamedSharding(mesh, P("d")))
+
+        @jax.jit
+        def sharded(ws, x):
+            value, grads = jax.value_and_grad(loss)(ws, x)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads), value
+
+        fixed = capture(sharded, (ws, x), {}, None).fixed
+        assert fixed.argument_bytes == sum(w.nbytes for w in ws) + x.nbytes // 4
+        budget = int(0.85 * total(sharded, ws, x))
+        plan = statetx.plan(sharded, ws, x, budget=budget)
+        assert total(jax.jit(plan.apply(sharded)), ws, x) == plan.total_bytes <= budget
+        assert plan.argument_bytes == fixed.argument_bytes and plan.extra_flops > 0
+        np.testing.assert_allclose(plan.apply(sharded)(ws, x)[1], sharded(ws, x)[1], rtol=1e-6)
+
+
+def test_budget_inside_shard_map():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=False)
+    def sharded(ws, x):
+        grads = jax.grad(lambda ws: loss(ws, x))(ws)
+        return jax.tree.map(lambda w, g: w - 0.1 * jax.lax.pmean(g, "d"), ws, grads)
+
+    x = jnp.concatenate([X] * 4)
+    budget = int(0.85 * total(sharded, WS, x))
+    plan = statetx.plan(sharded, WS, x, budget=budget)
+    assert plan.total_bytes <= budget and plan.extra_flops > 0
+    assert total(jax.jit(plan.apply(sharded)), WS, x) <= budget
+
+
+# -- measured -------------------------------------------------------------------------------------------------------
+
+
+def test_fastest_measured_candidate_is_chosen(monkeypatch):
+    from statetx.planner import _timing
+
+    planner = Planner(jax.jit(step, donate_argnums=(0, 1)), *ARGS, objective="measured")
+    plan = planner.plan(0.85)
+    timed = plan.timed()
+    assert len(timed) >= 2 and plan.seconds == min(s for _, _, s in timed) > 0
+    assert plan.total_bytes <= plan.budget_bytes and "the fastest of" in str(plan)
+
+    # The choice follows the clock, not the operations.
+    times = iter([1e-3 * n for n in range(10_000, 0, -1)])
+    monkeypatch.setattr(_timing.statistics, "median", lambda _: next(times))
+    slow_first = Planner(step, *ARGS, objective="measured").plan(0.85)
+    assert slow_first.timed()[-1][2] == slow_first.seconds
+
+
+def test_keys_and_shapes_can_be_timed():
+    def noisy(ws, key, x):
+        return jax.grad(lambda ws: loss(ws, x * jax.random.bernoulli(key, 0.9, x.shape)))(ws)
+
+    plan = statetx.plan(
+        noisy, WS, jax.random.key(0), jax.ShapeDtypeStruct(X.shape, X.dtype), budget=0.9, objective="measured"
+    )
+    assert plan.seconds is not None and plan.total_bytes <= plan.budget_bytes
