@@ -5,7 +5,7 @@ its files replace those. Then each section of a page, between ``<!-- name -->`` 
 are the charts: docs/performance.md, docs/comparison.md and docs/benchmarks. ``tests/test_figures.py`` compares pages and results.
 
 ``demo.json`` is ``results.json`` of ``make demo`` with the figures that ``docs/demo_figure.py`` adds; ``sharding.json`` is that of
-``examples/train_multihost.py``.
+``examples/train_multihost.py``, and ``spiking_deep.json`` that of ``examples/spiking_deep.py``.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ PAGES = [
     DOCS / "performance.md",
     DOCS / "comparison.md",
     DOCS / "how-to" / "sharding-table.md",
+    DOCS / "how-to" / "spiking-networks.md",
+    DOCS / "spiking.md",
     DOCS / "migrate" / "programs.md",
     *sorted((DOCS / "benchmarks").glob("*.md")),
 ]
@@ -328,6 +330,19 @@ def sharding_summary() -> str:
     )
 
 
+def spiking(part: str) -> str:
+    of_spiking, results = module("spiking"), load("spiking_deep")
+    return of_spiking.summary(results) if part == "summary" else wide(*of_spiking.table(results))
+
+
+def spiking_online() -> str:
+    of_spiking, data = module("spiking"), load("online_rules")
+    parts = [f"Measured by `python benchmarks/online_rules.py`: {header(data['environment'])}."]
+    return "\n\n".join(
+        [*parts, wide(*of_spiking.online_table(data["results"])), of_spiking.online_summary(data["results"])]
+    )
+
+
 # -- charts --------------------------------------------------------------------------------------------------------
 
 GREY, ORANGE, TEAL = "#9ca3af", "#e08a3c", "#0e7386"
@@ -388,6 +403,7 @@ CHARTS: dict[str, Callable[[Path], None]] = {
     "performance": draw_performance,
     "comparison": lambda path: module("behaviors").draw(load("behaviors"), path),
     "scale": lambda path: module("bench_scale").picture(by_number(load("bench_scale")["results"]), path),
+    "spiking": lambda path: module("spiking").picture(load("spiking_deep"), path),
     "planner": lambda path: module("planner").picture(load("planner")["programs"], path),
 }
 
@@ -406,12 +422,24 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "scale": summary_scale,
     "sharding": sharding,
     "sharding: summary": sharding_summary,
+    "spiking: summary": lambda: spiking("summary"),
+    "spiking: table": lambda: spiking("table"),
+    "spiking: short": lambda: module("spiking").short(load("spiking_deep")),
+    "spiking: online": spiking_online,
     "bench_trace": lambda: log(
         "bench_trace", lambda m, results: [(m.TIMES, m.time_rows(results)), (m.COUNTS, m.count_rows(results))]
     ),
     **{
         name: functools.partial(log, name, lambda m, results: [(m.COLUMNS, m.rows(results))])
-        for name in ("bench_transforms", "bench_dispatch", "bench_eager", "bench_scale", "bench_import", "ecosystem")
+        for name in (
+            "bench_transforms",
+            "bench_dispatch",
+            "bench_eager",
+            "bench_scale",
+            "bench_import",
+            "ecosystem",
+            "microbatch",
+        )
     },
     "loops": log_loops,
     "planner": log_planner,

@@ -23,10 +23,13 @@ ALL = (
     "bench_eager",
     "bench_scale",
     "loops",
+    "microbatch",
+    "stored",
     "planner",
+    "whole_plans",
     "ecosystem",
 )
-PICTURES = {"bench_scale": "scale.svg", "planner": "planner.svg"}
+PICTURES = {"bench_scale": "scale.svg", "planner": "planner.svg", "whole_plans": "whole_plans.svg"}
 
 
 def main() -> None:

@@ -14,6 +14,8 @@ BOOSTS = {
     "errors.md": 1.5,
     "how-to/debug-leaks.md": 0.4,
     "how-to/choose-a-policy.md": 2.5,
+    "how-to/memory-profile.md": 1.15,
+    "how-to/microbatches.md": 2,
     **dict.fromkeys(["decisions/", "architecture.md", "changelog.md", "contributing.md", "releasing.md"], 0.1),
 }
 

@@ -41,7 +41,11 @@ if _TYPE_CHECKING:
     from . import testing as testing
     from ._lift.rules import Broadcast as Broadcast
     from ._lift.rules import Carry as Carry
+    from ._lift.rules import First as First
+    from ._lift.rules import Last as Last
+    from ._lift.rules import Mean as Mean
     from ._lift.rules import Split as Split
+    from ._loops.truncated import Truncated as Truncated
     from .caches import CacheInfo as CacheInfo
     from .caches import cache_info as cache_info
     from .caches import clear_cache as clear_cache
@@ -49,10 +53,13 @@ if _TYPE_CHECKING:
     from .memory.oom import explain_oom as explain_oom
     from .memory.profile import MemoryProfile as MemoryProfile
     from .planner.machine import calibrate as calibrate
+    from .planner.max_batch import max_batch as max_batch
     from .planner.plan import Plan as Plan
-    from .planner.plan import plan as plan
+    from .planner.planner import plan as plan
+    from .planner.shared import budget as budget
     from .residuals import memory_report as memory_report
     from .residuals.fwd_bwd import print_fwd_bwd as print_fwd_bwd
+    from .residuals.loop_report import loop_report as loop_report
     from .residuals.measure import measure as measure
     from .residuals.table import Residuals as Residuals
     from .residuals.table import print_saved_residuals as print_saved_residuals
@@ -61,6 +68,7 @@ if _TYPE_CHECKING:
     from .training.optimizer import Optimizer as Optimizer
     from .transforms.abstract import eval_shape as eval_shape
     from .transforms.abstract import make_jaxpr as make_jaxpr
+    from .transforms.chunked import chunked as chunked
     from .transforms.cond import cond as cond
     from .transforms.cond import switch as switch
     from .transforms.functionalize import StateTrace as StateTrace
@@ -76,6 +84,7 @@ if _TYPE_CHECKING:
     from .transforms.jacobian import linearize as linearize
     from .transforms.jit.api import jit as jit
     from .transforms.map import map as map
+    from .transforms.microbatch import microbatch as microbatch
     from .transforms.remat import checkpoint as checkpoint
     from .transforms.remat import checkpoint_name as checkpoint_name
     from .transforms.remat import remat as remat
@@ -92,25 +101,32 @@ if _TYPE_CHECKING:
 # What is listed above for type checkers is loaded when it is first asked for: an import costs little more than JAX's own.
 _PUBLIC = {
     ".training.optimizer": "Optimizer",
-    "._lift.rules": "Broadcast Carry Split",
+    "._lift.rules": "Broadcast Carry First Last Mean Split",
+    "._loops.truncated": "Truncated",
     ".training.checkpointer": "Checkpointer",
     ".caches": "CacheInfo cache_info clear_cache",
     ".memory.measure": "memory_profile",
     ".memory.oom": "explain_oom",
     ".memory.profile": "MemoryProfile",
     ".planner.machine": "calibrate",
-    ".planner.plan": "Plan plan",
+    ".planner.max_batch": "max_batch",
+    ".planner.plan": "Plan",
+    ".planner.planner": "plan",
+    ".planner.shared": "budget",
     ".residuals": "memory_report",
     ".residuals.fwd_bwd": "print_fwd_bwd",
+    ".residuals.loop_report": "loop_report",
     ".residuals.measure": "measure",
     ".residuals.table": "Residuals print_saved_residuals saved_residuals",
     ".transforms.abstract": "eval_shape make_jaxpr",
+    ".transforms.chunked": "chunked",
     ".transforms.cond": "cond switch",
     ".transforms.functionalize": "StateTrace functionalize trace_states",
     ".transforms.grad": "grad value_and_grad vjp",
     ".transforms.jacobian": "hessian jacfwd jacrev jvp linearize",
     ".transforms.jit.api": "jit",
     ".transforms.map": "map",
+    ".transforms.microbatch": "microbatch",
     ".transforms.remat": "checkpoint checkpoint_name remat",
     ".transforms.remat_scan": "remat_scan",
     ".transforms.scan": "scan",

@@ -21,10 +21,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
 
 EXPORTS = """
-Broadcast CacheInfo Carry CarryTypeError Checkpointer CheckpointError CreatedStateError EffectError ForeignStateError FunctionError GradientError MemoryProfile Not Optimizer Param Plan PlanError PolicyError PolicyWarning Residuals RngState Split
-Stack State StagingWarning StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError
-cache_info calibrate checkpoint checkpoint_name clear_cache cond eval_shape explain_oom fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
-make_jaxpr map measure memory_profile memory_report plan policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan shard_map stack
+Broadcast CacheInfo Carry CarryTypeError Checkpointer CheckpointError CreatedStateError EffectError First ForeignStateError FunctionError GradientError Last Mean MemoryProfile Not Optimizer Param Plan PlanError PolicyError PolicyWarning Residuals RngState Split
+Stack State StagingWarning StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError TraceLeakError Truncated
+budget cache_info calibrate checkpoint checkpoint_name chunked clear_cache cond eval_shape explain_oom fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
+loop_report make_jaxpr map max_batch measure memory_profile memory_report microbatch plan policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan shard_map stack
 states switch trace_states unstack value_and_grad vjp vmap while_loop
 """.split()
 

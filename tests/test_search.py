@@ -21,6 +21,8 @@ QUERIES = {
     "dropout": {"how-to/dropout-and-batchnorm/"},
     "BPTT": {"how-to/long-sequences/"},
     "memory budget": {"planning/"},
+    "gradient accumulation": {"how-to/microbatches/"},
+    "microbatch": {"how-to/microbatches/"},
     "memory profile": {"how-to/memory-profile/"},
     "save model": {"how-to/saving/"},
     "fence": {"planning/", "concepts/remat/"},
