@@ -182,7 +182,7 @@ def test_help_imports_nothing_large():
     path = str(ROOT / "examples")  # where Python finds _common when it runs a script by name
     run = subprocess.run(command, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("--quick") >= len(scripts) == 8
+    assert run.stdout.count("--quick") >= len(scripts) == 9
 
 
 def test_ctrl_c_ends_in_one_line_and_writes_the_results_so_far(tmp_path):
@@ -205,7 +205,15 @@ def test_ctrl_c_ends_in_one_line_and_writes_the_results_so_far(tmp_path):
 
 # -- the other examples, in this process, which has imported their libraries -----------------------------------
 
-OTHERS = ["spiking_digits", "transformer_lm", "batchnorm_classifier", "nnx_model", "refs", "hypergradient"]
+OTHERS = [
+    "spiking_digits",
+    "spiking_deep",
+    "transformer_lm",
+    "batchnorm_classifier",
+    "nnx_model",
+    "refs",
+    "hypergradient",
+]
 
 
 @pytest.fixture
@@ -251,6 +259,27 @@ def test_spiking_digits(example):
     assert 0.15 < results["accuracy"] < 1  # of ten digits
     assert plain[-1] > 2 * plain[0]  # four times the steps
     assert slots[-1] < plain[-1] / 2 and slots[-1] < 2 * slots[0]
+    assert f"{results['accuracy']:.1%}" in out
+
+
+def test_spiking_deep(example):
+    pytest.importorskip("brainpy")
+    out, results = example("spiking_deep", "--quick", "--layers", "2")
+    memory, runs = results["temporary_bytes"], results["runs"]
+    plain = runs["plain"]["losses"]
+    assert len(plain) == 3 and plain[0] != plain[1]  # the second loss depends on the first gradient
+    for way, run in runs.items():
+        assert run["losses"][0] == pytest.approx(plain[0], rel=1e-6)
+        assert results["gradient_difference"][way] < 1e-5
+    assert len(runs["all"]["losses"]) == 6
+    short, long = memory["steps"]
+    assert long == 4 * short
+    for way in ("plain", "remat"):
+        assert memory[way][1] > 2 * memory[way][0]
+    for way in ("slots", "all"):
+        assert memory[way][1] < 1.1 * memory[way][0]
+    assert memory["bits"][1] < memory["remat"][1] / 4 and memory["all"][1] < memory["slots"][1]
+    assert 0 < min(results["spike_rate"]) and max(results["spike_rate"]) < 1
     assert f"{results['accuracy']:.1%}" in out
 
 
@@ -330,6 +359,7 @@ def test_help_and_bad_options_of_the_others(name, example):
         ("transformer_lm --budget much", "--budget"),
         ("nnx_model --width 17", "multiple of 16"),
         ("spiking_digits --batch 400", "below 361"),
+        ("spiking_deep --chunk 7", "divide --steps"),
     ],
 )
 def test_bad_values_end_in_one_line(bad, named, example):
