@@ -1,0 +1,150 @@
+"""The models that plans are judged on, at small sizes, and the verdicts of ``benchmarks/whole_plans.py``."""
+
+import importlib.util
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+
+for library in ("flax", "haiku", "equinox", "optax", "brainstate", "brainpy.state", "braintools"):
+    pytest.importorskip(library)
+
+FOLDER = pathlib.Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def harness():
+    """benchmarks/whole_plans.py, whose folder has modules with the names of others."""
+    path, names = list(sys.path), {file.stem for file in FOLDER.glob("*.py")}
+    others = {name: sys.modules.pop(name) for name in names & set(sys.modules)}
+    sys.path.insert(0, str(FOLDER))
+    spec = importlib.util.spec_from_file_location("benchmark_whole_plans", FOLDER / "whole_plans.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    sys.path[:] = path
+    for name in names & set(sys.modules):
+        del sys.modules[name]
+    sys.modules.update(others)
+
+
+@pytest.fixture(autouse=True)
+def _rank_promotion_as_other_libraries_need_it():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+SMALL = {
+    "Gemma (flax.nnx)": {"layers": 2, "width": 16, "vocab": 32, "time": 8, "batch": 2},
+    "LoRA (flax.nnx)": {"layers": 2, "width": 16, "time": 8, "batch": 2, "rank": 2},
+    "LSTM seq2seq (flax.linen)": {"width": 4, "vocab": 8, "time": 4, "batch": 2},
+    "GAN (haiku)": {"channels": 4, "size": 8, "batch": 4, "latent": 4},
+    "mixture of experts (equinox)": {"layers": 2, "width": 8, "tokens": 32, "capacity": 10},
+    "gradient accumulation (equinox)": {"layers": 2, "width": 16, "time": 4, "batch": 2, "parts": 2},
+    "spiking network (brainstate)": {"steps": 20, "hidden": 8, "batch": 4, "inputs": 16},
+    "graph network": {"layers": 2, "width": 8, "nodes": 16, "edges": 48},
+    "meta-learning": {"layers": 2, "width": 8, "tasks": 2, "points": 8},
+    "flash attention, bfloat16": {"layers": 2, "width": 16, "time": 8, "batch": 2},
+}
+
+
+def run(fun, *args):
+    """Compile fast, and run."""
+    return jax.jit(fun).lower(*args).compile({"xla_backend_optimization_level": 0})(*args)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_model_has_finite_gradients_with_marked_blocks_and_without(harness, name):
+    make = harness.MODELS[name]
+    model, marked = make(**SMALL[name]), make(statetx.remat, **SMALL[name])
+    value, grads = run(jax.value_and_grad(model.loss), model.params, *model.data)
+    marked_value, marked_grads = run(jax.value_and_grad(marked.loss), model.params, *model.data)
+    np.testing.assert_allclose(marked_value, value, rtol=1e-3)  # bfloat16
+    jaxpr = str(jax.make_jaxpr(marked.loss)(model.params, *model.data))
+    assert "checkpoint" in jaxpr or "remat" in jaxpr, "no block is marked"
+    norms = jax.tree.map(jnp.linalg.norm, grads)
+    assert all(np.isfinite(n) for n in jax.tree.leaves(norms))
+    assert sum(n > 0 for n in jax.tree.leaves(norms)) > len(jax.tree.leaves(norms)) // 2
+    tolerance = 2e-2 if "bfloat16" in name else 1e-3
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(marked_grads), strict=True):
+        np.testing.assert_allclose(b, a, rtol=tolerance, atol=tolerance * float(jnp.abs(a).max()))
+
+
+@pytest.mark.parametrize("name", ["graph network", "GAN (haiku)", "gradient accumulation (equinox)"])
+def test_step_of_a_model_changes_its_parameters(harness, name):
+    model = harness.MODELS[name](**SMALL[name])
+    params, opt_state, value = run(model.step, *model.step_args)
+    assert np.isfinite(value)
+    assert jax.tree.structure((params, opt_state)) == jax.tree.structure(model.step_args[:2])
+    assert any((a != b).any() for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(model.params), strict=True))
+
+
+def test_step_with_states_returns_another_loss_each_time(harness):
+    name = "spiking network (brainstate)"
+    model = harness.MODELS[name](**SMALL[name])
+    step = model.jit(model.step)
+    values = [float(step(*model.step_args)) for _ in range(3)]
+    assert len(set(values)) == 3 and np.isfinite(values).all()
+
+
+def test_gradient_of_the_sum_of_a_gan_is_that_of_its_two_losses(harness):
+    """The loss that is planned is a sum; the step takes two gradients. Their optimizers begin in the same way."""
+    model = harness.MODELS["GAN (haiku)"](**SMALL["GAN (haiku)"])
+    new, *_ = run(model.step, *model.step_args)
+    grads = run(jax.grad(model.loss), model.params, *model.data)
+    for a, b, g in zip(*(jax.tree.leaves(t["d"]) for t in (new, model.params, grads)), strict=True):
+        np.testing.assert_array_equal(jnp.sign(b - a), jnp.sign(g))  # Adam's first step is the gradient's sign
+
+
+def judged(bytes_, extra, *, bound=None):
+    """The result of a program with one budget; the lower bound is at the plans by default."""
+    least = {"extra": extra if bound is None else bound, "bytes": 50}
+    row = {"budget": 100, "bytes": bytes_, "extra": extra, "seconds": 1.0, "compiled": 2, "bound": least}
+    stock = {"remat on the blocks": {"bytes": 100, "extra": 0.25}, "dots on the blocks": {"bytes": 100, "extra": 0.1}}
+    step = {
+        "bytes": 300,
+        "full": 200,
+        "plans": [{"budget": 200, "kind": "device", "bytes": 200, "extra": 0.1, "seconds": 0.5}],
+    }
+    return {"bytes": 250, "flops": 1000, "stock": stock, "plans": {"marked": [row], "unmarked": [row]}, "step": step}
+
+
+def test_failures_name_a_budget_exceeded_a_higher_price_and_the_distance(harness):
+    assert harness.failures(judged(100, 0.1)) == []
+    assert len(harness.failures(judged(101, 0.1))) == 4  # two references, marked and unmarked
+    lines = harness.failures(judged(100, 0.2))
+    assert [line.partition(",")[0] for line in lines] == ["marked", "unmarked"] and "+20.0%" in lines[0]
+    assert harness.failures(judged(100, 0.1, bound=0.06)) == []
+    assert "8.0 points" in harness.failures(judged(100, 0.1, bound=0.02))[0]
+
+
+def test_failures_name_a_cheaper_plan_for_another_budget_that_fits(harness):
+    result = judged(100, 0.09)
+    result["plans"]["marked"] = [*result["plans"]["marked"], {**judged(100, 0.01)["plans"]["marked"][0], "budget": 150}]
+    lines = harness.failures(result)
+    assert [line.partition(":")[0] for line in lines] == ["marked", "unmarked"]
+    assert "+9.0% where another plan" in lines[0]
+
+
+def test_failures_name_an_error_and_a_step_over_its_budget(harness):
+    result = judged(100, 0.1)
+    result["plans"]["marked"] = [{"budget": 100, "error": "PlanError", "text": "", "smallest": 120, "seconds": 1.0}]
+    result["step"]["plans"][0]["bytes"] = 201
+    lines = harness.failures(result)
+    assert len(lines) == 3 and "PlanError" in lines[0] and lines[-1].startswith("step")
+
+
+def test_tables_have_a_row_for_each_program(harness, tmp_path):
+    result = judged(100, 0.1, bound=0.06)
+    result["plans"]["unmarked"] = [{"budget": 100, "error": "PlanError", "text": "", "smallest": 120, "seconds": 1.0}]
+    for _, columns, rows in harness.tables({"one": result, "two": judged(100, 0.2)}):
+        assert [row[0] for row in rows] == ["one", "two"] and all(len(row) == len(columns) for row in rows)
+    lines = harness.lines_of({"one": result})
+    assert lines[0].startswith("marked: 1 of 1") and lines[1].startswith("unmarked: 0 of 1")
+    harness.picture({"one": result}, str(tmp_path / "plans.svg"))
