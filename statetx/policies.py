@@ -28,7 +28,6 @@ from ._errors import PolicyError
 from ._loops.strategy import Lengths as Lengths
 from ._loops.strategy import Levels as Levels
 from ._loops.strategy import Slots as Slots
-from ._loops.truncated import Truncated as Truncated
 from ._loops.tune import Budget as Budget
 from ._remat.atoms import ExceptNames, Names, Offload, Path, Primitives, Size, States
 from ._remat.atoms import dots as dots
@@ -48,7 +47,6 @@ __all__ = [
     "Levels",
     "Policy",
     "Slots",
-    "Truncated",
     "dots",
     "dots_without_batch_dims",
     "everything",
