@@ -639,7 +639,9 @@ def race_verdicts(name: str, results: Results, length: int) -> list[str]:
             f"{name}, {slots} slots: {wall:.2f} of equinox's time (CPU {cpu:.2f}), target at most {limit}: {verdict}; "
             f"{memory:.2f} of its memory: {'met' if memory < 1 else 'MISSED'}."
         )
-        equal = next(w for w in results if w.endswith(f"bytes of {who}"))
+        equal = next((w for w in results if w.endswith(f"bytes of {who}")), None)
+        if equal is None:  # results from before this comparison
+            continue
         wall, cpu = ratio(results, equal, who), ratio(results, equal, who, "cpu")
         lines.append(
             f"{name}, {equal.removeprefix('statetx ')} ({results[equal]['bytes'] / results[who]['bytes']:.2f} of them): {wall:.2f} of its time "

@@ -105,6 +105,8 @@ def log_loops() -> str:
     data = load("loops")
     parts = [f"Measured by `python benchmarks/loops.py`: {header(data['environment'])}."]
     for name, (title, _, describe) in module("loops").SECTIONS.items():
+        if name not in data:  # a run of some sections alone
+            continue
         columns, rows, lines = describe(data[name]["results"])
         parts += [f"## {title}", wide(columns, rows), verdicts(lines)]
     return "\n\n".join(part for part in parts if part)
