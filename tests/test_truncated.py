@@ -12,8 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statetx
-from statetx import policies
-from statetx.policies import Lengths, Levels, Slots, Truncated
+from statetx import Truncated, policies
+from statetx.policies import Lengths, Levels, Slots
 
 SEGMENTS = [
     lambda k: Truncated(k),
