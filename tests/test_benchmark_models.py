@@ -59,7 +59,17 @@ def run(fun, *args):
     return jax.jit(fun).lower(*args).compile({"xla_backend_optimization_level": 0})(*args)
 
 
-@pytest.mark.parametrize("name", SMALL)
+# The models that take longest to compile.
+_SLOW = {
+    "Gemma (flax.nnx)",
+    "GAN (haiku)",
+    "LSTM seq2seq (flax.linen)",
+    "LoRA (flax.nnx)",
+    "gradient accumulation (equinox)",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in SMALL])
 def test_model_has_finite_gradients_with_marked_blocks_and_without(harness, name):
     make = harness.MODELS[name]
     model, marked = make(**SMALL[name]), make(statetx.remat, **SMALL[name])

@@ -232,8 +232,20 @@ def params_of(block, key):
     return {name: jax.random.normal(k, shape) for (name, shape), k in zip(SHAPES[block].items(), keys, strict=True)}
 
 
-@pytest.mark.parametrize("is_scanned", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("block", [attention, perceptron, convolution], ids=lambda f: f.__name__)
+_SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("block", "is_scanned"),
+    [
+        pytest.param(attention, False, marks=_SLOW, id="attention-unrolled"),
+        pytest.param(attention, True, marks=_SLOW, id="attention-scanned"),
+        pytest.param(perceptron, False, marks=_SLOW, id="perceptron-unrolled"),
+        pytest.param(perceptron, True, id="perceptron-scanned"),
+        pytest.param(convolution, False, id="convolution-unrolled"),
+        pytest.param(convolution, True, marks=_SLOW, id="convolution-scanned"),
+    ],
+)
 def test_no_compiled_program_takes_less(block, is_scanned):
     shape = (16, 24) if block is convolution else (4, 32, 8)
     params = [params_of(block, key) for key in jax.random.split(jax.random.key(0), 4 if is_scanned else 2)]

@@ -135,7 +135,7 @@ def bytes_in_parts(program, num):
     return statetx.measure(f, program.params, *program.data, gradient=False).peak_bytes
 
 
-@pytest.mark.parametrize("kind", ["gradients", "loss"])
+@pytest.mark.parametrize("kind", [pytest.param("gradients", marks=pytest.mark.slow), "loss"])
 def test_fit_takes_the_fewest_parts(program, kind, monkeypatch):
     monkeypatch.setattr("statetx.planner.microbatches._Search.planned", lambda self, num, budget: None)
     budget = bytes_in_parts(program, 4) + 2**14

@@ -55,7 +55,7 @@ def entries(folder):
     return sorted((folder / "plans").glob("*.json.gz"))
 
 
-@pytest.mark.parametrize("fun", [loss, step])
+@pytest.mark.parametrize("fun", [pytest.param(loss, marks=pytest.mark.slow), step])
 def test_second_plan_compiles_nothing(folder, compilations, fun):
     first = statetx.plan(fun, WS, X, budget=0.8)
     assert compilations and len(entries(folder)) == 1
@@ -91,7 +91,10 @@ def change_argnums(options):
     return options | {"argnums": (0, 1)}
 
 
-@pytest.mark.parametrize("change", [change_budget, change_of, change_objective, change_argnums])
+_SLOW_CHANGES = [pytest.param(f, marks=pytest.mark.slow) for f in (change_budget, change_objective, change_argnums)]
+
+
+@pytest.mark.parametrize("change", [change_of, *_SLOW_CHANGES])
 def test_other_options_are_another_plan(folder, change):
     options = {"budget": 0.8, "argnums": 0}
     statetx.plan(loss, WS, X, **options)

@@ -103,7 +103,11 @@ def test_one_gradient_is_captured(step):
     assert sum(e.primitive.name == "dot_general" for e in captured.gradients[0].flat.eqns) == num
 
 
-@pytest.mark.parametrize("step", [by_bound_name, by_value_and_grad, by_vjp], ids=lambda step: step.__name__)
+@pytest.mark.parametrize(
+    "step",
+    [by_value_and_grad, *(pytest.param(f, marks=pytest.mark.slow) for f in (by_bound_name, by_vjp))],
+    ids=lambda step: step.__name__,
+)
 def test_planned_step_keeps_the_budget_and_its_values(step):
     plan = statetx.plan(step, WS, X, budget=0.75)
     assert plan.is_step and plan.extra_flops > 0
