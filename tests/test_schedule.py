@@ -242,8 +242,11 @@ def test_residuals_of_other_shapes_fill_rows():
 
 
 def test_residuals_without_a_place_leave_carries_only():
-    half = jax.typeof(jnp.zeros((4, 8), jnp.bfloat16))
-    assert SlotMemory(5, [jax.typeof(jnp.zeros((4, 8)))], [half]).leaves == (1,) * 6
+    carry = jax.typeof(jnp.zeros((4, 8)))
+    half, pairs = (jax.typeof(jnp.zeros((4, 8), dtype)) for dtype in (jnp.bfloat16, jnp.complex64))
+    # The bits of two halves are a number of the carry's type, those of a complex number cannot be cast.
+    assert SlotMemory(5, [carry], [half]).leaves == (1, 2, 3, 4, 5, 6)
+    assert SlotMemory(5, [carry], [pairs]).leaves == (1,) * 6
     assert SlotMemory(5, [], [half]).leaves == (1,) * 6
 
 
