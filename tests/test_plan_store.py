@@ -131,8 +131,13 @@ def test_code_of_derivative_rules_counts():
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", gzip.compress(b"{}"), gzip.compress(b"[1]"), gzip.compress(b"\xff")],
-    ids=["empty", "not compressed", "no fields", "a list", "no text"],  # compressed bytes hold the time
+    [  # with names: compressed bytes hold the time
+        pytest.param(b"", id="empty"),
+        pytest.param(b"{", id="not compressed", marks=pytest.mark.slow),
+        pytest.param(gzip.compress(b"{}"), id="no fields"),
+        pytest.param(gzip.compress(b"[1]"), id="a list", marks=pytest.mark.slow),
+        pytest.param(gzip.compress(b"\xff"), id="no text", marks=pytest.mark.slow),
+    ],
 )
 def test_corrupt_entries_are_replaced(folder, compilations, content):
     first = statetx.plan(loss, WS, X, budget=0.8, argnums=0)

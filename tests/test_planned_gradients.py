@@ -254,6 +254,7 @@ def test_two_networks_share_the_budget_of_the_step():
         planner.plan("100KiB")
 
 
+@pytest.mark.slow
 def test_gradient_of_a_gradient_is_planned_as_one():
     def adapted(ws, x):
         inner = jax.grad(loss)(ws, x)

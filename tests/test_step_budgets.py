@@ -49,7 +49,9 @@ def total(fun, *args):
 # -- the whole step ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("donate", [(), (0, 1)], ids=["plain", "donated"])
+@pytest.mark.parametrize(
+    "donate", [pytest.param((), marks=pytest.mark.slow, id="plain"), pytest.param((0, 1), id="donated")]
+)
 def test_compiled_step_keeps_the_budget(donate):
     jitted = jax.jit(step, donate_argnums=donate)
     unplanned = total(jitted, *ARGS)
@@ -204,7 +206,7 @@ def test_memory_that_the_device_reports(monkeypatch):
         _budget.device_memory()
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
 def test_budget_of_a_sharded_step_is_that_of_one_device(axis_type):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,), devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
@@ -260,6 +262,7 @@ def test_fastest_measured_candidate_is_chosen(monkeypatch):
     assert slow_first.timed()[-1][2] == slow_first.seconds
 
 
+@pytest.mark.slow
 def test_keys_and_shapes_can_be_timed():
     def noisy(ws, key, x):
         return jax.grad(lambda ws: loss(ws, x * jax.random.bernoulli(key, 0.9, x.shape)))(ws)
