@@ -24,7 +24,7 @@ if "STATETX_TESTS_CACHE" in os.environ:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-# Plans are made, not read, and the user's own cache stays as it is. Tests of the cache set a folder.
+# Plans are made, not read, and the user's own cache stays unchanged. Tests of the cache set a folder.
 os.environ["STATETX_CACHE"] = ""
 
 import jax  # noqa: E402

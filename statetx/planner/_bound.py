@@ -55,7 +55,7 @@ class LowerBound:
 
     It holds for every order in which the equations of the program and of its derivative may run, and run again, where:
 
-    - The program is the one that JAX differentiates. Each of its values is held as it is or not at all: not in fewer bits, not in
+    - The program is the one that JAX differentiates. Each of its values is held whole or not at all: not in fewer bits, not in
       parts. A value in host memory (``offload=True``) counts as held.
     - Operations count as in `Plan.extra_flops`. Elementwise operations, moves of data and random bits are free to repeat: XLA computes
       them within the kernels that read them, where they have no memory and their repetition is not counted.

@@ -27,7 +27,7 @@ from ._parts import flatten
 from ._record import fingerprint
 
 _NEGLIGIBLE = 0.01
-"""A gradient is left as it is if its values take less than this part of the largest one's: a rule of a library, a few scalars."""
+"""A gradient is left unchanged if its values take less than this part of the largest one's: a rule of a library, a few scalars."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -187,7 +187,7 @@ class Dataflow:
         around = _home(operands)
         inside = Loop(around.depth + 1, around.times * length, around.is_moved or around is not loop)
 
-        # A carry that each step returns as it is stays the initial one.
+        # A carry that each step returns unchanged stays the initial one.
         pairs = zip(body.invars[num_constants:], body.outvars[:num_carry], strict=False)
         is_unchanged = [v is new for v, new in pairs]
         carries = [x if same else Operand(inside) for x, same in zip(initial, is_unchanged, strict=True)]
