@@ -255,6 +255,7 @@ FUSED = _names(lambda row: row.fuses)
 CALLS = _names(lambda row: row.runs is Runs.ONCE)
 ENTERED = _names(lambda row: row.runs in (Runs.ONCE, Runs.LOOP, Runs.BRANCH))
 """Primitives whose inner values a policy can save one by one."""
+LOOPS = _names(lambda row: row.runs is Runs.LOOP) | {"while"}
 INLINED = _names(lambda row: row.is_inlined)
 EAGER = INLINED - JIT
 """The calls that do not compile: in an eager backward pass each of their equations runs alone."""
