@@ -72,6 +72,34 @@ def test_a_loss_with_its_gradient():
     assert fit.size < forward.size
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_states_with_a_value_for_each_example(donate):
+    """They grow with the batch. Their bytes are counted by hand: for each example the input, the state, and the new state."""
+    h, w = statetx.State(jnp.zeros((4, 64))), statetx.Param(jnp.ones((1, 64)))
+
+    @statetx.jit(donate_states=donate)
+    def step(x):
+        h.value = h.value * w.value + x
+
+    x = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+    fit = statetx.max_batch(step, x, budget=MIB, states={"h": 0, statetx.Param: statetx.Broadcast})
+    example, weights = 64 * 4, w.value.nbytes
+    assert fit.size == (MIB - weights) // ((2 if donate else 3) * example)
+    assert h.value.shape == (4, 64)
+
+
+def test_states_that_do_not_have_an_axis_of_examples():
+    h = statetx.State(jnp.zeros((3, 8)))
+    loss = lambda x: (h.value.sum() + x).sum()  # noqa: E731
+    x = jnp.ones((4, 8))
+    with pytest.raises(
+        statetx.StateValueError, match=r"max_batch: .*'h'.* has its examples along axis 0 .* the batch has 4"
+    ):
+        statetx.max_batch(loss, x, budget=MIB, states={"h": 0})
+    with pytest.raises(statetx.StateFilterError, match="'g': ...} selects no state"):
+        statetx.max_batch(loss, x, budget=MIB, states={"g": 0})
+
+
 def test_budget_of_the_device(monkeypatch):
     monkeypatch.setenv("STATETX_DEVICE_MEMORY", "3MiB")
     device = statetx.max_batch(sgd, PARAMS, X, argnums=1, budget="device")

@@ -335,6 +335,32 @@ def test_nnx_batch_norm():
     np.testing.assert_allclose(c.norm.mean[...], d.norm.mean[...], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    "value_and_grad", [nnx.value_and_grad, pytest.param(statetx.value_and_grad, marks=pytest.mark.slow)]
+)
+def test_gradients_in_the_form_of_a_flax_module(value_and_grad):
+    """Their Variables are made in each part, and end with it; those that are returned hold the mean."""
+    net = nnx.Sequential(jnp.tanh, nnx.Linear(5, 3, rngs=nnx.Rngs(0)))
+    gradient = value_and_grad(lambda net, x, y: ((net(x) - y) ** 2).mean())
+    expected_value, expected = gradient(net, X, Y)
+    value, gradients = statetx.jit(statetx.microbatch(gradient, 2, argnums=(1, 2)))(net, X, Y)
+    assert type(gradients) is type(expected) and jax.tree.structure(gradients) == jax.tree.structure(expected)
+    assert_close([value, *jax.tree.leaves(gradients)], [expected_value, *jax.tree.leaves(expected)])
+
+    assert statetx.microbatch(gradient, budget="1MiB", argnums=(1, 2)).fit(net, X, Y).num == 1
+
+    optimizer = nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param)
+    before = net.layers[1].kernel[...]
+    optimizer.update(net, gradients)
+    np.testing.assert_allclose(net.layers[1].kernel[...], before - 0.1 * jax.tree.leaves(expected)[1], rtol=1e-5)
+
+
+def test_variables_that_are_not_new_are_no_outputs():
+    net = nnx.Linear(5, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(statetx.StateValueError, match="is a Linear, which is not an array"):
+        statetx.microbatch(lambda x: (net, net(x).mean()), 2)(X)
+
+
 def test_brainstate_model_with_hidden_states():
     class Net(brainstate.nn.Module):
         def __init__(self):

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from .. import _jax
-from .._equations.compiled import memory_analysis_options
+from .._equations.compiled import Program, memory_analysis_options
 from .._errors import CreatedStateError, PlanError
 from .._lift.batch import Batch, BatchArguments
+from .._lift.rules import Rules
 from .._lift.wrapper import name_of, short_name
+from .._loops.parts import part_type
 from .._tables import Cell, Column, Table, Tabular
 from .._text import brief, format_bytes
 from .._tree import num_bytes
-from .._typing import Indices, Names
-from ..residuals.measure import measure
+from .._typing import Filter, Indices, Names
+from ..residuals.measure import measure, with_gradient, without_gradient
+from ..transforms.functionalize import functionalize
 from ..transforms.jit.api import jit
+from ..transforms.microbatch import RULES as MICROBATCH_RULES
 from ._budget import read_amount
+from ._capture import donated_inputs
 from ._largest import Search, largest
 
 _LIMIT = 2**24  # examples: a program that takes so many does not depend on their number
@@ -90,6 +95,7 @@ def max_batch(
     multiple: int = 1,
     limit: int | None = None,
     gradient: bool = False,
+    states: Mapping[Filter, Any] | None = None,
     **kwargs: Any,
 ) -> MaxBatch:
     """Find the largest batch whose compiled step keeps a budget. Nothing is run and no state changes.
@@ -106,6 +112,8 @@ def max_batch(
         multiple: the size is a multiple of this number.
         limit: the largest size to consider.
         gradient: whether the program also computes the derivative with respect to all float arguments and states, as in `measure`.
+        states: from filters to rules, as in `microbatch`: an axis for states that have a value for each example, such as the
+            hidden states of a recurrent network. They take as many examples as the batch. Other rules make no difference here.
 
     Returns:
         `MaxBatch`: ``.size``, and the programs that were compiled. Print it.
@@ -113,6 +121,7 @@ def max_batch(
     Raises:
         PlanError: the smallest batch does not fit, with ``smallest_bytes``; or the memory does not grow with the batch.
         ValueError: the arguments differ in the number of examples.
+        StateValueError: a state with an axis has another number of examples than the arguments.
 
     Source:
         ``jax.stages.Compiled.memory_analysis``.
@@ -132,8 +141,12 @@ def max_batch(
         raise ValueError(f"max_batch: multiple={multiple} and limit={limit} leave no size.")
     batch = BatchArguments("max_batch", step, argnums, argnames).of(args, kwargs)
 
+    resizable = _Resizable(step, batch, args, kwargs, gradient, states) if states is not None else None
+
     @functools.cache
     def bytes_of(index: int) -> int:
+        if resizable is not None:
+            return resizable.program_bytes(index * multiple)
         args, kwargs = batch.arguments(batch_types(batch, index * multiple))
         return program_bytes(step, args, kwargs, gradient)
 
@@ -155,6 +168,41 @@ def max_batch(
             f"\nCause: argnums={brief(argnums)} are not the arguments that the step computes with.\nFix: name the ones that hold the batch, or give limit=."
         )
     return _result(name, search, amount, multiple)
+
+
+class _Resizable:
+    """A step with states that have a value for each example, for any number of them."""
+
+    def __init__(
+        self,
+        step: Callable,
+        batch: Batch,
+        args: tuple,
+        kwargs: dict[str, Any],
+        gradient: bool,
+        states: Mapping[Filter, Any],
+    ):
+        self._batch = batch
+        self._program = (with_gradient if gradient else without_gradient)(step, args, kwargs)
+        self._rules = Rules("max_batch", states, step, MICROBATCH_RULES, args, kwargs)
+        self._states = functionalize(step).states(*args, **kwargs)
+
+    def program_bytes(self, size: int) -> int:
+        batch_leaves = {id(x): t for x, t in zip(self._batch.leaves, batch_types(self._batch, size), strict=True)}
+        types = []
+        for x, keys in zip(self._program.arrays, self._program.keys, strict=True):
+            if id(x) in batch_leaves:
+                types.append(batch_leaves[id(x)])
+            else:
+                types.append(self._state_type(keys[1].key, x, size) if keys[0].idx == 0 else x)
+        self._rules.check_paths()
+        with _jax.eval_context():
+            jaxpr = jax.make_jaxpr(self._program.run)(*types).jaxpr
+            return Program(self._program.run, types, memory_analysis_options(), donated_inputs(jaxpr)).cost.peak_bytes
+
+    def _state_type(self, path: str, x: Any, size: int) -> Any:
+        aval = part_type(self._rules, self._states[path], _jax.abstract(x), self._batch.size, size)
+        return x if aval.shape == x.shape else jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _result(name: str, search: Search, budget: int, multiple: int) -> MaxBatch:

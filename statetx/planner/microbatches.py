@@ -22,6 +22,7 @@ from .._text import format_bytes
 from .._tree import is_float, num_bytes, partition
 from ..transforms.abstract import eval_shape
 from ..transforms.functionalize import functionalize
+from ..transforms.microbatch import without_new_states
 from ._budget import TEMPORARIES, read_amount
 from ._largest import largest
 from .plan import Plan
@@ -141,7 +142,8 @@ class _Search:
 
     def _cost(self, num: int, fun: Callable | None = None) -> Cost:
         """Of the function in so many parts; of its gradient with respect to float states and all but the batch if it is a loss."""
-        pure = functionalize(self._micro.with_num(num, fun))
+        micro = self._micro.with_num(num, fun)
+        pure: Any = functionalize(lambda *args, **kwargs: without_new_states(micro(*args, **kwargs)))
         inputs = (pure.values(*self._args, **self._kwargs), self._args, self._kwargs)
         arrays, part = partition(inputs, _is_array)
         in_batch = {id(x) for x in self._batch.leaves}

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import operator
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
-from .. import _jax, _states
+from .. import _frames, _jax, _states
 from .._errors import StateAccessError, StateValueError, StaticArgumentError
 from .._lift.batch import Batch, BatchArguments
 from .._lift.carry import settle
@@ -26,14 +26,15 @@ from .._lift.staged import Staged
 from .._lift.targets import resolve_argnums
 from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._loops.parts import REDUCTIONS, EqualParts, Progress, Turns, part_type
+from .._objects.walk import Walk
 from .._text import brief, suggestion, type_str
-from .._tree import is_argument, partition
+from .._tree import is_argument, is_array_or_number, partition
 from .._typing import Filter, Indices, Names, PyTree
 from .grad import ValueAndGrad
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_RULES = (Carry, Broadcast, Split, Mean, First, Last)
+RULES = (Carry, Broadcast, Split, Mean, First, Last)
 
 
 class MicrobatchOptions(TypedDict, total=False):
@@ -150,7 +151,7 @@ class Microbatch(Wrapper):
         self._fits: dict[Any, Any] = {}  # by types of arguments, what was chosen for the budget
         for how in jax.tree.leaves(options["reduce"]):
             _check_reduction(how)
-        Rules("microbatch", options["states"], fun, _RULES)
+        Rules("microbatch", options["states"], fun, RULES)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if _jax.is_jit_disabled():
@@ -201,7 +202,7 @@ class _Call:
         self._states = options["states"]
 
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        rules = Rules("microbatch", self._states, self._fun, _RULES, args, kwargs)
+        rules = Rules("microbatch", self._states, self._fun, RULES, args, kwargs)
         groups = self._groups()
         examples = [self._examples(parts, first) for parts, first in groups]
         weights = self._weights(examples)
@@ -214,7 +215,7 @@ class _Call:
         rules.check_paths()
         effects = progress.effects.values()
         publish_leaves([e for e, _ in effects], [part for _, part in effects], turns.state_values(progress))
-        return staged.outs[1].combine(turns.outputs(progress))
+        return _with_new_states(staged.outs[1].combine(turns.outputs(progress)))
 
     def _groups(self) -> list[tuple[EqualParts, int]]:
         """Runs of parts of equal size, each with the number of parts before it. The larger parts come first."""
@@ -274,7 +275,7 @@ class _Call:
 
         def call(*leaves: Any) -> tuple[tuple, Any]:
             args, kwargs = batch.arguments(leaves)
-            return (), fun(*args, **kwargs)
+            return (), without_new_states(fun(*args, **kwargs))
 
         def slice(state: Any, aval: Any) -> Any:
             return part_type(rules, state, aval, batch.size, parts.size)
@@ -315,6 +316,47 @@ class _Call:
                     f'part is {type_str(aval)}.\nFix: reduce="stack" for one value for each part, or "mean", "sum".'
                 )
         return reductions
+
+
+@jax.tree_util.register_pytree_node_class
+class _Arrays:
+    """The arrays of an object with states that a part made: a gradient in the form of a module of flax.
+
+    The states end with the part. An object with the accumulated arrays is made after the last one.
+    """
+
+    def __init__(self, leaves: Sequence[Any], treedef: Any):
+        self.leaves, self.treedef = leaves, treedef
+
+    def tree_flatten(self) -> tuple[Sequence[Any], Any]:
+        return self.leaves, self.treedef
+
+    @classmethod
+    def tree_unflatten(cls, treedef: Any, leaves: Sequence[Any]) -> _Arrays:
+        return cls(leaves, treedef)
+
+
+def without_new_states(out: PyTree) -> PyTree:
+    """Replace the objects that hold nothing but arrays and states made in this call by `_Arrays`."""
+    frame = _frames.current_frame()
+    assert frame is not None
+    created = {id(state) for state, _ in frame.created()}
+
+    def replaced(x: Any) -> Any:
+        if not _states.is_opaque(x):
+            return x
+        states = [state for _, state in Walk(follows_classes=False).held(x, is_called=False)]
+        leaves, treedef = jax.tree.flatten(x)
+        is_new = bool(states) and all(id(state) in created for state in states)
+        return _Arrays(leaves, treedef) if is_new and all(map(is_array_or_number, leaves)) else x
+
+    return jax.tree.map(replaced, out, is_leaf=_states.is_opaque) if created else out
+
+
+def _with_new_states(out: PyTree) -> PyTree:
+    is_replaced = lambda x: isinstance(x, _Arrays)  # noqa: E731
+    restore = lambda x: jax.tree.unflatten(x.treedef, x.leaves) if is_replaced(x) else x  # noqa: E731
+    return jax.tree.map(restore, out, is_leaf=is_replaced)
 
 
 def _check_num(num: Any, budget: Any) -> int | str:
