@@ -14,10 +14,10 @@ import pytest
 
 import statetx
 from statetx._equations import compiled
-from statetx.planner import Planner, _store, machine
+from statetx.planner import Planner, _bound, _store, machine
 
 X = jnp.ones((128, 32))
-WS = [jnp.eye(32) * (1 + 0.01 * i) for i in range(5)]
+WS = [jnp.eye(32) * (1 + 0.01 * i) for i in range(2)]
 
 
 def loss(ws, x):
@@ -66,6 +66,16 @@ def test_second_plan_compiles_nothing(folder, compilations, fun):
     assert second.apply(fun) is not None and Planner(fun, WS, X).plan(0.8) == first
 
 
+def test_bound_is_stored_when_it_is_printed(folder, monkeypatch):
+    first = statetx.plan(loss, WS, X, budget=0.8, argnums=0)
+    text, fewer = str(first), first.lower_bound.bytes_at(0.05)
+    flow, found = _bound.Dataflow, []
+    monkeypatch.setattr(_bound, "Dataflow", lambda *args: found.append(args) or flow(*args))
+    second = statetx.plan(loss, WS, X, budget=0.8, argnums=0)
+    assert second == first and str(second) == text and not found
+    assert second.lower_bound.bytes_at(0.05) == fewer and found  # it was not asked before
+
+
 def test_fit_is_stored(folder, compilations):
     planned = lambda: jax.make_jaxpr(jax.grad(statetx.remat(loss, policy="fit:0.8")))(WS, X)  # noqa: E731
     first = planned()
@@ -107,7 +117,7 @@ def test_other_programs_are_other_plans(folder):
         return loss(ws, jnp.cos(x))
 
     key = lambda fun, *args: Planner(fun, *args)._key(statetx.planner._budget.Budget.read(0.8, "step"))  # noqa: E731
-    keys = [key(loss, WS, X), key(other, WS, X), key(loss, WS, X[:64]), key(loss, WS[:4], X), key(step, WS, X)]
+    keys = [key(loss, WS, X), key(other, WS, X), key(loss, WS, X[:64]), key(loss, WS[:1], X), key(step, WS, X)]
     keys.append(key(jax.jit(step, donate_argnums=0), WS, X))
     assert len({*keys}) == len(keys) and key(loss, WS, X + 1) == keys[0]
 
@@ -219,7 +229,7 @@ def loss(ws, x):
     for w in ws:
         x = x + jnp.sin(jnp.tanh(x @ w) @ w.T)
     return (x**2).mean()
-ws, x = [jnp.eye(32)] * 4, jnp.ones((128, 32))
+ws, x = [jnp.eye(32)] * 2, jnp.ones((128, 32))
 plan = statetx.plan(lambda ws, x: jax.grad(loss)(ws, x), ws, x, budget=0.8)
 print(plan.temp_bytes, plan.flops)
 """

@@ -12,7 +12,6 @@ from jax import grad as bound_grad
 import statetx
 from statetx import _jax
 from statetx._remat.gradients import rewritten_by
-from statetx.planner import Planner
 from statetx.planner._capture import capture
 
 D = 32
@@ -40,7 +39,8 @@ def sgd(ws, grads):
     return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads)
 
 
-WS = weights(0, 5)
+WS = weights(0, 4)
+FEW = WS[:2]
 
 
 def total_bytes(fun, *args):
@@ -109,12 +109,12 @@ def test_one_gradient_is_captured(step):
     ids=lambda step: step.__name__,
 )
 def test_planned_step_keeps_the_budget_and_its_values(step):
-    plan = statetx.plan(step, WS, X, budget=0.75)
+    plan = statetx.plan(step, FEW, X, budget=0.8)
     assert plan.is_step and plan.extra_flops > 0
-    assert total_bytes(plan.apply(step), WS, X) == plan.total_bytes <= plan.budget_bytes
-    assert plan.budget_bytes == pytest.approx(0.75 * plan.unplanned_total_bytes, abs=2)
-    assert_same(jax.jit(plan.apply(step))(WS, X), jax.jit(step)(WS, X))
-    assert_same(plan.apply(step)(WS, X), step(WS, X))  # in eager code too
+    assert total_bytes(plan.apply(step), FEW, X) == plan.total_bytes <= plan.budget_bytes
+    assert plan.budget_bytes == pytest.approx(0.8 * plan.unplanned_total_bytes, abs=2)
+    assert_same(jax.jit(plan.apply(step))(FEW, X), jax.jit(step)(FEW, X))
+    assert_same(plan.apply(step)(FEW, X), step(FEW, X))  # in eager code too
 
 
 def test_auxiliary_output_has_no_cotangent():
@@ -160,20 +160,21 @@ def test_small_gradients_are_left_alone():
         scale = jax.grad(lambda s: (s - 1.0) ** 2)(2.0)
         return sgd(ws, jax.tree.map(lambda g: scale * g, jax.grad(loss)(ws, x)))
 
-    captured = capture(step, (WS, X), {}, None)
+    captured = capture(step, (FEW, X), {}, None)
     assert len(captured.gradients) == len(captured.ignored) == 1
-    plan = statetx.plan(step, WS, X, budget=0.75)
-    assert_same(jax.jit(plan.apply(step))(WS, X), jax.jit(step)(WS, X))
+    plan = statetx.plan(step, FEW, X, budget=0.8)
+    assert plan.extra_flops > 0
+    assert_same(jax.jit(plan.apply(step))(FEW, X), jax.jit(step)(FEW, X))
 
 
 def test_plan_of_another_step_names_the_first_difference():
-    plan = statetx.plan(by_grad, WS, X, budget=0.75)
+    plan = statetx.plan(by_grad, FEW, X, budget=0.8)
 
     def other(ws, x):
         return sgd(ws, jax.grad(lambda ws: (network(ws, jnp.cos(x)) ** 2).mean())(ws))
 
     with pytest.raises(statetx.PlanError, match="does not fit .*: equation 0 of"):
-        plan.apply(other)(WS, X)
+        plan.apply(other)(FEW, X)
 
 
 def test_written_state_in_a_gradient_of_jax_still_leaks():
@@ -191,7 +192,7 @@ def test_written_state_in_a_gradient_of_jax_still_leaks():
 
 
 def test_states_of_a_planned_step_are_written_once():
-    ps = [statetx.Param(w) for w in jax.tree.leaves(WS)]
+    ps = [statetx.Param(w) for w in jax.tree.leaves(FEW)]
     calls = statetx.State(0)
 
     def stateful(x):
@@ -219,7 +220,7 @@ def test_states_of_a_planned_step_are_written_once():
 
 # -- several gradients ------------------------------------------------------------------------------------------------
 
-GENERATOR, CRITIC = weights(1, 4), weights(2, 3)
+GENERATOR, CRITIC = weights(1, 2), weights(2, 1)
 
 
 def critic_loss(critic, generator, z, x):
@@ -241,8 +242,7 @@ def test_two_networks_share_the_budget_of_the_step():
     args = (GENERATOR, CRITIC, X, X + 1)
     captured = capture(adversarial, args, {}, None)
     assert len(captured.gradients) == 2
-    planner = Planner(adversarial, *args)
-    plan = planner.plan(0.75)
+    plan = statetx.plan(adversarial, *args, budget=0.75)
     assert total_bytes(plan.apply(adversarial), *args) == plan.total_bytes <= plan.budget_bytes
     assert_same(jax.jit(plan.apply(adversarial))(*args), jax.jit(adversarial)(*args))
 
@@ -250,8 +250,12 @@ def test_two_networks_share_the_budget_of_the_step():
     decided = [{row["decision"] for row in program["rows"]} for program in plan._programs]
     assert all("recompute" in decisions for decisions in decided)
     assert 0 < plan.extra_flops < 0.5 and plan.measured() and plan.curve()[0][0] <= plan.temp_bytes
+
+
+@pytest.mark.slow
+def test_budget_below_what_two_networks_take():
     with pytest.raises(statetx.PlanError, match=r"Arguments take .* and outputs"):
-        planner.plan("100KiB")
+        statetx.plan(adversarial, GENERATOR, CRITIC, X, X + 1, budget="100KiB")
 
 
 @pytest.mark.slow
@@ -274,7 +278,7 @@ def test_flax_with_optax():
 
     class Net(nnx.Module):
         def __init__(self, rngs):
-            self.layers = nnx.List([nnx.Linear(D, D, rngs=rngs) for _ in range(5)])
+            self.layers = nnx.List([nnx.Linear(D, D, rngs=rngs) for _ in range(3)])
 
         def __call__(self, x):
             for layer in self.layers:
@@ -293,7 +297,7 @@ def test_flax_with_optax():
         return optax.apply_updates(params, updates), memory, value
 
     args = (params, optimizer.init(params), X)
-    plan = statetx.plan(step, *args, budget=0.8)
+    plan = statetx.plan(step, *args, budget=0.9)
     assert plan.extra_flops > 0
     assert total_bytes(plan.apply(step), *args) == plan.total_bytes <= plan.budget_bytes
     assert_same(jax.jit(plan.apply(step))(*args), jax.jit(step)(*args))
@@ -330,7 +334,7 @@ def second_half(ws, x):
 
 
 def halves(ws, x):
-    return (second_half(ws[3:], first_half(ws[:3], x)) ** 2).mean()
+    return (second_half(ws[2:], first_half(ws[:2], x)) ** 2).mean()
 
 
 def test_functions_share_a_budget():
@@ -345,7 +349,7 @@ def test_functions_share_a_budget():
 
     # Each with the whole budget to itself, the halves take more together.
     half = lambda: statetx.remat(network, policy=f"fit:{budget // 1024}KiB")  # noqa: E731
-    alone = lambda ws, x: (half()(ws[3:], half()(ws[:3], x)) ** 2).mean()  # noqa: E731
+    alone = lambda ws, x: (half()(ws[2:], half()(ws[:2], x)) ** 2).mean()  # noqa: E731
     assert temp_bytes(jax.grad(alone), WS, X) > budget
 
 

@@ -76,14 +76,27 @@ def fast_compile_options() -> dict[str, Any]:
         **memory_analysis_options(),
         "xla_cpu_use_fusion_emitters": False,
     }  # an option that jaxlib 0.12 no longer has
-    if jax.default_backend() == "cpu":
-        # Try the options on a trivial program: a jaxlib that lacks one of them raises.
-        try:
-            jax.jit(lambda x: x).lower(0.0).compile(options)
-            return options
-        except jax.errors.JaxRuntimeError:
-            pass
-    return memory_analysis_options()
+    return options if jax.default_backend() == "cpu" and _is_known(options) else memory_analysis_options()
+
+
+@functools.cache
+def low_memory_options() -> dict[str, Any]:
+    """Compiler options under which most programs take less memory; empty where the backend is not known to have any.
+
+    XLA:CPU orders the operations of a program so that many of them can run at the same time. With these options it orders them so
+    that little memory is in use at a time.
+    """
+    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    return options if jax.default_backend() == "cpu" and _is_known(options) else {}
+
+
+def _is_known(compiler_options: dict[str, Any]) -> bool:
+    # A jaxlib that lacks one of them raises.
+    try:
+        jax.jit(lambda x: x).lower(0.0).compile(compiler_options)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 class Program:

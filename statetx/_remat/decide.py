@@ -22,8 +22,8 @@ from . import declared, mark
 from .atoms import JaxPolicy, Marks, Masks, everything, names_of, nothing
 from .mark import KeepMarked, Labels
 from .override import override
-from .policy import Policy
-from .stored import StoredType
+from .policy import Policy, StoredAs
+from .stored import BITS, StoredType
 from .survey import Address, Rule, Site, Survey, names_out_of_reach
 from .value import SAVE, Decision, StateRef, Value, Verdict
 
@@ -181,6 +181,41 @@ def decide(policy: Policy, sites: Sequence[Site], *, is_ordered: bool = False) -
                 label = _stored(site, verdict.stored, site.value.type, what=label, is_ordered=is_ordered)
             labels[site.address] = label
     return labels
+
+
+def carry_formats(policy: Policy | None, jaxpr: Jaxpr, num: int) -> list[StoredType | None]:
+    """For each of the first results of a step, the exact format in which a loop can store it between steps; None to store it unchanged.
+
+    A policy that stores values as bits asks for it: for booleans, for results that are proved to be 0 or 1 whatever the carry before
+    the step is, and for those that the policy stores so because it selects their names.
+    """
+    results = jaxpr.outvars[:num]
+    if policy is None or not any(isinstance(a, Masks) or _is_exact(a) for a in policy.atoms()):
+        return [None] * num
+    producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    values = {jaxpr.eqns[a[0]].outvars[a[1]]: v for a, v, _ in Survey(jaxpr).results if len(a) == 2}
+
+    def is_stored(v: Any) -> bool:
+        if _is_bool(v.aval):
+            return True
+        while v in producers and producers[v].primitive in _SAME_VALUE:
+            v = producers[v].invars[0]
+        return v in values and (values[v].is_bits or _stores_exactly(policy, values[v]))
+
+    return [BITS if isinstance(v, _jax.Var) and is_stored(v) else None for v in results]
+
+
+_SAME_VALUE = (_jax.name_primitive, _jax.mark_primitive, _jax.stored_primitive)
+"""Operations that return their first operand."""
+
+
+def _is_exact(policy: Policy) -> bool:
+    return isinstance(policy, StoredAs) and policy.format.is_exact
+
+
+def _stores_exactly(policy: Policy, value: Value) -> bool:
+    format = policy.judge(value).stored
+    return format is not None and format.is_exact
 
 
 def _stored(

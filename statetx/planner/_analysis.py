@@ -45,6 +45,7 @@ class Option(NamedTuple):
         cost: of recomputation.
         offloaded: the subset of `saved` that is stored in host memory.
         loop: for a loop, how its carries are stored; None for an unchanged loop. `saved` then applies to each step.
+        copies: whether inputs are computed again from what earlier regions keep, where that is cheap (`_copies`).
     """
 
     saved: frozenset[Address] | None
@@ -53,6 +54,7 @@ class Option(NamedTuple):
     cost: float
     offloaded: frozenset[Address] = frozenset()
     loop: Strategy | None = None
+    copies: bool = False
 
 
 _PLANNED = -1  # the region number of the planner's marks; those of policies count from 0
@@ -77,6 +79,7 @@ class Graph:
         is_differentiated: for each input, whether it has a tangent.
         has_cotangent: for each output, whether it gets a cotangent.
         context: the transforms and shardings that the region runs under.
+        kept_byte_cost: of writing a saved value that would otherwise not be in memory, and of reading it again.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Graph:
         is_differentiated: Sequence[bool],
         has_cotangent: Sequence[bool],
         context: TraceContext = TraceContext(),  # noqa: B008
+        kept_byte_cost: float = 0.0,
     ):
         self.jaxpr = jaxpr
         self._context = context.for_other_inputs()
@@ -122,6 +126,13 @@ class Graph:
         # The differentiated equations have more cost than the region's own: they also compute the coefficients of the derivative.
         self.costs = {i: equation_cost(self._forward.eqns[i]) for i in self._needed}
         self.forward_cost = sum(map(equation_cost, jaxpr.eqns))
+
+        # The baseline keeps its residuals. All costs are relative to it.
+        fused, plain_outs = _fused_variables(jaxpr), set(plain.outvars[:num_out])
+        self._kept_byte_cost = kept_byte_cost
+        self._fused_addresses = {a for a, site in self.sites.items() if site.eqn.outvars[a[1]] in fused}
+        of_baseline = (_fused_variables(plain) - plain_outs).intersection(self._baseline_residuals)
+        self._baseline_kept_cost = kept_byte_cost * sum(device_bytes(v.aval) for v in of_baseline)
 
     def _ancestors(self) -> list[int]:
         """The forward equations that the residuals depend on, in order."""
@@ -176,6 +187,7 @@ class Graph:
         recomputed = self._recomputed(saved)
         saved_bytes = sum(self.bytes_of(address) for address in saved - offloaded)
         cost = sum(self.costs[i] for i in recomputed) + per_byte * sum(self.bytes_of(address) for address in offloaded)
+        cost += sum(map(self.kept_cost, saved - offloaded)) - self._baseline_kept_cost
 
         # Offloaded values take no device memory between the passes. All of them count as fetched at once, which errs high.
         offloaded_bytes = sum(self.bytes_of(address) for address in offloaded)
@@ -193,6 +205,10 @@ class Graph:
 
     def bytes_of(self, address: Address) -> int:
         return 0 if address in self._output_addresses else device_bytes(self.sites[address].value.type)
+
+    def kept_cost(self, address: Address) -> float:
+        """The cost of writing a value for the backward pass, and reading it there."""
+        return self._kept_byte_cost * self.bytes_of(address) if address in self._fused_addresses else 0.0
 
     def _recomputed(self, saved: frozenset[Address]) -> list[int]:
         """The equations that run again, in order, where these values are saved."""
@@ -359,6 +375,15 @@ def _bind_literals(backward: Body, residuals: Sequence[Any]) -> Jaxpr:
     return _jax.without_dead_code(_jax.with_literals(backward.jaxpr, literals))
 
 
+def _fused_variables(jaxpr: Jaxpr) -> set[Any]:
+    """The variables that XLA fuses into all their readers: they are in memory only if they are saved."""
+    fused = {v for eqn in jaxpr.eqns if row_of(eqn).fuses for v in eqn.outvars}
+    for eqn in jaxpr.eqns:
+        if not (row_of(eqn).fuses or row_of(eqn).reads_fused):
+            fused.difference_update(v for v in eqn.invars if isinstance(v, Var))
+    return fused
+
+
 def _computed_variables(atoms: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """The distinct variables that are not inputs."""
     input_set = set(inputs)
@@ -369,7 +394,7 @@ def pareto_front(options: Sequence[Option]) -> list[Option]:
     """The options that no other dominates in cost, saved bytes and backward bytes, the cheapest first."""
     # In this order each option costs at least as much as those in `front`, so bytes alone decide whether one dominates it.
     front: list[Option] = []
-    for option in sorted(set(options), key=lambda o: (o.cost, o.saved_bytes, o.backward_bytes)):
+    for option in sorted(dict.fromkeys(options), key=lambda o: (o.cost, o.saved_bytes, o.backward_bytes)):
         if not any(o.saved_bytes <= option.saved_bytes and o.backward_bytes <= option.backward_bytes for o in front):
             front.append(option)
     return front
@@ -437,7 +462,7 @@ class _IntegerProgram:
         objective[: len(equations)] = run_costs / scale
         total = max(self._sizes.sum(), 1.0)
         for address, size in zip(self._addresses, self._sizes, strict=True):
-            objective[column["keep", address]] = 1e-6 * (size / total) + 1e-9
+            objective[column["keep", address]] = graph.kept_cost(address) / scale + 1e-6 * (size / total) + 1e-9
             if ("offload", address) in column:
                 objective[column["offload", address]] = size * (offload or 0.0) / scale + 2e-6 * (size / total) + 2e-9
         self._objective = objective

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -115,19 +115,26 @@ class LowerBound:
     def to_json(self) -> list[Any]:
         """The bounds found so far and those of the linear relaxation, as JSON values."""
         self.curve()
+        return self.records()
+
+    def records(self) -> list[Any]:
+        """The bounds found so far, as JSON values."""
         return [gradient.record.to_json() for gradient in self._gradients]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> LowerBound:
         """The bound as it was stored: at other bytes and operations than were asked before, that of the linear relaxation."""
-        return cls([_GradientBound(None, _Record.from_json(record)) for record in fields])
+        return cls([_GradientBound(lambda: None, _Record.from_json(record)) for record in fields])
 
     def __repr__(self) -> str:
         return f"LowerBound({format_bytes(self.bytes_at(0.0))} without added operations, {self.status})"
 
 
 def lower_bound(
-    gradients: Sequence[Recorded], output_bytes: Sequence[int] | None, baseline_operations: float
+    gradients: Sequence[Recorded],
+    output_bytes: Sequence[int] | None,
+    baseline_operations: float,
+    records: Sequence[Any] | None = None,
 ) -> LowerBound:
     """The bound of a program.
 
@@ -135,19 +142,25 @@ def lower_bound(
         gradients: the functions that it differentiates.
         output_bytes: sizes of its outputs that have memory of their own; None for those of the only gradient.
         baseline_operations: those of the program without rematerialization, with its gradients and the rest of the step.
+        records: `LowerBound.records` of an earlier one. What it was asked is not computed again.
     """
-    bounds = []
-    for gradient in gradients:
-        context = gradient.context
-        with context.bind_axes():
-            flow = Dataflow(gradient.jaxpr, gradient.diff_indices, gradient.num_out)
-        turn = _turn(flow)
-        if turn is not None:
-            num_devices = max((_num_automatic(s.mesh) for s in context.shardings if s is not None), default=1)
-            sizes = flow.output_bytes if output_bytes is None else output_bytes
-            problem = _Problem(turn, max(baseline_operations, 1.0), sizes, num_devices)
-            bounds.append(_GradientBound(problem, _Record()))
+    find = lambda gradient: _problem(gradient, output_bytes, baseline_operations)  # noqa: E731
+    found = [_Record() for _ in gradients] if records is None else map(_Record.from_json, records)
+    bounds = [_GradientBound(functools.partial(find, g), record) for g, record in zip(gradients, found, strict=True)]
     return LowerBound(bounds)
+
+
+def _problem(gradient: Recorded, output_bytes: Sequence[int] | None, baseline_operations: float) -> _Problem | None:
+    """The integer program of a gradient; None if nothing bounds it."""
+    context = gradient.context
+    with context.bind_axes():
+        flow = Dataflow(gradient.jaxpr, gradient.diff_indices, gradient.num_out)
+    turn = _turn(flow)
+    if turn is None:
+        return None
+    num_devices = max((_num_automatic(s.mesh) for s in context.shardings if s is not None), default=1)
+    sizes = flow.output_bytes if output_bytes is None else output_bytes
+    return _Problem(turn, max(baseline_operations, 1.0), sizes, num_devices)
 
 
 def _num_automatic(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
@@ -177,12 +190,14 @@ class _Record:
         lines: pairs (b, s): with x added operations no schedule takes less than ``b - s * x`` bytes.
         points: pairs (x, b): with x added operations or fewer no schedule takes less than b bytes.
         is_exact: see `LowerBound.status`.
+        asked: the questions that were answered, as pairs: ("bytes", added operations) and ("operations", bytes).
     """
 
-    def __init__(self, lines: Any = (), points: Any = (), is_exact: bool = True):
+    def __init__(self, lines: Any = (), points: Any = (), is_exact: bool = True, asked: Any = ()):
         self.lines = {(float(b), float(s)) for b, s in lines}
         self.points = {(float(x), float(b)) for x, b in points}
         self.is_exact = is_exact
+        self.asked = {(str(of), float(at)) for of, at in asked}
 
     def bytes_at(self, extra_operations: float) -> int:
         x = max(extra_operations, 0.0)
@@ -200,34 +215,46 @@ class _Record:
         return max((b / s for b, s in self.lines if s > 0), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
-        return {"lines": sorted(self.lines), "points": sorted(self.points), "exact": self.is_exact}
+        known = {"lines": sorted(self.lines), "points": sorted(self.points), "asked": sorted(self.asked)}
+        return known | {"exact": self.is_exact}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> _Record:
-        return cls(fields["lines"], fields["points"], fields["exact"])
+        return cls(fields["lines"], fields["points"], fields["exact"], fields.get("asked", ()))
 
 
 class _GradientBound:
-    """The bound of one gradient: of its integer program, None for a stored one, and what was found before."""
+    """The bound of one gradient.
 
-    def __init__(self, problem: _Problem | None, record: _Record):
-        self._problem = problem
+    Args:
+        find: makes its integer program; None if that is not known.
+        record: what was found before.
+    """
+
+    def __init__(self, find: Callable[[], _Problem | None], record: _Record):
+        self._find = find
         self.record = record
+
+    @functools.cached_property
+    def _problem(self) -> _Problem | None:
+        return self._find()
 
     def bytes_at(self, extra_operations: float) -> int:
         x = max(extra_operations, 0.0)
-        if self._problem is not None:
+        if ("bytes", x) not in self.record.asked and self._problem is not None:
             least, is_optimal = self._problem.least_bytes(x)
             self.record.points.add((x, least))
             self._note(is_optimal, x)
+            self.record.asked.add(("bytes", x))
         return self.record.bytes_at(x)
 
     def operations_at(self, num_bytes: float) -> float:
-        if self._problem is not None:
+        if ("operations", float(num_bytes)) not in self.record.asked and self._problem is not None:
             least, is_optimal = self._problem.least_operations(num_bytes)
             if least > 0:  # fewer operations need more bytes; fewer by more than rounding
                 self.record.points.add(((1 - _ROUNDING) * least, float(np.nextafter(num_bytes, np.inf))))
             self._note(is_optimal, least)
+            self.record.asked.add(("operations", float(num_bytes)))
         return self.record.operations_at(num_bytes)
 
     def _note(self, is_optimal: bool, extra_operations: float) -> None:

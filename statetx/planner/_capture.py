@@ -224,7 +224,7 @@ def capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | S
     if inner.recorded:
         gradients, ignored = _distinct(inner.recorded)
         is_in_shard_map = any(gradient.context.manual is not None for gradient in gradients)
-        step = Step(function, _donated(function.jaxpr), fun, args, kwargs, is_in_shard_map)
+        step = Step(function, donated_inputs(function.jaxpr), fun, args, kwargs, is_in_shard_map)
         return Captured(gradients, ignored, step)
 
     # Inputs are the operands (values of states, all of them differentiated), then the arrays of the arguments.
@@ -257,7 +257,7 @@ def _value_bytes(recorded: Recorded) -> int:
     return recorded.context.num_examples * sum(device_bytes(aval) for aval in values if hasattr(aval, "dtype"))
 
 
-def _donated(jaxpr: Jaxpr) -> tuple[int, ...]:
+def donated_inputs(jaxpr: Jaxpr) -> tuple[int, ...]:
     """The inputs that a jitted function, called by this program, donates."""
     donated = {
         v

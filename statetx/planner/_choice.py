@@ -16,6 +16,10 @@ _MAX_STATES = 768  # pairs of bytes and cost that the dynamic program follows
 Choice = tuple[Layout, list[Option]]
 
 
+def cost_of(choice: Choice) -> float:
+    return sum(option.cost for option in choice[1])
+
+
 class Family:
     """Some of the regions of a program, with at least one path from its first equation to its last.
 
@@ -28,6 +32,7 @@ class Family:
         ends: where its regions begin and end; None for everywhere.
         is_uniform: whether all steps of a loop are treated alike.
         layout_of: a partition by its cuts.
+        copies: whether regions compute inputs again from what earlier ones keep.
     """
 
     def __init__(
@@ -38,7 +43,9 @@ class Family:
         layout_of: Callable[[Sequence[int]], Layout],
         *,
         is_uniform: bool = False,
+        copies: bool = False,
     ):
+        self.copies = copies
         self._num, self.ends, self._layout_of, self.is_uniform = num, ends, layout_of, is_uniform
         self._arcs = sorted(arcs.items())
         everything = [arc for _, row in self._arcs for _, arc in row]
@@ -67,6 +74,10 @@ class Family:
                         row.append((start, periods.table(level)))
                 self._tables.append((end, row))
         return self._tables
+
+    def has_path(self) -> bool:
+        """Whether a path leads from the first equation to the last."""
+        return self._fits(float("inf"))
 
     def least_peak(self) -> int:
         """The lowest limit with a feasible path, to within 0.01%, never below it."""

@@ -79,29 +79,74 @@ def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
 
 def candidates(program: Flat) -> Candidates:
     """The intervals of a program that may become regions."""
-    num, live = len(program), crossing_bytes(program.jaxpr)
-    walls = {j for i in program.loops for j in (i, i + 1)}
-    runs, inner = _runs(program, live)
-    outer = {0, num, *walls, *program.ends, *(b for run in runs for b in run.boundaries)}
-    fixed = outer | inner
+    live = crossing_bytes(program.jaxpr)
+    cuts = _Cuts.of(program, live, program.ends)
+    lists = _intervals(program, live, cuts)
+    ends = [cuts.fixed, cuts.outer] if cuts.inner - cuts.outer else [cuts.outer]
 
-    # A cut within the same plateau as a fixed one separates nothing.
-    plateaus = _plateaus(live)
-    taken = {plateaus[c] for c in fixed if c < num}
-    minima = [c for c in _minima(live) if plateaus[c] not in taken]
-    cuts = sorted(fixed.union(minima))
-    for run in runs:
-        cuts = _with_period(cuts, run, program.ends)
+    # The user's functions may end elsewhere than where the program is cut best, within a plateau of equal bytes too.
+    if program.blocks:
+        unmarked = _Cuts.of(program, live, _loop_ends(program))
+        lists += _intervals(program, live, unmarked)
+    allowed = dict.fromkeys(i for intervals in lists for i in intervals if i[0] < i[1] and _is_allowed(program, *i))
+    return Candidates(_stock(program, cuts.runs, cuts.all), list(allowed), cuts.runs, ends)
 
+
+class _Cuts(NamedTuple):
+    """Where a program may be cut.
+
+    Attributes:
+        runs: where it repeats.
+        inner: the ends of repetitions within one period.
+        outer: the ends of blocks, loops and periods.
+        minima: other cuts, that few bytes cross.
+        all: all of these, in order.
+    """
+
+    runs: list[Run]
+    inner: set[int]
+    outer: set[int]
+    minima: list[int]
+    all: list[int]
+
+    @property
+    def fixed(self) -> set[int]:
+        return self.outer | self.inner
+
+    @classmethod
+    def of(cls, program: Flat, live: Sequence[int], ends: set[int]) -> _Cuts:
+        """The cuts of a program whose blocks end at `ends`."""
+        num = len(program)
+        runs, inner = runs_of(program, live, ends)
+        outer = {0, num, *_loop_ends(program), *ends, *(b for run in runs for b in run.boundaries)}
+        fixed = outer | inner
+
+        # A cut within the same plateau as a fixed one separates nothing.
+        plateaus = _plateaus(live)
+        taken = {plateaus[c] for c in fixed if c < num}
+        minima = [c for c in _minima(live) if plateaus[c] not in taken]
+        cuts = sorted(fixed.union(minima))
+        for run in runs:
+            cuts = _with_period(cuts, run, ends)
+        return cls(runs, inner, outer, minima, cuts)
+
+
+def _loop_ends(program: Flat) -> set[int]:
+    return {j for i in program.loops for j in (i, i + 1)}
+
+
+def _intervals(program: Flat, live: Sequence[int], cuts: _Cuts) -> list[Iterable[Interval]]:
+    """Intervals between cuts, the most useful first."""
+    num, walls, runs, minima = len(program), _loop_ends(program), cuts.runs, cuts.minima
     lists: list[Iterable[Interval]] = [_small(itertools.pairwise(sorted({0, num, *program.ends, *walls})))]
     bounds = sorted({0, num, *walls, *(b for run in runs for b in run.boundaries)})
     for start, end in itertools.pairwise(bounds):
-        local = [c for c in cuts if start <= c <= end]
+        local = [c for c in cuts.all if start <= c <= end]
         lists += [_merged(local, n) for n in (1, 2, 4)]
 
         # The ends of blocks, of the user's or of structure, and the global minima alone.
-        lists.append(itertools.pairwise([c for c in local if c in fixed]))
-        lists.append(itertools.pairwise([c for c in local if c in outer]))
+        lists.append(itertools.pairwise([c for c in local if c in cuts.fixed]))
+        lists.append(itertools.pairwise([c for c in local if c in cuts.outer]))
         lowest = min((live[c] for c in minima if start < c < end), default=0)
         lists.append(
             itertools.pairwise([c for c in local if c in (start, end) or (c in minima and live[c] <= _LOW * lowest)])
@@ -121,9 +166,7 @@ def candidates(program: Flat) -> Candidates:
     outside = [b for b in blocks if not any(r.start < b[1] and b[0] < r.boundaries[-1] for r in runs)]
     pairs = zip(outside[::2], outside[1::2], strict=False)
     lists.append(_small((a, d) for (a, b), (c, d) in pairs if b == c))
-
-    allowed = dict.fromkeys(i for intervals in lists for i in intervals if i[0] < i[1] and _is_allowed(program, *i))
-    return Candidates(_stock(program, runs, cuts), list(allowed), runs, [fixed, outer] if inner - outer else [outer])
+    return lists
 
 
 def merged_periods(program: Flat, run: Run, first: int, number: int) -> Interval | None:
@@ -169,21 +212,22 @@ def _merged(cuts: Sequence[int], number: int) -> list[Interval]:
 
 def _minima(live: Sequence[int]) -> list[int]:
     """Local minima of the crossing bytes."""
-    from scipy.signal import find_peaks
-
-    if not any(live):
-        return []
     # A dip of less than 2% of the highest count does not separate regions.
-    minima, _ = find_peaks([-x for x in live], prominence=0.02 * max(live))
+    least_depth = 0.02 * max(live, default=0)
 
     # Within a plateau of equal bytes, cut at its end: cheap equations stay with the producers of their operands.
-    cuts = []
-    for index in minima:
-        end = int(index)
-        while end + 1 < len(live) and live[end + 1] == live[end]:
-            end += 1
-        cuts.append(end)
-    return cuts
+    ends = [i for i, (a, b) in enumerate(itertools.pairwise([*live, None])) if a != b]
+    levels = [live[i] for i in ends]
+    minima = []
+    for n in range(1, len(levels) - 1):
+        level = levels[n]
+        if levels[n - 1] > level < levels[n + 1]:
+            # Its depth is that below the lower one of the two heights between it and a lower level, or an end.
+            before = itertools.takewhile(lambda x, level=level: x >= level, reversed(levels[:n]))
+            after = itertools.takewhile(lambda x, level=level: x >= level, levels[n + 1 :])
+            if min(max(before), max(after)) - level >= least_depth:
+                minima.append(ends[n])
+    return minima
 
 
 def _plateaus(live: Sequence[int]) -> list[int]:
@@ -194,20 +238,25 @@ def _plateaus(live: Sequence[int]) -> list[int]:
 # -- repetition ------------------------------------------------------------------------------------------------------
 
 
-def _runs(program: Flat, live: Sequence[int]) -> tuple[list[Run], set[int]]:
-    """Where a program repeats, and the ends of repetitions within one period."""
+def runs_of(program: Flat, live: Sequence[int], marked: set[int]) -> tuple[list[Run], set[int]]:
+    """Where a program repeats, and the ends of repetitions within one period.
+
+    Args:
+        live: the bytes that cross into each equation.
+        marked: where the user's functions end.
+    """
     eqns = program.jaxpr.eqns
     # By kind alone, not by shape: levels of a convolutional net repeat with other sizes.
     numbers: dict[str, int] = collections.defaultdict(lambda: len(numbers))
     tokens = np.array([numbers[e.primitive.name] for e in eqns], int)
     heavy = np.cumsum([0, *(not row_of(e).fuses for e in eqns)])
 
-    runs = [_in_phase(program, live, *r) for r in _repetitions(tokens, heavy, len(tokens) // 10)]
+    runs = [_in_phase(program, live, marked, *r) for r in _repetitions(tokens, heavy, len(tokens) // 10)]
     inner: set[int] = set()
     for run in runs:
         inside = tokens[run.start : run.start + run.period]
         for start, period, length in _repetitions(inside, heavy[run.start :], run.period // 2):
-            found = _in_phase(program, live, run.start + start, period, length)
+            found = _in_phase(program, live, marked, run.start + start, period, length)
             inner |= {b + k * run.period for b in found.boundaries for k in range(run.count)}
     return sorted(runs), inner
 
@@ -237,7 +286,7 @@ def _repetitions(tokens: np.ndarray, heavy: np.ndarray, least: int) -> list[tupl
     return chosen
 
 
-def _in_phase(program: Flat, live: Sequence[int], start: int, period: int, length: int) -> Run:
+def _in_phase(program: Flat, live: Sequence[int], marked: set[int], start: int, period: int, length: int) -> Run:
     """The periods of a periodic stretch, begun where the user's functions end, or else where the fewest bytes cross."""
     num = len(live)
 
@@ -245,7 +294,7 @@ def _in_phase(program: Flat, live: Sequence[int], start: int, period: int, lengt
         count = (length - offset) // period
         boundaries = [start + offset + k * period for k in range(count + 1)]
         crossing = sum(live[b] for b in boundaries[1:] if b < num) / max(1, count)
-        is_marked = all(b in program.ends or b in (0, num) for b in boundaries)
+        is_marked = all(b in marked or b in (0, num) for b in boundaries)
 
         # In a plateau of equal bytes, before the most expensive equation: cheap ones stay with the producers of their operands.
         cost = flops(program.jaxpr.eqns[boundaries[1]]) if boundaries[1] < num else 0

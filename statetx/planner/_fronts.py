@@ -10,7 +10,7 @@ from .. import _jax
 from .._lift.context import TraceContext, device_bytes
 from .._loops import schedule
 from .._loops.strategy import Lengths, Slots
-from ._analysis import EquationCost, Graph, Option, pareto_front
+from ._analysis import Address, EquationCost, Graph, Option, pareto_front
 from ._groups import Groups, in_groups
 from ._parts import Part
 
@@ -34,6 +34,7 @@ class Front:
         stock: the options of the stock policies for the equations.
         graph: measures options; None if there is nothing to measure.
         expand: maps options of a step to options of its loop.
+        measured: backward bytes of decisions that are measured, shared by fronts of one graph.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class Front:
         stock: Sequence[Option],
         graph: Graph | None = None,
         expand: Callable[[Sequence[Option]], list[Option]] = list,
+        measured: dict[Any, int] | None = None,
     ):
         self._steps, self._stock = list(steps), list(stock)
         self._graph = graph
         self._expand = expand
         self._measured: set[Any] = set()
+        self._bytes = {} if measured is None else measured
         self.version = 0
         self._update()
 
@@ -57,6 +60,25 @@ class Front:
         self.options = pareto_front(options)
         uniform = [o for o in options if not isinstance(o.loop, Groups)]
         self.uniform_options = self.options if len(uniform) == len(options) else pareto_front(uniform)
+
+    def copying(self, kept: frozenset[Address], derived: frozenset[Address], cost: float) -> Front | None:
+        """The options of a region that computes inputs again, and keeps what other regions compute theirs from.
+
+        Args:
+            kept: what each option saves in any case.
+            derived: what none saves.
+            cost: of the copies.
+
+        Returns:
+            None if the part is not such a region.
+        """
+        graph = self._graph
+        if graph is None or not kept <= graph.sites.keys():
+            return None
+        saved = dict.fromkeys(o.saved - derived | kept for o in self._steps if o.saved is not None and not o.offloaded)
+        found = map(graph.option, saved)
+        options = [o._replace(cost=o.cost + cost, copies=True) for o in found]
+        return Front(options, options[-1:], graph, measured=self._bytes) if options else None
 
     def measure(self, option: Option) -> bool:
         """Replace modeled backward bytes by those of the compiled backward pass. Returns whether anything was measured."""
@@ -75,13 +97,12 @@ class Front:
     def _measure(self, graph: Graph, saved: Any, offloaded: Any) -> None:
         self._measured.add((saved, offloaded))
         # A policy may save the same values as an option of the front: both are replaced, and the program is compiled once.
-        backward_bytes: int | None = None
         for options in (self._steps, self._stock):
             for i, o in enumerate(options):
                 if (o.saved, o.offloaded) == (saved, offloaded):
-                    if backward_bytes is None:
-                        backward_bytes = graph.measure(o).backward_bytes
-                    options[i] = o._replace(backward_bytes=backward_bytes)
+                    if (saved, offloaded) not in self._bytes:
+                        self._bytes[saved, offloaded] = graph.measure(o).backward_bytes
+                    options[i] = o._replace(backward_bytes=self._bytes[saved, offloaded])
 
 
 def front_of(
@@ -94,6 +115,7 @@ def front_of(
     offload: float | None,
     deadline: Callable[[], bool],
     context: TraceContext,
+    kept_byte_cost: float = 0.0,
 ) -> Front:
     # Without tangents or cotangents the part has no backward pass, and saves nothing for it.
     free = [Option(None, 0, 0, 0.0)]
@@ -114,7 +136,7 @@ def front_of(
         # would then be missing from the model. This errs towards more recomputation.
         offload = None
     try:
-        graph = Graph(part.jaxpr, equation_cost, is_computed, is_differentiated, has_cotangent, context)
+        graph = Graph(part.jaxpr, equation_cost, is_computed, is_differentiated, has_cotangent, context, kept_byte_cost)
     except Exception:  # no reverse-mode derivative: the error belongs where the user differentiates, and only there
         return Front(free, free * len(policies))
 

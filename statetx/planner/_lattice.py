@@ -12,8 +12,9 @@ whatever the limit is. So the front of a period of the program (a layer) is comp
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,13 +22,16 @@ import numpy as np
 from .._jax import Jaxpr, Literal
 from .._lift.context import TraceContext, device_bytes
 from ._analysis import EquationCost
-from ._choice import Arc, Family, Periods
+from ._choice import Arc, Family, Periods, cost_of
+from ._copies import Copies
 from ._cuts import Interval, Run, candidates, merged_periods
 from ._fronts import Front, front_of
 from ._layout import Layout, Region
-from ._parts import Flat, cotangent_variables, differentiated_variables
+from ._parts import Flat, Part, cotangent_variables, differentiated_variables
 
 _MIN_COMPOSED = 8  # periods of a run from which on they are composed: a path through fewer is followed region by region
+_COMPARED = (1.3, 1.5, 1.7, 2.0)  # limits at which families are compared, by the least memory
+_CLEARLY_CHEAPER = 0.95
 _MIN_STEPS = 4  # of composed periods: more would be composed further
 
 
@@ -57,15 +61,18 @@ class Lattice:
         offload: float | None,
         deadline: Callable[[], bool],
         context: TraceContext,
+        kept_byte_cost: float = 0.0,
     ):
         self.program = program
         self.regions: dict[Interval, Region] = {}
-        self._front_options = equation_cost, policies, offload, deadline, context
+        self._front_options = equation_cost, policies, offload, deadline, context, kept_byte_cost
         self._fronts: dict[Any, Front] = {}
         jaxpr = program.jaxpr
+        self._copying_fronts: dict[Any, Front | None] = {}
         self._computed = {v for e in jaxpr.eqns for v in e.outvars}
         self._differentiated = differentiated_variables(jaxpr, diff_indices)
         self._with_cotangent = cotangent_variables(jaxpr, num_out)
+        self._copies = Copies(jaxpr)
         self._lifetimes = _Lifetimes(jaxpr, self._differentiated & self._with_cotangent)
 
         found = candidates(program)
@@ -74,10 +81,12 @@ class Lattice:
         for interval in found.intervals:
             if not deadline():
                 self.region(*interval)
-        groups = [self._levels(group) for run in found.runs for group in self._equal_periods(run)]
-        self.families = [self._family(groups, ends, True) for ends in (None, *found.ends)]
+        groups = self._groups(found.runs, self.regions, self.region)
+        self.families = [self._family(groups, self.regions, ends, True) for ends in (None, *found.ends)]
         if any(front.options is not front.uniform_options for front in self._fronts.values()):
-            self.families.insert(0, self._family(groups, None, False))
+            self.families.insert(0, self._family(groups, self.regions, None, False))
+        if self._copies.derived and not deadline():
+            self._add_copying_family(found.runs)
 
     def region(self, start: int, end: int) -> Region:
         """The region of an interval. Equal parts, such as the layers of a model, share one front."""
@@ -108,7 +117,59 @@ class Lattice:
 
     # -- the arcs ------------------------------------------------------------------------------------------------------
 
-    def _family(self, groups: Sequence[_Group], ends: set[int] | None, is_uniform: bool) -> Family:
+    def _add_copying_family(self, runs: Sequence[Run]) -> None:
+        """Add the paths through regions that compute inputs again from what earlier ones keep, if there are any."""
+        with_cotangent = self._differentiated & self._with_cotangent
+        lifetimes = _Lifetimes(self.program.jaxpr, with_cotangent, self._copies.derived)
+        regions: dict[Interval, Region] = {}
+
+        def region_of(start: int, end: int) -> Region | None:
+            if (start, end) not in regions and (found := self._copying(self.region(start, end), lifetimes)) is not None:
+                regions[start, end] = found
+            return regions.get((start, end))
+
+        for interval in sorted(self.regions):
+            region_of(*interval)
+        groups = self._groups(runs, regions, region_of)
+        family = self._family(groups, regions, None, True, copying=region_of)
+        if family.has_path() and _is_cheaper(family, self.families[0]):
+            self.families.append(family)
+
+    def _copying(self, region: Region, lifetimes: _Lifetimes) -> Region | None:
+        """A region in a path where all regions copy; None if it cannot be one."""
+        start, end, part, front = region[:4]
+        inputs = self._inputs_to_copy(part)
+        kept, derived = self._copies.addresses(start, end)
+        if inputs or kept:
+            if part.eqn is not None or len(part.jaxpr.eqns) != end - start:
+                return None
+            key = front, kept, derived
+            if key not in self._copying_fronts:
+                self._copying_fronts[key] = front.copying(kept, derived, self._mean_cost_of_copies(front))
+            front = self._copying_fronts[key]
+        if front is None:
+            return None
+        out_bytes, cotangent_bytes = lifetimes.bytes(start, end)
+        return Region(start, end, part, front, out_bytes, cotangent_bytes + sum(device_bytes(v.aval) for v in inputs))
+
+    def _inputs_to_copy(self, part: Part) -> list[Any]:
+        return self._copies.in_order([v for v in part.invars if not isinstance(v, Literal)])
+
+    def _mean_cost_of_copies(self, front: Front) -> float:
+        """The cost of the copies in the regions of a front, which share one number so that equal periods stay equal."""
+        parts = [region.part for region in self.regions.values() if region.front is front]
+        equation_cost = self._front_options[0]
+        costs = [sum(map(equation_cost, self._copies.copied(self._inputs_to_copy(part)))) for part in parts]
+        return 2 * sum(costs) / len(costs)  # in the forward pass and in the recomputation
+
+    def _family(
+        self,
+        groups: Sequence[_Group],
+        regions: dict[Interval, Region],
+        ends: set[int] | None,
+        is_uniform: bool,
+        copying: _RegionOf | None = None,
+    ) -> Family:
         """The paths through all regions, or through those that begin and end at some equations."""
 
         def is_allowed(start: int, end: int) -> bool:
@@ -129,21 +190,29 @@ class Lattice:
                 end = start + 2**level * period
                 arcs.setdefault(end, []).append((start, (periods, level)))
                 start, left = end, left - 2**level
-        for (start, end), region in self.regions.items():
+        for (start, end), region in regions.items():
             # The arcs of composed periods stand for all regions within. A region of all periods is an arc beside them.
             is_inside = any(a < end and start < b and not (start <= a and b <= end) for a, b in composed)
             if not is_inside and is_allowed(start, end):
                 arcs.setdefault(end, []).append((start, region))
-        return Family(len(self.program), arcs, ends, self.layout, is_uniform=is_uniform)
+        layout = self.layout if copying is None else functools.partial(self._copying_layout, copying)
+        return Family(len(self.program), arcs, ends, layout, is_uniform=is_uniform, copies=copying is not None)
 
-    def _equal_periods(self, run: Run) -> list[Run]:
+    def _copying_layout(self, region_of: _RegionOf, cuts: Sequence[int]) -> Layout:
+        regions = [region_of(*interval) for interval in itertools.pairwise([*cuts, len(self.program)])]
+        return Layout(self.program, [r for r in regions if r is not None])
+
+    def _groups(self, runs: Sequence[Run], regions: dict[Interval, Region], region_of: _RegionOf) -> list[_Group]:
+        return [self._levels(g, regions, region_of) for run in runs for g in self._equal_periods(run, regions)]
+
+    def _equal_periods(self, run: Run, all_regions: dict[Interval, Region]) -> list[Run]:
         """Consecutive periods with equal regions."""
         inside: list[list[Any]] = [[] for _ in range(run.count)]
         crossing: set[int] = set()
-        for start, end in sorted(self.regions):
+        for start, end in sorted(all_regions):
             first, last = (start - run.start) // run.period, (end - 1 - run.start) // run.period
             if first == last and 0 <= first < run.count:
-                region, offset = self.regions[start, end], run.start + first * run.period
+                region, offset = all_regions[start, end], run.start + first * run.period
                 inside[first].append(
                     (start - offset, end - offset, id(region.front), region.out_bytes, region.cotangent_bytes)
                 )
@@ -157,10 +226,10 @@ class Lattice:
                 groups.append(Run(run.start + k * run.period, run.period, 1))
         return [group for group in groups if group.count > 1]
 
-    def _levels(self, group: Run) -> _Group:
+    def _levels(self, group: Run, regions: dict[Interval, Region], region_of: _RegionOf) -> _Group:
         """Add regions of two and four periods; as many as there are, unless the periods are composed."""
         start, end = group.start, group.start + group.period
-        levels = [[(a - start, b - start, r) for (a, b), r in sorted(self.regions.items()) if start <= a and b <= end]]
+        levels = [[(a - start, b - start, r) for (a, b), r in sorted(regions.items()) if start <= a and b <= end]]
         for number in (2, 4):
             intervals = [
                 merged_periods(self.program, group, k, number) for k in range(0, group.count - number + 1, number)
@@ -169,9 +238,25 @@ class Lattice:
                 break
             for interval in intervals[:1] if group.count >= _MIN_COMPOSED else intervals:
                 if interval is not None:
-                    self.region(*interval)
-            levels.append([(0, number * group.period, self.region(*intervals[0]))])
+                    region_of(*interval)
+            first = region_of(*intervals[0])
+            if first is None:
+                break
+            levels.append([(0, number * group.period, first)])
         return _Group(group, levels)
+
+
+def _is_cheaper(family: Family, other: Family) -> bool:
+    """Whether the model finds clearly cheaper paths in one family than in another, at some limit near the least memory."""
+    least = other.least_peak()
+    for factor in _COMPARED:
+        choice, reference = family.choose(factor * least), other.choose(factor * least)
+        if choice is not None and (reference is None or cost_of(choice) < _CLEARLY_CHEAPER * cost_of(reference)):
+            return True
+    return False
+
+
+_RegionOf = Callable[[int, int], Region | None]
 
 
 class _Group(NamedTuple):
@@ -190,9 +275,10 @@ class _Lifetimes:
 
     Args:
         with_cotangent: the variables with a cotangent.
+        derived: those that are computed again where they are read.
     """
 
-    def __init__(self, jaxpr: Jaxpr, with_cotangent: set[Any]):
+    def __init__(self, jaxpr: Jaxpr, with_cotangent: set[Any], derived: Set[Any] = frozenset()):
         first_reads: dict[Any, int] = {}
         last_reads: dict[Any, int] = {}
         for i, eqn in enumerate(jaxpr.eqns):
@@ -206,14 +292,15 @@ class _Lifetimes:
         self._last_reads = np.array([last_reads[v] for _, v in values], int)
         self._bytes = np.array([device_bytes(v.aval) for _, v in values], int)
         self._has_cotangent = np.array([v in with_cotangent for _, v in values], bool)
+        self._is_derived = np.array([v in derived for _, v in values], bool)
 
     def bytes(self, start: int, end: int) -> tuple[int, int]:
         """The `out_bytes` and `cotangent_bytes` of a region."""
         crosses = self._last_reads >= end
-        outs = crosses & (start <= self._defined) & (self._defined < end)
+        outs = crosses & (start <= self._defined) & (self._defined < end) & ~self._is_derived
 
         # A value from before that equations after the region read counts once, as an output of the region that computes it. Where
         # it was read before, it is itself live and so is its cotangent; else its cotangent alone, if it has one.
         passes, was_read = crosses & (self._defined < start), self._first_reads < end
-        copies = was_read.astype(int) + self._has_cotangent - 1
+        copies = np.where(self._is_derived, self._has_cotangent, was_read.astype(int) + self._has_cotangent - 1)
         return int(self._bytes[outs].sum()), int((copies * self._bytes)[passes].sum())

@@ -15,6 +15,7 @@ from .._loops.step import Step
 from .._remat import decide, fence, mark
 from .._remat.atoms import Marks
 from ._analysis import Option
+from ._copies import with_copies
 from ._fronts import Front
 from ._parts import Flat, Part, run
 
@@ -84,6 +85,7 @@ class Layout:
 
 def rewrite(jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]) -> Jaxpr:
     """Apply an option to each part of a program."""
+    parts, options = with_copies(jaxpr, parts, options)
     # Equal parts with equal decisions share one function, so that JAX traces and differentiates it once.
     cache: dict[Any, Callable | None] = {}
     replacements = []

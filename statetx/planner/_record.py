@@ -31,7 +31,7 @@ from ._search import Candidate, Search
 if TYPE_CHECKING:  # it takes the fingerprints of programs from here
     from ._whole import Choice, Options, Whole
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,11 +144,19 @@ def shown_fields(whole: Whole, choice: Choice) -> dict[str, Any]:
     return {
         "predicted_bytes": int(whole.predict(choice)),
         "foretold_bytes": int(max(c.predicted_bytes for c in choice.candidates)),
+        "curve": whole.curve(),
+        "measured": [[c.name, c.temp_bytes, c.added_cost / whole.total_cost()] for c in whole.choices()],
+        "stock_policies": [[n, b, c / whole.total_cost(), p] for n, b, c, p in whole.stock_policies()],
+        **unplanned_fields(whole),
+    }
+
+
+def unplanned_fields(whole: Whole) -> dict[str, Any]:
+    """The fields of the program without a plan."""
+    return {
         "unplanned_bytes": whole.unplanned_bytes(),
         "unplanned_is_compiled": whole.has_baseline(),
         "unplanned_flops": whole.unplanned_flops(),
-        "curve": whole.curve(),
-        "measured": [[c.name, c.temp_bytes, c.added_cost / whole.total_cost()] for c in whole.choices()],
     }
 
 
@@ -200,7 +208,7 @@ def digest_of(lines: Sequence[str]) -> str:
 def _to_json(option: Option) -> dict[str, Any]:
     strategy = option.loop and option.loop.to_json()
     saved = None if option.saved is None else sorted(map(list, option.saved))
-    return {"kept": saved, "offloaded": sorted(map(list, option.offloaded)), "loop": strategy}
+    return {"kept": saved, "offloaded": sorted(map(list, option.offloaded)), "loop": strategy, "copies": option.copies}
 
 
 def option_of(decision: dict[str, Any]) -> Option:
@@ -208,7 +216,7 @@ def option_of(decision: dict[str, Any]) -> Option:
     # Rewriting needs the decision only; bytes and cost belong to the search that is over.
     loop = decision["loop"] and Strategy.from_json(decision["loop"])
     saved = None if decision["kept"] is None else frozenset((a, b) for a, b in decision["kept"])
-    return Option(saved, 0, 0, 0.0, frozenset((a, b) for a, b in decision["offloaded"]), loop)
+    return Option(saved, 0, 0, 0.0, frozenset((a, b) for a, b in decision["offloaded"]), loop, decision["copies"])
 
 
 def _rows(parts: Sequence[Part], options: Sequence[Option], equation_cost: Callable[[Any], float]) -> list[PlanRow]:

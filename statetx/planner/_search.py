@@ -27,6 +27,7 @@ from ._groups import Groups
 from ._lattice import Lattice
 from ._layout import UNPLANNED, Layout, rewrite
 from ._parts import Flat, flatten
+from ._shorter import Shorter, is_long, repetition
 
 STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
 _MAX_TRIES = 8  # compilations for one budget, before the stock policies; half as many more where none keeps it
@@ -42,6 +43,14 @@ _FAR_ABOVE_BUDGET = 2.0
 
 # A gain below this part of the forward pass is not worth a compilation: about a thousandth of the program with its gradient.
 _NEGLIGIBLE = 3e-3
+_NEGLIGIBLE_OF_LONG = 6e-3  # the compilation takes more than linear time
+
+_NEARLY = 1.02  # of a budget: extrapolated bytes below this are made sure of
+
+# The same for long programs: a candidate that takes this part of the budget is not made cheaper within its family, and a stock policy
+# is compiled only up to this multiple of the budget.
+_FULL = 0.98
+_ABOVE_BUDGET = 1.2
 
 
 class Search:
@@ -53,6 +62,7 @@ class Search:
         num_out: number of differentiated outputs; they come first.
         equation_cost: see `EquationCost`.
         offload: the cost of fetching a byte from host memory; None if nothing is offloaded.
+        kept_byte_cost: see `Graph`.
         time_limit: seconds.
         report: called with a description of each step.
         program_of: ``(jaxpr, compiler_options) -> Program`` to compile for a rewritten program; by default with its gradient.
@@ -73,6 +83,7 @@ class Search:
         *,
         equation_cost: EquationCost,
         offload: float | None = None,
+        kept_byte_cost: float = 0.0,
         time_limit: float | None = None,
         report: Callable[[str], None] = lambda text: None,
         program_of: Callable[[Jaxpr, dict[str, Any]], Program] | None = None,
@@ -83,6 +94,7 @@ class Search:
         self._report = report
         self._program_of = program_of or functools.partial(with_gradient, list(diff_indices), num_out, context)
         self.equation_cost = equation_cost
+        self._has_kept_cost = kept_byte_cost > 0
         self.jaxpr = flatten(jaxpr)
         self.candidates: list[Candidate] = []
         self._tried: dict[Any, Candidate] = {}
@@ -91,14 +103,15 @@ class Search:
         # The baseline, whose regions all stay unchanged, compiles in a thread while the others are analyzed.
         program = Flat(self.jaxpr)
         self._start_baseline(program)
-        if compile_baseline:
+        if compile_baseline and self._shorter is None:
             self._compile_baseline()
         report("analyzing the program")
         options = {"policies": [as_policy(p) for p in STOCK], "offload": offload, "deadline": self.is_late}
-        options |= {"equation_cost": equation_cost, "context": context}
+        options |= {"equation_cost": equation_cost, "context": context, "kept_byte_cost": kept_byte_cost}
         self.lattice = Lattice(program, diff_indices, num_out, **options)
         self._forward_cost = sum(map(equation_cost, program.jaxpr.eqns))
-        self._negligible = _NEGLIGIBLE * self._forward_cost
+        self._is_long = is_long(program)
+        self._negligible = (_NEGLIGIBLE_OF_LONG if self._is_long else _NEGLIGIBLE) * self._forward_cost
 
     def is_late(self) -> bool:
         """Whether the time is up."""
@@ -115,14 +128,17 @@ class Search:
         """
         self._budget = float(budget)
         # The baseline costs nothing: where it may be the answer, its bytes must be exact. Far above the budget it is not compiled.
-        if self._compiling is not None or self._baseline_peak <= _FAR_ABOVE_BUDGET**2 * budget:
+        if self._extrapolated is not None:
+            if self._extrapolated.temp_bytes <= _NEARLY * budget:
+                self._confirm_baseline()
+        elif self._compiling is not None or self._baseline_peak <= _FAR_ABOVE_BUDGET**2 * budget:
             self._finish_baseline()
             if self.baseline_bytes() <= budget:
                 self._confirm_baseline()
 
         brackets = [Bracket(family) for family in self.lattice.families]
         for num_tries in range(_MAX_TRIES * 3 // 2):
-            if num_tries >= _MAX_TRIES and self.best(budget) is not None:
+            if self.is_late() or (num_tries >= _MAX_TRIES and self.best(budget) is not None):
                 break
             proposals = [p for bracket in brackets if (p := self._proposal(bracket, budget)) is not None]
             if not proposals or self.is_late():
@@ -144,8 +160,15 @@ class Search:
                 self.measure(*least)
         self._try_stock(budget)
         if not self.candidates:  # the time was up at once
-            self._finish_baseline()
+            self._measure_any()
         return self.best(budget)
+
+    def _measure_any(self) -> None:
+        """Compile a program that takes little time to find and to compile."""
+        if not self._is_long:
+            return self._finish_baseline()
+        layout, is_planned = self.lattice.stock_layouts[0]
+        self.measure(layout, _stock_options(layout, is_planned, STOCK.index("nothing")), "nothing")
 
     def _proposal(self, bracket: Bracket, budget: int) -> Proposal | None:
         """The next choice of a family to compile; None if there is none, or little left to gain."""
@@ -156,6 +179,9 @@ class Search:
     def _bisect(self, bracket: Bracket, budget: int) -> Proposal | None:
         """A choice between one that keeps the budget and one that does not."""
         best, family = self.best(budget), bracket.family
+
+        if self._is_long and best is not None and self._family_of(best) is family and best.temp_bytes >= _FULL * budget:
+            return None
 
         # By the model no choice below `high` costs less than the cheapest at `high`. Half a percent of memory is not worth a compilation.
         if best is not None and best.added_cost - self._least_cost(family, bracket.high) <= self._negligible:
@@ -175,6 +201,8 @@ class Search:
             choice = None if target is None else self._propose(family, target)
             if choice is None or self._was_tried(*choice):
                 return None
+        if self._is_long and best is not None and best.added_cost - _cost(choice) <= self._negligible:
+            return None
         return Proposal(bracket, target, choice)
 
     def _probe(self, bracket: Bracket, budget: int) -> Proposal | None:
@@ -182,9 +210,9 @@ class Search:
 
         XLA's memory is not monotone in the model's: choices of nearly equal peaks differ by several percent.
         """
-        if bracket.num_probes == _MAX_PROBES:
-            return None
         family, best = bracket.family, self.best(budget)
+        if bracket.num_probes == _MAX_PROBES or (self._is_long and best is not None):
+            return None
         if best is None:
             choice, limit, enough = self._lowest_peak(family), family.least_peak(), float("inf")
         else:
@@ -196,7 +224,7 @@ class Search:
                 return Proposal(bracket, None, choice)
             limit *= 1.02
             choice = family.choose(limit)
-            if choice is not None and sum(o.cost for o in choice[1]) <= enough:
+            if choice is not None and _cost(choice) <= enough:
                 choice = self._propose(family, limit)
             else:
                 choice = None
@@ -221,7 +249,7 @@ class Search:
 
     def ends(self) -> tuple[int, int]:
         """The least temporary bytes reached, and the baseline's."""
-        self._finish_baseline()
+        self.baseline_bytes()
         for family in self.lattice.families:
             least = self._lowest_peak(family)
             if least is not None and not self.is_late():
@@ -229,8 +257,9 @@ class Search:
         return self.smallest().temp_bytes, self.baseline_bytes()
 
     def baseline_bytes(self) -> int:
-        """Temporary bytes of the baseline."""
-        return self.baseline.temp_bytes
+        """Temporary bytes of the baseline: by its program, or extrapolated for a long one."""
+        known = None if self._has_baseline else self._extrapolated
+        return (known or self.baseline).temp_bytes
 
     def fraction_of_baseline(self, fraction: float) -> int:
         """A fraction of the baseline's temporary bytes."""
@@ -261,7 +290,7 @@ class Search:
             least = min(least, cost)
             points[i] = (max(b for b, _ in points[: i + 1]), least)
         baseline_bytes = float(self.unplanned_bytes)
-        return [*(point for point in points if point[0] < baseline_bytes), (baseline_bytes, 0.0)]
+        return [*(point for point in points if point[0] < baseline_bytes), (baseline_bytes, min(least, 0.0))]
 
     def total_cost(self) -> float:
         """The cost of the baseline with its gradient."""
@@ -282,17 +311,35 @@ class Search:
 
     @property
     def unplanned_bytes(self) -> int:
-        """Temporary bytes of the baseline: measured if it was compiled, else predicted."""
-        return self.baseline_bytes() if self._has_baseline else int(self.predict(self._baseline_peak))
+        """Temporary bytes of the baseline: as of `baseline_bytes` if these are known, else predicted."""
+        return self.baseline_bytes() if self.knows_baseline else int(self.predict(self._baseline_peak))
+
+    @property
+    def knows_baseline(self) -> bool:
+        """Whether the bytes of the baseline are compiled or extrapolated."""
+        return self._has_baseline or self._extrapolated is not None
 
     def _start_baseline(self, program: Flat) -> None:
         """Trace the baseline."""
         self._has_baseline = False
         self._is_confirmed = fast_compile_options() == memory_analysis_options()
-        parts = program.split()
-        self._unplanned = rewrite(program.jaxpr, parts, [UNPLANNED] * len(parts))
+        self._unplanned = _unplanned(program)
         self._baseline_program = self._program_of(self._unplanned, fast_compile_options())
         self._compiling: concurrent.futures.Future | None = None
+        run = repetition(program) if is_long(program) else None
+        self._shorter = None if run is None else Shorter(program, run, self._short_program)
+
+    def _short_program(self, jaxpr: Jaxpr) -> Program:
+        return self._program_of(_unplanned(Flat(jaxpr)), fast_compile_options())
+
+    @functools.cached_property
+    def _extrapolated(self) -> Candidate | None:
+        """The baseline of a long program, by shorter ones."""
+        if self._shorter is None:
+            return None
+        self._report("compiling short versions of the baseline")
+        compiled = self._shorter.cost()
+        return None if compiled is None else self._baseline_of(compiled)
 
     def _compile_baseline(self) -> None:
         """Start to compile the baseline in a thread, while Python analyzes the regions: XLA releases the GIL.
@@ -314,7 +361,7 @@ class Search:
 
     def _confirm_baseline(self) -> None:
         """Compile the baseline again where it may be the answer, without the options that may change its memory."""
-        if not self._is_confirmed:
+        if not self._is_confirmed or not self._has_baseline:
             self._report("compiling the baseline")
             self._set_baseline(self._program_of(self._unplanned, memory_analysis_options()).cost)
             self._is_confirmed = True
@@ -329,19 +376,24 @@ class Search:
         layout, options = self._baseline_choice
         return layout.peak(options)
 
-    def _set_baseline(self, compiled: Cost) -> None:
-        layout, options = self._baseline_choice
+    def _baseline_of(self, compiled: Cost) -> Candidate:
         peak = self._baseline_peak
-        baseline = Candidate(BASELINE, layout, options, peak, 0.0, 0.0, compiled, self.predict(peak))
-        self._tried[self._key(layout, options)] = baseline
+        return Candidate(
+            BASELINE, *self._baseline_choice, peak, 0.0, 0.0, compiled, self.predict(peak, self.candidates)
+        )
+
+    def _set_baseline(self, compiled: Cost) -> None:
+        baseline = self._baseline_of(compiled)
+        self._tried[self._key(*self._baseline_choice)] = baseline
         candidates = self.candidates[1:] if self._has_baseline else self.candidates
         self.candidates = [baseline, *candidates]
         self._has_baseline = True
 
     def _least_cost(self, family: Family, limit: float) -> float:
         """The least cost of the choices that the model puts below a limit; 0 if there is none."""
-        choice = family.choose(limit) if limit < float("inf") else None
-        return 0.0 if choice is None else sum(o.cost for o in choice[1])
+        # Without a limit nothing costs less than the baseline, unless keeping has a cost.
+        choice = family.choose(limit) if limit < float("inf") or self._has_kept_cost else None
+        return 0.0 if choice is None else _cost(choice)
 
     def _lowest_peak(self, family: Family) -> Choice | None:
         """The choice of the lowest peak, after measuring the options that come near it."""
@@ -391,7 +443,7 @@ class Search:
         target = max(float(tried.peak), low) if is_kept else min(float(tried.peak), high)
         for _ in range(60):
             target *= step
-            if not low <= target <= high:
+            if not low <= target <= high or self.is_late():
                 return None
             choice = self._propose(bracket.family, target)
             if choice is None:
@@ -399,6 +451,32 @@ class Search:
             if not self._was_tried(*choice):
                 return target
         return None
+
+    def stock_policies(self) -> list[tuple[str, int, float, bool]]:
+        """Of each stock policy: name, temporary bytes, added cost, and whether these are predicted, since it was not compiled."""
+        policies = []
+        for n, name in enumerate(STOCK):
+            found = []
+            for layout, is_planned in self.lattice.stock_layouts:
+                options = _stock_options(layout, is_planned, n)
+                candidate = self._tried.get(self._key(layout, options))
+                if candidate is not None:
+                    found.append((False, candidate.temp_bytes, candidate.added_cost))
+                else:
+                    found.append((True, int(self.predict(layout.peak(options))), sum(o.cost for o in options)))
+            is_predicted, temp_bytes, cost = min(found)
+            policies.append((name, temp_bytes, cost, is_predicted))
+        return policies
+
+    def stock_candidates(self, budget: int) -> list[Candidate]:
+        """The stock policies, compiled unless they are predicted far above a budget."""
+        candidates = []
+        for (layout, is_planned), (n, name) in itertools.product(self.lattice.stock_layouts, enumerate(STOCK)):
+            options = _stock_options(layout, is_planned, n)
+            is_close = self.predict(layout.peak(options)) <= _FAR_ABOVE_BUDGET * budget and not self.is_late()
+            if self._was_tried(layout, options) or is_close:
+                candidates.append(self.measure(layout, options, name))
+        return candidates
 
     def _try_stock(self, budget: int) -> None:
         """Compile the stock policies that the model thinks cheaper than the best candidate, or all if there is none."""
@@ -413,7 +491,8 @@ class Search:
                     continue
                 if self._measure_parts(layout, options):
                     options = _stock_options(layout, is_planned, n)
-                if self.predict(layout.peak(options)) > _FAR_ABOVE_BUDGET * budget:
+                most = _ABOVE_BUDGET if self._is_long else _FAR_ABOVE_BUDGET
+                if self.predict(layout.peak(options)) > most * budget:
                     continue
             self.measure(layout, options, name)
 
@@ -421,7 +500,8 @@ class Search:
 
     def predict(self, peak: float, candidates: Sequence[Candidate] | None = None) -> float:
         """Predict the temporary bytes of a choice with this peak, by interpolation between compiled candidates."""
-        candidates = self.candidates if candidates is None else candidates
+        if candidates is None:
+            candidates = self._known()
         points = sorted({(c.peak, c.temp_bytes) for c in candidates if c.name != BASELINE})
         if not points:
             # Only the baseline: a bad guide, since XLA fuses more without remat. Take the geometric mean of it and the model.
@@ -430,11 +510,16 @@ class Search:
             return peak
         return interpolate(points, peak)
 
+    def _known(self) -> list[Candidate]:
+        """The compiled candidates, and the baseline if it is extrapolated."""
+        baseline = None if self._has_baseline else self._extrapolated
+        return self.candidates if baseline is None else [baseline, *self.candidates]
+
     def _target(self, budget: int, bracket: Bracket) -> float:
         """The limit of the model at which the prediction for a family meets the budget."""
         low, high = bracket.low, bracket.high
         in_family = [c for c in self.candidates if self._family_of(c) is bracket.family and c.name != BASELINE]
-        candidates = in_family or self.candidates
+        candidates = in_family or self._known()
 
         # `predict` is monotone, so bisection applies. Without an upper limit, four times the largest number known stands for it.
         bottom, top = low, high if high < float("inf") else 4.0 * max([budget, *(c.peak for c in self.candidates)])
@@ -450,14 +535,15 @@ class Search:
         """The smallest family that a candidate belongs to."""
         if any(isinstance(o.loop, Groups) for o in candidate.options):
             return self.lattice.families[0]
-        cuts = candidate.layout.cuts
-        return next(f for f in reversed(self.lattice.families) if f.ends is None or f.ends.issuperset(cuts))
+        cuts, copies = candidate.layout.cuts, any(o.copies for o in candidate.options)
+        families = [f for f in self.lattice.families if f.copies == copies]
+        return next(f for f in reversed(families) if f.ends is None or f.ends.issuperset(cuts))
 
     # -- compiling ---------------------------------------------------------------------------------------------------
 
     def _key(self, layout: Layout, options: Sequence[Option]) -> Any:
         # The decisions alone, since measurements change an option's bytes; and where parts stay unchanged, cuts make no difference.
-        decisions = [(o.saved, o.offloaded, o.loop) for o in options]
+        decisions = [(o.saved, o.offloaded, o.loop, o.copies) for o in options]
         return tuple((r.start, r.end, d) for r, d in zip(layout.regions, decisions, strict=True) if d != _UNCHANGED)
 
     def _was_tried(self, layout: Layout, options: Sequence[Option]) -> bool:
@@ -485,7 +571,17 @@ class Search:
         return candidate
 
 
-_UNCHANGED = UNPLANNED.saved, UNPLANNED.offloaded, UNPLANNED.loop
+def _cost(choice: Choice) -> float:
+    return sum(option.cost for option in choice[1])
+
+
+def _unplanned(program: Flat) -> Jaxpr:
+    """The program without rematerialization."""
+    parts = program.split()
+    return rewrite(program.jaxpr, parts, [UNPLANNED] * len(parts))
+
+
+_UNCHANGED = UNPLANNED.saved, UNPLANNED.offloaded, UNPLANNED.loop, UNPLANNED.copies
 
 
 def _stock_options(layout: Layout, is_planned: Sequence[bool], number: int) -> list[Option]:

@@ -87,19 +87,42 @@ def _notes(plan: Plan) -> Iterator[str]:
     if len(plan.groups) > _MAX_GROUPS:
         yield f"And {len(plan.groups) - _MAX_GROUPS} more kinds of regions."
     yield from plan.loops
-    stock: dict[str, tuple[int, float]] = {}
-    for name, temp_bytes, extra in plan.measured():
-        if name != "plan":  # a stock policy may have been compiled for several cuts: the smallest counts
-            stock[name] = min(stock.get(name, (temp_bytes, extra)), (temp_bytes, extra))
-    others = [f"{name} {format_bytes(_counted(plan, b))} {100 * x:+.1f}%" for name, (b, x) in stock.items()]
+    others = [*_stock_texts(plan)]
     if others:
-        yield f"Compared with: {', '.join(others)}."
+        lead = "Compared, under the same compiler options, with" if plan.compiler_options else "Compared with"
+        predicted = " (~: predicted, not compiled)" if any("~" in text for text in others) else ""
+        yield f"{lead}: {', '.join(others)}{predicted}."
     if plan.stock:
         yield f"This is the stock policy {plan.stock!r}." if plan.stock != BASELINE else "It fits unchanged."
+    yield from _options_note(plan)
     if plan.seconds is not None:
         yield f"Measured: {_format_seconds(plan.seconds)}, the fastest of {len(plan.timed())}."
     if not plan.complete:
         yield "The time limit ended the search; this is the best plan so far."
+
+
+def _stock_texts(plan: Plan) -> Iterator[str]:
+    """The baseline, if it was compiled, and the stock policies: what they take and cost."""
+    measured: dict[str, tuple[int, float]] = {}
+    for name, temp_bytes, extra in plan.measured():
+        if name != "plan":  # a stock policy may have been compiled for several cuts: the smallest counts
+            measured[name] = min(measured.get(name, (temp_bytes, extra)), (temp_bytes, extra))
+    rows = [(name, temp_bytes, extra, False) for name, (temp_bytes, extra) in measured.items()]
+    # The model knows the unplanned program badly, and `everything` is nearly that.
+    rows += [row for row in plan.stock_policies() if row[0] not in measured and (row[0] != "everything" or not row[3])]
+    for name, temp_bytes, extra, is_predicted in rows:
+        mark = "~" if is_predicted else ""
+        yield f"{name} {mark}{format_bytes(_counted(plan, temp_bytes))} {mark}{100 * extra:+.1f}%"
+
+
+def _options_note(plan: Plan) -> Iterator[str]:
+    if plan.compiler_options:
+        named = ", ".join(f"{name}={value}" for name, value in plan.compiler_options.items())
+        yield f"Compile it with jax.jit(..., compiler_options=plan.compiler_options): {named}."
+    elif plan.allowed_options:
+        yield "It needs no compiler options."
+    elif plan.allowed_options is not None:
+        yield "No compiler options that change memory are known for this backend."
 
 
 def _bound_text(plan: Plan) -> str:

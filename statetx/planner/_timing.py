@@ -17,29 +17,36 @@ _ROUNDS = 7
 
 
 class Timer:
-    """Times of the choices of one `Whole`, measured on zeros."""
+    """Times of choices, measured on zeros."""
 
     def __init__(self) -> None:
         # By identity: a choice is equal to no other, and is held here.
         self._times: dict[tuple[int, ...], tuple[Choice, float]] = {}
 
     def fastest(self, whole: Whole, choice: Choice, temp_bytes: int) -> Choice:
-        """The fastest of the cheapest choices within these temporary bytes; `choice` is one of them."""
+        """The fastest of the cheapest choices and the stock policies within these temporary bytes; `choice` is one of them."""
         for part in _SMALLER:
             if not whole.is_late():
                 whole.fit(int(part * temp_bytes))
         fitting = [c for c in whole.choices() if c.temp_bytes <= temp_bytes]
         fitting.sort(key=lambda c: (c.added_cost, c.temp_bytes))
         cheapest = [choice, *(c for c in fitting if _id(c) != _id(choice))][:_MAX_TIMED]
-        self._measure(whole, [c for c in cheapest if _id(c) not in self._times])
+        # The stock policies in any case, so that no plan is slower than one of them within the same memory.
+        cheapest = list({_id(c): c for c in [*cheapest, *whole.stock_choices(temp_bytes)]}.values())
+        self._measure([(whole, c) for c in cheapest if _id(c) not in self._times])
         return min(cheapest, key=lambda c: self._times[_id(c)][1])
+
+    def faster(self, choices: Sequence[tuple[Whole, Choice]]) -> tuple[Whole, Choice]:
+        """The fastest of choices for several programs, measured together."""
+        self._measure(choices)
+        return min(choices, key=lambda pair: self._times[_id(pair[1])][1])
 
     def fields(self, choice: Choice) -> dict[str, Any]:
         timed = [[c.name, c.temp_bytes, seconds] for c, seconds in self._times.values()]
         return {"timed": timed, "seconds": self._times[_id(choice)][1] if _id(choice) in self._times else None}
 
-    def _measure(self, whole: Whole, choices: Sequence[Choice]) -> None:
-        programs = [whole.compile(c, None).compiled for c in choices]
+    def _measure(self, choices: Sequence[tuple[Whole, Choice]]) -> None:
+        programs = [whole.compile(choice, None).compiled for whole, choice in choices]
         seconds: list[list[float]] = [[] for _ in programs]
 
         # In turns, so that a change of the machine's load meets all of them. The first round warms up.
@@ -52,7 +59,7 @@ class Timer:
                 jax.block_until_ready(program(*inputs))
                 if n:
                     times.append(time.perf_counter() - start)
-        for choice, times in zip(choices, seconds, strict=True):
+        for (_, choice), times in zip(choices, seconds, strict=True):
             self._times[_id(choice)] = choice, statistics.median(times)
 
 

@@ -31,11 +31,16 @@ _FULL = 0.95  # of the budget: a step that takes as much is not tried to be made
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a search minimizes, as in `plan`."""
+    """What a search minimizes, as in `plan`.
+
+    Attributes:
+        compiler_options: set in every compilation of the whole program.
+    """
 
     objective: str = "flops"
     offload: bool = False
     time_limit: float | None = None
+    compiler_options: tuple[tuple[str, Any], ...] = ()
 
 
 class Choice(NamedTuple):
@@ -75,8 +80,9 @@ def start_search(
     # memory nothing is offloaded; the values are saved or recomputed.
     per_byte = None
     equation_cost: Callable[[Any], float] = flops
+    kept_byte_cost = 0.0
     if options.objective == "time":
-        equation_cost = cost_model().seconds
+        equation_cost, kept_byte_cost = cost_model().seconds, 2 / cost_model().bytes_per_second
     if options.offload and _jax.HOST_MEMORY in _jax.memory_spaces():
         per_byte = 1 / cost_model().host_bytes_per_second if options.objective == "time" else 0.0
     return Search(
@@ -85,6 +91,7 @@ def start_search(
         recorded.num_out,
         equation_cost=equation_cost,
         offload=per_byte,
+        kept_byte_cost=kept_byte_cost,
         time_limit=options.time_limit,
         report=report,
         program_of=program_of,
@@ -112,16 +119,18 @@ class Whole:
         compile_baseline: bool = False,
     ):
         self.captured = captured
+        self.compiler_options = dict(options.compiler_options)
         with self._contexts():
             self.searches = self._start(options, report, compile_baseline)
 
     def _start(self, options: Options, report: Callable[[str], None], compile_baseline: bool) -> list[Search]:
         (gradient,) = self.captured.gradients
-        self._program_of = functools.partial(with_gradient, gradient.diff_indices, gradient.num_out, gradient.context)
+        self._program_of = _gradient_of(gradient)
         if self.captured.step is not None:
             lines, step = gradient.lines, self.captured.step
             self._program_of = lambda jaxpr, options: step.compiled_with({lines: jaxpr}, options)
-        return [start_search(gradient, options, report, self._program_of, compile_baseline)]
+        program_of = lambda jaxpr, options: self._program([jaxpr], options)  # noqa: E731
+        return [start_search(gradient, options, report, program_of, compile_baseline)]
 
     def _contexts(self) -> Any:
         """Bind the axis names of the transforms around the gradient."""
@@ -137,6 +146,12 @@ class Whole:
     def best(self, temp_bytes: int) -> Choice | None:
         """`fit` among the choices that are compiled."""
         return self._choice_of(self.searches[0].best(temp_bytes))
+
+    def stock_choices(self, temp_bytes: int) -> list[Choice]:
+        """The stock policies that keep a number of temporary bytes, compiled for it."""
+        with self._contexts():
+            candidates = self.searches[0].stock_candidates(temp_bytes)
+        return [Choice((c,), c.compiled) for c in candidates if c.temp_bytes <= temp_bytes]
 
     def _choice_of(self, candidate: Candidate | None) -> Choice | None:
         return None if candidate is None else Choice((candidate,), candidate.compiled)
@@ -157,7 +172,10 @@ class Whole:
             return self._program(programs, compiler_options)
 
     def _program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
-        return self._program_of(programs[0], compiler_options)
+        return self._program_of(programs[0], self._with_own(compiler_options))
+
+    def _with_own(self, compiler_options: dict[str, Any] | None) -> dict[str, Any]:
+        return {**(compiler_options or {}), **self.compiler_options}
 
     # -- its memory --
 
@@ -177,8 +195,8 @@ class Whole:
         return self.searches[0].baseline_flops
 
     def has_baseline(self) -> bool:
-        """Whether the program without rematerialization is compiled."""
-        return any(choice.name == BASELINE for choice in self.choices())
+        """Whether the bytes of the program without rematerialization are compiled or extrapolated."""
+        return self.searches[0].knows_baseline
 
     def ends(self) -> tuple[int, int]:
         """The least temporary bytes reached, and the baseline's."""
@@ -198,6 +216,10 @@ class Whole:
         others = [c for c in search.candidates if c is not candidate]
         return search.predict(candidate.peak, others) if others else candidate.peak
 
+    def stock_policies(self) -> list[tuple[str, int, float, bool]]:
+        """See `Search.stock_policies`."""
+        return self.searches[0].stock_policies()
+
     def curve(self) -> list[tuple[float, float]]:
         """Points (predicted bytes, added cost relative to the baseline)."""
         with self._contexts():
@@ -211,6 +233,11 @@ class Whole:
         return any(search.is_late() for search in self.searches)
 
 
+def _gradient_of(recorded: Recorded) -> Callable[[Jaxpr, dict[str, Any] | None], Program]:
+    """Compile a gradient on its own."""
+    return functools.partial(with_gradient, recorded.diff_indices, recorded.num_out, recorded.context)
+
+
 class Several(Whole):
     """A step with several gradients."""
 
@@ -222,8 +249,12 @@ class Several(Whole):
         searches = []
         for gradient in self.captured.gradients:
             with gradient.context.bind_axes():
-                searches.append(start_search(gradient, options, report))
+                searches.append(start_search(gradient, options, report, self._alone(gradient)))
         return searches
+
+    def _alone(self, gradient: Recorded) -> Callable[[Jaxpr, dict[str, Any]], Program]:
+        program_of = _gradient_of(gradient)
+        return lambda jaxpr, compiler_options: program_of(jaxpr, self._with_own(compiler_options))
 
     def _contexts(self) -> Any:
         return TraceContext().bind_axes()
@@ -281,11 +312,19 @@ class Several(Whole):
 
     def _program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
         assert self.captured.step is not None
-        return self.captured.step.compiled_with(dict(zip(self._lines, programs, strict=True)), compiler_options)
+        by_lines = dict(zip(self._lines, programs, strict=True))
+        return self.captured.step.compiled_with(by_lines, self._with_own(compiler_options))
 
     def best(self, temp_bytes: int) -> Choice | None:
         fitting = [c for c in self._compiled.values() if c.temp_bytes <= temp_bytes]
         return min(fitting, key=lambda c: (c.added_cost, c.name != BASELINE, c.temp_bytes), default=None)
+
+    def stock_choices(self, temp_bytes: int) -> list[Choice]:
+        # The same policy for all gradients.
+        by_gradient = [{c.name: c for c in found} for found in self._each(lambda s: s.stock_candidates(temp_bytes))]
+        names = [name for name in by_gradient[0] if all(name in by_name for by_name in by_gradient)]
+        choices = [self._compile([by_name[name] for by_name in by_gradient]) for name in names]
+        return [c for c in choices if c.temp_bytes <= temp_bytes]
 
     def smallest(self) -> Choice:
         return min(self._compiled.values(), key=lambda c: c.temp_bytes)
@@ -298,6 +337,9 @@ class Several(Whole):
     @functools.cached_property
     def _baseline(self) -> Choice:
         return self._compile(self._each(lambda search: search.baseline))
+
+    def has_baseline(self) -> bool:
+        return any(choice.name == BASELINE for choice in self.choices())
 
     def unplanned_bytes(self) -> int:
         if self.has_baseline():
@@ -326,6 +368,14 @@ class Several(Whole):
 
     def predict(self, choice: Choice) -> float:
         return max(c.predicted_bytes for c in choice.candidates) + self._besides(choice)
+
+    def stock_policies(self) -> list[tuple[str, int, float, bool]]:
+        by_gradient = zip(*(search.stock_policies() for search in self.searches), strict=True)
+        besides = int(self._besides())
+        return [
+            (same[0][0], max(b for _, b, _, _ in same) + besides, sum(cost for _, _, cost, _ in same), True)
+            for same in by_gradient
+        ]
 
     def curve(self) -> list[tuple[float, float]]:
         """The compiled choices that no other beats in both."""

@@ -17,10 +17,15 @@ import jax.numpy as jnp
 
 from .. import _jax, _states
 from .._equations.flops import flops
+from .._equations.primitives import row_of
 from .._errors import PolicyWarning
 from .._text import format_bytes
 from .._tree import num_bytes
 from . import _store
+
+_TRANSCENDENTAL = frozenset(
+    "atan2 cbrt cos erf erfc erf_inv exp exp2 expm1 lgamma log log1p logistic pow rsqrt sin sqrt tan tanh".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +33,15 @@ class CostModel:
     """A device's rates, and the time of equations by the roofline model.
 
     An equation takes as long as its operations or its memory traffic, whichever is longer (Williams, Waterman and Patterson,
-    2009). Every elementwise equation counts as reading and writing memory, although XLA fuses many of them: times of these
-    err upwards.
+    2009). An elementwise equation, which XLA fuses into its readers, counts as reading its operands: many of these are fused,
+    too, so its time errs upwards. A saved value that XLA would fuse has to be written and read.
 
     Attributes:
         device: JAX's ``device_kind``.
         flops_per_second: of float32 matrix products.
         bytes_per_second: reads and writes together.
         host_bytes_per_second: between device and host memory.
+        transcendentals_per_second: such as exponentials and sines, where they take longer than reading and writing memory.
         spread: the largest relative difference between the runs that a rate was taken from: how stable the machine was.
     """
 
@@ -44,6 +50,7 @@ class CostModel:
     bytes_per_second: float
     host_bytes_per_second: float
     spread: float = 0.0
+    transcendentals_per_second: float = float("inf")
 
     def seconds(self, eqn: Any) -> float:
         """The time of an equation, with its inner equations, times the length for a scan."""
@@ -54,9 +61,14 @@ class CostModel:
         if inner and not _jax.has_rule(eqn):  # XLA fuses functions with a rule, such as `jax.nn.relu`
             return sum(self.seconds(e) for jaxpr in inner for e in jaxpr.eqns)
 
+        if row_of(eqn).is_label:
+            return 0.0
+
         # Each operand is read and each output written once. Tokens and other values without a dtype take no memory.
-        traffic = sum(num_bytes(v.aval) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype"))
-        return max(flops(eqn) / self.flops_per_second, traffic / self.bytes_per_second)
+        in_memory = eqn.invars if row_of(eqn).fuses else (*eqn.invars, *eqn.outvars)
+        traffic = sum(num_bytes(v.aval) for v in in_memory if hasattr(v.aval, "dtype"))
+        rate = self.transcendentals_per_second if eqn.primitive.name in _TRANSCENDENTAL else self.flops_per_second
+        return max(flops(eqn) / rate, traffic / self.bytes_per_second)
 
     def __str__(self) -> str:
         return (
@@ -66,7 +78,7 @@ class CostModel:
 
 
 def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5, time_limit: float = 6.0) -> CostModel:
-    """Measure the default device: a matrix product, a sweep through memory, a transfer to the host and back.
+    """Measure the default device: a matrix product, a sweep through memory, an exponential, a transfer to the host and back.
 
     Each is repeated until its fastest runs agree to within 10%, since other work on the machine only makes runs slower. On an
     idle machine this takes about a second. ``plan(..., objective="time")`` looks the result up by the kind of device, and
@@ -93,12 +105,13 @@ def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5, t
     """
     # On a CPU a product of the larger size, 1.1e12 operations, would take longer than the second promised above.
     n = size or (1024 if jax.default_backend() == "cpu" else 8192)
-    limit = time_limit / 3
+    limit = time_limit / 4
 
     a = jnp.ones((n, n), jnp.float32)
     product = _measure(jax.jit(lambda x: x @ x), a, repeats, limit)
     large = jnp.ones((max(4 * n * n, 2**22),), jnp.float32)
     sweep = _measure(jax.jit(lambda x: x + 1), large, repeats, limit)
+    exponential = _measure(jax.jit(jnp.exp), large, repeats, limit)
     try:
         round_trip = _measure(lambda x: _jax.to_device(_jax.to_host(x)), large, repeats, limit)
     except Exception:  # a backend without host memory: transfers are taken to be as fast as a sweep
@@ -109,7 +122,10 @@ def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5, t
         flops_per_second=2 * n**3 / product.seconds,
         bytes_per_second=2 * large.nbytes / sweep.seconds,
         host_bytes_per_second=2 * large.nbytes / round_trip.seconds,
-        spread=max(product.spread, sweep.spread, round_trip.spread),
+        spread=max(product.spread, sweep.spread, exponential.spread, round_trip.spread),
+        transcendentals_per_second=(
+            large.size / exponential.seconds if exponential.seconds > (1 + _STABLE) * sweep.seconds else float("inf")
+        ),
     )
     if model.spread > _STABLE:
         warnings.warn(

@@ -57,6 +57,9 @@ class Plan(Tabular, Rewriter):
             seconds, which this does not show; where it is met, the plan may cost more than it must.
         num_equations: number of equations of the planned program; a loop counts as one.
         is_step: whether the program is a training step, whose gradients are planned.
+        compiler_options: of the compiler, for ``jax.jit(..., compiler_options=plan.compiler_options)``: without them the program may
+            take more memory. Empty unless the plan was allowed to set some.
+        allowed_options: those that the plan was allowed to set; None if it was not.
     """
 
     def __init__(
@@ -64,9 +67,11 @@ class Plan(Tabular, Rewriter):
         fields: dict[str, Any],
         bound: Callable[[float], LowerBound] | None = None,
         describe: Callable[[], list[dict[str, Any]]] | None = None,
+        keep_bound: Callable[[list[Any]], None] | None = None,
     ):
         self._bound = bound  # of the baseline's operations
         self._describe = describe  # the fields of the programs with their rows, which only printing needs
+        self._keep_bound = keep_bound  # stores what printing computes
         self._stored_bound = fields.get("lower_bound", ())
         self._fields = fields = {key: value for key, value in fields.items() if key != "lower_bound"}
         self.name: str = fields["name"]
@@ -87,6 +92,8 @@ class Plan(Tabular, Rewriter):
         self.stock: str = fields["stock"]
         self.complete: bool = fields["complete"]
         self.is_step: bool = fields["is_step"]
+        self.compiler_options: dict[str, Any] = dict(fields.get("compiler_options", {}))
+        self.allowed_options: dict[str, Any] | None = fields.get("allowed_options")
 
         self.num_equations = sum(len(program["equations"]) for program in fields["programs"])
 
@@ -153,7 +160,12 @@ class Plan(Tabular, Rewriter):
 
     def bounds(self) -> tuple[int, float]:
         """The least temporary bytes at the operations of this plan, and the least added operations at its temporary bytes."""
-        return self.lower_bound.bytes_at(self.extra_flops), self.lower_bound.operations_at(self.temp_bytes)
+        bound = self.lower_bound
+        found = bound.bytes_at(self.extra_flops), bound.operations_at(self.temp_bytes)
+        if self._keep_bound is not None:
+            keep, self._keep_bound = self._keep_bound, None
+            keep(bound.records())
+        return found
 
     # -- use -------------------------------------------------------------------------------------------------------
 
@@ -257,6 +269,14 @@ class Plan(Tabular, Rewriter):
     def measured(self) -> list[tuple[str, int, float]]:
         """The compiled programs: name ("plan", "no remat" or a stock policy), temporary bytes, and added operations as in `curve`."""
         return [(str(n), int(b), float(x)) for n, b, x in self._fields["measured"]]
+
+    def stock_policies(self) -> list[tuple[str, int, float, bool]]:
+        """What the stock policies would take: name, temporary bytes, added operations as in `curve`, and whether both are predicted.
+
+        They are measured where the search compiled the policy, and else by the model.
+        """
+        rows = self._fields.get("stock_policies", ())
+        return [(str(n), int(b), float(x), bool(is_predicted)) for n, b, x, is_predicted in rows]
 
     def timed(self) -> list[tuple[str, int, float]]:
         """The programs that were run (``objective="measured"``): name, temporary bytes, and the median of their seconds."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .. import _jax
+from .._equations.compiled import low_memory_options
 from .._equations.flops import flops
+from .._errors import PlanError
 from .._extras import require
 from .._lift.wrapper import name_of, short_name
 from .._text import suggestion
@@ -16,7 +19,7 @@ from . import _store
 from ._bound import free_outputs, lower_bound
 from ._budget import STEP, Budget, no_plan
 from ._capture import capture
-from ._record import bytes_of, described, fields_of, shown_fields
+from ._record import bytes_of, described, fields_of, shown_fields, unplanned_fields
 from ._timing import Timer
 from ._whole import Choice, Options, Whole, whole_of
 from .machine import cost_model
@@ -36,6 +39,7 @@ def plan(
     objective: str = "flops",
     offload: bool = False,
     argnums: int | Sequence[int] | None = None,
+    compiler_options: bool | Mapping[str, Any] = False,
     time_limit: float | None = DEFAULT_TIME_LIMIT,
     progress: bool = False,
     **kwargs: Any,
@@ -63,10 +67,15 @@ def plan(
         of: what counts. ``"step"``: arguments, outputs and temporaries of the compiled program; an output in the memory of a
             donated argument counts once, so plan the jitted step if it donates. For a loss the program is its gradient,
             whose outputs are the gradients. ``"temporaries"``: what the program takes beyond arguments and outputs.
-        objective: the cost to minimize: ``"flops"``; ``"time"`` by the rates that `calibrate` measured; or ``"measured"``:
-            the cheapest compiled candidates within the budget are run, and the fastest is taken.
+        objective: the cost to minimize: ``"flops"``; ``"time"`` by the rates that `calibrate` measured, where a kept value costs a
+            write and a read; or ``"measured"``: the cheapest compiled candidates and the stock policies within the budget are
+            run, and the fastest is taken.
         offload: whether values may be stored in host memory, where the backend has it.
         argnums: the arguments of a loss to differentiate; all by default. Float states are always differentiated.
+        compiler_options: whether the plan may set options of the compiler that change memory. It is then made without them and with
+            them, and the cheaper plan is returned. If that is the one with them, ``plan.compiler_options`` is not empty, and
+            the function has to be compiled with ``jax.jit(..., compiler_options=plan.compiler_options)``. True: the known ones,
+            on CPUs a schedule that takes little memory; other backends have none. A mapping: these.
         time_limit: seconds; after that the best plan so far is returned. None for no limit.
         progress: whether to show progress (with rich).
 
@@ -97,6 +106,7 @@ def plan(
     """
     Budget.read(budget, of)  # a mistake shows before anything is compiled
     options = {"objective": objective, "offload": offload, "argnums": argnums, "time_limit": time_limit}
+    options |= {"compiler_options": compiler_options}
     return Planner(fun, *args, of=of, progress=progress, **options, **kwargs).plan(budget)
 
 
@@ -128,6 +138,7 @@ class Planner:
         objective: str = "flops",
         offload: bool = False,
         argnums: int | Sequence[int] | None = None,
+        compiler_options: bool | Mapping[str, Any] = False,
         time_limit: float | None = None,
         progress: bool = False,
         **kwargs: Any,
@@ -138,6 +149,9 @@ class Planner:
             )
         self.name = short_name(name_of(fun))
         self._of = of
+        self._allowed_options = _allowed(compiler_options)
+        if self._allowed_options and time_limit is not None:
+            time_limit /= 2  # for each of two searches
         self._options = Options(objective, offload, time_limit)
         self._progress = _Progress(self.name) if progress else contextlib.nullcontext(lambda text: None)
         self._captured = capture(fun, args, kwargs, argnums)
@@ -147,7 +161,8 @@ class Planner:
         # Plans hold on to it, so it holds equations only, and none of the arguments. All plans share the bounds found so far.
         step = self._captured.step
         outputs = None if step is None else free_outputs(step)
-        self._lower_bound = functools.cache(functools.partial(lower_bound, self._captured.gradients, outputs))
+        self._new_bound = functools.partial(lower_bound, self._captured.gradients, outputs)
+        self._shared_bound = functools.cache(self._new_bound)
 
         # The search outlives each progress bar: it reports to the current one.
         self._report: Callable[[str], None] = lambda text: None
@@ -163,6 +178,19 @@ class Planner:
             self._started = whole_of(self._captured, self._options, report, compile_baseline=compile_baseline)
         return self._started
 
+    @functools.cached_property
+    def _whole_with_options(self) -> Whole:
+        options = dataclasses.replace(
+            self._options, compiler_options=tuple(sorted((self._allowed_options or {}).items()))
+        )
+        return whole_of(self._captured, options, lambda text: self._report(f"{text}, with compiler options"))
+
+    def _wholes(self) -> Iterator[Whole]:
+        """The program with the compiler options that are allowed, if any, and without."""
+        if self._allowed_options:
+            yield self._whole_with_options
+        yield self._whole
+
     @property
     def _search(self) -> Any:
         """The search for the only gradient."""
@@ -170,9 +198,9 @@ class Planner:
 
     def ends(self) -> tuple[int, int]:
         """The least bytes reached so far, and the baseline's, of what the budget counts."""
-        least, most = self._whole.ends()
+        ends = [whole.ends() for whole in self._wholes()]
         fixed = self._whole.fixed().bytes if self._of == STEP else 0
-        return least + fixed, most + fixed
+        return min(least for least, _ in ends) + fixed, ends[-1][1] + fixed
 
     def plan(self, budget: int | float | str) -> Plan:
         """The best plan for a budget."""
@@ -180,31 +208,66 @@ class Planner:
         key = self._key(budget_)
         stored = _store.load(key)
         if stored is not None and self._is_for_program(stored):
-            return self._as_plan(stored)
+            return self._as_plan(stored, key)
         with self._show_progress():
             self._start(compile_baseline=isinstance(budget_.amount, float))
-            choice = fit(self._whole, budget_, self.name)
-            if self._timer is not None:
-                choice = self._timer.fastest(self._whole, choice, bytes_left(self._whole, budget_))
-            fields = self._fields(choice, budget_)
+            fields = self._fields(*self._choose(budget_), budget_)
         _store.save(key, fields)
-        return self._as_plan(fields)
+        return self._as_plan(fields, key)
 
     def best(self, budget: int) -> Plan | None:
         """The best plan compiled so far, for any budget, that keeps this one; None if none does."""
         budget_ = Budget(int(budget), self._of)
-        choice = self._whole.best(bytes_left(self._whole, budget_))
-        return None if choice is None else self._as_plan(self._fields(choice, budget_))
+        choices = [(whole, whole.best(bytes_left(whole, budget_))) for whole in self._wholes()]
+        found = [(whole, choice) for whole, choice in choices if choice is not None]
+        return self._as_plan(self._fields(*_cheapest(found), budget_)) if found else None
+
+    def _choose(self, budget: Budget) -> tuple[Whole, Choice]:
+        """The best choice, and the program that it is for: with compiler options or without."""
+        if not self._allowed_options:
+            return self._whole, self._best_of(self._whole, budget)
+
+        # Nothing has to be searched if only with the options the program fits unchanged: no operations are added.
+        budget, whole = self._in_bytes(budget), self._whole_with_options
+        if self._options.objective == "flops" and _fits_unchanged(whole, budget):
+            choice = whole.best(bytes_left(whole, budget))
+            if choice is not None and not _fits_unchanged(self._whole, budget):
+                return whole, choice
+
+        choices: list[tuple[Whole, Choice]] = []
+        errors: list[PlanError] = []
+        for whole in self._wholes():
+            try:
+                choices.append((whole, self._best_of(whole, budget)))
+            except PlanError as e:
+                errors.append(e)
+        if not choices:
+            raise min(errors, key=lambda e: e.smallest_bytes or 0)
+        return _cheapest(choices) if self._timer is None else self._timer.faster(choices)
+
+    def _best_of(self, whole: Whole, budget: Budget) -> Choice:
+        choice = fit(whole, budget, self.name)
+        return choice if self._timer is None else self._timer.fastest(whole, choice, bytes_left(whole, budget))
+
+    def _in_bytes(self, budget: Budget) -> Budget:
+        """A fraction is one of the memory without a plan and without compiler options."""
+        if isinstance(budget.amount, float):
+            self._whole.fraction_of_baseline(budget.amount)  # compiled, so that arguments and outputs are exact
+        return Budget(bytes_of(self._whole, budget), budget.of)
 
     # -- records -------------------------------------------------------------------------------------------------------
 
-    def _fields(self, choice: Choice, budget: Budget) -> dict[str, Any]:
-        fields = fields_of(self._whole, choice, self.name, budget, self._options)
+    def _fields(self, whole: Whole, choice: Choice, budget: Budget) -> dict[str, Any]:
+        budget = Budget(bytes_of(self._whole, budget), budget.of)
+        fields = fields_of(whole, choice, self.name, budget, self._options) | shown_fields(whole, choice)
         if self._timer is not None:
             fields |= self._timer.fields(choice)
-        return fields | shown_fields(self._whole, choice)
+        if self._allowed_options is not None:
+            fields |= {"allowed_options": self._allowed_options, "compiler_options": whole.compiler_options}
+            fields |= unplanned_fields(self._whole)
+        return fields
 
-    def _as_plan(self, fields: dict[str, Any]) -> Plan:
+    def _as_plan(self, fields: dict[str, Any], key: str | None = None) -> Plan:
         pairs = list(zip([g.flat for g in self._captured.gradients], fields["programs"], strict=True))
         objective = self._options.objective
 
@@ -212,7 +275,15 @@ class Planner:
             cost = cost_model().seconds if objective == "time" else flops
             return [described(program, decisions, cost) for program, decisions in pairs]
 
-        return Plan(fields | {"name": self.name}, self._lower_bound, describe)
+        # The bound is computed when the plan is printed, and then stored with the plan.
+        records = fields.get("lower_bound")
+        bound = self._shared_bound if records is None else functools.partial(self._new_bound, records=records)
+
+        def keep(found: list[Any]) -> None:
+            if key is not None and records is None:
+                _store.save(key, fields | {"lower_bound": found})
+
+        return Plan(fields | {"name": self.name}, bound, describe, keep)
 
     def _key(self, budget: Budget) -> str:
         captured, options = self._captured, self._options
@@ -224,7 +295,7 @@ class Planner:
             settings.append(captured.step.donated)
         if options.objective == "time":
             settings.append(cost_model())
-        return _store.key_of(programs, budget, options, *settings)
+        return _store.key_of(programs, budget, options, self._allowed_options, *settings)
 
     def _is_for_program(self, fields: dict[str, Any]) -> bool:
         expected = [list(gradient.lines) for gradient in self._captured.gradients]
@@ -238,6 +309,24 @@ class Planner:
                 yield
         finally:
             self._report = lambda text: None
+
+
+def _allowed(compiler_options: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+    """The compiler options that a plan may set; None if it may not."""
+    if isinstance(compiler_options, Mapping):
+        return dict(compiler_options)
+    if not isinstance(compiler_options, bool):
+        raise ValueError(f"compiler_options must be True, False or a mapping, got {compiler_options!r}.")
+    return low_memory_options() if compiler_options else None
+
+
+def _cheapest(choices: Sequence[tuple[Whole, Choice]]) -> tuple[Whole, Choice]:
+    """Of equal costs, without compiler options."""
+    return min(choices, key=lambda pair: (pair[1].added_cost, len(pair[0].compiler_options)))
+
+
+def _fits_unchanged(whole: Whole, budget: Budget) -> bool:
+    return whole.fraction_of_baseline(1.0) <= bytes_left(whole, budget)
 
 
 def bytes_left(whole: Whole, budget: Budget) -> int:

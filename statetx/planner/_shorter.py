@@ -1,0 +1,99 @@
+"""What a long program of equal periods takes, from versions of it with fewer periods: XLA needs more than linear time.
+
+Without rematerialization every period adds equal bytes. So three short versions give the memory of the whole; the third shows whether
+it is linear.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from .. import _jax
+from .._equations.compiled import Cost, Program
+from .._jax import Jaxpr, Literal
+from ._cuts import Run, crossing_bytes, runs_of
+from ._parts import Flat
+
+_LEAST_EQUATIONS = 1000  # of a long program: others take a few seconds to compile
+_COUNTS = (3, 5, 7)  # periods of the short versions
+_LEAST_PERIODS = 12
+_TOLERANCE = 1e-3  # of the bytes of a period
+
+
+class Shorter:
+    """Short versions of a program.
+
+    Args:
+        run: the equal periods.
+        program_of: a program to compile, with its gradient, for one without rematerialization.
+    """
+
+    def __init__(self, program: Flat, run: Run, program_of: Callable[[Jaxpr], Program]):
+        self._count = run.count
+        self._programs = [program_of(_shortened(program.jaxpr, run, count)) for count in _COUNTS]
+
+    def cost(self) -> Cost | None:
+        """Compile them, and extrapolate the cost of the whole program; None if it is not linear."""
+        first, second, third = (dataclasses.asdict(program.cost) for program in self._programs)
+        change = second["temp_bytes"] - first["temp_bytes"]
+        if abs(third["temp_bytes"] - second["temp_bytes"] - change) > _TOLERANCE * abs(change):
+            return None
+        steps = (self._count - _COUNTS[2]) / (_COUNTS[1] - _COUNTS[0])
+        at = lambda name: type(third[name])(third[name] + steps * (third[name] - second[name]))  # noqa: E731
+        return Cost(**{name: at(name) for name in third})
+
+
+def is_long(program: Flat) -> bool:
+    """Whether a program takes many seconds to compile."""
+    return len(program) >= _LEAST_EQUATIONS
+
+
+def repetition(program: Flat) -> Run | None:
+    """The largest number of equal periods, each of which reads the one before it as the others do; None if there are few."""
+    found = [_equal_periods(program, run) for run in runs_of(program, crossing_bytes(program.jaxpr), program.ends)[0]]
+    return max((r for r in found if r.count >= _LEAST_PERIODS), key=lambda r: r.period * r.count, default=None)
+
+
+def _equal_periods(program: Flat, run: Run) -> Run:
+    """The longest stretch of equal periods in a run."""
+    best, length = Run(run.start, run.period, 0), 0
+    wirings = _wirings(program.jaxpr, run)
+    keys = [program.part(start, start + run.period).key for start in run.boundaries[:-1]]
+    for k, key in enumerate(keys):
+        # The first of the stretch may read other values: those from before it.
+        is_equal = length > 0 and key == keys[k - 1] and (length == 1 or wirings[k] == wirings[k - 1])
+        length = length + 1 if is_equal else 1
+        if length > best.count:
+            best = Run(run.boundaries[k + 1] - length * run.period, run.period, length)
+    return best
+
+
+def _wirings(jaxpr: Jaxpr, run: Run) -> list[list[Any]]:
+    """For each period where its operands come from, relative to it."""
+    positions = {v: (i, j) for i, e in enumerate(jaxpr.eqns) for j, v in enumerate(e.outvars)}
+
+    def source(atom: Any, start: int) -> Any:
+        if isinstance(atom, Literal):
+            return None
+        i, j = positions.get(atom, (-1, 0))
+        return (i - start, j) if i >= run.start else (atom.aval.shape, atom.aval.dtype) if i < 0 else atom
+
+    return [
+        [source(a, start) for e in jaxpr.eqns[start : start + run.period] for a in e.invars]
+        for start in run.boundaries[:-1]
+    ]
+
+
+def _shortened(jaxpr: Jaxpr, run: Run, count: int) -> Jaxpr:
+    """The program with the first periods of a run only. What read a later one reads the last of them."""
+    last, end = run.boundaries[count - 1], run.boundaries[-1]
+    replaced: dict[Any, Any] = {}
+    for start in run.boundaries[count:-1]:
+        for kept, dropped in zip(jaxpr.eqns[last:][: run.period], jaxpr.eqns[start:], strict=False):
+            replaced.update(zip(dropped.outvars, kept.outvars, strict=True))
+    read = lambda atom: atom if isinstance(atom, Literal) else replaced.get(atom, atom)  # noqa: E731
+    after = [e.replace(invars=[read(a) for a in e.invars]) for e in jaxpr.eqns[end:]]
+    eqns = [*jaxpr.eqns[: last + run.period], *after]
+    return _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=[read(a) for a in jaxpr.outvars], eqns=eqns)

@@ -1,0 +1,125 @@
+"""Long programs: the baseline's memory from short versions of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.signal import find_peaks
+
+import statetx
+from statetx._equations.compiled import Cost
+from statetx.planner import Planner, _parts, _shorter
+from statetx.planner._capture import capture
+from statetx.planner._cuts import _minima
+
+LAYERS = 14
+X = jnp.ones((64, 16))
+WS = [jnp.eye(16) * (1 + 0.01 * i) for i in range(LAYERS)]
+
+
+def block(w, x):
+    return x + jnp.sin(jnp.tanh(x @ w) @ w.T)
+
+
+def loss(ws, x):
+    for w in ws:
+        x = block(w, x)
+    return (x**2).mean()
+
+
+def step(ws, x):
+    return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws, x))
+
+
+@pytest.fixture
+def long(monkeypatch):
+    """Every program counts as a long one."""
+    monkeypatch.setattr(_shorter, "_LEAST_EQUATIONS", 10)
+
+
+def flat(fun, *args):
+    return _parts.Flat(capture(fun, args, {}, 0).gradients[0].flat)
+
+
+def temp_bytes(fun, *args):
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    "fun, gradient",
+    [(loss, jax.value_and_grad(loss)), pytest.param(step, step, marks=pytest.mark.slow)],
+    ids=["loss", "step"],
+)
+def test_memory_is_extrapolated_to_the_byte(long, fun, gradient):
+    plan = statetx.plan(fun, WS, X, budget=0.6, of="temporaries", argnums=0 if fun is loss else None)
+    assert plan.unplanned_bytes == temp_bytes(gradient, WS, X) and plan.unplanned_is_compiled
+    assert "no remat" not in [name for name, _, _ in plan.measured()]
+    assert plan.temp_bytes <= plan.budget_bytes == int(0.6 * plan.unplanned_bytes)
+
+
+def test_short_version_is_the_program_with_fewer_periods():
+    program = flat(loss, WS, X)
+    run = _shorter.repetition(program)
+    assert run.count == LAYERS
+    for count in (1, 3):
+        short = _shorter._shortened(program.jaxpr, run, count)
+        np.testing.assert_allclose(jax.core.eval_jaxpr(short, (), *WS, X)[0], loss(WS[:count], X), rtol=1e-5)
+
+
+def test_baseline_that_may_fit_is_compiled(long):
+    planner = Planner(loss, WS, X, of="temporaries", argnums=0)
+    plan = planner.plan("1GiB")
+    assert plan.stock == "no remat" and plan.temp_bytes == temp_bytes(jax.value_and_grad(loss), WS, X)
+
+
+def wider(ws, x):
+    for i, w in enumerate(ws):
+        x = jnp.sin(jnp.concatenate([x] * 2) if i % 2 else x @ w)[: 32 + i]
+    return x.sum()
+
+
+def skipping(ws, x):
+    xs = [x]
+    for i, w in enumerate(ws):
+        xs.append(block(w, xs[-1]) + xs[i // 2])
+    return xs[-1].sum()
+
+
+@pytest.mark.parametrize("fun", [wider, skipping])
+def test_periods_that_differ_are_not_extrapolated(fun):
+    run = _shorter.repetition(flat(fun, WS, X))
+    assert run is None
+
+
+def test_memory_that_is_not_linear_is_not_extrapolated():
+    found = iter([100, 200, 301])
+
+    class Program:
+        @functools.cached_property
+        def cost(self):
+            return Cost(1, 1.0, 1, 1, next(found), 0)
+
+    program = flat(loss, WS, X)
+    shorter = _shorter.Shorter(program, _shorter.repetition(program), lambda _: Program())
+    assert shorter.cost() is None
+    found = iter([100, 200, 300])
+    shorter = _shorter.Shorter(program, _shorter.repetition(program), lambda _: Program())
+    assert shorter.cost().temp_bytes == 300 + 100 * (LAYERS - 7) / 2
+
+
+def test_no_time_gives_a_program_that_compiles_fast(long):
+    plan = statetx.plan(loss, WS, X, budget=0.9, of="temporaries", argnums=0, time_limit=0.0)
+    assert [name for name, _, _ in plan.measured()] == ["nothing"] and not plan.complete
+    assert plan.temp_bytes <= plan.budget_bytes
+
+
+def test_minima_are_those_of_scipy():
+    rng = np.random.default_rng(0)
+    for most in (1, 4, 100):
+        for num in (0, 1, 2, 3, 50, 200):
+            live = rng.integers(0, most + 1, num).tolist()
+            peaks = find_peaks(np.negative(live), prominence=0.02 * max(live, default=0))[0] if num else []
+            ends = [next((j for j in range(i + 1, num) if live[j] != live[i]), num) - 1 for i in peaks]
+            assert _minima(live) == ends
