@@ -62,23 +62,38 @@ def pytest_collection_modifyitems(items):
             seen.add(case)
 
 
+SETTINGS = {}
+
+
 def pytest_collection_finish(session):
-    """Exclude half a million objects of the libraries and of pytest from every garbage collection."""
+    """Note JAX's settings. Exclude half a million objects of the libraries and of pytest from every garbage collection."""
+    SETTINGS.update(jax.config.values)
     gc.collect()
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)  # after the fixtures of the file have ended
 def pytest_runtest_teardown(item, nextitem):
     """After a file, forget compiled programs if they fill memory: four processes of the suite fit in 16 GiB.
 
     What the file leaves in caches is excluded from later garbage collections: each would take half a second.
+    A file that leaves another setting of JAX fails: later tests of this process would see it.
     """
+    if nextitem is None or nextitem.path != item.path:
+        restore_settings(item.path.name)
     if nextitem is not None and nextitem.path != item.path:
         if resident_bytes() > 2 << 30:
             jax.clear_caches()
             gc.unfreeze()
         gc.collect()
         gc.freeze()
+
+
+def restore_settings(file):
+    changed = {name: value for name, value in jax.config.values.items() if value != SETTINGS[name]}
+    for name in changed:
+        jax.config.update(name, SETTINGS[name])
+    assert not changed, f"{file} leaves other settings of JAX: {changed}"
 
 
 def resident_bytes() -> int:

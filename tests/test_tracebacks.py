@@ -1,11 +1,5 @@
-"""Tracebacks of a user's own errors have as few frames as JAX's.
+"""Tracebacks of a user's own errors have as few frames as JAX's."""
 
-In an interpreter of their own, as a user has it: JAX filters by settings of the whole process, which other tests may have touched.
-"""
-
-import json
-import subprocess
-import sys
 import traceback
 
 import jax
@@ -78,27 +72,17 @@ CALLS = {
 }
 
 
-W = jnp.ones((3, 4))
-IN_JAX = jax.jit(jax.grad(lambda x: jax.checkpoint(lambda x: x @ W)(x).sum()))
-
-
-@pytest.fixture(scope="module")
-def frames():
-    """By name, what `frames_of` returns."""
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.parametrize("name", CALLS)
-def test_traceback_shows_the_users_lines_without_those_of_statetx(frames, name):
-    own, ours, num = frames[name]
+def test_traceback_shows_the_users_lines_without_those_of_statetx(name):
+    own, ours, num = frames_of(*CALLS[name])
     assert own >= 3 and ours == 0
     assert num == own + 3  # JAX's frames inside jnp.matmul
 
 
-def test_traceback_is_as_short_as_that_of_jax(frames):
-    assert frames["jit of grad"][2] <= frames["in JAX"][2] + 1
+def test_traceback_is_as_short_as_that_of_jax():
+    w = jnp.ones((3, 4))
+    in_jax = jax.jit(jax.grad(lambda x: jax.checkpoint(lambda x: x @ w)(x).sum()))
+    assert frames_of(*CALLS["jit of grad"])[2] <= frames_of(in_jax, X)[2] + 1
 
 
 def test_traceback_is_whole_on_request():
@@ -108,7 +92,3 @@ def test_traceback_is_whole_on_request():
         assert frames_of(*CALLS["jit of grad"])[1] > 5
     finally:
         jax.config.update("jax_traceback_filtering", before)
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: frames_of(*call) for name, call in {**CALLS, "in JAX": (IN_JAX, X)}.items()}))

@@ -83,6 +83,17 @@ def load(path: Path, swaps: Mapping[str, Any]) -> types.ModuleType:
 
 
 @contextlib.contextmanager
+def whole_tracebacks() -> Iterator[None]:
+    """In this context JAX leaves tracebacks as they are: the last frame is where the error was raised."""
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+
+
+@contextlib.contextmanager
 def in_other_words() -> Iterator[None]:
     """In this context, a test that expects an error with JAX's words takes the same type, raised by statetx, in any words."""
     cases = {unittest.TestCase: "assertRaisesRegex", absltest.TestCase: "assertRaisesWithLiteralMatch"}
@@ -219,8 +230,7 @@ def run(
     ]
     options += ["-p", "no:doctest", "--tb=short", "-W", "default"]
     sys.argv[1:] = []  # absl would read them
-    jax.config.update("jax_traceback_filtering", "off")  # the last frame shall be where the error was raised
-    with in_other_words() if swaps else contextlib.nullcontext():
+    with whole_tracebacks(), in_other_words() if swaps else contextlib.nullcontext():
         status = pytest.main([*options, *map(str, files)], plugins=[recorder])
     assert status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), status
     return recorder.outcomes
