@@ -23,6 +23,15 @@ import jax
 
 from statetx._text import format_table
 
+MIB = 2**20
+
+
+def start(doc: str, **more: Any) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The options of `parse_args`, and the `environment`, which is printed."""
+    options, env = parse_args(doc, **more), environment()
+    print(header(env))
+    return options, env
+
 
 def parse_args(doc: str, **more: Any) -> argparse.Namespace:
     """Parse the options that all benchmarks share, and `more`."""
@@ -83,6 +92,30 @@ def interleave(
     if sys.stderr.isatty():
         print("\r" + " " * 30 + "\r", end="", file=sys.stderr, flush=True)
     return samples
+
+
+def timed(call: Callable[..., Any], *args: Any) -> Callable[[], Sample]:
+    """An implementation for `interleave`: the call, until its result is there."""
+
+    def sample() -> Sample:
+        watch = Stopwatch()
+        jax.block_until_ready(call(*args))
+        return watch.read()
+
+    return sample
+
+
+def memory_and_time(compiled: dict[str, Any], args: Sequence[Any], baseline: str, rounds: int) -> dict[str, Any]:
+    """For each compiled program its temporary bytes, its samples, and their `summaries` relative to the baseline."""
+    samples = interleave({name: timed(run, *args) for name, run in compiled.items()}, rounds)
+    return {
+        name: {
+            "temp_bytes": run.memory_analysis().temp_size_in_bytes,
+            **summaries(samples[name], samples[baseline]),
+            "samples": samples[name],
+        }
+        for name, run in compiled.items()
+    }
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -195,6 +228,16 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, rul
 
 def write_json(path: Path, env: dict[str, Any], results: dict[str, Any]) -> None:
     path.write_text(json.dumps({"environment": env, **results}, indent=1) + "\n")
+
+
+def finish(
+    benchmark: str, options: argparse.Namespace, env: dict[str, Any], figures: dict[str, Any], **results: Any
+) -> None:
+    """Print the verdicts of `judge` on the figures; write all of it to ``--json``."""
+    verdict = judge(benchmark, figures, quick=options.quick)
+    print("\n".join(verdict))
+    if options.json:
+        write_json(options.json, env, {**results, "figures": figures, "verdict": verdict})
 
 
 def renew_section(page: Path, name: str, text: str) -> None:

@@ -13,14 +13,13 @@ import functools
 import time
 from typing import Any
 
-from _common import environment, header, parse_args, show, write_json
+from _common import MIB, show, start, write_json
 from planner import SMALL, cost
 from programs import PROGRAMS
 
 import statetx
 from statetx.planner import Planner
 
-MIB = 2.0**20
 EXTRAS = (0.0, 0.02, 0.05, 0.1, 0.2)
 
 
@@ -61,9 +60,7 @@ def table(results: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
 
 
 def main() -> None:
-    options = parse_args(__doc__ or "", only={"nargs": "+", "choices": list(PROGRAMS), "help": "these alone"})
-    env = environment()
-    print(header(env))
+    options, env = start(__doc__ or "", only={"nargs": "+", "choices": list(PROGRAMS), "help": "these alone"})
     results = {}
     for name in options.only or PROGRAMS:
         results[name] = judge(name, quick=options.quick)

@@ -21,23 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import programs
-from _common import (
-    Stopwatch,
-    environment,
-    header,
-    interleave,
-    judge,
-    parse_args,
-    show,
-    spread,
-    summaries,
-    write_json,
-)
+from _common import MIB, finish, memory_and_time, show, spread, start
 
 import statetx
 
 NUM = 8
-MIB = 2**20
 SIZES: dict[str, Any] = {
     "transformer": {"layers": 2, "width": 128, "time": 64, "batch": 32},
     "mlp": {"layers": 4, "width": 128, "batch": 2048},
@@ -95,24 +83,7 @@ def compare(name: str, sizes: dict[str, Any], rounds: int) -> dict[str, Any]:
     expected = compiled["full batch"](*args)
     for run in compiled.values():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), run(*args), expected)
-
-    def timed(run: Callable) -> Callable:
-        def sample() -> dict[str, float]:
-            watch = Stopwatch()
-            jax.block_until_ready(run(*args))
-            return watch.read()
-
-        return sample
-
-    samples = interleave({key: timed(run) for key, run in compiled.items()}, rounds)
-    return {
-        key: {
-            "temp_bytes": run.memory_analysis().temp_size_in_bytes,
-            **summaries(samples[key], samples["by hand"]),
-            "samples": samples[key],
-        }
-        for key, run in compiled.items()
-    }
+    return memory_and_time(compiled, args, "by hand", rounds)
 
 
 COLUMNS = (
@@ -145,9 +116,7 @@ def rows(results: dict[str, Any]) -> list[list[str]]:
 
 
 def main() -> None:
-    options = parse_args(__doc__ or "")
-    env = environment()
-    print(header(env))
+    options, env = start(__doc__ or "")
     sizes = QUICK if options.quick else SIZES
     rounds = options.rounds or (3 if options.quick else 20)
     results, figures = {}, {}
@@ -158,10 +127,7 @@ def main() -> None:
         for key in ("gradients", "loss"):
             figures[f"{name}: time of {key}, of by hand"] = found[key]["cpu_ratio"]
             figures[f"{name}: memory of {key}, of the full batch"] = found[key]["temp_bytes"] / full
-    verdict = judge("microbatch", figures, quick=options.quick)
-    print("\n".join(verdict))
-    if options.json:
-        write_json(options.json, env, {"results": results, "figures": figures, "verdict": verdict})
+    finish("microbatch", options, env, figures, results=results)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import spiking
-from _common import Stopwatch, environment, header, interleave, parse_args, show, summaries, write_json
+from _common import interleave, show, start, summaries, timed, write_json
 from brainpy.state import LIF
 
 import statetx
@@ -144,8 +144,7 @@ def measure(steps: int, batches: int, rounds: int) -> dict[str, Any]:
     for rule in RULES:
         gradients[rule] = online_gradient(net, rule, data[0][0][0])
         values[rule] = [jax.device_get(gradients[rule](*batch)) for batch in data]
-    seconds = {name: lambda f=f: timed(f, data[0]) for name, f in gradients.items()}
-    samples = interleave(seconds, rounds)
+    samples = interleave({name: timed(f, *data[0]) for name, f in gradients.items()}, rounds)
     for name, f in gradients.items():
         own = results[name] = {"bytes": temp_bytes(f, data[0]), **summaries(samples[name], samples["exact"])}
         pairs = [
@@ -162,18 +161,10 @@ def temp_bytes(gradient: Any, batch: Any) -> int:
     return gradient.lower(*batch).compile().memory_analysis().temp_size_in_bytes
 
 
-def timed(gradient: Any, batch: Any) -> dict[str, float]:
-    watch = Stopwatch()
-    jax.block_until_ready(gradient(*batch))
-    return watch.read()
-
-
 def main() -> None:
-    options = parse_args(__doc__ or "")
+    options, env = start(__doc__ or "")
     steps, batches, rounds = ([64], 1, 1) if options.quick else ([128, 512, 2048], 4, 3)
     results = {str(n): measure(n, batches, options.rounds or rounds) for n in steps}
-    env = environment()
-    print(header(env))
     show("Cosine with the exact gradient", *spiking.online_table(results))
     if options.json:
         write_json(options.json, env, {"results": results})

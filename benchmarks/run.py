@@ -26,8 +26,10 @@ ALL = (
     "microbatch",
     "stored",
     "planner",
+    "bounds",
     "whole_plans",
     "ecosystem",
+    "online_rules",
 )
 PICTURES = {"bench_scale": "scale.svg", "planner": "planner.svg", "whole_plans": "whole_plans.svg"}
 

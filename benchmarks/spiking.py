@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-MIB = 2**20
+from _common import MIB
+
 GREY, ORANGE, BLUE, RED, TEAL = "#6b7280", "#c96f1a", "#1f5f99", "#b03a48", "#0e7386"
 # The ways of the example: label, color, and what is stored for the gradient.
 WAYS = {

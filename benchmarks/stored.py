@@ -26,24 +26,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import (
-    Stopwatch,
-    environment,
-    header,
-    interleave,
-    judge,
-    parse_args,
-    show,
-    spread,
-    summaries,
-    write_json,
-)
+from _common import MIB, finish, memory_and_time, show, spread, start
 from jax import lax
 
 import statetx
 from statetx import policies
 
-MIB = 2**20
 SIZES = {"blocks": 24, "width": 256, "steps": 32, "batch": 64}
 QUICK = {"blocks": 4, "width": 64, "steps": 8, "batch": 16}
 TRANSFORMER = {"layers": 3, "width": 64, "context": 48, "batch": 8, "updates": 120, "seeds": 4}
@@ -101,24 +89,7 @@ def spiking(blocks: int, width: int, steps: int, batch: int, rounds: int) -> dic
     expected = compiled["remat"](ws, x)
     for run in compiled.values():
         jax.tree.map(np.testing.assert_array_equal, run(ws, x), expected)
-
-    def timed(run: Callable) -> Callable:
-        def sample() -> dict[str, float]:
-            watch = Stopwatch()
-            jax.block_until_ready(run(ws, x))
-            return watch.read()
-
-        return sample
-
-    samples = interleave({name: timed(run) for name, run in compiled.items()}, rounds)
-    return {
-        name: {
-            "temp_bytes": run.memory_analysis().temp_size_in_bytes,
-            **summaries(samples[name], samples["remat"]),
-            "samples": samples[name],
-        }
-        for name, run in compiled.items()
-    }
+    return memory_and_time(compiled, (ws, x), "remat", rounds)
 
 
 # -- a transformer ---------------------------------------------------------------------------------------------------
@@ -173,9 +144,7 @@ def training(layers: int, width: int, context: int, batch: int, updates: int, se
 
 
 def main() -> None:
-    options = parse_args(__doc__ or "")
-    env = environment()
-    print(header(env))
+    options, env = start(__doc__ or "")
     rounds = options.rounds or (3 if options.quick else 25)
     found = spiking(**(QUICK if options.quick else SIZES), rounds=rounds)
     columns = ["implementation", "temporary MiB", "of remat", "ms", "middle half", "time of remat", "CPU time"]
@@ -219,12 +188,7 @@ def main() -> None:
             abs(trained[name]["final"] - final[0]) / deviation
         )
         figures[f"transformer: bytes of {name}, of unchanged"] = trained[name]["bytes"] / trained["unchanged"]["bytes"]
-    verdict = judge("stored", figures, quick=options.quick)
-    print("\n".join(verdict))
-    if options.json:
-        write_json(
-            options.json, env, {"spiking": found, "transformer": trained, "figures": figures, "verdict": verdict}
-        )
+    finish("stored", options, env, figures, spiking=found, transformer=trained)
 
 
 if __name__ == "__main__":
