@@ -44,8 +44,8 @@ class Plan(Tabular, Rewriter):
         predicted_bytes: temporary memory by the model, corrected by all other compiled programs.
         initial_prediction_bytes: temporary memory by the model, corrected by the programs compiled before this one.
         unplanned_bytes: temporary memory of the baseline (no rematerialization), to within a few hundred bytes if it was
-            compiled (`unplanned_is_compiled`); else by the model, which may be far off. For a budget in bytes it is compiled only
-            if it may fit.
+            compiled, or extrapolated from compiled versions with fewer layers (`unplanned_is_compiled`); else by the model, which
+            may be far off. For a budget in bytes it is compiled only if it may fit.
         flops, unplanned_flops: operations of the planned program and of the baseline.
         seconds: the median time of a run, if plans were compared by it (``objective="measured"``); else None.
         objective: as in `plan`.
