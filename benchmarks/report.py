@@ -121,6 +121,14 @@ def log_planner() -> str:
     return "\n\n".join(parts)
 
 
+def log_whole_plans() -> str:
+    data, whole_plans = load("whole_plans"), module("whole_plans")
+    parts = [f"Measured by `python benchmarks/whole_plans.py`: {header(data['environment'])}."]
+    for title, columns, rows in whole_plans.tables(data["programs"]):
+        parts += [f"## {title}", wide(columns, rows)]
+    return "\n\n".join([*parts, verdicts(data["verdict"])])
+
+
 # -- the page on performance: the figures that matter --------------------------------------------------------------
 
 
@@ -407,6 +415,7 @@ CHARTS: dict[str, Callable[[Path], None]] = {
     "scale": lambda path: module("bench_scale").picture(by_number(load("bench_scale")["results"]), path),
     "spiking": lambda path: module("spiking").picture(load("spiking_deep"), path),
     "planner": lambda path: module("planner").picture(load("planner")["programs"], path),
+    "whole_plans": lambda path: module("whole_plans").picture(load("whole_plans")["programs"], path),
 }
 
 SECTIONS: dict[str, Callable[[], str]] = {
@@ -445,6 +454,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     },
     "loops": log_loops,
     "planner": log_planner,
+    "whole_plans": log_whole_plans,
     "comparison: conclusion": lambda: module("behaviors").conclusion(load("behaviors")),
     "comparison: totals": lambda: (
         f'<div class="wide" markdown>\n\n{module("behaviors").totals_text(load("behaviors"))}\n\n</div>'
