@@ -159,7 +159,7 @@ class _Check:
 
     def _run(self, length, filled, pools):
         (is_right, last), num_ahead = reversal.reverse_steps(
-            length, filled, pools, (True, length - 1), self._places(), self.slots
+            length, filled, pools, [jnp.int32(0)] * self._num_carries, (True, length - 1), self._places(), self.slots
         )
         return is_right & (last == -1), num_ahead
 
@@ -228,7 +228,8 @@ def test_residuals_of_other_shapes_fill_rows():
     slots = SlotMemory(6, [jax.typeof(jnp.zeros(a.shape, a.dtype)) for a in carry], [jax.typeof(x) for x in residuals])
     # Rows of the floats: one, and three for 72 more entries. Of six slots, twelve rows: three steps, and the last one.
     assert slots.leaves == (1, 1, 2, 2, 3, 3, 4)
-    pools = slots.write(slots.make(), 0, [jnp.ones((4, 8)), 2 * jnp.ones((4, 8)), jnp.int32(7)])
+    stored = [jnp.ones((4, 8)), 2 * jnp.ones((4, 8)), jnp.int32(7)]
+    pools = slots.write(slots.make(), 0, stored)
     for step in (0, 1):
         pools = slots.keep(pools, step, [residuals[0] + step, residuals[1] * step, residuals[2] ^ bool(step)])
     for step in (0, 1):
@@ -237,7 +238,7 @@ def test_residuals_of_other_shapes_fill_rows():
         np.testing.assert_array_equal(second, residuals[1] * step)
         np.testing.assert_array_equal(third, residuals[2] ^ bool(step))
         assert third.dtype == bool
-    a, b, n = slots.read(pools, 0)
+    a, b, n = slots.read(pools, 0, stored)
     assert (a.sum(), b.sum(), n) == (32, 64, 7)
 
 

@@ -80,6 +80,7 @@ from .marks import is_storing as is_storing
 from .marks import link_primitive as link_primitive
 from .marks import mark_equation as mark_equation
 from .marks import mark_primitive as mark_primitive
+from .marks import new_link as new_link
 from .marks import store as store
 from .marks import stored_primitive as stored_primitive
 from .meshes import Manual as Manual

@@ -37,7 +37,7 @@ from jax._src.interpreters import partial_eval as _pe
 from jax._src.interpreters import pxla as _pxla
 from jax._src.sharding_impls import physical_sharding as _physical_sharding
 
-from .equations import Var
+from .equations import Var, zeros
 
 # -- marks ---------------------------------------------------------------------------------------------------------
 
@@ -132,6 +132,12 @@ _mlir.register_lowering(link_primitive, _lower_link)
 _pe.partial_eval_jaxpr_custom_rules[link_primitive] = lambda saveable, unknown, inst, eqn: (
     (None, eqn, [True], [True], _missing(inst, eqn)) if unknown[0] else (eqn, None, [False], [False], [])
 )
+
+
+def new_link(aval: Any) -> Any:
+    """A link of a type, to a value without tangents. Links have no bytes, so it is as good as any other."""
+    return link_primitive.bind(zeros(aval.update(dtype=aval.dtype.tangent_dtype)))
+
 
 # -- stored values -------------------------------------------------------------------------------------------------
 

@@ -8,16 +8,17 @@ order, which may include states that this function does not touch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from .. import _jax
+from .. import _jax, _states
 from .._equations.structure import Body
-from .._errors import StateValueError
+from .._errors import StateAccessError, StateValueError
 from .._frames import Effect, refuse_created
 from .._states import kind_of
 from .._tree import Partition, is_array_or_number, partition
 from .inputs import Input, InputNames, Lifting
 from .outcome import partition_output
+from .rules import Broadcast, Carry, Rules, Split
 from .run import frame_for
 from .stage import stage
 from .wrapper import name_of
@@ -158,6 +159,55 @@ class Staged:
     def close(self, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
         """The body as a closed jaxpr with these inputs and outputs; values that the function closed over are its constants."""
         return _jax.close(self.arrange([*self.operand_vars, *invars], outvars).jaxpr, self.operands)
+
+
+class SortedStates(NamedTuple):
+    """The states that the body of a loop touches, by how they take part in the loop.
+
+    Attributes:
+        shared: the same in every step.
+        carried: passed from step to step.
+        split: keys of which each step gets its own.
+        mapped: of which each step gets a slice, with the axis.
+        others: written states that every step reads as they were before the loop, with their rules.
+    """
+
+    shared: list[Input]
+    carried: list[Input]
+    split: list[Input]
+    mapped: list[tuple[Input, int]]
+    others: list[tuple[Input, Any]]
+
+
+def sort_states(staged: Staged, rules: Rules, fix: str) -> SortedStates:
+    """Sort the states of the body of a loop by their rules.
+
+    Args:
+        fix: what the error for a `Broadcast` state that the body writes says to declare.
+
+    Raises:
+        StateAccessError: the body wrote a `Broadcast` state that is not random.
+    """
+    states = SortedStates([], [], [], [], [])
+    effects = {id(e.state): e for e in staged.effects}
+    for read in staged.inputs.values():
+        rule, effect = rules(read.state), effects.get(id(read.state))
+        if isinstance(rule, int):
+            states.mapped.append((read, rule))
+        elif rule is Split:
+            states.split.append(read)
+        elif effect is None and rule is not Carry:
+            states.shared.append(read)
+        elif rule is None or rule is Carry:
+            states.carried.append(read)
+        elif effect is not None and rule is Broadcast and not read.kind.is_random(read.state):
+            raise StateAccessError(
+                f"{staged.name}: {_states.describe(read.state, read.kind, rules.path(read.state))} is declared Broadcast and was "
+                f"written at {effect.site}.\nFix: declare it {fix}."
+            )
+        else:
+            states.others.append((read, rule))
+    return states
 
 
 def as_types(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:

@@ -13,9 +13,10 @@ from .. import _jax
 from .._equations.flops import count
 from .._equations.structure import Body
 from .._positions import replaced
+from .._remat.stored import StoredType
 from .._tree import is_float
 from .cut import needed_equations, smallest_residuals
-from .rows import row_bytes
+from .rows import decoded, row_bytes
 from .step import Step
 
 
@@ -26,7 +27,7 @@ class BackwardStep:
         diff_constants, diff_carry, diff_xs: the differentiated inputs.
 
     Attributes:
-        residual_avals: the types of the residuals. What the backward part can have without them is not among them: constants, the element
+        residual_avals: the types of the residuals in slots. What the backward part can have without them is not among them: constants, the element
             of xs, what is computed from constants alone, and what cheap operations compute from the residuals (see `cut`).
     """
 
@@ -50,11 +51,14 @@ class BackwardStep:
         self._inputs = [*invars[:first_carry], *invars[first_x:]]
         known = {*self._inputs, *_computed_from(body.jaxpr, invars[:first_carry])}
 
-        def cost(aval: Any) -> int:
-            return row_bytes(aval, step.avals)
+        carries = {v: i for i, v in enumerate(invars[first_carry:first_x]) if step.carry_formats[i] is not None}
+
+        def cost(v: Any) -> int:
+            return row_bytes(step.slot_avals[carries[v]] if v in carries else v.aval, step.slot_avals)
 
         self._stored = smallest_residuals(body.jaxpr, [v for v in leaves if v not in known], known, cost)
-        self.residual_avals = [v.aval for v in self._stored]
+        self._carries = {n: carries[v] for n, v in enumerate(self._stored) if v in carries}
+        self.residual_avals = [step.slot_avals[carries[v]] if v in carries else v.aval for v in self._stored]
         self._forward = _part(body.jaxpr, [*outvars[: step.num_carry], *self._stored])
 
         self._computed = [v for v in leaves if v not in {*self._inputs, *self._stored}]
@@ -92,7 +96,7 @@ class BackwardStep:
     def flops(self) -> int:
         """Operations of the backward part."""
         step, carry = self._step, self._diff[1]
-        types = [*step.constant_avals, *step.x_avals, *self.residual_avals]
+        types = [*step.constant_avals, *step.x_avals, *(v.aval for v in self._stored)]
         types += [*(step.avals[i] for i in carry), *(step.y_avals[i] for i in self._float_ys)]
         sizes = itertools.accumulate([step.num_constants, len(step.x_avals), len(self.residual_avals), len(carry)])
 
@@ -121,6 +125,25 @@ class BackwardStep:
         """The next carry, and the residuals."""
         outs = _jax.evaluate(self._forward, (), (*self._body.operands, *constants, *carry, *x))
         return outs[: self._num_carry], outs[self._num_carry :]
+
+    def encoded(self, residuals: list) -> list:
+        """The residuals as slots hold them, of the types `residual_avals`."""
+        residuals = list(residuals)
+        for n, i in self._carries.items():
+            residuals[n] = self._format(i).encode(residuals[n])[0]
+        return residuals
+
+    def decoded(self, residuals: list, is_first: Any, first: list) -> list:
+        """The inverse of `encoded`, given the carry before the loop's first step and whether this is the step."""
+        residuals = list(residuals)
+        for n, i in self._carries.items():
+            residuals[n] = decoded(self._format(i), residuals[n], is_first, first[i])
+        return residuals
+
+    def _format(self, carry: int) -> StoredType:
+        format = self._step.carry_formats[carry]
+        assert format is not None
+        return format
 
     def backward(self, constants: list, x: list, residuals: list, ct_carry: list, ct_ys: list) -> tuple:
         """The cotangents of the differentiated constants, carries and elements, from those of the next carry and the float ys."""

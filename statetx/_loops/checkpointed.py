@@ -8,7 +8,7 @@ are those of `nested` loops.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -49,20 +49,22 @@ class Plan(NamedTuple):
 
 
 def memory_for(
-    length: int, num: int, carry_avals: Sequence[Any], step: BackwardStep | None, offload: bool = False
+    length: int, num: int, step: Step, backward: BackwardStep | None, offload: bool = False
 ) -> tuple[SlotMemory, Schedule, bool]:
     """The memory of `num` slots, the schedule of a loop with it, and whether the slots hold residuals, too.
 
     Args:
-        step: whose residuals they may hold; None if slots are to hold carries only.
+        length: of the loop, in blocks.
+        backward: the step in two parts, whose residuals the slots may hold; None if they are to hold carries only.
     """
     by_carries = schedule(length, leaves(num))
-    if step is not None:
-        mixed = SlotMemory(num, carry_avals, step.residual_avals, offload)
+    options: dict[str, Any] = {"offload": offload, "formats": step.carry_formats}
+    if backward is not None:
+        mixed = SlotMemory(num, step.avals, backward.residual_avals, **options)
         by_both = schedule(length, mixed.leaves)
-        if runs_with_rerun(by_both, step) < WORTH_MIXING * by_carries.num_runs:
+        if runs_with_rerun(by_both, backward) < WORTH_MIXING * by_carries.num_runs:
             return mixed, by_both, True
-    return SlotMemory(num, carry_avals, offload=offload), by_carries, False
+    return SlotMemory(num, step.avals, **options), by_carries, False
 
 
 def runs_with_rerun(schedule: Schedule, step: BackwardStep) -> float:
@@ -136,11 +138,11 @@ class CheckpointedLoop(Loop):
 
     def _new_plan(self, diff_indices: tuple[int, ...]) -> Plan:
         if self.block > 1:
-            return Plan(*memory_for(self._num_blocks, self.slots, self.step.avals, None, self.offload), None)
+            return Plan(*memory_for(self._num_blocks, self.slots, self.step, None, self.offload), None)
         step = BackwardStep(self.step, *self.sorted_indices(diff_indices))
         # A residual in the host's memory would be copied twice for one step, a carry for several.
         keeps = None if self.offload else step
-        return Plan(*memory_for(self._num_blocks, self.slots, self.step.avals, keeps, self.offload), step)
+        return Plan(*memory_for(self._num_blocks, self.slots, self.step, keeps, self.offload), step)
 
     def sorted_indices(self, diff_indices: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
         """The differentiated constants, carries and xs, if these inputs are; of carries those that depend on them."""
@@ -264,7 +266,8 @@ class _Reversal:
 
     def __init__(self, loop: CheckpointedLoop, plan: Plan, primals: tuple, diff_indices: tuple[int, ...]):
         self._loop, self._plan, self._step = loop, plan, loop.step
-        self._constants, _, self._xs = primals
+        self._constants, carry, self._xs = primals
+        self._first = as_types(carry, self._step.avals)
         first_carry, first_x = self._step.num_constants, self._step.num_constants + self._step.num_carry
         self._diff_constants, self._diff_carry, self._diff_xs = loop.sorted_indices(diff_indices)
         self._diff_init = [i - first_carry for i in diff_indices if first_carry <= i < first_x]
@@ -299,9 +302,9 @@ class _Reversal:
             at_once = lambda i, carry, total: self._reverse_steps(i * block, block, carry, total)  # noqa: E731
         else:
             at_once = self._reverse_step
-        places = Places(self._advance, at_once, *((self._keep, self._pull) if plan.is_mixed else ()))
+        places = Places(self._advance, at_once, *((self._keep, self._pull_kept) if plan.is_mixed else ()))
         filled = Filled.by_schedule(plan.schedule, plan.slots.num)
-        return reverse_steps(num_blocks, filled, stored.pools, total, places, plan.slots, plan.schedule)[0]
+        return reverse_steps(num_blocks, filled, stored.pools, self._first, total, places, plan.slots, plan.schedule)[0]
 
     def _advance(self, first: Any, end: Any, carry: list) -> list:
         schedule, block = self._plan.schedule, self._loop.block
@@ -313,19 +316,29 @@ class _Reversal:
 
     # -- single steps --
 
-    def _keep(self, i: Any, carry: list) -> tuple[list, list]:
+    @property
+    def _two_parts(self) -> BackwardStep:
         assert self._plan.step is not None
-        return self._plan.step.forward(self._constants, carry, self._loop.element(self._xs, i))
+        return self._plan.step
+
+    def _forward(self, i: Any, carry: list) -> tuple[list, list]:
+        return self._two_parts.forward(self._constants, carry, self._loop.element(self._xs, i))
 
     def _reverse_step(self, i: Any, carry: list, total: _Cotangents) -> _Cotangents:
-        return self._pull(i, self._keep(i, carry)[1], total)
+        return self._pull(i, self._forward(i, carry)[1], total)
+
+    def _keep(self, i: Any, carry: list) -> tuple[list, list]:
+        carry, residuals = self._forward(i, carry)
+        return carry, self._two_parts.encoded(residuals)
+
+    def _pull_kept(self, i: Any, residuals: list, total: _Cotangents) -> _Cotangents:
+        return self._pull(i, self._two_parts.decoded(residuals, i == 0, self._first), total)
 
     def _pull(self, i: Any, residuals: list, total: _Cotangents) -> _Cotangents:
-        assert self._plan.step is not None
         index = self._loop.index(i)
         ct_ys = [self._ct_y(n, index) for n in range(len(self._float_ys))]
         x = self._loop.element(self._xs, i)
-        cts = self._plan.step.backward(self._constants, x, residuals, total.carry, ct_ys)
+        cts = self._two_parts.backward(self._constants, x, residuals, total.carry, ct_ys)
         ct_constants, ct_carry, ct_x = cts
         self._step.tick(self._step.length - i, "backward")
         sums = [a + b for a, b in zip(total.constants, ct_constants, strict=True)]

@@ -24,7 +24,7 @@ def smallest_residuals(jaxpr: Any, residuals: Iterable[Any], known: set, cost: C
     """The variables to keep so that `residuals` can be computed from them and from the `known` ones by cheap equations.
 
     Args:
-        cost: of keeping a value of a type.
+        cost: of keeping the value of a variable.
     """
     residuals = list(residuals)
     producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -40,7 +40,7 @@ def smallest_residuals(jaxpr: Any, residuals: Iterable[Any], known: set, cost: C
         connect((v, "out"), "sink", float("inf"))
     while pending:
         v = pending.pop()
-        connect((v, "in"), (v, "out"), cost(v.aval))
+        connect((v, "in"), (v, "out"), cost(v))
         eqn = producers.get(v)
         if eqn is None or not _is_cheap(eqn):
             connect("source", (v, "in"), float("inf"))

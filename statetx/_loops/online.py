@@ -117,7 +117,7 @@ class OnlineLoop:
         ct_carry = dict(zip(self._floats, cts, strict=True))
         cts = [_jax.zeros(self._step.avals[i]) if ct_carry[i] is None else ct_carry[i] for i in diff_carry]
 
-        ct_constants, ct_diff_carry = self._reversal(diff_constants, diff_carry)(primals[1], stored, cts)
+        ct_constants, ct_diff_carry = self._reversal(diff_constants, diff_carry)(primals[1], primals[2], stored, cts)
         ct_carry.update(zip(diff_carry, ct_diff_carry, strict=True))
         return [*ct_constants, *(ct_carry[i - first_carry] for i in diff_indices if i >= first_carry)]
 
@@ -176,10 +176,10 @@ class OnlineLoop:
     # -- the reversal --
 
     def _make_reversal(self, diff_constants: tuple[int, ...], diff_carry: tuple[int, ...]) -> Callable:
-        """``(constants, stored, cotangents of the last carry) -> cotangents of constants and of the first carry``."""
+        """``(constants, first carry, stored, cotangents of the last carry) -> cotangents of constants and of the first carry``."""
         step = self._step
 
-        def reverse(constants: list, stored: Stored, ct_carry: list) -> tuple[list, list]:
+        def reverse(constants: list, carry: list, stored: Stored, ct_carry: list) -> tuple[list, list]:
             def reverse_step(_: Any, carry: list, result: tuple) -> tuple:
                 def run(diff_constant_values: list, diff_carry_values: list) -> list:
                     values = replaced(constants, diff_constants, diff_constant_values)
@@ -199,6 +199,6 @@ class OnlineLoop:
             filled = Filled(jax.tree.map(jnp.asarray, splits), stored.positions, stored.top)
             init = ([jnp.zeros_like(constants[i]) for i in diff_constants], ct_carry)
             slots, places = SlotMemory(self._slots, step.avals), Places(advance, reverse_step)
-            return reverse_steps(stored.count, filled, stored.slots, init, places, slots)[0]
+            return reverse_steps(stored.count, filled, stored.slots, carry, init, places, slots)[0]
 
         return bind.compiled(reverse)

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 
 from .. import _jax, _states
 from .._equations.structure import Body
-from .._errors import StateAccessError, StateValueError
+from .._errors import StateValueError
 from .._frames import Effect
-from .._lift.inputs import Input
-from .._lift.rules import Broadcast, Carry, First, Last, Mean, Rules, Split
-from .._lift.staged import Staged
+from .._lift.rules import Broadcast, First, Last, Mean, Rules
+from .._lift.staged import Staged, sort_states
 from .._lift.wrapper import name_of
 from .._text import type_str
 from .._tree import Partition, is_float
@@ -103,38 +102,14 @@ class Turns:
 
     def __init__(self, staged: Staged, rules: Rules, reductions: Sequence[str], share: float | None):
         self._staged = staged
-        self._rules = rules
         self._share = share
-        self._written = {id(e.state): e for e in staged.effects}
-        self._shared: list[Input] = []
-        self._carried: list[Input] = []
-        self._kept: list[tuple[Input, str]] = []
-        self._split: list[Input] = []
-        self._mapped: list[tuple[Input, int]] = []
-        for read in staged.inputs.values():
-            self._sort(read)
-        self._sliced = [i for i, _ in self._mapped if id(i.state) in self._written]
+        states = sort_states(staged, rules, "Carry, Mean, First or Last, or give the axis of the batch")
+        self._shared, self._carried, self._split, self._mapped, kept = states
+        self._kept = [(i, _KEPT[rule]) for i, rule in kept]
+        self._sliced = [i for i, _ in self._mapped if id(i.state) in staged.written]
         self._reductions = list(reductions)
         self._accumulated = [n for n, how in enumerate(reductions) if how not in ("concat", "stack")]
         self._stacked = [n for n, how in enumerate(reductions) if how in ("concat", "stack")]
-
-    def _sort(self, read: Input) -> None:
-        rule, effect = self._rules(read.state), self._written.get(id(read.state))
-        if isinstance(rule, int):
-            self._mapped.append((read, rule))
-        elif rule is Split:
-            self._split.append(read)
-        elif effect is None and rule is not Carry:
-            self._shared.append(read)
-        elif rule is None or rule is Carry:
-            self._carried.append(read)
-        elif effect is not None and rule is Broadcast and not read.kind.is_random(read.state):
-            raise StateAccessError(
-                f"{self._staged.name}: {_states.describe(read.state, read.kind, self._rules.path(read.state))} is declared Broadcast and "
-                f"was written at {effect.site}.\nFix: declare it Carry, Mean, First or Last, or give the axis of the batch."
-            )
-        else:
-            self._kept.append((read, _KEPT[rule]))
 
     # -- the body --
 
@@ -270,7 +245,7 @@ class Turns:
         for i, _ in self._kept:
             progress.kept[id(i.state)] = [next(carry_leaves) for _ in i.values]
         for i, axis in self._mapped:
-            if id(i.state) in self._written:
+            if id(i.state) in self._staged.written:
                 pieces = progress.slices.setdefault(id(i.state), [[] for _ in i.values])
                 for piece in pieces:
                     y = jnp.moveaxis(next(y_leaves), axis + 1 if axis >= 0 else axis, 1)

@@ -98,6 +98,7 @@ def reverse_steps(
     num_steps: Any,
     filled: Filled,
     pools: list,
+    first: list,
     init: Any,
     places: Places,
     slots: SlotMemory,
@@ -108,6 +109,7 @@ def reverse_steps(
     Args:
         num_steps: may be traced.
         pools: of `slots`, as the forward sweep left them.
+        first: the carry before the first step.
         init: the first value of the result.
         schedule: says how often loops run, if that is known.
 
@@ -136,7 +138,7 @@ def reverse_steps(
             outer.positions,
             outer.top,
             step,
-            slots.read(outer.pools, outer.top),
+            slots.read(outer.pools, outer.top, first),
             split(step, left, outer.top),
             outer.num_ahead,
         )

@@ -2,6 +2,8 @@
 
 The slots are arrays of rows, *pools*: one for each type among the leaves of the carry. A carry takes as many rows of a pool as it has leaves of that
 type; carries fill a pool from the front, slot by slot, and residuals from the back, step by step.
+A leaf of the carry may be stored in an exact format, eight 0s and 1s to a byte: its pool then has rows of codes. A policy knows what a step returns, and
+nothing of the carry before the first step: this one is in slot 0, and is taken from where the caller has it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
+from .._remat.stored import StoredType
 from .._tree import num_bytes
 
 _UNBOUNDED = 2**31 - 1
@@ -41,16 +44,24 @@ class SlotMemory:
         carry_avals: the types of the carry's leaves.
         residual_avals: the types of the residuals of a step; None if the slots are to hold carries only.
         offload: whether the pools are in the host's memory.
+        formats: for each leaf of the carry the exact format that it is stored in; None for one that is stored unchanged.
 
     Attributes:
         leaves: for 0 to `num` free slots, how many steps can be reversed from the residuals that these hold (see `schedule`).
     """
 
     def __init__(
-        self, num: int, carry_avals: Sequence[Any], residual_avals: Sequence[Any] | None = None, offload: bool = False
+        self,
+        num: int,
+        carry_avals: Sequence[Any],
+        residual_avals: Sequence[Any] | None = None,
+        offload: bool = False,
+        formats: Sequence[StoredType | None] = (),
     ):
         self.num = num
         self._carry_avals, self._residual_avals = list(carry_avals), list(residual_avals or ())
+        self._formats = formats or [None] * len(carry_avals)
+        carry_avals = stored_types(carry_avals, self._formats)
         self._store = _jax.to_host if offload else lambda x: x
         self._load = _jax.to_device if offload else lambda x: x
 
@@ -64,10 +75,10 @@ class SlotMemory:
         self._residual_places: list[tuple[int, int] | None] = []
         self._residual_rows, others = [0] * len(pools), []
         for i, aval in enumerate(self._residual_avals):
-            pool = pools.get(_type(aval))
+            pool = None if _jax.is_link(aval) else pools.get(_type(aval))
             if pool is None:
-                others.append(i)
                 self._residual_places.append(None)
+                others += [] if _jax.is_link(aval) else [i]
             else:
                 self._residual_places.append((pool, self._residual_rows[pool]))
                 self._residual_rows[pool] += 1
@@ -106,14 +117,19 @@ class SlotMemory:
         rows = zip(self._carry_rows, self._pool_avals, strict=True)
         return [self._store(_jax.empty(self.num * rows, aval)) for rows, aval in rows]
 
-    def read(self, pools: list, slot: Any) -> list:
-        """The carry in a slot."""
-        return [self._row(pools, i, slot * self._carry_rows[i] + n) for i, n in self._carry_places]
+    def read(self, pools: list, slot: Any, first: list) -> list:
+        """The carry in a slot; `first` is the carry in slot 0."""
+        rows = [self._row(pools, i, slot * self._carry_rows[i] + n) for i, n in self._carry_places]
+        return [
+            x if format is None else decoded(format, x, slot == 0, first_x)
+            for x, format, first_x in zip(rows, self._formats, first, strict=True)
+        ]
 
     def write(self, pools: list, slot: Any, carry: list) -> list:
         pools = list(pools)
-        for (i, n), x in zip(self._carry_places, carry, strict=True):
-            pools[i] = self._with_row(pools[i], slot * self._carry_rows[i] + n, x)
+        for (i, n), format, x in zip(self._carry_places, self._formats, carry, strict=True):
+            row = x if format is None else format.encode(x)[0]
+            pools[i] = self._with_row(pools[i], slot * self._carry_rows[i] + n, row)
         return pools
 
     def _row(self, pools: list, i: int, row: Any) -> Any:
@@ -154,16 +170,46 @@ class SlotMemory:
             rows = self._load(jax.lax.dynamic_slice_in_dim(pools[i], first, num_rows, 0))
             for n, x in zip(indices, _unravel(rows, [self._residual_avals[n] for n in indices]), strict=True):
                 residuals[n] = x
+        for n, aval in enumerate(self._residual_avals):
+            if _jax.is_link(aval):
+                residuals[n] = _jax.new_link(aval)
         return residuals
 
 
 def row_bytes(aval: Any, carry_avals: Sequence[Any]) -> int:
     """About how many bytes of slots a residual takes; too many for one that fits into no row."""
+    if _jax.is_link(aval):
+        return 0
     if any(_type(aval) == _type(a) for a in carry_avals):
         return num_bytes(aval)
     sizes = [_entries(a, aval) * a.dtype.itemsize for a in carry_avals if a.size and _can_hold(a, aval)]
     # One more, for rows that it does not fill.
     return min(sizes) + 1 if sizes else _MISFIT * num_bytes(aval) + 1
+
+
+def fitting(format: StoredType | None, aval: Any) -> StoredType | None:
+    """The format, if it makes values of a type smaller, and if these can be encoded."""
+    if format is None or not format.shrinks(aval):
+        return None
+    # Formats work along the last axis, which must not be split over devices by the type.
+    return None if aval.shape and aval.sharding.spec[-1:] not in ((), (None,)) else format
+
+
+def stored_types(avals: Sequence[Any], formats: Sequence[StoredType | None]) -> list[Any]:
+    """The types of the rows that hold values of these types, each in its format."""
+    return [aval if f is None else _code_type(f, aval) for aval, f in zip(avals, formats, strict=True)]
+
+
+def _code_type(format: StoredType, aval: Any) -> Any:
+    # Traced, for what the type says about devices.
+    jaxpr, _ = _jax.stage(format.encode, [aval], traced_for="scan", name="encode")
+    return jaxpr.outvars[0].aval
+
+
+def decoded(format: StoredType, codes: Any, is_first: Any, first: Any) -> Any:
+    """A leaf of the carry from what is stored of it. `first`, the one before the first step, need not be 0 or 1."""
+    x = format.decode([codes], first)
+    return x if x.dtype == bool else jax.lax.select(is_first, first, x)
 
 
 def _type(aval: Any) -> tuple:

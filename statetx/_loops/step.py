@@ -16,9 +16,11 @@ from .._lift.staged import as_types
 from .._positions import replaced
 from .._remat import decide
 from .._remat.policy import Policy
+from .._remat.stored import StoredType
 from .._tree import is_float
 from . import bind
 from .cpu_concurrency import has_independent_products
+from .rows import fitting, stored_types
 
 
 class Step:
@@ -33,6 +35,7 @@ class Step:
         name: of the function, for messages.
         tick: called with the number of finished steps, and with the phase unless it is the forward sweep.
         marked: the body with its saved values marked, and JAX's policy for the marks; by default computed on demand.
+        exact_formats: see the property; by default found on demand.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Step:
         name: str,
         tick: Callable | None = None,
         marked: tuple[Any, Any] | None = None,
+        exact_formats: list[StoredType | None] | None = None,
     ):
         self.body = body
         self._tick = tick
@@ -67,6 +71,8 @@ class Step:
         self.policy = policy
         if marked is not None:
             self.marked = marked
+        if exact_formats is not None:
+            self.exact_formats = exact_formats
 
     def tick(self, done: Any, phase: str = "") -> None:
         if self._tick is not None:
@@ -88,6 +94,21 @@ class Step:
     def marked(self) -> tuple[Any, Any]:
         jaxpr = self.body.jaxpr
         return (jaxpr, None) if self.policy is None else decide.apply(self.policy, jaxpr, (), self.name)
+
+    @functools.cached_property
+    def exact_formats(self) -> list[StoredType | None]:
+        """For each leaf of the carry the exact format that its policy asks for; None for none."""
+        return decide.carry_formats(self.policy, self.body.jaxpr, self.num_carry)
+
+    @functools.cached_property
+    def carry_formats(self) -> list[StoredType | None]:
+        """For each leaf of the carry the format in which slots store it; None for one that they store unchanged."""
+        return list(map(fitting, self.exact_formats, self.avals))
+
+    @functools.cached_property
+    def slot_avals(self) -> list[Any]:
+        """The types of a carry in a slot."""
+        return stored_types(self.avals, self.carry_formats)
 
     @functools.cached_property
     def has_independent_products(self) -> bool:
@@ -132,7 +153,8 @@ class Step:
         step = copy.copy(self)
         step.length, step.policy = length, policy
         step._tick, step.is_shown = None, False
-        vars(step).pop("marked", None)
+        for name in ("marked", "exact_formats", "carry_formats", "slot_avals"):
+            vars(step).pop(name, None)
         return step
 
     def mapped(self, axis: Any, is_mapped: Sequence[bool]) -> MappedStep:
@@ -171,6 +193,7 @@ class Step:
             name=f"{self.name}, mapped over {axis.size} examples",
             tick=self._tick,
             marked=(body.jaxpr, policy),
+            exact_formats=self.exact_formats,
         )
 
         # Axis 0 of xs and ys are the steps, so that the examples have axis 1 there.

@@ -231,11 +231,12 @@ class Slots(Strategy):
         block: how many steps are reversed together, from all that they computed: fewer runs for more memory where
             a step computes little more than its carry. Slots hold carries only.
         policy: what a step keeps of what it computes while it is differentiated; by default what it needs, less what cheap
-            operations compute again from the rest.
+            operations compute again from the rest. With ``stored_as("bits")`` slots also hold the leaves of the carry as bits that are
+            booleans, or that each step computes as 0 or 1: proved, or selected by name.
         offload: whether the carries are stored in the host's memory. Slots hold carries only.
 
     Memory:
-        `num` carries, and what `block` steps compute. Cotangents of `xs`, and `ys`, have the loop's length, as always.
+        `num` carries, as slots store them, and what `block` steps compute. Cotangents of `xs`, and `ys`, have the loop's length, as always.
 
     Raises:
         PolicyError: `num` or `block` is not a whole number of at least 1.

@@ -156,14 +156,14 @@ class Sized(Loop):
         """
         step, num_examples = self.step, around.num_examples
         backward = differentiated_by_all(step)
-        num_bytes_of_step = sum(map(device_bytes, [*backward.residual_avals, *step.avals])) * num_examples
+        num_bytes_of_step = sum(map(device_bytes, [*backward.residual_avals, *step.slot_avals])) * num_examples
         if step.length * num_bytes_of_step <= _SMALL:
             return None
         most = schedule.slots_for(step.length, 2)
         limit = schedule.num_evaluations(step.length, most)
         nums = range(1, most + 1)
         # Runs fall with slots.
-        fits = lambda num: memory_for(step.length, num, step.avals, backward)[1].num_runs <= limit  # noqa: E731
+        fits = lambda num: memory_for(step.length, num, step, backward)[1].num_runs <= limit  # noqa: E731
         return Slots(nums[bisect.bisect_left(nums, True, key=fits)])
 
     # -- a number of bytes --
@@ -184,7 +184,7 @@ class Sized(Loop):
         # A linear model: bytes = least + (slots - 1) * carry, where a compiled program gives `least`. XLA adds copies
         # that no model knows: each choice is compiled, and what it exceeds the budget by is taken off what the model
         # may spend. Without that check 9 of 17 budgets held.
-        carry = max(1, sum(map(device_bytes, step.avals)) * around.num_examples)
+        carry = max(1, sum(map(device_bytes, step.slot_avals)) * around.num_examples)
         allowed = budget
         for _ in range(6):
             slots = Slots(min(1 + (allowed - least) // carry, step.length))

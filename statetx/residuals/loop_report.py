@@ -160,7 +160,7 @@ def _row(loop: Any, step: Step, *, is_own: bool) -> LoopRow:
         "policy": "-" if step.policy is None else repr(step.policy),
         "is_own": is_own,
         "length": length,
-        "carry_bytes": sum(map(device_bytes, step.avals)),
+        "carry_bytes": sum(map(device_bytes, step.slot_avals)),
         "residual_bytes": sum(map(device_bytes, backward.residual_avals)),
     }
     if not isinstance(loop, CheckpointedLoop):
@@ -172,8 +172,8 @@ def _row(loop: Any, step: Step, *, is_own: bool) -> LoopRow:
 def _runs(loop: CheckpointedLoop, step: BackwardStep) -> tuple[float, float, bool]:
     num_blocks, rest = divmod(loop.length, loop.block)
     keeps = step if loop.block == 1 and not loop.offload else None
-    _, carries_only, _ = memory_for(num_blocks, loop.slots, loop.step.avals, None)
-    _, chosen, is_mixed = memory_for(num_blocks, loop.slots, loop.step.avals, keeps)
+    _, carries_only, _ = memory_for(num_blocks, loop.slots, loop.step, None)
+    _, chosen, is_mixed = memory_for(num_blocks, loop.slots, loop.step, keeps)
 
     def of(num_runs: float) -> float:
         # A block runs once to be differentiated, and the rest of the loop, shorter than a block, twice.

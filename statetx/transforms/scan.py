@@ -19,10 +19,9 @@ from .._equations.structure import Body
 from .._errors import StateAccessError
 from .._frames import Effect
 from .._lift.carry import flatten_carry, leaf_names, settle
-from .._lift.inputs import Input
 from .._lift.outcome import publish_leaves
 from .._lift.rules import Broadcast, Carry, Rules, Split
-from .._lift.staged import Staged
+from .._lift.staged import Staged, sort_states
 from .._lift.wrapper import name_of
 from .._loops import eager
 from .._loops.build import make_loop, resolve_strategy
@@ -231,35 +230,11 @@ class _Loop:
         self._refs = refs
         self._length = length
         self._num_carry = num_carry
-        self._rules = rules
-        self._written = {id(e.state): e for e in body.effects}
-        self._broadcast: list[Input] = []
-        self._carried: list[Input] = []
-        self._mapped: list[tuple[Input, int]] = []
-        self._split: list[Input] = []
-        self._repeated: list[Input] = []  # random states with the same draws in every step
-        for i in body.inputs.values():
-            self._sort(i)
-        self._stacked = [(i, axis) for i, axis in self._mapped if id(i.state) in self._written]
+        states = sort_states(body, rules, "Carry, or give an axis to stack its writes along")
+        self._broadcast, self._carried, self._split, self._mapped, others = states
+        self._repeated = [i for i, _ in others]  # random states with the same draws in every step
+        self._stacked = [(i, axis) for i, axis in self._mapped if id(i.state) in body.written]
         self._body = self._arrange()
-
-    def _sort(self, read: Input) -> None:
-        rule, effect = self._rules(read.state), self._written.get(id(read.state))
-        if isinstance(rule, int):
-            self._mapped.append((read, rule))
-        elif rule is Split:
-            self._split.append(read)
-        elif rule is Broadcast and effect is not None and read.kind.is_random(read.state):
-            self._repeated.append(read)
-        elif rule is Broadcast and effect is not None:
-            raise StateAccessError(
-                f"scan: {_states.describe(read.state, read.kind, self._rules.path(read.state))} is declared Broadcast and was "
-                f"written at {effect.site}.\nFix: declare it Carry, or give an axis to stack its writes along."
-            )
-        elif rule is Carry or effect is not None:
-            self._carried.append(read)
-        else:
-            self._broadcast.append(read)
 
     def _arrange(self) -> Body:
         staged = self._staged

@@ -1,0 +1,160 @@
+"""What slots hold of carries and residuals: exact formats of a policy's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from statetx import policies
+from statetx._jax import stage
+from statetx._loops import checkpointed
+from statetx._loops.rows import SlotMemory
+from statetx._remat.decide import carry_formats
+from statetx._remat.stored import BITS
+from statetx.policies import Slots
+
+WIDTH, BATCH, LENGTH = 64, 8, 60
+SPIKES = policies.names("spikes")
+
+
+def threshold(v):
+    return (v > 0.5).astype(v.dtype)
+
+
+spike = jax.custom_jvp(threshold)
+
+
+@spike.defjvp
+def _(primals, tangents):
+    return spike(*primals), 0.5 * tangents[0]
+
+
+def cell(spike, w, carry, x):
+    """A membrane potential, the spikes of the step before, a boolean and a number."""
+    v, z, is_high, n = carry
+    v = 0.9 * v * (1 - z) + x @ w + z @ w + jnp.where(is_high, 0.1, 0.0)
+    z = statetx.checkpoint_name(spike(v), "spikes")
+    return (v, z, v > 1, n + 1), jnp.sin(v + z @ w).sum()
+
+
+def loss(w, v, xs, policy=None, slots=10, spike=spike):
+    # The first carry is no spike, whatever the policy says of later ones.
+    carry = (v, jnp.full_like(v, 0.25), v > 2, jnp.int32(0))
+    checkpoint = None if slots is None else Slots(slots, policy=policy)
+    (v, *_), ys = statetx.scan(functools.partial(cell, spike, w), carry, xs, checkpoint=checkpoint)
+    return (v**2).sum() + (ys**2).sum()
+
+
+def data(width=WIDTH, batch=BATCH, length=LENGTH):
+    draw = np.random.default_rng(0).normal
+    arrays = draw(size=(width, width)) / (2 * width**0.5), np.zeros((batch, width)), draw(size=(length, batch, width))
+    return tuple(jnp.asarray(x, jnp.float32) for x in arrays)
+
+
+def grad_of(policy, slots=10, spike=spike):
+    return jax.grad(functools.partial(loss, policy=policy, slots=slots, spike=spike), (0, 1, 2))
+
+
+def assert_equal(actual, expected):
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, e)
+
+
+def total(tree):
+    return sum(jnp.sum(x**2) for x in jax.tree.leaves(tree))
+
+
+# -- carries -----------------------------------------------------------------------------------------------------------
+
+
+def assert_bits_take_less(policy, slots):
+    args = data()
+    exact, stored = (jax.jit(grad_of(p, slots)).lower(*args).compile() for p in (policy, policy.stored_as("bits")))
+    assert_equal(stored(*args), exact(*args))
+    saved = slots * BATCH * (4 * WIDTH - WIDTH // 8 + WIDTH - WIDTH // 8)  # of the spikes, and of the booleans
+    temporary = [program.memory_analysis().temp_size_in_bytes for program in (exact, stored)]
+    assert temporary[1] <= temporary[0] - saved + 1024
+
+
+@pytest.mark.parametrize(
+    "policy", [pytest.param(SPIKES, id="named"), pytest.param(policies.everything, id="proved", marks=pytest.mark.slow)]
+)
+def test_carries_in_bits_take_fewer_bytes_and_leave_gradients_equal(policy, monkeypatch):
+    statetx.clear_cache()
+    monkeypatch.setattr(checkpointed, "WORTH_MIXING", 0)  # slots hold carries only
+    assert_bits_take_less(policy, slots=20)
+    statetx.clear_cache()
+
+
+MODES = {
+    "vmap": lambda f: lambda w, v, xs: jax.vmap(f, (None, 0, None))(w, jnp.stack([v, v + 1]), xs),
+    "eager": lambda f: f,
+    "forward over reverse": lambda f: lambda *args: jax.jvp(f, args, args)[1],
+    "reverse over reverse": lambda f: jax.grad(lambda *args: total(f(*args)), (0, 1)),
+    "remat": jax.checkpoint,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_carries_in_bits_under_transforms(mode):
+    # Second derivatives through a custom one depend on the rematerialization, in JAX itself: here spikes have no derivative.
+    args = data(12, 2, 30)
+    policy = policies.everything
+    stored, exact, plain = (
+        MODES[mode](grad_of(p, slots, threshold))(*args)
+        for p, slots in ((policy.stored_as("bits"), 5), (policy, 5), (None, None))
+    )
+    assert_equal(stored, exact)
+    for a, b in zip(jax.tree.leaves(stored), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_formats_of_carries():
+    def step(w, v, z, kept, is_high, n):
+        z_next = (v > 0).astype(v.dtype)
+        named = statetx.checkpoint_name(v * w, "spikes")
+        return v, z_next * (w > 0), named, v > n, n + 1, kept, z * z_next
+
+    shape = jax.ShapeDtypeStruct((2, 16), jnp.float32)
+    types = [shape, shape, shape, shape, jax.ShapeDtypeStruct((2, 16), bool), jax.ShapeDtypeStruct((), jnp.int32)]
+    jaxpr, _ = stage(step, list(map(jax.typeof, map(jnp.zeros_like, types))), traced_for="scan", name="")
+
+    def formats(policy):
+        return [format is BITS for format in carry_formats(policy, jaxpr, 7)]
+
+    # Nothing is known of the carry before the step, so that a product with it is not proved.
+    proved = [False, True, False, True, False, False, False]
+    named = [False, True, True, True, False, False, False]
+    assert formats(None) == formats(SPIKES) == formats(policies.everything.stored_as("bfloat16")) == [False] * 7
+    assert formats(policies.everything.stored_as("bits")) == formats(policies.nothing.stored_as("bits")) == proved
+    assert formats(SPIKES.stored_as("bits")) == formats(policies.dots | SPIKES.stored_as("bits")) == named
+    assert formats(policies.masks) == proved
+
+
+def test_slots_with_a_format_give_carries_back():
+    carry = [jnp.arange(30.0).reshape(2, 15) % 3 == 0, (jnp.arange(30.0).reshape(2, 15) % 2), jnp.float32(0.5)]
+    slots = SlotMemory(3, list(map(jax.typeof, carry)), formats=[BITS, BITS, None])
+    pools = slots.make()
+    assert [(p.shape, p.dtype.name) for p in pools] == [((3, 2, 2), "uint8"), ((3, 2, 2), "uint8"), ((3,), "float32")]
+    first = [x + x for x in carry]
+    for slot, x in enumerate((first, carry)):
+        pools = slots.write(pools, slot, x)
+    assert_equal(slots.read(pools, 0, first), first)
+    assert_equal(slots.read(pools, 1, first), carry)
+
+
+# -- residuals ---------------------------------------------------------------------------------------------------------
+
+
+def test_slots_hold_residuals_of_a_step_that_stores_bits():
+    policy = policies.everything
+    row = statetx.loop_report(functools.partial(loss, policy=policy.stored_as("bits")), *data()).rows[0]
+    assert row.is_mixed and row.runs < 0.97 * row.carry_runs
+    # A carry: the potential, spikes and booleans as bits, a number. A step keeps both potentials, and the spikes before and after it as bits.
+    potential, codes = 4 * BATCH * WIDTH, BATCH * WIDTH // 8
+    assert (row.carry_bytes, row.residual_bytes) == (potential + 2 * codes + 4, 2 * (potential + codes))
+    assert_bits_take_less(policy, slots=10)
