@@ -10,9 +10,10 @@ Measured
     XLA's temporary memory of the program that the user compiles, the value and the gradient of the planned loss; operations are
     counted from its equations and compared with the program without rematerialization.
 
-    The lower bound counts what is held at the turn from the forward to the backward pass. For the plan at the memory of rematerialized
-    blocks, the bytes that its compiled program holds there are measured; the rest of the budget is what its backward pass works with.
-    The bound at the bytes held tells how much of the distance between plan and bound is due to that.
+    The lower bound counts what is held at the turn from the forward to the backward pass, and no memory that the backward pass works
+    with. For the plan at the memory of rematerialized blocks both are measured in the compiled program: the bytes held at the turn, and
+    the most bytes of working memory (cotangents, values computed again, copies in another layout). The bound at the bytes held, and at
+    what the working memory leaves of the budget, tell what else binds.
 
     A training step with Adam, whose parameters and optimizer state are donated, is planned for the total of the step with
     rematerialized blocks, and for the middle between that and the step without rematerialization: arguments, outputs and temporary
@@ -103,7 +104,7 @@ def cost_of(model: Model, loss: Callable) -> Any:
 
 
 def plans_of(model: Model, loss: Callable, base_flops: int, budgets: set[int], explained: int) -> list[dict[str, Any]]:
-    """Plans for each budget, the least memory first. For one of them the bytes held at the turn are measured, too."""
+    """Plans for each budget, the least memory first. For one of them what binds is measured, too."""
     start = time.perf_counter()
     planner, rows, compiled = None, [], 0
     for budget in sorted(budgets):
@@ -123,26 +124,30 @@ def plans_of(model: Model, loss: Callable, base_flops: int, budgets: set[int], e
             row |= {"compiled": len(plan.measured()) - compiled, "complete": plan.complete, "bound": bound_of(plan)}
             compiled = len(plan.measured())
             if budget == explained:
-                held = held_bytes(model, plan.apply(loss))
-                row |= {"held": held, "bound at held": plan.lower_bound.operations_at(held)}
+                row |= what_binds(model, plan.apply(loss), budget, plan.lower_bound)
         rows.append({"seconds": time.perf_counter() - start, **row})
         start = time.perf_counter()
     return rows
 
 
-def held_bytes(model: Model, loss: Callable) -> int:
-    """The most temporary bytes that the compiled gradient writes in the forward pass and reads in the backward pass, at any step."""
-    gradient = statetx.value_and_grad(loss)
-    profile = statetx.memory_profile(gradient, model.params, *model.data, gradient=False)
+def what_binds(model: Model, loss: Callable, budget: int, bound: Any) -> dict[str, Any]:
+    """The temporary bytes of a compiled gradient that are held at the turn, the most bytes of its working memory, and the bounds of both."""
+    profile = statetx.memory_profile(statetx.value_and_grad(loss), model.params, *model.data, gradient=False)
     outputs = {
         b.allocation for b in profile.buffers if b.kind == "output"
-    }  # XLA holds values in their memory until they are written
-    changes = np.zeros(len(profile.steps) + 1, int)
-    for b in profile.buffers:
-        if b.kind == "residual" and b.allocation not in outputs:
-            changes[b.start] += b.num_bytes
-            changes[b.end + 1] -= b.num_bytes
-    return int(changes.cumsum().max())
+    }  # XLA uses their memory until they are written
+
+    def most(*kinds: str) -> int:
+        changes = np.zeros(len(profile.steps) + 1, int)
+        for b in profile.buffers:
+            if b.kind in kinds and b.allocation not in outputs:
+                changes[b.start] += b.num_bytes
+                changes[b.end + 1] -= b.num_bytes
+        return int(changes.cumsum().max())
+
+    held, working = most("residual"), most("recomputed", "working memory")
+    at_held, at_rest = bound.operations_at(held), bound.operations_at(budget - working)
+    return {"held": held, "bound at held": at_held, "working": working, "bound at rest": at_rest}
 
 
 def error_of(e: Exception) -> dict[str, Any]:
@@ -215,9 +220,10 @@ def failures(result: dict[str, Any]) -> list[str]:
             lines += [f"{marks}: {text}" for text in overlooked(result, row)]
         distance = distance_of(result, marks)
         if distance is not None and distance > MARGIN:
-            above = distance_of(result, marks, "bound at held")
+            of_held, of_rest = (distance_of(result, marks, name) for name in ("bound at held", "bound at rest"))
             lines.append(
-                f"{marks}, at the memory of {BLOCKS}: {distance:.1f} points over the lower bound, {above:.1f} over that of the bytes held"
+                f"{marks}, at the memory of {BLOCKS}: {distance:.1f} points over the lower bound, {of_held:.1f} over that of the bytes "
+                f"held, {of_rest:.1f} over that of what its working memory leaves"
             )
     for row in result["step"]["plans"]:
         lines += [f"step, {text}" for text in broken(row, {"bytes": row["budget"], "extra": float("inf")})]
@@ -262,7 +268,7 @@ def cheapest_at_blocks(result: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def distance_of(result: dict[str, Any], marks: str, bound: str = "bound") -> float | None:
-    """Points of added operations over a lower bound, "bound" or "bound at held", at the memory of rematerialized blocks."""
+    """Points of added operations over a lower bound, at the memory of rematerialized blocks."""
     row = at_blocks(result, marks)
     if "error" in row:
         return None
@@ -286,41 +292,49 @@ def extra_text(row: dict[str, Any]) -> str:
     return percent(row["extra"]) if "error" not in row else "none"
 
 
-def tables(results: dict[str, Any]) -> tuple[Table, Table]:
-    columns = ["program", "no remat", BLOCKS, "dots on the blocks", "plan there, marked", "unmarked", "lower bound"]
-    columns += ["held at the turn", "lower bound of that", "at the memory of dots, marked", "unmarked"]
-    cells, verdicts = [], []
+def tables(results: dict[str, Any]) -> list[Table]:
+    columns = ["program", "no remat", BLOCKS, "dots on the blocks", "plan there, marked", "unmarked"]
+    columns += ["at the memory of dots, marked", "unmarked"]
+    cells = []
     for name, r in results.items():
         blocks, dots = r["stock"][BLOCKS], r["stock"]["dots on the blocks"]
         at_dots = {m: next(p for p in rows if p["budget"] == dots["bytes"]) for m, rows in r["plans"].items()}
-        best = cheapest_at_blocks(r)
         row = [name, mib(r["bytes"]), *(f"{mib(c['bytes'])} {percent(c['extra'])}" for c in (blocks, dots))]
         row += [extra_text(at_blocks(r, m)) for m in ("marked", "unmarked")]
-        row += (
-            [percent(best["bound"]["extra"]), mib(best["held"]), percent(best["bound at held"])]
-            if best
-            else ["none"] * 3
-        )
         cells.append([*row, *(extra_text(at_dots[m]) for m in ("marked", "unmarked"))])
-        verdicts.append([name, *verdict_cells(r)])
     memory = "Plans at the memory of rematerialized blocks and of dots", columns, cells
+    return [memory, distance_table(results), budget_table(results)]
+
+
+def distance_table(results: dict[str, Any]) -> Table:
+    columns = ["program", "plan", "lower bound", "held at the turn", "lower bound of that", "working memory"]
+    columns += ["lower bound of the rest"]
+    cells = [
+        [name, percent(best["extra"]), percent(best["bound"]["extra"])]
+        + [mib(best["held"]), percent(best["bound at held"]), mib(best["working"]), percent(best["bound at rest"])]
+        for name, r in results.items()
+        if (best := cheapest_at_blocks(r))
+    ]
+    return "What binds at the memory of rematerialized blocks", columns, cells
+
+
+def budget_table(results: dict[str, Any]) -> Table:
     columns = ["program", "marked: budgets met", "unmarked: budgets met", "more expensive than a policy"]
-    columns += ["points over the bound", "step without remat", "step with remat on the blocks", "planned steps"]
+    columns += ["step without remat", "step with remat on the blocks", "planned steps"]
     columns += ["seconds of the longest plan", "compiled for it", "the step again, from the cache"]
-    return memory, ("Budgets met in the program that the user compiles", columns, verdicts)
+    cells = [[name, *verdict_cells(r)] for name, r in results.items()]
+    return "Budgets met in the program that the user compiles", columns, cells
 
 
 def verdict_cells(r: dict[str, Any]) -> list[str]:
     plans, steps = r["plans"], r["step"]["plans"]
-    more_expensive = sum(" where " in line for line in failures(r))
-    distances = [d for m in plans if (d := distance_of(r, m)) is not None]
+    more_expensive = sum(" where the policy costs " in line for line in failures(r))
     longest = max((p for rows in (*plans.values(), steps) for p in rows), key=lambda p: p["seconds"])
     again = next(p["seconds"] for p in steps if p["kind"] == "device")
     totals = ", ".join(f"{mib(p['bytes'])} {percent(p['extra'])}" if "error" not in p else "none" for p in steps)
     return [
         *(f"{num_met(plans[m])} of {len(plans[m])}" for m in ("marked", "unmarked")),
         str(more_expensive),
-        f"{max(distances):.1f}" if distances else "none",
         *(mib(r["step"][k]) for k in ("bytes", "full")),
         f"{totals}: {num_met(steps)} of {len(steps)}",
         f"{longest['seconds']:.0f}",
@@ -369,9 +383,7 @@ def picture(results: dict[str, Any], path: str) -> None:
         if best := cheapest_at_blocks(results[name]):
             tick: dict[str, Any] = {"marker": "|", "s": 160, "lw": 1.5}
             handles["lower bound"] = axes.scatter(100 * best["bound"]["extra"], y, color="#111827", **tick)
-            handles["lower bound of the bytes held"] = axes.scatter(
-                100 * best["bound at held"], y, color="#9ca3af", **tick
-            )
+            handles["with its working memory"] = axes.scatter(100 * best["bound at rest"], y, color="#9ca3af", **tick)
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel("added operations at the memory of rematerialized blocks, %")
     axes.set_xlim(-1, 1.1 * axes.get_xlim()[1])

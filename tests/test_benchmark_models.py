@@ -116,6 +116,7 @@ def judged(bytes_, extra, *, bound=None):
     """The result of a program with one budget; the lower bound is at the plans by default."""
     least = {"extra": extra if bound is None else bound, "bytes": 50}
     row = {"budget": 100, "bytes": bytes_, "extra": extra, "seconds": 1.0, "compiled": 2, "bound": least}
+    row |= {"held": 60, "bound at held": extra, "working": 30, "bound at rest": extra}
     stock = {"remat on the blocks": {"bytes": 100, "extra": 0.25}, "dots on the blocks": {"bytes": 100, "extra": 0.1}}
     step = {
         "bytes": 300,
@@ -148,6 +149,23 @@ def test_failures_name_an_error_and_a_step_over_its_budget(harness):
     result["step"]["plans"][0]["bytes"] = 201
     lines = harness.failures(result)
     assert len(lines) == 3 and "PlanError" in lines[0] and lines[-1].startswith("step")
+
+
+def test_what_binds_is_read_from_the_compiled_program(harness):
+    """Three products are held, of an elementwise chain whose cotangents take as much; the largest result lies in the memory of an output."""
+    ws, x = [jnp.eye(32)] * 4, jnp.ones((256, 32))
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    model = harness.Model(loss=loss, params=ws, data=(x,), step=loss, step_args=(ws, x))
+    plan = statetx.plan(loss, ws, x, argnums=0, of="temporaries", budget=1.0)
+    found = harness.what_binds(model, loss, plan.temp_bytes, plan.lower_bound)
+    assert 3 * x.nbytes <= found["held"] <= plan.temp_bytes
+    assert x.nbytes <= found["working"] <= plan.temp_bytes
+    assert found["bound at rest"] >= plan.lower_bound.operations_at(plan.temp_bytes)
 
 
 def test_tables_have_a_row_for_each_program(harness, tmp_path):
