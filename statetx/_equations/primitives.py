@@ -48,6 +48,8 @@ class Row:
         runs, jaxpr: how it runs a jaxpr, and the name of the parameter that holds it (a tuple of jaxprs for branches).
         is_inlined: a listing or the planner's graph may show its equations in its place.
         flops: operations of an equation; None: one for each entry of the largest result.
+        is_linear: the result is linear in its float operands together, as a sum is.
+        is_transcendental: an elementwise function that takes many machine instructions an entry.
         bits: the operands that make a result of zeros and ones if they have no other entries; None if the operands alone do not.
     """
 
@@ -62,6 +64,8 @@ class Row:
     jaxpr: str = ""
     is_inlined: bool = False
     flops: Callable[[Any], float] | None = None
+    is_linear: bool = False
+    is_transcendental: bool = False
     bits: slice | None = None
 
 
@@ -221,20 +225,30 @@ TABLE: dict[str, Row] = {
 }
 
 
-def _set_bits(names: str, operands: slice) -> None:
+def _set(names: str, **facts: Any) -> None:
     for name in names.split():
-        TABLE[name] = dataclasses.replace(TABLE.get(name, _DEFAULT), bits=operands)
+        TABLE[name] = dataclasses.replace(TABLE.get(name, _DEFAULT), **facts)
 
 
 _DEFAULT = Row()
 
 # Entries of the first operand, or functions of them that take 0 to 0 and 1 to 1; of all operands; of some.
-_set_bits(" ".join(name for name, row in TABLE.items() if row.forwards), slice(1))
-_set_bits("abs ceil dynamic_slice floor real rev round sign slice sqrt stop_gradient", slice(1))
-_set_bits("square reduce_max reduce_min reduce_prod", slice(1))
-_set_bits("and concatenate max min mul or pad xor", slice(None))
-_set_bits("select_n", slice(1, None))
-_set_bits("dynamic_update_slice", slice(2))
+_set(" ".join(name for name, row in TABLE.items() if row.forwards), bits=slice(1))
+_set("abs ceil dynamic_slice floor real rev round sign slice sqrt stop_gradient", bits=slice(1))
+_set("square reduce_max reduce_min reduce_prod", bits=slice(1))
+_set("and concatenate max min mul or pad xor", bits=slice(None))
+_set("select_n", bits=slice(1, None))
+_set("dynamic_update_slice", bits=slice(2))
+
+_set(
+    "add add_any sub neg convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims reduce_sum concatenate slice "
+    "dynamic_slice pad rev copy gather scatter-add cumsum real imag select_n",
+    is_linear=True,
+)
+_set(
+    "atan2 cbrt cos erf erfc erf_inv exp exp2 expm1 lgamma log log1p logistic pow rsqrt sin sqrt tan tanh",
+    is_transcendental=True,
+)
 
 
 def row_of(eqn: Any) -> Row:

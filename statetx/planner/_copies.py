@@ -14,7 +14,7 @@ import jax
 
 from .. import _jax
 from .._equations.flops import flops
-from .._equations.primitives import size
+from .._equations.primitives import row_of, size
 from .._jax import Jaxpr, Literal, Var
 from .._lift.context import device_bytes
 from .._tree import is_float
@@ -24,11 +24,6 @@ from ._parts import Part, last_reads
 _CHEAP = 32  # operations for each entry that an equation reads or writes; a product has twice its inner dimension
 _SMALL = 16  # a result of so many times fewer bytes than what its equation reads, such as a mean, is kept
 _MAX_DEPTH = 8  # sums that are copied one after the other: the equations of all copies grow with it
-
-_LINEAR = frozenset(
-    "add add_any sub neg convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims reduce_sum concatenate slice "
-    "dynamic_slice pad rev copy gather scatter-add cumsum real imag select_n".split()
-)
 
 
 class Copies:
@@ -151,7 +146,7 @@ def _is_reduced(eqn: Any, v: Any) -> bool:
 
 def _is_linear(eqn: Any) -> bool:
     name, is_literal = eqn.primitive.name, [isinstance(v, Literal) for v in eqn.invars]
-    return name in _LINEAR or (name == "mul" and any(is_literal)) or (name == "div" and is_literal[1])
+    return row_of(eqn).is_linear or (name == "mul" and any(is_literal)) or (name == "div" and is_literal[1])
 
 
 @jax.custom_jvp

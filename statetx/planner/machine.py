@@ -23,10 +23,6 @@ from .._text import format_bytes
 from .._tree import num_bytes
 from . import _store
 
-_TRANSCENDENTAL = frozenset(
-    "atan2 cbrt cos erf erfc erf_inv exp exp2 expm1 lgamma log log1p logistic pow rsqrt sin sqrt tan tanh".split()
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
@@ -67,7 +63,7 @@ class CostModel:
         # Each operand is read and each output written once. Tokens and other values without a dtype take no memory.
         in_memory = eqn.invars if row_of(eqn).fuses else (*eqn.invars, *eqn.outvars)
         traffic = sum(num_bytes(v.aval) for v in in_memory if hasattr(v.aval, "dtype"))
-        rate = self.transcendentals_per_second if eqn.primitive.name in _TRANSCENDENTAL else self.flops_per_second
+        rate = self.transcendentals_per_second if row_of(eqn).is_transcendental else self.flops_per_second
         return max(flops(eqn) / rate, traffic / self.bytes_per_second)
 
     def __str__(self) -> str:
