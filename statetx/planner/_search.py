@@ -296,7 +296,7 @@ class Search:
         """The cost of the baseline with its gradient."""
         # The backward pass costs about twice the forward pass: a product has a derivative by each of its two operands. Times
         # are only known of equations, not of the compiled program.
-        return max(1e-30, self._baseline_program.flops if self.equation_cost is flops else 3 * self._forward_cost)
+        return max(1e-30, self.baseline_flops if self.equation_cost is flops else 3 * self._forward_cost)
 
     @property
     def baseline(self) -> Candidate:
@@ -307,7 +307,8 @@ class Search:
     @property
     def baseline_flops(self) -> int:
         """Operations of the baseline with its gradient, known without compilation."""
-        return self._baseline_program.flops
+        short = None if self._shorter is None else self._shorter.flops
+        return self._baseline_program.flops if short is None else short
 
     @property
     def unplanned_bytes(self) -> int:
@@ -320,14 +321,17 @@ class Search:
         return self._has_baseline or self._extrapolated is not None
 
     def _start_baseline(self, program: Flat) -> None:
-        """Trace the baseline."""
+        """Trace the baseline, or shorter versions of it."""
         self._has_baseline = False
         self._is_confirmed = fast_compile_options() == memory_analysis_options()
         self._unplanned = _unplanned(program)
-        self._baseline_program = self._program_of(self._unplanned, fast_compile_options())
         self._compiling: concurrent.futures.Future | None = None
         run = repetition(program) if is_long(program) else None
         self._shorter = None if run is None else Shorter(program, run, self._short_program)
+
+    @functools.cached_property
+    def _baseline_program(self) -> Program:
+        return self._program_of(self._unplanned, fast_compile_options())
 
     def _short_program(self, jaxpr: Jaxpr) -> Program:
         return self._program_of(_unplanned(Flat(jaxpr)), fast_compile_options())
@@ -347,8 +351,9 @@ class Search:
         For a large program this compilation takes longest, since the whole is one region.
         """
         if self._compiling is None:
+            program = self._baseline_program  # traced here: the thread only compiles
             pool = concurrent.futures.ThreadPoolExecutor(1)
-            self._compiling = pool.submit(lambda: self._baseline_program.cost)
+            self._compiling = pool.submit(lambda: program.cost)
             pool.shutdown(wait=False)
 
     def _finish_baseline(self) -> None:

@@ -7,6 +7,7 @@ it is linear.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from ._cuts import Run, crossing_bytes, runs_of
 from ._parts import Flat
 
 _LEAST_EQUATIONS = 1000  # of a long program: others take a few seconds to compile
-_COUNTS = (3, 5, 7)  # periods of the short versions
+_COUNTS = (3, 4, 5)  # periods of the short versions
 _LEAST_PERIODS = 12
 _TOLERANCE = 1e-3  # of the bytes of a period
 
@@ -33,6 +34,14 @@ class Shorter:
     def __init__(self, program: Flat, run: Run, program_of: Callable[[Jaxpr], Program]):
         self._count = run.count
         self._programs = [program_of(_shortened(program.jaxpr, run, count)) for count in _COUNTS]
+
+    @functools.cached_property
+    def flops(self) -> int | None:
+        """Operations of the whole program; None if they are not linear."""
+        first, second, third = (program.flops for program in self._programs)
+        of_period, rest = divmod(third - second, _COUNTS[2] - _COUNTS[1])
+        is_linear = rest == 0 and third - second == second - first
+        return third + of_period * (self._count - _COUNTS[2]) if is_linear else None
 
     def cost(self) -> Cost | None:
         """Compile them, and extrapolate the cost of the whole program; None if it is not linear."""
