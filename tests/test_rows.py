@@ -108,9 +108,12 @@ def test_carries_in_bits_under_transforms(mode):
         MODES[mode](grad_of(p, slots, threshold))(*args)
         for p, slots in ((policy.stored_as("bits"), 5), (policy, 5), (None, None))
     )
-    assert_equal(stored, exact)
-    for a, b in zip(jax.tree.leaves(stored), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    if mode != "reverse over reverse":  # where XLA adds up in another order
+        assert_equal(stored, exact)
+    for a, e, p in zip(*map(jax.tree.leaves, (stored, exact, plain)), strict=True):
+        scale = float(jnp.abs(p).max())
+        np.testing.assert_allclose(a, e, rtol=0, atol=1e-6 * scale)
+        np.testing.assert_allclose(a, p, rtol=1e-4, atol=1e-4)
 
 
 def test_formats_of_carries():
