@@ -366,24 +366,29 @@ def picture(results: dict[str, Any], path: str) -> None:
     figure = Figure(figsize=(8.5, 0.34 * len(results) + 1.2), layout="constrained", facecolor="white")
     axes = figure.subplots()
     names = list(reversed(results))
-    marks = {"marked": ("o", "#0072b2"), "unmarked": ("D", "#56b4e9")}
+    marks: dict[str, dict[str, Any]] = {
+        "unmarked": {"marker": "D", "s": 34, "color": "#56b4e9"},
+        "marked": {"marker": "o", "s": 80, "facecolor": "none", "edgecolor": "#0072b2", "lw": 1.5},
+    }
     handles: dict[str, Any] = {}
     for y, name in enumerate(names):
         points = {m: at_blocks(results[name], m) for m in marks}
         blocks = 100 * results[name]["stock"][BLOCKS]["extra"]
         axes.plot([0, blocks], [y, y], color="#e5e7eb", lw=5, zorder=0, solid_capstyle="butt")
         handles[BLOCKS] = axes.scatter(blocks, y, marker="|", s=160, lw=2.5, color="#e69f00")
-        for m, (marker, color) in marks.items():
+        for m, style in marks.items():
             if "error" in points[m]:
                 offset = {"xytext": (8, -3), "textcoords": "offset points"}
                 axes.annotate(f"no {m} plan", (blocks, y), **offset, fontsize=7, color="#c0392b")
             else:
                 extra = 100 * points[m]["extra"]
-                handles[f"plan, {m}"] = axes.scatter(extra, y, marker=marker, s=34, color=color, zorder=2)
+                handles[f"plan, {m}"] = axes.scatter(extra, y, zorder=2, **style)
         if best := cheapest_at_blocks(results[name]):
             tick: dict[str, Any] = {"marker": "|", "s": 160, "lw": 1.5}
             handles["lower bound"] = axes.scatter(100 * best["bound"]["extra"], y, color="#111827", **tick)
-            handles["with its working memory"] = axes.scatter(100 * best["bound at rest"], y, color="#9ca3af", **tick)
+            handles["lower bound with the plan's working memory"] = axes.scatter(
+                100 * best["bound at rest"], y, color="#9ca3af", **tick
+            )
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel("added operations at the memory of rematerialized blocks, %")
     axes.set_xlim(-1, 1.1 * axes.get_xlim()[1])
