@@ -190,6 +190,11 @@ class Search:
             return None
         target = self._target(budget, bracket)
         choice = self._propose(family, target)
+        if choice is None and bracket.low < (least := family.least_peak()) < bracket.high:
+            # One candidate that takes far more than the model says puts the target below every choice: go on above the least.
+            bracket.low = least
+            target = self._target(budget, bracket)
+            choice = self._propose(family, target)
         if choice is None:
             return None
 
