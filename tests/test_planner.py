@@ -25,6 +25,7 @@ from statetx._equations.structure import Body
 from statetx._loops.strategy import Strategy
 from statetx.planner import CostModel, Planner, _choice, _cuts, _fronts, _layout, _parts, _search, machine
 from statetx.planner._analysis import Graph, Option
+from statetx.planner._bracket import Bracket
 from statetx.planner._budget import read_amount
 from statetx.planner._groups import Groups
 from statetx.planner._record import fingerprint
@@ -469,6 +470,40 @@ def test_marked_functions_are_regions():
     assert set(flat.blocks) <= set(found.intervals), "and there are others"
     ((cuts, planned),) = found.stock
     assert sorted(planned) == sorted(flat.blocks) and set(cuts) <= {0, *flat.ends}
+
+
+def test_marked_programs_are_also_cut_as_without_marks():
+    """The user's functions end one equation after the cut that fewest bytes cross."""
+
+    def loss_of(wrap):
+        block = wrap(lambda w, x: (x @ w) * 2 + 1)
+
+        def loss(ws, x):
+            x = jnp.tanh(x)
+            for w in ws:
+                x = block(w, x)
+                x = jnp.tanh(x)
+            return (x**2).mean()
+
+        return loss
+
+    plain, marked = (
+        _cuts.candidates(_parts.Flat(staged(loss_of(wrap), WS, X))) for wrap in (lambda f: f, statetx.remat)
+    )
+    assert set(plain.intervals) - set(itertools.pairwise(sorted(marked.ends[0])))
+    whole = {(0, max(plain.ends[0]))}
+    assert set(plain.intervals) - whole <= set(marked.intervals)
+
+
+def test_target_below_every_choice_is_raised(monkeypatch):
+    """One candidate that takes far more than the model says must not end the search of its family."""
+    search = Planner(loss, WS, X, of="temporaries", argnums=0)._search
+    bracket = Bracket(search.lattice.families[0])
+    least, find = bracket.family.least_peak(), search._target
+    bracket.high = 2.0 * least
+    monkeypatch.setattr(search, "_target", lambda budget, b: 0.9 * least if b.low < 0.9 * least else find(budget, b))
+    proposal = search._bisect(bracket, least)
+    assert proposal is not None and least < proposal.target < bracket.high
 
 
 def test_region_without_residuals_is_the_users_remat():
