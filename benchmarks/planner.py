@@ -151,7 +151,7 @@ def fence(quick: bool) -> dict[str, list[int]]:
 
 
 def scale(quick: bool) -> list[dict[str, Any]]:
-    """The time of one plan for long programs, and for a loop over many layers; then again, traced anew, from the cache on disk."""
+    """The time of one plan for long programs, and for a loop over many layers; then once more, from the cache on disk."""
     small: dict[str, Any] = {"width": 64, "heads": 4, "time": 64, "batch": 2}
     sizes = (4,) if quick else (26, 58)
     steps = 10 if quick else 100
