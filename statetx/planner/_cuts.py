@@ -85,11 +85,15 @@ def candidates(program: Flat) -> Candidates:
     ends = [cuts.fixed, cuts.outer] if cuts.inner - cuts.outer else [cuts.outer]
 
     # The user's functions may end elsewhere than where the program is cut best, within a plateau of equal bytes too.
+    runs = list(cuts.runs)
     if program.blocks:
         unmarked = _Cuts.of(program, live, _loop_ends(program))
         lists += _intervals(program, live, unmarked)
-    allowed = dict.fromkeys(i for intervals in lists for i in intervals if i[0] < i[1] and _is_allowed(program, *i))
-    return Candidates(_stock(program, cuts.runs, cuts.all), list(allowed), cuts.runs, ends)
+        runs += unmarked.runs
+    periods = {i for run in runs for i in itertools.pairwise(run.boundaries)}
+    found = dict.fromkeys(i for intervals in lists for i in intervals if i[0] < i[1])
+    allowed = [i for i in found if i in periods or _is_allowed(program, *i)]
+    return Candidates(_stock(program, cuts.runs, cuts.all), allowed, cuts.runs, ends)
 
 
 class _Cuts(NamedTuple):
@@ -169,11 +173,11 @@ def _intervals(program: Flat, live: Sequence[int], cuts: _Cuts) -> list[Iterable
     return lists
 
 
-def merged_periods(program: Flat, run: Run, first: int, number: int) -> Interval | None:
+def merged_periods(run: Run, first: int, number: int) -> Interval | None:
     """The interval of some periods of a run; None if it is too large for a region."""
     start = run.start + first * run.period
     interval = start, start + number * run.period
-    return interval if number * run.period <= _MAX_MERGED and _is_allowed(program, *interval) else None
+    return interval if number * run.period <= _MAX_MERGED else None
 
 
 def _small(intervals: Iterable[Interval]) -> list[Interval]:
@@ -181,7 +185,10 @@ def _small(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _is_allowed(program: Flat, start: int, end: int) -> bool:
-    """Whether an interval can be a region: without loops, or a loop alone, or a function that the user rematerialized."""
+    """Whether an interval can be a region: without loops, or a loop alone, or a function that the user rematerialized.
+
+    The periods of a run can be regions, too, such as layers that run through a sequence.
+    """
     if end == start + 1 or (start, end) in program.blocks:
         return True
     return not any(start <= i < end for i in program.loops)
@@ -192,8 +199,8 @@ def _stock(program: Flat, runs: Sequence[Run], cuts: Sequence[int]) -> list[tupl
     loops = [(i, i + 1) for i in program.loops]
     if program.blocks or any(_has_remat_inside(program, i) for i in program.loops):
         return [(sorted({0, *program.ends} - {len(program)}), [*program.blocks, *loops])]
-    walls = {0, *(j for i in program.loops for j in (i, i + 1))}
     periods = [i for run in runs for i in itertools.pairwise(run.boundaries)]
+    walls = {0, *(j for j in _loop_ends(program) if not any(start < j < end for start, end in periods))}
     structural = sorted({*walls, *(b for run in runs for b in run.boundaries)} - {len(program)})
     finest = sorted(set(cuts) - {len(program)})
     return [(structural, [*periods, *loops]) if periods else (finest, [*itertools.pairwise([*finest, len(program)])])]

@@ -232,7 +232,7 @@ class Lattice:
         levels = [[(a - start, b - start, r) for (a, b), r in sorted(regions.items()) if start <= a and b <= end]]
         for number in (2, 4):
             intervals = [
-                merged_periods(self.program, group, k, number) for k in range(0, group.count - number + 1, number)
+                merged_periods(group, k, number) for k in range(0, group.count - number + 1, number)
             ]
             if not intervals or intervals[0] is None:
                 break
