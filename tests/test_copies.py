@@ -12,7 +12,7 @@ from statetx._lift.context import TraceContext
 from statetx.planner import _layout, _parts, _record
 from statetx.planner._analysis import Option
 from statetx.planner._candidate import with_gradient
-from statetx.planner._choice import cost_of
+from statetx.planner._choice import COPIES, HOLDS, cost_of
 from statetx.planner._copies import Copies
 from statetx.planner._lattice import Lattice
 
@@ -100,7 +100,7 @@ def test_paths_that_copy_are_cheaper_by_the_model():
     program = flat(stream, WS, X)
     options = {"equation_cost": flops, "policies": [], "offload": None, "deadline": lambda: False}
     families = Lattice(program, range(9), 1, **options, context=TraceContext()).families
-    assert [f.copies for f in families] == [False] * (len(families) - 1) + [True]
+    assert [f.kind for f in families] == [HOLDS] * (len(families) - 1) + [COPIES]
     limit = 1.3 * families[0].least_peak()
     reference, copying = families[0].choose(limit), families[-1].choose(limit)
     assert reference is not None and copying is not None

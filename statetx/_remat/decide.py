@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -62,10 +63,15 @@ def apply(
         for n, f in enumerate(inputs_stored_as)
         if f is not None and f.shrinks(jaxpr.invars[first + n].aval)
     }
+    return _with_inputs(jaxpr, jax_policy, labels)
+
+
+def _with_inputs(jaxpr: Jaxpr, policy: Any, labels: Mapping[int, mark.Stored]) -> tuple[Jaxpr, Any]:
+    """Store inputs in fewer bits, too; `labels` are by the indices of the inputs."""
     if not labels:
-        return jaxpr, jax_policy
-    keep = jax_policy or KeepMarked(max(Survey(jaxpr).regions, default=-1) + 1)
-    return mark.mark_inputs(jaxpr, labels, region=keep.region), keep
+        return jaxpr, policy
+    policy = policy or KeepMarked(max(Survey(jaxpr).regions, default=-1) + 1)
+    return mark.mark_inputs(jaxpr, labels, region=policy.region), policy
 
 
 def _apply(
@@ -100,9 +106,15 @@ def _apply(
     return _marked(jaxpr, labels, survey)
 
 
-def keep(jaxpr: Jaxpr, labels: Labels) -> tuple[Jaxpr, Any]:
-    """Return the jaxpr and the JAX policy that together save the values with these labels; the policy is None without labels."""
-    return _marked(jaxpr, labels, Survey(jaxpr))
+def keep(jaxpr: Jaxpr, labels: Labels, inputs: Mapping[int, mark.Stored] = MappingProxyType({})) -> tuple[Jaxpr, Any]:
+    """Return the jaxpr and the JAX policy that together save the values with these labels; the policy is None without labels.
+
+    Args:
+        inputs: labels of inputs that are stored in fewer bits, by index.
+    """
+    if not labels and not inputs:
+        return jaxpr, None
+    return _with_inputs(*_marked(jaxpr, labels, Survey(jaxpr)), inputs)
 
 
 def _marked(jaxpr: Jaxpr, labels: Labels, survey: Survey) -> tuple[Jaxpr, Any]:

@@ -9,7 +9,8 @@ during the backward pass come from a walk over its equations, which takes elemen
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -25,8 +26,10 @@ from .._jax import Jaxpr, Literal, Var
 from .._lift.context import TraceContext, device_bytes
 from .._loops.strategy import Strategy
 from .._remat import decide, mark
+from .._remat.stored import StoredType
 from .._remat.survey import Survey
 from .._tree import is_float
+from ._stored import Formats, format_of, stored_bytes, storing_cost
 
 Address = tuple[int, int]
 """A value of a region: (equation, output)."""
@@ -46,6 +49,8 @@ class Option(NamedTuple):
         offloaded: the subset of `saved` that is stored in host memory.
         loop: for a loop, how its carries are stored; None for an unchanged loop. `saved` then applies to each step.
         copies: whether inputs are computed again from what earlier regions keep, where that is cheap (`_copies`).
+        stored: those of `saved` that are stored in fewer bits, with their formats.
+        inputs: the inputs that are stored in fewer bits, by index, with their formats.
     """
 
     saved: frozenset[Address] | None
@@ -55,6 +60,13 @@ class Option(NamedTuple):
     offloaded: frozenset[Address] = frozenset()
     loop: Strategy | None = None
     copies: bool = False
+    stored: frozenset[tuple[Address, StoredType]] = frozenset()
+    inputs: tuple[tuple[int, StoredType], ...] = ()
+
+    @property
+    def decision(self) -> tuple[Any, ...]:
+        """What is done, without bytes and cost."""
+        return self.saved, self.offloaded, self.loop, self.copies, self.stored, self.inputs
 
 
 _PLANNED = -1  # the region number of the planner's marks; those of policies count from 0
@@ -80,6 +92,7 @@ class Graph:
         has_cotangent: for each output, whether it gets a cotangent.
         context: the transforms and shardings that the region runs under.
         kept_byte_cost: of writing a saved value that would otherwise not be in memory, and of reading it again.
+        formats: in which saved values may be stored.
     """
 
     def __init__(
@@ -91,6 +104,7 @@ class Graph:
         has_cotangent: Sequence[bool],
         context: TraceContext = TraceContext(),  # noqa: B008
         kept_byte_cost: float = 0.0,
+        formats: Formats = (),
     ):
         self.jaxpr = jaxpr
         self._context = context.for_other_inputs()
@@ -122,6 +136,13 @@ class Graph:
         # An output of the region is an input of others, and counted there: saving it takes no further bytes.
         outputs = {v for v in jaxpr.outvars if isinstance(v, Var)}
         self._output_addresses = {a for a, site in self.sites.items() if site.eqn.outvars[a[1]] in outputs}
+
+        self._formats: dict[Address, StoredType] = {}
+        for address in set(self._address_of.values()):
+            value = self.sites[address].value
+            if (format := format_of(value.type, formats, value.is_bits)) is not None:
+                self._formats[address] = format
+        self._equation_cost = equation_cost
 
         # The differentiated equations have more cost than the region's own: they also compute the coefficients of the derivative.
         self.costs = {i: equation_cost(self._forward.eqns[i]) for i in self._needed}
@@ -169,8 +190,7 @@ class Graph:
             solution = program.solve(limit)
             if solution is None:
                 break
-            saved, offloaded = solution
-            option = self.option(saved, offloaded, offload or 0.0)
+            option = self.option(*solution, per_byte=offload or 0.0)
             options.append(option)
             total = total or max(option.saved_bytes, 1)
             if option.saved_bytes == 0:
@@ -181,17 +201,54 @@ class Graph:
         return pareto_front(options)
 
     def option(
-        self, saved: frozenset[Address], offloaded: frozenset[Address] = frozenset(), per_byte: float = 0.0
+        self,
+        saved: frozenset[Address],
+        offloaded: frozenset[Address] = frozenset(),
+        smaller: frozenset[Address] = frozenset(),
+        per_byte: float = 0.0,
     ) -> Option:
-        """The region, saving these values."""
+        """The region, saving these values; those of `smaller` are stored in fewer bits."""
         recomputed = self._recomputed(saved)
-        saved_bytes = sum(self.bytes_of(address) for address in saved - offloaded)
+        stored = frozenset((address, self._formats[address]) for address in smaller)
+        saved_bytes = sum(self.bytes_of(address) for address in saved - offloaded - smaller)
+        saved_bytes += sum(map(self.stored_bytes, smaller))
         cost = sum(self.costs[i] for i in recomputed) + per_byte * sum(self.bytes_of(address) for address in offloaded)
-        cost += sum(map(self.kept_cost, saved - offloaded)) - self._baseline_kept_cost
+        cost += sum(map(self.kept_cost, saved - offloaded - smaller)) + sum(map(self.storing_cost, smaller))
+        cost -= self._baseline_kept_cost
 
-        # Offloaded values take no device memory between the passes. All of them count as fetched at once, which errs high.
-        offloaded_bytes = sum(self.bytes_of(address) for address in offloaded)
-        return Option(saved, saved_bytes, self._backward_bytes(recomputed) + offloaded_bytes, cost, offloaded)
+        # Offloaded values take no device memory between the passes. All of them count as fetched at once, which errs high. Of those
+        # in fewer bits one at a time counts as decoded, which errs low.
+        fetched_bytes = sum(self.bytes_of(address) for address in offloaded)
+        fetched_bytes += max((device_bytes(self.sites[address].value.type) for address in smaller), default=0)
+        return Option(
+            saved, saved_bytes, self._backward_bytes(recomputed) + fetched_bytes, cost, offloaded, stored=stored
+        )
+
+    def storing(
+        self, option: Option, inputs: Mapping[int, StoredType], outputs: Mapping[Address, StoredType]
+    ) -> Option:
+        """An option where no other region has these inputs and outputs: it holds them itself, in fewer bits if it is rematerialized."""
+        types = {i: self.jaxpr.invars[i].aval for i in inputs}
+        if option.saved is None:
+            held = sum(device_bytes(types[i]) for i in inputs if i in self.residual_inputs)
+            return option._replace(saved_bytes=option.saved_bytes + held)
+        read = {v for i in self._recomputed(option.saved) for v in self._forward.eqns[i].invars if isinstance(v, Var)}
+        read |= {v for v in self._forward.outvars[self._num_out :] if isinstance(v, Var)}
+        stored_inputs = tuple((i, inputs[i]) for i in sorted(inputs) if self._forward.invars[i] in read)
+        stored_outputs = {(address, outputs[address]) for address in option.saved if address in outputs}
+
+        stored = [(types[i], format) for i, format in stored_inputs]
+        stored += [(self.sites[address].value.type, format) for address, format in stored_outputs]
+        cost = sum(storing_cost(aval, format, self._equation_cost) for aval, format in stored)
+        saved_bytes = sum(stored_bytes(aval, format) for aval, format in stored)
+        cost += self._kept_byte_cost * saved_bytes
+        return option._replace(
+            saved_bytes=option.saved_bytes + saved_bytes,
+            backward_bytes=option.backward_bytes + max((device_bytes(aval) for aval, _ in stored), default=0),
+            cost=option.cost + cost,
+            stored=option.stored | stored_outputs,
+            inputs=stored_inputs,
+        )
 
     def baseline(self) -> Option:
         """The region without rematerialization."""
@@ -205,6 +262,20 @@ class Graph:
 
     def bytes_of(self, address: Address) -> int:
         return 0 if address in self._output_addresses else device_bytes(self.sites[address].value.type)
+
+    def stored_bytes(self, address: Address) -> int:
+        """Bytes of a value that is stored in fewer bits. Of an output, other regions have the value itself."""
+        return stored_bytes(self.sites[address].value.type, self._formats[address])
+
+    def storing_cost(self, address: Address) -> float:
+        """The cost of storing a value in fewer bits, and of writing and reading it."""
+        cost = storing_cost(self.sites[address].value.type, self._formats[address], self._equation_cost)
+        return cost + self._kept_byte_cost * self.stored_bytes(address)
+
+    @property
+    def smaller(self) -> frozenset[Address]:
+        """The values that can be stored in fewer bits than now: outputs are in memory for other regions."""
+        return frozenset(a for a in self._formats if self.stored_bytes(a) < self.bytes_of(a))
 
     def kept_cost(self, address: Address) -> float:
         """The cost of writing a value for the backward pass, and reading it there."""
@@ -296,23 +367,29 @@ class Graph:
             saved = [v for v, address in self._address_of.items() if address in option.saved]
 
         # Everything that is not recomputed is an argument of this program and takes no temporary memory in it: saved values and
-        # inputs of the region are counted by `Layout.peak`.
+        # inputs of the region are counted by `Layout.peak`. Those in fewer bits are arguments as they are stored.
         computed = {v for e in recomputed for v in e.outvars}
         inputs = dict.fromkeys(v for e in recomputed for v in e.invars if isinstance(v, Var) and v not in computed)
         inputs |= dict.fromkeys(v for v in [*backward.forward_residuals, *saved] if v not in computed)
+        formats = self._formats_in(option, inputs)
+        types = [[v.aval] if v not in formats else formats[v].types(v.aval) for v in inputs]
 
         recomputation = _jax.rebuild(
             self._forward, invars=list(inputs), outvars=backward.forward_residuals, eqns=recomputed
         )
 
-        def run(values: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+        def run(arrays: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+            left = iter(arrays)
+            stored = [[next(left) for _ in group] for group in types]
+            values = [
+                formats[v].decode(x, v.aval) if v in formats else x[0] for v, x in zip(inputs, stored, strict=True)
+            ]
             residuals = _jax.interpret(recomputation, values, lambda eqn, ins: _jax.bind_equation(eqn, eqn.params, ins))
             return _jax.evaluate(backward.jaxpr, (), [*residuals, *cts])
 
-        avals = [v.aval for v in (*inputs, *backward.cotangents)]
-        program = self._context.program(
-            lambda *xs: run(xs[: len(inputs)], xs[len(inputs) :]), avals, fast_compile_options()
-        )
+        num = sum(map(len, types))
+        avals = [*itertools.chain.from_iterable(types), *(v.aval for v in backward.cotangents)]
+        program = self._context.program(lambda *xs: run(xs[:num], xs[num:]), avals, fast_compile_options())
         # Cotangents and offloaded values are arguments and outputs of this program; within the whole they are temporary. The
         # context maps the program over all examples of a `vmap`, and the model counts one of them.
         temp_bytes = program.cost.temp_bytes // self._context.num_examples
@@ -320,6 +397,14 @@ class Graph:
         cotangent_bytes = sum(device_bytes(v.aval) for v in (*backward.cotangents, *out_cotangents))
         offloaded_bytes = sum(self.bytes_of(address) for address in option.offloaded)
         return option._replace(backward_bytes=temp_bytes + cotangent_bytes + offloaded_bytes)
+
+    def _formats_in(self, option: Option, variables: Iterable[Any]) -> dict[Any, StoredType]:
+        """Of the variables of the forward pass, those that an option stores in fewer bits."""
+        by_address, by_input = dict(option.stored), dict(option.inputs)
+        of_inputs = {v: by_input[i] for i, v in enumerate(self._forward.invars) if i in by_input}
+        of_saved = {v: by_address[a] for v, a in self._address_of.items() if a in by_address}
+        formats = of_inputs | of_saved
+        return {v: formats[v] for v in variables if v in formats}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -403,12 +488,13 @@ def pareto_front(options: Sequence[Option]) -> list[Option]:
 class _IntegerProgram:
     """Which values to save, and which equations to run again, at the least cost.
 
-    Variables are binary: run[i] for each needed equation, save[a] (and offload[a]) for each address. A value v is available if
-    its equation runs or it is saved: available(v) = run[producer(v)] + save[a] + offload[a]. Minimize the cost of what runs, such that
+    Variables are binary: run[i] for each needed equation, save[a] (and offload[a], and store[a] for saving in fewer bits) for each
+    address. A value v is available if its equation runs or it is saved: available(v) = run[producer(v)] + save[a] + offload[a] + store[a].
+    Minimize the cost of what runs, and of storing in fewer bits, such that
 
         available(v) >= 1                    for each residual v,
         available(u) - run[i] >= 0           for each operand u of equation i that an equation computes,
-        sum of bytes(a) save[a] <= limit     (the last row).
+        sum of bytes(a) save[a] + bytes of the stored form store[a] <= limit     (the last row).
     """
 
     def __init__(self, graph: Graph, offload: float | None):
@@ -418,8 +504,13 @@ class _IntegerProgram:
         self._addresses = sorted(set(graph._address_of.values()))
         equations = graph._needed
         column: dict[tuple[str, Any], int] = {("run", i): n for n, i in enumerate(equations)}
-        for storage in ("keep", "offload") if offload is not None else ("keep",):
-            column |= {(storage, address): len(column) + n for n, address in enumerate(self._addresses)}
+        smaller = graph.smaller
+        self._smaller = [address for address in self._addresses if address in smaller]
+        storages = {"keep": self._addresses, "store": self._smaller}
+        if offload is not None:
+            storages["offload"] = self._addresses
+        for storage, addresses in storages.items():
+            column |= {(storage, address): len(column) + n for n, address in enumerate(addresses)}
         self._column = column
         self._sizes = np.array([graph.bytes_of(address) for address in self._addresses], float)
 
@@ -430,9 +521,7 @@ class _IntegerProgram:
             terms = [(column["run", graph._producer[v]], 1.0)]
             address = graph._address_of.get(v)
             if address is not None:
-                terms += [
-                    (column[storage, address], 1.0) for storage in ("keep", "offload") if (storage, address) in column
-                ]
+                terms += [(column[storage, address], 1.0) for storage in storages if (storage, address) in column]
             return terms
 
         for v in graph._residuals:
@@ -450,6 +539,8 @@ class _IntegerProgram:
                 matrix[r, c] += x
         for address, size in zip(self._addresses, self._sizes, strict=True):
             matrix[len(rows), column["keep", address]] = size
+        for address in self._smaller:
+            matrix[len(rows), column["store", address]] = graph.stored_bytes(address)
         self._matrix, self._lower = matrix.tocsr(), np.array([*lower, -np.inf])
 
         # The objective is scaled to the most expensive equation, so that small terms in proportion to it can break ties: of equal
@@ -465,10 +556,15 @@ class _IntegerProgram:
             objective[column["keep", address]] = graph.kept_cost(address) / scale + 1e-6 * (size / total) + 1e-9
             if ("offload", address) in column:
                 objective[column["offload", address]] = size * (offload or 0.0) / scale + 2e-6 * (size / total) + 2e-9
+        for address in self._smaller:
+            size = graph.stored_bytes(address)
+            objective[column["store", address]] = graph.storing_cost(address) / scale + 1e-6 * (size / total) + 1e-9
         self._objective = objective
 
-    def solve(self, limit: float) -> tuple[frozenset[Address], frozenset[Address]] | None:
-        """Return the values to save, at most `limit` bytes of them on the device, and the offloaded subset; None if infeasible.
+    def solve(self, limit: float) -> tuple[frozenset[Address], frozenset[Address], frozenset[Address]] | None:
+        """Return the values to save, at most `limit` bytes of them on the device, the offloaded ones, and those in fewer bits.
+
+        None if it is infeasible.
 
         After `_SOLVER_NODES` HiGHS returns its best solution so far, which may cost more than the optimum, or none, which
         counts as infeasible. `Plan.complete` does not tell: it is about the user's time limit. The
@@ -495,5 +591,6 @@ class _IntegerProgram:
         # Integers hold to within a tolerance, so a binary variable is near 0 or 1.
         is_chosen = {key: result.x[c] > 0.5 for key, c in self._column.items()}
         offloaded = frozenset(a for a in self._addresses if is_chosen.get(("offload", a)))
-        saved = frozenset(a for a in self._addresses if is_chosen["keep", a]) | offloaded
-        return saved, offloaded
+        smaller = frozenset(a for a in self._smaller if is_chosen["store", a]) - offloaded
+        kept = frozenset(a for a in self._addresses if is_chosen["keep", a])
+        return kept | offloaded | smaller, offloaded, smaller - kept

@@ -29,6 +29,7 @@ import numpy as np
 from .._lift.context import device_bytes
 from .._text import format_bytes
 from ._dataflow import Dataflow, Node, Value
+from ._stored import Formats
 
 if TYPE_CHECKING:
     from ._capture import Recorded, Step
@@ -55,8 +56,8 @@ class LowerBound:
 
     It holds for every order in which the equations of the program and of its derivative may run, and run again, where:
 
-    - The program is the one that JAX differentiates. Each of its values is held whole or not at all: not in fewer bits, not in
-      parts. A value in host memory (``offload=True``) counts as held.
+    - The program is the one that JAX differentiates. Each of its values is held whole or not at all, not in parts. It counts in the
+      smallest format that the plan may use (``stored_as``). A value in host memory (``offload=True``) counts as held.
     - Operations count as in `Plan.extra_flops`. Elementwise operations, moves of data and random bits are free to repeat: XLA computes
       them within the kernels that read them, where they have no memory and their repetition is not counted.
     - A product, convolution or reduction writes its result to memory, or elementwise functions of it: one kernel does not compute two
@@ -135,6 +136,7 @@ def lower_bound(
     output_bytes: Sequence[int] | None,
     baseline_operations: float,
     records: Sequence[Any] | None = None,
+    formats: Formats = (),
 ) -> LowerBound:
     """The bound of a program.
 
@@ -143,18 +145,21 @@ def lower_bound(
         output_bytes: sizes of its outputs that have memory of their own; None for those of the only gradient.
         baseline_operations: those of the program without rematerialization, with its gradients and the rest of the step.
         records: `LowerBound.records` of an earlier one. What it was asked is not computed again.
+        formats: in which values may be held.
     """
-    find = lambda gradient: _problem(gradient, output_bytes, baseline_operations)  # noqa: E731
+    find = lambda gradient: _problem(gradient, output_bytes, baseline_operations, formats)  # noqa: E731
     found = [_Record() for _ in gradients] if records is None else map(_Record.from_json, records)
     bounds = [_GradientBound(functools.partial(find, g), record) for g, record in zip(gradients, found, strict=True)]
     return LowerBound(bounds)
 
 
-def _problem(gradient: Recorded, output_bytes: Sequence[int] | None, baseline_operations: float) -> _Problem | None:
+def _problem(
+    gradient: Recorded, output_bytes: Sequence[int] | None, baseline_operations: float, formats: Formats
+) -> _Problem | None:
     """The integer program of a gradient; None if nothing bounds it."""
     context = gradient.context
     with context.bind_axes():
-        flow = Dataflow(gradient.jaxpr, gradient.diff_indices, gradient.num_out)
+        flow = Dataflow(gradient.jaxpr, gradient.diff_indices, gradient.num_out, formats)
     turn = _turn(flow)
     if turn is None:
         return None

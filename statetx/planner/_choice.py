@@ -15,6 +15,17 @@ _MAX_STATES = 768  # pairs of bytes and cost that the dynamic program follows
 
 Choice = tuple[Layout, list[Option]]
 
+# How the regions of a path hold what they read: the values are in memory for all of them; regions compute inputs again from what earlier
+# ones keep; or each stores its inputs in fewer bits.
+HOLDS, COPIES, STORES = "holds", "copies", "stores"
+
+
+def kind_of(options: Sequence[Option]) -> str:
+    """The kind of family that a choice belongs to."""
+    if any(o.copies for o in options):
+        return COPIES
+    return STORES if any(o.inputs for o in options) else HOLDS
+
 
 def cost_of(choice: Choice) -> float:
     return sum(option.cost for option in choice[1])
@@ -32,7 +43,7 @@ class Family:
         ends: where its regions begin and end; None for everywhere.
         is_uniform: whether all steps of a loop are treated alike.
         layout_of: a partition by its cuts.
-        copies: whether regions compute inputs again from what earlier ones keep.
+        kind: how regions hold what they read; see `HOLDS`.
     """
 
     def __init__(
@@ -43,9 +54,9 @@ class Family:
         layout_of: Callable[[Sequence[int]], Layout],
         *,
         is_uniform: bool = False,
-        copies: bool = False,
+        kind: str = HOLDS,
     ):
-        self.copies = copies
+        self.kind = kind
         self._num, self.ends, self._layout_of, self.is_uniform = num, ends, layout_of, is_uniform
         self._arcs = sorted(arcs.items())
         everything = [arc for _, row in self._arcs for _, arc in row]

@@ -201,7 +201,8 @@ def _with_copies(
     jaxpr = _jax.rebuild(part.jaxpr, invars=invars, outvars=outvars, eqns=all_eqns)
     shifted = frozenset((i + len(first), n) for i, n in option.saved or ())
     offloaded = frozenset((i + len(first), n) for i, n in option.offloaded)
-    return Part("region", jaxpr, invars, outvars), option._replace(saved=shifted, offloaded=offloaded)
+    stored = frozenset(((i + len(first), n), format) for (i, n), format in option.stored)
+    return Part("region", jaxpr, invars, outvars), option._replace(saved=shifted, offloaded=offloaded, stored=stored)
 
 
 def _instead_equations(x: Any, copy: Any, target: Any, like: Any) -> list[Any]:

@@ -27,8 +27,10 @@ from .._equations.structure import Body
 from .._jax import Jaxpr
 from .._lift.context import device_bytes
 from .._positions import function_of
+from .._remat.bits import are_bits, is_bits
 from .._tree import freeze, is_float
 from ._parts import flatten
+from ._stored import Formats, format_of, stored_bytes
 
 
 class Loop(NamedTuple):
@@ -56,11 +58,13 @@ class Operand:
         share: the fraction that is available in any case; 1 for inputs, outputs and constants of the program.
         parts: other operands that it comes from, each with its factor.
         is_backward: whether it depends on the cotangents of the program.
+        is_bits: whether it is proved to be 0 or 1.
     """
 
-    def __init__(self, home: Loop = PROGRAM, share: float = 0.0, is_backward: bool = False):
+    def __init__(self, home: Loop = PROGRAM, share: float = 0.0, is_backward: bool = False, is_bits: bool = False):
         self.home = home
         self.share = share
+        self.is_bits = is_bits
         self.parts: list[tuple[Operand, float]] = []
         self.is_backward = is_backward
 
@@ -102,11 +106,11 @@ class Value(Operand):
     """A result of an equation.
 
     Attributes:
-        num_bytes: on one device, of all steps together.
+        num_bytes: on one device, of all steps together, in the smallest format.
     """
 
-    def __init__(self, producer: Node, home: Loop, num_bytes: int):
-        super().__init__(home, is_backward=producer.is_backward)
+    def __init__(self, producer: Node, home: Loop, num_bytes: int, is_bits: bool):
+        super().__init__(home, is_backward=producer.is_backward, is_bits=is_bits)
         self.producer = producer
         self.num_bytes = num_bytes
 
@@ -124,13 +128,15 @@ class Dataflow:
         jaxpr: the program, without constants.
         diff_indices: the inputs to differentiate with respect to.
         num_out: number of differentiated outputs; they come first.
+        formats: in which values may be held.
 
     Attributes:
         nodes: the equations of forward and backward pass, in an order in which they can run.
         output_bytes: sizes of the outputs: those of the program, and the gradients.
     """
 
-    def __init__(self, jaxpr: Jaxpr, diff_indices: Sequence[int], num_out: int):
+    def __init__(self, jaxpr: Jaxpr, diff_indices: Sequence[int], num_out: int, formats: Formats = ()):
+        self._formats = formats
         self.nodes: list[Node] = []
         self._nodes_by_key: dict[Hashable, Node] = {}
         self._literals: dict[Hashable, Operand] = {}
@@ -148,7 +154,7 @@ class Dataflow:
         return _jax.interpret(jaxpr, [*constants, *operands], rule, literal=self._literal)
 
     def _literal(self, atom: Any) -> Operand:
-        return self._literals.setdefault((freeze(atom.val), atom.aval), Operand(share=1.0))
+        return self._literals.setdefault((freeze(atom.val), atom.aval), Operand(share=1.0, is_bits=is_bits(atom)))
 
     def _results(self, eqn: Any, operands: list[Operand], loop: Loop) -> Sequence[Operand]:
         if eqn.primitive.name in CALLS:
@@ -172,12 +178,20 @@ class Dataflow:
         fuses = row_of(eqn).fuses or eqn.primitive.name.startswith(_RANDOM)
         is_free = fuses or home.is_moved or eqn.effects or any(True for _ in _jax.inner_jaxprs(eqn))
         node = Node(operands, 0.0 if is_free else float(flops(eqn) * home.times), fuses)
-        node.results = [Value(node, home, _bytes_of(v.aval) * home.times) for v in eqn.outvars]
+        bits = are_bits(eqn, [operand.is_bits for operand in operands])
+        sizes = [self._bytes_of(v.aval, b) for v, b in zip(eqn.outvars, bits, strict=True)]
+        node.results = [Value(node, home, n * home.times, b) for n, b in zip(sizes, bits, strict=True)]
         if eqn.effects:
             for value in node.results:
                 value.share = 1.0
         self.nodes.append(node)
         return node
+
+    def _bytes_of(self, aval: Any, is_bits: bool) -> int:
+        if not (hasattr(aval, "dtype") and hasattr(aval, "shape")):
+            return 0  # a token, say
+        format = format_of(aval, self._formats, is_bits)
+        return device_bytes(aval) if format is None else stored_bytes(aval, format)
 
     def _steps(self, eqn: Any, operands: list[Operand], loop: Loop) -> list[Operand]:
         """A loop: see the module."""
@@ -199,6 +213,7 @@ class Dataflow:
             if not same:
                 carries[i].parts += [(initial[i], 1 / length), (outs[i], 1.0)]
                 results[i] = _part_of(outs[i], length, around)
+                results[i].is_bits = outs[i].is_bits and initial[i].is_bits
         return [*results, *(_part_of(y, 1.0, around) for y in outs[num_carry:])]
 
 
@@ -211,13 +226,9 @@ def _home(operands: Sequence[Operand]) -> Loop:
 
 
 def _part_of(operand: Operand, factor: float, home: Loop) -> Operand:
-    part = Operand(home, is_backward=operand.is_backward)
+    part = Operand(home, is_backward=operand.is_backward, is_bits=operand.is_bits)
     part.parts.append((operand, factor))
     return part
-
-
-def _bytes_of(aval: Any) -> int:
-    return device_bytes(aval) if hasattr(aval, "dtype") and hasattr(aval, "shape") else 0  # not a token, say
 
 
 def _with_gradient(jaxpr: Jaxpr, diff_indices: Sequence[int], num_out: int) -> tuple[Jaxpr, int]:

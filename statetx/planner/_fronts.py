@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import _jax
 from .._lift.context import TraceContext, device_bytes
 from .._loops import schedule
 from .._loops.strategy import Lengths, Slots
+from .._remat.stored import StoredType
 from ._analysis import Address, EquationCost, Graph, Option, pareto_front
 from ._groups import Groups, in_groups
 from ._parts import Part
+from ._stored import Formats
 
 # Carries in use beside the slots of a loop under reversal: the copy that `_loops.reversal` reads from a slot, and the next carry,
 # which a step computes from it. Cotangents of the carry are among the step's backward bytes.
 _CARRIES_BESIDE_SLOTS = 2
+
+
+_FREE = Option(None, 0, 0, 0.0)
 
 
 class Front:
@@ -28,6 +33,7 @@ class Front:
         uniform_options: the front of options that treat all steps of a loop alike; the same list if there are no others.
         stock: the option of each stock policy.
         version: number of measurements so far; each may change the front.
+        is_free: whether the part has no backward pass.
 
     Args:
         steps: options of the part's equations; for a loop, of one step. The first leaves them unchanged.
@@ -48,6 +54,7 @@ class Front:
         self._steps, self._stock = list(steps), list(stock)
         self._graph = graph
         self._expand = expand
+        self.is_free = graph is None and self._steps[:1] == [_FREE]
         self._measured: set[Any] = set()
         self._bytes = {} if measured is None else measured
         self.version = 0
@@ -75,34 +82,61 @@ class Front:
         graph = self._graph
         if graph is None or not kept <= graph.sites.keys():
             return None
-        saved = dict.fromkeys(o.saved - derived | kept for o in self._steps if o.saved is not None and not o.offloaded)
-        found = map(graph.option, saved)
+        saved = dict.fromkeys(
+            (o.saved - derived | kept, frozenset(a for a, _ in o.stored) - derived - kept)
+            for o in self._steps
+            if o.saved is not None and not o.offloaded
+        )
+        found = [graph.option(values, smaller=smaller) for values, smaller in saved]
         options = [o._replace(cost=o.cost + cost, copies=True) for o in found]
         return Front(options, options[-1:], graph, measured=self._bytes) if options else None
 
+    def storing(self, part: Part, inputs: Mapping[int, StoredType], outputs: Mapping[Address, StoredType]) -> Front:
+        """The options of a part where no other part has some of its inputs and outputs, but each holds what it reads itself.
+
+        A rematerialized region stores them in fewer bits.
+        """
+        graph = self._graph
+        if self.is_free or not (inputs or outputs):
+            return self
+        if graph is not None and part.eqn is None:
+            steps, stock = (
+                [graph.storing(o, inputs, outputs) for o in options] for options in (self._steps, self._stock)
+            )
+            return Front(steps, stock, graph, measured=self._bytes)
+        held = sum(device_bytes(part.invars[i].aval) for i in inputs)
+
+        def expand(steps: Sequence[Option]) -> list[Option]:
+            return [o._replace(saved_bytes=o.saved_bytes + held) for o in self._expand(steps)]
+
+        return Front(self._steps, self._stock, graph, expand, self._bytes)
+
     def measure(self, option: Option) -> bool:
         """Replace modeled backward bytes by those of the compiled backward pass. Returns whether anything was measured."""
-        decisions = [(option.saved, option.offloaded)]
-        if isinstance(option.loop, Groups):
-            decisions = [(step.saved, step.offloaded) for _, step in option.loop.steps()]
-        new = [d for d in dict.fromkeys(decisions) if d not in self._measured]
+        steps = [step for _, step in option.loop.steps()] if isinstance(option.loop, Groups) else [option]
+        new = [d for d in dict.fromkeys(map(_of_step, steps)) if d not in self._measured]
         if self._graph is None or not new:
             return False
-        for saved, offloaded in new:
-            self._measure(self._graph, saved, offloaded)
+        for decision in new:
+            self._measure(self._graph, decision)
         self.version += 1
         self._update()
         return True
 
-    def _measure(self, graph: Graph, saved: Any, offloaded: Any) -> None:
-        self._measured.add((saved, offloaded))
+    def _measure(self, graph: Graph, decision: tuple[Any, ...]) -> None:
+        self._measured.add(decision)
         # A policy may save the same values as an option of the front: both are replaced, and the program is compiled once.
         for options in (self._steps, self._stock):
             for i, o in enumerate(options):
-                if (o.saved, o.offloaded) == (saved, offloaded):
-                    if (saved, offloaded) not in self._bytes:
-                        self._bytes[saved, offloaded] = graph.measure(o).backward_bytes
-                    options[i] = o._replace(backward_bytes=self._bytes[saved, offloaded])
+                if _of_step(o) == decision:
+                    if decision not in self._bytes:
+                        self._bytes[decision] = graph.measure(o).backward_bytes
+                    options[i] = o._replace(backward_bytes=self._bytes[decision])
+
+
+def _of_step(option: Option) -> tuple[Any, ...]:
+    """What the backward bytes of an option, or of a step of a loop, depend on."""
+    return option.saved, option.offloaded, option.stored, option.inputs
 
 
 def front_of(
@@ -116,9 +150,10 @@ def front_of(
     deadline: Callable[[], bool],
     context: TraceContext,
     kept_byte_cost: float = 0.0,
+    formats: Formats = (),
 ) -> Front:
     # Without tangents or cotangents the part has no backward pass, and saves nothing for it.
-    free = [Option(None, 0, 0, 0.0)]
+    free = [_FREE]
     if not any(is_differentiated) or not any(has_cotangent):
         return Front(free, free * len(policies))
 
@@ -136,7 +171,8 @@ def front_of(
         # would then be missing from the model. This errs towards more recomputation.
         offload = None
     try:
-        graph = Graph(part.jaxpr, equation_cost, is_computed, is_differentiated, has_cotangent, context, kept_byte_cost)
+        flags = is_computed, is_differentiated, has_cotangent
+        graph = Graph(part.jaxpr, equation_cost, *flags, context, kept_byte_cost, formats)
     except Exception:  # no reverse-mode derivative: the error belongs where the user differentiates, and only there
         return Front(free, free * len(policies))
 
@@ -172,12 +208,14 @@ def _of_loop(part: Part, graph: Graph, is_carry: Sequence[bool], steps: Sequence
             outer = length // inner
             backward_bytes = inner * (carry_bytes + step.saved_bytes) + step.backward_bytes
             cost = length * (graph.forward_cost + step.cost)
-            options.append(Option(step.saved, outer * carry_bytes, backward_bytes, cost, loop=Lengths(outer, inner)))
+            nested = Option(step.saved, outer * carry_bytes, backward_bytes, cost, loop=Lengths(outer, inner))
+            options.append(nested._replace(stored=step.stored))
 
         # Last, as `Front` relies on: one level, with a carry and the saved values of every step.
         saved_bytes = length * (carry_bytes + step.saved_bytes)
         options.append(step._replace(saved_bytes=saved_bytes, cost=length * step.cost, loop=Lengths(length)))
-        uniform.append(options[-1])
+        if not step.stored:
+            uniform.append(options[-1])
     return [options[0], *in_groups(length, uniform, slice_bytes), *options[1:]]
 
 
@@ -185,8 +223,9 @@ def _with_slots(step: Option, graph: Graph, length: int, carry_bytes: int) -> li
     """The loop reversed from slots, for various numbers of them. `step` is the baseline: one step at a time saves its residuals."""
     options, slots = [], 1
     while slots < length:
-        # Of all evaluations as many as there are steps count as the forward pass, which the baseline has too.
-        num_reruns = schedule.num_evaluations(length, slots) - length
+        # Of all runs as many as there are steps count as the forward pass, which the baseline has too.
+        bytes_of_step = {"carry_bytes": carry_bytes, "residual_bytes": step.saved_bytes}
+        num_reruns = Slots(slots).runs(length, **bytes_of_step) - length
         backward_bytes = step.backward_bytes + step.saved_bytes + _CARRIES_BESIDE_SLOTS * carry_bytes
         options.append(
             Option(None, slots * carry_bytes, backward_bytes, num_reruns * graph.forward_cost, loop=Slots(slots))

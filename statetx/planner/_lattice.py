@@ -21,17 +21,18 @@ import numpy as np
 
 from .._jax import Jaxpr, Literal
 from .._lift.context import TraceContext, device_bytes
-from ._analysis import EquationCost
-from ._choice import Arc, Family, Periods, cost_of
+from ._analysis import Address, EquationCost
+from ._choice import COPIES, HOLDS, STORES, Arc, Family, Periods, cost_of
 from ._copies import Copies
 from ._cuts import Interval, Run, candidates, merged_periods
 from ._fronts import Front, front_of
 from ._layout import Layout, Region
 from ._parts import Flat, Part, cotangent_variables, differentiated_variables
+from ._stored import Formats, formats_of_variables
 
 _MIN_COMPOSED = 8  # periods of a run from which on they are composed: a path through fewer is followed region by region
 _COMPARED = (1.3, 1.5, 1.7, 2.0)  # limits at which families are compared, by the least memory
-_CLEARLY_CHEAPER = 0.95
+_CLEARLY_CHEAPER = _CLEARLY_LESS = 0.95
 _MIN_STEPS = 4  # of composed periods: more would be composed further
 
 
@@ -62,13 +63,15 @@ class Lattice:
         deadline: Callable[[], bool],
         context: TraceContext,
         kept_byte_cost: float = 0.0,
+        formats: Formats = (),
     ):
         self.program = program
         self.regions: dict[Interval, Region] = {}
-        self._front_options = equation_cost, policies, offload, deadline, context, kept_byte_cost
+        self._front_options = equation_cost, policies, offload, deadline, context, kept_byte_cost, formats
         self._fronts: dict[Any, Front] = {}
         jaxpr = program.jaxpr
         self._copying_fronts: dict[Any, Front | None] = {}
+        self._storing_fronts: dict[Any, Front] = {}
         self._computed = {v for e in jaxpr.eqns for v in e.outvars}
         self._differentiated = differentiated_variables(jaxpr, diff_indices)
         self._with_cotangent = cotangent_variables(jaxpr, num_out)
@@ -86,7 +89,10 @@ class Lattice:
         if any(front.options is not front.uniform_options for front in self._fronts.values()):
             self.families.insert(0, self._family(groups, self.regions, None, False))
         if self._copies.derived and not deadline():
-            self._add_copying_family(found.runs)
+            self._add_family(COPIES, found.runs, self._copies.derived, self._copying)
+        self._storable = formats_of_variables(jaxpr, formats)
+        if self._storable and not deadline():
+            self._add_family(STORES, found.runs, self._storable.keys(), self._storing)
 
     def region(self, start: int, end: int) -> Region:
         """The region of an interval. Equal parts, such as the layers of a model, share one front."""
@@ -117,22 +123,36 @@ class Lattice:
 
     # -- the arcs ------------------------------------------------------------------------------------------------------
 
-    def _add_copying_family(self, runs: Sequence[Run]) -> None:
-        """Add the paths through regions that compute inputs again from what earlier ones keep, if there are any."""
+    def _add_family(
+        self,
+        kind: str,
+        runs: Sequence[Run],
+        unheld: Set[Any],
+        variant: Callable[[Region, _Lifetimes], Region | None],
+    ) -> None:
+        """Add the paths through variants of the regions, if some of them are cheaper.
+
+        Args:
+            unheld: the values that are not in memory between regions.
+            variant: of a region; None if it has none.
+        """
         with_cotangent = self._differentiated & self._with_cotangent
-        lifetimes = _Lifetimes(self.program.jaxpr, with_cotangent, self._copies.derived)
+        lifetimes = _Lifetimes(self.program.jaxpr, with_cotangent, unheld)
         regions: dict[Interval, Region] = {}
 
         def region_of(start: int, end: int) -> Region | None:
-            if (start, end) not in regions and (found := self._copying(self.region(start, end), lifetimes)) is not None:
+            if (start, end) not in regions and (found := variant(self.region(start, end), lifetimes)) is not None:
                 regions[start, end] = found
             return regions.get((start, end))
 
         for interval in sorted(self.regions):
             region_of(*interval)
         groups = self._groups(runs, regions, region_of)
-        family = self._family(groups, regions, None, True, copying=region_of)
-        if family.has_path() and _is_cheaper(family, self.families[0]):
+        family = self._family(groups, regions, None, True, kind, region_of)
+        if not family.has_path():
+            return
+        is_smaller = kind == STORES and family.least_peak() < _CLEARLY_LESS * self.families[0].least_peak()
+        if is_smaller or _is_cheaper(family, self.families[0]):
             self.families.append(family)
 
     def _copying(self, region: Region, lifetimes: _Lifetimes) -> Region | None:
@@ -152,6 +172,18 @@ class Lattice:
         out_bytes, cotangent_bytes = lifetimes.bytes(start, end)
         return Region(start, end, part, front, out_bytes, cotangent_bytes + sum(device_bytes(v.aval) for v in inputs))
 
+    def _storing(self, region: Region, lifetimes: _Lifetimes) -> Region:
+        """A region in a path where each region stores what it reads in fewer bits."""
+        start, end, part, front = region[:4]
+        formats, addresses = self._storable, _addresses(part.jaxpr) if part.eqn is None else {}
+        inputs = {i: formats[v] for i, v in enumerate(part.invars) if not isinstance(v, Literal) and v in formats}
+        pairs = zip(part.outvars, part.jaxpr.outvars, strict=False)
+        outputs = {addresses[ours]: formats[v] for v, ours in pairs if v in formats and ours in addresses}
+        key = front, tuple(inputs.items()), tuple(outputs.items())
+        if key not in self._storing_fronts:
+            self._storing_fronts[key] = front.storing(part, inputs, outputs)
+        return Region(start, end, part, self._storing_fronts[key], *lifetimes.bytes(start, end))
+
     def _inputs_to_copy(self, part: Part) -> list[Any]:
         return self._copies.in_order([v for v in part.invars if not isinstance(v, Literal)])
 
@@ -168,7 +200,8 @@ class Lattice:
         regions: dict[Interval, Region],
         ends: set[int] | None,
         is_uniform: bool,
-        copying: _RegionOf | None = None,
+        kind: str = HOLDS,
+        region_of: _RegionOf | None = None,
     ) -> Family:
         """The paths through all regions, or through those that begin and end at some equations."""
 
@@ -195,10 +228,10 @@ class Lattice:
             is_inside = any(a < end and start < b and not (start <= a and b <= end) for a, b in composed)
             if not is_inside and is_allowed(start, end):
                 arcs.setdefault(end, []).append((start, region))
-        layout = self.layout if copying is None else functools.partial(self._copying_layout, copying)
-        return Family(len(self.program), arcs, ends, layout, is_uniform=is_uniform, copies=copying is not None)
+        layout = self.layout if region_of is None else functools.partial(self._layout_of_variants, region_of)
+        return Family(len(self.program), arcs, ends, layout, is_uniform=is_uniform, kind=kind)
 
-    def _copying_layout(self, region_of: _RegionOf, cuts: Sequence[int]) -> Layout:
+    def _layout_of_variants(self, region_of: _RegionOf, cuts: Sequence[int]) -> Layout:
         regions = [region_of(*interval) for interval in itertools.pairwise([*cuts, len(self.program)])]
         return Layout(self.program, [r for r in regions if r is not None])
 
@@ -231,9 +264,7 @@ class Lattice:
         start, end = group.start, group.start + group.period
         levels = [[(a - start, b - start, r) for (a, b), r in sorted(regions.items()) if start <= a and b <= end]]
         for number in (2, 4):
-            intervals = [
-                merged_periods(group, k, number) for k in range(0, group.count - number + 1, number)
-            ]
+            intervals = [merged_periods(group, k, number) for k in range(0, group.count - number + 1, number)]
             if not intervals or intervals[0] is None:
                 break
             for interval in intervals[:1] if group.count >= _MIN_COMPOSED else intervals:
@@ -244,6 +275,10 @@ class Lattice:
                 break
             levels.append([(0, number * group.period, first)])
         return _Group(group, levels)
+
+
+def _addresses(jaxpr: Jaxpr) -> dict[Any, Address]:
+    return {v: (i, n) for i, eqn in enumerate(jaxpr.eqns) for n, v in enumerate(eqn.outvars)}
 
 
 def _is_cheaper(family: Family, other: Family) -> bool:
@@ -275,10 +310,10 @@ class _Lifetimes:
 
     Args:
         with_cotangent: the variables with a cotangent.
-        derived: those that are computed again where they are read.
+        unheld: those that are not in memory between regions: each region makes or holds what it reads.
     """
 
-    def __init__(self, jaxpr: Jaxpr, with_cotangent: set[Any], derived: Set[Any] = frozenset()):
+    def __init__(self, jaxpr: Jaxpr, with_cotangent: set[Any], unheld: Set[Any] = frozenset()):
         first_reads: dict[Any, int] = {}
         last_reads: dict[Any, int] = {}
         for i, eqn in enumerate(jaxpr.eqns):
@@ -292,15 +327,15 @@ class _Lifetimes:
         self._last_reads = np.array([last_reads[v] for _, v in values], int)
         self._bytes = np.array([device_bytes(v.aval) for _, v in values], int)
         self._has_cotangent = np.array([v in with_cotangent for _, v in values], bool)
-        self._is_derived = np.array([v in derived for _, v in values], bool)
+        self._is_unheld = np.array([v in unheld for _, v in values], bool)
 
     def bytes(self, start: int, end: int) -> tuple[int, int]:
         """The `out_bytes` and `cotangent_bytes` of a region."""
         crosses = self._last_reads >= end
-        outs = crosses & (start <= self._defined) & (self._defined < end) & ~self._is_derived
+        outs = crosses & (start <= self._defined) & (self._defined < end) & ~self._is_unheld
 
         # A value from before that equations after the region read counts once, as an output of the region that computes it. Where
         # it was read before, it is itself live and so is its cotangent; else its cotangent alone, if it has one.
         passes, was_read = crosses & (self._defined < start), self._first_reads < end
-        copies = np.where(self._is_derived, self._has_cotangent, was_read.astype(int) + self._has_cotangent - 1)
+        copies = np.where(self._is_unheld, self._has_cotangent, was_read.astype(int) + self._has_cotangent - 1)
         return int(self._bytes[outs].sum()), int((copies * self._bytes)[passes].sum())

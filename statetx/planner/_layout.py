@@ -90,7 +90,7 @@ def rewrite(jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]) -> J
     cache: dict[Any, Callable | None] = {}
     replacements = []
     for part, option in zip(parts, options, strict=True):
-        key = (part.key, option.saved, option.offloaded, option.loop)
+        key = (part.key, option.decision)
         if key not in cache:
             cache[key] = _loop(part, option) if part.eqn is not None else _region(part, option)
         replacements.append(cache[key])
@@ -104,10 +104,19 @@ def rewrite(jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]) -> J
     return body.jaxpr
 
 
-def marks_of(option: Option) -> dict[tuple[int, ...], str]:
-    """The saved values of an option, as labels for `decide.keep`."""
-    offload = mark.offload("device", _jax.HOST_MEMORY)
-    return {a: offload if a in option.offloaded else mark.SAVE for a in sorted(option.saved or ())}
+def marks_of(option: Option, *, is_ordered: bool = False) -> dict[tuple[int, ...], mark.Label]:
+    """The saved values of an option, as labels for `decide.keep`.
+
+    Args:
+        is_ordered: whether what follows the forward pass waits until values are stored in fewer bits.
+    """
+    offload, formats = mark.offload("device", _jax.HOST_MEMORY), dict(option.stored)
+    marks: dict[tuple[int, ...], mark.Label] = {}
+    for a in sorted(option.saved or ()):
+        marks[a] = mark.Stored(formats[a], mark.SAVE, is_ordered) if a in formats else mark.SAVE
+        if a in option.offloaded:
+            marks[a] = offload
+    return marks
 
 
 def _region(part: Part, option: Option) -> Callable | None:
@@ -115,7 +124,9 @@ def _region(part: Part, option: Option) -> Callable | None:
         return None
     # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling, and
     # with it the memory, depends on them.
-    jaxpr, policy = decide.keep(part.jaxpr, marks_of(option)) if option.saved else (part.original_jaxpr, None)
+    jaxpr = part.jaxpr if option.saved else part.original_jaxpr
+    inputs = {i: mark.Stored(format, mark.SAVE, is_ordered=True) for i, format in option.inputs}
+    jaxpr, policy = decide.keep(jaxpr, marks_of(option, is_ordered=True), inputs)
     return lambda *args: _jax.rematerialize(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)
 
 

@@ -18,20 +18,21 @@ from .. import _jax
 from .._jax import Jaxpr, Literal
 from .._lift.context import device_bytes
 from .._loops.strategy import Strategy
-from .._remat.survey import Survey
+from .._remat.stored import StoredType
+from .._remat.survey import Site, Survey
 from .._text import format_bytes, short_path, type_str
 from ..residuals._trace import user_line
 from ._analysis import Option
 from ._budget import STEP, Budget
 from ._groups import Groups
-from ._layout import marks_of
 from ._parts import Flat, Part, flatten
 from ._search import Candidate, Search
+from ._stored import stored_bytes
 
 if TYPE_CHECKING:  # it takes the fingerprints of programs from here
     from ._whole import Choice, Options, Whole
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,8 @@ class PlanRow:
         owner: the line that computes it, and the function of that line.
         times: number of such values in the program: one for each equal part and each step of a loop.
         bytes: size of one of them.
-        decision: "keep", "recompute", "offload", or "unchanged" in parts that are not rematerialized.
+        decision: "keep", "recompute", "offload", "keep as bits" (or another format), or "unchanged" in parts that are not
+            rematerialized.
         price: cost of computing one of them from its operands, in operations or seconds.
     """
 
@@ -56,7 +58,8 @@ class PlanRow:
 
     def rank(self) -> tuple[Any, ...]:
         """The order in which rows are listed: saved values first, the largest first."""
-        return (self.decision not in ("keep", "offload"), -self.bytes * self.times, -self.price)
+        is_saved = self.decision not in ("recompute", "unchanged")
+        return (not is_saved, -self.bytes * self.times, -self.price)
 
 
 def fingerprint(jaxpr: Jaxpr) -> list[str]:
@@ -208,7 +211,14 @@ def digest_of(lines: Sequence[str]) -> str:
 def _to_json(option: Option) -> dict[str, Any]:
     strategy = option.loop and option.loop.to_json()
     saved = None if option.saved is None else sorted(map(list, option.saved))
-    return {"kept": saved, "offloaded": sorted(map(list, option.offloaded)), "loop": strategy, "copies": option.copies}
+    return {
+        "kept": saved,
+        "offloaded": sorted(map(list, option.offloaded)),
+        "loop": strategy,
+        "copies": option.copies,
+        "stored": sorted([*address, format.name] for address, format in option.stored),
+        "stored_inputs": [[i, format.name] for i, format in option.inputs],
+    }
 
 
 def option_of(decision: dict[str, Any]) -> Option:
@@ -216,14 +226,17 @@ def option_of(decision: dict[str, Any]) -> Option:
     # Rewriting needs the decision only; bytes and cost belong to the search that is over.
     loop = decision["loop"] and Strategy.from_json(decision["loop"])
     saved = None if decision["kept"] is None else frozenset((a, b) for a, b in decision["kept"])
-    return Option(saved, 0, 0, 0.0, frozenset((a, b) for a, b in decision["offloaded"]), loop, decision["copies"])
+    offloaded = frozenset((a, b) for a, b in decision["offloaded"])
+    stored = frozenset(((a, b), StoredType(name)) for a, b, name in decision["stored"])
+    inputs = tuple((i, StoredType(name)) for i, name in decision["stored_inputs"])
+    return Option(saved, 0, 0, 0.0, offloaded, loop, decision["copies"], stored, inputs)
 
 
 def _rows(parts: Sequence[Part], options: Sequence[Option], equation_cost: Callable[[Any], float]) -> list[PlanRow]:
     # Equal parts with equal decisions have equal rows: list them once, with their number.
     counts: dict[Any, list[Any]] = {}
     for part, option in zip(parts, options, strict=True):
-        key = (part.key, option.saved, option.offloaded, option.loop)
+        key = (part.key, option.decision)
         counts.setdefault(key, [part, option, 0])[2] += 1
     rows = []
     for part, option, times in counts.values():
@@ -234,20 +247,21 @@ def _rows(parts: Sequence[Part], options: Sequence[Option], equation_cost: Calla
 
 
 def _rows_of(part: Part, option: Option, times: int, equation_cost: Callable[[Any], float]) -> Iterator[PlanRow]:
-    marks = marks_of(option)
+    formats: dict[tuple[int, ...], StoredType] = dict(option.stored)
     is_planned = option.saved is not None or option.loop is not None
     for site in Survey(part.jaxpr).results:
         # Values in inner jaxprs, such as branches, are not candidates (`Graph.sites`).
         if len(site.address) != 2:
             continue
 
-        mark = marks.get(site.address)
         if not is_planned:
             decision = "unchanged"
-        elif mark is None:
+        elif site.address not in (option.saved or ()):
             decision = "recompute"
+        elif site.address in formats:
+            decision = f"keep as {formats[site.address]}"
         else:
-            decision = "offload" if "offload" in mark else "keep"
+            decision = "offload" if site.address in option.offloaded else "keep"
 
         file, line, function = user_line(site.eqn)
         names = ", ".join(sorted(site.value.names))
@@ -281,7 +295,7 @@ def _groups(parts: Sequence[Part], options: Sequence[Option]) -> Iterator[str]:
         # The same decision for a run of them is one line's worth of text.
         runs: list[tuple[Option, int]] = []
         for option in same:
-            if runs and _decision(runs[-1][0]) == _decision(option):
+            if runs and runs[-1][0].decision == option.decision:
                 runs[-1] = (option, runs[-1][1] + 1)
             else:
                 runs.append((option, 1))
@@ -289,10 +303,6 @@ def _groups(parts: Sequence[Part], options: Sequence[Option]) -> Iterator[str]:
             yield f"{len(same)} equal regions{_place(part)}: {_runs_text(part, runs)}"
         else:
             yield f"A region of {len(part.jaxpr.eqns)} equations{_place(part)}: {_kept_text(part, same[0])}"
-
-
-def _decision(option: Option) -> tuple[Any, ...]:
-    return option.saved, option.offloaded, option.loop
 
 
 def _place(part: Part) -> str:
@@ -313,18 +323,36 @@ def _runs_text(part: Part, runs: Sequence[tuple[Option, int]]) -> str:
 
 
 def _kept_text(part: Part, option: Option) -> str:
-    marks = marks_of(option)
+    text, formats = _saved_text(part, option), dict(option.inputs)
+    if not formats:
+        return text
+    names = ", ".join(dict.fromkeys(str(format) for format in formats.values()))
+    stored = sum(stored_bytes(part.jaxpr.invars[i].aval, format) for i, format in formats.items())
+    inputs = "the input" if len(formats) == 1 else f"{len(formats)} inputs"
+    return f"{text}, {inputs} as {names} ({format_bytes(stored)})"
+
+
+def _saved_text(part: Part, option: Option) -> str:
     results = Survey(part.jaxpr).results
-    sites = [site for site in results if site.address in marks]
+    formats: dict[tuple[int, ...], StoredType] = dict(option.stored)
+    sites = [site for site in results if site.address in (option.saved or ())]
     if not sites:
         return "keep nothing"
-    kept_bytes = sum(device_bytes(site.value.type) for site in sites)
+
+    def bytes_of(site: Site) -> int:
+        format, aval = formats.get(site.address), site.value.type
+        return device_bytes(aval) if format is None else stored_bytes(aval, format)
+
+    kept_bytes = sum(map(bytes_of, sites))
     # Means, and other values of a sixteenth of the largest one's size and below, tell nothing.
     least = max(device_bytes(site.value.type) for site in results) / 16
     sites = [site for site in sites if device_bytes(site.value.type) > least]
     if not sites:
         return f"keep small values ({format_bytes(kept_bytes)})"
-    names = [", ".join(sorted(site.value.names)) or site.eqn.primitive.name for site in sites]
+    names = []
+    for site in sites:
+        format = f" as {formats[site.address]}" if site.address in formats else ""
+        names.append(f"{', '.join(sorted(site.value.names)) or site.eqn.primitive.name}{format}")
     counts = {n: names.count(n) for n in dict.fromkeys(names)}
     text = ", ".join(n if c == 1 else f"{c} {n}" for n, c in counts.items())
     return f"keep {text} ({format_bytes(kept_bytes)})"

@@ -22,12 +22,13 @@ from ..residuals.report import BASELINE
 from ._analysis import EquationCost, Option
 from ._bracket import Bracket, Proposal, interpolate
 from ._candidate import Candidate, with_gradient
-from ._choice import Choice, Family
+from ._choice import Choice, Family, kind_of
 from ._groups import Groups
 from ._lattice import Lattice
 from ._layout import UNPLANNED, Layout, rewrite
 from ._parts import Flat, flatten
 from ._shorter import Shorter, is_long, repetition
+from ._stored import Formats
 
 STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
 _MAX_TRIES = 8  # compilations for one budget, before the stock policies; half as many more where none keeps it
@@ -69,6 +70,7 @@ class Search:
         context: the transforms and shardings that the program runs under.
         compile_baseline: whether the baseline is compiled in any case, beside the analysis; otherwise only where it may be the
             answer, or is asked for.
+        formats: in which values may be stored between the passes.
 
     Attributes:
         lattice: the regions, and the choice among them.
@@ -89,6 +91,7 @@ class Search:
         program_of: Callable[[Jaxpr, dict[str, Any]], Program] | None = None,
         context: TraceContext = TraceContext(),  # noqa: B008
         compile_baseline: bool = True,
+        formats: Formats = (),
     ):
         self._end = None if time_limit is None else time.monotonic() + time_limit
         self._report = report
@@ -108,6 +111,7 @@ class Search:
         report("analyzing the program")
         options = {"policies": [as_policy(p) for p in STOCK], "offload": offload, "deadline": self.is_late}
         options |= {"equation_cost": equation_cost, "context": context, "kept_byte_cost": kept_byte_cost}
+        options["formats"] = formats
         self.lattice = Lattice(program, diff_indices, num_out, **options)
         self._forward_cost = sum(map(equation_cost, program.jaxpr.eqns))
         self._is_long = is_long(program)
@@ -545,15 +549,15 @@ class Search:
         """The smallest family that a candidate belongs to."""
         if any(isinstance(o.loop, Groups) for o in candidate.options):
             return self.lattice.families[0]
-        cuts, copies = candidate.layout.cuts, any(o.copies for o in candidate.options)
-        families = [f for f in self.lattice.families if f.copies == copies]
+        cuts, kind = candidate.layout.cuts, kind_of(candidate.options)
+        families = [f for f in self.lattice.families if f.kind == kind]
         return next(f for f in reversed(families) if f.ends is None or f.ends.issuperset(cuts))
 
     # -- compiling ---------------------------------------------------------------------------------------------------
 
     def _key(self, layout: Layout, options: Sequence[Option]) -> Any:
         # The decisions alone, since measurements change an option's bytes; and where parts stay unchanged, cuts make no difference.
-        decisions = [(o.saved, o.offloaded, o.loop, o.copies) for o in options]
+        decisions = [o.decision for o in options]
         return tuple((r.start, r.end, d) for r, d in zip(layout.regions, decisions, strict=True) if d != _UNCHANGED)
 
     def _was_tried(self, layout: Layout, options: Sequence[Option]) -> bool:
@@ -591,7 +595,7 @@ def _unplanned(program: Flat) -> Jaxpr:
     return rewrite(program.jaxpr, parts, [UNPLANNED] * len(parts))
 
 
-_UNCHANGED = UNPLANNED.saved, UNPLANNED.offloaded, UNPLANNED.loop, UNPLANNED.copies
+_UNCHANGED = UNPLANNED.decision
 
 
 def _stock_options(layout: Layout, is_planned: Sequence[bool], number: int) -> list[Option]:

@@ -49,8 +49,8 @@ def table(plan: Plan) -> Table:
             Cell(r.value),
             Cell(r.owner),
             Cell(str(r.times)),
-            Cell(format_bytes(r.bytes), _COLORS.get(r.decision, ""), share=r.bytes * r.times / max(most, 1)),
-            Cell(r.decision, _COLORS.get(r.decision, "")),
+            Cell(format_bytes(r.bytes), _color(r.decision), share=r.bytes * r.times / max(most, 1)),
+            Cell(r.decision, _color(r.decision)),
             Cell(unit(r.price)),
         ]
         for r in large
@@ -58,6 +58,10 @@ def table(plan: Plan) -> Table:
     notes = [f"and {len(planned) - len(large)} more"] if len(planned) > len(large) else []
     notes += _notes(plan)
     return Table(_title(plan), _COLUMNS, rows, [*((text, "") for text in notes), see_profile("plan.apply(fun)")])
+
+
+def _color(decision: str) -> str:
+    return _COLORS.get(decision.split(" as ")[0], "")
 
 
 def _title(plan: Plan) -> str:

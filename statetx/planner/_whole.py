@@ -18,10 +18,12 @@ from .._equations.compiled import Cost, Program, memory_analysis_options
 from .._equations.flops import flops
 from .._jax import Jaxpr
 from .._lift.context import TraceContext
+from .._remat.stored import BITS
 from ..residuals.report import BASELINE
 from ._candidate import Candidate, with_gradient
 from ._capture import Captured, Fixed, Recorded
 from ._search import Search
+from ._stored import Formats
 from .machine import cost_model
 
 _MAX_ROUNDS = 6  # compilations of a step with several gradients, for one budget
@@ -35,12 +37,14 @@ class Options:
 
     Attributes:
         compiler_options: set in every compilation of the whole program.
+        formats: in which values may be stored between the passes.
     """
 
     objective: str = "flops"
     offload: bool = False
     time_limit: float | None = None
     compiler_options: tuple[tuple[str, Any], ...] = ()
+    formats: Formats = (BITS,)
 
 
 class Choice(NamedTuple):
@@ -97,6 +101,7 @@ def start_search(
         program_of=program_of,
         context=recorded.context,
         compile_baseline=compile_baseline,
+        formats=options.formats,
     )
 
 

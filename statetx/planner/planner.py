@@ -20,6 +20,7 @@ from ._bound import free_outputs, lower_bound
 from ._budget import STEP, Budget, no_plan
 from ._capture import capture
 from ._record import bytes_of, described, fields_of, shown_fields, unplanned_fields
+from ._stored import read_formats
 from ._timing import Timer
 from ._whole import Choice, Options, Whole, whole_of
 from .machine import cost_model
@@ -38,6 +39,7 @@ def plan(
     of: str = STEP,
     objective: str = "flops",
     offload: bool = False,
+    stored_as: str | Sequence[str] = ("bits",),
     argnums: int | Sequence[int] | None = None,
     compiler_options: bool | Mapping[str, Any] = False,
     time_limit: float | None = DEFAULT_TIME_LIMIT,
@@ -71,6 +73,9 @@ def plan(
             write and a read; or ``"measured"``: the cheapest compiled candidates and the stock policies within the budget are
             run, and the fastest is taken.
         offload: whether values may be stored in host memory, where the backend has it.
+        stored_as: formats in which values may be stored in fewer bits, as in `Policy.stored_as`. ``"bits"`` is exact, and taken only
+            for values that are proved to be 0 or 1, such as masks and spikes. ``"bfloat16"``, ``"float8_e4m3fn"`` and ``"int8"``
+            round what the backward pass reads, and so the gradients. ``()``: none.
         argnums: the arguments of a loss to differentiate; all by default. Float states are always differentiated.
         compiler_options: whether the plan may set options of the compiler that change memory. It is then made without them and with
             them, and the cheaper plan is returned. If that is the one with them, ``plan.compiler_options`` is not empty, and
@@ -106,7 +111,7 @@ def plan(
     """
     Budget.read(budget, of)  # a mistake shows before anything is compiled
     options = {"objective": objective, "offload": offload, "argnums": argnums, "time_limit": time_limit}
-    options |= {"compiler_options": compiler_options}
+    options |= {"compiler_options": compiler_options, "stored_as": stored_as}
     return Planner(fun, *args, of=of, progress=progress, **options, **kwargs).plan(budget)
 
 
@@ -137,6 +142,7 @@ class Planner:
         of: str = STEP,
         objective: str = "flops",
         offload: bool = False,
+        stored_as: str | Sequence[str] = ("bits",),
         argnums: int | Sequence[int] | None = None,
         compiler_options: bool | Mapping[str, Any] = False,
         time_limit: float | None = None,
@@ -152,7 +158,8 @@ class Planner:
         self._allowed_options = _allowed(compiler_options)
         if self._allowed_options and time_limit is not None:
             time_limit /= 2  # for each of two searches
-        self._options = Options(objective, offload, time_limit)
+        formats = read_formats(stored_as)
+        self._options = Options(objective, offload, time_limit, formats=formats)
         self._progress = _Progress(self.name) if progress else contextlib.nullcontext(lambda text: None)
         self._captured = capture(fun, args, kwargs, argnums)
         self._timer = Timer() if objective == "measured" else None
@@ -161,7 +168,7 @@ class Planner:
         # Plans hold on to it, so it holds equations only, and none of the arguments. All plans share the bounds found so far.
         step = self._captured.step
         outputs = None if step is None else free_outputs(step)
-        self._new_bound = functools.partial(lower_bound, self._captured.gradients, outputs)
+        self._new_bound = functools.partial(lower_bound, self._captured.gradients, outputs, formats=formats)
         self._shared_bound = functools.cache(self._new_bound)
 
         # The search outlives each progress bar: it reports to the current one.

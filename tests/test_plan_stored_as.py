@@ -1,0 +1,268 @@
+"""Plans that store values in fewer bits: which they take, what they hold, and equal gradients."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import statetx
+from statetx import _jax
+from statetx._equations.flops import flops
+from statetx._equations.structure import Body
+from statetx._loops.strategy import Lengths
+from statetx._remat.stored import BITS, StoredType
+from statetx.planner import Planner, _layout, _parts, _record
+from statetx.planner._analysis import Graph, Option
+
+KEYS = jax.random.split(jax.random.key(0), 9)
+WS = [jax.random.normal(key, (32, 32)) * 0.5 for key in KEYS[1:]]
+SPIKES = (jax.random.uniform(KEYS[0], (32, 16, 32)) < 0.2).astype(jnp.float32)  # time, batch, neurons
+FEW, X = WS[:5], jax.random.normal(KEYS[0], (256, 32))
+
+
+@jax.jit
+@jax.custom_jvp
+def spike(v):
+    return (v > 0).astype(v.dtype)
+
+
+spike.__wrapped__.defjvp(lambda primals, tangents: (spike(primals[0]), tangents[0] / (1 + jnp.abs(primals[0])) ** 2))
+
+
+def layer(x, w):
+    def step(v, current):
+        v = 0.9 * v + current
+        return v, spike(v - 1)
+
+    return lax.scan(step, jnp.zeros_like(x[0]), x @ w)[1]
+
+
+def spiking(ws, x):
+    for w in ws:
+        x = layer(x, w)
+    return (x.mean(0) ** 2).sum()
+
+
+def masked(ws, x):
+    """The derivative of a layer reads the mask and the input, not the product."""
+    for w in ws:
+        y = x @ w
+        x = jnp.where(y > 0, y, -0.1 * y)
+    return (x**2).mean()
+
+
+def flat(fun, *args):
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    return _parts.Flat(_parts.flatten(Body.close(jaxpr.jaxpr, jaxpr.consts).jaxpr))
+
+
+def gradient_of(fun, *args):
+    return jax.jit(jax.grad(fun)).lower(*args).compile()
+
+
+def planner(fun, *args, **options):
+    return Planner(fun, *args, argnums=0, of="temporaries", **options)
+
+
+@functools.cache
+def spiking_planner(stored_as=("bits",)):
+    return planner(spiking, WS, SPIKES, stored_as=stored_as)
+
+
+def assert_equal(fun, planned, *args):
+    expected, found = jax.jit(jax.grad(fun))(*args), jax.jit(jax.grad(planned))(*args)
+    assert max(float(jnp.abs(g).max()) for g in expected) > 0
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+# -- spikes between layers -------------------------------------------------------------------------------------------
+
+
+def test_layers_that_read_spikes_hold_them_as_bits():
+    least, most = spiking_planner().ends()
+    floats, _ = spiking_planner(()).ends()
+    assert least < 0.7 * floats  # what is left is the working memory of one layer
+
+    plan = spiking_planner().plan((least + floats) // 2)
+    assert any("as bits" in line for line in plan.groups)
+    assert gradient_of(plan.apply(spiking), WS, SPIKES).memory_analysis().temp_size_in_bytes <= plan.budget_bytes + 256
+    assert plan.budget_bytes < floats < most
+    assert_equal(spiking, plan.apply(spiking), WS, SPIKES)
+
+
+def test_what_bits_take_is_what_remat_takes_with_them():
+    def loss(block, ws, x):
+        for w in ws:
+            x = block(x, w)
+        return (x.mean(0) ** 2).sum()
+
+    declared = statetx.remat(layer, inputs_stored_as=("bits", None))
+    by_hand = gradient_of(lambda ws, x: loss(declared, ws, x), WS, SPIKES).memory_analysis().temp_size_in_bytes
+    assert spiking_planner().ends()[0] <= 1.02 * by_hand
+
+
+def test_marked_layers_hold_spikes_as_bits_too():
+    def loss(ws, x):
+        for w in ws:
+            x = statetx.remat(layer)(x, w)
+        return (x.mean(0) ** 2).sum()
+
+    floats, _ = planner(loss, WS, SPIKES, stored_as=()).ends()
+    plan = planner(loss, WS, SPIKES).plan(int(0.7 * floats))
+    assert any("as bits" in line for line in plan.groups)
+    assert_equal(spiking, plan.apply(loss), WS, SPIKES)
+
+
+def test_layers_with_loops_reach_what_remat_of_the_layers_takes():
+    def loss(ws, x):
+        for w in ws:
+            x = statetx.remat(layer)(x, w)
+        return (x.mean(0) ** 2).sum()
+
+    by_hand = gradient_of(loss, WS, SPIKES).memory_analysis().temp_size_in_bytes
+    plan = spiking_planner(()).plan(by_hand)
+    assert plan.temp_bytes <= by_hand and plan.extra_flops <= 0.34
+
+
+# -- choices of a region ---------------------------------------------------------------------------------------------
+
+
+def graph_of(fun, *args, formats=(BITS,)):
+    program = flat(fun, *args).jaxpr
+    return Graph(program, flops, [False] * len(args), [True] * len(args), [True], formats=formats)
+
+
+def random_region(seed):
+    rng = random.Random(seed)
+
+    def fun(x, w):
+        values = [x]
+        for _ in range(rng.randint(3, 5)):
+            v, u = rng.choice(values[-3:]), rng.choice(values)
+            op = rng.choice([lambda v, u: jnp.tanh(v @ w), lambda v, u: jnp.where(v > u, v, 2 * u), lambda v, u: v * u])
+            values.append(op(v, u))
+        return sum(v.sum() for v in values[1:])
+
+    return fun
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_front_is_the_optimum_with_and_without_bits(seed):
+    """Against every set of saved values, each kept or stored."""
+    graph = graph_of(random_region(seed), jnp.ones((6, 16)), jnp.ones((16, 16)))
+    useful = sorted(set(graph._address_of.values()))
+    assert 1 <= len(useful) <= 14
+    every = []
+    for n in range(len(useful) + 1):
+        for saved in map(frozenset, itertools.combinations(useful, n)):
+            smaller = sorted(saved & graph.smaller)
+            sets = itertools.chain(*(itertools.combinations(smaller, k) for k in range(len(smaller) + 1)))
+            every += [graph.option(saved, smaller=frozenset(some)) for some in sets]
+    options = graph.front()
+    for limit in sorted({o.saved_bytes for o in every}):
+        best = min(o.cost for o in every if o.saved_bytes <= limit)
+        assert min(o.cost for o in options if o.saved_bytes <= limit) <= 1.02 * best + 1
+
+
+def test_bytes_and_cost_of_a_stored_value():
+    graph = graph_of(lambda w, x: jnp.where(x @ w > 0, x @ w, 0.0).sum(), WS[0], X)
+    ((mask),) = [a for a in graph.smaller if graph.sites[a].value.type.dtype == bool]
+    kept, stored = graph.option(frozenset({mask})), graph.option(frozenset({mask}), smaller=frozenset({mask}))
+    assert (kept.saved_bytes, stored.saved_bytes) == (256 * 32, 256 * 32 // 8)
+    assert 0 < stored.cost - kept.cost <= 8 * 256 * 32  # compare, shift, or; shift, and, compare
+    assert stored.stored == {(mask, BITS)} and kept.stored == frozenset()
+
+
+def test_no_value_is_stored_without_formats():
+    graph = graph_of(lambda w, x: jnp.where(x @ w > 0, x @ w, 0.0).sum(), WS[0], X, formats=())
+    assert not graph.smaller and all(not o.stored for o in graph.front())
+
+
+@pytest.mark.parametrize("loop", [Lengths(8), Lengths(2, 4)])
+def test_steps_of_a_loop_keep_bits(loop):
+    def fun(w, x):
+        def step(h, x):
+            y = jnp.tanh(h @ w) + x
+            return jnp.where(y > 0.1, y, 0.5 * y), None
+
+        return (lax.scan(step, jnp.zeros((16, 32)), x)[0] ** 2).sum()
+
+    x = jax.random.normal(KEYS[0], (8, 16, 32))
+    program = flat(fun, WS[0], x)
+    parts = program.split()
+    (n, part) = next((n, p) for n, p in enumerate(parts) if p.eqn is not None)
+    mask = next((i, 0) for i, e in enumerate(part.jaxpr.eqns) if e.primitive.name == "gt")
+    option = Option(frozenset({mask}), 0, 0, 0.0, loop=loop, stored=frozenset({(mask, BITS)}))
+    options = [option if k == n else _layout.UNPLANNED for k in range(len(parts))]
+    planned = _layout.rewrite(program.jaxpr, parts, options)
+    gradient = jax.grad(lambda w: _jax.evaluate(planned, (), [w, x])[0])
+    assert "u8[" in str(jax.make_jaxpr(gradient)(WS[0]))
+    np.testing.assert_allclose(gradient(WS[0]), jax.grad(fun)(WS[0], x), rtol=1e-5, atol=1e-6)
+
+
+# -- formats that round ----------------------------------------------------------------------------------------------
+
+
+def test_values_are_rounded_only_when_asked():
+    exact, rounding = planner(masked, FEW, X), planner(masked, FEW, X, stored_as=("bits", "bfloat16"))
+    budget = int(0.65 * exact.ends()[1])
+    plan, rounded = exact.plan(budget), rounding.plan(budget)
+    decisions = [{row.decision for row in p.rows} for p in (plan, rounded)]
+    assert "keep as bfloat16" in decisions[1] and "keep as bfloat16" not in decisions[0]
+    assert rounded.extra_flops < plan.extra_flops
+    assert_equal(masked, plan.apply(masked), FEW, X)
+
+    # The value is that of the program itself; gradients differ by what is rounded, to 8 bits.
+    np.testing.assert_array_equal(jax.jit(rounded.apply(masked))(FEW, X), jax.jit(masked)(FEW, X))
+    for a, b in zip(jax.grad(rounded.apply(masked))(FEW, X), jax.grad(masked)(FEW, X), strict=True):
+        np.testing.assert_allclose(a, b, atol=2**-6 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "float8_e4m3fn"])
+def test_bound_counts_values_as_they_may_be_stored(format):
+    full, smaller = (planner(masked, FEW, X, stored_as=f).plan(1.0).lower_bound.bytes_at(0.0) for f in ((), (format,)))
+    assert 0 < smaller <= full * {"bfloat16": 2, "float8_e4m3fn": 1}[format] / 4 + 8 * X.nbytes // 32
+
+
+# -- storage and errors ----------------------------------------------------------------------------------------------
+
+
+def test_a_stored_plan_stores_the_same(tmp_path):
+    least, _ = spiking_planner().ends()
+    plan = spiking_planner().plan(int(1.1 * least))
+    plan.save(tmp_path / "plan.json")
+    loaded = statetx.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and loaded.groups == plan.groups
+    compiled = [gradient_of(p.apply(spiking), WS, SPIKES).memory_analysis().temp_size_in_bytes for p in (plan, loaded)]
+    assert compiled[0] == compiled[1]
+    assert '"bits"' in json.dumps(json.loads((tmp_path / "plan.json").read_text())["programs"][0]["treatments"])
+
+
+def test_options_of_a_decision_are_those_that_were_stored():
+    option = Option(
+        frozenset({(1, 0), (2, 1)}), 0, 0, 0.0, stored=frozenset({((2, 1), StoredType("int8"))}), inputs=((3, BITS),)
+    )
+    assert _record.option_of(json.loads(json.dumps(_record._to_json(option)))) == option
+
+
+def test_plans_are_cached_by_formats(tmp_path, monkeypatch):
+    monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
+    plans = [planner(masked, FEW, X, stored_as=f).plan(0.7) for f in (("bits", "bfloat16"), (), ("bits", "bfloat16"))]
+    assert plans[0] == plans[2] != plans[1] and len(list(tmp_path.rglob("*.gz"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("stored_as", "message"),
+    [("bit", "did you mean"), (("bits", "int4"), "int4"), (3, "a sequence of names"), ([None], "each format")],
+)
+def test_formats_are_checked_before_anything_is_compiled(stored_as, message):
+    with pytest.raises(statetx.PolicyError, match=f"(?i){message}"):
+        statetx.plan(masked, FEW, X, budget=0.5, stored_as=stored_as)
