@@ -93,6 +93,7 @@ class Graph:
         context: the transforms and shardings that the region runs under.
         kept_byte_cost: of writing a saved value that would otherwise not be in memory, and of reading it again.
         formats: in which saved values may be stored.
+        is_step: whether the region is a step of a loop. A loop stacks what its steps save, also if it stacks their outputs.
     """
 
     def __init__(
@@ -105,11 +106,13 @@ class Graph:
         context: TraceContext = TraceContext(),  # noqa: B008
         kept_byte_cost: float = 0.0,
         formats: Formats = (),
+        is_step: bool = False,
     ):
         self.jaxpr = jaxpr
         self._context = context.for_other_inputs()
         diff_indices = [i for i, v in enumerate(jaxpr.invars) if is_differentiated[i] and is_float(v.aval)]
         out_indices = [i for i, v in enumerate(jaxpr.outvars) if has_cotangent[i] and is_float(v.aval)]
+        self.diff_indices = frozenset(diff_indices)
         self._is_computed = [is_computed[i] for i in diff_indices]
 
         # Twice differentiated: with every value marked, for choices of what to save; and unchanged, for the baseline.
@@ -134,7 +137,7 @@ class Graph:
                 self._address_of[eqn.outvars[0]] = (int(equation), int(output))
 
         # An output of the region is an input of others, and counted there: saving it takes no further bytes.
-        outputs = {v for v in jaxpr.outvars if isinstance(v, Var)}
+        outputs = set() if is_step else {v for v in jaxpr.outvars if isinstance(v, Var)}
         self._output_addresses = {a for a, site in self.sites.items() if site.eqn.outvars[a[1]] in outputs}
 
         self._formats: dict[Address, StoredType] = {}
@@ -146,7 +149,6 @@ class Graph:
 
         # The differentiated equations have more cost than the region's own: they also compute the coefficients of the derivative.
         self.costs = {i: equation_cost(self._forward.eqns[i]) for i in self._needed}
-        self.forward_cost = sum(map(equation_cost, jaxpr.eqns))
 
         # The baseline keeps its residuals. All costs are relative to it.
         fused, plain_outs = _fused_variables(jaxpr), set(plain.outvars[:num_out])

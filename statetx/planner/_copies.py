@@ -150,12 +150,12 @@ def _is_linear(eqn: Any) -> bool:
 
 
 @jax.custom_jvp
-def _instead(x: Any, copy: Any) -> Any:
+def instead(x: Any, copy: Any) -> Any:
     """The copy of a value, with the value's tangent."""
     return copy
 
 
-@_instead.defjvp
+@instead.defjvp
 def _instead_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     return primals[1], tangents[0]
 
@@ -206,6 +206,6 @@ def _with_copies(
 
 
 def _instead_equations(x: Any, copy: Any, target: Any, like: Any) -> list[Any]:
-    jaxpr, consts = _jax.stage(lambda *xs: [_instead(*xs)], [x.aval, copy.aval], traced_for="statetx.plan", name="copy")
+    jaxpr, consts = _jax.stage(lambda *xs: [instead(*xs)], [x.aval, copy.aval], traced_for="statetx.plan", name="copy")
     assert not consts
     return _jax.spliced(jaxpr, [x, copy], [target], like)

@@ -172,11 +172,11 @@ def front_of(
         offload = None
     try:
         flags = is_computed, is_differentiated, has_cotangent
-        graph = Graph(part.jaxpr, equation_cost, *flags, context, kept_byte_cost, formats)
+        graph = Graph(part.jaxpr, equation_cost, *flags, context, kept_byte_cost, formats, part.eqn is not None)
     except Exception:  # no reverse-mode derivative: the error belongs where the user differentiates, and only there
         return Front(free, free * len(policies))
 
-    expand = list if part.eqn is None else functools.partial(_of_loop, part, graph, is_computed)
+    expand = list if part.eqn is None else functools.partial(_of_loop, part, graph, is_computed, equation_cost)
     baseline = graph.baseline()
     if is_fixed:
         return Front([baseline], [baseline] * len(policies), None, lambda steps: expand(steps)[:1])
@@ -184,22 +184,31 @@ def front_of(
     return Front([baseline, *graph.front(offload=offload, deadline=deadline), *stock], stock, graph, expand)
 
 
-def _of_loop(part: Part, graph: Graph, is_carry: Sequence[bool], steps: Sequence[Option]) -> list[Option]:
+def _of_loop(
+    part: Part, graph: Graph, is_carry: Sequence[bool], equation_cost: EquationCost, steps: Sequence[Option]
+) -> list[Option]:
     """The options of a loop, from those of its step. The last one applies the last step option, with a carry stored per step."""
     length, invars = part.eqn.params["length"], part.jaxpr.invars
     carry_bytes = sum(device_bytes(v.aval) for v, c in zip(invars, is_carry, strict=True) if c)
 
     num_constants, num_carry = _jax.scan_counts(part.eqn)
-    slice_bytes = length * sum(device_bytes(v.aval) for v in invars[num_constants + num_carry :])
+    # A step that is run ahead computes its carry alone.
+    carry_only = _jax.rebuild(part.jaxpr, invars=invars, outvars=part.jaxpr.outvars[:num_carry], eqns=part.jaxpr.eqns)
+    ahead_cost = sum(map(equation_cost, _jax.without_dead_code(carry_only).eqns))
+    first = num_constants + num_carry
+    x_bytes = [length * device_bytes(v.aval) for v in invars[first:]]
+    read, differentiated = (
+        [i - first for i in sorted(some) if i >= first] for some in (graph.residual_inputs, graph.diff_indices)
+    )
 
-    options, uniform = [], []
+    options, uniform, nested = [], [], []
     for step in steps:
         if step.saved is None:
             # Without rematerialization each step stores its residuals, and the carries among them.
             residual_carry_bytes = sum(device_bytes(invars[i].aval) for i in graph.residual_inputs if is_carry[i])
             options.append(step._replace(saved_bytes=length * (step.saved_bytes + residual_carry_bytes)))
             uniform.append(options[-1])
-            options += _with_slots(step, graph, length, carry_bytes)
+            options += _with_slots(step, ahead_cost, length, carry_bytes)
             continue
         for inner in _inner_lengths(length):
             # Nested loops store a carry per outer step. The backward pass of an outer step runs its inner loop again first, which
@@ -207,19 +216,21 @@ def _of_loop(part: Part, graph: Graph, is_carry: Sequence[bool], steps: Sequence
             # the division, of fewer than `inner` steps, is not counted: this errs low, and compiled candidates correct it.
             outer = length // inner
             backward_bytes = inner * (carry_bytes + step.saved_bytes) + step.backward_bytes
-            cost = length * (graph.forward_cost + step.cost)
-            nested = Option(step.saved, outer * carry_bytes, backward_bytes, cost, loop=Lengths(outer, inner))
-            options.append(nested._replace(stored=step.stored))
+            cost = length * (ahead_cost + step.cost)
+            option = Option(step.saved, outer * carry_bytes, backward_bytes, cost, loop=Lengths(outer, inner))
+            options.append(option._replace(stored=step.stored))
+            if not step.stored:
+                nested.append(option)
 
         # Last, as `Front` relies on: one level, with a carry and the saved values of every step.
         saved_bytes = length * (carry_bytes + step.saved_bytes)
         options.append(step._replace(saved_bytes=saved_bytes, cost=length * step.cost, loop=Lengths(length)))
         if not step.stored:
             uniform.append(options[-1])
-    return [options[0], *in_groups(length, uniform, slice_bytes), *options[1:]]
+    return [options[0], *in_groups(length, uniform, nested, x_bytes, read, differentiated), *options[1:]]
 
 
-def _with_slots(step: Option, graph: Graph, length: int, carry_bytes: int) -> list[Option]:
+def _with_slots(step: Option, ahead_cost: float, length: int, carry_bytes: int) -> list[Option]:
     """The loop reversed from slots, for various numbers of them. `step` is the baseline: one step at a time saves its residuals."""
     options, slots = [], 1
     while slots < length:
@@ -227,9 +238,7 @@ def _with_slots(step: Option, graph: Graph, length: int, carry_bytes: int) -> li
         bytes_of_step = {"carry_bytes": carry_bytes, "residual_bytes": step.saved_bytes}
         num_reruns = Slots(slots).runs(length, **bytes_of_step) - length
         backward_bytes = step.backward_bytes + step.saved_bytes + _CARRIES_BESIDE_SLOTS * carry_bytes
-        options.append(
-            Option(None, slots * carry_bytes, backward_bytes, num_reruns * graph.forward_cost, loop=Slots(slots))
-        )
+        options.append(Option(None, slots * carry_bytes, backward_bytes, num_reruns * ahead_cost, loop=Slots(slots)))
         slots = slots + 1 if slots < 4 else slots * 3 // 2  # geometric: few options cover every length
     return options
 

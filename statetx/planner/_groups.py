@@ -1,4 +1,7 @@
-"""A loop in groups of steps, each with its own saved values: two scans in place of one."""
+"""A loop in groups of steps, each with its own saved values and levels: several loops in place of one.
+
+The loops read the whole xs by the number of the step. Slices of the xs would be copies, as large as the carries of all steps.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +10,76 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
+from .. import _jax
+from .._equations.structure import Body
+from .._jax import Var
 from .._loops.step import Step
 from .._loops.strategy import Lengths, Strategy
 from .._remat import mark
 from .._remat.atoms import Marks
 from ._analysis import Address, Option
+from ._copies import instead
 
-_NUM_SPLITS = 8  # of a long loop: where the second group may begin
+_NUM_SPLITS = 32  # of a long loop: where the second group may begin
+_MAX_NESTED = 6  # treatments of the first group in two levels
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Consecutive steps with equal treatment.
+
+    Attributes:
+        number: of steps.
+        saved: what a step saves; None for steps that are not rematerialized.
+        inner: the steps of an inner loop, where the group is a loop of loops whose carries are stored; 0 for one loop.
+    """
+
+    number: int
+    saved: frozenset[Address] | None
+    inner: int = 0
+
+    @property
+    def loop(self) -> Lengths | None:
+        if self.saved is None:
+            return None
+        return Lengths(self.number // self.inner, self.inner) if self.inner else Lengths(self.number)
+
+    def __str__(self) -> str:
+        return f"{self.number // self.inner} x {self.inner}" if self.inner else str(self.number)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Groups(Strategy):
-    """Consecutive steps with equal treatment, from the first step on.
+    """The groups of a loop, from the first step on.
 
     Attributes:
-        groups: for each its number of steps, and what a step saves; None for steps that are not rematerialized.
+        differentiated: which of the xs have cotangents, by position. A loop that reads the whole of such xs would add to all their cotangents in each step.
     """
 
-    groups: tuple[tuple[int, frozenset[Address] | None], ...]
+    groups: tuple[Group, ...]
+    differentiated: tuple[int, ...] = ()
 
     @property
     def num_steps(self) -> int:
-        return sum(number for number, _ in self.groups)
+        return sum(group.number for group in self.groups)
 
     def build(self, step: Step) -> Callable:
-        loops = [(number, _loop(step, number, saved)) for number, saved in self.groups]
-
         def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:
+            part, num_added = _reading_whole(step, xs, self.differentiated)
+            whole = [lax.stop_gradient(x) if i in self.differentiated else x for i, x in enumerate(xs)]
             all_ys, start = [], 0
-            for number, call in loops:
+            for group in self.groups:
                 # The first steps of a reversed loop read the last elements.
-                a, b = start, start + number
-                at = slice(self.num_steps - b, self.num_steps - a) if step.reverse else slice(a, b)
-                carry, ys = call(constants, carry, [x[at] for x in xs])
+                a, b = start, start + group.number
+                first, end = (self.num_steps - b, self.num_steps - a) if step.reverse else (a, b)
+                numbers, slices = (
+                    jnp.arange(first, end, dtype=jnp.int32),
+                    [xs[i][first:end] for i in self.differentiated],
+                )
+                call = _loop(part, group, num_added)
+                carry, ys = call([*constants, *whole], carry, [numbers, *slices])
                 all_ys.append(ys)
                 start = b
             if step.reverse:
@@ -51,48 +90,122 @@ class Groups(Strategy):
 
     def steps(self) -> Iterator[tuple[int, Option]]:
         """For each group its number of steps, and the decision for them, without bytes and cost."""
-        for number, saved in self.groups:
-            yield number, Option(saved, 0, 0, 0.0, loop=None if saved is None else Lengths(number))
+        for group in self.groups:
+            yield group.number, Option(group.saved, 0, 0, 0.0, loop=group.loop)
 
     def to_json(self) -> list:
-        return ["Groups", *([n, None if saved is None else sorted(map(list, saved))] for n, saved in self.groups)]
+        encoded = [[g.number, None if g.saved is None else sorted(map(list, g.saved)), g.inner] for g in self.groups]
+        return ["Groups", list(self.differentiated), *encoded]
 
     @classmethod
-    def _of_numbers(cls, *groups: Any) -> Groups:
-        decoded = ((n, None if saved is None else frozenset((a, b) for a, b in saved)) for n, saved in groups)
-        return cls(tuple(decoded))
+    def _of_numbers(cls, differentiated: Any, *groups: Any) -> Groups:  # type: ignore[override]
+        decoded = ((n, None if saved is None else frozenset((a, b) for a, b in saved), m) for n, saved, m in groups)
+        return cls(tuple(Group(*group) for group in decoded), tuple(differentiated))
 
     def __repr__(self) -> str:
-        return f"Groups({', '.join(str(number) for number, _ in self.groups)})"
+        return f"Groups({', '.join(map(str, self.groups))})"
 
 
-def _loop(step: Step, length: int, saved: frozenset[Address] | None) -> Callable:
-    if saved is None:
-        return step.with_length(length, None).plain()
-    marks = Marks(tuple((address, mark.SAVE) for address in sorted(saved)))
-    return Lengths(length).build(step.with_length(length, marks))
+def _loop(step: Step, group: Group, num_added: int) -> Callable:
+    if group.loop is None:
+        return step.with_length(group.number, None).plain()
+    marks = Marks(tuple(((i + num_added, n), mark.SAVE) for i, n in sorted(group.saved or ())))
+    return group.loop.build(step.with_length(group.number, marks))
 
 
-def in_groups(length: int, uniform: Sequence[Option], slice_bytes: int) -> list[Option]:
+def _reading_whole(step: Step, xs: Sequence[Any], differentiated: Sequence[int]) -> tuple[Step, int]:
+    """The step as a function of the whole xs and of its number: ``(*constants, *whole, *carry, number, *slices) -> (*carry, *y)``.
+
+    The slices are those of the differentiated xs. They only carry the cotangents: their values are not read. Returns the step and the
+    number of equations at its beginning that read the xs.
+    """
+    jaxpr, num = step.body.jaxpr, step.num_constants + step.num_carry
+    types = [*map(_jax.abstract, xs), _jax.abstract(jnp.int32(0)), *(step.x_avals[i] for i in differentiated)]
+
+    def read(*inputs: Any) -> list[Any]:
+        whole, number, slices = inputs[: len(xs)], inputs[len(xs)], inputs[len(xs) + 1 :]
+        values = [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in whole]
+        for i, x in zip(differentiated, slices, strict=True):
+            values[i] = instead(x, values[i])
+        return values
+
+    reading, consts = _jax.stage(read, types, traced_for="statetx.plan", name="read")
+    assert not consts
+    inputs = [Var(aval) for aval in types]
+    eqns = _jax.spliced(reading, inputs, jaxpr.invars[num:], like=jaxpr.eqns[0]) if xs else []
+    before, carry = jaxpr.invars[: step.num_constants], jaxpr.invars[step.num_constants : num]
+    invars = [*before, *inputs[: len(xs)], *carry, *inputs[len(xs) :]]
+    whole = _jax.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars, eqns=[*eqns, *jaxpr.eqns])
+    part = Step(
+        Body(whole, []),
+        step.num_constants + len(xs),
+        step.num_carry,
+        length=step.length,
+        reverse=step.reverse,
+        policy=None,
+        name=step.name,
+    )
+    return part, len(eqns)
+
+
+def in_groups(
+    length: int,
+    uniform: Sequence[Option],
+    nested: Sequence[Option],
+    x_bytes: Sequence[int],
+    read: Sequence[int],
+    differentiated: Sequence[int],
+) -> list[Option]:
     """Options with two groups of steps.
 
     Args:
         uniform: options that treat all steps alike, and store a carry per step.
-        slice_bytes: of the xs: each group gets a copy of its part. The cotangents of a part take the place of the copy.
+        nested: options of loops in loops, whose working set is larger.
+        x_bytes: of each of the xs.
+        read: those that the derivative of a step reads: steps that are not rematerialized store them.
+        differentiated: those with a cotangent: the cotangents of the groups are joined.
     """
+    read_bytes, differentiated_bytes = (sum(x_bytes[i] for i in some) for some in (read, differentiated))
+    pairs = [*_neighbors(uniform), *((a, b) for a in _sampled(nested) for b in uniform)]
+    splits = range(max(1, length // _NUM_SPLITS), length, max(1, length // _NUM_SPLITS))
     options = []
-    for fewer, more in _neighbors(uniform):
+    for one, other in pairs:
         # The first group is the one with the larger working set: in its backward pass the bytes of the other are free again.
-        first, second = sorted((fewer, more), key=lambda o: -o.backward_bytes)
-        for number in range(max(1, length // _NUM_SPLITS), length, max(1, length // _NUM_SPLITS)):
+        first, second = sorted((one, other), key=lambda o: -o.backward_bytes)
+        inner = first.loop.lengths[1] if isinstance(first.loop, Lengths) and len(first.loop.lengths) > 1 else 0
+        if isinstance(second.loop, Lengths) and len(second.loop.lengths) > 1:
+            continue
+        for number in dict.fromkeys(n // inner * inner if inner else n for n in splits):
+            if not number or (inner and number < 2 * inner):
+                continue
+            parts = (first, number), (second, length - number)
             first_bytes, second_bytes = (
-                o.saved_bytes * n // length for o, n in ((first, number), (second, length - number))
+                (o.saved_bytes + (read_bytes if o.saved is None else 0)) * n // length for o, n in parts
             )
             backward = max(second.backward_bytes, first.backward_bytes - second_bytes)
-            cost = (first.cost * number + second.cost * (length - number)) / length
-            groups = Groups(((number, first.saved), (length - number, second.saved)))
-            options.append(Option(None, first_bytes + second_bytes + slice_bytes, backward, cost, loop=groups))
+            cost = sum(o.cost * n for o, n in parts) / length
+            pair = Group(number, first.saved, inner), Group(length - number, second.saved)
+            groups = Groups(pair, tuple(differentiated))
+            saved_bytes = first_bytes + second_bytes + differentiated_bytes
+            options.append(Option(None, saved_bytes, backward, cost, loop=groups))
     return options
+
+
+def _sampled(nested: Sequence[Option]) -> list[Option]:
+    """For each set of saved values the levels that take the fewest bytes; of these, the best."""
+    least: dict[Any, Option] = {}
+    for o in nested:
+        if o.saved not in least or _total(o) < _total(least[o.saved]):
+            least[o.saved] = o
+    front: list[Option] = []
+    for o in sorted(least.values(), key=lambda o: (o.cost, _total(o))):
+        if all(_total(o) < _total(p) for p in front):
+            front.append(o)
+    return front[:_MAX_NESTED]
+
+
+def _total(option: Option) -> int:
+    return option.saved_bytes + option.backward_bytes
 
 
 def _neighbors(options: Sequence[Option]) -> Iterator[tuple[Option, Option]]:
