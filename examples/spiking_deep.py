@@ -5,18 +5,23 @@ is on it. Opposite directions differ only in the order of their events, so the n
 are leaky integrate-and-fire neurons of ``brainpy.state`` with surrogate gradients of ``braintools`` and recurrent weights.
 
 The stream passes the network in chunks: a `statetx.scan` over chunks, in which each layer runs through all steps of the chunk. The
-same network is trained in five ways, which differ in what they store for the gradient:
+same network is trained in six ways, which differ in what they store for the gradient:
 
 - plain: everything;
 - remat: the input of each layer in each chunk, as floats; layers are computed again (`statetx.remat`);
 - bits: the same inputs as bits, since spikes are 0 or 1 (``inputs_stored_as="bits"``);
-- slots: the states before a few chunks (``checkpoint=Slots(n)``); chunks are computed again;
-- all: both. The chunk that is reversed keeps the inputs of its layers as bits.
+- slots: the states before a few chunks (``checkpoint=Slots(n)``); chunks are computed again. What the layers of one chunk compute is
+  a hundred times its states, so that slots hold states only;
+- mixed: the same slots around rematerialized layers. A chunk keeps the inputs of its layers, so little that slots
+  which are free hold that, too: mixed slots. Then fewer chunks are computed again, in the same slots;
+- all: the same with bits. A chunk keeps hardly more than its states, and free slots hold many chunks.
 
 The first gradients are compared: they are the same, bit for bit or up to the rounding of sums that XLA computes in another
-order. Later, a last bit of a weight may decide whether a neuron fires. After some training steps in turns, training goes on in the last way. Expect about 1/100 of the first memory at no more
-time, and a memory that does not grow with the length of the stream.
+order. Later, a last bit of a weight may decide whether a neuron fires. After some training steps in turns, training goes on in
+the last way. Expect less than 1/100 of the first memory at less time, and a memory that does not grow with the length of the stream.
 """
+
+import dataclasses
 
 from _common import (
     BLUE,
@@ -37,8 +42,10 @@ from _common import (
     train,
 )
 
-RED = "#b03a48"
-WAYS = {"plain": GREY, "remat": ORANGE, "bits": BLUE, "slots": RED, "all": GREEN}
+RED, PURPLE = "#b03a48", "#7a4fa3"
+WAYS = {"plain": GREY, "remat": ORANGE, "bits": BLUE, "slots": RED, "mixed": PURPLE, "all": GREEN}
+FORMATS = {"remat": None, "bits": "bits", "mixed": None, "all": "bits"}  # of the inputs of rematerialized layers
+WITH_SLOTS = ("slots", "mixed", "all")
 SIZE, DIRECTIONS = 8, 8
 TOLERANCE = 1e-5  # of gradients, relative to the largest entry of each array
 
@@ -50,12 +57,12 @@ def make_options():
     add("--updates", type=between(int), default=60, help="training steps")
     add("--turns", type=between(int), default=5, help="the first of them, in which all ways take turns")
     add("--steps", type=between(int, 15), default=2048, help="time steps of a stream")
-    add("--chunk", type=between(int), default=64, help="time steps of a chunk, a divisor of --steps")
+    add("--chunk", type=between(int), default=16, help="time steps of a chunk, a divisor of --steps")
     add("--lengths", type=between(int), default=3, help="streams measured: of --steps, 4 times as many, 16 times ...")
     add("--layers", type=between(int), default=6, help="spiking layers")
     add("--neurons", type=between(int), default=64, help="neurons in a layer")
     add("--batch", type=between(int), default=32, help="streams in a batch")
-    add("--slots", type=between(int), default=16, help="chunks whose states are stored")
+    add("--slots", type=between(int), default=48, help="chunks whose states there is room for")
     add("--lr", type=between(float), default=0.01, help="first learning rate of Adam, which falls to zero")
     return parser
 
@@ -63,7 +70,7 @@ def make_options():
 if __name__ == "__main__":  # before the large imports, so that --help and mistakes are answered at once
     parser = make_options()
     quick = {"updates": 6, "turns": 3, "steps": 128, "chunk": 16, "lengths": 2}
-    options = parse(parser, seconds=28, layers=2, neurons=16, batch=16, slots=2, **quick)
+    options = parse(parser, seconds=26, layers=2, neurons=16, batch=16, slots=6, **quick)
     if options.steps % options.chunk:
         parser.error("--chunk must divide --steps")
 
@@ -76,7 +83,7 @@ import numpy as np
 import optax
 from brainpy.state import LIF
 from matplotlib.figure import Figure
-from rich.table import Table
+from rich.table import Column, Table
 
 import statetx
 from statetx.policies import Slots
@@ -124,11 +131,10 @@ class Network(brainstate.nn.Module):
 
         # There are several layers in the body of the scan over chunks, of which only one is to be recomputed at a time.
         # `prevent_cse=True` orders them; by default `remat` leaves a region in a loop's body to XLA's scheduler.
-        formats = {"remat": None, "bits": "bits", "all": "bits"}
-        wrap = lambda layer: statetx.remat(layer, inputs_stored_as=formats[way], prevent_cse=True)  # noqa: E731
-        self.run_layers = [wrap(layer) if way in formats else layer for layer in self.layers]
+        wrap = lambda layer: statetx.remat(layer, inputs_stored_as=FORMATS[way], prevent_cse=True)  # noqa: E731
+        self.run_layers = [wrap(layer) if way in FORMATS else layer for layer in self.layers]
         self.shows_spikes = False  # of the length of the stream, and not needed for training
-        self.checkpoint = Slots(options.slots) if way in ("slots", "all") else None
+        self.checkpoint = Slots(options.slots) if way in WITH_SLOTS else None
 
     def run_chunk(self, carry, events):
         """Run all layers on events [steps, batch, sensors]; return the first stream's spikes of each layer if asked."""
@@ -187,33 +193,37 @@ def largest_difference(grads, others):
 
 
 def measure(options, progress, built):
-    """Return the temporary bytes of a training step, and the runs of a chunk, of each way for streams of several lengths.
+    """Return the temporary bytes of a training step, and what the library reports on slots, for streams of several lengths.
 
     Args:
         options: of the command line.
         progress: the progress bar.
         built: what `build` returned for the length of the options, by way.
+
+    Returns:
+        Bytes by way, and by way with slots the `LoopRow` of the scan over chunks, as a dict: lists with an entry for each length.
     """
     lengths = [options.steps * 4**i for i in range(options.lengths)]
     task = progress.add_task("memory", total=len(lengths) * len(WAYS), status="compiling")
-    memory, runs = ({"steps": lengths} | {way: [] for way in WAYS} for _ in range(2))
+    memory, loops = {"steps": lengths} | {way: [] for way in WAYS}, {way: [] for way in WITH_SLOTS}
     for length in lengths:
         events = jax.ShapeDtypeStruct((length, options.batch, SIZE**2), bool)
         labels = jax.ShapeDtypeStruct((options.batch,), jnp.int32)
         for way in WAYS:
             network, update = built[way] if length == options.steps else build(options, length, way)
             memory[way].append(memory_of(update, events, labels))
-            rows = statetx.loop_report(network.loss, events, labels, policies=()).rows
-            runs[way].append(rows[0].runs if rows else 1.0)  # without slots the scan stores all chunks
+            if way in WITH_SLOTS:
+                (row,) = statetx.loop_report(network.loss, events, labels, policies=()).rows
+                loops[way].append(dataclasses.asdict(row))
             progress.update(task, advance=1, status=f"{length} steps, {way}: {show_bytes(memory[way][-1])}")
-    return memory, runs
+    return memory, loops
 
 
 def example(options, progress, results):
     """Measure memory, train all ways in turns, compare their first gradients, train one to the end, and test it."""
     brainstate.environ.set(dt=1.0 * u.ms)  # a step of `brainpy.state`
     built = {way: build(options, options.steps, way) for way in WAYS}
-    results["temporary_bytes"], results["chunk_runs"] = measure(options, progress, built)
+    results["temporary_bytes"], results["loops"] = measure(options, progress, built)
 
     rng = np.random.default_rng(options.seed)
     batches = [make_streams(rng, options.batch, options.steps) for _ in range(options.updates)]
@@ -256,14 +266,24 @@ def example(options, progress, results):
 
 def make_table(options, results, accuracy):
     """Return the table of all ways."""
-    title = f"{options.layers} spiking layers, {options.steps:,} time steps"
-    table = Table("", *WAYS, title=title)
-    memory, runs = results["temporary_bytes"], results["runs"]
+    title = f"{options.layers} spiking layers, batch {options.batch}, chunks of {options.chunk} steps, {options.slots} slots"
+    table = Table("", *[Column(way, justify="right") for way in WAYS], title=title)
+    memory, loops, runs = results["temporary_bytes"], results["loops"], results["runs"]
+
+    def of_slots(show, i=0):
+        return [show(loops[way][i]) if way in loops else "" for way in WAYS]
+
     for i, steps in enumerate(memory["steps"]):
         table.add_row(f"memory, {steps:,} time steps", *(show_bytes(memory[way][i]) for way in WAYS))
-    table.add_row("  relative to plain", *(f"1 / {memory['plain'][-1] / memory[way][-1]:.1f}" for way in WAYS))
+    table.add_row("  relative to plain", *(f"1 / {memory['plain'][-1] / memory[way][-1]:,.0f}" for way in WAYS))
     table.add_section()
-    table.add_row("runs of a chunk", *(f"{results['chunk_runs'][way][0]:.2f}" for way in WAYS))
+    table.add_row("states before a chunk", *of_slots(lambda row: show_bytes(row["carry_bytes"])))
+    table.add_row("kept by a chunk", *of_slots(lambda row: show_bytes(row["residual_bytes"])))
+    for i, steps in enumerate(memory["steps"]):
+        table.add_row(f"runs of a chunk, {steps:,} time steps", *of_slots(lambda row: f"{row['runs']:.2f}", i))
+        table.add_row("  slots hold what chunks keep", *of_slots(lambda row: "yes" if row["is_mixed"] else "no", i))
+        table.add_row("  if slots held states only", *of_slots(lambda row: f"{row['carry_runs']:.2f}", i))
+    table.add_section()
     table.add_row("time of a training step", *(show_seconds(runs[way]["step_seconds"]) for way in WAYS))
     differences = (show_difference(results["gradient_difference"][way]) for way in WAYS)
     table.add_row("difference of the first gradient", *differences)
@@ -273,9 +293,11 @@ def make_table(options, results, accuracy):
 
 
 def draw(events, spikes, results, options):
-    """Draw one stream with the spikes of the first and last layer, memory over steps, memory against time, and the loss."""
-    figure = Figure(figsize=(13, 8), layout="constrained")
-    (stream, first, last), (over, against, curve) = figure.subplots(2, 3)
+    """Draw a stream, the spikes of two layers and the loss; below, memory and runs over steps, and memory against time."""
+    figure = Figure(figsize=(15, 8), layout="constrained")
+    top, bottom = figure.subfigures(2, 1)
+    stream, first, last, curve = top.subplots(1, 4)
+    over, again, against = bottom.subplots(1, 3)
     rasters = (stream, events, "events", GREY), (first, spikes[0], "spikes, layer 1", BLUE)
     for axes, raster, title, color in (*rasters, (last, spikes[-1], f"spikes, layer {len(spikes)}", BLUE)):
         times, channels = np.nonzero(raster)
@@ -284,29 +306,48 @@ def draw(events, spikes, results, options):
         tidy(axes, counts="xy", xlabel="time step", title=f"{title} of one stream: {len(times):,}", **limits)
     stream.set(ylabel="pixel")
     first.set(ylabel="neuron, by time constant")
-
-    memory = results["temporary_bytes"]
-    for way, color in WAYS.items():
-        over.plot(memory["steps"], [n / MIB for n in memory[way]], "o-", color=color)
-        over.annotate(f"  {way}", (memory["steps"][-1], memory[way][-1] / MIB), color=color, va="center")
-        seconds = results["runs"][way]["step_seconds"]
-        against.scatter(seconds, memory[way][0] / MIB, color=color, s=60)
-        against.annotate(f"  {way}", (seconds, memory[way][0] / MIB), color=color, va="center")
-    tidy(over, xlabel="time steps", title="temporary memory of a training step, MiB", xscale="log", yscale="log")
-    over.set_xlim(None, 3 * memory["steps"][-1])
-    over.set_xticks(memory["steps"], [f"{n:,}" for n in memory["steps"]], minor=False)
-    tidy(
-        against,
-        xlabel="seconds of a training step",
-        title=f"memory against time, {options.steps:,} steps",
-        yscale="log",
-    )
-    against.set_xlim(0, 1.25 * against.get_xlim()[1])
     losses = results["runs"]["all"]["losses"]
     curve.plot(range(1, len(losses) + 1), losses, color=GREEN)
-    title = f"training; accuracy on new streams {results['accuracy']:.1%}"
+    title = f"training; accuracy {results['accuracy']:.1%}"
     tidy(curve, counts="x", xlabel="training step", ylabel="loss [nats]", title=title, ylim=(0, None))
+
+    memory = results["temporary_bytes"]
+    lines = {way: [n / MIB for n in memory[way]] for way in WAYS}
+    plot_over_steps(over, memory["steps"], lines, title="temporary memory of a training step, MiB", yscale="log")
+    lines = {way: [row["runs"] for row in rows] for way, rows in results["loops"].items()}
+    title = f"runs of a chunk, {options.slots} slots"
+    plot_over_steps(again, memory["steps"], lines, title=title, ylim=(1, 1.05 * max(map(max, lines.values()))))
+
+    points = {way: (results["runs"][way]["step_seconds"], memory[way][0]) for way in WAYS}
+    for way, (seconds, num_bytes) in points.items():
+        against.scatter(seconds, num_bytes / MIB, color=WAYS[way], s=60)
+        # On the side where no other way of about the same memory is.
+        is_left = any(seconds < s and 2 / 3 < num_bytes / n < 3 / 2 for s, n in points.values())
+        offset, side = ((-8, 0), "right") if is_left else ((8, 0), "left")
+        options_of_text = {"color": WAYS[way], "ha": side, "va": "center", "textcoords": "offset points"}
+        against.annotate(way, (seconds, num_bytes / MIB), xytext=offset, **options_of_text)
+    title = f"memory, MiB, against time, {options.steps:,} steps"
+    tidy(against, xlabel="seconds of a training step", title=title, yscale="log")
+    against.set_xlim(0, 1.15 * against.get_xlim()[1])
     return figure
+
+
+def plot_over_steps(axes, steps, lines, **properties):
+    """Draw a line for each way, with its name at the end, where names that would overlap are moved apart."""
+    for way, values in lines.items():
+        axes.plot(steps, values, "o-", color=WAYS[way])
+    tidy(axes, xlabel="time steps", xscale="log", **properties)
+    axes.set_xticks(steps, [f"{n:,}" for n in steps], minor=False)
+    axes.set_ylim(axes.get_ylim())
+    to_fraction = axes.transScale + axes.transLimits
+    heights = {way: to_fraction.transform((steps[-1], values[-1]))[1] for way, values in lines.items()}
+    lowest = 0.0
+    for way in sorted(reversed(heights), key=heights.get):
+        lowest = max(lowest, heights[way])
+        axes.annotate(
+            way, (1.01, lowest), xycoords="axes fraction", color=WAYS[way], va="center", annotation_clip=False
+        )
+        lowest += 0.06  # of the height, a line of text
 
 
 if __name__ == "__main__":

@@ -276,9 +276,14 @@ def test_spiking_deep(example):
     assert long == 4 * short
     for way in ("plain", "remat"):
         assert memory[way][1] > 2 * memory[way][0]
-    for way in ("slots", "all"):
+    for way in ("slots", "mixed", "all"):
         assert memory[way][1] < 1.1 * memory[way][0]
-    assert memory["bits"][1] < memory["remat"][1] / 4 and memory["all"][1] < memory["slots"][1]
+    assert memory["bits"][1] < memory["remat"][1] / 4
+    assert memory["all"][1] < memory["mixed"][1] < memory["slots"][1]
+    slots, mixed, both = (results["loops"][way][0] for way in ("slots", "mixed", "all"))
+    assert not slots["is_mixed"] and mixed["is_mixed"] and both["is_mixed"]
+    assert both["runs"] < mixed["runs"] < slots["runs"] == slots["carry_runs"] == mixed["carry_runs"]
+    assert f"{mixed['runs']:.2f}" in out
     assert 0 < min(results["spike_rate"]) and max(results["spike_rate"]) < 1
     assert f"{results['accuracy']:.1%}" in out
 
