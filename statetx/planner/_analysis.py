@@ -75,6 +75,9 @@ _MAX_OPTIONS = 24  # of a region: each takes an integer program, and a row of th
 # Values of a region; the front of a larger one is sampled. Chosen by hand, without a measurement on record.
 _MAX_ENUMERATED = 12
 
+# Of the bytes of a region's largest value. Smaller ones, such as tests of indices, would only make more choices that differ in nothing.
+_WORTH_STORING = 1 / 64
+
 # Limits of HiGHS for one integer program; `_IntegerProgram.solve` says which way they err. In nodes of its search tree rather than
 # seconds: a loaded machine would get another plan. Most programs take one node.
 _SOLVER_NODES = 500
@@ -276,8 +279,10 @@ class Graph:
 
     @property
     def smaller(self) -> frozenset[Address]:
-        """The values that can be stored in fewer bits than now: outputs are in memory for other regions."""
-        return frozenset(a for a in self._formats if self.stored_bytes(a) < self.bytes_of(a))
+        """The values worth storing in fewer bits; not outputs, which are in memory for other regions."""
+        largest = max((device_bytes(site.value.type) for site in self.sites.values()), default=0)
+        saved = {a: self.bytes_of(a) - self.stored_bytes(a) for a in self._formats}
+        return frozenset(a for a, n in saved.items() if n > _WORTH_STORING * largest)
 
     def kept_cost(self, address: Address) -> float:
         """The cost of writing a value for the backward pass, and reading it there."""

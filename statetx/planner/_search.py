@@ -31,8 +31,9 @@ from ._shorter import Shorter, is_long, repetition
 from ._stored import Formats
 
 STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
-_MAX_TRIES = 8  # compilations for one budget, before the stock policies; half as many more where none keeps it
+_MAX_TRIES = 8  # compilations for one budget, before the stock policies
 _MAX_PROBES = 3  # of them, for each family
+_PERSISTENCE = 3  # so many times as many tries and probes as long as no candidate keeps the budget
 _MAX_PROBE_STEPS = 24  # of 2%
 _WORTH_A_PROBE = 0.75  # of the best candidate's cost, at most
 
@@ -141,7 +142,7 @@ class Search:
                 self._confirm_baseline()
 
         brackets = [Bracket(family) for family in self.lattice.families]
-        for num_tries in range(_MAX_TRIES * 3 // 2):
+        for num_tries in range(_MAX_TRIES * _PERSISTENCE):
             if self.is_late() or (num_tries >= _MAX_TRIES and self.best(budget) is not None):
                 break
             proposals = [p for bracket in brackets if (p := self._proposal(bracket, budget)) is not None]
@@ -220,7 +221,8 @@ class Search:
         XLA's memory is not monotone in the model's: choices of nearly equal peaks differ by several percent.
         """
         family, best = bracket.family, self.best(budget)
-        if bracket.num_probes == _MAX_PROBES or (self._is_long and best is not None):
+        most = _MAX_PROBES * (_PERSISTENCE if best is None else 1)
+        if bracket.num_probes >= most or (self._is_long and best is not None):
             return None
         if best is None:
             choice, limit, enough = self._lowest_peak(family), family.least_peak(), float("inf")
