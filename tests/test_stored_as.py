@@ -1,5 +1,6 @@
 """Residuals stored in fewer bits: formats, policies, inputs of regions, declarations, derivatives, memory."""
 
+import contextlib
 import functools
 
 import jax
@@ -581,6 +582,63 @@ def test_on_several_devices(form):
             f = statetx.remat(mapped, policy=policies.everything.stored_as(WORDS), inputs_stored_as=WORDS)
         x_placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, P(None, "d")))
         assert_close(jax.jit(jax.grad(loss_of(f), (0, 1)))(x_placed, w), expected)
+
+
+SPLITS = [  # a length over eight devices, which are one axis or two of the mesh
+    pytest.param(length, axes, marks=[] if (length, len(axes)) in ((72, 1), (128, 2)) else pytest.mark.slow)
+    for length in (8, 24, 72, 128, 2048)
+    for axes in ("d", "ad")
+]
+
+
+@pytest.fixture
+def split_over_devices():
+    """``(shape, axes) -> array`` whose type splits its last axis over eight devices."""
+    if jax.device_count() < 8:
+        pytest.skip("fewer than eight devices")
+
+    @contextlib.contextmanager
+    def normal(shape, axes):
+        explicit = (jax.sharding.AxisType.Explicit,) * len(axes)
+        mesh = jax.make_mesh((8,) if axes == "d" else (2, 4), tuple(axes), axis_types=explicit)
+        spec = jax.sharding.PartitionSpec(*(None,) * (len(shape) - 1), tuple(axes))
+        values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        with jax.set_mesh(mesh):
+            yield jax.device_put(values, jax.sharding.NamedSharding(mesh, spec))
+
+    return normal
+
+
+@pytest.mark.parametrize(("length", "axes"), SPLITS)
+def test_formats_of_a_last_axis_that_is_split_over_devices(length, axes, split_over_devices):
+    part = length // 8
+    with split_over_devices((4, length), axes) as x:
+        spikes = (x > 0).astype(x.dtype)
+        for format, value, sizes in (
+            (BITS, spikes, [-(-part // 8)]),
+            (StoredType("int8"), x, [part, -(-part // BLOCK)]),
+        ):
+            stored, decoded = jax.jit(lambda x, f=format: (codes := f.encode(x), f.decode(codes, jax.typeof(x))))(value)
+            assert [a.shape for a in stored] == [t.shape for t in format.types(value)] == [(4, 8 * n) for n in sizes]
+            assert all(s.data.shape == (4, n) for a, n in zip(stored, sizes, strict=True) for s in a.addressable_shards)
+            assert jax.typeof(decoded) == jax.typeof(value)
+            errors = np.abs(np.asarray(decoded) - np.asarray(value))
+            assert errors.max() <= (0 if format is BITS else 1.001 * np.abs(x).max() / 127)
+
+
+@pytest.mark.parametrize("length", [72, pytest.param(128, marks=pytest.mark.slow)])
+def test_gradients_where_the_last_axis_is_split_over_devices(length, split_over_devices):
+    def f(x):
+        return jnp.sum(jnp.sin(x * statetx.checkpoint_name(spike(x), "spikes")))
+
+    stored, exact = (statetx.remat(f, policy=p) for p in (SPIKES.stored_as("bits"), SPIKES))
+    with split_over_devices((4, length), "d") as x:
+        grad = jax.jit(jax.grad(stored))(x)
+        assert jax.typeof(grad) == jax.typeof(x)
+        assert_equal(grad, jax.jit(jax.grad(exact))(x))
+        (row,) = [row for row in statetx.saved_residuals(stored, x) if row.stored_as]
+        assert row.nbytes == 4 * 8 * -(-length // 64)
+    assert_close(grad, jax.jit(jax.grad(f))(np.asarray(x)))
 
 
 # -- reports ---------------------------------------------------------------------------------------------------------

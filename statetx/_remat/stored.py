@@ -2,10 +2,11 @@
 
 A `StoredType` encodes a value as smaller arrays and decodes it again. It is a frozen value, so that it can be part of a policy and of the parameters
 of an equation. All formats work along the last axis, so that they commute with loops and sharding along the others; a scalar counts as
-an axis of one entry.
+an axis of one entry. If the type splits the last axis over devices (an explicit mesh), each device's part is encoded by itself, and
+what it is stored as is split alike.
 
 - ``bits``: values that are 0 or 1, eight in a byte, the first in the lowest bit.
-- ``bfloat16``, ``float8_e4m3fn``: floats rounded to nearest even. Larger values than the format has become its largest.
+- ``bfloat16``, ``float8_e4m3fn``: floats rounded to nearest even. float8 has no infinity: larger values become its largest.
 - ``int8``: floats as integers times a scale, one scale for each `BLOCK` entries, rounded up or down at random: without bias, whatever is
   summed (Chen et al., ActNN, ICML 2021). The key of the random numbers is made from the value itself, so that a recomputed value
   is rounded alike.
@@ -14,12 +15,14 @@ an axis of one entry.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 
 from .._errors import PolicyError
 from .._text import suggestion
@@ -58,18 +61,19 @@ class StoredType:
             return False
         is_real = not jnp.issubdtype(aval.dtype, jnp.complexfloating)
         is_storable = is_real if self.name == "bits" else jnp.issubdtype(aval.dtype, jnp.floating)
-        row = jax.ShapeDtypeStruct((length,), aval.dtype)
+        row = jax.ShapeDtypeStruct((length // _num_parts(aval),), aval.dtype)  # of one part
         return bool(is_storable) and num_bytes(row) > self.nbytes(row)
 
     def types(self, aval: Any) -> list[jax.ShapeDtypeStruct]:
         """The types of the arrays that a value of this type is stored as."""
         *batch, length = aval.shape or (1,)
         if self.name == "bits":
-            return [jax.ShapeDtypeStruct((*batch, -(-length // 8)), jnp.uint8)]
+            return [jax.ShapeDtypeStruct((*batch, _num_blocks(length, 8, _num_parts(aval))), jnp.uint8)]
         codes = jax.ShapeDtypeStruct((*batch, length), jnp.dtype(self.name))
         if self.name != "int8":
             return [codes]
-        return [codes, jax.ShapeDtypeStruct((*batch, -(-length // BLOCK)), _scale_dtype(aval.dtype))]
+        num_scales = _num_blocks(length, BLOCK, _num_parts(aval))
+        return [codes, jax.ShapeDtypeStruct((*batch, num_scales), _scale_dtype(aval.dtype))]
 
     def nbytes(self, aval: Any) -> int:
         """The bytes that a value of this type is stored in."""
@@ -95,9 +99,10 @@ class StoredType:
         """Decode a value of this type from the arrays that `encode` made."""
         length = aval.shape[-1] if aval.shape else 1
         if self.name == "bits":
-            x = _unpack(stored[0], length).astype(aval.dtype)
+            x = _unpack(stored[0], length, _num_parts(aval)).astype(aval.dtype)
         elif self.name == "int8":
-            x = _dequantize(*stored).astype(aval.dtype)
+            codes, scales = stored
+            x = _dequantize(codes, scales, _num_parts(aval)).astype(aval.dtype)
         else:
             x = stored[0].astype(aval.dtype)
         return x.reshape(aval.shape)
@@ -131,35 +136,59 @@ def as_stored_type(name: Any, what: str) -> StoredType:
     return StoredType(name)
 
 
-# -- bits ----------------------------------------------------------------------------------------------------------
+# -- blocks of the last axis -----------------------------------------------------------------------------------------
 
 
-def _padded(x: jax.Array, multiple: int) -> jax.Array:
-    """The array as blocks: ``[..., n]`` to ``[..., ceil(n / multiple), multiple]``, with zeros at the end."""
-    length = -(-x.shape[-1] // multiple) * multiple
-    padding = [(0, 0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1], 0)]
-    x = lax.pad(x, x.dtype.type(0), padding) if length != x.shape[-1] else x
-    return x.reshape(*x.shape[:-1], length // multiple, multiple)
+def _num_parts(aval: Any) -> int:
+    """In how many parts the type splits the last axis over devices."""
+    sharding = getattr(aval, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) != len(aval.shape) or not aval.shape:
+        return 1
+    axes = sharding.spec[-1] if isinstance(sharding.spec[-1], tuple) else (sharding.spec[-1],)
+    return math.prod([sharding.mesh.shape[axis] for axis in axes if axis in sharding.mesh.explicit_axes])
 
 
-def _joined(blocks: jax.Array, length: int) -> jax.Array:
+def _num_blocks(length: int, size: int, num_parts: int) -> int:
+    return num_parts * -(-(length // num_parts) // size)
+
+
+def _padded(x: jax.Array, size: int, num_parts: int) -> jax.Array:
+    """The array as blocks, ``[..., n]`` to ``[..., number of blocks, size]``, with zeros at the end of each part."""
+    *batch, length = x.shape
+    num_blocks = _num_blocks(length, size, num_parts)
+    if num_blocks * size != length:
+        parts = x if num_parts == 1 else x.reshape(*batch, num_parts, length // num_parts)
+        more = (num_blocks * size - length) // num_parts
+        parts = lax.pad(parts, x.dtype.type(0), [*[(0, 0, 0)] * (parts.ndim - 1), (0, more, 0)])
+        x = parts.reshape(*batch, num_blocks * size)
+    return x.reshape(*batch, num_blocks, size)
+
+
+def _joined(blocks: jax.Array, length: int, num_parts: int) -> jax.Array:
     """The inverse of `_padded`."""
-    *batch, num, size = blocks.shape
-    return blocks.reshape(*batch, num * size)[..., :length]
+    *batch, num_blocks, size = blocks.shape
+    x = blocks.reshape(*batch, num_blocks * size)
+    if num_parts == 1 or num_blocks * size == length:
+        return x[..., :length]
+    parts = x.reshape(*batch, num_parts, num_blocks * size // num_parts)
+    return parts[..., : length // num_parts].reshape(*batch, length)
+
+
+# -- bits ------------------------------------------------------------------------------------------------------------
 
 
 def _pack(x: jax.Array) -> jax.Array:
-    bits = _padded((x != 0).astype(jnp.uint8), 8)
+    bits = _padded((x != 0).astype(jnp.uint8), 8, _num_parts(jax.typeof(x)))
     packed = bits[..., 0]
     for k in range(1, 8):  # unlike a sum over the axis, one elementwise operation
         packed = packed | (bits[..., k] << jnp.uint8(k))
     return packed
 
 
-def _unpack(packed: jax.Array, length: int) -> jax.Array:
+def _unpack(packed: jax.Array, length: int, num_parts: int) -> jax.Array:
     shifts = jnp.arange(8, dtype=jnp.uint8).reshape((1,) * packed.ndim + (8,))
     bits = (packed[..., None] >> shifts) & jnp.uint8(1)
-    return _joined(bits, length)
+    return _joined(bits, length, num_parts)
 
 
 # -- int8 ----------------------------------------------------------------------------------------------------------
@@ -172,7 +201,8 @@ def _scale_dtype(dtype: Any) -> Any:
 
 
 def _quantize(x: jax.Array, key: jax.Array) -> list[jax.Array]:
-    blocks = _padded(x.astype(_scale_dtype(x.dtype)), BLOCK)
+    num_parts = _num_parts(jax.typeof(x))
+    blocks = _padded(x.astype(_scale_dtype(x.dtype)), BLOCK, num_parts)
     largest = jnp.abs(blocks).max(-1, keepdims=True)
     scales = jnp.where(largest == 0, 1, largest * (1 / 127)).astype(
         blocks.dtype
@@ -180,12 +210,12 @@ def _quantize(x: jax.Array, key: jax.Array) -> list[jax.Array]:
 
     codes = jnp.floor(blocks / scales + _uniform(key, blocks.shape).astype(blocks.dtype))
     codes = jnp.clip(codes, -127, 127).astype(jnp.int8)  # x / s may be rounded up
-    return [_joined(codes, x.shape[-1]), scales[..., 0]]
+    return [_joined(codes, x.shape[-1], num_parts), scales[..., 0]]
 
 
-def _dequantize(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    blocks = _padded(codes, BLOCK).astype(scales.dtype) * scales[..., None]
-    return _joined(blocks, codes.shape[-1])
+def _dequantize(codes: jax.Array, scales: jax.Array, num_parts: int) -> jax.Array:
+    blocks = _padded(codes, BLOCK, num_parts).astype(scales.dtype) * scales[..., None]
+    return _joined(blocks, codes.shape[-1], num_parts)
 
 
 def _uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
