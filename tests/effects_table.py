@@ -114,6 +114,21 @@ def value_and_slope(case: Case, x: Any) -> Any:
     return case.fun(x), slope
 
 
+def through_sigmoid(fun: Callable, x: Any) -> Any:
+    return 4 * jax.nn.sigmoid(fun(x)) - 2  # its derivative reads its result
+
+
+def thrice_and_slope(case: Case, x: Any) -> Any:
+    def thrice(fun: Callable, x: Any) -> Any:
+        for _ in range(3):
+            x = through_sigmoid(fun, x)
+        return x
+
+    (_, up), (_, down), step = case.fresh(), case.fresh(), STEP / 8  # as the third call of some is far from a line
+    slope = (thrice(up, x + step) - thrice(down, x - step)) / (2 * step)
+    return thrice(case.fun, x), slope
+
+
 def examples(case: Case, x: Any) -> Any:
     """Each example on its own model, with its own key; the results, and a created state's values, are stacked."""
     xs, outs = (x, 2 * x), []
@@ -160,6 +175,26 @@ class Layer:
 
     def __call__(self, x: Any) -> Any:
         return self.fun(x)
+
+
+BITS = statetx.policies.everything.stored_as("bits")
+
+
+def gated(fun: Callable) -> Callable:
+    """The function times 1, which a derivative reads: stored as bits."""
+    return lambda x: fun(x) * (x > -99.0).astype(jnp.float32)
+
+
+def through_slots(fun: Callable, x: Any) -> Any:
+    """Three steps from two slots in a gradient. A carry has more numbers than a step keeps, so that the slots hold both."""
+
+    def loop(x: Any) -> Any:
+        def step(carry: list, _: Any) -> tuple[list, None]:
+            return [through_sigmoid(fun, sum(carry) / len(carry))] * len(carry), None
+
+        return statetx.scan(step, [x] * 6, length=3, checkpoint=2)[0][0]
+
+    return statetx.value_and_grad(loop)(x)
 
 
 def _mesh() -> Any:
@@ -248,4 +283,11 @@ ROWS = [
     Row("stack", "loop", lambda f, x: statetx.stack([Layer(f), Layer(f)])(x), twice),
     Row("custom_jvp", "custom", lambda f, x: custom("custom_jvp", f, x), once),
     Row("custom_vjp", "custom", lambda f, x: custom("custom_vjp", f, x), once),
+    Row(
+        "remat that stores bits",
+        "remat",
+        lambda f, x: statetx.value_and_grad(statetx.remat(gated(f), policy=BITS))(x),
+        value_and_slope,
+    ),
+    Row("slots that hold residuals", "slots", through_slots, thrice_and_slope),
 ]

@@ -122,6 +122,18 @@ def stored(f: Stateful, program: Program) -> Stateful:
     return statetx.remat(f, policy=statetx.policies.everything.stored_as(WORDS), inputs_stored_as=WORDS)
 
 
+def gated(f: Callable, x: jax.Array) -> Any:
+    """The function, of which a residual is 0 or 1: the gate."""
+    gate = (x > 0).astype(x.dtype)
+    return f(jnp.sin(x) * gate + 0.5 * x * (1 - gate))
+
+
+def packed(f: Stateful, program: Program) -> Stateful:
+    """`remat` that stores values that are 0 or 1 as bits."""
+    policy = statetx.policies.everything.stored_as("bits") | statetx.policies.masks
+    return statetx.remat(lambda x: gated(f, x), policy=policy)
+
+
 def jit(f: Stateful, program: Program) -> Stateful:
     return statetx.jit(f)
 
@@ -146,6 +158,10 @@ def grad(f: Stateful, program: Program) -> Stateful:
         return {"value": value, "out": out, "of_states": of_states, "of_x": of_x}
 
     return gradients
+
+
+def pure_packed(r: Pure, wrt: tuple[str, ...]) -> Pure:
+    return lambda v, x: gated(lambda x: r(v, x), x)
 
 
 def pure_grad(r: Pure, wrt: tuple[str, ...]) -> Pure:
@@ -231,7 +247,63 @@ def pure_scan(r: Pure, wrt: tuple[str, ...]) -> Pure:
     return loop
 
 
-PURE = {remat: unchanged, stored: unchanged, jit: unchanged, grad: pure_grad, vjp: pure_vjp, scan: pure_scan}
+# A carry with more numbers than a step keeps, and as many that are 0 or 1.
+WEIGHTS = np.linspace(-1, 1, 64)
+
+
+def slots_step(f: Callable, carry: Any, x: jax.Array) -> tuple[Any, Any]:
+    h, spikes = carry
+    out = f(x + 0.1 * jnp.sin(h.mean()) + 0.1 * spikes.mean())
+    h = 0.5 * h + 0.1 * scalar(out) * jnp.asarray(WEIGHTS, h.dtype)
+    return (h, (h > 0.01).astype(h.dtype)), out
+
+
+def slots_init(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.asarray(WEIGHTS, x.dtype), jnp.full(64, 0.25, x.dtype)  # no 0 or 1 yet
+
+
+def slots(f: Stateful, program: Program) -> Stateful:
+    """A loop that is reversed from two slots: carries, the second half of them as bits, and what steps keep."""
+    policy = statetx.policies.everything.stored_as("bits")
+
+    def body(carry, x):
+        carry, out = slots_step(f, carry, x)
+        return carry, numbers_of(out)
+
+    checkpoint = statetx.policies.Slots(2, policy=policy)
+    return lambda x: statetx.scan(body, slots_init(x), elements(x), checkpoint=checkpoint)
+
+
+def pure_slots(r: Pure, wrt: tuple[str, ...]) -> Pure:
+    def loop(v, x):
+        carry, rows = slots_init(x), []
+        for x_t in elements(x):
+
+            def step(x, v=v):
+                nonlocal new
+                out, new = r(v, x)
+                return out
+
+            new = v
+            carry, out = slots_step(step, carry, x_t)
+            v = new
+            rows.append(numbers_of(out))
+        return (carry, [jnp.stack(column) for column in zip(*rows, strict=True)]), v
+
+    return loop
+
+
+PURE = {
+    remat: unchanged,
+    stored: unchanged,
+    packed: pure_packed,
+    jit: unchanged,
+    grad: pure_grad,
+    vjp: pure_vjp,
+    scan: pure_scan,
+    slots: pure_slots,
+}
+LOOPS = (scan, slots)
 
 Nesting = tuple[Callable, ...]  # from the inside out
 

@@ -24,6 +24,8 @@ POLICIES = (
     "policies.larger_than(8)",
     "policies.dots | policies.names('h', missing='ignore')",
     "policies.primitives('tanh', missing='ignore')",
+    "policies.masks",
+    "policies.everything.stored_as('bits')",
     "jax.checkpoint_policies.everything_saveable",
     "jax.checkpoint_policies.dots_saveable",
 )
@@ -39,6 +41,7 @@ SCHEDULES = (
     "None",
     "None",
     "policies.Slots(2)",
+    "policies.Slots(2, policy=policies.everything.stored_as('bits'))",
     "1",
     "policies.Levels(1)",
     "policies.Levels(2)",

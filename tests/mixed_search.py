@@ -58,6 +58,7 @@ FEATURES: dict[str, Callable[[Program], bool]] = {
     "mapped state": has(lambda s: isinstance(s, Call) and "only({c0}): 0" in s.template),
     "gradient of a state": has(lambda s: isinstance(s, Call) and "wrt=" in s.template and s.kind == "grad"),
     "policy": has(lambda s: isinstance(s, Call) and "policy=" in s.template),
+    "values stored as bits": lambda p: ".stored_as('bits')" in source(p, "statetx"),
     "fence": has(lambda s: isinstance(s, Call) and "fence=" in s.template),
     "function called for two models": lambda p: "(k, " in source(p, "statetx"),
     "main compiled": lambda p: "jit" in p.wrap,

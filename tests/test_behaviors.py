@@ -45,3 +45,22 @@ def test_behavior_of_residuals_stored_in_another_form(row, monkeypatch):
     monkeypatch.setattr(dialect, "remat", lambda fun, **options: remat(fun, **options, **stored), raising=False)
     actual, wanted = dialect.run(row), behaviors.expected(dialect, row)
     assert not behaviors.difference(actual, wanted)
+
+
+LOOPS = [row for row in ROWS if "scan" in row.title]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=row.title, marks=pytest.mark.slow if n not in (0, 5) else ()) for n, row in enumerate(LOOPS)],
+)
+def test_behavior_of_loops_reversed_from_slots(row, monkeypatch):
+    """Two slots, which hold carries and what steps keep."""
+    dialect = KINDS[0]
+
+    def scan(model, f, carry, xs):
+        return statetx.scan(lambda c, x: f(model, c, x), carry, xs, checkpoint=2)
+
+    monkeypatch.setattr(dialect, "scan", scan, raising=False)
+    actual, wanted = dialect.run(row), behaviors.expected(dialect, row)
+    assert not behaviors.difference(actual, wanted)

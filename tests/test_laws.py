@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from brainstate._error import TraceContextError
 from laws import (
+    LOOPS,
     Nesting,
     Stateful,
     assert_no_tracer,
@@ -35,10 +36,12 @@ from laws import (
     jit,
     name_of,
     numbers_of,
+    packed,
     pure,
     remat,
     scalar,
     scan,
+    slots,
     snapshot,
     stored,
     transformed,
@@ -84,6 +87,12 @@ NESTINGS: list[Nesting] = [
     (stored, scan, grad, jit),
     (stored, scan, grad, grad),
     (scan, stored, vjp),
+    (packed, grad),
+    (packed, grad, grad),
+    (packed, slots, grad, jit),
+    (slots, grad, jit),
+    (slots, grad, grad),
+    (slots, remat, vjp),
 ]
 
 
@@ -93,24 +102,28 @@ def expected_runs(nesting: Nesting, program: Program, call: int) -> range:
     for op in nesting:
         if op is jit and call > program.grows:  # the call after a state was created is of other types
             return range(0, 1)
-        most *= 2 if op is scan and program.writes else 1
+        most *= 2 if op in LOOPS and program.writes else 1
     return range(1, most + 1)
 
 
 CORE = [corpus.ReadModifyWrite, corpus.Nested]
+# Of the nestings whose residuals are bits or in slots, which take longest, these run in the fast suite, with the first of `CORE`.
+OF_CORE: list[Nesting] = [(packed, grad, grad), (slots, grad, jit)]
 
 
 def cases(programs: list[type[Program]], nestings: list[Nesting], fast: list[Nesting] | None = None) -> list:
     """Programs crossed with nestings. Outside `CORE` those that are not `fast` (None: all are) run with the slow tests."""
 
     def marks(p: type[Program], n: Nesting) -> list:
-        return [] if fast is None or n in fast or p in CORE else [pytest.mark.slow]
+        is_core = (p is CORE[0] and n in OF_CORE) or (p in CORE and not {packed, slots} & set(n))
+        return [] if fast is None or n in fast or is_core else [pytest.mark.slow]
 
     return [
         pytest.param(p, n, id=f"{p.__name__}-{name_of(n)}", marks=marks(p, n))
         for p in programs
         for n in nestings
-        if scan not in n or (p.loops and n[n.index(scan) :].count(grad) <= p.order_in_loops)
+        if (place := min([n.index(op) for op in LOOPS if op in n], default=None)) is None
+        or (p.loops and n[place:].count(grad) <= p.order_in_loops)
     ]
 
 
@@ -118,7 +131,7 @@ def check_law(make: type[Program], nesting: Nesting, num_calls: int = 2, toleran
     program = make()
     call, reference = transformed(nesting, program.step, program), pure(nesting, program)
     values = snapshot(program.values())
-    weak = not {jit, scan} & set(nesting)
+    weak = not {jit, *LOOPS} & set(nesting)
     for n in range(num_calls):
         x = jnp.asarray(X) * (1 + 0.3 * n)
         expected, new = reference(snapshot(values), x)
@@ -140,6 +153,14 @@ FAST: list[Nesting] = [(remat, grad), (remat, scan, grad, jit), (stored, grad)]
 def test_law_same_as_reference(make, nesting):
     with jax.enable_x64(True):
         check_law(make, nesting, 3 if make.grows else 2)
+
+
+@pytest.mark.parametrize("make", [corpus.ReadModifyWrite, corpus.Dropout, corpus.Shared], ids=lambda p: p.__name__)
+def test_slots_of_the_laws_hold_residuals(make):
+    with jax.enable_x64(True):
+        program = make()
+        row = statetx.loop_report(transformed((slots,), program.step, program), jnp.asarray(X), policies=()).rows[0]
+    assert row.is_mixed and row.runs < row.carry_runs
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ import pytest
 import random_programs
 from hypothesis import HealthCheck, Phase, example, given, settings
 from laws import WORDS
-from random_programs import Block, Call, Const, Local, Raise, Read, Write, check, programs
+from random_programs import Binary, Block, Call, Const, Draw, Let, Local, Raise, Read, Unary, Write, check, programs
 
 import statetx
 from statetx._lift.outcome import Outcome
+from statetx._loops import checkpointed
 
 COMMON: dict[str, Any] = {
     "deadline": None,
@@ -60,6 +61,52 @@ def stored(monkeypatch):
 @settings(max_examples=15, **COMMON)
 @given(programs().filter(lambda p: any(isinstance(x, Call) and x.kind == "remat" for x in parts(p))))
 def test_random_program_stored_in_another_form(stored, program):
+    check(program)
+
+
+@pytest.fixture
+def slots(monkeypatch):
+    """Every scan is reversed from two slots, some of which hold what steps keep; of that, a factor of 1 as bits."""
+    checkpoint = statetx.policies.Slots(2, policy=statetx.policies.everything.stored_as("bits"))
+    scan, memory_for, are_mixed = statetx.scan, checkpointed.memory_for, []
+
+    def from_slots(body: Any, carry: Any, xs: Any, **options: Any) -> Any:
+        def step(carry: Any, x: Any) -> tuple[Any, Any]:
+            new, y = body(carry, x)
+            return new * (carry > -99.0).astype(new.dtype), y
+
+        return scan(step, carry, xs, **options | {"checkpoint": checkpoint})
+
+    def noted(*args: Any, **options: Any) -> Any:
+        memory = memory_for(*args, **options)
+        are_mixed.append(memory[-1])
+        return memory
+
+    monkeypatch.setattr(statetx, "scan", from_slots)
+    monkeypatch.setattr(checkpointed, "memory_for", noted)
+    statetx.clear_cache()
+    yield
+    assert any(are_mixed)
+
+
+def looped(program: Block) -> Block:
+    """The gradient of a loop over the program, whose carry goes through a sine."""
+    carry = Local(1 + sum(isinstance(s, (Let, Draw, Call)) for s in program.body))
+    step = Block(program.body, Binary("mid", program.result, Unary("sin", carry)))
+    loop = Block((Call("scan", step, Binary("mid", Local(0), Read("v")), xs=Local(0)),), Local(0))
+    return Block((Call("grad", loop, Local(0)),), Local(0))
+
+
+@settings(max_examples=6, **COMMON)
+@given(programs(depth=2).map(looped))
+def test_random_program_from_slots(slots, program):
+    check(program)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, **COMMON)
+@given(programs().map(looped))
+def test_random_program_from_slots_at_length(slots, program):
     check(program)
 
 
