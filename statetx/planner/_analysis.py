@@ -152,6 +152,7 @@ class Graph:
 
         # The differentiated equations have more cost than the region's own: they also compute the coefficients of the derivative.
         self.costs = {i: equation_cost(self._forward.eqns[i]) for i in self._needed}
+        self.residual_cost = sum(self.costs.values())
 
         # The baseline keeps its residuals. All costs are relative to it.
         fused, plain_outs = _fused_variables(jaxpr), set(plain.outvars[:num_out])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .. import _jax
@@ -192,9 +192,13 @@ def _of_loop(
     carry_bytes = sum(device_bytes(v.aval) for v, c in zip(invars, is_carry, strict=True) if c)
 
     num_constants, num_carry = _jax.scan_counts(part.eqn)
-    # A step that is run ahead computes its carry alone.
-    carry_only = _jax.rebuild(part.jaxpr, invars=invars, outvars=part.jaxpr.outvars[:num_carry], eqns=part.jaxpr.eqns)
-    ahead_cost = sum(map(equation_cost, _jax.without_dead_code(carry_only).eqns))
+
+    def ahead_cost(saved: Iterable[Address] = ()) -> float:
+        """The cost of a run ahead, which computes the carry and some other values."""
+        outvars = [*part.jaxpr.outvars[:num_carry], *(part.jaxpr.eqns[i].outvars[n] for i, n in saved)]
+        needed = _jax.rebuild(part.jaxpr, invars=invars, outvars=outvars, eqns=part.jaxpr.eqns)
+        return sum(map(equation_cost, _jax.without_dead_code(needed).eqns))
+
     first = num_constants + num_carry
     x_bytes = [length * device_bytes(v.aval) for v in invars[first:]]
     read, differentiated = (
@@ -208,7 +212,7 @@ def _of_loop(
             residual_carry_bytes = sum(device_bytes(invars[i].aval) for i in graph.residual_inputs if is_carry[i])
             options.append(step._replace(saved_bytes=length * (step.saved_bytes + residual_carry_bytes)))
             uniform.append(options[-1])
-            options += _with_slots(step, ahead_cost, length, carry_bytes)
+            options += _with_slots(step, graph, ahead_cost(), length, carry_bytes)
             continue
         for inner in _inner_lengths(length):
             # Nested loops store a carry per outer step. The backward pass of an outer step runs its inner loop again first, which
@@ -216,7 +220,7 @@ def _of_loop(
             # the division, of fewer than `inner` steps, is not counted: this errs low, and compiled candidates correct it.
             outer = length // inner
             backward_bytes = inner * (carry_bytes + step.saved_bytes) + step.backward_bytes
-            cost = length * (ahead_cost + step.cost)
+            cost = length * (ahead_cost(step.saved) + step.cost)
             option = Option(step.saved, outer * carry_bytes, backward_bytes, cost, loop=Lengths(outer, inner))
             options.append(option._replace(stored=step.stored))
             if not step.stored:
@@ -230,15 +234,17 @@ def _of_loop(
     return [options[0], *in_groups(length, uniform, nested, x_bytes, read, differentiated), *options[1:]]
 
 
-def _with_slots(step: Option, ahead_cost: float, length: int, carry_bytes: int) -> list[Option]:
+def _with_slots(step: Option, graph: Graph, ahead_cost: float, length: int, carry_bytes: int) -> list[Option]:
     """The loop reversed from slots, for various numbers of them. `step` is the baseline: one step at a time saves its residuals."""
     options, slots = [], 1
     while slots < length:
-        # Of all runs as many as there are steps count as the forward pass, which the baseline has too.
+        # Of all runs as many as there are steps count as the forward pass, which the baseline has too. As many others compute what a
+        # step keeps, and the rest the carry alone.
         bytes_of_step = {"carry_bytes": carry_bytes, "residual_bytes": step.saved_bytes}
         num_reruns = Slots(slots).runs(length, **bytes_of_step) - length
+        cost = length * max(graph.residual_cost, ahead_cost) + (num_reruns - length) * ahead_cost
         backward_bytes = step.backward_bytes + step.saved_bytes + _CARRIES_BESIDE_SLOTS * carry_bytes
-        options.append(Option(None, slots * carry_bytes, backward_bytes, num_reruns * ahead_cost, loop=Slots(slots)))
+        options.append(Option(None, slots * carry_bytes, backward_bytes, cost, loop=Slots(slots)))
         slots = slots + 1 if slots < 4 else slots * 3 // 2  # geometric: few options cover every length
     return options
 
