@@ -454,6 +454,9 @@ class _Problem:
         """Minimize one quantity under a limit of the other."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
+        if not len(objective):  # nothing has to be held; newer SciPy refuses a program without variables
+            return 0.0, True
+
         # For given held values the runs are integers in any case. Yet HiGHS is faster if it knows that.
         is_integer = np.ones_like(objective)
         is_integer[len(objective) - len(self._rooms) :] = 0
@@ -480,6 +483,9 @@ class _Problem:
     def lines(self, extra_operations: Iterable[float]) -> set[tuple[float, float]]:
         """For each number of added operations the line of `_Record.lines` that touches the optimum of the linear relaxation there."""
         from scipy.optimize import linprog
+
+        if not len(self._bytes):
+            return {(0.0, 0.0)}
 
         # The multiplier of the limit is feasible for the dual problem of any other limit: there, too, it gives a bound.
         lines = set()
