@@ -351,7 +351,7 @@ def lines_of(results: dict[str, Any]) -> list[str]:
     """The main figures, a line for each."""
     groups = {m: [p for r in results.values() for p in r["plans"][m]] for m in ("marked", "unmarked")}
     groups["training steps"] = [p for r in results.values() for p in r["step"]["plans"]]
-    lines = [f"{group}: {num_met(rows)} of {len(rows)} budgets met" for group, rows in groups.items()]
+    lines = [f"{group}: {num_met(rows)} of {len(rows)} budgets kept" for group, rows in groups.items()]
     num_expensive = sum(" where the policy costs " in line for r in results.values() for line in failures(r))
     lines.append(f"more expensive than a stock policy at its memory: {num_expensive}")
     distances = {n: [d for m in r["plans"] if (d := distance_of(r, m)) is not None] for n, r in results.items()}
