@@ -177,9 +177,9 @@ TABLE: dict[str, Row] = {
     ),
     # Elementwise operations: one operation an entry (a sine counts as much as a sum).
     **_rows(
-        "abs add add_any and cbrt ceil clamp cos div eq erf erf_inv exp exp2 expm1 floor ge gt is_finite le log log1p logistic lt max "
-        "min mul ne neg not or pow rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square sub tan "
-        "tanh xor",
+        "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt "
+        "is_finite le lgamma log log1p log2 logistic lt max min mul ne neg not one_minus_square or pow rem round rsqrt shift_left "
+        "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor",
         fuses=True,
     ),
     **_rows("integer_pow", fuses=True, flops=_power),
@@ -246,7 +246,8 @@ _set(
     is_linear=True,
 )
 _set(
-    "atan2 cbrt cos erf erfc erf_inv exp exp2 expm1 lgamma log log1p logistic pow rsqrt sin sqrt tan tanh",
+    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh erf erfc erf_inv exp exp2 expm1 lgamma log log1p log2 logistic pow rsqrt sin "
+    "sinh sqrt tan tanh",
     is_transcendental=True,
 )
 
