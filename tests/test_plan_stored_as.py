@@ -186,6 +186,17 @@ def test_no_value_is_stored_without_formats():
     assert not graph.smaller and all(not o.stored for o in graph.front())
 
 
+def test_small_values_are_no_choice():
+    def fun(w, x):
+        y = x @ w
+        return jnp.where(y > 0, y, 0.0).sum() + jnp.where(y[:2] > 1, y[:2], 0.0).sum()
+
+    graph = graph_of(fun, WS[0], X)
+    masks = [a for a in graph._formats if graph.sites[a].value.type.dtype == bool]
+    assert sorted(graph.sites[a].value.type.shape for a in masks) == [(2, 32), (256, 32)]
+    assert [graph.sites[a].value.type.shape for a in masks if a in graph.smaller] == [(256, 32)]
+
+
 @pytest.mark.parametrize("loop", [Lengths(8), Lengths(2, 4)])
 def test_steps_of_a_loop_keep_bits(loop):
     def fun(w, x):

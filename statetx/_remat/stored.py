@@ -3,7 +3,7 @@
 A `StoredType` encodes a value as smaller arrays and decodes it again. It is a frozen value, so that it can be part of a policy and of the parameters
 of an equation. All formats work along the last axis, so that they commute with loops and sharding along the others; a scalar counts as
 an axis of one entry. If the type splits the last axis over devices (an explicit mesh), each device's part is encoded by itself, and
-what it is stored as is split alike.
+the stored arrays are split in the same way.
 
 - ``bits``: values that are 0 or 1, eight in a byte, the first in the lowest bit.
 - ``bfloat16``, ``float8_e4m3fn``: floats rounded to nearest even. float8 has no infinity: larger values become its largest.

@@ -74,10 +74,8 @@ class Groups(Strategy):
                 # The first steps of a reversed loop read the last elements.
                 a, b = start, start + group.number
                 first, end = (self.num_steps - b, self.num_steps - a) if step.reverse else (a, b)
-                numbers, slices = (
-                    jnp.arange(first, end, dtype=jnp.int32),
-                    [xs[i][first:end] for i in self.differentiated],
-                )
+                numbers = jnp.arange(first, end, dtype=jnp.int32)
+                slices = [xs[i][first:end] for i in self.differentiated]
                 call = _loop(part, group, num_added)
                 carry, ys = call([*constants, *whole], carry, [numbers, *slices])
                 all_ys.append(ys)

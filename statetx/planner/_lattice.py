@@ -48,7 +48,8 @@ class Lattice:
         stock_layouts: where stock policies act, each with the numbers of the parts that they act on.
         regions: by interval.
         families: all regions, with loops in groups of steps if there are such; without these; and only those between the ends of
-            blocks, whether the user's or of structure.
+            blocks, whether the user's or of structure. Then variants of all regions, where these are cheaper: those that compute
+            inputs again, and those that store inputs in fewer bits.
     """
 
     def __init__(
