@@ -95,6 +95,11 @@ from .meshes import varying_axes as varying_axes
 from .meshes import varying_like as varying_like
 from .meshes import with_divisible_axis as with_divisible_axis
 from .meshes import with_varying_inputs as with_varying_inputs
+from .order import follow as follow
+from .order import follow_primitive as follow_primitive
+from .order import hold as hold
+from .order import hold_primitive as hold_primitive
+from .order import set_hold_lowering as set_hold_lowering
 from .refs import discharge_refs as discharge_refs
 from .refs import has_made_refs as has_made_refs
 from .refs import ref_store as ref_store

@@ -74,10 +74,13 @@ def _is_plain(ctx: Any, jaxpr: Jaxpr) -> bool:
     """Whether a function can be lowered as a branch."""
     # In shard_map a value's type says on which devices it differs, and both branches would have to agree on that.
     is_plain = not jaxpr.effects and not any(getattr(getattr(a, "mat", None), "varying", ()) for a in ctx.avals_in)
-    # A symbolic size (jax.export) cannot be compared with others.
-    avals = (*ctx.avals_in, *ctx.avals_out)
-    is_plain = is_plain and all(isinstance(d, int) for a in avals for d in getattr(a, "shape", ()))
+    is_plain = is_plain and all(map(_is_static, (*ctx.avals_in, *ctx.avals_out)))
     return is_plain and any(map(_has_bits, ctx.avals_in))
+
+
+def _is_static(aval: Any) -> bool:
+    """Whether no size is symbolic (jax.export). Such a size cannot be compared with others."""
+    return all(isinstance(d, int) for d in getattr(aval, "shape", ()))
 
 
 def _lower_as_branch(as_jax: Callable, ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any:
@@ -107,6 +110,25 @@ def _lower_in_order(as_jax: Callable, ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any
 
 
 _jax.set_remat_lowering(_lower)
+
+
+_MAX_AWAITED = 64  # of the arrays that a value waits for: an entry of each is read
+
+
+def _lower_hold(ctx: Any, x: Any, *others: Any) -> list[Any]:
+    """Lower a value that waits for others. XLA on CPUs ignores a barrier here, so it selects the value by an index that the others determine."""
+    aval, *other_avals = ctx.avals_in
+    is_one_cpu = _jax.platforms(ctx) == ("cpu",) and _jax.num_devices(ctx) == 1
+    with_bits = [(y, a) for y, a in zip(others, other_avals, strict=True) if _is_static(a) and _has_bits(a)]
+    if not (is_one_cpu and _is_static(aval) and _has_bits(aval) and with_bits):
+        return [_jax.with_sharding(ctx, hlo.OptimizationBarrierOp([x, *others]).results[0], aval)]
+    number = _int32(2)
+    for y, a in with_bits[:: -(-len(with_bits) // _MAX_AWAITED)]:
+        number = hlo.or_(number, _bits_of_entry(y, a))
+    return [hlo.select(hlo.compare(number, _int32(0), hlo.ComparisonDirectionAttr.get("NE")), x, _zeros(x.type))]
+
+
+_jax.set_hold_lowering(_lower_hold)
 
 
 def _nonzero_from_arrays(args: Sequence[Any], avals: Sequence[Any]) -> Any:

@@ -27,12 +27,9 @@ from .._lift.context import TraceContext, device_bytes
 from .._loops.strategy import Strategy
 from .._remat import decide, mark
 from .._remat.stored import StoredType
-from .._remat.survey import Survey
 from .._tree import is_float
 from ._stored import Formats, format_of, stored_bytes, storing_cost
-
-Address = tuple[int, int]
-"""A value of a region: (equation, output)."""
+from ._values import Address, labels_of, renumbered, values_of
 
 EquationCost = Callable[[Any], float]
 """The cost of running an equation, in operations or seconds."""
@@ -67,6 +64,13 @@ class Option(NamedTuple):
     def decision(self) -> tuple[Any, ...]:
         """What is done, without bytes and cost."""
         return self.saved, self.offloaded, self.loop, self.copies, self.stored, self.inputs
+
+    def renumbered(self, number: Callable[[int], int]) -> Option:
+        """The option for a region whose equations have other numbers."""
+        saved = None if self.saved is None else frozenset(renumbered(a, number(a[0])) for a in self.saved)
+        offloaded = frozenset(renumbered(a, number(a[0])) for a in self.offloaded)
+        stored = frozenset((renumbered(a, number(a[0])), format) for a, format in self.stored)
+        return self._replace(saved=saved, offloaded=offloaded, stored=stored)
 
 
 _PLANNED = -1  # the region number of the planner's marks; those of policies count from 0
@@ -119,8 +123,9 @@ class Graph:
         self._is_computed = [is_computed[i] for i in diff_indices]
 
         # Twice differentiated: with every value marked, for choices of what to save; and unchanged, for the baseline.
-        self.sites = {site.address: site for site in Survey(jaxpr).results if len(site.address) == 2}
-        marked = mark.mark(jaxpr, {address: f"{address[0]}.{address[1]}" for address in self.sites}, region=_PLANNED)
+        self.sites, self._results_of_rules = values_of(jaxpr)
+        names = {address: ".".join(map(str, address)) for address in self.sites}
+        marked = mark.mark(jaxpr, labels_of(names), region=_PLANNED)
         self._forward, self._num_out, self._backward = _derivative(marked, diff_indices, out_indices)
         plain, num_out, self._baseline_backward = _derivative(jaxpr, diff_indices, out_indices)
         self._baseline_residuals = _computed_variables(plain.outvars[num_out:], plain.invars)
@@ -136,12 +141,11 @@ class Graph:
         for i in self._needed:
             eqn = self._forward.eqns[i]
             if eqn.primitive is _jax.mark_primitive and eqn.params["region"] == _PLANNED:
-                equation, output = eqn.params["what"].split(".")
-                self._address_of[eqn.outvars[0]] = (int(equation), int(output))
+                self._address_of[eqn.outvars[0]] = tuple(map(int, eqn.params["what"].split(".")))
 
         # An output of the region is an input of others, and counted there: saving it takes no further bytes.
         outputs = set() if is_step else {v for v in jaxpr.outvars if isinstance(v, Var)}
-        self._output_addresses = {a for a, site in self.sites.items() if site.eqn.outvars[a[1]] in outputs}
+        self._output_addresses = {a for a, site in self.sites.items() if site.eqn.outvars[a[-1]] in outputs}
 
         self._formats: dict[Address, StoredType] = {}
         for address in set(self._address_of.values()):
@@ -157,7 +161,7 @@ class Graph:
         # The baseline keeps its residuals. All costs are relative to it.
         fused, plain_outs = _fused_variables(jaxpr), set(plain.outvars[:num_out])
         self._kept_byte_cost = kept_byte_cost
-        self._fused_addresses = {a for a, site in self.sites.items() if site.eqn.outvars[a[1]] in fused}
+        self._fused_addresses = {a for a, site in self.sites.items() if site.eqn.outvars[a[-1]] in fused}
         of_baseline = (_fused_variables(plain) - plain_outs).intersection(self._baseline_residuals)
         self._baseline_kept_cost = kept_byte_cost * sum(device_bytes(v.aval) for v in of_baseline)
 
@@ -263,8 +267,9 @@ class Graph:
 
     def by_policy(self, policy: Any) -> Option:
         """The region under a policy."""
-        labels = decide.decide(policy, list(self.sites.values()))
-        return self.option(frozenset((a[0], a[1]) for a in labels))
+        # A result of a rule is judged by the equation that computes it there, as by the policy itself.
+        sites = self.sites | self._results_of_rules
+        return self.option(frozenset(decide.decide(policy, list(sites.values()))))
 
     def bytes_of(self, address: Address) -> int:
         return 0 if address in self._output_addresses else device_bytes(self.sites[address].value.type)

@@ -18,8 +18,9 @@ from .._equations.primitives import row_of, size
 from .._jax import Jaxpr, Literal, Var
 from .._lift.context import device_bytes
 from .._tree import is_float
-from ._analysis import Address, Option
+from ._analysis import Option
 from ._parts import Part, last_reads
+from ._values import Address
 
 _CHEAP = 32  # operations for each entry that an equation reads or writes; a product has twice its inner dimension
 _SMALL = 16  # a result of so many times fewer bytes than what its equation reads, such as a mean, is kept
@@ -199,10 +200,7 @@ def _with_copies(
     invars = list(dict.fromkeys(v for e in all_eqns for v in _variables(e) if v not in defined))
     outvars = [*(v for e in eqns for v in e.outvars if v in {*part.outvars}), *more_outs]
     jaxpr = _jax.rebuild(part.jaxpr, invars=invars, outvars=outvars, eqns=all_eqns)
-    shifted = frozenset((i + len(first), n) for i, n in option.saved or ())
-    offloaded = frozenset((i + len(first), n) for i, n in option.offloaded)
-    stored = frozenset(((i + len(first), n), format) for (i, n), format in option.stored)
-    return Part("region", jaxpr, invars, outvars), option._replace(saved=shifted, offloaded=offloaded, stored=stored)
+    return Part("region", jaxpr, invars, outvars), option.renumbered(lambda i: i + len(first))
 
 
 def _instead_equations(x: Any, copy: Any, target: Any, like: Any) -> list[Any]:

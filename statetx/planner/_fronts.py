@@ -11,10 +11,11 @@ from .._lift.context import TraceContext, device_bytes
 from .._loops import schedule
 from .._loops.strategy import Lengths, Slots
 from .._remat.stored import StoredType
-from ._analysis import Address, EquationCost, Graph, Option, pareto_front
+from ._analysis import EquationCost, Graph, Option, pareto_front
 from ._groups import Groups, in_groups
 from ._parts import Part
 from ._stored import Formats
+from ._values import Address
 
 # Carries in use beside the slots of a loop under reversal: the copy that `_loops.reversal` reads from a slot, and the next carry,
 # which a step computes from it. Cotangents of the carry are among the step's backward bytes.
@@ -195,7 +196,7 @@ def _of_loop(
 
     def ahead_cost(saved: Iterable[Address] = ()) -> float:
         """The cost of a run ahead, which computes the carry and some other values."""
-        outvars = [*part.jaxpr.outvars[:num_carry], *(part.jaxpr.eqns[i].outvars[n] for i, n in saved)]
+        outvars = [*part.jaxpr.outvars[:num_carry], *(v for i, *n in saved for v in _outputs(part.jaxpr.eqns[i], n))]
         needed = _jax.rebuild(part.jaxpr, invars=invars, outvars=outvars, eqns=part.jaxpr.eqns)
         return sum(map(equation_cost, _jax.without_dead_code(needed).eqns))
 
@@ -247,6 +248,11 @@ def _with_slots(step: Option, graph: Graph, ahead_cost: float, length: int, carr
         options.append(Option(None, slots * carry_bytes, backward_bytes, cost, loop=Slots(slots)))
         slots = slots + 1 if slots < 4 else slots * 3 // 2  # geometric: few options cover every length
     return options
+
+
+def _outputs(eqn: Any, address: Sequence[int]) -> Sequence[Any]:
+    """The output with the rest of an address; all of them for a value of a rule."""
+    return eqn.outvars if len(address) > 1 else [eqn.outvars[address[0]]]
 
 
 @functools.cache

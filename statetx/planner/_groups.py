@@ -19,8 +19,9 @@ from .._loops.step import Step
 from .._loops.strategy import Lengths, Strategy
 from .._remat import mark
 from .._remat.atoms import Marks
-from ._analysis import Address, Option
+from ._analysis import Option
 from ._copies import instead
+from ._values import Address, labels_of, renumbered
 
 _NUM_SPLITS = 32  # of a long loop: where the second group may begin
 _MAX_NESTED = 6  # treatments of the first group in two levels
@@ -97,7 +98,7 @@ class Groups(Strategy):
 
     @classmethod
     def _of_numbers(cls, differentiated: Any, *groups: Any) -> Groups:  # type: ignore[override]
-        decoded = ((n, None if saved is None else frozenset((a, b) for a, b in saved), m) for n, saved, m in groups)
+        decoded = ((n, None if saved is None else frozenset(map(tuple, saved)), m) for n, saved, m in groups)
         return cls(tuple(Group(*group) for group in decoded), tuple(differentiated))
 
     def __repr__(self) -> str:
@@ -107,7 +108,8 @@ class Groups(Strategy):
 def _loop(step: Step, group: Group, num_added: int) -> Callable:
     if group.loop is None:
         return step.with_length(group.number, None).plain()
-    marks = Marks(tuple(((i + num_added, n), mark.SAVE) for i, n in sorted(group.saved or ())))
+    saved = {renumbered(a, a[0] + num_added): mark.SAVE for a in sorted(group.saved or ())}
+    marks = Marks(tuple(labels_of(saved).items()))
     return group.loop.build(step.with_length(group.number, marks))
 
 

@@ -21,14 +21,16 @@ import numpy as np
 
 from .._jax import Jaxpr, Literal
 from .._lift.context import TraceContext, device_bytes
-from ._analysis import Address, EquationCost
+from .._tree import is_float
+from ._analysis import EquationCost
 from ._choice import COPIES, HOLDS, STORES, Arc, Family, Periods, cost_of
 from ._copies import Copies
 from ._cuts import Interval, Run, candidates, merged_periods
 from ._fronts import Front, front_of
 from ._layout import Layout, Region
-from ._parts import Flat, Part, cotangent_variables, differentiated_variables
+from ._parts import Flat, Order, Part, cotangent_variables, differentiated_variables
 from ._stored import Formats, formats_of_variables
+from ._values import Address
 
 _MIN_COMPOSED = 8  # periods of a run from which on they are composed: a path through fewer is followed region by region
 _COMPARED = (1.3, 1.5, 1.7, 2.0)  # limits at which families are compared, by the least memory
@@ -114,13 +116,30 @@ class Lattice:
         """The partition with these cuts."""
         cuts = tuple(cuts)
         if cuts not in self._layouts:
-            regions = [self.region(*i) for i in itertools.pairwise([*cuts, len(self.program)])]
-            self._layouts[cuts] = Layout(self.program, regions)
+            regions = self._regions(cuts)
+            self._layouts[cuts] = Layout(self.program, regions, self._order(regions))
         return self._layouts[cuts]
 
+    def _regions(self, cuts: Sequence[int]) -> list[Region]:
+        return [self.region(*i) for i in itertools.pairwise([*cuts, len(self.program)])]
+
     def _stock_layout(self, cuts: Sequence[int], planned: Sequence[Interval]) -> tuple[Layout, list[bool]]:
-        layout, set_ = self.layout(cuts), set(planned)
+        # Without an order: policies are compiled as the user's own program would be.
+        layout, set_ = Layout(self.program, self._regions(cuts)), set(planned)
         return layout, [(r.start, r.end) in set_ for r in layout.regions]
+
+    def _order(self, regions: Sequence[Region]) -> list[Order]:
+        """The neighboring regions with a backward pass of which the later reads nothing of the earlier: nothing orders their backward passes."""
+        order = []
+        numbers = [n for n, r in enumerate(regions) if not r.front.is_free]
+        for second, first in itertools.pairwise(numbers):
+            outs, reads = regions[second].part.outvars, regions[first].part.invars
+            waiting = [n for n, v in enumerate(outs) if is_float(v.aval) and v in self._with_cotangent]
+            inputs = [i for i, v in enumerate(reads) if not isinstance(v, Literal) and v in self._differentiated]
+            if waiting and inputs and not any(reads[i] in outs for i in inputs):
+                output = min(waiting, key=lambda n: device_bytes(outs[n].aval))  # it may be copied
+                order.append(Order(first, tuple(inputs), second, output))
+        return order
 
     # -- the arcs ------------------------------------------------------------------------------------------------------
 
@@ -234,7 +253,8 @@ class Lattice:
 
     def _layout_of_variants(self, region_of: _RegionOf, cuts: Sequence[int]) -> Layout:
         regions = [region_of(*interval) for interval in itertools.pairwise([*cuts, len(self.program)])]
-        return Layout(self.program, [r for r in regions if r is not None])
+        found = [r for r in regions if r is not None]
+        return Layout(self.program, found, self._order(found))
 
     def _groups(self, runs: Sequence[Run], regions: dict[Interval, Region], region_of: _RegionOf) -> list[_Group]:
         return [self._levels(g, regions, region_of) for run in runs for g in self._equal_periods(run, regions)]

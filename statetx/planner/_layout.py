@@ -9,15 +9,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _jax
+from .._equations.primitives import row_of, size
 from .._equations.structure import Body
-from .._jax import Jaxpr
+from .._jax import Jaxpr, Var
+from .._lift.context import device_bytes
 from .._loops.step import Step
 from .._remat import decide, fence, mark
 from .._remat.atoms import Marks
+from .._tree import is_float
 from ._analysis import Option
 from ._copies import with_copies
 from ._fronts import Front
-from ._parts import Flat, Part, run
+from ._parts import Flat, Order, Part, run
+from ._values import labels_of
 
 UNPLANNED = Option(None, 0, 0, 0.0)
 """The decision to leave a part unchanged, without its bytes."""
@@ -43,6 +47,9 @@ class Region(NamedTuple):
 class Layout:
     """One way to cut a program.
 
+    Args:
+        order: of independent backward passes; see `rewrite`.
+
     Attributes:
         cuts: the first equation of each part.
         parts, fronts: the parts, and the options of each.
@@ -50,8 +57,9 @@ class Layout:
             for parts after them, and `Region.cotangent_bytes`. A value that only later parts read is live as its cotangent.
     """
 
-    def __init__(self, program: Flat, regions: Sequence[Region]):
+    def __init__(self, program: Flat, regions: Sequence[Region], order: Sequence[Order] = ()):
         self.program = program
+        self.order = tuple(order)
         self.regions = list(regions)
         self.cuts = tuple(r.start for r in regions)
         self.parts = [r.part for r in regions]
@@ -78,13 +86,38 @@ class Layout:
         part = int(np.argmax(in_use))
         return part, int(sums[part])
 
-    def rewrite(self, options: Sequence[Option]) -> Jaxpr:
-        """Apply an option to each part."""
-        return rewrite(self.jaxpr, self.parts, options)
+    def rewrite(self, options: Sequence[Option], *, waits: bool = False) -> Jaxpr:
+        """Apply an option to each part.
+
+        Args:
+            waits: whether it begins when all of its inputs are computed.
+        """
+        return rewrite(self.jaxpr, self.parts, options, self.order, last_input=self.first_read() if waits else None)
+
+    def first_read(self) -> int | None:
+        """The smallest input, by number, of the first part with a backward pass; None if it has none."""
+        first = next((r.part for r in self.regions if not r.front.is_free), None)
+        reads = [] if first is None else first.invars
+        numbers = [i for i, v in enumerate(self.jaxpr.invars) if v in reads and is_float(v.aval)]
+        return min(numbers, key=lambda i: device_bytes(self.jaxpr.invars[i].aval), default=None)
 
 
-def rewrite(jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]) -> Jaxpr:
-    """Apply an option to each part of a program."""
+def rewrite(
+    jaxpr: Jaxpr,
+    parts: Sequence[Part],
+    options: Sequence[Option],
+    order: Sequence[Order] = (),
+    *,
+    last_input: int | None = None,
+) -> Jaxpr:
+    """Apply an option to each part of a program.
+
+    Args:
+        order: of backward passes that do not depend on each other. The model takes them to run from the last part to the first; XLA
+            may run them in turns (decision 41).
+        last_input: the number of an input that waits for all others; None for no such order.
+    """
+    held = {o.first: (parts[o.second].outvars[o.output], [parts[o.first].invars[i] for i in o.inputs]) for o in order}
     parts, options = with_copies(jaxpr, parts, options)
     # Equal parts with equal decisions share one function, so that JAX traces and differentiates it once.
     cache: dict[Any, Callable | None] = {}
@@ -94,12 +127,14 @@ def rewrite(jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]) -> J
         if key not in cache:
             cache[key] = _loop(part, option) if part.eqn is not None else _region(part, option)
         replacements.append(cache[key])
+
+    def planned(*args: Any) -> list[Any]:
+        if last_input is not None:
+            args = tuple(_jax.hold(x, args) if i == last_input else x for i, x in enumerate(args))
+        return run(jaxpr, parts, replacements, args, held)
+
     avals = [v.aval for v in jaxpr.invars]
-    body = Body.close(
-        *_jax.stage(
-            lambda *args: run(jaxpr, parts, replacements, args), avals, traced_for="statetx.plan", name="planned"
-        )
-    )
+    body = Body.close(*_jax.stage(planned, avals, traced_for="statetx.plan", name="planned"))
     assert not body.operands, "rewriting a program without constants made some"
     return body.jaxpr
 
@@ -116,7 +151,7 @@ def marks_of(option: Option, *, is_ordered: bool = False) -> dict[tuple[int, ...
         marks[a] = mark.Stored(formats[a], mark.SAVE, is_ordered) if a in formats else mark.SAVE
         if a in option.offloaded:
             marks[a] = offload
-    return marks
+    return labels_of(marks)
 
 
 def _region(part: Part, option: Option) -> Callable | None:
@@ -124,10 +159,54 @@ def _region(part: Part, option: Option) -> Callable | None:
         return None
     # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling, and
     # with it the memory, depends on them.
+    sums = [] if part.original_jaxpr is not part.jaxpr else _sums_of_numbers(part.jaxpr, option)
+    if sums:
+        return _around(sums, part, option)
     jaxpr = part.jaxpr if option.saved else part.original_jaxpr
     inputs = {i: mark.Stored(format, mark.SAVE, is_ordered=True) for i, format in option.inputs}
     jaxpr, policy = decide.keep(jaxpr, marks_of(option, is_ordered=True), inputs)
     return lambda *args: _jax.rematerialize(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)
+
+
+def _sums_of_numbers(jaxpr: Jaxpr, option: Option) -> list[int]:
+    """The equations that add up single numbers for outputs alone, such as the losses of layers."""
+    saved = {address[0] for address in option.saved or ()}
+    read: set[Any] = set()
+    sums = []
+    for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        is_sum = row_of(eqn).is_linear and all(size(v) == 1 for v in (*eqn.invars, *eqn.outvars))
+        if is_sum and i not in saved and not eqn.effects and not any(v in read for v in eqn.outvars):
+            sums.append(i)
+        else:
+            read.update(v for v in eqn.invars if isinstance(v, Var))
+    return sums[::-1]
+
+
+def _around(sums: Sequence[int], part: Part, option: Option) -> Callable:
+    """A region without some equations, which run after it. Else each number would pass through the region, with its cotangent."""
+    jaxpr = part.jaxpr
+    inside = [i for i in range(len(jaxpr.eqns)) if i not in sums]
+    number = {i: n for n, i in enumerate(inside)}
+    eqns, after = [jaxpr.eqns[i] for i in inside], [jaxpr.eqns[i] for i in sums]
+    read = {v for e in eqns for v in e.invars if isinstance(v, Var)}
+    read_after = {v for e in after for v in e.invars if isinstance(v, Var)} | set(jaxpr.outvars)
+    invars = [v for v in jaxpr.invars if v in read]
+    outvars = [v for e in eqns for v in e.outvars if v in read_after]
+    own = Part("region", _jax.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns), invars, outvars)
+    region = _region(
+        own,
+        option.renumbered(number.__getitem__)._replace(
+            inputs=tuple((invars.index(jaxpr.invars[i]), format) for i, format in option.inputs)
+        ),
+    )
+    rest = _jax.rebuild(jaxpr, invars=[*jaxpr.invars, *outvars], outvars=jaxpr.outvars, eqns=after)
+    assert region is not None
+
+    def call(*args: Any) -> list[Any]:
+        values = dict(zip(jaxpr.invars, args, strict=True))
+        return _jax.evaluate(rest, (), [*args, *region(*(values[v] for v in invars))])
+
+    return call
 
 
 def _loop(part: Part, option: Option) -> Callable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core.primitives import closed_call_p
@@ -220,23 +220,46 @@ def cotangent_variables(jaxpr: Jaxpr, num_out: int) -> set[Any]:
 # -- running them ----------------------------------------------------------------------------------------------------
 
 
+class Order(NamedTuple):
+    """Two parts whose backward passes do not depend on each other, and run one after the other.
+
+    Attributes:
+        first: the number of the part whose backward pass runs first.
+        inputs: its inputs with a cotangent, by number.
+        second: the number of the other part, which comes before it in the program.
+        output: the output of the second part whose cotangent waits.
+    """
+
+    first: int
+    inputs: tuple[int, ...]
+    second: int
+    output: int
+
+
 def run(
-    jaxpr: Jaxpr, parts: Sequence[Part], replacements: Sequence[Callable[..., list] | None], args: Sequence[Any]
+    jaxpr: Jaxpr,
+    parts: Sequence[Part],
+    replacements: Sequence[Callable[..., list] | None],
+    args: Sequence[Any],
+    held: Mapping[int, tuple[Any, Sequence[Any]]],
 ) -> list[Any]:
-    """Evaluate a program part by part; a replacement of a part is called in place of its equations."""
-    remaining = iter(replacements)
+    """Evaluate a program part by part; a replacement of a part is called in place of its equations.
 
-    def rule(part: Part, operands: list[Any]) -> list[Any]:
-        replacement = next(remaining)
-        return _jax.evaluate(part.jaxpr, (), operands) if replacement is None else replacement(*operands)
+    Args:
+        held: for some parts, a variable whose cotangent waits for those of some variables that the part reads.
+    """
+    values: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
 
-    return _jax.interpret(_Program(jaxpr.invars, jaxpr.outvars, parts), args, rule)
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
 
-
-class _Program(NamedTuple):
-    """A program whose equations are its parts."""
-
-    invars: Sequence[Any]
-    outvars: Sequence[Any]
-    eqns: Sequence[Part]
-    constvars: Sequence[Any] = ()
+    for number, (part, replacement) in enumerate(zip(parts, replacements, strict=True)):
+        operands = [read(v) for v in part.invars]
+        waiting, inputs = held.get(number, (None, ()))
+        if awaited := [i for i, v in enumerate(part.invars) if v in inputs]:
+            values[waiting], xs = _jax.follow(values[waiting], [operands[i] for i in awaited])
+            for i, x in zip(awaited, xs, strict=True):
+                operands[i] = x
+        outs = _jax.evaluate(part.jaxpr, (), operands) if replacement is None else replacement(*operands)
+        values.update(zip(part.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]

@@ -19,20 +19,21 @@ from .._jax import Jaxpr, Literal
 from .._lift.context import device_bytes
 from .._loops.strategy import Strategy
 from .._remat.stored import StoredType
-from .._remat.survey import Site, Survey
+from .._remat.survey import Site
 from .._text import format_bytes, short_path, type_str
 from ..residuals._trace import user_line
 from ._analysis import Option
 from ._budget import STEP, Budget
 from ._groups import Groups
-from ._parts import Flat, Part, flatten
+from ._parts import Flat, Order, Part, flatten
 from ._search import Candidate, Search
 from ._stored import stored_bytes
+from ._values import values_of
 
 if TYPE_CHECKING:  # it takes the fingerprints of programs from here
     from ._whole import Choice, Options, Whole
 
-VERSION = 4
+VERSION = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,7 @@ def fields_of(whole: Whole, choice: Choice, name: str, budget: Budget, options: 
         "ignored": [digest_of(lines) for lines in whole.captured.ignored],
     }
     pairs = zip(whole.searches, choice.candidates, strict=True)
-    return fields | {"programs": [_program_fields(search, candidate) for search, candidate in pairs]}
+    return fields | {"programs": [_program_fields(search, candidate, whole.waits) for search, candidate in pairs]}
 
 
 def bytes_of(whole: Whole, budget: Budget) -> int:
@@ -163,7 +164,7 @@ def unplanned_fields(whole: Whole) -> dict[str, Any]:
     }
 
 
-def _program_fields(search: Search, candidate: Candidate) -> dict[str, Any]:
+def _program_fields(search: Search, candidate: Candidate, waits: bool) -> dict[str, Any]:
     """How to rewrite one gradient."""
     layout = candidate.layout
     # Equal parts have equal decisions: each is stored once, and parts refer to it by number.
@@ -180,22 +181,25 @@ def _program_fields(search: Search, candidate: Candidate) -> dict[str, Any]:
         "cuts": list(layout.cuts),
         "parts": numbers,
         "treatments": decisions,
+        "order": [list(order) for order in layout.order],
+        "last_input": layout.first_read() if waits else None,
         "equations": fingerprint(search.jaxpr),
     }
 
 
-def parts_of(program: Jaxpr, fields: dict[str, Any]) -> tuple[Jaxpr, list[Part], list[Option]]:
-    """Cut a flat program as a stored plan says. Returns it as it was cut, the parts, and their options without bytes and cost."""
+def parts_of(program: Jaxpr, fields: dict[str, Any]) -> tuple[Jaxpr, list[Part], list[Option], list[Order]]:
+    """Cut a flat program as a stored plan says: the program as it was cut, the parts, their options without bytes and cost, their order."""
     # Cuts and decisions count equations, so the program must be flattened and cut exactly as it was for the plan.
     flat = Flat(program)
     options = [option_of(decision) for decision in fields["treatments"]]
     # Parts with equal decisions share an option; the cache of `_layout.rewrite` gives them one function.
-    return flat.jaxpr, flat.split(fields["cuts"]), [options[i] for i in fields["parts"]]
+    order = [Order(first, tuple(inputs), second, output) for first, inputs, second, output in fields["order"]]
+    return flat.jaxpr, flat.split(fields["cuts"]), [options[i] for i in fields["parts"]], order
 
 
 def described(program: Jaxpr, fields: dict[str, Any], equation_cost: Callable[[Any], float]) -> dict[str, Any]:
     """The fields of one gradient, a flat program, with those that print it: a row for each value, and the loops and groups of regions."""
-    _, parts, options = parts_of(program, fields)
+    _, parts, options, _ = parts_of(program, fields)
     return fields | {
         "rows": [dataclasses.asdict(row) for row in _rows(parts, options, equation_cost)],
         "loops": list(_loops(parts, options)),
@@ -225,9 +229,9 @@ def option_of(decision: dict[str, Any]) -> Option:
     """The option of a stored decision, without bytes and cost."""
     # Rewriting needs the decision only; bytes and cost belong to the search that is over.
     loop = decision["loop"] and Strategy.from_json(decision["loop"])
-    saved = None if decision["kept"] is None else frozenset((a, b) for a, b in decision["kept"])
-    offloaded = frozenset((a, b) for a, b in decision["offloaded"])
-    stored = frozenset(((a, b), StoredType(name)) for a, b, name in decision["stored"])
+    saved = None if decision["kept"] is None else frozenset(map(tuple, decision["kept"]))
+    offloaded = frozenset(map(tuple, decision["offloaded"]))
+    stored = frozenset((tuple(address), StoredType(name)) for *address, name in decision["stored"])
     inputs = tuple((i, StoredType(name)) for i, name in decision["stored_inputs"])
     return Option(saved, 0, 0, 0.0, offloaded, loop, decision["copies"], stored, inputs)
 
@@ -249,19 +253,15 @@ def _rows(parts: Sequence[Part], options: Sequence[Option], equation_cost: Calla
 def _rows_of(part: Part, option: Option, times: int, equation_cost: Callable[[Any], float]) -> Iterator[PlanRow]:
     formats: dict[tuple[int, ...], StoredType] = dict(option.stored)
     is_planned = option.saved is not None or option.loop is not None
-    for site in Survey(part.jaxpr).results:
-        # Values in inner jaxprs, such as branches, are not candidates (`Graph.sites`).
-        if len(site.address) != 2:
-            continue
-
+    for address, site in values_of(part.jaxpr).sites.items():
         if not is_planned:
             decision = "unchanged"
-        elif site.address not in (option.saved or ()):
+        elif address not in (option.saved or ()):
             decision = "recompute"
-        elif site.address in formats:
-            decision = f"keep as {formats[site.address]}"
+        elif address in formats:
+            decision = f"keep as {formats[address]}"
         else:
-            decision = "offload" if site.address in option.offloaded else "keep"
+            decision = "offload" if address in option.offloaded else "keep"
 
         file, line, function = user_line(site.eqn)
         names = ", ".join(sorted(site.value.names))
@@ -333,7 +333,7 @@ def _kept_text(part: Part, option: Option) -> str:
 
 
 def _saved_text(part: Part, option: Option) -> str:
-    results = Survey(part.jaxpr).results
+    results = values_of(part.jaxpr).sites.values()
     formats: dict[tuple[int, ...], StoredType] = dict(option.stored)
     sites = [site for site in results if site.address in (option.saved or ())]
     if not sites:

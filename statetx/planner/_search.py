@@ -560,7 +560,8 @@ class Search:
     def _key(self, layout: Layout, options: Sequence[Option]) -> Any:
         # The decisions alone, since measurements change an option's bytes; and where parts stay unchanged, cuts make no difference.
         decisions = [o.decision for o in options]
-        return tuple((r.start, r.end, d) for r, d in zip(layout.regions, decisions, strict=True) if d != _UNCHANGED)
+        changed = [(r.start, r.end, d) for r, d in zip(layout.regions, decisions, strict=True) if d != _UNCHANGED]
+        return (*changed, *(layout.order if changed else ()))
 
     def _was_tried(self, layout: Layout, options: Sequence[Option]) -> bool:
         return self._key(layout, options) in self._tried

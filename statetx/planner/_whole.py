@@ -113,7 +113,10 @@ class Whole:
 
     Attributes:
         searches: one for each gradient.
+        waits: whether each gradient begins when all that it reads is computed.
     """
+
+    waits = False
 
     def __init__(
         self,
@@ -172,9 +175,11 @@ class Whole:
 
     def compile(self, choice: Choice, compiler_options: dict[str, Any] | None) -> Program:
         """The program of a choice, with other options for the compiler."""
-        programs = [c.layout.rewrite(c.options) for c in choice.candidates]
         with self._contexts():
-            return self._program(programs, compiler_options)
+            return self._program(self._rewritten(choice.candidates), compiler_options)
+
+    def _rewritten(self, candidates: Sequence[Candidate]) -> list[Jaxpr]:
+        return [c.layout.rewrite(c.options, waits=self.waits) for c in candidates]
 
     def _program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
         return self._program_of(programs[0], self._with_own(compiler_options))
@@ -246,6 +251,9 @@ def _gradient_of(recorded: Recorded) -> Callable[[Jaxpr, dict[str, Any] | None],
 class Several(Whole):
     """A step with several gradients."""
 
+    # Else XLA begins what a later gradient computes of the data beside an earlier gradient, whose results it reads elsewhere.
+    waits = True
+
     def _start(self, options: Options, report: Callable[[str], None], compile_baseline: bool) -> list[Search]:
         del compile_baseline  # of a gradient alone it tells little
         self._lines = [g.lines for g in self.captured.gradients]
@@ -310,8 +318,7 @@ class Several(Whole):
         key = tuple(map(id, candidates))  # searches hold their candidates
         if key not in self._compiled:
             self._report(f"compiling the step, plan {len(self._compiled) + 1}")
-            programs = [c.layout.rewrite(c.options) for c in candidates]
-            cost = self._program(programs, memory_analysis_options()).cost
+            cost = self._program(self._rewritten(candidates), memory_analysis_options()).cost
             self._compiled[key] = Choice(tuple(candidates), cost)
         return self._compiled[key]
 

@@ -196,7 +196,7 @@ class Plan(Tabular, Rewriter):
         if fields is None:
             return body
         # Parts with equal decisions share an option; the cache of `_layout.rewrite` gives them one function.
-        planned = Body(rewrite(*parts_of(program, fields)), [])
+        planned = Body(rewrite(*parts_of(program, fields), last_input=fields["last_input"]), [])
         return lambda operands, *args: planned(operands, *args)
 
     def _find(self, lines: Sequence[str], name: str) -> dict[str, Any] | None:
