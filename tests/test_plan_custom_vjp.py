@@ -1,0 +1,157 @@
+"""Plans keep what the rule of a ``custom_vjp`` computes for its derivative, and policies see it there."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from statetx import _jax
+from statetx._equations.structure import Body
+from statetx._remat.mark import RULE
+from statetx.planner import Plan, Planner, _layout, _parts
+from statetx.planner._analysis import Option
+from statetx.planner._values import labels_of, values_of
+
+LAYERS, TIME, DIM = 3, 64, 32
+X = jnp.asarray(np.random.default_rng(0).standard_normal((4, TIME, DIM)), jnp.float32)
+WS = [jnp.asarray(np.random.default_rng(i).standard_normal((DIM, DIM)) / 8, jnp.float32) for i in range(LAYERS)]
+
+
+@jax.custom_vjp
+def attention(q, k, v):
+    return forward(q, k, v)[0]
+
+
+def forward(q, k, v):
+    """Keeps the logarithm of each row's sum, which is no result of the function."""
+    scores = jnp.einsum("btd,bsd->bts", q, k)
+    log_sum = jax.nn.logsumexp(scores, -1, keepdims=True)
+    out = jnp.einsum("bts,bsd->btd", jnp.exp(scores - log_sum), v)
+    return out, (q, k, v, log_sum)
+
+
+def backward(residuals, ct):
+    q, k, v, log_sum = residuals
+    weights = jnp.exp(jnp.einsum("btd,bsd->bts", q, k) - log_sum)
+    ct_scores = weights * (
+        jnp.einsum("btd,bsd->bts", ct, v) - (ct * jnp.einsum("bts,bsd->btd", weights, v)).sum(-1)[..., None]
+    )
+    of_k, of_v = (jnp.einsum("bts,btd->bsd", a, b) for a, b in ((ct_scores, q), (weights, ct)))
+    return jnp.einsum("bts,bsd->btd", ct_scores, k), of_k, of_v
+
+
+attention.defvjp(forward, backward)
+
+
+def block(w, x):
+    return x + jnp.sin(attention(x @ w, x, x) @ w)
+
+
+def loss(ws, x, block=block):
+    for w in ws:
+        x = block(w, x)
+    return (x**2).mean()
+
+
+def marked(policy):
+    return functools.partial(loss, block=statetx.remat(block, policy=policy))
+
+
+def flops_of(fun):
+    return statetx.measure(statetx.value_and_grad(fun), WS, X, gradient=False).flops
+
+
+def staged(fun, *args):
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    return _parts.flatten(Body.close(jaxpr.jaxpr, jaxpr.consts).jaxpr)
+
+
+def assert_same_gradients(planned, plain, *args):
+    for a, b in zip(jax.tree.leaves(planned(*args)), jax.tree.leaves(plain(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+def test_values_of_a_rule_have_addresses_and_results_their_own():
+    jaxpr = staged(block, WS[0], X)
+    sites, results = values_of(jaxpr)
+    (call,) = [i for i, e in enumerate(jaxpr.eqns) if e.primitive.name == "custom_vjp_call"]
+    in_rule = {a: site for a, site in sites.items() if len(a) == 4}
+    assert in_rule and all(a[:2] == (call, RULE) and site.address == a for a, site in in_rule.items())
+    # The logarithm of the sums is among them; the result is saved as the result of the call.
+    assert (4, TIME, 1) in {site.value.type.shape for site in in_rule.values()}
+    assert results.keys() == {(call, 0)} and results[call, 0].eqn.primitive.name == "dot_general"
+
+
+@pytest.mark.parametrize("policy", ["dots", "everything", "nothing"])
+def test_stock_policies_of_the_planner_act_in_rules(policy):
+    planner = Planner(marked("nothing"), WS, X, argnums=0, of="temporaries")
+    found = {c.name: c for c in planner._search.stock_candidates(10**12)}
+    assert found[policy].compiled.flops == flops_of(marked(policy))
+
+
+def test_a_plan_keeps_what_the_rule_computes(tmp_path):
+    plain, full = flops_of(loss), flops_of(marked("nothing"))
+    dots = statetx.measure(statetx.value_and_grad(marked("dots")), WS, X, gradient=False).temp_bytes
+    plan = statetx.plan(loss, WS, X, argnums=0, budget=int(0.8 * dots), of="temporaries")
+    assert plan.flops - plain < (full - plain) / 4
+    kept = [a for program in plan._fields["programs"] for t in program["treatments"] for a in t["kept"] or ()]
+    assert any(len(a) == 4 and a[1] == RULE for a in kept)
+    assert_same_gradients(jax.grad(plan.apply(loss)), jax.grad(loss), WS, X)
+
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert_same_gradients(jax.grad(loaded.apply(loss)), jax.grad(loss), WS, X)
+    assert flops_of(loaded.apply(loss)) == plan.flops
+
+
+def test_every_value_of_a_rule_can_be_kept():
+    program = _parts.Flat(staged(loss, WS[:1], X))
+    jaxpr, part = program.jaxpr, program.part(0, len(program))
+    plain = jax.grad(lambda *args: _jax.evaluate(jaxpr, (), args)[0], argnums=(0, 1))
+    for address in values_of(part.jaxpr).sites:
+        rewritten = _layout.rewrite(jaxpr, [part], [Option(frozenset([address]), 0, 0, 0.0)])
+        planned = jax.grad(lambda *args, p=rewritten: _jax.evaluate(p, (), args)[0], argnums=(0, 1))
+        assert_same_gradients(planned, plain, WS[0], X)
+
+
+def test_values_of_a_rule_in_a_loop():
+    def scanned(ws, x):
+        return (jax.lax.scan(lambda h, w: (block(w, h), None), x, ws)[0] ** 2).mean()
+
+    ws = jnp.stack(WS * 4)
+    for budget in (0.7, 0.5):
+        plan = statetx.plan(scanned, ws, X, argnums=0, budget=budget, of="temporaries")
+        assert plan.temp_bytes <= plan.budget_bytes
+        assert_same_gradients(jax.grad(plan.apply(scanned)), jax.grad(scanned), ws, X)
+
+
+def test_labels_of_a_rule_are_left_out_where_it_has_fewer_equations():
+    labels = labels_of({(2, 0): "save", (1, RULE, 0, 0): "save", (1, RULE, 9, 0): "save"})
+    assert labels[2, 0] == "save" and labels.keys() == {(2, 0), (1, RULE)}
+    assert labels[1, RULE](staged(lambda x: jnp.sin(x), X)) == {(0, 0): "save"}
+
+
+# -- numbers that are added up -----------------------------------------------------------------------------------------
+
+
+def test_sums_of_numbers_stay_outside_of_regions():
+    """Else each number passes through every later region, and its cotangent too."""
+
+    def with_penalties(ws, x):
+        total = 0.0
+        for w in ws:
+            x = jnp.tanh(x @ w)
+            total = total + jnp.abs(x).max()
+        return (x**2).mean() + 0.01 * total
+
+    ws = WS * 4
+    plan = statetx.plan(with_penalties, ws, X, argnums=0, budget=0.9, of="temporaries")
+    jaxpr = jax.make_jaxpr(plan.apply(with_penalties))(ws, X)
+    regions = [e for e in _parts.flatten(jaxpr.jaxpr).eqns if e.primitive.name in ("checkpoint", "remat", "remat2")]
+    assert regions and not any(v.aval.shape == () for e in regions for v in e.invars)
+    assert_same_gradients(jax.grad(plan.apply(with_penalties)), jax.grad(with_penalties), ws, X)
