@@ -25,7 +25,7 @@ from .rewriter import Rewriter
 
 
 def rewritten_by(rewriter: Rewriter) -> AbstractContextManager[None]:
-    """Rewrite each function that is differentiated in reverse mode in this block and thread, but not those inside of such a function."""
+    """Rewrite each function that is differentiated in reverse mode in this block and thread; those inside of one by `Rewriter.inner`."""
     return override.rewrite_gradients(rewriter)
 
 
@@ -36,8 +36,8 @@ def _replace(fun: Callable, has_aux: bool) -> Callable:
         return fun
 
     def rewritten(*primals: Any) -> Any:
-        # A gradient inside the function belongs to it, and is not rewritten separately.
-        with override.rewrite_gradients(None):
+        # A gradient inside the function belongs to it.
+        with override.rewrite_gradients(rewriter.inner):
             return _run(fun, has_aux, rewriter, primals)
 
     return rewritten
@@ -64,7 +64,7 @@ def _run(fun: Callable, has_aux: bool, rewriter: Rewriter, primals: tuple) -> An
     # A rewriter sees inner rematerialized functions with the policy `nothing`, whatever their own, as in `remat`.
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
     names = InputNames(user_function)
-    with override(nothing, suppress_warnings=True):
+    with override(nothing, suppress_warnings=True, rewriter=rewriter.inner):
         staged, outcome, refs = stage(body, [_jax.abstract(x) for x in arrays], traced_for="statetx.remat", names=names)
     name = name_of(user_function)
     build = lambda body: rewriter.rewrite(body, name, num_out)  # noqa: E731

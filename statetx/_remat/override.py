@@ -70,11 +70,16 @@ class Override(threading.local):
 
     @contextlib.contextmanager
     def __call__(
-        self, policy: Policy | Rewriter | None = None, *, is_off: bool = False, suppress_warnings: bool = False
+        self,
+        policy: Policy | Rewriter | None = None,
+        *,
+        is_off: bool = False,
+        suppress_warnings: bool = False,
+        rewriter: Rewriter | None = None,
     ) -> Iterator[list[Region]]:
         """Override the settings in this block; gives the list of the regions called in it."""
         regions: list[Region] = []
-        with self._set(policy, is_off, suppress_warnings, regions, None, key=object()):
+        with self._set(policy, is_off, suppress_warnings, regions, rewriter, key=object()):
             yield regions
 
     def rewrite_gradients(self, rewriter: Rewriter | None) -> contextlib.AbstractContextManager[None]:

@@ -17,7 +17,12 @@ class Rewriter:
 
     It judges no values, so it is not a `Policy`. It is hashable, and equal to another only if both rewrite alike, since the table of
     structures is keyed by it.
+
+    Attributes:
+        inner: rewrites the functions that the function itself differentiates; None to leave them.
     """
+
+    inner: Rewriter | None = None
 
     def rewrite(self, body: Any, name: str, num_out: int) -> Any:
         """Return ``(operands, *args) -> outputs`` in place of a staged function (`Body`) of this name.

@@ -23,6 +23,7 @@ from .._remat.rewriter import Rewriter
 from .._tree import is_array, is_float, num_bytes, partition
 from ..transforms.abstract import staged_jaxpr
 from ..transforms.remat import Remat
+from ._inner import VARIANTS, InnerGradients, Seen
 from ._parts import flatten
 from ._record import fingerprint
 
@@ -61,8 +62,9 @@ class Recorded:
 class _Recorder(Rewriter):
     """A policy that records the functions it is used on, and leaves them unchanged."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: Rewriter | None = None) -> None:
         self.recorded: list[Recorded] = []
+        self.inner = inner
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -90,8 +92,9 @@ class _Recorder(Rewriter):
 class _Replace(Rewriter):
     """A policy that replaces functions by programs, which it finds by the fingerprints of the functions."""
 
-    def __init__(self, programs: dict[tuple[str, ...], Jaxpr]):
+    def __init__(self, programs: dict[tuple[str, ...], Jaxpr], inner: Rewriter | None):
         self._bodies = {lines: Body(jaxpr, []) for lines, jaxpr in programs.items()}
+        self.inner = inner
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -129,6 +132,7 @@ class Step:
         donated: positions of the inputs that the step donates.
         fun, args, kwargs: the step and its arguments, to stage it with other gradients.
         is_in_shard_map: whether a gradient is taken in a shard_map.
+        inner: rewrites the gradients inside of its gradients.
     """
 
     program: Recorded
@@ -137,14 +141,18 @@ class Step:
     args: tuple
     kwargs: dict[str, Any]
     is_in_shard_map: bool
+    inner: Rewriter | None = None
 
     def compiled_with(self, programs: dict[tuple[str, ...], Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
         """The step with these programs in place of the functions that it differentiates, which have these fingerprints."""
         # Staged for each candidate: the functions are differentiated inside, so they have to be replaced when the step is traced.
         # The axes of a shard_map are bound while its gradient is analyzed, but the step begins outside of it.
         with _jax.outside_all_transforms() if self.is_in_shard_map else contextlib.nullcontext():
-            recorded = _record(self.fun, self.args, self.kwargs, _Replace(programs)) if programs else self.program
+            recorded = self._replaced(programs) if programs else self.program
             return self._compiled(recorded, compiler_options)
+
+    def _replaced(self, programs: dict[tuple[str, ...], Jaxpr]) -> Recorded:
+        return _record(self.fun, self.args, self.kwargs, _Replace(programs, self.inner))
 
     def _compiled(self, recorded: Recorded, compiler_options: dict[str, Any] | None) -> Program:
         avals = [v.aval for v in recorded.jaxpr.invars]
@@ -160,11 +168,13 @@ class Captured:
         gradients: the distinct functions to differentiate: the loss, or those of the step.
         ignored: fingerprints of functions that the step differentiates and that take next to nothing.
         step: the step that differentiates them; None for a loss.
+        variant: of the gradients inside of these, as in `InnerGradients`; None if there are none.
     """
 
     gradients: tuple[Recorded, ...]
     ignored: tuple[tuple[str, ...], ...] = ()
     step: Step | None = None
+    variant: str | None = None
 
     @functools.cached_property
     def fixed(self) -> Fixed:
@@ -210,21 +220,37 @@ def _type(aval: Any) -> tuple[Any, ...]:
     return (aval.shape, aval.dtype)
 
 
-def capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | Sequence[int] | None) -> Captured:
+def capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | Sequence[int] | None) -> list[Captured]:
     """Trace a function once, and return the program to plan: its gradients if it is a training step, else the function.
+
+    If gradients are taken inside of what is differentiated, it is traced for each variant of these: several programs with equal results.
 
     Raises:
         PlanError: there is nothing to differentiate.
     """
+    seen = Seen()
+    captured = _captured(fun, args, kwargs, argnums, seen)
+    if not seen.any:
+        return [captured]
+    found = {}
+    for variant in VARIANTS:
+        other = _captured(fun, args, kwargs, argnums, InnerGradients(variant))
+        found.setdefault(tuple(g.lines for g in other.gradients), dataclasses.replace(other, variant=variant))
+    return list(found.values())
+
+
+def _captured(
+    fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | Sequence[int] | None, of_inner: Rewriter
+) -> Captured:
     nums = None if argnums is None else resolve_argnums(argnums, len(args), fun)[0]
 
     # One trace serves both cases: only during it does it show whether the function differentiates anything itself.
-    inner = _Recorder()
-    function = _record(fun, args, kwargs, inner if nums is None else None)
+    inner = _Recorder(of_inner)
+    function = _record(fun, args, kwargs, inner if nums is None else None, of_inner)
     if inner.recorded:
         gradients, ignored = _distinct(inner.recorded)
         is_in_shard_map = any(gradient.context.manual is not None for gradient in gradients)
-        step = Step(function, donated_inputs(function.jaxpr), fun, args, kwargs, is_in_shard_map)
+        step = Step(function, donated_inputs(function.jaxpr), fun, args, kwargs, is_in_shard_map, of_inner)
         return Captured(gradients, ignored, step)
 
     # Inputs are the operands (values of states, all of them differentiated), then the arrays of the arguments.
@@ -273,9 +299,11 @@ def _is_traced(x: Any) -> bool:
     return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
-def _record(fun: Callable, args: tuple, kwargs: dict[str, Any], rewriter: Rewriter | None) -> Recorded:
+def _record(
+    fun: Callable, args: tuple, kwargs: dict[str, Any], rewriter: Rewriter | None, inner: Rewriter | None = None
+) -> Recorded:
     """Stage a call, with the functions that it differentiates rewritten. Arguments other than arrays are closed over."""
-    outer = _Recorder()
+    outer = _Recorder(inner)
 
     @functools.wraps(fun)
     def traced(*args: Any, **kwargs: Any) -> list[Any]:

@@ -129,6 +129,7 @@ def fields_of(whole: Whole, choice: Choice, name: str, budget: Budget, options: 
         "complete": not whole.is_late(),
         "seconds": None,
         "ignored": [digest_of(lines) for lines in whole.captured.ignored],
+        "inner": whole.captured.variant,
     }
     pairs = zip(whole.searches, choice.candidates, strict=True)
     return fields | {"programs": [_program_fields(search, candidate, whole.waits) for search, candidate in pairs]}

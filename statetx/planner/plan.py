@@ -20,6 +20,7 @@ from ..transforms.remat import Remat
 from . import _show
 from ._bound import LowerBound
 from ._budget import STEP
+from ._inner import InnerGradients
 from ._layout import rewrite
 from ._parts import flatten
 from ._record import VERSION, PlanRow, digest_of, fingerprint, parts_of
@@ -60,6 +61,7 @@ class Plan(Tabular, Rewriter):
         compiler_options: of the compiler, for ``jax.jit(..., compiler_options=plan.compiler_options)``: without them the program may
             take more memory. Empty unless the plan was allowed to set some.
         allowed_options: those that the plan was allowed to set; None if it was not.
+        inner: how the blocks of functions are rematerialized whose gradients are taken inside of the loss; None if there are none.
     """
 
     def __init__(
@@ -95,6 +97,8 @@ class Plan(Tabular, Rewriter):
         self.compiler_options: dict[str, Any] = dict(fields.get("compiler_options", {}))
         self.allowed_options: dict[str, Any] | None = fields.get("allowed_options")
 
+        variant = fields["inner"]
+        self.inner = None if variant is None else InnerGradients(variant)
         self.num_equations = sum(len(program["equations"]) for program in fields["programs"])
 
     @functools.cached_property

@@ -18,7 +18,8 @@ from .._text import suggestion
 from . import _store
 from ._bound import free_outputs, lower_bound
 from ._budget import STEP, Budget, no_plan
-from ._capture import capture
+from ._capture import Captured, capture
+from ._inner import PLAIN
 from ._record import bytes_of, described, fields_of, shown_fields, unplanned_fields
 from ._stored import read_formats
 from ._timing import Timer
@@ -156,12 +157,13 @@ class Planner:
         self.name = short_name(name_of(fun))
         self._of = of
         self._allowed_options = _allowed(compiler_options)
-        if self._allowed_options and time_limit is not None:
-            time_limit /= 2  # for each of two searches
         formats = read_formats(stored_as)
-        self._options = Options(objective, offload, time_limit, formats=formats)
         self._progress = _Progress(self.name) if progress else contextlib.nullcontext(lambda text: None)
-        self._captured = capture(fun, args, kwargs, argnums)
+        self._variants = capture(fun, args, kwargs, argnums)
+        self._captured = self._variants[0]
+        num_searches = (2 if self._allowed_options else 1) * len(self._variants)
+        time_limit = None if time_limit is None else time_limit / num_searches
+        self._options = Options(objective, offload, time_limit, formats=formats)
         self._timer = Timer() if objective == "measured" else None
         self._started: Whole | None = None
 
@@ -186,16 +188,26 @@ class Planner:
         return self._started
 
     @functools.cached_property
-    def _whole_with_options(self) -> Whole:
-        options = dataclasses.replace(
+    def _others(self) -> list[Whole]:
+        """With the compiler options that are allowed, if any; the variants of gradients inside of the loss; and these with options."""
+        with_options = dataclasses.replace(
             self._options, compiler_options=tuple(sorted((self._allowed_options or {}).items()))
         )
-        return whole_of(self._captured, options, lambda text: self._report(f"{text}, with compiler options"))
+        wholes = []
+        for captured in self._variants:
+            inner = "" if captured.variant in (None, PLAIN) else f", inner gradients with policy {captured.variant!r}"
+            for options, text in ((with_options, ", with compiler options"), (self._options, "")):
+                is_first = captured is self._captured and options is self._options
+                if not is_first and (self._allowed_options or options is self._options):
+                    wholes.append(whole_of(captured, options, self._reporting(f"{text}{inner}")))
+        return wholes
+
+    def _reporting(self, what: str) -> Callable[[str], None]:
+        return lambda text: self._report(f"{text}{what}")
 
     def _wholes(self) -> Iterator[Whole]:
-        """The program with the compiler options that are allowed, if any, and without."""
-        if self._allowed_options:
-            yield self._whole_with_options
+        """All programs with these results; last the one without compiler options, and without rematerialization of its own."""
+        yield from self._others
         yield self._whole
 
     @property
@@ -230,20 +242,23 @@ class Planner:
         return self._as_plan(self._fields(*_cheapest(found), budget_)) if found else None
 
     def _choose(self, budget: Budget) -> tuple[Whole, Choice]:
-        """The best choice, and the program that it is for: with compiler options or without."""
-        if not self._allowed_options:
+        """The best choice, and the program that it is for: with compiler options or without, and of which variant."""
+        if not self._others:
             return self._whole, self._best_of(self._whole, budget)
 
         # Nothing has to be searched if only with the options the program fits unchanged: no operations are added.
-        budget, whole = self._in_bytes(budget), self._whole_with_options
-        if self._options.objective == "flops" and _fits_unchanged(whole, budget):
+        budget, whole = self._in_bytes(budget), self._others[0]
+        if whole.compiler_options and self._options.objective == "flops" and _fits_unchanged(whole, budget):
             choice = whole.best(bytes_left(whole, budget))
             if choice is not None and not _fits_unchanged(self._whole, budget):
                 return whole, choice
 
         choices: list[tuple[Whole, Choice]] = []
         errors: list[PlanError] = []
-        for whole in self._wholes():
+        for whole in sorted(self._wholes(), key=Whole.total_cost):
+            # A program whose own operations are as many as those of a plan found before cannot be cheaper.
+            if choices and self._timer is None and whole.total_cost() >= _total_cost(*_cheapest(choices)) > 0:
+                continue
             try:
                 choices.append((whole, self._best_of(whole, budget)))
             except PlanError as e:
@@ -271,11 +286,13 @@ class Planner:
             fields |= self._timer.fields(choice)
         if self._allowed_options is not None:
             fields |= {"allowed_options": self._allowed_options, "compiler_options": whole.compiler_options}
+        if whole is not self._whole:
             fields |= unplanned_fields(self._whole)
         return fields
 
     def _as_plan(self, fields: dict[str, Any], key: str | None = None) -> Plan:
-        pairs = list(zip([g.flat for g in self._captured.gradients], fields["programs"], strict=True))
+        gradients = self._variant_of(fields).gradients
+        pairs = list(zip([g.flat for g in gradients], fields["programs"], strict=True))
         objective = self._options.objective
 
         def describe() -> list[dict[str, Any]]:
@@ -305,8 +322,12 @@ class Planner:
         return _store.key_of(programs, budget, options, self._allowed_options, *settings)
 
     def _is_for_program(self, fields: dict[str, Any]) -> bool:
-        expected = [list(gradient.lines) for gradient in self._captured.gradients]
+        expected = [list(gradient.lines) for gradient in self._variant_of(fields).gradients]
         return [program["equations"] for program in fields["programs"]] == expected
+
+    def _variant_of(self, fields: dict[str, Any]) -> Captured:
+        """The program that stored fields are for."""
+        return next((c for c in self._variants if c.variant == fields["inner"]), self._captured)
 
     @contextlib.contextmanager
     def _show_progress(self) -> Iterator[None]:
@@ -329,7 +350,12 @@ def _allowed(compiler_options: bool | Mapping[str, Any]) -> dict[str, Any] | Non
 
 def _cheapest(choices: Sequence[tuple[Whole, Choice]]) -> tuple[Whole, Choice]:
     """Of equal costs, without compiler options."""
-    return min(choices, key=lambda pair: (pair[1].added_cost, len(pair[0].compiler_options)))
+    return min(choices, key=lambda pair: (_total_cost(*pair), len(pair[0].compiler_options)))
+
+
+def _total_cost(whole: Whole, choice: Choice) -> float:
+    # What a choice adds is relative to its own program, which may rematerialize gradients inside of the loss.
+    return whole.total_cost() + choice.added_cost
 
 
 def _fits_unchanged(whole: Whole, budget: Budget) -> bool:

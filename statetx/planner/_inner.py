@@ -1,0 +1,69 @@
+"""Gradients inside a loss, as a meta-learner or a gradient penalty takes them: whether their functions are rematerialized.
+
+The equations of such a gradient are part of the loss that is planned, its backward pass among them. What that backward pass computes again is
+decided when the gradient is taken, not by a plan for the equations. So the loss is planned in several variants: its inner gradients
+without rematerialization, and with each of some policies on the blocks of their functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .. import _jax
+from .._equations.structure import Body
+from .._remat import decide, fence
+from .._remat.parse import as_policy
+from .._remat.rewriter import Rewriter
+from ._cuts import candidates
+from ._parts import Flat, flatten, run
+
+PLAIN = "no remat"
+VARIANTS = (PLAIN, "nothing", "dots")
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerGradients(Rewriter):
+    """Rematerializes the blocks of functions that are differentiated: those of the user, else those of structure.
+
+    Attributes:
+        variant: `PLAIN` to rematerialize nothing, else the name of a policy.
+    """
+
+    variant: str
+
+    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+        program = Flat(flatten(body.jaxpr))
+        cuts, blocks = candidates(program).stock[0]
+        parts = program.split(cuts)
+        replacements: list[Callable | None] = [None] * len(parts)
+        if self.variant != PLAIN:
+            starts = {start for start, _ in blocks}
+            first = 0
+            for n, part in enumerate(parts):
+                if part.eqn is None and first in starts:
+                    replacements[n] = self._rematerialized(part.jaxpr, name)
+                first += 1 if part.eqn is not None else len(part.jaxpr.eqns)
+        jaxpr = program.jaxpr
+
+        def call(operands: Sequence[Any], *args: Any) -> list[Any]:
+            return run(jaxpr, parts, replacements, [*operands, *args], {})
+
+        return call
+
+    def _rematerialized(self, jaxpr: Any, name: str) -> Callable:
+        jaxpr, policy = decide.apply(as_policy(self.variant), jaxpr, (), name)
+        policy = fence.with_fence(policy, "auto")
+        return lambda *args: _jax.rematerialize(jaxpr, args, policy=policy, prevent_cse=True)
+
+
+class Seen(Rewriter):
+    """Leaves inner gradients unchanged, and notes whether there are any."""
+
+    def __init__(self) -> None:
+        self.any = False
+
+    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+        self.any = True
+        return body

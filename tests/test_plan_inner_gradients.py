@@ -1,0 +1,126 @@
+"""Plans of losses that take gradients themselves: meta-learning, gradient penalties, differential equations."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from statetx.planner import Plan, Planner
+from statetx.planner._inner import PLAIN, VARIANTS, InnerGradients
+
+WIDTH, POINTS, LAYERS = 16, 1024, 3
+DATA = np.random.default_rng(0)
+WS = [jnp.asarray(DATA.standard_normal((2, WIDTH, WIDTH)) / 4, jnp.float32) for _ in range(LAYERS)]
+X, Y = (jnp.asarray(DATA.standard_normal((POINTS, WIDTH)), jnp.float32) for _ in range(2))
+
+
+def block(w, x):
+    return x + jnp.tanh(x @ w[0]) @ w[1]
+
+
+def task_loss(ws, x, y, block):
+    for w in ws:
+        x = block(w, x)
+    return ((x - y) ** 2).mean()
+
+
+def adapting(ws, x, y, block=block):
+    """The loss after a step of gradient descent."""
+    grads = jax.grad(task_loss)(ws, x, y, block)
+    return task_loss([w - 0.1 * g for w, g in zip(ws, grads, strict=True)], y, x, block)
+
+
+def with_penalty(ws, x, y, block=block):
+    """A loss with the gradient in its inputs, of each example."""
+    slopes = jax.vmap(jax.grad(lambda x, y: task_loss(ws, x, y, block)))(x, y)
+    return task_loss(ws, x, y, block) + (slopes**2).mean()
+
+
+LOSSES = [adapting, with_penalty]
+marked = statetx.remat(block)
+
+
+def measured(fun, *args):
+    return statetx.measure(statetx.value_and_grad(fun), *args, gradient=False)
+
+
+def assert_same_gradients(planned, plain, *args):
+    for a, b in zip(jax.tree.leaves(planned(*args)), jax.tree.leaves(plain(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_variant_has_the_same_gradient(loss):
+    planner = Planner(loss, WS, X, Y, argnums=0)
+    assert [c.variant for c in planner._variants] == list(VARIANTS)
+    for name in VARIANTS:
+        remat = statetx.remat(loss, policy=_Only(InnerGradients(name)))
+        assert_same_gradients(jax.grad(remat), jax.grad(loss), WS, X, Y)
+
+
+class _Only(InnerGradients):
+    """Leaves a function unchanged, but for the gradients that it takes."""
+
+    def __init__(self, inner):
+        object.__setattr__(self, "variant", PLAIN)
+        object.__setattr__(self, "inner", inner)
+
+    def rewrite(self, body, name, num_out):
+        return body
+
+
+def test_losses_without_gradients_have_one_variant():
+    planner = Planner(functools.partial(task_loss, block=marked), WS, X, Y, argnums=0)
+    assert [c.variant for c in planner._variants] == [None]
+
+
+@pytest.mark.parametrize("is_marked", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_plan_reaches_the_memory_of_rematerialized_blocks(is_marked, tmp_path, monkeypatch):
+    monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
+    plain, full = measured(adapting, WS, X, Y), measured(functools.partial(adapting, block=marked), WS, X, Y)
+    assert full.temp_bytes < 0.7 * plain.temp_bytes
+    loss = functools.partial(adapting, block=marked) if is_marked else adapting
+    plan = Planner(loss, WS, X, Y, argnums=0, of="temporaries").plan(full.temp_bytes)
+    assert measured(plan.apply(loss), WS, X, Y).temp_bytes <= full.temp_bytes
+    assert plan.unplanned_flops == plain.flops and plan.flops <= full.flops
+    assert plan.inner is not None and plan.inner.variant != PLAIN
+    assert_same_gradients(jax.grad(plan.apply(loss)), jax.grad(adapting), WS, X, Y)
+
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert measured(loaded.apply(loss), WS, X, Y).flops == plan.flops
+
+    # From the store, without a search.
+    planner = Planner(loss, WS, X, Y, argnums=0, of="temporaries")
+    again = planner.plan(full.temp_bytes)
+    assert planner._started is None and again.flops == plan.flops and again.inner == plan.inner
+    assert "Lower bound" in str(again)
+
+
+def test_a_plan_undoes_rematerialization_where_there_is_memory():
+    plain = measured(adapting, WS, X, Y)
+    loss = functools.partial(adapting, block=marked)
+    assert measured(loss, WS, X, Y).flops > 1.1 * plain.flops
+    plan = statetx.plan(loss, WS, X, Y, argnums=0, budget=2 * plain.temp_bytes, of="temporaries")
+    assert plan.flops == measured(plan.apply(loss), WS, X, Y).flops == plain.flops
+
+
+@pytest.mark.slow
+def test_a_training_step_whose_loss_takes_a_gradient():
+    @jax.jit
+    def step(ws, x, y):
+        value, grads = jax.value_and_grad(adapting)(ws, x, y)
+        return [w - 0.1 * g for w, g in zip(ws, grads, strict=True)], value
+
+    full = measured(functools.partial(adapting, block=marked), WS, X, Y)
+    plan = Planner(step, WS, X, Y, of="temporaries").plan(int(1.1 * full.temp_bytes))
+    assert plan.is_step and plan.inner is not None and plan.inner.variant != PLAIN
+    planned = jax.jit(plan.apply(step))
+    assert planned.lower(WS, X, Y).compile().memory_analysis().temp_size_in_bytes == plan.temp_bytes
+    for a, b in zip(jax.tree.leaves(planned(WS, X, Y)), jax.tree.leaves(step(WS, X, Y)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
