@@ -220,28 +220,37 @@ def _type(aval: Any) -> tuple[Any, ...]:
     return (aval.shape, aval.dtype)
 
 
-def capture(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | Sequence[int] | None) -> list[Captured]:
-    """Trace a function once, and return the program to plan: its gradients if it is a training step, else the function.
+def variants(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | Sequence[int] | None) -> list[Captured]:
+    """The program to plan, as by `capture`. If gradients are taken inside of what is differentiated, one for each variant of these.
 
-    If gradients are taken inside of what is differentiated, it is traced for each variant of these: several programs with equal results.
-
-    Raises:
-        PlanError: there is nothing to differentiate.
+    Their results are equal. The first is without rematerialization of inner gradients.
     """
     seen = Seen()
-    captured = _captured(fun, args, kwargs, argnums, seen)
+    captured = capture(fun, args, kwargs, argnums, seen)
     if not seen.any:
         return [captured]
     found = {}
     for variant in VARIANTS:
-        other = _captured(fun, args, kwargs, argnums, InnerGradients(variant))
+        other = capture(fun, args, kwargs, argnums, InnerGradients(variant))
         found.setdefault(tuple(g.lines for g in other.gradients), dataclasses.replace(other, variant=variant))
     return list(found.values())
 
 
-def _captured(
-    fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | Sequence[int] | None, of_inner: Rewriter
+def capture(
+    fun: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    argnums: int | Sequence[int] | None,
+    of_inner: Rewriter | None = None,
 ) -> Captured:
+    """Trace a function once, and return the program to plan: its gradients if it is a training step, else the function.
+
+    Args:
+        of_inner: rewrites the gradients inside of these.
+
+    Raises:
+        PlanError: there is nothing to differentiate.
+    """
     nums = None if argnums is None else resolve_argnums(argnums, len(args), fun)[0]
 
     # One trace serves both cases: only during it does it show whether the function differentiates anything itself.

@@ -131,8 +131,8 @@ def fields_of(whole: Whole, choice: Choice, name: str, budget: Budget, options: 
         "ignored": [digest_of(lines) for lines in whole.captured.ignored],
         "inner": whole.captured.variant,
     }
-    pairs = zip(whole.searches, choice.candidates, strict=True)
-    return fields | {"programs": [_program_fields(search, candidate, whole.waits) for search, candidate in pairs]}
+    pairs, waits = zip(whole.searches, choice.candidates, strict=True), whole.waits(choice.candidates)
+    return fields | {"programs": [_program_fields(search, candidate, waits) for search, candidate in pairs]}
 
 
 def bytes_of(whole: Whole, budget: Budget) -> int:

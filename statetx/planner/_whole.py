@@ -113,10 +113,7 @@ class Whole:
 
     Attributes:
         searches: one for each gradient.
-        waits: whether each gradient begins when all that it reads is computed.
     """
-
-    waits = False
 
     def __init__(
         self,
@@ -179,7 +176,13 @@ class Whole:
             return self._program(self._rewritten(choice.candidates), compiler_options)
 
     def _rewritten(self, candidates: Sequence[Candidate]) -> list[Jaxpr]:
-        return [c.layout.rewrite(c.options, waits=self.waits) for c in candidates]
+        waits = self.waits(candidates)
+        return [c.layout.rewrite(c.options, waits=waits) for c in candidates]
+
+    def waits(self, candidates: Sequence[Candidate]) -> bool:
+        """Whether each gradient begins when all that it reads is computed."""
+        del candidates  # one gradient alone
+        return False
 
     def _program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
         return self._program_of(programs[0], self._with_own(compiler_options))
@@ -250,9 +253,6 @@ def _gradient_of(recorded: Recorded) -> Callable[[Jaxpr, dict[str, Any] | None],
 
 class Several(Whole):
     """A step with several gradients."""
-
-    # Else XLA begins what a later gradient computes of the data beside an earlier gradient, whose results it reads elsewhere.
-    waits = True
 
     def _start(self, options: Options, report: Callable[[str], None], compile_baseline: bool) -> list[Search]:
         del compile_baseline  # of a gradient alone it tells little
@@ -343,6 +343,11 @@ class Several(Whole):
 
     def choices(self) -> Iterator[Choice]:
         yield from self._compiled.values()
+
+    def waits(self, candidates: Sequence[Candidate]) -> bool:
+        # Else XLA begins what a later gradient computes of the data beside an earlier gradient, whose results it reads elsewhere. The
+        # baseline and stock policies are as the user would write them.
+        return any(c.name == "plan" for c in candidates)
 
     # -- its memory --
 

@@ -18,7 +18,7 @@ from .._text import suggestion
 from . import _store
 from ._bound import free_outputs, lower_bound
 from ._budget import STEP, Budget, no_plan
-from ._capture import Captured, capture
+from ._capture import Captured, variants
 from ._inner import PLAIN
 from ._record import bytes_of, described, fields_of, shown_fields, unplanned_fields
 from ._stored import read_formats
@@ -159,7 +159,7 @@ class Planner:
         self._allowed_options = _allowed(compiler_options)
         formats = read_formats(stored_as)
         self._progress = _Progress(self.name) if progress else contextlib.nullcontext(lambda text: None)
-        self._variants = capture(fun, args, kwargs, argnums)
+        self._variants = variants(fun, args, kwargs, argnums)
         self._captured = self._variants[0]
         num_searches = (2 if self._allowed_options else 1) * len(self._variants)
         time_limit = None if time_limit is None else time_limit / num_searches
