@@ -1,0 +1,318 @@
+"""Independent backward passes of a planned program run one after the other, and compute what they would without the order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import statetx
+from statetx import _jax
+
+ROWS = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("d",))
+
+
+def primitives(jaxpr):
+    return [
+        name
+        for eqn in jaxpr.eqns
+        for name in (eqn.primitive.name, *(n for j in _jax.inner_jaxprs(eqn) for n in primitives(j)))
+    ]
+
+
+def num_holds(fun, *args):
+    return primitives(jax.make_jaxpr(fun)(*args).jaxpr).count("statetx_hold")
+
+
+def assert_same(found, expected, rtol=1e-5):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max()))
+
+
+# -- follow, the identity ---------------------------------------------------------------------------------------------
+
+# No derivative below is zero at these, nor equal in two entries.
+X = jnp.linspace(0.1, 1.3, 4)
+A = jnp.linspace(-0.9, 0.8, 6).reshape(2, 3)
+N = jnp.arange(1, 4)
+
+
+def both(join, x, a):
+    y, (a,) = join(jnp.sin(x), [a])
+    return (y**3).sum() + (jnp.cos(a) ** 3).sum() * jnp.exp(y[0])
+
+
+def of_several(join, x, a):
+    y, (a, b) = join(jnp.sin(x), [a, a[0] * x[0]])
+    return (y**3).sum() + (jnp.cos(a) ** 3).sum() + jnp.sin(b).prod()
+
+
+def of_integers(join, x, a):
+    y, (n, a) = join(jnp.sin(x), [N, a])
+    return (y**3).sum() + (jnp.cos(a) ** 3).sum() * n.sum()
+
+
+def without_tangent(join, x, a):
+    y, (a,) = join(jax.lax.stop_gradient(x), [a])
+    return (y * x).sum() + (jnp.cos(a) ** 3).sum()
+
+
+def of_one_without_tangent(join, x, a):
+    y, (b,) = join(jnp.sin(x), [jax.lax.stop_gradient(a)])
+    return (y**3).sum() + (jnp.cos(a * b) ** 3).sum()
+
+
+def without_cotangent(join, x, a):
+    _, (a,) = join(jnp.sin(x), [a])
+    return (x**3).sum() + (jnp.cos(a) ** 3).sum()
+
+
+def of_one_without_cotangent(join, x, a):
+    y, _ = join(jnp.sin(x), [a])
+    return (y**3).sum() + (jnp.cos(a) ** 3).sum()
+
+
+HOLDS = {both: 1, of_several: 1, of_integers: 1, without_tangent: 0, of_one_without_tangent: 0}
+HOLDS |= {without_cotangent: 0, of_one_without_cotangent: 0}
+each_case = pytest.mark.parametrize("case", HOLDS, ids=lambda f: f.__name__)
+
+
+def twins(case):
+    """The function with the order, and without."""
+    return (lambda x, a: case(_jax.follow, x, a)), (lambda x, a: case(lambda y, xs: (y, xs), x, a))
+
+
+@each_case
+def test_gradient_waits_where_both_have_a_cotangent(case):
+    assert num_holds(jax.grad(twins(case)[0], (0, 1)), X, A) == HOLDS[case]
+
+
+@each_case
+def test_derivatives_equal_those_without_the_order(case):
+    def derivatives(f):
+        grad = jax.grad(f, (0, 1))
+        xs, many = jnp.stack([X, 2 * X, X - 1]), jnp.stack([A, A + 1, 3 * A])
+
+        def compiled(x, a):
+            along = jax.jvp(f, (x, a), (x + 1, a * 2)), jax.linearize(f, x, a)[1](x + 1, a * 2)
+            mapped = [jax.vmap(grad, (0, None))(xs, a), jax.vmap(grad, (None, 0))(x, many), jax.vmap(f)(xs, many)]
+            again = jax.checkpoint(f), jax.checkpoint(f, policy=jax.checkpoint_policies.everything_saveable)
+            return (
+                f(x, a),
+                along,
+                mapped,
+                jax.hessian(f, (0, 1))(x, a),
+                [jax.grad(g, (0, 1))(x, a) for g in (f, *again)],
+            )
+
+        return grad(X, A), jax.jit(compiled)(X, A)
+
+    assert_same(*map(derivatives, twins(case)))
+
+
+def test_gradient_of_a_gradient():
+    def penalty(f):
+        return lambda x, a: sum((g**2).sum() for g in jax.grad(f, (0, 1))(x, a))
+
+    found, expected = (jax.jit(jax.grad(penalty(f), (0, 1)))(X, A) for f in twins(both))
+    assert_same(found, expected)
+    assert all(jnp.abs(g).min() > 0 for g in expected)
+
+
+def test_pullback_is_transposed():
+    """A pullback is linear; transposed it is the derivative along a tangent."""
+    ordered, plain = twins(both)
+    pullback = jax.vjp(ordered, X, A)[1]
+    assert num_holds(pullback, 1.0) == 1
+    (along,) = jax.linear_transpose(pullback, 1.0)((X, A))
+    assert_same(along, jax.jvp(plain, (X, A), (X, A))[1])
+
+
+def test_checkpointed_gradient_waits():
+    assert num_holds(jax.grad(jax.checkpoint(twins(both)[0]), (0, 1)), X, A) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "uint8", "complex64", "bool"])
+def test_value_waits_for_arrays_of_any_type(dtype):
+    other = jnp.arange(3).astype(dtype)
+    found = jax.jit(lambda x, y: (_jax.hold(jnp.sin(x), [y]), _jax.hold(y, [x])))(X, other)
+    assert_same(found[0], jnp.sin(X))
+    np.testing.assert_array_equal(found[1], other)
+
+
+@pytest.mark.parametrize("num", [0, 1, 200])
+def test_value_waits_for_any_number_of_arrays(num):
+    others = [jnp.full(2, float(i)) for i in range(num)]
+    assert_same(jax.jit(lambda x, ys: _jax.hold(x, ys))(X, others), X)
+
+
+def test_zeros_and_nans_do_not_decide_the_value():
+    for value in (0.0, -0.0, jnp.nan, jnp.inf):
+        assert_same(jax.jit(lambda x, y: _jax.hold(x, [y]))(X, jnp.full(3, value)), X)
+
+
+def test_exported_for_a_symbolic_size():
+    size = export.symbolic_shape("b")[0]
+    ordered, plain = (jax.jit(jax.grad(f, (0, 1))) for f in twins(both))
+    for x, a in ((jax.ShapeDtypeStruct((size,), X.dtype), A), (X, jax.ShapeDtypeStruct((size, 3), A.dtype))):
+        assert_same(export.export(ordered)(x, a).call(X, A), plain(X, A))
+
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices; conftest asks for them")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradient_in_shard_map(check_vma):
+    def sums(f):
+        def local(x, a):
+            return jax.tree.map(lambda g: jax.lax.psum(g, "d"), jax.grad(f, (0, 1))(x, a))
+
+        specs = {"in_specs": (P("d"), P()), "out_specs": P(), "check_vma": check_vma}
+        return jax.jit(jax.shard_map(local, mesh=ROWS, **specs))(X, A)
+
+    assert_same(*map(sums, twins(of_several)))
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+D, B, LAYERS = 16, 128, 4
+
+
+def weights(seed, num):
+    keys = jax.random.split(jax.random.key(seed), 2 * num)
+    up = [jax.random.normal(k, (D, 4 * D)) / 4 for k in keys[:num]]
+    down = [jax.random.normal(k, (4 * D, D)) / 8 for k in keys[num:]]
+    return list(zip(up, down, strict=True))
+
+
+def layer(w, x):
+    a, b = w
+    return x + jnp.tanh(jnp.sin(x @ a) @ b)
+
+
+def network(ws, x, layer=jax.checkpoint(layer)):  # noqa: B008
+    for w in ws:
+        x = layer(w, x)
+    return x
+
+
+def two_losses(params, x):
+    first, second = params
+    return (network(first, x) ** 2).sum() + (network(second, x) ** 2).sum()
+
+
+def chain(params, x):
+    first, second = params
+    return (network(second, network(first, x)) ** 2).sum()
+
+
+BATCH = jax.random.normal(jax.random.key(9), (B, D))
+PARAMS = weights(0, LAYERS), weights(1, LAYERS)
+BUDGET = 0.3
+
+
+@pytest.fixture(scope="module")
+def planner():
+    return statetx.planner.Planner(two_losses, PARAMS, BATCH, argnums=0, of="temporaries", time_limit=None)
+
+
+@pytest.fixture(scope="module")
+def plan(planner):
+    return planner.plan(BUDGET)
+
+
+def gradient(plan, fun=two_losses):
+    return jax.value_and_grad(plan.apply(fun))
+
+
+def temp_bytes(fun, *args):
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_planned_branches_run_one_after_the_other(plan):
+    assert plan.extra_flops > 0
+    (program,) = plan._fields["programs"]
+    assert len(program["order"]) == 1 and program["last_input"] is None
+    assert num_holds(gradient(plan), PARAMS, BATCH) == 1
+    assert temp_bytes(gradient(plan), PARAMS, BATCH) == plan.temp_bytes <= plan.budget_bytes
+
+
+def test_planned_branches_keep_their_values(plan):
+    plain = jax.value_and_grad(two_losses)(PARAMS, BATCH)
+    assert_same(jax.jit(gradient(plan))(PARAMS, BATCH), plain)
+    assert_same(gradient(plan)(PARAMS, BATCH), plain)  # in eager code too
+    along = (jax.jvp(f, (PARAMS, BATCH), (PARAMS, BATCH)) for f in (plan.apply(two_losses), two_losses))
+    assert_same(*along)
+
+
+def test_order_survives_a_file(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    loaded = statetx.Plan.load(tmp_path / "plan.json")
+    assert num_holds(gradient(loaded), PARAMS, BATCH) == 1
+    assert temp_bytes(gradient(loaded), PARAMS, BATCH) == plan.temp_bytes
+    assert_same(jax.jit(gradient(loaded))(PARAMS, BATCH), jax.value_and_grad(two_losses)(PARAMS, BATCH))
+
+
+def test_order_takes_less_memory(planner, plan, monkeypatch):
+    """The same choice with its order and without."""
+    (whole,) = planner._wholes()
+    candidate = whole.searches[0].best(plan.budget_bytes)
+    choice = whole.best(plan.budget_bytes)
+    assert choice.candidates == (candidate,) and len(candidate.layout.order) == 1
+    ordered = whole.compile(choice, None).cost
+    monkeypatch.setattr(candidate.layout, "order", ())
+    plain = whole.compile(choice, None).cost
+    assert ordered.temp_bytes < 0.9 * plain.temp_bytes
+    assert ordered.flops == pytest.approx(plain.flops, rel=1e-3)
+
+
+def test_stock_policies_have_no_order(planner, plan):
+    (whole,) = planner._wholes()
+    layouts = [layout for layout, _ in whole.searches[0].lattice.stock_layouts]
+    assert layouts and not any(layout.order for layout in layouts)
+
+
+def test_chain_has_no_order():
+    params = PARAMS[0][:2], PARAMS[1][:2]
+    plan = statetx.plan(chain, params, BATCH, argnums=0, of="temporaries", budget=0.6)
+    assert plan.extra_flops > 0 and plan._fields["programs"][0]["order"] == []
+    assert num_holds(gradient(plan, chain), params, BATCH) == 0
+
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices; conftest asks for them")
+def test_planned_gradient_on_several_devices(plan):
+    batch = jax.device_put(BATCH, NamedSharding(ROWS, P("d")))
+    params = jax.device_put(PARAMS, NamedSharding(ROWS, P()))
+    lowered = jax.jit(gradient(plan)).lower(params, batch)
+    assert len(lowered.compile().input_shardings[0][-1].device_set) == 4
+    assert_same(lowered.compile()(params, batch), jax.value_and_grad(two_losses)(PARAMS, BATCH))
+
+
+# -- several gradients ------------------------------------------------------------------------------------------------
+
+
+def sgd(ws, grads):
+    return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads)
+
+
+def adversarial(generator, critic, z):
+    """The second gradient reads the result of the first."""
+
+    def judged(critic, generator):
+        return network(critic, network(generator, z, layer), layer)
+
+    critic = sgd(critic, jax.grad(lambda c: jnp.tanh(judged(c, generator)).mean())(critic))
+    return sgd(generator, jax.grad(lambda g: jnp.cos(judged(critic, g)).mean())(generator)), critic
+
+
+def test_each_gradient_of_a_step_begins_when_its_inputs_are_computed(tmp_path):
+    args = weights(2, 2), weights(3, 2), BATCH
+    plan = statetx.plan(adversarial, *args, budget=0.8)
+    assert plan.extra_flops > 0
+    plan.save(tmp_path / "plan.json")
+    for applied in (plan, statetx.Plan.load(tmp_path / "plan.json")):
+        programs = applied._fields["programs"]
+        assert len(programs) == 2 and all(isinstance(p["last_input"], int) for p in programs)
+        step = applied.apply(adversarial)
+        assert num_holds(step, *args) == 2 + sum(len(p["order"]) for p in programs)
+        assert_same(jax.jit(step)(*args), jax.jit(adversarial)(*args))
