@@ -901,3 +901,12 @@ def test_carries_without_tangents_need_no_derivative(name, moving):
         *values
     )
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+def test_steps_that_keep_literals():
+    def last(x, **options):
+        step = lambda c, _: (jnp.stack([jnp.sin(c), 1.0]).sum(), None)  # noqa: E731
+        return statetx.scan(step, x, None, 6, **options)[0]
+
+    planned = jax.grad(functools.partial(last, checkpoint=Slots(5)))(0.4)
+    np.testing.assert_allclose(planned, jax.grad(last)(0.4), rtol=1e-6)

@@ -78,6 +78,9 @@ def _checked(jaxpr: Jaxpr) -> Jaxpr:
             jax.extend.core.check_jaxpr(jaxpr)
         except NameError:  # an axis of a `jax.shard_map` that types do not show (check_vma=False)
             pass
+        except TypeError as e:  # the checker of JAX 0.10 has no parameter for the name of a `closed_call`
+            if "_check_closed_call" not in str(e):
+                raise
     return jaxpr
 
 

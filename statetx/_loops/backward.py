@@ -47,7 +47,7 @@ class BackwardStep:
         )
         invars, outvars = body.jaxpr.invars, body.jaxpr.outvars
         self._leaves = outvars[step.num_carry :]
-        leaves = [v for v in dict.fromkeys(self._leaves) if isinstance(v, _jax.Var)]
+        leaves = list(dict.fromkeys(v for v in self._leaves if isinstance(v, _jax.Var)))
         self._inputs = [*invars[:first_carry], *invars[first_x:]]
         known = {*self._inputs, *_computed_from(body.jaxpr, invars[:first_carry])}
 
