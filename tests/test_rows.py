@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import statetx
 from statetx import policies
 from statetx._jax import stage
-from statetx._loops import checkpointed
+from statetx._loops import checkpointed, schedule
 from statetx._loops.rows import SlotMemory
 from statetx._remat.decide import carry_formats
 from statetx._remat.stored import BITS
@@ -150,6 +151,38 @@ def test_slots_with_a_format_give_carries_back():
     assert_equal(slots.read(pools, 1, first), carry)
 
 
+@pytest.mark.parametrize(("width", "slots"), [(40, 10), pytest.param(64, 20, marks=pytest.mark.slow)])
+def test_carries_in_bits_whose_last_axis_is_split_over_devices(width, slots):
+    if jax.device_count() < 4:
+        pytest.skip("fewer than four devices")
+    split = PartitionSpec(None, "d")
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def loss(w, v, xs, policy):
+        def step(carry, x):
+            v, z, is_high, n = carry
+            v = 0.9 * v * (1 - z) + x + jnp.matmul(z, w, out_sharding=split) + jnp.where(is_high, 0.1, 0.0)
+            z = statetx.checkpoint_name(spike(v), "spikes")
+            return (v, z, v > 1, n + 1), jnp.sin(v + z).sum()
+
+        carry = (v, jnp.full_like(v, 0.25), v > 2, jnp.int32(0))
+        (v, *_), ys = statetx.scan(step, carry, xs, checkpoint=Slots(slots, policy=policy))
+        return (v**2).sum() + (ys**2).sum()
+
+    with jax.set_mesh(mesh):
+        specs = PartitionSpec(), split, PartitionSpec(None, None, "d")
+        args = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(data(width), specs, strict=True)]
+        policy = policies.everything
+        losses = [functools.partial(loss, policy=p) for p in (policy, policy.stored_as("bits"))]
+        rows = [statetx.loop_report(f, *args).rows[0] for f in losses]
+        # Of the spikes and the booleans each device has a quarter, in whole bytes.
+        assert rows[0].carry_bytes - rows[1].carry_bytes == BATCH * (5 * width // 4 - 2 * -(-width // 32))
+        exact, stored = (jax.jit(jax.grad(f, (0, 1, 2)))(*args) for f in losses)
+    assert [jax.typeof(x) for x in stored] == [jax.typeof(x) for x in exact]
+    for a, e in zip(stored, exact, strict=True):
+        np.testing.assert_allclose(a, e, rtol=0, atol=1e-6 * np.abs(e).max())
+
+
 # -- residuals ---------------------------------------------------------------------------------------------------------
 
 
@@ -161,3 +194,64 @@ def test_slots_hold_residuals_of_a_step_that_stores_bits():
     potential, codes = 4 * BATCH * WIDTH, BATCH * WIDTH // 8
     assert (row.carry_bytes, row.residual_bytes) == (potential + 2 * codes + 4, 2 * (potential + codes))
     assert_bits_take_less(policy, slots=10)
+
+
+def norms(w, carry, x):
+    """A carry of an array and a scalar, of which a step keeps two arrays and five scalars."""
+    h, s = carry
+    h = h @ w + x
+    factors = [jnp.tanh((h[i] * h[i + 1]).sum()) for i in range(4)]
+    return (0.9 * h * factors[0] * s, 0.5 * s + factors[1] * factors[2] * factors[3]), s
+
+
+def test_scalars_of_a_step_are_in_rows_of_its_arrays(monkeypatch):
+    w, h, _ = data(32)
+    args = w / 2, h + 0.1, jnp.sin(jnp.arange(200.0))
+
+    def loss(w, h, xs):
+        (h, s), ys = statetx.scan(functools.partial(norms, w), (h, jnp.float32(0.7)), xs, checkpoint=Slots(12))
+        return (h**2).sum() + s + (ys**2).sum()
+
+    def compiled():
+        statetx.clear_cache()
+        program = jax.jit(jax.grad(loss, (0, 1))).lower(*args).compile()
+        return statetx.loop_report(loss, *args).rows[0], program.memory_analysis().temp_size_in_bytes, program(*args)
+
+    row, num_bytes, grads = compiled()
+    assert (row.carry_bytes, row.residual_bytes) == (4 * 8 * 32 + 4, 2 * 4 * 8 * 32 + 5 * 4)
+    # A step takes three rows of the arrays, of which a slot has one: two arrays, and four of the scalars.
+    num_runs = schedule.schedule(200, schedule.leaves(12, 1, 3)).num_runs
+    assert row.is_mixed and row.runs * 200 == pytest.approx(num_runs)
+    monkeypatch.setattr(checkpointed, "WORTH_MIXING", 0)
+    row, carries_bytes, expected = compiled()
+    assert not row.is_mixed and num_bytes <= carries_bytes + 1024
+    assert_equal(grads, expected)
+    statetx.clear_cache()
+
+
+ARRAY, SCALAR, VECTOR = ((8, 32), jnp.float32), ((), jnp.float32), ((3,), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("carry", "residuals", "num_slots"),
+    [
+        ([ARRAY, SCALAR], [ARRAY, SCALAR], 1),
+        ([ARRAY, SCALAR], [SCALAR] * 5, 1),
+        ([ARRAY, SCALAR], [ARRAY] + [SCALAR] * 5, 2),
+        ([ARRAY, SCALAR], [ARRAY] * 2 + [SCALAR] * 5, 3),
+        ([ARRAY, SCALAR], [ARRAY, VECTOR] + [SCALAR] * 5, 2),
+        ([ARRAY, SCALAR], [ARRAY] * 2 + [SCALAR] * 2, 2),  # as many rows without a pack
+        ([ARRAY, ARRAY, SCALAR], [ARRAY] + [SCALAR] * 9, 1),
+        ([SCALAR], [SCALAR] * 3, 3),
+    ],
+)
+def test_slots_that_the_residuals_of_a_step_take(carry, residuals, num_slots):
+    carry, types = ([jax.typeof(jnp.zeros(*a)) for a in avals] for avals in (carry, residuals))
+    slots = SlotMemory(6, carry, types)
+    assert slots.leaves == schedule.leaves(6, 1, num_slots)
+    step = [jnp.arange(float(a.size)).reshape(a.shape).astype(a.dtype) + n for n, a in enumerate(types)]
+    pools = slots.make()
+    for n in range(slots.leaves[6] - 1):
+        pools = slots.keep(pools, n, [x + 100 * n for x in step])
+    for n in range(slots.leaves[6] - 1):
+        assert_equal(slots.kept(pools, n), [x + 100 * n for x in step])

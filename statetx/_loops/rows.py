@@ -24,7 +24,7 @@ _MISFIT = 1000  # times the bytes of a residual, if it fits into no row
 
 
 class _Pack(NamedTuple):
-    """Residuals of other shapes than the pools' rows: raveled, one after the other, in whole rows of one pool.
+    """Residuals that have no rows of their own: raveled, one after the other, in whole rows of one pool.
 
     Attributes:
         indices: of the residuals.
@@ -34,6 +34,19 @@ class _Pack(NamedTuple):
     indices: list[int]
     pool: int
     num_rows: int
+
+
+class _Layout(NamedTuple):
+    """Where the residuals of a step are.
+
+    Attributes:
+        places: pool and row of each; None for one in the pack, and for one without bytes.
+        rows: how many rows they take, by pool.
+    """
+
+    places: list[tuple[int, int] | None]
+    rows: list[int]
+    pack: _Pack | None
 
 
 class SlotMemory:
@@ -72,29 +85,52 @@ class SlotMemory:
         self._carry_places = [(pools[key], keys[:i].count(key)) for i, key in enumerate(keys)]
         self._carry_rows = [keys.count(key) for key in pools]
 
-        self._residual_places: list[tuple[int, int] | None] = []
-        self._residual_rows, others = [0] * len(pools), []
-        for i, aval in enumerate(self._residual_avals):
-            pool = None if _jax.is_link(aval) else pools.get(_type(aval))
-            if pool is None:
-                self._residual_places.append(None)
-                others += [] if _jax.is_link(aval) else [i]
-            else:
-                self._residual_places.append((pool, self._residual_rows[pool]))
-                self._residual_rows[pool] += 1
-        self._pack = self._packed(others) if others else None
-        if self._pack is not None:
-            self._residual_rows[self._pack.pool] += self._pack.num_rows
-        fits = residual_avals is not None and (not others or self._pack is not None)
+        own = [None if _jax.is_link(a) else pools.get(_type(a)) for a in self._residual_avals]
+        layout, fits = self._layout(own), residual_avals is not None
+        if fits and layout is not None:
+            layout = self._balanced(layout, own)
+        fits = fits and layout is not None
+        self._residual_places, self._residual_rows, self._pack = layout or _Layout([], [0] * len(pools), None)
         self.leaves = tuple([self._leaf(s) if fits else 1 for s in range(num + 1)])
+
+    def _layout(self, own: Sequence[int | None]) -> _Layout | None:
+        """Residuals in rows of the pools `own`, those of None in a pack; None if they do not fit."""
+        rows, places = [0] * len(self._pool_avals), []
+        for pool in own:
+            places.append(None if pool is None else (pool, rows[pool]))
+            if pool is not None:
+                rows[pool] += 1
+        others = [i for i, aval in enumerate(self._residual_avals) if places[i] is None and not _jax.is_link(aval)]
+        pack = self._packed(others, rows) if others else None
+        if pack is not None:
+            rows[pack.pool] += pack.num_rows
+        return None if others and pack is None else _Layout(places, rows, pack)
+
+    def _balanced(self, layout: _Layout, own: list[int | None]) -> _Layout:
+        """The layout with residuals of the pool that is full first moved to the pack, while this makes room for more steps.
+
+        A carry with one scalar among arrays leaves room for one scalar of a step. Any number of them fits into a row of the arrays.
+        """
+        while True:
+            shares = self._shares(layout)
+            moved = [i for i, pool in enumerate(own) if pool is not None and pool == shares.index(max(shares))]
+            own = [None if moved and i == moved[-1] else pool for i, pool in enumerate(own)]
+            candidate = self._layout(own) if moved else None
+            if candidate is None or sorted(self._shares(candidate))[::-1] >= sorted(shares)[::-1]:
+                return layout
+            layout = candidate
+
+    def _shares(self, layout: _Layout) -> list[float]:
+        """Which part of a slot a step's residuals take, by pool."""
+        return [rows / free for rows, free in zip(layout.rows, self._carry_rows, strict=True)]
 
     def _leaf(self, slots: int) -> int:
         """The last step keeps nothing: it is differentiated at once."""
         rows = zip(self._carry_rows, self._residual_rows, strict=True)
         return 1 + min([slots * free // needed for free, needed in rows if needed], default=_UNBOUNDED - 1)
 
-    def _packed(self, indices: list[int]) -> _Pack | None:
-        """Where residuals of other types can be; None if nowhere."""
+    def _packed(self, indices: list[int], rows: Sequence[int]) -> _Pack | None:
+        """Where these residuals can be, whatever their types, beside `rows` of others in each pool; None if nowhere."""
         avals = [self._residual_avals[i] for i in indices]
 
         def holds(pool: int) -> bool:
@@ -108,7 +144,7 @@ class SlotMemory:
         num_rows = {
             i: math.ceil(sum(_entries(self._pool_avals[i], a) for a in avals) / self._pool_avals[i].size) for i in pools
         }
-        best = min(pools, key=lambda i: (num_rows[i] + self._residual_rows[i]) / self._carry_rows[i])
+        best = min(pools, key=lambda i: (num_rows[i] + rows[i]) / self._carry_rows[i])
         return _Pack(indices, best, num_rows[best])
 
     # -- carries --
@@ -189,10 +225,7 @@ def row_bytes(aval: Any, carry_avals: Sequence[Any]) -> int:
 
 def fitting(format: StoredType | None, aval: Any) -> StoredType | None:
     """The format, if it makes values of a type smaller, and if these can be encoded."""
-    if format is None or not format.shrinks(aval):
-        return None
-    # Formats work along the last axis, which must not be split over devices by the type.
-    return None if aval.shape and aval.sharding.spec[-1:] not in ((), (None,)) else format
+    return None if format is None or not format.shrinks(aval) else format
 
 
 def stored_types(avals: Sequence[Any], formats: Sequence[StoredType | None]) -> list[Any]:
@@ -208,7 +241,7 @@ def _code_type(format: StoredType, aval: Any) -> Any:
 
 def decoded(format: StoredType, codes: Any, is_first: Any, first: Any) -> Any:
     """A leaf of the carry from what is stored of it. `first`, the one before the first step, need not be 0 or 1."""
-    x = format.decode([codes], first)
+    x = format.decode([codes], jax.typeof(first))
     return x if x.dtype == bool else jax.lax.select(is_first, first, x)
 
 
