@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from mixed_statements import NOWHERE, Maps, Scope, Statements, View
 from mixed_syntax import SHAPES, SIZE, Call, Cell, Expr, Fun, If, Program, Raise, Shape, Statement, Turn, Write, walk
@@ -47,6 +48,12 @@ SCHEDULES = (
     "policies.Levels(2)",
     "policies.Lengths(3, 1)",
 )
+BITS = (
+    "policies.everything.stored_as('bits')",
+    "policies.masks",
+    "policies.dots | policies.masks",
+    "policies.everything.stored_as('bits') | policies.masks",
+)
 MEASURED = ("policies.Budget('1MiB')", "'auto'", "'1MiB'")
 SLOTS = ("policies.Slots(2)", "1")
 COMPILED = frozenset("jit scan fori while map cond switch shard_map pure bs_jit bs_for_loop bs_cond".split())
@@ -55,6 +62,9 @@ ONE_RUN = frozenset("remat jit grad vjp jvp linearize jacobian hessian plain".sp
 
 class Generator(Statements):
     """Draws one program."""
+
+    storing = 2
+    """How many more derivatives may read what is stored in fewer bits or in slots."""
 
     def call(self, scope: Scope) -> tuple[list[Statement], Scope]:
         """A transform of a new function, applied to an expression."""
@@ -69,9 +79,12 @@ class Generator(Statements):
         kind = self.pick(kinds)
         if kind in COMPILED:
             self.compiled -= 1
+        calls = getattr(self, f"call_{kind}", self.call_plain)
+        return self.called(scope, calls)
+
+    def called(self, scope: Scope, calls: Callable[[Scope], Call]) -> tuple[list[Statement], Scope]:
         before = len(scope.names)
-        calls = getattr(self, f"call_{kind}", None)
-        call = calls(scope) if calls else self.call_plain(scope)
+        call = calls(scope)
         call.depth = scope.depth
         assert len(scope.names) == before
         for name, shape in call.names:
@@ -124,7 +137,7 @@ class Generator(Statements):
         return cells
 
     def call_grad(self, scope: Scope) -> Call:
-        inner = scope.inside(reverse=scope.reverse + 1)
+        inner = scope.differentiated(reverse=scope.reverse + 1)
         shape, cells, name = self.shape(), self.targets(scope), self.fresh("v")
         has_aux, with_value = self.chance(0.3), self.chance(0.5)
         results = [(), (SIZE,)] if has_aux else [()]
@@ -151,7 +164,7 @@ class Generator(Statements):
         )
 
     def call_vjp(self, scope: Scope) -> Call:
-        call = self.simple(scope, "vjp", "", scope.inside(reverse=scope.reverse + 1))
+        call = self.simple(scope, "vjp", "", scope.differentiated(reverse=scope.reverse + 1))
         ((name, _),), pull = call.names, self.fresh("p")
         call.cells = self.targets(scope)
         wrt = f", wrt=[{', '.join(f'{{c{i}}}' for i in range(len(call.cells)))}]" if call.cells else ""
@@ -163,7 +176,7 @@ class Generator(Statements):
         return call
 
     def call_jvp(self, scope: Scope) -> Call:
-        call = self.simple(scope, "jvp", "", scope.inside())
+        call = self.simple(scope, "jvp", "", scope.differentiated())
         ((name, shape),), tangent = call.names, self.fresh("v")
         call.funs[0].style = "closure"
         call.template = f"{name}, {tangent} = jvp({{f}}, ({{0}},), (jnp.cos({{0}}),))"
@@ -171,7 +184,7 @@ class Generator(Statements):
         return call
 
     def call_linearize(self, scope: Scope) -> Call:
-        call = self.simple(scope, "linearize", "", scope.inside(reverse=scope.reverse + 1))
+        call = self.simple(scope, "linearize", "", scope.differentiated(reverse=scope.reverse + 1))
         ((name, shape),), push, tangent = call.names, self.fresh("p"), self.fresh("v")
         call.funs[0].style = "closure"
         call.template = f"{name}, {push} = linearize({{f}}, {{0}})"
@@ -181,7 +194,7 @@ class Generator(Statements):
 
     def call_jacobian(self, scope: Scope) -> Call:
         which = self.pick(("jacfwd", "jacrev"))
-        call = self.simple(scope, "jacobian", "", scope.inside(reverse=scope.reverse + (which == "jacrev")))
+        call = self.simple(scope, "jacobian", "", scope.differentiated(reverse=scope.reverse + (which == "jacrev")))
         (name, _) = call.names.pop()
         call.funs[0].style = "closure"
         call.cells = self.targets(scope)[:1]
@@ -191,10 +204,57 @@ class Generator(Statements):
         return call
 
     def call_hessian(self, scope: Scope) -> Call:
-        call = self.simple(scope, "hessian", "", scope.inside(reverse=scope.reverse + 1), ())
+        call = self.simple(scope, "hessian", "", scope.differentiated(reverse=scope.reverse + 1), ())
         call.funs[0].style = "closure"
         call.template = f"{call.names[0][0]} = total(hessian({{f}})({{0}}))"
         return call
+
+    # -- what is stored for a derivative --
+
+    def block(self, scope: Scope, most: int = 3) -> tuple[list[Statement], Scope]:
+        """Statements, and sometimes a derivative that reads bits or what slots hold, on top of them."""
+        body, scope = super().block(scope, most)
+        if self.storing and scope.depth and not isinstance(body[-1] if body else None, Raise) and self.chance(0.25):
+            self.storing -= 1
+            more, scope = self.called(scope, self.pick((self.call_stored, self.call_slots, self.call_slots)))
+            body += more
+        return body, scope
+
+    def mask(self, scope: Scope) -> str:
+        """A function whose values are proved 0 or 1."""
+        return self.pick(("above", "spike")) if scope.spikes else "above"
+
+    def call_stored(self, scope: Scope) -> Call:
+        """The derivative of a rematerialized function that stores bits."""
+        shape, name, mask = self.shape(), self.fresh("v"), self.mask(scope)
+        fun = self.fun(scope.differentiated(reverse=scope.reverse + 1), [(shape, scope.maps)], [shape])
+        fun.style = "closure"
+        policy = self.pick(BITS)
+        run = self.pick(
+            (
+                f"remat(lambda x: {mask}(x) * {{f}}(x), policy={policy})(x)",
+                f"remat(lambda x: {{f}}({mask}(x) * jnp.sin(x)), policy={policy})(x)",
+                f"remat(lambda z, x: {{f}}(z * x), inputs_stored_as=('bits', None))({mask}(x), x)",
+            )
+        )
+        template = f"{name} = grad(lambda x: total({run}))({{0}})"
+        return Call("stored", template, [fun], [self.expr(scope, shape, depth=1)], [(name, shape)])
+
+    def call_slots(self, scope: Scope) -> Call:
+        """The derivative of a loop whose slots have room for what steps keep, with spikes in the carry or without."""
+        shape, name = self.shape(), self.fresh("v")
+        inner = scope.differentiated(once=False, typed=True, reverse=scope.reverse + 1)
+        fun = self.fun(inner, [((), NOWHERE), (shape, scope.maps)], [shape], 2)
+        fun.style = "closure"
+        length = SIZE if scope.typed else self.pick((4, 6, 8))
+        policy = f", policy={self.pick(BITS)}" if self.chance(0.5) else ""
+        step, init = "jnp.sin(c + {f}(0.1 * i, c))", "x"  # the sine has a residual
+        if self.chance(0.5):
+            step = f"(lambda h: (h, {self.mask(scope)}(h)))(jnp.sin(c[0] - 0.3 * c[1] + {{f}}(0.1 * i, c[0])))"
+            init = "(x, jnp.zeros_like(x))"
+        loop = f"fori_loop(0, {length}, lambda i, c: {step}, {init}, checkpoint=policies.Slots({length - 1}{policy}))"
+        template = f"{name} = grad(lambda x: total({loop}))({{0}})"
+        return Call("slots", template, [fun], [self.expr(scope, shape, depth=1)], [(name, shape)])
 
     # -- loops and maps --
 

@@ -275,16 +275,16 @@ class Reference:
 
         def run() -> tuple[Tree, Tree]:
             mapped = _Mapped(states, n)
-            carry, ys, left = init, {}, {}
+            carry, last, ys, left = init, init, {}, {}
             for i in reversed(range(n)) if reverse else range(n):
                 mapped.enter(i)
                 now = carry
-                carry, ys[i] = self._step(lambda i=i, now=now: f(now, take(xs, i)), left, mapped.cells)
-                carry = settle(carry, now)
+                last, ys[i] = self._step(lambda i=i, now=now: f(now, take(xs, i)), left, mapped.cells)
+                carry = settle(last, now)
                 mapped.leave(i)
             mapped.finish()
             self._leave(left, init, carry)
-            return carry, stack([ys[i] for i in range(n)])
+            return unsettle(carry, last), stack([ys[i] for i in range(n)])
 
         return self.atomic(run)
 
@@ -297,11 +297,12 @@ class Reference:
 
     def while_loop(self, test: Callable, body: Callable, init: Tree, **options: Any) -> Tree:
         def run() -> Tree:
-            carry, left = init, {}
+            carry, last, left = init, init, {}
             while test(carry):
-                carry = settle(self._step(lambda now=carry: body(now), left), carry)
+                last = self._step(lambda now=carry: body(now), left)
+                carry = settle(last, carry)
             self._leave(left, init, carry)
-            return carry
+            return unsettle(carry, last)
 
         return self.atomic(run)
 

@@ -39,7 +39,7 @@ def raises_in_a_call(s: Statement) -> bool:
 
 
 KINDS = (
-    "remat jit grad vjp jvp linearize jacobian hessian scan fori while map vmap cond switch shard_map pure bs_jit bs_for_loop bs_cond"
+    "remat stored jit grad vjp jvp linearize jacobian hessian slots scan fori while map vmap cond switch shard_map pure bs_jit bs_for_loop bs_cond"
 ).split()
 FEATURES: dict[str, Callable[[Program], bool]] = {
     **{kind: has(lambda s, kind=kind: isinstance(s, Call) and s.kind == kind) for kind in KINDS},

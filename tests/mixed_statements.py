@@ -61,6 +61,8 @@ class Scope:
         flags: whether Python may branch on values that change between calls.
         raises: whether it may raise.
         reverse: number of enclosing reverse-mode derivatives.
+        spikes: whether no derivative encloses it: JAX drops the rule of a `custom_jvp` where it differentiates what it
+            rematerializes once more.
         foreign: whether it is inside a transform of brainstate.
         sharded: whether it is inside a `shard_map`.
         kept: places of states that enclosing statements still use: these are neither replaced nor deleted.
@@ -76,6 +78,7 @@ class Scope:
     flags: bool = True
     raises: bool = True
     reverse: int = 0
+    spikes: bool = True
     foreign: bool = False
     sharded: bool = False
     kept: frozenset[str] = frozenset()
@@ -90,6 +93,10 @@ class Scope:
     def inside(self, **changes: object) -> Scope:
         """The scope of a function's body."""
         return dataclasses.replace(self.keep(), depth=self.depth - 1, **changes)  # type: ignore[arg-type]
+
+    def differentiated(self, **changes: object) -> Scope:
+        """The scope of a differentiated function's body."""
+        return self.inside(spikes=False, **changes)
 
     def keep(self) -> Scope:
         """The scope of statements after which others go on with the states of this one."""
@@ -166,6 +173,7 @@ class Statements:
             lambda: Expr(shape, "{0} * {1}", [e(()), Expr(shape, "jnp.cos({0})", [e()])]),
             lambda: Expr(shape, "checkpoint_name({0}, 'h')", [Expr(shape, "jnp.sin({0})", [e()])]),
             lambda: Expr(shape, "jax.nn.softplus({0})", [e()]),
+            lambda: Expr(shape, "jax.nn.relu({0})", [e()]),
             lambda: Expr(shape, "jnp.where({0} > 0.0765, {1}, {2})", [e(()), e(), e()]),
             lambda: Expr(shape, "({0} > 0.0765) * {1}", [e(), e()]),
             lambda: Expr(shape, "jax.lax.stop_gradient({0})", [Expr(shape, "jnp.sin({0})", [e()])]),

@@ -65,6 +65,22 @@ def total(tree: Any) -> Any:
     return jnp.tanh(sum(leaves, jnp.zeros(())))
 
 
+def above(x: Any) -> Any:
+    """Where the entries of a float array exceed a threshold: 1, elsewhere 0."""
+    x = jnp.asarray(x)
+    return (x > 0.0765).astype(x.dtype)
+
+
+spike = jax.custom_jvp(above)
+"""`above` with the derivative of a smooth function."""
+
+
+@spike.defjvp
+def _(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    (x,), (t,) = primals, tangents
+    return spike(x), 0.5 * jnp.cos(x) * t
+
+
 # -- two worlds ------------------------------------------------------------------------------------------------
 
 
@@ -86,6 +102,8 @@ class World:
             "policies": statetx.policies,
             "checkpoint_name": statetx.checkpoint_name,
             "total": total,
+            "above": above,
+            "spike": spike,
             "tick": lambda name: self.ticks.update([name]),
         }
 
@@ -270,6 +288,16 @@ def run(program: Program, world: World, between: Callable[[], None] = lambda: No
         dict(world.ticks),
         len(types) + num_failed,
     )
+
+
+def stage(program: Program) -> None:
+    """Trace the first call of `main` under statetx, without running what it traces."""
+    names = System().names()
+    exec(source(program, System.name), names)
+    main = names["program"](*names["build"]())
+    x = next(turn.x for turn in program.turns if turn.x is not None)
+    with strict_warnings(), contextlib.suppress(*ERRORS):
+        statetx.jit(main).lower(eval(x.text(System.name), names))
 
 
 def look(x: Any, world: World, path: str = "", seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:

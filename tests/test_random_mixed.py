@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 
 import jax
@@ -16,7 +17,10 @@ from mixed_generator import program_of
 from mixed_syntax import source
 from random_mixed import check, check_seed, check_threads, reduce
 
+import statetx
+from statetx._jax import check_edits, marks
 from statetx._lift.outcome import Outcome
+from statetx._loops.rows import SlotMemory
 
 NUM_FAST, NUM_SLOW, CHUNK = 12, 5000, 50
 
@@ -87,6 +91,50 @@ def test_generator_reaches_every_feature():
     counts = mixed_search.coverage(range(400))
     assert min(counts.values()) >= 4, counts
     assert counts["two kinds of states"] >= 300, "kinds are not mixed in most programs"
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    """The names of what gradients read in the programs staged since: "bits", "residuals in slots"."""
+    names = set()
+    divide, write, keep = marks._divide, SlotMemory.write, SlotMemory.keep
+
+    def noted_divide(*args):
+        equations = divide(*args)
+        if getattr(equations[0], "primitive", None) is marks.attach_primitive:
+            names.add(f"{equations[1].params['type']}")
+        return equations
+
+    def noted_write(self, *args):
+        names.update(str(format) for format in self._formats if format is not None)
+        return write(self, *args)
+
+    def noted_keep(self, *args):
+        if any(self._residual_rows):
+            names.add("residuals in slots")
+        return keep(self, *args)
+
+    rules = marks._pe.partial_eval_jaxpr_custom_rules
+    monkeypatch.setitem(rules, marks.stored_primitive, noted_divide)
+    monkeypatch.setattr(SlotMemory, "write", noted_write)
+    monkeypatch.setattr(SlotMemory, "keep", noted_keep)
+    # The checker of JAX 0.10 raises at a `closed_call` with a name.
+    checks = check_edits(False)
+    yield names
+    check_edits(checks)
+
+
+@pytest.mark.parametrize("num", [NUM_FAST, pytest.param(300, marks=pytest.mark.slow)])
+def test_gradients_of_many_programs_read_bits_and_residuals_in_slots(num, stored):
+    """Of those that the suite runs, a third; fewer than 15% would be too few to find a fault."""
+    counts = collections.Counter()
+    for program in map(program_of, range(num)):
+        stored.clear()
+        if any(word in source(program, "statetx") for word in ("Slots(", "bits", "masks")):  # others store nothing
+            statetx.clear_cache()
+            random_mixed.stage(program)
+        counts.update(stored)
+    assert min(counts["bits"], counts["residuals in slots"]) >= 0.15 * num, counts
 
 
 def test_programs_are_the_same_for_the_same_seed():
