@@ -15,6 +15,7 @@ from .. import _jax
 from .._equations.structure import Body
 from .._remat import decide, fence
 from .._remat.parse import as_policy
+from .._remat.policy import Policy
 from .._remat.rewriter import Rewriter
 from ._cuts import candidates
 from ._parts import Flat, flatten, run
@@ -53,9 +54,11 @@ class InnerGradients(Rewriter):
         return call
 
     def _rematerialized(self, jaxpr: Any, name: str) -> Callable:
-        jaxpr, policy = decide.apply(as_policy(self.variant), jaxpr, (), name)
-        policy = fence.with_fence(policy, "auto")
-        return lambda *args: _jax.rematerialize(jaxpr, args, policy=policy, prevent_cse=True)
+        policy = as_policy(self.variant)
+        assert isinstance(policy, Policy)
+        jaxpr, jax_policy = decide.apply(policy, jaxpr, (), name)
+        fenced = fence.with_fence(jax_policy, "auto")
+        return lambda *args: _jax.rematerialize(jaxpr, args, policy=fenced, prevent_cse=True)
 
 
 class Seen(Rewriter):
