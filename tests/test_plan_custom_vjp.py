@@ -155,3 +155,9 @@ def test_sums_of_numbers_stay_outside_of_regions():
     regions = [e for e in _parts.flatten(jaxpr.jaxpr).eqns if e.primitive.name in ("checkpoint", "remat", "remat2")]
     assert regions and not any(v.aval.shape == () for e in regions for v in e.invars)
     assert_same_gradients(jax.grad(plan.apply(with_penalties)), jax.grad(with_penalties), ws, X)
+
+
+def test_a_region_of_sums_alone_stays_unchanged():
+    program = _parts.Flat(staged(lambda a, b: a + b - a, jnp.ones(()), jnp.ones(())))
+    rewritten = _layout.rewrite(program.jaxpr, [program.part(0, len(program))], [Option(frozenset(), 0, 0, 0.0)])
+    assert [e.primitive.name for e in rewritten.eqns] == ["add", "sub"]

@@ -161,7 +161,7 @@ def _region(part: Part, option: Option) -> Callable | None:
     # with it the memory, depends on them.
     sums = [] if part.original_jaxpr is not part.jaxpr else _sums_of_numbers(part.jaxpr, option)
     if sums:
-        return _around(sums, part, option)
+        return _around(sums, part, option) if len(sums) < len(part.jaxpr.eqns) else None
     jaxpr = part.jaxpr if option.saved else part.original_jaxpr
     inputs = {i: mark.Stored(format, mark.SAVE, is_ordered=True) for i, format in option.inputs}
     jaxpr, policy = decide.keep(jaxpr, marks_of(option, is_ordered=True), inputs)
