@@ -79,7 +79,8 @@ def test_losses_without_gradients_have_one_variant():
     assert [c.variant for c in planner._variants] == [None]
 
 
-@pytest.mark.parametrize("is_marked", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_marked", [False, True])
 def test_a_plan_reaches_the_memory_of_rematerialized_blocks(is_marked, tmp_path, monkeypatch):
     monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
     plain, full = measured(adapting, WS, X, Y), measured(functools.partial(adapting, block=marked), WS, X, Y)
