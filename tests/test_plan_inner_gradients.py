@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import statetx
+from statetx._equations.structure import Body
 from statetx.planner import Plan, Planner
 from statetx.planner._inner import PLAIN, VARIANTS, InnerGradients
 
@@ -74,6 +76,29 @@ class _Only(InnerGradients):
         return body
 
 
+def test_blocks_with_side_effects_are_not_rematerialized():
+    """JAX refuses to run them again, so that a variant with such a block could not be traced."""
+
+    def noted(w, x):
+        jax.experimental.io_callback(lambda: None, None)
+        return block(w, x)
+
+    def chain(ws, x):
+        for w in ws:
+            x = noted(w, x)
+        return (x**2).mean()
+
+    args = *WS, X
+    jaxpr = jax.make_jaxpr(lambda *args: chain(args[:-1], args[-1]))(*args)
+    body = Body.close(jaxpr.jaxpr, jaxpr.consts)
+    names = [e.primitive.name for e in body.jaxpr.eqns]
+    for variant in VARIANTS:
+        rewritten = InnerGradients(variant).rewrite(body, "chain", 1)
+        found = jax.make_jaxpr(lambda *args, f=rewritten: f([], *args))(*args)
+        assert [e.primitive.name for e in found.eqns] == names
+        jax.make_jaxpr(jax.grad(lambda w, f=rewritten: f([], w, *args[1:])[0]))(WS[0])
+
+
 def test_losses_without_gradients_have_one_variant():
     planner = Planner(functools.partial(task_loss, block=marked), WS, X, Y, argnums=0)
     assert [c.variant for c in planner._variants] == [None]
@@ -100,7 +125,7 @@ def test_a_plan_reaches_the_memory_of_rematerialized_blocks(is_marked, tmp_path,
     planner = Planner(loss, WS, X, Y, argnums=0, of="temporaries")
     again = planner.plan(full.temp_bytes)
     assert planner._started is None and again.flops == plan.flops and again.inner == plan.inner
-    assert "Lower bound" in str(again)
+    assert "Lower bound" in str(again) and f"with policy {plan.inner.variant!r} on their blocks" in str(again)
 
 
 def test_a_plan_undoes_rematerialization_where_there_is_memory():

@@ -43,7 +43,8 @@ class InnerGradients(Rewriter):
             starts = {start for start, _ in blocks}
             first = 0
             for n, part in enumerate(parts):
-                if part.eqn is None and first in starts:
+                # What has side effects is not run again, as in the regions of plans.
+                if part.eqn is None and first in starts and not _jax.forbidden_effects(part.jaxpr):
                     replacements[n] = self._rematerialized(part.jaxpr, name)
                 first += 1 if part.eqn is not None else len(part.jaxpr.eqns)
         jaxpr = program.jaxpr
@@ -52,6 +53,9 @@ class InnerGradients(Rewriter):
             return run(jaxpr, parts, replacements, [*operands, *args], {})
 
         return call
+
+    def __str__(self) -> str:
+        return "without rematerialization" if self.variant == PLAIN else f"with policy {self.variant!r} on their blocks"
 
     def _rematerialized(self, jaxpr: Any, name: str) -> Callable:
         policy = as_policy(self.variant)
