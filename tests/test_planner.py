@@ -241,19 +241,15 @@ def test_equal_periods_are_composed(count):
         (1, 2): random_front(rng, 3),
         (0, 2): random_front(rng, 4),
     }
-    merged = random_front(rng, 3)
+    merged = {number: random_front(rng, 3) for number in (2, 3)}
     regions = {(2 * k + a, 2 * k + b): (f, 10, 0) for k in range(count) for (a, b), f in inside.items()}
-    regions |= {(4 * k, 4 * k + 4): (merged, 10, 0) for k in range(count // 2)}
+    regions |= {(2 * k, 2 * (k + n)): (f, 10, 0) for n, f in merged.items() for k in range(count - n + 1)}
     expected = family_of(regions, 2 * count)
 
-    region = lambda a, b, front: (a, b, _layout.Region(a, b, None, front, 10, 0))  # noqa: E731
-    levels = [[region(*i, f) for i, f in inside.items()], [region(0, 4, merged)]]
-    periods = _choice.Periods(_cuts.Run(0, 2, count), levels)
-    arcs, start = {}, 0
-    for level in reversed(range(count.bit_length())):
-        if count >> level & 1:
-            arcs[start + 2 * 2**level] = [(start, (periods, level))]
-            start += 2 * 2**level
+    region = lambda a, b, front: _layout.Region(a, b, None, front, 10, 0)  # noqa: E731
+    within = [(*i, region(*i, f)) for i, f in inside.items()]
+    periods = _choice.Periods(2, within, {n: region(0, 2 * n, f) for n, f in merged.items()})
+    arcs = {2 * count: [(0, (periods, count))]}
     composed = _choice.Family(2 * count, arcs, None, expected._layout_of)
     least = expected.least_peak()
     assert abs(composed.least_peak() / least - 1) < 0.02

@@ -42,7 +42,7 @@ def lattice(program, diff_indices=(0,)):
 
 def test_layers_are_found_and_the_loss_is_cut_off():
     program = flat(loss, WS, X)
-    (run,) = _cuts.candidates(program).runs
+    (run,) = _cuts.candidates(program).cuttings[0].runs
     assert run.count == len(WS) and run.start == 0
     starts = [program.jaxpr.eqns[b].primitive.name for b in run.boundaries]
     assert starts == ["dot_general"] * 4 + ["integer_pow"], "each begins with its product; the loss comes after them"
@@ -50,7 +50,7 @@ def test_layers_are_found_and_the_loss_is_cut_off():
 
 def test_periods_begin_where_the_users_functions_do():
     program = flat(functools.partial(loss, block=statetx.remat(lambda w, x: jnp.tanh(block(w, jnp.sin(x))))), WS, X)
-    (run,) = _cuts.candidates(program).runs
+    (run,) = _cuts.candidates(program).cuttings[0].runs
     assert list(itertools.pairwise(run.boundaries)) == sorted(program.blocks)
 
 
@@ -62,8 +62,46 @@ def test_layers_of_other_sizes_repeat():
             x = jnp.tanh(jnp.sin(x @ w[0]) @ w[1])
         return x.sum()
 
-    (run,) = _cuts.candidates(flat(widening, ws, jnp.ones((8, 8)))).runs
+    (run,) = _cuts.candidates(flat(widening, ws, jnp.ones((8, 8)))).cuttings[0].runs
     assert run.count == 4
+
+
+def layers(num, wrap=lambda f: f, together=1):
+    """Products and activations of equal size; a marked function has several of them."""
+
+    def part(ws, x):
+        for w in ws:
+            x = jnp.tanh(jnp.sin(x @ w))
+        return x
+
+    def loss(ws, x):
+        for i in range(0, num, together):
+            x = wrap(part)(ws[i : i + together], x)
+        return (x**2).mean()
+
+    return loss, [jnp.eye(16)] * num, jnp.ones((64, 16))
+
+
+def test_periods_also_begin_behind_the_product():
+    """A region that begins with an activation does not compute the product before it again."""
+    fun, *args = layers(6)
+    program = flat(fun, *args)
+    early, late = _cuts.candidates(program).cuttings
+    assert [program.jaxpr.eqns[cutting.runs[0].start].primitive.name for cutting in (early, late)] == [
+        "dot_general",
+        "sin",
+    ]
+    assert late.runs[0].count == 5, "the first product is in no period"
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_plans_begin_regions_with_activations(is_marked):
+    """A region of n layers that begins with the activation runs n - 1 products again, one that begins with the product all n."""
+    (plain, *args), (marked, *_) = layers(24), layers(24, statetx.remat, together=4)
+    base, blocks = (statetx.measure(statetx.value_and_grad(fun), *args, gradient=False) for fun in (plain, marked))
+    plan = statetx.plan(marked if is_marked else plain, *args, budget=blocks.temp_bytes, argnums=0, of="temporaries")
+    num_products = plan.extra_flops * base.flops / (2 * 64 * 16 * 16)
+    assert num_products <= 0.75 * 24, "without such regions all but one"
 
 
 def test_regions_are_a_union():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from ._analysis import Option
-from ._cuts import Run
 from ._layout import Layout, Region
 from ._paths import Paths
 
@@ -39,7 +38,7 @@ class Family:
 
     Args:
         num: equations of the program.
-        arcs: that end at each cut point: (start, region), or (start, (periods, level)) for ``2**level`` equal periods.
+        arcs: that end at each cut point: (start, region), or (start, (periods, number)) for a number of equal periods.
         ends: where its regions begin and end; None for everywhere.
         is_uniform: whether all steps of a loop are treated alike.
         layout_of: a partition by its cuts.
@@ -81,8 +80,9 @@ class Family:
                             tables[key] = _paths_of(arc, self.is_uniform)
                         row.append((start, tables[key]))
                     else:
-                        periods, level = arc
-                        row.append((start, periods.table(level)))
+                        periods, number = arc
+                        if (table := periods.table(number)) is not None:
+                            row.append((start, table))
                 self._tables.append((end, row))
         return self._tables
 
@@ -183,43 +183,47 @@ def _paths_of(region: Region, is_uniform: bool = False) -> Paths:
 
 
 class Periods:
-    """Tables of 1, 2, 4, 8 ... equal periods of a program.
+    """Tables of any number of equal periods of a program.
 
     Args:
-        group: the periods.
-        regions: (start, end, region) within one period, of two periods, and of four, relative to their start.
+        period: equations of each.
+        inside: (start, end, region) within one period, relative to its start.
+        merged: the regions of several periods, by their number.
     """
 
-    def __init__(self, group: Run, regions: Sequence[Sequence[tuple[int, int, Region]]]):
-        self._period, self._regions = group.period, regions
-        self.regions = [r for level in regions for _, _, r in level]
+    def __init__(self, period: int, inside: Sequence[tuple[int, int, Region]], merged: Mapping[int, Region]):
+        self._period, self._inside, self._merged = period, inside, merged
+        self.regions = [*(r for _, _, r in inside), *merged.values()]
         self._versions: list[int] = []
-        self._levels: list[Paths] = []
+        self._tables: list[Paths | None] = []  # of 0, 1, 2 ... periods
+        self._last: dict[int, Paths] = {}
 
-    def table(self, level: int) -> Paths:
+    def table(self, number: int) -> Paths | None:
+        """The paths through a number of periods; None if there are none."""
         versions = [r.front.version for r in self.regions]
         if versions != self._versions:
-            self._versions, self._levels = versions, [self._one_period()]
-        while len(self._levels) <= level:
-            number = len(self._levels)
-            half = self._levels[-1]
-            tables = [half.then(half, 2 ** (number - 1) * self._period)]
-            if number < len(self._regions):
-                tables += [_paths_of(r) for _, _, r in self._regions[number]]
-            self._levels.append(Paths.union(tables))
-        return self._levels[level]
+            self._versions, self._tables = versions, [Paths.empty()]
+            one = self._one_period()
+            self._last = {n: _paths_of(region) for n, region in self._merged.items()}
+            self._last |= {} if one is None else {1: one}
+        # Each path of n periods ends with k periods that are a region of their own, or with a path of one period.
+        while (n := len(self._tables)) <= number:
+            before = {k: self._tables[n - k] for k in self._last if k <= n}
+            tables = [t.then(self._last[k], (n - k) * self._period) for k, t in before.items() if t is not None]
+            self._tables.append(Paths.union(tables) if tables else None)
+        return self._tables[number]
 
-    def _one_period(self) -> Paths:
+    def _one_period(self) -> Paths | None:
         tables = {0: Paths.empty()}
-        for end in sorted({e for _, e, _ in self._regions[0]}):
+        for end in sorted({e for _, e, _ in self._inside}):
             paths = [
                 tables[start].then(_paths_of(region), start)
-                for start, e, region in self._regions[0]
+                for start, e, region in self._inside
                 if e == end and start in tables
             ]
             if paths:
                 tables[end] = Paths.union(paths)
-        return tables[self._period]
+        return tables.get(self._period)
 
 
 Arc = tuple[int, Region | tuple[Periods, int]]

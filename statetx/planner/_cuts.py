@@ -4,12 +4,17 @@ They are a union, from which the dynamic program of `_lattice` takes a path from
 
 - the functions that the user rematerialized,
 - stretches between cuts that few bytes cross, and two or four neighboring ones merged,
-- the periods of a repeating program, such as its layers, and two or four of them merged.
+- the periods of a repeating program, such as its layers, and up to four of them merged.
+
+Where the periods begin is not unique. Of ``gelu(x @ w)`` the result of the product and that of the activation have equal bytes. A region that begins with
+a product computes the last product of the region before it again, for the derivative of the activation; one that begins with the activation need not. The
+other way round, an activation that several regions read is better kept. So there are several *cuttings* of a program, each with periods of its own.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -24,6 +29,7 @@ from ._parts import Flat, last_reads
 
 Interval = tuple[int, int]
 
+MAX_PERIODS = 4  # that are merged to one region
 _MAX_MERGED = 320  # equations of a merged region: its integer programs take more than linear time
 _LOW = 1.01  # of the fewest bytes at a cut: the ends of blocks that have other local minima inside
 
@@ -46,21 +52,36 @@ class Run(NamedTuple):
         return [self.start + k * self.period for k in range(self.count + 1)]
 
 
+class Cutting(NamedTuple):
+    """One way to cut a program.
+
+    Attributes:
+        runs: where the program repeats.
+        intervals: that may become regions, the most useful first.
+    """
+
+    runs: list[Run]
+    intervals: list[Interval]
+
+
 class Candidates(NamedTuple):
     """The intervals that may become regions.
 
     Attributes:
         stock: partitions, as cuts, where the stock policies act on the parts of the second item, and other parts stay unchanged.
-        intervals: all intervals, the most useful first.
-        runs: where the program repeats.
+        cuttings: by the user's functions; where the fewest bytes cross; and where each period begins behind its most expensive equation.
         ends: where blocks begin or end: functions that the user rematerialized, loops, periods, and also periods within these; then
             the same without these.
     """
 
     stock: list[tuple[list[int], list[Interval]]]
-    intervals: list[Interval]
-    runs: list[Run]
+    cuttings: list[Cutting]
     ends: list[set[int]]
+
+    @property
+    def intervals(self) -> list[Interval]:
+        """Those of all cuttings."""
+        return list(dict.fromkeys(i for cutting in self.cuttings for i in cutting.intervals))
 
 
 def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
@@ -80,26 +101,27 @@ def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
 def candidates(program: Flat) -> Candidates:
     """The intervals of a program that may become regions."""
     live = crossing_bytes(program.jaxpr)
-    cuts = _Cuts.of(program, live, program.ends)
-    lists = _intervals(program, live, cuts)
+    cuts = _Cuts.of(program, live, sorted(program.blocks))
     ends = [cuts.fixed, cuts.outer] if cuts.inner - cuts.outer else [cuts.outer]
 
     # The user's functions may end elsewhere than where the program is cut best, within a plateau of equal bytes too.
-    runs = list(cuts.runs)
-    if program.blocks:
-        unmarked = _Cuts.of(program, live, _loop_ends(program))
-        lists += _intervals(program, live, unmarked)
-        runs += unmarked.runs
-    periods = {i for run in runs for i in itertools.pairwise(run.boundaries)}
-    found = dict.fromkeys(i for intervals in lists for i in intervals if i[0] < i[1])
-    allowed = [i for i in found if i in periods or _is_allowed(program, *i)]
-    return Candidates(_stock(program, cuts.runs, cuts.all), allowed, cuts.runs, ends)
+    every = [cuts, *(_Cuts.of(program, live, None, is_late=is_late) for is_late in (False, True))]
+    cuttings: list[Cutting] = []
+    for some in every:
+        periods = {i for run in some.runs for i in itertools.pairwise(run.boundaries)}
+        found = dict.fromkeys(i for intervals in _intervals(program, live, some) for i in intervals if i[0] < i[1])
+        cutting = Cutting(some.runs, [i for i in found if i in periods or _is_allowed(program, *i)])
+        if cutting not in cuttings:
+            cuttings.append(cutting)
+    return Candidates(_stock(program, cuts.runs, cuts.all), cuttings, ends)
 
 
 class _Cuts(NamedTuple):
     """Where a program may be cut.
 
     Attributes:
+        blocks: the user's functions; none if it is cut as if there were none.
+        ends: where these begin or end, or loops.
         runs: where it repeats.
         inner: the ends of repetitions within one period.
         outer: the ends of blocks, loops and periods.
@@ -107,6 +129,8 @@ class _Cuts(NamedTuple):
         all: all of these, in order.
     """
 
+    blocks: list[Interval]
+    ends: set[int]
     runs: list[Run]
     inner: set[int]
     outer: set[int]
@@ -118,11 +142,19 @@ class _Cuts(NamedTuple):
         return self.outer | self.inner
 
     @classmethod
-    def of(cls, program: Flat, live: Sequence[int], ends: set[int]) -> _Cuts:
-        """The cuts of a program whose blocks end at `ends`."""
+    def of(
+        cls, program: Flat, live: Sequence[int], blocks: Sequence[Interval] | None, *, is_late: bool = False
+    ) -> _Cuts:
+        """The cuts of a program.
+
+        Args:
+            blocks: the user's functions; None to cut it as if there were none.
+            is_late: see `_in_phase`.
+        """
         num = len(program)
-        runs, inner = runs_of(program, live, ends)
-        outer = {0, num, *_loop_ends(program), *ends, *(b for run in runs for b in run.boundaries)}
+        ends = _loop_ends(program) | (program.ends if blocks is not None else set())
+        runs, inner = runs_of(program, live, ends, is_late=is_late)
+        outer = {0, num, *ends, *(b for run in runs for b in run.boundaries)}
         fixed = outer | inner
 
         # A cut within the same plateau as a fixed one separates nothing.
@@ -132,7 +164,7 @@ class _Cuts(NamedTuple):
         cuts = sorted(fixed.union(minima))
         for run in runs:
             cuts = _with_period(cuts, run, ends)
-        return cls(runs, inner, outer, minima, cuts)
+        return cls(list(blocks or ()), ends, runs, inner, outer, minima, cuts)
 
 
 def _loop_ends(program: Flat) -> set[int]:
@@ -142,7 +174,7 @@ def _loop_ends(program: Flat) -> set[int]:
 def _intervals(program: Flat, live: Sequence[int], cuts: _Cuts) -> list[Iterable[Interval]]:
     """Intervals between cuts, the most useful first."""
     num, walls, runs, minima = len(program), _loop_ends(program), cuts.runs, cuts.minima
-    lists: list[Iterable[Interval]] = [_small(itertools.pairwise(sorted({0, num, *program.ends, *walls})))]
+    lists: list[Iterable[Interval]] = [_small(itertools.pairwise(sorted({0, num, *cuts.ends})))]
     bounds = sorted({0, num, *walls, *(b for run in runs for b in run.boundaries)})
     for start, end in itertools.pairwise(bounds):
         local = [c for c in cuts.all if start <= c <= end]
@@ -163,11 +195,10 @@ def _intervals(program: Flat, live: Sequence[int], cuts: _Cuts) -> list[Iterable
         before = max((b for b in bounds if b < run.start), default=run.start)
         after = min((b for b in bounds if b > run.boundaries[-1]), default=run.boundaries[-1])
         lists.append(_small([(before, run.boundaries[1]), (run.boundaries[-2], after)]))
-    blocks = sorted(program.blocks)
-    lists.append(blocks)
+    lists.append(cuts.blocks)
 
     # Periods of a run are merged in `_lattice`; of other blocks, neighbors.
-    outside = [b for b in blocks if not any(r.start < b[1] and b[0] < r.boundaries[-1] for r in runs)]
+    outside = [b for b in cuts.blocks if not any(r.start < b[1] and b[0] < r.boundaries[-1] for r in runs)]
     pairs = zip(outside[::2], outside[1::2], strict=False)
     lists.append(_small((a, d) for (a, b), (c, d) in pairs if b == c))
     return lists
@@ -245,12 +276,15 @@ def _plateaus(live: Sequence[int]) -> list[int]:
 # -- repetition ------------------------------------------------------------------------------------------------------
 
 
-def runs_of(program: Flat, live: Sequence[int], marked: set[int]) -> tuple[list[Run], set[int]]:
+def runs_of(
+    program: Flat, live: Sequence[int], marked: set[int], *, is_late: bool = False
+) -> tuple[list[Run], set[int]]:
     """Where a program repeats, and the ends of repetitions within one period.
 
     Args:
         live: the bytes that cross into each equation.
         marked: where the user's functions end.
+        is_late: see `_in_phase`.
     """
     eqns = program.jaxpr.eqns
     # By kind alone, not by shape: levels of a convolutional net repeat with other sizes.
@@ -258,12 +292,13 @@ def runs_of(program: Flat, live: Sequence[int], marked: set[int]) -> tuple[list[
     tokens = np.array([numbers[e.primitive.name] for e in eqns], int)
     heavy = np.cumsum([0, *(not row_of(e).fuses for e in eqns)])
 
-    runs = [_in_phase(program, live, marked, *r) for r in _repetitions(tokens, heavy, len(tokens) // 10)]
+    in_phase = functools.partial(_in_phase, program, live, marked, is_late)
+    runs = [in_phase(*r) for r in _repetitions(tokens, heavy, len(tokens) // 10)]
     inner: set[int] = set()
     for run in runs:
         inside = tokens[run.start : run.start + run.period]
         for start, period, length in _repetitions(inside, heavy[run.start :], run.period // 2):
-            found = _in_phase(program, live, marked, run.start + start, period, length)
+            found = in_phase(run.start + start, period, length)
             inner |= {b + k * run.period for b in found.boundaries for k in range(run.count)}
     return sorted(runs), inner
 
@@ -293,9 +328,16 @@ def _repetitions(tokens: np.ndarray, heavy: np.ndarray, least: int) -> list[tupl
     return chosen
 
 
-def _in_phase(program: Flat, live: Sequence[int], marked: set[int], start: int, period: int, length: int) -> Run:
-    """The periods of a periodic stretch, begun where the user's functions end, or else where the fewest bytes cross."""
+def _in_phase(
+    program: Flat, live: Sequence[int], marked: set[int], is_late: bool, start: int, period: int, length: int
+) -> Run:
+    """The periods of a periodic stretch, begun where the user's functions end, or else where the fewest bytes cross.
+
+    Args:
+        is_late: of places that equally few bytes cross, take the one behind the most expensive equation.
+    """
     num = len(live)
+    cost = lambda i: flops(program.jaxpr.eqns[i]) if i < num else 0  # noqa: E731
 
     def rank(offset: int) -> tuple:
         count = (length - offset) // period
@@ -303,9 +345,11 @@ def _in_phase(program: Flat, live: Sequence[int], marked: set[int], start: int, 
         crossing = sum(live[b] for b in boundaries[1:] if b < num) / max(1, count)
         is_marked = all(b in marked or b in (0, num) for b in boundaries)
 
+        if is_late:
+            return not is_marked, crossing, -cost(boundaries[1] - 1), -count, offset
+
         # In a plateau of equal bytes, before the most expensive equation: cheap ones stay with the producers of their operands.
-        cost = flops(program.jaxpr.eqns[boundaries[1]]) if boundaries[1] < num else 0
-        return not is_marked, crossing, -count, -cost, offset
+        return not is_marked, crossing, -count, -cost(boundaries[1]), offset
 
     # Offsets that leave one period only are not a repetition.
     offset = min((o for o in range(period) if (length - o) // period >= 1), key=rank)

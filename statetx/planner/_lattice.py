@@ -7,14 +7,14 @@ its cost. They add up along a path,
 
     bytes = b1 + b2,   peak = max(p1, b1 + p2),   cost = c1 + c2,
 
-whatever the limit is. So the front of a period of the program (a layer) is computed once, and those of 2, 4, 8 ... periods from it.
+whatever the limit is. So the front of a period of the program (a layer) is computed once, and those of several periods from it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from .._tree import is_float
 from ._analysis import EquationCost
 from ._choice import COPIES, HOLDS, STORES, Arc, Family, Periods, cost_of
 from ._copies import Copies
-from ._cuts import Interval, Run, candidates, merged_periods
+from ._cuts import MAX_PERIODS, Interval, Run, candidates, merged_periods
 from ._fronts import Front, front_of
 from ._layout import Layout, Region
 from ._parts import Flat, Order, Part, cotangent_variables, differentiated_variables
@@ -35,7 +35,7 @@ from ._values import Address
 _MIN_COMPOSED = 8  # periods of a run from which on they are composed: a path through fewer is followed region by region
 _COMPARED = (1.3, 1.5, 1.7, 2.0)  # limits at which families are compared, by the least memory
 _CLEARLY_CHEAPER = _CLEARLY_LESS = 0.95
-_MIN_STEPS = 4  # of composed periods: more would be composed further
+_STEP = 8  # composed periods of an arc
 
 
 class Lattice:
@@ -87,15 +87,16 @@ class Lattice:
         for interval in found.intervals:
             if not deadline():
                 self.region(*interval)
-        groups = self._groups(found.runs, self.regions, self.region)
-        self.families = [self._family(groups, self.regions, ends, True) for ends in (None, *found.ends)]
+        self._cuttings = found.cuttings
+        sections = self._sections(self.region)
+        self.families = [self._family(sections, ends, True) for ends in (None, *found.ends)]
         if any(front.options is not front.uniform_options for front in self._fronts.values()):
-            self.families.insert(0, self._family(groups, self.regions, None, False))
+            self.families.insert(0, self._family(sections, None, False))
         if self._copies.derived and not deadline():
-            self._add_family(COPIES, found.runs, self._copies.derived, self._copying)
+            self._add_family(COPIES, self._copies.derived, self._copying)
         self._storable = formats_of_variables(jaxpr, formats)
         if self._storable and not deadline():
-            self._add_family(STORES, found.runs, self._storable.keys(), self._storing)
+            self._add_family(STORES, self._storable.keys(), self._storing)
 
     def region(self, start: int, end: int) -> Region:
         """The region of an interval. Equal parts, such as the layers of a model, share one front."""
@@ -146,7 +147,6 @@ class Lattice:
     def _add_family(
         self,
         kind: str,
-        runs: Sequence[Run],
         unheld: Set[Any],
         variant: Callable[[Region, _Lifetimes], Region | None],
     ) -> None:
@@ -165,10 +165,7 @@ class Lattice:
                 regions[start, end] = found
             return regions.get((start, end))
 
-        for interval in sorted(self.regions):
-            region_of(*interval)
-        groups = self._groups(runs, regions, region_of)
-        family = self._family(groups, regions, None, True, kind, region_of)
+        family = self._family(self._sections(region_of), None, True, kind, region_of)
         if not family.has_path():
             return
         is_smaller = kind == STORES and family.least_peak() < _CLEARLY_LESS * self.families[0].least_peak()
@@ -216,8 +213,7 @@ class Lattice:
 
     def _family(
         self,
-        groups: Sequence[_Group],
-        regions: dict[Interval, Region],
+        sections: Sequence[_Section],
         ends: set[int] | None,
         is_uniform: bool,
         kind: str = HOLDS,
@@ -229,25 +225,28 @@ class Lattice:
             return ends is None or (start in ends and end in ends)
 
         arcs: dict[int, list[Arc]] = {}
-        composed: list[Interval] = []
-        for group in groups:
-            if group.periods.count < _MIN_COMPOSED:
-                continue
-            start, period, left = group.periods
-            composed.append((start, group.periods.boundaries[-1]))
-            allowed = [[r for r in level if is_allowed(start + r[0], start + r[1])] for level in group.levels]
-            periods = Periods(group.periods, allowed)
-            level = max(0, (left // _MIN_STEPS).bit_length() - 1)
-            while left:
-                level = min(level, left.bit_length() - 1)
-                end = start + 2**level * period
-                arcs.setdefault(end, []).append((start, (periods, level)))
-                start, left = end, left - 2**level
-        for (start, end), region in regions.items():
-            # The arcs of composed periods stand for all regions within. A region of all periods is an arc beside them.
-            is_inside = any(a < end and start < b and not (start <= a and b <= end) for a, b in composed)
-            if not is_inside and is_allowed(start, end):
-                arcs.setdefault(end, []).append((start, region))
+        seen: set[Interval] = set()
+        for groups, regions in sections:
+            composed: list[Interval] = []
+            for group in groups:
+                if group.periods.count < _MIN_COMPOSED:
+                    continue
+                start, period, left = group.periods
+                composed.append((start, group.periods.boundaries[-1]))
+                inside = [r for r in group.inside if is_allowed(start + r[0], start + r[1])]
+                merged = {n: r for n, r in group.merged.items() if is_allowed(start, start + n * period)}
+                periods = Periods(period, inside, merged)
+                while left:
+                    number = min(_STEP, left)
+                    end = start + number * period
+                    arcs.setdefault(end, []).append((start, (periods, number)))
+                    start, left = end, left - number
+            for (start, end), region in regions.items():
+                # The arcs of composed periods stand for all regions within. A region of all periods is an arc beside them.
+                is_inside = any(a < end and start < b and not (start <= a and b <= end) for a, b in composed)
+                if not is_inside and (start, end) not in seen and is_allowed(start, end):
+                    seen.add((start, end))
+                    arcs.setdefault(end, []).append((start, region))
         layout = self.layout if region_of is None else functools.partial(self._layout_of_variants, region_of)
         return Family(len(self.program), arcs, ends, layout, is_uniform=is_uniform, kind=kind)
 
@@ -256,8 +255,24 @@ class Lattice:
         found = [r for r in regions if r is not None]
         return Layout(self.program, found, self._order(found))
 
-    def _groups(self, runs: Sequence[Run], regions: dict[Interval, Region], region_of: _RegionOf) -> list[_Group]:
-        return [self._levels(g, regions, region_of) for run in runs for g in self._equal_periods(run, regions)]
+    def _sections(self, region_of: _RegionOf) -> list[_Section]:
+        """The regions of each cutting, with its equal periods and several of these merged."""
+        sections = []
+        for cutting in self._cuttings:
+            regions: dict[Interval, Region] = {}
+
+            def add(start: int, end: int, regions: dict[Interval, Region] = regions) -> Region | None:
+                region = region_of(start, end)
+                if region is not None:
+                    regions[start, end] = region
+                return region
+
+            for interval in cutting.intervals:
+                if interval in self.regions:
+                    add(*interval)
+            groups = [self._merged(g, regions, add) for run in cutting.runs for g in self._equal_periods(run, regions)]
+            sections.append(_Section(groups, regions))
+        return sections
 
     def _equal_periods(self, run: Run, all_regions: dict[Interval, Region]) -> list[Run]:
         """Consecutive periods with equal regions."""
@@ -280,22 +295,17 @@ class Lattice:
                 groups.append(Run(run.start + k * run.period, run.period, 1))
         return [group for group in groups if group.count > 1]
 
-    def _levels(self, group: Run, regions: dict[Interval, Region], region_of: _RegionOf) -> _Group:
-        """Add regions of two and four periods; as many as there are, unless the periods are composed."""
+    def _merged(self, group: Run, regions: Mapping[Interval, Region], region_of: _RegionOf) -> _Group:
+        """Add regions of several periods: one of each number if the periods are composed, else all that there are."""
         start, end = group.start, group.start + group.period
-        levels = [[(a - start, b - start, r) for (a, b), r in sorted(regions.items()) if start <= a and b <= end]]
-        for number in (2, 4):
-            intervals = [merged_periods(group, k, number) for k in range(0, group.count - number + 1, number)]
-            if not intervals or intervals[0] is None:
-                break
-            for interval in intervals[:1] if group.count >= _MIN_COMPOSED else intervals:
-                if interval is not None:
-                    region_of(*interval)
-            first = region_of(*intervals[0])
-            if first is None:
-                break
-            levels.append([(0, number * group.period, first)])
-        return _Group(group, levels)
+        inside = [(a - start, b - start, r) for (a, b), r in sorted(regions.items()) if start <= a and b <= end]
+        merged: dict[int, Region] = {}
+        for number in range(2, min(MAX_PERIODS, group.count) + 1):
+            for k in range(1 if group.count >= _MIN_COMPOSED else group.count - number + 1):
+                interval = merged_periods(group, k, number)
+                if interval is not None and (region := region_of(*interval)) is not None:
+                    merged.setdefault(number, region)
+        return _Group(group, inside, merged)
 
 
 def _addresses(jaxpr: Jaxpr) -> dict[Any, Address]:
@@ -319,11 +329,20 @@ class _Group(NamedTuple):
     """Equal periods.
 
     Attributes:
-        levels: regions (start, end, region) relative to the first period: of one period, of two, of four.
+        inside: the regions (start, end, region) of one period, relative to its start.
+        merged: those of several periods, by their number.
     """
 
     periods: Run
-    levels: list[list[tuple[int, int, Region]]]
+    inside: list[tuple[int, int, Region]]
+    merged: dict[int, Region]
+
+
+class _Section(NamedTuple):
+    """A cutting, with the regions of its intervals."""
+
+    groups: list[_Group]
+    regions: dict[Interval, Region]
 
 
 class _Lifetimes:
