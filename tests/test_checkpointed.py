@@ -28,6 +28,8 @@ STRATEGIES = [
     Levels(3),
     Levels(2, policy="dots"),
     Lengths(3, 4),
+    Levels(2, policy="dots", keep="loop"),
+    Lengths(2, 2, 2, policy=policies.larger_than(0), keep="loop"),
     Budget("1MiB"),
     "auto",
 ]
@@ -106,6 +108,47 @@ def test_nested_lengths(length, levels):
     assert inner * lengths[0] <= length < inner * (lengths[0] + 1)
     if length > 50 and levels <= 2:
         assert sum(lengths) <= 1.06 * levels * length ** (1 / levels) + 2
+
+
+# -- values kept for the whole loop --------------------------------------------------------------------------------
+
+
+def recurrent_gradient(checkpoint):
+    """Of 64 steps of a layer with one product, beside cheap operations."""
+
+    def loss(w, xs):
+        def step(h, x):
+            z = statetx.checkpoint_name(h @ w + x, "z")
+            return jnp.tanh(z) * jax.nn.sigmoid(z) + 0.5 * h, None
+
+        return (statetx.scan(step, jnp.zeros((16, 32)), xs, checkpoint=checkpoint)[0] ** 2).sum()
+
+    rng = np.random.default_rng(0)
+    args = jnp.asarray(rng.standard_normal((32, 32)) / 8), jnp.asarray(rng.standard_normal((64, 16, 32)))
+    measured = statetx.measure(statetx.value_and_grad(loss), *args, gradient=False)
+    return jax.grad(loss)(*args), measured
+
+
+def test_values_kept_for_the_whole_loop_run_no_product_again():
+    names, step_bytes, product = policies.names("z"), 16 * 32 * 4, 2 * 16 * 32 * 32
+    plain, plain_cost = recurrent_gradient(None)
+    for_turn, turn_cost = recurrent_gradient(Lengths(8, 8, policy=names))
+    for_loop, loop_cost = recurrent_gradient(Lengths(8, 8, policy=names, keep="loop"))
+    for gradient in (for_turn, for_loop):
+        np.testing.assert_allclose(gradient, plain, atol=1e-6 * jnp.abs(plain).max())
+    assert 64 * product <= turn_cost.flops - plain_cost.flops, "each product runs twice"
+    assert loop_cost.flops - plain_cost.flops < 16 * product, "elementwise operations only"
+
+    # The products of all steps, the carries of 8 turns, and of one turn its values.
+    assert turn_cost.temp_bytes < 64 * step_bytes < loop_cost.temp_bytes < (64 + 8 + 6 * 8) * step_bytes
+    _, every_step = recurrent_gradient(Levels(1, policy=names))
+    assert loop_cost.temp_bytes < 0.95 * every_step.temp_bytes, "one level keeps the carry of each step, too"
+
+
+def test_keep_is_for_a_turn_or_the_loop():
+    for make in (lambda keep: Levels(2, keep=keep), lambda keep: Lengths(2, 2, keep=keep)):
+        with pytest.raises(statetx.PolicyError, match='must be "turn" or "loop", got \'step\''):
+            make("step")
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
@@ -472,6 +515,7 @@ def test_mistakes():
 def test_strategies_are_values():
     assert Slots(3) == Slots(3) != Slots(3, block=2) and hash(Levels(2)) == hash(Levels(2))
     assert repr(Lengths(3, 4, policy="dots")) == "Lengths(3, 4, policy=dots)"
+    assert repr(Levels(2, policy="dots", keep="loop")) == "Levels(2, policy=dots, keep='loop')"
     assert Budget("1KiB") == Budget(1024)
 
 

@@ -412,8 +412,10 @@ def test_every_decision_for_a_loop_gives_equal_gradients():
         Option(frozenset(), 0, 0, 0, loop=Lengths(6)),
         Option(kept, 0, 0, 0, loop=Lengths(6)),
         Option(kept, 0, 0, 0, loop=Lengths(2, 3)),
+        Option(kept, 0, 0, 0, loop=Lengths(2, 3, keep="loop")),
         Option(None, 0, 0, 0, loop=Slots(2)),
         Option(None, 0, 0, 0, loop=Groups((Group(2, None), Group(1, kept), Group(3, frozenset())))),
+        Option(None, 0, 0, 0, loop=Groups((Group(4, kept, 2, "loop"), Group(2, frozenset(), 1)))),
     ):
         options = [option if i == at else Option(None, 0, 0, 0) for i in range(len(parts))]
         planned = _layout.rewrite(flat.jaxpr, parts, options)
@@ -432,13 +434,68 @@ def test_loops_in_groups_of_steps(reverse):
     xs = jnp.arange(5 * 8 * 4.0).reshape(5, 8, 4) / 100
     jaxpr = staged(fun, WS[0][:4, :4], xs)
     flat = _parts.Flat(jaxpr)
-    loop = Strategy.from_json(json.loads(json.dumps(Groups((Group(2, None), Group(3, frozenset({(0, 0)})))).to_json())))
+    groups = Groups((Group(2, None), Group(3, frozenset({(0, 0)}))))
+    loop = Strategy.from_json(json.loads(json.dumps(groups.to_json())))
+    assert loop == groups
     options = [Option(None, 0, 0, 0, loop=loop if p.eqn is not None else None) for p in flat.split()]
     planned = _layout.rewrite(flat.jaxpr, flat.split(), options)
-    assert [e.params["length"] for e in planned.eqns if e.primitive.name == "scan"] == [2, 3]
+    regions = [
+        _jax.open_jaxpr(e.params["jaxpr"])[0].eqns if e.primitive.name == "remat2" else [e] for e in planned.eqns
+    ]
+    assert [e.params["length"] for eqns in regions for e in eqns if e.primitive.name == "scan"] == [2, 3]
     run = lambda program: jax.value_and_grad(lambda w: _jax.evaluate(program, (), [w, xs])[0])(WS[0][:4, :4])  # noqa: E731
     for a, b in zip(run(planned), run(jaxpr), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_records_of_nested_loops_are_read_as_written():
+    for loop in (Lengths(4, 2), Lengths(4, 2, keep="loop"), Groups((Group(4, frozenset(), 2, "loop"), Group(2, None)))):
+        assert Strategy.from_json(json.loads(json.dumps(loop.to_json()))) == loop
+
+
+def recurrent_layers(num, wrap=lambda f: f):
+    """Layers of a recurrent cell with a gate, whose products are the expensive part."""
+
+    def loss(ws, xs):
+        for w in ws:
+
+            def step(h, x, w=w):
+                z, gate = jnp.split(x @ w[0] + h @ w[1], 2, -1)
+                h = jax.nn.sigmoid(gate) * h + jnp.tanh(z)
+                return h, h
+
+            xs = jax.lax.scan(wrap(step), jnp.zeros(xs.shape[1:]), xs)[1]
+        return (xs**2).mean()
+
+    w = 0.1 * jnp.ones((2, 32, 64))
+    return loss, [w] * num, jnp.linspace(0, 1, 64 * 8 * 32).reshape(64, 8, 32)
+
+
+def test_planned_loops_allocate_nothing_early():
+    """XLA on CPUs begins a program by making what the backward passes of all its loops write: the fence holds that back."""
+    fun, *args = recurrent_layers(4, functools.partial(jax.checkpoint, prevent_cse=False))
+    sequence = args[1].nbytes  # what a layer reads, stores as carries, or writes
+    by_jax = statetx.measure(statetx.value_and_grad(fun), *args, gradient=False)
+    program = staged(fun, *args)
+    flat = _parts.Flat(program)
+    options = [
+        Option(frozenset(), 0, 0, 0, loop=Lengths(64)) if p.eqn is not None else Option(None, 0, 0, 0)
+        for p in flat.split()
+    ]
+    planned = _layout.rewrite(flat.jaxpr, flat.split(), options)
+    fun = lambda ws, xs: _jax.evaluate(planned, (), jax.tree.leaves((ws, xs)))[0]  # noqa: E731
+    ours = statetx.measure(statetx.value_and_grad(fun), *args, gradient=False)
+    assert by_jax.temp_bytes - ours.temp_bytes >= 1.9 * sequence, (
+        "cotangents of the xs of layers 2 and 3, while the last one is reversed"
+    )
+
+
+def test_plans_of_loops_keep_products_and_compute_carries_again():
+    """Two layers' products are 4 sequences, their carries 2, their outputs and cotangents of these about 3."""
+    fun, *args = recurrent_layers(2)
+    plan = statetx.plan(fun, *args, budget=8 * args[1].nbytes, argnums=0, of="temporaries")
+    assert "keep='loop'" in str(plan)
+    assert plan.extra_flops < 0.08, "0.165 where each of these steps keeps its carry, or runs its products again"
 
 
 def test_groups_mix_two_treatments_of_a_step():

@@ -78,6 +78,7 @@ from .marks import encoded_as as encoded_as
 from .marks import is_link as is_link
 from .marks import is_storing as is_storing
 from .marks import link_primitive as link_primitive
+from .marks import mark as mark
 from .marks import mark_equation as mark_equation
 from .marks import mark_primitive as mark_primitive
 from .marks import new_link as new_link

@@ -15,32 +15,40 @@ import jax.numpy as jnp
 
 from .. import _jax
 from .._equations.structure import Body
+from .._remat.fence import with_fence
+from .._remat.mark import SAVE, KeepMarked
+from .._remat.survey import Survey
 from . import bind
 from .step import Step
 
 _CARRY = "statetx.carry"
 
 
-def nested(step: Step, lengths: Sequence[int], *, offload: bool = False) -> Callable:
+def nested(step: Step, lengths: Sequence[int], *, offload: bool = False, keeps_all: bool = False) -> Callable:
     """``(constants, carry, xs) -> (carry, ys)`` by nested loops whose bodies are rematerialized.
 
-    With `offload`, the outermost loop stores its carries in the host's memory.
+    Args:
+        offload: whether the outermost loop stores its carries in the host's memory.
+        keeps_all: whether what the step's policy saves is stored for all steps, rather than for those of one turn of the loop around the innermost.
     """
-    run = _Nested(step, lengths, offload)
+    run = _Nested(step, lengths, offload, keeps_all)
 
     def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:
-        if not offload:
-            return run.level(0, constants, step.length, carry, xs)
-        # JAX offloads residuals by name only, so the whole loop is one more region, with a policy for the named
-        # carries.
-        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=[_CARRY],
-            offload_src="device",
-            offload_dst=_jax.HOST_MEMORY,
-        )
         outermost = lambda constants, carry, xs: run.level(0, constants, step.length, carry, xs)  # noqa: E731
-        return rematerialized(outermost, policy, constants, carry, xs)
+        if offload:
+            # JAX offloads residuals by name only, so the whole loop is one more region, with a policy for the named
+            # carries.
+            policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=[_CARRY],
+                offload_src="device",
+                offload_dst=_jax.HOST_MEMORY,
+            )
+            return rematerialized(outermost, policy, constants, carry, xs)
+        if run.region is not None:
+            policy = with_fence(KeepMarked(run.region), step.fence)
+            return rematerialized(outermost, policy, constants, carry, xs, prevent_cse=True)
+        return outermost(constants, carry, xs)
 
     return bind.compiled(loop)
 
@@ -52,10 +60,20 @@ class _Nested:
     remainder of the length is one more, shorter turn at the end of the loop.
     """
 
-    def __init__(self, step: Step, lengths: Sequence[int], offload: bool):
+    def __init__(self, step: Step, lengths: Sequence[int], offload: bool, keeps_all: bool):
         self._step = step
         self._lengths = lengths
         self._offload = offload
+        # JAX's policy of the turns that are loops. It finds the values that are marked in the step, at any depth.
+        self._policy = step.marked[1] if keeps_all else None
+
+        # The number of the region that is the whole loop, if it is fenced. It saves the outermost carries, and what the step saves
+        # if that is stored for all steps: then it shares the step's number.
+        self.region: int | None = None
+        if step.fence is not None and not offload:
+            jaxpr, policy = step.marked
+            shares = isinstance(policy, KeepMarked) and (keeps_all or len(lengths) == 1)
+            self.region = policy.region if shares else max(Survey(jaxpr).regions, default=-1) + 1
 
     def level(self, i: int, constants: list, length: int, carry: list, xs: list) -> tuple[list, list]:
         """Run `length` steps by the loop of level `i`."""
@@ -85,7 +103,7 @@ class _Nested:
         if i == len(self._lengths) - 1:
             return self._step.rematerialized(constants, carry, xs)
         run = lambda constants, carry, xs: self.level(i + 1, constants, length, carry, xs)  # noqa: E731
-        return rematerialized(run, None, constants, carry, xs)
+        return rematerialized(run, self._policy, constants, carry, xs)
 
     def _turns(self, i: int, constants: list, num_turns: int, carry: list, xs: list) -> tuple[list, list]:
         turn_length = math.prod(self._lengths[i + 1 :])
@@ -113,12 +131,16 @@ class _Nested:
         return carry, ys if is_innermost else [y.reshape(num_turns * turn_length, *y.shape[2:]) for y in ys]
 
     def _stored(self, i: int, carry: list) -> list:
-        """The carry that a turn starts from, named if it is to be offloaded."""
-        return [_jax.named(x, _CARRY) for x in carry] if self._offload and i == 0 else carry
+        """The carry that a turn starts from, named if it is to be offloaded, and marked if it is saved by the region that is the whole loop."""
+        if i == 0 and self._offload:
+            return [_jax.named(x, _CARRY) for x in carry]
+        if i == 0 and self.region is not None:
+            return [_jax.mark(x, region=self.region, what=SAVE) for x in carry]
+        return carry
 
 
-def rematerialized(fun: Callable, policy: Any, *args: Any) -> Any:
-    """``fun(*args)`` as a rematerialized region of a loop's body; `policy` is JAX's."""
+def rematerialized(fun: Callable, policy: Any, *args: Any, prevent_cse: bool = False) -> Any:
+    """``fun(*args)`` as a rematerialized region; `policy` is JAX's. In a loop's body it needs no barrier."""
     leaves, treedef = jax.tree.flatten(args)
     out_tree: Any = None
 
@@ -130,5 +152,5 @@ def rematerialized(fun: Callable, policy: Any, *args: Any) -> Any:
     # Staged here and bound as equations: under ``jax_remat3`` `jax.checkpoint` ignores `prevent_cse` (decision 1).
     jaxpr, consts = _jax.stage(flat, [_jax.abstract(x) for x in leaves], traced_for="scan", name="chunk")
     body = Body.close(jaxpr, consts)
-    outs = _jax.rematerialize(body.jaxpr, [*body.operands, *leaves], policy=policy, prevent_cse=False)
+    outs = _jax.rematerialize(body.jaxpr, [*body.operands, *leaves], policy=policy, prevent_cse=prevent_cse)
     return out_tree.unflatten(outs)

@@ -36,6 +36,8 @@ class Step:
         tick: called with the number of finished steps, and with the phase unless it is the forward sweep.
         marked: the body with its saved values marked, and JAX's policy for the marks; by default computed on demand.
         exact_formats: see the property; by default found on demand.
+        fence: how the backward pass of `nested` loops is fenced (`_remat.fence.with_fence`); None if it is not. XLA on CPUs allocates what it
+            writes (cotangents of xs, residuals of a turn) at the start of the program if nothing holds it back.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Step:
         tick: Callable | None = None,
         marked: tuple[Any, Any] | None = None,
         exact_formats: list[StoredType | None] | None = None,
+        fence: str | None = None,
     ):
         self.body = body
         self._tick = tick
@@ -69,6 +72,7 @@ class Step:
 
         self.name = name
         self.policy = policy
+        self.fence = fence
         if marked is not None:
             self.marked = marked
         if exact_formats is not None:
@@ -194,6 +198,7 @@ class Step:
             tick=self._tick,
             marked=(body.jaxpr, policy),
             exact_formats=self.exact_formats,
+            fence=self.fence,
         )
 
         # Axis 0 of xs and ys are the steps, so that the examples have axis 1 there.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -106,6 +106,16 @@ def _check_offload(strategy: Strategy, step: Step) -> None:
         raise PolicyError(f"{step.name}: {strategy!r}: the devices have no {_jax.HOST_MEMORY!r} memory.")
 
 
+def _check_keep(strategy: Any) -> None:
+    if strategy.keep not in ("turn", "loop"):
+        raise PolicyError(f'{type(strategy).__name__}: keep must be "turn" or "loop", got {strategy.keep!r}.')
+
+
+def _nested(strategy: Any, step: Step, lengths: Sequence[int]) -> Callable:
+    _check_offload(strategy, step)
+    return nested(step, lengths, offload=strategy.offload, keeps_all=strategy.keep == "loop")
+
+
 def set_policy(strategy: Any) -> None:
     if strategy.policy is not None:
         object.__setattr__(strategy, "policy", as_value_policy(strategy.policy))
@@ -123,13 +133,16 @@ class Levels(Strategy):
         num: how deep; 1 is each step rematerialized, and stores T carries.
         policy: what a step keeps of what it computes, besides its carry; nothing by default.
         offload: whether the outermost loop stores its carries in the host's memory.
+        keep: how long what the policy saves is kept: "turn", for the steps of an innermost loop, while these are reversed; or "loop", for all steps from
+            the forward pass on. Then the steps run again only to find their carries. Of a recurrent layer whose products are kept, that is
+            elementwise work: fewer bytes than carries and products of all steps, at hardly more operations.
 
     Memory:
-        ``sum(lengths)`` carries and what one step computes. A length without suitable divisors leaves a remainder, for
+        ``sum(lengths)`` carries and what one step computes; with ``keep="loop"`` what the policy saves of T steps more. A length without suitable divisors leaves a remainder, for
         which the parts of `xs` and `ys` are copied once.
 
     Raises:
-        PolicyError: `num` is not a whole number of at least 1.
+        PolicyError: `num` is not a whole number of at least 1, or `keep` is neither "turn" nor "loop".
 
     Source:
         Chen et al. 2016, "Training deep nets with sublinear memory cost".
@@ -148,14 +161,15 @@ class Levels(Strategy):
     num: int = 2
     policy: Policy = dataclasses.field(default=None, kw_only=True)
     offload: bool = dataclasses.field(default=False, kw_only=True)
+    keep: str = dataclasses.field(default="turn", kw_only=True)
 
     def __post_init__(self) -> None:
         check_count("Levels: num", self.num)
         set_policy(self)
+        _check_keep(self)
 
     def build(self, step: Step) -> Callable:
-        _check_offload(self, step)
-        return nested(step, schedule.nested_lengths(step.length, self.num), offload=self.offload)
+        return _nested(self, step, schedule.nested_lengths(step.length, self.num))
 
     def num_runs(self, length: int) -> int:
         # Once in the forward sweep, and once for each level whose turns are rematerialized: level i runs the steps of
@@ -170,7 +184,7 @@ class Lengths(Strategy):
     Args:
         *lengths: their product is the loop's length, or less: what it lacks must be less than the product of all but
             the first, and is run as one more, shorter, turn of the outermost loop.
-        policy, offload: as in `Levels`.
+        policy, offload, keep: as in `Levels`.
 
     Example:
         >>> from statetx import policies
@@ -181,8 +195,9 @@ class Lengths(Strategy):
     lengths: tuple[int, ...]
     policy: Policy = None
     offload: bool = False
+    keep: str = "turn"
 
-    def __init__(self, *lengths: int, policy: Policy = None, offload: bool = False):
+    def __init__(self, *lengths: int, policy: Policy = None, offload: bool = False, keep: str = "turn"):
         if not lengths:
             raise PolicyError("Lengths: give at least one length.")
         for n in lengths:
@@ -190,7 +205,9 @@ class Lengths(Strategy):
         object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "offload", offload)
+        object.__setattr__(self, "keep", keep)
         set_policy(self)
+        _check_keep(self)
 
     @property
     def num_steps(self) -> int:
@@ -198,14 +215,17 @@ class Lengths(Strategy):
 
     def build(self, step: Step) -> Callable:
         self.check(step.name, "steps", step.length)
-        _check_offload(self, step)
-        return nested(step, self.lengths, offload=self.offload)
+        return _nested(self, step, self.lengths)
 
     def num_runs(self, length: int) -> int:
         return (len(self.lengths) + 1) * length
 
     def to_json(self) -> list:
-        return ["Lengths", *self.lengths]
+        return ["Lengths", self.keep, *self.lengths]
+
+    @classmethod
+    def _of_numbers(cls, keep: str, *lengths: int) -> Lengths:  # type: ignore[override]
+        return cls(*lengths, keep=keep)
 
     def check(self, name: str, what: str, num: int) -> None:
         inner, product = math.prod(self.lengths[1:]), self.num_steps

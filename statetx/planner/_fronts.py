@@ -11,6 +11,7 @@ from .._lift.context import TraceContext, device_bytes
 from .._loops import schedule
 from .._loops.strategy import Lengths, Slots
 from .._remat.stored import StoredType
+from .._tree import is_float
 from ._analysis import EquationCost, Graph, Option, pareto_front
 from ._groups import Groups, in_groups
 from ._parts import Part
@@ -200,13 +201,27 @@ def _of_loop(
         needed = _jax.rebuild(part.jaxpr, invars=invars, outvars=outvars, eqns=part.jaxpr.eqns)
         return sum(map(equation_cost, _jax.without_dead_code(needed).eqns))
 
+    def carry_cost(saved: Iterable[Address]) -> float:
+        """The cost of computing the carry from saved values and the carry before it."""
+        given = {v for i, *n in saved if len(n) == 1 for v in _outputs(part.jaxpr.eqns[i], n)}
+        needed, cost = set(part.jaxpr.outvars[:num_carry]) - given, 0.0
+        for eqn in reversed(part.jaxpr.eqns):
+            if any(v in needed for v in eqn.outvars):
+                cost += equation_cost(eqn)
+                needed.update(v for v in eqn.invars if isinstance(v, _jax.Var) and v not in given)
+        return cost
+
     first = num_constants + num_carry
     x_bytes = [length * device_bytes(v.aval) for v in invars[first:]]
     read, differentiated = (
         [i - first for i in sorted(some) if i >= first] for some in (graph.residual_inputs, graph.diff_indices)
     )
 
-    options, uniform, nested = [], [], []
+    # What the reversal of a turn copies for each of its steps: elements of xs and of cotangents of ys, and cotangents of xs.
+    slices = [*invars[first:], *(v for v in part.jaxpr.outvars[num_carry:] if is_float(v.aval))]
+    slice_bytes = sum(device_bytes(v.aval) for v in (*slices, *(invars[first + i] for i in differentiated)))
+
+    options, uniform, nested, kept = [], [], [], []
     for step in steps:
         if step.saved is None:
             # Without rematerialization each step stores its residuals, and the carries among them.
@@ -220,19 +235,27 @@ def _of_loop(
             # stores a carry and the saved values per inner step. So each step runs once more than in a plain loop. A remainder of
             # the division, of fewer than `inner` steps, is not counted: this errs low, and compiled candidates correct it.
             outer = length // inner
-            backward_bytes = inner * (carry_bytes + step.saved_bytes) + step.backward_bytes
+            backward_bytes = inner * (carry_bytes + step.saved_bytes + slice_bytes) + step.backward_bytes
             cost = length * (ahead_cost(step.saved) + step.cost)
             option = Option(step.saved, outer * carry_bytes, backward_bytes, cost, loop=Lengths(outer, inner))
             options.append(option._replace(stored=step.stored))
             if not step.stored:
                 nested.append(option)
+            # What the steps save is stored for all of them, and a turn of the outer loop takes its part as a copy: only carries run again.
+            if step.saved and not step.stored:
+                saved_bytes = outer * carry_bytes + length * step.saved_bytes
+                backward_bytes += inner * step.saved_bytes
+                cost = length * (carry_cost(step.saved) + step.cost)
+                keeping = Lengths(outer, inner, keep="loop")
+                options.append(Option(step.saved, saved_bytes, backward_bytes, cost, loop=keeping))
+                kept.append(options[-1])
 
         # Last, as `Front` relies on: one level, with a carry and the saved values of every step.
         saved_bytes = length * (carry_bytes + step.saved_bytes)
         options.append(step._replace(saved_bytes=saved_bytes, cost=length * step.cost, loop=Lengths(length)))
         if not step.stored:
             uniform.append(options[-1])
-    return [options[0], *in_groups(length, uniform, nested, x_bytes, read, differentiated), *options[1:]]
+    return [options[0], *in_groups(length, uniform, [nested, kept], x_bytes, read, differentiated), *options[1:]]
 
 
 def _with_slots(step: Option, graph: Graph, ahead_cost: float, length: int, carry_bytes: int) -> list[Option]:

@@ -6,6 +6,7 @@ The loops read the whole xs by the number of the step. Slices of the xs would be
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,20 +36,24 @@ class Group:
         number: of steps.
         saved: what a step saves; None for steps that are not rematerialized.
         inner: the steps of an inner loop, where the group is a loop of loops whose carries are stored; 0 for one loop.
+        keep: of a loop of loops, as in `Lengths`.
     """
 
     number: int
     saved: frozenset[Address] | None
     inner: int = 0
+    keep: str = "turn"
 
     @property
     def loop(self) -> Lengths | None:
         if self.saved is None:
             return None
-        return Lengths(self.number // self.inner, self.inner) if self.inner else Lengths(self.number)
+        return Lengths(self.number // self.inner, self.inner, keep=self.keep) if self.inner else Lengths(self.number)
 
     def __str__(self) -> str:
-        return f"{self.number // self.inner} x {self.inner}" if self.inner else str(self.number)
+        if not self.inner:
+            return str(self.number)
+        return f"{self.number // self.inner} x {self.inner}" + (f" keep={self.keep!r}" if self.keep != "turn" else "")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -93,12 +98,14 @@ class Groups(Strategy):
             yield group.number, Option(group.saved, 0, 0, 0.0, loop=group.loop)
 
     def to_json(self) -> list:
-        encoded = [[g.number, None if g.saved is None else sorted(map(list, g.saved)), g.inner] for g in self.groups]
+        encoded = [
+            [g.number, None if g.saved is None else sorted(map(list, g.saved)), g.inner, g.keep] for g in self.groups
+        ]
         return ["Groups", list(self.differentiated), *encoded]
 
     @classmethod
     def _of_numbers(cls, differentiated: Any, *groups: Any) -> Groups:  # type: ignore[override]
-        decoded = ((n, None if saved is None else frozenset(map(tuple, saved)), m) for n, saved, m in groups)
+        decoded = ((n, None if saved is None else frozenset(map(tuple, saved)), *rest) for n, saved, *rest in groups)
         return cls(tuple(Group(*group) for group in decoded), tuple(differentiated))
 
     def __repr__(self) -> str:
@@ -144,6 +151,7 @@ def _reading_whole(step: Step, xs: Sequence[Any], differentiated: Sequence[int])
         reverse=step.reverse,
         policy=None,
         name=step.name,
+        fence=step.fence,
     )
     return part, len(eqns)
 
@@ -151,7 +159,7 @@ def _reading_whole(step: Step, xs: Sequence[Any], differentiated: Sequence[int])
 def in_groups(
     length: int,
     uniform: Sequence[Option],
-    nested: Sequence[Option],
+    nested: Sequence[Sequence[Option]],
     x_bytes: Sequence[int],
     read: Sequence[int],
     differentiated: Sequence[int],
@@ -160,23 +168,23 @@ def in_groups(
 
     Args:
         uniform: options that treat all steps alike, and store a carry per step.
-        nested: options of loops in loops, whose working set is larger.
+        nested: options of loops in loops, whose working set is larger, of several kinds.
         x_bytes: of each of the xs.
         read: those that the derivative of a step reads: steps that are not rematerialized store them.
         differentiated: those with a cotangent: the cotangents of the groups are joined.
     """
     read_bytes, differentiated_bytes = (sum(x_bytes[i] for i in some) for some in (read, differentiated))
-    pairs = [*_neighbors(uniform), *((a, b) for a in _sampled(nested) for b in uniform)]
+    some = [_sampled(options) for options in nested]
+    pairs = [*_neighbors(uniform), *((a, b) for options in some for a in options for b in uniform)]
+    pairs += [(a, b) for one, other in itertools.combinations(some, 2) for a in one for b in other]
     splits = range(max(1, length // _NUM_SPLITS), length, max(1, length // _NUM_SPLITS))
     options = []
     for one, other in pairs:
         # The first group is the one with the larger working set: in its backward pass the bytes of the other are free again.
         first, second = sorted((one, other), key=lambda o: -o.backward_bytes)
-        inner = first.loop.lengths[1] if isinstance(first.loop, Lengths) and len(first.loop.lengths) > 1 else 0
-        if isinstance(second.loop, Lengths) and len(second.loop.lengths) > 1:
-            continue
-        for number in dict.fromkeys(n // inner * inner if inner else n for n in splits):
-            if not number or (inner and number < 2 * inner):
+        before, after = _turn_of(first), _turn_of(second)
+        for number in dict.fromkeys(n // before * before for n in splits):
+            if not (_are_turns(number, before) and _are_turns(length - number, after)):
                 continue
             parts = (first, number), (second, length - number)
             first_bytes, second_bytes = (
@@ -184,11 +192,27 @@ def in_groups(
             )
             backward = max(second.backward_bytes, first.backward_bytes - second_bytes)
             cost = sum(o.cost * n for o, n in parts) / length
-            pair = Group(number, first.saved, inner), Group(length - number, second.saved)
-            groups = Groups(pair, tuple(differentiated))
+            groups = Groups(tuple(_group(o, n) for o, n in parts), tuple(differentiated))
             saved_bytes = first_bytes + second_bytes + differentiated_bytes
             options.append(Option(None, saved_bytes, backward, cost, loop=groups))
     return options
+
+
+def _turn_of(option: Option) -> int:
+    """The steps of a turn of a loop of loops; 1 for one loop."""
+    return option.loop.lengths[1] if isinstance(option.loop, Lengths) and len(option.loop.lengths) > 1 else 1
+
+
+def _are_turns(number: int, turn: int) -> bool:
+    """Whether these steps are turns of so many steps, more than one."""
+    return number > 0 and number % turn == 0 and (turn == 1 or number >= 2 * turn)
+
+
+def _group(option: Option, number: int) -> Group:
+    turn = _turn_of(option)
+    if turn == 1 or not isinstance(option.loop, Lengths):
+        return Group(number, option.saved)
+    return Group(number, option.saved, turn, option.loop.keep)
 
 
 def _sampled(nested: Sequence[Option]) -> list[Option]:

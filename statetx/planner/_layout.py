@@ -237,4 +237,5 @@ def _step(part: Part, option: Option) -> Step:
         reverse=params["reverse"],
         policy=marks,
         name="plan",
+        fence="auto",
     )

@@ -33,7 +33,7 @@ from ._values import values_of
 if TYPE_CHECKING:  # it takes the fingerprints of programs from here
     from ._whole import Choice, Options, Whole
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclasses.dataclass(frozen=True)
