@@ -10,11 +10,11 @@ from statetx._equations.flops import flops
 from statetx._equations.structure import Body
 from statetx._lift.context import TraceContext
 from statetx.planner import _layout, _parts, _record
-from statetx.planner._analysis import Option
 from statetx.planner._candidate import with_gradient
 from statetx.planner._choice import COPIES, HOLDS, cost_of
 from statetx.planner._copies import Copies
 from statetx.planner._lattice import Lattice
+from statetx.planner._option import Option
 
 X = jnp.linspace(0, 1, 256 * 64).reshape(256, 64)
 WS = [(jnp.full((64, 64), 0.01 * (i + 1)), jnp.full((64, 64), 0.02)) for i in range(4)]

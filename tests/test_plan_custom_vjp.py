@@ -14,7 +14,7 @@ from statetx import _jax
 from statetx._equations.structure import Body
 from statetx._remat.mark import RULE
 from statetx.planner import Plan, Planner, _layout, _parts
-from statetx.planner._analysis import Option
+from statetx.planner._option import Option
 from statetx.planner._values import labels_of, values_of
 
 LAYERS, TIME, DIM = 3, 64, 32

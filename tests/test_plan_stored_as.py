@@ -20,7 +20,8 @@ from statetx._equations.structure import Body
 from statetx._loops.strategy import Lengths
 from statetx._remat.stored import BITS, StoredType
 from statetx.planner import Planner, _layout, _parts, _record
-from statetx.planner._analysis import Graph, Option
+from statetx.planner._analysis import Graph
+from statetx.planner._option import Option
 
 KEYS = jax.random.split(jax.random.key(0), 9)
 WS = [jax.random.normal(key, (32, 32)) * 0.5 for key in KEYS[1:]]

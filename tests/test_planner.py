@@ -24,10 +24,11 @@ from statetx._equations.flops import flops
 from statetx._equations.structure import Body
 from statetx._loops.strategy import Strategy
 from statetx.planner import CostModel, Planner, _choice, _cuts, _fronts, _layout, _parts, _search, machine
-from statetx.planner._analysis import Graph, Option
+from statetx.planner._analysis import Graph
 from statetx.planner._bracket import Bracket
 from statetx.planner._budget import read_amount
 from statetx.planner._groups import Group, Groups
+from statetx.planner._option import Option
 from statetx.planner._record import fingerprint
 from statetx.policies import Lengths, Slots
 

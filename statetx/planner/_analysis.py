@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,54 +24,15 @@ from .._equations.primitives import JIT, row_of
 from .._equations.structure import Body
 from .._jax import Jaxpr, Literal, Var
 from .._lift.context import TraceContext, device_bytes
-from .._loops.strategy import Strategy
 from .._remat import decide, mark
 from .._remat.stored import StoredType
 from .._tree import is_float
+from ._option import Option, pareto_front
 from ._stored import Formats, format_of, stored_bytes, storing_cost
-from ._values import Address, labels_of, renumbered, values_of
+from ._values import Address, labels_of, values_of
 
 EquationCost = Callable[[Any], float]
 """The cost of running an equation, in operations or seconds."""
-
-
-class Option(NamedTuple):
-    """One decision for a region.
-
-    Attributes:
-        saved: addresses of the saved values; None if the region is not rematerialized.
-        saved_bytes: bytes held between the passes, beyond the region's inputs.
-        backward_bytes: bytes in use during its backward pass, beyond the saved ones.
-        cost: of recomputation.
-        offloaded: the subset of `saved` that is stored in host memory.
-        loop: for a loop, how its carries are stored; None for an unchanged loop. `saved` then applies to each step.
-        copies: whether inputs are computed again from what earlier regions keep, where that is cheap (`_copies`).
-        stored: those of `saved` that are stored in fewer bits, with their formats.
-        inputs: the inputs that are stored in fewer bits, by index, with their formats.
-    """
-
-    saved: frozenset[Address] | None
-    saved_bytes: int
-    backward_bytes: int
-    cost: float
-    offloaded: frozenset[Address] = frozenset()
-    loop: Strategy | None = None
-    copies: bool = False
-    stored: frozenset[tuple[Address, StoredType]] = frozenset()
-    inputs: tuple[tuple[int, StoredType], ...] = ()
-
-    @property
-    def decision(self) -> tuple[Any, ...]:
-        """What is done, without bytes and cost."""
-        return self.saved, self.offloaded, self.loop, self.copies, self.stored, self.inputs
-
-    def renumbered(self, number: Callable[[int], int]) -> Option:
-        """The option for a region whose equations have other numbers."""
-        saved = None if self.saved is None else frozenset(renumbered(a, number(a[0])) for a in self.saved)
-        offloaded = frozenset(renumbered(a, number(a[0])) for a in self.offloaded)
-        stored = frozenset((renumbered(a, number(a[0])), format) for a, format in self.stored)
-        return self._replace(saved=saved, offloaded=offloaded, stored=stored)
-
 
 _PLANNED = -1  # the region number of the planner's marks; those of policies count from 0
 _MAX_OPTIONS = 24  # of a region: each takes an integer program, and a row of the dynamic program over the parts
@@ -486,16 +447,6 @@ def _computed_variables(atoms: Sequence[Any], inputs: Sequence[Any]) -> list[Any
     """The distinct variables that are not inputs."""
     input_set = set(inputs)
     return list({v: None for v in atoms if not isinstance(v, Literal) and v not in input_set})
-
-
-def pareto_front(options: Sequence[Option]) -> list[Option]:
-    """The options that no other dominates in cost, saved bytes and backward bytes, the cheapest first."""
-    # In this order each option costs at least as much as those in `front`, so bytes alone decide whether one dominates it.
-    front: list[Option] = []
-    for option in sorted(dict.fromkeys(options), key=lambda o: (o.cost, o.saved_bytes, o.backward_bytes)):
-        if not any(o.saved_bytes <= option.saved_bytes and o.backward_bytes <= option.backward_bytes for o in front):
-            front.append(option)
-    return front
 
 
 class _IntegerProgram:

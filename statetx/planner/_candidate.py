@@ -14,8 +14,8 @@ from .._equations.differentiate import with_pullback
 from .._jax import Jaxpr
 from .._lift.context import TraceContext
 from .._tree import is_float
-from ._analysis import Option
 from ._layout import Layout
+from ._option import Option
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

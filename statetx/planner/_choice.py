@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ._analysis import Option
 from ._layout import Layout, Region
+from ._option import Option
 from ._paths import Paths
 
 _MAX_STATES = 768  # pairs of bytes and cost that the dynamic program follows

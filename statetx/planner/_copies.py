@@ -18,7 +18,7 @@ from .._equations.primitives import row_of, size
 from .._jax import Jaxpr, Literal, Var
 from .._lift.context import device_bytes
 from .._tree import is_float
-from ._analysis import Option
+from ._option import Option
 from ._parts import Part, last_reads
 from ._values import Address
 

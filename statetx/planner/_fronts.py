@@ -12,8 +12,9 @@ from .._loops import schedule
 from .._loops.strategy import Lengths, Slots
 from .._remat.stored import StoredType
 from .._tree import is_float
-from ._analysis import EquationCost, Graph, Option, pareto_front
+from ._analysis import EquationCost, Graph
 from ._groups import Groups, in_groups
+from ._option import Option, pareto_front
 from ._parts import Part
 from ._stored import Formats
 from ._values import Address

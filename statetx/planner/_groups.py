@@ -20,8 +20,8 @@ from .._loops.step import Step
 from .._loops.strategy import Lengths, Strategy
 from .._remat import mark
 from .._remat.atoms import Marks
-from ._analysis import Option
 from ._copies import instead
+from ._option import Option
 from ._values import Address, labels_of, renumbered
 
 _NUM_SPLITS = 32  # of a long loop: where the second group may begin

@@ -17,9 +17,9 @@ from .._loops.step import Step
 from .._remat import decide, fence, mark
 from .._remat.atoms import Marks
 from .._tree import is_float
-from ._analysis import Option
 from ._copies import with_copies
 from ._fronts import Front
+from ._option import Option
 from ._parts import Flat, Order, Part, run
 from ._values import labels_of
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ._analysis import Option
+from ._option import Option
 
 _MAX_ROWS = 256  # of a composed table: two of these have 65,536 pairs
 _NUM_BINS = 40  # by bytes, and by peak, of a table that is sampled

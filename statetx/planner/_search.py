@@ -19,13 +19,14 @@ from .._lift.context import TraceContext
 from .._remat.parse import as_policy
 from .._text import format_bytes
 from ..residuals.report import BASELINE
-from ._analysis import EquationCost, Option
+from ._analysis import EquationCost
 from ._bracket import Bracket, Proposal, interpolate
 from ._candidate import Candidate, with_gradient
 from ._choice import Choice, Family, kind_of
 from ._groups import Groups
 from ._lattice import Lattice
 from ._layout import UNPLANNED, Layout, rewrite
+from ._option import Option
 from ._parts import Flat, flatten
 from ._shorter import Shorter, is_long, repetition
 from ._stored import Formats

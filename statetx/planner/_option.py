@@ -1,0 +1,58 @@
+"""The options of a part of a program, as values: what is saved and how, bytes and cost; and the Pareto front of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from .._loops.strategy import Strategy
+from .._remat.stored import StoredType
+from ._values import Address, renumbered
+
+
+class Option(NamedTuple):
+    """One decision for a region.
+
+    Attributes:
+        saved: addresses of the saved values; None if the region is not rematerialized.
+        saved_bytes: bytes held between the passes, beyond the region's inputs.
+        backward_bytes: bytes in use during its backward pass, beyond the saved ones.
+        cost: of recomputation.
+        offloaded: the subset of `saved` that is stored in host memory.
+        loop: for a loop, how its carries are stored; None for an unchanged loop. `saved` then applies to each step.
+        copies: whether inputs are computed again from what earlier regions keep, where that is cheap (`_copies`).
+        stored: those of `saved` that are stored in fewer bits, with their formats.
+        inputs: the inputs that are stored in fewer bits, by index, with their formats.
+    """
+
+    saved: frozenset[Address] | None
+    saved_bytes: int
+    backward_bytes: int
+    cost: float
+    offloaded: frozenset[Address] = frozenset()
+    loop: Strategy | None = None
+    copies: bool = False
+    stored: frozenset[tuple[Address, StoredType]] = frozenset()
+    inputs: tuple[tuple[int, StoredType], ...] = ()
+
+    @property
+    def decision(self) -> tuple[Any, ...]:
+        """What is done, without bytes and cost."""
+        return self.saved, self.offloaded, self.loop, self.copies, self.stored, self.inputs
+
+    def renumbered(self, number: Callable[[int], int]) -> Option:
+        """The option for a region whose equations have other numbers."""
+        saved = None if self.saved is None else frozenset(renumbered(a, number(a[0])) for a in self.saved)
+        offloaded = frozenset(renumbered(a, number(a[0])) for a in self.offloaded)
+        stored = frozenset((renumbered(a, number(a[0])), format) for a, format in self.stored)
+        return self._replace(saved=saved, offloaded=offloaded, stored=stored)
+
+
+def pareto_front(options: Sequence[Option]) -> list[Option]:
+    """The options that no other dominates in cost, saved bytes and backward bytes, the cheapest first."""
+    # In this order each option costs at least as much as those in `front`, so bytes alone decide whether one dominates it.
+    front: list[Option] = []
+    for option in sorted(dict.fromkeys(options), key=lambda o: (o.cost, o.saved_bytes, o.backward_bytes)):
+        if not any(o.saved_bytes <= option.saved_bytes and o.backward_bytes <= option.backward_bytes for o in front):
+            front.append(option)
+    return front
