@@ -8,25 +8,21 @@ during the backward pass come from a walk over its equations, which takes elemen
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from .. import _jax
 from .._equations.compiled import fast_compile_options
-from .._equations.differentiate import backward_pass, forward_pass
-from .._equations.inline import inline
-from .._equations.primitives import JIT, row_of
-from .._equations.structure import Body
-from .._jax import Jaxpr, Literal, Var
+from .._equations.primitives import row_of
+from .._jax import Jaxpr, Var
 from .._lift.context import TraceContext, device_bytes
 from .._remat import decide, mark
 from .._remat.stored import StoredType
 from .._tree import is_float
+from ._derivative import BackwardPass, derivative_of
 from ._option import Option, pareto_front
 from ._stored import Formats, format_of, stored_bytes, storing_cost
 from ._values import Address, labels_of, values_of
@@ -87,20 +83,16 @@ class Graph:
         self.sites, self._results_of_rules = values_of(jaxpr)
         names = {address: ".".join(map(str, address)) for address in self.sites}
         marked = mark.mark(jaxpr, labels_of(names), region=_PLANNED)
-        self._forward, self._num_out, self._backward = _derivative(marked, diff_indices, out_indices)
-        plain, num_out, self._baseline_backward = _derivative(jaxpr, diff_indices, out_indices)
-        self._baseline_residuals = _computed_variables(plain.outvars[num_out:], plain.invars)
-        residuals = {v for v in plain.outvars[num_out:] if isinstance(v, Var)}
-        self.residual_inputs = [i for i, v in enumerate(plain.invars) if v in residuals]
-
-        self._producer = {v: i for i, e in enumerate(self._forward.eqns) for v in e.outvars}
-        self._residuals = _computed_variables(self._forward.outvars[self._num_out :], self._forward.invars)
-        self._needed = self._ancestors()
+        self._forward, self._backward = derivative_of(marked, diff_indices, out_indices)
+        plain, self._baseline_backward = derivative_of(jaxpr, diff_indices, out_indices)
+        self._baseline_residuals = plain.computed_residuals
+        self.residual_inputs = [i for i, v in enumerate(plain.jaxpr.invars) if v in plain.residuals]
 
         # Only marks that residuals depend on become candidates: saving any other value spares no recomputation.
+        needed = self._forward.needed()
         self._address_of: dict[Any, Address] = {}
-        for i in self._needed:
-            eqn = self._forward.eqns[i]
+        for i in needed:
+            eqn = self._forward.jaxpr.eqns[i]
             if eqn.primitive is _jax.mark_primitive and eqn.params["region"] == _PLANNED:
                 self._address_of[eqn.outvars[0]] = tuple(map(int, eqn.params["what"].split(".")))
 
@@ -116,25 +108,15 @@ class Graph:
         self._equation_cost = equation_cost
 
         # The differentiated equations have more cost than the region's own: they also compute the coefficients of the derivative.
-        self.costs = {i: equation_cost(self._forward.eqns[i]) for i in self._needed}
+        self.costs = {i: equation_cost(self._forward.jaxpr.eqns[i]) for i in needed}
         self.residual_cost = sum(self.costs.values())
 
         # The baseline keeps its residuals. All costs are relative to it.
-        fused, plain_outs = _fused_variables(jaxpr), set(plain.outvars[:num_out])
+        fused = _fused_variables(jaxpr)
         self._kept_byte_cost = kept_byte_cost
         self._fused_addresses = {a for a, site in self.sites.items() if site.eqn.outvars[a[-1]] in fused}
-        of_baseline = (_fused_variables(plain) - plain_outs).intersection(self._baseline_residuals)
+        of_baseline = (_fused_variables(plain.jaxpr) - set(plain.outs)).intersection(self._baseline_residuals)
         self._baseline_kept_cost = kept_byte_cost * sum(device_bytes(v.aval) for v in of_baseline)
-
-    def _ancestors(self) -> list[int]:
-        """The forward equations that the residuals depend on, in order."""
-        stack, seen = list(self._residuals), set()
-        while stack:
-            i = self._producer.get(stack.pop())
-            if i is not None and i not in seen:
-                seen.add(i)
-                stack += [v for v in self._forward.eqns[i].invars if isinstance(v, Var)]
-        return sorted(seen)
 
     # -- options --
 
@@ -151,7 +133,7 @@ class Graph:
             deadline: whether time is up.
         """
         options = [self.baseline(), self.option(frozenset())]
-        if not self.sites or not self._needed:
+        if not self.sites or not self.costs:
             return pareto_front(options)
         program = _IntegerProgram(self, offload)
 
@@ -203,9 +185,10 @@ class Graph:
         if option.saved is None:
             held = sum(device_bytes(types[i]) for i in inputs if i in self.residual_inputs)
             return option._replace(saved_bytes=option.saved_bytes + held)
-        read = {v for i in self._recomputed(option.saved) for v in self._forward.eqns[i].invars if isinstance(v, Var)}
-        read |= {v for v in self._forward.outvars[self._num_out :] if isinstance(v, Var)}
-        stored_inputs = tuple((i, inputs[i]) for i in sorted(inputs) if self._forward.invars[i] in read)
+        forward = self._forward.jaxpr
+        read = {v for i in self._recomputed(option.saved) for v in forward.eqns[i].invars if isinstance(v, Var)}
+        read |= self._forward.residuals
+        stored_inputs = tuple((i, inputs[i]) for i in sorted(inputs) if forward.invars[i] in read)
         stored_outputs = {(address, outputs[address]) for address in option.saved if address in outputs}
 
         stored = [(types[i], format) for i, format in stored_inputs]
@@ -257,24 +240,14 @@ class Graph:
 
     def _recomputed(self, saved: frozenset[Address]) -> list[int]:
         """The equations that run again, in order, where these values are saved."""
-        # Backwards from the residuals, not beyond saved values and inputs: a variable without a producer is an input.
-        available = {v for v, address in self._address_of.items() if address in saved}
-        stack, recomputed = list(self._residuals), set()
-        while stack:
-            v = stack.pop()
-            i = self._producer.get(v)
-            if v in available or i is None or i in recomputed:
-                continue
-            recomputed.add(i)
-            stack += [u for u in self._forward.eqns[i].invars if isinstance(u, Var)]
-        return sorted(recomputed)
+        return self._forward.needed({v for v, address in self._address_of.items() if address in saved})
 
     # -- memory in use --
 
     def _backward_bytes(self, recomputed: Sequence[int]) -> int:
-        return self._peak_bytes(self._backward, [self._forward.eqns[i] for i in recomputed])
+        return self._peak_bytes(self._backward, [self._forward.jaxpr.eqns[i] for i in recomputed])
 
-    def _peak_bytes(self, backward: _Backward, recomputed: Sequence[Any]) -> int:
+    def _peak_bytes(self, backward: BackwardPass, recomputed: Sequence[Any]) -> int:
         """The most bytes live at a time during recomputation and the backward pass after it.
 
         Errs in both directions, by up to half (decision 9): XLA's fusions and its order of the equations are unknown here. So it
@@ -337,7 +310,7 @@ class Graph:
         if option.saved is None:
             backward, recomputed, saved = self._baseline_backward, [], self._baseline_residuals
         else:
-            backward, recomputed = self._backward, [self._forward.eqns[i] for i in self._recomputed(option.saved)]
+            backward, recomputed = self._backward, [self._forward.jaxpr.eqns[i] for i in self._recomputed(option.saved)]
             saved = [v for v, address in self._address_of.items() if address in option.saved]
 
         # Everything that is not recomputed is an argument of this program and takes no temporary memory in it: saved values and
@@ -349,7 +322,7 @@ class Graph:
         types = [[v.aval] if v not in formats else formats[v].types(v.aval) for v in inputs]
 
         recomputation = _jax.rebuild(
-            self._forward, invars=list(inputs), outvars=backward.forward_residuals, eqns=recomputed
+            self._forward.jaxpr, invars=list(inputs), outvars=backward.forward_residuals, eqns=recomputed
         )
 
         def run(arrays: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
@@ -375,63 +348,10 @@ class Graph:
     def _formats_in(self, option: Option, variables: Iterable[Any]) -> dict[Any, StoredType]:
         """Of the variables of the forward pass, those that an option stores in fewer bits."""
         by_address, by_input = dict(option.stored), dict(option.inputs)
-        of_inputs = {v: by_input[i] for i, v in enumerate(self._forward.invars) if i in by_input}
+        of_inputs = {v: by_input[i] for i, v in enumerate(self._forward.jaxpr.invars) if i in by_input}
         of_saved = {v: by_address[a] for v, a in self._address_of.items() if a in by_address}
         formats = of_inputs | of_saved
         return {v: formats[v] for v in variables if v in formats}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Backward:
-    """A backward pass.
-
-    Attributes:
-        residuals, cotangents: its inputs.
-        forward_residuals: for each of `residuals`, the variable of the forward pass.
-    """
-
-    jaxpr: Jaxpr
-    residuals: list[Any]
-    forward_residuals: list[Any]
-    cotangents: list[Any]
-
-    @property
-    def outs(self) -> list[Any]:
-        return list(self.jaxpr.outvars)
-
-
-def _derivative(jaxpr: Jaxpr, diff_indices: Sequence[int], out_indices: Sequence[int]) -> tuple[Jaxpr, int, _Backward]:
-    """Return the forward pass, ``(inputs) -> (differentiated outputs, residuals)``, its number of outputs, and the backward pass."""
-
-    def run(*inputs: Any) -> list[Any]:
-        outs = _jax.evaluate(jaxpr, (), inputs)
-        return [jnp.asarray(outs[i]) for i in out_indices]
-
-    in_avals = [v.aval for v in jaxpr.invars]
-    forward = forward_pass(run, in_avals, diff_indices, traced_for="statetx.plan", name="forward")
-    forward_jaxpr = inline(forward.body.jaxpr, calls=JIT, deep=False)
-    num_outs = len(out_indices)
-    residuals = forward_jaxpr.outvars[num_outs:]
-
-    avals = [v.aval for v in residuals], [v.aval for v in forward_jaxpr.outvars[:num_outs]]
-    body = Body.close(*backward_pass(forward.pullback, *avals, traced_for="statetx.plan", name="backward"))
-    backward_jaxpr = inline(_bind_literals(body, residuals), calls=JIT, deep=False)
-
-    # Literal residuals are inlined, so the inputs are the other residuals in order, then the cotangents.
-    variables = [v for v in residuals if isinstance(v, Var)]
-    num_residuals = len(variables)
-    split = _Backward(
-        backward_jaxpr, backward_jaxpr.invars[:num_residuals], variables, backward_jaxpr.invars[num_residuals:]
-    )
-    return forward_jaxpr, num_outs, split
-
-
-def _bind_literals(backward: Body, residuals: Sequence[Any]) -> Jaxpr:
-    """The backward pass without dead code, with its closed-over values and literal residuals inlined."""
-    atoms: list[Any] = [Literal(x, v.aval) for x, v in zip(backward.operands, backward.jaxpr.invars, strict=False)]
-    atoms += residuals
-    literals = {v: a for v, a in zip(backward.jaxpr.invars, atoms, strict=False) if isinstance(a, Literal)}
-    return _jax.without_dead_code(_jax.with_literals(backward.jaxpr, literals))
 
 
 def _fused_variables(jaxpr: Jaxpr) -> set[Any]:
@@ -441,12 +361,6 @@ def _fused_variables(jaxpr: Jaxpr) -> set[Any]:
         if not (row_of(eqn).fuses or row_of(eqn).reads_fused):
             fused.difference_update(v for v in eqn.invars if isinstance(v, Var))
     return fused
-
-
-def _computed_variables(atoms: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """The distinct variables that are not inputs."""
-    input_set = set(inputs)
-    return list({v: None for v in atoms if not isinstance(v, Literal) and v not in input_set})
 
 
 class _IntegerProgram:
@@ -466,7 +380,7 @@ class _IntegerProgram:
 
         self._graph = graph
         self._addresses = sorted(set(graph._address_of.values()))
-        equations = graph._needed
+        equations, forward = list(graph.costs), graph._forward
         column: dict[tuple[str, Any], int] = {("run", i): n for n, i in enumerate(equations)}
         smaller = graph.smaller
         self._smaller = [address for address in self._addresses if address in smaller]
@@ -482,18 +396,18 @@ class _IntegerProgram:
         lower: list[float] = []
 
         def available(v: Any) -> list[tuple[int, float]]:
-            terms = [(column["run", graph._producer[v]], 1.0)]
+            terms = [(column["run", forward.producer[v]], 1.0)]
             address = graph._address_of.get(v)
             if address is not None:
                 terms += [(column[storage, address], 1.0) for storage in storages if (storage, address) in column]
             return terms
 
-        for v in graph._residuals:
+        for v in forward.computed_residuals:
             rows.append(available(v))
             lower.append(1.0)
         for i in equations:
-            for v in dict.fromkeys(u for u in graph._forward.eqns[i].invars if isinstance(u, Var)):
-                if v in graph._producer:
+            for v in dict.fromkeys(u for u in forward.jaxpr.eqns[i].invars if isinstance(u, Var)):
+                if v in forward.producer:
                     rows.append([*available(v), (column["run", i], -1.0)])
                     lower.append(0.0)
 
