@@ -2,8 +2,8 @@
 
 The model. A region is staged with its derivative. The backward pass reads values of the forward graph. Each is either saved
 or recomputed, and recomputation needs the operands: inputs of the region, saved values, or recomputed ones. `Graph.front` finds
-the Pareto front of bytes and cost, by integer programs (Checkmate, Jain et al., MLSys 2020, within one region). The bytes in use
-during the backward pass come from a walk over its equations, which takes elementwise operations to be fused into their readers.
+the Pareto front of bytes and cost, by integer programs (`_integer`). The bytes in use during the backward pass come from a walk
+over its equations, which takes elementwise operations to be fused into their readers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .._remat import decide, mark
 from .._remat.stored import StoredType
 from .._tree import is_float
 from ._derivative import BackwardPass, derivative_of
+from ._integer import IntegerProgram, Storage
 from ._option import Option, pareto_front
 from ._stored import Formats, format_of, stored_bytes, storing_cost
 from ._values import Address, labels_of, values_of
@@ -38,11 +39,6 @@ _MAX_ENUMERATED = 12
 
 # Of the bytes of a region's largest value. Smaller ones, such as tests of indices, would only make more choices that differ in nothing.
 _WORTH_STORING = 1 / 64
-
-# Limits of HiGHS for one integer program; `_IntegerProgram.solve` says which way they err. In nodes of its search tree rather than
-# seconds: a loaded machine would get another plan. Most programs take one node.
-_SOLVER_NODES = 500
-_SOLVER_GAP = 1e-4  # relative to the optimum; also the default of HiGHS
 
 
 class Graph:
@@ -135,7 +131,7 @@ class Graph:
         options = [self.baseline(), self.option(frozenset())]
         if not self.sites or not self.costs:
             return pareto_front(options)
-        program = _IntegerProgram(self, offload)
+        program = self._integer_program(offload)
 
         # From the cheapest option downwards: each must save fewer bytes than the one before it.
         limit, total = np.inf, None
@@ -152,6 +148,18 @@ class Graph:
             is_sampled = len(self._address_of) > _MAX_ENUMERATED
             limit = option.saved_bytes - max(1, total // _MAX_OPTIONS if is_sampled else 1)
         return pareto_front(options)
+
+    def _integer_program(self, offload: float | None) -> IntegerProgram:
+        addresses, smaller = sorted(set(self._address_of.values())), self.smaller
+        num_bytes = {a: self.bytes_of(a) for a in addresses}
+        return IntegerProgram(
+            self._forward,
+            self.costs,
+            self._address_of,
+            kept={a: Storage(n, self.kept_cost(a)) for a, n in num_bytes.items()},
+            smaller={a: Storage(self.stored_bytes(a), self.storing_cost(a)) for a in addresses if a in smaller},
+            offloaded={} if offload is None else {a: Storage(n, n * offload) for a, n in num_bytes.items()},
+        )
 
     def option(
         self,
@@ -361,114 +369,3 @@ def _fused_variables(jaxpr: Jaxpr) -> set[Any]:
         if not (row_of(eqn).fuses or row_of(eqn).reads_fused):
             fused.difference_update(v for v in eqn.invars if isinstance(v, Var))
     return fused
-
-
-class _IntegerProgram:
-    """Which values to save, and which equations to run again, at the least cost.
-
-    Variables are binary: run[i] for each needed equation, save[a] (and offload[a], and store[a] for saving in fewer bits) for each
-    address. A value v is available if its equation runs or it is saved: available(v) = run[producer(v)] + save[a] + offload[a] + store[a].
-    Minimize the cost of what runs, and of storing in fewer bits, such that
-
-        available(v) >= 1                    for each residual v,
-        available(u) - run[i] >= 0           for each operand u of equation i that an equation computes,
-        sum of bytes(a) save[a] + bytes of the stored form store[a] <= limit     (the last row).
-    """
-
-    def __init__(self, graph: Graph, offload: float | None):
-        from scipy.sparse import lil_array
-
-        self._graph = graph
-        self._addresses = sorted(set(graph._address_of.values()))
-        equations, forward = list(graph.costs), graph._forward
-        column: dict[tuple[str, Any], int] = {("run", i): n for n, i in enumerate(equations)}
-        smaller = graph.smaller
-        self._smaller = [address for address in self._addresses if address in smaller]
-        storages = {"keep": self._addresses, "store": self._smaller}
-        if offload is not None:
-            storages["offload"] = self._addresses
-        for storage, addresses in storages.items():
-            column |= {(storage, address): len(column) + n for n, address in enumerate(addresses)}
-        self._column = column
-        self._sizes = np.array([graph.bytes_of(address) for address in self._addresses], float)
-
-        rows: list[list[tuple[int, float]]] = []
-        lower: list[float] = []
-
-        def available(v: Any) -> list[tuple[int, float]]:
-            terms = [(column["run", forward.producer[v]], 1.0)]
-            address = graph._address_of.get(v)
-            if address is not None:
-                terms += [(column[storage, address], 1.0) for storage in storages if (storage, address) in column]
-            return terms
-
-        for v in forward.computed_residuals:
-            rows.append(available(v))
-            lower.append(1.0)
-        for i in equations:
-            for v in dict.fromkeys(u for u in forward.jaxpr.eqns[i].invars if isinstance(u, Var)):
-                if v in forward.producer:
-                    rows.append([*available(v), (column["run", i], -1.0)])
-                    lower.append(0.0)
-
-        matrix = lil_array((len(rows) + 1, len(column)))
-        for r, entries in enumerate(rows):
-            for c, x in entries:
-                matrix[r, c] += x
-        for address, size in zip(self._addresses, self._sizes, strict=True):
-            matrix[len(rows), column["keep", address]] = size
-        for address in self._smaller:
-            matrix[len(rows), column["store", address]] = graph.stored_bytes(address)
-        self._matrix, self._lower = matrix.tocsr(), np.array([*lower, -np.inf])
-
-        # The objective is scaled to the most expensive equation, so that small terms in proportion to it can break ties: of equal
-        # costs, save fewer bytes, then fewer values; and where a fetch is free, save on the device rather than the host. They add
-        # up to at most 2e-6, plus 2e-9 for each value. `_SOLVER_GAP` may be coarser: a solution that saves too much for its
-        # cost is then dominated by a later one of the front.
-        run_costs = np.array([graph.costs[i] for i in equations])
-        scale = max(run_costs.max(initial=0.0), 1e-30)
-        objective = np.zeros(len(column))
-        objective[: len(equations)] = run_costs / scale
-        total = max(self._sizes.sum(), 1.0)
-        for address, size in zip(self._addresses, self._sizes, strict=True):
-            objective[column["keep", address]] = graph.kept_cost(address) / scale + 1e-6 * (size / total) + 1e-9
-            if ("offload", address) in column:
-                objective[column["offload", address]] = size * (offload or 0.0) / scale + 2e-6 * (size / total) + 2e-9
-        for address in self._smaller:
-            size = graph.stored_bytes(address)
-            objective[column["store", address]] = graph.storing_cost(address) / scale + 1e-6 * (size / total) + 1e-9
-        self._objective = objective
-
-    def solve(self, limit: float) -> tuple[frozenset[Address], frozenset[Address], frozenset[Address]] | None:
-        """Return the values to save, at most `limit` bytes of them on the device, the offloaded ones, and those in fewer bits.
-
-        None if it is infeasible.
-
-        After `_SOLVER_NODES` HiGHS returns its best solution so far, which may cost more than the optimum, or none, which
-        counts as infeasible. `Plan.complete` does not tell: it is about the user's time limit. The
-        constraints hold in any case: a plan may cost more, or a tight budget be refused, but none is exceeded.
-        """
-        from scipy.optimize import Bounds, LinearConstraint, milp
-
-        if limit < 0:
-            return None
-        upper = np.full(len(self._lower), np.inf)
-        upper[-1] = limit
-        constraint = LinearConstraint(self._matrix, self._lower, upper)  # pyright: ignore[reportArgumentType]
-        options = {"node_limit": _SOLVER_NODES, "mip_rel_gap": _SOLVER_GAP}
-        result = milp(
-            self._objective,
-            constraints=constraint,
-            bounds=Bounds(0, 1),
-            integrality=np.ones(len(self._objective)),
-            options=options,
-        )
-        if result.x is None:
-            return None
-
-        # Integers hold to within a tolerance, so a binary variable is near 0 or 1.
-        is_chosen = {key: result.x[c] > 0.5 for key, c in self._column.items()}
-        offloaded = frozenset(a for a in self._addresses if is_chosen.get(("offload", a)))
-        smaller = frozenset(a for a in self._smaller if is_chosen["store", a]) - offloaded
-        kept = frozenset(a for a in self._addresses if is_chosen["keep", a])
-        return kept | offloaded | smaller, offloaded, smaller - kept
