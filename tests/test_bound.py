@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx.planner import Planner, _bound
+from statetx.planner import Planner, _turn
 from statetx.planner._bound import lower_bound
 from statetx.planner._capture import capture
 from statetx.planner._dataflow import Dataflow
@@ -163,7 +163,7 @@ def random_program(seed):
 
 def by_enumeration(flow):
     """For each set of held values: its bytes, and the operations that run again. By the definition of the turn, without solver."""
-    turn = _bound._turn(flow)
+    turn = _turn.turn_of(flow)
     assert turn is not None
     needed = list(turn.reads)
     values = [
@@ -353,6 +353,6 @@ def test_bounds_of_several_gradients():
 
 def test_limit_of_the_solver_gives_a_lower_bound(monkeypatch):
     exact = bound_of(chain, *CHAIN)
-    monkeypatch.setattr(_bound, "_MAX_NODES", 0)
+    monkeypatch.setattr(_turn, "_MAX_NODES", 0)
     limited = bound_of(chain, *CHAIN)
     assert 0 < limited.bytes_at(1.5 * PRODUCT) <= exact.bytes_at(1.5 * PRODUCT)

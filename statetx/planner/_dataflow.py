@@ -1,4 +1,4 @@
-"""A program with its gradient as one graph of equations and values: what `_bound` reasons about.
+"""A program with its gradient as one graph of equations and values: what `_turn` reasons about.
 
 An equation in the body of a loop stands for its runs in all steps, and a value for what its variable holds in all steps. What an
 equation reads is therefore available to a fraction, between 0 and 1:
