@@ -23,7 +23,7 @@ from statetx._equations import primitives
 from statetx._equations.flops import flops
 from statetx._equations.structure import Body
 from statetx._loops.strategy import Strategy
-from statetx.planner import CostModel, Planner, _choice, _cuts, _fronts, _layout, _parts, _search, machine
+from statetx.planner import CostModel, Planner, _baseline, _choice, _cuts, _fronts, _layout, _parts, machine
 from statetx.planner._analysis import Graph
 from statetx.planner._bracket import Bracket
 from statetx.planner._budget import read_amount
@@ -96,7 +96,7 @@ def test_fast_compilation_result_is_verified(monkeypatch):
     prop = functools.cached_property(optimistic)
     prop.__set_name__(_compiled.Program, "cost")
     monkeypatch.setattr(_compiled.Program, "cost", prop)
-    monkeypatch.setattr(_search, "fast_compile_options", lambda: hurried)
+    monkeypatch.setattr(_baseline, "fast_compile_options", lambda: hurried)
     plan = statetx.plan(loss, WS, X, of="temporaries", budget=int(0.9 * unplanned), argnums=0)
     step = lambda ws, x: jax.grad(plan.apply(loss))(ws, x)  # noqa: E731
     assert jax.jit(step).lower(WS, X).compile().memory_analysis().temp_size_in_bytes <= 0.9 * unplanned

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import itertools
 import math
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .._equations.compiled import Cost, Program, fast_compile_options, memory_analysis_options
+from .._equations.compiled import Cost, memory_analysis_options
 from .._equations.flops import flops
 from .._jax import Jaxpr
 from .._lift.context import TraceContext
@@ -20,15 +19,16 @@ from .._remat.parse import as_policy
 from .._text import format_bytes
 from ..residuals.report import BASELINE
 from ._analysis import EquationCost
+from ._baseline import Baseline, ProgramOf
 from ._bracket import Bracket, Proposal, interpolate
 from ._candidate import Candidate, with_gradient
 from ._choice import Choice, Family, kind_of
 from ._groups import Groups
 from ._lattice import Lattice
-from ._layout import UNPLANNED, Layout, rewrite
+from ._layout import UNPLANNED, Layout
 from ._option import Option
 from ._parts import Flat, flatten
-from ._shorter import Shorter, is_long, repetition
+from ._shorter import is_long
 from ._stored import Formats
 
 STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
@@ -68,7 +68,7 @@ class Search:
         kept_byte_cost: see `Graph`.
         time_limit: seconds.
         report: called with a description of each step.
-        program_of: ``(jaxpr, compiler_options) -> Program`` to compile for a rewritten program; by default with its gradient.
+        program_of: see `ProgramOf`; by default the program with its gradient.
         context: the transforms and shardings that the program runs under.
         compile_baseline: whether the baseline is compiled in any case, beside the analysis; otherwise only where it may be the
             answer, or is asked for.
@@ -90,7 +90,7 @@ class Search:
         kept_byte_cost: float = 0.0,
         time_limit: float | None = None,
         report: Callable[[str], None] = lambda text: None,
-        program_of: Callable[[Jaxpr, dict[str, Any]], Program] | None = None,
+        program_of: ProgramOf | None = None,
         context: TraceContext = TraceContext(),  # noqa: B008
         compile_baseline: bool = True,
         formats: Formats = (),
@@ -107,14 +107,16 @@ class Search:
 
         # The baseline, whose regions all stay unchanged, compiles in a thread while the others are analyzed.
         program = Flat(self.jaxpr)
-        self._start_baseline(program)
-        if compile_baseline and self._shorter is None:
-            self._compile_baseline()
+        self._baseline = Baseline(program, self._program_of, report)
+        if compile_baseline:
+            self._baseline.start()
         report("analyzing the program")
         options = {"policies": [as_policy(p) for p in STOCK], "offload": offload, "deadline": self.is_late}
         options |= {"equation_cost": equation_cost, "context": context, "kept_byte_cost": kept_byte_cost}
         options["formats"] = formats
         self.lattice = Lattice(program, diff_indices, num_out, **options)
+        layout, _ = self.lattice.stock_layouts[0]
+        self._baseline_choice = layout, [front.baseline for front in layout.fronts]
         self._forward_cost = sum(map(equation_cost, program.jaxpr.eqns))
         self._is_long = is_long(program)
         self._negligible = (_NEGLIGIBLE_OF_LONG if self._is_long else _NEGLIGIBLE) * self._forward_cost
@@ -134,10 +136,10 @@ class Search:
         """
         self._budget = float(budget)
         # The baseline costs nothing: where it may be the answer, its bytes must be exact. Far above the budget it is not compiled.
-        if self._extrapolated is not None:
-            if self._extrapolated.temp_bytes <= _NEARLY * budget:
+        if self._baseline.extrapolated is not None:
+            if self._baseline.extrapolated.temp_bytes <= _NEARLY * budget:
                 self._confirm_baseline()
-        elif self._compiling is not None or self._baseline_peak <= _FAR_ABOVE_BUDGET**2 * budget:
+        elif self._baseline.is_started or self._baseline_peak <= _FAR_ABOVE_BUDGET**2 * budget:
             self._finish_baseline()
             if self.baseline_bytes() <= budget:
                 self._confirm_baseline()
@@ -270,8 +272,8 @@ class Search:
 
     def baseline_bytes(self) -> int:
         """Temporary bytes of the baseline: by its program, or extrapolated for a long one."""
-        known = None if self._has_baseline else self._extrapolated
-        return (known or self.baseline).temp_bytes
+        known = self._baseline.known
+        return self.baseline.temp_bytes if known is None else known.temp_bytes
 
     def fraction_of_baseline(self, fraction: float) -> int:
         """A fraction of the baseline's temporary bytes."""
@@ -319,8 +321,7 @@ class Search:
     @property
     def baseline_flops(self) -> int:
         """Operations of the baseline with its gradient, known without compilation."""
-        short = None if self._shorter is None else self._shorter.flops
-        return self._baseline_program.flops if short is None else short
+        return self._baseline.flops
 
     @property
     def unplanned_bytes(self) -> int:
@@ -330,63 +331,14 @@ class Search:
     @property
     def knows_baseline(self) -> bool:
         """Whether the bytes of the baseline are compiled or extrapolated."""
-        return self._has_baseline or self._extrapolated is not None
-
-    def _start_baseline(self, program: Flat) -> None:
-        """Trace the baseline, or shorter versions of it."""
-        self._has_baseline = False
-        self._is_confirmed = fast_compile_options() == memory_analysis_options()
-        self._unplanned = _unplanned(program)
-        self._compiling: concurrent.futures.Future | None = None
-        run = repetition(program) if is_long(program) else None
-        self._shorter = None if run is None else Shorter(program, run, self._short_program)
-
-    @functools.cached_property
-    def _baseline_program(self) -> Program:
-        return self._program_of(self._unplanned, fast_compile_options())
-
-    def _short_program(self, jaxpr: Jaxpr) -> Program:
-        return self._program_of(_unplanned(Flat(jaxpr)), fast_compile_options())
-
-    @functools.cached_property
-    def _extrapolated(self) -> Candidate | None:
-        """The baseline of a long program, by shorter ones."""
-        if self._shorter is None:
-            return None
-        self._report("compiling short versions of the baseline")
-        compiled = self._shorter.cost()
-        return None if compiled is None else self._baseline_of(compiled)
-
-    def _compile_baseline(self) -> None:
-        """Start to compile the baseline in a thread, while Python analyzes the regions: XLA releases the GIL.
-
-        For a large program this compilation takes longest, since the whole is one region.
-        """
-        if self._compiling is None:
-            program = self._baseline_program  # traced here: the thread only compiles
-            pool = concurrent.futures.ThreadPoolExecutor(1)
-            self._compiling = pool.submit(lambda: program.cost)
-            pool.shutdown(wait=False)
+        return self._baseline.known is not None
 
     def _finish_baseline(self) -> None:
-        if not self._has_baseline:
-            self._compile_baseline()
-            assert self._compiling is not None
-            if not self._compiling.done():
-                self._report("compiling the baseline")
-            self._set_baseline(self._compiling.result())
+        self._note_baseline(self._baseline.compile())
 
     def _confirm_baseline(self) -> None:
         """Compile the baseline again where it may be the answer, without the options that may change its memory."""
-        if not self._is_confirmed or not self._has_baseline:
-            self._report("compiling the baseline")
-            self._set_baseline(self._program_of(self._unplanned, memory_analysis_options()).cost)
-            self._is_confirmed = True
-
-    @functools.cached_property
-    def _baseline_choice(self) -> tuple[Layout, list[Option]]:
-        layout, _ = self.lattice.stock_layouts[0]
-        return layout, [front.baseline for front in layout.fronts]
+        self._note_baseline(self._baseline.compile_exactly())
 
     @property
     def _baseline_peak(self) -> int:
@@ -399,12 +351,12 @@ class Search:
             BASELINE, *self._baseline_choice, peak, 0.0, 0.0, compiled, self.predict(peak, self.candidates)
         )
 
-    def _set_baseline(self, compiled: Cost) -> None:
-        baseline = self._baseline_of(compiled)
-        self._tried[self._key(*self._baseline_choice)] = baseline
-        candidates = self.candidates[1:] if self._has_baseline else self.candidates
-        self.candidates = [baseline, *candidates]
-        self._has_baseline = True
+    def _note_baseline(self, compiled: Cost) -> None:
+        noted = self.candidates[:1] if self.candidates and self.candidates[0].name == BASELINE else []
+        if not noted or noted[0].compiled is not compiled:
+            baseline = self._baseline_of(compiled)
+            self._tried[self._key(*self._baseline_choice)] = baseline
+            self.candidates = [baseline, *self.candidates[len(noted) :]]
 
     def _least_cost(self, family: Family, limit: float) -> float:
         """The least cost of the choices that the model puts below a limit; 0 if there is none."""
@@ -529,8 +481,8 @@ class Search:
 
     def _known(self) -> list[Candidate]:
         """The compiled candidates, and the baseline if it is extrapolated."""
-        baseline = None if self._has_baseline else self._extrapolated
-        return self.candidates if baseline is None else [baseline, *self.candidates]
+        cost = None if self._baseline.compiled is not None else self._baseline.extrapolated
+        return self.candidates if cost is None else [self._baseline_of(cost), *self.candidates]
 
     def _target(self, budget: int, bracket: Bracket) -> float:
         """The limit of the model at which the prediction for a family meets the budget."""
@@ -591,12 +543,6 @@ class Search:
 
 def _cost(choice: Choice) -> float:
     return sum(option.cost for option in choice[1])
-
-
-def _unplanned(program: Flat) -> Jaxpr:
-    """The program without rematerialization."""
-    parts = program.split()
-    return rewrite(program.jaxpr, parts, [UNPLANNED] * len(parts))
 
 
 _UNCHANGED = UNPLANNED.decision

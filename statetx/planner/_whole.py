@@ -20,6 +20,7 @@ from .._jax import Jaxpr
 from .._lift.context import TraceContext
 from .._remat.stored import BITS
 from ..residuals.report import BASELINE
+from ._baseline import ProgramOf
 from ._candidate import Candidate, with_gradient
 from ._capture import Captured, Fixed, Recorded
 from ._search import Search
@@ -77,7 +78,7 @@ def start_search(
     recorded: Recorded,
     options: Options,
     report: Callable[[str], None] = lambda text: None,
-    program_of: Callable[[Jaxpr, dict[str, Any]], Program] | None = None,
+    program_of: ProgramOf | None = None,
     compile_baseline: bool = False,
 ) -> Search:
     # Operations have no exchange rate with transfers: under "flops" offloading is free, and limited by memory alone. Without host
@@ -265,7 +266,7 @@ class Several(Whole):
                 searches.append(start_search(gradient, options, report, self._alone(gradient)))
         return searches
 
-    def _alone(self, gradient: Recorded) -> Callable[[Jaxpr, dict[str, Any]], Program]:
+    def _alone(self, gradient: Recorded) -> ProgramOf:
         program_of = _gradient_of(gradient)
         return lambda jaxpr, compiler_options: program_of(jaxpr, self._with_own(compiler_options))
 
