@@ -256,7 +256,7 @@ def test_order_survives_a_file(plan, tmp_path):
 def test_order_takes_less_memory(planner, plan, monkeypatch):
     """The same choice with its order and without."""
     (whole,) = planner._wholes()
-    candidate = whole.searches[0].best(plan.budget_bytes)
+    candidate = whole.searches[0].candidates.best(plan.budget_bytes)
     choice = whole.best(plan.budget_bytes)
     assert choice.candidates == (candidate,) and len(candidate.layout.order) == 1
     ordered = whole.compile(choice, None).cost

@@ -182,7 +182,7 @@ def test_baseline_is_not_compiled_for_bytes_far_below_it():
     planner = Planner(loss, many, X, of="temporaries", argnums=0)
     plan = planner.plan(least)
     assert plan.temp_bytes <= least
-    assert [name for name, _, _ in plan.measured()].count("no remat") == planner._search._baseline.is_started
+    assert [name for name, _, _ in plan.measured()].count("no remat") == planner._search.baseline.is_started
 
 
 def test_plans_are_deterministic():

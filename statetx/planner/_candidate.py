@@ -1,20 +1,27 @@
-"""Candidates of a search, and the program with its gradient that is compiled for each of them."""
+"""Candidates of a search: compiled choices of options, the memory that they predict for others, and the program compiled for each."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from .. import _jax
-from .._equations.compiled import Cost, Program
+from .._equations.compiled import Cost, Program, memory_analysis_options
 from .._equations.differentiate import with_pullback
+from .._equations.flops import flops
 from .._jax import Jaxpr
 from .._lift.context import TraceContext
 from .._tree import is_float
-from ._layout import Layout
+from ..residuals.report import BASELINE
+from ._analysis import EquationCost
+from ._baseline import Baseline, ProgramOf
+from ._bracket import interpolate
+from ._choice import Choice
+from ._layout import UNPLANNED, Layout
 from ._option import Option
 
 
@@ -44,6 +51,143 @@ class Candidate:
     @property
     def temp_bytes(self) -> int:
         return self.compiled.temp_bytes
+
+
+class Candidates:
+    """The compiled candidates of a search, and the memory that they predict for other choices.
+
+    They are in order of compilation, except that the baseline comes first once it is compiled.
+
+    Args:
+        baseline: the program without rematerialization.
+        unplanned: the choice that stands for it.
+        program_of: see `ProgramOf`.
+        equation_cost: see `EquationCost`.
+        report: called with a description of each compilation.
+
+    Attributes:
+        baseline_peak: bytes of the baseline, by the model.
+    """
+
+    def __init__(
+        self,
+        baseline: Baseline,
+        unplanned: Choice,
+        program_of: ProgramOf,
+        equation_cost: EquationCost,
+        report: Callable[[str], None],
+    ):
+        self._program_of, self._report = program_of, report
+        self._counts_flops = equation_cost is flops
+        self._baseline, self._unplanned = baseline, unplanned
+        self._baseline_candidate: Candidate | None = None
+        self._others: dict[Any, Candidate] = {}  # by `_key`
+
+        layout, options = unplanned
+        self._baseline_key, self.baseline_peak = _key(layout, options), layout.peak(options)
+
+    def __iter__(self) -> Iterator[Candidate]:
+        first = [] if self._baseline_candidate is None else [self._baseline_candidate]
+        return iter([*first, *self._others.values()])
+
+    def __len__(self) -> int:
+        return len(self._others) + (self._baseline_candidate is not None)
+
+    def find(self, layout: Layout, options: Sequence[Option]) -> Candidate | None:
+        """The candidate of a choice; None if it is not compiled."""
+        key = _key(layout, options)
+        if self._baseline_candidate is not None and key == self._baseline_key:
+            return self._baseline_candidate
+        return self._others.get(key)
+
+    def has(self, layout: Layout, options: Sequence[Option]) -> bool:
+        """Whether a choice is compiled."""
+        return self.find(layout, options) is not None
+
+    def measure(self, layout: Layout, options: Sequence[Option], name: str = "plan") -> Candidate:
+        """Compile a choice, unless it was compiled before."""
+        known = self.find(layout, options)
+        if known is not None:
+            return known
+        peak = layout.peak(options)
+        predicted = self.predict(peak)
+        self._report(f"compiling candidate {len(self) + 1}")
+        compiled = self._program_of(layout.rewrite(options), memory_analysis_options()).cost
+
+        # The operations that rewriting adds to the equations are exact, checkpointed loops included. Seconds are known by
+        # the model only.
+        predicted_cost = sum(o.cost for o in options)
+        added_cost = predicted_cost
+        if self._counts_flops:
+            added_cost = compiled.flops - self._baseline.flops
+        candidate = Candidate(name, layout, list(options), peak, predicted_cost, added_cost, compiled, predicted)
+        self._others[_key(layout, options)] = candidate
+        return candidate
+
+    def best(self, budget: float) -> Candidate | None:
+        """The cheapest candidate that keeps a budget."""
+        fitting = [c for c in self if c.temp_bytes <= budget]
+        return min(fitting, key=lambda c: (c.added_cost, c.name != BASELINE, c.temp_bytes), default=None)
+
+    def smallest(self) -> Candidate:
+        return min(self, key=lambda c: c.temp_bytes)
+
+    def predict(self, peak: float) -> float:
+        """Predict the temporary bytes of a choice with this peak."""
+        return predicted_bytes(peak, self.known())
+
+    def known(self) -> list[Candidate]:
+        """The candidates, and the baseline if it is extrapolated."""
+        cost = None if self._baseline.compiled is not None else self._baseline.extrapolated
+        return list(self) if cost is None else [self._candidate_of_baseline(cost), *self]
+
+    # -- the baseline ------------------------------------------------------------------------------------------------
+
+    def compile_baseline(self) -> Candidate:
+        """Compile the baseline, unless it is compiled."""
+        return self._note_baseline(self._baseline.compile())
+
+    def confirm_baseline(self) -> None:
+        """Compile the baseline again where it may be the answer, without the options that may change its memory."""
+        self._note_baseline(self._baseline.compile_exactly())
+
+    def baseline_bytes(self) -> int:
+        """Temporary bytes of the baseline: by its program, or extrapolated for a long one."""
+        known = self._baseline.known
+        return self.compile_baseline().temp_bytes if known is None else known.temp_bytes
+
+    @property
+    def unplanned_bytes(self) -> int:
+        """Temporary bytes of the baseline: as of `baseline_bytes` if these are known, else predicted."""
+        known = self._baseline.known
+        return int(self.predict(self.baseline_peak)) if known is None else known.temp_bytes
+
+    def _note_baseline(self, compiled: Cost) -> Candidate:
+        if self._baseline_candidate is None or self._baseline_candidate.compiled is not compiled:
+            self._baseline_candidate = self._candidate_of_baseline(compiled)
+        return self._baseline_candidate
+
+    def _candidate_of_baseline(self, compiled: Cost) -> Candidate:
+        peak = self.baseline_peak
+        return Candidate(BASELINE, *self._unplanned, peak, 0.0, 0.0, compiled, predicted_bytes(peak, list(self)))
+
+
+def _key(layout: Layout, options: Sequence[Option]) -> tuple[Any, ...]:
+    # The decisions alone, since measurements change an option's bytes; and where parts stay unchanged, cuts make no difference.
+    decisions = [o.decision for o in options]
+    changed = [(r.start, r.end, d) for r, d in zip(layout.regions, decisions, strict=True) if d != UNPLANNED.decision]
+    return (*changed, *(layout.order if changed else ()))
+
+
+def predicted_bytes(peak: float, candidates: Sequence[Candidate]) -> float:
+    """Predict the temporary bytes of a choice with this peak, by interpolation between compiled candidates."""
+    points = sorted({(c.peak, c.temp_bytes) for c in candidates if c.name != BASELINE})
+    if not points:
+        # Only the baseline: a bad guide, since XLA fuses more without remat. Take the geometric mean of it and the model.
+        points = sorted({(c.peak, math.sqrt(c.peak * c.temp_bytes)) for c in candidates})
+    if not points:
+        return peak
+    return interpolate(points, peak)
 
 
 def with_gradient(

@@ -23,10 +23,11 @@ from .._remat.survey import Site
 from .._text import format_bytes, short_path, type_str
 from ..residuals._trace import user_line
 from ._budget import STEP, Budget
+from ._candidate import Candidate
 from ._groups import Groups
 from ._option import Option
 from ._parts import Flat, Order, Part, flatten
-from ._search import Candidate, Search
+from ._search import Search
 from ._stored import stored_bytes
 from ._values import values_of
 

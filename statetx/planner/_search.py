@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
-from .._equations.compiled import Cost, memory_analysis_options
 from .._equations.flops import flops
 from .._jax import Jaxpr
 from .._lift.context import TraceContext
@@ -20,12 +17,12 @@ from .._text import format_bytes
 from ..residuals.report import BASELINE
 from ._analysis import EquationCost
 from ._baseline import Baseline, ProgramOf
-from ._bracket import Bracket, Proposal, interpolate
-from ._candidate import Candidate, with_gradient
+from ._bracket import Bracket, Proposal
+from ._candidate import Candidate, Candidates, predicted_bytes, with_gradient
 from ._choice import Choice, Family, kind_of
 from ._groups import Groups
 from ._lattice import Lattice
-from ._layout import UNPLANNED, Layout
+from ._layout import Layout
 from ._option import Option
 from ._parts import Flat, flatten
 from ._shorter import is_long
@@ -76,7 +73,8 @@ class Search:
 
     Attributes:
         lattice: the regions, and the choice among them.
-        candidates: compiled candidates in order of compilation, except that the baseline comes first once it is compiled.
+        baseline: the program without rematerialization.
+        candidates: what is compiled.
     """
 
     def __init__(
@@ -96,27 +94,27 @@ class Search:
         formats: Formats = (),
     ):
         self._end = None if time_limit is None else time.monotonic() + time_limit
-        self._report = report
-        self._program_of = program_of or functools.partial(with_gradient, list(diff_indices), num_out, context)
-        self.equation_cost = equation_cost
         self._has_kept_cost = kept_byte_cost > 0
+        self._counts_flops = equation_cost is flops
         self.jaxpr = flatten(jaxpr)
-        self.candidates: list[Candidate] = []
-        self._tried: dict[Any, Candidate] = {}
         self._budget = float("inf")  # of the fit under way
 
         # The baseline, whose regions all stay unchanged, compiles in a thread while the others are analyzed.
         program = Flat(self.jaxpr)
-        self._baseline = Baseline(program, self._program_of, report)
+        if program_of is None:
+            program_of = functools.partial(with_gradient, list(diff_indices), num_out, context)
+        self.baseline = Baseline(program, program_of, report)
         if compile_baseline:
-            self._baseline.start()
+            self.baseline.start()
         report("analyzing the program")
         options = {"policies": [as_policy(p) for p in STOCK], "offload": offload, "deadline": self.is_late}
         options |= {"equation_cost": equation_cost, "context": context, "kept_byte_cost": kept_byte_cost}
         options["formats"] = formats
         self.lattice = Lattice(program, diff_indices, num_out, **options)
         layout, _ = self.lattice.stock_layouts[0]
-        self._baseline_choice = layout, [front.baseline for front in layout.fronts]
+        unplanned = layout, [front.baseline for front in layout.fronts]
+        report_candidate = lambda text: report(text + self._best_so_far())  # noqa: E731
+        self.candidates = Candidates(self.baseline, unplanned, program_of, equation_cost, report_candidate)
         self._forward_cost = sum(map(equation_cost, program.jaxpr.eqns))
         self._is_long = is_long(program)
         self._negligible = (_NEGLIGIBLE_OF_LONG if self._is_long else _NEGLIGIBLE) * self._forward_cost
@@ -136,17 +134,17 @@ class Search:
         """
         self._budget = float(budget)
         # The baseline costs nothing: where it may be the answer, its bytes must be exact. Far above the budget it is not compiled.
-        if self._baseline.extrapolated is not None:
-            if self._baseline.extrapolated.temp_bytes <= _NEARLY * budget:
-                self._confirm_baseline()
-        elif self._baseline.is_started or self._baseline_peak <= _FAR_ABOVE_BUDGET**2 * budget:
-            self._finish_baseline()
-            if self.baseline_bytes() <= budget:
-                self._confirm_baseline()
+        if self.baseline.extrapolated is not None:
+            if self.baseline.extrapolated.temp_bytes <= _NEARLY * budget:
+                self.candidates.confirm_baseline()
+        elif self.baseline.is_started or self.candidates.baseline_peak <= _FAR_ABOVE_BUDGET**2 * budget:
+            self.candidates.compile_baseline()
+            if self.candidates.baseline_bytes() <= budget:
+                self.candidates.confirm_baseline()
 
         brackets = [Bracket(family) for family in self.lattice.families]
         for num_tries in range(_MAX_TRIES * _PERSISTENCE):
-            if self.is_late() or (num_tries >= _MAX_TRIES and self.best(budget) is not None):
+            if self.is_late() or (num_tries >= _MAX_TRIES and self.candidates.best(budget) is not None):
                 break
             proposals = [p for bracket in brackets if (p := self._proposal(bracket, budget)) is not None]
             if not proposals or self.is_late():
@@ -155,7 +153,7 @@ class Search:
             # memory than the model says is held to lower limits, and costs more.
             proposal = min(proposals, key=lambda p: (p.target is None, p.bracket.num_tries, p.cost))
             proposal.bracket.num_tries += 1
-            candidate = self.measure(*proposal.choice)
+            candidate = self.candidates.measure(*proposal.choice)
             is_kept = candidate.temp_bytes <= budget
             if proposal.target is None:
                 proposal.bracket.note_probe(candidate.peak, is_kept)
@@ -164,19 +162,22 @@ class Search:
 
         # Whether the budget is infeasible is decided by the compiled programs of the lowest peaks, not by the model.
         for family in self.lattice.families:
-            if self.best(budget) is None and not self.is_late() and (least := self._lowest_peak(family)) is not None:
-                self.measure(*least)
+            if self.candidates.best(budget) is None and not self.is_late():
+                least = self._lowest_peak(family)
+                if least is not None:
+                    self.candidates.measure(*least)
         self._try_stock(budget)
         if not self.candidates:  # the time was up at once
             self._measure_any()
-        return self.best(budget)
+        return self.candidates.best(budget)
 
     def _measure_any(self) -> None:
         """Compile a program that takes little time to find and to compile."""
-        if not self._is_long:
-            return self._finish_baseline()
-        layout, is_planned = self.lattice.stock_layouts[0]
-        self.measure(layout, _stock_options(layout, is_planned, STOCK.index("nothing")), "nothing")
+        if self._is_long:
+            layout, is_planned = self.lattice.stock_layouts[0]
+            self.candidates.measure(layout, _stock_options(layout, is_planned, STOCK.index("nothing")), "nothing")
+        else:
+            self.candidates.compile_baseline()
 
     def _proposal(self, bracket: Bracket, budget: int) -> Proposal | None:
         """The next choice of a family to compile; None if there is none, or little left to gain."""
@@ -186,7 +187,7 @@ class Search:
 
     def _bisect(self, bracket: Bracket, budget: int) -> Proposal | None:
         """A choice between one that keeps the budget and one that does not."""
-        best, family = self.best(budget), bracket.family
+        best, family = self.candidates.best(budget), bracket.family
 
         if self._is_long and best is not None and self._family_of(best) is family and best.temp_bytes >= _FULL * budget:
             return None
@@ -207,12 +208,12 @@ class Search:
             return None
 
         # A choice that was compiled before gives its side of the bisection; go on to the nearest other choice.
-        if self._was_tried(*choice):
-            tried = self._tried[self._key(*choice)]
+        tried = self.candidates.find(*choice)
+        if tried is not None:
             bracket.narrow(target, tried.temp_bytes <= budget)
             target = self._next_untried(bracket, tried, budget)
             choice = None if target is None else self._propose(family, target)
-            if choice is None or self._was_tried(*choice):
+            if choice is None or self.candidates.has(*choice):
                 return None
         if self._is_long and best is not None and best.added_cost - _cost(choice) <= self._negligible:
             return None
@@ -223,7 +224,7 @@ class Search:
 
         XLA's memory is not monotone in the model's: choices of nearly equal peaks differ by several percent.
         """
-        family, best = bracket.family, self.best(budget)
+        family, best = bracket.family, self.candidates.best(budget)
         most = _MAX_PROBES * (_PERSISTENCE if best is None else 1)
         if bracket.num_probes >= most or (self._is_long and best is not None):
             return None
@@ -234,7 +235,7 @@ class Search:
             if limit == float("inf") or best.added_cost <= 2 * self._negligible:
                 return None
         for _ in range(_MAX_PROBE_STEPS):
-            if choice is not None and not self._was_tried(*choice):
+            if choice is not None and not self.candidates.has(*choice):
                 return Proposal(bracket, None, choice)
             limit *= 1.02
             choice = family.choose(limit)
@@ -246,40 +247,27 @@ class Search:
 
     def _best_so_far(self) -> str:
         """For progress: the cheapest candidate within the budget, or else the smallest."""
-        best = self.best(self._budget) or (self.smallest() if self.candidates else None)
+        best = self.candidates.best(self._budget) or (self.candidates.smallest() if self.candidates else None)
         if best is None:
             return ""
         percent = 100 * best.added_cost / max(self._forward_cost, 1e-30)  # operations, or seconds
         fits = "" if best.temp_bytes <= self._budget else ", above the budget"
         return f"; best so far {format_bytes(best.temp_bytes)}{fits}, {percent:+.1f}% of a forward pass"
 
-    def best(self, budget: float) -> Candidate | None:
-        """The cheapest compiled candidate that keeps a budget."""
-        fitting = [c for c in self.candidates if c.temp_bytes <= budget]
-        return min(fitting, key=lambda c: (c.added_cost, c.name != BASELINE, c.temp_bytes), default=None)
-
-    def smallest(self) -> Candidate:
-        return min(self.candidates, key=lambda c: c.temp_bytes)
-
     def ends(self) -> tuple[int, int]:
         """The least temporary bytes reached, and the baseline's."""
-        self.baseline_bytes()
+        self.candidates.baseline_bytes()
         for family in self.lattice.families:
             least = self._lowest_peak(family)
             if least is not None and not self.is_late():
-                self.measure(*least)
-        return self.smallest().temp_bytes, self.baseline_bytes()
-
-    def baseline_bytes(self) -> int:
-        """Temporary bytes of the baseline: by its program, or extrapolated for a long one."""
-        known = self._baseline.known
-        return self.baseline.temp_bytes if known is None else known.temp_bytes
+                self.candidates.measure(*least)
+        return self.candidates.smallest().temp_bytes, self.candidates.baseline_bytes()
 
     def fraction_of_baseline(self, fraction: float) -> int:
         """A fraction of the baseline's temporary bytes."""
         if fraction > 0.99:  # the baseline may be the answer, and fast compilation may be off by a few hundred bytes
-            self._confirm_baseline()
-        return int(fraction * self.baseline_bytes())
+            self.candidates.confirm_baseline()
+        return int(fraction * self.candidates.baseline_bytes())
 
     def curve(self, num: int = 20) -> list[tuple[float, float]]:
         """Points (predicted bytes, added operations or seconds relative to the baseline) of the model's best choices.
@@ -288,7 +276,7 @@ class Search:
         """
         everything = self.lattice.families[0]
         low = everything.least_peak()
-        high = max(low + 1, self._baseline_peak, *(c.peak for c in self.candidates))
+        high = max(low + 1, self.candidates.baseline_peak, *(c.peak for c in self.candidates))
         total_cost = self.total_cost()
 
         points: list[tuple[float, float]] = []
@@ -296,67 +284,21 @@ class Search:
             choice = everything.choose(limit)
             if choice is not None:
                 cost = sum(o.cost for o in choice[1]) / total_cost
-                points.append((self.predict(choice[0].peak(choice[1])), cost))
+                points.append((self.candidates.predict(choice[0].peak(choice[1])), cost))
 
         # Predictions are not monotone in the limit: take running extrema.
         least = float("inf")
         for i, (_, cost) in enumerate(points):
             least = min(least, cost)
             points[i] = (max(b for b, _ in points[: i + 1]), least)
-        baseline_bytes = float(self.unplanned_bytes)
+        baseline_bytes = float(self.candidates.unplanned_bytes)
         return [*(point for point in points if point[0] < baseline_bytes), (baseline_bytes, min(least, 0.0))]
 
     def total_cost(self) -> float:
         """The cost of the baseline with its gradient."""
         # The backward pass costs about twice the forward pass: a product has a derivative by each of its two operands. Times
         # are only known of equations, not of the compiled program.
-        return max(1e-30, self.baseline_flops if self.equation_cost is flops else 3 * self._forward_cost)
-
-    @property
-    def baseline(self) -> Candidate:
-        """The program without rematerialization; compiled on demand."""
-        self._finish_baseline()
-        return self.candidates[0]
-
-    @property
-    def baseline_flops(self) -> int:
-        """Operations of the baseline with its gradient, known without compilation."""
-        return self._baseline.flops
-
-    @property
-    def unplanned_bytes(self) -> int:
-        """Temporary bytes of the baseline: as of `baseline_bytes` if these are known, else predicted."""
-        return self.baseline_bytes() if self.knows_baseline else int(self.predict(self._baseline_peak))
-
-    @property
-    def knows_baseline(self) -> bool:
-        """Whether the bytes of the baseline are compiled or extrapolated."""
-        return self._baseline.known is not None
-
-    def _finish_baseline(self) -> None:
-        self._note_baseline(self._baseline.compile())
-
-    def _confirm_baseline(self) -> None:
-        """Compile the baseline again where it may be the answer, without the options that may change its memory."""
-        self._note_baseline(self._baseline.compile_exactly())
-
-    @property
-    def _baseline_peak(self) -> int:
-        layout, options = self._baseline_choice
-        return layout.peak(options)
-
-    def _baseline_of(self, compiled: Cost) -> Candidate:
-        peak = self._baseline_peak
-        return Candidate(
-            BASELINE, *self._baseline_choice, peak, 0.0, 0.0, compiled, self.predict(peak, self.candidates)
-        )
-
-    def _note_baseline(self, compiled: Cost) -> None:
-        noted = self.candidates[:1] if self.candidates and self.candidates[0].name == BASELINE else []
-        if not noted or noted[0].compiled is not compiled:
-            baseline = self._baseline_of(compiled)
-            self._tried[self._key(*self._baseline_choice)] = baseline
-            self.candidates = [baseline, *self.candidates[len(noted) :]]
+        return max(1e-30, self.baseline.flops if self._counts_flops else 3 * self._forward_cost)
 
     def _least_cost(self, family: Family, limit: float) -> float:
         """The least cost of the choices that the model puts below a limit; 0 if there is none."""
@@ -417,7 +359,7 @@ class Search:
             choice = self._propose(bracket.family, target)
             if choice is None:
                 return None
-            if not self._was_tried(*choice):
+            if not self.candidates.has(*choice):
                 return target
         return None
 
@@ -428,11 +370,13 @@ class Search:
             found = []
             for layout, is_planned in self.lattice.stock_layouts:
                 options = _stock_options(layout, is_planned, n)
-                candidate = self._tried.get(self._key(layout, options))
+                candidate = self.candidates.find(layout, options)
                 if candidate is not None:
                     found.append((False, candidate.temp_bytes, candidate.added_cost))
                 else:
-                    found.append((True, int(self.predict(layout.peak(options))), sum(o.cost for o in options)))
+                    found.append(
+                        (True, int(self.candidates.predict(layout.peak(options))), sum(o.cost for o in options))
+                    )
             is_predicted, temp_bytes, cost = min(found)
             policies.append((name, temp_bytes, cost, is_predicted))
         return policies
@@ -442,17 +386,19 @@ class Search:
         candidates = []
         for (layout, is_planned), (n, name) in itertools.product(self.lattice.stock_layouts, enumerate(STOCK)):
             options = _stock_options(layout, is_planned, n)
-            is_close = self.predict(layout.peak(options)) <= _FAR_ABOVE_BUDGET * budget and not self.is_late()
-            if self._was_tried(layout, options) or is_close:
-                candidates.append(self.measure(layout, options, name))
+            is_close = (
+                self.candidates.predict(layout.peak(options)) <= _FAR_ABOVE_BUDGET * budget and not self.is_late()
+            )
+            if self.candidates.has(layout, options) or is_close:
+                candidates.append(self.candidates.measure(layout, options, name))
         return candidates
 
     def _try_stock(self, budget: int) -> None:
         """Compile the stock policies that the model thinks cheaper than the best candidate, or all if there is none."""
         for (layout, is_planned), (n, name) in itertools.product(self.lattice.stock_layouts, enumerate(STOCK)):
-            best = self.best(budget)
+            best = self.candidates.best(budget)
             options = _stock_options(layout, is_planned, n)
-            if self._was_tried(layout, options) or self.is_late():
+            if self.candidates.has(layout, options) or self.is_late():
                 continue
             if best is not None:
                 # Not worth a compilation: a policy clearly more expensive than the best, or predicted far above the budget.
@@ -461,40 +407,21 @@ class Search:
                 if self._measure_parts(layout, options):
                     options = _stock_options(layout, is_planned, n)
                 most = _ABOVE_BUDGET if self._is_long else _FAR_ABOVE_BUDGET
-                if self.predict(layout.peak(options)) > most * budget:
+                if self.candidates.predict(layout.peak(options)) > most * budget:
                     continue
-            self.measure(layout, options, name)
-
-    # -- the corrected model -----------------------------------------------------------------------------------------
-
-    def predict(self, peak: float, candidates: Sequence[Candidate] | None = None) -> float:
-        """Predict the temporary bytes of a choice with this peak, by interpolation between compiled candidates."""
-        if candidates is None:
-            candidates = self._known()
-        points = sorted({(c.peak, c.temp_bytes) for c in candidates if c.name != BASELINE})
-        if not points:
-            # Only the baseline: a bad guide, since XLA fuses more without remat. Take the geometric mean of it and the model.
-            points = sorted({(c.peak, math.sqrt(c.peak * c.temp_bytes)) for c in candidates})
-        if not points:
-            return peak
-        return interpolate(points, peak)
-
-    def _known(self) -> list[Candidate]:
-        """The compiled candidates, and the baseline if it is extrapolated."""
-        cost = None if self._baseline.compiled is not None else self._baseline.extrapolated
-        return self.candidates if cost is None else [self._baseline_of(cost), *self.candidates]
+            self.candidates.measure(layout, options, name)
 
     def _target(self, budget: int, bracket: Bracket) -> float:
         """The limit of the model at which the prediction for a family meets the budget."""
         low, high = bracket.low, bracket.high
         in_family = [c for c in self.candidates if self._family_of(c) is bracket.family and c.name != BASELINE]
-        candidates = in_family or self._known()
+        candidates = in_family or self.candidates.known()
 
-        # `predict` is monotone, so bisection applies. Without an upper limit, four times the largest number known stands for it.
+        # `predicted_bytes` is monotone, so bisection applies. Without an upper limit, four times the largest number known stands for it.
         bottom, top = low, high if high < float("inf") else 4.0 * max([budget, *(c.peak for c in self.candidates)])
         for _ in range(50):
             middle = (bottom + top) / 2
-            bottom, top = (middle, top) if self.predict(middle, candidates) <= budget else (bottom, middle)
+            bottom, top = (middle, top) if predicted_bytes(middle, candidates) <= budget else (bottom, middle)
         if high < float("inf"):  # stay clear of both ends, so that each try shortens the interval by a tenth or more
             margin = 0.1 * (high - low)
             return min(max(bottom, low + margin), high - margin)
@@ -508,44 +435,9 @@ class Search:
         families = [f for f in self.lattice.families if f.kind == kind]
         return next(f for f in reversed(families) if f.ends is None or f.ends.issuperset(cuts))
 
-    # -- compiling ---------------------------------------------------------------------------------------------------
-
-    def _key(self, layout: Layout, options: Sequence[Option]) -> Any:
-        # The decisions alone, since measurements change an option's bytes; and where parts stay unchanged, cuts make no difference.
-        decisions = [o.decision for o in options]
-        changed = [(r.start, r.end, d) for r, d in zip(layout.regions, decisions, strict=True) if d != _UNCHANGED]
-        return (*changed, *(layout.order if changed else ()))
-
-    def _was_tried(self, layout: Layout, options: Sequence[Option]) -> bool:
-        return self._key(layout, options) in self._tried
-
-    def measure(self, layout: Layout, options: Sequence[Option], name: str = "plan") -> Candidate:
-        """Compile a choice, unless it was compiled before."""
-        key = self._key(layout, options)
-        if key in self._tried:
-            return self._tried[key]
-        peak = layout.peak(options)
-        predicted_bytes = self.predict(peak)
-        self._report(f"compiling candidate {len(self.candidates) + 1}{self._best_so_far()}")
-        compiled = self._program_of(layout.rewrite(options), memory_analysis_options()).cost
-
-        # The operations that rewriting adds to the equations are exact, checkpointed loops included. Seconds are known by
-        # the model only.
-        predicted_cost = sum(o.cost for o in options)
-        added_cost = predicted_cost
-        if self.equation_cost is flops:
-            added_cost = compiled.flops - self.baseline_flops
-        candidate = Candidate(name, layout, list(options), peak, predicted_cost, added_cost, compiled, predicted_bytes)
-        self._tried[key] = candidate
-        self.candidates.append(candidate)
-        return candidate
-
 
 def _cost(choice: Choice) -> float:
     return sum(option.cost for option in choice[1])
-
-
-_UNCHANGED = UNPLANNED.decision
 
 
 def _stock_options(layout: Layout, is_planned: Sequence[bool], number: int) -> list[Option]:

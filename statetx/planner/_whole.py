@@ -21,7 +21,7 @@ from .._lift.context import TraceContext
 from .._remat.stored import BITS
 from ..residuals.report import BASELINE
 from ._baseline import ProgramOf
-from ._candidate import Candidate, with_gradient
+from ._candidate import Candidate, predicted_bytes, with_gradient
 from ._capture import Captured, Fixed, Recorded
 from ._search import Search
 from ._stored import Formats
@@ -151,7 +151,7 @@ class Whole:
 
     def best(self, temp_bytes: int) -> Choice | None:
         """`fit` among the choices that are compiled."""
-        return self._choice_of(self.searches[0].best(temp_bytes))
+        return self._choice_of(self.searches[0].candidates.best(temp_bytes))
 
     def stock_choices(self, temp_bytes: int) -> list[Choice]:
         """The stock policies that keep a number of temporary bytes, compiled for it."""
@@ -163,7 +163,7 @@ class Whole:
         return None if candidate is None else Choice((candidate,), candidate.compiled)
 
     def smallest(self) -> Choice:
-        candidate = self.searches[0].smallest()
+        candidate = self.searches[0].candidates.smallest()
         return Choice((candidate,), candidate.compiled)
 
     def choices(self) -> Iterator[Choice]:
@@ -203,14 +203,14 @@ class Whole:
     def unplanned_bytes(self) -> int:
         """Temporary bytes without rematerialization: predicted, unless that program is compiled."""
         with self._contexts():
-            return self.searches[0].unplanned_bytes
+            return self.searches[0].candidates.unplanned_bytes
 
     def unplanned_flops(self) -> int:
-        return self.searches[0].baseline_flops
+        return self.searches[0].baseline.flops
 
     def has_baseline(self) -> bool:
         """Whether the bytes of the program without rematerialization are compiled or extrapolated."""
-        return self.searches[0].knows_baseline
+        return self.searches[0].baseline.known is not None
 
     def ends(self) -> tuple[int, int]:
         """The least temporary bytes reached, and the baseline's."""
@@ -226,9 +226,8 @@ class Whole:
 
     def predict(self, choice: Choice) -> float:
         """Temporary bytes of a choice, predicted from all others."""
-        (candidate,), search = choice.candidates, self.searches[0]
-        others = [c for c in search.candidates if c is not candidate]
-        return search.predict(candidate.peak, others) if others else candidate.peak
+        (candidate,) = choice.candidates
+        return predicted_bytes(candidate.peak, [c for c in self.searches[0].candidates if c is not candidate])
 
     def stock_policies(self) -> list[tuple[str, int, float, bool]]:
         """See `Search.stock_policies`."""
@@ -313,7 +312,7 @@ class Several(Whole):
 
     def _within(self, limit: int) -> Choice:
         """Compile the cheapest candidates within a limit together; the smallest of a gradient that has none."""
-        return self._compile(self._each(lambda search: search.fit(limit) or search.smallest()))
+        return self._compile(self._each(lambda search: search.fit(limit) or search.candidates.smallest()))
 
     def _compile(self, candidates: Sequence[Candidate]) -> Choice:
         key = tuple(map(id, candidates))  # searches hold their candidates
@@ -354,7 +353,7 @@ class Several(Whole):
 
     @functools.cached_property
     def _baseline(self) -> Choice:
-        return self._compile(self._each(lambda search: search.baseline))
+        return self._compile(self._each(lambda search: search.candidates.compile_baseline()))
 
     def has_baseline(self) -> bool:
         return any(choice.name == BASELINE for choice in self.choices())
@@ -362,7 +361,7 @@ class Several(Whole):
     def unplanned_bytes(self) -> int:
         if self.has_baseline():
             return self._baseline.temp_bytes
-        return int(max(self._each(lambda search: search.unplanned_bytes)) + self._besides())
+        return int(max(self._each(lambda search: search.candidates.unplanned_bytes)) + self._besides())
 
     @functools.cache  # noqa: B019  # lives as long as its search
     def unplanned_flops(self) -> int:
@@ -376,7 +375,7 @@ class Several(Whole):
 
     def ends(self) -> tuple[int, int]:
         self._each(lambda search: search.ends())
-        self._compile(self._each(lambda search: search.smallest()))
+        self._compile(self._each(lambda search: search.candidates.smallest()))
         return self.smallest().temp_bytes, self._baseline.temp_bytes
 
     def fraction_of_baseline(self, fraction: float) -> int:
