@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,9 +25,9 @@ from ._layout import Layout
 from ._option import Option
 from ._parts import Flat, flatten
 from ._shorter import is_long
+from ._stock import STOCK, outcomes, policies_in
 from ._stored import Formats
 
-STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
 _MAX_TRIES = 8  # compilations for one budget, before the stock policies
 _MAX_PROBES = 3  # of them, for each family
 _PERSISTENCE = 3  # so many times as many tries and probes as long as no candidate keeps the budget
@@ -111,6 +110,7 @@ class Search:
         options |= {"equation_cost": equation_cost, "context": context, "kept_byte_cost": kept_byte_cost}
         options["formats"] = formats
         self.lattice = Lattice(program, diff_indices, num_out, **options)
+        self._stock = policies_in(self.lattice)
         layout, _ = self.lattice.stock_layouts[0]
         unplanned = layout, [front.baseline for front in layout.fronts]
         report_candidate = lambda text: report(text + self._best_so_far())  # noqa: E731
@@ -174,8 +174,8 @@ class Search:
     def _measure_any(self) -> None:
         """Compile a program that takes little time to find and to compile."""
         if self._is_long:
-            layout, is_planned = self.lattice.stock_layouts[0]
-            self.candidates.measure(layout, _stock_options(layout, is_planned, STOCK.index("nothing")), "nothing")
+            policy = next(policy for policy in self._stock if policy.name == "nothing")
+            self.candidates.measure(*policy.choice, policy.name)
         else:
             self.candidates.compile_baseline()
 
@@ -363,41 +363,28 @@ class Search:
                 return target
         return None
 
+    # -- stock policies --------------------------------------------------------------------------------------------
+
     def stock_policies(self) -> list[tuple[str, int, float, bool]]:
-        """Of each stock policy: name, temporary bytes, added cost, and whether these are predicted, since it was not compiled."""
-        policies = []
-        for n, name in enumerate(STOCK):
-            found = []
-            for layout, is_planned in self.lattice.stock_layouts:
-                options = _stock_options(layout, is_planned, n)
-                candidate = self.candidates.find(layout, options)
-                if candidate is not None:
-                    found.append((False, candidate.temp_bytes, candidate.added_cost))
-                else:
-                    found.append(
-                        (True, int(self.candidates.predict(layout.peak(options))), sum(o.cost for o in options))
-                    )
-            is_predicted, temp_bytes, cost = min(found)
-            policies.append((name, temp_bytes, cost, is_predicted))
-        return policies
+        """See `_stock.outcomes`."""
+        return outcomes(self._stock, self.candidates)
 
     def stock_candidates(self, budget: int) -> list[Candidate]:
         """The stock policies, compiled unless they are predicted far above a budget."""
         candidates = []
-        for (layout, is_planned), (n, name) in itertools.product(self.lattice.stock_layouts, enumerate(STOCK)):
-            options = _stock_options(layout, is_planned, n)
-            is_close = (
-                self.candidates.predict(layout.peak(options)) <= _FAR_ABOVE_BUDGET * budget and not self.is_late()
-            )
+        for policy in self._stock:
+            layout, options = policy.choice
+            predicted = self.candidates.predict(layout.peak(options))
+            is_close = predicted <= _FAR_ABOVE_BUDGET * budget and not self.is_late()
             if self.candidates.has(layout, options) or is_close:
-                candidates.append(self.candidates.measure(layout, options, name))
+                candidates.append(self.candidates.measure(layout, options, policy.name))
         return candidates
 
     def _try_stock(self, budget: int) -> None:
         """Compile the stock policies that the model thinks cheaper than the best candidate, or all if there is none."""
-        for (layout, is_planned), (n, name) in itertools.product(self.lattice.stock_layouts, enumerate(STOCK)):
+        for policy in self._stock:
             best = self.candidates.best(budget)
-            options = _stock_options(layout, is_planned, n)
+            layout, options = policy.choice
             if self.candidates.has(layout, options) or self.is_late():
                 continue
             if best is not None:
@@ -405,11 +392,13 @@ class Search:
                 if best.added_cost <= max(_CLEARLY_CHEAPER * sum(o.cost for o in options), self._negligible):
                     continue
                 if self._measure_parts(layout, options):
-                    options = _stock_options(layout, is_planned, n)
+                    layout, options = policy.choice
                 most = _ABOVE_BUDGET if self._is_long else _FAR_ABOVE_BUDGET
                 if self.candidates.predict(layout.peak(options)) > most * budget:
                     continue
-            self.candidates.measure(layout, options, name)
+            self.candidates.measure(layout, options, policy.name)
+
+    # -- the corrected model ---------------------------------------------------------------------------------------
 
     def _target(self, budget: int, bracket: Bracket) -> float:
         """The limit of the model at which the prediction for a family meets the budget."""
@@ -438,9 +427,3 @@ class Search:
 
 def _cost(choice: Choice) -> float:
     return sum(option.cost for option in choice[1])
-
-
-def _stock_options(layout: Layout, is_planned: Sequence[bool], number: int) -> list[Option]:
-    """The options of a stock policy, where it acts on some parts."""
-    pairs = zip(layout.fronts, is_planned, strict=True)
-    return [front.stock[number] if acts else front.baseline for front, acts in pairs]
