@@ -18,11 +18,10 @@ from ._analysis import EquationCost
 from ._baseline import Baseline, ProgramOf
 from ._bracket import Bracket, Proposal
 from ._candidate import Candidate, Candidates, predicted_bytes, with_gradient
-from ._choice import Choice, Family, kind_of
+from ._choice import Family, cost_of, kind_of
 from ._groups import Groups
 from ._lattice import Lattice
-from ._layout import Layout
-from ._option import Option
+from ._measured import cheapest_choice, lowest_peak_choice, measure_parts
 from ._parts import Flat, flatten
 from ._shorter import is_long
 from ._stock import STOCK, outcomes, policies_in
@@ -163,7 +162,7 @@ class Search:
         # Whether the budget is infeasible is decided by the compiled programs of the lowest peaks, not by the model.
         for family in self.lattice.families:
             if self.candidates.best(budget) is None and not self.is_late():
-                least = self._lowest_peak(family)
+                least = lowest_peak_choice(family, self.is_late)
                 if least is not None:
                     self.candidates.measure(*least)
         self._try_stock(budget)
@@ -198,12 +197,12 @@ class Search:
         if bracket.high <= bracket.low * 1.005:
             return None
         target = self._target(budget, bracket)
-        choice = self._propose(family, target)
+        choice = cheapest_choice(family, target, self.is_late)
         if choice is None and bracket.low < (least := family.least_peak()) < bracket.high:
             # One candidate that takes far more than the model says puts the target below every choice: go on above the least.
             bracket.low = least
             target = self._target(budget, bracket)
-            choice = self._propose(family, target)
+            choice = cheapest_choice(family, target, self.is_late)
         if choice is None:
             return None
 
@@ -212,10 +211,10 @@ class Search:
         if tried is not None:
             bracket.narrow(target, tried.temp_bytes <= budget)
             target = self._next_untried(bracket, tried, budget)
-            choice = None if target is None else self._propose(family, target)
+            choice = None if target is None else cheapest_choice(family, target, self.is_late)
             if choice is None or self.candidates.has(*choice):
                 return None
-        if self._is_long and best is not None and best.added_cost - _cost(choice) <= self._negligible:
+        if self._is_long and best is not None and best.added_cost - cost_of(choice) <= self._negligible:
             return None
         return Proposal(bracket, target, choice)
 
@@ -229,7 +228,7 @@ class Search:
         if bracket.num_probes >= most or (self._is_long and best is not None):
             return None
         if best is None:
-            choice, limit, enough = self._lowest_peak(family), family.least_peak(), float("inf")
+            choice, limit, enough = lowest_peak_choice(family, self.is_late), family.least_peak(), float("inf")
         else:
             choice, limit, enough = None, bracket.high, _WORTH_A_PROBE * best.added_cost
             if limit == float("inf") or best.added_cost <= 2 * self._negligible:
@@ -239,8 +238,8 @@ class Search:
                 return Proposal(bracket, None, choice)
             limit *= 1.02
             choice = family.choose(limit)
-            if choice is not None and _cost(choice) <= enough:
-                choice = self._propose(family, limit)
+            if choice is not None and cost_of(choice) <= enough:
+                choice = cheapest_choice(family, limit, self.is_late)
             else:
                 choice = None
         return None
@@ -258,7 +257,7 @@ class Search:
         """The least temporary bytes reached, and the baseline's."""
         self.candidates.baseline_bytes()
         for family in self.lattice.families:
-            least = self._lowest_peak(family)
+            least = lowest_peak_choice(family, self.is_late)
             if least is not None and not self.is_late():
                 self.candidates.measure(*least)
         return self.candidates.smallest().temp_bytes, self.candidates.baseline_bytes()
@@ -304,43 +303,7 @@ class Search:
         """The least cost of the choices that the model puts below a limit; 0 if there is none."""
         # Without a limit nothing costs less than the baseline, unless keeping has a cost.
         choice = family.choose(limit) if limit < float("inf") or self._has_kept_cost else None
-        return 0.0 if choice is None else _cost(choice)
-
-    def _lowest_peak(self, family: Family) -> Choice | None:
-        """The choice of the lowest peak, after measuring the options that come near it."""
-        while True:
-            # The cheapest choice within 0.1% of the lowest peak, rather than any at it.
-            limit = family.least_peak() * 1.001 + 1
-            choice = family.choose(limit)
-            if (
-                choice is None
-                or self.is_late()
-                or not (self._measure_parts(*choice) | self._measure_peak_part(*choice, 1.1 * limit))
-            ):
-                return choice
-
-    def _measure_peak_part(self, layout: Layout, options: Sequence[Option], limit: float) -> bool:
-        """Measure all options of the peak's part that fit a limit there. Returns whether anything was new."""
-        part, saved_bytes = layout.peak_part(options)
-        front, spare = layout.fronts[part], limit - layout.base[part] - saved_bytes
-        fitting = [o for o in front.options if o.saved_bytes + o.backward_bytes <= spare]
-
-        # A list, not a generator: `any` would stop at the first new measurement.
-        return any([front.measure(o) for o in fitting if not self.is_late()])
-
-    def _propose(self, family: Family, limit: float) -> Choice | None:
-        """The cheapest choice that the model puts within a limit, made of measured options only."""
-        # A measurement changes the bytes of chosen options, and so may change the choice. The loop ends: every turn but the last
-        # measures an option for the first time, and there are finitely many.
-        while True:
-            choice = family.choose(limit)
-            if choice is None or not self._measure_parts(*choice):
-                return choice
-
-    def _measure_parts(self, layout: Layout, options: Sequence[Option]) -> bool:
-        """Measure the options of a choice, each on its own. Returns whether anything was new."""
-        pairs = zip(layout.fronts, options, strict=True)
-        return any([front.measure(option) for front, option in pairs if not self.is_late()])
+        return 0.0 if choice is None else cost_of(choice)
 
     def _next_untried(self, bracket: Bracket, tried: Candidate, budget: int) -> float | None:
         """The next limit of the model that gives a new choice: above a candidate that fits, below one that does not."""
@@ -356,7 +319,7 @@ class Search:
             target *= step
             if not low <= target <= high or self.is_late():
                 return None
-            choice = self._propose(bracket.family, target)
+            choice = cheapest_choice(bracket.family, target, self.is_late)
             if choice is None:
                 return None
             if not self.candidates.has(*choice):
@@ -391,7 +354,7 @@ class Search:
                 # Not worth a compilation: a policy clearly more expensive than the best, or predicted far above the budget.
                 if best.added_cost <= max(_CLEARLY_CHEAPER * sum(o.cost for o in options), self._negligible):
                     continue
-                if self._measure_parts(layout, options):
+                if measure_parts(layout, options, self.is_late):
                     layout, options = policy.choice
                 most = _ABOVE_BUDGET if self._is_long else _FAR_ABOVE_BUDGET
                 if self.candidates.predict(layout.peak(options)) > most * budget:
@@ -423,7 +386,3 @@ class Search:
         cuts, kind = candidate.layout.cuts, kind_of(candidate.options)
         families = [f for f in self.lattice.families if f.kind == kind]
         return next(f for f in reversed(families) if f.ends is None or f.ends.issuperset(cuts))
-
-
-def _cost(choice: Choice) -> float:
-    return sum(option.cost for option in choice[1])

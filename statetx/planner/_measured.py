@@ -1,0 +1,49 @@
+"""Choices of measured options: the backward bytes of each part are those of its backward pass, compiled on its own.
+
+Until then they are the model's, which may be off by half. Each function stops measuring once the time is up (`is_late`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ._choice import Choice, Family
+from ._layout import Layout
+from ._option import Option
+
+
+def cheapest_choice(family: Family, limit: float, is_late: Callable[[], bool]) -> Choice | None:
+    """The cheapest choice that the model puts within a limit, made of measured options only."""
+    # A measurement changes the bytes of chosen options, and so may change the choice. The loop ends: every turn but the last
+    # measures an option for the first time, and there are finitely many.
+    while True:
+        choice = family.choose(limit)
+        if choice is None or not measure_parts(*choice, is_late):
+            return choice
+
+
+def lowest_peak_choice(family: Family, is_late: Callable[[], bool]) -> Choice | None:
+    """The choice of the lowest peak, after measuring the options that come near it."""
+    while True:
+        # The cheapest choice within 0.1% of the lowest peak, rather than any at it.
+        limit = family.least_peak() * 1.001 + 1
+        choice = family.choose(limit)
+        if choice is None or is_late():
+            return choice
+        if not (measure_parts(*choice, is_late) | _measure_peak_part(*choice, 1.1 * limit, is_late)):
+            return choice
+
+
+def measure_parts(layout: Layout, options: Sequence[Option], is_late: Callable[[], bool]) -> bool:
+    """Measure the options of a choice, each on its own. Returns whether anything was new."""
+    # A list, not a generator: `any` would stop at the first new measurement.
+    pairs = zip(layout.fronts, options, strict=True)
+    return any([front.measure(option) for front, option in pairs if not is_late()])
+
+
+def _measure_peak_part(layout: Layout, options: Sequence[Option], limit: float, is_late: Callable[[], bool]) -> bool:
+    """Measure all options of the peak's part that fit a limit there. Returns whether anything was new."""
+    part, saved_bytes = layout.peak_part(options)
+    front, spare = layout.fronts[part], limit - layout.base[part] - saved_bytes
+    fitting = [o for o in front.options if o.saved_bytes + o.backward_bytes <= spare]
+    return any([front.measure(o) for o in fitting if not is_late()])
