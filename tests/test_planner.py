@@ -23,7 +23,7 @@ from statetx._equations import primitives
 from statetx._equations.flops import flops
 from statetx._equations.structure import Body
 from statetx._loops.strategy import Strategy
-from statetx.planner import CostModel, Planner, _baseline, _choice, _cuts, _fronts, _layout, _parts, machine
+from statetx.planner import CostModel, Planner, _baseline, _choice, _cuts, _fronts, _layout, _parts, _search, machine
 from statetx.planner._analysis import Graph
 from statetx.planner._bracket import Bracket
 from statetx.planner._budget import read_amount
@@ -641,6 +641,24 @@ def test_time_limit_gives_the_best_so_far():
         statetx.plan(loss, WS, X, of="temporaries", budget="1KiB", argnums=0, time_limit=1e-3)
     plan = statetx.plan(loss, WS, X, of="temporaries", budget="1GiB", argnums=0, time_limit=1e-3)
     assert not plan.complete and "time limit" in str(plan)
+
+
+def test_search_ends_early_where_the_budget_is_far_below_every_candidate():
+    """Near a budget that is missed it goes on: XLA's memory is not monotone in the model's."""
+
+    def num_compiled(budget):
+        planner = Planner(loss, WS, X, of="temporaries", argnums=0)
+        try:
+            planner.plan(budget)
+        except statetx.PlanError as e:
+            return len(planner._search.candidates), e.smallest_bytes
+        raise AssertionError("a plan was found")
+
+    far, smallest = num_compiled(X.nbytes)
+    near, _ = num_compiled(int(0.99 * smallest))
+    assert smallest > _search._HOPELESS * X.nbytes
+    most = _search._MAX_TRIES + 3  # the choices of the lowest peaks in two families, and a stock policy
+    assert far <= most < near
 
 
 def test_progress(capsys):

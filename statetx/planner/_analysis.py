@@ -193,10 +193,8 @@ class Graph:
         if option.saved is None:
             held = sum(device_bytes(types[i]) for i in inputs if i in self.residual_inputs)
             return option._replace(saved_bytes=option.saved_bytes + held)
-        forward = self._forward.jaxpr
-        read = {v for i in self._recomputed(option.saved) for v in forward.eqns[i].invars if isinstance(v, Var)}
-        read |= self._forward.residuals
-        stored_inputs = tuple((i, inputs[i]) for i in sorted(inputs) if forward.invars[i] in read)
+        read = self.inputs_read(option)
+        stored_inputs = tuple((i, inputs[i]) for i in sorted(inputs) if i in read)
         stored_outputs = {(address, outputs[address]) for address in option.saved if address in outputs}
 
         stored = [(types[i], format) for i, format in stored_inputs]
@@ -211,6 +209,14 @@ class Graph:
             stored=option.stored | stored_outputs,
             inputs=stored_inputs,
         )
+
+    def inputs_read(self, option: Option) -> set[int]:
+        """The inputs, by index, that the backward pass of an option reads, to compute values again or itself."""
+        if option.saved is None:
+            return set(self.residual_inputs)
+        forward = self._forward.jaxpr
+        read = {v for i in self._recomputed(option.saved) for v in forward.eqns[i].invars if isinstance(v, Var)}
+        return {i for i, v in enumerate(forward.invars) if v in read or v in self._forward.residuals}
 
     def baseline(self) -> Option:
         """The region without rematerialization."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -19,6 +18,7 @@ from ._baseline import Baseline, ProgramOf
 from ._bracket import Bracket, Proposal
 from ._candidate import Candidate, Candidates, predicted_bytes, with_gradient
 from ._choice import Family, cost_of, kind_of
+from ._clock import TimeLeft
 from ._groups import Groups
 from ._lattice import Lattice
 from ._measured import cheapest_choice, lowest_peak_choice, measure_parts
@@ -30,6 +30,9 @@ from ._stored import Formats
 _MAX_TRIES = 8  # compilations for one budget, before the stock policies
 _MAX_PROBES = 3  # of them, for each family
 _PERSISTENCE = 3  # so many times as many tries and probes as long as no candidate keeps the budget
+_HOPELESS = (
+    1.3  # of the budget: if the smallest candidate of as many tries takes more, further ones are not worth their time
+)
 _MAX_PROBE_STEPS = 24  # of 2%
 _WORTH_A_PROBE = 0.75  # of the best candidate's cost, at most
 
@@ -61,7 +64,7 @@ class Search:
         equation_cost: see `EquationCost`.
         offload: the cost of fetching a byte from host memory; None if nothing is offloaded.
         kept_byte_cost: see `Graph`.
-        time_limit: seconds.
+        time_left: the time that it may take.
         report: called with a description of each step.
         program_of: see `ProgramOf`; by default the program with its gradient.
         context: the transforms and shardings that the program runs under.
@@ -84,18 +87,18 @@ class Search:
         equation_cost: EquationCost,
         offload: float | None = None,
         kept_byte_cost: float = 0.0,
-        time_limit: float | None = None,
+        time_left: TimeLeft,
         report: Callable[[str], None] = lambda text: None,
         program_of: ProgramOf | None = None,
         context: TraceContext = TraceContext(),  # noqa: B008
         compile_baseline: bool = True,
         formats: Formats = (),
     ):
-        self._end = None if time_limit is None else time.monotonic() + time_limit
+        self._time_left = time_left
         self._has_kept_cost = kept_byte_cost > 0
         self._counts_flops = equation_cost is flops
         self.jaxpr = flatten(jaxpr)
-        self._budget = float("inf")  # of the fit under way
+        self._budget: float = float("inf")  # of the fit under way
 
         # The baseline, whose regions all stay unchanged, compiles in a thread while the others are analyzed.
         program = Flat(self.jaxpr)
@@ -120,18 +123,20 @@ class Search:
 
     def is_late(self) -> bool:
         """Whether the time is up."""
-        return self._end is not None and time.monotonic() > self._end
+        return self._time_left.is_over()
 
     # -- fitting ---------------------------------------------------------------------------------------------------
 
-    def fit(self, budget: int) -> Candidate | None:
+    def fit(self, budget_of: Callable[[], int]) -> Candidate | None:
         """Return the cheapest candidate within a budget, compiling a few; None if none of them keeps it.
+
+        The budget is asked again once something is compiled: until then arguments and outputs are estimated, and what they leave.
 
         A bisection over limits of the model, for each family of regions. It is a heuristic: more memory by the model may be less in
         the compiled program, and the number of tries is limited. So a cheaper choice within the budget may be missed, and even
         the only one; a returned one keeps it, since its program was compiled.
         """
-        self._budget = float(budget)
+        budget = self._budget = budget_of()
         # The baseline costs nothing: where it may be the answer, its bytes must be exact. Far above the budget it is not compiled.
         if self.baseline.extrapolated is not None:
             if self.baseline.extrapolated.temp_bytes <= _NEARLY * budget:
@@ -143,7 +148,7 @@ class Search:
 
         brackets = [Bracket(family) for family in self.lattice.families]
         for num_tries in range(_MAX_TRIES * _PERSISTENCE):
-            if self.is_late() or (num_tries >= _MAX_TRIES and self.candidates.best(budget) is not None):
+            if self.is_late() or (num_tries >= _MAX_TRIES and not self._may_find(budget)):
                 break
             proposals = [p for bracket in brackets if (p := self._proposal(bracket, budget)) is not None]
             if not proposals or self.is_late():
@@ -153,6 +158,7 @@ class Search:
             proposal = min(proposals, key=lambda p: (p.target is None, p.bracket.num_tries, p.cost))
             proposal.bracket.num_tries += 1
             candidate = self.candidates.measure(*proposal.choice)
+            budget = self._budget = budget_of()
             is_kept = candidate.temp_bytes <= budget
             if proposal.target is None:
                 proposal.bracket.note_probe(candidate.peak, is_kept)
@@ -169,6 +175,11 @@ class Search:
         if not self.candidates:  # the time was up at once
             self._measure_any()
         return self.candidates.best(budget)
+
+    def _may_find(self, budget: int) -> bool:
+        """Whether the budget is missed so far, but not by far."""
+        is_near = self.candidates.smallest().temp_bytes <= _HOPELESS * budget
+        return is_near and self.candidates.best(budget) is None
 
     def _measure_any(self) -> None:
         """Compile a program that takes little time to find and to compile."""

@@ -27,7 +27,7 @@ class Timer:
         """The fastest of the cheapest choices and the stock policies within these temporary bytes; `choice` is one of them."""
         for part in _SMALLER:
             if not whole.is_late():
-                whole.fit(int(part * temp_bytes))
+                whole.fit(lambda limit=int(part * temp_bytes): limit)
         fitting = [c for c in whole.choices() if c.temp_bytes <= temp_bytes]
         fitting.sort(key=lambda c: (c.added_cost, c.temp_bytes))
         cheapest = [choice, *(c for c in fitting if _id(c) != _id(choice))][:_MAX_TIMED]

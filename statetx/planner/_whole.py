@@ -23,6 +23,7 @@ from ..residuals.report import BASELINE
 from ._baseline import ProgramOf
 from ._candidate import Candidate, predicted_bytes, with_gradient
 from ._capture import Captured, Fixed, Recorded
+from ._clock import TimeLeft
 from ._search import Search
 from ._stored import Formats
 from .machine import cost_model
@@ -80,6 +81,8 @@ def start_search(
     report: Callable[[str], None] = lambda text: None,
     program_of: ProgramOf | None = None,
     compile_baseline: bool = False,
+    *,
+    time_left: TimeLeft,
 ) -> Search:
     # Operations have no exchange rate with transfers: under "flops" offloading is free, and limited by memory alone. Without host
     # memory nothing is offloaded; the values are saved or recomputed.
@@ -97,7 +100,7 @@ def start_search(
         equation_cost=equation_cost,
         offload=per_byte,
         kept_byte_cost=kept_byte_cost,
-        time_limit=options.time_limit,
+        time_left=time_left,
         report=report,
         program_of=program_of,
         context=recorded.context,
@@ -114,6 +117,7 @@ class Whole:
 
     Attributes:
         searches: one for each gradient.
+        time_left: of all of them.
     """
 
     def __init__(
@@ -126,7 +130,8 @@ class Whole:
     ):
         self.captured = captured
         self.compiler_options = dict(options.compiler_options)
-        with self._contexts():
+        self.time_left = TimeLeft(options.time_limit)
+        with self._contexts(), self.time_left.running():
             self.searches = self._start(options, report, compile_baseline)
 
     def _start(self, options: Options, report: Callable[[str], None], compile_baseline: bool) -> list[Search]:
@@ -136,7 +141,7 @@ class Whole:
             lines, step = gradient.lines, self.captured.step
             self._program_of = lambda jaxpr, options: step.compiled_with({lines: jaxpr}, options)
         program_of = lambda jaxpr, options: self._program([jaxpr], options)  # noqa: E731
-        return [start_search(gradient, options, report, program_of, compile_baseline)]
+        return [start_search(gradient, options, report, program_of, compile_baseline, time_left=self.time_left)]
 
     def _contexts(self) -> Any:
         """Bind the axis names of the transforms around the gradient."""
@@ -144,8 +149,8 @@ class Whole:
 
     # -- choices --
 
-    def fit(self, temp_bytes: int) -> Choice | None:
-        """The cheapest choice with at most these temporary bytes; None if none is found."""
+    def fit(self, temp_bytes: Callable[[], int]) -> Choice | None:
+        """The cheapest choice with at most these temporary bytes, which are asked again once something is compiled; None if none is found."""
         with self._contexts():
             return self._choice_of(self.searches[0].fit(temp_bytes))
 
@@ -262,7 +267,8 @@ class Several(Whole):
         searches = []
         for gradient in self.captured.gradients:
             with gradient.context.bind_axes():
-                searches.append(start_search(gradient, options, report, self._alone(gradient)))
+                search = start_search(gradient, options, report, self._alone(gradient), time_left=self.time_left)
+                searches.append(search)
         return searches
 
     def _alone(self, gradient: Recorded) -> ProgramOf:
@@ -281,14 +287,15 @@ class Several(Whole):
 
     # -- choices --
 
-    def fit(self, temp_bytes: int) -> Choice | None:
+    def fit(self, temp_bytes: Callable[[], int]) -> Choice | None:
         # Bisection over the limit that all searches share: the choice of `low` keeps the budget, that of `high` does not.
-        low, high, limit = 0.0, float("inf"), float(temp_bytes)
+        low, high, limit = 0.0, float("inf"), float(temp_bytes())
         tried: set[int] = set()
         for _ in range(_MAX_ROUNDS):
             choice = self._within(int(limit))
-            if choice.temp_bytes <= temp_bytes:
-                if choice.added_cost <= 0 or choice.temp_bytes >= _FULL * temp_bytes:
+            budget = temp_bytes()
+            if choice.temp_bytes <= budget:
+                if choice.added_cost <= 0 or choice.temp_bytes >= _FULL * budget:
                     break
                 low = limit
             else:
@@ -300,7 +307,7 @@ class Several(Whole):
                 break
 
             # In proportion to what was measured, and clear of both ends, so that each round shortens the interval.
-            limit *= temp_bytes / max(choice.temp_bytes, 1)
+            limit *= budget / max(choice.temp_bytes, 1)
             if high < float("inf"):
                 margin = 0.1 * (high - low)
                 limit = min(max(limit, low + margin), high - margin)
@@ -308,11 +315,11 @@ class Several(Whole):
                 limit = max(limit, low * (1 + _CLOSE_ENOUGH))
             if limit < 1:
                 break
-        return self.best(temp_bytes)
+        return self.best(temp_bytes())
 
     def _within(self, limit: int) -> Choice:
         """Compile the cheapest candidates within a limit together; the smallest of a gradient that has none."""
-        return self._compile(self._each(lambda search: search.fit(limit) or search.candidates.smallest()))
+        return self._compile(self._each(lambda search: search.fit(lambda: limit) or search.candidates.smallest()))
 
     def _compile(self, candidates: Sequence[Candidate]) -> Choice:
         key = tuple(map(id, candidates))  # searches hold their candidates

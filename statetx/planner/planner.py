@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -217,7 +218,10 @@ class Planner:
 
     def ends(self) -> tuple[int, int]:
         """The least bytes reached so far, and the baseline's, of what the budget counts."""
-        ends = [whole.ends() for whole in self._wholes()]
+        ends = []
+        for whole in self._wholes():
+            with whole.time_left.running():
+                ends.append(whole.ends())
         fixed = self._whole.fixed().bytes if self._of == STEP else 0
         return min(least for least, _ in ends) + fixed, ends[-1][1] + fixed
 
@@ -255,21 +259,25 @@ class Planner:
 
         choices: list[tuple[Whole, Choice]] = []
         errors: list[PlanError] = []
-        for whole in sorted(self._wholes(), key=Whole.total_cost):
+        wholes = sorted(self._wholes(), key=Whole.total_cost)
+        for whole, following in itertools.zip_longest(wholes, wholes[1:]):
             # A program whose own operations are as many as those of a plan found before cannot be cheaper.
-            if choices and self._timer is None and whole.total_cost() >= _total_cost(*_cheapest(choices)) > 0:
-                continue
-            try:
-                choices.append((whole, self._best_of(whole, budget)))
-            except PlanError as e:
-                errors.append(e)
+            is_beaten = choices and whole.total_cost() >= _total_cost(*_cheapest(choices)) > 0
+            if self._timer is not None or not is_beaten:
+                try:
+                    choices.append((whole, self._best_of(whole, budget)))
+                except PlanError as e:
+                    errors.append(e)
+            if following is not None:
+                whole.time_left.pass_on(following.time_left)
         if not choices:
             raise min(errors, key=lambda e: e.smallest_bytes or 0)
         return _cheapest(choices) if self._timer is None else self._timer.faster(choices)
 
     def _best_of(self, whole: Whole, budget: Budget) -> Choice:
-        choice = fit(whole, budget, self.name)
-        return choice if self._timer is None else self._timer.fastest(whole, choice, bytes_left(whole, budget))
+        with whole.time_left.running():
+            choice = fit(whole, budget, self.name)
+            return choice if self._timer is None else self._timer.fastest(whole, choice, bytes_left(whole, budget))
 
     def _in_bytes(self, budget: Budget) -> Budget:
         """A fraction is one of the memory without a plan and without compiler options."""
@@ -373,12 +381,9 @@ def fit(whole: Whole, budget: Budget, name: str) -> Choice:
     Raises:
         PlanError: none is found.
     """
-    # Arguments and outputs are estimated until something is compiled: then the rest may be larger or smaller.
-    while True:
-        left = bytes_left(whole, budget)
-        choice = whole.fit(max(left, 1))
-        if bytes_left(whole, budget) == left:
-            break
+    with whole.time_left.running():
+        choice = whole.fit(lambda: max(bytes_left(whole, budget), 1))
+    left = bytes_left(whole, budget)
     if choice is not None and left > 0:
         return choice
     fixed = whole.fixed()

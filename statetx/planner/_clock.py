@@ -1,0 +1,44 @@
+"""The time that a search may take."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class TimeLeft:
+    """Seconds that a search may still take. They pass while it runs, and not while another search does.
+
+    Args:
+        seconds: None for no limit.
+    """
+
+    def __init__(self, seconds: float | None):
+        self._left = seconds
+        self._start: float | None = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the time pass; within itself without effect."""
+        if self._start is not None:
+            yield
+            return
+        self._start = time.monotonic()
+        try:
+            yield
+        finally:
+            if self._left is not None:
+                self._left -= time.monotonic() - self._start
+            self._start = None
+
+    def is_over(self) -> bool:
+        if self._left is None:
+            return False
+        return self._left <= (0.0 if self._start is None else time.monotonic() - self._start)
+
+    def pass_on(self, other: TimeLeft) -> None:
+        """Give another search what this one has not used, once it has ended."""
+        if self._left is not None and other._left is not None:
+            other._left += max(self._left, 0.0)
+            self._left = min(self._left, 0.0)

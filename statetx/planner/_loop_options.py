@@ -1,0 +1,171 @@
+"""The options of a loop, from those of its step: carries of every step, loops in loops, slots, and groups of steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .. import _jax
+from .._jax import Var
+from .._lift.context import device_bytes
+from .._loops import schedule
+from .._loops.strategy import Lengths, Slots
+from .._tree import is_float
+from ._analysis import EquationCost, Graph
+from ._groups import in_groups
+from ._option import Option
+from ._parts import Part
+from ._values import Address
+
+# Carries in use beside the slots of a loop under reversal: the copy that `_loops.reversal` reads from a slot, and the next carry,
+# which a step computes from it. Cotangents of the carry are among the step's backward bytes.
+_CARRIES_BESIDE_SLOTS = 2
+
+
+class LoopOptions:
+    """Makes the options of a loop.
+
+    Args:
+        part: the loop.
+        graph: one step with its derivative.
+        equation_cost: see `EquationCost`.
+    """
+
+    def __init__(self, part: Part, graph: Graph, equation_cost: EquationCost):
+        self._graph, self._equation_cost = graph, equation_cost
+        self._step, self._length = part.jaxpr, part.eqn.params["length"]
+        self._num_constants, self._num_carry = _jax.scan_counts(part.eqn)
+        self._first_x = self._num_constants + self._num_carry
+        self._carries = part.jaxpr.invars[self._num_constants : self._first_x]
+        self._carry_bytes = sum(device_bytes(v.aval) for v in self._carries)
+        self._xs = part.jaxpr.invars[self._first_x :]
+
+    def __call__(self, steps: Sequence[Option]) -> list[Option]:
+        """The options; the last one applies the last step option to all steps alike, in one loop."""
+        options: list[Option] = []
+        uniform, nested, kept = [], [], []
+        for step in steps:
+            if step.saved is None:
+                options += [self._unchanged(step), *self._with_slots(step)]
+                uniform.append(options[0])
+                continue
+            of_turns, of_all = self._nested(step), self._keeping(step)
+            options += [*of_turns, *of_all, self._one_level(step)]
+            if not step.stored:  # groups do not store in fewer bits
+                nested += of_turns
+                kept += of_all
+                uniform.append(options[-1])
+        return [options[0], *self._in_groups(uniform, [nested, kept]), *options[1:]]
+
+    # -- all steps alike --
+
+    def _bytes_per_step(self, step: Option) -> int:
+        """What a step stores where each stores its own: values that it saves, and of its carry what its backward pass reads."""
+        carries = range(self._num_constants, self._first_x)
+        read = self._graph.inputs_read(step).intersection(carries)
+        return step.saved_bytes + sum(device_bytes(self._step.invars[i].aval) for i in read)
+
+    def _unchanged(self, step: Option) -> Option:
+        return step._replace(saved_bytes=self._length * self._bytes_per_step(step))
+
+    def _one_level(self, step: Option) -> Option:
+        saved_bytes, cost = self._length * self._bytes_per_step(step), self._length * step.cost
+        return step._replace(saved_bytes=saved_bytes, cost=cost, loop=Lengths(self._length))
+
+    def _nested(self, step: Option) -> list[Option]:
+        """Loops in loops store a carry per turn of the outer one. To reverse a turn, its steps run again first, and store as much as in one
+        loop.
+
+        A remainder of the division into turns is not counted: this errs low, and compiled candidates correct it.
+        """
+        cost = self._length * (self._ahead_cost(step.saved or ()) + step.cost)
+        options = []
+        for outer, inner in _lengths(self._length):
+            loop = Lengths(outer, inner)
+            backward_bytes = inner * (self._bytes_per_step(step) + self._slice_bytes) + step.backward_bytes
+            option = Option(step.saved, outer * self._carry_bytes, backward_bytes, cost, loop=loop, stored=step.stored)
+            options.append(option)
+        return options
+
+    def _keeping(self, step: Option) -> list[Option]:
+        """The same, but what steps save is stored for all of them, so that only carries are computed again; a turn reads its part as a copy."""
+        if not step.saved or step.stored:
+            return []
+        cost = self._length * (self._carry_cost(step.saved) + step.cost)
+        options = []
+        for outer, inner in _lengths(self._length):
+            loop = Lengths(outer, inner, keep="loop")
+            saved_bytes = outer * self._carry_bytes + self._length * step.saved_bytes
+            copied_bytes = step.saved_bytes + self._slice_bytes
+            backward_bytes = inner * (self._bytes_per_step(step) + copied_bytes) + step.backward_bytes
+            options.append(Option(step.saved, saved_bytes, backward_bytes, cost, loop=loop))
+        return options
+
+    def _with_slots(self, step: Option) -> list[Option]:
+        """The loop reversed from slots, for various numbers of them. `step` is the baseline: one step at a time saves its residuals."""
+        ahead_cost, carry_bytes, length = self._ahead_cost(), self._carry_bytes, self._length
+        options, slots = [], 1
+        while slots < length:
+            # Of all runs as many as there are steps count as the forward pass, which the baseline has too. As many others compute what a
+            # step keeps, and the rest the carry alone.
+            bytes_of_step = {"carry_bytes": carry_bytes, "residual_bytes": step.saved_bytes}
+            num_reruns = Slots(slots).runs(length, **bytes_of_step) - length
+            cost = length * max(self._graph.residual_cost, ahead_cost) + (num_reruns - length) * ahead_cost
+            backward_bytes = step.backward_bytes + step.saved_bytes + _CARRIES_BESIDE_SLOTS * carry_bytes
+            options.append(Option(None, slots * carry_bytes, backward_bytes, cost, loop=Slots(slots)))
+            slots = slots + 1 if slots < 4 else slots * 3 // 2  # geometric: few options cover every length
+        return options
+
+    def _in_groups(self, uniform: Sequence[Option], nested: Sequence[Sequence[Option]]) -> list[Option]:
+        x_bytes = [self._length * device_bytes(v.aval) for v in self._xs]
+        read = [i - self._first_x for i in sorted(self._graph.residual_inputs) if i >= self._first_x]
+        return in_groups(self._length, uniform, nested, x_bytes, read, self._differentiated)
+
+    # -- bytes and costs --
+
+    @property
+    def _differentiated(self) -> list[int]:
+        """The xs with a cotangent."""
+        return [i - self._first_x for i in sorted(self._graph.diff_indices) if i >= self._first_x]
+
+    @functools.cached_property
+    def _slice_bytes(self) -> int:
+        """What the reversal of a turn copies for a step: elements of xs and of cotangents of ys, and cotangents of xs."""
+        ys = [v for v in self._step.outvars[self._num_carry :] if is_float(v.aval)]
+        copied = [*self._xs, *ys, *(self._xs[i] for i in self._differentiated)]
+        return sum(device_bytes(v.aval) for v in copied)
+
+    def _ahead_cost(self, saved: Iterable[Address] = ()) -> float:
+        """The cost of a run ahead, which computes the carry and some other values."""
+        values = [v for address in saved for v in self._values_at(address)]
+        outvars = [*self._step.outvars[: self._num_carry], *values]
+        needed = _jax.rebuild(self._step, invars=self._step.invars, outvars=outvars, eqns=self._step.eqns)
+        return sum(map(self._equation_cost, _jax.without_dead_code(needed).eqns))
+
+    def _carry_cost(self, saved: Iterable[Address]) -> float:
+        """The cost of computing the carry from saved values and the carry before it."""
+        given = {v for address in saved if len(address) == 2 for v in self._values_at(address)}
+        needed, cost = set(self._step.outvars[: self._num_carry]) - given, 0.0
+        for eqn in reversed(self._step.eqns):
+            if any(v in needed for v in eqn.outvars):
+                cost += self._equation_cost(eqn)
+                needed.update(v for v in eqn.invars if isinstance(v, Var) and v not in given)
+        return cost
+
+    def _values_at(self, address: Address) -> Sequence[Any]:
+        """The value with an address; for one in a rule all results of the call."""
+        i, *rest = address
+        outvars = self._step.eqns[i].outvars
+        return outvars if len(rest) > 1 else [outvars[rest[0]]]
+
+
+@functools.cache
+def _lengths(length: int) -> tuple[tuple[int, int], ...]:
+    """Lengths of outer and inner loops to try: about the square root, and powers of two."""
+    # An inner and an outer loop of two steps each are the least nesting.
+    if length < 4:
+        return ()
+    root = schedule.nested_lengths(length, 2)[1]
+    candidates = {root, *(2**n for n in range(1, length.bit_length()))}
+    return tuple((length // n, n) for n in candidates if 1 < n <= length // 2)

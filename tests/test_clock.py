@@ -1,0 +1,66 @@
+"""The time of a search: it passes while the search runs, and what is left goes to the next."""
+
+from __future__ import annotations
+
+import pytest
+
+from statetx.planner import _clock
+from statetx.planner._clock import TimeLeft
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that is set by hand: ``clock.append(seconds)``."""
+    now = [0.0]
+    monkeypatch.setattr(_clock.time, "monotonic", lambda: now[-1])
+    return now
+
+
+def test_time_passes_only_while_a_search_runs(clock):
+    left = TimeLeft(10)
+    clock.append(100)
+    assert not left.is_over()
+    with left.running():
+        clock.append(106)
+        with left.running():
+            clock.append(109)
+        assert not left.is_over(), "counted once"
+    clock.append(200)
+    assert not left.is_over()
+    with left.running():
+        clock.append(200.9)
+        assert not left.is_over()
+        clock.append(201)
+        assert left.is_over()
+    assert left.is_over()
+
+
+def test_what_is_left_goes_to_the_next_search(clock):
+    first, second = TimeLeft(10), TimeLeft(10)
+    with first.running():
+        clock.append(4)
+    first.pass_on(second)
+    assert first.is_over()
+    with second.running():
+        clock.append(4 + 15)
+        assert not second.is_over()
+        clock.append(4 + 16)
+        assert second.is_over()
+
+
+def test_a_search_that_took_too_long_takes_nothing_from_the_next(clock):
+    first, second = TimeLeft(1), TimeLeft(10)
+    with first.running():
+        clock.append(50)
+    first.pass_on(second)
+    with second.running():
+        clock.append(59)
+        assert not second.is_over()
+
+
+def test_no_limit(clock):
+    left = TimeLeft(None)
+    left.pass_on(TimeLeft(1))
+    with left.running():
+        clock.append(1e9)
+        assert not left.is_over()
