@@ -259,7 +259,8 @@ class Planner:
 
         choices: list[tuple[Whole, Choice]] = []
         errors: list[PlanError] = []
-        wholes = sorted(self._wholes(), key=Whole.total_cost)
+        # Of equal programs the one without compiler options first: with options a plan must be cheaper.
+        wholes = sorted(self._wholes(), key=lambda whole: (whole.total_cost(), len(whole.compiler_options)))
         for whole, following in itertools.zip_longest(wholes, wholes[1:]):
             # A program whose own operations are as many as those of a plan found before cannot be cheaper.
             is_beaten = choices and whole.total_cost() >= _total_cost(*_cheapest(choices)) > 0
