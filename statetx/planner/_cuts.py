@@ -31,6 +31,7 @@ Interval = tuple[int, int]
 
 MAX_PERIODS = 4  # that are merged to one region
 _MAX_MERGED = 320  # equations of a merged region: its integer programs take more than linear time
+_MAX_OF_THREE = 160  # of three periods: between two and four, and as expensive to analyze as four (2 s for 255 equations of a transformer)
 _LOW = 1.01  # of the fewest bytes at a cut: the ends of blocks that have other local minima inside
 
 
@@ -208,7 +209,8 @@ def merged_periods(run: Run, first: int, number: int) -> Interval | None:
     """The interval of some periods of a run; None if it is too large for a region."""
     start = run.start + first * run.period
     interval = start, start + number * run.period
-    return interval if number * run.period <= _MAX_MERGED else None
+    most = _MAX_OF_THREE if number == 3 else _MAX_MERGED
+    return interval if number * run.period <= most else None
 
 
 def _small(intervals: Iterable[Interval]) -> list[Interval]:
