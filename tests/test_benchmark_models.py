@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import statetx
+from statetx.planner._inner import PLAIN, InnerGradients
 
 for library in ("flax", "haiku", "equinox", "optax", "brainstate", "brainpy.state", "braintools"):
     pytest.importorskip(library)
@@ -117,6 +119,7 @@ def judged(bytes_, extra, *, bound=None):
     least = {"extra": extra if bound is None else bound, "bytes": 50}
     row = {"budget": 100, "bytes": bytes_, "extra": extra, "seconds": 1.0, "compiled": 2, "bound": least}
     row |= {"held": 60, "bound at held": extra, "working": 30, "bound at rest": extra}
+    row |= {"sequences": 0, "inner": 0.0, "bound at all": extra}
     stock = {"remat on the blocks": {"bytes": 100, "extra": 0.25}, "dots on the blocks": {"bytes": 100, "extra": 0.1}}
     step = {
         "bytes": 300,
@@ -166,6 +169,37 @@ def test_what_binds_is_read_from_the_compiled_program(harness):
     assert 3 * x.nbytes <= found["held"] <= plan.temp_bytes
     assert x.nbytes <= found["working"] <= plan.temp_bytes
     assert found["bound at rest"] >= plan.lower_bound.operations_at(plan.temp_bytes)
+
+
+def test_sequences_between_loops_count_once(harness):
+    """What the first loop writes and the second reads; not the argument that the first reads, nor carries."""
+    step = lambda h, x: (jnp.tanh(h + x), 2 * h)  # noqa: E731
+
+    def two_loops(xs):
+        xs = jax.jit(lambda xs: jax.lax.scan(step, xs[0], xs)[1])(xs)
+        return jax.lax.scan(jax.checkpoint(lambda h, x: (h + x, None)), xs[0], xs)[0].sum()
+
+    xs = jnp.ones((8, 4))
+    assert harness.sequence_bytes(two_loops, xs) == xs.nbytes
+
+
+def test_rematerialization_of_inner_gradients_adds_operations_of_its_own(harness):
+    """The products that run again are differentiated, too."""
+
+    def task_loss(w, x):
+        return (jnp.tanh(jnp.tanh(x @ w) @ w) ** 2).mean()
+
+    def loss(w, x):
+        return task_loss(w - jax.grad(task_loss)(w, x), x)
+
+    w, x = jnp.eye(16), jnp.ones((64, 16))
+    model = harness.Model(loss=loss, params=w, data=(x,), step=loss, step_args=(w, x))
+    flops = harness.cost_of(model, loss).flops
+    bound = types.SimpleNamespace(operations_at=lambda num_bytes: 0.01 * num_bytes)
+    plans = [types.SimpleNamespace(inner=InnerGradients(v), lower_bound=bound) for v in (PLAIN, "nothing")]
+    plain, rematerialized = (harness.what_else_binds(model, loss, plan, 5, flops) for plan in plans)
+    assert plain["inner"] == 0 and plain["bound at all"] == 0.05
+    assert rematerialized["inner"] > 0.1 and rematerialized["bound at all"] == rematerialized["inner"] + 0.05
 
 
 def test_tables_have_a_row_for_each_program(harness, tmp_path):
