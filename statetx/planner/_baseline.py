@@ -7,7 +7,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from .. import _jax
 from .._equations.compiled import Cost, Program, fast_compile_options, memory_analysis_options
+from .._equations.inline import inline
+from .._equations.primitives import REMAT
 from .._jax import Jaxpr
 from ._layout import UNPLANNED, rewrite
 from ._parts import Flat
@@ -54,6 +57,17 @@ class Baseline:
         """Operations with the gradient, known without compilation."""
         short = None if self._shorter is None else self._shorter.flops
         return self._program.flops if short is None else short
+
+    @functools.cached_property
+    def flops_without_remat(self) -> int:
+        """Operations with no function rematerialized at all. In `flops` those within branches, and within loops in loops, are, as in every plan."""
+        jaxpr = self.jaxpr_without_remat
+        return self.flops if jaxpr is self._jaxpr else self._program_of(jaxpr, fast_compile_options()).flops
+
+    @functools.cached_property
+    def jaxpr_without_remat(self) -> Jaxpr:
+        """The program with rematerialized functions inlined at any depth."""
+        return inline(self._jaxpr, calls=REMAT) if _contains_remat(self._jaxpr) else self._jaxpr
 
     @functools.cached_property
     def extrapolated(self) -> Cost | None:
@@ -104,6 +118,10 @@ class Baseline:
             self.compiled = self._program_of(self._jaxpr, memory_analysis_options()).cost
             self._is_exact = True
         return self.compiled
+
+
+def _contains_remat(jaxpr: Jaxpr) -> bool:
+    return any(e.primitive.name in REMAT or any(map(_contains_remat, _jax.inner_jaxprs(e))) for e in jaxpr.eqns)
 
 
 def _without_remat(program: Flat) -> Jaxpr:

@@ -211,7 +211,8 @@ class Whole:
             return self.searches[0].candidates.unplanned_bytes
 
     def unplanned_flops(self) -> int:
-        return self.searches[0].baseline.flops
+        with self._contexts():
+            return self.searches[0].baseline.flops_without_remat
 
     def has_baseline(self) -> bool:
         """Whether the bytes of the program without rematerialization are compiled or extrapolated."""
@@ -372,8 +373,7 @@ class Several(Whole):
 
     @functools.cache  # noqa: B019  # lives as long as its search
     def unplanned_flops(self) -> int:
-        assert self.captured.step is not None
-        return self.captured.step.compiled_with({}, None).flops
+        return self._program(self._each(lambda search: search.baseline.jaxpr_without_remat), None).flops
 
     def _besides(self, choice: Choice | None = None) -> float:
         """What the step takes besides its largest gradient, by the compiled choices other than this one."""
