@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from _common import environment, header, parse_args, show, write_json
@@ -173,7 +172,7 @@ def what_else_binds(model: Model, loss: Callable, plan: Any, left: int, base_flo
 
 def sequence_bytes(fun: Callable, *args: Any) -> int:
     """Bytes of the floats that a function computes and that its loops read slice by slice, or write so; each counts once."""
-    jaxpr = inline(jax.make_jaxpr(fun)(*args).jaxpr, calls=JIT | REMAT)
+    jaxpr = inline(statetx.make_jaxpr(fun)(*args), calls=JIT | REMAT)
     computed = {v for eqn in jaxpr.eqns for v in eqn.outvars}
     found = set()
     for eqn in jaxpr.eqns:
