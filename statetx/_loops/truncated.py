@@ -128,7 +128,7 @@ class Truncated(Strategy):
         inner = self.checkpoint
         # Lengths that fit a whole segment fit no shorter one.
         if isinstance(inner, Lengths) and length != self.num:
-            return Levels(len(inner.lengths), policy=inner.policy, offload=inner.offload)
+            return Levels(len(inner.lengths), policy=inner.policy, offload=inner.offload, keep=inner.keep)
         return inner
 
 
