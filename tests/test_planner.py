@@ -56,6 +56,11 @@ def staged(fun, *args):
     return _parts.flatten(Body.close(jaxpr.jaxpr, jaxpr.consts).jaxpr)
 
 
+@pytest.fixture(scope="module")
+def plan_of_loss():
+    return statetx.plan(loss, WS, X, of="temporaries", budget=0.6, argnums=0)
+
+
 def assert_same_gradients(planned, plain, *args, rtol=1e-5):
     for a, b in zip(jax.tree.leaves(planned(*args)), jax.tree.leaves(plain(*args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max()))
@@ -85,7 +90,7 @@ def test_baseline_that_fits_is_unchanged():
 
 def test_fast_compilation_result_is_verified(monkeypatch):
     """Fast compilation may report less memory than the users' compilation takes."""
-    unplanned = statetx.plan(loss, WS, X, of="temporaries", budget=1.0, argnums=0).temp_bytes
+    unplanned = statetx.plan(loss, FEW, X, of="temporaries", budget=1.0, argnums=0).temp_bytes
     hurried, cost = {"xla_backend_optimization_level": 1}, _compiled.Program.cost.func
 
     def optimistic(self):
@@ -97,21 +102,21 @@ def test_fast_compilation_result_is_verified(monkeypatch):
     prop.__set_name__(_compiled.Program, "cost")
     monkeypatch.setattr(_compiled.Program, "cost", prop)
     monkeypatch.setattr(_baseline, "fast_compile_options", lambda: hurried)
-    plan = statetx.plan(loss, WS, X, of="temporaries", budget=int(0.9 * unplanned), argnums=0)
+    plan = statetx.plan(loss, FEW, X, of="temporaries", budget=int(0.9 * unplanned), argnums=0)
     step = lambda ws, x: jax.grad(plan.apply(loss))(ws, x)  # noqa: E731
-    assert jax.jit(step).lower(WS, X).compile().memory_analysis().temp_size_in_bytes <= 0.9 * unplanned
+    assert jax.jit(step).lower(FEW, X).compile().memory_analysis().temp_size_in_bytes <= 0.9 * unplanned
     assert plan.temp_bytes <= plan.budget_bytes and plan.unplanned_bytes == unplanned and plan.stock != "no remat"
-    assert statetx.plan(loss, WS, X, of="temporaries", budget=1.0, argnums=0).budget_bytes == unplanned
+    assert statetx.plan(loss, FEW, X, of="temporaries", budget=1.0, argnums=0).budget_bytes == unplanned
 
 
 def test_infeasible_budget_error_states_the_shortfall():
     with pytest.raises(
         statetx.PlanError, match=r"(?s)No plan for loss keeps the budget of 1.0 KiB.*the smallest found needs"
     ) as e:
-        statetx.plan(loss, WS, X, of="temporaries", budget="1KiB", argnums=0)
+        statetx.plan(loss, FEW, X, of="temporaries", budget="1KiB", argnums=0)
     assert e.value.smallest_bytes is not None
     assert (
-        statetx.plan(loss, WS, X, of="temporaries", budget=e.value.smallest_bytes, argnums=0).temp_bytes
+        statetx.plan(loss, FEW, X, of="temporaries", budget=e.value.smallest_bytes, argnums=0).temp_bytes
         == e.value.smallest_bytes
     )
 
@@ -332,12 +337,12 @@ def test_states_that_are_written_get_no_cotangent():
             x = block(w, x) * scale.value
         return (x**2).mean()
 
-    plain = statetx.measure(normalized, WS, X)
-    planner = Planner(normalized, WS, X, of="temporaries")
+    plain = statetx.measure(normalized, FEW, X)
+    planner = Planner(normalized, FEW, X, of="temporaries")
     plan = planner.plan(planner.ends()[0])
     assert plan.stock != "no remat"
     assert (plan.unplanned_flops, plan.unplanned_bytes) == (plain.flops, plain.temp_bytes)
-    planned = statetx.measure(plan.apply(normalized), WS, X)
+    planned = statetx.measure(plan.apply(normalized), FEW, X)
     assert (plan.flops, plan.temp_bytes) == (planned.flops, planned.temp_bytes)
 
 
@@ -346,19 +351,18 @@ def test_training_steps():
         value, grads = statetx.value_and_grad(loss)(ws, x)
         return value, jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads)
 
-    plan = statetx.plan(step, WS, X, of="temporaries", budget=0.6)
-    compiled = jax.jit(plan.apply(step)).lower(WS, X).compile()
+    plan = statetx.plan(step, FEW, X, of="temporaries", budget=0.6)
+    compiled = jax.jit(plan.apply(step)).lower(FEW, X).compile()
     assert compiled.memory_analysis().temp_size_in_bytes == plan.temp_bytes <= plan.budget_bytes
-    assert_same_gradients(compiled, jax.jit(step), WS, X)
+    assert_same_gradients(compiled, jax.jit(step), FEW, X)
 
 
-def test_as_a_policy():
-    plan = statetx.plan(loss, WS, X, of="temporaries", budget=0.6, argnums=0)
-    planned = statetx.remat(loss, policy=plan)
+def test_as_a_policy(plan_of_loss):
+    planned = statetx.remat(loss, policy=plan_of_loss)
     measured = statetx.measure(jax.value_and_grad(planned), WS, X, gradient=False)
-    assert measured.temp_bytes == plan.temp_bytes
+    assert measured.temp_bytes == plan_of_loss.temp_bytes
     with pytest.raises(statetx.PolicyError, match="does not combine"):
-        plan | statetx.policies.dots
+        plan_of_loss | statetx.policies.dots
 
 
 def test_fit():
@@ -619,7 +623,7 @@ def test_time_is_an_objective(tmp_path, monkeypatch):
         jnp.ones((64, 64))
     ).eqns
     assert slow.seconds(loop) == 5 * slow.seconds(eqn)
-    plan = statetx.plan(loss, WS, X, of="temporaries", budget=0.6, argnums=0, objective="time")
+    plan = statetx.plan(loss, FEW, X, of="temporaries", budget=0.6, argnums=0, objective="time")
     assert plan.temp_bytes <= plan.budget_bytes and " us" in str(plan)
 
 
@@ -663,24 +667,23 @@ def test_search_ends_early_where_the_budget_is_far_below_every_candidate():
 
 def test_progress(capsys):
     """One line, with a count, the best plan so far, and the seconds since the beginning; it is gone at the end."""
-    statetx.plan(loss, WS, X, of="temporaries", budget=0.9, argnums=0, progress=True)
+    statetx.plan(loss, FEW, X, of="temporaries", budget=0.9, argnums=0, progress=True)
     assert capsys.readouterr().out.strip() == ""  # not a terminal
     seen = []
-    planner = Planner(loss, WS, X, argnums=0, progress=True, of="temporaries")
+    planner = Planner(loss, FEW, X, argnums=0, progress=True, of="temporaries")
     planner._progress = contextlib.nullcontext(seen.append)
     planner.plan(0.6)
     candidates = [text for text in seen if text.startswith("compiling candidate ")]
     assert len(candidates) == len(set(candidates)) > 1 and "; best so far " in candidates[-1]
 
 
-def test_plan_prints_as_text_in_colors_and_as_html():
+def test_plan_prints_as_text_in_colors_and_as_html(plan_of_loss):
     rich = pytest.importorskip("rich.console")
-    plan = statetx.plan(loss, WS, X, of="temporaries", budget=0.6, argnums=0)
-    text = str(plan)
+    text = str(plan_of_loss)
     assert text.startswith("gradient of loss: ") and "decision" in text
-    html = plan._repr_html_()
+    html = plan_of_loss._repr_html_()
     console = rich.Console(record=True, width=120, file=io.StringIO())
-    console.print(plan)
+    console.print(plan_of_loss)
     in_colors = console.export_text()
     for value in ("recompute", "dot_general"):
         assert value in text and value in html and value in in_colors
@@ -754,12 +757,12 @@ def test_flags_and_numbers_stay_python_values():
     def fun(ws, x, scale, training=False):
         return loss(ws, x) * scale if training else x.mean()
 
-    plan = statetx.plan(fun, WS, X, 0.5, training=True, of="temporaries", budget=0.6, argnums=0)
+    plan = statetx.plan(fun, FEW, X, 0.5, training=True, of="temporaries", budget=0.6, argnums=0)
     assert plan.extra_flops > 0
     assert_same_gradients(
         lambda ws, x: jax.grad(plan.apply(fun))(ws, x, 0.5, training=True),
         lambda ws, x: jax.grad(fun)(ws, x, 0.5, True),
-        WS,
+        FEW,
         X,
     )
 
@@ -825,33 +828,31 @@ def test_planned_functions_are_transformed(transform):
 # -- reuse ------------------------------------------------------------------------------------------------------------
 
 
-def test_saved_and_loaded(tmp_path):
-    plan = statetx.plan(loss, WS, X, of="temporaries", budget=0.6, argnums=0)
-    plan.save(tmp_path / "plan.json")
+def test_saved_and_loaded(plan_of_loss, tmp_path):
+    plan_of_loss.save(tmp_path / "plan.json")
     again = statetx.Plan.load(tmp_path / "plan.json")
-    assert again == plan and hash(again) == hash(plan) and str(again) == str(plan)
-    assert json.loads((tmp_path / "plan.json").read_text())["budget_bytes"] == plan.budget_bytes
-    made = [str(jax.make_jaxpr(jax.grad(p.apply(loss)))(WS, X)) for p in (plan, again)]
+    assert again == plan_of_loss and hash(again) == hash(plan_of_loss) and str(again) == str(plan_of_loss)
+    assert json.loads((tmp_path / "plan.json").read_text())["budget_bytes"] == plan_of_loss.budget_bytes
+    made = [str(jax.make_jaxpr(jax.grad(p.apply(loss)))(WS, X)) for p in (plan_of_loss, again)]
     assert made[0] == made[1] and "prevent_cse=True" in made[0]
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(statetx.PlanError, match="is not a plan"):
         statetx.Plan.load(tmp_path / "other.json")
-    plan._fields["version"] = 99
-    plan.save(tmp_path / "newer.json")
+    again._fields["version"] = 99
+    again.save(tmp_path / "newer.json")
     with pytest.raises(statetx.PlanError, match="a plan of version 99"):
         statetx.Plan.load(tmp_path / "newer.json")
 
 
-def test_refused_for_another_program_with_the_first_difference():
-    plan = statetx.plan(loss, WS, X, of="temporaries", budget=0.6, argnums=0)
+def test_refused_for_another_program_with_the_first_difference(plan_of_loss):
     with pytest.raises(
         statetx.PlanError, match=r"(?s)The plan for loss does not fit loss: equation 0 of.*f32\[128,64\].*f32\[256,64\]"
     ):
-        jax.grad(plan.apply(loss))(WS, X[:128])
+        jax.grad(plan_of_loss.apply(loss))(WS, X[:128])
     with pytest.raises(statetx.PlanError, match=r"does not fit other: equation 1 of \d+ is\n  cos .*\n.*\n  tanh "):
-        jax.grad(plan.apply(other))(WS, X)
+        jax.grad(plan_of_loss.apply(other))(WS, X)
     with pytest.raises(statetx.PlanError, match="it has .* equations, and had"):
-        jax.grad(plan.apply(lambda ws, x: 2 * loss(ws, x)))(WS, X)
+        jax.grad(plan_of_loss.apply(lambda ws, x: 2 * loss(ws, x)))(WS, X)
 
 
 def other(ws, x):
@@ -901,7 +902,7 @@ def test_table_names_values_owners_and_decisions():
             x = block(w, statetx.checkpoint_name(x, "carry"))
         return (x**2).mean()
 
-    plan = statetx.plan(named, WS, X, of="temporaries", budget=0.6, argnums=0)
+    plan = statetx.plan(named, FEW, X, of="temporaries", budget=0.6, argnums=0)
     text = str(plan)
     assert "test_planner.py" in text and "(block)" in text and "carry" in text
     assert {"keep", "recompute"} <= {row.decision for row in plan.rows}
