@@ -57,7 +57,7 @@ test: $(STAMP)  ## run the tests and doctests
 smoke: $(STAMP)  ## run each law and each kind of state once, in under two minutes
 	$(PY) -m pytest -n 2 --dist worksteal -m "smoke and not slow" $(ARGS)
 
-test-slow: $(STAMP)  ## run every test, the slow ones too
+test-slow: $(STAMP)  ## run every test, the slow ones too, compiled with the options that users have
 	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=3" $(PY) -m pytest -n 2 --dist worksteal -m "not outside" $(ARGS)
 
 test-outside: $(STAMP)  ## run the tests of JAX, flax.nnx and brainstate with these transforms (CONTRIBUTING.md)

@@ -2,16 +2,25 @@
 
 import atexit
 import gc
+import importlib.metadata
 import os
 import pathlib
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 
-# Set before a backend starts, and inherited by the programs that a test starts. XLA rewrites as usual, LLVM optimizes less:
-# a third of the suite's time. `make test-slow` asks for XLA's own level.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
+# Set before a backend starts, and inherited by the programs that a test starts: compilers take a fifth of the time that they take at
+# LLVM's first level. LLVM does not optimize, and a module is not split for threads. jaxlib 0.10 emits fusions without MLIR, which may
+# change the memory of a program by a few hundred bytes (`fast_compile_options`). Without AVX2 there is no fused multiply-add: with it,
+# two programs that compute the same expressions differed in their last bits. `make test-slow` compiles with the options that users have.
+FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do not know the option
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+if platform.machine() in ("x86_64", "AMD64"):
+    FLAGS.append("--xla_cpu_max_isa=AVX")
+os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
 # Every worker, with the programs that its tests start, keeps what XLA compiles in a folder of its own: it saves a quarter of
 # the suite's time. Not one folder for all: JAX writes an entry in place, and another worker can read half of it.
