@@ -47,6 +47,7 @@ SCHEDULES = (
     "policies.Levels(1)",
     "policies.Levels(2)",
     "policies.Lengths(3, 1)",
+    "policies.Levels(2, policy='dots', keep='loop')",
 )
 BITS = (
     "policies.everything.stored_as('bits')",
