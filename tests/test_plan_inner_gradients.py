@@ -150,3 +150,39 @@ def test_a_training_step_whose_loss_takes_a_gradient():
     assert planned.lower(WS, X, Y).compile().memory_analysis().temp_size_in_bytes == plan.temp_bytes
     for a, b in zip(jax.tree.leaves(planned(WS, X, Y)), jax.tree.leaves(step(WS, X, Y)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def recurrent_task(w, xs, wrap=lambda f: f):
+    def step(h, x):
+        h = jnp.tanh(h @ w + x)
+        return h, h
+
+    return (jax.lax.scan(wrap(step), xs[0], xs)[1] ** 2).mean()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("wrap", [lambda f: f, functools.partial(jax.checkpoint, prevent_cse=False)])
+def test_inner_gradient_of_a_loop(variant, wrap):
+    """Its steps are rematerialized, whether the user did or not."""
+
+    def loss(w, xs):
+        return recurrent_task(w - 0.1 * jax.grad(recurrent_task)(w, xs, wrap), xs)
+
+    args = WS[0][0], jnp.stack([X, Y, X + Y])
+    remat = statetx.remat(loss, policy=_Only(InnerGradients(variant)))
+    assert_same_gradients(jax.grad(remat), jax.grad(loss), *args)
+    plain = measured(lambda w, xs: recurrent_task(w - 0.1 * jax.grad(recurrent_task)(w, xs), xs), *args).flops
+    num_products = (measured(remat, *args).flops - plain) / (2 * POINTS * WIDTH * WIDTH)
+    least, most = {PLAIN: (0, 0.01), "dots": (2, 10), "nothing": (20, 30)}[
+        variant
+    ]  # what runs again is differentiated, too
+    assert least <= num_products <= most
+
+
+def test_loss_with_a_gradient_of_a_loop_is_planned():
+    def loss(w, xs):
+        return recurrent_task(w - 0.1 * jax.grad(recurrent_task)(w, xs), xs)
+
+    args = WS[0][0], jnp.stack([X, Y, X + Y])
+    plan = statetx.plan(loss, *args, budget=0.7, of="temporaries", argnums=0)
+    assert_same_gradients(jax.grad(plan.apply(loss)), jax.grad(loss), *args)

@@ -13,12 +13,14 @@ from typing import Any
 
 from .. import _jax
 from .._equations.structure import Body
+from .._loops.strategy import Lengths
 from .._remat import decide, fence
 from .._remat.parse import as_policy
 from .._remat.policy import Policy
 from .._remat.rewriter import Rewriter
 from ._cuts import candidates
-from ._parts import Flat, flatten, run
+from ._layout import loop_of
+from ._parts import Flat, Part, flatten, run
 
 PLAIN = "no remat"
 VARIANTS = (PLAIN, "nothing", "dots")
@@ -26,7 +28,7 @@ VARIANTS = (PLAIN, "nothing", "dots")
 
 @dataclasses.dataclass(frozen=True)
 class InnerGradients(Rewriter):
-    """Rematerializes the blocks of functions that are differentiated: those of the user, else those of structure.
+    """Rematerializes the blocks of functions that are differentiated, those of the user, else those of structure, and the steps of their loops.
 
     Attributes:
         variant: `PLAIN` to rematerialize nothing, else the name of a policy.
@@ -38,15 +40,11 @@ class InnerGradients(Rewriter):
         program = Flat(flatten(body.jaxpr))
         cuts, blocks = candidates(program).stock[0]
         parts = program.split(cuts)
-        replacements: list[Callable | None] = [None] * len(parts)
-        if self.variant != PLAIN:
-            starts = {start for start, _ in blocks}
-            first = 0
-            for n, part in enumerate(parts):
-                # What has side effects is not run again, as in the regions of plans.
-                if part.eqn is None and first in starts and not _jax.forbidden_effects(part.jaxpr):
-                    replacements[n] = self._rematerialized(part.jaxpr, name)
-                first += 1 if part.eqn is not None else len(part.jaxpr.eqns)
+        starts, first = {start for start, _ in blocks}, 0
+        replacements: list[Callable | None] = []
+        for part in parts:
+            replacements.append(self._replacement(part, name) if part.eqn is not None or first in starts else None)
+            first += 1 if part.eqn is not None else len(part.jaxpr.eqns)
         jaxpr = program.jaxpr
 
         def call(operands: Sequence[Any], *args: Any) -> list[Any]:
@@ -57,10 +55,18 @@ class InnerGradients(Rewriter):
     def __str__(self) -> str:
         return "without rematerialization" if self.variant == PLAIN else f"with policy {self.variant!r} on their blocks"
 
-    def _rematerialized(self, jaxpr: Any, name: str) -> Callable:
-        policy = as_policy(self.variant)
-        assert isinstance(policy, Policy)
-        jaxpr, jax_policy = decide.apply(policy, jaxpr, (), name)
+    def _replacement(self, part: Part, name: str) -> Callable | None:
+        """A block, or the steps of a loop, rematerialized; None to leave it unchanged."""
+        policy = None if self.variant == PLAIN else as_policy(self.variant)
+        assert policy is None or isinstance(policy, Policy)
+        if part.eqn is not None:
+            # Without a policy it has no rematerialization that the user gave to its steps, either.
+            strategy = None if policy is None else Lengths(part.eqn.params["length"])
+            return loop_of(part, strategy, policy)
+        # What has side effects is not run again, as in the regions of plans.
+        if policy is None or _jax.forbidden_effects(part.jaxpr):
+            return None
+        jaxpr, jax_policy = decide.apply(policy, part.jaxpr, (), name)
         fenced = fence.with_fence(jax_policy, "auto")
         return lambda *args: _jax.rematerialize(jaxpr, args, policy=fenced, prevent_cse=True)
 

@@ -14,8 +14,10 @@ from .._equations.structure import Body
 from .._jax import Jaxpr, Var
 from .._lift.context import device_bytes
 from .._loops.step import Step
+from .._loops.strategy import Strategy
 from .._remat import decide, fence, mark
 from .._remat.atoms import Marks
+from .._remat.policy import Policy
 from .._tree import is_float
 from ._copies import with_copies
 from ._fronts import Front
@@ -210,12 +212,24 @@ def _around(sums: Sequence[int], part: Part, option: Option) -> Callable:
 
 
 def _loop(part: Part, option: Option) -> Callable:
-    step = _step(part, option)
+    marks = None if option.saved is None else Marks(tuple(marks_of(option).items()))
+    return loop_of(part, option.loop, marks)
+
+
+def loop_of(part: Part, strategy: Strategy | None, policy: Policy | None) -> Callable:
+    """A part that is a loop, with another strategy; None for none. The policy is that of its steps."""
     num_constants, num_carry = _jax.scan_counts(part.eqn)
-    if option.loop is None:
-        call: Callable = step.plain()
-    else:
-        call = option.loop.build(step)
+    step = Step(
+        Body(part.jaxpr, []),
+        num_constants,
+        num_carry,
+        length=part.eqn.params["length"],
+        reverse=part.eqn.params["reverse"],
+        policy=policy,
+        name="plan",
+        fence="auto",
+    )
+    call = step.plain() if strategy is None else strategy.build(step)
 
     def loop(*args: Any) -> list[Any]:
         constants, carry, xs = args[:num_constants], args[num_constants:][:num_carry], args[num_constants + num_carry :]
@@ -223,19 +237,3 @@ def _loop(part: Part, option: Option) -> Callable:
         return [*carry, *ys]
 
     return loop
-
-
-def _step(part: Part, option: Option) -> Step:
-    num_constants, num_carry = _jax.scan_counts(part.eqn)
-    marks = None if option.saved is None else Marks(tuple(marks_of(option).items()))
-    params = part.eqn.params
-    return Step(
-        Body(part.jaxpr, []),
-        num_constants,
-        num_carry,
-        length=params["length"],
-        reverse=params["reverse"],
-        policy=marks,
-        name="plan",
-        fence="auto",
-    )

@@ -48,6 +48,12 @@ class Part:
         loop_key = None if eqn is None else (eqn.params["length"], eqn.params["reverse"], *_jax.scan_counts(eqn))
         self.key = (category, loop_key, Body(jaxpr, []).key)
 
+    def __call__(self, *args: Any) -> list[Any]:
+        """Run it unchanged."""
+        if self.eqn is not None:
+            return _jax.bind_equation(self.eqn, self.eqn.params, args)
+        return _jax.evaluate(self.jaxpr, (), args)
+
     def __repr__(self) -> str:
         return f"Part({self.category}, {len(self.jaxpr.eqns)} equations)"
 
@@ -260,6 +266,6 @@ def run(
             values[waiting], xs = _jax.follow(values[waiting], [operands[i] for i in awaited])
             for i, x in zip(awaited, xs, strict=True):
                 operands[i] = x
-        outs = _jax.evaluate(part.jaxpr, (), operands) if replacement is None else replacement(*operands)
+        outs = (replacement or part)(*operands)
         values.update(zip(part.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
