@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import pytest
 
-from statetx.planner import _clock
+from statetx.planner import Planner, _clock
 from statetx.planner._clock import TimeLeft
 
 
@@ -56,6 +57,32 @@ def test_a_search_that_took_too_long_takes_nothing_from_the_next(clock):
     with second.running():
         clock.append(59)
         assert not second.is_over()
+
+
+def test_time_is_renewed(clock):
+    left = TimeLeft(10)
+    with left.running():
+        clock.append(30)
+    left.renew()
+    with left.running():
+        clock.append(39)
+        assert not left.is_over()
+        clock.append(40)
+        assert left.is_over()
+
+
+def test_each_plan_has_the_time_limit():
+    """The second one is found although the first took all of its time."""
+    planner = Planner(
+        lambda w, x: (jnp.tanh(x @ w) ** 2).mean(), jnp.eye(8), jnp.ones((64, 8)), argnums=0, time_limit=60.0
+    )
+    seen = []
+    whole = planner._whole
+    whole.time_left.pass_on(TimeLeft(0))  # all of it is used
+    assert whole.is_late()
+    seen.append(planner.plan(1.0).complete)
+    seen.append(planner.plan(10**9).complete)
+    assert seen == [False, True]
 
 
 def test_no_limit(clock):

@@ -15,7 +15,7 @@ class TimeLeft:
     """
 
     def __init__(self, seconds: float | None):
-        self._left = seconds
+        self._seconds = self._left = seconds
         self._start: float | None = None
 
     @contextlib.contextmanager
@@ -36,6 +36,10 @@ class TimeLeft:
         if self._left is None:
             return False
         return self._left <= (0.0 if self._start is None else time.monotonic() - self._start)
+
+    def renew(self) -> None:
+        """Give as much time as at first."""
+        self._left = self._seconds
 
     def pass_on(self, other: TimeLeft) -> None:
         """Give another search what this one has not used, once it has ended."""

@@ -235,6 +235,8 @@ class Planner:
         with self._show_progress():
             self._start(compile_baseline=isinstance(budget_.amount, float))
             fields = self._fields(*self._choose(budget_), budget_)
+            for whole in self._wholes():  # the next plan has as much time
+                whole.time_left.renew()
         _store.save(key, fields)
         return self._as_plan(fields, key)
 
