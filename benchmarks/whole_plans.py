@@ -48,8 +48,8 @@ from programs import PROGRAMS, identity
 import statetx
 from statetx._equations.inline import inline
 from statetx._equations.primitives import JIT, REMAT
-from statetx._remat.gradients import rewritten_by
 from statetx.planner import Planner
+from statetx.planner._inner import PLAIN
 
 MIB = 2.0**20
 STOCK = ("nothing", "dots", "dots_without_batch_dims")
@@ -131,7 +131,7 @@ def plans_of(model: Model, loss: Callable, base_flops: int, budgets: set[int], e
             compiled = len(plan.measured())
             if budget == explained:
                 row |= what_binds(model, plan.apply(loss), budget, plan.lower_bound)
-                row |= what_else_binds(model, loss, plan, budget - row["working"], base_flops)
+                row |= what_else_binds(model, loss, plan, budget - row["working"], inner_cost(planner, plan))
         rows.append({"seconds": time.perf_counter() - start, **row})
         start = time.perf_counter()
     return rows
@@ -157,17 +157,22 @@ def what_binds(model: Model, loss: Callable, budget: int, bound: Any) -> dict[st
     return {"held": held, "bound at held": at_held, "working": working, "bound at rest": at_rest}
 
 
-def what_else_binds(model: Model, loss: Callable, plan: Any, left: int, base_flops: int) -> dict[str, Any]:
+def what_else_binds(model: Model, loss: Callable, plan: Any, left: int, inner: float) -> dict[str, Any]:
     """The sequences between loops, the operations that rematerialization of inner gradients adds, and the bound with both, within `left` bytes."""
-    sequences, inner = sequence_bytes(loss, model.params, *model.data), 0.0
-    if plan.inner is not None:
-        with rewritten_by(plan.inner):
-            inner = cost_of(model, lambda *args: loss(*args)).flops / base_flops - 1
+    sequences = sequence_bytes(loss, model.params, *model.data)
     return {
         "sequences": sequences,
         "inner": inner,
         "bound at all": inner + plan.lower_bound.operations_at(left - sequences),
     }
+
+
+def inner_cost(planner: Planner, plan: Any) -> float:
+    """Operations that rematerialization of the gradients inside of the loss adds, before anything else is planned."""
+    if plan.inner is None:
+        return 0.0
+    costs = {whole.captured.variant: whole.total_cost() for whole in planner._wholes()}
+    return costs[plan.inner.variant] / costs[PLAIN] - 1
 
 
 def sequence_bytes(fun: Callable, *args: Any) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import statetx
+from statetx.planner import Planner
 from statetx.planner._inner import PLAIN, InnerGradients
 
 for library in ("flax", "haiku", "equinox", "optax", "brainstate", "brainpy.state", "braintools"):
@@ -192,14 +193,13 @@ def test_rematerialization_of_inner_gradients_adds_operations_of_its_own(harness
     def loss(w, x):
         return task_loss(w - jax.grad(task_loss)(w, x), x)
 
-    w, x = jnp.eye(16), jnp.ones((64, 16))
-    model = harness.Model(loss=loss, params=w, data=(x,), step=loss, step_args=(w, x))
-    flops = harness.cost_of(model, loss).flops
-    bound = types.SimpleNamespace(operations_at=lambda num_bytes: 0.01 * num_bytes)
-    plans = [types.SimpleNamespace(inner=InnerGradients(v), lower_bound=bound) for v in (PLAIN, "nothing")]
-    plain, rematerialized = (harness.what_else_binds(model, loss, plan, 5, flops) for plan in plans)
-    assert plain["inner"] == 0 and plain["bound at all"] == 0.05
-    assert rematerialized["inner"] > 0.1 and rematerialized["bound at all"] == rematerialized["inner"] + 0.05
+    args = jnp.eye(16), jnp.ones((64, 16))
+    planner = Planner(loss, *args, argnums=0)
+    plain, rematerialized = (
+        harness.inner_cost(planner, types.SimpleNamespace(inner=InnerGradients(v))) for v in (PLAIN, "nothing")
+    )
+    assert plain == 0 and rematerialized > 0.1
+    assert harness.inner_cost(planner, types.SimpleNamespace(inner=None)) == 0
 
 
 def test_tables_have_a_row_for_each_program(harness, tmp_path):
