@@ -418,9 +418,12 @@ def test_every_decision_for_a_loop_gives_equal_gradients():
         Option(kept, 0, 0, 0, loop=Lengths(6)),
         Option(kept, 0, 0, 0, loop=Lengths(2, 3)),
         Option(kept, 0, 0, 0, loop=Lengths(2, 3, keep="loop")),
+        Option(frozenset(), 0, 0, 0, loop=Lengths(6), fenced=True),
+        Option(kept, 0, 0, 0, loop=Lengths(2, 3), fenced=True),
+        Option(kept, 0, 0, 0, loop=Lengths(2, 3, keep="loop"), fenced=True),
         Option(None, 0, 0, 0, loop=Slots(2)),
         Option(None, 0, 0, 0, loop=Groups((Group(2, None), Group(1, kept), Group(3, frozenset())))),
-        Option(None, 0, 0, 0, loop=Groups((Group(4, kept, 2, "loop"), Group(2, frozenset(), 1)))),
+        Option(None, 0, 0, 0, loop=Groups((Group(4, kept, 2, "loop"), Group(2, frozenset(), 1))), fenced=True),
     ):
         options = [option if i == at else Option(None, 0, 0, 0) for i in range(len(parts))]
         planned = _layout.rewrite(flat.jaxpr, parts, options)
@@ -484,7 +487,7 @@ def test_planned_loops_allocate_nothing_early():
     program = staged(fun, *args)
     flat = _parts.Flat(program)
     options = [
-        Option(frozenset(), 0, 0, 0, loop=Lengths(64)) if p.eqn is not None else Option(None, 0, 0, 0)
+        Option(frozenset(), 0, 0, 0, loop=Lengths(64), fenced=True) if p.eqn is not None else Option(None, 0, 0, 0)
         for p in flat.split()
     ]
     planned = _layout.rewrite(flat.jaxpr, flat.split(), options)
@@ -493,6 +496,19 @@ def test_planned_loops_allocate_nothing_early():
     assert by_jax.temp_bytes - ours.temp_bytes >= 1.9 * sequence, (
         "cotangents of the xs of layers 2 and 3, while the last one is reversed"
     )
+
+
+def test_loops_are_fenced_where_there_are_several():
+    """A fenced loop takes a copy of a cotangent more, and a stock policy is as the user would write it."""
+    for num in (1, 2):
+        fun, *args = recurrent_layers(num)
+        fronts = Planner(fun, *args, argnums=0, of="temporaries")._search.lattice._fronts.values()
+        loops = [f for f in fronts if any(o.loop for o in f.options)]
+        one_level = [o for f in loops for o in f._expand(f._steps) if isinstance(o.loop, Lengths)]
+        groups = [o for f in loops for o in f._expand(f._steps) if isinstance(o.loop, Groups)]
+        assert one_level and groups
+        assert {o.fenced for o in one_level} == {num > 1} and {o.fenced for o in groups} == {True}
+        assert not any(o.fenced for f in loops for o in f.stock)
 
 
 def test_plans_of_loops_keep_products_and_compute_carries_again():

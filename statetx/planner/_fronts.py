@@ -57,7 +57,7 @@ class Front:
 
     def _update(self) -> None:
         self.baseline = self._expand(self._steps[:1])[0]
-        self.stock = [self._expand([o])[-1] for o in self._stock]
+        self.stock = [self._expand([o])[-1]._replace(fenced=False) for o in self._stock]  # as the user would write it
         options = [*self._expand(self._steps), *self.stock]
         self.options = pareto_front(options)
         uniform = [o for o in options if not isinstance(o.loop, Groups)]
@@ -146,7 +146,13 @@ def front_of(
     context: TraceContext,
     kept_byte_cost: float = 0.0,
     formats: Formats = (),
+    is_alone: bool = True,
 ) -> Front:
+    """The front of a part.
+
+    Args:
+        is_alone: whether the program has no other loop.
+    """
     # Without tangents or cotangents the part has no backward pass, and saves nothing for it.
     free = [_FREE]
     if not any(is_differentiated) or not any(has_cotangent):
@@ -171,7 +177,7 @@ def front_of(
     except Exception:  # no reverse-mode derivative: the error belongs where the user differentiates, and only there
         return Front(free, free * len(policies))
 
-    expand = list if part.eqn is None else LoopOptions(part, graph, equation_cost)
+    expand = list if part.eqn is None else LoopOptions(part, graph, equation_cost, is_alone)
     baseline = graph.baseline()
     if is_fixed:
         return Front([baseline], [baseline] * len(policies), None, lambda steps: expand(steps)[:1])

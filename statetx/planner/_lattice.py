@@ -70,7 +70,8 @@ class Lattice:
     ):
         self.program = program
         self.regions: dict[Interval, Region] = {}
-        self._front_options = equation_cost, policies, offload, deadline, context, kept_byte_cost, formats
+        is_alone = len(program.loops) < 2
+        self._front_options = equation_cost, policies, offload, deadline, context, kept_byte_cost, formats, is_alone
         self._fronts: dict[Any, Front] = {}
         jaxpr = program.jaxpr
         self._copying_fronts: dict[Any, Front | None] = {}

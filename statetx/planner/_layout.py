@@ -213,11 +213,11 @@ def _around(sums: Sequence[int], part: Part, option: Option) -> Callable:
 
 def _loop(part: Part, option: Option) -> Callable:
     marks = None if option.saved is None else Marks(tuple(marks_of(option).items()))
-    return loop_of(part, option.loop, marks)
+    return loop_of(part, option.loop, marks, fence="auto" if option.fenced else None)
 
 
-def loop_of(part: Part, strategy: Strategy | None, policy: Policy | None) -> Callable:
-    """A part that is a loop, with another strategy; None for none. The policy is that of its steps."""
+def loop_of(part: Part, strategy: Strategy | None, policy: Policy | None, fence: str | None = None) -> Callable:
+    """A part that is a loop, with another strategy; None for none. The policy is that of its steps, the fence as for `Step`."""
     num_constants, num_carry = _jax.scan_counts(part.eqn)
     step = Step(
         Body(part.jaxpr, []),
@@ -227,7 +227,7 @@ def loop_of(part: Part, strategy: Strategy | None, policy: Policy | None) -> Cal
         reverse=part.eqn.params["reverse"],
         policy=policy,
         name="plan",
-        fence="auto",
+        fence=fence,
     )
     call = step.plain() if strategy is None else strategy.build(step)
 

@@ -30,9 +30,12 @@ class LoopOptions:
         part: the loop.
         graph: one step with its derivative.
         equation_cost: see `EquationCost`.
+        is_alone: whether the program has no other loop. The fence keeps loops from allocating what their backward passes write before it is
+            their turn; it takes a copy of a cotangent.
     """
 
-    def __init__(self, part: Part, graph: Graph, equation_cost: EquationCost):
+    def __init__(self, part: Part, graph: Graph, equation_cost: EquationCost, is_alone: bool):
+        self._is_alone = is_alone
         self._graph, self._equation_cost = graph, equation_cost
         self._step, self._length = part.jaxpr, part.eqn.params["length"]
         self._num_constants, self._num_carry = _jax.scan_counts(part.eqn)
@@ -56,7 +59,11 @@ class LoopOptions:
                 nested += of_turns
                 kept += of_all
                 uniform.append(options[-1])
-        return [options[0], *self._in_groups(uniform, [nested, kept]), *options[1:]]
+        # Groups are several loops.
+        groups = [o._replace(fenced=True) for o in self._in_groups(uniform, [nested, kept])]
+        if not self._is_alone:
+            options = [o if o.loop is None else o._replace(fenced=True) for o in options]
+        return [options[0], *groups, *options[1:]]
 
     # -- all steps alike --
 

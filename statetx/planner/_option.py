@@ -23,6 +23,7 @@ class Option(NamedTuple):
         copies: whether inputs are computed again from what earlier regions keep, where that is cheap (`_copies`).
         stored: those of `saved` that are stored in fewer bits, with their formats.
         inputs: the inputs that are stored in fewer bits, by index, with their formats.
+        fenced: whether the backward pass of a loop is kept from starting early (`_remat.fence`).
     """
 
     saved: frozenset[Address] | None
@@ -34,11 +35,12 @@ class Option(NamedTuple):
     copies: bool = False
     stored: frozenset[tuple[Address, StoredType]] = frozenset()
     inputs: tuple[tuple[int, StoredType], ...] = ()
+    fenced: bool = False
 
     @property
     def decision(self) -> tuple[Any, ...]:
         """What is done, without bytes and cost."""
-        return self.saved, self.offloaded, self.loop, self.copies, self.stored, self.inputs
+        return self.saved, self.offloaded, self.loop, self.copies, self.stored, self.inputs, self.fenced
 
     def renumbered(self, number: Callable[[int], int]) -> Option:
         """The option for a region whose equations have other numbers."""
