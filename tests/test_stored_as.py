@@ -118,7 +118,7 @@ def test_int8_rounds_within_a_step_without_bias():
     blocks = np.pad(x, [(0, 0), (0, 3 * BLOCK - 300)]).reshape(4, 3, BLOCK)
     step = np.repeat(np.abs(blocks).max(-1) / 127, BLOCK, axis=1)[:, :300]
     assert np.all(np.abs(decoded - x) <= 1.001 * step)
-    assert format.nbytes(x) == 4 * (300 + 3 * 4)  # codes, and a float32 scale for each block
+    assert format.nbytes(x) == 4 * (300 + 3 * 4) + 4  # codes, a float32 scale for each block, and the key
 
     decode = jax.jit(jax.vmap(lambda key: format.decode(format.encode(x, key), jax.typeof(x))))
     errors = (decode(jnp.arange(400, dtype=jnp.uint32)) - x[None]) / step[None]
@@ -133,6 +133,19 @@ def test_int8_rounds_equal_values_alike():
     assert_equal(jax.jit(format.encode)(x), format.encode(x + 0))
     codes = jax.vmap(format.encode)(jnp.stack([x, 2 * x]))
     assert_equal([c[0] for c in codes], format.encode(x))
+
+
+def test_int8_takes_the_key_of_the_first_encoding():
+    format = StoredType("int8")
+    x = jax.random.normal(jax.random.key(4), (2, 300))
+    y = x.at[1, 7].set(np.nextafter(x[1, 7], np.float32(jnp.inf)))
+    stored = jax.jit(format.encode)(x)
+    assert [(a.shape, a.dtype) for a in stored] == [(a.shape, a.dtype) for a in format.types(x)]
+    again, own = format.encode(y, stored[-1]), format.encode(y)
+    assert again[-1] == stored[-1] != own[-1]
+    differs = np.array(again[0] != stored[0])
+    assert differs.sum() == differs[1, 7]
+    assert (own[0] != stored[0]).mean() > 0.1  # the key is what matters
 
 
 def test_int8_of_zeros_infinities_and_nan():
@@ -275,6 +288,79 @@ def test_lossy_formats_change_the_backward_pass_only():
         # Rounded alike in each recomputation: also in that of a region around it.
         outer = statetx.remat(lambda x, w, stored=stored: stored(x, w))
         assert_close(jax.jit(jax.grad(loss_of(outer), (0, 1)))(x, w), grads, 1e-6)
+
+
+class Perturbed:
+    """The identity. From run `first` on, its entry 3 is the next larger number, as in a recomputation that the compiler fused differently."""
+
+    def __init__(self, first):
+        self.first, self.runs = first, 0
+
+        @jax.custom_jvp
+        def identity(x):
+            return jax.pure_callback(self.run, x, x, vmap_method="expand_dims")
+
+        identity.defjvp(lambda primals, tangents: (identity(*primals), tangents[0]))
+        self.identity = identity
+
+    def run(self, x):
+        x, self.runs = np.array(x), self.runs + 1
+        if self.runs > self.first:
+            x[..., 3] = np.nextafter(x[..., 3], np.float32(np.inf))
+        return x
+
+
+def cosine(h, x):
+    """A region whose gradient is the cosine of what was stored as int8."""
+    inner = statetx.remat(lambda x: jnp.sum(jnp.sin(x)), inputs_stored_as="int8")
+    return inner(h(x))
+
+
+def looped(h, x, **options):
+    """Four steps, each with its own `x`, which `scan` cannot take for a constant."""
+    return statetx.scan(lambda c, x: (c + cosine(h, x), None), 0.0, jnp.stack([x] * 4), **options)[0]
+
+
+# With each, how often `h` runs before anything is computed again.
+RECOMPUTATIONS = {
+    "in a region": (lambda h, x: statetx.remat(functools.partial(cosine, h))(x), 1),
+    "in a region of JAX": (lambda h, x: jax.checkpoint(functools.partial(cosine, h))(x), 1),
+    "in two regions": (lambda h, x: statetx.remat(statetx.remat(functools.partial(cosine, h)))(x), 1),
+    "in a loop in a region": (lambda h, x: statetx.remat(functools.partial(looped, h))(x), 4),
+    "in nested loops": (functools.partial(looped, checkpoint=policies.Levels(2)), 4),
+    "in a branch": (
+        lambda h, x: statetx.remat(lambda x: lax.cond(x[0] < 9, functools.partial(cosine, h), jnp.sum, x))(x),
+        1,
+    ),
+    "a gradient in a region": (
+        lambda h, x: jnp.sum(jnp.exp(statetx.remat(jax.grad(functools.partial(cosine, h)))(x))),
+        1,
+    ),
+    "mapped": (
+        lambda h, x: jnp.sum(jax.vmap(statetx.remat(functools.partial(cosine, h)))(jnp.stack([x, 2 * x]))),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize(("fun", "num_runs"), RECOMPUTATIONS.values(), ids=RECOMPUTATIONS)
+def test_a_recomputation_rounds_with_the_key_of_the_first_computation(fun, num_runs):
+    x = jax.random.normal(jax.random.key(12), (64,)).at[0].set(4.0)  # the largest entry, of the scale, stays equal
+    same, perturbed = Perturbed(1000), Perturbed(num_runs)
+    expected, actual = jax.block_until_ready(
+        [jax.grad(functools.partial(fun, h.identity))(x) for h in (same, perturbed)]
+    )
+    assert perturbed.runs == same.runs > num_runs  # something was computed again
+    others = np.arange(64) != 3
+    np.testing.assert_array_equal(actual[others], expected[others])
+    assert jnp.abs(expected).min() > 0
+
+
+def test_a_region_around_one_that_rounds_saves_its_key():
+    x = jnp.linspace(0, 1, 64)
+    around = statetx.remat(functools.partial(cosine, jnp.sin))
+    rows = [(row.type, row.nbytes, row.origin) for row in statetx.saved_residuals(around, x)]
+    assert rows == [("f32[64]", 256, "argument"), ("int8[64]", 4, "intermediate")]
 
 
 def test_states_keys_and_static_arguments_pass():
@@ -614,13 +700,16 @@ def test_formats_of_a_last_axis_that_is_split_over_devices(length, axes, split_o
     part = length // 8
     with split_over_devices((4, length), axes) as x:
         spikes = (x > 0).astype(x.dtype)
-        for format, value, sizes in (
-            (BITS, spikes, [-(-part // 8)]),
-            (StoredType("int8"), x, [part, -(-part // BLOCK)]),
+        for format, value, sizes, num_keys in (
+            (BITS, spikes, [-(-part // 8)], 0),
+            (StoredType("int8"), x, [part, -(-part // BLOCK)], 1),
         ):
             stored, decoded = jax.jit(lambda x, f=format: (codes := f.encode(x), f.decode(codes, jax.typeof(x))))(value)
-            assert [a.shape for a in stored] == [t.shape for t in format.types(value)] == [(4, 8 * n) for n in sizes]
-            assert all(s.data.shape == (4, n) for a, n in zip(stored, sizes, strict=True) for s in a.addressable_shards)
+            shapes = [*((4, 8 * n) for n in sizes), *[()] * num_keys]
+            assert [a.shape for a in stored] == [t.shape for t in format.types(value)] == shapes
+            assert all(
+                s.data.shape == (4, n) for a, n in zip(stored, sizes, strict=False) for s in a.addressable_shards
+            )
             assert jax.typeof(decoded) == jax.typeof(value)
             errors = np.abs(np.asarray(decoded) - np.asarray(value))
             assert errors.max() <= (0 if format is BITS else 1.001 * np.abs(x).max() / 127)
@@ -641,6 +730,20 @@ def test_gradients_where_the_last_axis_is_split_over_devices(length, split_over_
     assert_close(grad, jax.jit(jax.grad(f))(np.asarray(x)))
 
 
+@pytest.mark.parametrize("form", ["shard_map", "split"])
+def test_the_key_of_a_region_within_another_on_several_devices(form, split_over_devices):
+    inner = functools.partial(cosine, jnp.tanh)
+    with split_over_devices((16, 64), "d") as x:
+        if form == "shard_map":
+            P = jax.sharding.PartitionSpec
+            mapped = lambda f: jax.shard_map(lambda x: f(x)[None], in_specs=P(None, "d"), out_specs=P("d"))  # noqa: E731
+        else:
+            mapped = lambda f: f  # noqa: E731
+        once, twice = (jax.jit(jax.grad(lambda x, f=f: jnp.sum(mapped(f)(x)))) for f in (inner, statetx.remat(inner)))
+        assert_close(twice(x), once(x), 1e-6)
+        assert "statetx_kept" in str(jax.make_jaxpr(twice)(x))
+
+
 # -- reports ---------------------------------------------------------------------------------------------------------
 
 
@@ -657,10 +760,10 @@ def test_saved_residuals_show_format_bytes_and_dtype():
     assert "bits[5,3,24] for f32" in str(report)
     assert report.to_dict()["residuals"][1]["stored_as"] == "bits"
 
-    # int8: integers and scales are one value.
+    # int8: integers, scales and key are one value.
     block = statetx.remat(pair, inputs_stored_as=("int8", None))
     (row,) = [row for row in statetx.saved_residuals(block, x, w) if row.stored_as]
-    assert (row.type, row.nbytes) == ("int8[5,3,24]", 5 * 3 * (24 + 4))
+    assert (row.type, row.nbytes) == ("int8[5,3,24]", 5 * 3 * (24 + 4) + 4)
 
 
 def spiking(block, num=8):

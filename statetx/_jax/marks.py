@@ -2,16 +2,20 @@
 
 A value that is saved passes through `mark_primitive`. A value v whose residual is stored small is computed by the equations
 
-    codes... = encode(v)            marked, so that the region saves them
+    key = kept(key(v))              if the format rounds at random
+    codes... = encode(v, key)       marked, so that the region saves them; the key is the last of them
     link = link(v)
     decoded = decode(codes...)
-    w = stored(v, decoded, link)
+    w = stored(v, decoded, key, link)
 
 and every later equation reads w, which is v. Partial evaluation divides the last equation (`_divide`): the forward pass has ``w = attach(v,
-link)``, which is v; the backward pass ``w = attach(decoded, link)``, which is the decoded value, so that nothing there reads v.
+key, link)``, which is v; the backward pass ``w = attach(decoded, key, link)``, which is the decoded value, so that nothing there reads v.
 
 Codes have no tangents. A derivative of the gradient needs v's, and it reaches the backward pass through `link`: an array with the shape of v,
 whose entries take no bytes and whose tangents are v's tangents.
+
+Where a region around this one computes v again, it encodes v again, and v may differ in a last bit. So every region saves the key, whatever its
+policy says, and both encodings round alike.
 """
 
 from __future__ import annotations
@@ -128,10 +132,15 @@ def _lower_link(ctx: Any, v: Any) -> list[Any]:
 
 
 _mlir.register_lowering(link_primitive, _lower_link)
-# Always part of what is saved: it takes no bytes, and to compute it again would take v.
-_pe.partial_eval_jaxpr_custom_rules[link_primitive] = lambda saveable, unknown, inst, eqn: (
-    (None, eqn, [True], [True], _missing(inst, eqn)) if unknown[0] else (eqn, None, [False], [False], [])
-)
+
+
+def _save_always(saveable: Callable, unknown: Sequence[bool], inst: Sequence[bool], eqn: Any) -> Any:
+    """Divide an equation whose result every region saves; returns as `_divide`."""
+    return (None, eqn, [True], [True], _missing(inst, eqn)) if unknown[0] else (eqn, None, [False], [False], [])
+
+
+# A link takes no bytes, and to compute it again would take v.
+_pe.partial_eval_jaxpr_custom_rules[link_primitive] = _save_always
 
 
 def new_link(aval: Any) -> Any:
@@ -139,14 +148,27 @@ def new_link(aval: Any) -> Any:
     return link_primitive.bind(zeros(aval.update(dtype=aval.dtype.tangent_dtype)))
 
 
+# -- keys of random rounding ---------------------------------------------------------------------------------------
+
+kept_primitive = _core.Primitive("statetx_kept")
+"""The identity, on a number that every region saves, whatever its policy says, as it does links."""
+
+kept_primitive.def_impl(lambda x: x)
+kept_primitive.def_abstract_eval(lambda x: x)
+_ad.primitive_jvps[kept_primitive] = lambda primals, tangents: (kept_primitive.bind(*primals), tangents[0])
+_batching.primitive_batchers[kept_primitive] = lambda args, dims: (kept_primitive.bind(*args), dims[0])
+_mlir.register_lowering(kept_primitive, lambda ctx, x: [x])
+_pe.partial_eval_jaxpr_custom_rules[kept_primitive] = _save_always
+
 # -- stored values -------------------------------------------------------------------------------------------------
 
 stored_primitive = _core.Primitive("statetx_stored")
-"""The identity on its first operand: ``stored(v, decoded, link)``; without a link if v has no tangents. Parameters: ``type``, the
+"""The identity on its first operand: ``stored(v, decoded, key, link)``; without a key if the format rounds nothing at random, without a
+link if v has no tangents. Nothing reads the key: as an operand it is part of what is saved. Parameters: ``type``, the
 `StoredType`; ``region`` and ``what``, of the marks on the codes; ``is_ordered``, whether what follows has to wait for the codes."""
 
 attach_primitive = _core.Primitive("statetx_attach")
-"""The identity on its first operand, with the tangents of the second, a link: ``attach(x, link)``. Parameters as of `stored_primitive`."""
+"""The identity on its first operand, with the tangents of the last, a link: ``attach(x, key, link)``. Operands and parameters as of `stored_primitive`."""
 
 
 def _tangent_of(primitive: Any, index: int) -> None:
@@ -164,7 +186,7 @@ def _batch(primitive: Any) -> None:
     def rule(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         if all(d is None for d in dims):
             return primitive.bind(*args, **params), None
-        # Value and link have one shape, so both get the axis even if only one is mapped.
+        # Value and link have one shape, so all get the axis even if only one is mapped.
         args = [_batching.bdim_at_front(x, d, axis_data.size) for x, d in zip(args, dims, strict=True)]
         return primitive.bind(*args, **params), 0
 
@@ -197,9 +219,9 @@ def _divide(saveable: Callable, unknown: Sequence[bool], inst: Sequence[bool], e
     if not _is_saved(saveable, mark_primitive, eqn, {key: eqn.params[key] for key in ("region", "what")}):
         return eqn, eqn, [False], [True], _missing(inst, eqn)
 
-    exact, decoded, *links = eqn.invars
-    forward = eqn.replace(invars=[exact, *links], primitive=attach_primitive)
-    backward = eqn.replace(invars=[decoded, *links], primitive=attach_primitive)
+    exact, decoded, *others = eqn.invars
+    forward = eqn.replace(invars=[exact, *others], primitive=attach_primitive)
+    backward = eqn.replace(invars=[decoded, *others], primitive=attach_primitive)
     return forward, backward, [False], [True], _missing(inst[1:], backward)
 
 
@@ -246,17 +268,28 @@ def store(x: Any, type: Any, check: Callable | None = None, **params: Any) -> An
     """
     label = {key: params[key] for key in ("region", "what")}
     source = x if check is None else _check_primitive.bind(jax.lax.stop_gradient(x), report=check)
-    codes = [mark(code, **label) for code in _encoder(type)(source)]
+    keys = [kept_primitive.bind(_key_maker(type)(source))] if type.has_key else []
+    codes = [mark(code, **label) for code in _encoder(type)(source, *keys)]
     decoded = _decoder(type, x.aval)(codes)
+    saved_keys = codes[-1:] if keys else []
     links = [link_primitive.bind(x)] if jnp.issubdtype(x.dtype, jnp.inexact) else []
-    return stored_primitive.bind(x, decoded, *links, type=type, **params)
+    return stored_primitive.bind(x, decoded, *saved_keys, *links, type=type, **params)
 
 
 # Cached, so that JAX caches their jaxprs and what it compiles from them. Reports find the format in the name.
 @functools.cache
+def _key_maker(type: Any) -> Callable:
+    def key_of(x: Any) -> Any:
+        return type.key_of(jax.lax.stop_gradient(x))
+
+    key_of.__name__ = key_of.__qualname__ = f"{_KEY}{type}"
+    return jax.jit(key_of)
+
+
+@functools.cache
 def _encoder(type: Any) -> Callable:
-    def encode(x: Any) -> list[Any]:
-        return type.encode(jax.lax.stop_gradient(x))
+    def encode(x: Any, *key: Any) -> list[Any]:
+        return type.encode(jax.lax.stop_gradient(x), *key)
 
     encode.__name__ = encode.__qualname__ = f"{_ENCODE}{type}"
     return jax.jit(encode)
@@ -271,7 +304,7 @@ def _decoder(type: Any, aval: Any) -> Callable:
     return jax.jit(decode)
 
 
-_ENCODE, _DECODE = "statetx_encode_", "statetx_decode_"
+_KEY, _ENCODE, _DECODE = "statetx_key_", "statetx_encode_", "statetx_decode_"
 
 
 def encoded_as(eqn: Any) -> str:
@@ -282,6 +315,6 @@ def encoded_as(eqn: Any) -> str:
 
 def is_storing(eqn: Any) -> bool:
     """Whether an equation belongs to a value stored in another form (`store`); none of its results is a value of the user's function."""
-    if eqn.primitive in (link_primitive, stored_primitive, attach_primitive):
+    if eqn.primitive in (link_primitive, kept_primitive, stored_primitive, attach_primitive):
         return True
-    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"].startswith((_ENCODE, _DECODE))
+    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"].startswith((_KEY, _ENCODE, _DECODE))

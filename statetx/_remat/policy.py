@@ -98,7 +98,8 @@ class Policy:
             The policy that saves or offloads the same values.
 
         Memory:
-            A bit, two bytes, a byte, or a byte and 1/32 for each entry; a last axis that 8 (128) does not divide is filled up.
+            A bit, two bytes, a byte, or a byte and 1/32 for each entry; a last axis that 8 (128) does not divide is filled up. int8 also stores the key of
+            its random numbers, in four bytes; regions around the one that rounds save it, too.
 
         Raises:
             PolicyError: an unknown format.

@@ -8,8 +8,8 @@ the stored arrays are split in the same way.
 - ``bits``: values that are 0 or 1, eight in a byte, the first in the lowest bit.
 - ``bfloat16``, ``float8_e4m3fn``: floats rounded to nearest even. float8 has no infinity: larger values become its largest.
 - ``int8``: floats as integers times a scale, one scale for each `BLOCK` entries, rounded up or down at random: without bias, whatever is
-  summed (Chen et al., ActNN, ICML 2021). The key of the random numbers is made from the value itself, so that a recomputed value
-  is rounded alike.
+  summed (Chen et al., ActNN, ICML 2021). The key of the random numbers is a sum over the bits of the value, and part of what is stored: a value that is
+  computed again may differ in its last bit, and is rounded with the key of the first time.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ class StoredType:
         """Whether decoding gives the value back, for the values that it is for."""
         return self.name == "bits"
 
+    @property
+    def has_key(self) -> bool:
+        """Whether values are rounded at random. The key is then the last of the stored arrays."""
+        return self.name == "int8"
+
     def shrinks(self, aval: Any) -> bool:
         """Whether values of a type become smaller in this format. Others are stored unchanged.
 
@@ -62,7 +67,8 @@ class StoredType:
         is_real = not jnp.issubdtype(aval.dtype, jnp.complexfloating)
         is_storable = is_real if self.name == "bits" else jnp.issubdtype(aval.dtype, jnp.floating)
         row = jax.ShapeDtypeStruct((length // _num_parts(aval),), aval.dtype)  # of one part
-        return bool(is_storable) and num_bytes(row) > self.nbytes(row)
+        compared = aval if self.has_key else row  # all rows share a key
+        return bool(is_storable) and num_bytes(compared) > self.nbytes(compared)
 
     def types(self, aval: Any) -> list[jax.ShapeDtypeStruct]:
         """The types of the arrays that a value of this type is stored as."""
@@ -73,7 +79,8 @@ class StoredType:
         if self.name != "int8":
             return [codes]
         num_scales = _num_blocks(length, BLOCK, _num_parts(aval))
-        return [codes, jax.ShapeDtypeStruct((*batch, num_scales), _scale_dtype(aval.dtype))]
+        scales = jax.ShapeDtypeStruct((*batch, num_scales), _scale_dtype(aval.dtype))
+        return [codes, scales, jax.ShapeDtypeStruct((), jnp.uint32)]
 
     def nbytes(self, aval: Any) -> int:
         """The bytes that a value of this type is stored in."""
@@ -84,16 +91,22 @@ class StoredType:
 
         Args:
             x: the value.
-            key: a uint32 scalar, for random rounding; by default it is made from the value.
+            key: a uint32 scalar, for random rounding; by default `key_of` the value.
         """
         x = x.reshape(x.shape or (1,))
         if self.name == "bits":
             return [_pack(x)]
         if self.name == "int8":
-            return _quantize(x, _key_of(x) if key is None else key)
+            key = self.key_of(x) if key is None else key
+            return [*_quantize(x, key), key]
         largest = float(jnp.finfo(self.name).max)
         # float8 has no infinity, so a larger value would become nan. `clip` lets nan pass.
         return [(jnp.clip(x, -largest, largest) if self.name == "float8_e4m3fn" else x).astype(self.name)]
+
+    def key_of(self, x: jax.Array) -> jax.Array:
+        """A key for random rounding from all bits of a value, so that another value, in another step of a training, gets another one."""
+        words = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+        return lax.reduce(words, jnp.uint32(0), lax.add, tuple(range(words.ndim)))
 
     def decode(self, stored: Sequence[jax.Array], aval: Any) -> jax.Array:
         """Decode a value of this type from the arrays that `encode` made."""
@@ -101,7 +114,7 @@ class StoredType:
         if self.name == "bits":
             x = _unpack(stored[0], length, _num_parts(aval)).astype(aval.dtype)
         elif self.name == "int8":
-            codes, scales = stored
+            codes, scales, _ = stored
             x = _dequantize(codes, scales, _num_parts(aval)).astype(aval.dtype)
         else:
             x = stored[0].astype(aval.dtype)
@@ -236,9 +249,3 @@ def _mix(x: jax.Array) -> jax.Array:
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
     return x
-
-
-def _key_of(x: jax.Array) -> jax.Array:
-    """A key from all bits of a value: equal for equal values, whatever else happens in the program."""
-    words = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    return lax.reduce(words, jnp.uint32(0), lax.add, tuple(range(words.ndim)))
