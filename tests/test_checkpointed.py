@@ -251,6 +251,44 @@ def test_residuals_in_slots_take_no_memory(name, slots, carries_only):
     assert mixed <= temporary() + 1024
 
 
+def layers_loss(slots, policy=None, width=128):
+    """The loss of 64 layers, whose weights are elements of xs."""
+    weights = {name: jax.random.normal(jax.random.key(n), (64, width, width)) / 64 for n, name in enumerate("ab")}
+
+    def loss(weights, h):
+        layer = jax.jit(lambda h, w: (h + jnp.tanh(h @ w["a"]) @ w["b"], None))
+        return (statetx.scan(layer, h, weights, checkpoint=Slots(slots, policy=policy))[0] ** 2).mean()
+
+    return loss, (weights, jnp.ones((16, width)))
+
+
+def temporary_bytes(loss, args):
+    return jax.jit(jax.grad(loss, (0, 1))).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("policy", [None, pytest.param(policies.dots, marks=pytest.mark.slow)], ids=["none", "dots"])
+@pytest.mark.parametrize("slots", [8, 16])
+def test_weights_of_layers_are_read_when_they_are_needed(slots, policy, carries_only):
+    """No more than two arrays of weights at a time: the weights of a layer, or some and their cotangents."""
+    carry, weights = 16 * 128 * 4, 128 * 128 * 4
+    loss, args = layers_loss(slots, policy)
+    assert statetx.loop_report(loss, *args).rows[0].is_mixed
+    mixed = temporary_bytes(loss, args)
+    carries_only()
+    before = temporary_bytes(loss, args)
+    assert before <= slots * carry + 2 * weights + 4 * carry
+    assert mixed <= before + 1024
+
+
+def test_gradients_of_layers_whose_weights_are_read_late():
+    (loss, args), (reference, _) = layers_loss(8, width=16), layers_loss(64, width=16)
+    assert statetx.loop_report(loss, *args).rows[0].is_mixed
+    actual, expected = (jax.grad(f, (0, 1))(*args) for f in (loss, reference))
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * float(jnp.abs(b).max()))
+        assert jnp.abs(b).max() > 0
+
+
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize(
     "mode",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from .. import _jax
@@ -10,7 +10,14 @@ from .._jax import Jaxpr, Literal
 from .primitives import TABLE
 
 
-def inline(x: Any, consts: Sequence[Any] = (), *, calls: Collection[str], deep: bool = True) -> Jaxpr:
+def inline(
+    x: Any,
+    consts: Sequence[Any] = (),
+    *,
+    calls: Collection[str],
+    deep: bool = True,
+    unless: Callable[[Any], Any] = lambda eqn: False,
+) -> Jaxpr:
     """Replace calls by the equations of their jaxprs, and constants by literals.
 
     Each variable of the result is defined once, even where one jaxpr is called twice.
@@ -20,6 +27,7 @@ def inline(x: Any, consts: Sequence[Any] = (), *, calls: Collection[str], deep: 
         consts: values of its constants, unless it is closed.
         calls: names of the primitives to inline, a subset of `primitives.INLINED`.
         deep: whether to inline also within loops, branches and other calls; otherwise these stay unchanged.
+        unless: ``(equation) -> bool``, of calls that stay; asked at the level of `x` and in what is inlined into it.
     """
     jaxpr, closed_consts = _jax.open_jaxpr(x)
     eqns: list[Any] = []
@@ -34,7 +42,8 @@ def inline(x: Any, consts: Sequence[Any] = (), *, calls: Collection[str], deep: 
     def run(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], call: Any, same_line: bool) -> list[Any]:
         def rule(eqn: Any, operands: list[Any]) -> list[Any]:
             eqn = eqn if call is None else _jax.inlined(eqn, call, same_line=same_line)
-            if eqn.primitive.name not in calls or _jax.is_storing(eqn):  # a report has one line for it, with its format
+            # Of a value that is stored in fewer bits a report has one line, with its format.
+            if eqn.primitive.name not in calls or _jax.is_storing(eqn) or unless(eqn):
                 return copied(eqn, operands)
             inner, values = _jax.open_jaxpr(eqn.params[TABLE[eqn.primitive.name].jaxpr])
             # JAX caches the jaxprs of its own functions with the source lines of the first caller: take the line of this call.

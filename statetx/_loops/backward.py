@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from .. import _jax
 from .._equations.flops import count
+from .._equations.inline import inline
+from .._equations.primitives import JIT, REMAT, row_of
 from .._equations.structure import Body
 from .._positions import replaced
+from .._remat import fence  # noqa: F401  # it lowers `_jax.hold`
 from .._remat.stored import StoredType
 from .._tree import is_float
 from .cut import needed_equations, smallest_residuals
@@ -98,15 +101,16 @@ class BackwardStep:
         step, carry = self._step, self._diff[1]
         types = [*step.constant_avals, *step.x_avals, *(v.aval for v in self._stored)]
         types += [*(step.avals[i] for i in carry), *(step.y_avals[i] for i in self._float_ys)]
-        sizes = itertools.accumulate([step.num_constants, len(step.x_avals), len(self.residual_avals), len(carry)])
-
-        def run(*values: Any) -> list:
-            first, second, third, fourth = sizes
-            parts = values[:first], values[first:second], values[second:third], values[third:fourth], values[fourth:]
-            return jax.tree.leaves(self.backward(*map(list, parts)))
-
-        jaxpr, _ = _jax.stage(run, types, traced_for="scan", name=f"{step.name}, backward")
+        jaxpr, _ = _jax.stage(self._flat_backward, types, traced_for="scan", name=f"{step.name}, backward")
         return count(jaxpr)
+
+    def _flat_backward(self, *values: Any) -> list:
+        """`backward` of flat values: constants, elements, residuals, cotangents of the carry and of the ys."""
+        step = self._step
+        sizes = [step.num_constants, len(step.x_avals), len(self.residual_avals), len(self._diff[1])]
+        first, second, third, fourth = itertools.accumulate(sizes)
+        parts = values[:first], values[first:second], values[second:third], values[third:fourth], values[fourth:]
+        return jax.tree.leaves(self.backward(*map(list, parts)))
 
     @functools.cached_property
     def rerun(self) -> float:
@@ -153,6 +157,53 @@ class BackwardStep:
             values.update(zip(self._computed, _jax.evaluate(self._again, (), inputs), strict=True))
         leaves = [values[v] if isinstance(v, _jax.Var) else v.val for v in self._leaves]
         return self._treedef.unflatten(leaves)((ct_carry, ct_ys))
+
+    def backward_reading(
+        self, constants: list, read: Callable[[int, list], Any], residuals: list, ct_carry: list, ct_ys: list
+    ) -> tuple:
+        """As `backward`, but each element is read where it is needed.
+
+        XLA:CPU starts whatever is ready. It would read the elements of all xs first, such as the weights of a layer, and hold them beside the
+        cotangents of as many bytes that are computed meanwhile.
+
+        Args:
+            read: ``(index, awaited) -> element`` of the xs with this index, read once the arrays `awaited` are computed.
+        """
+        first = len(constants)
+        last = first + len(self._step.x_avals)
+        elements = dict.fromkeys(range(first, last))
+        before, after = constants, [*residuals, *ct_carry, *ct_ys]
+        types = [*map(jax.typeof, before), *self._step.x_avals, *map(jax.typeof, after)]
+        staged = _jax.stage(self._flat_backward, types, traced_for="scan", name=f"{self._step.name}, backward")
+        # A barrier or a fence keeps the recomputation of a user's region from being started early.
+        has_barrier = lambda eqn: eqn.params.get("prevent_cse")  # noqa: E731
+        jaxpr = inline(*staged, calls=JIT | REMAT, deep=False, unless=has_barrier)
+        computed: dict[int, Any] = {}  # by identity; an array in it stays alive, so that no other gets its identity
+
+        def value(x: Any, awaited: list) -> Any:
+            if not isinstance(x, _Unread):
+                return x
+            if elements[x.index] is None:
+                elements[x.index] = read(x.index - first, awaited)
+            return elements[x.index]
+
+        def rule(eqn: Any, operands: list) -> list:
+            # XLA fuses the reading of an element with elementwise operations and sums, but not with a product.
+            is_fused = row_of(eqn).fuses or row_of(eqn).reads_fused
+            awaited = [x for x in operands if not is_fused and id(x) in computed]
+            outs = _jax.bind_equation(eqn, eqn.params, [value(x, awaited) for x in operands])
+            computed.update((id(x), x) for x in outs)
+            return outs
+
+        outs = _jax.interpret(jaxpr, [*before, *map(_Unread, elements), *after], rule)
+        cts = iter([value(x, []) for x in outs])
+        return tuple([next(cts) for _ in indices] for indices in self._diff)
+
+
+class _Unread(NamedTuple):
+    """An element of xs that is read when an equation needs it; `index` is that of the input."""
+
+    index: int
 
 
 def _computed_from(jaxpr: Any, inputs: Sequence[Any]) -> set:

@@ -325,21 +325,29 @@ class _Reversal:
         return self._two_parts.forward(self._constants, carry, self._loop.element(self._xs, i))
 
     def _reverse_step(self, i: Any, carry: list, total: _Cotangents) -> _Cotangents:
-        return self._pull(i, self._forward(i, carry)[1], total)
+        # The element of the forward part is at hand.
+        backward = functools.partial(self._two_parts.backward, self._constants, self._loop.element(self._xs, i))
+        return self._pull(i, self._forward(i, carry)[1], total, backward)
 
     def _keep(self, i: Any, carry: list) -> tuple[list, list]:
         carry, residuals = self._forward(i, carry)
         return carry, self._two_parts.encoded(residuals)
 
     def _pull_kept(self, i: Any, residuals: list, total: _Cotangents) -> _Cotangents:
-        return self._pull(i, self._two_parts.decoded(residuals, i == 0, self._first), total)
+        index = self._loop.index(i)
 
-    def _pull(self, i: Any, residuals: list, total: _Cotangents) -> _Cotangents:
+        def read(n: int, awaited: list) -> Any:
+            held = _jax.hold(index, awaited) if awaited and jax.default_backend() == "cpu" else index
+            return jax.lax.dynamic_index_in_dim(self._xs[n], held, 0, keepdims=False)
+
+        backward = functools.partial(self._two_parts.backward_reading, self._constants, read)
+        return self._pull(i, self._two_parts.decoded(residuals, i == 0, self._first), total, backward)
+
+    def _pull(self, i: Any, residuals: list, total: _Cotangents, backward: Callable) -> _Cotangents:
+        """Add the cotangents of a step; `backward` computes them from residuals and the cotangents of the next carry and of the ys."""
         index = self._loop.index(i)
         ct_ys = [self._ct_y(n, index) for n in range(len(self._float_ys))]
-        x = self._loop.element(self._xs, i)
-        cts = self._two_parts.backward(self._constants, x, residuals, total.carry, ct_ys)
-        ct_constants, ct_carry, ct_x = cts
+        ct_constants, ct_carry, ct_x = backward(residuals, total.carry, ct_ys)
         self._step.tick(self._step.length - i, "backward")
         sums = [a + b for a, b in zip(total.constants, ct_constants, strict=True)]
         ct_xs = [

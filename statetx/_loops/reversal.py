@@ -144,16 +144,20 @@ def reverse_steps(
         )
         inner = jax.lax.while_loop(lambda i: i.advance > 0, lambda i: approach(i, left), start)
         pools, carry, result, done = inner.pools, inner.carry, outer.result, jnp.int32(0)
+        # The last step of the leaf, counted by the loops before it. It is ``left - 1``, but then what `at_once` computes from its number alone, such as
+        # its element of xs, would be there, and take memory, while those loops run.
+        last = inner.step
         num_kept = left - 1 - inner.step
         if places.keep is not None:
             keep = functools.partial(keep_one, places.keep, inner.step)
-            pools, carry = _for(num_kept, mean_kept, keep, (pools, carry))
-        result = places.at_once(left - 1, carry, result)
+            kept, (pools, carry) = _for(num_kept, mean_kept, keep, (pools, carry))
+            last += kept
+        result = places.at_once(last, carry, result)
         if places.pull is not None:
             # The steps left are counted by what this loop has done, not taken from `inner.step`: XLA sees by that
             # that the pools are written again only after it, and does not copy them.
             pull = functools.partial(pull_one, places.pull, pools, left - 2, num_kept - 1)
-            done, result = _for(num_kept, mean_kept, pull, (done, result))
+            _, (done, result) = _for(num_kept, mean_kept, pull, (done, result))
         return _Outer(pools, inner.positions, inner.top - 1, left - 1 - done, result, inner.num_ahead)
 
     def keep_one(keep: Callable, first: Any, n: Any, loop: tuple[list, list]) -> tuple[list, list]:
@@ -182,7 +186,7 @@ def _counted(condition: Any, runs: Fraction | None) -> Any:
 
 
 def _for(num: Any, runs: Fraction | None, body: Callable, init: Any) -> Any:
-    """``init = body(n, init)`` for n from 0 on."""
+    """``init = body(n, init)`` for n from 0 on; returns `num`, as counted, and the last value."""
     return jax.lax.while_loop(
         lambda loop: _counted(loop[0] < num, runs), lambda loop: (loop[0] + 1, body(*loop)), (jnp.int32(0), init)
-    )[1]
+    )
