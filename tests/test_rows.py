@@ -183,6 +183,90 @@ def test_carries_in_bits_whose_last_axis_is_split_over_devices(width, slots):
         np.testing.assert_allclose(a, e, rtol=0, atol=1e-6 * np.abs(e).max())
 
 
+# -- carries of loops of unknown length ---------------------------------------------------------------------------------
+
+
+def while_loss(w, v, xs, checkpoint):
+    """As `loss`, for a number of steps that depends on `v`."""
+
+    def step(loop):
+        carry, total, i = loop
+        carry, y = cell(spike, w, carry, xs[i])
+        return carry, total + y**2, i + 1
+
+    num = len(xs) - 5 * (v[0, 0] > 0)
+    first = (v, jnp.full_like(v, 0.25), v > 2, jnp.int32(0)), jnp.float32(0), 0
+    (v, *_), total, _ = statetx.while_loop(lambda loop: loop[2] < num, step, first, checkpoint=checkpoint)
+    return (v**2).sum() + total
+
+
+def while_grads(policy, slots, segment=None):
+    """The gradients with carries as bits and unchanged."""
+    for p in (policy.stored_as("bits"), policy):
+        checkpoint = Slots(slots, policy=p)
+        checkpoint = statetx.Truncated(segment, checkpoint=checkpoint) if segment else checkpoint
+        yield jax.grad(functools.partial(while_loss, checkpoint=checkpoint), (0, 1, 2))
+
+
+@pytest.mark.parametrize("policy", [SPIKES, policies.everything], ids=["named", "proved"])
+@pytest.mark.parametrize(
+    "options",
+    [{"slots": 1}, {"slots": 4}, {"slots": 5}, {"slots": 3, "segment": 9}, {"slots": 4, "segment": 4}],
+    ids=str,
+)
+def test_while_loop_with_carries_in_bits_leaves_gradients_equal(policy, options):
+    args = data(12, 2, 30)
+    stored, exact = (jax.jit(f)(*args) for f in while_grads(policy, **options))
+    assert_equal(stored, exact)
+    assert jnp.abs(exact[0]).max() > 0
+
+
+WHILE_MODES = {
+    "eager": lambda f: f,
+    "vmap": lambda f: lambda w, v, xs: jax.vmap(f, (None, 0, None))(w, jnp.stack([v, v + 1]), xs),
+    "forward over reverse": lambda f: lambda *args: jax.jvp(f, args, args)[1],
+    "remat": jax.checkpoint,
+}
+
+
+@pytest.mark.parametrize("mode", WHILE_MODES)
+def test_while_loop_with_carries_in_bits_under_transforms(mode):
+    args = data(12, 2, 20)
+    assert_equal(*(WHILE_MODES[mode](f)(*args) for f in while_grads(policies.everything, slots=4)))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_while_loop_with_carries_in_bits_steps_per_device(check_vma):
+    if jax.device_count() < 2:
+        pytest.skip("one device")
+    w, v, xs = data(12, 2, 20)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec("d")
+
+    def mapped(f):
+        run = lambda v: f(w, v[0], xs)[1][None]  # noqa: E731
+        return jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+
+    vs = jnp.stack([v, v + 1])
+    stored, exact = (jax.jit(mapped(f))(vs) for f in while_grads(policies.everything, slots=4))
+    assert_equal(stored, exact)
+    alone = jnp.stack([f(w, v, xs)[1] for v in vs for f in [jax.jit(next(while_grads(policies.everything, slots=4)))]])
+    np.testing.assert_allclose(stored, alone, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options", [{"slots": 8}, {"slots": 8, "segment": 20}, {"slots": 8, "segment": 8}], ids=["all", "segment", "short"]
+)
+def test_while_loop_with_carries_in_bits_takes_fewer_bytes(options):
+    args = data()
+    stored, exact = (jax.jit(f).lower(*args).compile() for f in while_grads(policies.everything, **options))
+    # Of the spikes and the booleans. The first carry of a segment, which may be neither, stays beside the slots.
+    num = 8 - ("segment" in options)
+    saved = num * BATCH * (4 * WIDTH - WIDTH // 8 + WIDTH - WIDTH // 8)
+    temporary = [program.memory_analysis().temp_size_in_bytes for program in (stored, exact)]
+    assert temporary[0] <= temporary[1] - saved + 1024, (temporary, saved)
+
+
 # -- residuals ---------------------------------------------------------------------------------------------------------
 
 

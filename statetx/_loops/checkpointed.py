@@ -21,7 +21,7 @@ from .._positions import replaced
 from .._tree import is_float
 from .backward import BackwardStep
 from .cpu_concurrency import concurrent_fori_loop
-from .derivative import Loop, floats_of, jvp_of, linear_in_tangents, with_derivative
+from .derivative import Loop, floats_of, jvp_of, linear_in_tangents, with_derivative, without_stored
 from .nested import nested
 from .reversal import Filled, Places, reverse_steps
 from .rows import SlotMemory
@@ -192,13 +192,8 @@ class CheckpointedLoop(Loop):
             )
 
         def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
-            primals, stored, cts = args
-            num, num_stored = len(jax.tree.leaves(primals)), len(jax.tree.leaves(stored))
-            # Tangents of `stored` are left out: the stored carries are functions of the primals, and `by_nesting`
-            # computes them again. It has no such argument, so the indices of the cotangents move down.
-            of_primals = {i: t for i, t in tangents.items() if i < num}
-            of_cts = {i - num_stored: t for i, t in tangents.items() if i >= num + num_stored}
-            return jvp_of(by_nesting, (primals, cts), of_primals | of_cts)
+            # `by_nesting` computes the stored carries again.
+            return jvp_of(by_nesting, *without_stored(args, tangents))
 
         return with_derivative(by_schedule, derivative)
 

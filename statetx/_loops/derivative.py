@@ -184,6 +184,18 @@ def jvp_of(fun: Callable, args: tuple, tangents: dict[int, Any]) -> tuple[Any, l
     return out_tree.unflatten([next(remaining) if x is None else x for x in others]), out_tangents
 
 
+def without_stored(args: tuple, tangents: dict[int, Any]) -> tuple[tuple, dict[int, Any]]:
+    """The arguments ``(primals, stored, cotangents)`` of a reversal and their tangents, without those of `stored`.
+
+    What the forward sweep has stored are functions of the primals. A function that computes them again has no such argument.
+    """
+    primals, stored, cts = args
+    num, num_stored = len(jax.tree.leaves(primals)), len(jax.tree.leaves(stored))
+    of_primals = {i: t for i, t in tangents.items() if i < num}
+    of_cts = {i - num_stored: t for i, t in tangents.items() if i >= num + num_stored}
+    return (primals, cts), of_primals | of_cts
+
+
 def floats_of(fun: Callable, args: tuple, values: dict[int, Any]) -> list[Any]:
     """The float leaves of ``fun(*args)`` with some leaves of `args` replaced by `values`."""
     return [x for x in jax.tree.leaves(fun(*_with_leaves(args, values))) if is_float(x)]

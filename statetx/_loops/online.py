@@ -2,7 +2,7 @@
 
 The loop stores its carry at equal distances. When all slots are full, it drops every other one and doubles the distance. The reversal knows
 the number of steps and continues as in `checkpointed`, with the slots that become free. It runs more steps than the optimum for a
-known length: up to a third more with many slots, up to three quarters more with two or three.
+known length: up to a third more with many slots, up to three quarters more with two or three. Slots hold carries only, in the formats of `rows`.
 
 Source: dropping every other slot is an idea of online checkpointing. Stumm and Walther 2010, "New algorithms for optimal online
 checkpointing", have a schedule that is nearer to the optimum for short loops.
@@ -22,7 +22,14 @@ from .._equations.structure import Body
 from .._positions import replaced
 from .._tree import is_float
 from . import bind, schedule
-from .derivative import linear_in_tangents, nonzero_tangents, tangents_of
+from .derivative import (
+    jvp_of,
+    linear_in_tangents,
+    nonzero_tangents,
+    tangents_of,
+    with_derivative,
+    without_stored,
+)
 from .reversal import Filled, Places, reverse_steps
 from .rows import SlotMemory
 from .step import Step
@@ -33,14 +40,14 @@ _COLUMNS = 64  # of the schedule's table: it plans for up to as many runs of a s
 class _Running(NamedTuple):
     """The forward sweep.
 
-    ``slots[:used]`` hold the carries before the steps ``positions[:used]``, which rise from 0. Neighbors are at most `distance` apart: exactly
+    The first `used` slots of `pools` hold the carries before the steps ``positions[:used]``, which rise from 0. Neighbors are at most `distance` apart: exactly
     `distance` if the number of slots is even, less if dropping every other one of an odd number has kept both ends. `carry` is the carry
     after `count` steps.
     """
 
     carry: list
     count: Any
-    slots: list
+    pools: list
     positions: Any
     used: Any
     distance: Any
@@ -49,7 +56,7 @@ class _Running(NamedTuple):
 class Stored(NamedTuple):
     """What the forward sweep leaves for the reversal: slots, the steps of their carries, the last slot in use, the number of steps."""
 
-    slots: list
+    pools: list
     positions: Any
     top: Any
     count: Any
@@ -72,8 +79,13 @@ class OnlineLoop:
         self._test, self._step, self._slots, self._max_steps = test, step, slots, max_steps
         self._run = bind.compiled(self.run)
         self._store = bind.compiled(self.store)
-        self._reversal = functools.cache(self._make_reversal)
+        self.reversal = functools.cache(self._make_reversal)
         self._floats = [i for i, a in enumerate(step.avals) if is_float(a)]
+
+    @functools.cached_property
+    def _memory(self) -> SlotMemory:
+        # The first carry, which need not be 0 or 1 where those after a step are, always is in slot 0.
+        return SlotMemory(self._slots, self._step.avals, formats=self._step.carry_formats)
 
     def is_running(self, test_constants: list, carry: list, count: Any) -> Any:
         holds = self._test((), *test_constants, *carry)[0]
@@ -117,7 +129,7 @@ class OnlineLoop:
         ct_carry = dict(zip(self._floats, cts, strict=True))
         cts = [_jax.zeros(self._step.avals[i]) if ct_carry[i] is None else ct_carry[i] for i in diff_carry]
 
-        ct_constants, ct_diff_carry = self._reversal(diff_constants, diff_carry)(primals[1], primals[2], stored, cts)
+        ct_constants, ct_diff_carry = self.reversal(diff_constants, diff_carry)(primals, stored, cts)
         ct_carry.update(zip(diff_carry, ct_diff_carry, strict=True))
         return [*ct_constants, *(ct_carry[i - first_carry] for i in diff_indices if i >= first_carry)]
 
@@ -138,7 +150,7 @@ class OnlineLoop:
             sources = jnp.minimum(2 * jnp.arange(slots), slots - 1)
             sources = jnp.where(continues, sources, jnp.arange(slots))
             running = running._replace(
-                slots=[s[sources] for s in running.slots],
+                pools=[pool[sources] for pool in running.pools],  # each leaf of the carry has a pool: a row is a slot
                 positions=running.positions[sources],
                 used=jnp.where(continues, (slots + 1) // 2, running.used),
                 distance=jnp.where(continues, 2 * running.distance, running.distance),
@@ -151,18 +163,17 @@ class OnlineLoop:
         zero, one, positions = (
             _jax.as_varying(x, axes) for x in (jnp.int32(0), jnp.int32(1), _jax.replicated(jnp.zeros(slots, jnp.int32)))
         )
-        empty = [_jax.empty(slots, aval) for aval in self._step.avals]
-        last = jax.lax.while_loop(is_running, fill, _Running(carry, zero, empty, positions, zero, one))
-        return last.carry, Stored(last.slots, last.positions, last.used - 1, last.count)
+        start = _Running(carry, zero, self._memory.make(), positions, zero, one)
+        last = jax.lax.while_loop(is_running, fill, start)
+        return last.carry, Stored(last.pools, last.positions, last.used - 1, last.count)
 
     def _segment(self, is_running: Callable, constants: list, running: _Running) -> _Running:
         """Store the carry, and run as many steps as the distance."""
         used = running.used
-        write = lambda s, x: jax.lax.dynamic_update_index_in_dim(s, x, used, 0)  # noqa: E731
-        slots = [write(s, x) for s, x in zip(running.slots, running.carry, strict=True)]
+        pools = self._memory.write(running.pools, used, running.carry)
         positions = running.positions.at[used].set(running.count)
         end = running.count + running.distance
-        running = running._replace(slots=slots, positions=positions, used=used + 1)
+        running = running._replace(pools=pools, positions=positions, used=used + 1)
         return self._steps(lambda r: is_running(r) & (r.count < end), constants, running)
 
     def _steps(self, condition: Callable, constants: list, running: _Running) -> _Running:
@@ -176,10 +187,12 @@ class OnlineLoop:
     # -- the reversal --
 
     def _make_reversal(self, diff_constants: tuple[int, ...], diff_carry: tuple[int, ...]) -> Callable:
-        """``(constants, first carry, stored, cotangents of the last carry) -> cotangents of constants and of the first carry``."""
+        """``(primals, stored, cotangents of the last carry) -> cotangents of constants and of the first carry``."""
         step = self._step
 
-        def reverse(constants: list, carry: list, stored: Stored, ct_carry: list) -> tuple[list, list]:
+        def reverse(primals: tuple, stored: Stored, ct_carry: list) -> tuple[list, list]:
+            _, constants, carry = primals
+
             def reverse_step(_: Any, carry: list, result: tuple) -> tuple:
                 def run(diff_constant_values: list, diff_carry_values: list) -> list:
                     values = replaced(constants, diff_constants, diff_constant_values)
@@ -198,7 +211,21 @@ class OnlineLoop:
             splits = schedule.table(2**31 - 1, schedule.leaves(self._slots), 1, _COLUMNS)
             filled = Filled(jax.tree.map(jnp.asarray, splits), stored.positions, stored.top)
             init = ([jnp.zeros_like(constants[i]) for i in diff_constants], ct_carry)
-            slots, places = SlotMemory(self._slots, step.avals), Places(advance, reverse_step)
-            return reverse_steps(stored.count, filled, stored.slots, carry, init, places, slots)[0]
+            places = Places(advance, reverse_step)
+            return reverse_steps(stored.count, filled, stored.pools, carry, init, places, self._memory)[0]
 
-        return bind.compiled(reverse)
+        if not any(step.carry_formats):
+            return bind.compiled(reverse)
+
+        # Codes have no tangents, but what they stand for may, such as spikes with a surrogate derivative. So a derivative of the reversal is that of
+        # another sweep and reversal, whose slots hold carries unchanged.
+        unchanged = type(self)(self._test, step.with_unchanged_carries(), self._slots, self._max_steps)
+
+        def reverse_unchanged(primals: tuple, ct_carry: list) -> tuple[list, list]:
+            _, stored = unchanged.store(*primals)
+            return unchanged.reversal(diff_constants, diff_carry)(primals, stored, ct_carry)
+
+        def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
+            return reverse(*args), jvp_of(reverse_unchanged, *without_stored(args, tangents))[1]
+
+        return with_derivative(reverse, derivative)

@@ -161,6 +161,14 @@ class Step:
             vars(step).pop(name, None)
         return step
 
+    def with_unchanged_carries(self) -> Step:
+        """The step of a loop that stores carries unchanged, whatever its policy asks for."""
+        step = copy.copy(self)
+        for name in ("carry_formats", "slot_avals"):
+            vars(step).pop(name, None)
+        step.exact_formats = [None] * self.num_carry
+        return step
+
     def mapped(self, axis: Any, is_mapped: Sequence[bool]) -> MappedStep:
         """The step for all examples of a `jax.vmap` at once.
 

@@ -228,17 +228,15 @@ class _Counted(OnlineLoop):
 
         # Each step has a slot, so none is ever moved: moving them takes a second buffer.
         def one(loop: tuple[list, Any, list]) -> tuple[list, Any, list]:
-            carry, count, slots = loop
-            write = lambda s, x: jax.lax.dynamic_update_index_in_dim(s, x, count, 0)  # noqa: E731
-            slots = [write(s, x) for s, x in zip(slots, carry, strict=True)]
-            return self._step(constants, carry, [])[0], count + 1, slots
+            carry, count, pools = loop
+            pools = self._memory.write(pools, count, carry)
+            return self._step(constants, carry, [])[0], count + 1, pools
 
         zero = _jax.varying_like(jnp.int32(0), test_constants[0])
         positions = _jax.varying_like(_jax.replicated(jnp.arange(self._slots, dtype=jnp.int32)), zero)
-        empty = [_jax.empty(self._slots, aval) for aval in self._step.avals]
         is_running = lambda loop: self.is_running(test_constants, *loop[:2])  # noqa: E731
-        carry, count, slots = jax.lax.while_loop(is_running, one, (carry, zero, empty))
-        return carry, Stored(slots, positions, count - 1, count)
+        carry, count, pools = jax.lax.while_loop(is_running, one, (carry, zero, self._memory.make()))
+        return carry, Stored(pools, positions, count - 1, count)
 
 
 def _while_loop(test: Body, step: Step, num: int, slots: int, max_steps: int | None) -> Callable:
