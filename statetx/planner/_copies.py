@@ -14,12 +14,12 @@ import jax
 
 from .. import _jax
 from .._equations.flops import flops
-from .._equations.primitives import row_of, size
+from .._equations.primitives import size
 from .._jax import Jaxpr, Literal, Var
 from .._lift.context import device_bytes
 from .._tree import is_float
 from ._option import Option
-from ._parts import Part, last_reads
+from ._parts import Part, is_linear, last_reads
 from ._values import Address
 
 _CHEAP = 32  # operations for each entry that an equation reads or writes; a product has twice its inner dimension
@@ -88,7 +88,7 @@ class Copies:
         """What the backward pass reads: values that are read nonlinearly, also beyond linear equations that read nothing else."""
         needed: set[Any] = set()
         for eqn in reversed(self._jaxpr.eqns):
-            if not _is_linear(eqn):
+            if not is_linear(eqn):
                 needed.update(_variables(eqn))
             elif len(large := self._large(eqn)) == 1 and any(v in needed for v in eqn.outvars):
                 needed.update(large)
@@ -143,11 +143,6 @@ def _is_cheap(eqn: Any) -> bool:
 def _is_reduced(eqn: Any, v: Any) -> bool:
     largest = max((device_bytes(u.aval) for u in _variables(eqn)), default=0)
     return _SMALL * device_bytes(v.aval) <= largest
-
-
-def _is_linear(eqn: Any) -> bool:
-    name, is_literal = eqn.primitive.name, [isinstance(v, Literal) for v in eqn.invars]
-    return row_of(eqn).is_linear or (name == "mul" and any(is_literal)) or (name == "div" and is_literal[1])
 
 
 @jax.custom_jvp

@@ -25,7 +25,7 @@ from .._equations.flops import flops
 from .._equations.primitives import REMAT, row_of
 from .._jax import Jaxpr
 from .._lift.context import device_bytes
-from ._parts import Flat, last_reads
+from ._parts import Flat, is_linear, last_reads
 
 Interval = tuple[int, int]
 
@@ -336,25 +336,30 @@ def _in_phase(
     """The periods of a periodic stretch, begun where the user's functions end, or else where the fewest bytes cross.
 
     Args:
-        is_late: of places that equally few bytes cross, take the one behind the most expensive equation.
+        is_late: of places that equally few bytes cross, take the one behind the most expensive equation, if nonlinear ones are between it
+            and the usual place: only their derivatives read what crosses there.
     """
-    num = len(live)
-    cost = lambda i: flops(program.jaxpr.eqns[i]) if i < num else 0  # noqa: E731
+    num, eqns = len(live), program.jaxpr.eqns
+    cost = lambda i: flops(eqns[i]) if i < num else 0  # noqa: E731
 
-    def rank(offset: int) -> tuple:
+    def rank(offset: int, is_late: bool) -> tuple:
         count = (length - offset) // period
         boundaries = [start + offset + k * period for k in range(count + 1)]
         crossing = sum(live[b] for b in boundaries[1:] if b < num) / max(1, count)
         is_marked = all(b in marked or b in (0, num) for b in boundaries)
 
-        if is_late:
-            return not is_marked, crossing, -cost(boundaries[1] - 1), -count, offset
-
         # In a plateau of equal bytes, before the most expensive equation: cheap ones stay with the producers of their operands.
-        return not is_marked, crossing, -count, -cost(boundaries[1]), offset
+        phase = (-cost(boundaries[1] - 1), -count) if is_late else (-count, -cost(boundaries[1]))
+        return not is_marked, crossing, *phase, offset
 
     # Offsets that leave one period only are not a repetition.
-    offset = min((o for o in range(period) if (length - o) // period >= 1), key=rank)
+    offsets = [o for o in range(period) if (length - o) // period >= 1]
+    offset = min(offsets, key=lambda o: rank(o, False))
+    if is_late:
+        late = min(offsets, key=lambda o: rank(o, True))
+        between = range(start + late, start + late + (offset - late) % period)
+        if not all(is_linear(eqns[i]) for i in between if i < num):
+            offset = late
     return Run(start + offset, period, (length - offset) // period)
 
 

@@ -10,7 +10,7 @@ from jax.extend.core.primitives import closed_call_p
 
 from .. import _jax
 from .._equations.inline import inline
-from .._equations.primitives import JIT, REMAT
+from .._equations.primitives import JIT, REMAT, row_of
 from .._equations.structure import Body
 from .._jax import Jaxpr, Literal
 from .._tree import is_float
@@ -180,6 +180,12 @@ _CALLS = JIT | REMAT | {_jax.CLOSED_CALL}
 def is_loop(eqn: Any) -> bool:
     """Whether an equation is a loop that can be planned: a scan of several steps, without effects or constants."""
     return eqn.primitive.name == "scan" and eqn.params["length"] > 1 and not eqn.effects and not _consts(eqn)
+
+
+def is_linear(eqn: Any) -> bool:
+    """Whether an equation is linear in its operands, so that its derivative reads none of them."""
+    name, is_literal = eqn.primitive.name, [isinstance(v, Literal) for v in eqn.invars]
+    return row_of(eqn).is_linear or (name == "mul" and any(is_literal)) or (name == "div" and is_literal[1])
 
 
 def _consts(eqn: Any) -> Sequence[Any]:

@@ -209,8 +209,9 @@ class Search:
             return None
         target = self._target(budget, bracket)
         choice = cheapest_choice(family, target, self.is_late)
-        if choice is None and bracket.low < (least := family.least_peak()) < bracket.high:
-            # One candidate that takes far more than the model says puts the target below every choice: go on above the least.
+        while choice is None and bracket.low < (least := family.least_peak()) < bracket.high and not self.is_late():
+            # One candidate that takes far more than the model says puts the target below every choice: go on above the least, which
+            # rises while parts are measured.
             bracket.low = least
             target = self._target(budget, bracket)
             choice = cheapest_choice(family, target, self.is_late)
