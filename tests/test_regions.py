@@ -7,12 +7,14 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import statetx
 from statetx._equations.flops import flops
 from statetx._equations.structure import Body
 from statetx._lift.context import TraceContext
+from statetx._remat.stored import BITS
 from statetx.planner import Planner, _cuts, _parts
 from statetx.planner._lattice import Lattice
 
@@ -35,9 +37,9 @@ def flat(fun, *args):
     return _parts.Flat(_parts.flatten(Body.close(jaxpr.jaxpr, jaxpr.consts).jaxpr))
 
 
-def lattice(program, diff_indices=(0,)):
+def lattice(program, diff_indices=(0,), **more):
     options = {"equation_cost": flops, "policies": [], "offload": None, "deadline": lambda: False}
-    return Lattice(program, diff_indices, 1, **options, context=TraceContext())
+    return Lattice(program, diff_indices, 1, **options, **more, context=TraceContext())
 
 
 def test_layers_are_found_and_the_loss_is_cut_off():
@@ -102,6 +104,53 @@ def test_plans_begin_regions_with_activations(is_marked):
     plan = statetx.plan(marked if is_marked else plain, *args, budget=blocks.temp_bytes, argnums=0, of="temporaries")
     num_products = plan.extra_flops * base.flops / (2 * 64 * 16 * 16)
     assert num_products <= 0.75 * 24, "without such regions all but one"
+
+
+def tied_layers(share, num=12):
+    """Layers that share a weight with their neighbors, and mask their activations."""
+
+    def loss(ws, x, us):
+        masks = [jnp.where(u > 0.3, 1.0, 0.0) for u in us]
+        for k in range(num):
+            x = jnp.cos(jnp.sin(x @ ws[k // share]) * masks[k])
+        return (x**2).mean()
+
+    keys = iter(jax.random.split(jax.random.key(0), 2 * num + 1))
+    ws = [jax.random.normal(next(keys), (16, 16)) / 4 for _ in range(num // share)]
+    return (
+        loss,
+        ws,
+        jax.random.normal(next(keys), (256, 16)),
+        [jax.random.uniform(next(keys), (256, 16)) for _ in range(num)],
+    )
+
+
+@pytest.mark.parametrize("share", [1, 2, 3])
+def test_decisions_are_those_of_the_regions_own_fronts(share):
+    """Two periods with one weight have another input list than two with two weights: `Option.inputs` counts inputs."""
+    loss, ws, *others = tied_layers(share)
+    program = flat(loss, ws, *others)
+    families = lattice(program, range(len(ws)), formats=(BITS,)).families
+    assert {f.kind for f in families} >= {"holds", "stores"}
+    for family in families:
+        least = family.least_peak()
+        for limit in np.geomspace(least, 8 * least, 12):
+            layout, options = family.choose(limit)
+            assert layout.peak(options) <= limit
+            for region, option in zip(layout.regions, options, strict=True):
+                own = {o.decision: o for o in region.front.options}
+                assert own[option.decision] == option
+
+
+@pytest.mark.parametrize("share", [2, 3])
+def test_plans_of_layers_that_share_weights_have_equal_gradients(share):
+    loss, *args = tied_layers(share)
+    planner, expected = Planner(loss, *args, of="temporaries", argnums=0), jax.grad(loss)(*args)
+    least = planner.ends()[0]
+    for budget in (least, int(1.1 * least), int(1.3 * least)):
+        grads = jax.grad(planner.plan(budget).apply(loss))(*args)
+        for a, b in zip(grads, expected, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6 * float(jnp.abs(b).max()))
 
 
 def test_regions_are_a_union():

@@ -111,7 +111,9 @@ class Graph:
         fused = _fused_variables(jaxpr)
         self._kept_byte_cost = kept_byte_cost
         self._fused_addresses = {a for a, site in self.sites.items() if site.eqn.outvars[a[-1]] in fused}
-        of_baseline = (_fused_variables(plain.jaxpr) - set(plain.outs)).intersection(self._baseline_residuals)
+        of_baseline = (_fused_variables(plain.jaxpr) - {v for v in plain.outs if isinstance(v, Var)}).intersection(
+            self._baseline_residuals
+        )
         self._baseline_kept_cost = kept_byte_cost * sum(device_bytes(v.aval) for v in of_baseline)
 
     # -- options --

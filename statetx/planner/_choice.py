@@ -189,9 +189,17 @@ class Periods:
         period: equations of each.
         inside: (start, end, region) within one period, relative to its start.
         merged: the regions of several periods, by their number.
+        is_uniform: whether all steps of a loop are treated alike.
     """
 
-    def __init__(self, period: int, inside: Sequence[tuple[int, int, Region]], merged: Mapping[int, Region]):
+    def __init__(
+        self,
+        period: int,
+        inside: Sequence[tuple[int, int, Region]],
+        merged: Mapping[int, Region],
+        is_uniform: bool = False,
+    ):
+        self._is_uniform = is_uniform
         self._period, self._inside, self._merged = period, inside, merged
         self.regions = [*(r for _, _, r in inside), *merged.values()]
         self._versions: list[int] = []
@@ -204,7 +212,7 @@ class Periods:
         if versions != self._versions:
             self._versions, self._tables = versions, [Paths.empty()]
             one = self._one_period()
-            self._last = {n: _paths_of(region) for n, region in self._merged.items()}
+            self._last = {n: _paths_of(region, self._is_uniform) for n, region in self._merged.items()}
             self._last |= {} if one is None else {1: one}
         # Each path of n periods ends with k periods that are a region of their own, or with a path of one period.
         while (n := len(self._tables)) <= number:
@@ -217,7 +225,7 @@ class Periods:
         tables = {0: Paths.empty()}
         for end in sorted({e for _, e, _ in self._inside}):
             paths = [
-                tables[start].then(_paths_of(region), start)
+                tables[start].then(_paths_of(region, self._is_uniform), start)
                 for start, e, region in self._inside
                 if e == end and start in tables
             ]

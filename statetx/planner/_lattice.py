@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._jax import Jaxpr, Literal
+from .._jax import Jaxpr, Literal, Var
 from .._lift.context import TraceContext, device_bytes
 from .._tree import is_float
 from ._analysis import EquationCost
@@ -35,7 +35,7 @@ from ._values import Address
 _MIN_COMPOSED = 8  # periods of a run from which on they are composed: a path through fewer is followed region by region
 _COMPARED = (1.3, 1.5, 1.7, 2.0)  # limits at which families are compared, by the least memory
 _CLEARLY_CHEAPER = _CLEARLY_LESS = 0.95
-_STEP = 8  # composed periods of an arc
+_STEP = 8  # composed periods of an arc; no merged region crosses its end, which errs towards more cost
 
 
 class Lattice:
@@ -45,6 +45,7 @@ class Lattice:
         program: the program, flat.
         diff_indices: the inputs to differentiate with respect to.
         num_out: number of differentiated outputs; they come first.
+        has_others: whether the step takes other gradients.
 
     Attributes:
         stock_layouts: where stock policies act, each with the numbers of the parts that they act on.
@@ -67,10 +68,11 @@ class Lattice:
         context: TraceContext,
         kept_byte_cost: float = 0.0,
         formats: Formats = (),
+        has_others: bool = False,
     ):
         self.program = program
         self.regions: dict[Interval, Region] = {}
-        is_alone = len(program.loops) < 2
+        is_alone = len(program.loops) < 2 and not has_others
         self._front_options = equation_cost, policies, offload, deadline, context, kept_byte_cost, formats, is_alone
         self._fronts: dict[Any, Front] = {}
         jaxpr = program.jaxpr
@@ -196,7 +198,8 @@ class Lattice:
         formats, addresses = self._storable, _addresses(part.jaxpr) if part.eqn is None else {}
         inputs = {i: formats[v] for i, v in enumerate(part.invars) if not isinstance(v, Literal) and v in formats}
         pairs = zip(part.outvars, part.jaxpr.outvars, strict=False)
-        outputs = {addresses[ours]: formats[v] for v, ours in pairs if v in formats and ours in addresses}
+        is_computed = lambda v: isinstance(v, Var) and v in addresses  # noqa: E731
+        outputs = {addresses[ours]: formats[v] for v, ours in pairs if v in formats and is_computed(ours)}
         key = front, tuple(inputs.items()), tuple(outputs.items())
         if key not in self._storing_fronts:
             self._storing_fronts[key] = front.storing(part, inputs, outputs)
@@ -230,13 +233,13 @@ class Lattice:
         for groups, regions in sections:
             composed: list[Interval] = []
             for group in groups:
-                if group.periods.count < _MIN_COMPOSED:
+                if not group.is_composed:
                     continue
                 start, period, left = group.periods
                 composed.append((start, group.periods.boundaries[-1]))
                 inside = [r for r in group.inside if is_allowed(start + r[0], start + r[1])]
                 merged = {n: r for n, r in group.merged.items() if is_allowed(start, start + n * period)}
-                periods = Periods(period, inside, merged)
+                periods = Periods(period, inside, merged, is_uniform)
                 while left:
                     number = min(_STEP, left)
                     end = start + number * period
@@ -283,9 +286,7 @@ class Lattice:
             first, last = (start - run.start) // run.period, (end - 1 - run.start) // run.period
             if first == last and 0 <= first < run.count:
                 region, offset = all_regions[start, end], run.start + first * run.period
-                inside[first].append(
-                    (start - offset, end - offset, id(region.front), region.out_bytes, region.cotangent_bytes)
-                )
+                inside[first].append((start - offset, end - offset, *_numbers(region)))
             elif not (start <= run.start and run.boundaries[-1] <= end):
                 crossing.update(range(max(first, 0), min(last, run.count - 1) + 1))
         groups: list[Run] = []
@@ -297,16 +298,27 @@ class Lattice:
         return [group for group in groups if group.count > 1]
 
     def _merged(self, group: Run, regions: Mapping[Interval, Region], region_of: _RegionOf) -> _Group:
-        """Add regions of several periods: one of each number if the periods are composed, else all that there are."""
-        start, end = group.start, group.start + group.period
+        """Add regions of several periods.
+
+        Equal periods do not make equal regions of several: periods may share a weight that a region of two reads once. So the periods
+        are composed only if those of each number agree.
+        """
+        start, end, deadline = group.start, group.start + group.period, self._front_options[3]
         inside = [(a - start, b - start, r) for (a, b), r in sorted(regions.items()) if start <= a and b <= end]
         merged: dict[int, Region] = {}
+        is_composed = group.count >= _MIN_COMPOSED
         for number in range(2, min(MAX_PERIODS, group.count) + 1):
-            for k in range(1 if group.count >= _MIN_COMPOSED else group.count - number + 1):
-                interval = merged_periods(group, k, number)
-                if interval is not None and (region := region_of(*interval)) is not None:
-                    merged.setdefault(number, region)
-        return _Group(group, inside, merged)
+            intervals = [merged_periods(group, k, number) for k in range(group.count - number + 1)]
+            found = [None if i is None or deadline() else region_of(*i) for i in intervals]
+            is_composed &= len({None if r is None else _numbers(r) for r in found}) == 1
+            if found[0] is not None:
+                merged[number] = found[0]
+        return _Group(group, inside, merged, is_composed)
+
+
+def _numbers(region: Region) -> tuple[int, int, int]:
+    """What a path through a region depends on."""
+    return id(region.front), region.out_bytes, region.cotangent_bytes
 
 
 def _addresses(jaxpr: Jaxpr) -> dict[Any, Address]:
@@ -332,11 +344,13 @@ class _Group(NamedTuple):
     Attributes:
         inside: the regions (start, end, region) of one period, relative to its start.
         merged: those of several periods, by their number.
+        is_composed: whether a path through the periods is composed of these regions, wherever it is.
     """
 
     periods: Run
     inside: list[tuple[int, int, Region]]
     merged: dict[int, Region]
+    is_composed: bool
 
 
 class _Section(NamedTuple):

@@ -30,7 +30,7 @@ class LoopOptions:
         part: the loop.
         graph: one step with its derivative.
         equation_cost: see `EquationCost`.
-        is_alone: whether the program has no other loop. The fence keeps loops from allocating what their backward passes write before it is
+        is_alone: whether nothing that is differentiated beside it has a loop. The fence keeps loops from allocating what their backward passes write before it is
             their turn; it takes a copy of a cotangent.
     """
 
@@ -153,7 +153,8 @@ class LoopOptions:
     def _carry_cost(self, saved: Iterable[Address]) -> float:
         """The cost of computing the carry from saved values and the carry before it."""
         given = {v for address in saved if len(address) == 2 for v in self._values_at(address)}
-        needed, cost = set(self._step.outvars[: self._num_carry]) - given, 0.0
+        carry = {v for v in self._step.outvars[: self._num_carry] if isinstance(v, Var)}
+        needed, cost = carry - given, 0.0
         for eqn in reversed(self._step.eqns):
             if any(v in needed for v in eqn.outvars):
                 cost += self._equation_cost(eqn)
