@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+import statetx
 from statetx.planner import Planner, _clock
 from statetx.planner._clock import TimeLeft
 
@@ -41,7 +43,7 @@ def test_what_is_left_goes_to_the_next_search(clock):
     with first.running():
         clock.append(4)
     first.pass_on(second)
-    assert first.is_over()
+    assert not first.is_over(), "it was not cut off"
     with second.running():
         clock.append(4 + 15)
         assert not second.is_over()
@@ -78,11 +80,35 @@ def test_each_plan_has_the_time_limit():
     )
     seen = []
     whole = planner._whole
-    whole.time_left.pass_on(TimeLeft(0))  # all of it is used
+    whole.time_left._left = -1.0  # all of it is used
     assert whole.is_late()
     seen.append(planner.plan(1.0).complete)
     seen.append(planner.plan(10**9).complete)
     assert seen == [False, True]
+
+
+def test_plan_that_fails_leaves_the_next_its_time():
+    planner = Planner(
+        lambda w, x: (jnp.tanh(x @ w) ** 2).mean(), jnp.eye(8), jnp.ones((64, 8)), argnums=0, time_limit=60.0
+    )
+    whole = planner._whole
+    whole.time_left._left = -1.0
+    with pytest.raises(statetx.PlanError, match="the time limit ended the search"):
+        planner.plan(1)
+    with pytest.raises(statetx.PlanError) as error:
+        planner.plan(2)
+    assert "time limit" not in str(error.value)
+
+
+def test_plan_of_a_program_that_was_not_the_last_is_complete():
+    """Its time that was left went to the next one."""
+
+    def loss(w, x):
+        inner = jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(w)
+        return (jnp.tanh(x @ (w - inner)) ** 2).mean()
+
+    plan = statetx.plan(loss, jnp.eye(8), jnp.ones((64, 8)), argnums=0, budget="1GiB", time_limit=120.0)
+    assert plan.inner is not None and plan.complete
 
 
 def test_no_limit(clock):

@@ -498,6 +498,22 @@ def test_planned_loops_allocate_nothing_early():
     )
 
 
+def test_loops_with_constant_results_are_planned():
+    """A carry, or an output of each step, that is a number."""
+
+    def fun(w, xs):
+        def step(carry, x):
+            h = jnp.tanh(carry[0] @ w + x)
+            return (h, 0.0), (h, 1.0)
+
+        (h, zero), (hs, ones) = jax.lax.scan(step, (xs[0], 1.0), xs)
+        return (hs**2).mean() + h.sum() * ones.mean() + zero
+
+    args = jnp.eye(32), jnp.linspace(0, 1, 64 * 8 * 32).reshape(64, 8, 32)
+    plan = statetx.plan(fun, *args, budget=0.5, of="temporaries", argnums=0)
+    np.testing.assert_allclose(jax.grad(plan.apply(fun))(*args), jax.grad(fun)(*args), rtol=1e-4, atol=1e-5)
+
+
 def test_loops_are_fenced_where_there_are_several():
     """A fenced loop takes a copy of a cotangent more, and a stock policy is as the user would write it."""
     for num in (1, 2):
@@ -509,6 +525,13 @@ def test_loops_are_fenced_where_there_are_several():
         assert one_level and groups
         assert {o.fenced for o in one_level} == {num > 1} and {o.fenced for o in groups} == {True}
         assert not any(o.fenced for f in loops for o in f.stock)
+
+    def two_gradients(ws, xs):
+        return jax.grad(recurrent_layers(1)[0])(ws, xs), jax.grad(recurrent_layers(1)[0])(ws, 2 * xs**2)
+
+    planner = Planner(two_gradients, *recurrent_layers(1)[1:], of="temporaries")
+    fronts = [f for search in planner._whole.searches for f in search.lattice._fronts.values()]
+    assert any(o.fenced for f in fronts for o in f.options), "each gradient has one loop, the step two"
 
 
 def test_plans_of_loops_keep_products_and_compute_carries_again():

@@ -60,7 +60,7 @@ class Baseline:
 
     @functools.cached_property
     def flops_without_remat(self) -> int:
-        """Operations with no function rematerialized at all. In `flops` those within branches, and within loops in loops, are, as in every plan."""
+        """Operations with all rematerialized functions inlined. `flops` includes recomputation within branches and nested loops, which plans leave."""
         jaxpr = self.jaxpr_without_remat
         return self.flops if jaxpr is self._jaxpr else self._program_of(jaxpr, fast_compile_options()).flops
 

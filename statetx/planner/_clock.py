@@ -42,7 +42,6 @@ class TimeLeft:
         self._left = self._seconds
 
     def pass_on(self, other: TimeLeft) -> None:
-        """Give another search what this one has not used, once it has ended."""
+        """Let another search have what this one has not used, once it has ended."""
         if self._left is not None and other._left is not None:
             other._left += max(self._left, 0.0)
-            self._left = min(self._left, 0.0)

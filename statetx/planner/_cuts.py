@@ -7,8 +7,9 @@ They are a union, from which the dynamic program of `_lattice` takes a path from
 - the periods of a repeating program, such as its layers, and up to four of them merged.
 
 Where the periods begin is not unique. Of ``gelu(x @ w)`` the result of the product and that of the activation have equal bytes. A region that begins with
-a product computes the last product of the region before it again, for the derivative of the activation; one that begins with the activation need not. The
-other way round, an activation that several regions read is better kept. So there are several *cuttings* of a program, each with periods of its own.
+a product runs it again, for the derivative of the activation behind it; one that begins with the activation need not run the product before. Conversely,
+a value that several regions read, such as a residual stream, should be the output of a region. So there are several *cuttings* of a program, each with
+periods of its own.
 """
 
 from __future__ import annotations
@@ -106,12 +107,12 @@ def candidates(program: Flat) -> Candidates:
     ends = [cuts.fixed, cuts.outer] if cuts.inner - cuts.outer else [cuts.outer]
 
     # The user's functions may end elsewhere than where the program is cut best, within a plateau of equal bytes too.
-    every = [cuts, *(_Cuts.of(program, live, None, is_late=is_late) for is_late in (False, True))]
+    unmarked, behind = (_Cuts.of(program, live, None, behind_products=flag) for flag in (False, True))
     cuttings: list[Cutting] = []
-    for some in every:
-        periods = {i for run in some.runs for i in itertools.pairwise(run.boundaries)}
-        found = dict.fromkeys(i for intervals in _intervals(program, live, some) for i in intervals if i[0] < i[1])
-        cutting = Cutting(some.runs, [i for i in found if i in periods or _is_allowed(program, *i)])
+    for own in (cuts, unmarked, behind):
+        periods = {i for run in own.runs for i in itertools.pairwise(run.boundaries)}
+        intervals = dict.fromkeys(i for row in _intervals(program, live, own) for i in row if i[0] < i[1])
+        cutting = Cutting(own.runs, [i for i in intervals if i in periods or _is_allowed(program, *i)])
         if cutting not in cuttings:
             cuttings.append(cutting)
     return Candidates(_stock(program, cuts.runs, cuts.all), cuttings, ends)
@@ -144,17 +145,17 @@ class _Cuts(NamedTuple):
 
     @classmethod
     def of(
-        cls, program: Flat, live: Sequence[int], blocks: Sequence[Interval] | None, *, is_late: bool = False
+        cls, program: Flat, live: Sequence[int], blocks: Sequence[Interval] | None, *, behind_products: bool = False
     ) -> _Cuts:
         """The cuts of a program.
 
         Args:
             blocks: the user's functions; None to cut it as if there were none.
-            is_late: see `_in_phase`.
+            behind_products: see `_in_phase`.
         """
         num = len(program)
         ends = _loop_ends(program) | (program.ends if blocks is not None else set())
-        runs, inner = runs_of(program, live, ends, is_late=is_late)
+        runs, inner = runs_of(program, live, ends, behind_products=behind_products)
         outer = {0, num, *ends, *(b for run in runs for b in run.boundaries)}
         fixed = outer | inner
 
@@ -279,14 +280,14 @@ def _plateaus(live: Sequence[int]) -> list[int]:
 
 
 def runs_of(
-    program: Flat, live: Sequence[int], marked: set[int], *, is_late: bool = False
+    program: Flat, live: Sequence[int], marked: set[int], *, behind_products: bool = False
 ) -> tuple[list[Run], set[int]]:
     """Where a program repeats, and the ends of repetitions within one period.
 
     Args:
         live: the bytes that cross into each equation.
         marked: where the user's functions end.
-        is_late: see `_in_phase`.
+        behind_products: see `_in_phase`.
     """
     eqns = program.jaxpr.eqns
     # By kind alone, not by shape: levels of a convolutional net repeat with other sizes.
@@ -294,7 +295,7 @@ def runs_of(
     tokens = np.array([numbers[e.primitive.name] for e in eqns], int)
     heavy = np.cumsum([0, *(not row_of(e).fuses for e in eqns)])
 
-    in_phase = functools.partial(_in_phase, program, live, marked, is_late)
+    in_phase = functools.partial(_in_phase, program, live, marked, behind_products)
     runs = [in_phase(*r) for r in _repetitions(tokens, heavy, len(tokens) // 10)]
     inner: set[int] = set()
     for run in runs:
@@ -331,31 +332,31 @@ def _repetitions(tokens: np.ndarray, heavy: np.ndarray, least: int) -> list[tupl
 
 
 def _in_phase(
-    program: Flat, live: Sequence[int], marked: set[int], is_late: bool, start: int, period: int, length: int
+    program: Flat, live: Sequence[int], marked: set[int], behind_products: bool, start: int, period: int, length: int
 ) -> Run:
     """The periods of a periodic stretch, begun where the user's functions end, or else where the fewest bytes cross.
 
     Args:
-        is_late: of places that equally few bytes cross, take the one behind the most expensive equation, if nonlinear ones are between it
+        behind_products: of places that equally few bytes cross, take the one behind the most expensive equation, if nonlinear ones are between it
             and the usual place: only their derivatives read what crosses there.
     """
     num, eqns = len(live), program.jaxpr.eqns
     cost = lambda i: flops(eqns[i]) if i < num else 0  # noqa: E731
 
-    def rank(offset: int, is_late: bool) -> tuple:
+    def rank(offset: int, behind_products: bool) -> tuple:
         count = (length - offset) // period
         boundaries = [start + offset + k * period for k in range(count + 1)]
         crossing = sum(live[b] for b in boundaries[1:] if b < num) / max(1, count)
         is_marked = all(b in marked or b in (0, num) for b in boundaries)
 
         # In a plateau of equal bytes, before the most expensive equation: cheap ones stay with the producers of their operands.
-        phase = (-cost(boundaries[1] - 1), -count) if is_late else (-count, -cost(boundaries[1]))
+        phase = (-cost(boundaries[1] - 1), -count) if behind_products else (-count, -cost(boundaries[1]))
         return not is_marked, crossing, *phase, offset
 
     # Offsets that leave one period only are not a repetition.
     offsets = [o for o in range(period) if (length - o) // period >= 1]
     offset = min(offsets, key=lambda o: rank(o, False))
-    if is_late:
+    if behind_products:
         late = min(offsets, key=lambda o: rank(o, True))
         between = range(start + late, start + late + (offset - late) % period)
         if not all(is_linear(eqns[i]) for i in between if i < num):

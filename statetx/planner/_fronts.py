@@ -151,7 +151,7 @@ def front_of(
     """The front of a part.
 
     Args:
-        is_alone: whether the program has no other loop.
+        is_alone: as for `LoopOptions`.
     """
     # Without tangents or cotangents the part has no backward pass, and saves nothing for it.
     free = [_FREE]

@@ -104,7 +104,7 @@ class Groups(Strategy):
         return ["Groups", list(self.differentiated), *encoded]
 
     @classmethod
-    def _of_numbers(cls, differentiated: Any, *groups: Any) -> Groups:  # type: ignore[override]
+    def _of_arguments(cls, differentiated: Any, *groups: Any) -> Groups:  # type: ignore[override]
         decoded = ((n, None if saved is None else frozenset(map(tuple, saved)), *rest) for n, saved, *rest in groups)
         return cls(tuple(Group(*group) for group in decoded), tuple(differentiated))
 

@@ -31,7 +31,7 @@ _MAX_TRIES = 8  # compilations for one budget, before the stock policies
 _MAX_PROBES = 3  # of them, for each family
 _PERSISTENCE = 3  # so many times as many tries and probes as long as no candidate keeps the budget
 _HOPELESS = (
-    1.3  # of the budget: if the smallest candidate of as many tries takes more, further ones are not worth their time
+    1.3  # of the budget: if the smallest of as many candidates takes more, further ones are not worth their time
 )
 _MAX_PROBE_STEPS = 24  # of 2%
 _WORTH_A_PROBE = 0.75  # of the best candidate's cost, at most
@@ -71,6 +71,7 @@ class Search:
         compile_baseline: whether the baseline is compiled in any case, beside the analysis; otherwise only where it may be the
             answer, or is asked for.
         formats: in which values may be stored between the passes.
+        has_others: whether the step takes other gradients.
 
     Attributes:
         lattice: the regions, and the choice among them.
@@ -93,6 +94,7 @@ class Search:
         context: TraceContext = TraceContext(),  # noqa: B008
         compile_baseline: bool = True,
         formats: Formats = (),
+        has_others: bool = False,
     ):
         self._time_left = time_left
         self._has_kept_cost = kept_byte_cost > 0
@@ -110,7 +112,7 @@ class Search:
         report("analyzing the program")
         options = {"policies": [as_policy(p) for p in STOCK], "offload": offload, "deadline": self.is_late}
         options |= {"equation_cost": equation_cost, "context": context, "kept_byte_cost": kept_byte_cost}
-        options["formats"] = formats
+        options |= {"formats": formats, "has_others": has_others}
         self.lattice = Lattice(program, diff_indices, num_out, **options)
         self._stock = policies_in(self.lattice)
         layout, _ = self.lattice.stock_layouts[0]
@@ -143,6 +145,7 @@ class Search:
                 self.candidates.confirm_baseline()
         elif self.baseline.is_started or self.candidates.baseline_peak <= _FAR_ABOVE_BUDGET**2 * budget:
             self.candidates.compile_baseline()
+            budget = self._budget = budget_of()
             if self.candidates.baseline_bytes() <= budget:
                 self.candidates.confirm_baseline()
 

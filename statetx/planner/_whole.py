@@ -83,6 +83,7 @@ def start_search(
     compile_baseline: bool = False,
     *,
     time_left: TimeLeft,
+    has_others: bool = False,
 ) -> Search:
     # Operations have no exchange rate with transfers: under "flops" offloading is free, and limited by memory alone. Without host
     # memory nothing is offloaded; the values are saved or recomputed.
@@ -106,6 +107,7 @@ def start_search(
         context=recorded.context,
         compile_baseline=compile_baseline,
         formats=options.formats,
+        has_others=has_others,
     )
 
 
@@ -268,8 +270,8 @@ class Several(Whole):
         searches = []
         for gradient in self.captured.gradients:
             with gradient.context.bind_axes():
-                search = start_search(gradient, options, report, self._alone(gradient), time_left=self.time_left)
-                searches.append(search)
+                shared = {"time_left": self.time_left, "has_others": True}
+                searches.append(start_search(gradient, options, report, self._alone(gradient), **shared))
         return searches
 
     def _alone(self, gradient: Recorded) -> ProgramOf:

@@ -120,7 +120,7 @@ def plan(
 class Planner:
     """Plans for one program and many budgets, which share compiled candidates. Arguments as in `plan`.
 
-    The time limit is that of all plans together; by default there is none.
+    The time limit is for each plan; by default there is none.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -222,6 +222,7 @@ class Planner:
         for whole in self._wholes():
             with whole.time_left.running():
                 ends.append(whole.ends())
+        self._renew_time()
         fixed = self._whole.fixed().bytes if self._of == STEP else 0
         return min(least for least, _ in ends) + fixed, ends[-1][1] + fixed
 
@@ -234,11 +235,18 @@ class Planner:
             return self._as_plan(stored, key)
         with self._show_progress():
             self._start(compile_baseline=isinstance(budget_.amount, float))
-            fields = self._fields(*self._choose(budget_), budget_)
-            for whole in self._wholes():  # the next plan has as much time
-                whole.time_left.renew()
+            try:
+                fields = self._fields(*self._choose(budget_), budget_)
+            finally:
+                self._renew_time()
         _store.save(key, fields)
         return self._as_plan(fields, key)
+
+    def _renew_time(self) -> None:
+        """Let the next plan have as much time."""
+        for whole in (self._started, *vars(self).get("_others", ())):
+            if whole is not None:
+                whole.time_left.renew()
 
     def best(self, budget: int) -> Plan | None:
         """The best plan compiled so far, for any budget, that keeps this one; None if none does."""
