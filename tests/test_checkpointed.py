@@ -145,10 +145,21 @@ def test_values_kept_for_the_whole_loop_run_no_product_again():
     assert loop_cost.temp_bytes < 0.95 * every_step.temp_bytes, "one level keeps the carry of each step, too"
 
 
+def test_policy_of_steps_holds_beside_offloaded_carries():
+    names, product = policies.names("z"), 2 * 16 * 32 * 32
+    plain, plain_cost = recurrent_gradient(None)
+    for strategy in (Lengths(8, 8, policy=names, keep="loop", offload=True), Levels(1, policy=names, offload=True)):
+        gradient, cost = recurrent_gradient(strategy)
+        np.testing.assert_allclose(gradient, plain, atol=1e-6 * jnp.abs(plain).max())
+        assert cost.flops - plain_cost.flops < 16 * product, "no product runs again"
+
+
 def test_keep_is_for_a_turn_or_the_loop():
     for make in (lambda keep: Levels(2, keep=keep), lambda keep: Lengths(2, 2, keep=keep)):
         with pytest.raises(statetx.PolicyError, match='must be "turn" or "loop", got \'step\''):
             make("step")
+        with pytest.raises(statetx.PolicyError, match="keeps nothing without a policy"):
+            recurrent_gradient(Levels(2, keep="loop"))
 
 
 # -- memory --------------------------------------------------------------------------------------------------------

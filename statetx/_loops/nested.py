@@ -5,6 +5,7 @@ They consist of JAX's own `scan` and `checkpoint`, so they are differentiated in
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -29,21 +30,16 @@ def nested(step: Step, lengths: Sequence[int], *, offload: bool = False, keeps_a
 
     Args:
         offload: whether the outermost loop stores its carries in the host's memory.
-        keeps_all: whether what the step's policy saves is stored for all steps, rather than for those of one turn of the loop around the innermost.
+        keeps_all: whether what the step's policy saves is stored for all steps, rather than for those of one inner loop.
     """
     run = _Nested(step, lengths, offload, keeps_all)
 
     def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:
         outermost = lambda constants, carry, xs: run.level(0, constants, step.length, carry, xs)  # noqa: E731
         if offload:
-            # JAX offloads residuals by name only, so the whole loop is one more region, with a policy for the named
-            # carries.
-            policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=[],
-                names_which_can_be_offloaded=[_CARRY],
-                offload_src="device",
-                offload_dst=_jax.HOST_MEMORY,
-            )
+            # JAX offloads residuals by a policy only, so the whole loop is one more region.
+            saves_all = keeps_all or len(lengths) == 1
+            policy = _OffloadedCarries(step.marked[1] if saves_all else None)
             return rematerialized(outermost, policy, constants, carry, xs)
         if run.region is not None:
             policy = with_fence(KeepMarked(run.region), step.fence)
@@ -51,6 +47,22 @@ def nested(step: Step, lengths: Sequence[int], *, offload: bool = False, keeps_a
         return outermost(constants, carry, xs)
 
     return bind.compiled(loop)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OffloadedCarries:
+    """A policy for JAX: named carries go to the host's memory.
+
+    Attributes:
+        other: the policy for all other values; None to save none.
+    """
+
+    other: Any
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        if params.get("name") == _CARRY:
+            return _jax.Offloadable("device", _jax.HOST_MEMORY)
+        return self.other is not None and self.other(primitive, *avals, **params)
 
 
 class _Nested:
@@ -72,8 +84,11 @@ class _Nested:
         self.region: int | None = None
         if step.fence is not None and not offload:
             jaxpr, policy = step.marked
-            shares = isinstance(policy, KeepMarked) and (keeps_all or len(lengths) == 1)
-            self.region = policy.region if shares else max(Survey(jaxpr).regions, default=-1) + 1
+            assert policy is None or isinstance(policy, KeepMarked), "what another policy saves would be lost"
+            if policy is not None and (keeps_all or len(lengths) == 1):
+                self.region = policy.region
+            else:
+                self.region = max(Survey(jaxpr).regions, default=-1) + 1
 
     def level(self, i: int, constants: list, length: int, carry: list, xs: list) -> tuple[list, list]:
         """Run `length` steps by the loop of level `i`."""

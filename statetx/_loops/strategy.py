@@ -82,18 +82,18 @@ class Strategy:
     # -- in a saved plan --
 
     def to_json(self) -> list:
-        """The name of the class and its numbers."""
+        """The name of the class and its arguments."""
         raise NotImplementedError
 
     @staticmethod
     def from_json(record: list) -> Strategy:
-        name, *numbers = record
+        name, *arguments = record
         classes = {cls.__name__: cls for cls in Strategy.__subclasses__()}
-        return classes[name]._of_numbers(*numbers)
+        return classes[name]._of_arguments(*arguments)
 
     @classmethod
-    def _of_numbers(cls, *numbers: int) -> Strategy:
-        return cls(*numbers)
+    def _of_arguments(cls, *arguments: Any) -> Strategy:
+        return cls(*arguments)
 
 
 def check_count(name: str, value: Any) -> None:
@@ -113,6 +113,10 @@ def _check_keep(strategy: Any) -> None:
 
 def _nested(strategy: Any, step: Step, lengths: Sequence[int]) -> Callable:
     _check_offload(strategy, step)
+    if strategy.keep == "loop" and step.policy is None:
+        raise PolicyError(
+            f'{step.name}: {strategy!r} keeps nothing without a policy. Fix: give policy=, or leave keep="loop" out.'
+        )
     return nested(step, lengths, offload=strategy.offload, keeps_all=strategy.keep == "loop")
 
 
@@ -142,7 +146,7 @@ class Levels(Strategy):
         which the parts of `xs` and `ys` are copied once.
 
     Raises:
-        PolicyError: `num` is not a whole number of at least 1, or `keep` is neither "turn" nor "loop".
+        PolicyError: `num` is not a whole number of at least 1, `keep` is neither "turn" nor "loop", or it is "loop" without a policy.
 
     Source:
         Chen et al. 2016, "Training deep nets with sublinear memory cost".
@@ -224,7 +228,7 @@ class Lengths(Strategy):
         return ["Lengths", self.keep, *self.lengths]
 
     @classmethod
-    def _of_numbers(cls, keep: str, *lengths: int) -> Lengths:  # type: ignore[override]
+    def _of_arguments(cls, keep: str, *lengths: int) -> Lengths:  # type: ignore[override]
         return cls(*lengths, keep=keep)
 
     def check(self, name: str, what: str, num: int) -> None:
@@ -338,5 +342,5 @@ class Slots(Strategy):
         return ["Slots", self.num, self.block]
 
     @classmethod
-    def _of_numbers(cls, num: int, block: int) -> Slots:  # type: ignore[override]
+    def _of_arguments(cls, num: int, block: int) -> Slots:  # type: ignore[override]
         return cls(num, block=block)
