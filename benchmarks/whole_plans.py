@@ -48,6 +48,7 @@ from programs import PROGRAMS, identity
 import statetx
 from statetx._equations.inline import inline
 from statetx._equations.primitives import JIT, REMAT
+from statetx._jax import Var
 from statetx.planner import Planner
 from statetx.planner._inner import PLAIN
 
@@ -158,7 +159,10 @@ def what_binds(model: Model, loss: Callable, budget: int, bound: Any) -> dict[st
 
 
 def what_else_binds(model: Model, loss: Callable, plan: Any, left: int, inner: float) -> dict[str, Any]:
-    """The sequences between loops, the operations that rematerialization of inner gradients adds, and the bound with both, within `left` bytes."""
+    """The sequences between loops, the operations that rematerialization of inner gradients adds, and the bound with both, within `left` bytes.
+
+    It is an estimate rather than a bound: a schedule that holds the sequences may need less of what the bound holds.
+    """
     sequences = sequence_bytes(loss, model.params, *model.data)
     return {
         "sequences": sequences,
@@ -178,15 +182,19 @@ def inner_cost(planner: Planner, plan: Any) -> float:
 def sequence_bytes(fun: Callable, *args: Any) -> int:
     """Bytes of the floats that a function computes and that its loops read slice by slice, or write so; each counts once."""
     jaxpr = inline(statetx.make_jaxpr(fun)(*args), calls=JIT | REMAT)
-    computed = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-    found = set()
+    read = {v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var)}.union(
+        v for v in jaxpr.outvars if isinstance(v, Var)
+    )
+    computed = {v: v.aval for eqn in jaxpr.eqns for v in eqn.outvars if v in read}
+    found: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
-            num_carry = eqn.params["num_carry"]
-            found.update(eqn.invars[eqn.params["num_consts"] + num_carry :], eqn.outvars[num_carry:])
-    return sum(
-        v.aval.size * v.aval.dtype.itemsize for v in found & computed if jnp.issubdtype(v.aval.dtype, jnp.floating)
-    )
+            xs, ys = (
+                eqn.invars[eqn.params["num_consts"] + eqn.params["num_carry"] :],
+                eqn.outvars[eqn.params["num_carry"] :],
+            )
+            found |= {v: computed[v] for v in (*xs, *ys) if isinstance(v, Var) and v in computed}
+    return sum(a.size * a.dtype.itemsize for a in found.values() if jnp.issubdtype(a.dtype, jnp.floating))
 
 
 def error_of(e: Exception) -> dict[str, Any]:

@@ -177,6 +177,7 @@ def test_sequences_between_loops_count_once(harness):
     step = lambda h, x: (jnp.tanh(h + x), 2 * h)  # noqa: E731
 
     def two_loops(xs):
+        jax.lax.scan(step, xs[0], xs)  # nothing reads what it writes
         xs = jax.jit(lambda xs: jax.lax.scan(step, xs[0], xs)[1])(xs)
         return jax.lax.scan(jax.checkpoint(lambda h, x: (h + x, None)), xs[0], xs)[0].sum()
 
