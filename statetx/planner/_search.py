@@ -28,12 +28,14 @@ from ._stock import STOCK, outcomes, policies_in
 from ._stored import Formats
 
 _MAX_TRIES = 8  # compilations for one budget, before the stock policies
+_MORE_TRIES = 3  # after each candidate that is cheaper than those before
 _MAX_PROBES = 3  # of them, for each family
 _PERSISTENCE = 3  # so many times as many tries and probes as long as no candidate keeps the budget
 _HOPELESS = (
     1.3  # of the budget: if the smallest of as many candidates takes more, further ones are not worth their time
 )
 _MAX_PROBE_STEPS = 24  # of 2%
+_MAX_SKIPS, _SKIP = 24, 1.02  # past choices that cost too much
 _WORTH_A_PROBE = 0.75  # of the best candidate's cost, at most
 
 # A stock policy is compiled unless the best candidate costs at most this part of the model's cost for it, or its predicted memory is
@@ -135,7 +137,7 @@ class Search:
         The budget is asked again once something is compiled: until then arguments and outputs are estimated, and what they leave.
 
         A bisection over limits of the model, for each family of regions. It is a heuristic: more memory by the model may be less in
-        the compiled program, and the number of tries is limited. So a cheaper choice within the budget may be missed, and even
+        the compiled program, and the number of tries is limited (more follow each improvement). So a cheaper choice within the budget may be missed, and even
         the only one; a returned one keeps it, since its program was compiled.
         """
         budget = self._budget = budget_of()
@@ -149,9 +151,9 @@ class Search:
             if self.candidates.baseline_bytes() <= budget:
                 self.candidates.confirm_baseline()
 
-        brackets = [Bracket(family) for family in self.lattice.families]
+        brackets, most, best = [Bracket(family) for family in self.lattice.families], _MAX_TRIES, None
         for num_tries in range(_MAX_TRIES * _PERSISTENCE):
-            if self.is_late() or (num_tries >= _MAX_TRIES and not self._may_find(budget)):
+            if self.is_late() or (num_tries >= most and not self._may_find(budget)):
                 break
             proposals = [p for bracket in brackets if (p := self._proposal(bracket, budget)) is not None]
             if not proposals or self.is_late():
@@ -167,6 +169,8 @@ class Search:
                 proposal.bracket.note_probe(candidate.peak, is_kept)
             else:
                 proposal.bracket.narrow(proposal.target, is_kept)
+            if self.candidates.best(budget) is not best:
+                best, most = self.candidates.best(budget), max(most, num_tries + 1 + _MORE_TRIES)
 
         # Whether the budget is infeasible is decided by the compiled programs of the lowest peaks, not by the model.
         for family in self.lattice.families:
@@ -218,6 +222,14 @@ class Search:
             bracket.low = least
             target = self._target(budget, bracket)
             choice = cheapest_choice(family, target, self.is_late)
+
+        # A choice that costs as much as the best one so far need not be compiled: go on above it.
+        for _ in range(_MAX_SKIPS):
+            if choice is None or best is None or best.added_cost - cost_of(choice) > self._negligible or self.is_late():
+                break
+            bracket.low = max(bracket.low, target)
+            target = max(self._target(budget, bracket), _SKIP * bracket.low)
+            choice = cheapest_choice(family, target, self.is_late) if target < bracket.high else None
         if choice is None:
             return None
 
