@@ -31,9 +31,7 @@ _MAX_TRIES = 8  # compilations for one budget, before the stock policies
 _MORE_TRIES = 3  # after each candidate that is cheaper than those before
 _MAX_PROBES = 3  # of them, for each family
 _PERSISTENCE = 3  # so many times as many tries and probes as long as no candidate keeps the budget
-_HOPELESS = (
-    1.3  # of the budget: if the smallest of as many candidates takes more, further ones are not worth their time
-)
+_HOPELESS = 1.3  # of the budget: if the smallest of as many candidates takes more, the search ends
 _MAX_PROBE_STEPS = 24  # of 2%
 _MAX_SKIPS, _SKIP = 24, 1.02  # past choices that cost too much
 _WORTH_A_PROBE = 0.75  # of the best candidate's cost, at most
@@ -137,8 +135,8 @@ class Search:
         The budget is asked again once something is compiled: until then arguments and outputs are estimated, and what they leave.
 
         A bisection over limits of the model, for each family of regions. It is a heuristic: more memory by the model may be less in
-        the compiled program, and the number of tries is limited (more follow each improvement). So a cheaper choice within the budget may be missed, and even
-        the only one; a returned one keeps it, since its program was compiled.
+        the compiled program, and the number of tries is limited; some more follow each improvement. So a cheaper choice within the
+        budget may be missed, and even the only one; a returned one keeps it, since its program was compiled.
         """
         budget = self._budget = budget_of()
         # The baseline costs nothing: where it may be the answer, its bytes must be exact. Far above the budget it is not compiled.
