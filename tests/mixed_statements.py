@@ -175,7 +175,7 @@ class Statements:
             lambda: Expr(shape, "jax.nn.softplus({0})", [e()]),
             lambda: Expr(shape, "jax.nn.relu({0})", [e()]),
             lambda: Expr(shape, "jnp.where({0} > 0.0765, {1}, {2})", [e(()), e(), e()]),
-            lambda: Expr(shape, "({0} > 0.0765) * {1}", [e(), e()]),
+            lambda: Expr(shape, "(({0} > 0.0765) * {1})", [e(), e()]),
             lambda: Expr(shape, "jax.lax.stop_gradient({0})", [Expr(shape, "jnp.sin({0})", [e()])]),
         ]
         if shape == ():
