@@ -62,7 +62,8 @@ class InnerGradients(Rewriter):
         if part.eqn is not None:
             # Without a policy it has no rematerialization that the user gave to its steps, either.
             strategy = None if policy is None else Lengths(part.eqn.params["length"])
-            return loop_of(part, strategy, policy)
+            # With a fence: XLA unrolls loops of few steps, and would compute once what is to be computed again.
+            return loop_of(part, strategy, policy, fence="auto")
         # What has side effects is not run again, as in the regions of plans.
         if policy is None or _jax.forbidden_effects(part.jaxpr):
             return None
