@@ -23,7 +23,19 @@ from statetx._equations import primitives
 from statetx._equations.flops import flops
 from statetx._equations.structure import Body
 from statetx._loops.strategy import Strategy
-from statetx.planner import CostModel, Planner, _baseline, _choice, _cuts, _fronts, _layout, _parts, _search, machine
+from statetx.planner import (
+    CostModel,
+    Planner,
+    _baseline,
+    _choice,
+    _cuts,
+    _fronts,
+    _layout,
+    _parts,
+    _paths,
+    _search,
+    machine,
+)
 from statetx.planner._analysis import Graph
 from statetx.planner._bracket import Bracket
 from statetx.planner._budget import read_amount
@@ -285,6 +297,42 @@ def test_backward_bytes_are_measured():
     measured = graph.measure(option)
     assert measured._replace(backward_bytes=0) == option._replace(backward_bytes=0)
     assert 0.3 < option.backward_bytes / measured.backward_bytes < 3
+
+
+def test_backward_passes_compile_together():
+    graph = Graph(staged(lambda w, x: block(w, x).sum(), WS[0], X), flops, [False, True], [True, True], [True])
+    nothing, everything = graph.option(frozenset()), graph.option(frozenset(graph.sites))
+    front = _fronts.Front([graph.baseline(), nothing, everything], [nothing], graph)
+    programs = [p for o in (nothing, everything) for p in front.programs(o)]
+    assert len(programs) == 2 and front.programs(nothing)[0] is programs[0]
+    _compiled.compile_together(programs)
+    assert all("compiled" in vars(p) for p in programs)
+    expected = graph.measure(nothing).backward_bytes
+    assert front.measure(nothing) and front.programs(nothing) == []
+    assert next(o for o in front.options if o.saving == nothing.saving).backward_bytes == expected
+
+
+@pytest.mark.parametrize("num", [1, 10, 3000])
+@pytest.mark.parametrize("most", [4, 10**9])  # with ties, and without
+def test_fronts_are_those_of_the_definition(num, most):
+    data = np.random.default_rng(0)
+    bytes, costs, more = data.integers(0, most, (3, num)).astype(float)
+    peaks = bytes + more
+
+    def is_dominated(i, *columns):
+        others = np.all([x <= x[i] for x in columns], 0) & np.any([x < x[i] for x in columns], 0)
+        return others.any()
+
+    rows = _choice._front(bytes, costs)
+    found = set(zip(bytes[rows], costs[rows], strict=True))
+    assert found == {(bytes[i], costs[i]) for i in range(num) if not is_dominated(i, bytes, costs)}
+    assert list(costs[rows]) == sorted(costs[rows])
+
+    rows = _paths._front(bytes, peaks, costs)
+    front = {(bytes[i], peaks[i], costs[i]) for i in range(num) if not is_dominated(i, bytes, peaks, costs)}
+    found = set(zip(bytes[rows], peaks[rows], costs[rows], strict=True))
+    assert found <= front and (num > 1000 or found == front)
+    assert min(found) == min(front) and min(p for _, p, _ in found) == min(p for _, p, _ in front)
 
 
 def test_cuts_are_where_little_crosses():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,10 +65,11 @@ class Cost:
 def memory_analysis_options() -> dict[str, Any]:
     """Compiler options for a program that is compiled only to measure its memory.
 
-    On a CPU they leave the machine code unoptimized, which halves the compile time. XLA assigns memory before that step, so
-    the memory is exact.
+    On a CPU they leave the machine code unoptimized, which halves the compile time, and emit it as one module, which saves a fifth
+    for small programs. XLA assigns memory before that step, so the memory is exact.
     """
-    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+    on_cpu = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+    return on_cpu if jax.default_backend() == "cpu" else {}
 
 
 @functools.cache
@@ -144,3 +147,10 @@ class Program:
             temp_bytes=memory.temp_size_in_bytes,
             alias_bytes=memory.alias_size_in_bytes,
         )
+
+
+def compile_together(programs: Sequence[Program]) -> None:
+    """Compile several programs in threads: XLA releases the GIL."""
+    if len(programs) > 1:
+        with concurrent.futures.ThreadPoolExecutor(min(len(programs), os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda program: program.compiled, programs))

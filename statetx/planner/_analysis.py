@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .. import _jax
-from .._equations.compiled import fast_compile_options
+from .._equations.compiled import Program, fast_compile_options
 from .._equations.primitives import row_of
 from .._jax import Jaxpr, Var
 from .._lift.context import TraceContext, device_bytes
@@ -102,6 +102,7 @@ class Graph:
             if (format := format_of(value.type, formats, value.is_bits)) is not None:
                 self._formats[address] = format
         self._equation_cost = equation_cost
+        self._programs: dict[tuple[Any, ...], Program] = {}  # that `measure` is to read
 
         # The differentiated equations have more cost than the region's own: they also compute the coefficients of the derivative.
         self.costs = {i: equation_cost(self._forward.jaxpr.eqns[i]) for i in needed}
@@ -323,6 +324,24 @@ class Graph:
 
     def measure(self, option: Option) -> Option:
         """Return the option with the backward bytes of the region's backward pass, compiled on its own."""
+        program = self.program(option)
+        del self._programs[option.saving]
+        # Cotangents and offloaded values are arguments and outputs of this program; within the whole they are temporary. The
+        # context maps the program over all examples of a `vmap`, and the model counts one of them.
+        backward = self._baseline_backward if option.saved is None else self._backward
+        temp_bytes = program.cost.temp_bytes // self._context.num_examples
+        out_cotangents = [v for v, c in zip(backward.outs, self._is_computed, strict=True) if c and isinstance(v, Var)]
+        cotangent_bytes = sum(device_bytes(v.aval) for v in (*backward.cotangents, *out_cotangents))
+        offloaded_bytes = sum(self.bytes_of(address) for address in option.offloaded)
+        return option._replace(backward_bytes=temp_bytes + cotangent_bytes + offloaded_bytes)
+
+    def program(self, option: Option) -> Program:
+        """The region's backward pass, to be compiled; kept until the option is measured."""
+        if option.saving not in self._programs:
+            self._programs[option.saving] = self._program(option)
+        return self._programs[option.saving]
+
+    def _program(self, option: Option) -> Program:
         if option.saved is None:
             backward, recomputed, saved = self._baseline_backward, [], self._baseline_residuals
         else:
@@ -352,14 +371,7 @@ class Graph:
 
         num = sum(map(len, types))
         avals = [*itertools.chain.from_iterable(types), *(v.aval for v in backward.cotangents)]
-        program = self._context.program(lambda *xs: run(xs[:num], xs[num:]), avals, fast_compile_options())
-        # Cotangents and offloaded values are arguments and outputs of this program; within the whole they are temporary. The
-        # context maps the program over all examples of a `vmap`, and the model counts one of them.
-        temp_bytes = program.cost.temp_bytes // self._context.num_examples
-        out_cotangents = [v for v, c in zip(backward.outs, self._is_computed, strict=True) if c and isinstance(v, Var)]
-        cotangent_bytes = sum(device_bytes(v.aval) for v in (*backward.cotangents, *out_cotangents))
-        offloaded_bytes = sum(self.bytes_of(address) for address in option.offloaded)
-        return option._replace(backward_bytes=temp_bytes + cotangent_bytes + offloaded_bytes)
+        return self._context.program(lambda *xs: run(xs[:num], xs[num:]), avals, fast_compile_options())
 
     def _formats_in(self, option: Option, variables: Iterable[Any]) -> dict[Any, StoredType]:
         """Of the variables of the forward pass, those that an option stores in fewer bits."""

@@ -8,9 +8,10 @@ import numpy as np
 
 from ._layout import Layout, Region
 from ._option import Option
-from ._paths import Paths
+from ._paths import Paths, bins_of
 
 _MAX_STATES = 768  # pairs of bytes and cost that the dynamic program follows
+_NUM_BINS = 1024  # of costs, before pairs are sorted
 
 Choice = tuple[Layout, list[Option]]
 
@@ -148,10 +149,7 @@ class Family:
             if not len(new_bytes):
                 continue
 
-            # The Pareto front: by ascending cost, those with fewer bytes than every cheaper one.
-            order = np.lexsort((new_bytes, new_costs))
-            ordered = new_bytes[order]
-            order = order[np.concatenate([[True], ordered[1:] < np.minimum.accumulate(ordered)[:-1]])]
+            order = _front(new_bytes, new_costs)
 
             # Sampling keeps both ends: the cheapest state, and the one of the fewest bytes, which fits if any does.
             if len(order) > _MAX_STATES:
@@ -175,6 +173,18 @@ class Family:
             options = [*(o for _, o in steps), *options]
             end, state = start, parent
         return self._layout_of(cuts), options
+
+
+def _front(bytes: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """The Pareto front: by ascending cost, the rows with fewer bytes than every cheaper one."""
+    # Most rows have more bytes than a row of a lower interval of costs: the rest is sorted.
+    bins = bins_of(costs, _NUM_BINS)
+    least = np.full(_NUM_BINS + 2, np.inf)
+    np.minimum.at(least, bins + 1, bytes)
+    rows = np.flatnonzero(bytes < np.minimum.accumulate(least)[bins])
+    order = rows[np.lexsort((bytes[rows], costs[rows]))]
+    ordered = bytes[order]
+    return order[np.concatenate([[True], ordered[1:] < np.minimum.accumulate(ordered)[:-1]])]
 
 
 def _paths_of(region: Region, is_uniform: bool = False) -> Paths:

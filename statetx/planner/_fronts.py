@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import _jax
+from .._equations.compiled import Program
 from .._lift.context import TraceContext, device_bytes
 from .._remat.stored import StoredType
 from ._analysis import EquationCost, Graph
@@ -106,10 +107,17 @@ class Front:
 
         return Front(self._steps, self._stock, graph, expand, self._bytes)
 
+    def programs(self, option: Option) -> list[Program]:
+        """The programs that `measure` compiles, unless they are compiled by then."""
+        new = [d for d in self._new(option) if d not in self._bytes]
+        if self._graph is None or not new:
+            return []
+        options = {o.saving: o for o in (*self._steps, *self._stock)}
+        return [self._graph.program(options[d]) for d in new if d in options]
+
     def measure(self, option: Option) -> bool:
         """Replace modeled backward bytes by those of the compiled backward pass. Returns whether anything was measured."""
-        steps = [step for _, step in option.loop.steps()] if isinstance(option.loop, Groups) else [option]
-        new = [d for d in dict.fromkeys(map(_of_step, steps)) if d not in self._measured]
+        new = self._new(option)
         if self._graph is None or not new:
             return False
         for decision in new:
@@ -118,20 +126,20 @@ class Front:
         self._update()
         return True
 
+    def _new(self, option: Option) -> list[tuple[Any, ...]]:
+        """The decisions of an option that are not measured."""
+        steps = [step for _, step in option.loop.steps()] if isinstance(option.loop, Groups) else [option]
+        return [d for d in dict.fromkeys(step.saving for step in steps) if d not in self._measured]
+
     def _measure(self, graph: Graph, decision: tuple[Any, ...]) -> None:
         self._measured.add(decision)
         # A policy may save the same values as an option of the front: both are replaced, and the program is compiled once.
         for options in (self._steps, self._stock):
             for i, o in enumerate(options):
-                if _of_step(o) == decision:
+                if o.saving == decision:
                     if decision not in self._bytes:
                         self._bytes[decision] = graph.measure(o).backward_bytes
                     options[i] = o._replace(backward_bytes=self._bytes[decision])
-
-
-def _of_step(option: Option) -> tuple[Any, ...]:
-    """What the backward bytes of an option, or of a step of a loop, depend on."""
-    return option.saved, option.offloaded, option.stored, option.inputs
 
 
 def front_of(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from .._equations.compiled import compile_together
 from ._choice import Choice, Family
+from ._fronts import Front
 from ._layout import Layout
 from ._option import Option
 
@@ -36,9 +38,7 @@ def lowest_peak_choice(family: Family, is_late: Callable[[], bool]) -> Choice | 
 
 def measure_parts(layout: Layout, options: Sequence[Option], is_late: Callable[[], bool]) -> bool:
     """Measure the options of a choice, each on its own. Returns whether anything was new."""
-    # A list, not a generator: `any` would stop at the first new measurement.
-    pairs = zip(layout.fronts, options, strict=True)
-    return any([front.measure(option) for front, option in pairs if not is_late()])
+    return _measure(list(zip(layout.fronts, options, strict=True)), is_late)
 
 
 def _measure_peak_part(layout: Layout, options: Sequence[Option], limit: float, is_late: Callable[[], bool]) -> bool:
@@ -46,4 +46,10 @@ def _measure_peak_part(layout: Layout, options: Sequence[Option], limit: float, 
     part, saved_bytes = layout.peak_part(options)
     front, spare = layout.fronts[part], limit - layout.base[part] - saved_bytes
     fitting = [o for o in front.options if o.saved_bytes + o.backward_bytes <= spare]
-    return any([front.measure(o) for o in fitting if not is_late()])
+    return _measure([(front, option) for option in fitting], is_late)
+
+
+def _measure(pairs: Sequence[tuple[Front, Option]], is_late: Callable[[], bool]) -> bool:
+    compile_together([p for front, option in pairs if not is_late() for p in front.programs(option)])
+    # A list, not a generator: `any` would stop at the first new measurement.
+    return any([front.measure(option) for front, option in pairs if not is_late()])

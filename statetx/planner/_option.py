@@ -42,6 +42,11 @@ class Option(NamedTuple):
         """What is done, without bytes and cost."""
         return self.saved, self.offloaded, self.loop, self.copies, self.stored, self.inputs, self.fenced
 
+    @property
+    def saving(self) -> tuple[Any, ...]:
+        """What is saved and how: the backward bytes of a region, or of a step of a loop, depend on this alone."""
+        return self.saved, self.offloaded, self.stored, self.inputs
+
     def renumbered(self, number: Callable[[int], int]) -> Option:
         """The option for a region whose equations have other numbers."""
         saved = None if self.saved is None else frozenset(renumbered(a, number(a[0])) for a in self.saved)

@@ -9,6 +9,7 @@ import numpy as np
 from ._option import Option
 
 _MAX_ROWS = 256  # of a composed table: two of these have 65,536 pairs
+_BLOCK = 64  # rows
 _NUM_BINS = 40  # by bytes, and by peak, of a table that is sampled
 
 Steps = list[tuple[int, Option]]
@@ -75,17 +76,14 @@ def _front(bytes: np.ndarray, peaks: np.ndarray, costs: np.ndarray) -> np.ndarra
     order = np.lexsort((peaks, bytes, costs))
     if len(order) > 4 * _MAX_ROWS:
         # The cheapest row of each bin, and the extremes.
-        bins = _bins(bytes) * (_NUM_BINS + 1) + _bins(peaks)
+        bins = bins_of(bytes, _NUM_BINS) * (_NUM_BINS + 1) + bins_of(peaks, _NUM_BINS)
         _, first = np.unique(bins[order], return_index=True)
-        extremes = [np.lexsort((costs, peaks, bytes))[0], np.lexsort((costs, bytes, peaks))[0]]
+        extremes = [_least(bytes, peaks, costs), _least(peaks, bytes, costs)]
         is_kept = np.zeros(len(order), bool)
         is_kept[order[first]] = is_kept[extremes] = True
         order = order[is_kept[order]]
 
-    # A row is dominated by an earlier one with no more bytes and no higher peak.
-    b, p = bytes[order], peaks[order]
-    dominates = (b[:, None] <= b) & (p[:, None] <= p)
-    order = order[~np.triu(dominates, 1).any(0)]
+    order = order[_undominated(bytes[order], peaks[order])]
     if len(order) > _MAX_ROWS:
         chosen = np.linspace(0, len(order) - 1, _MAX_ROWS - 2).astype(int)
         chosen = np.union1d(chosen, [np.argmin(bytes[order]), np.argmin(peaks[order])])
@@ -93,6 +91,29 @@ def _front(bytes: np.ndarray, peaks: np.ndarray, costs: np.ndarray) -> np.ndarra
     return order
 
 
-def _bins(values: np.ndarray) -> np.ndarray:
+def _undominated(bytes: np.ndarray, peaks: np.ndarray) -> np.ndarray:
+    """The rows for which no earlier one has as few bytes and as low a peak."""
+    # In blocks: those of a block that stay drop most of the rows behind it.
+    kept, rows = [], np.arange(len(bytes))
+    while len(rows):
+        block, rows = rows[:_BLOCK], rows[_BLOCK:]
+        block = block[~np.triu(_dominates(bytes, peaks, block, block), 1).any(0)]
+        kept.append(block)
+        rows = rows[~_dominates(bytes, peaks, block, rows).any(0)]
+    return np.concatenate(kept)
+
+
+def _dominates(bytes: np.ndarray, peaks: np.ndarray, rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+    return (bytes[rows, None] <= bytes[others]) & (peaks[rows, None] <= peaks[others])
+
+
+def _least(values: np.ndarray, *others: np.ndarray) -> int:
+    """The row of the least value; among equal ones that of the least of the others, in order."""
+    rows = np.flatnonzero(values == values.min())
+    return int(rows[np.lexsort([x[rows] for x in reversed(others)])[0]])
+
+
+def bins_of(values: np.ndarray, num: int) -> np.ndarray:
+    """Numbers of intervals of equal length, from 0 at the least value to `num` at the greatest."""
     low, high = values.min(), values.max()
-    return ((values - low) * (_NUM_BINS / max(high - low, 1e-30))).astype(int)
+    return ((values - low) * (num / max(high - low, 1e-30))).astype(int)

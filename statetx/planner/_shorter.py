@@ -6,6 +6,7 @@ it is linear.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -24,7 +25,7 @@ _TOLERANCE = 1e-3  # of the bytes of a period
 
 
 class Shorter:
-    """Short versions of a program.
+    """Short versions of a program, which compile in a thread from the beginning.
 
     Args:
         run: the equal periods.
@@ -34,6 +35,9 @@ class Shorter:
     def __init__(self, program: Flat, run: Run, program_of: Callable[[Jaxpr], Program]):
         self._count = run.count
         self._programs = [program_of(_shortened(program.jaxpr, run, count)) for count in _COUNTS]
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        self._costs = pool.submit(lambda: [program.cost for program in self._programs])
+        pool.shutdown(wait=False)
 
     @functools.cached_property
     def flops(self) -> int | None:
@@ -44,8 +48,8 @@ class Shorter:
         return third + of_period * (self._count - _COUNTS[2]) if is_linear else None
 
     def cost(self) -> Cost | None:
-        """Compile them, and extrapolate the cost of the whole program; None if it is not linear."""
-        first, second, third = (dataclasses.asdict(program.cost) for program in self._programs)
+        """Extrapolate the cost of the whole program; None if it is not linear."""
+        first, second, third = map(dataclasses.asdict, self._costs.result())
         change = second["temp_bytes"] - first["temp_bytes"]
         if abs(third["temp_bytes"] - second["temp_bytes"] - change) > _TOLERANCE * abs(change):
             return None
