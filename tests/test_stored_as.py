@@ -419,11 +419,14 @@ PROOFS = {
     "a branch": lambda x, y: lax.cond(x.sum() > 0, spike, lambda x: jnp.zeros_like(x), y),
     "a call": lambda x, y: jax.jit(lambda x: spike(x).T.reshape(-1)[2:])(x),
     "one_hot": lambda x, y: jax.nn.one_hot(jnp.argmax(x, 1), 5),
+    "a barrier": lambda x, y: lax.optimization_barrier((y, spike(x)))[1],
     "a draw": lambda x, y: jax.random.bernoulli(jax.random.key(0), 0.5, x.shape).astype(jnp.float32),
 }
 NO_PROOFS = {
     "a sum": lambda x, y: (x > 0).astype(jnp.float32) + (y > 0),
     "a float": lambda x, y: x * (x > 0),
+    "another operand": lambda x, y: jax.device_put((spike(x), y))[1],
+    "minus zero": lambda x, y: jnp.where(x > 0, 1.0, -0.0),
     "minus": lambda x, y: -(x > 0).astype(jnp.float32),
     "a carry": lambda x, y: lax.scan(lambda c, x: (c + 1.0, c), jnp.zeros(4), x)[1],
     "one branch": lambda x, y: lax.cond(x.sum() > 0, spike, lambda x: x, y),

@@ -21,10 +21,10 @@ def are_bits(eqn: Any, operands: Sequence[bool]) -> list[bool]:
 
 
 def is_bits(atom: Any) -> bool:
-    """Whether a literal is 0 or 1, or a variable is boolean."""
+    """Whether a literal is 0 or 1, or a variable is boolean. -0.0 is another number, whose sign a bit would lose."""
     if isinstance(atom, Literal):
         value = np.asarray(atom.val)
-        return value.dtype.kind in "biuf" and bool(np.all((value == 0) | (value == 1)))
+        return value.dtype.kind in "biuf" and bool(np.all(((value == 0) & ~np.signbit(value)) | (value == 1)))
     return _is_bool(atom)
 
 
@@ -35,8 +35,8 @@ def _is_bool(v: Any) -> bool:
 def _proved(eqn: Any, operands: Sequence[bool]) -> list[bool]:
     name, num = eqn.primitive.name, len(eqn.outvars)
     row = row_of(eqn)
-    if name == "optimization_barrier":
-        return list(operands)
+    if row.forwards and num > 1:  # `optimization_barrier`, `device_put`: each result is one operand
+        return list(operands) if num == len(operands) else [False] * num
     if row.bits is not None:  # the maximum of no entries is infinite
         return [all(operands[row.bits]) and all(getattr(v.aval, "size", 0) for v in eqn.invars)] * num
     if name == "integer_pow":
