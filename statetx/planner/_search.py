@@ -44,6 +44,7 @@ _FAR_ABOVE_BUDGET = 2.0
 
 # A gain below this part of the forward pass is not worth a compilation: about a thousandth of the program with its gradient.
 _NEGLIGIBLE = 3e-3
+_SMALL_GAIN = 0.25  # of that, near the best candidate
 _NEGLIGIBLE_OF_LONG = 6e-3  # the compilation takes more than linear time
 
 _NEARLY = 1.02  # of a budget: extrapolated bytes below this are made sure of
@@ -170,6 +171,7 @@ class Search:
             if self.candidates.best(budget) is not best:
                 best, most = self.candidates.best(budget), max(most, num_tries + 1 + _MORE_TRIES)
 
+        self._refine(budget)
         # Whether the budget is infeasible is decided by the compiled programs of the lowest peaks, not by the model.
         for family in self.lattice.families:
             if self.candidates.best(budget) is None and not self.is_late():
@@ -180,6 +182,27 @@ class Search:
         if not self.candidates:  # the time was up at once
             self._measure_any()
         return self.candidates.best(budget)
+
+    def _refine(self, budget: int) -> None:
+        """Try choices that are a little cheaper than the best, and take little more memory: the bisection passes over them."""
+        for _ in range(0 if self._is_long else _MORE_TRIES):
+            best = self.candidates.best(budget)
+            if best is None or best.name == BASELINE:
+                return
+            family = self._family_of(best)
+            above = [c for c in self.candidates if c.name != BASELINE and self._family_of(c) is family]
+            above = [c.peak for c in above if c.peak > best.peak and c.temp_bytes > budget]
+            low, high = float(best.peak), float(min(above, default=best.peak))
+            enough = best.predicted_cost - _SMALL_GAIN * self._negligible
+            choice = None
+            while choice is None and high - low > 1e-3 * low and not self.is_late():
+                low = (low + high) / 2
+                choice = cheapest_choice(family, low, self.is_late)
+                if choice is not None and (cost_of(choice) > enough or self.candidates.has(*choice)):
+                    choice = None
+            if choice is None:
+                return
+            self.candidates.measure(*choice)
 
     def _may_find(self, budget: int) -> bool:
         """Whether the budget is missed so far, but not by far."""
