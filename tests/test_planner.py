@@ -335,6 +335,24 @@ def test_fronts_are_those_of_the_definition(num, most):
     assert min(found) == min(front) and min(p for _, p, _ in found) == min(p for _, p, _ in front)
 
 
+def test_small_gains_near_the_best_choice_are_tried(monkeypatch):
+    """The bisection does not compile a choice for a gain of a thousandth; layers of different widths have many of them."""
+    widths = [16 * (1 + i % 5) for i in range(13)]
+    ws = [jnp.ones(shape) / 8 for shape in itertools.pairwise(widths)]
+
+    def chain(ws, x):
+        for w in ws:
+            x = jnp.tanh(jnp.sin(x @ w))
+        return (x**2).mean()
+
+    plan = functools.partial(statetx.plan, chain, ws, X[:, :16], of="temporaries", budget=0.9, argnums=0)
+    refined = plan()
+    monkeypatch.setattr(_search.Search, "_refine", lambda self, budget: None)
+    coarse = plan()
+    assert refined.temp_bytes <= refined.budget_bytes == coarse.budget_bytes
+    assert refined.extra_flops < coarse.extra_flops - 0.003
+
+
 def test_cuts_are_where_little_crosses():
     def deep(ws, x):
         for w in ws:
