@@ -262,6 +262,26 @@ def test_residuals_in_slots_take_no_memory(name, slots, carries_only):
     assert mixed <= temporary() + 1024
 
 
+def test_bfloat16_in_slots_takes_no_memory(carries_only):
+    """XLA:CPU copies arrays of bfloat16 that it computes with, and the slots are not among them."""
+
+    def loss(w, xs, checkpoint=None):
+        step = lambda h, x: (jnp.tanh(h @ w + x), None)  # noqa: E731
+        h, _ = statetx.scan(step, jnp.zeros((8, 64), w.dtype), xs, checkpoint=checkpoint)
+        return h.astype(jnp.float32).sum()
+
+    args = jnp.eye(64, dtype=jnp.bfloat16) / 2, jnp.ones((100, 8, 64), jnp.bfloat16)
+    in_slots = functools.partial(loss, checkpoint=Slots(20))
+    assert statetx.loop_report(in_slots, *args).rows[0].is_mixed
+    for a, b in zip(jax.grad(in_slots, (0, 1))(*args), jax.grad(loss, (0, 1))(*args), strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=0.02)
+    step = lambda f: jax.jvp(lambda w: jax.grad(f)(w, args[1]), args[:1], args[:1])[1].astype(jnp.float32)  # noqa: E731
+    np.testing.assert_allclose(step(in_slots), step(loss), rtol=0.1, atol=0.1)
+    mixed = temporary_bytes(in_slots, args)
+    carries_only()
+    assert mixed <= temporary_bytes(in_slots, args) + 1024
+
+
 def layers_loss(slots, policy=None, width=128):
     """The loss of 64 layers, whose weights are elements of xs."""
     weights = {name: jax.random.normal(jax.random.key(n), (64, width, width)) / 64 for n, name in enumerate("ab")}

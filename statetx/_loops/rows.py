@@ -75,8 +75,8 @@ class SlotMemory:
         self._carry_avals, self._residual_avals = list(carry_avals), list(residual_avals or ())
         self._formats = formats or [None] * len(carry_avals)
         carry_avals = stored_types(carry_avals, self._formats)
-        self._store = _jax.to_host if offload else lambda x: x
-        self._load = _jax.to_device if offload else lambda x: x
+        self._to_memory = _jax.to_host if offload else lambda x: x
+        self._from_memory = _jax.to_device if offload else lambda x: x
 
         # Without residuals each leaf has a pool of its own.
         keys = [_type(a) if residual_avals is not None else i for i, a in enumerate(carry_avals)]
@@ -153,6 +153,15 @@ class SlotMemory:
         rows = zip(self._carry_rows, self._pool_avals, strict=True)
         return [self._store(_jax.empty(self.num * rows, aval)) for rows, aval in rows]
 
+    def _store(self, rows: Any) -> Any:
+        # XLA:CPU computes bfloat16 in float32, and would make a float32 copy of a pool.
+        is_short = rows.dtype == jnp.bfloat16
+        return self._to_memory(jax.lax.bitcast_convert_type(rows, jnp.uint16) if is_short else rows)
+
+    def _load(self, rows: Any, pool: int) -> Any:
+        rows, dtype = self._from_memory(rows), self._pool_avals[pool].dtype
+        return jax.lax.bitcast_convert_type(rows, dtype) if dtype == jnp.bfloat16 else rows
+
     def read(self, pools: list, slot: Any, first: list) -> list:
         """The carry in a slot; `first` is the carry in slot 0."""
         rows = [self._row(pools, i, slot * self._carry_rows[i] + n) for i, n in self._carry_places]
@@ -169,7 +178,7 @@ class SlotMemory:
         return pools
 
     def _row(self, pools: list, i: int, row: Any) -> Any:
-        return self._load(jax.lax.dynamic_index_in_dim(pools[i], row, 0, keepdims=False))
+        return self._load(jax.lax.dynamic_index_in_dim(pools[i], row, 0, keepdims=False), i)
 
     def _with_row(self, pool: Any, row: Any, x: Any) -> Any:
         return jax.lax.dynamic_update_index_in_dim(pool, self._store(x), row, 0)
@@ -203,7 +212,7 @@ class SlotMemory:
         if self._pack is not None:
             indices, i, num_rows = self._pack
             first = self._first_row(i, step) + self._residual_rows[i] - num_rows
-            rows = self._load(jax.lax.dynamic_slice_in_dim(pools[i], first, num_rows, 0))
+            rows = self._load(jax.lax.dynamic_slice_in_dim(pools[i], first, num_rows, 0), i)
             for n, x in zip(indices, _unravel(rows, [self._residual_avals[n] for n in indices]), strict=True):
                 residuals[n] = x
         for n, aval in enumerate(self._residual_avals):
