@@ -13,7 +13,7 @@ from statetx import policies
 from statetx._jax import stage
 from statetx._loops import checkpointed, schedule
 from statetx._loops.rows import SlotMemory
-from statetx._remat.decide import carry_formats
+from statetx._remat.decide import carry_labels
 from statetx._remat.stored import BITS
 from statetx.policies import Slots
 
@@ -128,7 +128,7 @@ def test_formats_of_carries():
     jaxpr, _ = stage(step, list(map(jax.typeof, map(jnp.zeros_like, types))), traced_for="scan", name="")
 
     def formats(policy):
-        return [format is BITS for format in carry_formats(policy, jaxpr, 7)]
+        return [label is not None for label in carry_labels(policy, jaxpr, 7)]
 
     # Nothing is known of the carry before the step, so that a product with it is not proved.
     proved = [False, True, False, True, False, False, False]

@@ -570,6 +570,48 @@ def test_debug_mode_checks_declarations(fun, words, jit, monkeypatch, capfd):
 
 BLOCKS_LOSS = loss_of(BLOCKS["both"])
 
+
+BITS_OF_S = policies.names("s").stored_as("bits")
+
+
+def in_loop(checkpoint, f, *, loop=statetx.scan):
+    """A loss whose loop carries ``f(v)``, declared to be 0 or 1; the carry before the first step is neither."""
+
+    def step(carry, x):
+        v, s = carry
+        v = 0.3 * v * (1 - s) + x + s * x
+        return (v, statetx.checkpoint_name(f(v), "s")), v.mean()
+
+    def loss(x):
+        start = jnp.zeros((2, 16)), jnp.full((2, 16), 0.5)
+        if loop is statetx.scan:
+            return jnp.sum(statetx.scan(step, start, x, checkpoint=checkpoint)[1] ** 2)
+        body = lambda c: (c[0] + 1, step(c[1], x[c[0]])[0])  # noqa: E731
+        return jnp.sum(statetx.while_loop(lambda c: c[0] < 20, body, (0, start), checkpoint=checkpoint)[1][0] ** 2)
+
+    return loss
+
+
+CARRIES = {
+    "scan": (policies.Slots(5, policy=BITS_OF_S), statetx.scan),
+    "block": (policies.Slots(5, block=4, policy=BITS_OF_S), statetx.scan),
+    "while": (policies.Slots(4, policy=BITS_OF_S), statetx.while_loop),
+}
+
+
+@pytest.mark.parametrize("checkpoint, loop", CARRIES.values(), ids=CARRIES)
+@pytest.mark.parametrize("vmap", [False, True], ids=["", "vmap"])
+def test_debug_mode_checks_carries_in_slots(checkpoint, loop, vmap, monkeypatch, capfd):
+    monkeypatch.setattr(declared.checks, "is_on", True)
+    x = jnp.sin(jnp.arange(60.0))
+    x, map_ = (jnp.stack([x, 2 * x]), jax.vmap) if vmap else (x, lambda f: f)
+    grad_of = lambda f: jax.jit(map_(jax.grad(in_loop(checkpoint, f, loop=loop))))  # noqa: E731
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the value 's', computed at .*test_stored_as.py:"):
+        jax.block_until_ready(grad_of(jnp.sin)(x))
+    capfd.readouterr()  # JAX's own report of the failed callback
+    assert np.isfinite(grad_of(spike)(x)).all()  # the first carry is not checked
+
+
 # -- memory, loops, devices ------------------------------------------------------------------------------------------
 
 

@@ -74,6 +74,7 @@ from .loops import runs_primitive as runs_primitive
 from .loops import scan_counts as scan_counts
 from .loops import with_scan_constants as with_scan_constants
 from .marks import attach_primitive as attach_primitive
+from .marks import checked as checked
 from .marks import encoded_as as encoded_as
 from .marks import is_link as is_link
 from .marks import is_storing as is_storing

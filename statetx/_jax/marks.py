@@ -257,6 +257,11 @@ _batching.primitive_batchers[_check_primitive] = lambda args, dims, **params: (
 )
 
 
+def checked(x: Any, report: Callable | None) -> Any:
+    """The value without its tangents, while tracing; where it is used, ``report(x)`` is called on the host. None reports nothing."""
+    return x if report is None else _check_primitive.bind(jax.lax.stop_gradient(x), report=report)
+
+
 def store(x: Any, type: Any, check: Callable | None = None, **params: Any) -> Any:
     """The value itself, but with the residual that ``type.encode`` makes of it.
 
@@ -267,7 +272,7 @@ def store(x: Any, type: Any, check: Callable | None = None, **params: Any) -> An
         **params: the others of `stored_primitive`.
     """
     label = {key: params[key] for key in ("region", "what")}
-    source = x if check is None else _check_primitive.bind(jax.lax.stop_gradient(x), report=check)
+    source = checked(x, check)
     keys = [kept_primitive.bind(_key_maker(type)(source))] if type.has_key else []
     codes = [mark(code, **label) for code in _encoder(type)(source, *keys)]
     decoded = _decoder(type, x.aval)(codes)

@@ -19,7 +19,7 @@ from .._remat import fence  # noqa: F401  # it lowers `_jax.hold`
 from .._remat.stored import StoredType
 from .._tree import is_float
 from .cut import needed_equations, smallest_residuals
-from .rows import decoded, row_bytes
+from .rows import decoded, encoded, row_bytes
 from .step import Step
 
 
@@ -130,11 +130,11 @@ class BackwardStep:
         outs = _jax.evaluate(self._forward, (), (*self._body.operands, *constants, *carry, *x))
         return outs[: self._num_carry], outs[self._num_carry :]
 
-    def encoded(self, residuals: list) -> list:
-        """The residuals as slots hold them, of the types `residual_avals`."""
-        residuals = list(residuals)
+    def encoded(self, residuals: list, is_first: Any) -> list:
+        """The residuals as slots hold them, of the types `residual_avals`, and given whether they are of the loop's first step."""
+        residuals, checks = list(residuals), self._step.carry_checks
         for n, i in self._carries.items():
-            residuals[n] = self._format(i).encode(residuals[n])[0]
+            residuals[n] = encoded(self._format(i), residuals[n], is_first, checks[i])
         return residuals
 
     def decoded(self, residuals: list, is_first: Any, first: list) -> list:

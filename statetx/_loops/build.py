@@ -11,6 +11,7 @@ from .._errors import EffectError, PolicyError
 from .._lift import key_reuse
 from .._lift.staged import Staged
 from .._lift.wrapper import name_of
+from .._remat import declared
 from .._remat.policy import Policy
 from .._text import suggestion
 from . import bind
@@ -111,7 +112,19 @@ def make_loop(
     is_of_words = strategy is not None and key_reuse.is_needed(body)
     # True and 1 are equal and hash alike, but unroll=True is another loop: hence the type. The title is part of the
     # key since a cached loop reports to the bars that it was built with.
-    use = (staged.name, is_of_words, strategy, title, length, reverse, type(unroll), unroll, num_constants, num_carry)
+    use = (
+        staged.name,
+        is_of_words,
+        strategy,
+        title,
+        length,
+        reverse,
+        type(unroll),
+        unroll,
+        num_constants,
+        num_carry,
+        declared.key(),
+    )
     return table.get(body, use, build)
 
 

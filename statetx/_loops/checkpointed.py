@@ -58,7 +58,7 @@ def memory_for(
         backward: the step in two parts, whose residuals the slots may hold; None if they are to hold carries only.
     """
     by_carries = schedule(length, leaves(num))
-    options: dict[str, Any] = {"offload": offload, "formats": step.carry_formats}
+    options: dict[str, Any] = {"offload": offload, "formats": step.carry_formats, "checks": step.carry_checks}
     if backward is not None:
         mixed = SlotMemory(num, step.avals, backward.residual_avals, **options)
         by_both = schedule(length, mixed.leaves)
@@ -326,7 +326,7 @@ class _Reversal:
 
     def _keep(self, i: Any, carry: list) -> tuple[list, list]:
         carry, residuals = self._forward(i, carry)
-        return carry, self._two_parts.encoded(residuals)
+        return carry, self._two_parts.encoded(residuals, i == 0)
 
     def _pull_kept(self, i: Any, residuals: list, total: _Cotangents) -> _Cotangents:
         index = self._loop.index(i)

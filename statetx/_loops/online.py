@@ -85,7 +85,8 @@ class OnlineLoop:
     @functools.cached_property
     def _memory(self) -> SlotMemory:
         # The first carry, which need not be 0 or 1 where those after a step are, always is in slot 0.
-        return SlotMemory(self._slots, self._step.avals, formats=self._step.carry_formats)
+        step = self._step
+        return SlotMemory(self._slots, step.avals, formats=step.carry_formats, checks=step.carry_checks)
 
     def is_running(self, test_constants: list, carry: list, count: Any) -> Any:
         holds = self._test((), *test_constants, *carry)[0]

@@ -9,7 +9,7 @@ nothing of the carry before the first step: this one is in slot 0, and is taken 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +58,7 @@ class SlotMemory:
         residual_avals: the types of the residuals of a step; None if the slots are to hold carries only.
         offload: whether the pools are in the host's memory.
         formats: for each leaf of the carry the exact format that it is stored in; None for one that is stored unchanged.
+        checks: for each leaf of the carry what is called on the host with a value that is encoded, except the first; None for no check.
 
     Attributes:
         leaves: for 0 to `num` free slots, how many steps can be reversed from the residuals that these hold (see `schedule`).
@@ -70,10 +71,12 @@ class SlotMemory:
         residual_avals: Sequence[Any] | None = None,
         offload: bool = False,
         formats: Sequence[StoredType | None] = (),
+        checks: Sequence[Callable | None] = (),
     ):
         self.num = num
         self._carry_avals, self._residual_avals = list(carry_avals), list(residual_avals or ())
         self._formats = formats or [None] * len(carry_avals)
+        self._checks = checks or [None] * len(carry_avals)
         carry_avals = stored_types(carry_avals, self._formats)
         self._to_memory = _jax.to_host if offload else lambda x: x
         self._from_memory = _jax.to_device if offload else lambda x: x
@@ -172,8 +175,8 @@ class SlotMemory:
 
     def write(self, pools: list, slot: Any, carry: list) -> list:
         pools = list(pools)
-        for (i, n), format, x in zip(self._carry_places, self._formats, carry, strict=True):
-            row = x if format is None else format.encode(x)[0]
+        for (i, n), format, check, x in zip(self._carry_places, self._formats, self._checks, carry, strict=True):
+            row = x if format is None else encoded(format, x, slot == 0, check)
             pools[i] = self._with_row(pools[i], slot * self._carry_rows[i] + n, row)
         return pools
 
@@ -246,6 +249,13 @@ def _code_type(format: StoredType, aval: Any) -> Any:
     # Traced, for what the type says about devices.
     jaxpr, _ = _jax.stage(format.encode, [aval], traced_for="scan", name="encode")
     return jaxpr.outvars[0].aval
+
+
+def encoded(format: StoredType, x: Any, is_first: Any, check: Callable | None) -> Any:
+    """What is stored of a leaf of the carry. The one before the first step, which need not be 0 or 1, is not checked."""
+    if check is not None:
+        x = _jax.checked(jax.lax.select(is_first, _jax.zeros(jax.typeof(x)), x), check)
+    return format.encode(x)[0]
 
 
 def decoded(format: StoredType, codes: Any, is_first: Any, first: Any) -> Any:

@@ -14,7 +14,7 @@ from .. import _jax
 from .._equations.structure import Body
 from .._lift.staged import as_types
 from .._positions import replaced
-from .._remat import decide
+from .._remat import decide, mark
 from .._remat.policy import Policy
 from .._remat.stored import StoredType
 from .._tree import is_float
@@ -35,7 +35,7 @@ class Step:
         name: of the function, for messages.
         tick: called with the number of finished steps, and with the phase unless it is the forward sweep.
         marked: the body with its saved values marked, and JAX's policy for the marks; by default computed on demand.
-        exact_formats: see the property; by default found on demand.
+        carry_labels: see the property; by default found on demand.
         fence: how the backward pass of `nested` loops is fenced (`_remat.fence.with_fence`); None if it is not. XLA on CPUs allocates what it
             writes (cotangents of xs, residuals of a turn) at the start of the program if nothing holds it back.
     """
@@ -52,7 +52,7 @@ class Step:
         name: str,
         tick: Callable | None = None,
         marked: tuple[Any, Any] | None = None,
-        exact_formats: list[StoredType | None] | None = None,
+        carry_labels: list[mark.Stored | None] | None = None,
         fence: str | None = None,
     ):
         self.body = body
@@ -75,8 +75,8 @@ class Step:
         self.fence = fence
         if marked is not None:
             self.marked = marked
-        if exact_formats is not None:
-            self.exact_formats = exact_formats
+        if carry_labels is not None:
+            self.carry_labels = carry_labels
 
     def tick(self, done: Any, phase: str = "") -> None:
         if self._tick is not None:
@@ -100,14 +100,19 @@ class Step:
         return (jaxpr, None) if self.policy is None else decide.apply(self.policy, jaxpr, (), self.name)
 
     @functools.cached_property
-    def exact_formats(self) -> list[StoredType | None]:
-        """For each leaf of the carry the exact format that its policy asks for; None for none."""
-        return decide.carry_formats(self.policy, self.body.jaxpr, self.num_carry)
+    def carry_labels(self) -> list[mark.Stored | None]:
+        """For each leaf of the carry the exact format that its policy asks for, and how to check it; None for none."""
+        return decide.carry_labels(self.policy, self.body.jaxpr, self.num_carry)
 
     @functools.cached_property
     def carry_formats(self) -> list[StoredType | None]:
         """For each leaf of the carry the format in which slots store it; None for one that they store unchanged."""
-        return list(map(fitting, self.exact_formats, self.avals))
+        return [label and fitting(label.type, aval) for label, aval in zip(self.carry_labels, self.avals, strict=True)]
+
+    @property
+    def carry_checks(self) -> list[Callable | None]:
+        """For each leaf of the carry what is called with a value that slots store, to find a wrong declaration; None for no check."""
+        return [label and label.check for label in self.carry_labels]
 
     @functools.cached_property
     def slot_avals(self) -> list[Any]:
@@ -157,7 +162,7 @@ class Step:
         step = copy.copy(self)
         step.length, step.policy = length, policy
         step._tick, step.is_shown = None, False
-        for name in ("marked", "exact_formats", "carry_formats", "slot_avals"):
+        for name in ("marked", "carry_labels", "carry_formats", "slot_avals"):
             vars(step).pop(name, None)
         return step
 
@@ -166,7 +171,7 @@ class Step:
         step = copy.copy(self)
         for name in ("carry_formats", "slot_avals"):
             vars(step).pop(name, None)
-        step.exact_formats = [None] * self.num_carry
+        step.carry_labels = [None] * self.num_carry
         return step
 
     def mapped(self, axis: Any, is_mapped: Sequence[bool]) -> MappedStep:
@@ -205,7 +210,7 @@ class Step:
             name=f"{self.name}, mapped over {axis.size} examples",
             tick=self._tick,
             marked=(body.jaxpr, policy),
-            exact_formats=self.exact_formats,
+            carry_labels=self.carry_labels,
             fence=self.fence,
         )
 

@@ -195,7 +195,7 @@ def decide(policy: Policy, sites: Sequence[Site], *, is_ordered: bool = False) -
     return labels
 
 
-def carry_formats(policy: Policy | None, jaxpr: Jaxpr, num: int) -> list[StoredType | None]:
+def carry_labels(policy: Policy | None, jaxpr: Jaxpr, num: int) -> list[mark.Stored | None]:
     """For each of the first results of a step, the exact format in which a loop can store it between steps; None to store it unchanged.
 
     A policy that stores values as bits asks for it: for booleans, for results that are proved to be 0 or 1 whatever the carry before
@@ -205,16 +205,21 @@ def carry_formats(policy: Policy | None, jaxpr: Jaxpr, num: int) -> list[StoredT
     if policy is None or not any(isinstance(a, Masks) or _is_exact(a) for a in policy.atoms()):
         return [None] * num
     producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    values = {jaxpr.eqns[a[0]].outvars[a[1]]: v for a, v, _ in Survey(jaxpr).results if len(a) == 2}
+    sites = {s.eqn.outvars[s.address[1]]: s for s in Survey(jaxpr).results if len(s.address) == 2}
 
-    def is_stored(v: Any) -> bool:
+    def label(v: Any) -> mark.Stored | None:
+        if not isinstance(v, _jax.Var):
+            return None
         if _is_bool(v.aval):
-            return True
+            return mark.Stored(BITS)
         while v in producers and producers[v].primitive in _SAME_VALUE:
             v = producers[v].invars[0]
-        return v in values and (values[v].is_bits or _stores_exactly(policy, values[v]))
+        site = sites.get(v)
+        if site is None or not (site.value.is_bits or _stores_exactly(policy, site.value)):
+            return None
+        return _stored(site, BITS, site.value.type)
 
-    return [BITS if isinstance(v, _jax.Var) and is_stored(v) else None for v in results]
+    return [label(v) for v in results]
 
 
 _SAME_VALUE = (_jax.name_primitive, _jax.mark_primitive, _jax.stored_primitive)
