@@ -33,7 +33,8 @@ def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, ato
 
     Runs the function and its pullback twice without rematerialization and once with it, and compares outputs, new values of
     states (random keys included) and gradients with respect to every float argument and state. Operations run one by one
-    (``jax.disable_jit``), loops step by step, so give it small arguments. No state changes.
+    (``jax.disable_jit``), loops step by step, so give it small arguments. No state changes. If a loop's ``checkpoint=`` stores values
+    as bits, it runs the function and its pullback once more, with compiled loops, to check that these values are 0 or 1.
 
     Args:
         fun: a function that may read and write states. If it rematerializes nothing, it is rematerialized as a whole.
@@ -42,8 +43,8 @@ def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, ato
             since it sums the cotangents of a value with several uses in another order.
 
     Raises:
-        AssertionError: naming the first difference; or, if the function is not deterministic, the random generator or host
-            callback that makes it so.
+        AssertionError: naming the first difference; or values stored as bits that are not 0 or 1; or, if the function is not
+            deterministic, the random generator or host callback that makes it so.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -53,7 +54,7 @@ def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, ato
     pure = functionalize(fun)
     values = pure.values(*args, **kwargs)
     initial_generators = _generators()
-    with override(is_off=True):
+    with override(is_off=True), declared.noted_loops() as loops:
         first, second = _run(pure, values, args, kwargs), _run(pure, values, args, kwargs)
     drawn = [name for name, state in _generators().items() if state != initial_generators[name]]
     difference = _difference(second, first, 0.0, 0.0)
@@ -69,14 +70,24 @@ def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, ato
     if not visited:
         result = _run(functionalize(remat(fun)), values, args, kwargs)
     difference = _difference(result, first, rtol, atol)
-    if difference:
-        with declared.collected() as wrong_declarations:
+    if not difference and not loops:
+        return
+    with declared.collected() as wrong_declarations:
+        if difference:
             _run(pure, values, args, kwargs)
+        if loops:
+            _run(pure, values, args, kwargs, compiles_loops=True)
+            jax.effects_barrier()
+    if difference:
         suspects = "\n".join(wrong_declarations) or _suspects(pure, values, args, kwargs, drawn)
         raise AssertionError(f"{name_of(fun)} gives other results when it is rematerialized: {difference}.\n{suspects}")
+    if wrong_declarations:
+        raise AssertionError(f"{name_of(fun)} has loops that store values wrongly:\n" + "\n".join(wrong_declarations))
 
 
-def _run(pure: Callable, values: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _run(
+    pure: Callable, values: dict[str, Any], args: tuple, kwargs: dict[str, Any], *, compiles_loops: bool = False
+) -> dict[str, Any]:
     """Outputs, new states and gradients, by their names in messages."""
     floats, static = partition((values, args, kwargs), is_float)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((values, args, kwargs))]
@@ -89,7 +100,7 @@ def _run(pure: Callable, values: dict[str, Any], args: tuple, kwargs: dict[str, 
         aux, aux_partition = partition((out, new_values), lambda x: hasattr(x, "dtype"))
         return partition(out, is_float)[0], aux
 
-    with jax.disable_jit():  # compiled as a whole, a function may be rounded otherwise than its parts
+    with jax.disable_jit(not compiles_loops):  # compiled as a whole, a function may be rounded otherwise than its parts
         leaves, pullback, aux = jax.vjp(differentiable, *floats, has_aux=True)
         out, new_values = aux_partition.combine(aux)
         types = [jax.typeof(x) for x in leaves]

@@ -587,7 +587,7 @@ def in_loop(checkpoint, f, *, loop=statetx.scan):
         if loop is statetx.scan:
             return jnp.sum(statetx.scan(step, start, x, checkpoint=checkpoint)[1] ** 2)
         body = lambda c: (c[0] + 1, step(c[1], x[c[0]])[0])  # noqa: E731
-        return jnp.sum(statetx.while_loop(lambda c: c[0] < 20, body, (0, start), checkpoint=checkpoint)[1][0] ** 2)
+        return jnp.sum(statetx.while_loop(lambda c: c[0] < len(x), body, (0, start), checkpoint=checkpoint)[1][0] ** 2)
 
     return loss
 
@@ -610,6 +610,22 @@ def test_debug_mode_checks_carries_in_slots(checkpoint, loop, vmap, monkeypatch,
         jax.block_until_ready(grad_of(jnp.sin)(x))
     capfd.readouterr()  # JAX's own report of the failed callback
     assert np.isfinite(grad_of(spike)(x)).all()  # the first carry is not checked
+
+
+LOOPS = {
+    **CARRIES,
+    "levels": (policies.Levels(2, policy=BITS_OF_S), statetx.scan),
+    "segments": (statetx.Truncated(6, checkpoint=policies.Slots(2, policy=BITS_OF_S)), statetx.scan),
+}
+
+
+@pytest.mark.parametrize("checkpoint, loop", LOOPS.values(), ids=LOOPS)
+def test_a_wrong_declaration_is_found_in_a_loop(checkpoint, loop):
+    x = jnp.sin(jnp.arange(12.0))
+    with pytest.raises(AssertionError, match="the value 's', computed at .*test_stored_as.py:") as error:
+        statetx.testing.assert_remat_equivalent(in_loop(checkpoint, jnp.sin, loop=loop), x)
+    assert str(error.value).count("stored as bits") == 1  # not once for each step
+    statetx.testing.assert_remat_equivalent(in_loop(checkpoint, spike, loop=loop), x, rtol=1e-5)
 
 
 # -- memory, loops, devices ------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ def as_strategy(name: str, checkpoint: Any) -> Strategy:
         PolicyError: it is neither.
     """
     if isinstance(checkpoint, Strategy):
+        declared.note_loop(checkpoint.step_policy)  # short forms have none
         return checkpoint
     if checkpoint == "auto":
         return Auto()

@@ -42,6 +42,11 @@ class Strategy:
     def num_steps(self) -> int | None:
         return None
 
+    @property
+    def step_policy(self) -> Policy:
+        """The policy for the values of a step, perhaps that of another strategy within this one."""
+        return self.policy
+
     def build(self, step: Step) -> Callable:
         """The loop ``(constants, carry, xs) -> (carry, ys)`` of a step."""
         raise NotImplementedError

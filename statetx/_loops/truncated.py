@@ -94,6 +94,10 @@ class Truncated(Strategy):
     def truncation(self) -> int:  # type: ignore[override]
         return self.num
 
+    @property
+    def step_policy(self) -> Policy:
+        return self.policy if self.checkpoint is None else self.checkpoint.step_policy
+
     def build(self, step: Step) -> Callable:
         return bind.compiled(_Segments(step, self).run)
 

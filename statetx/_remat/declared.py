@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import _jax, _states
 from .._errors import PolicyError
+from .policy import Policy, StoredAs
 from .stored import StoredType
 from .survey import Site
 
@@ -29,10 +30,12 @@ class _Checks(threading.local):
 
     Attributes:
         messages: where wrong declarations are collected; None to raise.
+        loops: where the policies of loops that declare values are noted; None to note nothing.
     """
 
     is_on: bool = os.environ.get("STATETX_DEBUG", "0") not in ("", "0")
     messages: list[str] | None = None
+    loops: list[Policy] | None = None
 
 
 checks = _Checks()
@@ -48,6 +51,23 @@ def collected() -> Iterator[list[str]]:
             yield checks.messages
     finally:
         checks.is_on, checks.messages = former
+
+
+@contextlib.contextmanager
+def noted_loops() -> Iterator[list[Policy]]:
+    """Note, in this block, the policies of loops that declare values; gives the list. Loops that run as Python do not apply them."""
+    former, checks.loops = checks.loops, []
+    try:
+        yield checks.loops
+    finally:
+        checks.loops = former
+
+
+def note_loop(policy: Policy | None) -> None:
+    """Note the policy of a loop that is called, for `noted_loops`."""
+    if checks.loops is not None and policy is not None:
+        if any(isinstance(a, StoredAs) and a.format.is_exact for a in policy.atoms()):
+            checks.loops.append(policy)
 
 
 def key() -> Any:
@@ -89,5 +109,5 @@ def _check(description: str, format: StoredType, messages: list[str] | None, x: 
         raise PolicyError(
             f"{message}\nFix: leave it out of stored_as('{format}'), or store it as 'bfloat16' or 'int8'."
         )
-    if message not in messages:
+    if not any(other.startswith(description) for other in messages):  # a loop checks a value in each step
         messages.append(message)
