@@ -525,6 +525,13 @@ def test_masks_are_packed():
     assert repr(policies.masks | policies.dots) == "masks | dots"
 
 
+@pytest.mark.parametrize("formats", ["bits", ("bits", None)])
+def test_plans_refuse_formats_of_inputs(formats):
+    with pytest.raises(PolicyError, match=r"does not combine with inputs_stored_as=.*\n.*plan\(\.\.\., stored_as="):
+        statetx.remat(pair, policy="fit:1MiB", inputs_stored_as=formats)
+    statetx.remat(pair, policy="fit:1MiB", inputs_stored_as=(None, None))
+
+
 # -- wrong declarations ----------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 
+from .._errors import PolicyError
 from .._text import suggestion
+from .rewriter import Rewriter
 from .stored import StoredType, as_stored_type
 
 
@@ -28,6 +30,15 @@ def check_formats(formats: Any) -> Any:
             f"remat: inputs_stored_as must be the name of a format or a tuple prefix of the arguments, got {formats!r}."
         )
     return tuple(check_formats(format) for format in formats)
+
+
+def refuse_formats(rewriter: Rewriter, formats: Any) -> None:
+    """Raise if a format is given beside a policy that rewrites the whole function."""
+    if jax.tree.leaves(formats):
+        raise PolicyError(
+            f"remat: policy={rewriter!r} rewrites the whole function and chooses how its values are stored, so it does not combine with "
+            f"inputs_stored_as={formats!r}.\nFix: give the formats to the plan, statetx.plan(..., stored_as=('bits', 'bfloat16'))."
+        )
 
 
 _FENCES = ("auto", "barrier", "cond")

@@ -27,7 +27,7 @@ from .._objects.paths import Paths, as_predicate
 from .._remat import decide, declared
 from .._remat import fence as _fence
 from .._remat.atoms import States, nothing
-from .._remat.options import check_fence, check_formats, check_prevent_cse
+from .._remat.options import check_fence, check_formats, check_prevent_cse, refuse_formats
 from .._remat.override import override
 from .._remat.parse import as_policy
 from .._remat.policy import Policy as PolicyValue
@@ -139,7 +139,7 @@ def remat(
 
     Raises:
         StaticArgumentError: a position or name that the function does not have.
-        PolicyError: not a policy, or it names a value that does not occur in the function.
+        PolicyError: not a policy, or it names a value that does not occur in the function, or it is a plan beside `inputs_stored_as`.
         StateAccessError: a state that `states` excludes was touched.
         EffectError: the function calls ``jax.experimental.io_callback``.
 
@@ -209,6 +209,8 @@ class Remat(Wrapper):
         super().__init__(fun, options)
         self._policy = as_policy(options["policy"])
         self._inputs_stored_as = check_formats(options["inputs_stored_as"])
+        if isinstance(self._policy, Rewriter):
+            refuse_formats(self._policy, self._inputs_stored_as)
         self._prevent_cse, self._fence = check_fence(check_prevent_cse(options["prevent_cse"]), options["fence"])
         self._static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
         self._allowed = None if options["states"] is True else as_predicate(options["states"])
