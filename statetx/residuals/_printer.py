@@ -87,7 +87,7 @@ class Printer:
         numbers = itertools.count(1)
         for group in buffers(self._passes):
             atom = self._root(atoms[group[0]])
-            if isinstance(atom, Literal):
+            if isinstance(atom, Literal) or _jax.is_link(atoms[group[0]].aval):  # a link has no bytes
                 continue
             if atom not in self._residuals:
                 name = self._names.get(atom) or self._unique(user_names.get(atom) or f"r{next(numbers)}")
@@ -169,16 +169,18 @@ class Printer:
             self._lines[v] = line
         line += [Piece(" = "), Piece(self._operation(eqn), "operation"), *self._params(eqn)]
         for atom in eqn.invars:
-            line += [Piece(" "), self._atom(atom)]
+            if not _jax.is_link(atom.aval):
+                line += [Piece(" "), self._atom(atom)]
         line.append(self._place(eqn))
         return [line, *self._bodies(eqn, depth + 1)]
 
     def _fold(self, eqn: Any) -> None:
-        (v,), (source,) = eqn.outvars, eqn.invars
-        self._aliases[v] = source
+        # A value stored in fewer bits is the first operand; the others belong to its residual.
+        sources = eqn.invars if len(eqn.invars) == len(eqn.outvars) else eqn.invars[:1] * len(eqn.outvars)
+        self._aliases.update(zip(eqn.outvars, sources, strict=True))
 
         # The name goes in front of the last piece, which is the place.
-        line = self._lines.get(self._root(source))
+        line = self._lines.get(self._root(sources[0]))
         if line is not None and eqn.primitive is _jax.name_primitive:
             line.insert(-1, Piece(f" named {eqn.params['name']!r}", "detail"))
 
