@@ -532,6 +532,19 @@ def test_plans_refuse_formats_of_inputs(formats):
     statetx.remat(pair, policy="fit:1MiB", inputs_stored_as=(None, None))
 
 
+@pytest.mark.parametrize("format", NAMES)
+@pytest.mark.parametrize("option", [jax.debug_nans, jax.debug_infs], ids=["nans", "infs"])
+def test_jax_looks_for_nan_in_eager_gradients(format, option):
+    block = statetx.remat(jnp.sqrt, inputs_stored_as=format)
+    x = jnp.ones((4, 16))
+    grad = jax.grad(lambda x: jnp.sum(block(x)))
+    with option(True):
+        for _ in range(2):  # the second time from the cache of jax.jit, which asks for the shards of results
+            assert_close(grad(x), jnp.full_like(x, 0.5))
+        with pytest.raises(FloatingPointError):
+            grad(0 * x if option is jax.debug_infs else -x - 1)
+
+
 # -- wrong declarations ----------------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
+from jax._src import tree_util as _tree_util
 from jax._src.dispatch import apply_primitive as _apply_primitive
 from jax._src.earray import EArray
 from jax._src.interpreters import ad as _ad
@@ -108,11 +109,30 @@ class LinkDType(_dtypes.ExtendedDType):
         return self.name
 
 
+class _Links(EArray):
+    """Links outside of compiled programs. Unlike a plain `EArray` it has shards, in which ``jax_debug_nans`` looks for nan."""
+
+    __slots__ = ()
+
+    @property
+    def addressable_shards(self) -> Any:
+        return self._data.addressable_shards
+
+
+# JAX looks up what to do with an array by its exact type.
+_pxla.shard_arg_handlers[_Links] = _pxla.shard_arg_handlers[EArray]
+_core.pytype_aval_mappings[_Links] = _core.pytype_aval_mappings[EArray]
+_dtypes.register_canonicalize_value_handler(_Links, None)
+_tree_util.dispatch_registry.register_node(
+    _Links, lambda x: ((x._data,), x.aval), lambda aval, data: _Links(aval, data[0])
+)
+
+
 def _result_handler(aval: Any, out_sharding: Any, committed: bool) -> Any:
     """How JAX makes an array of what a compiled program returns."""
     make = _pxla.global_result_handlers[_core.ShapedArray]
     handler = make(_core.physical_aval(aval), _physical_sharding(aval, out_sharding), committed)
-    return handler.wrap(lambda buffers: EArray(aval, buffers))
+    return handler.wrap(lambda buffers: _Links(aval, buffers))
 
 
 def is_link(aval: Any) -> bool:
