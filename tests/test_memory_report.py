@@ -306,6 +306,23 @@ def test_shown_as_text_html_and_rich():
     assert np.isclose(again["rows"][0]["seconds"], report["no remat"].seconds)
 
 
+@pytest.mark.parametrize("format", ["bits", "bfloat16"])
+def test_values_stored_in_fewer_bits_are_shown(format):
+    block = statetx.remat(lambda x, w: jnp.sin(jnp.sin(x) @ w), inputs_stored_as=(format, None))
+
+    def loss(x, w):
+        for _ in range(3):
+            x = block(x, w)
+        return x.sum()
+
+    x, w = jnp.ones((8, 64)), jnp.ones((64, 64))
+    report = statetx.memory_report(loss, x, w)
+    (row, *_) = [r for r in statetx.saved_residuals(loss, x, w) if r.stored_as]
+    assert f"as written: residuals in fewer bits: 3 x {row.type} for f32." in str(report)
+    assert f"{row.type} for f32" in str(row)
+    assert "fewer bits" not in str(statetx.memory_report(statetx.remat(jnp.sum), x))
+
+
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
 def test_sizes_on_a_mesh_are_labeled_per_device():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from .._extras import require
@@ -61,6 +63,16 @@ def _counted(row: Residual) -> str:
 def _type(row: Residual) -> str:
     """The type of what is stored, and the dtype that it stands for."""
     return f"{row.type} for {short_dtype(row.dtype)}" if row.stored_as else row.type
+
+
+def in_fewer_bits(residuals: Iterable[Residual], num: int = 3) -> str:
+    """The types of values that are stored in fewer bits, those of most bytes first; empty if there are none."""
+    counts: collections.Counter[str] = collections.Counter()
+    for row in sorted(residuals, key=lambda row: -row.nbytes):
+        if row.stored_as:
+            counts[_type(row)] += row.times
+    shown = [f"{n} x {type_}" if n > 1 else type_ for type_, n in counts.items()]
+    return ", ".join([*shown[:num], *([f"and {len(shown) - num} more types"] if len(shown) > num else [])])
 
 
 def _from(row: Residual) -> str:

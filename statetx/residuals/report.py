@@ -21,7 +21,7 @@ from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes, format_flops
 from .._typing import Policy
 from ..transforms.remat import remat
-from ._show import see_profile
+from ._show import in_fewer_bits, see_profile
 from .measure import with_gradient
 from .table import Residuals, saved_residuals
 
@@ -145,7 +145,10 @@ class MemoryReport(Tabular):
             if r.seconds is not None and baseline.seconds is not None:
                 cells += [Cell(f"{1e3 * r.seconds:.3g} ms"), Cell(_ratio(r.seconds, baseline.seconds))]
             rows.append(cells)
-        notes = [*((f"{d.policy}: {d.category}.", d.text) for d in self.diagnoses), see_profile()]
+        stored = [(r.policy, in_fewer_bits(r.residuals)) for r in self.rows]
+        notes = [(f"{d.policy}: {d.category}.", d.text) for d in self.diagnoses]
+        notes += [(f"{policy}:", f"residuals in fewer bits: {types}.") for policy, types in stored if types]
+        notes.append(see_profile())
         return Table(self._title, _COLUMNS[: len(rows[0])], rows, notes)
 
     def to_dict(self) -> dict[str, Any]:
