@@ -437,6 +437,36 @@ def test_strategies_agree_with_the_plain_loop(strategy, mode):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
 
+LOOPS_OF_A_NUMBER = {
+    "scan, slots": lambda step, h: statetx.scan(lambda h, _: (step(h), None), h, None, 9, checkpoint=Slots(3))[0],
+    "scan, size": lambda step, h: statetx.scan(lambda h, _: (step(h), None), h, None, 9, checkpoint="1MiB")[0],
+    "while_loop": lambda step, h: statetx.while_loop(
+        lambda c: c[0] < 9, lambda c: (c[0] + 1, step(c[1])), (0, h), checkpoint=Slots(3)
+    )[1],
+}
+MODES_OF_A_NUMBER = {
+    "jvp": lambda f, w, t: jax.jvp(f, (w,), (t,))[1],
+    "jvp, compiled": lambda f, w, t: jax.jit(lambda w: jax.jvp(f, (w,), (t,))[1])(w),
+    "jvp of jvp": lambda f, w, t: jax.jvp(lambda w: jax.jvp(f, (w,), (t,))[1], (w,), (t,))[1],
+    "jvp of grad": lambda f, w, t: jax.jvp(jax.grad(f), (w,), (t,))[1],
+    "grad of jvp": lambda f, w, t: jax.grad(lambda w: jax.jvp(f, (w,), (t,))[1])(w),
+    "hessian": lambda f, w, t: jax.hessian(f)(w),
+}
+
+
+# A tangent that is a Python number was taken for a zero one: the result was 0, without an error.
+@pytest.mark.parametrize("mode", MODES_OF_A_NUMBER)
+@pytest.mark.parametrize("loop", LOOPS_OF_A_NUMBER)
+def test_python_numbers_as_primals_and_tangents(loop, mode):
+    if loop == "while_loop" and mode == "grad of jvp":
+        pytest.skip("a tangent of this loop has no reverse mode")
+    f = lambda w: LOOPS_OF_A_NUMBER[loop](lambda h: jnp.tanh(w * h + 0.3), 0.1)  # noqa: E731
+    plain = lambda w: jax.lax.fori_loop(0, 9, lambda _, h: jnp.tanh(w * h + 0.3), 0.1)  # noqa: E731
+    expected = MODES_OF_A_NUMBER[mode](plain, jnp.float32(0.5), jnp.float32(1.0))
+    for w, t in [(0.5, 1.0), (jnp.float32(0.5), 1.0), (0.5, jnp.float32(1.0))]:
+        assert float(MODES_OF_A_NUMBER[mode](f, w, t)) == pytest.approx(float(expected), rel=1e-5)
+
+
 LAYOUTS = [(1, False), (2, True), (3, False), (12, True), (13, False), (64, True), (65, False)]
 
 

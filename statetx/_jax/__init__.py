@@ -48,6 +48,7 @@ from .equations import Jaxpr as Jaxpr
 from .equations import Literal as Literal
 from .equations import Var as Var
 from .equations import abstract as abstract
+from .equations import as_array as as_array
 from .equations import close as close
 from .equations import drop_axis as drop_axis
 from .equations import empty_jaxpr as empty_jaxpr

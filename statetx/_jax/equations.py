@@ -32,6 +32,16 @@ def abstract(x: Any) -> Any:
     return jax.typeof(x) if isinstance(x, jax.Array) else shaped_abstractify(x)
 
 
+def as_array(x: Any) -> Any:
+    """`x` as an array; unchanged if it is one, or has the type of a zero tangent.
+
+    `jax.jvp` gives primals and tangents that are Python numbers to rules as such.
+    """
+    if isinstance(x, jax.Array) or getattr(x, "dtype", None) == jax.dtypes.float0:
+        return x
+    return jnp.asarray(x)
+
+
 empty_jaxpr = Jaxpr([], [], [], [], debug_info=_core.DebugInfo("statetx", "nothing", (), ()))
 
 

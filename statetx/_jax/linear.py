@@ -17,6 +17,7 @@ from jax._src.interpreters import mlir as _mlir
 
 from .._positions import function_of
 from .batching import map_over
+from .equations import as_array
 
 
 def linear_call(
@@ -49,6 +50,7 @@ def _linear_impl(*args: Any, fun: Callable, transpose: Callable, num_res: int, o
 
 
 def _linear_jvp(primals: Any, tangents: Any, *, fun: Callable, num_res: int, **params: Any) -> Any:
+    tangents = [t if type(t) is _Zero else as_array(t) for t in tangents]
     diff_indices = [i for i, t in enumerate(tangents) if type(t) is not _Zero and t.dtype != jax.dtypes.float0]
     outs = _linear_p.bind(*primals, fun=fun, num_res=num_res, **params)
 

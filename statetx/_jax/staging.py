@@ -12,7 +12,7 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import partial_eval as _pe
 
 from .editing import interpret
-from .equations import ClosedJaxpr, Jaxpr, open_jaxpr
+from .equations import ClosedJaxpr, Jaxpr, as_array, open_jaxpr
 from .traces import _context
 
 
@@ -70,7 +70,7 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
         source = source_info_util.current()
         # Copied only if every argument has the very type that the jaxpr was staged for. Another weak type or sharding
         # may change the types of results, which JAX must then infer again.
-        tracers = [trace.to_jaxpr_tracer(x, source) for x in args]
+        tracers = [trace.to_jaxpr_tracer(as_array(x), source) for x in args]
         if all(t.aval == v.aval for t, v in zip(tracers, variables, strict=True)):
             return _copy_equations(trace, jaxpr, tracers, source)
     return _core.jaxpr_as_fun(ClosedJaxpr(jaxpr, args[: len(consts)]))(*args[len(consts) :])

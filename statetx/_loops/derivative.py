@@ -37,7 +37,7 @@ class Loop:
         self._mapped: dict[Any, tuple[Loop, MappedStep]] = {}
 
     def __call__(self, constants: list, carry: list, xs: list) -> tuple[list, list]:
-        args = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (*constants, *carry, *xs)]
+        args = [_jax.as_array(x) for x in (*constants, *carry, *xs)]
         return self._split(_jax.call_loop(self, args))
 
     def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
@@ -111,6 +111,7 @@ def with_derivative(fun: Callable, derivative: Callable) -> Callable:
     # Without symbolic zeros a zero tangent of xs arrives as an array of the loop's length.
     @functools.partial(compiled.defjvp, symbolic_zeros=True)
     def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+        primals = jax.tree.map(_jax.as_array, primals)
         out, out_tangents = derivative(primals, nonzero_tangents(tangents))
         floats = [x for x in jax.tree.leaves(out) if is_float(x)]
         zeros = map(jnp.zeros_like, floats[len(out_tangents) :])
@@ -156,7 +157,8 @@ def tangent_leaves(tangents: Any) -> list[Any]:
 
 def nonzero_tangents(tangents: Any) -> dict[int, Any]:
     """The nonzero float tangents, by leaf."""
-    return {i: t for i, t in enumerate(tangent_leaves(tangents)) if not isinstance(t, SymbolicZero) and is_float(t)}
+    leaves = [t if isinstance(t, SymbolicZero) else _jax.as_array(t) for t in tangent_leaves(tangents)]
+    return {i: t for i, t in enumerate(leaves) if not isinstance(t, SymbolicZero) and is_float(t)}
 
 
 def tangents_of(out: Any, floats: Iterable[Any]) -> Any:

@@ -112,6 +112,7 @@ class OnlineLoop:
         return loop
 
     def _rule(self, primals: tuple, tangents: tuple) -> tuple[list, list]:
+        primals = jax.tree.map(_jax.as_array, primals)
         outs, stored = self._store(*primals)
         num_test = len(primals[0])
         # The result does not depend differentiably on constants that only the test reads.
