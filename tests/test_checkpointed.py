@@ -4,8 +4,10 @@ import dataclasses
 import functools
 import itertools
 import os
+import re
 import subprocess
 import sys
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -609,6 +611,45 @@ def test_mistakes():
             return None
 
         statetx.scan(lambda h, x: (io_callback(show, None, h), (h, None))[1], 1.0, jnp.ones(3), checkpoint=2)
+
+
+@pytest.mark.parametrize(
+    "name, value, allowed",
+    [
+        *(("length", x, "a whole number") for x in (-1, 2.5, True, np.bool_(True), "10", None)),
+        *(("carry_bytes", x, "a finite number") for x in (-1, float("inf"), "1KiB", None, True, 1j)),
+        *(("residual_bytes", x, "a finite number") for x in (-4, float("nan"), np.float32("inf"), "2KiB", True)),
+    ],
+)
+def test_mistakes_in_counts_of_runs_name_the_argument(name, value, allowed):
+    arguments = {"length": 1000, "carry_bytes": 4, "residual_bytes": 4} | {name: value}
+    message = re.escape(f"{name} must be {allowed} of at least 0, got {value!r}.")
+    with pytest.raises(statetx.PolicyError, match="Slots.runs: " + message):
+        Slots(20).runs(**arguments)
+    if name == "length":
+        with pytest.raises(statetx.PolicyError, match="Slots.num_runs: " + message):
+            Slots(20).num_runs(value)
+
+
+def test_counts_of_runs_take_any_number():
+    expected = Slots(20).runs(1000, carry_bytes=4, residual_bytes=4)
+    for real in (float, np.float32, np.int64, Fraction):
+        assert Slots(20).runs(np.int64(1000), carry_bytes=real(4), residual_bytes=real(4)) == expected
+    assert Slots(20).num_runs(np.int32(1000)) == 3750
+    assert Slots(20).runs(0, carry_bytes=4, residual_bytes=4) == 0
+    assert Slots(20).runs(1000, carry_bytes=0, residual_bytes=4) == 3750
+    assert Slots(20).runs(1000, carry_bytes=4, residual_bytes=0) == 2000
+
+
+def test_loop_report_takes_one_policy_or_several():
+    loss = lambda h: statetx.scan(lambda h, _: (jnp.sin(h @ W), None), h, None, 50, checkpoint=Slots(5))[0].sum()  # noqa: E731
+    for own, compared in (("dots", ["dots"]), (policies.dots, ["dots"]), (("dots", None), ["dots"]), ((), [])):
+        assert [r.policy for r in statetx.loop_report(loss, H, policies=own).rows] == ["-", *compared]
+    with pytest.raises(statetx.PolicyError, match="policies must be a policy or a sequence of policies, got None"):
+        statetx.loop_report(loss, H, policies=None)
+    # Also if there is no loop that it would be compared with.
+    with pytest.raises(statetx.PolicyError, match="No policy is named 'dotz'"):
+        statetx.loop_report(jnp.sum, H, policies="dotz")
 
 
 def test_strategies_are_values():

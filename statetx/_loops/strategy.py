@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -104,6 +105,21 @@ class Strategy:
 def check_count(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PolicyError(f"{name} must be a whole number of at least 1, got {value!r}.")
+
+
+def _length(name: str, value: Any) -> int:
+    """The length of a loop, of any integer type."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
+        raise PolicyError(f"{name} must be a whole number of at least 0, got {value!r}.")
+    return int(value)
+
+
+def _exact_bytes(name: str, value: Any) -> Fraction:
+    """A number of bytes, of any real type."""
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_real or not math.isfinite(value) or value < 0:
+        raise PolicyError(f"{name} must be a finite number of at least 0, got {value!r}.")
+    return Fraction(int(value) if isinstance(value, numbers.Integral) else float(value))
 
 
 def _check_offload(strategy: Strategy, step: Step) -> None:
@@ -321,21 +337,28 @@ class Slots(Strategy):
             carry_bytes, residual_bytes: of a carry, and of what a step keeps. Only their ratio counts. Without `residual_bytes` slots hold
                 carries only, as they do with ``block=`` and ``offload=``.
 
+        Raises:
+            PolicyError: `length` is not a whole number, or negative; or a number of bytes is not finite, or negative.
+
         Example:
             >>> from statetx.policies import Slots
             >>> Slots(20).runs(1000), Slots(20).runs(1000, carry_bytes=512, residual_bytes=512)
             (3750, 2825)
         """
+        length = _length("Slots.runs: length", length)
+        of_carry = _exact_bytes("Slots.runs: carry_bytes", carry_bytes)
+        of_residuals = None if residual_bytes is None else _exact_bytes("Slots.runs: residual_bytes", residual_bytes)
         before = self.num_runs(length)
-        if residual_bytes is None or self.block > 1 or self.offload:
+        if of_residuals is None or self.block > 1 or self.offload:
             return before
-        ratio = Fraction(carry_bytes) / Fraction(residual_bytes) if residual_bytes else length
+        ratio = of_carry / of_residuals if of_residuals else length
         num = max(1, min(self.num, length))
         mixed = schedule.schedule(length, tuple([1 + int(s * ratio) for s in range(num + 1)])).num_runs
         return mixed if mixed < WORTH_MIXING * before else before
 
     def num_runs(self, length: int) -> int:
         """Runs of the loop and of its reversal if slots hold carries only, which is an upper bound (see `runs`)."""
+        length = _length("Slots.num_runs: length", length)
         num_blocks, rest = divmod(length, self.block)
         slots = max(1, min(self.num, num_blocks))
         # A step of a block is run once more for its residuals. num_evaluations is t + n for n blocks: t blocks run ahead of their reversal, forward sweep included. Beside

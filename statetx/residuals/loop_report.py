@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from .. import _jax
+from .._errors import PolicyError
 from .._lift.context import TraceContext, device_bytes
 from .._lift.wrapper import name_of
 from .._loops.backward import BackwardStep
@@ -96,7 +97,7 @@ class LoopReport(Tabular):
 
 @_jax.api_boundary
 def loop_report(
-    fun: Callable[..., Any], /, *args: Any, policies: Sequence[Policy] = _POLICIES, **kwargs: Any
+    fun: Callable[..., Any], /, *args: Any, policies: Policy | Sequence[Policy] = _POLICIES, **kwargs: Any
 ) -> LoopReport:
     """Report on the loops in a function that store carries: bytes, and how often a gradient runs each step.
 
@@ -107,10 +108,13 @@ def loop_report(
     Args:
         fun: a function that may read and write states.
         *args, **kwargs: its arguments.
-        policies: policies for steps, to compare with a loop's own.
+        policies: a policy for steps, or a sequence of them, to compare with a loop's own; ``()`` for no comparison.
 
     Returns:
         `LoopReport`. What a step keeps is counted for a derivative with respect to all its float inputs.
+
+    Raises:
+        PolicyError: `policies` is neither a policy nor a sequence of policies.
 
     Source:
         Griewank and Walther 2000; Maddison 2024, arXiv 2305.09568. The counts are those of the compiled program.
@@ -126,8 +130,17 @@ def loop_report(
         >>> row.carry_bytes, row.residual_bytes, row.runs, row.carry_runs
         (2048, 4096, 3.035, 3.75)
     """
+    compared = _as_policies(policies)
     jaxpr = make_jaxpr(fun)(*args, **kwargs).jaxpr
-    return LoopReport(name_of(fun), [row for loop in _loops(jaxpr) for row in _rows(loop, policies)])
+    return LoopReport(name_of(fun), [row for loop in _loops(jaxpr) for row in _rows(loop, compared)])
+
+
+def _as_policies(policies: Any) -> list[Any]:
+    if isinstance(policies, str) or callable(policies):
+        policies = (policies,)
+    if not isinstance(policies, Iterable):
+        raise PolicyError(f"loop_report: policies must be a policy or a sequence of policies, got {policies!r}.")
+    return [None if policy is None else as_value_policy(policy) for policy in policies]
 
 
 def _loops(jaxpr: Any) -> Iterator[Any]:
@@ -140,16 +153,15 @@ def _loops(jaxpr: Any) -> Iterator[Any]:
                 yield from _loops(inner)
 
 
-def _rows(loop: Any, policies: Sequence[Policy]) -> Iterator[LoopRow]:
+def _rows(loop: Any, policies: Sequence[Any]) -> Iterator[LoopRow]:
     if isinstance(loop, Sized):
         loop = loop.chosen(TraceContext())
     step: Step = loop.step
     own = step.policy
     yield _row(loop, step, is_own=True)
     for policy in policies:
-        value = None if policy is None else as_value_policy(policy)
-        if value != own:
-            yield _row(loop, step.with_length(step.length, value), is_own=False)
+        if policy != own:
+            yield _row(loop, step.with_length(step.length, policy), is_own=False)
 
 
 def _row(loop: Any, step: Step, *, is_own: bool) -> LoopRow:
