@@ -469,6 +469,33 @@ def test_python_numbers_as_primals_and_tangents(loop, mode):
         assert float(MODES_OF_A_NUMBER[mode](f, w, t)) == pytest.approx(float(expected), rel=1e-5)
 
 
+def hvp(f):
+    return lambda x: jax.jvp(jax.grad(f), (x,), (jnp.ones_like(x),))[1]
+
+
+THIRD = {
+    "grad of grad of grad": lambda f: jax.grad(jax.grad(jax.grad(f))),
+    "grad of hvp": lambda f: jax.grad(hvp(f)),
+    "hvp of grad": lambda f: hvp(jax.grad(f)),
+    "fourth, compiled": lambda f: jax.jit(jax.grad(hvp(jax.grad(f)))),
+}
+
+
+# Of a loop with ys, whose cotangents reach every step: with the carry alone the third derivatives worked.
+@pytest.mark.parametrize("derivative", THIRD)
+@pytest.mark.parametrize("strategy", [Slots(3), pytest.param(Slots(2, block=3), marks=pytest.mark.slow)], ids=repr)
+def test_third_derivatives_of_ys(strategy, derivative):
+    def loss(scan, w):
+        h, ys = scan(lambda h, x: (jnp.tanh(w * h + x), w * h * h), w, jnp.linspace(0.0, 1.0, 11))
+        return h + (ys**2).sum()
+
+    actual, expected = (
+        THIRD[derivative](functools.partial(loss, scan))(jnp.float32(0.5))
+        for scan in (functools.partial(statetx.scan, checkpoint=strategy), jax.lax.scan)
+    )
+    assert float(expected) != 0 and float(actual) == pytest.approx(float(expected), rel=1e-4)
+
+
 LAYOUTS = [(1, False), (2, True), (3, False), (12, True), (13, False), (64, True), (65, False)]
 
 

@@ -160,11 +160,13 @@ class CheckpointedLoop(Loop):
         store = functools.partial(self._store, plan)
 
         # The stored carries count as constants: the reversal, their only reader, is a function of the arguments and
-        # is differentiated as such.
+        # is differentiated as such. The rule calls `sweep`, not `store`, whose `while` loops have no reverse mode: a
+        # derivative of the rule differentiates the outputs, too.
         def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
-            return store(*args), jvp_of(self._nested, args, tangents)[1]
+            return sweep(*args), jvp_of(self._nested, args, tangents)[1]
 
-        return with_derivative(store, derivative)
+        sweep = with_derivative(store, derivative)
+        return sweep
 
     def _make_reversal(self, diff_indices: tuple[int, ...], has_ct: tuple[bool, ...], settings: Any) -> Callable:
         """``(primals, stored, cotangents) -> cotangents`` of the inputs at `diff_indices`; `has_ct`: which float outputs have
