@@ -679,6 +679,19 @@ def test_loop_report_takes_one_policy_or_several():
         statetx.loop_report(jnp.sum, H, policies="dotz")
 
 
+def test_loop_report_lists_loops_in_the_steps_of_loops():
+    def inner(h, strategy):
+        return statetx.scan(lambda h, _: (jnp.sin(h @ W), None), h, None, 30, checkpoint=strategy)[0]
+
+    def outer(h, strategy):
+        step = lambda h, _: (inner(h, Slots(3)), None)  # noqa: E731
+        return statetx.scan(step, h, None, 20, checkpoint=strategy)[0].sum()
+
+    for strategy, slots in ((Slots(4), 4), ("1GiB", 0)):
+        rows = statetx.loop_report(lambda h: outer(h, strategy), H, policies=()).rows  # noqa: B023
+        assert [(r.length, r.slots) for r in rows] == [(20, slots), (30, 3)]
+
+
 def test_strategies_are_values():
     assert Slots(3) == Slots(3) != Slots(3, block=2) and hash(Levels(2)) == hash(Levels(2))
     assert repr(Lengths(3, 4, policy="dots")) == "Lengths(3, 4, policy=dots)"
@@ -853,6 +866,51 @@ def test_carries_offloaded_to_host(strategy):
     there, here = (jax.make_jaxpr(jax.grad(g))(*args) for g in (functools.partial(f, strategy), on_device))
     assert "<host>" in str(there) and "<host>" not in str(here)
     assert num_tanh(there.jaxpr) <= num_tanh(here.jaxpr)  # nothing more is computed
+
+
+OFFLOADED_MODES = {
+    "forward over reverse": lambda f: hvp(f),
+    "forward over reverse, compiled": lambda f: jax.jit(hvp(f)),
+    "reverse over reverse": lambda f: jax.grad(jax.grad(f)),
+    "reverse over reverse, compiled": lambda f: jax.jit(jax.grad(jax.grad(f))),
+    "vmap of grad": lambda f: lambda w: jax.vmap(jax.grad(f))(jnp.stack([w, 2 * w])).sum(),
+    "vmap of vmap of grad, compiled": lambda f: (
+        lambda w: jax.jit(jax.vmap(jax.vmap(jax.grad(f)), 1))(jnp.outer(jnp.arange(1.0, 4), jnp.stack([w, 2 * w])))[
+            1
+        ].sum()
+    ),
+    "grad of vmap of grad": lambda f: jax.grad(lambda w: jax.vmap(jax.grad(f))(jnp.stack([w, 2 * w])).sum()),
+}
+
+
+@pytest.mark.parametrize("mode", OFFLOADED_MODES)
+def test_derivatives_with_offloaded_carries(mode):
+    def loss(strategy, w):
+        return statetx.scan(lambda h, x: (jnp.tanh(w * h + x), None), H, jnp.arange(7.0), checkpoint=strategy)[0].sum()
+
+    actual, expected = (
+        OFFLOADED_MODES[mode](functools.partial(loss, strategy))(jnp.float32(0.5))
+        for strategy in (Slots(3, offload=True), None)
+    )
+    assert float(expected) != 0 and float(actual) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [eager, jax.jit])
+def test_offloaded_carries_with_keys(wrap):
+    def step(w, carry, _):
+        h, rng = carry
+        rng, now = jax.random.split(rng)
+        return (jnp.tanh(w * h + jax.random.normal(now, h.shape)), rng), None
+
+    def loss(strategy, w):
+        carry, _ = statetx.scan(functools.partial(step, w), (H, jax.random.key(0)), None, 9, checkpoint=strategy)
+        return carry[0].sum()
+
+    actual, expected = (
+        wrap(jax.grad(functools.partial(loss, strategy)))(jnp.float32(0.5))
+        for strategy in (Slots(3, offload=True), None)
+    )
+    assert float(expected) != 0 and float(actual) == pytest.approx(float(expected), rel=1e-5)
 
 
 def num_tanh(jaxpr):

@@ -86,7 +86,7 @@ def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
 
 
 def zero_tangent(aval: Any) -> Any:
-    """The tangent that a derivative rule returns for an integer of this type."""
+    """The tangent that a derivative rule returns for an output of this type: a symbolic zero."""
     return SymbolicZero(aval.to_tangent_aval())
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from .. import _jax
@@ -114,7 +113,8 @@ def with_derivative(fun: Callable, derivative: Callable) -> Callable:
         primals = jax.tree.map(_jax.as_array, primals)
         out, out_tangents = derivative(primals, nonzero_tangents(tangents))
         floats = [x for x in jax.tree.leaves(out) if is_float(x)]
-        zeros = map(jnp.zeros_like, floats[len(out_tangents) :])
+        # Symbolic: arrays of zeros would be in the device's memory where offloaded outputs are not.
+        zeros = [_jax.zero_tangent(_jax.abstract(x)) for x in floats[len(out_tangents) :]]
         return out, tangents_of(out, [*out_tangents, *zeros])
 
     return compiled

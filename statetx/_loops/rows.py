@@ -8,6 +8,7 @@ nothing of the carry before the first step: this one is in slot 0, and is taken 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -56,7 +57,7 @@ class SlotMemory:
         num: how many carries there is room for.
         carry_avals: the types of the carry's leaves.
         residual_avals: the types of the residuals of a step; None if the slots are to hold carries only.
-        offload: whether the pools are in the host's memory.
+        offload: whether the pools are in the host's memory. They hold no residuals then.
         formats: for each leaf of the carry the exact format that it is stored in; None for one that is stored unchanged.
         checks: for each leaf of the carry what is called on the host with a value that is encoded, except the first; None for no check.
 
@@ -73,13 +74,18 @@ class SlotMemory:
         formats: Sequence[StoredType | None] = (),
         checks: Sequence[Callable | None] = (),
     ):
+        assert not (offload and residual_avals)
         self.num = num
         self._carry_avals, self._residual_avals = list(carry_avals), list(residual_avals or ())
         self._formats = formats or [None] * len(carry_avals)
         self._checks = checks or [None] * len(carry_avals)
         carry_avals = stored_types(carry_avals, self._formats)
-        self._to_memory = _jax.to_host if offload else lambda x: x
-        self._from_memory = _jax.to_device if offload else lambda x: x
+        # Of an array of keys outside a trace JAX does not say that it is in the host's memory: their data are stored.
+        self._is_key = [offload and _is_key(a) for a in carry_avals]
+        carry_avals = [
+            _type_of(_encoded_key, a) if is_key else a for a, is_key in zip(carry_avals, self._is_key, strict=True)
+        ]
+        self._offload = offload
 
         # Without residuals each leaf has a pool of its own.
         keys = [_type(a) if residual_avals is not None else i for i, a in enumerate(carry_avals)]
@@ -154,20 +160,20 @@ class SlotMemory:
 
     def make(self) -> list:
         rows = zip(self._carry_rows, self._pool_avals, strict=True)
-        return [self._store(_jax.empty(self.num * rows, aval)) for rows, aval in rows]
+        pools = [_for_pool(_jax.empty(self.num * rows, aval)) for rows, aval in rows]
+        return [_jax.to_host(pool) for pool in pools] if self._offload else pools
 
-    def _store(self, rows: Any) -> Any:
-        # XLA:CPU computes bfloat16 in float32, and would make a float32 copy of a pool.
-        is_short = rows.dtype == jnp.bfloat16
-        return self._to_memory(jax.lax.bitcast_convert_type(rows, jnp.uint16) if is_short else rows)
-
-    def _load(self, rows: Any, pool: int) -> Any:
-        rows, dtype = self._from_memory(rows), self._pool_avals[pool].dtype
+    def _from_pool(self, rows: Any, pool: int) -> Any:
+        dtype = self._pool_avals[pool].dtype
         return jax.lax.bitcast_convert_type(rows, dtype) if dtype == jnp.bfloat16 else rows
 
     def read(self, pools: list, slot: Any, first: list) -> list:
         """The carry in a slot; `first` is the carry in slot 0."""
         rows = [self._row(pools, i, slot * self._carry_rows[i] + n) for i, n in self._carry_places]
+        rows = [
+            jax.random.wrap_key_data(x, impl=jax.random.key_impl(first_x)) if is_key else x
+            for x, first_x, is_key in zip(rows, first, self._is_key, strict=True)
+        ]
         return [
             x if format is None else decoded(format, x, slot == 0, first_x)
             for x, format, first_x in zip(rows, self._formats, first, strict=True)
@@ -175,16 +181,23 @@ class SlotMemory:
 
     def write(self, pools: list, slot: Any, carry: list) -> list:
         pools = list(pools)
-        for (i, n), format, check, x in zip(self._carry_places, self._formats, self._checks, carry, strict=True):
+        groups = zip(self._carry_places, self._formats, self._checks, carry, self._is_key, strict=True)
+        for (i, n), format, check, x, is_key in groups:
             row = x if format is None else encoded(format, x, slot == 0, check)
+            row = _encoded_key(x)[0] if is_key else row
             pools[i] = self._with_row(pools[i], slot * self._carry_rows[i] + n, row)
         return pools
 
     def _row(self, pools: list, i: int, row: Any) -> Any:
-        return self._load(jax.lax.dynamic_index_in_dim(pools[i], row, 0, keepdims=False), i)
+        rows = (
+            _host_row(0) if self._offload else functools.partial(jax.lax.dynamic_index_in_dim, axis=0, keepdims=False)
+        )
+        return self._from_pool(rows(pools[i], row), i)
 
     def _with_row(self, pool: Any, row: Any, x: Any) -> Any:
-        return jax.lax.dynamic_update_index_in_dim(pool, self._store(x), row, 0)
+        if self._offload:
+            return _with_host_row(0)(pool, row, _for_pool(x))
+        return jax.lax.dynamic_update_index_in_dim(pool, _for_pool(x), row, 0)
 
     # -- residuals --
 
@@ -203,7 +216,7 @@ class SlotMemory:
             indices, i, num_rows = self._pack
             first = self._first_row(i, step) + self._residual_rows[i] - num_rows
             rows = _ravel([residuals[n] for n in indices], self._pool_avals[i], num_rows)
-            pools[i] = jax.lax.dynamic_update_slice_in_dim(pools[i], self._store(rows), first, 0)
+            pools[i] = jax.lax.dynamic_update_slice_in_dim(pools[i], _for_pool(rows), first, 0)
         return pools
 
     def kept(self, pools: list, step: Any) -> list:
@@ -215,13 +228,58 @@ class SlotMemory:
         if self._pack is not None:
             indices, i, num_rows = self._pack
             first = self._first_row(i, step) + self._residual_rows[i] - num_rows
-            rows = self._load(jax.lax.dynamic_slice_in_dim(pools[i], first, num_rows, 0), i)
+            rows = self._from_pool(jax.lax.dynamic_slice_in_dim(pools[i], first, num_rows, 0), i)
             for n, x in zip(indices, _unravel(rows, [self._residual_avals[n] for n in indices]), strict=True):
                 residuals[n] = x
         for n, aval in enumerate(self._residual_avals):
             if _jax.is_link(aval):
                 residuals[n] = _jax.new_link(aval)
         return residuals
+
+
+# `jax.vmap` makes gathers and scatters of dynamic slices, with indices in the device's memory, which JAX refuses for an array in the host's. The
+# examples have one schedule: a row of all of them is a slice of the pool, along an axis further back.
+
+
+@functools.cache
+def _host_row(axis: int) -> Callable:
+    """``(pool in the host's memory, row) -> row in the device's``."""
+
+    @jax.custom_batching.custom_vmap
+    def read(pool: Any, row: Any) -> Any:
+        return _jax.to_device(jax.lax.dynamic_index_in_dim(pool, row, axis, keepdims=False))
+
+    @read.def_vmap
+    def rule(size: int, is_mapped: list[bool], pool: Any, row: Any) -> tuple[Any, bool]:
+        assert is_mapped == [True, False]
+        return _host_row(axis + 1)(pool, row), True
+
+    return read
+
+
+@functools.cache
+def _with_host_row(axis: int) -> Callable:
+    """``(pool in the host's memory, row, x in the device's) -> pool``."""
+
+    @jax.custom_batching.custom_vmap
+    def write(pool: Any, row: Any, x: Any) -> Any:
+        return jax.lax.dynamic_update_index_in_dim(pool, _jax.to_host(x), row, axis)
+
+    @write.def_vmap
+    def rule(size: int, is_mapped: list[bool], pool: Any, row: Any, x: Any) -> tuple[Any, bool]:
+        assert not is_mapped[1]
+        pool, x = (
+            y if mapped else jnp.broadcast_to(y, (size, *y.shape))
+            for y, mapped in zip((pool, x), (is_mapped[0], is_mapped[2]), strict=True)
+        )
+        return _with_host_row(axis + 1)(pool, row, x), True
+
+    return write
+
+
+def _for_pool(rows: Any) -> Any:
+    """Rows as pools hold them: XLA:CPU computes bfloat16 in float32, and would make a float32 copy of a pool."""
+    return jax.lax.bitcast_convert_type(rows, jnp.uint16) if rows.dtype == jnp.bfloat16 else rows
 
 
 def row_bytes(aval: Any, carry_avals: Sequence[Any]) -> int:
@@ -242,12 +300,12 @@ def fitting(format: StoredType | None, aval: Any) -> StoredType | None:
 
 def stored_types(avals: Sequence[Any], formats: Sequence[StoredType | None]) -> list[Any]:
     """The types of the rows that hold values of these types, each in its format."""
-    return [aval if f is None else _code_type(f, aval) for aval, f in zip(avals, formats, strict=True)]
+    return [aval if f is None else _type_of(f.encode, aval) for aval, f in zip(avals, formats, strict=True)]
 
 
-def _code_type(format: StoredType, aval: Any) -> Any:
+def _type_of(encode: Callable, aval: Any) -> Any:
     # Traced, for what the type says about devices.
-    jaxpr, _ = _jax.stage(format.encode, [aval], traced_for="scan", name="encode")
+    jaxpr, _ = _jax.stage(encode, [aval], traced_for="scan", name="encode")
     return jaxpr.outvars[0].aval
 
 
@@ -256,6 +314,14 @@ def encoded(format: StoredType, x: Any, is_first: Any, check: Callable | None) -
     if check is not None:
         x = _jax.checked(jax.lax.select(is_first, _jax.zeros(jax.typeof(x)), x), check)
     return format.encode(x)[0]
+
+
+def _encoded_key(key: Any) -> list:
+    return [jax.random.key_data(key)]
+
+
+def _is_key(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
 def decoded(format: StoredType, codes: Any, is_first: Any, first: Any) -> Any:

@@ -157,7 +157,8 @@ class Levels(Strategy):
     Args:
         num: how deep; 1 is each step rematerialized, and stores T carries.
         policy: what a step keeps of what it computes, besides its carry; nothing by default.
-        offload: whether the outermost loop stores its carries in the host's memory.
+        offload: whether the outermost loop stores its carries in the host's memory. Such a loop has no second derivative in reverse mode: JAX has none of
+            values that a policy offloads.
         keep: how long what the policy saves is kept: "turn", for the steps of an innermost loop, while these are reversed; or "loop", for all steps from
             the forward pass on. Then the steps run again only to find their carries. Of a recurrent layer whose products are kept, that is
             elementwise work: fewer bytes than carries and products of all steps, at hardly more operations.

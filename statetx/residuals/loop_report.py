@@ -105,8 +105,11 @@ def loop_report(
     of slots; runs of each step. Where slots hold what steps keep, fewer bytes of it mean fewer runs: further rows say what other
     policies would give. Nothing runs, and no state changes; a loop with a size is compiled, as its gradient would be.
 
+    Listed are `scan` and `fori_loop` with such a strategy, also within `Truncated` and in the steps of one another. Not listed are `while_loop`, whose
+    number of steps is unknown, loops with `Levels` or `Lengths`, and loops that `fun` itself differentiates.
+
     Args:
-        fun: a function that may read and write states.
+        fun: a function that may read and write states: the loss, not its gradient.
         *args, **kwargs: its arguments.
         policies: a policy for steps, or a sequence of them, to compare with a loop's own; ``()`` for no comparison.
 
@@ -148,6 +151,7 @@ def _loops(jaxpr: Any) -> Iterator[Any]:
         loop = _jax.loop_of(eqn)
         if loop is not None:
             yield loop
+            yield from _loops(loop.body)
         else:
             for inner in _jax.inner_jaxprs(eqn):
                 yield from _loops(inner)
