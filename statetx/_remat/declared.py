@@ -63,9 +63,9 @@ def noted_loops() -> Iterator[list[Policy]]:
         checks.loops = former
 
 
-def note_loop(policy: Policy | None) -> None:
-    """Note the policy of a loop that is called, for `noted_loops`."""
-    if checks.loops is not None and policy is not None:
+def note_loop(policy: Any) -> None:
+    """Note the policy of a loop that is called, None if it has none, for `noted_loops`."""
+    if checks.loops is not None and isinstance(policy, Policy):
         if any(isinstance(a, StoredAs) and a.format.is_exact for a in policy.atoms()):
             checks.loops.append(policy)
 
