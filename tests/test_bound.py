@@ -338,6 +338,22 @@ def test_bound_of_a_sharded_program_counts_bytes_of_a_device(kind):
         assert bound_of(chain, ws, x).bytes_at(0) == 4 * RESULT // 4
 
 
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=["auto", "explicit"])
+def test_bound_of_a_sharded_step_counts_bytes_of_a_device(kind):
+    """Its gradient is taken of tracers, which on automatic axes do not know how they are shared."""
+
+    def step(ws, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(chain)(ws, x))
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    spec = jax.sharding.PartitionSpec
+    with jax.set_mesh(mesh):
+        ws = [jax.device_put(w, jax.NamedSharding(mesh, spec())) for w in CHAIN[0]]
+        x = jax.device_put(CHAIN[1], jax.NamedSharding(mesh, spec("data")))
+        plan = statetx.plan(jax.jit(step), ws, x, budget=0.99, of="temporaries")
+    assert plan.lower_bound.bytes_at(0.0) == 4 * RESULT // 4
+
+
 def test_bounds_of_several_gradients():
     def step(ws, vs, x):
         return jax.grad(chain)(ws, x), jax.grad(lambda vs: chain(vs, jnp.cos(x)))(vs)

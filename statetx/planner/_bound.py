@@ -115,6 +115,7 @@ def lower_bound(
     baseline_operations: float,
     records: Sequence[Any] | None = None,
     formats: Formats = (),
+    shardings: Sequence[jax.sharding.NamedSharding | None] = (),
 ) -> LowerBound:
     """The bound of a program.
 
@@ -124,15 +125,20 @@ def lower_bound(
         baseline_operations: those of the program without rematerialization, with its gradients and the rest of the step.
         records: `LowerBound.records` of an earlier one. What it was asked is not computed again.
         formats: in which values may be held.
+        shardings: of the inputs of the step that takes the gradients.
     """
-    find = lambda gradient: _problem(gradient, output_bytes, baseline_operations, formats)  # noqa: E731
+    find = lambda gradient: _problem(gradient, output_bytes, baseline_operations, formats, shardings)  # noqa: E731
     found = [_Record() for _ in gradients] if records is None else map(_Record.from_json, records)
     bounds = [_GradientBound(functools.partial(find, g), record) for g, record in zip(gradients, found, strict=True)]
     return LowerBound(bounds)
 
 
 def _problem(
-    gradient: Recorded, output_bytes: Sequence[int] | None, baseline_operations: float, formats: Formats
+    gradient: Recorded,
+    output_bytes: Sequence[int] | None,
+    baseline_operations: float,
+    formats: Formats,
+    shardings: Sequence[jax.sharding.NamedSharding | None],
 ) -> Problem | None:
     """The integer program of a gradient; None if nothing bounds it."""
     context = gradient.context
@@ -141,7 +147,9 @@ def _problem(
     turn = turn_of(flow)
     if turn is None:
         return None
-    num_devices = max((_num_automatic(s.mesh) for s in context.shardings if s is not None), default=1)
+    # Inside of a shard_map the values are those of a device. Elsewhere the compiler shares them as the inputs of the step are shared.
+    shardings = [s for s in (*context.shardings, *(() if context.manual else shardings)) if s is not None]
+    num_devices = max((_num_automatic(s.mesh) for s in shardings), default=1)
     sizes = flow.output_bytes if output_bytes is None else output_bytes
     return Problem(turn, max(baseline_operations, 1.0), sizes, num_devices)
 

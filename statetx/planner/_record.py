@@ -34,7 +34,7 @@ from ._values import values_of
 if TYPE_CHECKING:  # it takes the fingerprints of programs from here
     from ._whole import Choice, Options, Whole
 
-VERSION = 8
+VERSION = 9
 
 
 @dataclasses.dataclass(frozen=True)

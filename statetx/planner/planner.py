@@ -170,8 +170,9 @@ class Planner:
 
         # Plans hold on to it, so it holds equations only, and none of the arguments. All plans share the bounds found so far.
         step = self._captured.step
-        outputs = None if step is None else free_outputs(step)
-        self._new_bound = functools.partial(lower_bound, self._captured.gradients, outputs, formats=formats)
+        outputs, shardings = (None, ()) if step is None else (free_outputs(step), step.program.context.shardings)
+        more = {"formats": formats, "shardings": shardings}
+        self._new_bound = functools.partial(lower_bound, self._captured.gradients, outputs, **more)
         self._shared_bound = functools.cache(self._new_bound)
 
         # The search outlives each progress bar: it reports to the current one.
