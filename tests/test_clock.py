@@ -117,3 +117,17 @@ def test_no_limit(clock):
     with left.running():
         clock.append(1e9)
         assert not left.is_over()
+
+
+@pytest.mark.parametrize("time_limit", ["a", -1, True, float("nan")])
+def test_wrong_time_limit_raises(time_limit):
+    loss = lambda w: (w**2).sum()  # noqa: E731
+    with pytest.raises(ValueError, match="time_limit=.* must be a number of seconds"):
+        statetx.plan(loss, jnp.ones(4), argnums=0, budget="1GiB", time_limit=time_limit)
+    with pytest.raises(ValueError, match="time_limit="), statetx.budget("1GiB", time_limit=time_limit):
+        pass
+
+
+def test_block_without_a_size_raises():
+    with pytest.raises(statetx.PlanError, match="budget=None is not a size"), statetx.budget(None):  # pyright: ignore
+        pass

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import time
 from collections.abc import Iterator
+from typing import Any
 
 
 class TimeLeft:
@@ -45,3 +47,13 @@ class TimeLeft:
         """Let another search have what this one has not used, once it has ended."""
         if self._left is not None and other._left is not None:
             other._left += max(self._left, 0.0)
+
+
+def read_time_limit(time_limit: Any) -> float | None:
+    """The seconds that a user gives; None for no limit."""
+    if time_limit is None:
+        return None
+    is_number = isinstance(time_limit, numbers.Real) and not isinstance(time_limit, bool)
+    if not is_number or not float(time_limit) >= 0:
+        raise ValueError(f"time_limit={time_limit!r} must be a number of seconds, or None for no limit.")
+    return float(time_limit)

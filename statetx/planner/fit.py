@@ -14,6 +14,7 @@ from .._tree import is_float
 from . import _store
 from ._budget import Budget
 from ._capture import Captured, Recorded
+from ._clock import read_time_limit
 from ._record import fields_of, shown_fields
 from ._whole import Options, Whole
 from .machine import cost_model
@@ -42,7 +43,7 @@ class Fit(Rewriter):
         time_limit: float | None = DEFAULT_TIME_LIMIT,
     ):
         self.budget = None if budget is None else Budget.read(budget)
-        self._options = Options(objective, offload, time_limit)
+        self._options = Options(objective, offload, read_time_limit(time_limit))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Fit) and (self.budget, self._options) == (other.budget, other._options)

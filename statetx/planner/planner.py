@@ -20,6 +20,7 @@ from . import _store
 from ._bound import free_outputs, lower_bound
 from ._budget import STEP, Budget, no_plan
 from ._capture import Captured, variants
+from ._clock import read_time_limit
 from ._inner import PLAIN
 from ._record import bytes_of, described, fields_of, shown_fields, unplanned_fields
 from ._stored import read_formats
@@ -163,6 +164,7 @@ class Planner:
         self._variants = variants(fun, args, kwargs, argnums)
         self._captured = self._variants[0]
         num_searches = (2 if self._allowed_options else 1) * len(self._variants)
+        time_limit = read_time_limit(time_limit)
         time_limit = None if time_limit is None else time_limit / num_searches
         self._options = Options(objective, offload, time_limit, formats=formats)
         self._timer = Timer() if objective == "measured" else None

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from .._remat.gradients import rewritten_by
+from ._budget import read_amount
 from .fit import Fit
 from .planner import DEFAULT_TIME_LIMIT
 
@@ -28,8 +29,9 @@ def budget(
     the same time. To plan them together with the rest of a training step, use `plan`.
 
     Args:
-        size: temporary bytes of each gradient, compiled on its own: a number, ``"2GiB"``, ``"device"``, or a fraction of the
-            memory without a plan.
+        size: temporary bytes of each gradient, compiled on its own: a number, ``"2GiB"``, or a fraction of the memory without a
+            plan. ``"device"`` is all of the device's memory: what arguments and results take is not taken off, so use `plan` for a step
+            that is to fit into a device.
         objective, offload, time_limit: as in `plan`, without ``objective="measured"``.
 
     Raises:
@@ -48,5 +50,6 @@ def budget(
         >>> with statetx.budget("300KiB"):
         ...     grads = jax.grad(loss)(jnp.ones((64, 64)) / 64, jnp.ones((256, 64)))
     """
+    read_amount(size)  # a `Fit` without a size takes that of this block
     with rewritten_by(Fit(size, objective=objective, offload=offload, time_limit=time_limit)):
         yield
