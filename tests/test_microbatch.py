@@ -673,6 +673,8 @@ def test_errors_name_the_fix():
         statetx.microbatch(lambda x: (x.sum() + h.value).sum(), 2, states={"h": 0})(X)
     with pytest.raises(statetx.StateValueError, match='"concat" is for outputs with a value for each example.*f32'):
         statetx.microbatch(lambda x: x.mean(), 3, reduce="concat")(X)
+    with pytest.raises(statetx.StateValueError, match=r"4 parts of 10 examples are not equal.*f32\[3,5\].*f32\[2,5\]"):
+        statetx.microbatch(jnp.sin, 4)(X)
     with pytest.raises(ValueError, match="the batch has no examples"):
         statetx.microbatch(lambda x: x.mean(), 1)(X[:0])
     with pytest.raises(ValueError, match="use jax.random.key"):

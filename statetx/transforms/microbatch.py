@@ -207,10 +207,12 @@ class _Call:
         examples = [self._examples(parts, first) for parts, first in groups]
         weights = self._weights(examples)
         progress = Progress()
+        out_avals: list[Any] | None = None
         for (parts, _), xs, w in zip(groups, examples, weights, strict=True):
             staged = self._stage(parts, xs, rules)
             share = None if w is not None else parts.size / self._batch.size
-            turns = Turns(staged, rules, self._reductions(staged), share)
+            turns = Turns(staged, rules, self._reductions(staged, out_avals), share)
+            out_avals = list(staged.out_avals)
             turns.run(parts, xs, w, self._num, progress)
         rules.check_paths()
         effects = progress.effects.values()
@@ -297,8 +299,8 @@ class _Call:
         keeps_type = lambda effect: rules(effect.state) is not Split and not isinstance(rules(effect.state), int)  # noqa: E731
         return settle(stage, [], partition(())[1], is_carried=keeps_type)[0]
 
-    def _reductions(self, staged: Staged) -> list[str]:
-        """For each leaf of the output, how it is reduced."""
+    def _reductions(self, staged: Staged, larger: Sequence[Any] | None) -> list[str]:
+        """For each leaf of the output, how it is reduced; `larger` are the outputs of parts with one more example, if there are such."""
         out = staged.outs[1]
         skeleton = out.combine(range(out.num_dynamic))
         try:
@@ -314,6 +316,13 @@ class _Call:
                 raise StateValueError(
                     f'microbatch({name_of(self._fun)}): reduce="concat" is for outputs with a value for each example, and an output of a '
                     f'part is {type_str(aval)}.\nFix: reduce="stack" for one value for each part, or "mean", "sum".'
+                )
+        for how, aval, other in zip(reductions, staged.out_avals, larger or staged.out_avals, strict=True):
+            if how != "concat" and aval.shape != other.shape:
+                raise StateValueError(
+                    f"microbatch({name_of(self._fun)}): {self._num} parts of {self._batch.size} examples are not equal, and an output is "
+                    f"{type_str(other)} for the larger ones and {type_str(aval)} for the others; reduce={how!r} needs equal shapes.\n"
+                    f'Fix: reduce="concat" for outputs with a value for each example, or a number of parts that divides the batch.'
                 )
         return reductions
 
