@@ -100,6 +100,21 @@ def test_baseline_that_fits_is_unchanged():
     assert "remat" not in text and "checkpoint" not in text
 
 
+def test_rematerialized_functions_inside_of_others_stay():
+    inner = statetx.remat(block)
+
+    @statetx.remat
+    def stage(ws, x):
+        for w in ws:
+            x = inner(w, x)
+        return x
+
+    nested = lambda ws, x: (stage(ws, x) ** 2).mean()  # noqa: E731
+    plan = statetx.plan(nested, FEW, X, of="temporaries", budget="1GiB", argnums=0)
+    assert plan.stock == "no remat" and plan.extra_flops > 0.05
+    assert "It fits without the rematerialized functions. Those inside of them" in str(plan)
+
+
 def test_fast_compilation_result_is_verified(monkeypatch):
     """Fast compilation may report less memory than the users' compilation takes."""
     unplanned = statetx.plan(loss, FEW, X, of="temporaries", budget=1.0, argnums=0).temp_bytes

@@ -99,7 +99,12 @@ def _notes(plan: Plan) -> Iterator[str]:
     if plan.inner is not None:
         yield f"Gradients inside of the loss: {plan.inner}."
     if plan.stock:
-        yield f"This is the stock policy {plan.stock!r}." if plan.stock != BASELINE else "It fits unchanged."
+        unchanged = "It fits unchanged."
+        if plan.extra_flops > 0:  # of what plans leave
+            unchanged = (
+                "It fits without the rematerialized functions. Those inside of them, of branches and of loops stay."
+            )
+        yield f"This is the stock policy {plan.stock!r}." if plan.stock != BASELINE else unchanged
     yield from _options_note(plan)
     if plan.seconds is not None:
         yield f"Measured: {_format_seconds(plan.seconds)}, the fastest of {len(plan.timed())}."
