@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax._src import core as _core
 from jax._src.ad_util import Zero as _Zero
 from jax._src.ad_util import instantiate as _instantiate_zeros
@@ -33,13 +34,12 @@ def abstract(x: Any) -> Any:
 
 
 def as_array(x: Any) -> Any:
-    """`x` as an array; unchanged if it is one, or has the type of a zero tangent.
+    """A Python number or NumPy array as an array of JAX; anything else unchanged, as is a zero tangent of an integer.
 
     `jax.jvp` gives primals and tangents that are Python numbers to rules as such.
     """
-    if isinstance(x, jax.Array) or getattr(x, "dtype", None) == jax.dtypes.float0:
-        return x
-    return jnp.asarray(x)
+    is_other = isinstance(x, bool | int | float | complex | np.ndarray | np.generic)
+    return jnp.asarray(x) if is_other and getattr(x, "dtype", None) != jax.dtypes.float0 else x
 
 
 empty_jaxpr = Jaxpr([], [], [], [], debug_info=_core.DebugInfo("statetx", "nothing", (), ()))
