@@ -60,8 +60,12 @@ def publish_all_but_one(self, leaves, *, live=True, publish=Outcome.publish):
         publish(self, leaves, live=live)
 
 
+def undo_the_owner_only(self):
+    return [self.kind.set_owner(self.state, self.previous_owner)] if self.acquired else []
+
+
 BREAKAGES = {
-    "states keep what a call left in them": ("_frames.Access.undo", lambda self: [], "grad("),
+    "states keep what a call left in them": ("_frames.Access.undo", undo_the_owner_only, "grad("),
     "one effect is not published": ("_lift.outcome.Outcome.publish", publish_all_but_one, "vjp("),
     "a key does not advance": ("kinds.native.RngState.next", lambda self: jax.random.split(self.value)[1], "draw("),
     "what a container holds is not compared": ("_frames.Copy.was_changed", lambda self: False, "['a'] = "),

@@ -129,8 +129,12 @@ def see_the_state_itself(self, values):
     return lambda state, kind, value: value
 
 
+def undo_the_owner_only(self):
+    return [self.kind.set_owner(self.state, self.previous_owner)] if self.acquired else []
+
+
 BREAKAGES = {
-    "states keep what a call left in them": ("_frames.Access.undo", lambda self: []),
+    "states keep what a call left in them": ("_frames.Access.undo", undo_the_owner_only),
     "one effect is not published": ("_lift.outcome.Outcome.publish", publish_all_but_one),
     "a key does not advance": ("kinds.native.RngState.next", advance_nothing),
     "gradients of states are lost": ("_lift.targets.Targets.on_read", see_the_state_itself),

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import gc
+import random
 import sys
 import threading
 import time
@@ -209,12 +210,14 @@ def test_another_thread_never_reads_a_tracer(make, act):
     stop, counts = threading.Event(), {"refused": 0, "done": 0, "here": 0}
 
     def elsewhere():
+        pauses = random.Random(0)
         while not stop.is_set():
             try:
                 assert is_concrete(touch())
                 counts["done"] += 1
             except statetx.ForeignStateError:
                 counts["refused"] += 1
+            time.sleep(pauses.choice([0, 1e-4, 1e-3, 1e-2]))  # else it may write during every call of the other thread
 
     def body(x):
         s.value = held = s.value * x
