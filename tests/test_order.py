@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import statetx
 from statetx import _jax
+from statetx._equations.compiled import memory_analysis_options
 
 ROWS = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("d",))
 
@@ -314,5 +315,82 @@ def test_each_gradient_of_a_step_begins_when_its_inputs_are_computed(tmp_path):
         programs = applied._fields["programs"]
         assert len(programs) == 2 and all(isinstance(p["last_input"], int) for p in programs)
         step = applied.apply(adversarial)
-        assert num_holds(step, *args) == 2 + sum(len(p["order"]) for p in programs)
+        # The second reads what the first has updated, and waits for its gradient too.
+        assert num_holds(step, *args) == 3 + sum(len(p["order"]) for p in programs)
         assert_same(jax.jit(step)(*args), jax.jit(adversarial)(*args))
+
+
+def together(first, second, x):
+    """Neither gradient reads the result of the other."""
+    a = jax.grad(lambda w: (network(w, x, layer) ** 2).mean())(first)
+    b = jax.grad(lambda w: jnp.cos(network(w, x, layer)).mean())(second)
+    return sgd(first, a), sgd(second, b)
+
+
+def of_parts(first, second, x):
+    """The same in calls of their own and in a loop: no gradient there waits for one outside of its program."""
+    a = jax.jit(lambda w: jax.grad(lambda w: (network(w, x, layer) ** 2).mean())(w))(first)
+
+    def step(w, _):
+        return sgd(w, jax.grad(lambda w: jnp.cos(network(w, x, layer)).mean())(w)), None
+
+    return sgd(first, a), jax.lax.scan(step, second, length=3)[0]
+
+
+def of_examples(first, second, x):
+    return jax.vmap(together, (None, None, 0))(first, second, x.reshape(2, B // 2, D))
+
+
+def pulled_back_later(first, second, x):
+    """Both functions are differentiated before either gradient is computed."""
+    a, pull_a = jax.vjp(lambda w: (network(w, x, layer) ** 2).mean(), first)
+    b, pull_b = jax.vjp(lambda w: jnp.cos(network(w, x, layer)).mean(), second)
+    return pull_a(jnp.ones_like(a)), pull_b(jnp.ones_like(b))
+
+
+@pytest.fixture(scope="module")
+def plan_together():
+    return statetx.plan(together, *PARAMS, BATCH, budget=0.4, of="temporaries", time_limit=None)
+
+
+def test_independent_gradients_run_one_after_the_other(plan_together, monkeypatch):
+    assert plan_together.extra_flops > 0 and plan_together.in_turns
+    step = plan_together.apply(together)
+    # The program of each begins when its inputs are computed, the second moreover when the first gradient is.
+    assert num_holds(step, *PARAMS, BATCH) == 3
+    ordered = temp_bytes(step, *PARAMS, BATCH)
+    assert ordered == plan_together.temp_bytes <= plan_together.budget_bytes
+    monkeypatch.setattr(_jax, "is_usable_here", lambda x: False)
+    assert ordered < 0.7 * temp_bytes(plan_together.apply(together), *PARAMS, BATCH)
+
+
+@pytest.mark.parametrize("step", [together, of_parts, of_examples, pulled_back_later], ids=lambda f: f.__name__)
+def test_independent_gradients_keep_their_values(step):
+    plan = statetx.plan(step, *PARAMS, BATCH, budget=0.6, of="temporaries")
+    assert plan.in_turns or plan.extra_flops > 0
+    expected = jax.jit(step)(*PARAMS, BATCH)
+    with jax.checking_leaks():
+        assert_same(jax.jit(plan.apply(step))(*PARAMS, BATCH), expected)
+    assert_same(plan.apply(step)(*PARAMS, BATCH), expected)  # in eager code too
+
+
+def test_order_alone_may_keep_the_budget():
+    args = weights(4, 1), weights(5, 1), BATCH[:16]
+    plain = temp_bytes(together, *args)
+    plan = statetx.plan(together, *args, budget=0.8, of="temporaries")
+    assert plan.temp_bytes <= 0.8 * plain and plan.extra_flops == 0
+    assert "one after the other" in str(plan) and "fits unchanged" not in str(plan)
+    assert temp_bytes(plan.apply(together), *args) == plan.temp_bytes
+    assert_same(jax.jit(plan.apply(together))(*args), together(*args))
+
+
+def test_smallest_choice_is_compiled_without_an_order_too():
+    """To wait copies an input, here a tenth of the memory."""
+    planner = statetx.planner.Planner(together, *(weights(4, 1), weights(5, 1), BATCH[:16]), of="temporaries")
+    with pytest.raises(statetx.PlanError) as e:
+        planner.plan(1)
+    (whole,) = planner._wholes()
+    of = {choice.waits: choice for choice in whole.choices() if choice.candidates == whole.smallest().candidates}
+    assert e.value.smallest_bytes == of[False].temp_bytes < of[True].temp_bytes
+    for waits, choice in of.items():
+        assert whole.compile(choice, memory_analysis_options()).cost.temp_bytes == of[waits].temp_bytes

@@ -98,10 +98,13 @@ from .meshes import varying_axes as varying_axes
 from .meshes import varying_like as varying_like
 from .meshes import with_divisible_axis as with_divisible_axis
 from .meshes import with_varying_inputs as with_varying_inputs
+from .order import Noted as Noted
 from .order import follow as follow
 from .order import follow_primitive as follow_primitive
 from .order import hold as hold
 from .order import hold_primitive as hold_primitive
+from .order import note as note
+from .order import note_primitive as note_primitive
 from .order import set_hold_lowering as set_hold_lowering
 from .refs import discharge_refs as discharge_refs
 from .refs import has_made_refs as has_made_refs
@@ -165,6 +168,7 @@ from .traces import is_eager as is_eager
 from .traces import is_jit_disabled as is_jit_disabled
 from .traces import is_live as is_live
 from .traces import is_of_current_trace as is_of_current_trace
+from .traces import is_usable_here as is_usable_here
 from .traces import leaked_tracers as leaked_tracers
 from .traces import primal_of as primal_of
 from .traces import refuse_as_value as refuse_as_value

@@ -2,10 +2,12 @@
 
 A compiler may run them in turns, and then the values that each computes again are in memory together. ``y, xs = follow(y, xs)`` is the identity. In
 the backward pass the cotangent of y is held back until those of xs are computed, so that what computed y is reversed after what reads xs.
+``note(x, results)`` is the identity too, and puts the cotangent of x into a list, for what shall wait for a whole gradient.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +22,8 @@ follow_primitive.multiple_results = True
 
 hold_primitive = _core.Primitive("statetx_hold")
 
+note_primitive = _core.Primitive("statetx_note")
+
 
 def follow(y: Any, xs: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Return y and xs, such that the cotangent of y waits for those of xs."""
@@ -30,6 +34,24 @@ def follow(y: Any, xs: Sequence[Any]) -> tuple[Any, list[Any]]:
 def hold(x: Any, others: Sequence[Any]) -> Any:
     """Return x, once the others are computed."""
     return hold_primitive.bind(x, *(y for y in others if y is not x))
+
+
+class Noted:
+    """The cotangents that a program being traced has computed: a parameter of an equation, equal to no other."""
+
+    def __init__(self) -> None:
+        self._tracers: list[weakref.ref] = []  # they live as long as their program is traced
+
+    def add(self, tracer: Any) -> None:
+        self._tracers.append(weakref.ref(tracer))
+
+    def tracers(self) -> list[Any]:
+        return [x for ref in self._tracers if (x := ref()) is not None]
+
+
+def note(x: Any, noted: Noted) -> Any:
+    """Return x; a backward pass that is traced adds the cotangent of x to `noted`."""
+    return note_primitive.bind(x, noted=noted)
 
 
 def set_hold_lowering(rule: Callable) -> None:
@@ -67,3 +89,28 @@ hold_primitive.def_abstract_eval(lambda x, *_: x)
 _ad.primitive_jvps[hold_primitive] = lambda primals, tangents: (hold_primitive.bind(*primals), tangents[0])
 _ad.primitive_transposes[hold_primitive] = lambda ct, x, *others: [ct, *(None for _ in others)]
 _batching.primitive_batchers[hold_primitive] = lambda args, dims: (hold_primitive.bind(*args), dims[0])
+
+
+def _note_transpose(ct: Any, _: Any, *, noted: Noted) -> list[Any]:
+    if isinstance(ct, _core.Tracer):  # neither zero nor computed already
+        noted.add(ct)
+    return [ct]
+
+
+note_primitive.def_impl(lambda x, **_: x)
+note_primitive.def_abstract_eval(lambda x, **_: x)
+
+
+def _note_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, noted: Noted) -> tuple[Any, Any]:
+    # In the tangents only, which are gone once the backward pass is traced.
+    (x,), (t,) = primals, tangents
+    return x, (t if type(t) is _Zero else note_primitive.bind(t, noted=noted))
+
+
+_ad.primitive_jvps[note_primitive] = _note_jvp
+_ad.primitive_transposes[note_primitive] = _note_transpose
+_batching.primitive_batchers[note_primitive] = lambda args, dims, **params: (
+    note_primitive.bind(*args, **params),
+    dims[0],
+)
+_mlir.register_lowering(note_primitive, lambda ctx, x, **_: [x])

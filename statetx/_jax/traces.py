@@ -210,6 +210,16 @@ def is_of_current_trace(x: Any) -> bool:
     return isinstance(x, Tracer) and _tag(x._trace) is _tag(_context.trace)
 
 
+def is_usable_here(x: Any) -> bool:
+    """Whether `x` is a tracer that an operation may take as it is: of the current trace, or of one under it in the same program."""
+    for trace in _parents(_context.trace):
+        if _tag(x._trace) is _tag(trace):
+            return True
+        if type(trace).__name__ not in ("JVPTrace", "LinearizeTrace", "BatchTrace"):
+            return False  # a program of its own: a tracer of one around it would be closed over
+    return False
+
+
 def register_cache(cache: Any, name: str) -> None:
     """Let ``jax.clear_caches`` call `cache.cache_clear()`; JAX holds the cache weakly."""
     _util.register_cache(cache, name)

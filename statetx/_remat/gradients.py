@@ -6,8 +6,8 @@ and those of statetx. The function is staged when JAX calls it, and the rewritte
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,11 +22,18 @@ from .._lift.wrapper import name_of
 from .atoms import nothing
 from .override import override
 from .rewriter import Rewriter
+from .turns import Turns
 
 
-def rewritten_by(rewriter: Rewriter) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def rewritten_by(rewriter: Rewriter) -> Iterator[None]:
     """Rewrite each function that is differentiated in reverse mode in this block and thread; those inside of one by `Rewriter.inner`."""
-    return override.rewrite_gradients(rewriter)
+    previous, override.turns = override.turns, Turns()
+    try:
+        with override.rewrite_gradients(rewriter):
+            yield
+    finally:
+        override.turns = previous
 
 
 def _replace(fun: Callable, has_aux: bool) -> Callable:

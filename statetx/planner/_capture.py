@@ -24,6 +24,7 @@ from .._tree import is_array, is_float, num_bytes, partition
 from ..transforms.abstract import staged_jaxpr
 from ..transforms.remat import Remat
 from ._inner import VARIANTS, InnerGradients, Seen
+from ._layout import as_planned
 from ._parts import flatten
 from ._record import fingerprint
 
@@ -104,7 +105,7 @@ class _Replace(Rewriter):
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         planned = self._bodies.get(tuple(fingerprint(flatten(body.jaxpr))))
-        return body if planned is None else lambda operands, *args: planned(operands, *args)
+        return body if planned is None else as_planned(planned)
 
 
 class Fixed(NamedTuple):

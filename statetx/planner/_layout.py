@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from .._loops.step import Step
 from .._loops.strategy import Strategy
 from .._remat import decide, fence, mark
 from .._remat.atoms import Marks
+from .._remat.override import override
 from .._remat.policy import Policy
 from .._tree import is_float
 from ._copies import with_copies
@@ -139,6 +141,19 @@ def rewrite(
     body = Body.close(*_jax.stage(planned, avals, traced_for="statetx.plan", name="planned"))
     assert not body.operands, "rewriting a program without constants made some"
     return body.jaxpr
+
+
+def as_planned(planned: Body) -> Callable:
+    """``(operands, *args) -> outputs`` of a rewritten function. If it begins with an input that waits, it waits for the gradient before, too."""
+    jaxpr = planned.jaxpr
+    held = [e.invars[0] for e in jaxpr.eqns if e.primitive is _jax.hold_primitive and e.invars[0] in jaxpr.invars]
+
+    def run(operands: Sequence[Any], *args: Any) -> list[Any]:
+        if not held or override.turns is None:
+            return planned(operands, *args)
+        return override.turns.run(functools.partial(planned, ()), jaxpr.invars.index(held[0]), [*operands, *args])
+
+    return run
 
 
 def marks_of(option: Option, *, is_ordered: bool = False) -> dict[tuple[int, ...], mark.Label]:

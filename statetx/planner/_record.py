@@ -34,7 +34,7 @@ from ._values import values_of
 if TYPE_CHECKING:  # it takes the fingerprints of programs from here
     from ._whole import Choice, Options, Whole
 
-VERSION = 9
+VERSION = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +132,8 @@ def fields_of(whole: Whole, choice: Choice, name: str, budget: Budget, options: 
         "ignored": [digest_of(lines) for lines in whole.captured.ignored],
         "inner": whole.captured.variant,
     }
-    pairs, waits = zip(whole.searches, choice.candidates, strict=True), whole.waits(choice.candidates)
-    return fields | {"programs": [_program_fields(search, candidate, waits) for search, candidate in pairs]}
+    pairs = zip(whole.searches, choice.candidates, strict=True)
+    return fields | {"programs": [_program_fields(search, candidate, choice.waits) for search, candidate in pairs]}
 
 
 def bytes_of(whole: Whole, budget: Budget) -> int:

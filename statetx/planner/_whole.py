@@ -55,16 +55,18 @@ class Choice(NamedTuple):
     Attributes:
         candidates: one for each gradient.
         compiled: the costs of the program that the budget is for.
+        waits: whether each gradient begins when all that it reads and the gradient before are computed.
     """
 
     candidates: tuple[Candidate, ...]
     compiled: Cost
+    waits: bool = False
 
     @property
     def name(self) -> str:
-        """Of the stock policy, or "no remat", if all gradients have the same; else "plan"."""
+        """Of the stock policy, or "no remat", if all gradients have the same as the user would write it; else "plan"."""
         names = {c.name for c in self.candidates}
-        return names.pop() if len(names) == 1 else "plan"
+        return names.pop() if len(names) == 1 and not self.waits else "plan"
 
     @property
     def temp_bytes(self) -> int:
@@ -181,16 +183,8 @@ class Whole:
     def compile(self, choice: Choice, compiler_options: dict[str, Any] | None) -> Program:
         """The program of a choice, with other options for the compiler."""
         with self._contexts():
-            return self._program(self._rewritten(choice.candidates), compiler_options)
-
-    def _rewritten(self, candidates: Sequence[Candidate]) -> list[Jaxpr]:
-        waits = self.waits(candidates)
-        return [c.layout.rewrite(c.options, waits=waits) for c in candidates]
-
-    def waits(self, candidates: Sequence[Candidate]) -> bool:
-        """Whether each gradient begins when all that it reads is computed."""
-        del candidates  # one gradient alone
-        return False
+            programs = [c.layout.rewrite(c.options, waits=choice.waits) for c in choice.candidates]
+            return self._program(programs, compiler_options)
 
     def _program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
         return self._program_of(programs[0], self._with_own(compiler_options))
@@ -295,8 +289,9 @@ class Several(Whole):
         low, high, limit = 0.0, float("inf"), float(temp_bytes())
         tried: set[int] = set()
         for _ in range(_MAX_ROUNDS):
-            choice = self._within(int(limit))
-            budget = temp_bytes()
+            choice, budget = self._within(int(limit)), temp_bytes()
+            if choice.temp_bytes > budget and not choice.waits:
+                choice = self._compile(choice.candidates, waits=True)  # an order alone may be enough
             if choice.temp_bytes <= budget:
                 if choice.added_cost <= 0 or choice.temp_bytes >= _FULL * budget:
                     break
@@ -318,18 +313,27 @@ class Several(Whole):
                 limit = max(limit, low * (1 + _CLOSE_ENOUGH))
             if limit < 1:
                 break
+        if self.best(temp_bytes()) is None and not self.is_late():
+            self._compile(
+                self.smallest().candidates, waits=False
+            )  # to wait copies a value, which may be the difference
         return self.best(temp_bytes())
 
     def _within(self, limit: int) -> Choice:
         """Compile the cheapest candidates within a limit together; the smallest of a gradient that has none."""
         return self._compile(self._each(lambda search: search.fit(lambda: limit) or search.candidates.smallest()))
 
-    def _compile(self, candidates: Sequence[Candidate]) -> Choice:
-        key = tuple(map(id, candidates))  # searches hold their candidates
+    def _compile(self, candidates: Sequence[Candidate], *, waits: bool | None = None) -> Choice:
+        # Without an order XLA begins what a later gradient computes of the data beside an earlier gradient. The baseline and stock
+        # policies are as the user would write them.
+        if waits is None:
+            waits = any(c.name == "plan" for c in candidates)
+        key = (waits, *map(id, candidates))  # searches hold their candidates
         if key not in self._compiled:
             self._report(f"compiling the step, plan {len(self._compiled) + 1}")
-            cost = self._program(self._rewritten(candidates), memory_analysis_options()).cost
-            self._compiled[key] = Choice(tuple(candidates), cost)
+            programs = [c.layout.rewrite(c.options, waits=waits) for c in candidates]
+            cost = self._program(programs, memory_analysis_options()).cost
+            self._compiled[key] = Choice(tuple(candidates), cost, waits)
         return self._compiled[key]
 
     def _program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
@@ -354,11 +358,6 @@ class Several(Whole):
     def choices(self) -> Iterator[Choice]:
         yield from self._compiled.values()
 
-    def waits(self, candidates: Sequence[Candidate]) -> bool:
-        # Else XLA begins what a later gradient computes of the data beside an earlier gradient, whose results it reads elsewhere. The
-        # baseline and stock policies are as the user would write them.
-        return any(c.name == "plan" for c in candidates)
-
     # -- its memory --
 
     @functools.cached_property
@@ -379,8 +378,10 @@ class Several(Whole):
 
     def _besides(self, choice: Choice | None = None) -> float:
         """What the step takes besides its largest gradient, by the compiled choices other than this one."""
+        waits = choice is not None and choice.waits  # without an order, gradients may be in memory together
         others = [c for c in self._compiled.values() if c is not choice]
-        return min((c.temp_bytes - max(x.temp_bytes for x in c.candidates) for c in others), default=0.0)
+        alike = [c for c in others if c.waits == waits] or others
+        return min((c.temp_bytes - max(x.temp_bytes for x in c.candidates) for c in alike), default=0.0)
 
     def ends(self) -> tuple[int, int]:
         self._each(lambda search: search.ends())

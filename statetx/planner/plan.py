@@ -21,7 +21,7 @@ from . import _show
 from ._bound import LowerBound
 from ._budget import STEP
 from ._inner import InnerGradients
-from ._layout import rewrite
+from ._layout import as_planned, rewrite
 from ._parts import flatten
 from ._record import VERSION, PlanRow, digest_of, fingerprint, parts_of
 
@@ -61,6 +61,7 @@ class Plan(Tabular, Rewriter):
         compiler_options: of the compiler, for ``jax.jit(..., compiler_options=plan.compiler_options)``: without them the program may
             take more memory. Empty unless the plan was allowed to set some.
         allowed_options: those that the plan was allowed to set; None if it was not.
+        in_turns: whether the gradients of the step are computed one after the other.
         inner: how the blocks of functions are rematerialized whose gradients are taken inside of the loss; None if there are none.
     """
 
@@ -96,7 +97,7 @@ class Plan(Tabular, Rewriter):
         self.is_step: bool = fields["is_step"]
         self.compiler_options: dict[str, Any] = dict(fields.get("compiler_options", {}))
         self.allowed_options: dict[str, Any] | None = fields.get("allowed_options")
-
+        self.in_turns = any(program["last_input"] is not None for program in fields["programs"])
         variant = fields["inner"]
         self.inner = None if variant is None else InnerGradients(variant)
         self.num_equations = sum(len(program["equations"]) for program in fields["programs"])
@@ -201,7 +202,7 @@ class Plan(Tabular, Rewriter):
             return body
         # Parts with equal decisions share an option; the cache of `_layout.rewrite` gives them one function.
         planned = Body(rewrite(*parts_of(program, fields), last_input=fields["last_input"]), [])
-        return lambda operands, *args: planned(operands, *args)
+        return as_planned(planned)
 
     def _find(self, lines: Sequence[str], name: str) -> dict[str, Any] | None:
         """The program with these equations; None if the plan leaves it unchanged."""
