@@ -394,3 +394,23 @@ def test_smallest_choice_is_compiled_without_an_order_too():
     assert e.value.smallest_bytes == of[False].temp_bytes < of[True].temp_bytes
     for waits, choice in of.items():
         assert whole.compile(choice, memory_analysis_options()).cost.temp_bytes == of[waits].temp_bytes
+
+
+def accumulated(ws, x):
+    """One function, differentiated for each part of the batch."""
+    total = jax.tree.map(jnp.zeros_like, ws)
+    for part in x.reshape(4, B // 4, D):
+        grads = jax.grad(lambda w, part: (network(w, part, layer) ** 2).mean())(ws, part)
+        total = jax.tree.map(jnp.add, total, grads)
+    return sgd(ws, total)
+
+
+def test_gradients_of_one_function_run_one_after_the_other():
+    args = PARAMS[0], BATCH
+    plain = temp_bytes(accumulated, *args)
+    plan = statetx.plan(accumulated, *args, budget=0.5, of="temporaries")
+    assert plan.in_turns and plan.extra_flops == 0 and len(plan._fields["programs"]) == 1
+    step = plan.apply(accumulated)
+    assert num_holds(step, *args) == 4 + 3
+    assert temp_bytes(step, *args) == plan.temp_bytes < 0.5 * plain
+    assert_same(jax.jit(step)(*args), jax.jit(accumulated)(*args))

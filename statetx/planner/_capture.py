@@ -167,6 +167,7 @@ class Captured:
 
     Attributes:
         gradients: the distinct functions to differentiate: the loss, or those of the step.
+        num_taken: how many gradients of these functions the step takes.
         ignored: fingerprints of functions that the step differentiates and that take next to nothing.
         step: the step that differentiates them; None for a loss.
         variant: of the gradients inside of these, as in `InnerGradients`; None if there are none.
@@ -176,6 +177,7 @@ class Captured:
     ignored: tuple[tuple[str, ...], ...] = ()
     step: Step | None = None
     variant: str | None = None
+    num_taken: int = 1
 
     @functools.cached_property
     def fixed(self) -> Fixed:
@@ -261,7 +263,8 @@ def capture(
         gradients, ignored = _distinct(inner.recorded)
         is_in_shard_map = any(gradient.context.manual is not None for gradient in gradients)
         step = Step(function, donated_inputs(function.jaxpr), fun, args, kwargs, is_in_shard_map, of_inner)
-        return Captured(gradients, ignored, step)
+        num_taken = sum(r.lines not in ignored for r in inner.recorded)
+        return Captured(gradients, ignored, step, num_taken=num_taken)
 
     # Inputs are the operands (values of states, all of them differentiated), then the arrays of the arguments.
     # `argnums` counts arguments as the user wrote them, each of which may be a tree of any number of arrays.

@@ -3,7 +3,8 @@
 One gradient is searched for within the step that takes it, so that every candidate is compiled as it will run. Several gradients
 (two networks that train each other, two losses) have a search each, on their own. They share one limit: each search gives its cheapest
 candidate within it, all of them are compiled together in the step, and the limit is corrected until the step keeps the budget. For gradients
-that are taken one after the other this is the optimum, since their memory is not in use at the same time.
+that are taken one after the other this is the optimum, since their memory is not in use at the same time. Those of one function, for several
+parts of a batch, have one search.
 """
 
 from __future__ import annotations
@@ -254,7 +255,7 @@ def _gradient_of(recorded: Recorded) -> Callable[[Jaxpr, dict[str, Any] | None],
 
 
 class Several(Whole):
-    """A step with several gradients."""
+    """A step with several gradients, of one function or of several."""
 
     def _start(self, options: Options, report: Callable[[str], None], compile_baseline: bool) -> list[Search]:
         del compile_baseline  # of a gradient alone it tells little
@@ -415,4 +416,4 @@ class Several(Whole):
 
 def whole_of(captured: Captured, *args: Any, **options: Any) -> Whole:
     """`Whole`, or `Several` for several gradients; the arguments are as for `Whole`."""
-    return (Whole if len(captured.gradients) == 1 else Several)(captured, *args, **options)
+    return (Whole if captured.num_taken == 1 else Several)(captured, *args, **options)
