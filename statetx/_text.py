@@ -79,8 +79,10 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: S
 
 
 def suggestion(word: Any, names: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` with the closest of the names; empty if none is close."""
-    close = difflib.get_close_matches(str(word), list(names), 1)
+    """`` Did you mean 'x'?`` with the name that begins so, or the closest; empty if none is close."""
+    names = list(names)
+    longer = [name for name in names if word and name.startswith(str(word))]
+    close = longer[:1] or difflib.get_close_matches(str(word), names, 1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -216,3 +216,8 @@ def test_fix_names_the_argument_of_this_error_and_not_of_one_that_was_caught():
 def test_a_plan_given_to_jax_checkpoint_says_what_to_use():
     with pytest.raises(statetx.PolicyError, match=r"Fix: statetx.remat\(f, policy="):
         jax.grad(jax.checkpoint(jnp.sin, policy=as_policy("fit:1GiB")))(1.0)
+
+
+def test_beginning_of_a_name_is_completed():
+    with pytest.raises(statetx.PlanError, match="Did you mean 'temporaries'?"):
+        statetx.plan(lambda x: (x**2).sum(), jnp.ones(3), budget=100, of="temp")

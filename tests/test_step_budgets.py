@@ -93,6 +93,15 @@ def test_planned_jitted_step_donates_and_traces_once():
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("jit", [jax.jit, statetx.jit], ids=["jax", "statetx"])
+def test_planned_jitted_step_has_the_stages_of_jit(jit):
+    jitted = jit(step, donate_argnums=(0, 1))
+    plan = statetx.plan(jitted, *ARGS, budget=0.8)
+    planned = plan.apply(jitted)
+    assert total(planned, *ARGS) <= plan.budget_bytes < total(jitted, *ARGS)
+    assert jax.tree.map(jnp.shape, planned.eval_shape(*ARGS)) == jax.tree.map(jnp.shape, jitted.eval_shape(*ARGS))
+
+
 @pytest.mark.parametrize(
     "donate", [pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="donated")]
 )

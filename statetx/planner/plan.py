@@ -178,7 +178,8 @@ class Plan(Tabular, Rewriter):
         """Apply the plan to a function. Differentiate the result of a planned loss; call the result of a planned training step.
 
         Args:
-            fun: a function with the equations that the plan was made for, jitted or not. They are compared whenever it is traced.
+            fun: a function with the equations that the plan was made for, jitted or not. They are compared whenever it is traced. A jitted
+                step keeps its methods `lower`, `trace` and `eval_shape`.
 
         Raises:
             PlanError: on a call, if the equations differ; it names the first difference.
@@ -186,6 +187,13 @@ class Plan(Tabular, Rewriter):
         if not self.is_step:
             return cast(Any, Remat(fun, policy=self))
 
+        step = self._rewriting(fun)
+        for name in ("lower", "trace", "eval_shape"):  # of a jitted step
+            if (stage := getattr(fun, name, None)) is not None:
+                setattr(step, name, self._rewriting(stage))
+        return step
+
+    def _rewriting(self, fun: Callable[P, R]) -> Callable[P, R]:
         # A step differentiates functions that it may define inside itself, so they are replaced when JAX gets them.
         @functools.wraps(fun)
         def step(*args: P.args, **kwargs: P.kwargs) -> R:
