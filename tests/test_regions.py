@@ -237,3 +237,46 @@ def test_baseline_is_not_compiled_for_bytes_far_below_it():
 def test_plans_are_deterministic():
     programs = [Planner(loss, WS, X, of="temporaries", argnums=0).plan(0.6)._fields["programs"] for _ in range(2)]
     assert programs[0] == programs[1]
+
+
+def shifted_halves(wrap):
+    """Layers whose marked functions begin in the middle of one and end in the middle of the next."""
+
+    @wrap
+    def shifted(b, a, x, h):
+        x = x + jnp.tanh(h @ b)
+        return x, jnp.sin(x @ a)
+
+    def loss(ws, x):
+        h = jnp.sin(x @ ws[0][0])
+        for (_, b), (a, _) in itertools.pairwise(ws):
+            x, h = shifted(b, a, x, h)
+        return ((x + jnp.tanh(h @ ws[-1][1])) ** 2).mean()
+
+    return loss
+
+
+def searches(loss, ws, x, budget):
+    planner = statetx.planner.Planner(loss, ws, x, argnums=0, of="temporaries", time_limit=None)
+    plan = planner.plan(budget)
+    (whole,) = planner._wholes()
+    return plan, whole.searches[0]
+
+
+def test_marked_program_is_searched_as_if_it_were_not_too():
+    keys = jax.random.split(jax.random.key(0), 12)
+    ws = [(jax.random.normal(a, (16, 64)) / 4, jax.random.normal(b, (64, 16)) / 8) for a, b in zip(keys, keys[6:])]  # noqa: B905
+    x = jax.random.normal(jax.random.key(1), (128, 16))
+    plan, search = searches(shifted_halves(statetx.remat), ws, x, 0.3)
+    assert plan.extra_flops > 0.2
+    unmarked = search.lattice.unmarked_family
+    ends = {end for interval in search.lattice.program.blocks for end in interval}
+    assert ends and not ends & unmarked.ends - {0, len(search.lattice.program)}
+    found = [c for c in search.candidates if unmarked.ends.issuperset(c.layout.cuts)]
+    assert found and min(c.temp_bytes for c in found) < 0.4 * search.candidates.baseline_bytes()
+
+    # Without marks, with marks where the program repeats anyway, and where nothing is to be gained there is no other search.
+    _, plain = searches(shifted_halves(lambda f: f), ws, x, 0.3)
+    assert plain.lattice.unmarked_family is None
+    _, cheap = searches(shifted_halves(statetx.remat), ws, x, 0.98)
+    assert not any(cheap.lattice.unmarked_family.ends.issuperset(c.layout.cuts) for c in cheap.candidates)

@@ -74,11 +74,13 @@ class Candidates(NamedTuple):
         cuttings: by the user's functions; where the fewest bytes cross; and where each period begins behind its most expensive equation.
         ends: where blocks begin or end: functions that the user rematerialized, loops, periods, and also periods within these; then
             the same without these.
+        unmarked_ends: where intervals end that do not depend on the user's functions.
     """
 
     stock: list[tuple[list[int], list[Interval]]]
     cuttings: list[Cutting]
     ends: list[set[int]]
+    unmarked_ends: set[int]
 
     @property
     def intervals(self) -> list[Interval]:
@@ -109,13 +111,16 @@ def candidates(program: Flat) -> Candidates:
     # The user's functions may end elsewhere than where the program is cut best, within a plateau of equal bytes too.
     unmarked, behind = (_Cuts.of(program, live, None, behind_products=flag) for flag in (False, True))
     cuttings: list[Cutting] = []
+    unmarked_ends: set[int] = set()
     for own in (cuts, unmarked, behind):
         periods = {i for run in own.runs for i in itertools.pairwise(run.boundaries)}
         intervals = dict.fromkeys(i for row in _intervals(program, live, own) for i in row if i[0] < i[1])
         cutting = Cutting(own.runs, [i for i in intervals if i in periods or _is_allowed(program, *i)])
         if cutting not in cuttings:
             cuttings.append(cutting)
-    return Candidates(_stock(program, cuts.runs, cuts.all), cuttings, ends)
+        if own is not cuts:
+            unmarked_ends.update(*cutting.intervals)
+    return Candidates(_stock(program, cuts.runs, cuts.all), cuttings, ends, unmarked_ends)
 
 
 class _Cuts(NamedTuple):

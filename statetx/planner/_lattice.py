@@ -53,6 +53,7 @@ class Lattice:
         families: all regions, with loops in groups of steps if there are such; without these; and only those between the ends of
             blocks, whether the user's or of structure. Then variants of all regions, where these are cheaper: those that compute
             inputs again, and those that store inputs in fewer bits.
+        unmarked_family: the regions that do not depend on the user's functions; None if all are such.
     """
 
     def __init__(
@@ -95,6 +96,8 @@ class Lattice:
         self.families = [self._family(sections, ends, True) for ends in (None, *found.ends)]
         if any(front.options is not front.uniform_options for front in self._fronts.values()):
             self.families.insert(0, self._family(sections, None, False))
+        is_marked = any(i not in found.unmarked_ends for interval in self.regions for i in interval)
+        self.unmarked_family = self._family(sections, found.unmarked_ends, True) if is_marked else None
         if self._copies.derived and not deadline():
             self._add_family(COPIES, self._copies.derived, self._copying)
         self._storable = formats_of_variables(jaxpr, formats)

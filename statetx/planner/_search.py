@@ -27,6 +27,7 @@ from ._shorter import is_long
 from ._stock import STOCK, outcomes, policies_in
 from ._stored import Formats
 
+_LARGE = 5  # times what is negligible: a cost at which a marked program is also searched as if it were not
 _MAX_TRIES = 8  # compilations for one budget, before the stock policies
 _MORE_TRIES = 3  # after each candidate that is cheaper than those before
 _MAX_PROBES = 3  # of them, for each family
@@ -150,7 +151,31 @@ class Search:
             if self.candidates.baseline_bytes() <= budget:
                 self.candidates.confirm_baseline()
 
-        brackets, most, best = [Bracket(family) for family in self.lattice.families], _MAX_TRIES, None
+        budget = self._bisect_together(self.lattice.families, budget_of, _MAX_TRIES)
+        self._refine(budget)
+        # XLA may use less memory for regions that end elsewhere than the user's functions, though the model says more.
+        if self.lattice.unmarked_family is not None and not self._is_long and self._may_improve(budget):
+            budget = self._bisect_together([self.lattice.unmarked_family], budget_of, _MORE_TRIES)
+            self._refine(budget)
+        # Whether the budget is infeasible is decided by the compiled programs of the lowest peaks, not by the model.
+        for family in self.lattice.families:
+            if self.candidates.best(budget) is None and not self.is_late():
+                least = lowest_peak_choice(family, self.is_late)
+                if least is not None:
+                    self.candidates.measure(*least)
+        self._try_stock(budget)
+        if not self.candidates:  # the time was up at once
+            self._measure_any()
+        return self.candidates.best(budget)
+
+    def _bisect_together(self, families: Sequence[Family], budget_of: Callable[[], int], most: int) -> int:
+        """Compile choices of some families, and return the budget.
+
+        Args:
+            most: compilations, apart from those that follow improvements.
+        """
+        budget = budget_of()
+        brackets, best = [Bracket(family) for family in families], self.candidates.best(budget)
         for num_tries in range(_MAX_TRIES * _PERSISTENCE):
             if self.is_late() or (num_tries >= most and not self._may_find(budget)):
                 break
@@ -170,18 +195,7 @@ class Search:
                 proposal.bracket.narrow(proposal.target, is_kept)
             if self.candidates.best(budget) is not best:
                 best, most = self.candidates.best(budget), max(most, num_tries + 1 + _MORE_TRIES)
-
-        self._refine(budget)
-        # Whether the budget is infeasible is decided by the compiled programs of the lowest peaks, not by the model.
-        for family in self.lattice.families:
-            if self.candidates.best(budget) is None and not self.is_late():
-                least = lowest_peak_choice(family, self.is_late)
-                if least is not None:
-                    self.candidates.measure(*least)
-        self._try_stock(budget)
-        if not self.candidates:  # the time was up at once
-            self._measure_any()
-        return self.candidates.best(budget)
+        return budget
 
     def _refine(self, budget: int) -> None:
         """Try choices that are a little cheaper than the best, and take little more memory: the bisection passes over them."""
@@ -208,6 +222,11 @@ class Search:
         """Whether the budget is missed so far, but not by far."""
         is_near = self.candidates.smallest().temp_bytes <= _HOPELESS * budget
         return is_near and self.candidates.best(budget) is None
+
+    def _may_improve(self, budget: int) -> bool:
+        """Whether another search is worth its compilations."""
+        best = self.candidates.best(budget)
+        return self._may_find(budget) if best is None else best.added_cost > _LARGE * self._negligible
 
     def _measure_any(self) -> None:
         """Compile a program that takes little time to find and to compile."""
@@ -432,5 +451,5 @@ class Search:
         if any(isinstance(o.loop, Groups) for o in candidate.options):
             return self.lattice.families[0]
         cuts, kind = candidate.layout.cuts, kind_of(candidate.options)
-        families = [f for f in self.lattice.families if f.kind == kind]
+        families = [f for f in (*self.lattice.families, self.lattice.unmarked_family) if f and f.kind == kind]
         return next(f for f in reversed(families) if f.ends is None or f.ends.issuperset(cuts))
