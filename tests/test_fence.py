@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import statetx
 from statetx import _jax
@@ -236,6 +237,34 @@ def test_shard_map_and_many_devices():
         )
         got = jax.jit(jax.grad(lambda x: mapped(x).sum()))(jnp.ones(4))  # noqa: B023
         np.testing.assert_allclose(got, jax.grad(lambda x: f(x).sum())(jnp.ones(4)), rtol=1e-6)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices; conftest asks for them")
+@pytest.mark.parametrize("check", [True, False])
+def test_layers_in_shard_map_take_less_memory(check):
+    """With checked types the cotangent of a weight is added up over devices in the recomputed function itself."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    ws = jax.random.normal(jax.random.key(0), (6, 16, 16)) / 4
+    x = jax.random.normal(jax.random.key(1), (512, 16))
+
+    def gradient(wrap):
+        layer = wrap(lambda w, x: jnp.tanh(jnp.sin(x @ w) @ jnp.cos(w)), **({} if wrap is plain else {"fence": "cond"}))
+
+        def local(ws, x):
+            grads = jax.grad(lambda ws: (functools.reduce(lambda x, w: layer(w, x), ws, x) ** 2).mean())(ws)
+            return grads if check else jax.lax.psum(grads, "d")
+
+        specs = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": check}
+        return jax.jit(jax.shard_map(local, mesh=mesh, **specs)).lower(ws, x).compile()
+
+    def plain(f):
+        return f
+
+    kept, computed_again = gradient(plain), gradient(statetx.remat)
+    sizes = [c.memory_analysis().temp_size_in_bytes for c in (kept, computed_again)]
+    assert sizes[1] < 0.6 * sizes[0]
+    for _ in range(3):
+        np.testing.assert_allclose(computed_again(ws, x), kept(ws, x), rtol=1e-5, atol=1e-7)
 
 
 def test_callbacks_within():

@@ -266,11 +266,12 @@ def test_budget_of_a_sharded_step_is_that_of_one_device(axis_type):
         np.testing.assert_allclose(plan.apply(sharded)(ws, x)[1], sharded(ws, x)[1], rtol=1e-6)
 
 
-def test_budget_inside_shard_map():
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_budget_inside_shard_map(check_vma):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
     @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=False)
+    @jax.shard_map(mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=check_vma)
     def sharded(ws, x):
         grads = jax.grad(lambda ws: loss(ws, x))(ws)
         return jax.tree.map(lambda w, g: w - 0.1 * jax.lax.pmean(g, "d"), ws, grads)

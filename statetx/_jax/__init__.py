@@ -117,6 +117,7 @@ from .remat import Ordered as Ordered
 from .remat import callbacks as callbacks
 from .remat import custom_lin_primitive as custom_lin_primitive
 from .remat import forbidden_effects as forbidden_effects
+from .remat import has_side_effects as has_side_effects
 from .remat import ir_type as ir_type
 from .remat import is_jax_policy as is_jax_policy
 from .remat import memory_of as memory_of

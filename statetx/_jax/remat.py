@@ -68,6 +68,11 @@ def num_devices(ctx: Any) -> int:
     return int(mesh.size if mesh is not None else getattr(axes, "num_devices", 1))
 
 
+def has_side_effects(jaxpr: Any) -> bool:
+    """Whether a program does more than to compute its outputs. Collectives are effects of JAX's types alone."""
+    return not all(isinstance(e, _core.NamedAxisEffect) for e in jaxpr.effects)
+
+
 def with_sharding(ctx: Any, x: Any, aval: Any) -> Any:
     """Constrain a value that is being lowered to the sharding in its type, along explicit axes."""
     return _mlir.lower_with_sharding_in_types(ctx, x, aval)

@@ -72,9 +72,8 @@ def _contains_loop(jaxpr: Jaxpr) -> bool:
 
 def _is_plain(ctx: Any, jaxpr: Jaxpr) -> bool:
     """Whether a function can be lowered as a branch."""
-    # In shard_map a value's type says on which devices it differs, and both branches would have to agree on that.
-    is_plain = not jaxpr.effects and not any(getattr(getattr(a, "mat", None), "varying", ()) for a in ctx.avals_in)
-    is_plain = is_plain and all(map(_is_static, (*ctx.avals_in, *ctx.avals_out)))
+    # Collectives may be in it, such as those of a weight's cotangent in shard_map: all devices take the branch.
+    is_plain = not _jax.has_side_effects(jaxpr) and all(map(_is_static, (*ctx.avals_in, *ctx.avals_out)))
     return is_plain and any(map(_has_bits, ctx.avals_in))
 
 
