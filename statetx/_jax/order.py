@@ -31,9 +31,13 @@ def follow(y: Any, xs: Sequence[Any]) -> tuple[Any, list[Any]]:
     return y, xs
 
 
-def hold(x: Any, others: Sequence[Any]) -> Any:
-    """Return x, once the others are computed."""
-    return hold_primitive.bind(x, *(y for y in others if y is not x))
+def hold(x: Any, others: Sequence[Any], *, in_turns: bool = False) -> Any:
+    """Return x, once the others are computed.
+
+    Args:
+        in_turns: whether what begins with x shall also wait for what a program computes before; noted here, done elsewhere.
+    """
+    return hold_primitive.bind(x, *(y for y in others if y is not x), in_turns=in_turns)
 
 
 class Noted:
@@ -84,11 +88,17 @@ _ad.primitive_transposes[follow_primitive] = _follow_transpose
 _batching.primitive_batchers[follow_primitive] = lambda args, dims: (follow_primitive.bind(*args), dims)
 _mlir.register_lowering(follow_primitive, lambda ctx, *xs: list(xs))
 
-hold_primitive.def_impl(lambda x, *_: x)
-hold_primitive.def_abstract_eval(lambda x, *_: x)
-_ad.primitive_jvps[hold_primitive] = lambda primals, tangents: (hold_primitive.bind(*primals), tangents[0])
-_ad.primitive_transposes[hold_primitive] = lambda ct, x, *others: [ct, *(None for _ in others)]
-_batching.primitive_batchers[hold_primitive] = lambda args, dims: (hold_primitive.bind(*args), dims[0])
+hold_primitive.def_impl(lambda x, *_, **__: x)
+hold_primitive.def_abstract_eval(lambda x, *_, **__: x)
+_ad.primitive_jvps[hold_primitive] = lambda primals, tangents, **params: (
+    hold_primitive.bind(*primals, **params),
+    tangents[0],
+)
+_ad.primitive_transposes[hold_primitive] = lambda ct, x, *others, **_: [ct, *(None for _ in others)]
+_batching.primitive_batchers[hold_primitive] = lambda args, dims, **params: (
+    hold_primitive.bind(*args, **params),
+    dims[0],
+)
 
 
 def _note_transpose(ct: Any, _: Any, *, noted: Noted) -> list[Any]:

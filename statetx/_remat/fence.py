@@ -114,7 +114,7 @@ _jax.set_remat_lowering(_lower)
 _MAX_AWAITED = 64  # of the arrays that a value waits for: an entry of each is read
 
 
-def _lower_hold(ctx: Any, x: Any, *others: Any) -> list[Any]:
+def _lower_hold(ctx: Any, x: Any, *others: Any, **_: Any) -> list[Any]:
     """Lower a value that waits for others. XLA on CPUs ignores a barrier here, so it selects the value by an index that the others determine."""
     aval, *other_avals = ctx.avals_in
     is_one_cpu = _jax.platforms(ctx) == ("cpu",) and _jax.num_devices(ctx) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -48,6 +49,14 @@ class Region(NamedTuple):
     cotangent_bytes: int = 0
 
 
+class Waits(enum.Enum):
+    """What a gradient waits for before it begins."""
+
+    FOR_NOTHING = "nothing"
+    FOR_INPUTS = "inputs"  # until all that it reads is computed
+    FOR_GRADIENTS = "gradients"  # until the gradient before it is computed, too
+
+
 class Layout:
     """One way to cut a program.
 
@@ -90,13 +99,11 @@ class Layout:
         part = int(np.argmax(in_use))
         return part, int(sums[part])
 
-    def rewrite(self, options: Sequence[Option], *, waits: bool = False) -> Jaxpr:
-        """Apply an option to each part.
-
-        Args:
-            waits: whether it begins when all of its inputs are computed.
-        """
-        return rewrite(self.jaxpr, self.parts, options, self.order, last_input=self.first_read() if waits else None)
+    def rewrite(self, options: Sequence[Option], waits: Waits = Waits.FOR_NOTHING) -> Jaxpr:
+        """Apply an option to each part."""
+        last_input = None if waits is Waits.FOR_NOTHING else self.first_read()
+        in_turns = waits is Waits.FOR_GRADIENTS
+        return rewrite(self.jaxpr, self.parts, options, self.order, last_input=last_input, in_turns=in_turns)
 
     def first_read(self) -> int | None:
         """The smallest input, by number, of the first part with a backward pass; None if it has none."""
@@ -113,6 +120,7 @@ def rewrite(
     order: Sequence[Order] = (),
     *,
     last_input: int | None = None,
+    in_turns: bool = False,
 ) -> Jaxpr:
     """Apply an option to each part of a program.
 
@@ -120,6 +128,7 @@ def rewrite(
         order: of backward passes that do not depend on each other. The model takes them to run from the last part to the first; XLA
             may run them in turns (decision 41).
         last_input: the number of an input that waits for all others; None for no such order.
+        in_turns: whether this input also waits for the gradient before.
     """
     held = {o.first: (parts[o.second].outvars[o.output], [parts[o.first].invars[i] for i in o.inputs]) for o in order}
     parts, options = with_copies(jaxpr, parts, options)
@@ -134,7 +143,7 @@ def rewrite(
 
     def planned(*args: Any) -> list[Any]:
         if last_input is not None:
-            args = tuple(_jax.hold(x, args) if i == last_input else x for i, x in enumerate(args))
+            args = tuple(_jax.hold(x, args, in_turns=in_turns) if i == last_input else x for i, x in enumerate(args))
         return run(jaxpr, parts, replacements, args, held)
 
     avals = [v.aval for v in jaxpr.invars]
@@ -144,14 +153,14 @@ def rewrite(
 
 
 def as_planned(planned: Body) -> Callable:
-    """``(operands, *args) -> outputs`` of a rewritten function. If it begins with an input that waits, it waits for the gradient before, too."""
-    jaxpr = planned.jaxpr
-    held = [e.invars[0] for e in jaxpr.eqns if e.primitive is _jax.hold_primitive and e.invars[0] in jaxpr.invars]
+    """``(operands, *args) -> outputs`` of a rewritten function, which waits for the gradient before if `rewrite` was told so."""
+    held = [e.invars[0] for e in planned.jaxpr.eqns if e.primitive is _jax.hold_primitive and e.params["in_turns"]]
+    last_inputs = [i for i, v in enumerate(planned.jaxpr.invars) if v in held]
 
     def run(operands: Sequence[Any], *args: Any) -> list[Any]:
-        if not held or override.turns is None:
+        if not last_inputs or override.turns is None:
             return planned(operands, *args)
-        return override.turns.run(functools.partial(planned, ()), jaxpr.invars.index(held[0]), [*operands, *args])
+        return override.turns.run(functools.partial(planned, ()), last_inputs[0], [*operands, *args])
 
     return run
 

@@ -25,6 +25,7 @@ from ..residuals._trace import user_line
 from ._budget import STEP, Budget
 from ._candidate import Candidate
 from ._groups import Groups
+from ._layout import Waits
 from ._option import Option
 from ._parts import Flat, Order, Part, flatten
 from ._search import Search
@@ -166,7 +167,7 @@ def unplanned_fields(whole: Whole) -> dict[str, Any]:
     }
 
 
-def _program_fields(search: Search, candidate: Candidate, waits: bool) -> dict[str, Any]:
+def _program_fields(search: Search, candidate: Candidate, waits: Waits) -> dict[str, Any]:
     """How to rewrite one gradient."""
     layout = candidate.layout
     # Equal parts have equal decisions: each is stored once, and parts refer to it by number.
@@ -184,7 +185,8 @@ def _program_fields(search: Search, candidate: Candidate, waits: bool) -> dict[s
         "parts": numbers,
         "treatments": decisions,
         "order": [list(order) for order in layout.order],
-        "last_input": layout.first_read() if waits else None,
+        "last_input": None if waits is Waits.FOR_NOTHING else layout.first_read(),
+        "in_turns": waits is Waits.FOR_GRADIENTS,
         "equations": fingerprint(search.jaxpr),
     }
 

@@ -25,6 +25,7 @@ from ._baseline import ProgramOf
 from ._candidate import Candidate, predicted_bytes, with_gradient
 from ._capture import Captured, Fixed, Recorded
 from ._clock import TimeLeft
+from ._layout import Waits
 from ._search import Search
 from ._stored import Formats
 from .machine import cost_model
@@ -56,18 +57,18 @@ class Choice(NamedTuple):
     Attributes:
         candidates: one for each gradient.
         compiled: the costs of the program that the budget is for.
-        waits: whether each gradient begins when all that it reads and the gradient before are computed.
+        waits: what each gradient waits for.
     """
 
     candidates: tuple[Candidate, ...]
     compiled: Cost
-    waits: bool = False
+    waits: Waits = Waits.FOR_NOTHING
 
     @property
     def name(self) -> str:
         """Of the stock policy, or "no remat", if all gradients have the same as the user would write it; else "plan"."""
         names = {c.name for c in self.candidates}
-        return names.pop() if len(names) == 1 and not self.waits else "plan"
+        return names.pop() if len(names) == 1 and self.waits is Waits.FOR_NOTHING else "plan"
 
     @property
     def temp_bytes(self) -> int:
@@ -184,7 +185,7 @@ class Whole:
     def compile(self, choice: Choice, compiler_options: dict[str, Any] | None) -> Program:
         """The program of a choice, with other options for the compiler."""
         with self._contexts():
-            programs = [c.layout.rewrite(c.options, waits=choice.waits) for c in choice.candidates]
+            programs = [c.layout.rewrite(c.options, choice.waits) for c in choice.candidates]
             return self._program(programs, compiler_options)
 
     def _program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
@@ -260,7 +261,8 @@ class Several(Whole):
     def _start(self, options: Options, report: Callable[[str], None], compile_baseline: bool) -> list[Search]:
         del compile_baseline  # of a gradient alone it tells little
         self._lines = [g.lines for g in self.captured.gradients]
-        self._compiled: dict[tuple[int, ...], Choice] = {}
+        self._compiled: dict[tuple[Any, ...], Choice] = {}
+        self._order: Waits | None = None  # of planned gradients, once known
         self._report = report
         searches = []
         for gradient in self.captured.gradients:
@@ -291,8 +293,8 @@ class Several(Whole):
         tried: set[int] = set()
         for _ in range(_MAX_ROUNDS):
             choice, budget = self._within(int(limit)), temp_bytes()
-            if choice.temp_bytes > budget and not choice.waits:
-                choice = self._compile(choice.candidates, waits=True)  # an order alone may be enough
+            if choice.temp_bytes > budget and choice.waits is Waits.FOR_NOTHING:
+                choice = self._ordered(choice.candidates)  # an order alone may be enough
             if choice.temp_bytes <= budget:
                 if choice.added_cost <= 0 or choice.temp_bytes >= _FULL * budget:
                     break
@@ -315,24 +317,36 @@ class Several(Whole):
             if limit < 1:
                 break
         if self.best(temp_bytes()) is None and not self.is_late():
-            self._compile(
-                self.smallest().candidates, waits=False
-            )  # to wait copies a value, which may be the difference
+            candidates = self.smallest().candidates
+            for waits in Waits:  # to wait copies a value, which may be the difference
+                self._compile(candidates, waits)
         return self.best(temp_bytes())
 
     def _within(self, limit: int) -> Choice:
         """Compile the cheapest candidates within a limit together; the smallest of a gradient that has none."""
-        return self._compile(self._each(lambda search: search.fit(lambda: limit) or search.candidates.smallest()))
+        return self._compile_together(
+            self._each(lambda search: search.fit(lambda: limit) or search.candidates.smallest())
+        )
 
-    def _compile(self, candidates: Sequence[Candidate], *, waits: bool | None = None) -> Choice:
+    def _compile_together(self, candidates: Sequence[Candidate]) -> Choice:
         # Without an order XLA begins what a later gradient computes of the data beside an earlier gradient. The baseline and stock
         # policies are as the user would write them.
-        if waits is None:
-            waits = any(c.name == "plan" for c in candidates)
+        is_planned = any(c.name == "plan" for c in candidates)
+        return self._ordered(candidates) if is_planned else self._compile(candidates, Waits.FOR_NOTHING)
+
+    def _ordered(self, candidates: Sequence[Candidate]) -> Choice:
+        """Compile candidates with the order that took less memory for the first ones."""
+        # A gradient that reads results of the one before waits for these anyway, and to read the gradient itself may keep it in memory.
+        orders = [Waits.FOR_INPUTS, Waits.FOR_GRADIENTS] if self._order is None else [self._order]
+        choice = min((self._compile(candidates, waits) for waits in orders), key=lambda c: c.temp_bytes)
+        self._order = choice.waits
+        return choice
+
+    def _compile(self, candidates: Sequence[Candidate], waits: Waits) -> Choice:
         key = (waits, *map(id, candidates))  # searches hold their candidates
         if key not in self._compiled:
             self._report(f"compiling the step, plan {len(self._compiled) + 1}")
-            programs = [c.layout.rewrite(c.options, waits=waits) for c in candidates]
+            programs = [c.layout.rewrite(c.options, waits) for c in candidates]
             cost = self._program(programs, memory_analysis_options()).cost
             self._compiled[key] = Choice(tuple(candidates), cost, waits)
         return self._compiled[key]
@@ -350,7 +364,7 @@ class Several(Whole):
         # The same policy for all gradients.
         by_gradient = [{c.name: c for c in found} for found in self._each(lambda s: s.stock_candidates(temp_bytes))]
         names = [name for name in by_gradient[0] if all(name in by_name for by_name in by_gradient)]
-        choices = [self._compile([by_name[name] for by_name in by_gradient]) for name in names]
+        choices = [self._compile_together([by_name[name] for by_name in by_gradient]) for name in names]
         return [c for c in choices if c.temp_bytes <= temp_bytes]
 
     def smallest(self) -> Choice:
@@ -363,7 +377,7 @@ class Several(Whole):
 
     @functools.cached_property
     def _baseline(self) -> Choice:
-        return self._compile(self._each(lambda search: search.candidates.compile_baseline()))
+        return self._compile_together(self._each(lambda search: search.candidates.compile_baseline()))
 
     def has_baseline(self) -> bool:
         return any(choice.name == BASELINE for choice in self.choices())
@@ -379,14 +393,16 @@ class Several(Whole):
 
     def _besides(self, choice: Choice | None = None) -> float:
         """What the step takes besides its largest gradient, by the compiled choices other than this one."""
-        waits = choice is not None and choice.waits  # without an order, gradients may be in memory together
+        waits = (
+            Waits.FOR_NOTHING if choice is None else choice.waits
+        )  # without an order, gradients may be in memory together
         others = [c for c in self._compiled.values() if c is not choice]
-        alike = [c for c in others if c.waits == waits] or others
+        alike = [c for c in others if c.waits is waits] or others
         return min((c.temp_bytes - max(x.temp_bytes for x in c.candidates) for c in alike), default=0.0)
 
     def ends(self) -> tuple[int, int]:
         self._each(lambda search: search.ends())
-        self._compile(self._each(lambda search: search.candidates.smallest()))
+        self._compile_together(self._each(lambda search: search.candidates.smallest()))
         return self.smallest().temp_bytes, self._baseline.temp_bytes
 
     def fraction_of_baseline(self, fraction: float) -> int:

@@ -97,7 +97,7 @@ class Plan(Tabular, Rewriter):
         self.is_step: bool = fields["is_step"]
         self.compiler_options: dict[str, Any] = dict(fields.get("compiler_options", {}))
         self.allowed_options: dict[str, Any] | None = fields.get("allowed_options")
-        self.in_turns = any(program["last_input"] is not None for program in fields["programs"])
+        self.in_turns = any(program["in_turns"] for program in fields["programs"])
         variant = fields["inner"]
         self.inner = None if variant is None else InnerGradients(variant)
         self.num_equations = sum(len(program["equations"]) for program in fields["programs"])
@@ -209,7 +209,8 @@ class Plan(Tabular, Rewriter):
         if fields is None:
             return body
         # Parts with equal decisions share an option; the cache of `_layout.rewrite` gives them one function.
-        planned = Body(rewrite(*parts_of(program, fields), last_input=fields["last_input"]), [])
+        order = {"last_input": fields["last_input"], "in_turns": fields["in_turns"]}
+        planned = Body(rewrite(*parts_of(program, fields), **order), [])
         return as_planned(planned)
 
     def _find(self, lines: Sequence[str], name: str) -> dict[str, Any] | None:
