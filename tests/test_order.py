@@ -386,17 +386,18 @@ def test_order_alone_may_keep_the_budget():
     assert_same(jax.jit(plan.apply(together))(*args), together(*args))
 
 
-def test_smallest_choice_is_compiled_without_an_order_too():
-    """To wait copies an input, here a tenth of the memory."""
+def test_smallest_choice_is_compiled_with_each_order_and_without():
+    """To wait may copy an input: with jaxlib 0.10 a tenth of the memory here. With newer ones waiting for the inputs alone takes the most."""
     planner = statetx.planner.Planner(together, *(weights(4, 1), weights(5, 1), BATCH[:16]), of="temporaries")
     with pytest.raises(statetx.PlanError) as e:
         planner.plan(1)
     (whole,) = planner._wholes()
     of = {choice.waits: choice for choice in whole.choices() if choice.candidates == whole.smallest().candidates}
     assert set(of) == set(Waits)
-    assert e.value.smallest_bytes == of[Waits.FOR_NOTHING].temp_bytes < of[Waits.FOR_GRADIENTS].temp_bytes
+    sizes = {waits: choice.temp_bytes for waits, choice in of.items()}
+    assert e.value.smallest_bytes == min(sizes.values()) < max(sizes.values())
     for waits, choice in of.items():
-        assert whole.compile(choice, memory_analysis_options()).cost.temp_bytes == of[waits].temp_bytes
+        assert whole.compile(choice, memory_analysis_options()).cost.temp_bytes == sizes[waits]
 
 
 def accumulated(ws, x):
