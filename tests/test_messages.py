@@ -219,5 +219,5 @@ def test_a_plan_given_to_jax_checkpoint_says_what_to_use():
 
 
 def test_beginning_of_a_name_is_completed():
-    with pytest.raises(statetx.PlanError, match="Did you mean 'temporaries'?"):
+    with pytest.raises(statetx.PlanError, match=r"Did you mean 'temporaries'\?"):
         statetx.plan(lambda x: (x**2).sum(), jnp.ones(3), budget=100, of="temp")

@@ -317,7 +317,7 @@ def test_each_gradient_of_a_step_begins_when_its_inputs_are_computed(tmp_path):
         assert len(programs) == 2 and all(isinstance(p["last_input"], int) for p in programs)
         step = applied.apply(adversarial)
         # The second reads what the first has updated, and so need not wait for its gradient.
-        assert not applied.in_turns
+        assert not applied.is_sequential
         assert num_holds(step, *args) == 2 + sum(len(p["order"]) for p in programs)
         assert_same(jax.jit(step)(*args), jax.jit(adversarial)(*args))
 
@@ -356,7 +356,7 @@ def plan_together():
 
 
 def test_independent_gradients_run_one_after_the_other(plan_together, monkeypatch):
-    assert plan_together.extra_flops > 0 and plan_together.in_turns
+    assert plan_together.extra_flops > 0 and plan_together.is_sequential
     step = plan_together.apply(together)
     # The program of each begins when its inputs are computed, the second moreover when the first gradient is.
     assert num_holds(step, *PARAMS, BATCH) == 3
@@ -369,7 +369,7 @@ def test_independent_gradients_run_one_after_the_other(plan_together, monkeypatc
 @pytest.mark.parametrize("step", [together, of_parts, of_examples, pulled_back_later], ids=lambda f: f.__name__)
 def test_independent_gradients_keep_their_values(step):
     plan = statetx.plan(step, *PARAMS, BATCH, budget=0.6, of="temporaries")
-    assert plan.in_turns or plan.extra_flops > 0
+    assert plan.is_sequential or plan.extra_flops > 0
     expected = jax.jit(step)(*PARAMS, BATCH)
     with jax.checking_leaks():
         assert_same(jax.jit(plan.apply(step))(*PARAMS, BATCH), expected)
@@ -413,7 +413,7 @@ def test_gradients_of_one_function_run_one_after_the_other():
     args = PARAMS[0], BATCH
     plain = temp_bytes(accumulated, *args)
     plan = statetx.plan(accumulated, *args, budget=0.5, of="temporaries")
-    assert plan.in_turns and plan.extra_flops == 0 and len(plan._fields["programs"]) == 1
+    assert plan.is_sequential and plan.extra_flops == 0 and len(plan._fields["programs"]) == 1
     step = plan.apply(accumulated)
     assert num_holds(step, *args) == 4 + 3
     assert temp_bytes(step, *args) == plan.temp_bytes < 0.5 * plain

@@ -18,6 +18,7 @@ from mixed_syntax import source
 from random_mixed import check, check_seed, check_threads, reduce
 
 import statetx
+from helpers import undo_the_owner_only
 from statetx._jax import check_edits, marks
 from statetx._lift.outcome import Outcome
 from statetx._loops.rows import SlotMemory
@@ -58,10 +59,6 @@ def publish_all_but_one(self, leaves, *, live=True, publish=Outcome.publish):
     if num >= 0:
         self.effects, self.values = self.effects[:num], self.values[:num]
         publish(self, leaves, live=live)
-
-
-def undo_the_owner_only(self):
-    return [self.kind.set_owner(self.state, self.previous_owner)] if self.acquired else []
 
 
 BREAKAGES = {

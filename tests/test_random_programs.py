@@ -21,6 +21,7 @@ from laws import WORDS
 from random_programs import Binary, Block, Call, Const, Draw, Let, Local, Raise, Read, Unary, Write, check, programs
 
 import statetx
+from helpers import undo_the_owner_only
 from statetx._lift.outcome import Outcome
 from statetx._loops import checkpointed
 
@@ -127,10 +128,6 @@ def advance_nothing(self):
 
 def see_the_state_itself(self, values):
     return lambda state, kind, value: value
-
-
-def undo_the_owner_only(self):
-    return [self.kind.set_owner(self.state, self.previous_owner)] if self.acquired else []
 
 
 BREAKAGES = {

@@ -2,7 +2,7 @@
 
 A compiler may run them in turns, and then the values that each computes again are in memory together. ``y, xs = follow(y, xs)`` is the identity. In
 the backward pass the cotangent of y is held back until those of xs are computed, so that what computed y is reversed after what reads xs.
-``note(x, results)`` is the identity too, and puts the cotangent of x into a list, for what shall wait for a whole gradient.
+``note(x, noted)`` is the identity, too. It notes the cotangent of x, so that another computation can wait for a whole gradient.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def follow(y: Any, xs: Sequence[Any]) -> tuple[Any, list[Any]]:
     return y, xs
 
 
-def hold(x: Any, others: Sequence[Any], *, in_turns: bool = False) -> Any:
+def hold(x: Any, others: Sequence[Any], *, is_sequential: bool = False) -> Any:
     """Return x, once the others are computed.
 
     Args:
-        in_turns: whether what begins with x shall also wait for what a program computes before; noted here, done elsewhere.
+        is_sequential: whether what begins with x shall also wait for what a program computes before; noted here, done elsewhere.
     """
-    return hold_primitive.bind(x, *(y for y in others if y is not x), in_turns=in_turns)
+    return hold_primitive.bind(x, *(y for y in others if y is not x), is_sequential=is_sequential)
 
 
 class Noted:
@@ -107,16 +107,14 @@ def _note_transpose(ct: Any, _: Any, *, noted: Noted) -> list[Any]:
     return [ct]
 
 
-note_primitive.def_impl(lambda x, **_: x)
-note_primitive.def_abstract_eval(lambda x, **_: x)
-
-
 def _note_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, noted: Noted) -> tuple[Any, Any]:
     # In the tangents only, which are gone once the backward pass is traced.
     (x,), (t,) = primals, tangents
     return x, (t if type(t) is _Zero else note_primitive.bind(t, noted=noted))
 
 
+note_primitive.def_impl(lambda x, **_: x)
+note_primitive.def_abstract_eval(lambda x, **_: x)
 _ad.primitive_jvps[note_primitive] = _note_jvp
 _ad.primitive_transposes[note_primitive] = _note_transpose
 _batching.primitive_batchers[note_primitive] = lambda args, dims, **params: (

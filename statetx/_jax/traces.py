@@ -211,7 +211,7 @@ def is_of_current_trace(x: Any) -> bool:
 
 
 def is_usable_here(x: Any) -> bool:
-    """Whether `x` is a tracer that an operation may take as it is: of the current trace, or of one under it in the same program."""
+    """Whether operations accept the tracer `x`: one of the current trace, or of a trace below it in the same program."""
     for trace in _parents(_context.trace):
         if _tag(x._trace) is _tag(trace):
             return True

@@ -20,20 +20,20 @@ from .._lift.outcome import is_traced, pack
 from .._lift.stage import stage
 from .._lift.wrapper import name_of
 from .atoms import nothing
+from .gradient_order import GradientOrder
 from .override import override
 from .rewriter import Rewriter
-from .turns import Turns
 
 
 @contextlib.contextmanager
 def rewritten_by(rewriter: Rewriter) -> Iterator[None]:
     """Rewrite each function that is differentiated in reverse mode in this block and thread; those inside of one by `Rewriter.inner`."""
-    previous, override.turns = override.turns, Turns()
+    previous, override.gradient_order = override.gradient_order, GradientOrder()
     try:
         with override.rewrite_gradients(rewriter):
             yield
     finally:
-        override.turns = previous
+        override.gradient_order = previous
 
 
 def _replace(fun: Callable, has_aux: bool) -> Callable:

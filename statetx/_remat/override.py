@@ -15,10 +15,10 @@ from typing import Any
 
 from .. import _jax
 from .._jax import Jaxpr
+from .gradient_order import GradientOrder
 from .policy import Policy
 from .rewriter import Rewriter
 from .survey import NONE, Survey
-from .turns import Turns
 from .value import StateRef
 
 
@@ -50,7 +50,7 @@ class Override(threading.local):
         suppress_warnings: whether a policy may name values that do not occur, or change nothing, without a warning or error.
         visited_regions: the rematerialized functions called so far; None outside of an override.
         rewriter: rewrites each function that is differentiated in reverse mode; None to leave them.
-        turns: of the gradients that are rewritten; None outside of such a block.
+        gradient_order: of the gradients that are rewritten; None outside of such a block.
     """
 
     policy: Policy | Rewriter | None = None
@@ -58,7 +58,7 @@ class Override(threading.local):
     suppress_warnings: bool = False
     visited_regions: list[Region] | None = None
     rewriter: Rewriter | None = None
-    turns: Turns | None = None
+    gradient_order: GradientOrder | None = None
 
     @contextlib.contextmanager
     def _set(self, *settings: Any, key: Hashable) -> Iterator[None]:

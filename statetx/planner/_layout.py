@@ -102,8 +102,8 @@ class Layout:
     def rewrite(self, options: Sequence[Option], waits: Waits = Waits.FOR_NOTHING) -> Jaxpr:
         """Apply an option to each part."""
         last_input = None if waits is Waits.FOR_NOTHING else self.first_read()
-        in_turns = waits is Waits.FOR_GRADIENTS
-        return rewrite(self.jaxpr, self.parts, options, self.order, last_input=last_input, in_turns=in_turns)
+        is_sequential = waits is Waits.FOR_GRADIENTS
+        return rewrite(self.jaxpr, self.parts, options, self.order, last_input=last_input, is_sequential=is_sequential)
 
     def first_read(self) -> int | None:
         """The smallest input, by number, of the first part with a backward pass; None if it has none."""
@@ -120,7 +120,7 @@ def rewrite(
     order: Sequence[Order] = (),
     *,
     last_input: int | None = None,
-    in_turns: bool = False,
+    is_sequential: bool = False,
 ) -> Jaxpr:
     """Apply an option to each part of a program.
 
@@ -128,7 +128,7 @@ def rewrite(
         order: of backward passes that do not depend on each other. The model takes them to run from the last part to the first; XLA
             may run them in turns (decision 41).
         last_input: the number of an input that waits for all others; None for no such order.
-        in_turns: whether this input also waits for the gradient before.
+        is_sequential: whether this input also waits for the gradient before.
     """
     held = {o.first: (parts[o.second].outvars[o.output], [parts[o.first].invars[i] for i in o.inputs]) for o in order}
     parts, options = with_copies(jaxpr, parts, options)
@@ -143,7 +143,9 @@ def rewrite(
 
     def planned(*args: Any) -> list[Any]:
         if last_input is not None:
-            args = tuple(_jax.hold(x, args, in_turns=in_turns) if i == last_input else x for i, x in enumerate(args))
+            args = tuple(
+                _jax.hold(x, args, is_sequential=is_sequential) if i == last_input else x for i, x in enumerate(args)
+            )
         return run(jaxpr, parts, replacements, args, held)
 
     avals = [v.aval for v in jaxpr.invars]
@@ -154,13 +156,13 @@ def rewrite(
 
 def as_planned(planned: Body) -> Callable:
     """``(operands, *args) -> outputs`` of a rewritten function, which waits for the gradient before if `rewrite` was told so."""
-    held = [e.invars[0] for e in planned.jaxpr.eqns if e.primitive is _jax.hold_primitive and e.params["in_turns"]]
+    held = [e.invars[0] for e in planned.jaxpr.eqns if e.primitive is _jax.hold_primitive and e.params["is_sequential"]]
     last_inputs = [i for i, v in enumerate(planned.jaxpr.invars) if v in held]
 
     def run(operands: Sequence[Any], *args: Any) -> list[Any]:
-        if not last_inputs or override.turns is None:
+        if not last_inputs or override.gradient_order is None:
             return planned(operands, *args)
-        return override.turns.run(functools.partial(planned, ()), last_inputs[0], [*operands, *args])
+        return override.gradient_order.run(functools.partial(planned, ()), last_inputs[0], [*operands, *args])
 
     return run
 

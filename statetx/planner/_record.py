@@ -35,7 +35,7 @@ from ._values import values_of
 if TYPE_CHECKING:  # it takes the fingerprints of programs from here
     from ._whole import Choice, Options, Whole
 
-VERSION = 10
+VERSION = 11
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _program_fields(search: Search, candidate: Candidate, waits: Waits) -> dict[
         "treatments": decisions,
         "order": [list(order) for order in layout.order],
         "last_input": None if waits is Waits.FOR_NOTHING else layout.first_read(),
-        "in_turns": waits is Waits.FOR_GRADIENTS,
+        "is_sequential": waits is Waits.FOR_GRADIENTS,
         "equations": fingerprint(search.jaxpr),
     }
 

@@ -96,7 +96,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         lead = "Compared, under the same compiler options, with" if plan.compiler_options else "Compared with"
         predicted = " (~: predicted, not compiled)" if any("~" in text for text in others) else ""
         yield f"{lead}: {', '.join(others)}{predicted}."
-    if plan.in_turns:
+    if plan.is_sequential:
         yield "The gradients of the step are computed one after the other."
     if plan.inner is not None:
         yield f"Gradients inside of the loss: {plan.inner}."

@@ -393,9 +393,8 @@ class Several(Whole):
 
     def _besides(self, choice: Choice | None = None) -> float:
         """What the step takes besides its largest gradient, by the compiled choices other than this one."""
-        waits = (
-            Waits.FOR_NOTHING if choice is None else choice.waits
-        )  # without an order, gradients may be in memory together
+        # Without an order, gradients may be in memory together.
+        waits = Waits.FOR_NOTHING if choice is None else choice.waits
         others = [c for c in self._compiled.values() if c is not choice]
         alike = [c for c in others if c.waits is waits] or others
         return min((c.temp_bytes - max(x.temp_bytes for x in c.candidates) for c in alike), default=0.0)

@@ -61,7 +61,7 @@ class Plan(Tabular, Rewriter):
         compiler_options: of the compiler, for ``jax.jit(..., compiler_options=plan.compiler_options)``: without them the program may
             take more memory. Empty unless the plan was allowed to set some.
         allowed_options: those that the plan was allowed to set; None if it was not.
-        in_turns: whether the gradients of the step are computed one after the other.
+        is_sequential: whether the gradients of the step are computed one after the other.
         inner: how the blocks of functions are rematerialized whose gradients are taken inside of the loss; None if there are none.
     """
 
@@ -97,7 +97,7 @@ class Plan(Tabular, Rewriter):
         self.is_step: bool = fields["is_step"]
         self.compiler_options: dict[str, Any] = dict(fields.get("compiler_options", {}))
         self.allowed_options: dict[str, Any] | None = fields.get("allowed_options")
-        self.in_turns = any(program["in_turns"] for program in fields["programs"])
+        self.is_sequential = any(program["is_sequential"] for program in fields["programs"])
         variant = fields["inner"]
         self.inner = None if variant is None else InnerGradients(variant)
         self.num_equations = sum(len(program["equations"]) for program in fields["programs"])
@@ -209,7 +209,7 @@ class Plan(Tabular, Rewriter):
         if fields is None:
             return body
         # Parts with equal decisions share an option; the cache of `_layout.rewrite` gives them one function.
-        order = {"last_input": fields["last_input"], "in_turns": fields["in_turns"]}
+        order = {"last_input": fields["last_input"], "is_sequential": fields["is_sequential"]}
         planned = Body(rewrite(*parts_of(program, fields), **order), [])
         return as_planned(planned)
 

@@ -22,9 +22,8 @@ def install() -> None:
         if setting is None:
             return key_of_arguments(self, *args, compile_if_miss=compile_if_miss, **kwargs)
         if compile_if_miss:
-            self.make_jaxpr(
-                *args, **kwargs
-            )  # asks for the key, and traces the function unless it has been for this key
+            # It asks for the key, and traces the function unless that has been done for this key.
+            self.make_jaxpr(*args, **kwargs)
         key = key_of_arguments(self, *args, **kwargs)
         return key._replace(static_args=(key.static_args, setting))
 

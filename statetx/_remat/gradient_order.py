@@ -12,7 +12,7 @@ from typing import Any
 from .. import _jax
 
 
-class Turns:
+class GradientOrder:
     """The gradients that are taken in one block."""
 
     def __init__(self) -> None:
