@@ -283,6 +283,53 @@ def test_budget_inside_shard_map(check_vma):
     assert total(jax.jit(plan.apply(sharded)), WS, x) <= budget
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, statetx.remat], ids=["unmarked", "marked"])
+@pytest.mark.parametrize("shard_map", [jax.shard_map, statetx.shard_map])
+@pytest.mark.parametrize(
+    ("axis_type", "check_vma"), [(AxisType.Auto, True), (AxisType.Auto, False), (AxisType.Explicit, True)]
+)
+def test_budget_of_a_gradient_around_a_shard_map(axis_type, check_vma, shard_map, wrap):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,), devices=jax.devices()[:4])
+    block = wrap(lambda w, x: x + jnp.sin(jnp.tanh(jnp.sin(x @ w))))
+
+    def on_device(ws, x):
+        # An output without a cotangent comes first.
+        for w in ws:
+            x = block(w, x)
+        mean = jax.lax.pmean((x**2).mean(), "d")
+        return jax.lax.stop_gradient(2 * mean), mean
+
+    with jax.set_mesh(mesh):
+        loss = shard_map(on_device, mesh=mesh, in_specs=(P(), P("d")), out_specs=(P(), P()), check_vma=check_vma)
+
+        @jax.jit
+        def step(ws, x):
+            (value, twice), grads = jax.value_and_grad(lambda ws: loss(ws, x)[::-1], has_aux=True)(ws)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads), value, twice
+
+        ws = jax.device_put(WS, NamedSharding(mesh, P()))
+        x = jax.device_put(jnp.concatenate([X] * 4), NamedSharding(mesh, P("d")))
+        budget = int(0.85 * statetx.plan(step, ws, x, budget=1.0).unplanned_total_bytes)
+        plan = statetx.plan(step, ws, x, budget=budget)
+        assert 0 < plan.extra_flops < 0.34 and "region" in str(plan)
+        assert total(jax.jit(plan.apply(step)), ws, x) == plan.total_bytes <= budget
+        for out, planned in zip(
+            jax.tree.leaves(step(ws, x)), jax.tree.leaves(jax.jit(plan.apply(step))(ws, x)), strict=True
+        ):
+            np.testing.assert_allclose(planned, out, rtol=1e-5, atol=1e-6)
+            assert planned.sharding.is_equivalent_to(out.sharding, out.ndim)
+
+
+def test_plan_of_a_loss_leaves_a_shard_map():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    mapped = jax.shard_map(
+        lambda ws, x: jax.lax.pmean(loss(ws, x), "d"), mesh=mesh, in_specs=(P(), P("d")), out_specs=P()
+    )
+    x = jnp.concatenate([X] * 4)
+    plan = statetx.plan(mapped, WS, x, budget=1.0)
+    np.testing.assert_allclose(jax.grad(plan.apply(mapped))(WS, x)[0], jax.grad(mapped)(WS, x)[0], rtol=1e-6)
+
+
 # -- measured -------------------------------------------------------------------------------------------------------
 
 

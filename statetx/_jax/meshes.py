@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -131,6 +131,19 @@ def _run_varying(eqn: Any, operands: list[Any]) -> list[Any]:
         axes = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in operands)))
         operands = [as_varying(x, axes) for x in operands]
     return bind_equation(eqn, eqn.params, operands)
+
+
+def shard_mapped(eqn: Any, fun: Callable[..., list]) -> Callable[..., list]:
+    """The `jax.shard_map` of an equation, with another function of the shards."""
+    params = eqn.params
+    return jax.shard_map(
+        fun,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=list(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from ._inner import VARIANTS, InnerGradients, Seen
 from ._layout import as_planned
 from ._parts import flatten
 from ._record import fingerprint
+from ._sharded import of_device
 
 _NEGLIGIBLE = 0.01
 """A gradient is left unchanged if its values take less than this part of the largest one's: a rule of a library, a few scalars."""
@@ -90,6 +91,12 @@ class _Recorder(Rewriter):
         return run
 
 
+class _GradientRecorder(_Recorder):
+    """The same for functions that are differentiated: of one that consists of a shard_map, what runs on a device is recorded."""
+
+    rewrite = of_device(_Recorder.rewrite)
+
+
 class _Replace(Rewriter):
     """A policy that replaces functions by programs, which it finds by the fingerprints of the functions."""
 
@@ -103,6 +110,7 @@ class _Replace(Rewriter):
     def __hash__(self) -> int:
         return id(self)
 
+    @of_device
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         planned = self._bodies.get(tuple(fingerprint(flatten(body.jaxpr))))
         return body if planned is None else as_planned(planned)
@@ -257,7 +265,7 @@ def capture(
     nums = None if argnums is None else resolve_argnums(argnums, len(args), fun)[0]
 
     # One trace serves both cases: only during it does it show whether the function differentiates anything itself.
-    inner = _Recorder(of_inner)
+    inner = _GradientRecorder(of_inner)
     function = _record(fun, args, kwargs, inner if nums is None else None, of_inner)
     if inner.recorded:
         gradients, ignored = _distinct(inner.recorded)

@@ -16,6 +16,7 @@ from ._budget import Budget
 from ._capture import Captured, Recorded
 from ._clock import read_time_limit
 from ._record import fields_of, shown_fields
+from ._sharded import of_device
 from ._whole import Options, Whole
 from .machine import cost_model
 from .plan import Plan
@@ -57,6 +58,7 @@ class Fit(Rewriter):
         amount = self.budget.amount
         return f"fit:{amount if isinstance(amount, float) else format_bytes(amount).replace(' ', '')}"
 
+    @of_device
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         if self.budget is None:
             raise PolicyError(
