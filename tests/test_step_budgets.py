@@ -320,6 +320,23 @@ def test_budget_of_a_gradient_around_a_shard_map(axis_type, check_vma, shard_map
             assert planned.sharding.is_equivalent_to(out.sharding, out.ndim)
 
 
+def test_two_gradients_around_shard_maps():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    mapped = jax.shard_map(
+        lambda ws, x: jax.lax.pmean(loss(ws, x), "d"), mesh=mesh, in_specs=(P(), P("d")), out_specs=P()
+    )
+
+    @jax.jit
+    def step(ws, vs, x):
+        return jax.grad(mapped)(ws, x), jax.grad(lambda vs: 2 * mapped(vs, x))(vs)
+
+    args = WS, [w + 0.01 for w in WS], jnp.concatenate([X] * 4)
+    plan = statetx.plan(step, *args, budget=int(0.95 * total(step, *args)))
+    assert total(jax.jit(plan.apply(step)), *args) == plan.total_bytes <= plan.budget_bytes
+    for out, planned in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(plan.apply(step)(*args)), strict=True):
+        np.testing.assert_allclose(planned, out, rtol=1e-5, atol=1e-6)
+
+
 def test_plan_of_a_loss_leaves_a_shard_map():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     mapped = jax.shard_map(

@@ -94,7 +94,9 @@ class _Recorder(Rewriter):
 class _GradientRecorder(_Recorder):
     """The same for functions that are differentiated: of one that consists of a shard_map, what runs on a device is recorded."""
 
-    rewrite = of_device(_Recorder.rewrite)
+    @of_device
+    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+        return super().rewrite(body, name, num_out)
 
 
 class _Replace(Rewriter):

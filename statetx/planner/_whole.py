@@ -185,8 +185,14 @@ class Whole:
     def compile(self, choice: Choice, compiler_options: dict[str, Any] | None) -> Program:
         """The program of a choice, with other options for the compiler."""
         with self._contexts():
-            programs = [c.layout.rewrite(c.options, choice.waits) for c in choice.candidates]
-            return self._program(programs, compiler_options)
+            return self._program(self._rewritten(choice.candidates, choice.waits), compiler_options)
+
+    def _rewritten(self, candidates: Sequence[Candidate], waits: Waits) -> list[Jaxpr]:
+        programs = []
+        for gradient, candidate in zip(self.captured.gradients, candidates, strict=True):
+            with gradient.context.bind_axes():
+                programs.append(candidate.layout.rewrite(candidate.options, waits))
+        return programs
 
     def _program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
         return self._program_of(programs[0], self._with_own(compiler_options))
@@ -346,8 +352,7 @@ class Several(Whole):
         key = (waits, *map(id, candidates))  # searches hold their candidates
         if key not in self._compiled:
             self._report(f"compiling the step, plan {len(self._compiled) + 1}")
-            programs = [c.layout.rewrite(c.options, waits) for c in candidates]
-            cost = self._program(programs, memory_analysis_options()).cost
+            cost = self._program(self._rewritten(candidates, waits), memory_analysis_options()).cost
             self._compiled[key] = Choice(tuple(candidates), cost, waits)
         return self._compiled[key]
 
