@@ -117,6 +117,16 @@ def test_measured_outputs_are_those_of_the_jitted_step(holds_states):
     assert cost.output_bytes == jitted.output_size_in_bytes
 
 
+@pytest.mark.parametrize("jit", [jax.jit, statetx.jit], ids=["jax", "statetx"])
+def test_measured_step_counts_donated_arguments_once(jit):
+    step = jit(lambda w, x: (w - x @ x.T, x.sum()), donate_argnums=0)
+    w, x = jnp.ones((64, 64)), jnp.ones((64, 32))
+    cost, memory = statetx.measure(step, w, x, gradient=False), jax.jit(step, donate_argnums=0).lower(w, x).compile()
+    assert cost.alias_bytes == w.nbytes == memory.memory_analysis().alias_size_in_bytes
+    assert cost.fixed_bytes == cost.argument_bytes + cost.output_bytes - w.nbytes
+    assert statetx.measure(step, w, x).alias_bytes == 0
+
+
 def test_measured_gradient_returns_each_array_once():
     frozen, count = statetx.State(jnp.ones((64, 64), jnp.int32)), statetx.State(jnp.ones((64, 64)))
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from .. import _jax
+from .._jax import Jaxpr, Literal
 from .._tables import Cell, Column, Table
 from .._text import format_bytes, format_flops
 from .flops import count
@@ -147,6 +148,17 @@ class Program:
             temp_bytes=memory.temp_size_in_bytes,
             alias_bytes=memory.alias_size_in_bytes,
         )
+
+
+def donated_inputs(jaxpr: Jaxpr) -> tuple[int, ...]:
+    """The inputs that a jitted function, called by this program, donates."""
+    donated = {
+        v
+        for eqn in jaxpr.eqns
+        for v, flag in zip(eqn.invars, eqn.params.get("donated_invars", ()), strict=False)
+        if flag and not isinstance(v, Literal)
+    }
+    return tuple(i for i, v in enumerate(jaxpr.invars) if v in donated)
 
 
 def compile_together(programs: Sequence[Program]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _jax
-from .._equations.compiled import Program
+from .._equations.compiled import Program, donated_inputs
 from .._equations.structure import Body
 from .._errors import PlanError
 from .._jax import Jaxpr, Literal
@@ -304,17 +304,6 @@ def _distinct(recorded: Sequence[Recorded]) -> tuple[tuple[Recorded, ...], tuple
 def _value_bytes(recorded: Recorded) -> int:
     values = [v.aval for eqn in recorded.flat.eqns for v in eqn.outvars]
     return recorded.context.num_examples * sum(device_bytes(aval) for aval in values if hasattr(aval, "dtype"))
-
-
-def donated_inputs(jaxpr: Jaxpr) -> tuple[int, ...]:
-    """The inputs that a jitted function, called by this program, donates."""
-    donated = {
-        v
-        for eqn in jaxpr.eqns
-        for v, flag in zip(eqn.invars, eqn.params.get("donated_invars", ()), strict=False)
-        if flag and not isinstance(v, Literal)
-    }
-    return tuple(i for i, v in enumerate(jaxpr.invars) if v in donated)
 
 
 def _is_traced(x: Any) -> bool:

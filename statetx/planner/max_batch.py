@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from .. import _jax
-from .._equations.compiled import Program, memory_analysis_options
+from .._equations.compiled import Program, donated_inputs, memory_analysis_options
 from .._errors import CreatedStateError, PlanError
 from .._lift.batch import Batch, BatchArguments
 from .._lift.rules import Rules
@@ -25,7 +25,6 @@ from ..transforms.functionalize import functionalize
 from ..transforms.jit.api import jit
 from ..transforms.microbatch import RULES as MICROBATCH_RULES
 from ._budget import read_amount
-from ._capture import donated_inputs
 from ._largest import Search, largest
 
 _LIMIT = 2**24  # examples: a program that takes so many does not depend on their number

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _jax, _states
-from .._equations.compiled import Cost, Program
+from .._equations.compiled import Cost, Program, donated_inputs
 from .._equations.differentiate import with_pullback
 from .._tree import is_float, partition
 from ..transforms.functionalize import functionalize
@@ -29,7 +29,8 @@ def measure(
     are counted in its equations, including recomputation, without unused equations.
 
     Args:
-        fun: a function that may read and write states.
+        fun: a function that may read and write states. With ``gradient=False`` the arguments that a jitted one donates count once, as in
+            the budgets of `plan`.
         *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
         gradient: whether the program also computes the derivative of all float outputs with respect to every float
             argument and every float state. False for a training step, which differentiates inside.
@@ -53,7 +54,9 @@ def measure(
         True
     """
     program = (with_gradient if gradient else without_gradient)(fun, args, kwargs)
-    return Program(program.run, program.arrays, compiler_options).cost
+    # A gradient reads its inputs after the call that would donate them.
+    donated = () if gradient else donated_inputs(jax.make_jaxpr(program.run)(*program.arrays).jaxpr)
+    return Program(program.run, program.arrays, compiler_options, donated).cost
 
 
 class ArrayProgram(NamedTuple):
