@@ -280,3 +280,35 @@ def test_marked_program_is_searched_as_if_it_were_not_too():
     assert plain.lattice.unmarked_family is None
     _, cheap = searches(shifted_halves(statetx.remat), ws, x, 0.98)
     assert not any(cheap.lattice.unmarked_family.ends.issuperset(c.layout.cuts) for c in cheap.candidates)
+
+
+def chain(num, wrap=lambda layers: layers):
+    """The loss of layers of which the first has a smaller input, each three of them as one function."""
+    layers = wrap(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x))
+
+    def loss(ws, x):
+        for first in range(0, num, 3):
+            x = layers(ws[first : first + 3], x)
+        return (x**2).mean()
+
+    return loss, [0.1 * jnp.ones((8 if i == 0 else 64, 64)) for i in range(num)], jnp.ones((2048, 8))
+
+
+@pytest.mark.parametrize("num", [4, 10])
+def test_a_first_layer_unlike_the_others_is_merged_with_them(num):
+    """Both where a path goes region by region and where periods are composed."""
+    program = flat(*chain(num))
+    found = lattice(program, range(num))
+    layout = found.layout(range(0, 2 * num, 6))
+    options = [min(front.options, key=lambda o: o.total_bytes) for front in layout.fronts]
+    assert found.families[0].least_peak() <= layout.peak(options)
+    assert (0, 6) in found.regions
+
+
+@pytest.mark.parametrize("num", [5, 10])
+def test_unmarked_chains_reach_the_memory_of_segments_by_hand(num):
+    """Segments that save nothing: XLA holds their outputs twice where they are saved, too."""
+    by_hand, *args = chain(num, statetx.remat)
+    budget = statetx.measure(statetx.value_and_grad(by_hand), *args, gradient=False).temp_bytes
+    plan = statetx.plan(chain(num)[0], *args, argnums=0, of="temporaries", budget=int(1.02 * budget))
+    assert plan.temp_bytes <= 1.02 * budget

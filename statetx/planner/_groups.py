@@ -219,17 +219,13 @@ def _sampled(nested: Sequence[Option]) -> list[Option]:
     """For each set of saved values the levels that take the fewest bytes; of these, the best."""
     least: dict[Any, Option] = {}
     for o in nested:
-        if o.saved not in least or _total(o) < _total(least[o.saved]):
+        if o.saved not in least or o.total_bytes < least[o.saved].total_bytes:
             least[o.saved] = o
     front: list[Option] = []
-    for o in sorted(least.values(), key=lambda o: (o.cost, _total(o))):
-        if all(_total(o) < _total(p) for p in front):
+    for o in sorted(least.values(), key=lambda o: (o.cost, o.total_bytes)):
+        if all(o.total_bytes < p.total_bytes for p in front):
             front.append(o)
     return front[:_MAX_NESTED]
-
-
-def _total(option: Option) -> int:
-    return option.saved_bytes + option.backward_bytes
 
 
 def _neighbors(options: Sequence[Option]) -> Iterator[tuple[Option, Option]]:

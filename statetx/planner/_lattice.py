@@ -29,13 +29,14 @@ from ._cuts import MAX_PERIODS, Interval, Run, candidates, merged_periods
 from ._fronts import Front, front_of
 from ._layout import Layout, Region
 from ._parts import Flat, Order, Part, cotangent_variables, differentiated_variables
+from ._shorter import is_long
 from ._stored import Formats, formats_of_variables
 from ._values import Address
 
 _MIN_COMPOSED = 8  # periods of a run from which on they are composed: a path through fewer is followed region by region
 _COMPARED = (1.3, 1.5, 1.7, 2.0)  # limits at which families are compared, by the least memory
 _CLEARLY_CHEAPER = _CLEARLY_LESS = 0.95
-_STEP = 8  # composed periods of an arc; no merged region crosses its end, which errs towards more cost
+_STEP = 8  # composed periods of an arc, at least; no merged region crosses its end, which errs towards more cost
 
 
 class Lattice:
@@ -233,25 +234,23 @@ class Lattice:
 
         arcs: dict[int, list[Arc]] = {}
         seen: set[Interval] = set()
-        for groups, regions in sections:
+        for groups, regions, uneven in sections:
             composed: list[Interval] = []
             for group in groups:
                 if not group.is_composed:
                     continue
-                start, period, left = group.periods
+                start, period, _ = group.periods
                 composed.append((start, group.periods.boundaries[-1]))
                 inside = [r for r in group.inside if is_allowed(start + r[0], start + r[1])]
                 merged = {n: r for n, r in group.merged.items() if is_allowed(start, start + n * period)}
                 periods = Periods(period, inside, merged, is_uniform)
-                while left:
-                    number = min(_STEP, left)
-                    end = start + number * period
-                    arcs.setdefault(end, []).append((start, (periods, number)))
-                    start, left = end, left - number
+                for first, last in _composed(group.periods, {i for interval in uneven for i in interval}):
+                    arcs.setdefault(last, []).append((first, (periods, (last - first) // period)))
             for (start, end), region in regions.items():
                 # The arcs of composed periods stand for all regions within. A region of all periods is an arc beside them.
                 is_inside = any(a < end and start < b and not (start <= a and b <= end) for a, b in composed)
-                if not is_inside and (start, end) not in seen and is_allowed(start, end):
+                is_arc = not is_inside or (start, end) in uneven
+                if is_arc and (start, end) not in seen and is_allowed(start, end):
                     seen.add((start, end))
                     arcs.setdefault(end, []).append((start, region))
         layout = self.layout if region_of is None else functools.partial(self._layout_of_variants, region_of)
@@ -277,8 +276,13 @@ class Lattice:
             for interval in cutting.intervals:
                 if interval in self.regions:
                     add(*interval)
-            groups = [self._merged(g, regions, add) for run in cutting.runs for g in self._equal_periods(run, regions)]
-            sections.append(_Section(groups, regions))
+            groups: list[_Group] = []
+            uneven: set[Interval] = set()
+            for run in cutting.runs:
+                equal = self._equal_periods(run, regions)
+                groups += [self._merged(group, regions, add) for group in equal]
+                uneven |= {i for i in self._uneven(run, equal) if add(*i) is not None}
+            sections.append(_Section(groups, regions, uneven))
         return sections
 
     def _equal_periods(self, run: Run, all_regions: dict[Interval, Region]) -> list[Run]:
@@ -300,6 +304,16 @@ class Lattice:
                 groups.append(Run(run.start + k * run.period, run.period, 1))
         return [group for group in groups if group.count > 1]
 
+    def _uneven(self, run: Run, equal: Sequence[Run]) -> list[Interval]:
+        """The intervals of several periods that begin with a first one unlike the others, or end with such a last one."""
+        if not equal or is_long(self.program):
+            return []
+        first, last = equal[0].start > run.start, equal[-1].boundaries[-1] < run.boundaries[-1]
+        numbers = range(2, min(MAX_PERIODS, run.count) + 1)
+        found = [merged_periods(run, 0, n) for n in numbers if first]
+        found += [merged_periods(run, run.count - n, n) for n in numbers if last]
+        return [i for i in found if i is not None and not self._front_options[3]()]
+
     def _merged(self, group: Run, regions: Mapping[Interval, Region], region_of: _RegionOf) -> _Group:
         """Add regions of several periods.
 
@@ -317,6 +331,22 @@ class Lattice:
             if found[0] is not None:
                 merged[number] = found[0]
         return _Group(group, inside, merged, is_composed)
+
+
+def _composed(periods: Run, ends: Set[int]) -> list[Interval]:
+    """The intervals of arcs of composed periods: one after the other, the first and the last also from and to some equations within."""
+    number = max(1, periods.count // _STEP)
+    counts = [periods.count * k // number for k in range(number + 1)]
+    intervals = itertools.pairwise(periods.start + count * periods.period for count in counts)
+    start, stop = periods.start, periods.boundaries[-1]
+    within = [b for b in periods.boundaries[1:-1] if b in ends]
+    return [
+        (a, b)
+        for first, last in intervals
+        for a in ([first, *within] if first == start else [first])
+        for b in ([last, *within] if last == stop else [last])
+        if first <= a < b <= last
+    ]
 
 
 def _numbers(region: Region) -> tuple[int, int, int]:
@@ -357,10 +387,15 @@ class _Group(NamedTuple):
 
 
 class _Section(NamedTuple):
-    """A cutting, with the regions of its intervals."""
+    """A cutting, with the regions of its intervals.
+
+    Attributes:
+        uneven: intervals of several periods of which the first or the last is unlike the others.
+    """
 
     groups: list[_Group]
     regions: dict[Interval, Region]
+    uneven: set[Interval]
 
 
 class _Lifetimes:

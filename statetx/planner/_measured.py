@@ -45,7 +45,7 @@ def _measure_peak_part(layout: Layout, options: Sequence[Option], limit: float, 
     """Measure all options of the peak's part that fit a limit there. Returns whether anything was new."""
     part, saved_bytes = layout.peak_part(options)
     front, spare = layout.fronts[part], limit - layout.base[part] - saved_bytes
-    fitting = [o for o in front.options if o.saved_bytes + o.backward_bytes <= spare]
+    fitting = [o for o in front.options if o.total_bytes <= spare]
     return _measure([(front, option) for option in fitting], is_late)
 
 

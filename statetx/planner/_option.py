@@ -43,6 +43,11 @@ class Option(NamedTuple):
         return self.saved, self.offloaded, self.loop, self.copies, self.stored, self.inputs, self.fenced
 
     @property
+    def total_bytes(self) -> int:
+        """What its backward pass has in use."""
+        return self.saved_bytes + self.backward_bytes
+
+    @property
     def saving(self) -> tuple[Any, ...]:
         """What is saved and how: the backward bytes of a region, or of a step of a loop, depend on this alone."""
         return self.saved, self.offloaded, self.stored, self.inputs

@@ -17,10 +17,11 @@ from ._analysis import EquationCost
 from ._baseline import Baseline, ProgramOf
 from ._bracket import Bracket, Proposal
 from ._candidate import Candidate, Candidates, predicted_bytes, with_gradient
-from ._choice import Family, cost_of, kind_of
+from ._choice import HOLDS, Family, cost_of, kind_of
 from ._clock import TimeLeft
 from ._groups import Groups
 from ._lattice import Lattice
+from ._layout import Layout
 from ._measured import cheapest_choice, lowest_peak_choice, measure_parts
 from ._parts import Flat, flatten
 from ._shorter import is_long
@@ -163,6 +164,8 @@ class Search:
                 least = lowest_peak_choice(family, self.is_late)
                 if least is not None:
                     self.candidates.measure(*least)
+                    if family.kind == HOLDS:
+                        self._try_saving_nothing(least[0], budget)
         self._try_stock(budget)
         if not self.candidates:  # the time was up at once
             self._measure_any()
@@ -217,6 +220,14 @@ class Search:
             if choice is None:
                 return
             self.candidates.measure(*choice)
+
+    def _try_saving_nothing(self, layout: Layout, budget: int) -> None:
+        """XLA may hold a value twice that a region both saves and outputs, which the model counts once."""
+        if self.is_late() or not self._may_find(budget):
+            return
+        nothing = STOCK.index("nothing")
+        options = [front.baseline if front.is_free else front.stock[nothing] for front in layout.fronts]
+        self.candidates.measure(layout, options)
 
     def _may_find(self, budget: int) -> bool:
         """Whether the budget is missed so far, but not by far."""
