@@ -24,7 +24,7 @@ class Part:
         jaxpr: the equations as a function; for a loop, one step.
         invars, outvars: the program's variables that the part reads, and those that it defines for later parts.
         eqn: the scan of a loop, else None.
-        original_jaxpr: for a function that the user rematerialized, its jaxpr with inner jits; else `jaxpr`.
+        original_jaxpr: for a function that the user rematerialized, its jaxpr as written, with inner calls; else `jaxpr`.
         key: equal for parts of equal structure.
     """
 
@@ -137,7 +137,9 @@ class Flat:
             and len(set(outs)) == len(outs)
         ):
             variables, original = _bind_literals(_jax.open_jaxpr(eqn.params["jaxpr"])[0], operands)
-            self.blocks[start, end] = Part("region", _without_jits(original), variables, outs, original_jaxpr=original)
+            # Functions rematerialized inside of it are inlined, too: the plan decides what the whole keeps.
+            jaxpr = inline(original, calls=_CALLS, deep=False)
+            self.blocks[start, end] = Part("region", jaxpr, variables, outs, original_jaxpr=original)
 
     def __len__(self) -> int:
         return len(self.jaxpr.eqns)

@@ -35,7 +35,7 @@ from ._values import values_of
 if TYPE_CHECKING:  # it takes the fingerprints of programs from here
     from ._whole import Choice, Options, Whole
 
-VERSION = 11
+VERSION = 12
 
 
 @dataclasses.dataclass(frozen=True)

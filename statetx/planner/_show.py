@@ -104,7 +104,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         unchanged = "It fits unchanged."
         if plan.extra_flops > 0:  # of what plans leave
             unchanged = (
-                "It fits without the rematerialized functions. Those inside of them, of branches and of loops stay."
+                "It fits without the rematerialized functions. Those inside of branches and of inner loops stay."
             )
         yield f"This is the stock policy {plan.stock!r}." if plan.stock != BASELINE else unchanged
     yield from _options_note(plan)
