@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ def bind_scan(
     return scan_p.bind(*constants, *carry, *xs, jaxpr=jaxpr, length=length, reverse=reverse, unroll=1, **counts)
 
 
+_REVERSAL = str(Path(__file__).parents[1] / "_loops" / "reversal.py")
 _transpose_while = _ad.primitive_transposes[while_p]
 
 
@@ -45,6 +47,13 @@ def _refuse_to_transpose(*args: Any, **params: Any) -> Any:
         return _transpose_while(*args, **params)
     except ValueError as e:
         info = getattr(open_jaxpr(params["body_jaxpr"])[0], "debug_info", None)
+        if info is not None and _REVERSAL in info.func_src_info:
+            raise ValueError(
+                "The gradient of a statetx.while_loop with checkpoint= cannot be differentiated again in reverse mode: its own loops end when "
+                "their steps are done.\n"
+                "Fix: take the outer derivative in forward mode, as jax.hessian(f) and jax.jvp(jax.grad(f), ...) do; or use statetx.scan with "
+                "the largest number of steps as its length, whose gradient can be differentiated in both modes."
+            ) from None
         name = "fori_loop" if info is not None and info.traced_for == "fori_loop" else "while_loop"
         place = f"{name}({info.func_src_info})" if info is not None else name
         bounds = "give Python integers as bounds, or " if name == "fori_loop" else ""
@@ -57,7 +66,7 @@ def _refuse_to_transpose(*args: Any, **params: Any) -> Any:
 _ad.primitive_transposes[while_p] = _refuse_to_transpose
 patches.note(
     "the error for `jax.lax.while_loop` in reverse mode",
-    "JAX's message advises a loop of known length. To it is added which loop it is, and that `statetx.while_loop` has `checkpoint=`.",
+    "JAX's message advises a loop of known length. To it is added which loop it is, and that `statetx.while_loop` has `checkpoint=`. A second gradient of the latter has a message of its own.",
 )
 
 
