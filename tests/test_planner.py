@@ -945,7 +945,7 @@ def test_loss_that_differentiates():
 )
 def test_planned_functions_are_transformed(transform):
     fun = lambda x: loss([w[:4, :4] for w in WS], x.reshape(-1, 4))  # noqa: E731
-    x = jnp.linspace(-1, 1, 24).reshape(3, 8)
+    x = jnp.linspace(-1, 1, 96).reshape(3, 32)
     planner = Planner(fun, x, of="temporaries")
     plan = planner.plan(planner.ends()[0])
     assert plan.stock != "no remat" and "remat" in str(jax.make_jaxpr(jax.grad(plan.apply(fun)))(x))

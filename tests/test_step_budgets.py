@@ -102,6 +102,26 @@ def test_planned_jitted_step_has_the_stages_of_jit(jit):
     assert jax.tree.map(jnp.shape, planned.eval_shape(*ARGS)) == jax.tree.map(jnp.shape, jitted.eval_shape(*ARGS))
 
 
+def test_arrays_that_the_step_closes_over_are_constants():
+    closed_over = jnp.arange(256)[::-1]
+
+    def message_loss(ws, x):
+        for w in ws:
+            x = x + jnp.tanh(x[closed_over] @ w)  # XLA wraps negative indices when it compiles
+        return (x**2).mean()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def message_step(ws, x):
+        value, grads = jax.value_and_grad(message_loss)(ws, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads), value
+
+    for fun, of_gradient in ((message_step, message_step), (message_loss, jax.jit(jax.value_and_grad(message_loss)))):
+        plan = statetx.plan(fun, WS, X, argnums=None if fun is message_step else 0, budget="1GiB")
+        arguments, outputs, aliased, temporaries = parts(of_gradient, WS, X)
+        assert (plan.argument_bytes, plan.output_bytes, plan.alias_bytes) == (arguments, outputs, aliased)
+        assert plan.temp_bytes == temporaries
+
+
 @pytest.mark.parametrize(
     "donate", [pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="donated")]
 )

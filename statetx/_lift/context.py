@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -84,10 +86,15 @@ class TraceContext:
         avals: Sequence[Any],
         options: dict[str, Any] | None = None,
         donated: Sequence[int] = (),
+        constants: Mapping[int, Any] = MappingProxyType({}),
     ) -> Program:
         """Trace ``fun(*arrays) -> tree of arrays`` for inputs of these types in this context.
 
-        Inputs without an entry in `maps` are mapped. `donated` are the positions of donated inputs; none inside a shard_map.
+        Inputs without an entry in `maps` are mapped.
+
+        Args:
+            donated: positions of donated inputs; none inside a shard_map.
+            constants: by position, the values of inputs that the program closes over. In a shard_map they stay inputs.
         """
         shapes: list[tuple[int, ...]] = [a.shape for a in avals]
         specs = [_explicit_spec(a) for a in avals]
@@ -107,6 +114,15 @@ class TraceContext:
             if spec is not None:
                 sharding = NamedSharding(_jax.concrete_mesh(aval.sharding.mesh), PartitionSpec(*spec))
             types.append(_type(aval, shape, sharding))
+        num, mapped, is_input = len(avals), fun, [i not in constants for i in range(len(avals))]
+
+        def with_constants(*arrays: Any) -> Any:
+            rest = iter(arrays)
+            return mapped(*(next(rest) if is_input[i] else constants[i] for i in range(num)))
+
+        fun = with_constants if constants else fun
+        types = list(itertools.compress(types, is_input))
+        donated = [sum(is_input[:i]) for i in donated]
         with _jax.eval_context():
             return Program(fun, types, options, donated)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -196,8 +197,9 @@ def with_gradient(
     context: TraceContext,
     jaxpr: Jaxpr,
     compiler_options: dict[str, Any] | None,
+    constants: Mapping[int, Any] = MappingProxyType({}),
 ) -> Program:
-    """A program without constants, with the gradient of its first `num_out` outputs with respect to these inputs."""
+    """A program with the gradient of its first `num_out` outputs with respect to these inputs. `constants` are as in `Recorded`."""
 
     def run(*inputs: Any) -> tuple[list[Any], list[Any]]:
         all_outs = _jax.evaluate(jaxpr, (), inputs)
@@ -206,4 +208,5 @@ def with_gradient(
         # Outputs without a derivative and new states stay outputs, as in the user's program, so they are not temporary.
         return [jnp.asarray(x) for x in outs if is_float(x)], [*(x for x in outs if not is_float(x)), *new_states]
 
-    return context.program(with_pullback(run, diff_indices), [v.aval for v in jaxpr.invars], compiler_options)
+    avals = [v.aval for v in jaxpr.invars]
+    return context.program(with_pullback(run, diff_indices), avals, compiler_options, constants=constants)

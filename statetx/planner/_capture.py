@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from .._equations.compiled import Program, donated_inputs
 from .._equations.structure import Body
 from .._errors import PlanError
 from .._jax import Jaxpr, Literal
-from .._lift.context import TraceContext, device_bytes
+from .._lift.context import TraceContext, device_bytes, sharding_of
 from .._lift.targets import resolve_argnums
 from .._lift.wrapper import name_of
 from .._remat.gradients import rewritten_by
@@ -32,6 +32,8 @@ from ._sharded import of_device
 _NEGLIGIBLE = 0.01
 """A gradient is left unchanged if its values take less than this part of the largest one's: a rule of a library, a few scalars."""
 
+_EMBEDDED = 2**20  # bytes of a constant, at most
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recorded:
@@ -42,6 +44,8 @@ class Recorded:
         diff_indices: the inputs under differentiation.
         traced_floats: the float inputs that are traced, not constants.
         context: the transforms and shardings that it runs under.
+        constants: by number, the small arrays among the inputs that the function closes over. The compiled function has their values, and
+            XLA computes what follows from them alone.
     """
 
     jaxpr: Jaxpr
@@ -49,6 +53,7 @@ class Recorded:
     diff_indices: list[int]
     traced_floats: list[int]
     context: TraceContext
+    constants: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def flat(self) -> Jaxpr:
@@ -83,9 +88,9 @@ class _Recorder(Rewriter):
             floats = [(i, x) for i, x in enumerate((*operands, *args)) if is_float(x)]
             diff_indices = [i for i, x in floats if _jax.is_differentiated(x)]
             traced_floats = [i for i, x in floats if isinstance(x, _jax.Tracer)]
-            self.recorded.append(
-                Recorded(body.jaxpr, num_out, diff_indices, traced_floats, TraceContext.of([*operands, *args]))
-            )
+            constants = {i: x for i, x in enumerate(operands) if _is_embedded(x)}
+            context = TraceContext.of([*operands, *args])
+            self.recorded.append(Recorded(body.jaxpr, num_out, diff_indices, traced_floats, context, constants))
             return body(operands, *args)
 
         return run
@@ -168,7 +173,7 @@ class Step:
     def _compiled(self, recorded: Recorded, compiler_options: dict[str, Any] | None) -> Program:
         avals = [v.aval for v in recorded.jaxpr.invars]
         run = lambda *inputs: _jax.evaluate(recorded.jaxpr, (), inputs)  # noqa: E731
-        return recorded.context.program(run, avals, compiler_options, self.donated)
+        return recorded.context.program(run, avals, compiler_options, self.donated, recorded.constants)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,16 +197,14 @@ class Captured:
     @functools.cached_property
     def fixed(self) -> Fixed:
         """The bytes of arguments and outputs, by their types: an estimate, which the compiled program corrects."""
-        if self.step is not None:
-            jaxpr, context = self.step.program.jaxpr, self.step.program.context
-            outputs = [v.aval for v in jaxpr.outvars]
-        else:
-            loss = self.gradients[0]
-            jaxpr, context = loss.jaxpr, loss.context
-            outputs = [v.aval for v in (*jaxpr.outvars, *(jaxpr.invars[i] for i in loss.diff_indices))]
+        program = self.gradients[0] if self.step is None else self.step.program
+        differentiated = program.diff_indices if self.step is None else ()
+        jaxpr, context = program.jaxpr, program.context
+        outputs = [v.aval for v in (*jaxpr.outvars, *(jaxpr.invars[i] for i in differentiated))]
         used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)} | {
             v for v in jaxpr.outvars if not isinstance(v, Literal)
         }
+        used -= {jaxpr.invars[i] for i in program.constants}
 
         # On automatic axes only the shardings of inputs are known: outputs of the type of an input count as sharded like it.
         shardings = [*context.shardings, *[None] * (len(jaxpr.invars) - len(context.shardings))]
@@ -309,6 +312,11 @@ def _value_bytes(recorded: Recorded) -> int:
 def _is_traced(x: Any) -> bool:
     """Whether `remat` traces an argument."""
     return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _is_embedded(x: Any) -> bool:
+    """Whether a value is a small array of one device, which a compiled program has inside. Larger ones count as arguments: they take memory."""
+    return is_array(x) and not isinstance(x, _jax.Tracer) and num_bytes(x) <= _EMBEDDED and sharding_of(x) is None
 
 
 def _record(

@@ -258,7 +258,8 @@ class Whole:
 
 def _gradient_of(recorded: Recorded) -> Callable[[Jaxpr, dict[str, Any] | None], Program]:
     """Compile a gradient on its own."""
-    return functools.partial(with_gradient, recorded.diff_indices, recorded.num_out, recorded.context)
+    fixed = recorded.diff_indices, recorded.num_out, recorded.context
+    return functools.partial(with_gradient, *fixed, constants=recorded.constants)
 
 
 class Several(Whole):
