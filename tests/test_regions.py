@@ -15,7 +15,8 @@ from statetx._equations.flops import flops
 from statetx._equations.structure import Body
 from statetx._lift.context import TraceContext
 from statetx._remat.stored import BITS
-from statetx.planner import Planner, _cuts, _parts
+from statetx.planner import Planner, _cuts, _lattice, _parts
+from statetx.planner._choice import cost_of
 from statetx.planner._lattice import Lattice
 
 X = jnp.ones((256, 64))
@@ -312,3 +313,17 @@ def test_unmarked_chains_reach_the_memory_of_segments_by_hand(num):
     budget = statetx.measure(statetx.value_and_grad(by_hand), *args, gradient=False).temp_bytes
     plan = statetx.plan(chain(num)[0], *args, argnums=0, of="temporaries", budget=int(1.02 * budget))
     assert plan.temp_bytes <= 1.02 * budget
+
+
+def test_composed_periods_cost_little_more_than_paths_region_by_region(monkeypatch):
+    def deep(ws, x):
+        return (functools.reduce(lambda x, w: jax.nn.gelu(x @ w), ws, x) ** 2).mean()
+
+    program, num = flat(deep, [jnp.ones((64, 64))] * 40, jnp.ones((256, 64))), 40
+    composed = lattice(program, range(num)).families[0]
+    monkeypatch.setattr(_lattice, "_MIN_COMPOSED", num + 1)
+    exact = lattice(program, range(num)).families[0]
+    least = composed.least_peak()
+    assert least <= 1.02 * exact.least_peak()
+    for factor in (1.05, 1.1, 1.2, 1.5, 2.0, 3.0):
+        assert cost_of(composed.choose(factor * least)) <= 1.02 * cost_of(exact.choose(factor * least))

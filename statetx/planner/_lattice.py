@@ -334,19 +334,24 @@ class Lattice:
 
 
 def _composed(periods: Run, ends: Set[int]) -> list[Interval]:
-    """The intervals of arcs of composed periods: one after the other, the first and the last also from and to some equations within."""
+    """The intervals of arcs of composed periods, in equal steps and in steps of nearly equal numbers.
+
+    They follow each other; the first and the last also begin and end at some equations within.
+    """
     number = max(1, periods.count // _STEP)
-    counts = [periods.count * k // number for k in range(number + 1)]
-    intervals = itertools.pairwise(periods.start + count * periods.period for count in counts)
+    steps = [*range(0, periods.count, _STEP), periods.count]
+    balanced = [periods.count * k // number for k in range(number + 1)]
     start, stop = periods.start, periods.boundaries[-1]
     within = [b for b in periods.boundaries[1:-1] if b in ends]
-    return [
+    intervals = [
         (a, b)
-        for first, last in intervals
+        for counts in (steps, balanced)
+        for first, last in itertools.pairwise(start + count * periods.period for count in counts)
         for a in ([first, *within] if first == start else [first])
         for b in ([last, *within] if last == stop else [last])
         if first <= a < b <= last
     ]
+    return list(dict.fromkeys(intervals))
 
 
 def _numbers(region: Region) -> tuple[int, int, int]:
