@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -29,6 +30,11 @@ def kind_of(options: Sequence[Option]) -> str:
 
 def cost_of(choice: Choice) -> float:
     return sum(option.cost for option in choice[1])
+
+
+def with_inputs_first(options: Sequence[Option]) -> list[Option]:
+    """The same decisions, where regions take the inputs of the program before other inputs."""
+    return [o if o.saved is None or o.loop is not None else o._replace(inputs_first=True) for o in options]
 
 
 class Family:
@@ -86,6 +92,11 @@ class Family:
                             row.append((start, table))
                 self._tables.append((end, row))
         return self._tables
+
+    @functools.cached_property
+    def inputs_first(self) -> Family:
+        """The same choices, with the inputs of the program before other inputs of each region."""
+        return _InputsFirst(self)
 
     def has_path(self) -> bool:
         """Whether a path leads from the first equation to the last."""
@@ -190,6 +201,23 @@ def _front(bytes: np.ndarray, costs: np.ndarray) -> np.ndarray:
 def _paths_of(region: Region, is_uniform: bool = False) -> Paths:
     options = region.front.uniform_options if is_uniform else region.front.options
     return Paths.of_options(options, region.out_bytes, region.cotangent_bytes)
+
+
+class _InputsFirst(Family):
+    """The choices of another family, whose regions take the inputs of the program before other inputs."""
+
+    def __init__(self, family: Family):
+        self._family = family
+        self.kind, self.ends, self.is_uniform = family.kind, family.ends, family.is_uniform
+
+    def least_peak(self) -> int:
+        return self._family.least_peak()
+
+    def choose(self, limit: float) -> Choice | None:
+        choice = self._family.choose(limit)
+        if choice is None:
+            return None
+        return choice[0], with_inputs_first(choice[1])
 
 
 class Periods:

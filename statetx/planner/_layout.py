@@ -132,6 +132,7 @@ def rewrite(
     """
     held = {o.first: (parts[o.second].outvars[o.output], [parts[o.first].invars[i] for i in o.inputs]) for o in order}
     parts, options = with_copies(jaxpr, parts, options)
+    parts, options = _with_inputs_first(jaxpr, parts, options)
     # Equal parts with equal decisions share one function, so that JAX traces and differentiates it once.
     cache: dict[Any, Callable | None] = {}
     replacements = []
@@ -180,6 +181,21 @@ def marks_of(option: Option, *, is_ordered: bool = False) -> dict[tuple[int, ...
         if a in option.offloaded:
             marks[a] = offload
     return labels_of(marks)
+
+
+def _with_inputs_first(
+    jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]
+) -> tuple[list[Part], list[Option]]:
+    """Where options say so, let regions take the program's inputs before what it computes: XLA's schedule depends on it."""
+    inputs, new_parts, new_options = set(jaxpr.invars), [], []
+    for part, option in zip(parts, options, strict=True):
+        if option.inputs_first:
+            order = sorted(range(len(part.invars)), key=lambda i: part.invars[i] not in inputs)
+            part = part.reordered(order)
+            option = option._replace(inputs=tuple((order.index(i), format) for i, format in option.inputs))
+        new_parts.append(part)
+        new_options.append(option)
+    return new_parts, new_options
 
 
 def _region(part: Part, option: Option) -> Callable | None:

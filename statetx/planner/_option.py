@@ -24,6 +24,7 @@ class Option(NamedTuple):
         stored: those of `saved` that are stored in fewer bits, with their formats.
         inputs: the inputs that are stored in fewer bits, by index, with their formats.
         fenced: whether the backward pass of a loop is kept from starting early (`_remat.fence`).
+        inputs_first: whether the function of a region takes the program's inputs before what the program computes.
     """
 
     saved: frozenset[Address] | None
@@ -36,11 +37,21 @@ class Option(NamedTuple):
     stored: frozenset[tuple[Address, StoredType]] = frozenset()
     inputs: tuple[tuple[int, StoredType], ...] = ()
     fenced: bool = False
+    inputs_first: bool = False
 
     @property
     def decision(self) -> tuple[Any, ...]:
         """What is done, without bytes and cost."""
-        return self.saved, self.offloaded, self.loop, self.copies, self.stored, self.inputs, self.fenced
+        return (
+            self.saved,
+            self.offloaded,
+            self.loop,
+            self.copies,
+            self.stored,
+            self.inputs,
+            self.fenced,
+            self.inputs_first,
+        )
 
     @property
     def total_bytes(self) -> int:

@@ -54,6 +54,16 @@ class Part:
             return _jax.bind_equation(self.eqn, self.eqn.params, args)
         return _jax.evaluate(self.jaxpr, (), args)
 
+    def reordered(self, order: Sequence[int]) -> Part:
+        """The same region with its inputs in another order, given by their numbers."""
+
+        def reorder(jaxpr: Jaxpr) -> Jaxpr:
+            return _jax.rebuild(jaxpr, invars=[jaxpr.invars[i] for i in order], outvars=jaxpr.outvars, eqns=jaxpr.eqns)
+
+        jaxpr = reorder(self.jaxpr)
+        original = jaxpr if self.original_jaxpr is self.jaxpr else reorder(self.original_jaxpr)
+        return Part("region", jaxpr, [self.invars[i] for i in order], self.outvars, original_jaxpr=original)
+
     def __repr__(self) -> str:
         return f"Part({self.category}, {len(self.jaxpr.eqns)} equations)"
 

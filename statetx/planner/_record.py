@@ -35,7 +35,7 @@ from ._values import values_of
 if TYPE_CHECKING:  # it takes the fingerprints of programs from here
     from ._whole import Choice, Options, Whole
 
-VERSION = 12
+VERSION = 13
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +227,7 @@ def _to_json(option: Option) -> dict[str, Any]:
         "stored": sorted([*address, format.name] for address, format in option.stored),
         "stored_inputs": [[i, format.name] for i, format in option.inputs],
         "fenced": option.fenced,
+        "inputs_first": option.inputs_first,
     }
 
 
@@ -238,7 +239,8 @@ def option_of(decision: dict[str, Any]) -> Option:
     offloaded = frozenset(map(tuple, decision["offloaded"]))
     stored = frozenset((tuple(address), StoredType(name)) for *address, name in decision["stored"])
     inputs = tuple((i, StoredType(name)) for i, name in decision["stored_inputs"])
-    return Option(saved, 0, 0, 0.0, offloaded, loop, decision["copies"], stored, inputs, decision["fenced"])
+    flags = {flag: decision[flag] for flag in ("copies", "fenced", "inputs_first")}
+    return Option(saved, 0, 0, 0.0, offloaded, loop, stored=stored, inputs=inputs, **flags)
 
 
 def _rows(parts: Sequence[Part], options: Sequence[Option], equation_cost: Callable[[Any], float]) -> list[PlanRow]:
