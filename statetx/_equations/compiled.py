@@ -123,7 +123,16 @@ class Program:
         compiler_options: dict[str, Any] | None = None,
         donated: Sequence[int] = (),
     ):
-        traced = jax.jit(fun, donate_argnums=tuple(donated)).trace(*args)
+        self._set(jax.jit(fun, donate_argnums=tuple(donated)).trace(*args), compiler_options)
+
+    @classmethod
+    def of_traced(cls, traced: Any, compiler_options: dict[str, Any] | None = None) -> Program:
+        """The program of a jitted function that is traced already (``jax.stages.Traced``)."""
+        program = cls.__new__(cls)
+        program._set(traced, compiler_options)
+        return program
+
+    def _set(self, traced: Any, compiler_options: dict[str, Any] | None) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # the user's jit says so
             self.lowered = traced.lower()

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from .. import _jax
-from .._equations.compiled import Program, donated_inputs, memory_analysis_options
+from .._equations.compiled import Program, memory_analysis_options
 from .._errors import CreatedStateError, PlanError
 from .._lift.batch import Batch, BatchArguments
 from .._lift.rules import Rules
@@ -20,7 +20,7 @@ from .._tables import Cell, Column, Table, Tabular
 from .._text import brief, format_bytes
 from .._tree import num_bytes
 from .._typing import Filter, Indices, Names
-from ..residuals.measure import measure, with_gradient, without_gradient
+from ..residuals.measure import with_gradient, without_gradient
 from ..transforms.functionalize import functionalize
 from ..transforms.jit.api import jit
 from ..transforms.microbatch import RULES as MICROBATCH_RULES
@@ -196,8 +196,7 @@ class _Resizable:
                 types.append(self._state_type(keys[1].key, x, size) if keys[0].idx == 0 else x)
         self._rules.check_paths()
         with _jax.eval_context():
-            jaxpr = jax.make_jaxpr(self._program.run)(*types).jaxpr
-            return Program(self._program.run, types, memory_analysis_options(), donated_inputs(jaxpr)).cost.peak_bytes
+            return self._program.for_types(types, memory_analysis_options()).cost.peak_bytes
 
     def _state_type(self, path: str, x: Any, size: int) -> Any:
         aval = part_type(self._rules, self._states[path], _jax.abstract(x), self._batch.size, size)
@@ -232,17 +231,15 @@ def _divides(sharding: Any, aval: Any) -> bool:
 def program_bytes(fun: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool) -> int:
     """Arguments, outputs and temporaries of the compiled function on one device; donated arguments count once."""
     if hasattr(fun, "lower") and hasattr(fun, "trace") and not gradient:
-        return _jitted_bytes(fun, args, kwargs)
+        return _jitted_program(fun, args, kwargs).cost.peak_bytes
     try:
-        cost = measure(fun, *args, gradient=gradient, compiler_options=memory_analysis_options(), **kwargs)
+        program = (with_gradient if gradient else without_gradient)(fun, args, kwargs)
+        return program.for_types(program.arrays, memory_analysis_options()).cost.peak_bytes
     except CreatedStateError:  # `jit` takes states that a step creates as its outputs
-        return _jitted_bytes(jit(fun), args, kwargs)
-    return cost.peak_bytes
+        return _jitted_program(jit(fun), args, kwargs).cost.peak_bytes
 
 
-def _jitted_bytes(fun: Any, args: tuple, kwargs: dict[str, Any]) -> int:
-    lowered = fun.lower(*args, **kwargs)
-    lowered = getattr(lowered, "jax_stage", lowered)
-    memory = lowered.compile(memory_analysis_options()).memory_analysis()
-    parts = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return parts + memory.temp_size_in_bytes
+def _jitted_program(fun: Any, args: tuple, kwargs: dict[str, Any]) -> Program:
+    # As the user jits it, with its shardings and compiler options.
+    traced = fun.trace(*args, **kwargs)
+    return Program.of_traced(getattr(traced, "jax_stage", traced), memory_analysis_options())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,9 +54,7 @@ def measure(
         True
     """
     program = (with_gradient if gradient else without_gradient)(fun, args, kwargs)
-    # A gradient reads its inputs after the call that would donate them.
-    donated = () if gradient else donated_inputs(jax.make_jaxpr(program.run)(*program.arrays).jaxpr)
-    return Program(program.run, program.arrays, compiler_options, donated).cost
+    return program.for_types(program.arrays, compiler_options).cost
 
 
 class ArrayProgram(NamedTuple):
@@ -66,11 +64,18 @@ class ArrayProgram(NamedTuple):
 
     Attributes:
         keys: of each array, its key path in ``(values of states by path, args, kwargs)``.
+        donates: whether the arguments that a jitted function donates are donated by the program.
     """
 
     run: Callable
     arrays: list[Any]
     keys: list[tuple[Any, ...]]
+    donates: bool
+
+    def for_types(self, types: Sequence[Any], compiler_options: dict[str, Any] | None) -> Program:
+        """The program for arrays of these types, to be compiled."""
+        donated = donated_inputs(jax.make_jaxpr(self.run)(*types).jaxpr) if self.donates else ()
+        return Program(self.run, types, compiler_options, donated)
 
 
 def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> ArrayProgram:
@@ -83,7 +88,7 @@ def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Arra
         out, new_values = pure(values, *args, **kwargs)
         return _arrays_in(out, _written(values, new_values))
 
-    return ArrayProgram(run, arrays, _keys(inputs))
+    return ArrayProgram(run, arrays, _keys(inputs), donates=True)
 
 
 def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> ArrayProgram:
@@ -100,7 +105,8 @@ def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> ArrayPr
         return floats, _arrays_in(others.static, _written(values, new_values))
 
     step = with_pullback(run, [i for i, x in enumerate(arrays) if is_float(x)])
-    return ArrayProgram(step, arrays, _keys(inputs))
+    # A gradient reads its inputs after the call that would donate them.
+    return ArrayProgram(step, arrays, _keys(inputs), donates=False)
 
 
 def _functionalized(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple]:

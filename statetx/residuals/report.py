@@ -224,8 +224,8 @@ def memory_report(
         f = fun if is_wrapped or label == BASELINE else remat(fun)
         with override(policies_by_name.get(label), is_off=label == BASELINE, suppress_warnings=True) as visited_regions:
             residuals[label] = saved_residuals(f, *args, **kwargs)
-            step, inputs[label], _ = with_gradient(f, args, kwargs)
-            programs[label] = Program(step, inputs[label], compiler_options)
+            step = with_gradient(f, args, kwargs)
+            inputs[label], programs[label] = step.arrays, step.for_types(step.arrays, compiler_options)
         regions[label] = visited_regions
 
     seconds = _time({k: p.compiled for k, p in programs.items()}, inputs, repeats)
