@@ -30,6 +30,19 @@ def test_traces_nest_and_name_their_transform():
     assert names == ["jit", "grad", "vmap", "scan", "while_loop", "grad", "checkpoint"]
 
 
+def test_settings_of_the_compiler_are_told_apart():
+    mesh = jax.make_mesh((1,), ("d",))
+    here = jax.NamedSharding(mesh, jax.P("d"))
+    options = [
+        {},
+        {"compiler_options": {"xla_llvm_disable_expensive_passes": True}},
+        {"in_shardings": here},
+        {"out_shardings": here},
+    ]
+    settings = [_jax.compile_settings(jax.jit(jnp.sin, **o).lower(X)) for o in (*options, {})]
+    assert settings[-1] == settings[0] and len(set(map(tuple, settings))) == len(options)
+
+
 def test_leaked_tracers_belong_to_inner_traces():
     def outer(x):
         anchor = _jax.current_trace()

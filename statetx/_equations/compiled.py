@@ -111,6 +111,7 @@ class Program:
 
     Attributes:
         lowered, compiled: the ``jax.stages`` objects.
+        compiler_options: those that it is compiled with.
         flops: operations of its equations, loops counted with their lengths and checkpointed loops with all runs of their
             steps; the body of a `while` loop of unknown length once.
         cost: see `Cost`.
@@ -138,11 +139,11 @@ class Program:
             self.lowered = traced.lower()
         # XLA removes dead equations, so they are not counted.
         self.flops = count(_jax.without_dead_code(traced.jaxpr))
-        self._options = compiler_options
+        self.compiler_options = compiler_options
 
     @functools.cached_property
     def compiled(self) -> Any:
-        return self.lowered.compile(self._options)
+        return self.lowered.compile(self.compiler_options)
 
     @functools.cached_property
     def cost(self) -> Cost:

@@ -142,6 +142,7 @@ from .rules import num_closed_over as num_closed_over
 from .rules import results_of_rule as results_of_rule
 from .rules import rule_of as rule_of
 from .rules import with_rule as with_rule
+from .staging import compile_settings as compile_settings
 from .staging import evaluate as evaluate
 from .staging import name_inputs as name_inputs
 from .staging import new_input as new_input

@@ -61,6 +61,13 @@ def outputs_with_tangents(jaxpr: Jaxpr, has_tangent: Sequence[bool]) -> list[boo
     return list(_ad.jvp_jaxpr(ClosedJaxpr(jaxpr, ()), list(has_tangent), instantiate=False)[1])
 
 
+def compile_settings(lowered: Any) -> list[str]:
+    """What the compiler is told of a lowered program (``jax.stages.Lowered``) beside its text."""
+    computation = lowered._lowering
+    names = ("in_shardings", "out_shardings", "in_layouts", "out_layouts", "num_devices")
+    return [repr(x) for x in (computation._compiler_options_kvs, *map(computation.compile_args.get, names))]
+
+
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr on `args` in the current trace."""
     trace = _context.trace

@@ -1,4 +1,4 @@
-"""Plans on disk, by the structure of the program: the second run of a script reads its plans.
+"""Plans on disk, by the structure of the program: the second run of a script reads its plans. And the bytes of measured programs.
 
 ``STATETX_CACHE`` names the folder; by default it is ``$XDG_CACHE_HOME/statetx``, and the empty string switches the store off.
 """
@@ -22,6 +22,7 @@ import jax
 from jax.extend.backend import get_backend
 
 from .. import _jax
+from .._equations.compiled import Program
 from .._jax import Jaxpr
 from ._record import VERSION
 
@@ -98,6 +99,21 @@ def _remove_oldest(plans: pathlib.Path) -> None:
         excess -= size
 
 
+def peak_bytes(program: Program) -> int:
+    """Arguments, outputs and temporaries of a program. It is compiled only if its bytes are not stored.
+
+    They are found by what the compiler gets, its text and the options, so that those of another program cannot be taken for them.
+    """
+    lowered = program.lowered
+    settings = program.compiler_options, *_jax.compile_settings(lowered), lowered.as_text()
+    key = _digest(*_environment(), *settings).hexdigest()
+    fields = load(key)
+    if fields is None:
+        fields = {"version": VERSION, "peak_bytes": program.cost.peak_bytes}
+        save(key, fields)
+    return fields["peak_bytes"]
+
+
 # -- keys --------------------------------------------------------------------------------------------------------------
 
 
@@ -108,9 +124,7 @@ def key_of(programs: Sequence[tuple[Jaxpr, Sequence[str], Any]], *settings: Any)
         programs: each with its fingerprint and its `TraceContext`.
         settings: values whose `repr` tells them apart.
     """
-    digest = hashlib.sha256()
-    for text in (*_environment(), *settings):
-        digest.update(f"{_without_addresses(text)}\n".encode())
+    digest = _digest(*_environment(), *settings)
     for jaxpr, lines, context in programs:
         digest.update(f"{[str(v.aval) for v in jaxpr.invars]} {_without_addresses(context)}\n".encode())
         digest.update("\n".join(lines).encode())
@@ -118,6 +132,13 @@ def key_of(programs: Sequence[tuple[Jaxpr, Sequence[str], Any]], *settings: Any)
         numbers = {v: i for i, v in enumerate([*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)])}
         digest.update(str([numbers.get(v) if isinstance(v, _jax.Var) else str(v) for v in jaxpr.outvars]).encode())
     return digest.hexdigest()
+
+
+def _digest(*values: Any) -> Any:
+    digest = hashlib.sha256()
+    for value in values:
+        digest.update(f"{_without_addresses(value)}\n".encode())
+    return digest
 
 
 def _environment() -> list[Any]:

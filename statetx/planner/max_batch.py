@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +23,7 @@ from ..residuals.measure import with_gradient, without_gradient
 from ..transforms.functionalize import functionalize
 from ..transforms.jit.api import jit
 from ..transforms.microbatch import RULES as MICROBATCH_RULES
+from . import _store
 from ._budget import read_amount
 from ._largest import Search, largest
 
@@ -100,6 +100,7 @@ def max_batch(
     """Find the largest batch whose compiled step keeps a budget. Nothing is run and no state changes.
 
     The step is compiled for a few sizes, usually four: its memory is close to affine in the number of examples. It must accept any number.
+    The memory of each program is stored on disk (`STATETX_CACHE`), so that the second run of a script only stages these sizes.
 
     Args:
         step: a training step, a loss (then with ``gradient=True``), an evaluation; a function that may read and write states, or a
@@ -142,12 +143,12 @@ def max_batch(
 
     resizable = _Resizable(step, batch, args, kwargs, gradient, states) if states is not None else None
 
-    @functools.cache
     def bytes_of(index: int) -> int:
+        size = index * multiple
         if resizable is not None:
-            return resizable.program_bytes(index * multiple)
-        args, kwargs = batch.arguments(batch_types(batch, index * multiple))
-        return program_bytes(step, args, kwargs, gradient)
+            return _store.peak_bytes(resizable.program(size))
+        args, kwargs = batch.arguments(batch_types(batch, size))
+        return _store.peak_bytes(step_program(step, args, kwargs, gradient))
 
     fixed = num_bytes([x for x in jax.tree.leaves((args, kwargs)) if not any(x is leaf for leaf in batch.leaves)])
     last = (_LIMIT if limit is None else limit) // multiple
@@ -186,7 +187,7 @@ class _Resizable:
         self._rules = Rules("max_batch", states, step, MICROBATCH_RULES, args, kwargs)
         self._states = functionalize(step).states(*args, **kwargs)
 
-    def program_bytes(self, size: int) -> int:
+    def program(self, size: int) -> Program:
         batch_leaves = {id(x): t for x, t in zip(self._batch.leaves, batch_types(self._batch, size), strict=True)}
         types = []
         for x, keys in zip(self._program.arrays, self._program.keys, strict=True):
@@ -196,7 +197,7 @@ class _Resizable:
                 types.append(self._state_type(keys[1].key, x, size) if keys[0].idx == 0 else x)
         self._rules.check_paths()
         with _jax.eval_context():
-            return self._program.for_types(types, memory_analysis_options()).cost.peak_bytes
+            return self._program.for_types(types, memory_analysis_options())
 
     def _state_type(self, path: str, x: Any, size: int) -> Any:
         aval = part_type(self._rules, self._states[path], _jax.abstract(x), self._batch.size, size)
@@ -228,15 +229,15 @@ def _divides(sharding: Any, aval: Any) -> bool:
     return True
 
 
-def program_bytes(fun: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool) -> int:
-    """Arguments, outputs and temporaries of the compiled function on one device; donated arguments count once."""
+def step_program(fun: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool) -> Program:
+    """The program of a step, with its gradient or without, to be compiled."""
     if hasattr(fun, "lower") and hasattr(fun, "trace") and not gradient:
-        return _jitted_program(fun, args, kwargs).cost.peak_bytes
+        return _jitted_program(fun, args, kwargs)
     try:
         program = (with_gradient if gradient else without_gradient)(fun, args, kwargs)
-        return program.for_types(program.arrays, memory_analysis_options()).cost.peak_bytes
+        return program.for_types(program.arrays, memory_analysis_options())
     except CreatedStateError:  # `jit` takes states that a step creates as its outputs
-        return _jitted_program(jit(fun), args, kwargs).cost.peak_bytes
+        return _jitted_program(jit(fun), args, kwargs)
 
 
 def _jitted_program(fun: Any, args: tuple, kwargs: dict[str, Any]) -> Program:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from .. import _jax
-from .._equations.compiled import Cost, Program, memory_analysis_options
+from .._equations.compiled import Program, memory_analysis_options
 from .._equations.differentiate import with_pullback
 from .._errors import PlanError
 from .._lift.batch import Batch
@@ -23,8 +23,10 @@ from .._tree import is_float, num_bytes, partition
 from ..transforms.abstract import eval_shape
 from ..transforms.functionalize import functionalize
 from ..transforms.microbatch import without_new_states
+from . import _store
 from ._budget import TEMPORARIES, read_amount
 from ._largest import largest
+from ._record import VERSION
 from .plan import Plan
 from .planner import DEFAULT_TIME_LIMIT, Planner
 
@@ -92,7 +94,7 @@ def fit(micro: Any, budget: int | str, batch: Batch, args: tuple, kwargs: dict[s
     sizes = [-(-batch.size // num) for num in nums]
     arguments = num_bytes([args, kwargs])
     found = largest(
-        lambda i: search.cost(nums[i - 1]).peak_bytes,
+        lambda i: search.peak_bytes(nums[i - 1]),
         amount,
         len(sizes),
         len(sizes),
@@ -133,14 +135,14 @@ class _Search:
         self._micro = micro
         self._batch = batch
         self._args, self._kwargs = args, kwargs
-        self.cost = functools.cache(self._cost)
+        self.peak_bytes = functools.cache(self._peak_bytes)
         part_args, part_kwargs = batch.arguments(batch.types(1))
         out = jax.tree.leaves(eval_shape(micro.__wrapped__, *part_args, **part_kwargs))
         is_scalar = len(out) == 1 and not out[0].shape and is_float(out[0])
         leaves = jax.tree.leaves((args, kwargs))
         self._is_loss = is_scalar or any(map(_jax.is_differentiated, leaves))
 
-    def _cost(self, num: int, fun: Callable | None = None) -> Cost:
+    def _peak_bytes(self, num: int, fun: Callable | None = None) -> int:
         """Of the function in so many parts; of its gradient with respect to float states and all but the batch if it is a loss."""
         micro = self._micro.with_num(num, fun)
         pure: Any = functionalize(lambda *args, **kwargs: without_new_states(micro(*args, **kwargs)))
@@ -158,7 +160,8 @@ class _Search:
 
         types = [_type(x) for x in arrays]
         with _jax.eval_context():
-            return Program(with_pullback(run, diff) if diff else run, types, memory_analysis_options()).cost
+            program = Program(with_pullback(run, diff) if diff else run, types, memory_analysis_options())
+        return _store.peak_bytes(program)
 
     def planned(self, num: int | None, budget: int) -> tuple[int, Callable, Plan, int] | None:
         """Fewer parts than `num` (None: no number fits) with a plan: the number, the planned function, the plan, and the bytes."""
@@ -167,7 +170,7 @@ class _Search:
         if not divisors:
             return None
         fewer = divisors[-1]
-        fun, cost = self._micro.__wrapped__, self.cost(fewer)
+        fun, left = self._micro.__wrapped__, budget - self.peak_bytes(fewer)
         part_args, part_kwargs = self._batch.arguments(self._batch.types(self._batch.size // fewer))
         part_args, part_kwargs = jax.tree.map(_as_type, (part_args, part_kwargs))
         argnums = self._diff_argnums() if self._is_loss else None
@@ -177,18 +180,13 @@ class _Search:
                 planner = Planner(
                     fun, *part_args, of=TEMPORARIES, argnums=argnums, time_limit=time_limit, **part_kwargs
                 )
-                # What the loop takes besides one part, arguments and outputs included, no plan changes.
-                least, most = planner.ends()
-                part_budget = budget - (cost.peak_bytes - most)
-                if part_budget < least:
-                    return None
-                part_plan = planner.plan(part_budget)
+                part_plan = _plan_of_part(planner, left)
         except PlanError:
             return None
-        if num is not None and part_plan.extra_flops > _MAX_EXTRA_FLOPS:
+        if part_plan is None or (num is not None and part_plan.extra_flops > _MAX_EXTRA_FLOPS):
             return None
         planned = part_plan.apply(fun)
-        total = self._cost(fewer, planned).peak_bytes
+        total = self._peak_bytes(fewer, planned)
         return (fewer, planned, part_plan, total) if total <= budget else None
 
     def _diff_argnums(self) -> tuple[int, ...] | None:
@@ -200,6 +198,31 @@ class _Search:
             if (leaves := [v for v in jax.tree.leaves(x) if is_float(v)]) and not any(id(v) in in_batch for v in leaves)
         ]
         return tuple(others) or None
+
+
+def _plan_of_part(planner: Planner, left: int) -> Plan | None:
+    """The plan for a part, where the loop without a plan leaves so many bytes of the budget, or exceeds it; None if there is none.
+
+    The budget of the part is stored beside the plan, since it depends on what the part takes without one.
+    """
+    key = planner.key("part", left)
+    fields = _store.load(key)
+    if fields is None:
+        fields = {"version": VERSION, "budget": _budget_of_part(planner, left)}
+        _store.save(key, fields)
+    return None if fields["budget"] is None else planner.plan(fields["budget"])
+
+
+def _budget_of_part(planner: Planner, left: int) -> int | None:
+    """A budget for the temporaries of a part that a plan keeps; None if there is none."""
+    # What the loop takes besides one part, arguments and outputs included, no plan changes.
+    least, most = planner.ends()
+    if most + left < least:
+        return None
+    try:
+        return planner.plan(most + left).budget_bytes
+    except PlanError:
+        return None
 
 
 def _is_array(x: Any) -> bool:

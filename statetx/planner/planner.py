@@ -232,7 +232,7 @@ class Planner:
     def plan(self, budget: int | float | str) -> Plan:
         """The best plan for a budget."""
         budget_ = Budget.read(budget, self._of)
-        key = self._key(budget_)
+        key = self.key(budget_)
         stored = _store.load(key)
         if stored is not None and self._is_for_program(stored):
             return self._as_plan(stored, key)
@@ -331,17 +331,18 @@ class Planner:
 
         return Plan(fields | {"name": self.name}, bound, describe, keep)
 
-    def _key(self, budget: Budget) -> str:
+    def key(self, *settings: Any) -> str:
+        """A digest of the program, the options of its plans, and other settings, in the store."""
         captured, options = self._captured, self._options
         programs = [(g.flat, g.lines, g.context) for g in captured.gradients]
-        settings: list[Any] = [(g.diff_indices, g.num_out) for g in captured.gradients]
+        more: list[Any] = [(g.diff_indices, g.num_out) for g in captured.gradients]
         if captured.step is not None:
             whole = captured.step.program
             programs.append((whole.flat, whole.lines, whole.context))
-            settings.append(captured.step.donated)
+            more.append(captured.step.donated)
         if options.objective == "time":
-            settings.append(cost_model())
-        return _store.key_of(programs, budget, options, self._allowed_options, *settings)
+            more.append(cost_model())
+        return _store.key_of(programs, *settings, options, self._allowed_options, *more)
 
     def _is_for_program(self, fields: dict[str, Any]) -> bool:
         expected = [list(gradient.lines) for gradient in self._variant_of(fields).gradients]

@@ -76,7 +76,8 @@ def microbatch(
     Args:
         fun: a function whose outputs are arrays: ``statetx.value_and_grad(loss)``, ``jax.grad(loss)``, a loss, an evaluation.
         num: the number of parts. Sizes differ by one where it does not divide the batch; each part counts with its size in a mean.
-            ``"fit"``, the default with `budget`: the fewest parts whose compiled program keeps the budget.
+            ``"fit"``, the default with `budget`: the fewest parts whose compiled program keeps the budget. What was compiled to choose it
+            is stored on disk (`STATETX_CACHE`): the second run of a script only stages these programs.
         budget: bytes, such as ``"2GiB"``, or ``"device"``: for arguments, outputs and temporaries of the function as compiled alone, with
             its gradient if it is a loss.
         argnums: positions of the arguments that hold the batch along the first axis of their arrays. By default all, except the ones
