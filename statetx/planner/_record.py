@@ -6,6 +6,7 @@ The keys are a file format: they keep their names ("treatments", "foretold_bytes
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -68,19 +69,20 @@ class PlanRow:
 def fingerprint(jaxpr: Jaxpr) -> list[str]:
     """A line for each equation of a flat program. Equal programs have equal lines."""
     # Variables are numbered in the order of their definition: names of variables and of functions do not count.
-    numbers = {v: i for i, v in enumerate(jaxpr.invars)}
+    variables = {v: f"v{i}:{_type(v)}" for i, v in enumerate(jaxpr.invars)}
 
     def operand(atom: Any) -> str:
         if isinstance(atom, Literal):
             return f"{np.asarray(atom.val).tolist() if np.ndim(atom.val) == 0 else 'constant'}:{_type(atom)}"
-        return f"v{numbers[atom]}:{_type(atom)}"
+        return variables[atom]
 
     lines = []
     for eqn in jaxpr.eqns:
         operands = " ".join(map(operand, eqn.invars))
-        for v in eqn.outvars:
-            numbers[v] = len(numbers)
-        outs = " ".join(_type(v) for v in eqn.outvars)
+        types = [_type(v) for v in eqn.outvars]
+        for v, type in zip(eqn.outvars, types, strict=True):
+            variables[v] = f"v{len(variables)}:{type}"
+        outs = " ".join(types)
         params = " ".join(f"{k}={_param(v)}" for k, v in sorted(eqn.params.items()) if k not in _UNSTABLE)
         lines.append(f"{eqn.primitive.name} {operands} -> {outs}" + (f" [{params}]" if params else ""))
     return lines
@@ -94,8 +96,13 @@ _UNSTABLE = frozenset(
 
 
 def _type(v: Any) -> str:
+    return _array_type(v.aval.shape, v.aval.dtype) if hasattr(v.aval, "dtype") else str(v.aval)
+
+
+@functools.lru_cache(4096)
+def _array_type(shape: tuple[Any, ...], dtype: Any) -> str:
     # Hashed into stored plans, without sharding and weak type: not to be changed with the notation of messages.
-    return type_str(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)) if hasattr(v.aval, "dtype") else str(v.aval)
+    return type_str(jax.ShapeDtypeStruct(shape, dtype))
 
 
 def _param(x: Any) -> str:

@@ -26,6 +26,9 @@ def of_device(rewrite: Rewrite) -> Rewrite:
 
     @functools.wraps(rewrite)
     def rewrite_of_device(self: Any, body: Body, name: str, num_out: int) -> Callable:
+        # Most programs have none, and long ones take a while to be flattened.
+        if not _contains_shard_map(body.jaxpr):
+            return rewrite(self, body, name, num_out)
         program = Flat(flatten(body.jaxpr)).jaxpr
         eqn = shard_map_of(program)
         if eqn is None:
@@ -60,6 +63,12 @@ def shard_map_of(program: Jaxpr) -> Any:
         if eqn.primitive.name == "shard_map" and 2 * num > sum(operations):
             return eqn
     return None
+
+
+def _contains_shard_map(jaxpr: Jaxpr) -> bool:
+    return any(
+        e.primitive.name == "shard_map" or any(map(_contains_shard_map, _jax.inner_jaxprs(e))) for e in jaxpr.eqns
+    )
 
 
 def _operations(eqn: Any) -> int:

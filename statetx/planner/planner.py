@@ -22,7 +22,7 @@ from ._budget import STEP, Budget, no_plan
 from ._capture import Captured, variants
 from ._clock import read_time_limit
 from ._inner import PLAIN
-from ._record import bytes_of, described, fields_of, shown_fields, unplanned_fields
+from ._record import bytes_of, described, fields_of, fingerprint, shown_fields, unplanned_fields
 from ._stored import read_formats
 from ._timing import Timer
 from ._whole import Choice, Options, Whole, whole_of
@@ -338,7 +338,7 @@ class Planner:
         more: list[Any] = [(g.diff_indices, g.num_out) for g in captured.gradients]
         if captured.step is not None:
             whole = captured.step.program
-            programs.append((whole.flat, whole.lines, whole.context))
+            programs.append((whole.jaxpr, tuple(fingerprint(whole.jaxpr)), whole.context))
             more.append(captured.step.donated)
         if options.objective == "time":
             more.append(cost_model())
