@@ -119,6 +119,9 @@ def test_other_programs_are_other_plans(folder):
     key = lambda fun, *args: Planner(fun, *args).key(statetx.planner._budget.Budget.read(0.8, "step"))  # noqa: E731
     keys = [key(loss, WS, X), key(other, WS, X), key(loss, WS, X[:64]), key(loss, WS[:1], X), key(step, WS, X)]
     keys.append(key(jax.jit(step, donate_argnums=0), WS, X))
+    mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+    mapped = jax.shard_map(loss, mesh=mesh, in_specs=(jax.P(), jax.P()), out_specs=jax.P())
+    keys += [key(mapped, WS, X), key(jax.value_and_grad(mapped, (0, 1)), WS, X)]
     assert len({*keys}) == len(keys) and key(loss, WS, X + 1) == keys[0]
 
 

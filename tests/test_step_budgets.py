@@ -357,14 +357,58 @@ def test_two_gradients_around_shard_maps():
         np.testing.assert_allclose(planned, out, rtol=1e-5, atol=1e-6)
 
 
-def test_plan_of_a_loss_leaves_a_shard_map():
+@pytest.mark.parametrize(
+    ("axis_type", "shard_map"),
+    [
+        (AxisType.Auto, jax.shard_map),
+        pytest.param(AxisType.Auto, statetx.shard_map, marks=pytest.mark.slow),
+        (AxisType.Explicit, statetx.shard_map),
+    ],
+)
+def test_plan_of_a_loss_that_is_a_shard_map(axis_type, shard_map, tmp_path):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,), devices=jax.devices()[:4])
+    on_device = lambda ws, x: (jnp.arange(3), jax.lax.pmean(loss(ws, x), "d"))  # noqa: E731
+    with jax.set_mesh(mesh):
+        ws = jax.device_put(WS, NamedSharding(mesh, P()))
+        x = jax.device_put(jnp.concatenate([X] * 4), NamedSharding(mesh, P("d")))
+        mapped = shard_map(on_device, mesh=mesh, in_specs=(P(), P("d")), out_specs=(P(), P()))
+        fun = lambda ws, x: mapped(ws, 2 * x)[1] * 3  # noqa: E731  # with a few operations outside
+        gradient = lambda fun: jax.jit(jax.value_and_grad(fun))  # noqa: E731
+        temp_bytes = lambda fun: gradient(fun).lower(ws, x).compile().memory_analysis().temp_size_in_bytes  # noqa: E731
+
+        plan = statetx.plan(fun, ws, x, budget=int(0.8 * temp_bytes(fun)), of="temporaries", argnums=0)
+        assert not plan.is_step and 0 < plan.extra_flops < 0.34 and "gradient of" in str(plan) and "region" in str(plan)
+        # The budget of `fit:` is for what runs on a device, without the operations around it.
+        assert temp_bytes(statetx.remat(fun, policy=f"fit:{plan.budget_bytes}")) < temp_bytes(fun)
+        plan.save(tmp_path / "plan.json")
+        planned = [plan.apply(fun), statetx.remat(fun, policy=statetx.Plan.load(tmp_path / "plan.json"))]
+        for f in planned:
+            assert temp_bytes(f) == plan.temp_bytes <= plan.budget_bytes
+        for out, expected in zip(
+            jax.tree.leaves(gradient(planned[0])(ws, x)), jax.tree.leaves(gradient(fun)(ws, x)), strict=True
+        ):
+            np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+            assert out.sharding.is_equivalent_to(expected.sharding, out.ndim)
+
+
+def test_plan_of_a_loss_with_states_in_a_shard_map():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    mapped = jax.shard_map(
-        lambda ws, x: jax.lax.pmean(loss(ws, x), "d"), mesh=mesh, in_specs=(P(), P("d")), out_specs=P()
-    )
-    x = jnp.concatenate([X] * 4)
-    plan = statetx.plan(mapped, WS, x, budget=1.0)
-    np.testing.assert_allclose(jax.grad(plan.apply(mapped))(WS, x)[0], jax.grad(mapped)(WS, x)[0], rtol=1e-6)
+    params, mean = [statetx.Param(w) for w in WS], statetx.State(jnp.zeros(X.shape[1]))
+
+    def on_device(x):
+        mean.value = jax.lax.pmean(x.mean(0), "d")
+        return jax.lax.pmean(loss([p.value for p in params], x), "d")
+
+    mapped = statetx.shard_map(on_device, mesh=mesh, in_specs=P("d"), out_specs=P())
+    x = jax.device_put(jnp.concatenate([X] * 4), NamedSharding(mesh, P("d")))
+    full = statetx.plan(mapped, x, budget=1.0)
+    plan = statetx.plan(mapped, x, budget=int(0.9 * full.unplanned_total_bytes))
+    cost = statetx.measure(plan.apply(mapped), x)
+    assert cost.peak_bytes == plan.total_bytes <= plan.budget_bytes and plan.extra_flops > 0
+    expected, planned = (statetx.jit(statetx.grad(f, wrt=statetx.Param))(x) for f in (mapped, plan.apply(mapped)))
+    for g, h in zip(jax.tree.leaves(expected), jax.tree.leaves(planned), strict=True):
+        np.testing.assert_allclose(h, g, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(mean.value, x.mean(0), rtol=1e-5, atol=1e-6)
 
 
 # -- measured -------------------------------------------------------------------------------------------------------

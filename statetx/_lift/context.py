@@ -107,13 +107,6 @@ class TraceContext:
         if self.manual is not None:
             return self._in_shard_map(fun, avals, shapes, options)
 
-        # A type that shows its sharding (explicit axes) takes precedence over the noted one.
-        shardings = [*self.shardings, *[None] * (len(avals) - len(self.shardings))]
-        types = []
-        for aval, shape, spec, sharding in zip(avals, shapes, specs, shardings, strict=True):
-            if spec is not None:
-                sharding = NamedSharding(_jax.concrete_mesh(aval.sharding.mesh), PartitionSpec(*spec))
-            types.append(_type(aval, shape, sharding))
         num, mapped, is_input = len(avals), fun, [i not in constants for i in range(len(avals))]
 
         def with_constants(*arrays: Any) -> Any:
@@ -121,10 +114,24 @@ class TraceContext:
             return mapped(*(next(rest) if is_input[i] else constants[i] for i in range(num)))
 
         fun = with_constants if constants else fun
-        types = list(itertools.compress(types, is_input))
+        types = list(itertools.compress(self._types(avals, shapes, specs), is_input))
         donated = [sum(is_input[:i]) for i in donated]
         with _jax.eval_context():
             return Program(fun, types, options, donated)
+
+    def types(self, avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """Inputs of these types with their shardings, as arguments of a program outside of every `jax.vmap` and `jax.shard_map`."""
+        return self._types(avals, [a.shape for a in avals], list(map(_explicit_spec, avals)))
+
+    def _types(self, avals: Sequence[Any], shapes: Sequence[Any], specs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        # A type that shows its sharding (explicit axes) takes precedence over the noted one.
+        shardings = [*self.shardings, *[None] * (len(avals) - len(self.shardings))]
+        types = []
+        for aval, shape, spec, sharding in zip(avals, shapes, specs, shardings, strict=True):
+            if spec is not None:
+                sharding = NamedSharding(_jax.concrete_mesh(aval.sharding.mesh), PartitionSpec(*spec))
+            types.append(_type(aval, shape, sharding))
+        return types
 
     def _in_shard_map(
         self, fun: Callable, avals: Sequence[Any], shapes: Sequence[tuple[int, ...]], options: Any

@@ -200,6 +200,12 @@ def with_gradient(
     constants: Mapping[int, Any] = MappingProxyType({}),
 ) -> Program:
     """A program with the gradient of its first `num_out` outputs with respect to these inputs. `constants` are as in `Recorded`."""
+    gradient = gradient_of(jaxpr, diff_indices, num_out)
+    return context.program(gradient, [v.aval for v in jaxpr.invars], compiler_options, constants=constants)
+
+
+def gradient_of(jaxpr: Jaxpr, diff_indices: Sequence[int], num_out: int) -> Callable[..., tuple[list, list, list]]:
+    """A function of the inputs of a jaxpr that computes its outputs, and the gradient of the first `num_out` of them."""
 
     def run(*inputs: Any) -> tuple[list[Any], list[Any]]:
         all_outs = _jax.evaluate(jaxpr, (), inputs)
@@ -208,5 +214,4 @@ def with_gradient(
         # Outputs without a derivative and new states stay outputs, as in the user's program, so they are not temporary.
         return [jnp.asarray(x) for x in outs if is_float(x)], [*(x for x in outs if not is_float(x)), *new_states]
 
-    avals = [v.aval for v in jaxpr.invars]
-    return context.program(with_pullback(run, diff_indices), avals, compiler_options, constants=constants)
+    return with_pullback(run, diff_indices)

@@ -23,11 +23,12 @@ from .._remat.rewriter import Rewriter
 from .._tree import is_array, is_float, num_bytes, partition
 from ..transforms.abstract import staged_jaxpr
 from ..transforms.remat import Remat
+from ._candidate import gradient_of
 from ._inner import VARIANTS, InnerGradients, Seen
 from ._layout import as_planned
 from ._parts import flatten
 from ._record import fingerprint
-from ._sharded import of_device
+from ._sharded import is_on_devices, of_device
 
 _NEGLIGIBLE = 0.01
 """A gradient is left unchanged if its values take less than this part of the largest one's: a rule of a library, a few scalars."""
@@ -184,8 +185,9 @@ class Captured:
         gradients: the distinct functions to differentiate: the loss, or those of the step.
         num_taken: how many gradients of these functions the step takes.
         ignored: fingerprints of functions that the step differentiates and that take next to nothing.
-        step: the step that differentiates them; None for a loss.
+        step: the step that differentiates them; None for a loss, unless it consists of a shard_map.
         variant: of the gradients inside of these, as in `InnerGradients`; None if there are none.
+        is_loss: whether the step only differentiates a loss.
     """
 
     gradients: tuple[Recorded, ...]
@@ -193,6 +195,12 @@ class Captured:
     step: Step | None = None
     variant: str | None = None
     num_taken: int = 1
+    is_loss: bool = False
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is a step of the user."""
+        return self.step is not None and not self.is_loss
 
     @functools.cached_property
     def fixed(self) -> Fixed:
@@ -291,7 +299,22 @@ def capture(
             f"{name_of(fun)} has no float output, or no float argument or state, so there is nothing to differentiate; and it "
             f"takes no gradient itself."
         )
+    is_outermost = not function.context.maps and function.context.manual is None
+    if is_outermost and is_on_devices(function.jaxpr):
+        return _on_devices(function, diff_indices)
     return Captured((dataclasses.replace(function, diff_indices=diff_indices),))
+
+
+def _on_devices(loss: Recorded, diff_indices: Sequence[int]) -> Captured:
+    """A loss that consists of a shard_map: the step that computes its gradient, in which what runs on a device is differentiated."""
+    jaxpr = loss.jaxpr
+    captured = capture(
+        gradient_of(jaxpr, diff_indices, loss.num_out),
+        tuple(loss.context.types([v.aval for v in jaxpr.invars])),
+        {},
+        None,
+    )
+    return dataclasses.replace(captured, is_loss=True)
 
 
 def _distinct(recorded: Sequence[Recorded]) -> tuple[tuple[Recorded, ...], tuple[tuple[str, ...], ...]]:

@@ -121,12 +121,12 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 def fields_of(whole: Whole, choice: Choice, name: str, budget: Budget, options: Options) -> dict[str, Any]:
     """The fields of a plan, as JSON values: what it takes and costs, and how to rewrite each gradient of the program."""
-    step, fixed = whole.captured.step, whole.fixed()
+    fixed = whole.fixed()
     fields = {
         "version": VERSION,
         "name": name,
         "objective": options.objective,
-        "is_step": step is not None,
+        "is_step": whole.captured.is_step,
         "of": budget.of,
         "budget_bytes": bytes_of(whole, budget),
         "argument_bytes": fixed.argument_bytes,

@@ -203,11 +203,8 @@ class Plan(Tabular, Rewriter):
 
         return step
 
+    @of_device
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
-        # The plan of a loss is for its own equations, with a shard_map as one of them.
-        return (_rewrite_of_device if self.is_step else Plan._rewrite)(self, body, name, num_out)
-
-    def _rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         program = flatten(body.jaxpr)
         lines = fingerprint(program)
         fields = self._find(lines, name)
@@ -320,9 +317,6 @@ class Plan(Tabular, Rewriter):
     def __repr__(self) -> str:
         counted = self.total_bytes if self.of == STEP else self.temp_bytes
         return f"Plan({self.name}, {format_bytes(counted)} of {format_bytes(self.budget_bytes)})"
-
-
-_rewrite_of_device = of_device(Plan._rewrite)
 
 
 def _num_common(a: Sequence[str], b: Sequence[str]) -> int:

@@ -339,7 +339,7 @@ class Planner:
         if captured.step is not None:
             whole = captured.step.program
             programs.append((whole.jaxpr, tuple(fingerprint(whole.jaxpr)), whole.context))
-            more.append(captured.step.donated)
+            more += [captured.step.donated, captured.is_loss]
         if options.objective == "time":
             more.append(cost_model())
         return _store.key_of(programs, *settings, options, self._allowed_options, *more)
