@@ -129,7 +129,7 @@ def test_fast_compilation_result_is_verified(monkeypatch):
 
     def optimistic(self):
         found = cost(self)
-        less = 0.8 if self._options == hurried else 1
+        less = 0.8 if self.compiler_options == hurried else 1
         return dataclasses.replace(found, temp_bytes=int(less * found.temp_bytes))
 
     prop = functools.cached_property(optimistic)

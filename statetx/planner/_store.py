@@ -105,8 +105,8 @@ def peak_bytes(program: Program) -> int:
     They are found by what the compiler gets, its text and the options, so that those of another program cannot be taken for them.
     """
     lowered = program.lowered
-    settings = program.compiler_options, *_jax.compile_settings(lowered), lowered.as_text()
-    key = _digest(*_environment(), *settings).hexdigest()
+    text = hashlib.sha256(lowered.as_text().encode()).hexdigest()  # long, if arrays are constants of the program
+    key = _digest(*_environment(), program.compiler_options, *_jax.compile_settings(lowered), text).hexdigest()
     fields = load(key)
     if fields is None:
         fields = {"version": VERSION, "peak_bytes": program.cost.peak_bytes}
