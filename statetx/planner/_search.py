@@ -191,7 +191,7 @@ class Search:
                 break
             # The families in turn, since the model errs in another way for each; then the model's cheapest. A family that takes more
             # memory than the model says is held to lower limits, and costs more.
-            proposal = min(proposals, key=lambda p: (p.target is None, p.bracket.num_tries, p.cost))
+            proposal = min(proposals, key=lambda p: (p.bracket.num_tries, p.target is None, p.cost))
             proposal.bracket.num_tries += 1
             candidate = self.candidates.measure(*proposal.choice)
             budget = self._budget = budget_of()
