@@ -354,3 +354,45 @@ def test_regions_may_take_inputs_of_the_program_first(wrap):
     assert plan.extra_flops <= dots.flops / plain.flops - 1
     compiled = jax.jit(jax.value_and_grad(plan.apply(of(wrap)))).lower(*args).compile()
     assert compiled.memory_analysis().temp_size_in_bytes <= dots.temp_bytes
+
+
+def masked(wrap):
+    """Layers that all read a mask, in their first halves: behind the last of these it is not alive."""
+    layer = wrap(lambda w, x, mask: (y := x + jnp.tanh((x @ w[0]) * mask)) + jnp.tanh(y @ w[1]))
+
+    def loss(ws, x, mask):
+        doubled = 2 * mask
+        return (functools.reduce(lambda x, w: layer(w, x, doubled), ws, x) ** 2).mean()
+
+    return loss, WS, X, jnp.ones((256, 64))
+
+
+def test_periods_are_as_many_as_the_layers():
+    program = flat(*masked(lambda layer: layer))
+    assert [4 for _, planned in _cuts.candidates(program).stock if len(planned) == 4] == [4]
+    by_hand, *args = masked(statetx.remat)
+    budget = statetx.measure(statetx.value_and_grad(by_hand), *args, gradient=False)
+    plan = statetx.plan(masked(lambda layer: layer)[0], *args, argnums=0, of="temporaries", budget=budget.temp_bytes)
+    assert plan.flops <= budget.flops
+
+
+@pytest.mark.parametrize("time_limit", [0.0, 0.2])
+def test_program_with_rematerialized_functions_keeps_its_own_budget_in_no_time(time_limit):
+    layers = functools.partial(loss, block=statetx.remat(block))
+    budget = statetx.measure(statetx.value_and_grad(layers), WS, X, gradient=False).temp_bytes
+    plan = statetx.plan(layers, WS, X, argnums=0, of="temporaries", budget=budget, time_limit=time_limit)
+    assert plan.temp_bytes <= budget
+
+
+def test_smallest_bytes_may_be_those_without_rematerialization():
+    layer = statetx.remat(lambda w, x: jnp.tanh(x @ w))
+
+    def small(ws, x):
+        return (functools.reduce(lambda x, w: layer(w, x), ws, x) ** 2).mean()
+
+    args = [jnp.eye(64)] * 3, jnp.ones((128, 64))
+    without = statetx.measure(statetx.value_and_grad(lambda ws, x: small(ws, x)), *args, gradient=False)
+    with pytest.raises(statetx.PlanError) as error:
+        statetx.plan(small, *args, argnums=0, of="temporaries", budget="1KiB")
+    least = statetx.plan(small, *args, argnums=0, of="temporaries", budget=1.0).temp_bytes
+    assert error.value.smallest_bytes <= least < without.temp_bytes

@@ -15,6 +15,7 @@ periods of its own.
 from __future__ import annotations
 
 import collections
+import enum
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
@@ -33,7 +34,20 @@ Interval = tuple[int, int]
 MAX_PERIODS = 4  # that are merged to one region
 _MAX_MERGED = 320  # equations of a merged region: its integer programs take more than linear time
 _MAX_OF_THREE = 160  # of three periods: between two and four, and as expensive to analyze as four (2 s for 255 equations of a transformer)
+_NEARLY = 1.01  # of the fewest bytes that cross between periods: a key or a few numbers more make no difference
 _LOW = 1.01  # of the fewest bytes at a cut: the ends of blocks that have other local minima inside
+
+
+class Phase(enum.Enum):
+    """Where the periods of a repetition begin.
+
+    Of places that equally few bytes cross, `BEHIND_PRODUCTS` takes the one behind the most expensive equation, if nonlinear ones are between it
+    and the usual place: only their derivatives read what crosses there. `MOST_PERIODS` does not count what crosses into the rest of the program.
+    """
+
+    FEWEST_BYTES = "fewest bytes"
+    BEHIND_PRODUCTS = "behind products"
+    MOST_PERIODS = "most periods"
 
 
 class Run(NamedTuple):
@@ -71,7 +85,7 @@ class Candidates(NamedTuple):
 
     Attributes:
         stock: partitions, as cuts, where the stock policies act on the parts of the second item, and other parts stay unchanged.
-        cuttings: by the user's functions; where the fewest bytes cross; and where each period begins behind its most expensive equation.
+        cuttings: by the user's functions, and by each `Phase`; `Phase.MOST_PERIODS` only where it has more of them.
         ends: where blocks begin or end: functions that the user rematerialized, loops, periods, and also periods within these; then
             the same without these.
         unmarked_ends: where intervals end that do not depend on the user's functions.
@@ -109,10 +123,11 @@ def candidates(program: Flat) -> Candidates:
     ends = [cuts.fixed, cuts.outer] if cuts.inner - cuts.outer else [cuts.outer]
 
     # The user's functions may end elsewhere than where the program is cut best, within a plateau of equal bytes too.
-    unmarked, behind = (_Cuts.of(program, live, None, behind_products=flag) for flag in (False, True))
+    unmarked, behind, most = (_Cuts.of(program, live, None, phase) for phase in Phase)
+    more = [most] if most.num_periods > unmarked.num_periods else []
     cuttings: list[Cutting] = []
     unmarked_ends: set[int] = set()
-    for own in (cuts, unmarked, behind):
+    for own in (cuts, unmarked, behind, *more):
         periods = {i for run in own.runs for i in itertools.pairwise(run.boundaries)}
         intervals = dict.fromkeys(i for row in _intervals(program, live, own) for i in row if i[0] < i[1])
         cutting = Cutting(own.runs, [i for i in intervals if i in periods or _is_allowed(program, *i)])
@@ -120,7 +135,8 @@ def candidates(program: Flat) -> Candidates:
             cuttings.append(cutting)
         if own is not cuts:
             unmarked_ends.update(*cutting.intervals)
-    return Candidates(_stock(program, cuts.runs, cuts.all), cuttings, ends, unmarked_ends)
+    stock = [layout for own in (cuts, *more) for layout in _stock(program, own.runs, own.all)]
+    return Candidates([s for i, s in enumerate(stock) if s not in stock[:i]], cuttings, ends, unmarked_ends)
 
 
 class _Cuts(NamedTuple):
@@ -148,19 +164,22 @@ class _Cuts(NamedTuple):
     def fixed(self) -> set[int]:
         return self.outer | self.inner
 
+    @property
+    def num_periods(self) -> int:
+        return sum(run.count for run in self.runs)
+
     @classmethod
     def of(
-        cls, program: Flat, live: Sequence[int], blocks: Sequence[Interval] | None, *, behind_products: bool = False
+        cls, program: Flat, live: Sequence[int], blocks: Sequence[Interval] | None, phase: Phase = Phase.FEWEST_BYTES
     ) -> _Cuts:
         """The cuts of a program.
 
         Args:
             blocks: the user's functions; None to cut it as if there were none.
-            behind_products: see `_in_phase`.
         """
         num = len(program)
         ends = _loop_ends(program) | (program.ends if blocks is not None else set())
-        runs, inner = runs_of(program, live, ends, behind_products=behind_products)
+        runs, inner = runs_of(program, live, ends, phase)
         outer = {0, num, *ends, *(b for run in runs for b in run.boundaries)}
         fixed = outer | inner
 
@@ -285,14 +304,13 @@ def _plateaus(live: Sequence[int]) -> list[int]:
 
 
 def runs_of(
-    program: Flat, live: Sequence[int], marked: set[int], *, behind_products: bool = False
+    program: Flat, live: Sequence[int], marked: set[int], phase: Phase = Phase.FEWEST_BYTES
 ) -> tuple[list[Run], set[int]]:
     """Where a program repeats, and the ends of repetitions within one period.
 
     Args:
         live: the bytes that cross into each equation.
         marked: where the user's functions end.
-        behind_products: see `_in_phase`.
     """
     eqns = program.jaxpr.eqns
     # By kind alone, not by shape: levels of a convolutional net repeat with other sizes.
@@ -300,7 +318,7 @@ def runs_of(
     tokens = np.array([numbers[e.primitive.name] for e in eqns], int)
     heavy = np.cumsum([0, *(not row_of(e).fuses for e in eqns)])
 
-    in_phase = functools.partial(_in_phase, program, live, marked, behind_products)
+    in_phase = functools.partial(_in_phase, program, live, marked, phase)
     runs = [in_phase(*r) for r in _repetitions(tokens, heavy, len(tokens) // 10)]
     inner: set[int] = set()
     for run in runs:
@@ -337,32 +355,42 @@ def _repetitions(tokens: np.ndarray, heavy: np.ndarray, least: int) -> list[tupl
 
 
 def _in_phase(
-    program: Flat, live: Sequence[int], marked: set[int], behind_products: bool, start: int, period: int, length: int
+    program: Flat, live: Sequence[int], marked: set[int], phase: Phase, start: int, period: int, length: int
 ) -> Run:
-    """The periods of a periodic stretch, begun where the user's functions end, or else where the fewest bytes cross.
-
-    Args:
-        behind_products: of places that equally few bytes cross, take the one behind the most expensive equation, if nonlinear ones are between it
-            and the usual place: only their derivatives read what crosses there.
-    """
+    """The periods of a periodic stretch, begun where the user's functions end, or else as `phase` says."""
     num, eqns = len(live), program.jaxpr.eqns
     cost = lambda i: flops(eqns[i]) if i < num else 0  # noqa: E731
 
-    def rank(offset: int, behind_products: bool) -> tuple:
-        count = (length - offset) // period
-        boundaries = [start + offset + k * period for k in range(count + 1)]
-        crossing = sum(live[b] for b in boundaries[1:] if b < num) / max(1, count)
+    def boundaries_of(offset: int) -> list[int]:
+        return list(range(start + offset, start + length + 1, period))
+
+    def crossing_of(offset: int, last: int | None) -> float:
+        """The bytes that cross on average where periods begin, except for the first."""
+        between = boundaries_of(offset)[1:last] or boundaries_of(offset)[1:]
+        return sum(live[b] for b in between if b < num) / len(between)
+
+    def rank(offset: int, phase: Phase) -> tuple:
+        boundaries = boundaries_of(offset)
+        count = len(boundaries) - 1
+        crossing = crossing_of(offset, None)
         is_marked = all(b in marked or b in (0, num) for b in boundaries)
 
         # In a plateau of equal bytes, before the most expensive equation: cheap ones stay with the producers of their operands.
-        phase = (-cost(boundaries[1] - 1), -count) if behind_products else (-count, -cost(boundaries[1]))
-        return not is_marked, crossing, *phase, offset
+        order = (-count, -cost(boundaries[1]))
+        if phase is Phase.BEHIND_PRODUCTS:
+            order = (-cost(boundaries[1] - 1), -count)
+        elif phase is Phase.MOST_PERIODS:
+            crossing = max(crossing_of(offset, -1), _NEARLY * least)
+        return not is_marked, crossing, *order, offset
 
     # Offsets that leave one period only are not a repetition.
     offsets = [o for o in range(period) if (length - o) // period >= 1]
-    offset = min(offsets, key=lambda o: rank(o, False))
-    if behind_products:
-        late = min(offsets, key=lambda o: rank(o, True))
+    least = min(crossing_of(o, -1) for o in offsets)
+    offset = min(
+        offsets, key=lambda o: rank(o, Phase.MOST_PERIODS if phase is Phase.MOST_PERIODS else Phase.FEWEST_BYTES)
+    )
+    if phase is Phase.BEHIND_PRODUCTS:
+        late = min(offsets, key=lambda o: rank(o, phase))
         between = range(start + late, start + late + (offset - late) % period)
         if not all(is_linear(eqns[i]) for i in between if i < num):
             offset = late

@@ -171,8 +171,8 @@ class Search:
                     if family.kind == HOLDS:
                         self._try_saving_nothing(least[0], budget)
         self._try_stock(budget)
-        if not self.candidates:  # the time was up at once
-            self._measure_any()
+        if self.is_late() and self.candidates.best(budget) is None:
+            self._measure_any(budget)
         return self.candidates.best(budget)
 
     def _bisect_together(self, families: Sequence[Family], budget_of: Callable[[], int], most: int) -> int:
@@ -246,21 +246,23 @@ class Search:
 
     def _may_find(self, budget: int) -> bool:
         """Whether the budget is missed so far, but not by far."""
-        is_near = self.candidates.smallest().temp_bytes <= _HOPELESS * budget
-        return is_near and self.candidates.best(budget) is None
+        if not self.candidates or self.candidates.best(budget) is not None:
+            return False
+        return self.candidates.smallest().temp_bytes <= _HOPELESS * budget
 
     def _may_improve(self, budget: int) -> bool:
         """Whether another search is worth its compilations."""
         best = self.candidates.best(budget)
         return self._may_find(budget) if best is None else best.added_cost > _LARGE * self._negligible
 
-    def _measure_any(self) -> None:
-        """Compile a program that takes little time to find and to compile."""
-        if self._is_long:
-            policy = next(policy for policy in self._stock if policy.name == "nothing")
-            self.candidates.measure(*policy.choice, policy.name)
-        else:
+    def _measure_any(self, budget: int) -> None:
+        """Compile programs that take no time to find: no remat, and remat on the blocks."""
+        if not self.candidates and not self._is_long:
             self.candidates.compile_baseline()
+        if not self.candidates or self.candidates.best(budget) is None:
+            policies = [policy for policy in self._stock if policy.name == "nothing"]
+            policy = min(policies, key=lambda policy: policy.choice[0].peak(policy.choice[1]))
+            self.candidates.measure(*policy.choice, policy.name)
 
     def _proposal(self, bracket: Bracket, budget: int) -> Proposal | None:
         """The next choice of a family to compile; None if there is none, or little left to gain."""
@@ -345,6 +347,13 @@ class Search:
         percent = 100 * best.added_cost / max(self._forward_cost, 1e-30)  # operations, or seconds
         fits = "" if best.temp_bytes <= self._budget else ", above the budget"
         return f"; best so far {format_bytes(best.temp_bytes)}{fits}, {percent:+.1f}% of a forward pass"
+
+    def smallest_bytes(self) -> int:
+        """The least temporary bytes reached. A small program may take the least without rematerialization."""
+        least = self.candidates.smallest().temp_bytes
+        if not self._is_long and self.candidates.unplanned_bytes <= _FAR_ABOVE_BUDGET**2 * least:
+            least = min(least, self.candidates.baseline_bytes())
+        return least
 
     def ends(self) -> tuple[int, int]:
         """The least temporary bytes reached, and the baseline's."""

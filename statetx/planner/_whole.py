@@ -177,6 +177,11 @@ class Whole:
         candidate = self.searches[0].candidates.smallest()
         return Choice((candidate,), candidate.compiled)
 
+    def smallest_bytes(self) -> int:
+        """The least temporary bytes reached."""
+        with self._contexts():
+            return self.searches[0].smallest_bytes()
+
     def choices(self) -> Iterator[Choice]:
         """All that are compiled."""
         for candidate in self.searches[0].candidates:
@@ -375,6 +380,9 @@ class Several(Whole):
 
     def smallest(self) -> Choice:
         return min(self._compiled.values(), key=lambda c: c.temp_bytes)
+
+    def smallest_bytes(self) -> int:
+        return self.smallest().temp_bytes
 
     def choices(self) -> Iterator[Choice]:
         yield from self._compiled.values()

@@ -402,7 +402,7 @@ def fit(whole: Whole, budget: Budget, name: str) -> Choice:
     if choice is not None and left > 0:
         return choice
     fixed = whole.fixed()
-    smallest = whole.smallest().temp_bytes + (fixed.bytes if budget.of == STEP else 0)
+    smallest = whole.smallest_bytes() + (fixed.bytes if budget.of == STEP else 0)
     raise no_plan(name, budget, bytes_of(whole, budget), smallest, fixed, is_late=whole.is_late())
 
 
