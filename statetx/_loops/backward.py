@@ -159,17 +159,27 @@ class BackwardStep:
         return self._treedef.unflatten(leaves)((ct_carry, ct_ys))
 
     def backward_reading(
-        self, constants: list, read: Callable[[int, list], Any], residuals: list, ct_carry: list, ct_ys: list
+        self,
+        constants: list,
+        read: Callable[[int, list], Any],
+        write: Callable[[int, Any], Any],
+        residuals: list,
+        ct_carry: list,
+        ct_ys: list,
     ) -> tuple:
-        """As `backward`, but each element is read where it is needed.
+        """As `backward`, but each element is read where it is needed, and each cotangent of one written where it is computed.
 
         XLA:CPU starts whatever is ready. It would read the elements of all xs first, such as the weights of a layer, and hold them beside the
         cotangents of as many bytes that are computed meanwhile.
 
         Args:
             read: ``(index, awaited) -> element`` of the xs with this index, read once the arrays `awaited` are computed.
+            write: ``(index, cotangent) -> array`` with the cotangent of the differentiated xs with this index.
+
+        Returns:
+            The cotangents of the differentiated constants and carries, and the arrays that `write` returned.
         """
-        first = len(constants)
+        first, num_cts = len(constants), len(self._diff[0]) + len(self._diff[1])
         last = first + len(self._step.x_avals)
         elements = dict.fromkeys(range(first, last))
         before, after = constants, [*residuals, *ct_carry, *ct_ys]
@@ -178,7 +188,10 @@ class BackwardStep:
         # A barrier or a fence keeps the recomputation of a user's region from being started early.
         has_barrier = lambda eqn: eqn.params.get("prevent_cse")  # noqa: E731
         jaxpr = inline(*staged, calls=JIT | REMAT, deep=False, unless=has_barrier)
+        jaxpr = jaxpr.replace(eqns=_by_elements(jaxpr, jaxpr.invars[first:last]))
+        places = {v: n for n, v in enumerate(jaxpr.outvars[num_cts:]) if isinstance(v, _jax.Var)}
         computed: dict[int, Any] = {}  # by identity; an array in it stays alive, so that no other gets its identity
+        written: dict[int, Any] = {}
 
         def value(x: Any, awaited: list) -> Any:
             if not isinstance(x, _Unread):
@@ -188,22 +201,42 @@ class BackwardStep:
             return elements[x.index]
 
         def rule(eqn: Any, operands: list) -> list:
-            # XLA fuses the reading of an element with elementwise operations and sums, but not with a product.
-            is_fused = row_of(eqn).fuses or row_of(eqn).reads_fused
-            awaited = [x for x in operands if not is_fused and id(x) in computed]
+            awaited = [*(x for x in operands if id(x) in computed), *written.values()] if _has_operands(eqn) else []
             outs = _jax.bind_equation(eqn, eqn.params, [value(x, awaited) for x in operands])
             computed.update((id(x), x) for x in outs)
+            written.update(
+                (n, write(n, x)) for x, v in zip(outs, eqn.outvars, strict=True) if (n := places.get(v)) is not None
+            )
             return outs
 
-        outs = _jax.interpret(jaxpr, [*before, *map(_Unread, elements), *after], rule)
-        cts = iter([value(x, []) for x in outs])
-        return tuple([next(cts) for _ in indices] for indices in self._diff)
+        cts = [value(x, []) for x in _jax.interpret(jaxpr, [*before, *map(_Unread, elements), *after], rule)]
+        ct_xs = [written[n] if n in written else write(n, ct) for n, ct in enumerate(cts[num_cts:])]
+        return cts[: len(self._diff[0])], cts[len(self._diff[0]) : num_cts], ct_xs
 
 
 class _Unread(NamedTuple):
     """An element of xs that is read when an equation needs it; `index` is that of the input."""
 
     index: int
+
+
+def _has_operands(eqn: Any) -> bool:
+    """Whether an equation reads operands from memory: XLA fuses their reading with elementwise operations and sums, but not with a product."""
+    return not (row_of(eqn).fuses or row_of(eqn).reads_fused)
+
+
+def _by_elements(jaxpr: Any, elements: Sequence[Any]) -> list:
+    """The equations, those first that need the fewest elements one after the other."""
+    num_reads = dict.fromkeys(jaxpr.invars, 0)
+
+    def reads(eqn: Any) -> int:
+        operands = [v for v in eqn.invars if isinstance(v, _jax.Var)]
+        num = max((num_reads[v] for v in operands), default=0)
+        num += _has_operands(eqn) and any(v in elements for v in operands)
+        num_reads.update(dict.fromkeys(eqn.outvars, num))
+        return num
+
+    return [eqn for _, eqn in sorted([(reads(eqn), eqn) for eqn in jaxpr.eqns], key=lambda pair: pair[0])]
 
 
 def _computed_from(jaxpr: Any, inputs: Sequence[Any]) -> set:

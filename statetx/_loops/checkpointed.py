@@ -323,7 +323,12 @@ class _Reversal:
 
     def _reverse_step(self, i: Any, carry: list, total: _Cotangents) -> _Cotangents:
         # The element of the forward part is at hand.
-        backward = functools.partial(self._two_parts.backward, self._constants, self._loop.element(self._xs, i))
+        element = self._loop.element(self._xs, i)
+
+        def backward(write: Callable, *args: Any) -> tuple:
+            *cts, ct_x = self._two_parts.backward(self._constants, element, *args)
+            return *cts, list(map(write, range(len(ct_x)), ct_x))
+
         return self._pull(i, self._forward(i, carry)[1], total, backward)
 
     def _keep(self, i: Any, carry: list) -> tuple[list, list]:
@@ -341,15 +346,18 @@ class _Reversal:
         return self._pull(i, self._two_parts.decoded(residuals, i == 0, self._first), total, backward)
 
     def _pull(self, i: Any, residuals: list, total: _Cotangents, backward: Callable) -> _Cotangents:
-        """Add the cotangents of a step; `backward` computes them from residuals and the cotangents of the next carry and of the ys."""
+        """Add the cotangents of a step.
+
+        Args:
+            backward: computes them from residuals and the cotangents of the next carry and of the ys, and writes those of elements by its
+                first argument, ``(index, cotangent) -> cotangents of the xs``.
+        """
         index = self._loop.index(i)
         ct_ys = [self._ct_y(n, index) for n in range(len(self._float_ys))]
-        ct_constants, ct_carry, ct_x = backward(residuals, total.carry, ct_ys)
+        write = lambda n, ct: jax.lax.dynamic_update_index_in_dim(total.xs[n], ct, index, 0)  # noqa: E731
+        ct_constants, ct_carry, ct_xs = backward(write, residuals, total.carry, ct_ys)
         self._step.tick(self._step.length - i, "backward")
         sums = [a + b for a, b in zip(total.constants, ct_constants, strict=True)]
-        ct_xs = [
-            jax.lax.dynamic_update_index_in_dim(buffer, ct, index, 0) for buffer, ct in zip(total.xs, ct_x, strict=True)
-        ]
         return _Cotangents(ct_carry, sums, ct_xs)
 
     def _ct_y(self, n: int, index: Any) -> Any:
