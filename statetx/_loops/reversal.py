@@ -18,7 +18,6 @@ differentiates it from there, and `at once` does both without storing.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -143,29 +142,36 @@ def reverse_steps(
             outer.num_ahead,
         )
         inner = jax.lax.while_loop(lambda i: i.advance > 0, lambda i: approach(i, left), start)
-        pools, carry, result, done = inner.pools, inner.carry, outer.result, jnp.int32(0)
-        # The last step of the leaf, counted by the loops before it. It is ``left - 1``, but then what `at_once` computes from its number alone, such as
-        # its element of xs, would be there, and take memory, while those loops run.
-        last = inner.step
-        num_kept = left - 1 - inner.step
-        if places.keep is not None:
-            keep = functools.partial(keep_one, places.keep, inner.step)
-            kept, (pools, carry) = _for(num_kept, mean_kept, keep, (pools, carry))
-            last += kept
+        pools, carry, result = inner.pools, inner.carry, outer.result
+        if places.keep is None:
+            result, left = places.at_once(inner.step, carry, result), left - 1
+        else:
+            pools, result, left = reverse_kept(inner.step, left, pools, carry, result)
+        return _Outer(pools, inner.positions, inner.top - 1, left, result, inner.num_ahead)
+
+    def reverse_kept(first: Any, left: Any, pools: list, carry: list, result: Any) -> tuple[list, Any, Any]:
+        """Reverse the steps of a leaf, from `first` to ``left - 1``: the pools, the result, and how many steps are left."""
+        keep, pull = places.keep, places.pull
+        assert keep is not None and pull is not None
+
+        def keep_one(loop: tuple[Any, list, list]) -> tuple[Any, list, list]:
+            step, pools, carry = loop
+            carry, residuals = keep(step, carry)
+            return step + 1, slots.keep(pools, step - first, residuals), carry
+
+        def pull_one(loop: tuple[Any, Any]) -> tuple[Any, Any]:
+            n, result = loop[0] - 1, loop[1]
+            return n, pull(first + n, slots.kept(pools, n), result)
+
+        # What follows a loop is computed from its counter. With ``left - 1`` for `last`, what `at_once` computes from its number alone, such as its
+        # element of xs, would be there, and take memory, while steps are kept. With `first` for the steps left XLA would not see that the
+        # pools are written again only after the pulls, and copy them.
+        is_kept = lambda loop: _counted(loop[0] < left - 1, mean_kept)  # noqa: E731
+        last, pools, carry = jax.lax.while_loop(is_kept, keep_one, (first, pools, carry))
         result = places.at_once(last, carry, result)
-        if places.pull is not None:
-            # The steps left are counted by what this loop has done, not taken from `inner.step`: XLA sees by that
-            # that the pools are written again only after it, and does not copy them.
-            pull = functools.partial(pull_one, places.pull, pools, left - 2, num_kept - 1)
-            _, (done, result) = _for(num_kept, mean_kept, pull, (done, result))
-        return _Outer(pools, inner.positions, inner.top - 1, left - 1 - done, result, inner.num_ahead)
-
-    def keep_one(keep: Callable, first: Any, n: Any, loop: tuple[list, list]) -> tuple[list, list]:
-        carry, residuals = keep(first + n, loop[1])
-        return slots.keep(loop[0], n, residuals), carry
-
-    def pull_one(pull: Callable, pools: list, last: Any, last_kept: Any, n: Any, loop: tuple[Any, Any]) -> tuple:
-        return n + 1, pull(last - n, slots.kept(pools, last_kept - n), loop[1])
+        has_kept = lambda loop: _counted(loop[0] > 0, mean_kept)  # noqa: E731
+        num_kept, result = jax.lax.while_loop(has_kept, pull_one, (last - first, result))
+        return pools, result, first + num_kept
 
     num_leaves, mean_kept = None, None
     if schedule is not None and schedule.num_leaves:
@@ -183,10 +189,3 @@ def reverse_steps(
 
 def _counted(condition: Any, runs: Fraction | None) -> Any:
     return condition if runs is None else _jax.counted(condition, runs)
-
-
-def _for(num: Any, runs: Fraction | None, body: Callable, init: Any) -> Any:
-    """``init = body(n, init)`` for n from 0 on; returns `num`, as counted, and the last value."""
-    return jax.lax.while_loop(
-        lambda loop: _counted(loop[0] < num, runs), lambda loop: (loop[0] + 1, body(*loop)), (jnp.int32(0), init)
-    )
