@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from .. import _jax
 from .._lift.staged import as_types
 from .._positions import replaced
+from .._remat.fence import contains_loop
 from .._tree import is_float
 from .backward import BackwardStep
 from .cpu_concurrency import concurrent_fori_loop
@@ -298,7 +299,7 @@ class _Reversal:
         if plan.step is None:
             at_once = lambda i, carry, total: self._reverse_steps(i * block, block, carry, total)  # noqa: E731
         else:
-            at_once = self._reverse_step
+            at_once = self._reverse_in_loop if self._starts_early else self._reverse_step
         places = Places(self._advance, at_once, *((self._keep, self._pull_kept) if plan.is_mixed else ()))
         filled = Filled.by_schedule(plan.schedule, plan.slots.num)
         return reverse_steps(num_blocks, filled, stored.pools, self._first, total, places, plan.slots, plan.schedule)[0]
@@ -330,6 +331,23 @@ class _Reversal:
             return *cts, list(map(write, range(len(ct_x)), ct_x))
 
         return self._pull(i, self._forward(i, carry)[1], total, backward)
+
+    @property
+    def _starts_early(self) -> bool:
+        """Whether XLA would allocate what the loops of a step write, at the start of the program around it, beside that of the steps that are kept."""
+        is_cpu = jax.default_backend() == "cpu"
+        return self._plan.is_mixed and is_cpu and contains_loop(self._step.body.jaxpr)
+
+    def _reverse_in_loop(self, i: Any, carry: list, total: _Cotangents) -> _Cotangents:
+        """As `_reverse_step`, in a loop that runs once: nothing of it starts before the loop."""
+
+        def once(loop: tuple[Any, list, _Cotangents]) -> tuple[Any, list, _Cotangents]:
+            i, carry, total = loop
+            total = self._reverse_step(i, carry, total)
+            # A negative number ends the loop, which XLA does not see. An unchanged carry would be alive to the end.
+            return -1 - i, replaced(carry, self._diff_carry, total.carry), total
+
+        return jax.lax.while_loop(lambda loop: _jax.counted(loop[0] >= 0, Fraction(1)), once, (i, carry, total))[2]
 
     def _keep(self, i: Any, carry: list) -> tuple[list, list]:
         carry, residuals = self._forward(i, carry)

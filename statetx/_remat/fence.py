@@ -63,11 +63,12 @@ def _lower(
 
 def _drops_barriers(ctx: Any, jaxpr: Jaxpr) -> bool:
     """Whether XLA may start a function early in spite of a barrier."""
-    return _jax.platforms(ctx) == ("cpu",) and (_jax.CPU_DROPS_BARRIERS or _contains_loop(jaxpr))
+    return _jax.platforms(ctx) == ("cpu",) and (_jax.CPU_DROPS_BARRIERS or contains_loop(jaxpr))
 
 
-def _contains_loop(jaxpr: Jaxpr) -> bool:
-    return any(e.primitive.name in LOOPS or any(map(_contains_loop, _jax.inner_jaxprs(e))) for e in jaxpr.eqns)
+def contains_loop(jaxpr: Jaxpr) -> bool:
+    """Whether one of the equations is a loop, or has one in it."""
+    return any(e.primitive.name in LOOPS or any(map(contains_loop, _jax.inner_jaxprs(e))) for e in jaxpr.eqns)
 
 
 def _is_plain(ctx: Any, jaxpr: Jaxpr) -> bool:
