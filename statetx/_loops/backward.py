@@ -17,7 +17,7 @@ from .._equations.structure import Body
 from .._positions import replaced
 from .._remat import fence  # noqa: F401  # it lowers `_jax.hold`
 from .._remat.stored import StoredType
-from .._tree import is_float
+from .._tree import is_float, num_bytes
 from .cut import needed_equations, smallest_residuals
 from .rows import decoded, encoded, row_bytes
 from .step import Step
@@ -174,7 +174,8 @@ class BackwardStep:
 
         Args:
             read: ``(index, awaited) -> element`` of the xs with this index, read once the arrays `awaited` are computed.
-            write: ``(index, cotangent) -> array`` with the cotangent of the differentiated xs with this index.
+            write: ``(index, cotangent) -> array`` with the cotangent of the differentiated xs with this index. Reading waits for those that are larger
+                than a carry.
 
         Returns:
             The cotangents of the differentiated constants and carries, and the arrays that `write` returned.
@@ -192,6 +193,9 @@ class BackwardStep:
         places = {v: n for n, v in enumerate(jaxpr.outvars[num_cts:]) if isinstance(v, _jax.Var)}
         computed: dict[int, Any] = {}  # by identity; an array in it stays alive, so that no other gets its identity
         written: dict[int, Any] = {}
+        # Cotangents of weights. To wait for small ones, such as those of inputs, would only make products wait for each other.
+        carry_bytes = sum(map(num_bytes, self._step.avals))
+        is_large = [num_bytes(self._step.x_avals[i]) > carry_bytes for i in self._diff[2]]
 
         def value(x: Any, awaited: list) -> Any:
             if not isinstance(x, _Unread):
@@ -201,7 +205,9 @@ class BackwardStep:
             return elements[x.index]
 
         def rule(eqn: Any, operands: list) -> list:
-            awaited = [*(x for x in operands if id(x) in computed), *written.values()] if _has_operands(eqn) else []
+            awaited = []
+            if _has_operands(eqn):
+                awaited = [x for x in operands if id(x) in computed] + [x for n, x in written.items() if is_large[n]]
             outs = _jax.bind_equation(eqn, eqn.params, [value(x, awaited) for x in operands])
             computed.update((id(x), x) for x in outs)
             written.update(
