@@ -160,8 +160,8 @@ def reverse_steps(
             return step + 1, slots.keep(pools, step - first, residuals), carry
 
         def pull_one(loop: tuple[Any, Any]) -> tuple[Any, Any]:
-            n, result = loop[0] - 1, loop[1]
-            return n, pull(first + n, slots.kept(pools, n), result)
+            result, n = loop[0], loop[1] - 1
+            return pull(first + n, slots.kept(pools, n), result), n
 
         # What follows a loop is computed from its counter. With ``left - 1`` for `last`, what `at_once` computes from its number alone, such as its
         # element of xs, would be there, and take memory, while steps are kept. With `first` for the steps left XLA would not see that the
@@ -169,8 +169,9 @@ def reverse_steps(
         is_kept = lambda loop: _counted(loop[0] < left - 1, mean_kept)  # noqa: E731
         last, pools, carry = jax.lax.while_loop(is_kept, keep_one, (first, pools, carry))
         result = places.at_once(last, carry, result)
-        has_kept = lambda loop: _counted(loop[0] > 0, mean_kept)  # noqa: E731
-        num_kept, result = jax.lax.while_loop(has_kept, pull_one, (last - first, result))
+        # XLA:CPU reads the loop's values in their order: residuals, which need the number, after cotangents are used.
+        has_kept = lambda loop: _counted(loop[1] > 0, mean_kept)  # noqa: E731
+        result, num_kept = jax.lax.while_loop(has_kept, pull_one, (result, last - first))
         return pools, result, first + num_kept
 
     num_leaves, mean_kept = None, None
