@@ -15,12 +15,14 @@ from .._equations.inline import inline
 from .._equations.primitives import JIT, REMAT, row_of
 from .._equations.structure import Body
 from .._positions import replaced
-from .._remat import fence  # noqa: F401  # it lowers `_jax.hold`
+from .._remat.fence import contains_loop  # it also lowers `_jax.hold`
 from .._remat.stored import StoredType
 from .._tree import is_float, num_bytes
 from .cut import needed_equations, smallest_residuals
 from .rows import decoded, encoded, row_bytes
 from .step import Step
+
+_MANY_CARRIES = 4  # from so many bytes on a loop that runs once saves memory: it takes about one carry
 
 
 class BackwardStep:
@@ -224,6 +226,21 @@ class _Unread(NamedTuple):
     """An element of xs that is read when an equation needs it; `index` is that of the input."""
 
     index: int
+
+
+def starts_early(step: Step) -> bool:
+    """Whether XLA:CPU would allocate much of what a step reads and writes at the start of the program around it.
+
+    It starts whatever is ready: the buffers that loops in the step fill, and what is computed from constants alone, such as a layer's weights from
+    those of all layers.
+    """
+    if contains_loop(step.body.jaxpr):
+        return True
+    jaxpr = inline(step.body.jaxpr, calls=JIT | REMAT, deep=False)
+    computed = _computed_from(jaxpr, jaxpr.invars[: step.num_constants])
+    operands = {v for eqn in jaxpr.eqns if _has_operands(eqn) for v in eqn.invars if isinstance(v, _jax.Var)}
+    num_early = sum(num_bytes(v.aval) for v in computed & operands)
+    return num_early > _MANY_CARRIES * sum(map(num_bytes, step.avals))
 
 
 def _has_operands(eqn: Any) -> bool:

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from .. import _jax
 from .._lift.staged import as_types
 from .._positions import replaced
-from .._remat.fence import contains_loop
 from .._tree import is_float
-from .backward import BackwardStep
+from .backward import BackwardStep, starts_early
 from .cpu_concurrency import concurrent_fori_loop
 from .derivative import Loop, floats_of, jvp_of, linear_in_tangents, with_derivative, without_stored
 from .nested import nested
@@ -334,9 +333,9 @@ class _Reversal:
 
     @property
     def _starts_early(self) -> bool:
-        """Whether XLA would allocate what the loops of a step write, at the start of the program around it, beside that of the steps that are kept."""
+        """Whether much of the step that is differentiated at once would be in memory while steps before it are run ahead and kept."""
         is_cpu = jax.default_backend() == "cpu"
-        return self._plan.is_mixed and is_cpu and contains_loop(self._step.body.jaxpr)
+        return self._plan.is_mixed and is_cpu and starts_early(self._step)
 
     def _reverse_in_loop(self, i: Any, carry: list, total: _Cotangents) -> _Cotangents:
         """As `_reverse_step`, in a loop that runs once: nothing of it starts before the loop."""
