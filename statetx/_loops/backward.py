@@ -191,7 +191,8 @@ class BackwardStep:
         # A barrier or a fence keeps the recomputation of a user's region from being started early.
         has_barrier = lambda eqn: eqn.params.get("prevent_cse")  # noqa: E731
         jaxpr = inline(*staged, calls=JIT | REMAT, deep=False, unless=has_barrier)
-        jaxpr = jaxpr.replace(eqns=_by_elements(jaxpr, jaxpr.invars[first:last]))
+        eqns = _by_elements(jaxpr, jaxpr.invars[first:last])
+        jaxpr = _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=jaxpr.outvars, eqns=eqns)
         places = {v: n for n, v in enumerate(jaxpr.outvars[num_cts:]) if isinstance(v, _jax.Var)}
         computed: dict[int, Any] = {}  # by identity; an array in it stays alive, so that no other gets its identity
         written: dict[int, Any] = {}
