@@ -211,3 +211,12 @@ def test_tables_have_a_row_for_each_program(harness, tmp_path):
     lines = harness.lines_of({"one": result})
     assert lines[0].startswith("marked: 1 of 1") and lines[1].startswith("unmarked: 0 of 1")
     harness.picture({"one": result}, str(tmp_path / "plans.svg"))
+
+
+@pytest.mark.slow
+def test_families_of_regions_have_turns(harness):
+    """Marked blocks of two convolutions: the choices of whole blocks near the budget must not use up the tries of those that copy the residual stream."""
+    model = harness.ALL["convolutional net"](statetx.remat, batch=2)
+    by_hand = statetx.measure(statetx.value_and_grad(model.loss), model.params, *model.data, gradient=False)
+    planner = Planner(model.loss, model.params, *model.data, argnums=0, of="temporaries", time_limit=None)
+    assert planner.plan(by_hand.temp_bytes).extra_flops < 0.2
