@@ -148,6 +148,20 @@ def test_advice_to_save_less_where_a_policy_saves_much():
     assert not [c for c in after.changes if c.action == "policy"]
 
 
+def test_calls_of_a_function_are_counted_once_where_xla_copies_operands_of_its_products():
+    layers = [memory_programs.Layer(32, 128) for _ in range(3)]
+    params = statetx.states(layers, statetx.Param)
+
+    @statetx.jit(donate_states=True)
+    def step(x):
+        grads = statetx.grad(memory_programs.loss_of(layers), wrt=params)(x)
+        for path, param in params.items():
+            param.value -= 0.1 * grads[path]
+
+    profile = statetx.memory_profile(step, *memory_programs.arrays((4096, 32)), gradient=False)
+    assert "Layer.__call__ (3 calls)" in profile.changes[0].text
+
+
 class Block:
     def __init__(self):
         self.w = statetx.Param(jnp.eye(64))
@@ -224,6 +238,55 @@ def test_a_step_is_profiled_unchanged():
     assert not [c for c in donated.changes if c.action == "donate"]
     # A step without float outputs is profiled without a gradient, too.
     assert statetx.memory_profile(step, X).peak_bytes == pytest.approx(plain.peak_bytes, abs=64)
+
+
+def test_residuals_are_told_in_a_loop_over_training_steps_with_an_optimizer():
+    """The optimizer has more operations than the forward pass, and none of them is of a gradient."""
+
+    def loss(w, xs):
+        return (jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), jnp.zeros((16, 32)), xs)[0] ** 2).sum()
+
+    def step(w, moments, xs):
+        gradient = jax.grad(loss)(w, xs)
+        for n, m in enumerate(moments):
+            gradient = jnp.cumsum(gradient, axis=n % 2) + m  # XLA fuses no two of these
+        return w - 0.1 * gradient, [0.9 * m + gradient for m in moments]
+
+    def train(w, moments, xs):
+        def epoch(c, _):
+            return jax.lax.scan(lambda c, _: (step(*c, xs), None), c, None, length=2)[0], None
+
+        return jax.lax.scan(epoch, (w, moments), None, length=3)[0]
+
+    args = memory_programs.arrays((32, 32)) + (
+        [*memory_programs.arrays(*[(32, 32)] * 12)],
+        *memory_programs.arrays((64, 16, 32)),
+    )
+    for fun in (step, train):
+        profile = statetx.memory_profile(jax.jit(fun), *args, gradient=False)
+        stacks = [b for b in profile.buffers if b.stacked is not None and b.type == "f32[64,16,32]"]
+        assert stacks and {b.kind for b in stacks} == {"residual"}
+        assert profile.changes[0].action == "slots" and "scan of 64 steps" in profile.changes[0].text
+
+
+def test_residuals_of_each_gradient_of_a_step_are_told():
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return (x**2).sum()
+
+    def update(ws, x):
+        return [w - 0.1 * g for w, g in zip(ws, jax.grad(loss)(ws, x), strict=True)]
+
+    def step(small, large, x):
+        small = update(small, x)
+        return small, update(large, x + small[0][0, 0])  # in this order
+
+    args = [[*memory_programs.arrays(*[(64, 64)] * n)] for n in (4, 12)]
+    profile = statetx.memory_profile(jax.jit(step), *args, X, gradient=False)
+    (forward,) = {b.source for b in profile.buffers if b.kind == "residual" and b.primitive == "tanh"}
+    tanhs = [b for b in profile.buffers if b.source == forward and b.primitive == "tanh" and b.phase == "forward"]
+    assert {b.kind for b in tanhs} == {"residual"} and len(tanhs) >= 3 + 11  # XLA may fuse the last one with the loss
 
 
 def test_programs_of_plain_jax():

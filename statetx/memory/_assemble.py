@@ -148,7 +148,7 @@ class Assembly:
         if slice_ is not None:
             origin = self._of_slice(slice_, origin)
         first, last = min(x.start for x in group), max(x.end for x in group)
-        kind = self._kind(group, origin.is_recomputed, origin.phase, first, last)
+        kind = self._kind(group, origin.is_recomputed, origin.phase)
         parameter = next((self._parameter_of[x.value] for x in group if x.value in self._parameter_of), None)
         return Buffer(
             name=instruction.name,
@@ -195,7 +195,7 @@ class Assembly:
                 return loop, slice_
         return None, None
 
-    def _kind(self, group: Sequence[Lifetime], is_recomputed: bool, phase: str, first: int, last: int) -> Kind:
+    def _kind(self, group: Sequence[Lifetime], is_recomputed: bool, phase: str) -> Kind:
         allocation = self.program.allocations[group[0].allocation]
         parameter = next((self._parameter_of[x.value] for x in group if x.value in self._parameter_of), None)
         if parameter is not None:
@@ -206,7 +206,7 @@ class Assembly:
             return "output"
         if is_recomputed:
             return "recomputed"
-        if phase == "forward" and last >= self.names.turn and first < self.names.turn and self._is_read_backward(group):
+        if phase == "forward" and self._is_read_backward(group):
             return "residual"
         return "working memory"
 

@@ -50,7 +50,7 @@ class Names:
     """The origins of a program's instructions.
 
     Attributes:
-        turn, last_backward: the first and the last step of the backward pass; after all steps if there is none.
+        turn, last_backward: the first and the last step of the backward pass (`_turn`); after all steps if there is none.
     """
 
     def __init__(self, program: CompiledProgram, schedule: Schedule):
@@ -82,7 +82,7 @@ class Names:
         return found._replace(
             region=region,
             phase=self._phase(instruction, instruction.op_name or named.op_name),
-            primitive=self._product(instruction) or found.primitive,
+            primitive=self._product(instruction) or _not_copied(instruction, found.primitive),
         )
 
     def _product(self, instruction: Instruction) -> str:
@@ -171,21 +171,29 @@ def stored_as(op_name: str) -> str:
 
 
 def _turn(schedule: Schedule) -> tuple[int, int]:
-    """The first and the last step of the backward pass.
+    """The first and the last step of the backward pass; if the program takes several gradients, the turn of the one with most operations.
 
     XLA moves some steps of either pass into the other: zeros that gradients are added to come early, for example. So the turn is
-    where most steps of the forward pass are before it and most of the backward pass behind it.
+    where most steps of the forward pass are before it and most of the backward pass behind it. What no gradient differentiates, such as
+    an optimizer, is in neither pass: it would count as a forward pass of its own, longer than that of the model.
     """
-    passes = [
-        0 if not i.op_name or i.opcode in FORWARDS or i.opcode == "constant" else -1 if "transpose(" in i.op_name else 1
-        for i in schedule.order
-    ]
+    passes = [0 if i.opcode in FORWARDS or i.opcode == "constant" else _pass(i.op_name) for i in schedule.order]
     num = len(passes)
     backward = [n for n, p in enumerate(passes) if p < 0]
     if not backward:
         return num, num
     before = [0, *itertools.accumulate(passes)]
     return max(range(num + 1), key=lambda n: (before[n], -n)), backward[-1]
+
+
+def _pass(op_name: str) -> int:
+    """-1 in a backward pass, 1 in the forward pass of what is differentiated, 0 elsewhere."""
+    return -1 if "transpose(" in op_name else int("jvp(" in op_name)
+
+
+def _not_copied(instruction: Instruction, primitive: str) -> str:
+    """The primitive of the instruction's name; "copy" if XLA copies an operand of a product under the product's name."""
+    return "copy" if instruction.opcode == "copy" and primitive in PRODUCTS else primitive
 
 
 def _origin(op_name: str, frames: Sequence[StackFrame]) -> Origin:

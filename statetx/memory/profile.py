@@ -34,7 +34,7 @@ class MemoryProfile:
         constant_bytes: of the constants in the program, which XLA's figures leave out.
         num_devices: that the program runs on.
         backend: "cpu", "gpu" or "tpu".
-        backward_step: the first step of the backward pass; the number of steps if there is none.
+        backward_step: the first step of the backward pass, of several gradients that of the largest; the number of steps if there is none.
         gradient: whether the program has the gradient of a loss among its outputs, and not a step that updates its arguments.
         note: what the profile lacks on this backend; empty if nothing.
     """
