@@ -124,6 +124,41 @@ def test_changes_are_in_order_of_saving_and_free_different_buffers():
     assert not report.can_fit and "do not suffice" in str(report) or "does not suffice" in str(report)
 
 
+def test_splitting_the_batch_is_advised_under_its_condition_alone():
+    def loss(w, x, y):
+        for _ in range(6):
+            x = jnp.tanh(x @ w)
+        return ((x - y) ** 2).mean()
+
+    def step(w, x, y):
+        return w - 0.1 * jax.grad(loss)(w, x, y)
+
+    x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    report = explain_oom(step, jnp.eye(64), x, x, limit="6MiB")
+    (remedy,) = report.remedies
+    assert remedy.fits and remedy.change.action == "microbatch"
+    # The weights have an axis of 64, too, but they are updated.
+    assert remedy.change.condition == "axis 0 of x, y holds 4,096 independent examples (not steps in time)"
+    assert remedy.change.condition in remedy.change.text
+    assert "It fits then, but only if the condition holds." in str(report) and "It fits then.\n" not in str(report)
+
+
+def test_axis_that_a_scan_runs_over_is_no_batch():
+    def step(ws, xs):  # time-major, as usual: 64 steps of 8 sequences
+        def loss(ws):
+            hs = jax.lax.scan(lambda h, x: (jnp.tanh(h @ ws[0] + x),) * 2, jnp.zeros((8, 128)), xs)[1]
+            for w in ws[1:]:
+                hs = jnp.tanh(hs @ w)
+            return (hs**2).sum()
+
+        return [w - 0.1 * g for w, g in zip(ws, jax.grad(loss)(ws), strict=True)]
+
+    xs = jax.ShapeDtypeStruct((64, 8, 128), jnp.float32)
+    report = explain_oom(jax.jit(step, donate_argnums=0), [jnp.eye(128)] * 13, xs, limit="1MiB")
+    assert report.remedies[0].change.action == "slots" and "scan of 64 steps" in report.remedies[0].change.text
+    assert "batch" not in {change.target for change in report.profile.changes}
+
+
 # -- errors and devices ------------------------------------------------------------------------------------------------
 
 

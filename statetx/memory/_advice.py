@@ -7,7 +7,6 @@ and place the changed program otherwise.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from .._equations.primitives import FUSED
-from ._names import PRODUCTS, parent
+from ._calls import Calls
+from ._names import parent
 from .buffer import Buffer, Change, Group, Loop
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
     history = _History(profile)
     known: set[frozenset[Buffer]] = set()
     for function in _functions(profile, kept):
-        calls = _Calls(profile, function)
+        calls = Calls(profile, function)
         by_call: dict[int, list[Buffer]] = defaultdict(list)
         for b in kept:
             call = calls.of(b.start)
@@ -279,50 +279,7 @@ def _functions(profile: MemoryProfile, buffers: Iterable[Buffer]) -> list[str]:
     return sorted((f for f in depth if f not in whole), key=lambda f: (-depth[f], f))
 
 
-class _Calls:
-    """The calls of a function of the user, told apart in the schedule.
-
-    Calls at two lines of the program are two. Of calls at one line, as in a loop over layers, each runs the same operations: the
-    first occurrence of an operation belongs to the first call and the last one to the last. What XLA fused in some calls only is told by
-    time, between products of matrices.
-    """
-
-    def __init__(self, profile: MemoryProfile, function: str):
-        self._number: dict[int, int] = {}
-        self.num = 0
-        by_caller: dict[tuple, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for n, step in enumerate(profile.steps):
-            if step.is_recomputed or step.phase == "forward":
-                place = next((i for i, f in enumerate(step.frames) if f.function == function), None)
-                if place is not None:
-                    inside, caller = step.frames[: place + 1], step.frames[place + 1 :]
-                    by_caller[step.is_recomputed, caller][step.primitive, inside].append(n)
-        for occurrences in by_caller.values():
-            self._tell_apart(occurrences)
-        forward = {self._number[n] for n in self._number if not profile.steps[n].is_recomputed}
-        self.num = len(forward or set(self._number.values()))
-
-    def _tell_apart(self, occurrences: dict[tuple, list[int]]) -> None:
-        products = [found for key, found in occurrences.items() if key[0] in PRODUCTS]
-        anchors = products or list(occurrences.values())
-        counts = [len(found) for found in anchors]
-        # Of numbers of calls that explain the same number of counts, the larger one: the last call may leave out an operation.
-        num = max(counts, key=lambda n: (sum(c % n == 0 for c in counts), n))
-        regular = [found for found in anchors if len(found) % num == 0]
-        begins = [min(found[m * len(found) // num] for found in regular) for m in range(num)]
-        for found in occurrences.values():
-            for m, n in enumerate(found):
-                is_regular = len(found) % num == 0
-                number = m * num // len(found) if is_regular else max(bisect.bisect(begins, n) - 1, 0)
-                self._number[n] = self.num + number
-        self.num += num
-
-    def of(self, step: int) -> int | None:
-        """The number of the call that runs a step; None if none does."""
-        return self._number.get(step)
-
-
-def _leaves(profile: MemoryProfile, b: Buffer, calls: _Calls) -> bool:
+def _leaves(profile: MemoryProfile, b: Buffer, calls: Calls) -> bool:
     """Whether other calls or functions read it in the forward pass: then it stays, as their input."""
     own = calls.of(b.start)
     return any(calls.of(r) != own for r in b.readers if not _is_backward(profile, r, b))
@@ -383,18 +340,20 @@ def _parts(profile: MemoryProfile) -> Iterable[_Candidate]:
     """Compute the largest temporary value in parts along its first axis."""
     temporary = [b for b in profile.alive(profile.peak_step) if b.kind in ("working memory", "recomputed")]
     for b in temporary[:1]:
-        if 10 * b.num_bytes < profile.peak_bytes:
-            continue
-        first_axis = b.type.partition("[")[2].partition(",")[0].rstrip("]")
-        if not first_axis.isdigit() or int(first_axis) < _NUM_PARTS or b.stacked is not None:
+        size = next(iter(_shape(b.type)), 0)
+        if (
+            10 * b.num_bytes < profile.peak_bytes
+            or size < _NUM_PARTS
+            or size in _loop_lengths(profile)
+            or b.stacked is not None
+        ):
             continue
         same = [x for x in profile.buffers if (x.type, x.kind, x.function) == (b.type, b.kind, b.function)]
         gaps = [Gap(x.start, x.end, x.num_bytes - x.num_bytes // _NUM_PARTS) for x in same]
-        text = (
-            f"Compute {b.function or b.owner} in {_NUM_PARTS} parts, as with jax.lax.map(..., batch_size="
-            f"{-(-int(first_axis) // _NUM_PARTS)}) over the axis of {first_axis}; or split the batch, with statetx.microbatch."
-        )
-        yield _Candidate(Change("microbatch", b.function or b.owner, text, saving(profile, gaps)), frozenset(same))
+        where = b.function or b.owner
+        condition = f"{where} computes each of the {size:,} entries along axis 0 of {b.type} independently"
+        text = f"If {condition}, compute them in {_NUM_PARTS} parts, as with jax.lax.map(..., batch_size={-(-size // _NUM_PARTS)})."
+        yield _Candidate(Change("microbatch", where, text, saving(profile, gaps), condition), frozenset(same))
 
 
 def _batch(profile: MemoryProfile) -> Iterable[_Candidate]:
@@ -403,15 +362,15 @@ def _batch(profile: MemoryProfile) -> Iterable[_Candidate]:
         return
     temporary = [b for b in profile.buffers if b.kind in ("residual", "recomputed", "working memory")]
     shapes = {b: _shape(b.type) for b in profile.buffers}
-    sizes = {shapes[b][0] for b in profile.buffers if b.kind == "argument" and shapes[b] and shapes[b][0] >= _NUM_PARTS}
+    leading = _leading_axes(profile)
 
     def scaling(size: int) -> list[Buffer]:
         # XLA merges the axis of examples with others: any multiple of it as the first axis counts.
         return [b for b in temporary if shapes[b] and (shapes[b][0] % size == 0 or size in shapes[b])]
 
     # An axis of weights that divides the batch finds the same buffers, and a few others: the largest axis that finds nearly all is the batch.
-    num_bytes = {size: sum(b.num_bytes for b in scaling(size)) for size in sizes}
-    size = max((n for n in sizes if num_bytes[n] >= 0.9 * max(num_bytes.values())), default=0)
+    num_bytes = {size: sum(b.num_bytes for b in scaling(size)) for size in leading}
+    size = max((n for n in leading if num_bytes[n] >= 0.9 * max(num_bytes.values())), default=0)
     found = scaling(size) if size else []
     if not found:
         return
@@ -420,11 +379,33 @@ def _batch(profile: MemoryProfile) -> Iterable[_Candidate]:
     inputs = {b.type for b in profile.buffers if b.kind in ("state", "argument")}
     gradients = [b for b in temporary if b.phase == "backward" and b.type in inputs and b not in set(found)]
     gaps += [Gap(0, b.start - 1, -b.num_bytes) for b in gradients]
+    condition = f"axis 0 of {', '.join(leading[size])} holds {size:,} independent examples (not steps in time)"
     text = (
-        f"Split the batch of {size:,} into {_NUM_PARTS} parts: statetx.microbatch(statetx.value_and_grad(loss), {_NUM_PARTS}) adds up "
-        f"their gradients."
+        f"If {condition}, split them into {_NUM_PARTS} parts: statetx.microbatch(statetx.value_and_grad(loss), {_NUM_PARTS}, argnums=...) "
+        f"combines their gradients."
     )
-    yield _Candidate(Change("microbatch", "batch", text, saving(profile, gaps)), frozenset(found))
+    yield _Candidate(Change("microbatch", "batch", text, saving(profile, gaps), condition), frozenset(found))
+
+
+def _leading_axes(profile: MemoryProfile) -> dict[int, list[str]]:
+    """The arguments by the size of their first axis, if that may be an axis of examples.
+
+    An axis as long as a loop is probably what a scan runs over: time, or layers. An argument with a gradient or an update of its type is
+    probably a parameter.
+    """
+    updated = {b.type for b in profile.buffers if b.kind == "output" and b.phase != "forward"}
+    loops = _loop_lengths(profile)
+    leading: dict[int, list[str]] = defaultdict(list)
+    for b in profile.buffers:
+        size = next(iter(_shape(b.type)), 0)
+        if b.kind == "argument" and b.type not in updated and size >= _NUM_PARTS and size not in loops:
+            name = _argument(b.owner)
+            leading[size] += [name] if name not in leading[size] else []
+    return leading
+
+
+def _loop_lengths(profile: MemoryProfile) -> set[int | None]:
+    return {step.loop.length for step in profile.steps if step.loop is not None}
 
 
 def _shape(type: str) -> tuple[int, ...]:

@@ -129,12 +129,14 @@ class Change(NamedTuple):
         target: the owner of what it saves.
         text: what to do, in one sentence.
         saved_bytes: by how much the peak would fall, predicted from the lifetimes of the buffers.
+        condition: what must hold of the program, part of `text`: else the change gives other results. Empty for a change that keeps them.
     """
 
     action: str
     target: str
     text: str
     saved_bytes: int
+    condition: str = ""
 
 
 class Group(NamedTuple):

@@ -77,7 +77,7 @@ class OutOfMemory(Tabular):
 
     @property
     def can_fit(self) -> bool:
-        """Whether it fits, or is predicted to fit after the changes. False if the limit is unknown."""
+        """Whether it fits, or is predicted to fit after the changes, if their conditions hold. False if the limit is unknown."""
         return self.limit_bytes is not None and (self.short_bytes == 0 or any(r.fits for r in self.remedies))
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,7 +126,10 @@ class OutOfMemory(Tabular):
         for n, remedy in enumerate(self.remedies, 1):
             text = f"{remedy.change.text.rstrip('.')}: {format_bytes(remedy.change.saved_bytes)} less"
             total = f", {format_bytes(remedy.saved_bytes)} with those before it" if n > 1 else ""
-            end = ". It fits then." if remedy.fits else f"; {format_bytes(remedy.needed_bytes)} needed then."
+            end = f"; {format_bytes(remedy.needed_bytes)} needed then."
+            if remedy.fits:
+                is_sure = not any(r.change.condition for r in self.remedies[:n])
+                end = ". It fits then." if is_sure else ". It fits then, but only if the condition holds."
             yield f"[{n}]", f"{text}{total}{end}"
         if not self.can_fit:
             which = "these changes do" if len(self.remedies) > 1 else "this change does" if self.remedies else ""
