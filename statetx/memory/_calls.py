@@ -29,9 +29,10 @@ class Calls:
         by_caller: dict[tuple, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
         for n, step in enumerate(profile.steps):
             if step.is_recomputed or step.phase == "forward":
-                place = next((i for i, f in enumerate(step.frames) if f.function == function), None)
-                if place is not None:
-                    inside, caller = step.frames[: place + 1], step.frames[place + 1 :]
+                # The outermost frame of it: the stack of a loop's operations repeats the functions around the loop.
+                depth = max((d for d, f in enumerate(step.frames, 1) if f.function == function), default=0)
+                if depth:
+                    inside, caller = step.frames[:depth], step.frames[depth:]
                     by_caller[step.is_recomputed, caller][step.primitive, inside].append(n)
         for occurrences in by_caller.values():
             self._tell_apart(occurrences)
