@@ -143,23 +143,26 @@ def test_splitting_the_batch_is_advised_under_its_condition_alone():
     assert "It fits then, but only if the condition holds." in str(report) and "It fits then.\n" not in str(report)
 
 
+def recurrent_step(ws, xs):  # time-major, as usual: 64 steps of 8 sequences
+    def loss(ws):
+        hs = jax.lax.scan(lambda h, x: (jnp.tanh(h @ ws[0] + x),) * 2, jnp.zeros((8, 128)), xs)[1]
+        for w in ws[1:]:
+            hs = jnp.tanh(hs @ w)
+        return (hs**2).sum()
+
+    return [w - 0.1 * g for w, g in zip(ws, jax.grad(loss)(ws), strict=True)]
+
+
+RECURRENT_ARGS = [jnp.eye(128)] * 13, jax.ShapeDtypeStruct((64, 8, 128), jnp.float32)
+
+
 def test_axis_that_a_scan_runs_over_is_no_batch():
-    def step(ws, xs):  # time-major, as usual: 64 steps of 8 sequences
-        def loss(ws):
-            hs = jax.lax.scan(lambda h, x: (jnp.tanh(h @ ws[0] + x),) * 2, jnp.zeros((8, 128)), xs)[1]
-            for w in ws[1:]:
-                hs = jnp.tanh(hs @ w)
-            return (hs**2).sum()
-
-        return [w - 0.1 * g for w, g in zip(ws, jax.grad(loss)(ws), strict=True)]
-
-    xs = jax.ShapeDtypeStruct((64, 8, 128), jnp.float32)
-    report = explain_oom(jax.jit(step, donate_argnums=0), [jnp.eye(128)] * 13, xs, limit="1MiB")
+    report = explain_oom(jax.jit(recurrent_step, donate_argnums=0), *RECURRENT_ARGS, limit="1MiB")
     assert report.remedies[0].change.action == "slots" and "scan of 64 steps" in report.remedies[0].change.text
     targets = {change.target for change in report.profile.changes}
     assert "batch" not in targets
     # The loss is called once: the operations of its loops, which have it twice in their stacks, are no calls.
-    assert not any(target.endswith("step.loss") for target in targets)
+    assert not any(target.endswith("loss") for target in targets)
 
 
 # -- errors and devices ------------------------------------------------------------------------------------------------
@@ -297,6 +300,17 @@ def test_estimate_counts_values_from_their_equation_to_the_last_reader():
 
     # The step of a loop: a matrix and its cosine. Around it the carry before the loop and after it.
     assert estimate(loop, (jnp.ones(n),), {}).peak_bytes == pytest.approx(2 * 4 * n * n, rel=0.01)
+
+
+def test_estimate_tells_the_lengths_of_scans():
+    """So that the axis that a scan runs over is not taken for a batch."""
+    steps = estimate(recurrent_step, RECURRENT_ARGS, {}).steps
+    assert {
+        (step.primitive, step.loop and step.loop.length) for step in steps if step.primitive in ("scan", "tanh")
+    } == {
+        ("scan", 64),
+        ("tanh", None),
+    }
 
 
 # -- forms -------------------------------------------------------------------------------------------------------------

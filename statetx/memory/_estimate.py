@@ -20,7 +20,7 @@ from .._tree import num_bytes
 from ..residuals._trace import user_line
 from ..residuals.measure import without_gradient
 from ..transforms.abstract import make_jaxpr
-from .buffer import Buffer, Kind, Phase, Step
+from .buffer import Buffer, Kind, Loop, Phase, Step
 from .measure import input_names
 from .profile import MemoryProfile
 
@@ -135,7 +135,10 @@ def _steps(jaxpr: Jaxpr) -> Iterator[Step]:
         file, line, function = user_line(eqn)
         name, source = eqn.primitive.name, f"{file}:{line}" if file else ""
         frames = (_jax.StackFrame(function, file, line, 0),) if file else ()
-        yield Step(name, name, phase, source, None, frames=frames)
+        loop = (
+            Loop("scan", eqn.params["length"], source) if name == "scan" else None
+        )  # the step stands for those of its body
+        yield Step(name, name, phase, source, loop, frames=frames)
 
 
 def _buffer(
