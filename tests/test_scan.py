@@ -243,7 +243,7 @@ def test_state_made_in_the_body():
 
     with pytest.raises(statetx.CreatedStateError, match=r"made at .*test_scan.py:\d+ was created inside scan"):
         statetx.scan(body, 0, XS)
-    with pytest.raises(statetx.StateAccessError, match="whose body is traced once for many steps"):
+    with pytest.raises(statetx.StateAccessError, match="which gives values to states from before it only"):
         _ = kept[0].value
 
 

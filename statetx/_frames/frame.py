@@ -120,7 +120,7 @@ class Frame:
         if not self.is_open:
             return
 
-        reason = f"it was created inside {self.name}, which did not complete"
+        reason = f"it was created inside {self.name}, which did not complete, or only inspected the function"
         stores: list[Store] = []
         for kind in reversed(self._kinds):
             stores += kind.close(self)

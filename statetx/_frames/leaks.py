@@ -1,4 +1,4 @@
-"""Checks that no tracer outlives its trace in a state, and that no state made in a loop body outlives the body."""
+"""Checks that no tracer outlives its trace in a state, and that no state made in the body of a loop or branch outlives it."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def check_write(
 
 
 def refuse_created(effects: Iterable[Effect], where: str) -> None:
-    """Raise if a state that a loop body created has outlived it."""
+    """Raise if a call has created a state that outlives it, in a transform that makes none."""
     for effect in effects:
         if effect.created:
-            reason = f"it was created inside {where}, whose body is traced once for many steps"
+            reason = f"it was created inside {where}, which gives values to states from before it only"
             commit(effect.kind.invalidate(effect.state, reason, None))
             raise CreatedStateError(
                 f"{type(effect.state).__name__} made at {effect.site} was created inside {where} and outlived it.\n"
-                f"The body runs once for many steps, so no single value can be given to that state.\n"
-                f"Fix: create the state before the loop, and write it in the body."
+                f"It gives new values to states from before it only: a body that is traced once may run many times, or not at all.\n"
+                f"Fix: create the state before the call, and write it inside."
             )
 
 

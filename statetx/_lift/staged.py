@@ -40,6 +40,7 @@ class Staged:
         avals: types of the argument leaves.
         traced_for: JAX's label for such a body (`DebugInfo.traced_for`).
         slice, enter: see `Lifting`.
+        may_create: whether the function may create states that outlive it. They are among the written ones.
 
     Attributes:
         outs: the `Partition` of each output tree.
@@ -61,6 +62,7 @@ class Staged:
         arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]],
         slice: Callable[[Any, Any], Any] | None = None,
         enter: Callable[[Any, Any], Any] | None = None,
+        may_create: bool = False,
     ):
         self.name = name
         self.fun = fun
@@ -82,7 +84,8 @@ class Staged:
 
             outs = frame.run(run)
             lifting.inputs = {key: lifting.inputs[key] for key in frame.accesses if key in lifting.inputs}
-            refuse_created(frame.effects, frame.name)
+            if not may_create:
+                refuse_created(frame.effects, frame.name)
 
             leaves: list[Any] = []
             for tree in outs:

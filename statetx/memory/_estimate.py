@@ -19,7 +19,7 @@ from .._text import type_str
 from .._tree import num_bytes
 from ..residuals._trace import user_line
 from ..residuals.measure import without_gradient
-from ..transforms.abstract import make_jaxpr
+from ..transforms.abstract import staged_jaxpr
 from .buffer import Buffer, Kind, Loop, Phase, Step
 from .measure import input_names
 from .profile import MemoryProfile
@@ -47,7 +47,7 @@ class _Value(NamedTuple):
 
 def estimate(step: Callable, args: tuple, kwargs: dict[str, Any]) -> MemoryProfile:
     """The profile of a step without compiling it: a value is alive from its equation to the last one that reads it."""
-    closed = make_jaxpr(step)(*args, **kwargs)
+    closed = staged_jaxpr("memory_profile", step, args, kwargs)
     jaxpr = inline(_jax.close(_jax.without_dead_code(closed), closed.consts), calls=INLINED)
     steps = tuple(_steps(jaxpr))
     buffers = [*_inputs(jaxpr, step, args, kwargs), *_computed(jaxpr, steps)]

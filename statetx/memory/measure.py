@@ -10,14 +10,14 @@ import jax
 
 from .. import _jax
 from .._equations.compiled import memory_analysis_options
-from .._errors import CreatedStateError, FunctionError
+from .._errors import FunctionError
 from .._lift.wrapper import name_of, short_name
 from .._objects.paths import argument_names
 from .._text import brief
 from .._tree import is_float
 from ..residuals.measure import ArrayProgram, with_gradient, without_gradient
 from ..residuals.table import Residuals, saved_residuals
-from ..transforms.jit.api import Jit, jit
+from ..transforms.jit.api import Jit
 from ..transforms.jit.stages import Compiled, Lowered, Traced
 from ._assemble import Assembly, Inputs
 from ._fallback import without_assignment
@@ -116,10 +116,7 @@ def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool) -> _Tr
             return _of_function(fun, args, program, residuals, results)
     if isinstance(fun, Jit) or (hasattr(fun, "lower") and hasattr(fun, "trace")):
         return _staged(fun.trace(*args, **kwargs))
-    try:
-        return _of_function(fun, args, without_gradient(fun, args, kwargs), None, None)
-    except CreatedStateError:  # `jit` takes states that a step creates as its outputs
-        return _staged(jit(fun).trace(*args, **kwargs))
+    return _of_function(fun, args, without_gradient(fun, args, kwargs), None, None)
 
 
 _STAGES = (Traced, Lowered, Compiled, jax.stages.Traced, jax.stages.Lowered, jax.stages.Compiled)

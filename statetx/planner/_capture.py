@@ -364,6 +364,7 @@ def _record(
         call_args, call_kwargs = static.combine(arrays)
         planned(*call_args, **call_kwargs)  # what it returns has been recorded
 
-    staged_jaxpr(call, arrays)
+    traced.__qualname__ = call.__qualname__ = name_of(fun)  # of an object, too, which has none of its own
+    staged_jaxpr("plan", call, arrays, {})
     (function,) = outer.recorded
     return function

@@ -10,7 +10,7 @@ import jax
 
 from .. import _jax
 from .._equations.compiled import Program, memory_analysis_options
-from .._errors import CreatedStateError, PlanError
+from .._errors import PlanError
 from .._lift.batch import Batch, BatchArguments
 from .._lift.rules import Rules
 from .._lift.wrapper import name_of, short_name
@@ -21,7 +21,6 @@ from .._tree import num_bytes
 from .._typing import Filter, Indices, Names
 from ..residuals.measure import with_gradient, without_gradient
 from ..transforms.functionalize import functionalize
-from ..transforms.jit.api import jit
 from ..transforms.microbatch import RULES as MICROBATCH_RULES
 from . import _store
 from ._budget import read_amount
@@ -232,15 +231,8 @@ def _divides(sharding: Any, aval: Any) -> bool:
 def step_program(fun: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool) -> Program:
     """The program of a step, with its gradient or without, to be compiled."""
     if hasattr(fun, "lower") and hasattr(fun, "trace") and not gradient:
-        return _jitted_program(fun, args, kwargs)
-    try:
-        program = (with_gradient if gradient else without_gradient)(fun, args, kwargs)
-        return program.for_types(program.arrays, memory_analysis_options())
-    except CreatedStateError:  # `jit` takes states that a step creates as its outputs
-        return _jitted_program(jit(fun), args, kwargs)
-
-
-def _jitted_program(fun: Any, args: tuple, kwargs: dict[str, Any]) -> Program:
-    # As the user jits it, with its shardings and compiler options.
-    traced = fun.trace(*args, **kwargs)
-    return Program.of_traced(getattr(traced, "jax_stage", traced), memory_analysis_options())
+        # As the user jits it, with its shardings and compiler options.
+        traced: Any = fun.trace(*args, **kwargs)
+        return Program.of_traced(getattr(traced, "jax_stage", traced), memory_analysis_options())
+    program = (with_gradient if gradient else without_gradient)(fun, args, kwargs)
+    return program.for_types(program.arrays, memory_analysis_options())

@@ -18,7 +18,7 @@ from .._remat.parse import as_value_policy
 from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes
 from .._typing import Policy
-from ..transforms.abstract import make_jaxpr
+from ..transforms.abstract import staged_jaxpr
 
 _POLICIES: tuple[Any, ...] = (None, "dots", "nothing")
 
@@ -134,7 +134,7 @@ def loop_report(
         (2048, 4096, 3.035, 3.75)
     """
     compared = _as_policies(policies)
-    jaxpr = make_jaxpr(fun)(*args, **kwargs).jaxpr
+    jaxpr = staged_jaxpr("loop_report", fun, args, kwargs).jaxpr
     return LoopReport(name_of(fun), [row for loop in _loops(jaxpr) for row in _rows(loop, compared)])
 
 

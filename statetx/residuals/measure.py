@@ -10,8 +10,9 @@ import jax
 from .. import _jax, _states
 from .._equations.compiled import Cost, Program, donated_inputs
 from .._equations.differentiate import with_pullback
+from .._frames import Effect
 from .._tree import is_float, partition
-from ..transforms.functionalize import functionalize
+from ..transforms.functionalize import Functionalize, functionalize
 
 
 @_jax.api_boundary
@@ -40,7 +41,7 @@ def measure(
         `Cost`, with ``temp_bytes``, ``argument_bytes``, ``output_bytes`` and ``peak_bytes`` in bytes, ``flops`` with
         each loop body counted as often as it runs (once for a while loop of unknown length), and ``compiled_flops``,
         XLA's own figure, which counts the body of every loop once. Arguments are the function's arrays and the states
-        that it reads; outputs are its own, the states that it writes, and the gradients.
+        that it reads; outputs are its own, the states that it writes or creates, and the gradients.
 
     Source:
         ``jax.stages.Compiled.memory_analysis`` and ``cost_analysis``.
@@ -79,37 +80,37 @@ class ArrayProgram(NamedTuple):
 
 
 def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> ArrayProgram:
-    """A program that returns the outputs, and the values of the written states."""
+    """A program that returns the outputs, and the values of the states that are written or created."""
     pure, inputs = _functionalized(fun, args, kwargs)
     arrays, static_part = partition(inputs, _is_array)
 
     def run(*arrays: Any) -> list[Any]:
         values, args, kwargs = static_part.combine(arrays)
-        out, new_values = pure(values, *args, **kwargs)
-        return _arrays_in(out, _written(values, new_values))
+        out, new_values, created = pure.call_with_created(values, args, kwargs)
+        return _arrays_in(out, _written(values, new_values, created))
 
     return ArrayProgram(run, arrays, _keys(inputs), donates=True)
 
 
 def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> ArrayProgram:
-    """A program that returns the float outputs; other outputs with the values of the written states; the gradients."""
+    """A program that returns the float outputs; other outputs with the values of states, as in `without_gradient`; the gradients."""
     pure, inputs = _functionalized(fun, args, kwargs)
     arrays, static_part = partition(inputs, _is_array)
 
     def run(*arrays: Any) -> tuple[list[Any], list[Any]]:
         values, args, kwargs = static_part.combine(arrays)
-        out, new_values = pure(values, *args, **kwargs)
+        out, new_values, created = pure.call_with_created(values, args, kwargs)
         floats, others = partition(out, is_float)
 
         # Float outputs get cotangents. The others are returned too, so that XLA does not remove what computes them.
-        return floats, _arrays_in(others.static, _written(values, new_values))
+        return floats, _arrays_in(others.static, _written(values, new_values, created))
 
     step = with_pullback(run, [i for i, x in enumerate(arrays) if is_float(x)])
     # A gradient reads its inputs after the call that would donate them.
     return ArrayProgram(step, arrays, _keys(inputs), donates=False)
 
 
-def _functionalized(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple]:
+def _functionalized(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Functionalize, tuple]:
     pure = functionalize(fun)
     return pure, (pure.values(*args, **kwargs), args, kwargs)
 
@@ -123,13 +124,14 @@ def _keys(inputs: tuple) -> list[tuple[Any, ...]]:
     return [keys for keys, x in leaves if _is_array(x)]
 
 
-def _written(values: dict[str, Any], new_values: dict[str, Any]) -> list[Any]:
-    """The new values of the states that a call writes.
+def _written(values: dict[str, Any], new_values: dict[str, Any], created: Sequence[Effect]) -> list[Any]:
+    """The new values of the states that a call writes, and those of the states that it creates.
 
     A state that is only read keeps its value, the same object. As an output it would count twice: XLA copies an argument
     that is returned. An array written back unchanged is taken for one that is only read.
     """
-    return [value for path, value in new_values.items() if value is not values[path]]
+    written = [value for path, value in new_values.items() if value is not values[path]]
+    return [*written, *(effect.value for effect in created)]
 
 
 def _arrays_in(*trees: Any) -> list[Any]:

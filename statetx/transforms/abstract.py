@@ -118,8 +118,8 @@ def make_jaxpr(
         def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
             return merge(*args_part.combine(leaves))
 
-        staged = _stage(arguments, arrays, fun)
-        closed = _close(staged)[0]
+        staged = _stage("make_jaxpr", arguments, arrays, fun)
+        closed = _close(staged)
         if not return_shape:
             return closed
 
@@ -129,14 +129,21 @@ def make_jaxpr(
     return jaxpr_of
 
 
-def staged_jaxpr(fun: Callable[..., PyTree], arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The jaxpr of ``fun(*arrays)`` as from `make_jaxpr`, and its inputs: the values of the states, then the arrays."""
-    closed, values = _close(_stage(lambda leaves: (tuple(leaves), {}), arrays, fun))
-    return closed, [*values, *arrays]
+def staged_jaxpr(name: str, fun: Callable[..., PyTree], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The jaxpr of a call as from `make_jaxpr`, for a function of this name that only inspects it.
+
+    The call may create states. The values of those that outlive it are the last outputs.
+    """
+    arrays, args_part = partition((tuple(args), kwargs), is_argument)
+    return _close(_stage(name, args_part.combine, arrays, fun, may_create=True))
 
 
 def _stage(
-    arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]], arrays: Sequence[Any], fun: Callable
+    name: str,
+    arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]],
+    arrays: Sequence[Any],
+    fun: Callable,
+    may_create: bool = False,
 ) -> Staged:
     def call(*tracers: Any) -> tuple[PyTree]:
         note_shardings(tracers, arrays)
@@ -144,15 +151,15 @@ def _stage(
         return (fun(*args, **kwargs),)
 
     avals = [_jax.abstract(as_array(x)) for x in arrays]
-    return Staged("make_jaxpr", fun, call, avals, traced_for="statetx.make_jaxpr", arguments=arguments)
+    return Staged(name, fun, call, avals, traced_for=f"statetx.{name}", arguments=arguments, may_create=may_create)
 
 
-def _close(staged: Staged) -> tuple[Any, list[Any]]:
-    """The closed jaxpr, whose first inputs are the values of the states, and these values."""
+def _close(staged: Staged) -> Any:
+    """The closed jaxpr, whose first inputs are the values of the states."""
     vars_before = {key: staged.state_vars(i) for key, i in staged.inputs.items()}
     vars_after = vars_before | staged.written_vars  # a state that is only read leaves with its input variable
     states_in, states_out = (
         [v for key in vars_before for v in vars_by_state[key]] for vars_by_state in (vars_before, vars_after)
     )
-    closed = staged.close([*states_in, *staged.arg_vars], [*staged.out_vars, *states_out])
-    return closed, [x for i in staged.inputs.values() for x in i.values]
+    created = [v for e in staged.effects if e.created for v in staged.written_vars[id(e.state)]]
+    return staged.close([*states_in, *staged.arg_vars], [*staged.out_vars, *states_out, *created])

@@ -283,6 +283,18 @@ class Functionalize(Wrapper[P, R]):
         run_eagerly("functionalize", _write_all, (states, values), {})
 
     def __call__(self, values: Mapping[str, Any], /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, dict[str, Any]]:
+        out, new_values, created = self.call_with_created(values, args, kwargs)
+        for effect in created:
+            raise CreatedStateError(
+                f"{type(effect.state).__name__} made at {effect.site} was created inside functionalize({name_of(self.__wrapped__)}) "
+                f"and outlived the call, which returns values and no states.\nFix: create the state before the call."
+            )
+        return out, new_values
+
+    def call_with_created(
+        self, values: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[R, dict[str, Any], list[Effect]]:
+        """The call, with the effects on the states that it creates and that outlive it. None of them has a value afterwards."""
         fun = self.__wrapped__
         states = self._resolve(values, args, kwargs)
         value_by_id = {id(state): values[path] for path, state in states.items()}
@@ -302,17 +314,14 @@ class Functionalize(Wrapper[P, R]):
         paths = {id(state): path for path, state in states.items()}
         for effect in frame.effects:
             if effect.created:
-                raise CreatedStateError(
-                    f"{type(effect.state).__name__} made at {effect.site} was created inside {frame.name} and outlived "
-                    f"the call, which returns values and no states.\nFix: create the state before the call."
-                )
+                continue
             path = paths.get(id(effect.state))
             value = _new_value(effect, path)
             if path is not None:
                 new_values[path] = value
             elif jax.tree.leaves(value):
                 raise StateAccessError(self._missing(effect.state, effect.kind, args, kwargs))
-        return out, new_values
+        return out, new_values, [e for e in frame.effects if e.created]
 
     def _resolve(self, values: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(values, Mapping):

@@ -1,0 +1,161 @@
+"""Functions that only inspect a step accept one that creates states, such as brainstate's ``init_all_states`` in a training step."""
+
+import brainstate
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import statetx
+
+X = jnp.ones((4, 8))
+KINDS = {"statetx": statetx.State, "brainstate": brainstate.HiddenState, "nnx": nnx.Variable}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+class Cell:
+    """A hidden state that each call of `loss` creates."""
+
+    def __init__(self, kind):
+        self.make = KINDS[kind]
+        self.w = statetx.Param(jnp.eye(8) / 2, name="w")
+
+    def loss(self, x):
+        self.h = self.make(jnp.zeros((4, 8)))
+
+        def body(carry, x):
+            set_value(self.h, jnp.sin(jnp.tanh(get_value(self.h) @ self.w.value + x)))
+            return carry, get_value(self.h)
+
+        return (statetx.scan(body, None, jnp.broadcast_to(x, (20, 4, 8)))[1] ** 2).mean()
+
+    def step(self, x):
+        loss, grad = statetx.value_and_grad(self.loss, wrt=self.w)(x)
+        self.w.value -= 0.1 * grad
+        return loss
+
+
+def get_value(state):
+    return state.get_value() if isinstance(state, nnx.Variable) else state.value
+
+
+def set_value(state, value):
+    state.set_value(value) if isinstance(state, nnx.Variable) else setattr(state, "value", value)
+
+
+def max_batch(loss, x):
+    # The state has a fixed number of examples, so the batch is an axis that the loss averages over first.
+    return statetx.max_batch(lambda x: loss(x.mean(0)), jnp.stack([x, x]), budget="64KiB")
+
+
+INSPECTIONS = {
+    "measure": statetx.measure,
+    "memory_report": statetx.memory_report,
+    "memory_profile": statetx.memory_profile,
+    "explain_oom": statetx.explain_oom,
+    "saved_residuals": statetx.saved_residuals,
+    "loop_report": statetx.loop_report,
+    "max_batch": max_batch,
+    "plan": lambda loss, x: statetx.plan(loss, x, budget=1.0),
+}
+
+
+@each_kind
+@pytest.mark.parametrize("inspect", INSPECTIONS)
+def test_inspection_accepts_a_created_state_and_leaves_no_value(kind, inspect):
+    cell, reference = Cell(kind), Cell(kind)
+    INSPECTIONS[inspect](cell.loss, X)
+    with pytest.raises(Exception, match=r"has no value|created inside a traced function"):
+        get_value(cell.h)
+    np.testing.assert_allclose(cell.loss(X), reference.loss(X), rtol=1e-6)
+    np.testing.assert_allclose(get_value(cell.h), get_value(reference.h), rtol=1e-6)
+
+
+@each_kind
+def test_value_of_a_created_state_is_an_output(kind):
+    cell = Cell(kind)
+    jitted = statetx.jit(Cell(kind).step).lower(X).compile().memory_analysis()
+    cost = statetx.measure(cell.step, X, gradient=False)
+    assert cost.output_bytes == jitted.output_size_in_bytes
+    assert cost.output_bytes >= X.nbytes + cell.w.value.nbytes + 4  # h, w and the loss
+    assert statetx.measure(cell.loss, X).output_bytes >= 2 * X.nbytes + cell.w.value.nbytes + 4  # and the gradient of x
+
+
+def test_estimate_without_the_compiler_counts_a_created_state():
+    from statetx.memory._estimate import estimate
+
+    outputs = [b for b in estimate(Cell("statetx").loss, (X,), {}).buffers if b.kind == "output"]
+    assert sum(b.num_bytes for b in outputs) == X.nbytes + 4
+
+
+class Recurrent(brainstate.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.eye(8) / 2)
+
+    def init_state(self, batch_size=None, **kwargs):
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, 8)))
+
+    def update(self, x):
+        self.h.value = jnp.sin(jnp.tanh(self.h.value @ self.w.value + x))
+        return self.h.value
+
+
+def training_step():
+    """The idiom of brainstate's tutorials."""
+    net = Recurrent()
+    weights = net.states(brainstate.ParamState)
+
+    def loss():
+        brainstate.nn.init_all_states(net, batch_size=4)
+        return (brainstate.transform.for_loop(net, jnp.broadcast_to(X, (20, 4, 8))) ** 2).mean()
+
+    def step():
+        grads, value = brainstate.transform.grad(loss, weights, return_value=True)()
+        for name, grad in grads.items():
+            weights[name].value -= 0.1 * grad
+        return value
+
+    return step
+
+
+JITS = {"brainstate": brainstate.transform.jit, "statetx": statetx.jit, "plain": lambda step: step}
+
+
+@pytest.mark.parametrize("jit", JITS)
+@pytest.mark.parametrize("planned", JITS)
+def test_plan_applies_to_a_step_with_init_all_states_inside(planned, jit):
+    reference = training_step()
+    expected = [reference() for _ in range(3)]
+    plan = statetx.plan(JITS[planned](training_step()), budget=0.95)
+    assert plan.temp_bytes < plan.unplanned_bytes
+    for step in (plan.apply(JITS[jit](training_step())), JITS[jit](plan.apply(training_step()))):
+        np.testing.assert_allclose([step() for _ in range(3)], expected, rtol=1e-5)
+
+
+@each_kind
+def test_plan_of_a_loss_applies_to_its_gradient(kind):
+    cell, reference = Cell(kind), Cell(kind)
+    plan = statetx.plan(cell.loss, X, budget=0.9)
+    grads = statetx.grad(plan.apply(cell.loss), wrt=cell.w)(X)
+    np.testing.assert_allclose(grads, statetx.grad(reference.loss, wrt=reference.w)(X), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(get_value(cell.h), get_value(reference.h), rtol=1e-6)
+
+
+def test_max_batch_of_a_state_with_an_axis_and_a_created_one():
+    h = statetx.State(jnp.zeros((4, 8)), name="h")
+    kept = []
+
+    def loss(x):
+        kept[:] = [statetx.State(x @ x.T)]
+        h.value = jnp.tanh(h.value + x)
+        return (h.value**2).sum() + kept[0].value.sum()
+
+    fit = statetx.max_batch(loss, X, budget="64KiB", states={"h": 0})
+    assert fit.total_bytes <= 2**16 < fit.next_bytes
+
+
+def test_make_jaxpr_refuses_a_created_state_and_does_not_speak_of_loops():
+    with pytest.raises(statetx.CreatedStateError) as error:
+        statetx.make_jaxpr(Cell("statetx").loss)(X)
+    assert "inside make_jaxpr(Cell.loss)" in str(error.value) and "loop" not in str(error.value)
