@@ -16,6 +16,7 @@ from .. import _jax, _states
 from .._equations.structure import Body, table
 from .._errors import EffectError, StateAccessError
 from .._lift.inputs import InputNames
+from .._lift.linen import refuse_linen_variables
 from .._lift.options import with_checked_options
 from .._lift.outcome import pack
 from .._lift.run import frame_for, run_eagerly
@@ -142,6 +143,7 @@ def remat(
         PolicyError: not a policy, or it names a value that does not occur in the function, or it is a plan beside `inputs_stored_as`.
         StateAccessError: a state that `states` excludes was touched.
         EffectError: the function calls ``jax.experimental.io_callback``.
+        TraceLeakError: the function writes a variable of a module of flax.linen, which is no state; ``nn.remat`` carries variables.
 
     Callbacks:
         ``jax.debug.print`` and ``jax.debug.callback`` fire again in the recomputation, unless `policy` saves the values
@@ -254,6 +256,7 @@ class Remat(Wrapper):
             staged, outcome, refs = stage(body, avals, traced_for="statetx.remat", names=names, read=read)
         outcome.add(refs)
         self._refuse_effects(staged)
+        refuse_linen_variables(fun, args, kwargs)
 
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, args_part.mask)
         formats = self._resolve_formats(dyn_args, dyn_kwargs, args_part.mask)

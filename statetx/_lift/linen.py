@@ -1,0 +1,46 @@
+"""Modules of flax.linen in a rematerialized function: they hold variables that no frame watches."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from .. import _jax
+from .._errors import TraceLeakError
+from .._objects.contents import children
+from .wrapper import name_of, short_name
+
+
+def refuse_linen_variables(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise if a function that was staged for `remat` has written variables of a linen module: its tracers would stay there.
+
+    Raises:
+        TraceLeakError: it names the module, the method and the variable.
+    """
+    for module in _bound_modules(fun, args, kwargs):
+        # The modules of one apply or init keep their variables in the scope of the outermost one.
+        variables = module.scope.root.mutable_variables()
+        for path, value in jax.tree_util.tree_leaves_with_path(variables):
+            if _jax.leaked_tracers(value, _jax.current_trace()):
+                cls, name = type(module).__name__, short_name(name_of(fun))
+                raise TraceLeakError(
+                    f"remat({name}) writes {jax.tree_util.keystr(path, simple=True, separator='.')!r}, a variable of the flax.linen "
+                    f"module {cls}.\nlinen holds variables until its apply or init returns, and remat carries states only: a value "
+                    f"computed inside would stay there.\n"
+                    f"Fix: make the module with flax's nn.remat({cls}), which carries variables; or keep the variables in a "
+                    f"statetx.State and call apply in the rematerialized function, as the page 'From flax.linen' shows."
+                )
+
+
+def _bound_modules(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Modules under an apply or init whose variables the function may write: its own, those it closes over, its arguments."""
+    linen = sys.modules.get("flax.linen")
+    if linen is None:
+        return
+    for x in itertools.chain(args, kwargs.values(), (child for _, child in children(fun))):
+        if isinstance(x, linen.Module) and x.scope is not None:
+            yield x

@@ -1,0 +1,99 @@
+"""`remat` and modules of flax.linen, whose variables are no states."""
+
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+
+X = jnp.sin(jnp.arange(32.0)).reshape(4, 8)
+KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+
+
+class Block(nn.Module):
+    has_statistics: bool
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.BatchNorm(use_running_average=False, name="norm")(x) if self.has_statistics else x
+        return x + nn.Dense(8, name="dense")(nn.Dropout(0.1, deterministic=False)(jnp.tanh(h)))
+
+
+class Decorated(Block):
+    @statetx.remat
+    @nn.compact
+    def __call__(self, x):
+        h = nn.BatchNorm(use_running_average=False, name="norm")(x) if self.has_statistics else x
+        return x + nn.Dense(8, name="dense")(nn.Dropout(0.1, deterministic=False)(jnp.tanh(h)))
+
+
+class Net(nn.Module):
+    block: type
+    has_statistics: bool = True
+    call: str = "block(x)"
+
+    @nn.compact
+    def __call__(self, x):
+        for n in range(2):
+            block = self.block(self.has_statistics, name=f"block{n}")
+            x = CALLS[self.call](block, x)
+        return nn.BatchNorm(use_running_average=False, name="last")(x)
+
+
+CALLS = {
+    "block(x)": lambda block, x: block(x),
+    "remat(block)(x)": lambda block, x: statetx.remat(block)(x),
+    "remat(block.__call__)(x)": lambda block, x: statetx.remat(block.__call__)(x),
+    "remat(lambda x: block(x))(x)": lambda block, x: statetx.remat(lambda x: block(x))(x),
+    "remat(call)(block, x)": lambda block, x: statetx.remat(lambda block, x: block(x))(block, x),
+}
+
+
+def gradient(net):
+    variables = Net(Block, net.has_statistics).init(KEYS, X)
+
+    def loss(params):
+        given = {**variables, "params": params}
+        out, new = net.apply(given, X, mutable=["batch_stats"], rngs={"dropout": KEYS["dropout"]})
+        return (out**2).mean(), new
+
+    return jax.grad(loss, has_aux=True)(variables["params"])
+
+
+@pytest.mark.parametrize("block, call", [(Decorated, "block(x)"), *[(Block, call) for call in list(CALLS)[1:]]])
+def test_remat_refuses_a_module_that_writes_variables(block, call):
+    names = (
+        rf"remat\(.*\) writes 'batch_stats\.block0\.norm\.\w+', a variable of the flax.linen module {block.__name__}\."
+    )
+    with pytest.raises(statetx.TraceLeakError, match=rf"{names}(.|\n)*nn\.remat\({block.__name__}\)"):
+        gradient(Net(block, True, call))
+
+
+def test_remat_refuses_a_module_that_makes_parameters():
+    with pytest.raises(statetx.TraceLeakError, match=r"remat\(Decorated.__call__\) writes 'params\.block0\."):
+        jax.jit(Net(Decorated, False).init)(KEYS, X)
+
+
+@pytest.mark.parametrize("block, call", [(Decorated, "block(x)"), *[(Block, call) for call in list(CALLS)[1:]]])
+def test_remat_takes_a_module_that_writes_nothing(block, call):
+    """In an `apply` with mutable collections, which other modules of it write."""
+    net, expected = Net(block, False, call), gradient(Net(Block, False))
+    assert "remat" in str(jax.make_jaxpr(lambda: gradient(net))())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), gradient(net), expected)
+
+
+def test_advice_of_the_error_works():
+    theirs, ours = gradient(Net(Block)), gradient(Net(nn.remat(Block)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), theirs, ours)
+
+
+def test_remat_does_not_import_flax():
+    program = (
+        "import sys, jax, statetx; jax.grad(statetx.remat(lambda x: x * x))(1.0); assert 'flax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
