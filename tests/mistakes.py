@@ -963,6 +963,44 @@ def misspelt_objective():
     statetx.plan(lambda x: jnp.sin(x).sum(), X, budget=0.5, objective="flop")
 
 
+for name, options in {
+    "plan": {"budget": 0.5},
+    "max_batch": {"budget": "1MiB"},
+    "measure": {},
+    "memory_report": {},
+    "memory_profile": {},
+    "explain_oom": {},
+    "loop_report": {},
+    "saved_residuals": {},
+    "print_fwd_bwd": {},
+    "eval_shape": {},
+}.items():
+
+    @mistake(f"{name}(f(x))", statetx.FunctionError, "f32[4]", f"{name}(f, x) in place of {name}(f(x))")
+    def inspected_result(name=name, options=options):
+        getattr(statetx, name)(double(X), **options)
+
+
+for text, unit in {"80": "'80GiB'", 80: "'80GiB'", 1: "'1GiB'"}.items():
+
+    @mistake(f"plan(budget={text!r}), without a unit", statetx.PlanError, "Was a unit forgotten", unit)
+    def plan_without_unit(text=text):
+        statetx.plan(lambda x: jnp.sin(x).sum(), jnp.ones(40), budget=text)
+
+    @mistake(f"max_batch(budget={text!r}), without a unit", statetx.PlanError, "Was a unit forgotten", unit)
+    def max_batch_without_unit(text=text):
+        statetx.max_batch(lambda x: jnp.sin(x) @ jnp.ones((4, 100)), X[None], budget=text)
+
+    @mistake(f"microbatch(budget={text!r}), without a unit", statetx.PlanError, "Was a unit forgotten", unit)
+    def microbatch_without_unit(text=text):
+        statetx.microbatch(lambda x: (jnp.sin(x) @ jnp.ones((4, 100))).mean(), budget=text)(X[None])
+
+
+@mistake("memory_report(policies=3)", PolicyError, "memory_report", "must be a policy or a sequence of policies, got 3")
+def policies_of_another_type():
+    statetx.memory_report(lambda x: jnp.sin(x).sum(), X, policies=3)
+
+
 # -- names that statetx does not have ----------------------------------------------------------------------------------
 
 for name, words in {

@@ -118,6 +118,10 @@ def test_max_batch_prints_what_was_compiled():
     assert [int(line.split()[0]) for line in text.splitlines()[3:-1]] == [size for size, _ in fit.tried]
 
 
+def grows_slowly(w, x):
+    return (x @ w).sum()
+
+
 def test_errors_of_max_batch():
     with pytest.raises(statetx.PlanError, match="no batch fits: 1 example need") as e:
         statetx.max_batch(sgd, PARAMS, X, argnums=1, budget="10KiB")
@@ -126,6 +130,11 @@ def test_errors_of_max_batch():
         statetx.max_batch(
             lambda w, x: w.sum(), jnp.ones(3), jax.ShapeDtypeStruct((4,), float), argnums=1, budget="1024GiB"
         )
+    with pytest.raises(
+        statetx.PlanError,
+        match=r"grows_slowly\): 16777216 examples fit, with 320.0 MiB of 10.0 GiB; (.|\n)*give limit=",
+    ):
+        statetx.max_batch(grows_slowly, jnp.ones(4), jnp.ones((8, 4)), argnums=1, budget="10GiB")
     with pytest.raises(statetx.PlanError, match="is a fraction"):
         statetx.max_batch(sgd, PARAMS, X, argnums=1, budget=0.5)
     with pytest.raises(ValueError, match=r"(?s)max_batch\(sgd\): the arguments differ.*argnums=1"):

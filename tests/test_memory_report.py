@@ -72,6 +72,13 @@ def test_report_of_a_loop():
         report["dotss"]
 
 
+def test_report_takes_one_policy_or_several():
+    block = statetx.remat(lambda x: jnp.sin(jnp.tanh(x @ jnp.eye(64))))
+    for one in ("dots", policies.dots):
+        rows = statetx.memory_report(lambda x: block(x).sum(), X, policies=one).rows
+        assert [row.policy for row in rows] == ["no remat", "dots"]
+
+
 def test_report_equals_the_compiled_program():
     block = Block(0)
 

@@ -153,9 +153,27 @@ def as_decorator(cls: type[Wrapper], fun: Any, options: dict[str, Any]) -> Any:
     return wrapper
 
 
+def refuse_value(name: str, fun: Any) -> None:
+    """Raise if `fun` is not callable, where a public function of this name takes a function and then its arguments.
+
+    Raises:
+        FunctionError: it is not.
+    """
+    if not callable(fun):
+        got = f"an array, {type_str(fun)}" if _is_array(fun) else f"{type(fun).__name__}: {brief(fun)}"
+        raise FunctionError(
+            f"{name} needs a function first, and then its arguments, got {got}. Is it the result of a call?\n"
+            f"Fix: write {name}(f, x) in place of {name}(f(x))."
+        )
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray))
+
+
 def _refusal(transform: str, fun: Any) -> FunctionError:
     type_name = type(fun).__name__
-    if isinstance(fun, (jax.Array, np.ndarray)):
+    if _is_array(fun):
         return FunctionError(
             f"{transform} needs a callable, got an array, {type_str(fun)}: the result of a call?\n"
             f"Fix: write {transform}(f)(x) in place of {transform}(f(x))."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -82,6 +83,19 @@ def as_value_policy(policy: Any) -> Policy:
     """
     converted = as_policy(policy)
     return refuse_combination(converted) if isinstance(converted, Rewriter) else converted
+
+
+def as_sequence(policies: Any, caller: str) -> tuple[Any, ...]:
+    """The policies in an argument ``policies=``, which takes one or several.
+
+    Raises:
+        PolicyError: neither.
+    """
+    if isinstance(policies, str) or callable(policies):  # a `Policy` is callable
+        return (policies,)
+    if not isinstance(policies, Iterable):
+        raise PolicyError(f"{caller}: policies must be a policy or a sequence of policies, got {policies!r}.")
+    return tuple(policies)
 
 
 # The operators of `Policy` cannot import this module, which imports the classes of policies.

@@ -11,7 +11,7 @@ import jax
 from .. import _jax
 from .._equations.compiled import memory_analysis_options
 from .._errors import FunctionError
-from .._lift.wrapper import name_of, short_name
+from .._lift.wrapper import name_of, refuse_value, short_name
 from .._objects.paths import argument_names
 from .._text import brief
 from .._tree import is_float
@@ -108,6 +108,7 @@ def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool) -> _Tr
                 f"Fix: call memory_profile with it alone, or with the function itself and the arguments."
             )
         return _staged(fun)
+    refuse_value("memory_profile", fun)
     if gradient:
         program = with_gradient(fun, args, kwargs)
         residuals = functools.partial(saved_residuals, fun, *args, **kwargs)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _jax
-from .._lift.wrapper import name_of, short_name
+from .._lift.wrapper import name_of, refuse_value, short_name
 from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes, parse_bytes, short_path
 from ..transforms.functionalize import functionalize
@@ -204,6 +204,7 @@ def explain_oom(
         >>> report.short_bytes == report.needed_bytes - 2 * 2**20 > 0
         True
     """
+    refuse_value("explain_oom", step)
     texts = [] if error is None else [str(error)]
     try:
         profile = memory_profile(step, *args, gradient=False, **kwargs)

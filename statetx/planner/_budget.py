@@ -102,6 +102,13 @@ def device_memory() -> int:
     )
 
 
+def unit_question(amount: int | float) -> str:
+    """For the error that nothing keeps a budget: numbers and text without a unit are bytes, which nobody means by 80."""
+    if isinstance(amount, float) or amount >= 1024:
+        return ""
+    return f" Was a unit forgotten, as in '{amount}MiB' or '{amount}GiB'?"
+
+
 def no_plan(
     name: str, budget: Budget, budget_bytes: int, smallest_bytes: int, fixed: Any, *, is_late: bool
 ) -> PlanError:
@@ -117,7 +124,7 @@ def no_plan(
         )
     return PlanError(
         f"No plan for {name} keeps the budget of {format_bytes(budget_bytes)}: the smallest found needs "
-        f"{format_bytes(smallest_bytes)}, {format_bytes(smallest_bytes - budget_bytes)} more{late}.{parts}\nFix: {more_time}allow that "
+        f"{format_bytes(smallest_bytes)}, {format_bytes(smallest_bytes - budget_bytes)} more{late}.{parts}{unit_question(budget.amount)}\nFix: {more_time}allow that "
         f"much; or rematerialize smaller parts, make the batch smaller, or let the loop's steps compute less.",
         smallest_bytes=smallest_bytes,
     )

@@ -13,7 +13,7 @@ from .._equations.compiled import Program, memory_analysis_options
 from .._errors import PlanError
 from .._lift.batch import Batch, BatchArguments
 from .._lift.rules import Rules
-from .._lift.wrapper import name_of, short_name
+from .._lift.wrapper import name_of, refuse_value, short_name
 from .._loops.parts import part_type
 from .._tables import Cell, Column, Table, Tabular
 from .._text import brief, format_bytes
@@ -23,10 +23,10 @@ from ..residuals.measure import with_gradient, without_gradient
 from ..transforms.functionalize import functionalize
 from ..transforms.microbatch import RULES as MICROBATCH_RULES
 from . import _store
-from ._budget import read_amount
+from ._budget import read_amount, unit_question
 from ._largest import Search, largest
 
-_LIMIT = 2**24  # examples: a program that takes so many does not depend on their number
+_LIMIT = 2**24  # examples, where the user gives no limit: most programs that take so many do not depend on their number
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -109,7 +109,7 @@ def max_batch(
         argnums: positions of the arguments that hold the batch along the first axis of their arrays; by default all.
         argnames: the same by name.
         multiple: the size is a multiple of this number.
-        limit: the largest size to consider.
+        limit: the largest size to consider. Without it, 2**24 examples that fit are an error.
         gradient: whether the program also computes the derivative with respect to all float arguments and states, as in `measure`.
         states: from filters to rules, as in `microbatch`: an axis for states that have a value for each example, such as the
             hidden states of a recurrent network. They take as many examples as the batch. Other rules make no difference here.
@@ -118,7 +118,8 @@ def max_batch(
         `MaxBatch`: ``.size``, and the programs that were compiled. Print it.
 
     Raises:
-        PlanError: the smallest batch does not fit, with ``smallest_bytes``; or the memory does not grow with the batch.
+        PlanError: the smallest batch does not fit, with ``smallest_bytes``; or as many as 2**24 examples fit and there is no `limit`, for example since the memory does
+            not grow with the batch.
         ValueError: the arguments differ in the number of examples.
         StateValueError: a state with an axis has another number of examples than the arguments.
 
@@ -133,6 +134,7 @@ def max_batch(
         >>> fit.total_bytes <= 2**24 < fit.next_bytes
         True
     """
+    refuse_value("max_batch", step)
     amount = read_amount(budget)
     if isinstance(amount, float):
         raise PlanError(f"max_batch: budget={budget!r} is a fraction.\nFix: give bytes, such as '16GiB', or 'device'.")
@@ -158,15 +160,31 @@ def max_batch(
     if search.best == 0:
         raise PlanError(
             f"max_batch({name}): no batch fits: {multiple} example{'s need' if multiple > 1 else ' needs'} {format_bytes(search.tried[1])}, and the budget is "
-            f"{format_bytes(amount)}.\nFix: rematerialize the blocks of the model, or allow that much; statetx.memory_profile shows what fills it.",
+            f"{format_bytes(amount)}.{unit_question(amount)}\nFix: rematerialize the blocks of the model, or allow that much; statetx.memory_profile shows what fills it.",
             smallest_bytes=search.tried[1],
         )
+    found = _result(name, search, amount, multiple)
     if search.best == last and limit is None:
         raise PlanError(
-            f"max_batch({name}): the memory of the step does not grow with the batch: {format_bytes(search.tried[last])} with {last * multiple} examples."
-            f"\nCause: argnums={brief(argnums)} are not the arguments that the step computes with.\nFix: name the ones that hold the batch, or give limit=."
+            _limit_reached(found)
+            if found.bytes_per_example > 0 or len(found.tried) == 1
+            else _no_growth(found, argnums)
         )
-    return _result(name, search, amount, multiple)
+    return found
+
+
+def _limit_reached(found: MaxBatch) -> str:
+    return (
+        f"max_batch({found.name}): {found.size} examples fit, with {format_bytes(found.total_bytes)} of {format_bytes(found.budget_bytes)}; no larger batch "
+        f"is tried without limit=.\nFix: give limit=, the largest size to consider, such as the number of examples that there are."
+    )
+
+
+def _no_growth(found: MaxBatch, argnums: Indices | None) -> str:
+    return (
+        f"max_batch({found.name}): the memory of the step does not grow with the batch: {format_bytes(found.total_bytes)} with {found.size} examples.\n"
+        f"Cause: argnums={brief(argnums)} are not the arguments that the step computes with.\nFix: name the ones that hold the batch, or give limit=."
+    )
 
 
 class _Resizable:

@@ -24,7 +24,7 @@ from ..transforms.abstract import eval_shape
 from ..transforms.functionalize import functionalize
 from ..transforms.microbatch import without_new_states
 from . import _store
-from ._budget import TEMPORARIES, read_amount
+from ._budget import TEMPORARIES, read_amount, unit_question
 from ._largest import largest
 from ._record import VERSION
 from .plan import Plan
@@ -111,7 +111,7 @@ def fit(micro: Any, budget: int | str, batch: Batch, args: tuple, kwargs: dict[s
     if num is None:
         least = min(n for _, n in tried)
         raise PlanError(
-            f"microbatch({name}): the budget of {format_bytes(amount)} cannot be kept: parts of one example need {format_bytes(least)}.\n"
+            f"microbatch({name}): the budget of {format_bytes(amount)} cannot be kept: parts of one example need {format_bytes(least)}.{unit_question(amount)}\n"
             f"Fix: allow that much, or rematerialize the blocks of the model.",
             smallest_bytes=least,
         )

@@ -14,7 +14,7 @@ from .._equations.compiled import low_memory_options
 from .._equations.flops import flops
 from .._errors import PlanError
 from .._extras import require
-from .._lift.wrapper import name_of, short_name
+from .._lift.wrapper import name_of, refuse_value, short_name
 from .._text import suggestion
 from . import _store
 from ._bound import free_outputs, lower_bound
@@ -152,6 +152,7 @@ class Planner:
         progress: bool = False,
         **kwargs: Any,
     ):
+        refuse_value("plan", fun)
         if objective not in _OBJECTIVES:
             raise ValueError(
                 f"objective must be 'flops', 'time' or 'measured', got {objective!r}.{suggestion(objective, _OBJECTIVES)}"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .. import _jax
+from .._lift.wrapper import refuse_value
 from .._text import format_bytes
 from .._typing import Filter, PyTree
 from ._printer import Line, Piece, Printer
@@ -212,6 +213,7 @@ def print_fwd_bwd(
         >>> printed.residuals
         [('*x', 'f32[3]', 12), ('*w', 'f32[3]', 12)]
     """
+    refuse_value("print_fwd_bwd", fun)
     result = FwdBwd(differentiate(fun, args, kwargs, argnums=argnums, wrt=wrt, has_aux=has_aux))
     if not _in_notebook():
         _print(result)

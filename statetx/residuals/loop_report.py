@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .. import _jax
-from .._errors import PolicyError
 from .._lift.context import TraceContext, device_bytes
-from .._lift.wrapper import name_of
+from .._lift.wrapper import name_of, refuse_value
 from .._loops.backward import BackwardStep
 from .._loops.checkpointed import CheckpointedLoop, memory_for, runs_with_rerun
 from .._loops.step import Step
 from .._loops.tune import Sized, differentiated_by_all
-from .._remat.parse import as_value_policy
+from .._remat.parse import as_sequence, as_value_policy
 from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes
 from .._typing import Policy
@@ -133,17 +132,10 @@ def loop_report(
         >>> row.carry_bytes, row.residual_bytes, row.runs, row.carry_runs
         (2048, 4096, 3.035, 3.75)
     """
-    compared = _as_policies(policies)
+    refuse_value("loop_report", fun)
+    compared = [None if p is None else as_value_policy(p) for p in as_sequence(policies, "loop_report")]
     jaxpr = staged_jaxpr("loop_report", fun, args, kwargs).jaxpr
     return LoopReport(name_of(fun), [row for loop in _loops(jaxpr) for row in _rows(loop, compared)])
-
-
-def _as_policies(policies: Any) -> list[Any]:
-    if isinstance(policies, str) or callable(policies):
-        policies = (policies,)
-    if not isinstance(policies, Iterable):
-        raise PolicyError(f"loop_report: policies must be a policy or a sequence of policies, got {policies!r}.")
-    return [None if policy is None else as_value_policy(policy) for policy in policies]
 
 
 def _loops(jaxpr: Any) -> Iterator[Any]:

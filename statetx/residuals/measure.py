@@ -11,6 +11,7 @@ from .. import _jax, _states
 from .._equations.compiled import Cost, Program, donated_inputs
 from .._equations.differentiate import with_pullback
 from .._frames import Effect
+from .._lift.wrapper import refuse_value
 from .._tree import is_float, partition
 from ..transforms.functionalize import Functionalize, functionalize
 
@@ -54,6 +55,7 @@ def measure(
         >>> cost.flops == 100 * (2 * 64 * 64 + 64) + 64
         True
     """
+    refuse_value("measure", fun)
     program = (with_gradient if gradient else without_gradient)(fun, args, kwargs)
     return program.for_types(program.arrays, compiler_options).cost
 

@@ -13,10 +13,10 @@ import jax
 
 from .. import _jax
 from .._equations.compiled import Cost, Program
-from .._lift.wrapper import name_of, short_name
+from .._lift.wrapper import name_of, refuse_value, short_name
 from .._remat.atoms import names_of
 from .._remat.override import Region, override
-from .._remat.parse import as_policy
+from .._remat.parse import as_policy, as_sequence
 from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes, format_flops
 from .._typing import Policy
@@ -170,7 +170,7 @@ def memory_report(
     fun: Callable[..., Any],
     /,
     *args: Any,
-    policies: Sequence[Policy] | None = None,
+    policies: Policy | Sequence[Policy] = None,
     repeats: int = 0,
     compiler_options: dict[str, Any] | None = None,
     **kwargs: Any,
@@ -183,14 +183,17 @@ def memory_report(
         fun: a function that may read and write states. If no function in it is rematerialized, the report says so, names
             the blocks worth it, and shows the rematerialization of `fun` as a whole.
         *args, **kwargs: its arguments.
-        policies: policies that replace those of the rematerialized functions, one after the other; None is a policy, too.
-            By default the functions have their own.
+        policies: a policy that replaces those of the rematerialized functions, or a sequence of them, one after the other; by default the functions
+            have their own. In a sequence None is a policy, too.
         repeats: the number of runs of each program, interleaved, to measure its time; none if 0.
         compiler_options: as in ``jax.jit``; for example ``{"xla_disable_hlo_passes": "cse_barrier_expander"}`` shows on a
             CPU what unrolled rematerialization saves on other devices.
 
     Returns:
         `MemoryReport`; for a policy that does not reduce temporary memory, it has a diagnosis.
+
+    Raises:
+        PolicyError: `policies` is neither a policy nor a sequence of policies.
 
     Source:
         ``jax.stages.Compiled.memory_analysis`` and ``cost_analysis``.
@@ -207,8 +210,10 @@ def memory_report(
         >>> [row.residuals.intermediate_bytes for row in report.rows[1:]]
         [3200, 6400]
     """
+    refuse_value("memory_report", fun)
     # A run without compilation shows whether anything is rematerialized; if not, the whole function is.
-    policies_by_name = {} if policies is None else {repr(as_policy(p)): as_policy(p) for p in policies}
+    replacements = [] if policies is None else map(as_policy, as_sequence(policies, "memory_report"))
+    policies_by_name = {repr(policy): policy for policy in replacements}
     name = short_name(name_of(fun))
     with override(suppress_warnings=True) as visited_regions:
         saved_residuals(fun, *args, **kwargs)

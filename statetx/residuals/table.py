@@ -10,6 +10,7 @@ from .. import _jax
 from .._equations.inline import inline
 from .._equations.primitives import INLINED
 from .._jax import Literal
+from .._lift.wrapper import refuse_value
 from .._tables import Table, Tabular
 from .._text import type_str
 from .._tree import num_bytes
@@ -211,6 +212,7 @@ def saved_residuals(
         >>> residuals.total_bytes, residuals[2].flops
         (96, 32)
     """
+    refuse_value("saved_residuals", fun)
     passes = differentiate(fun, args, kwargs, argnums=argnums, wrt=wrt, has_aux=has_aux)
     return Residuals(passes.name, list(_rows(passes)))
 
