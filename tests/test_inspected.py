@@ -21,13 +21,13 @@ class Cell:
         self.w = statetx.Param(jnp.eye(8) / 2, name="w")
 
     def loss(self, x):
-        self.h = self.make(jnp.zeros((4, 8)))
+        self.h = self.make(jnp.zeros_like(x))
 
         def body(carry, x):
             set_value(self.h, jnp.sin(jnp.tanh(get_value(self.h) @ self.w.value + x)))
             return carry, get_value(self.h)
 
-        return (statetx.scan(body, None, jnp.broadcast_to(x, (20, 4, 8)))[1] ** 2).mean()
+        return (statetx.scan(body, None, jnp.broadcast_to(x, (20, *x.shape)))[1] ** 2).mean()
 
     def step(self, x):
         loss, grad = statetx.value_and_grad(self.loss, wrt=self.w)(x)
@@ -43,32 +43,62 @@ def set_value(state, value):
     state.set_value(value) if isinstance(state, nnx.Variable) else setattr(state, "value", value)
 
 
-def max_batch(loss, x):
-    # The state has a fixed number of examples, so the batch is an axis that the loss averages over first.
-    return statetx.max_batch(lambda x: loss(x.mean(0)), jnp.stack([x, x]), budget="64KiB")
-
-
 INSPECTIONS = {
     "measure": statetx.measure,
     "memory_report": statetx.memory_report,
     "memory_profile": statetx.memory_profile,
     "explain_oom": statetx.explain_oom,
     "saved_residuals": statetx.saved_residuals,
+    "trace_states": lambda loss, x: statetx.trace_states(loss)(x),
     "loop_report": statetx.loop_report,
-    "max_batch": max_batch,
+    "max_batch": lambda loss, x: statetx.max_batch(loss, x, budget="64KiB"),
     "plan": lambda loss, x: statetx.plan(loss, x, budget=1.0),
 }
 
 
+each_inspection = pytest.mark.parametrize("inspect", INSPECTIONS)
+
+
 @each_kind
-@pytest.mark.parametrize("inspect", INSPECTIONS)
-def test_inspection_accepts_a_created_state_and_leaves_no_value(kind, inspect):
+@each_inspection
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_inspection_accepts_a_created_state_and_leaves_the_attribute_as_it_was(kind, inspect, is_jitted):
     cell, reference = Cell(kind), Cell(kind)
-    INSPECTIONS[inspect](cell.loss, X)
-    with pytest.raises(Exception, match=r"has no value|created inside a traced function"):
-        get_value(cell.h)
-    np.testing.assert_allclose(cell.loss(X), reference.loss(X), rtol=1e-6)
+    loss = statetx.jit(cell.loss) if is_jitted else cell.loss
+    INSPECTIONS[inspect](loss, X)
+    assert not hasattr(cell, "h")
+    for _ in range(2):
+        np.testing.assert_allclose(loss(X), reference.loss(X), rtol=1e-6)
+        np.testing.assert_allclose(get_value(cell.h), get_value(reference.h), rtol=1e-6)
+    h = cell.h
+    INSPECTIONS[inspect](loss, X)
+    assert cell.h is h
     np.testing.assert_allclose(get_value(cell.h), get_value(reference.h), rtol=1e-6)
+    np.testing.assert_allclose(loss(X + 1), reference.loss(X + 1), rtol=1e-6)
+
+
+class Lazy:
+    """Creates its state at the first call, in a container of a new layer."""
+
+    def __init__(self):
+        self.layer = None
+
+    def __call__(self, x):
+        if self.layer is None:
+            self.layer = Cell("statetx")
+            self.layer.states = {"n": [statetx.State(jnp.zeros(()))]}
+        self.layer.states["n"][0].value += 1
+        return (jnp.sin(jnp.tanh(x @ self.layer.w.value)) ** 2).mean() * self.layer.states["n"][0].value
+
+
+@each_inspection
+def test_state_that_is_created_once_counts_from_the_first_real_call(inspect):
+    lazy = Lazy()
+    INSPECTIONS[inspect](lazy, X)
+    assert lazy.layer is None
+    first = lazy(X)
+    INSPECTIONS[inspect](lazy, X)
+    np.testing.assert_allclose([first, lazy(X)], [first, 2 * first], rtol=1e-6)
 
 
 @each_kind

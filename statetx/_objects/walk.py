@@ -77,6 +77,11 @@ class Walk:
         self._names: set[str] = set()
         self._is_beyond = False
 
+    @property
+    def visited(self) -> list[Any]:
+        """The objects visited so far, in order."""
+        return self._alive
+
     def held(self, obj: Any, path: str = "", *, is_called: bool | None = None) -> Iterator[tuple[str, Any]]:
         """The states that an object holds, by path.
 

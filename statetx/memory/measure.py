@@ -12,6 +12,7 @@ from .. import _jax
 from .._equations.compiled import memory_analysis_options
 from .._errors import FunctionError
 from .._lift.wrapper import name_of, refuse_value, short_name
+from .._objects.attributes import created_undone
 from .._objects.paths import argument_names
 from .._text import brief
 from .._tree import is_float
@@ -116,7 +117,8 @@ def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool) -> _Tr
         if any(map(is_float, results[0])):
             return _of_function(fun, args, program, residuals, results)
     if isinstance(fun, Jit) or (hasattr(fun, "lower") and hasattr(fun, "trace")):
-        return _staged(fun.trace(*args, **kwargs))
+        with created_undone(fun, args, kwargs):
+            return _staged(fun.trace(*args, **kwargs))
     return _of_function(fun, args, without_gradient(fun, args, kwargs), None, None)
 
 

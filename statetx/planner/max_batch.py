@@ -15,6 +15,7 @@ from .._lift.batch import Batch, BatchArguments
 from .._lift.rules import Rules
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._loops.parts import part_type
+from .._objects.attributes import created_undone
 from .._tables import Cell, Column, Table, Tabular
 from .._text import brief, format_bytes
 from .._tree import num_bytes
@@ -250,7 +251,8 @@ def step_program(fun: Callable, args: tuple, kwargs: dict[str, Any], gradient: b
     """The program of a step, with its gradient or without, to be compiled."""
     if hasattr(fun, "lower") and hasattr(fun, "trace") and not gradient:
         # As the user jits it, with its shardings and compiler options.
-        traced: Any = fun.trace(*args, **kwargs)
+        with created_undone(fun, args, kwargs):
+            traced: Any = fun.trace(*args, **kwargs)
         return Program.of_traced(getattr(traced, "jax_stage", traced), memory_analysis_options())
     program = (with_gradient if gradient else without_gradient)(fun, args, kwargs)
     return program.for_types(program.arrays, memory_analysis_options())

@@ -28,6 +28,7 @@ from .._lift.run import frame_for
 from .._lift.stage import stage
 from .._lift.targets import Targets, resolve_argnums, split_aux
 from .._lift.wrapper import name_of, short_name
+from .._objects.attributes import created_undone
 from .._objects.paths import Paths, argument_names
 from .._tree import Partition, as_array, is_array, is_array_or_number, is_float
 from .._typing import Filter, PyTree
@@ -142,7 +143,8 @@ def differentiate(
     with table.bypassed():
         names = InputNames(fun, static_part.combine)
         avals = [_jax.abstract(x) for x in arrays]
-        staged, _, refs = stage(body, avals, traced_for="statetx.residuals", names=names, lifting=lifting)
+        with created_undone(fun, static_part.static):
+            staged, _, refs = stage(body, avals, traced_for="statetx.residuals", names=names, lifting=lifting)
 
         # Inputs of the staged function: closed-over values, arrays of arguments, leaves of states in the order of first reads.
         argument_name = argument_names(fun, args)

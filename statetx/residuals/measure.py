@@ -12,6 +12,7 @@ from .._equations.compiled import Cost, Program, donated_inputs
 from .._equations.differentiate import with_pullback
 from .._frames import Effect
 from .._lift.wrapper import refuse_value
+from .._objects.attributes import created_undone
 from .._tree import is_float, partition
 from ..transforms.functionalize import Functionalize, functionalize
 
@@ -88,7 +89,8 @@ def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Arra
 
     def run(*arrays: Any) -> list[Any]:
         values, args, kwargs = static_part.combine(arrays)
-        out, new_values, created = pure.call_with_created(values, args, kwargs)
+        with created_undone(fun, static_part.static):
+            out, new_values, created = pure.call_with_created(values, args, kwargs)
         return _arrays_in(out, _written(values, new_values, created))
 
     return ArrayProgram(run, arrays, _keys(inputs), donates=True)
@@ -101,7 +103,8 @@ def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> ArrayPr
 
     def run(*arrays: Any) -> tuple[list[Any], list[Any]]:
         values, args, kwargs = static_part.combine(arrays)
-        out, new_values, created = pure.call_with_created(values, args, kwargs)
+        with created_undone(fun, static_part.static):
+            out, new_values, created = pure.call_with_created(values, args, kwargs)
         floats, others = partition(out, is_float)
 
         # Float outputs get cotangents. The others are returned too, so that XLA does not remove what computes them.

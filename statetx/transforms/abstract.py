@@ -17,6 +17,7 @@ from .._lift.signature import StaticArguments
 from .._lift.stage import stage
 from .._lift.staged import Staged
 from .._lift.wrapper import refuse_value
+from .._objects.attributes import created_undone
 from .._tree import as_array, is_argument, is_array_or_number, partition
 from .._typing import Indices, PyTree
 
@@ -137,7 +138,8 @@ def staged_jaxpr(name: str, fun: Callable[..., PyTree], args: Sequence[Any], kwa
     The call may create states. The values of those that outlive it are the last outputs.
     """
     arrays, args_part = partition((tuple(args), kwargs), is_argument)
-    return _close(_stage(name, args_part.combine, arrays, fun, may_create=True))
+    with created_undone(fun, args_part.static):
+        return _close(_stage(name, args_part.combine, arrays, fun, may_create=True))
 
 
 def _stage(

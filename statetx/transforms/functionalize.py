@@ -16,6 +16,7 @@ from .._lift.outcome import pack, partition_output
 from .._lift.run import frame_for, run_eagerly
 from .._lift.stage import stage
 from .._lift.wrapper import Wrapper, as_decorator, name_of
+from .._objects.attributes import created_undone
 from .._objects.paths import Paths, short_site
 from .._tables import Cell, Column, Table, Tabular
 from .._text import brief, format_bytes, short_tree_type_str, suggestion, tree_type_str
@@ -139,8 +140,10 @@ class TraceStates(Wrapper[P, Any]):
         super().__init__(fun, {})
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> StateTrace:
-        frame, refs, paths = _trace(self.__wrapped__, args, kwargs)
-        return StateTrace(name_of(self.__wrapped__).split(".")[-1], [*_rows(frame, paths), *_ref_rows(refs, paths)])
+        with created_undone(self.__wrapped__, args, kwargs):
+            frame, refs, paths = _trace(self.__wrapped__, args, kwargs)
+            rows = [*_rows(frame, paths), *_ref_rows(refs, paths)]
+        return StateTrace(name_of(self.__wrapped__).split(".")[-1], rows)
 
 
 def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, list[tuple[Any, bool]], Paths]:
@@ -259,7 +262,8 @@ class Functionalize(Wrapper[P, R]):
 
     def states(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Trace a call with these arguments; return the states that it touches, by path."""
-        frame, _, paths = _trace(self.__wrapped__, args, kwargs)
+        with created_undone(self.__wrapped__, args, kwargs):
+            frame, _, paths = _trace(self.__wrapped__, args, kwargs)
         rows = [r for r in _rows(frame, paths) if not r.created]
         states = {r.path: r.state for r in rows if _holds_numbers(r.state) or (r.written and _arrays_of(r.state))}
         self._states_by_path |= states
