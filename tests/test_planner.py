@@ -788,7 +788,8 @@ def test_search_ends_early_where_the_budget_is_far_below_every_candidate():
     far, smallest = num_compiled(X.nbytes)
     near, _ = num_compiled(int(0.99 * smallest))
     assert smallest > _search._HOPELESS * X.nbytes
-    most = _search._MAX_TRIES + 3  # the choices of the lowest peaks in two families, and a stock policy
+    # The choices of the lowest peaks in two families, a stock policy, and the program without remat, which might be the smallest.
+    most = _search._MAX_TRIES + 4
     assert far <= most < near
 
 
