@@ -22,6 +22,7 @@ import statetx
 
 X = jnp.float32(0.3)
 STEP = 0.02  # of differences, in float32
+GONE = object()  # in place of the value of a state that is in no attribute any more
 
 
 class Case:
@@ -35,7 +36,7 @@ class Case:
         self._made: Callable[[Any], Any] | None = None
 
     def undo(self, made: Callable[[Any], Any] = lambda value: NO_VALUE) -> None:
-        """Expect the former values of existing states; `made` maps the value of a created state to the expected one."""
+        """Expect the former values of existing states; `made` maps the value of a created state to the expected one, or to `GONE`."""
         self._made = made
 
     def values(self) -> dict[str, Any]:
@@ -44,7 +45,8 @@ class Case:
         if self._made is None:
             return now
         before = self.fresh()[0].values()
-        return {name: before[name] if name in before else self._made(value) for name, value in now.items()}
+        values = {name: before[name] if name in before else self._made(value) for name, value in now.items()}
+        return {name: value for name, value in values.items() if value is not GONE}
 
     def fresh(self) -> tuple[Model, Callable[[Any], Any]]:
         model, effect = Model(self._kind, self._column, self._is_plain), self._column.effect
@@ -95,6 +97,13 @@ def undone(case: Case, x: Any) -> Any:
     out = case.fun(x)
     case.undo()
     return out
+
+
+def inspected(case: Case, x: Any) -> type:
+    """Like `undone`; attributes that hold created states are as before the call."""
+    case.fun(x)
+    case.undo(lambda value: GONE)
+    return statetx.StateTrace
 
 
 def type_only(case: Case, x: Any) -> Any:
@@ -276,7 +285,7 @@ ROWS = [
         "trace_states",
         "abstract",
         lambda f, x: type(statetx.trace_states(f)(x)),
-        lambda c, x: (undone(c, x), statetx.StateTrace)[1],
+        inspected,
     ),
     Row("functionalize", "functionalize", run_pure, once),
     Row("remat_scan", "slots", lambda f, x: statetx.remat_scan(f, num=2, carry=True, split_rngs=None)(x), twice),

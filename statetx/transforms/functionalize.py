@@ -113,7 +113,7 @@ def trace_states(fun: Callable[P, Any]) -> Callable[P, StateTrace]:
 
     Returns:
         A function of the same arguments (a ``jax.ShapeDtypeStruct`` may replace an array) that returns a `StateTrace`.
-        It traces `fun` abstractly: no array is computed and no state changes.
+        It traces `fun` abstractly: no array is computed and no state changes. States that the call creates are dropped, also from attributes.
 
     Example:
         >>> import jax.numpy as jnp, statetx
