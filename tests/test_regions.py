@@ -391,8 +391,7 @@ def test_smallest_bytes_may_be_those_without_rematerialization():
         return (functools.reduce(lambda x, w: layer(w, x), ws, x) ** 2).mean()
 
     args = [jnp.eye(64)] * 3, jnp.ones((128, 64))
-    without = statetx.measure(statetx.value_and_grad(lambda ws, x: small(ws, x)), *args, gradient=False)
     with pytest.raises(statetx.PlanError) as error:
         statetx.plan(small, *args, argnums=0, of="temporaries", budget="1KiB")
     least = statetx.plan(small, *args, argnums=0, of="temporaries", budget=1.0).temp_bytes
-    assert error.value.smallest_bytes <= least < without.temp_bytes
+    assert error.value.smallest_bytes <= least
