@@ -125,6 +125,15 @@ def test_other_programs_are_other_plans(folder):
     assert len({*keys}) == len(keys) and key(loss, WS, X + 1) == keys[0]
 
 
+def test_constants_are_not_arguments(folder):
+    """A step that closes over arrays has the equations of one that takes them."""
+    taken = Planner(jax.grad(loss, argnums=1), WS, X)
+    closed_over = Planner(lambda x: jax.grad(lambda x: loss(WS, x))(x), X)
+    assert taken.key() != closed_over.key()
+    sizes = [planner.plan(0.9).argument_bytes for planner in (taken, closed_over)]
+    assert sizes == [X.nbytes + sum(w.nbytes for w in WS), X.nbytes]
+
+
 def test_code_of_derivative_rules_counts():
     """The fingerprint of a program leaves the rules out."""
 

@@ -369,7 +369,7 @@ def masked(wrap):
 
 def test_periods_are_as_many_as_the_layers():
     program = flat(*masked(lambda layer: layer))
-    assert [4 for _, planned in _cuts.candidates(program).stock if len(planned) == 4] == [4]
+    assert 4 in [len(planned) for _, planned in _cuts.candidates(program).stock]
     by_hand, *args = masked(statetx.remat)
     budget = statetx.measure(statetx.value_and_grad(by_hand), *args, gradient=False)
     plan = statetx.plan(masked(lambda layer: layer)[0], *args, argnums=0, of="temporaries", budget=budget.temp_bytes)

@@ -259,7 +259,7 @@ class Search:
         """Compile programs that take no time to find: no remat, and remat on the blocks."""
         if not self.candidates and not self._is_long:
             self.candidates.compile_baseline()
-        if not self.candidates or self.candidates.best(budget) is None:
+        if self.candidates.best(budget) is None:
             policies = [policy for policy in self._stock if policy.name == "nothing"]
             policy = min(policies, key=lambda policy: policy.choice[0].peak(policy.choice[1]))
             self.candidates.measure(*policy.choice, policy.name)

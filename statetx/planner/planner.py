@@ -336,11 +336,11 @@ class Planner:
         """A digest of the program, the options of its plans, and other settings, in the store."""
         captured, options = self._captured, self._options
         programs = [(g.flat, g.lines, g.context) for g in captured.gradients]
-        more: list[Any] = [(g.diff_indices, g.num_out) for g in captured.gradients]
+        more: list[Any] = [(g.diff_indices, g.num_out, sorted(g.constants)) for g in captured.gradients]
         if captured.step is not None:
             whole = captured.step.program
             programs.append((whole.jaxpr, tuple(fingerprint(whole.jaxpr)), whole.context))
-            more += [captured.step.donated, captured.is_loss]
+            more += [captured.step.donated, sorted(whole.constants), captured.is_loss]
         if options.objective == "time":
             more.append(cost_model())
         return _store.key_of(programs, *settings, options, self._allowed_options, *more)
