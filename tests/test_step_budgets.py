@@ -372,11 +372,13 @@ def test_plan_of_a_loss_that_is_a_shard_map(axis_type, shard_map, tmp_path):
         ws = jax.device_put(WS, NamedSharding(mesh, P()))
         x = jax.device_put(jnp.concatenate([X] * 4), NamedSharding(mesh, P("d")))
         mapped = shard_map(on_device, mesh=mesh, in_specs=(P(), P("d")), out_specs=(P(), P()))
-        fun = lambda ws, x: mapped(ws, 2 * x)[1] * 3  # noqa: E731  # with a few operations outside
+        scale = np.linspace(1, 2, D, dtype=np.float32)[None]  # closed over: no argument
+        fun = lambda ws, x: mapped(ws, scale * x)[1] * 3  # noqa: E731  # with a few operations outside
         gradient = lambda fun: jax.jit(jax.value_and_grad(fun))  # noqa: E731
         temp_bytes = lambda fun: gradient(fun).lower(ws, x).compile().memory_analysis().temp_size_in_bytes  # noqa: E731
 
         plan = statetx.plan(fun, ws, x, budget=int(0.8 * temp_bytes(fun)), of="temporaries", argnums=0)
+        assert plan.argument_bytes == gradient(fun).lower(ws, x).compile().memory_analysis().argument_size_in_bytes
         assert not plan.is_step and 0 < plan.extra_flops < 0.34 and "gradient of" in str(plan) and "region" in str(plan)
         # The budget of `fit:` is for what runs on a device, without the operations around it.
         assert temp_bytes(statetx.remat(fun, policy=f"fit:{plan.budget_bytes}")) < temp_bytes(fun)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,17 +106,10 @@ class TraceContext:
         if self.manual is not None:
             return self._in_shard_map(fun, avals, shapes, options)
 
-        num, mapped, is_input = len(avals), fun, [i not in constants for i in range(len(avals))]
-
-        def with_constants(*arrays: Any) -> Any:
-            rest = iter(arrays)
-            return mapped(*(next(rest) if is_input[i] else constants[i] for i in range(num)))
-
-        fun = with_constants if constants else fun
-        types = list(itertools.compress(self._types(avals, shapes, specs), is_input))
-        donated = [sum(is_input[:i]) for i in donated]
+        types = self._types(avals, shapes, specs)
+        donated = [i - sum(constant < i for constant in constants) for i in donated]
         with _jax.eval_context():
-            return Program(fun, types, options, donated)
+            return Program(*close_over(fun, types, constants), options, donated)
 
     def types(self, avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """Inputs of these types with their shardings, as arguments of a program outside of every `jax.vmap` and `jax.shard_map`."""
@@ -160,6 +152,19 @@ class TraceContext:
                 check_vma=is_checked,
             )
             return Program(mapped, types, options)
+
+
+def close_over(fun: Callable, inputs: Sequence[Any], constants: Mapping[int, Any]) -> tuple[Callable, list[Any]]:
+    """A function that closes over the values `constants` of some inputs, by position; and its own inputs."""
+    if not constants:
+        return fun, list(inputs)
+    num = len(inputs)
+
+    def with_constants(*arrays: Any) -> Any:
+        rest = iter(arrays)
+        return fun(*(constants[i] if i in constants else next(rest) for i in range(num)))
+
+    return with_constants, [x for i, x in enumerate(inputs) if i not in constants]
 
 
 def _type(aval: Any, shape: tuple[int, ...], sharding: NamedSharding | None) -> Any:

@@ -15,7 +15,7 @@ from .._equations.compiled import Program, donated_inputs
 from .._equations.structure import Body
 from .._errors import PlanError
 from .._jax import Jaxpr, Literal
-from .._lift.context import TraceContext, device_bytes, sharding_of
+from .._lift.context import TraceContext, close_over, device_bytes, sharding_of
 from .._lift.targets import resolve_argnums
 from .._lift.wrapper import name_of
 from .._remat.gradients import rewritten_by
@@ -308,12 +308,9 @@ def capture(
 def _on_devices(loss: Recorded, diff_indices: Sequence[int]) -> Captured:
     """A loss that consists of a shard_map: the step that computes its gradient, in which what runs on a device is differentiated."""
     jaxpr = loss.jaxpr
-    captured = capture(
-        gradient_of(jaxpr, diff_indices, loss.num_out),
-        tuple(loss.context.types([v.aval for v in jaxpr.invars])),
-        {},
-        None,
-    )
+    types = loss.context.types([v.aval for v in jaxpr.invars])
+    gradient, types = close_over(gradient_of(jaxpr, diff_indices, loss.num_out), types, loss.constants)
+    captured = capture(gradient, tuple(types), {}, None)
     return dataclasses.replace(captured, is_loss=True)
 
 
