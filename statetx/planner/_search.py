@@ -148,7 +148,7 @@ class Search:
         if self.baseline.extrapolated is not None:
             if self.baseline.extrapolated.temp_bytes <= _NEARLY * budget:
                 self.candidates.confirm_baseline()
-        elif self.baseline.is_started or self.candidates.baseline_peak <= _FAR_ABOVE_BUDGET**2 * budget:
+        elif self.baseline.is_started or self.candidates.baseline_peak <= self._far_above() * budget:
             self.candidates.compile_baseline()
             budget = self._budget = budget_of()
             if self.candidates.baseline_bytes() <= budget:
@@ -174,6 +174,10 @@ class Search:
         if self.is_late() and self.candidates.best(budget) is None:
             self._measure_any(budget)
         return self.candidates.best(budget)
+
+    def _far_above(self) -> float:
+        """The multiple of a budget up to which the program without rematerialization may keep it, by the model."""
+        return _FAR_ABOVE_BUDGET if self._is_long else _FAR_ABOVE_BUDGET**2
 
     def _bisect_together(self, families: Sequence[Family], budget_of: Callable[[], int], most: int) -> int:
         """Compile choices of some families, and return the budget.

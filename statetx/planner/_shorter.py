@@ -9,12 +9,16 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
 
 from .. import _jax
 from .._equations.compiled import Cost, Program
+from .._equations.structure import Body
 from .._jax import Jaxpr, Literal
+from .._tree import is_float
 from ._cuts import Run, crossing_bytes, runs_of
 from ._parts import Flat
 
@@ -51,7 +55,7 @@ class Shorter:
         """Extrapolate the cost of the whole program; None if it is not linear."""
         first, second, third = map(dataclasses.asdict, self._costs.result())
         change = second["temp_bytes"] - first["temp_bytes"]
-        if abs(third["temp_bytes"] - second["temp_bytes"] - change) > _TOLERANCE * abs(change):
+        if change < 0 or abs(third["temp_bytes"] - second["temp_bytes"] - change) > _TOLERANCE * change:
             return None
         steps = (self._count - _COUNTS[2]) / (_COUNTS[1] - _COUNTS[0])
         at = lambda name: type(third[name])(third[name] + steps * (third[name] - second[name]))  # noqa: E731
@@ -109,4 +113,38 @@ def _shortened(jaxpr: Jaxpr, run: Run, count: int) -> Jaxpr:
     read = lambda atom: atom if isinstance(atom, Literal) else replaced.get(atom, atom)  # noqa: E731
     after = [e.replace(invars=[read(a) for a in e.invars]) for e in jaxpr.eqns[end:]]
     eqns = [*jaxpr.eqns[: last + run.period], *after]
-    return _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=[read(a) for a in jaxpr.outvars], eqns=eqns)
+    shortened = _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=[read(a) for a in jaxpr.outvars], eqns=eqns)
+    unread = _read_by(jaxpr) - _read_by(shortened)
+    return _differentiated(shortened, [i for i, v in enumerate(jaxpr.invars) if v in unread and is_float(v.aval)])
+
+
+def _read_by(jaxpr: Jaxpr) -> set[Any]:
+    atoms = [*(a for e in jaxpr.eqns for a in e.invars), *jaxpr.outvars]
+    return {a for a in atoms if not isinstance(a, Literal)}
+
+
+def _differentiated(jaxpr: Jaxpr, inputs: Sequence[int]) -> Jaxpr:
+    """The same program, where the gradient with respect to these inputs, which it does not read, is the inputs themselves.
+
+    A gradient of zeros would take memory in a training step: the more, the shorter the version.
+    """
+    output = next((i for i, v in enumerate(jaxpr.outvars) if is_float(v.aval)), None)
+    if not inputs or output is None:
+        return jaxpr
+
+    def run(*args: Any) -> list[Any]:
+        outs = list(_jax.evaluate(jaxpr, (), args))
+        outs[output] = _first(outs[output], [args[i] for i in inputs])
+        return outs
+
+    avals = [v.aval for v in jaxpr.invars]
+    return Body.close(*_jax.stage(run, avals, traced_for="statetx.plan", name="shortened")).jaxpr
+
+
+@jax.custom_vjp
+def _first(x: Any, others: list[Any]) -> Any:
+    """`x`. The gradient with respect to the others is the others."""
+    return x
+
+
+_first.defvjp(lambda x, others: (x, others), lambda others, gradient: (gradient, others))
