@@ -57,6 +57,24 @@ def test_periods_begin_where_the_users_functions_do():
     assert list(itertools.pairwise(run.boundaries)) == sorted(program.blocks)
 
 
+def test_blocks_of_stages_are_found_though_two_stages_repeat():
+    """As in a residual network: a stage begins with a block of another kind, and two stages with their neighbors are alike."""
+
+    def first(w, x):
+        return block(w, x) + jnp.cos(x @ w[1]) @ w[0]
+
+    def stages(ws, x):
+        for kind in "PbbPbbbPbbbbbPbb":
+            x = first(ws[0], x) if kind == "P" else block(ws[0], x)
+        return (x**2).mean()
+
+    program = flat(stages, WS, X)
+    runs = _cuts.candidates(program).cuttings[0].runs
+    assert sum(run.count for run in runs) >= 10 and all(run.count > 1 for run in runs)
+    of_block = len(flat(block, WS[0], X))
+    assert {run.period for run in runs} == {of_block}
+
+
 def test_layers_of_other_sizes_repeat():
     ws = [(jnp.ones((2 ** (i + 3), 256)), jnp.ones((256, 2 ** (i + 4)))) for i in range(4)]
 

@@ -18,7 +18,7 @@ import collections
 import enum
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,8 @@ Interval = tuple[int, int]
 MAX_PERIODS = 4  # that are merged to one region
 _MAX_MERGED = 320  # equations of a merged region: its integer programs take more than linear time
 _MAX_OF_THREE = 160  # of three periods: between two and four, and as expensive to analyze as four (2 s for 255 equations of a transformer)
+_FEW = 4  # periods: fewer than these are given up for repetitions within
+_MOSTLY = 2 / 3  # of a period
 _NEARLY = 1.01  # of the fewest bytes that cross between periods: a key or a few numbers more make no difference
 _LOW = 1.01  # of the fewest bytes at a cut: the ends of blocks that have other local minima inside
 
@@ -319,24 +321,45 @@ def runs_of(
     heavy = np.cumsum([0, *(not row_of(e).fuses for e in eqns)])
 
     in_phase = functools.partial(_in_phase, program, live, marked, phase)
-    runs = [in_phase(*r) for r in _repetitions(tokens, heavy, len(tokens) // 10)]
+    runs = _repetitions(tokens, heavy, len(tokens) // 10, in_phase)
     inner: set[int] = set()
     for run in runs:
         inside = tokens[run.start : run.start + run.period]
-        for start, period, length in _repetitions(inside, heavy[run.start :], run.period // 2):
-            found = in_phase(run.start + start, period, length)
+        shifted = lambda start, *rest, by=run.start: in_phase(by + start, *rest)  # noqa: E731
+        for found in _repetitions(inside, heavy[run.start :], run.period // 2, shifted):
             inner |= {b + k * run.period for b in found.boundaries for k in range(run.count)}
     return sorted(runs), inner
 
 
-def _repetitions(tokens: np.ndarray, heavy: np.ndarray, least: int) -> list[tuple[int, int, int]]:
-    """Maximal periodic stretches ``(start, period, length)`` of a sequence, of a least length, that do not overlap.
+def _repetitions(
+    tokens: np.ndarray, heavy: np.ndarray, least: int, in_phase: Callable[[int, int, int], Run]
+) -> list[Run]:
+    """Periodic stretches of a sequence, as long as possible and of a least length, that do not overlap.
 
     Args:
         tokens: the sequence.
         heavy: the running number of equations that do not fuse.
         least: of the lengths.
+        in_phase: ``(start, period, length) -> Run``, the periods of a stretch.
     """
+    chosen: list[tuple[int, int]] = []
+    runs: list[Run] = []
+    for start, period, length in _stretches(tokens, heavy, least):
+        if any(s < start + length and start < s + n for s, n in chosen):
+            continue
+        # Two stages of a residual network may be alike. The blocks in them tell more.
+        inside = tokens[start : start + period], heavy[start:], int(_MOSTLY * period)
+        if length < _FEW * period and _stretches(*inside):
+            continue
+        run = in_phase(start, period, length)
+        if run.count > 1:
+            chosen.append((start, length))
+            runs.append(run)
+    return runs
+
+
+def _stretches(tokens: np.ndarray, heavy: np.ndarray, least: int) -> list[tuple[int, int, int]]:
+    """Maximal periodic stretches ``(start, period, length)``, the longest first."""
     found: list[tuple[int, int, int]] = []
     num = len(tokens)
     for period in range(2, num // 2 + 1):
@@ -346,12 +369,8 @@ def _repetitions(tokens: np.ndarray, heavy: np.ndarray, least: int) -> list[tupl
             # A period without an equation that does not fuse, such as a product, is not worth a region.
             if end - start + period >= least and end - start >= period and heavy[start + period] > heavy[start]:
                 found.append((start, period, end - start + period))
-    chosen: list[tuple[int, int, int]] = []
     # Of equal lengths the shortest period: multiples of it repeat as well.
-    for start, period, length in sorted(found, key=lambda r: (-(r[2] // r[1] * r[1]), r[1], r[0])):
-        if all(start + length <= s or s + n <= start for s, _, n in chosen):
-            chosen.append((start, period, length))
-    return chosen
+    return sorted(found, key=lambda r: (-(r[2] // r[1] * r[1]), r[1], r[0]))
 
 
 def _in_phase(
