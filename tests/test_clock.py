@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import statetx
-from statetx.planner import Planner, _clock
+from statetx.planner import Planner, _candidate, _clock, _lattice
 from statetx.planner._clock import TimeLeft
 
 
@@ -80,11 +82,66 @@ def test_each_plan_has_the_time_limit():
     )
     seen = []
     whole = planner._whole
-    whole.time_left._left = -1.0  # all of it is used
+    whole.time_left._left = -1000.0  # all of it is used
     assert whole.is_late()
     seen.append(planner.plan(1.0).complete)
     seen.append(planner.plan(10**9).complete)
     assert seen == [False, True]
+
+
+WIDTHS = [16 + 8 * (5 * i % 7) for i in range(13)]
+WS = [jnp.ones(shape) / 16 for shape in itertools.pairwise(WIDTHS)]
+
+
+def layers(ws, x):
+    """Layers of different widths, each of which is analyzed."""
+    for w in ws:
+        x = jnp.sin(jnp.tanh(x @ w))
+    return (x**2).mean()
+
+
+def layers_planned(**options):
+    return statetx.plan(layers, WS, jnp.ones((1024, 16)), argnums=0, of="temporaries", **options)
+
+
+def test_half_of_the_time_is_left_for_compilations(clock, monkeypatch):
+    analyzed = []
+    front_of = _lattice.front_of
+
+    def slow(*args):
+        analyzed.append(1)
+        clock.append(clock[-1] + 10)
+        return front_of(*args)
+
+    monkeypatch.setattr(_lattice, "front_of", slow)
+    whole = layers_planned(budget=0.8, time_limit=None)
+    assert whole.complete
+    num_regions = len(analyzed)
+    analyzed.clear()
+    plan = layers_planned(budget=0.8, time_limit=10.0 * num_regions)
+    assert 0 < len(analyzed) < num_regions and not plan.complete
+    assert plan.temp_bytes <= plan.budget_bytes and plan.stock != "nothing"
+
+
+def test_search_goes_on_until_a_plan_keeps_the_budget(clock, monkeypatch):
+    """For at most twice the time limit."""
+    compiled = []
+    measure = _candidate.Candidates.measure
+
+    def slow(self, layout, options, *name):
+        if not self.has(layout, options):
+            compiled.append(1)
+            clock.append(clock[-1] + 40)
+        return measure(self, layout, options, *name)
+
+    monkeypatch.setattr(_candidate.Candidates, "measure", slow)
+    plan = layers_planned(budget=0.8, time_limit=30.0)
+    assert plan.temp_bytes <= plan.budget_bytes and not plan.complete
+    assert len(compiled) == 2, "the first candidate took more than the budget, and more than the time"
+    compiled.clear()
+    with pytest.raises(statetx.PlanError, match="the time limit ended the search"):
+        layers_planned(budget=0.5, time_limit=30.0)
+    assert len(compiled) == 3, "two, and remat on the blocks in the end"
 
 
 def test_plan_that_fails_leaves_the_next_its_time():
@@ -92,7 +149,7 @@ def test_plan_that_fails_leaves_the_next_its_time():
         lambda w, x: (jnp.tanh(x @ w) ** 2).mean(), jnp.eye(8), jnp.ones((64, 8)), argnums=0, time_limit=60.0
     )
     whole = planner._whole
-    whole.time_left._left = -1.0
+    whole.time_left._left = -1000.0
     with pytest.raises(statetx.PlanError, match="the time limit ended the search"):
         planner.plan(1)
     with pytest.raises(statetx.PlanError) as error:

@@ -34,10 +34,12 @@ class TimeLeft:
                 self._left -= time.monotonic() - self._start
             self._start = None
 
-    def is_over(self) -> bool:
-        if self._left is None:
+    def is_over(self, part: float = 1.0) -> bool:
+        """Whether it has passed, or this part of it; a part above 1 is a multiple."""
+        if self._seconds is None or self._left is None:
             return False
-        return self._left <= (0.0 if self._start is None else time.monotonic() - self._start)
+        left = self._left - (0.0 if self._start is None else time.monotonic() - self._start)
+        return left <= (1 - part) * self._seconds
 
     def renew(self) -> None:
         """Give as much time as at first."""

@@ -135,7 +135,7 @@ def fields_of(whole: Whole, choice: Choice, name: str, budget: Budget, options: 
         "temp_bytes": choice.temp_bytes,
         "flops": choice.compiled.flops,
         "stock": "" if choice.name == "plan" else choice.name,
-        "complete": not whole.is_late(),
+        "complete": whole.is_complete(),
         "seconds": None,
         "ignored": [digest_of(lines) for lines in whole.captured.ignored],
         "inner": whole.captured.variant,

@@ -28,6 +28,8 @@ from ._shorter import is_long
 from ._stock import STOCK, outcomes, policies_in
 from ._stored import Formats
 
+_ANALYSIS = 0.5  # of the time limit, at most: the rest is for compilations
+_PATIENCE = 2.0  # times the time limit, at most, until a first candidate keeps the budget
 _LARGE = 5  # times what is negligible: a cost at which a marked program is also searched as if it were not
 _MAX_TRIES = 8  # compilations for one budget, before the stock policies
 _MORE_TRIES = 3  # after each candidate that is cheaper than those before
@@ -56,6 +58,7 @@ _NEARLY = 1.02  # of a budget: extrapolated bytes below this are made sure of
 # The same for long programs: a candidate that takes this part of the budget is not made cheaper within its family, and a stock policy
 # is compiled only up to this multiple of the budget.
 _FULL = 0.98
+_LOWER = 0.97  # of the budget: what each further candidate aims at, until one keeps it
 _ABOVE_BUDGET = 1.2
 
 
@@ -82,6 +85,7 @@ class Search:
         lattice: the regions, and the choice among them.
         baseline: the program without rematerialization.
         candidates: what is compiled.
+        lacks_regions: whether the time ended the analysis.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class Search:
         self._has_kept_cost = kept_byte_cost > 0
         self._counts_flops = equation_cost is flops
         self.jaxpr = flatten(jaxpr)
+        self.lacks_regions = False
         self._budget: float = float("inf")  # of the fit under way
 
         # The baseline, whose regions all stay unchanged, compiles in a thread while the others are analyzed.
@@ -115,7 +120,7 @@ class Search:
         if compile_baseline:
             self.baseline.start()
         report("analyzing the program")
-        options = {"policies": [as_policy(p) for p in STOCK], "offload": offload, "deadline": self.is_late}
+        options = {"policies": [as_policy(p) for p in STOCK], "offload": offload, "deadline": self._is_late_for_regions}
         options |= {"equation_cost": equation_cost, "context": context, "kept_byte_cost": kept_byte_cost}
         options |= {"formats": formats, "has_others": has_others}
         self.lattice = Lattice(program, diff_indices, num_out, **options)
@@ -129,8 +134,16 @@ class Search:
         self._negligible = (_NEGLIGIBLE_OF_LONG if self._is_long else _NEGLIGIBLE) * self._forward_cost
 
     def is_late(self) -> bool:
-        """Whether the time is up."""
-        return self._time_left.is_over()
+        """Whether the time is up: more of it, as long as no candidate keeps the budget, but one may."""
+        is_found = self.candidates.best(self._budget) is not None
+        is_hopeless = len(self.candidates) > _MAX_TRIES and not self._may_find(self._budget)
+        return self._time_left.is_over(1.0 if is_found or is_hopeless else _PATIENCE)
+
+    def _is_late_for_regions(self) -> bool:
+        """Whether the time for the analysis is up. A plan of the regions found until then beats none."""
+        is_late = self._time_left.is_over(_ANALYSIS)
+        self.lacks_regions |= is_late
+        return is_late
 
     # -- fitting ---------------------------------------------------------------------------------------------------
 
@@ -255,7 +268,9 @@ class Search:
         return self.candidates.smallest().temp_bytes <= _HOPELESS * budget
 
     def _may_improve(self, budget: int) -> bool:
-        """Whether another search is worth its compilations."""
+        """Whether another search is worth its compilations, and there is time for it."""
+        if self.is_late():
+            return False
         best = self.candidates.best(budget)
         return self._may_find(budget) if best is None else best.added_cost > _LARGE * self._negligible
 
@@ -472,6 +487,8 @@ class Search:
     def _target(self, budget: int, bracket: Bracket) -> float:
         """The limit of the model at which the prediction for a family meets the budget."""
         low, high = bracket.low, bracket.high
+        if self._is_long and self.candidates.best(budget) is None:
+            budget = int(budget * _LOWER ** sum(c.name != BASELINE for c in self.candidates))
         in_family = [c for c in self.candidates if self._family_of(c) is bracket.family and c.name != BASELINE]
         candidates = in_family or self.candidates.known()
 

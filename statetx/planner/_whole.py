@@ -260,6 +260,10 @@ class Whole:
     def is_late(self) -> bool:
         return any(search.is_late() for search in self.searches)
 
+    def is_complete(self) -> bool:
+        """Whether no time limit ended a search, or the analysis before it."""
+        return not self.is_late() and not any(search.lacks_regions for search in self.searches)
+
 
 def _gradient_of(recorded: Recorded) -> Callable[[Jaxpr, dict[str, Any] | None], Program]:
     """Compile a gradient on its own."""

@@ -84,7 +84,8 @@ def plan(
             them, and the cheaper plan is returned. If that is the one with them, ``plan.compiler_options`` is not empty, and
             the function has to be compiled with ``jax.jit(..., compiler_options=plan.compiler_options)``. True: the known ones,
             on CPUs a schedule that takes little memory; other backends have none. A mapping: these.
-        time_limit: seconds; after that the best plan so far is returned. None for no limit.
+        time_limit: seconds; after that the best plan so far is returned. Until a first plan keeps the budget, it may take twice
+            as long. None for no limit.
         progress: whether to show progress (with rich).
 
     Returns:
@@ -404,7 +405,7 @@ def fit(whole: Whole, budget: Budget, name: str) -> Choice:
         return choice
     fixed = whole.fixed()
     smallest = whole.smallest_bytes() + (fixed.bytes if budget.of == STEP else 0)
-    raise no_plan(name, budget, bytes_of(whole, budget), smallest, fixed, is_late=whole.is_late())
+    raise no_plan(name, budget, bytes_of(whole, budget), smallest, fixed, is_late=not whole.is_complete())
 
 
 class _Progress:
