@@ -19,6 +19,7 @@ from .batching import named_axes as named_axes
 from .batching import notify_of_vmap as notify_of_vmap
 from .batching import stacked_type as stacked_type
 from .batching import unwrap_batched as unwrap_batched
+from .batching import vmap_callbacks as vmap_callbacks
 from .batching import with_batch_axis as with_batch_axis
 from .buffers import PRIMITIVES as PRIMITIVES
 from .buffers import CompiledProgram as CompiledProgram

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 
-from .equations import ClosedJaxpr, Jaxpr, open_jaxpr
+from .equations import ClosedJaxpr, Jaxpr, inner_jaxprs, open_jaxpr
 from .traces import Tracer, _context, _parents
 
 
@@ -127,3 +127,12 @@ _ad.primitive_jvps[_notice_p] = lambda ps, ts, **params: (_notice_p.bind(*ps, **
 # JAX passes the whole axis (name, size, sharding) to the rules in this table only.
 _batching.fancy_primitive_batchers[_notice_p] = _notice_batch
 _mlir.register_lowering(_notice_p, _mlir.lower_fun(_notice_impl, multiple_results=False))
+
+
+def vmap_callbacks(jaxpr: Jaxpr) -> Iterator[Callable]:
+    """The callbacks of `notify_of_vmap` in a jaxpr and in those inside of it, in the order of the equations."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is _notice_p:
+            yield eqn.params["callback"]
+        for inner in inner_jaxprs(eqn):
+            yield from vmap_callbacks(inner)

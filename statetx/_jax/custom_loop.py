@@ -41,8 +41,12 @@ class CustomLoop(Protocol):
         """Whether its derivative is the plain loop's when no `vmap` encloses it."""
         ...
 
-    def plain_args(self, args: list) -> list | None:
-        """The arguments at which to differentiate the plain loop instead, if that has the same derivative; else None."""
+    def plain_args(self, args: list, diff_indices: tuple[int, ...]) -> list | None:
+        """The arguments at which to differentiate the plain loop instead, if that has the same derivative; else None.
+
+        Args:
+            diff_indices: the arguments with a nonzero tangent.
+        """
         ...
 
     def run(self, args: list) -> list: ...
@@ -110,7 +114,8 @@ def _loop_linearize(is_vjp: bool, nonzeros: Any, *args: Any, jaxpr: ClosedJaxpr,
     is_scan = (
         scan is not None and scan.primitive is scan_p and scan.invars == body.invars and scan.outvars == body.outvars
     )
-    plain = loop.plain_args(list(args)) if is_scan else None
+    floats = [i for i, x in enumerate(args) if nonzeros[i] and jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    plain = loop.plain_args(list(args), tuple(floats)) if is_scan else None
     if scan is None or plain is None:
         return _ad.fallback_linearize_rule(_loop_p, is_vjp, nonzeros, *args, jaxpr=jaxpr, loop=loop)
     return _ad.primitive_linearizations[scan_p](is_vjp, nonzeros, *plain, **scan.params)

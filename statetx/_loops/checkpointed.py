@@ -21,7 +21,7 @@ from .._positions import replaced
 from .._tree import is_float
 from .backward import BackwardStep, starts_early
 from .cpu_concurrency import concurrent_fori_loop
-from .derivative import Loop, floats_of, jvp_of, linear_in_tangents, with_derivative, without_stored
+from .derivative import Differentiated, Loop, floats_of, jvp_of, linear_in_tangents, with_derivative, without_stored
 from .nested import nested
 from .reversal import Filled, Places, reverse_steps
 from .rows import SlotMemory
@@ -124,7 +124,9 @@ class CheckpointedLoop(Loop):
             has_ct = tuple(ct is not None for ct in cts)
             return self._reversal(diff_indices, has_ct, settings)(primals, stored, [ct for ct in cts if ct is not None])
 
-        return outs, linear_in_tangents(primals, stored, outs, tangents, forward=self._nested, reverse=reverse)
+        note = Differentiated.here(self, tangents)
+        options: dict[str, Any] = {"forward": self._nested, "reverse": reverse, "note": note}
+        return outs, linear_in_tangents(primals, stored, outs, tangents, **options)
 
     def plan(self, diff_indices: tuple[int, ...], settings: Any) -> Plan:
         """How to reverse the loop when these of its inputs are differentiated.
@@ -138,21 +140,21 @@ class CheckpointedLoop(Loop):
 
     def _new_plan(self, diff_indices: tuple[int, ...]) -> Plan:
         if self.block > 1:
-            return Plan(*memory_for(self._num_blocks, self.slots, self.step, None, self.offload), None)
-        step = BackwardStep(self.step, *self.sorted_indices(diff_indices))
+            return Plan(*self.carries_only(), None)
+        step = BackwardStep(self.step, *self.step.sorted_indices(diff_indices))
         # A residual in the host's memory would be copied twice for one step, a carry for several.
         keeps = None if self.offload else step
         return Plan(*memory_for(self._num_blocks, self.slots, self.step, keeps, self.offload), step)
 
-    def sorted_indices(self, diff_indices: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
-        """The differentiated constants, carries and xs, if these inputs are; of carries those that depend on them."""
-        step = self.step
-        first_carry, first_x = step.num_constants, step.num_constants + step.num_carry
-        return (
-            [i for i in diff_indices if i < first_carry],
-            step.diff_carry(diff_indices),
-            [i - first_x for i in diff_indices if i >= first_x],
-        )
+    def carries_only(self) -> tuple[SlotMemory, Schedule, bool]:
+        """How the loop is reversed if slots hold carries only."""
+        return memory_for(self._num_blocks, self.slots, self.step, None, self.offload)
+
+    def runs_a_step(self, schedule: Schedule, step: BackwardStep | None = None) -> float:
+        """How often a gradient runs each step by a schedule of the blocks, in the mean; `step` if slots hold its residuals."""
+        num_runs = schedule.num_runs if step is None else runs_with_rerun(schedule, step)
+        # A block runs once to be differentiated, and the rest of the loop, shorter than a block, twice.
+        return (num_runs * self.block + 2 * self._rest) / self.length
 
     def _make_sweep(self, diff_indices: tuple[int, ...], settings: Any) -> Callable:
         """``(*primals) -> (outputs, stored)``."""
@@ -266,7 +268,7 @@ class _Reversal:
         self._constants, carry, self._xs = primals
         self._first = as_types(carry, self._step.avals)
         first_carry, first_x = self._step.num_constants, self._step.num_constants + self._step.num_carry
-        self._diff_constants, self._diff_carry, self._diff_xs = loop.sorted_indices(diff_indices)
+        self._diff_constants, self._diff_carry, self._diff_xs = loop.step.sorted_indices(diff_indices)
         self._diff_init = [i - first_carry for i in diff_indices if first_carry <= i < first_x]
         self._float_carry = [i for i, a in enumerate(self._step.avals) if is_float(a)]
         self._float_ys = [i for i, a in enumerate(self._step.y_avals) if is_float(a)]

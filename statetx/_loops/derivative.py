@@ -5,10 +5,13 @@ makes it the loop of the mapped step, which runs all examples together. A deriva
 weights that they share get one cotangent; a mapped derivative would give each example its own, to be summed at the end.
 
 A `vmap` around a derivative maps the equations of the derivative's rule, as for any other function.
+
+A gradient has an equation for each loop that it differentiates, with a note of the loop (`Differentiated`), which `loop_report` finds in any program.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,7 +20,9 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from .. import _jax
-from .._tree import is_float
+from .._lift.context import TraceContext
+from .._positions import replaced
+from .._tree import is_float, num_bytes
 from . import bind
 from .step import MappedStep, Step
 
@@ -58,7 +63,7 @@ class Loop:
     def is_plain(self) -> bool:
         return False
 
-    def plain_args(self, args: list) -> list | None:
+    def plain_args(self, args: list, diff_indices: tuple[int, ...]) -> list | None:
         return None
 
     def run(self, args: list) -> list:
@@ -96,6 +101,39 @@ class Loop:
         return outs[: self.step.num_carry], outs[self.step.num_carry :]
 
 
+# -- notes of differentiated loops -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Differentiated:
+    """The note of a loop that a program differentiates; also a callback of `_jax.notify_of_vmap`.
+
+    Attributes:
+        loop: what is differentiated, with its `step`.
+        diff_indices: the differentiated inputs of the step.
+        around: the transforms that the derivative runs under.
+    """
+
+    loop: Any
+    diff_indices: tuple[int, ...]
+    around: TraceContext
+
+    @classmethod
+    def here(cls, loop: Any, diff_indices: Iterable[int], **options: Any) -> Differentiated:
+        return cls(loop, tuple(diff_indices), TraceContext(manual=_jax.enclosing_shard_map()), **options)
+
+    def __call__(self, axis: Any, is_mapped: Sequence[bool]) -> Differentiated:
+        return dataclasses.replace(self, around=self.around.with_vmap(axis, is_mapped))
+
+
+def with_notice(values: Sequence[Any], callback: Callable) -> list[Any]:
+    """The values, of which the smallest depends on an equation with `callback`, see `_jax.notify_of_vmap`."""
+    if not values:
+        return []
+    n = min(range(len(values)), key=lambda i: num_bytes(values[i]))
+    return replaced(values, [n], [_jax.notify_of_vmap(values, n, callback)])
+
+
 # -- derivatives by another function -----------------------------------------------------------------------------
 
 
@@ -121,7 +159,14 @@ def with_derivative(fun: Callable, derivative: Callable) -> Callable:
 
 
 def linear_in_tangents(
-    primals: tuple, stored: Any, outs: Any, tangents: dict[int, Any], *, forward: Callable, reverse: Callable
+    primals: tuple,
+    stored: Any,
+    outs: Any,
+    tangents: dict[int, Any],
+    *,
+    forward: Callable,
+    reverse: Callable,
+    note: Differentiated,
 ) -> list[Any]:
     """The tangents of a loop's float outputs, as a linear map of `tangents` whose transpose is a reversal.
 
@@ -133,6 +178,7 @@ def linear_in_tangents(
         forward: ``(*primals) -> outs``, differentiable in forward mode.
         reverse: ``(primals, stored, indices of the tangents, cotangents) -> cotangents of these leaves``; a cotangent that is zero
             is None.
+        note: of the loop, for the program that reverses it.
     """
     # Not `jax.custom_vjp`: it has no forward mode. Not JAX's own `linear_call`: it cannot be mapped (decision 6).
     leaves, treedef = jax.tree.flatten((primals, stored))
@@ -143,7 +189,7 @@ def linear_in_tangents(
         return jvp_of(forward, primals, dict(zip(diff_indices, tangents, strict=True)))[1]
 
     def transpose(residuals: list, cts: list) -> list[Any]:
-        primals, stored = treedef.unflatten(residuals)
+        primals, stored = treedef.unflatten(with_notice(residuals, note))
         return reverse(primals, stored, diff_indices, cts)
 
     types = [_jax.abstract(x) for x in jax.tree.leaves(outs) if is_float(x)]

@@ -222,7 +222,7 @@ def _chains(continues: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _by_table(length: int, splits: Table) -> Schedule:
-    rows, walk = splits.rows, _Walk(splits)
+    rows, walk = splits.rows, Walk(splits)
     slots = len(rows) - 1
     sums = np.cumsum(rows[1:], 0, dtype=np.int64)  # row s - 1: of 1 to s slots
     column = int((sums[-1] < length).sum())
@@ -239,7 +239,7 @@ def _by_table(length: int, splits: Table) -> Schedule:
     return Schedule(splits, tuple(segments), sum(a for a, _ in counts), sum(b for _, b in counts))
 
 
-class _Walk:
+class Walk:
     """Counts runs ahead, and leaves, without following every split.
 
     Both parts of a segment of just ``L_s(t)`` steps are of this kind, too: a table has their counts. Of any other segment one part is, so that

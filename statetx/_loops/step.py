@@ -144,6 +144,15 @@ class Step:
             has_tangent = replaced(has_tangent, new, [True] * len(new))
         return [i for i in floats if has_tangent[first + i]]
 
+    def sorted_indices(self, diff_indices: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        """The differentiated constants, carries and xs, if these inputs are; of carries those that depend on them."""
+        first_carry, first_x = self.num_constants, self.num_constants + self.num_carry
+        return (
+            [i for i in diff_indices if i < first_carry],
+            self.diff_carry(diff_indices),
+            [i - first_x for i in diff_indices if i >= first_x],
+        )
+
     def _split(self, outs: list) -> tuple[list, list]:
         return as_types(outs[: self.num_carry], self.avals), outs[self.num_carry :]
 

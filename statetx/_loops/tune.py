@@ -21,12 +21,12 @@ from .._errors import PolicyError
 from .._lift.context import Map, TraceContext, device_bytes
 from .._remat.parse import as_value_policy
 from .._text import format_bytes, parse_bytes
-from .._tree import is_float, num_bytes
+from .._tree import is_float
 from .._typing import Policy
 from . import schedule
 from .backward import BackwardStep
 from .checkpointed import CheckpointedLoop, memory_for
-from .derivative import Loop, floats_of, jvp_of
+from .derivative import Differentiated, Loop, floats_of, jvp_of, with_notice
 from .step import Step
 from .strategy import Slots, Strategy
 
@@ -110,30 +110,25 @@ class Sized(Loop):
     def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
         leaves, treedef = jax.tree.flatten(primals)
         slots = self._slots_for(TraceContext.of(leaves))
-        loop, primals = self._loop(slots), treedef.unflatten(self._watched(leaves, slots))
+        loop, primals = self._loop(slots), treedef.unflatten(self._watched(leaves, slots, tuple(tangents)))
         return (
             loop.derivative(primals, tangents)
             if isinstance(loop, CheckpointedLoop)
             else jvp_of(loop, primals, tangents)
         )
 
-    def chosen(self, around: TraceContext) -> Callable:
-        """The loop that its sizes choose."""
-        return self._loop(self._slots_for(around)) if self._slots_for(around) is not None else self
-
     def is_plain(self) -> bool:
         return self._slots_for(TraceContext(manual=_jax.enclosing_shard_map())) is None
 
-    def plain_args(self, args: list) -> list | None:
-        return self._watched(args, None) if self._slots_for(TraceContext.of(args)) is None else None
+    def plain_args(self, args: list, diff_indices: tuple[int, ...]) -> list | None:
+        return self._watched(args, None, diff_indices) if self._slots_for(TraceContext.of(args)) is None else None
 
-    def _watched(self, args: list, slots: Slots | None) -> list:
-        """The arguments of the loop; with a budget the smallest of them now depends on being watched."""
-        if not args or not isinstance(self._strategy, Budget):
-            return args
-        n = min(range(len(args)), key=lambda i: num_bytes(args[i]))
-        watched = _jax.notify_of_vmap(args, n, _Watch(self, slots, TraceContext(manual=_jax.enclosing_shard_map())))
-        return [watched if i == n else x for i, x in enumerate(args)]
+    def _watched(self, args: list, slots: Slots | None, diff_indices: tuple[int, ...]) -> list:
+        """The arguments of the loop, with a note if it stays plain, which checks a budget."""
+        loop = self if slots is None else self._loop(slots)
+        if isinstance(self._strategy, Budget):
+            return with_notice(args, _Watch.here(loop, diff_indices, sized=self, slots=slots))
+        return args if slots is not None else with_notice(args, Differentiated.here(loop, diff_indices))
 
     def _slots_for(self, around: TraceContext) -> Slots | None:
         if around not in self._chosen:
@@ -228,17 +223,16 @@ class Sized(Loop):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Watch:
+class _Watch(Differentiated):
     """Checks a budget whenever the gradient is mapped: `around` is what it runs under until now."""
 
-    loop: Sized
+    sized: Sized
     slots: Slots | None
-    around: TraceContext
 
-    def __call__(self, axis: Any, is_mapped: Sequence[bool]) -> _Watch:
-        around = self.around.with_vmap(axis, is_mapped)
-        self.loop.check(self.slots, around)
-        return dataclasses.replace(self, around=around)
+    def __call__(self, axis: Any, is_mapped: Sequence[bool]) -> Differentiated:
+        watch = super().__call__(axis, is_mapped)
+        self.sized.check(self.slots, watch.around)
+        return watch
 
 
 # -- maps around a loop ------------------------------------------------------------------------------------------

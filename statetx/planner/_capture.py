@@ -19,12 +19,12 @@ from .._lift.context import TraceContext, close_over, device_bytes, sharding_of
 from .._lift.targets import resolve_argnums
 from .._lift.wrapper import name_of
 from .._remat.gradients import rewritten_by
-from .._remat.rewriter import Rewriter
+from .._remat.rewriter import Rewriter, Seen
 from .._tree import is_array, is_float, num_bytes, partition
 from ..transforms.abstract import staged_jaxpr
 from ..transforms.remat import Remat
 from ._candidate import gradient_of
-from ._inner import VARIANTS, InnerGradients, Seen
+from ._inner import VARIANTS, InnerGradients
 from ._layout import as_planned
 from ._parts import flatten
 from ._record import fingerprint

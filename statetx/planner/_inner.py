@@ -70,14 +70,3 @@ class InnerGradients(Rewriter):
         jaxpr, jax_policy = decide.apply(policy, part.jaxpr, (), name)
         fenced = fence.with_fence(jax_policy, "auto")
         return lambda *args: _jax.rematerialize(jaxpr, args, policy=fenced, prevent_cse=True)
-
-
-class Seen(Rewriter):
-    """Leaves inner gradients unchanged, and notes whether there are any."""
-
-    def __init__(self) -> None:
-        self.any = False
-
-    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
-        self.any = True
-        return body

@@ -1,25 +1,40 @@
-"""Reports on loops with stored carries: what is kept, how often the steps run, and what other policies would give."""
+"""Reports on loops with stored carries: what is kept, how often the steps run, and what other policies would give.
+
+A gradient has an equation for each loop that it differentiates, with a note of the loop and of its differentiated inputs. So the loops are found in the
+program that is traced, and counted as they run there.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from .. import _jax
-from .._lift.context import TraceContext, device_bytes
+from .._lift.context import device_bytes
+from .._lift.targets import resolve_argnums
 from .._lift.wrapper import name_of, refuse_value
+from .._loops import online
 from .._loops.backward import BackwardStep
-from .._loops.checkpointed import CheckpointedLoop, memory_for, runs_with_rerun
+from .._loops.checkpointed import CheckpointedLoop
+from .._loops.derivative import Differentiated
 from .._loops.step import Step
-from .._loops.tune import Sized, differentiated_by_all
+from .._positions import function_of
+from .._remat.gradients import rewritten_by
 from .._remat.parse import as_sequence, as_value_policy
+from .._remat.rewriter import Seen
 from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes
+from .._tree import is_argument, is_float, partition
 from .._typing import Policy
 from ..transforms.abstract import staged_jaxpr
 
 _POLICIES: tuple[Any, ...] = (None, "dots", "nothing")
+_LENGTHS = (10, 100, 1000, 10_000)  # of a loop of unknown length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +44,15 @@ class LoopRow:
     Attributes:
         loop: its name.
         policy: its repr; ``'-'`` without one.
-        is_own: whether it is the loop's own policy; the other rows say what it would give.
+        is_own: whether it is the loop as it is; the other rows say what other policies, or other numbers of steps, would give.
         length: the number of steps.
         slots: how many carries there is room for; 0 if the loop stays plain.
         carry_bytes, residual_bytes: of a carry, and of what a step keeps for its derivative.
         is_mixed: whether slots hold what steps keep, too.
         runs: how often a gradient runs each step, in the mean. Of steps whose residuals are kept this includes what the policy makes run again.
         carry_runs: the same if slots held carries only.
+        is_fixed: whether the loop always takes `length` steps. A `while_loop` takes as many as its condition says, and has a row for each of several
+            numbers.
     """
 
     loop: str
@@ -45,9 +62,10 @@ class LoopRow:
     slots: int
     carry_bytes: int
     residual_bytes: int
-    is_mixed: bool
     runs: float
     carry_runs: float
+    is_mixed: bool = False
+    is_fixed: bool = True
 
 
 class LoopReport(Tabular):
@@ -66,7 +84,7 @@ class LoopReport(Tabular):
 
     def _table(self) -> Table:
         num = sum(r.is_own for r in self.rows)
-        title = f"{self.name}: {num} loop{'' if num == 1 else 's'} with stored carries"
+        title = f"{self.name}: {num} differentiated loop{'' if num == 1 else 's'} with stored carries"
         columns = [
             Column("loop", rank=1),
             Column("policy", code=True),
@@ -77,16 +95,17 @@ class LoopReport(Tabular):
             Column("runs a step", "right"),
             Column("with carries only", "right", rank=1),
         ]
-        least = {r.loop: min(x.runs for x in self.rows if x.loop == r.loop) for r in self.rows}
+        of = lambda r: (r.loop, r.length)  # noqa: E731
+        least = {of(r): min(x.runs for x in self.rows if of(x) == of(r)) for r in self.rows}
         rows = [
             [
                 Cell(r.loop if r.is_own else ""),
-                Cell(r.policy if r.is_own else f"would be {r.policy}"),
-                Cell(f"{r.length:,}"),
+                Cell(r.policy if r.is_own else f"would be {r.policy}" if r.is_fixed else ""),
+                Cell(f"{r.length:,}" if r.is_fixed else f"if {r.length:,}"),
                 Cell(str(r.slots) if r.slots else "plain"),
                 Cell(format_bytes(r.carry_bytes)),
                 Cell(format_bytes(r.residual_bytes)),
-                Cell(f"{r.runs:.2f}", "green" if r.runs == least[r.loop] else ""),
+                Cell(f"{r.runs:.2f}", "green" if r.is_fixed and r.runs == least[of(r)] else ""),
                 Cell(f"{r.carry_runs:.2f}"),
             ]
             for r in self.rows
@@ -96,95 +115,146 @@ class LoopReport(Tabular):
 
 @_jax.api_boundary
 def loop_report(
-    fun: Callable[..., Any], /, *args: Any, policies: Policy | Sequence[Policy] = _POLICIES, **kwargs: Any
+    fun: Callable[..., Any],
+    /,
+    *args: Any,
+    policies: Policy | Sequence[Policy] = _POLICIES,
+    argnums: int | Sequence[int] | None = None,
+    **kwargs: Any,
 ) -> LoopReport:
-    """Report on the loops in a function that store carries: bytes, and how often a gradient runs each step.
+    """Report on the loops in a gradient that store carries: bytes, and how often the gradient runs each step.
 
     For each loop with ``checkpoint=`` slots, a size or ``"auto"``: bytes of a carry, and of what a step keeps for its derivative; the number
     of slots; runs of each step. Where slots hold what steps keep, fewer bytes of it mean fewer runs: further rows say what other
     policies would give. Nothing runs, and no state changes; a loop with a size is compiled, as its gradient would be.
 
-    Listed are `scan` and `fori_loop` with such a strategy, also within `Truncated` and in the steps of one another. Not listed are `while_loop`, whose
-    number of steps is unknown, loops with `Levels` or `Lengths`, and loops that `fun` itself differentiates.
+    Listed are `scan`, `fori_loop` and `while_loop` with such a strategy if they are differentiated, also within `Truncated` and in the steps of one
+    another, in the order of the backward pass; loops that stay plain come first. A loop that runs several times is listed once. Not listed are loops with
+    `Levels` or `Lengths`. The counts are those of a first derivative in reverse mode; a program that differentiates it again runs steps more often.
+
+    The number of steps of a `while_loop` is known only when it runs. So it has rows for some numbers of steps, up to ``max_steps=``. Its slots hold
+    carries only, whatever a policy keeps, so that no other policies are listed.
 
     Args:
-        fun: a function that may read and write states: the loss, not its gradient.
+        fun: a training step, which takes gradients itself, by `statetx.grad`, ``jax.grad``, ``jax.vjp`` or a library that calls them; or a loss, or
+            another function to differentiate. A function that takes gradients counts as a step without `argnums`, and as a loss with them. It may
+            be jitted, and read and write states.
         *args, **kwargs: its arguments.
         policies: a policy for steps, or a sequence of them, to compare with a loop's own; ``()`` for no comparison.
+        argnums: the arguments of a loss to differentiate; all by default. Float states are always differentiated, arrays that `fun` closes over never.
+            What is differentiated determines what steps keep, and so the runs. Of a step it is known.
 
     Returns:
-        `LoopReport`. What a step keeps is counted for a derivative with respect to all its float inputs.
+        `LoopReport`. Under ``vmap`` bytes are those of all examples.
 
     Raises:
         PolicyError: `policies` is neither a policy nor a sequence of policies.
+        TypeError: `argnums` are no positions.
+        ValueError: `argnums` asks for an argument that was not given.
 
     Source:
         Griewank and Walther 2000; Maddison 2024, arXiv 2305.09568. The counts are those of the compiled program.
 
     Example:
-        >>> import jax.numpy as jnp, statetx
+        >>> import jax, jax.numpy as jnp, statetx
         >>> from statetx.policies import Slots
-        >>> w = jnp.eye(64) / 2
-        >>> def loss(h):
+        >>> def loss(w, h):
         ...     return statetx.scan(lambda h, _: (jnp.sin(h @ w), None), h, None, 1000, checkpoint=Slots(20))[0].sum()
-        >>> report = statetx.loop_report(loss, jnp.ones((8, 64)))
-        >>> row = report.rows[0]
+        >>> args = jnp.eye(64) / 2, jnp.ones((8, 64))
+        >>> row = statetx.loop_report(loss, *args).rows[0]
         >>> row.carry_bytes, row.residual_bytes, row.runs, row.carry_runs
         (2048, 4096, 3.035, 3.75)
+        >>> row = statetx.loop_report(jax.grad(loss, argnums=1), *args).rows[0]
+        >>> row.residual_bytes, row.runs
+        (2048, 2.825)
     """
     refuse_value("loop_report", fun)
     compared = [None if p is None else as_value_policy(p) for p in as_sequence(policies, "loop_report")]
-    jaxpr = staged_jaxpr("loop_report", fun, args, kwargs).jaxpr
-    return LoopReport(name_of(fun), [row for loop in _loops(jaxpr) for row in _rows(loop, compared)])
+    nums = None if argnums is None else resolve_argnums(argnums, len(args), fun)[0]
+    loops: dict[Any, Differentiated] = {}
+    for note in _jax.vmap_callbacks(_gradient(fun, args, kwargs, nums)):
+        if isinstance(note, Differentiated):
+            loops.setdefault((note.loop, note.diff_indices, note.around.num_examples), note)
+    return LoopReport(name_of(fun), [row for note in loops.values() for row in _rows(note, compared)])
 
 
-def _loops(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        loop = _jax.loop_of(eqn)
-        if loop is not None:
-            yield loop
-            yield from _loops(loop.body)
-        else:
-            for inner in _jax.inner_jaxprs(eqn):
-                yield from _loops(inner)
+def _gradient(fun: Callable, args: tuple, kwargs: dict[str, Any], nums: Sequence[int] | None) -> _jax.Jaxpr:
+    """The program of a step, or of the gradient of a loss."""
+    num_out, seen = 0, Seen()
+
+    @functools.wraps(fun)
+    def floats(*args: Any, **kwargs: Any) -> list[Any]:
+        nonlocal num_out
+        with rewritten_by(seen):
+            outs = [x for x in jax.tree.leaves(fun(*args, **kwargs)) if is_float(x)]
+        num_out = len(outs)
+        return outs
+
+    closed = staged_jaxpr("loop_report", floats, args, kwargs)
+    if nums is None and seen.any:
+        return closed.jaxpr
+
+    # Inputs are the values of states, then the arrays of the arguments.
+    in_argnums = []
+    for n, arg in enumerate((*args, *kwargs.values())):
+        in_argnums += [nums is None or n in nums] * len(partition(arg, is_argument)[0])
+    avals = [v.aval for v in closed.jaxpr.invars]
+    is_wanted = [*[True] * (len(avals) - len(in_argnums)), *in_argnums]
+    diff_indices = [i for i, aval in enumerate(avals) if is_wanted[i] and is_float(aval)]
+
+    def gradient(*inputs: Any) -> list[Any]:
+        run = lambda *inputs: _jax.evaluate(closed.jaxpr, closed.consts, inputs)[:num_out]  # noqa: E731
+        outs, pull = jax.vjp(function_of(run, inputs, diff_indices), *(inputs[i] for i in diff_indices))
+        return list(pull([jnp.ones_like(x) for x in outs]))
+
+    return _jax.stage(gradient, avals, traced_for="statetx.loop_report", name=name_of(fun))[0]
 
 
-def _rows(loop: Any, policies: Sequence[Any]) -> Iterator[LoopRow]:
-    if isinstance(loop, Sized):
-        loop = loop.chosen(TraceContext())
-    step: Step = loop.step
-    own = step.policy
-    yield _row(loop, step, is_own=True)
-    for policy in policies:
-        if policy != own:
-            yield _row(loop, step.with_length(step.length, policy), is_own=False)
+def _rows(note: Differentiated, policies: Sequence[Any]) -> Iterator[LoopRow]:
+    step: Step = note.loop.step
+    # Steps may use the names of axes.
+    with note.around.bind_axes():
+        if isinstance(note.loop, online.OnlineLoop):
+            yield from _rows_of_while(note, step)
+            return
+        yield _row(note, step, is_own=True)
+        for policy in policies:
+            if policy != step.policy:
+                yield _row(note, step.with_length(step.length, policy), is_own=False)
 
 
-def _row(loop: Any, step: Step, *, is_own: bool) -> LoopRow:
-    backward = differentiated_by_all(step)
-    length = step.length
-    facts: dict[str, Any] = {
+def _row(note: Differentiated, step: Step, *, is_own: bool) -> LoopRow:
+    loop = note.loop
+    if not isinstance(loop, CheckpointedLoop):
+        return LoopRow(**_facts(note, step), is_own=is_own, length=step.length, slots=0, runs=1.0, carry_runs=1.0)
+    plan = (loop if is_own else loop.with_step(step)).plan(note.diff_indices, _jax.trace_context())
+    return LoopRow(
+        **_facts(note, step, plan.step),
+        is_own=is_own,
+        length=step.length,
+        slots=loop.slots,
+        is_mixed=plan.is_mixed,
+        runs=loop.runs_a_step(plan.schedule, plan.step if plan.is_mixed else None),
+        carry_runs=loop.runs_a_step(loop.carries_only()[1]),
+    )
+
+
+def _rows_of_while(note: Differentiated, step: Step) -> Iterator[LoopRow]:
+    loop: online.OnlineLoop = note.loop
+    most, facts = loop.max_steps, _facts(note, step)
+    lengths = _LENGTHS if most is None else [*(n for n in _LENGTHS if n < most), most]
+    for length in lengths:
+        runs = online.num_runs(length, loop.slots) / max(length, 1)
+        counts: dict[str, Any] = {"length": length, "slots": loop.slots, "runs": runs, "carry_runs": runs}
+        yield LoopRow(**facts, **counts, is_own=length == lengths[0], is_fixed=False)
+
+
+def _facts(note: Differentiated, step: Step, backward: BackwardStep | None = None) -> dict[str, Any]:
+    backward = backward or BackwardStep(step, *step.sorted_indices(note.diff_indices))
+    of_all = lambda avals: sum(map(device_bytes, avals)) * note.around.num_examples  # noqa: E731
+    return {
         "loop": step.name,
         "policy": "-" if step.policy is None else repr(step.policy),
-        "is_own": is_own,
-        "length": length,
-        "carry_bytes": sum(map(device_bytes, step.slot_avals)),
-        "residual_bytes": sum(map(device_bytes, backward.residual_avals)),
+        "carry_bytes": of_all(step.slot_avals),
+        "residual_bytes": of_all(backward.residual_avals),
     }
-    if not isinstance(loop, CheckpointedLoop):
-        return LoopRow(**facts, slots=0, is_mixed=False, runs=1.0, carry_runs=1.0)
-    runs, carry_runs, is_mixed = _runs(loop, backward)
-    return LoopRow(**facts, slots=loop.slots, is_mixed=is_mixed, runs=runs, carry_runs=carry_runs)
-
-
-def _runs(loop: CheckpointedLoop, step: BackwardStep) -> tuple[float, float, bool]:
-    num_blocks, rest = divmod(loop.length, loop.block)
-    keeps = step if loop.block == 1 and not loop.offload else None
-    _, carries_only, _ = memory_for(num_blocks, loop.slots, loop.step, None)
-    _, chosen, is_mixed = memory_for(num_blocks, loop.slots, loop.step, keeps)
-
-    def of(num_runs: float) -> float:
-        # A block runs once to be differentiated, and the rest of the loop, shorter than a block, twice.
-        return (num_runs * loop.block + 2 * rest) / loop.length
-
-    return of(runs_with_rerun(chosen, step) if is_mixed else chosen.num_runs), of(carries_only.num_runs), is_mixed
