@@ -416,6 +416,12 @@ PROOFS = {
     "a choice": lambda x, y: jnp.where(x > 0, (y > 0).astype(jnp.float32), 0.0),
     "a surrogate": lambda x, y: spike(x),
     "a scan": lambda x, y: lax.scan(lambda c, x: (c + x, spike(x + c)), x[0], x)[1],
+    "a maximum so far": lambda x, y: lax.scan(lambda c, x: (jnp.maximum(c, spike(x)), c), jnp.zeros(4), x)[1],
+    "two carries": lambda x, y: lax.fori_loop(
+        0, 3, lambda i, c: (c[1], c[0] * spike(x[i])), (spike(x[0]), jnp.ones(4))
+    )[0],
+    "a delay": lambda x, y: lax.scan(lambda c, x: (jnp.stack([spike(x), *c[:-1]]), c[-1]), jnp.zeros((3, 4)), x)[1],
+    "a ring buffer": lambda x, y: lax.fori_loop(0, 5, lambda i, c: c.at[i % 3].set(spike(x[i])), jnp.zeros((3, 4))),
     "a branch": lambda x, y: lax.cond(x.sum() > 0, spike, lambda x: jnp.zeros_like(x), y),
     "a call": lambda x, y: jax.jit(lambda x: spike(x).T.reshape(-1)[2:])(x),
     "one_hot": lambda x, y: jax.nn.one_hot(jnp.argmax(x, 1), 5),
@@ -429,6 +435,10 @@ NO_PROOFS = {
     "minus zero": lambda x, y: jnp.where(x > 0, 1.0, -0.0),
     "minus": lambda x, y: -(x > 0).astype(jnp.float32),
     "a carry": lambda x, y: lax.scan(lambda c, x: (c + 1.0, c), jnp.zeros(4), x)[1],
+    "a first carry": lambda x, y: lax.scan(lambda c, x: (c * spike(x), c), x[0], x)[1],
+    "a carry that becomes another": lambda x, y: lax.scan(
+        lambda c, x: ((c[1], x), c[0]), (spike(x[0]), spike(y[0])), x
+    )[1],
     "one branch": lambda x, y: lax.cond(x.sum() > 0, spike, lambda x: x, y),
     "the maximum of none": lambda x, y: lax.reduce_max_p.bind(
         (x[:0] > 0).astype(jnp.float32), axes=(0,), out_sharding=None

@@ -50,7 +50,8 @@ class Row:
         flops: operations of an equation; None: one for each entry of the largest result.
         is_linear: the result is linear in its float operands together, as a sum is.
         is_transcendental: an elementwise function that takes many machine instructions an entry.
-        bits: the operands that make a result of zeros and ones if they have no other entries; None if the operands alone do not.
+        bits: the operands that make a result of zeros and ones if they have no other entries, ``slice(0)`` if any do; None if the
+            operands alone do not.
     """
 
     is_view: bool = False
@@ -187,6 +188,8 @@ TABLE: dict[str, Row] = {
         fuses=True,
     ),
     **_rows("integer_pow", fuses=True, flops=_power),
+    # The spike of braintools' surrogate gradients: a comparison.
+    **_rows("heaviside_surrogate_gradient", fuses=True, bits=slice(0)),
     # Reductions: one operation an entry of the operand.
     **_rows(
         "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum",
@@ -238,11 +241,12 @@ _DEFAULT = Row()
 
 # Entries of the first operand, or functions of them that take 0 to 0 and 1 to 1; of all operands; of some.
 _set(" ".join(name for name, row in TABLE.items() if row.forwards), bits=slice(1))
-_set("abs ceil dynamic_slice floor real rev round sign slice sqrt stop_gradient", bits=slice(1))
+_set("abs ceil dynamic_slice floor real rev round sign slice split sqrt stop_gradient unstack", bits=slice(1))
 _set("square reduce_max reduce_min reduce_prod", bits=slice(1))
-_set("and concatenate max min mul or pad xor", bits=slice(None))
+_set("and concatenate max min mul or pad stack xor", bits=slice(None))
 _set("select_n", bits=slice(1, None))
 _set("dynamic_update_slice", bits=slice(2))
+_set("scatter", bits=slice(None, None, 2))  # not the indices
 
 _set(
     "add add_any sub neg convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims reduce_sum concatenate slice "

@@ -5,7 +5,7 @@ The proof goes forward through the equations and errs on one side: a value that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,20 @@ from .._jax import Jaxpr, Literal
 def are_bits(eqn: Any, operands: Sequence[bool]) -> list[bool]:
     """For each result of an equation, whether it is proved to be 0 or 1; `operands` says the same of its operands."""
     return [_is_bool(v) or b for v, b in zip(eqn.outvars, _proved(eqn, operands), strict=True)]
+
+
+def of_steps(jaxpr: Jaxpr, num_consts: int, num_carry: int, operands: Sequence[bool]) -> tuple[list[bool], list[bool]]:
+    """For each input and each output of a loop's step, whether it is proved to be 0 or 1 in every step; `operands` says it of the loop's operands.
+
+    By induction: of the carries that are 0 or 1 before the first step, the largest set that a step keeps so.
+    """
+    inputs, carries = list(operands), slice(num_consts, num_consts + num_carry)
+    while True:
+        outs = _outputs(jaxpr, inputs)
+        kept = [a and b for a, b in zip(inputs[carries], outs, strict=False)]
+        if kept == inputs[carries]:
+            return inputs, outs
+        inputs[carries] = kept
 
 
 def is_bits(atom: Any) -> bool:
@@ -53,21 +67,25 @@ def _proved(eqn: Any, operands: Sequence[bool]) -> list[bool]:
         branches = [_outputs(jaxpr, operands[1:]) for jaxpr in jaxprs]
         return [all(bits) for bits in zip(*branches, strict=True)]
     if name == "scan":
-        # A carry may change, so nothing is assumed of it; the last one may be the first.
         num_consts, num_carry = _jax.scan_counts(eqn)
-        inits = operands[num_consts : num_consts + num_carry]
-        inputs = [*operands[:num_consts], *[False] * num_carry, *operands[num_consts + num_carry :]]
-        outs = _outputs(jaxprs[0], inputs)
-        return [*(a and b for a, b in zip(outs, inits, strict=False)), *outs[num_carry:]]
+        inputs, outs = of_steps(jaxprs[0], num_consts, num_carry, operands)
+        # The last carry may be the first.
+        return [*inputs[num_consts : num_consts + num_carry], *outs[num_carry:]]
     return _outputs(jaxprs[0], operands) if len(jaxprs[0].invars) == len(operands) else [False] * num
 
 
 def _outputs(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    env = dict(zip(jaxpr.invars, inputs, strict=True))
+    read = reader(jaxpr, inputs)
+    return [read(v) for v in jaxpr.outvars]
+
+
+def reader(jaxpr: Jaxpr, inputs: Sequence[bool] = ()) -> Callable[[Any], bool]:
+    """A function that says whether a variable or literal of a program is proved to be 0 or 1, given this of its first inputs."""
+    env = dict(zip(jaxpr.invars, inputs, strict=False))
 
     def read(atom: Any) -> bool:
         return is_bits(atom) or (not isinstance(atom, Literal) and env.get(atom, False))
 
     for eqn in jaxpr.eqns:
         env.update(zip(eqn.outvars, are_bits(eqn, [read(v) for v in eqn.invars]), strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    return read

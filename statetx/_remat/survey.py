@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from .. import _jax
 from .._equations.primitives import CALLS, ENTERED, inner_jaxprs, row_of
 from .._jax import Jaxpr, Literal
-from .bits import are_bits, is_bits
+from .bits import are_bits, is_bits, of_steps
 from .value import StateRef, Value
 
 NONE: frozenset[Any] = frozenset()
@@ -241,23 +241,24 @@ def _inner(eqn: Any) -> Iterator[tuple[Jaxpr, int, _Enter]]:
     """The jaxprs in an equation whose values can be saved: each with its number of runs, and a function from operands to its inputs."""
     loop = _jax.loop_of(eqn)
     if loop is not None and loop.keeps_steps:
-        yield loop.body, loop.length, functools.partial(_into_scan, loop.num_constants, loop.num_carry)
+        yield loop.body, loop.length, functools.partial(_into_scan, loop.body, loop.num_constants, loop.num_carry)
     for jaxpr in _entered_jaxprs(eqn):
         if eqn.primitive.name == "cond":
             yield jaxpr, 1, lambda operands: _without_sites(operands[1:])
         elif eqn.primitive.name == "scan":
-            yield jaxpr, eqn.params["length"], functools.partial(_into_scan, *_jax.scan_counts(eqn))
+            yield jaxpr, eqn.params["length"], functools.partial(_into_scan, jaxpr, *_jax.scan_counts(eqn))
         else:
             yield jaxpr, 1, list
 
 
-def _into_scan(num_consts: int, num_carry: int, operands: Sequence[_Provenance]) -> list[_Provenance]:
+def _into_scan(jaxpr: Jaxpr, num_consts: int, num_carry: int, operands: Sequence[_Provenance]) -> list[_Provenance]:
     """The provenance of a step's inputs. The carry changes, so it is no longer the value of a state."""
     # A carry that is not a tangent at first may be one after a step.
     is_tangent = any(p.is_tangent for p in operands)
     inputs = _without_sites(operands)
+    bits, _ = of_steps(jaxpr, num_consts, num_carry, [p.is_bits for p in operands])
     for i in range(num_consts, num_consts + num_carry):
-        inputs[i] = inputs[i]._replace(source_states=NONE, is_tangent=is_tangent, is_bits=False)
+        inputs[i] = inputs[i]._replace(source_states=NONE, is_tangent=is_tangent, is_bits=bits[i])
     return inputs
 
 
