@@ -42,9 +42,11 @@ def cell(spike, w, carry, x):
 
 
 def loss(w, v, xs, policy=None, slots=10, spike=spike):
+    """`slots` is their number, or a function that makes a strategy."""
     # The first carry is no spike, whatever the policy says of later ones.
     carry = (v, jnp.full_like(v, 0.25), v > 2, jnp.int32(0))
-    checkpoint = None if slots is None else Slots(slots, policy=policy)
+    strategy = functools.partial(Slots, slots) if isinstance(slots, int) else slots
+    checkpoint = None if strategy is None else strategy(policy=policy)
     (v, *_), ys = statetx.scan(functools.partial(cell, spike, w), carry, xs, checkpoint=checkpoint)
     return (v**2).sum() + (ys**2).sum()
 
@@ -90,6 +92,27 @@ def test_carries_in_bits_take_fewer_bytes_and_leave_gradients_equal(policy, monk
     statetx.clear_cache()
 
 
+STRATEGIES = {
+    "one level": (functools.partial(policies.Levels, 1), LENGTH),
+    "two levels": (functools.partial(policies.Lengths, 10, 6), 10 + 6),
+    "three levels": (functools.partial(policies.Lengths, 5, 4, 3), 5 + 4 + 3),
+    "a remainder": (functools.partial(policies.Lengths, 8, 7), 8 + 7),
+    "products of all steps": (functools.partial(policies.Lengths, 10, 6, keep="loop"), 10 + 6),
+}
+
+
+@pytest.mark.parametrize(("strategy", "num"), STRATEGIES.values(), ids=STRATEGIES)
+def test_carries_of_nested_loops_in_bits(strategy, num):
+    args = data()
+    programs = [jax.jit(grad_of(p, strategy)).lower(*args).compile() for p in (SPIKES, SPIKES.stored_as("bits"))]
+    exact, stored = programs
+    assert_equal(stored(*args), exact(*args))
+    saved = num * BATCH * (4 * WIDTH - WIDTH // 8 + WIDTH - WIDTH // 8)
+    first = 2 * BATCH * 4 * WIDTH  # the first carry is kept, and a decoded one is in use
+    before, after = (program.memory_analysis().temp_size_in_bytes for program in programs)
+    assert after <= before - saved + first + 1024
+
+
 MODES = {
     "vmap": lambda f: lambda w, v, xs: jax.vmap(f, (None, 0, None))(w, jnp.stack([v, v + 1]), xs),
     "eager": lambda f: f,
@@ -100,14 +123,15 @@ MODES = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("slots", [5, functools.partial(policies.Levels, 2)], ids=["slots", "levels"])
 @pytest.mark.parametrize("mode", MODES)
-def test_carries_in_bits_under_transforms(mode):
+def test_carries_in_bits_under_transforms(mode, slots):
     # Second derivatives through a custom one depend on the rematerialization, in JAX itself: here spikes have no derivative.
     args = data(12, 2, 30)
     policy = policies.everything
     stored, exact, plain = (
         MODES[mode](grad_of(p, slots, threshold))(*args)
-        for p, slots in ((policy.stored_as("bits"), 5), (policy, 5), (None, None))
+        for p, slots in ((policy.stored_as("bits"), slots), (policy, slots), (None, None))
     )
     if mode != "reverse over reverse":  # where XLA adds up in another order
         assert_equal(stored, exact)

@@ -626,12 +626,13 @@ CARRIES = {
     "scan": (policies.Slots(5, policy=BITS_OF_S), statetx.scan),
     "block": (policies.Slots(5, block=4, policy=BITS_OF_S), statetx.scan),
     "while": (policies.Slots(4, policy=BITS_OF_S), statetx.while_loop),
+    "levels": (policies.Levels(2, policy=BITS_OF_S), statetx.scan),
 }
 
 
 @pytest.mark.parametrize("checkpoint, loop", CARRIES.values(), ids=CARRIES)
 @pytest.mark.parametrize("vmap", [False, True], ids=["", "vmap"])
-def test_debug_mode_checks_carries_in_slots(checkpoint, loop, vmap, monkeypatch, capfd):
+def test_debug_mode_checks_carries(checkpoint, loop, vmap, monkeypatch, capfd):
     monkeypatch.setattr(declared.checks, "is_on", True)
     x = jnp.sin(jnp.arange(60.0))
     x, map_ = (jnp.stack([x, 2 * x]), jax.vmap) if vmap else (x, lambda f: f)
@@ -644,7 +645,6 @@ def test_debug_mode_checks_carries_in_slots(checkpoint, loop, vmap, monkeypatch,
 
 LOOPS = {
     **CARRIES,
-    "levels": (policies.Levels(2, policy=BITS_OF_S), statetx.scan),
     "segments": (statetx.Truncated(6, checkpoint=policies.Slots(2, policy=BITS_OF_S)), statetx.scan),
 }
 

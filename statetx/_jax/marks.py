@@ -282,20 +282,24 @@ def checked(x: Any, report: Callable | None) -> Any:
     return x if report is None else _check_primitive.bind(jax.lax.stop_gradient(x), report=report)
 
 
-def store(x: Any, type: Any, check: Callable | None = None, **params: Any) -> Any:
+def store(x: Any, type: Any, check: Callable | None = None, known: tuple[Any, Any] | None = None, **params: Any) -> Any:
     """The value itself, but with the residual that ``type.encode`` makes of it.
 
     Args:
         x: an array, while tracing.
         type: a `StoredType`.
         check: ``(x) -> None``, called on the host with the value that is encoded.
+        known: a boolean and what `x` is where it holds: there the backward pass takes this instead of the residual.
         **params: the others of `stored_primitive`.
     """
     label = {key: params[key] for key in ("region", "what")}
-    source = checked(x, check)
+    source = x if known is None else jax.lax.select(known[0], zeros(x.aval), x)
+    source = checked(source, check)
     keys = [kept_primitive.bind(_key_maker(type)(source))] if type.has_key else []
     codes = [mark(code, **label) for code in _encoder(type)(source, *keys)]
     decoded = _decoder(type, x.aval)(codes)
+    if known is not None:
+        decoded = jax.lax.select(known[0], jax.lax.stop_gradient(known[1]), decoded)
     saved_keys = codes[-1:] if keys else []
     links = [link_primitive.bind(x)] if jnp.issubdtype(x.dtype, jnp.inexact) else []
     return stored_primitive.bind(x, decoded, *saved_keys, *links, type=type, **params)

@@ -143,7 +143,8 @@ class BackwardStep:
         """The inverse of `encoded`, given the carry before the loop's first step and whether this is the step."""
         residuals = list(residuals)
         for n, i in self._carries.items():
-            residuals[n] = decoded(self._format(i), residuals[n], is_first, first[i])
+            is_other = None if i in self._step.exact_first else is_first
+            residuals[n] = decoded(self._format(i), residuals[n], is_other, first[i])
         return residuals
 
     def _format(self, carry: int) -> StoredType:

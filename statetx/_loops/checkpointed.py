@@ -59,6 +59,7 @@ def memory_for(
     """
     by_carries = schedule(length, leaves(num))
     options: dict[str, Any] = {"offload": offload, "formats": step.carry_formats, "checks": step.carry_checks}
+    options["exact_first"] = step.exact_first
     if backward is not None:
         mixed = SlotMemory(num, step.avals, backward.residual_avals, **options)
         by_both = schedule(length, mixed.leaves)
@@ -109,7 +110,7 @@ class CheckpointedLoop(Loop):
         # The nested form serves second derivatives in reverse mode (decision 6). Two levels of 20,000 steps store
         # about 2 sqrt(20,000) = 283 carries; three store 3 * 20,000**(1/3) = 81, for one more run of each step.
         lengths = nested_lengths(step.length, 2 if step.length < 20_000 else 3)
-        self._nested = nested(step, lengths)
+        self._nested = nested(step.with_unchanged_carries(), lengths)
 
     def with_step(self, step: Step) -> CheckpointedLoop:
         return CheckpointedLoop(step, self.slots, self.block, offload=self.offload)

@@ -1,6 +1,8 @@
 """Loops in loops of a step, each rematerialized: in reverse, they run steps again instead of storing all residuals.
 
-They consist of JAX's own `scan` and `checkpoint`, so they are differentiated in every order and mode.
+They consist of JAX's own `scan` and `checkpoint`, so they are differentiated in every order and mode. A turn is a region, whose input is a carry. A leaf of it may
+be stored in an exact format, as any input of a region. The format says nothing of the carry before the first step: a turn that begins with this one takes it from
+where the caller has it, as slots do (`rows`).
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ def nested(step: Step, lengths: Sequence[int], *, offload: bool = False, keeps_a
     run = _Nested(step, lengths, offload, keeps_all)
 
     def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:
-        outermost = lambda constants, carry, xs: run.level(0, constants, step.length, carry, xs)  # noqa: E731
+        outermost = run.all_levels
         if offload:
             # JAX offloads residuals by a policy only, so the whole loop is one more region.
             saves_all = keeps_all or len(lengths) == 1
             policy = _OffloadedCarries(step.marked[1] if saves_all else None)
             return rematerialized(outermost, policy, constants, carry, xs)
-        if run.region is not None:
-            policy = with_fence(KeepMarked(run.region), step.fence)
+        if run.policy is not None:
+            policy = with_fence(run.policy, step.fence)
             return rematerialized(outermost, policy, constants, carry, xs, prevent_cse=True)
         return outermost(constants, carry, xs)
 
@@ -76,19 +78,42 @@ class _Nested:
         self._step = step
         self._lengths = lengths
         self._offload = offload
+        jaxpr, policy = step.marked
+        is_ours = policy is None or isinstance(policy, KeepMarked)
         # JAX's policy of the turns that are loops. It finds the values that are marked in the step, at any depth.
-        self._policy = step.marked[1] if keeps_all else None
+        of_turns = policy if keeps_all else None
+        self._policies = [*[of_turns] * (len(lengths) - 1), policy]
 
-        # The number of the region that is the whole loop, if it is fenced. It saves the outermost carries, and what the step saves
-        # if that is stored for all steps: then it shares the step's number.
-        self.region: int | None = None
+        # The leaves of the carry that are stored in another format, and those of them whose first value may not have it.
+        formats = [None if offload else format for format in step.carry_formats]
+        self._labels = {
+            n: label for n, label in enumerate(step.carry_labels) if label is not None and formats[n] is not None
+        }
+        self._firsts = [n for n in self._labels if not step.is_exact_first(n)]
+
+        # A region has a number of its own for the codes of its carry: a region around it saves those of its own turns.
+        assert is_ours or not (self._labels or step.fence), "what another policy saves would be lost"
+        number = max(Survey(jaxpr).regions, default=-1) + 1 if self._labels or step.fence else 0
+        self._numbers = [number + len(lengths) - 1 - i for i in range(len(lengths))]
+        if self._labels:
+            self._policies = [_saving(p, n) for p, n in zip(self._policies, self._numbers, strict=True)]
+
+        # JAX's policy of the whole loop, if it is a fenced region. It saves the outermost carries, and what the step saves if that is
+        # for all steps: then it shares the step's number.
+        self.policy: KeepMarked | None = None
         if step.fence is not None and not offload:
-            jaxpr, policy = step.marked
-            assert policy is None or isinstance(policy, KeepMarked), "what another policy saves would be lost"
-            if policy is not None and (keeps_all or len(lengths) == 1):
-                self.region = policy.region
-            else:
-                self.region = max(Survey(jaxpr).regions, default=-1) + 1
+            is_shared = policy is not None and (keeps_all or len(lengths) == 1)
+            own = policy if is_shared else KeepMarked(number + len(lengths))
+            self.policy = _saving(own, self._numbers[0]) if self._labels else own
+
+    def all_levels(self, constants: list, carry: list, xs: list) -> tuple[list, list]:
+        """Run the loop."""
+        if not self._firsts:
+            return self.level(0, constants, self._step.length, carry, xs)
+        # The carry before the first step is a constant, and whether there was no step yet is part of the carry.
+        first = [carry[n] for n in self._firsts]
+        (_, *carry), ys = self.level(0, [*first, *constants], self._step.length, [jnp.bool_(True), *carry], xs)
+        return carry, ys
 
     def level(self, i: int, constants: list, length: int, carry: list, xs: list) -> tuple[list, list]:
         """Run `length` steps by the loop of level `i`."""
@@ -115,10 +140,33 @@ class _Nested:
         return carry, [jnp.concatenate(parts) for parts in zip(low, high, strict=True)]
 
     def _turn(self, i: int, constants: list, length: int, carry: list, xs: list) -> tuple[list, list]:
-        if i == len(self._lengths) - 1:
+        is_step = i == len(self._lengths) - 1
+        if is_step and not self._labels:
             return self._step.rematerialized(constants, carry, xs)
-        run = lambda constants, carry, xs: self.level(i + 1, constants, length, carry, xs)  # noqa: E731
-        return rematerialized(run, self._policy, constants, carry, xs)
+
+        def run(constants: list, carry: list, xs: list) -> tuple[list, list]:
+            carry = self._in_formats(i, constants, carry)
+            if not is_step:
+                return self.level(i + 1, constants, length, carry, xs)
+            flags, first = self._num_flags, len(self._firsts)
+            carry, ys = self._step.marking(constants[first:], carry[flags:], xs)
+            return [*[jnp.bool_(False)] * flags, *carry], ys
+
+        return rematerialized(run, self._policies[i], constants, carry, xs)
+
+    @property
+    def _num_flags(self) -> int:
+        """The leaves before those of the step's carry: whether there was no step yet, if that counts."""
+        return 1 if self._firsts else 0
+
+    def _in_formats(self, i: int, constants: list, carry: list) -> list:
+        """The carry that a turn of level `i` starts from, in the turn, stored in the formats of its leaves."""
+        carry, flags = list(carry), self._num_flags
+        for n, label in self._labels.items():
+            known = (carry[0], constants[self._firsts.index(n)]) if n in self._firsts else None
+            params = {"region": self._numbers[i], "what": label.what, "is_ordered": False}
+            carry[flags + n] = _jax.store(carry[flags + n], label.type, label.check, known, **params)
+        return carry
 
     def _turns(self, i: int, constants: list, num_turns: int, carry: list, xs: list) -> tuple[list, list]:
         turn_length = math.prod(self._lengths[i + 1 :])
@@ -149,9 +197,16 @@ class _Nested:
         """The carry that a turn starts from, named if it is to be offloaded, and marked if it is saved by the region that is the whole loop."""
         if i == 0 and self._offload:
             return [_jax.named(x, _CARRY) for x in carry]
-        if i == 0 and self.region is not None:
-            return [_jax.mark(x, region=self.region, what=SAVE) for x in carry]
+        if i == 0 and self.policy is not None:
+            region = self.policy.region
+            stored = {self._num_flags + n for n in self._labels}  # their codes are marked
+            return [x if n in stored else _jax.mark(x, region=region, what=SAVE) for n, x in enumerate(carry)]
         return carry
+
+
+def _saving(policy: KeepMarked | None, number: int) -> KeepMarked:
+    """The policy that also saves what is marked with a number."""
+    return KeepMarked(number) if policy is None else KeepMarked(policy.region, policy.others | {number})
 
 
 def rematerialized(fun: Callable, policy: Any, *args: Any, prevent_cse: bool = False) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -60,6 +60,7 @@ class SlotMemory:
         offload: whether the pools are in the host's memory. They hold no residuals then.
         formats: for each leaf of the carry the exact format that it is stored in; None for one that is stored unchanged.
         checks: for each leaf of the carry what is called on the host with a value that is encoded, except the first; None for no check.
+        exact_first: the leaves whose formats give back the carry in slot 0, too.
 
     Attributes:
         leaves: for 0 to `num` free slots, how many steps can be reversed from the residuals that these hold (see `schedule`).
@@ -73,12 +74,14 @@ class SlotMemory:
         offload: bool = False,
         formats: Sequence[StoredType | None] = (),
         checks: Sequence[Callable | None] = (),
+        exact_first: Collection[int] = (),
     ):
         assert not (offload and residual_avals)
         self.num = num
         self._carry_avals, self._residual_avals = list(carry_avals), list(residual_avals or ())
         self._formats = formats or [None] * len(carry_avals)
         self._checks = checks or [None] * len(carry_avals)
+        self._exact_first = exact_first
         carry_avals = stored_types(carry_avals, self._formats)
         # Of an array of keys outside a trace JAX does not say that it is in the host's memory: their data are stored.
         self._is_key = [offload and _is_key(a) for a in carry_avals]
@@ -175,8 +178,8 @@ class SlotMemory:
             for x, first_x, is_key in zip(rows, first, self._is_key, strict=True)
         ]
         return [
-            x if format is None else decoded(format, x, slot == 0, first_x)
-            for x, format, first_x in zip(rows, self._formats, first, strict=True)
+            x if format is None else decoded(format, x, None if i in self._exact_first else slot == 0, first_x)
+            for i, (x, format, first_x) in enumerate(zip(rows, self._formats, first, strict=True))
         ]
 
     def write(self, pools: list, slot: Any, carry: list) -> list:
@@ -325,9 +328,9 @@ def _is_key(aval: Any) -> bool:
 
 
 def decoded(format: StoredType, codes: Any, is_first: Any, first: Any) -> Any:
-    """A leaf of the carry from what is stored of it. `first`, the one before the first step, need not be 0 or 1."""
+    """A leaf of the carry from what is stored of it. `first`, the one before the first step, is decoded like others if `is_first` is None."""
     x = format.decode([codes], jax.typeof(first))
-    return x if x.dtype == bool else jax.lax.select(is_first, first, x)
+    return x if is_first is None or x.dtype == bool else jax.lax.select(is_first, first, x)
 
 
 def _type(aval: Any) -> tuple:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +36,7 @@ class Step:
         tick: called with the number of finished steps, and with the phase unless it is the forward sweep.
         marked: the body with its saved values marked, and JAX's policy for the marks; by default computed on demand.
         carry_labels: see the property; by default found on demand.
+        exact_first: the leaves of the carry whose formats give back the carry before the first step, too. Booleans need not be named.
         fence: how the backward pass of `nested` loops is fenced (`_remat.fence.with_fence`); None if it is not. XLA on CPUs allocates what it
             writes (cotangents of xs, residuals of a turn) at the start of the program if nothing holds it back.
     """
@@ -53,6 +54,7 @@ class Step:
         tick: Callable | None = None,
         marked: tuple[Any, Any] | None = None,
         carry_labels: list[mark.Stored | None] | None = None,
+        exact_first: Collection[int] = (),
         fence: str | None = None,
     ):
         self.body = body
@@ -73,6 +75,7 @@ class Step:
         self.name = name
         self.policy = policy
         self.fence = fence
+        self.exact_first = frozenset(exact_first)
         if marked is not None:
             self.marked = marked
         if carry_labels is not None:
@@ -94,6 +97,10 @@ class Step:
         jaxpr, policy = self.marked
         return self._split(_jax.rematerialize(jaxpr, [*constants, *carry, *x], policy=policy, prevent_cse=False))
 
+    def marking(self, constants: list, carry: list, x: list) -> tuple[list, list]:
+        """The step with its saved values marked, for a region that saves them."""
+        return self._split(_jax.evaluate(self.marked[0], (), [*constants, *carry, *x]))
+
     @functools.cached_property
     def marked(self) -> tuple[Any, Any]:
         jaxpr = self.body.jaxpr
@@ -108,6 +115,10 @@ class Step:
     def carry_formats(self) -> list[StoredType | None]:
         """For each leaf of the carry the format in which slots store it; None for one that they store unchanged."""
         return [label and fitting(label.type, aval) for label, aval in zip(self.carry_labels, self.avals, strict=True)]
+
+    def is_exact_first(self, n: int) -> bool:
+        """Whether the format of a leaf of the carry gives back the one before the first step, too."""
+        return self.avals[n].dtype == bool or n in self.exact_first
 
     @property
     def carry_checks(self) -> list[Callable | None]:
@@ -166,13 +177,17 @@ class Step:
             vars(step).pop("marked", None)
         return step
 
-    def with_length(self, length: int, policy: Policy | None) -> Step:
-        """The step of a part of the loop, which reports no progress, with a policy for its values."""
+    def with_length(
+        self, length: int, policy: Policy | None, carry_labels: list[mark.Stored | None] | None = None
+    ) -> Step:
+        """The step of a part of the loop, which reports no progress, with a policy for its values, and by default what it says of the carry."""
         step = copy.copy(self)
         step.length, step.policy = length, policy
         step._tick, step.is_shown = None, False
         for name in ("marked", "carry_labels", "carry_formats", "slot_avals"):
             vars(step).pop(name, None)
+        if carry_labels is not None:
+            step.carry_labels = carry_labels
         return step
 
     def with_unchanged_carries(self) -> Step:
@@ -220,6 +235,7 @@ class Step:
             tick=self._tick,
             marked=(body.jaxpr, policy),
             carry_labels=self.carry_labels,
+            exact_first=self.exact_first,
             fence=self.fence,
         )
 

@@ -156,8 +156,9 @@ class Levels(Strategy):
 
     Args:
         num: how deep; 1 is each step rematerialized, and stores T carries.
-        policy: what a step keeps of what it computes, besides its carry; nothing by default.
-        offload: whether the outermost loop stores its carries in the host's memory. Such a loop has no second derivative in reverse mode: JAX has none of
+        policy: what a step keeps of what it computes, besides its carry; nothing by default. With ``stored_as("bits")`` the loops also store the
+            leaves of the carry as bits that are 0 or 1, as `Slots` does.
+        offload: whether the outermost loop stores its carries in the host's memory, unchanged. Such a loop has no second derivative in reverse mode: JAX has none of
             values that a policy offloads.
         keep: how long what the policy saves is kept: "turn", for the steps of an innermost loop, while these are reversed; or "loop", for all steps from
             the forward pass on. Then the steps run again only to find their carries. Of a recurrent layer whose products are kept, that is

@@ -62,13 +62,15 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class KeepMarked:
-    """A policy for JAX that saves the values marked with one region number.
+    """A policy for JAX that saves the values marked with one region number, or with some others.
 
     Attributes:
         region: the number of the rematerialized function.
+        others: numbers of functions within it whose marked values it saves, too.
     """
 
     region: int
+    others: frozenset[int] = frozenset()
 
     def __call__(self, primitive: Any, *_: Any, **params: Any) -> Any:
         if _jax.is_debug_callback(primitive):
@@ -78,7 +80,9 @@ class KeepMarked:
             marks = [e.params for e in eqns if e.primitive is _jax.mark_primitive]
         else:
             marks = [params] if primitive is _jax.mark_primitive else []
-        labels = sorted((p["what"] for p in marks if p["region"] == self.region), reverse=True)  # "save" first
+        labels = sorted(
+            (p["what"] for p in marks if p["region"] in {self.region, *self.others}), reverse=True
+        )  # "save" first
         if not labels:
             return False
         label, *memories = labels[0].split(":")
