@@ -17,10 +17,14 @@ import statetx
 from statetx import _jax
 from statetx._equations.flops import flops
 from statetx._equations.structure import Body
-from statetx._loops.strategy import Lengths
+from statetx._lift.context import TraceContext
+from statetx._loops.strategy import Lengths, Slots
 from statetx._remat.stored import BITS, StoredType
 from statetx.planner import Planner, _layout, _parts, _record
 from statetx.planner._analysis import Graph
+from statetx.planner._dataflow import Dataflow
+from statetx.planner._fronts import front_of
+from statetx.planner._groups import Group, Groups
 from statetx.planner._option import Option
 
 KEYS = jax.random.split(jax.random.key(0), 9)
@@ -242,6 +246,220 @@ def test_values_are_rounded_only_when_asked():
 def test_bound_counts_values_as_they_may_be_stored(format):
     full, smaller = (planner(masked, FEW, X, stored_as=f).plan(1.0).lower_bound.bytes_at(0.0) for f in ((), (format,)))
     assert 0 < smaller <= full * {"bfloat16": 2, "float8_e4m3fn": 1}[format] / 4 + 8 * X.nbytes // 32
+
+
+# -- carries of loops ------------------------------------------------------------------------------------------------
+
+LENGTH, DELAY, CURRENTS = 48, 8, jax.random.normal(KEYS[0], (48, 8, 64))
+W = jax.random.normal(KEYS[1], (64, 64)) * 0.2
+NEURONS = CURRENTS[0].nbytes
+
+
+def delayed(w, currents, first=None):
+    """Spikes arrive after `DELAY` steps. The line of those on their way is carried: 8/9 of the carry."""
+    first = jnp.zeros((DELAY, 8, 64)) if first is None else first
+
+    def step(carry, current):
+        v, line = carry
+        v = 0.9 * v * (1 - line[0]) + current + line[-1] @ w
+        return (v, jnp.concatenate([spike(v - 1)[None], line[:-1]])), None
+
+    (v, line), _ = lax.scan(step, (jnp.zeros_like(currents[0]), first), currents)
+    return (v**2).sum() + line.mean()
+
+
+def refractory(w, currents, first):
+    """The spikes of the step before keep a neuron from the next one, whatever the first ones are."""
+
+    def step(carry, current):
+        v, spikes = carry
+        v = (0.9 * v + current + spikes @ w) * (1 - spikes)
+        return (v, spike(v - 1)), None
+
+    v, spikes = lax.scan(step, (jnp.zeros_like(currents[0]), first), currents)[0]
+    return (v**2).sum() + spikes.mean()
+
+
+@functools.cache
+def delayed_planner(stored_as=("bits",)):
+    return planner(delayed, W, CURRENTS, stored_as=stored_as)
+
+
+def test_slots_of_a_planned_loop_hold_spikes_as_bits():
+    least, most = delayed_planner().ends()
+    floats, _ = delayed_planner(()).ends()
+    assert least < floats - 0.9 * DELAY * NEURONS
+
+    budget = int(1.15 * floats)
+    plan, of_floats = delayed_planner().plan(budget), delayed_planner(()).plan(budget)
+    assert plan.extra_flops < 0.5 * of_floats.extra_flops
+    assert plan.loops[0].endswith("1 of the 2 arrays in its carry as bits (512 B in place of 16.0 KiB).")
+    assert "as bits" in str(plan)
+    compiled = gradient_of(plan.apply(delayed), W, CURRENTS).memory_analysis().temp_size_in_bytes
+    assert abs(compiled - plan.temp_bytes) <= 256 and compiled <= budget < 0.4 * most
+    assert abs(plan.predicted_bytes - compiled) <= 0.25 * compiled
+    assert_equal(delayed, plan.apply(delayed), W, CURRENTS)
+    assert plan.lower_bound.bytes_at(plan.extra_flops) <= compiled
+
+
+def test_loops_in_loops_of_a_plan_hold_spikes_as_bits():
+    budget = int(0.5 * delayed_planner().ends()[1])
+    plan, of_floats = delayed_planner().plan(budget), delayed_planner(()).plan(budget)
+    assert "as bits" in plan.loops[0] and "Slots" not in plan.loops[0]
+    assert plan.temp_bytes <= budget and plan.extra_flops < 0.5 * of_floats.extra_flops
+    for a, b in zip(*(jax.jit(jax.grad(f))(W, CURRENTS) for f in (plan.apply(delayed), delayed)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.abs(b).max()))
+
+
+def loop_part(fun, *args):
+    program = flat(fun, *args)
+    parts = program.split()
+    return program, parts, next(n for n, part in enumerate(parts) if part.eqn is not None)
+
+
+def with_option(fun, args, option):
+    """The program with this option for its loop."""
+    program, parts, n = loop_part(fun, *args)
+    options = [option if k == n else _layout.UNPLANNED for k in range(len(parts))]
+    planned = _layout.rewrite(program.jaxpr, parts, options)
+    return lambda *args: _jax.evaluate(planned, (), list(args))[0]
+
+
+TWO_GROUPS = Groups((Group(24, frozenset(), 6), Group(24, frozenset())))
+LOOPS = {
+    "one level": (Option(frozenset(), 0, 0, 0.0, loop=Lengths(48)), 48),
+    "two levels": (Option(frozenset(), 0, 0, 0.0, loop=Lengths(8, 6)), 8 + 6),
+    "fenced": (Option(frozenset(), 0, 0, 0.0, loop=Lengths(8, 6), fenced=True), 8 + 6),
+    "three levels": (Option(frozenset(), 0, 0, 0.0, loop=Lengths(4, 4, 3)), 4 + 4 + 3),
+    "slots": (Option(None, 0, 0, 0.0, loop=Slots(9)), 9),
+    "groups": (Option(None, 0, 0, 0.0, loop=TWO_GROUPS, fenced=True), 24 + 4),
+}
+
+
+@pytest.mark.parametrize(("option", "num"), LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("fun", [delayed, refractory])
+def test_a_rewritten_loop_stores_bits(fun, option, num):
+    args = (W, CURRENTS) if fun is delayed else (W, CURRENTS, jnp.full((8, 64), 0.3))
+    programs = [gradient_of(with_option(fun, args, o), *args) for o in (option, option._replace(carries=((1, BITS),)))]
+    exact, stored = programs
+    np.testing.assert_array_equal(stored(*args), exact(*args))
+    np.testing.assert_allclose(stored(*args), jax.grad(fun)(*args), rtol=1e-4, atol=1e-3)
+    before, after = (program.memory_analysis().temp_size_in_bytes for program in programs)
+    leaf = (DELAY if fun is delayed else 1) * NEURONS
+    # One decoded leaf may be in use, and that of a turn.
+    assert after <= before - num * leaf * 31 // 32 + 2 * leaf + 1024
+
+
+def carries_of(fun, *args):
+    """The leaves that a plan may store as bits, and whether the first one is proved to be 0 or 1, too."""
+    _, parts, n = loop_part(fun, *args)
+    return dict(parts[n].bit_carries)
+
+
+def test_carries_are_proved_by_induction():
+    line, spikes = jnp.zeros((DELAY, 8, 64)), jnp.zeros((8, 64))
+    assert carries_of(delayed, W, CURRENTS) == {1: True}
+    assert carries_of(lambda w, x: delayed(w, x, (x[:DELAY] > 0).astype(x.dtype)), W, CURRENTS) == {1: True}
+    assert carries_of(delayed, W, CURRENTS, line) == {}  # of an argument nothing is known
+    assert carries_of(refractory, W, CURRENTS, spikes) == {1: False}
+    assert carries_of(lambda w, x: refractory(w, x, jnp.ones_like(spikes)), W, CURRENTS) == {1: True}
+
+    def swapping(first, xs):  # the third leaf gets what the second had: neither stays 0 or 1
+        step = lambda c, x: ((spike(x) * c[0], c[2] + x, c[1]), None)  # noqa: E731
+        return lax.scan(step, (first, first, first), xs)[0][2].sum()
+
+    assert carries_of(lambda xs: swapping(jnp.ones(64), xs), CURRENTS[:, 0]) == {0: True}
+
+
+def test_bound_counts_carries_as_they_may_be_stored():
+    """Else a plan could take less than the bound."""
+    program = flat(delayed, W, CURRENTS).jaxpr
+    dataflow = Dataflow(program, [0], 1, (BITS,))
+    sizes = {value.num_bytes for node in dataflow.nodes if not node.is_backward for value in node.results}
+    assert LENGTH * DELAY * NEURONS // 32 in sizes and LENGTH * DELAY * NEURONS not in sizes
+
+
+def test_a_loop_without_bits_has_the_options_of_one_without_formats():
+    def options(fun, formats, *args):
+        _, parts, n = loop_part(fun, *args)
+        part, num = parts[n], len(parts[n].invars)
+        return front_of(
+            part,
+            [True] * num,
+            [True] * num,
+            [True] * len(part.outvars),
+            flops,
+            [],
+            None,
+            lambda: False,
+            TraceContext(),
+            formats=formats,
+        ).options
+
+    def recurrent(w, xs):
+        return lax.scan(lambda h, x: (jnp.sin(h @ w + x), None), xs[0], xs)[0].sum()
+
+    assert options(recurrent, (BITS,), W, CURRENTS) == options(recurrent, (), W, CURRENTS)
+    assert not any(o.carries for o in options(delayed, (), W, CURRENTS))
+    stored = [o for o in options(delayed, (BITS,), W, CURRENTS) if o.carries]
+    assert {type(o.loop) for o in stored} >= {Lengths, Slots} and {o.carries for o in stored} == {((1, BITS),)}
+
+
+def test_small_leaves_are_no_choice():
+    def fun(w, xs):
+        def step(carry, x):
+            h, is_on = carry
+            return (jnp.sin(h @ w + x), spike(h[:, :1]) * is_on), None
+
+        h, is_on = lax.scan(step, (xs[0], jnp.ones((8, 1))), xs)[0]
+        return h.sum() + is_on.sum()
+
+    assert carries_of(fun, W, CURRENTS) == {1: True}
+    assert all(planner(fun, W, CURRENTS).plan(fraction).loops[0].count("as bits") == 0 for fraction in (0.3, 0.6))
+
+
+def test_a_stored_plan_of_a_loop_stores_the_same(tmp_path):
+    plan = delayed_planner().plan(int(1.15 * delayed_planner(()).ends()[0]))
+    plan.save(tmp_path / "plan.json")
+    loaded = statetx.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and loaded.loops == plan.loops
+    assert_equal(delayed, loaded.apply(delayed), W, CURRENTS)
+    option = Option(None, 0, 0, 0.0, loop=Slots(9), carries=((1, BITS),))
+    assert _record.option_of(json.loads(json.dumps(_record._to_json(option)))) == option
+
+
+def test_spikes_in_states_of_brainstate_are_stored_as_bits():
+    brainstate, braintools = pytest.importorskip("brainstate"), pytest.importorskip("braintools")
+
+    class Neurons(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = brainstate.ParamState(W)
+            self.v = brainstate.HiddenState(jnp.zeros((8, 64)))
+            self.line = brainstate.ShortTermState(jnp.zeros((DELAY, 8, 64)))
+
+        def update(self, current):
+            line = self.line.value
+            self.v.value = 0.9 * self.v.value * (1 - line[0]) + current + line[-1] @ self.w.value
+            self.line.value = jnp.concatenate([braintools.surrogate.ReluGrad()(self.v.value - 1)[None], line[:-1]])
+
+    net = Neurons()
+
+    def loss(currents):
+        net.v.value, net.line.value = jnp.zeros((8, 64)), jnp.zeros((DELAY, 8, 64))
+        brainstate.transform.for_loop(net.update, currents)
+        return (net.v.value**2).sum()
+
+    gradient = lambda currents: brainstate.transform.grad(loss, net.w)(currents)  # noqa: E731
+    of_floats, of_bits = (
+        Planner(gradient, CURRENTS, of="temporaries", stored_as=formats) for formats in ((), ("bits",))
+    )
+    budget = int(1.15 * of_floats.ends()[0])
+    plan = of_bits.plan(budget)
+    assert "as bits" in plan.loops[0] and plan.extra_flops < 0.5 * of_floats.plan(budget).extra_flops
+    expected = statetx.jit(gradient)(CURRENTS)
+    assert float(jnp.abs(expected).max()) > 0
+    np.testing.assert_array_equal(statetx.jit(plan.apply(gradient))(CURRENTS), expected)
 
 
 # -- storage and errors ----------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ _MAX_OPTIONS = 24  # of a region: each takes an integer program, and a row of th
 _MAX_ENUMERATED = 12
 
 # Of the bytes of a region's largest value. Smaller ones, such as tests of indices, would only make more choices that differ in nothing.
-_WORTH_STORING = 1 / 64
+WORTH_STORING = 1 / 64
 
 
 class Graph:
@@ -249,7 +249,7 @@ class Graph:
         """The values worth storing in fewer bits; not outputs, which are in memory for other regions."""
         largest = max((device_bytes(site.value.type) for site in self.sites.values()), default=0)
         saved = {a: self.bytes_of(a) - self.stored_bytes(a) for a in self._formats}
-        return frozenset(a for a, n in saved.items() if n > _WORTH_STORING * largest)
+        return frozenset(a for a, n in saved.items() if n > WORTH_STORING * largest)
 
     def kept_cost(self, address: Address) -> float:
         """The cost of writing a value for the backward pass, and reading it there."""

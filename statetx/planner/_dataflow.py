@@ -27,7 +27,7 @@ from .._equations.structure import Body
 from .._jax import Jaxpr
 from .._lift.context import device_bytes
 from .._positions import function_of
-from .._remat.bits import are_bits, is_bits
+from .._remat.bits import are_bits, is_bits, of_steps
 from .._tree import freeze, is_float
 from ._parts import flatten
 from ._stored import Formats, format_of, stored_bytes
@@ -204,7 +204,11 @@ class Dataflow:
         # A carry that each step returns unchanged stays the initial one.
         pairs = zip(body.invars[num_constants:], body.outvars[:num_carry], strict=False)
         is_unchanged = [v is new for v, new in pairs]
-        carries = [x if same else Operand(inside) for x, same in zip(initial, is_unchanged, strict=True)]
+        bits, _ = of_steps(body, num_constants, num_carry, [x.is_bits for x in operands])
+        carries = [
+            x if same else Operand(inside, is_bits=b)
+            for x, same, b in zip(initial, is_unchanged, bits[num_constants:], strict=False)
+        ]
         slices = [_part_of(x, 1.0, inside) for x in stacked]
         outs = self._run(body, [*operands[:num_constants], *carries, *slices], inside)
 

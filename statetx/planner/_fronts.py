@@ -185,7 +185,7 @@ def front_of(
     except Exception:  # no reverse-mode derivative: the error belongs where the user differentiates, and only there
         return Front(free, free * len(policies))
 
-    expand = list if part.eqn is None else LoopOptions(part, graph, equation_cost, is_alone)
+    expand = list if part.eqn is None else LoopOptions(part, graph, equation_cost, is_alone, formats)
     baseline = graph.baseline()
     if is_fixed:
         return Front([baseline], [baseline] * len(policies), None, lambda steps: expand(steps)[:1])

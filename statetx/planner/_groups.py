@@ -117,7 +117,7 @@ def _loop(step: Step, group: Group, num_added: int) -> Callable:
         return step.with_length(group.number, None).plain()
     saved = {renumbered(a, a[0] + num_added): mark.SAVE for a in sorted(group.saved or ())}
     marks = Marks(tuple(labels_of(saved).items()))
-    return group.loop.build(step.with_length(group.number, marks))
+    return group.loop.build(step.with_length(group.number, marks, step.carry_labels))
 
 
 def _reading_whole(step: Step, xs: Sequence[Any], differentiated: Sequence[int]) -> tuple[Step, int]:
@@ -151,6 +151,8 @@ def _reading_whole(step: Step, xs: Sequence[Any], differentiated: Sequence[int])
         reverse=step.reverse,
         policy=None,
         name=step.name,
+        carry_labels=step.carry_labels,
+        exact_first=step.exact_first,
         fence=step.fence,
     )
     return part, len(eqns)

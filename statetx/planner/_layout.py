@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from .._remat import decide, fence, mark
 from .._remat.atoms import Marks
 from .._remat.override import override
 from .._remat.policy import Policy
+from .._remat.stored import StoredType
 from .._tree import is_float
 from ._copies import with_copies
 from ._fronts import Front
@@ -255,12 +257,25 @@ def _around(sums: Sequence[int], part: Part, option: Option) -> Callable:
 
 def _loop(part: Part, option: Option) -> Callable:
     marks = None if option.saved is None else Marks(tuple(marks_of(option).items()))
-    return loop_of(part, option.loop, marks, fence="auto" if option.fenced else None)
+    return loop_of(part, option.loop, marks, "auto" if option.fenced else None, dict(option.carries))
 
 
-def loop_of(part: Part, strategy: Strategy | None, policy: Policy | None, fence: str | None = None) -> Callable:
-    """A part that is a loop, with another strategy; None for none. The policy is that of its steps, the fence as for `Step`."""
+def loop_of(
+    part: Part,
+    strategy: Strategy | None,
+    policy: Policy | None,
+    fence: str | None = None,
+    carries: Mapping[int, StoredType] = MappingProxyType({}),
+) -> Callable:
+    """A part that is a loop, with another strategy; None for none.
+
+    Args:
+        policy: of the loop's steps.
+        fence: as for `Step`.
+        carries: the leaves of the carry that are stored in fewer bits, by number, with their formats.
+    """
     num_constants, num_carry = _jax.scan_counts(part.eqn)
+    labels = [mark.Stored(carries[n]) if n in carries else None for n in range(num_carry)]
     step = Step(
         Body(part.jaxpr, []),
         num_constants,
@@ -269,6 +284,8 @@ def loop_of(part: Part, strategy: Strategy | None, policy: Policy | None, fence:
         reverse=part.eqn.params["reverse"],
         policy=policy,
         name="plan",
+        carry_labels=labels,
+        exact_first=[n for n, is_exact in part.bit_carries.items() if is_exact],
         fence=fence,
     )
     call = step.plain() if strategy is None else strategy.build(step)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from .. import _jax
@@ -11,16 +12,42 @@ from .._jax import Var
 from .._lift.context import device_bytes
 from .._loops import schedule
 from .._loops.strategy import Lengths, Slots
+from .._remat.stored import StoredType
 from .._tree import is_float
-from ._analysis import EquationCost, Graph
+from ._analysis import WORTH_STORING, EquationCost, Graph
 from ._groups import in_groups
 from ._option import Option
 from ._parts import Part
+from ._stored import Formats, format_of, stored_bytes, storing_cost
 from ._values import Address
 
 # Carries in use beside the slots of a loop under reversal: the copy that `_loops.reversal` reads from a slot, and the next carry,
 # which a step computes from it. Cotangents of the carry are among the step's backward bytes.
 _CARRIES_BESIDE_SLOTS = 2
+
+
+class _Carry:
+    """How a loop stores its carry.
+
+    Attributes:
+        formats: of the leaves that are stored in fewer bits, by number.
+        leaf_bytes: of each leaf, as it is stored.
+        decoded_bytes: of the leaves that have to be decoded.
+        cost: of storing and decoding a carry.
+    """
+
+    def __init__(
+        self, types: Sequence[Any], formats: Mapping[int, StoredType] = MappingProxyType({}), cost: float = 0.0
+    ):
+        self.formats, self.cost = tuple(formats.items()), cost
+        self.leaf_bytes = [
+            stored_bytes(aval, formats[n]) if n in formats else device_bytes(aval) for n, aval in enumerate(types)
+        ]
+        self.decoded_bytes = sum(device_bytes(types[n]) for n in formats)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.leaf_bytes)
 
 
 class LoopOptions:
@@ -32,55 +59,73 @@ class LoopOptions:
         equation_cost: see `EquationCost`.
         is_alone: whether nothing that is differentiated beside it has a loop. The fence keeps loops from allocating what their backward passes write before it is
             their turn; it takes a copy of a cotangent.
+        formats: in which leaves of the carry may be stored. Only exact ones are.
     """
 
-    def __init__(self, part: Part, graph: Graph, equation_cost: EquationCost, is_alone: bool):
+    def __init__(self, part: Part, graph: Graph, equation_cost: EquationCost, is_alone: bool, formats: Formats = ()):
         self._is_alone = is_alone
         self._graph, self._equation_cost = graph, equation_cost
         self._step, self._length = part.jaxpr, part.eqn.params["length"]
         self._num_constants, self._num_carry = _jax.scan_counts(part.eqn)
         self._first_x = self._num_constants + self._num_carry
-        self._carries = part.jaxpr.invars[self._num_constants : self._first_x]
-        self._carry_bytes = sum(device_bytes(v.aval) for v in self._carries)
         self._xs = part.jaxpr.invars[self._first_x :]
+        self._carries = [_Carry(self._carry_types), *self._in_fewer_bits(part.bit_carries, formats)]
+
+    @property
+    def _carry_types(self) -> list[Any]:
+        return [v.aval for v in self._step.invars[self._num_constants : self._first_x]]
+
+    def _in_fewer_bits(self, leaves: Iterable[int], formats: Formats) -> list[_Carry]:
+        """The carry with leaves that are 0 or 1 stored in exact formats; nothing if that makes it hardly smaller."""
+        exact, types = tuple(f for f in formats if f.is_exact), self._carry_types
+        found = {n: format for n in leaves if (format := format_of(types[n], exact, is_bits=True)) is not None}
+        cost = sum(storing_cost(types[n], format, self._equation_cost) for n, format in found.items())
+        carry = _Carry(types, found, cost)
+        return [carry] if carry.num_bytes < (1 - WORTH_STORING) * _Carry(types).num_bytes else []
 
     def __call__(self, steps: Sequence[Option]) -> list[Option]:
         """The options; the last one applies the last step option to all steps alike, in one loop."""
-        options: list[Option] = []
-        uniform, nested, kept = [], [], []
-        for step in steps:
-            if step.saved is None:
-                options += [self._unchanged(step), *self._with_slots(step)]
-                uniform.append(options[0])
-                continue
-            of_turns, of_all = self._nested(step), self._keeping(step)
-            options += [*of_turns, *of_all, self._one_level(step)]
-            if not step.stored:  # groups do not store in fewer bits
-                nested += of_turns
-                kept += of_all
-                uniform.append(options[-1])
-        # Groups are several loops.
-        groups = [o._replace(fenced=True) for o in self._in_groups(uniform, [nested, kept])]
+        unchanged = [self._unchanged(step) for step in steps if step.saved is None]
+        groups, options = [], []
+        for carry in reversed(self._carries):
+            uniform, nested, kept = [*unchanged], [], []
+            for step in steps:
+                if step.saved is None:
+                    options += self._with_slots(step, carry)
+                    continue
+                of_turns, of_all = self._nested(step, carry), self._keeping(step, carry)
+                options += [*of_turns, *of_all, self._one_level(step, carry)]
+                if not step.stored:  # groups do not store values of steps in fewer bits
+                    nested += of_turns
+                    kept += of_all
+                    uniform.append(options[-1])
+            # Groups are several loops.
+            found = self._in_groups(uniform, [nested, kept])
+            groups += [o._replace(fenced=True, carries=carry.formats) for o in found]
         if not self._is_alone:
             options = [o if o.loop is None else o._replace(fenced=True) for o in options]
-        return [options[0], *groups, *options[1:]]
+        return [*unchanged, *groups, *options]
 
     # -- all steps alike --
 
-    def _bytes_per_step(self, step: Option) -> int:
+    def _bytes_per_step(self, step: Option, carry: _Carry) -> int:
         """What a step stores where each stores its own: values that it saves, and of its carry what its backward pass reads."""
-        carries = range(self._num_constants, self._first_x)
-        read = self._graph.inputs_read(step).intersection(carries)
-        return step.saved_bytes + sum(device_bytes(self._step.invars[i].aval) for i in read)
+        read = self._graph.inputs_read(step)
+        return step.saved_bytes + sum(n for i, n in enumerate(carry.leaf_bytes) if self._num_constants + i in read)
 
     def _unchanged(self, step: Option) -> Option:
-        return step._replace(saved_bytes=self._length * self._bytes_per_step(step))
+        return step._replace(saved_bytes=self._length * self._bytes_per_step(step, self._carries[0]))
 
-    def _one_level(self, step: Option) -> Option:
-        saved_bytes, cost = self._length * self._bytes_per_step(step), self._length * step.cost
-        return step._replace(saved_bytes=saved_bytes, cost=cost, loop=Lengths(self._length))
+    def _one_level(self, step: Option, carry: _Carry) -> Option:
+        return step._replace(
+            saved_bytes=self._length * self._bytes_per_step(step, carry),
+            backward_bytes=step.backward_bytes + carry.decoded_bytes,
+            cost=self._length * (step.cost + carry.cost),
+            loop=Lengths(self._length),
+            carries=carry.formats,
+        )
 
-    def _nested(self, step: Option) -> list[Option]:
+    def _nested(self, step: Option, carry: _Carry) -> list[Option]:
         """Loops in loops store a carry per turn of the outer one. To reverse a turn, its steps run again first, and store as much as in one
         loop.
 
@@ -89,38 +134,57 @@ class LoopOptions:
         cost = self._length * (self._ahead_cost(step.saved or ()) + step.cost)
         options = []
         for outer, inner in _lengths(self._length):
-            loop = Lengths(outer, inner)
-            backward_bytes = inner * (self._bytes_per_step(step) + self._slice_bytes) + step.backward_bytes
-            option = Option(step.saved, outer * self._carry_bytes, backward_bytes, cost, loop=loop, stored=step.stored)
+            option = Option(
+                step.saved,
+                outer * carry.num_bytes,
+                inner * (self._bytes_per_step(step, carry) + self._slice_bytes) + self._in_turn(step, carry),
+                cost + (outer + self._length) * carry.cost,
+                loop=Lengths(outer, inner),
+                stored=step.stored,
+                carries=carry.formats,
+            )
             options.append(option)
         return options
 
-    def _keeping(self, step: Option) -> list[Option]:
+    def _keeping(self, step: Option, carry: _Carry) -> list[Option]:
         """The same, but what steps save is stored for all of them, so that only carries are computed again; a turn reads its part as a copy."""
         if not step.saved or step.stored:
             return []
         cost = self._length * (self._carry_cost(step.saved) + step.cost)
         options = []
         for outer, inner in _lengths(self._length):
-            loop = Lengths(outer, inner, keep="loop")
-            saved_bytes = outer * self._carry_bytes + self._length * step.saved_bytes
             copied_bytes = step.saved_bytes + self._slice_bytes
-            backward_bytes = inner * (self._bytes_per_step(step) + copied_bytes) + step.backward_bytes
-            options.append(Option(step.saved, saved_bytes, backward_bytes, cost, loop=loop))
+            option = Option(
+                step.saved,
+                outer * carry.num_bytes + self._length * step.saved_bytes,
+                inner * (self._bytes_per_step(step, carry) + copied_bytes) + self._in_turn(step, carry),
+                cost + (outer + self._length) * carry.cost,
+                loop=Lengths(outer, inner, keep="loop"),
+                carries=carry.formats,
+            )
+            options.append(option)
         return options
 
-    def _with_slots(self, step: Option) -> list[Option]:
+    def _in_turn(self, step: Option, carry: _Carry) -> int:
+        """Bytes in use while a step of a turn is reversed, with what is decoded for the turn and for the step."""
+        return step.backward_bytes + 2 * carry.decoded_bytes
+
+    def _with_slots(self, step: Option, carry: _Carry) -> list[Option]:
         """The loop reversed from slots, for various numbers of them. `step` is the baseline: one step at a time saves its residuals."""
-        ahead_cost, carry_bytes, length = self._ahead_cost(), self._carry_bytes, self._length
+        ahead_cost, length = self._ahead_cost(), self._length
         options, slots = [], 1
         while slots < length:
             # Of all runs as many as there are steps count as the forward pass, which the baseline has too. As many others compute what a
             # step keeps, and the rest the carry alone.
-            bytes_of_step = {"carry_bytes": carry_bytes, "residual_bytes": step.saved_bytes}
+            bytes_of_step = {"carry_bytes": carry.num_bytes, "residual_bytes": step.saved_bytes}
             num_reruns = Slots(slots).runs(length, **bytes_of_step) - length
             cost = length * max(self._graph.residual_cost, ahead_cost) + (num_reruns - length) * ahead_cost
-            backward_bytes = step.backward_bytes + step.saved_bytes + _CARRIES_BESIDE_SLOTS * carry_bytes
-            options.append(Option(None, slots * carry_bytes, backward_bytes, cost, loop=Slots(slots)))
+            cost += length * carry.cost  # each step begins with a carry from a slot, at most
+            backward_bytes = step.backward_bytes + step.saved_bytes + _CARRIES_BESIDE_SLOTS * self._carries[0].num_bytes
+            loop = Slots(slots)
+            options.append(
+                Option(None, slots * carry.num_bytes, backward_bytes, cost, loop=loop, carries=carry.formats)
+            )
             slots = slots + 1 if slots < 4 else slots * 3 // 2  # geometric: few options cover every length
         return options
 

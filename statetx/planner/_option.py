@@ -24,6 +24,7 @@ class Option(NamedTuple):
         stored: those of `saved` that are stored in fewer bits, with their formats.
         inputs: the inputs that are stored in fewer bits, by index, with their formats.
         fenced: whether the backward pass of a loop is kept from starting early (`_remat.fence`).
+        carries: the leaves of a loop's carry that are stored in fewer bits, by number, with their formats.
         inputs_first: whether the function of a region takes the program's inputs before what the program computes.
     """
 
@@ -37,6 +38,7 @@ class Option(NamedTuple):
     stored: frozenset[tuple[Address, StoredType]] = frozenset()
     inputs: tuple[tuple[int, StoredType], ...] = ()
     fenced: bool = False
+    carries: tuple[tuple[int, StoredType], ...] = ()
     inputs_first: bool = False
 
     @property
@@ -50,6 +52,7 @@ class Option(NamedTuple):
             self.stored,
             self.inputs,
             self.fenced,
+            self.carries,
             self.inputs_first,
         )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jax.extend.core.primitives import closed_call_p
@@ -13,6 +15,7 @@ from .._equations.inline import inline
 from .._equations.primitives import JIT, REMAT, row_of
 from .._equations.structure import Body
 from .._jax import Jaxpr, Literal
+from .._remat.bits import of_steps, reader
 from .._tree import is_float
 
 
@@ -25,6 +28,7 @@ class Part:
         invars, outvars: the program's variables that the part reads, and those that it defines for later parts.
         eqn: the scan of a loop, else None.
         original_jaxpr: for a function that the user rematerialized, its jaxpr as written, with inner calls; else `jaxpr`.
+        bit_carries: for a loop, the leaves of its carry that each step returns as 0 or 1, and whether the first one is proved to be 0 or 1, too.
         key: equal for parts of equal structure.
     """
 
@@ -36,6 +40,7 @@ class Part:
         outvars: Sequence[Any],
         eqn: Any = None,
         original_jaxpr: Jaxpr | None = None,
+        bit_carries: Mapping[int, bool] = MappingProxyType({}),
     ):
         self.category = category
         self.jaxpr = jaxpr
@@ -44,8 +49,11 @@ class Part:
         self.outvars = list(outvars)
         self.eqn = eqn
 
-        # The body of a loop alone does not determine its options: they depend on the length and on which inputs are carried.
-        loop_key = None if eqn is None else (eqn.params["length"], eqn.params["reverse"], *_jax.scan_counts(eqn))
+        # The body of a loop alone does not determine its options: they depend on the length and on which inputs are carried, or 0 or 1.
+        self.bit_carries = bit_carries
+        loop_key = None
+        if eqn is not None:
+            loop_key = (eqn.params["length"], eqn.params["reverse"], *_jax.scan_counts(eqn), *bit_carries.items())
         self.key = (category, loop_key, Body(jaxpr, []).key)
 
     def __call__(self, *args: Any) -> list[Any]:
@@ -168,7 +176,15 @@ class Flat:
         # Rematerialized functions are inlined too: the plan decides what a step saves.
         eqn = self.jaxpr.eqns[index]
         body = inline(_jax.open_jaxpr(eqn.params["jaxpr"])[0], calls=_CALLS, deep=False)
-        return Part("loop", body, eqn.invars, eqn.outvars, eqn)
+        num_constants, num_carry = _jax.scan_counts(eqn)
+        inputs, outs = of_steps(body, num_constants, num_carry, [self._is_bits(v) for v in eqn.invars])
+        bit_carries = {n: inputs[num_constants + n] for n in range(num_carry) if outs[n]}
+        return Part("loop", body, eqn.invars, eqn.outvars, eqn, bit_carries=bit_carries)
+
+    @functools.cached_property
+    def _is_bits(self) -> Callable[[Any], bool]:
+        """Whether a variable is proved to be 0 or 1."""
+        return reader(self.jaxpr)
 
     def _region(self, start: int, end: int) -> Part:
         # As a function: its inputs are the variables that it reads and does not define, its outputs those read later.

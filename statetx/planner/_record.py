@@ -36,7 +36,7 @@ from ._values import values_of
 if TYPE_CHECKING:  # it takes the fingerprints of programs from here
     from ._whole import Choice, Options, Whole
 
-VERSION = 13
+VERSION = 14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +234,7 @@ def _to_json(option: Option) -> dict[str, Any]:
         "stored": sorted([*address, format.name] for address, format in option.stored),
         "stored_inputs": [[i, format.name] for i, format in option.inputs],
         "fenced": option.fenced,
+        "carries": [[n, format.name] for n, format in option.carries],
         "inputs_first": option.inputs_first,
     }
 
@@ -245,9 +246,11 @@ def option_of(decision: dict[str, Any]) -> Option:
     saved = None if decision["kept"] is None else frozenset(map(tuple, decision["kept"]))
     offloaded = frozenset(map(tuple, decision["offloaded"]))
     stored = frozenset((tuple(address), StoredType(name)) for *address, name in decision["stored"])
-    inputs = tuple((i, StoredType(name)) for i, name in decision["stored_inputs"])
+    inputs, carries = (
+        tuple((i, StoredType(name)) for i, name in decision[key]) for key in ("stored_inputs", "carries")
+    )
     flags = {flag: decision[flag] for flag in ("copies", "fenced", "inputs_first")}
-    return Option(saved, 0, 0, 0.0, offloaded, loop, stored=stored, inputs=inputs, **flags)
+    return Option(saved, 0, 0, 0.0, offloaded, loop, stored=stored, inputs=inputs, carries=carries, **flags)
 
 
 def _rows(parts: Sequence[Part], options: Sequence[Option], equation_cost: Callable[[Any], float]) -> list[PlanRow]:
@@ -290,7 +293,20 @@ def _loops(parts: Sequence[Part], options: Sequence[Option]) -> Iterator[str]:
         if part.eqn is not None and option.loop is not None:
             file, line, _ = user_line(part.eqn)
             location = f" at {short_path(file)}:{line}" if file else ""
-            yield f"The loop of {part.eqn.params['length']} steps{location} is stored by {option.loop!r}."
+            text = f"The loop of {part.eqn.params['length']} steps{location} is stored by {option.loop!r}"
+            yield f"{text}{_carries_text(part, option)}."
+
+
+def _carries_text(part: Part, option: Option) -> str:
+    if not option.carries:
+        return ""
+    num_constants, num_carry = _jax.scan_counts(part.eqn)
+    types = [v.aval for v in part.jaxpr.invars[num_constants : num_constants + num_carry]]
+    names = ", ".join(dict.fromkeys(str(format) for _, format in option.carries))
+    stored = sum(stored_bytes(types[n], format) for n, format in option.carries)
+    unchanged = sum(device_bytes(types[n]) for n, _ in option.carries)
+    sizes = f"{format_bytes(stored)} in place of {format_bytes(unchanged)}"
+    return f", {len(option.carries)} of the {num_carry} arrays in its carry as {names} ({sizes})"
 
 
 def _groups(parts: Sequence[Part], options: Sequence[Option]) -> Iterator[str]:
