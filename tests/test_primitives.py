@@ -21,7 +21,8 @@ UNLISTED = set(
     "expand_dims logistic square random_split random_fold_in random_bits random_seed random_wrap random_unwrap tie_in axis_index "
     "core_call shard_map pvary reduced_vary_cast_p vary_unreduced_cast_p compute_on symbolic_zeros stop_gradient threefry2x32 reshard "
     "sharding_constraint create_token split optimization_barrier device_put eval_jaxpr closed_call householder_product geqrf erf_inv "
-    "tan top_k rsqrt cbrt acos acosh asin asinh atan atanh cosh sinh log2 one_minus_square".split()
+    "tan top_k rsqrt cbrt acos acosh asin asinh atan atanh cosh sinh log2 one_minus_square "
+    "stack unstack heaviside_surrogate_gradient".split()
 )
 
 
