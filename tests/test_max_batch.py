@@ -1,5 +1,6 @@
 """`max_batch`, and ``microbatch(fun, "fit", budget=...)``: the largest that fits, by few compilations."""
 
+import contextlib
 import pathlib
 import sys
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import statetx
+from statetx.planner import max_batch as module
 from statetx.planner._largest import largest
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
@@ -33,6 +35,16 @@ def bytes_with(step, size, **options):
 
 
 # -- max_batch ---------------------------------------------------------------------------------------------------------
+
+
+def test_progress(monkeypatch, capsys):
+    options = {"argnums": 0, "budget": "1MiB"}
+    fit = statetx.max_batch(lambda x: jnp.tanh(x), jnp.ones((64, 16)), progress=True, **options)
+    assert capsys.readouterr().out.strip() == ""  # not a terminal
+    seen = []
+    monkeypatch.setattr(module, "spinner", lambda what, is_shown: contextlib.nullcontext(seen.append))
+    statetx.max_batch(lambda x: jnp.tanh(x), jnp.ones((64, 16)), progress=True, **options)
+    assert sorted(seen) == sorted(f"compiling the step for {size} examples" for size, _ in fit.tried)
 
 
 @pytest.mark.parametrize("donate", [False, True])

@@ -26,6 +26,7 @@ from ..transforms.microbatch import RULES as MICROBATCH_RULES
 from . import _store
 from ._budget import read_amount, unit_question
 from ._largest import Search, largest
+from ._spinner import spinner
 
 _LIMIT = 2**24  # examples, where the user gives no limit: most programs that take so many do not depend on their number
 
@@ -95,6 +96,7 @@ def max_batch(
     limit: int | None = None,
     gradient: bool = False,
     states: Mapping[Filter, Any] | None = None,
+    progress: bool = False,
     **kwargs: Any,
 ) -> MaxBatch:
     """Find the largest batch whose compiled step keeps a budget. Nothing is run and no state changes.
@@ -114,6 +116,7 @@ def max_batch(
         gradient: whether the program also computes the derivative with respect to all float arguments and states, as in `measure`.
         states: from filters to rules, as in `microbatch`: an axis for states that have a value for each example, such as the
             hidden states of a recurrent network. They take as many examples as the batch. Other rules make no difference here.
+        progress: whether to show progress (with rich).
 
     Returns:
         `MaxBatch`: ``.size``, and the programs that were compiled. Print it.
@@ -147,6 +150,7 @@ def max_batch(
 
     def bytes_of(index: int) -> int:
         size = index * multiple
+        report(f"compiling the step for {size} examples")
         if resizable is not None:
             return _store.peak_bytes(resizable.program(size))
         args, kwargs = batch.arguments(batch_types(batch, size))
@@ -154,10 +158,9 @@ def max_batch(
 
     fixed = num_bytes([x for x in jax.tree.leaves((args, kwargs)) if not any(x is leaf for leaf in batch.leaves)])
     last = (_LIMIT if limit is None else limit) // multiple
-    search = largest(
-        bytes_of, amount, max(batch.size // multiple, 1), last, size=lambda i: float(i * multiple), bytes_at_zero=fixed
-    )
-    name = short_name(name_of(step))
+    name, first = short_name(name_of(step)), max(batch.size // multiple, 1)
+    with spinner(f"max_batch {name}", is_shown=progress) as report:
+        search = largest(bytes_of, amount, first, last, size=lambda i: float(i * multiple), bytes_at_zero=fixed)
     if search.best == 0:
         raise PlanError(
             f"max_batch({name}): no batch fits: {multiple} example{'s need' if multiple > 1 else ' needs'} {format_bytes(search.tried[1])}, and the budget is "

@@ -13,7 +13,6 @@ from .. import _jax
 from .._equations.compiled import low_memory_options
 from .._equations.flops import flops
 from .._errors import PlanError
-from .._extras import require
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._text import suggestion
 from . import _store
@@ -23,6 +22,7 @@ from ._capture import Captured, variants
 from ._clock import read_time_limit
 from ._inner import PLAIN
 from ._record import bytes_of, described, fields_of, fingerprint, shown_fields, unplanned_fields
+from ._spinner import spinner
 from ._stored import read_formats
 from ._timing import Timer
 from ._whole import Choice, Options, Whole, whole_of
@@ -162,7 +162,7 @@ class Planner:
         self._of = of
         self._allowed_options = _allowed(compiler_options)
         formats = read_formats(stored_as)
-        self._progress = _Progress(self.name) if progress else contextlib.nullcontext(lambda text: None)
+        self._progress = spinner(f"plan {self.name}", is_shown=progress)
         self._variants = variants(fun, args, kwargs, argnums)
         self._captured = self._variants[0]
         num_searches = (2 if self._allowed_options else 1) * len(self._variants)
@@ -406,23 +406,3 @@ def fit(whole: Whole, budget: Budget, name: str) -> Choice:
     fixed = whole.fixed()
     smallest = whole.smallest_bytes() + (fixed.bytes if budget.of == STEP else 0)
     raise no_plan(name, budget, bytes_of(whole, budget), smallest, fixed, is_late=not whole.is_complete())
-
-
-class _Progress:
-    """A spinner with a text and the seconds since it was made. It may be shown several times, and leaves nothing behind."""
-
-    def __init__(self, name: str):
-        require("rich.progress", "progress=True")
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        self._name = name
-        columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-        self._bar = Progress(*columns, transient=True)
-        self._task = self._bar.add_task(f"plan {name}")
-
-    def __enter__(self) -> Callable[[str], None]:
-        self._bar.start()
-        return lambda text: self._bar.update(self._task, description=f"plan {self._name}: {text}")
-
-    def __exit__(self, *exception: Any) -> None:
-        self._bar.stop()

@@ -1,0 +1,35 @@
+"""The progress of a search on the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from .._extras import require
+
+
+def spinner(what: str, *, is_shown: bool) -> AbstractContextManager[Callable[[str], None]]:
+    """A context whose value reports a step of a search; silently if it is not shown. It may be entered several times."""
+    return _Spinner(what) if is_shown else contextlib.nullcontext(lambda text: None)
+
+
+class _Spinner:
+    """A spinner with a text and the seconds since it was made. It leaves nothing behind."""
+
+    def __init__(self, what: str):
+        require("rich.progress", "progress=True")
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        self._what = what
+        columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+        self._bar = Progress(*columns, transient=True)
+        self._task = self._bar.add_task(what)
+
+    def __enter__(self) -> Callable[[str], None]:
+        self._bar.start()
+        return lambda text: self._bar.update(self._task, description=f"{self._what}: {text}")
+
+    def __exit__(self, *exception: Any) -> None:
+        self._bar.stop()
