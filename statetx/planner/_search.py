@@ -261,7 +261,7 @@ class Search:
         options = [front.baseline if front.is_free else front.stock[nothing] for front in layout.fronts]
         self.candidates.measure(layout, options)
 
-    def _may_find(self, budget: int) -> bool:
+    def _may_find(self, budget: float) -> bool:
         """Whether the budget is missed so far, but not by far."""
         if not self.candidates or self.candidates.best(budget) is not None:
             return False
