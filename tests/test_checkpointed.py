@@ -16,7 +16,7 @@ import pytest
 
 import statetx
 from statetx import _jax, policies
-from statetx._loops import checkpointed, cpu_concurrency, schedule
+from statetx._loops import checkpointed, cpu_concurrency, online, schedule
 from statetx.policies import Budget, Lengths, Levels, Slots
 
 STRATEGIES = [
@@ -829,7 +829,33 @@ def test_while_loop_runs_of_the_body():
 
     for steps, slots in ((5, 5), (100, 10), (100, 3), (37, 6)):
         best = schedule.num_evaluations(steps, slots)
-        assert best <= count(steps, slots) <= (1.3 if slots > 3 else 1.8) * best, (steps, slots)
+        assert best <= count(steps, slots) == online.num_runs(steps, slots) <= 1.05 * best, (steps, slots)
+
+
+@pytest.mark.parametrize("slots", range(1, 13))
+def test_while_loop_runs_are_near_the_fewest_for_every_length(slots):
+    lengths = [*range(1, 301, 7), 1000, 3000]
+    ratios = [online.num_runs(n, slots) / schedule.num_evaluations(n, slots) for n in lengths]
+    assert all(ratio == 1 for n, ratio in zip(lengths, ratios, strict=True) if n <= slots)
+    assert 1 <= max(ratios) <= {1: 1, 2: 1.11, 3: 1.07}.get(slots, 1.05)
+    assert sum(ratios) / len(ratios) <= 1.02
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 8])
+def test_while_loop_of_every_length_under_vmap(slots):
+    """Each example drops its own slots."""
+    lengths = jnp.arange(70)
+
+    def loop(h, num):
+        step = lambda val: (jnp.sin(W @ val[0]) + 0.1 * val[1], val[1] + 1)  # noqa: E731
+        return (statetx.while_loop(lambda val: val[1] < num, step, (h, 0), checkpoint=slots)[0] ** 2).sum()
+
+    def scan(h, num):
+        step = lambda h, i: (jnp.where(i < num, jnp.sin(W @ h) + 0.1 * i, h), None)  # noqa: E731
+        return (jax.lax.scan(step, h, lengths)[0] ** 2).sum()
+
+    actual, expected = (jax.jit(jax.vmap(jax.grad(f), (None, 0)))(H, lengths) for f in (loop, scan))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_while_loop_with_max_steps_without_slots_has_no_reverse_mode():

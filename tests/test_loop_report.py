@@ -201,7 +201,7 @@ def test_runs_of_a_while_loop_are_those_of_its_gradient(slots):
     gradient = jax.jit(jax.grad(lambda *args: counting_loss(runs, *args, checkpoint=slots, max_steps=1000)))
     rows = statetx.loop_report(gradient, W, H, 0).rows
     assert [r.length for r in rows] == [10, 100, 1000] and not any(r.is_fixed for r in rows)
-    for row in rows[: 2 if slots < 4 else 3]:
+    for row in rows[: 2 if slots == 1 else 3]:
         assert round(row.length * row.runs) == runs.of(gradient, W, H, row.length)
 
 

@@ -37,11 +37,16 @@ class Filled(NamedTuple):
         splits: `schedule.Table` or `schedule.Search`.
         positions: for each slot, the step before which its carry is.
         top: the last slot in use. Positions rise up to it; those after it mean nothing.
+        rows: for each slot, its row in the pools, 0 for the first; None if slot i is row i.
     """
 
     splits: Any
     positions: Any
     top: Any
+    rows: Any = None
+
+    def row(self, slot: Any) -> Any:
+        return slot if self.rows is None else self.rows[slot]
 
     @classmethod
     def by_schedule(cls, schedule: Schedule, num_slots: int) -> Filled:
@@ -122,7 +127,7 @@ def reverse_steps(
     def approach(inner: _Inner, left: Any) -> _Inner:
         """Store the carry, and run as far as the schedule says."""
         # A carry that has just been read from its slot is written back: cheaper than a branch, or a select.
-        pools = slots.write(inner.pools, inner.top, inner.carry)
+        pools = slots.write(inner.pools, filled.row(inner.top), inner.carry)
         positions = jax.lax.dynamic_update_index_in_dim(inner.positions, inner.step, inner.top, 0)
         step, top = inner.step + inner.advance, inner.top + 1
         carry = places.advance(inner.step, step, inner.carry)
@@ -137,7 +142,7 @@ def reverse_steps(
             outer.positions,
             outer.top,
             step,
-            slots.read(outer.pools, outer.top, first),
+            slots.read(outer.pools, filled.row(outer.top), first),
             split(step, left, outer.top),
             outer.num_ahead,
         )

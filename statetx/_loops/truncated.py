@@ -24,7 +24,7 @@ from . import bind
 from .build import as_strategy
 from .derivative import jvp_of, with_derivative
 from .nested import rematerialized
-from .online import OnlineLoop, Stored
+from .online import OnlineLoop
 from .step import Step
 from .strategy import Lengths, Levels, Slots, Strategy, check_count, set_policy
 
@@ -225,22 +225,6 @@ class _Counted(OnlineLoop):
 
     def is_running(self, test_constants: list, carry: list, count: Any) -> Any:
         return count < test_constants[0]
-
-    def store(self, test_constants: list, constants: list, carry: list) -> tuple[list, Stored]:
-        if self.slots != self.max_steps:
-            return super().store(test_constants, constants, carry)
-
-        # Each step has a slot, so none is ever moved: moving them takes a second buffer.
-        def one(loop: tuple[list, Any, list]) -> tuple[list, Any, list]:
-            carry, count, pools = loop
-            pools = self._memory.write(pools, count, carry)
-            return self.step(constants, carry, [])[0], count + 1, pools
-
-        zero = _jax.varying_like(jnp.int32(0), test_constants[0])
-        positions = _jax.varying_like(_jax.replicated(jnp.arange(self.slots, dtype=jnp.int32)), zero)
-        is_running = lambda loop: self.is_running(test_constants, *loop[:2])  # noqa: E731
-        carry, count, pools = jax.lax.while_loop(is_running, one, (carry, zero, self._memory.make()))
-        return carry, Stored(pools, positions, count - 1, count)
 
 
 def _while_loop(test: Body, step: Step, num: int, slots: int, max_steps: int | None) -> Callable:
