@@ -88,6 +88,31 @@ def test_loops_that_are_not_differentiated_are_not_listed():
         assert str(statetx.loop_report(fun, *args)).endswith("0 differentiated loops with stored carries")
 
 
+def test_a_loss_whose_steps_take_gradients_is_a_loss():
+    """As of neurons whose integrator linearizes their equations."""
+
+    def loss(w, h):
+        def step(h, _):
+            slope = jax.vjp(jnp.sin, h)[1](jnp.ones_like(h))[0]
+            return jnp.tanh(h @ w) * slope, None
+
+        return statetx.scan(step, h, None, 40, checkpoint=Slots(5))[0].sum()
+
+    row = only_row(loss, jnp.eye(8), jnp.ones((4, 8)))
+    assert (row.length, row.slots) == (40, 5)
+    assert row == only_row(jax.grad(loss, argnums=(0, 1)), jnp.eye(8), jnp.ones((4, 8)))
+
+
+def test_a_step_without_such_loops_need_not_have_a_derivative():
+    def step(w):
+        gradient = jax.grad(lambda w: (w**2).sum())(w)
+        return jax.lax.while_loop(lambda w: w.sum() > 1, lambda w: w / 2, w - gradient)
+
+    assert not statetx.loop_report(step, jnp.ones(4)).rows
+    with pytest.raises(ValueError, match="while_loop"):
+        statetx.loop_report(step, jnp.ones(4), argnums=0)
+
+
 @pytest.mark.parametrize(("argnums", "error"), [(3, ValueError), ("w", TypeError)])
 def test_mistakes_in_argnums(argnums, error):
     with pytest.raises(error, match="argnums"):

@@ -137,8 +137,8 @@ def loop_report(
 
     Args:
         fun: a training step, which takes gradients itself, by `statetx.grad`, ``jax.grad``, ``jax.vjp`` or a library that calls them; or a loss, or
-            another function to differentiate. A function that takes gradients counts as a step without `argnums`, and as a loss with them. It may
-            be jitted, and read and write states.
+            another function to differentiate. A function that reverses such loops itself counts as a step without `argnums`, and as a loss with
+            them. It may be jitted, and read and write states.
         *args, **kwargs: its arguments.
         policies: a policy for steps, or a sequence of them, to compare with a loop's own; ``()`` for no comparison.
         argnums: the arguments of a loss to differentiate; all by default. Float states are always differentiated, arrays that `fun` closes over never.
@@ -172,14 +172,13 @@ def loop_report(
     compared = [None if p is None else as_value_policy(p) for p in as_sequence(policies, "loop_report")]
     nums = None if argnums is None else resolve_argnums(argnums, len(args), fun)[0]
     loops: dict[Any, Differentiated] = {}
-    for note in _jax.vmap_callbacks(_gradient(fun, args, kwargs, nums)):
-        if isinstance(note, Differentiated):
-            loops.setdefault((note.loop, note.diff_indices, note.around.num_examples), note)
+    for note in _notes(fun, args, kwargs, nums):
+        loops.setdefault((note.loop, note.diff_indices, note.around.num_examples), note)
     return LoopReport(name_of(fun), [row for note in loops.values() for row in _rows(note, compared)])
 
 
-def _gradient(fun: Callable, args: tuple, kwargs: dict[str, Any], nums: Sequence[int] | None) -> _jax.Jaxpr:
-    """The program of a step, or of the gradient of a loss."""
+def _notes(fun: Callable, args: tuple, kwargs: dict[str, Any], nums: Sequence[int] | None) -> list[Differentiated]:
+    """The notes in the program of a step, or in the gradient of a loss."""
     num_out, seen = 0, Seen()
 
     @functools.wraps(fun)
@@ -191,8 +190,9 @@ def _gradient(fun: Callable, args: tuple, kwargs: dict[str, Any], nums: Sequence
         return outs
 
     closed = staged_jaxpr("loop_report", floats, args, kwargs)
-    if nums is None and seen.any:
-        return closed.jaxpr
+    notes = _notes_in(closed.jaxpr)
+    if nums is None and notes:
+        return notes
 
     # Inputs are the values of states, then the arrays of the arguments.
     in_argnums = []
@@ -207,7 +207,17 @@ def _gradient(fun: Callable, args: tuple, kwargs: dict[str, Any], nums: Sequence
         outs, pull = jax.vjp(function_of(run, inputs, diff_indices), *(inputs[i] for i in diff_indices))
         return list(pull([jnp.ones_like(x) for x in outs]))
 
-    return _jax.stage(gradient, avals, traced_for="statetx.loop_report", name=name_of(fun))[0]
+    try:
+        return _notes_in(_jax.stage(gradient, avals, traced_for="statetx.loop_report", name=name_of(fun))[0])
+    except Exception:
+        # A loss may take gradients, too, as an integrator does that linearizes a neuron. A step without such loops need not have a derivative.
+        if nums is None and seen.any:
+            return []
+        raise
+
+
+def _notes_in(jaxpr: _jax.Jaxpr) -> list[Differentiated]:
+    return [note for note in _jax.vmap_callbacks(jaxpr) if isinstance(note, Differentiated)]
 
 
 def _rows(note: Differentiated, policies: Sequence[Any]) -> Iterator[LoopRow]:
