@@ -185,6 +185,25 @@ def test_budget_below_arguments_and_outputs():
     assert plan.total_bytes <= e.value.smallest_bytes
 
 
+def test_budget_of_a_loss_that_takes_small_gradients_itself():
+    """As a neuron's integrator does. Without `argnums` the loss counts as a step."""
+
+    def recurrent(w, h):
+        def step(h, _):
+            slope = jax.vjp(jnp.sin, h)[1](jnp.ones_like(h))[0]
+            return jnp.tanh(h @ w) * slope, None
+
+        return jax.lax.scan(step, h, None, 200)[0].sum()
+
+    with pytest.raises(statetx.PlanError, match=r"if recurrent is a loss, give argnums="):
+        statetx.plan(recurrent, WS[0], X, budget=0.5)
+    plan = statetx.plan(recurrent, WS[0], X, budget=0.5, argnums=(0, 1))
+    assert plan.total_bytes <= plan.budget_bytes
+    with pytest.raises(statetx.PlanError) as error:
+        statetx.plan(step, *ARGS, budget=1000)
+    assert "argnums" not in str(error.value)
+
+
 def test_planner_of_a_step():
     planner = Planner(step, *ARGS)
     least, most = planner.ends()

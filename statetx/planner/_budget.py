@@ -110,11 +110,27 @@ def unit_question(amount: int | float) -> str:
 
 
 def no_plan(
-    name: str, budget: Budget, budget_bytes: int, smallest_bytes: int, fixed: Any, *, is_late: bool
+    name: str,
+    budget: Budget,
+    budget_bytes: int,
+    smallest_bytes: int,
+    fixed: Any,
+    *,
+    is_late: bool,
+    may_be_loss: bool = False,
 ) -> PlanError:
-    """The error that no candidate keeps a budget; sizes count what the budget counts."""
+    """The error that no candidate keeps a budget; sizes count what the budget counts.
+
+    Args:
+        may_be_loss: whether the program is planned as a step, but its gradients take nothing that a plan could save.
+    """
     late = ", when the time limit ended the search" if is_late else ""
     more_time = "give the search more time (time_limit=None); " if is_late else ""
+    of_loss = ""
+    if may_be_loss:
+        of_loss = (
+            f"if {name} is a loss, give argnums=, so that its own gradient is planned (it takes small ones itself); "
+        )
     parts = ""
     if budget.of == STEP:
         parts = (
@@ -124,7 +140,7 @@ def no_plan(
         )
     return PlanError(
         f"No plan for {name} keeps the budget of {format_bytes(budget_bytes)}: the smallest found needs "
-        f"{format_bytes(smallest_bytes)}, {format_bytes(smallest_bytes - budget_bytes)} more{late}.{parts}{unit_question(budget.amount)}\nFix: {more_time}allow that "
+        f"{format_bytes(smallest_bytes)}, {format_bytes(smallest_bytes - budget_bytes)} more{late}.{parts}{unit_question(budget.amount)}\nFix: {of_loss}{more_time}allow that "
         f"much; or rematerialize smaller parts, make the batch smaller, or let the loop's steps compute less.",
         smallest_bytes=smallest_bytes,
     )

@@ -227,6 +227,10 @@ class Whole:
         """Whether the bytes of the program without rematerialization are compiled or extrapolated."""
         return self.searches[0].baseline.known is not None
 
+    def has_saving(self) -> bool:
+        """Whether anything that is compiled takes less than the program without rematerialization."""
+        return not self.has_baseline() or self.smallest().temp_bytes < self.unplanned_bytes()
+
     def ends(self) -> tuple[int, int]:
         """The least temporary bytes reached, and the baseline's."""
         with self._contexts():

@@ -405,4 +405,5 @@ def fit(whole: Whole, budget: Budget, name: str) -> Choice:
         return choice
     fixed = whole.fixed()
     smallest = whole.smallest_bytes() + (fixed.bytes if budget.of == STEP else 0)
-    raise no_plan(name, budget, bytes_of(whole, budget), smallest, fixed, is_late=not whole.is_complete())
+    is_late, may_be_loss = not whole.is_complete(), whole.captured.is_step and not whole.has_saving()
+    raise no_plan(name, budget, bytes_of(whole, budget), smallest, fixed, is_late=is_late, may_be_loss=may_be_loss)
