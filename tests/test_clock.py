@@ -114,8 +114,7 @@ def test_half_of_the_time_is_left_for_compilations(clock, monkeypatch):
         return front_of(*args)
 
     monkeypatch.setattr(_lattice, "front_of", slow)
-    whole = layers_planned(budget=0.8, time_limit=None)
-    assert whole.complete
+    assert not Planner(layers, WS, jnp.ones((1024, 16)), argnums=0)._search.lacks_regions
     num_regions = len(analyzed)
     analyzed.clear()
     plan = layers_planned(budget=0.8, time_limit=10.0 * num_regions)

@@ -75,8 +75,6 @@ def test_layers_left_out_take_no_memory_in_a_step(long):
     search = Planner(adam_step, *args)._whole.searches[0]
     memory = adam_step.lower(*args).compile().memory_analysis()
     assert search.baseline.extrapolated.temp_bytes == memory.temp_size_in_bytes
-    plan = statetx.plan(adam_step, *args, budget=0.9)
-    assert "no remat" not in [name for name, _, _ in plan.measured()] and plan.total_bytes <= plan.budget_bytes
 
 
 def test_short_version_is_the_program_with_fewer_periods():
