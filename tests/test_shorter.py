@@ -1,5 +1,6 @@
 """Long programs: the baseline's memory from short versions of it."""
 
+import contextlib
 import functools
 
 import jax
@@ -11,7 +12,8 @@ from scipy.signal import find_peaks
 
 import statetx
 from statetx._equations.compiled import Cost
-from statetx.planner import Planner, _parts, _shorter
+from statetx.planner import Planner, _parts, _search, _shorter
+from statetx.planner._bracket import Bracket
 from statetx.planner._capture import capture
 from statetx.planner._cuts import _minima
 
@@ -90,6 +92,25 @@ def test_baseline_that_may_fit_is_compiled(long):
     planner = Planner(loss, WS, X, of="temporaries", argnums=0)
     plan = planner.plan("1GiB")
     assert plan.stock == "no remat" and plan.temp_bytes == temp_bytes(jax.value_and_grad(loss), WS, X)
+
+
+def test_candidates_of_a_long_program_aim_lower_until_one_fits(long, monkeypatch):
+    search = Planner(loss, WS, X, of="temporaries", argnums=0)._search
+    (nothing,) = [policy for policy in search._stock if policy.name == "nothing"]
+    budget = search.candidates.measure(*nothing.choice).temp_bytes - 1
+    bracket = Bracket(search.lattice.families[0])
+    target = search._target(budget, bracket)
+    monkeypatch.setattr(_search, "_LOWER", 1.0)
+    assert target < search._target(budget, bracket)
+
+
+def test_long_baseline_without_equal_periods_is_compiled_near_the_budget_only(long):
+    planner = Planner(skipping, WS, X, of="temporaries", argnums=0)
+    candidates, peak = planner._search.candidates, planner._search.candidates.baseline_peak
+    for part in (0.4, 0.6):  # of the memory by the model; others are compiled from a quarter on
+        with contextlib.suppress(statetx.PlanError):
+            planner.plan(int(part * peak))
+        assert (candidates.find(*candidates._unplanned) is not None) == (part > 0.5)
 
 
 def wider(ws, x):

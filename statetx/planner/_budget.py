@@ -117,7 +117,7 @@ def no_plan(
     fixed: Any,
     *,
     is_late: bool,
-    may_be_loss: bool = False,
+    may_be_loss: bool,
 ) -> PlanError:
     """The error that no candidate keeps a budget; sizes count what the budget counts.
 

@@ -31,7 +31,7 @@ class _Carry:
 
     Attributes:
         formats: of the leaves that are stored in fewer bits, by number.
-        leaf_bytes: of each leaf, as it is stored.
+        leaf_bytes: of each leaf in its format.
         decoded_bytes: of the leaves that have to be decoded.
         cost: of storing and decoding a carry.
     """

@@ -22,10 +22,10 @@ from ._clock import TimeLeft
 from ._groups import Groups
 from ._lattice import Lattice
 from ._layout import Layout
-from ._measured import cheapest_choice, lowest_peak_choice, measure_parts
+from ._measured import cheapest_choice, lowest_peak_choice
 from ._parts import Flat, flatten
 from ._shorter import is_long
-from ._stock import STOCK, outcomes, policies_in
+from ._stock import STOCK, compile_cheaper, compiled_within, outcomes, policies_in
 from ._stored import Formats
 
 _ANALYSIS = 0.5  # of the time limit, at most: the rest is for compilations
@@ -40,10 +40,8 @@ _MAX_PROBE_STEPS = 24  # of 2%
 _MAX_SKIPS, _SKIP = 24, 1.02  # past choices that cost too much
 _WORTH_A_PROBE = 0.75  # of the best candidate's cost, at most
 
-# A stock policy is compiled unless the best candidate costs at most this part of the model's cost for it, or its predicted memory is
-# above this multiple of the budget. Both figures are predictions, so the margins are wide (0.9 and 1.25 at first, widened so that
-# each policy that might be cheaper is tried). They err by leaving out a policy whose program would turn out better than predicted.
-_CLEARLY_CHEAPER = 0.95
+# A stock policy whose predicted memory is above this multiple of the budget is not compiled. A prediction may err, so the margin is wide
+# (1.25 at first).
 _FAR_ABOVE_BUDGET = 2.0
 
 # A gain below this part of the forward pass is not worth a compilation: about a thousandth of the program with its gradient.
@@ -58,8 +56,8 @@ _NEARLY = 1.02  # of a budget: extrapolated bytes below this are made sure of
 # The same for long programs: a candidate that takes this part of the budget is not made cheaper within its family, and a stock policy
 # is compiled only up to this multiple of the budget.
 _FULL = 0.98
-_LOWER = 0.97  # of the budget: what each further candidate aims at, until one keeps it
 _ABOVE_BUDGET = 1.2
+_LOWER = 0.97  # of the budget: what each further candidate aims at, until one keeps it
 
 
 class Search:
@@ -455,32 +453,12 @@ class Search:
 
     def stock_candidates(self, budget: int) -> list[Candidate]:
         """The stock policies, compiled unless they are predicted far above a budget."""
-        candidates = []
-        for policy in self._stock:
-            layout, options = policy.choice
-            predicted = self.candidates.predict(layout.peak(options))
-            is_close = predicted <= _FAR_ABOVE_BUDGET * budget and not self.is_late()
-            if self.candidates.has(layout, options) or is_close:
-                candidates.append(self.candidates.measure(layout, options, policy.name))
-        return candidates
+        return compiled_within(self._stock, self.candidates, _FAR_ABOVE_BUDGET * budget, self.is_late)
 
     def _try_stock(self, budget: int) -> None:
-        """Compile the stock policies that the model thinks cheaper than the best candidate, or all if there is none."""
-        for policy in self._stock:
-            best = self.candidates.best(budget)
-            layout, options = policy.choice
-            if self.candidates.has(layout, options) or self.is_late():
-                continue
-            if best is not None:
-                # Not worth a compilation: a policy clearly more expensive than the best, or predicted far above the budget.
-                if best.added_cost <= max(_CLEARLY_CHEAPER * sum(o.cost for o in options), self._negligible):
-                    continue
-                if measure_parts(layout, options, self.is_late):
-                    layout, options = policy.choice
-                most = _ABOVE_BUDGET if self._is_long else _FAR_ABOVE_BUDGET
-                if self.candidates.predict(layout.peak(options)) > most * budget:
-                    continue
-            self.candidates.measure(layout, options, policy.name)
+        """Compile the stock policies that may be cheaper than the best candidate, or all if there is none."""
+        most = _ABOVE_BUDGET if self._is_long else _FAR_ABOVE_BUDGET
+        compile_cheaper(self._stock, self.candidates, budget, most * budget, self._negligible, self.is_late)
 
     # -- the corrected model ---------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from .._equations.structure import Body
 from .._jax import Jaxpr, Literal
 from .._tree import is_float
 from ._cuts import Run, crossing_bytes, runs_of
-from ._parts import Flat
+from ._parts import Flat, last_reads
 
 _LEAST_EQUATIONS = 1000  # of a long program: others take a few seconds to compile
 _COUNTS = (3, 4, 5)  # periods of the short versions
@@ -114,13 +114,8 @@ def _shortened(jaxpr: Jaxpr, run: Run, count: int) -> Jaxpr:
     after = [e.replace(invars=[read(a) for a in e.invars]) for e in jaxpr.eqns[end:]]
     eqns = [*jaxpr.eqns[: last + run.period], *after]
     shortened = _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=[read(a) for a in jaxpr.outvars], eqns=eqns)
-    unread = _read_by(jaxpr) - _read_by(shortened)
+    unread = last_reads(jaxpr).keys() - last_reads(shortened).keys()
     return _differentiated(shortened, [i for i, v in enumerate(jaxpr.invars) if v in unread and is_float(v.aval)])
-
-
-def _read_by(jaxpr: Jaxpr) -> set[Any]:
-    atoms = [*(a for e in jaxpr.eqns for a in e.invars), *jaxpr.outvars]
-    return {a for a in atoms if not isinstance(a, Literal)}
 
 
 def _differentiated(jaxpr: Jaxpr, inputs: Sequence[int]) -> Jaxpr:

@@ -44,7 +44,7 @@ class LoopRow:
     Attributes:
         loop: its name.
         policy: its repr; ``'-'`` without one.
-        is_own: whether it is the loop as it is; the other rows say what other policies, or other numbers of steps, would give.
+        is_own: whether it describes the loop itself; the other rows say what other policies, or other numbers of steps, would give.
         length: the number of steps.
         slots: how many carries there is room for; 0 if the loop stays plain.
         carry_bytes, residual_bytes: of a carry, and of what a step keeps for its derivative.
