@@ -983,6 +983,26 @@ def test_refused_for_another_program_with_the_first_difference(plan_of_loss):
         jax.grad(plan_of_loss.apply(lambda ws, x: 2 * loss(ws, x)))(WS, X)
 
 
+def test_plan_fits_before_and_after_the_update_of_weakly_typed_states():
+    """The sum of weakly typed parameters and updates, such as those of optax, is strongly typed."""
+
+    def loss(ws, b, x):
+        for w in ws:
+            x = x + jnp.sin(jnp.tanh(x @ w + b) @ w.T)
+        return (jax.lax.scan(lambda h, _: (jnp.tanh(h @ ws[0] + b), None), x, None, 2)[0] ** 2).mean(), b
+
+    weak, strong = (_jax.with_weak_type(jnp.full((1, 64), 0.1), is_weak) for is_weak in (True, False))
+    plan = statetx.plan(loss, FEW, weak, X, of="temporaries", budget=0.7, argnums=(0, 1))
+    assert plan.extra_flops > 0
+    for bias in (weak, strong):
+        gradients = [
+            jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(FEW, bias, X) for f in (plan.apply(loss), loss)
+        ]
+        for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+            assert jax.typeof(a) == jax.typeof(b)
+
+
 def other(ws, x):
     for w in ws:
         x = x + jnp.sin(jnp.cos(x @ w) @ w.T)

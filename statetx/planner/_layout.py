@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from .. import _jax
@@ -149,12 +150,22 @@ def rewrite(
             args = tuple(
                 _jax.hold(x, args, is_sequential=is_sequential) if i == last_input else x for i, x in enumerate(args)
             )
-        return run(jaxpr, parts, replacements, args, held)
+        # `flatten` leaves out conversions of weak types within the program.
+        outs = run(jaxpr, parts, replacements, [_typed(x, is_weak=False) for x in args], held)
+        return [_typed(x, is_weak=_is_weak(v.aval)) for x, v in zip(outs, jaxpr.outvars, strict=True)]
 
     avals = [v.aval for v in jaxpr.invars]
     body = Body.close(*_jax.stage(planned, avals, traced_for="statetx.plan", name="planned"))
     assert not body.operands, "rewriting a program without constants made some"
     return body.jaxpr
+
+
+def _is_weak(aval: Any) -> bool:
+    return getattr(aval, "weak_type", False)
+
+
+def _typed(x: Any, *, is_weak: bool) -> Any:
+    return x if _is_weak(jax.typeof(x)) == is_weak else _jax.with_weak_type(x, is_weak)
 
 
 def as_planned(planned: Body) -> Callable:

@@ -14,7 +14,7 @@ from .. import _jax
 from .._equations.inline import inline
 from .._equations.primitives import JIT, REMAT, row_of
 from .._equations.structure import Body
-from .._jax import Jaxpr, Literal
+from .._jax import Jaxpr, Literal, Var
 from .._remat.bits import of_steps, reader
 from .._tree import is_float
 
@@ -79,28 +79,43 @@ class Part:
 def flatten(jaxpr: Jaxpr) -> Jaxpr:
     """Inline the jits of a program, so that each variable is defined once.
 
-    A loop with ``checkpoint="auto"`` or a size that stays plain becomes a scan, and can be planned.
+    A loop with ``checkpoint="auto"`` or a size that stays plain becomes a scan, and can be planned. Conversions of a weak type are left out: a
+    state that is weakly typed before its first update is not after it, and the program has the same plan.
     """
-    return _without_jits(_plain_loops(jaxpr))
+    return _without_jits(_simplified(jaxpr))
 
 
 def _without_jits(jaxpr: Jaxpr) -> Jaxpr:
     return inline(jaxpr, calls=JIT | {_jax.CLOSED_CALL}, deep=False)
 
 
-def _plain_loops(x: Any) -> Any:
-    """Replace statetx's loop primitive by a call of the plain scan, at any depth, where the loop stays plain."""
-
-    # `closed_call` is among the calls that `flatten` inlines after this.
-    def convert(eqn: Any) -> Any:
+def _simplified(x: Any) -> Any:
+    """At any depth, replace statetx's loop primitive by a call of the plain scan, where the loop stays plain, and drop conversions of weak types."""
+    eqns, outvars = _jax.open_jaxpr(x)[0].eqns, _jax.open_jaxpr(x)[0].outvars
+    unconverted: dict[Any, Any] = {}
+    new = []
+    for eqn in eqns:
+        if unconverted and any(v in unconverted for v in eqn.invars if isinstance(v, Var)):
+            eqn = eqn.replace(invars=[unconverted.get(v, v) if isinstance(v, Var) else v for v in eqn.invars])
+        # The results of a jaxpr keep their types.
+        if _converts_weak_type(eqn) and not any(v is eqn.outvars[0] for v in outvars):
+            unconverted[eqn.outvars[0]] = eqn.invars[0]
+            continue
         loop = _jax.loop_of(eqn)
-        if loop is not None and loop.is_plain():
+        if loop is not None and loop.is_plain():  # `flatten` inlines the call
             eqn = eqn.replace(primitive=closed_call_p, params={"call_jaxpr": eqn.params["jaxpr"]})
-        return _jax.map_jaxprs(_plain_loops, eqn)
+        new.append(_jax.map_jaxprs(_simplified, eqn))
+    is_same = len(new) == len(eqns) and all(a is b for a, b in zip(new, eqns, strict=True))
+    return x if is_same else _jax.with_equations(x, new)
 
-    eqns = _jax.open_jaxpr(x)[0].eqns
-    new = [convert(eqn) for eqn in eqns]
-    return x if all(a is b for a, b in zip(new, eqns, strict=True)) else _jax.with_equations(x, new)
+
+def _converts_weak_type(eqn: Any) -> bool:
+    """Whether an equation changes nothing but a weak type, to the strong one of the same dtype."""
+    if eqn.primitive.name != "convert_element_type" or not isinstance(eqn.invars[0], Var):
+        return False
+    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    same = (before.shape, before.dtype, before.sharding) == (after.shape, after.dtype, after.sharding)
+    return same and before.weak_type and not after.weak_type
 
 
 class Flat:

@@ -36,7 +36,7 @@ from ._values import values_of
 if TYPE_CHECKING:  # it takes the fingerprints of programs from here
     from ._whole import Choice, Options, Whole
 
-VERSION = 14
+VERSION = 15
 
 
 @dataclasses.dataclass(frozen=True)
