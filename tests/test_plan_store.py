@@ -66,6 +66,60 @@ def test_second_plan_compiles_nothing(folder, compilations, fun):
     assert second.apply(fun) is not None and Planner(fun, WS, X).plan(0.8) == first
 
 
+def test_step_of_a_stored_plan_is_not_differentiated(folder):
+    differentiated = []
+
+    @jax.custom_jvp
+    def sine(x):
+        return jnp.sin(x)
+
+    @sine.defjvp
+    def rule(primals, tangents):
+        differentiated.append(0)
+        return sine(*primals), jnp.cos(*primals) * tangents[0]
+
+    def step(ws, x):
+        return jax.grad(lambda ws: loss(ws, sine(x @ ws[0])))(ws)
+
+    first = statetx.plan(step, WS, X, budget=0.8)
+    assert differentiated
+    differentiated.clear()
+    assert statetx.plan(step, WS, X, budget=0.8) == first and not differentiated
+
+
+def hessian_product(ws, x):
+    return jax.jvp(lambda ws: jax.grad(loss)(ws, x), (ws,), (ws,))[1]
+
+
+def of_each_example(ws, x):
+    return jax.vmap(jax.grad(loss, has_aux=False), (None, 0))(ws, x[:4, None])
+
+
+def with_auxiliary(ws, x):
+    gradients, (count, mean) = jax.grad(lambda ws: (loss(ws, x), ((x > 1).sum(), x.mean())), has_aux=True)(ws)
+    return gradients, count, mean
+
+
+def jacobian(ws, x):
+    return jax.jacrev(lambda w: loss([w, w], x[:2, :32]) * jnp.ones(2))(ws[0])
+
+
+@pytest.mark.parametrize("step", [hessian_product, of_each_example, with_auxiliary, jacobian])
+def test_keys_of_steps_tell_what_follows_a_gradient(step):
+    """For a key each gradient is one equation, which is differentiated and mapped as the gradient would be."""
+    keys = [Planner(fun, WS, X).key() for fun in (step, step, lambda *args: jax.tree.map(jnp.sin, step(*args)))]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_keys_tell_small_gradients_apart():
+    """A gradient of a few numbers is not planned, and the plan fits no other one."""
+
+    def key(function):
+        return Planner(lambda ws, x: (jax.grad(loss)(ws, x), jax.grad(function)(x[0, 0])), WS, X).key()
+
+    assert key(jnp.sin) == key(jnp.sin) != key(jnp.cos)
+
+
 def test_bound_is_stored_when_it_is_printed(folder, monkeypatch):
     first = statetx.plan(loss, WS, X, budget=0.8, argnums=0)
     text, fewer = str(first), first.lower_bound.bytes_at(0.05)

@@ -41,6 +41,41 @@ def linear_call(
     )
 
 
+def opaque(inputs: Sequence[Any], out_avals: Sequence[Any]) -> list[Any]:
+    """Arrays of some types that depend on all inputs, in a program that is looked at and never runs.
+
+    They can be differentiated any number of times, as linear functions of the float inputs; a derivative is one equation, too.
+    """
+    types = list(map(jax.typeof, inputs))
+    floats = [i for i, t in enumerate(types) if _is_inexact(t)]
+    others = [x for i, x in enumerate(inputs) if i not in floats]
+    ct_avals = [types[i].to_ct_aval() for i in floats]
+
+    def transpose(_: list, cts: list) -> list[Any]:
+        return opaque([ct for ct in cts if ct is not None], ct_avals)
+
+    float_outs = [i for i, a in enumerate(out_avals) if _is_inexact(a)]
+    other_outs = [i for i in range(len(out_avals)) if i not in float_outs]
+    outs: dict[int, Any] = {}
+    if float_outs:
+        avals = [out_avals[i] for i in float_outs]
+        outs |= zip(
+            float_outs, linear_call(_never_run, transpose, others, [inputs[i] for i in floats], avals), strict=True
+        )
+    if other_outs:
+        residuals, avals = jax.lax.stop_gradient(list(inputs)), [out_avals[i] for i in other_outs]
+        outs |= zip(other_outs, linear_call(_never_run, transpose, residuals, [], avals), strict=True)
+    return [outs[i] for i in range(len(out_avals))]
+
+
+def _is_inexact(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _never_run(residuals: list, tangents: list) -> list[Any]:
+    raise AssertionError("an opaque equation was run")
+
+
 _linear_p = _core.Primitive("statetx_linear")
 _linear_p.multiple_results = True
 

@@ -162,7 +162,7 @@ def _num_automatic(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
 
 def free_outputs(step: Step) -> list[int]:
     """Sizes of the outputs of a step that have memory of their own: not that of a donated argument."""
-    jaxpr = step.program.jaxpr
+    jaxpr = step.outline.jaxpr
     type_of = lambda v: (v.aval.shape, v.aval.dtype)  # noqa: E731
     donated = [type_of(jaxpr.invars[i]) for i in step.donated]
     sizes = []

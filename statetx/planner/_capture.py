@@ -92,17 +92,26 @@ class _Recorder(Rewriter):
             constants = {i: x for i, x in enumerate(operands) if _is_embedded(x)}
             context = TraceContext.of([*operands, *args])
             self.recorded.append(Recorded(body.jaxpr, num_out, diff_indices, traced_floats, context, constants))
-            return body(operands, *args)
+            return self._run(body, operands, args)
 
         return run
 
+    def _run(self, body: Body, operands: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        return body(operands, *args)
+
 
 class _GradientRecorder(_Recorder):
-    """The same for functions that are differentiated: of one that consists of a shard_map, what runs on a device is recorded."""
+    """The same for functions that are differentiated, each of which becomes one equation: to differentiate them takes the most time.
+
+    Of one that consists of a shard_map, what runs on a device is recorded.
+    """
 
     @of_device
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         return super().rewrite(body, name, num_out)
+
+    def _run(self, body: Body, operands: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        return _jax.opaque([*operands, *args], [v.aval for v in body.jaxpr.outvars])
 
 
 class _Replace(Rewriter):
@@ -120,7 +129,7 @@ class _Replace(Rewriter):
 
     @of_device
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
-        planned = self._bodies.get(tuple(fingerprint(flatten(body.jaxpr))))
+        planned = self._bodies.get(tuple(fingerprint(flatten(body.jaxpr)))) if self._bodies else None
         return body if planned is None else as_planned(planned)
 
 
@@ -142,17 +151,17 @@ class Fixed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A training step, staged with its gradients as the user wrote them.
+    """A training step.
 
     Attributes:
-        program: the whole step.
+        outline: the step with each gradient as one equation.
         donated: positions of the inputs that the step donates.
         fun, args, kwargs: the step and its arguments, to stage it with other gradients.
         is_in_shard_map: whether a gradient is taken in a shard_map.
         inner: rewrites the gradients inside of its gradients.
     """
 
-    program: Recorded
+    outline: Recorded
     donated: tuple[int, ...]
     fun: Callable
     args: tuple
@@ -163,10 +172,18 @@ class Step:
     def compiled_with(self, programs: dict[tuple[str, ...], Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
         """The step with these programs in place of the functions that it differentiates, which have these fingerprints."""
         # Staged for each candidate: the functions are differentiated inside, so they have to be replaced when the step is traced.
+        with self._outside():
+            return self._compiled(self._replaced(programs) if programs else self.program, compiler_options)
+
+    @functools.cached_property
+    def program(self) -> Recorded:
+        """The whole step, with its gradients as the user wrote them."""
+        with self._outside():
+            return self._replaced({})
+
+    def _outside(self) -> Any:
         # The axes of a shard_map are bound while its gradient is analyzed, but the step begins outside of it.
-        with _jax.outside_all_transforms() if self.is_in_shard_map else contextlib.nullcontext():
-            recorded = self._replaced(programs) if programs else self.program
-            return self._compiled(recorded, compiler_options)
+        return _jax.outside_all_transforms() if self.is_in_shard_map else contextlib.nullcontext()
 
     def _replaced(self, programs: dict[tuple[str, ...], Jaxpr]) -> Recorded:
         return _record(self.fun, self.args, self.kwargs, _Replace(programs, self.inner))

@@ -174,7 +174,7 @@ class Planner:
 
         # Plans hold on to it, so it holds equations only, and none of the arguments. All plans share the bounds found so far.
         step = self._captured.step
-        outputs, shardings = (None, ()) if step is None else (free_outputs(step), step.program.context.shardings)
+        outputs, shardings = (None, ()) if step is None else (free_outputs(step), step.outline.context.shardings)
         more = {"formats": formats, "shardings": shardings}
         self._new_bound = functools.partial(lower_bound, self._captured.gradients, outputs, **more)
         self._shared_bound = functools.cache(self._new_bound)
@@ -339,9 +339,9 @@ class Planner:
         programs = [(g.flat, g.lines, g.context) for g in captured.gradients]
         more: list[Any] = [(g.diff_indices, g.num_out, sorted(g.constants)) for g in captured.gradients]
         if captured.step is not None:
-            whole = captured.step.program
-            programs.append((whole.jaxpr, tuple(fingerprint(whole.jaxpr)), whole.context))
-            more += [captured.step.donated, sorted(whole.constants), captured.is_loss]
+            outline = captured.step.outline
+            programs.append((outline.jaxpr, tuple(fingerprint(outline.jaxpr)), outline.context))
+            more += [captured.step.donated, sorted(outline.constants), captured.is_loss, captured.ignored]
         if options.objective == "time":
             more.append(cost_model())
         return _store.key_of(programs, *settings, options, self._allowed_options, *more)
