@@ -482,7 +482,7 @@ THIRD = {
 
 
 # Of a loop with ys, whose cotangents reach every step: with the carry alone the third derivatives worked.
-@pytest.mark.parametrize("derivative", THIRD)
+@pytest.mark.parametrize("derivative", [pytest.param("grad of grad of grad", marks=pytest.mark.slow), *list(THIRD)[1:]])
 @pytest.mark.parametrize("strategy", [Slots(3), pytest.param(Slots(2, block=3), marks=pytest.mark.slow)], ids=repr)
 def test_third_derivatives_of_ys(strategy, derivative):
     def loss(scan, w):

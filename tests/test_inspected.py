@@ -1,5 +1,7 @@
 """Functions that only inspect a step accept one that creates states, such as brainstate's ``init_all_states`` in a training step."""
 
+import itertools
+
 import brainstate
 import jax.numpy as jnp
 import numpy as np
@@ -59,9 +61,11 @@ INSPECTIONS = {
 each_inspection = pytest.mark.parametrize("inspect", INSPECTIONS)
 
 
-@each_kind
 @each_inspection
-@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "is_jitted"),
+    [*((kind, True) for kind in KINDS), *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in KINDS)],
+)
 def test_inspection_accepts_a_created_state_and_leaves_the_attribute_as_it_was(kind, inspect, is_jitted):
     cell, reference = Cell(kind), Cell(kind)
     loss = statetx.jit(cell.loss) if is_jitted else cell.loss
@@ -152,8 +156,13 @@ def training_step():
 JITS = {"brainstate": brainstate.transform.jit, "statetx": statetx.jit, "plain": lambda step: step}
 
 
-@pytest.mark.parametrize("jit", JITS)
-@pytest.mark.parametrize("planned", JITS)
+@pytest.mark.parametrize(
+    ("planned", "jit"),
+    [
+        pytest.param(*pair, marks=() if len(set(pair)) == 1 else pytest.mark.slow)
+        for pair in itertools.product(JITS, repeat=2)
+    ],
+)
 def test_plan_applies_to_a_step_with_init_all_states_inside(planned, jit):
     reference = training_step()
     expected = [reference() for _ in range(3)]

@@ -366,7 +366,11 @@ def test_independent_gradients_run_one_after_the_other(plan_together, monkeypatc
     assert ordered < 0.7 * temp_bytes(plan_together.apply(together), *PARAMS, BATCH)
 
 
-@pytest.mark.parametrize("step", [together, of_parts, of_examples, pulled_back_later], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "step",
+    [together, of_examples, *(pytest.param(f, marks=pytest.mark.slow) for f in (of_parts, pulled_back_later))],
+    ids=lambda f: f.__name__,
+)
 def test_independent_gradients_keep_their_values(step):
     plan = statetx.plan(step, *PARAMS, BATCH, budget=0.6, of="temporaries")
     assert plan.is_sequential or plan.extra_flops > 0

@@ -119,6 +119,7 @@ def test_every_value_of_a_rule_can_be_kept():
         assert_same_gradients(planned, plain, WS[0], X)
 
 
+@pytest.mark.slow
 def test_values_of_a_rule_in_a_loop():
     def scanned(ws, x):
         return (jax.lax.scan(lambda h, w: (block(w, h), None), x, ws)[0] ** 2).mean()
@@ -139,6 +140,7 @@ def test_labels_of_a_rule_are_left_out_where_it_has_fewer_equations():
 # -- numbers that are added up -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sums_of_numbers_stay_outside_of_regions():
     """Else each number passes through every later region, and its cotangent too."""
 

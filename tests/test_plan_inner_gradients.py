@@ -128,6 +128,7 @@ def test_a_plan_reaches_the_memory_of_rematerialized_blocks(is_marked, tmp_path,
     assert "Lower bound" in str(again) and f"with policy {plan.inner.variant!r} on their blocks" in str(again)
 
 
+@pytest.mark.slow
 def test_a_plan_undoes_rematerialization_where_there_is_memory():
     plain = measured(adapting, WS, X, Y)
     loss = functools.partial(adapting, block=marked)

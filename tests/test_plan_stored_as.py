@@ -114,6 +114,7 @@ def test_what_bits_take_is_what_remat_takes_with_them():
     assert spiking_planner().ends()[0] <= 1.02 * by_hand
 
 
+@pytest.mark.slow
 def test_marked_layers_hold_spikes_as_bits_too():
     def loss(ws, x):
         for w in ws:
@@ -126,6 +127,7 @@ def test_marked_layers_hold_spikes_as_bits_too():
     assert_equal(spiking, plan.apply(loss), WS, SPIKES)
 
 
+@pytest.mark.slow
 def test_layers_with_loops_reach_what_remat_of_the_layers_takes():
     def loss(ws, x):
         for w in ws:
@@ -242,7 +244,7 @@ def test_values_are_rounded_only_when_asked():
         np.testing.assert_allclose(a, b, atol=2**-6 * float(jnp.abs(b).max()))
 
 
-@pytest.mark.parametrize("format", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("format", ["bfloat16", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
 def test_bound_counts_values_as_they_may_be_stored(format):
     full, smaller = (planner(masked, FEW, X, stored_as=f).plan(1.0).lower_bound.bytes_at(0.0) for f in ((), (format,)))
     assert 0 < smaller <= full * {"bfloat16": 2, "float8_e4m3fn": 1}[format] / 4 + 8 * X.nbytes // 32
@@ -285,6 +287,7 @@ def delayed_planner(stored_as=("bits",)):
     return planner(delayed, W, CURRENTS, stored_as=stored_as)
 
 
+@pytest.mark.slow
 def test_slots_of_a_planned_loop_hold_spikes_as_bits():
     least, most = delayed_planner().ends()
     floats, _ = delayed_planner(()).ends()

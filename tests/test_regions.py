@@ -115,7 +115,7 @@ def test_periods_also_begin_behind_the_product():
     assert late.runs[0].count == 5, "the first product is in no period"
 
 
-@pytest.mark.parametrize("is_marked", [False, True])
+@pytest.mark.parametrize("is_marked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_plans_begin_regions_with_activations(is_marked):
     """A region of n layers that begins with the activation runs n - 1 products again, one that begins with the product all n."""
     (plain, *args), (marked, *_) = layers(24), layers(24, statetx.remat, together=4)
@@ -161,7 +161,7 @@ def test_decisions_are_those_of_the_regions_own_fronts(share):
                 assert own[option.decision] == option
 
 
-@pytest.mark.parametrize("share", [2, 3])
+@pytest.mark.parametrize("share", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_plans_of_layers_that_share_weights_have_equal_gradients(share):
     loss, *args = tied_layers(share)
     planner, expected = Planner(loss, *args, of="temporaries", argnums=0), jax.grad(loss)(*args)
@@ -244,6 +244,7 @@ def test_search_goes_on_where_a_limit_was_narrowed_before():
     assert plan.extra_flops < 0.02 and cost.flops > 1.3 * plan.unplanned_flops
 
 
+@pytest.mark.slow
 def test_baseline_is_not_compiled_for_bytes_far_below_it():
     many = WS * 4
     least = Planner(loss, many, X, of="temporaries", argnums=0).ends()[0]
@@ -282,6 +283,7 @@ def searches(loss, ws, x, budget):
     return plan, whole.searches[0]
 
 
+@pytest.mark.slow
 def test_marked_program_is_searched_as_if_it_were_not_too():
     keys = jax.random.split(jax.random.key(0), 12)
     ws = [(jax.random.normal(a, (16, 64)) / 4, jax.random.normal(b, (64, 16)) / 8) for a, b in zip(keys, keys[6:])]  # noqa: B905
@@ -347,7 +349,9 @@ def test_composed_periods_cost_little_more_than_paths_region_by_region(monkeypat
         assert cost_of(composed.choose(factor * least)) <= 1.02 * cost_of(exact.choose(factor * least))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, statetx.remat], ids=["unmarked", "marked"])
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(lambda f: f, marks=pytest.mark.slow), statetx.remat], ids=["unmarked", "marked"]
+)
 def test_regions_may_take_inputs_of_the_program_first(wrap):
     """The layers of a graph network without marks take a tenth more memory with their inputs in the order of the equations."""
     nodes, edges = 512, 4096

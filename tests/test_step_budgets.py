@@ -325,7 +325,8 @@ def test_budget_inside_shard_map(check_vma):
 @pytest.mark.parametrize("wrap", [lambda f: f, statetx.remat], ids=["unmarked", "marked"])
 @pytest.mark.parametrize("shard_map", [jax.shard_map, statetx.shard_map])
 @pytest.mark.parametrize(
-    ("axis_type", "check_vma"), [(AxisType.Auto, True), (AxisType.Auto, False), (AxisType.Explicit, True)]
+    ("axis_type", "check_vma"),
+    [(AxisType.Auto, True), pytest.param(AxisType.Auto, False, marks=pytest.mark.slow), (AxisType.Explicit, True)],
 )
 def test_budget_of_a_gradient_around_a_shard_map(axis_type, check_vma, shard_map, wrap):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,), devices=jax.devices()[:4])

@@ -649,7 +649,14 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("checkpoint, loop", LOOPS.values(), ids=LOOPS)
+# The others differ in the loop, not in what finds the value.
+@pytest.mark.parametrize(
+    "checkpoint, loop",
+    [
+        pytest.param(*case, id=name, marks=() if name in ("scan", "while") else pytest.mark.slow)
+        for name, case in LOOPS.items()
+    ],
+)
 def test_a_wrong_declaration_is_found_in_a_loop(checkpoint, loop):
     x = jnp.sin(jnp.arange(12.0))
     with pytest.raises(AssertionError, match="the value 's', computed at .*test_stored_as.py:") as error:

@@ -262,7 +262,7 @@ START, RATE = jnp.array([0.1, 0.2, 0.3]), jnp.float32(0.7)
 
 
 @pytest.mark.parametrize("max_steps", [None, 0, 4])
-@pytest.mark.parametrize("limit", [-1.0, 2.0, 11.0])
+@pytest.mark.parametrize("limit", [-1.0, pytest.param(2.0, marks=pytest.mark.slow), 11.0])
 def test_while_loop_has_the_gradient_of_its_last_segment(limit, max_steps):
     num = num_grown(RATE, START, limit, max_steps)
     for k in (1, 3, 50):
