@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas
 
 import statetx
 from statetx import _jax
@@ -1004,6 +1005,16 @@ def test_plan_fits_before_and_after_the_update_of_weakly_typed_states():
         for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
             assert jax.typeof(a) == jax.typeof(b)
+
+
+def test_kernels_stay_as_they_are_written():
+    def kernel(x, out):
+        out[...] = x[...] + jnp.full((4,), 2.0)  # weakly typed
+
+    call = pallas.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((4,), jnp.float32), interpret=True)
+    (eqn,) = (jaxpr := jax.make_jaxpr(call)(jnp.ones(4)).jaxpr).eqns
+    assert "weak_type=False" in str(eqn.params["jaxpr"])
+    assert _parts.flatten(jaxpr).eqns[0].params["jaxpr"] is eqn.params["jaxpr"]
 
 
 def other(ws, x):
