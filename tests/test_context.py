@@ -48,7 +48,8 @@ def compiled_bytes(fun, *args):
 # -- plans and fit: --
 
 
-@pytest.mark.parametrize("kind", [pytest.param(AUTO, marks=pytest.mark.slow), EXPLICIT], ids=lambda kind: kind.name)
+@KINDS
+@pytest.mark.slow  # the fast suite plans a step
 def test_plan_counts_bytes_per_device(kind):
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):

@@ -408,6 +408,7 @@ def test_a_loop_without_bits_has_the_options_of_one_without_formats():
     assert {type(o.loop) for o in stored} >= {Lengths, Slots} and {o.carries for o in stored} == {((1, BITS),)}
 
 
+@pytest.mark.slow
 def test_small_leaves_are_no_choice():
     def fun(w, xs):
         def step(carry, x):
@@ -486,6 +487,7 @@ def test_options_of_a_decision_are_those_that_were_stored():
     assert _record.option_of(json.loads(json.dumps(_record._to_json(option)))) == option
 
 
+@pytest.mark.slow
 def test_plans_are_cached_by_formats(tmp_path, monkeypatch):
     monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
     plans = [planner(masked, FEW, X, stored_as=f).plan(0.7) for f in (("bits", "bfloat16"), (), ("bits", "bfloat16"))]

@@ -358,6 +358,7 @@ def test_fronts_are_those_of_the_definition(num, most):
     assert min(found) == min(front) and min(p for _, p, _ in found) == min(p for _, p, _ in front)
 
 
+@pytest.mark.slow
 def test_small_gains_near_the_best_choice_are_tried(monkeypatch):
     """The bisection does not compile a choice for a gain of a thousandth; layers of different widths have many of them."""
     widths = [16 * (1 + i % 5) for i in range(13)]
@@ -467,7 +468,8 @@ def test_fit():
     assert repr(statetx.remat(loss, policy="fit:2GiB")._policy) == "fit:2.0GiB"
 
 
-@pytest.mark.parametrize("num", [pytest.param(6, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("num", [6, 3])
+@pytest.mark.slow
 def test_loops_are_planned_with_their_bodies(num):
     planner = Planner(scanned, [*WS] * 8, X, argnums=0, of="temporaries")
     least, most = planner.ends()

@@ -166,7 +166,7 @@ def test_plans_of_layers_that_share_weights_have_equal_gradients(share):
     loss, *args = tied_layers(share)
     planner, expected = Planner(loss, *args, of="temporaries", argnums=0), jax.grad(loss)(*args)
     least = planner.ends()[0]
-    for budget in (least, int(1.1 * least), int(1.3 * least)):
+    for budget in (least, int(1.2 * least)):
         grads = jax.grad(planner.plan(budget).apply(loss))(*args)
         for a, b in zip(grads, expected, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6 * float(jnp.abs(b).max()))
@@ -200,7 +200,9 @@ def test_cotangents_that_wait_are_counted():
     assert found.region(6, 8).cotangent_bytes == 0
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, statetx.remat], ids=["unmarked", "marked"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, pytest.param(statetx.remat, marks=pytest.mark.slow)], ids=["unmarked", "marked"]
+)
 def test_memory_of_a_policy_on_the_blocks_is_reached(wrap):
     planner = Planner(functools.partial(loss, block=wrap(block)), WS, X, of="temporaries", argnums=0)
     for policy in ("nothing", "dots"):
@@ -211,6 +213,7 @@ def test_memory_of_a_policy_on_the_blocks_is_reached(wrap):
         assert plan.unplanned_flops == statetx.measure(jax.value_and_grad(loss), WS, X, gradient=False).flops
 
 
+@pytest.mark.slow
 def test_search_goes_on_where_a_limit_was_narrowed_before():
     """A spiking network over time: the peaks of its few options lie far apart."""
 
@@ -335,6 +338,7 @@ def test_unmarked_chains_reach_the_memory_of_segments_by_hand(num):
     assert plan.temp_bytes <= 1.02 * budget
 
 
+@pytest.mark.slow
 def test_composed_periods_cost_little_more_than_paths_region_by_region(monkeypatch):
     def deep(ws, x):
         return (functools.reduce(lambda x, w: jax.nn.gelu(x @ w), ws, x) ** 2).mean()

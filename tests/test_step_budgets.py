@@ -380,8 +380,7 @@ def test_two_gradients_around_shard_maps():
 @pytest.mark.parametrize(
     ("axis_type", "shard_map"),
     [
-        (AxisType.Auto, jax.shard_map),
-        pytest.param(AxisType.Auto, statetx.shard_map, marks=pytest.mark.slow),
+        *[pytest.param(AxisType.Auto, f, marks=pytest.mark.slow) for f in (jax.shard_map, statetx.shard_map)],
         (AxisType.Explicit, statetx.shard_map),
     ],
 )
