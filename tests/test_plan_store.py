@@ -120,6 +120,32 @@ def test_keys_tell_small_gradients_apart():
     assert key(jnp.sin) == key(jnp.sin) != key(jnp.cos)
 
 
+def test_order_of_differentiated_arrays_makes_no_difference():
+    """brainstate differentiates with respect to a dict by addresses of states, which JAX sorts: in each process another order."""
+
+    def step_by(*names):
+        @jax.jit  # with the dict as its argument
+        def apply(weights, x):
+            for name in names[:2]:
+                x = x + jnp.sin(jnp.tanh(x @ weights[name]) @ weights[names[2]])
+            return x
+
+        def step(ws, x):
+            weights = dict(zip(names, [*ws, ws[0]], strict=True))
+            grads = jax.grad(lambda weights: (apply(weights, x) ** 2).mean())(weights)
+            return [grads[name] for name in names]
+
+        return step
+
+    steps = step_by(2, 3, 1, 0), step_by(0, 1, 2, 3)  # the last one is not read
+    ws = [*WS, jnp.eye(32)]
+    planners = [Planner(step, ws, X) for step in steps]
+    assert planners[0].key() == planners[1].key()
+    plan = planners[0].plan(0.8)
+    for step in steps:
+        assert jax.tree.all(jax.tree.map(jnp.array_equal, jax.jit(plan.apply(step))(ws, X), jax.jit(step)(ws, X)))
+
+
 def test_bound_is_stored_when_it_is_printed(folder, monkeypatch):
     first = statetx.plan(loss, WS, X, budget=0.8, argnums=0)
     text, fewer = str(first), first.lower_bound.bytes_at(0.05)

@@ -7,14 +7,15 @@ and those of statetx. The function is staged when JAX calls it, and the rewritte
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .. import _jax
-from .._equations.structure import table
+from .._equations.primitives import Runs, row_of
+from .._equations.structure import Body, table
 from .._lift.inputs import InputNames
 from .._lift.outcome import is_traced, pack
 from .._lift.stage import stage
@@ -73,8 +74,42 @@ def _run(fun: Callable, has_aux: bool, rewriter: Rewriter, primals: tuple) -> An
     names = InputNames(user_function)
     with override(nothing, suppress_warnings=True, rewriter=rewriter.inner):
         staged, outcome, refs = stage(body, [_jax.abstract(x) for x in arrays], traced_for="statetx.remat", names=names)
+    staged, arrays = _in_order_of_reading(staged, arrays)
     name = name_of(user_function)
     build = lambda body: rewriter.rewrite(body, name, num_out)  # noqa: E731
     outs = table.get(staged, ("gradient", rewriter, num_out), build)(staged.operands, *arrays)
     leaves = outcome.add(refs).finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])
     return jax.tree.unflatten(out_tree, leaves)
+
+
+def _in_order_of_reading(body: Body, arrays: Sequence[Any]) -> tuple[Body, list[Any]]:
+    """The same function of the arrays in another order, that in which it reads them.
+
+    brainstate differentiates with respect to a dict whose keys are addresses of states: the order of its values differs from process to process,
+    and a stored plan would not fit.
+    """
+    jaxpr, first = body.jaxpr, len(body.jaxpr.invars) - len(arrays)
+    order = [i for i in _reading_order(jaxpr) if i >= first]
+    if order == sorted(order):
+        return body, list(arrays)
+    invars = [*jaxpr.invars[:first], *(jaxpr.invars[i] for i in order)]
+    reordered = _jax.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars, eqns=jaxpr.eqns)
+    return Body(reordered, body.operands), [arrays[i - first] for i in order]
+
+
+def _reading_order(jaxpr: _jax.Jaxpr) -> list[int]:
+    """The inputs of a jaxpr by number: first those that equations read, in their order, then those that are returned only, then the others."""
+    number = {v: i for i, v in enumerate(jaxpr.invars)}
+    found: dict[int, None] = {}
+
+    def read(atoms: Sequence[Any]) -> None:
+        found.update(dict.fromkeys(number[v] for v in atoms if isinstance(v, _jax.Var) and v in number))
+
+    for eqn in jaxpr.eqns:
+        row, operands = row_of(eqn), eqn.invars
+        if row.runs is Runs.ONCE:  # a call, whose operands may be in any order, too
+            operands = [operands[i] for i in _reading_order(_jax.open_jaxpr(eqn.params[row.jaxpr])[0])]
+        read(operands)
+    read(jaxpr.outvars)
+    others = [i for i in range(len(jaxpr.invars)) if i not in found]
+    return [*found, *sorted(others, key=lambda i: str(jaxpr.invars[i].aval))]
