@@ -10,6 +10,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import statetx
@@ -109,6 +110,25 @@ def test_keys_of_steps_tell_what_follows_a_gradient(step):
     """For a key each gradient is one equation, which is differentiated and mapped as the gradient would be."""
     keys = [Planner(fun, WS, X).key() for fun in (step, step, lambda *args: jax.tree.map(jnp.sin, step(*args)))]
     assert keys[0] == keys[1] != keys[2]
+
+
+@pytest.mark.parametrize("gradient", [jax.grad(loss), hessian_product, of_each_example, with_auxiliary, jacobian])
+def test_a_program_that_a_library_keeps_is_right(gradient):
+    """A library may keep what it traces, such as braintrace: also from the trace for the key, in which gradients are not differentiated yet."""
+    kept = []
+
+    def step(ws, x):
+        if not kept:
+            kept.append(jax.make_jaxpr(gradient, return_shape=True)(ws, x))
+        closed, shape = kept[0]
+        return jax.tree.unflatten(
+            jax.tree.structure(shape), jax.core.eval_jaxpr(closed.jaxpr, closed.consts, ws[0], ws[1], x)
+        )
+
+    Planner(step, WS, X)
+    assert "statetx_deferred" in str(kept[0][0])
+    for a, b in zip(*(jax.tree.leaves(jax.jit(f)(WS, X)) for f in (step, gradient)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_keys_tell_small_gradients_apart():

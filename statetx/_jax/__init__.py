@@ -66,8 +66,8 @@ from .equations import zeros as zeros
 from .gradients import differentiated_function as differentiated_function
 from .gradients import in_backward_pass as in_backward_pass
 from .gradients import replace_differentiated as replace_differentiated
+from .linear import deferred_call as deferred_call
 from .linear import linear_call as linear_call
-from .linear import opaque as opaque
 from .loops import bind_scan as bind_scan
 from .loops import counted as counted
 from .loops import counted_fori_loop as counted_fori_loop

@@ -1,4 +1,4 @@
-"""A linear function with a custom transpose, as one equation."""
+"""Functions as one equation: a linear one with a custom transpose, and one that is differentiated only if it is compiled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 
-from .._positions import function_of
+from .._positions import function_of, replaced
 from .batching import map_over
 from .equations import as_array
 
@@ -41,39 +41,78 @@ def linear_call(
     )
 
 
-def opaque(inputs: Sequence[Any], out_avals: Sequence[Any]) -> list[Any]:
-    """Arrays of some types that depend on all inputs, in a program that is looked at and never runs.
+def deferred_call(fun: Callable[[list], list], inputs: Sequence[Any], out_avals: Sequence[Any]) -> list[Any]:
+    """Call ``fun(inputs)`` in a program that is traced to be looked at: the call is one equation, and so is its derivative.
 
-    They can be differentiated any number of times, as linear functions of the float inputs; a derivative is one equation, too.
+    `fun` is traced, and differentiated, only if the program is compiled after all, as it is if a library keeps it and uses it again.
+
+    Args:
+        fun: returns arrays of types `out_avals`.
     """
-    types = list(map(jax.typeof, inputs))
-    floats = [i for i, t in enumerate(types) if _is_inexact(t)]
-    others = [x for i, x in enumerate(inputs) if i not in floats]
-    ct_avals = [types[i].to_ct_aval() for i in floats]
-
-    def transpose(_: list, cts: list) -> list[Any]:
-        return opaque([ct for ct in cts if ct is not None], ct_avals)
-
-    float_outs = [i for i, a in enumerate(out_avals) if _is_inexact(a)]
-    other_outs = [i for i in range(len(out_avals)) if i not in float_outs]
-    outs: dict[int, Any] = {}
-    if float_outs:
-        avals = [out_avals[i] for i in float_outs]
-        outs |= zip(
-            float_outs, linear_call(_never_run, transpose, others, [inputs[i] for i in floats], avals), strict=True
-        )
-    if other_outs:
-        residuals, avals = jax.lax.stop_gradient(list(inputs)), [out_avals[i] for i in other_outs]
-        outs |= zip(other_outs, linear_call(_never_run, transpose, residuals, [], avals), strict=True)
-    return [outs[i] for i in range(len(out_avals))]
+    return _deferred_p.bind(*inputs, fun=fun, out_avals=tuple(out_avals))
 
 
 def _is_inexact(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _never_run(residuals: list, tangents: list) -> list[Any]:
-    raise AssertionError("an opaque equation was run")
+def _deferred_jvp(primals: Any, tangents: Any, *, fun: Callable, out_avals: Any) -> tuple[list[Any], list[Any]]:
+    inputs = [i for i, x in enumerate(primals) if _is_inexact(jax.typeof(x))]
+    results = [i for i, aval in enumerate(out_avals) if _is_inexact(aval)]
+    ct_avals = [jax.typeof(primals[i]).to_ct_aval() for i in inputs]
+    tangent_avals = [out_avals[i].to_tangent_aval() for i in results]
+
+    def floats_of(primals: list) -> Callable[..., list[Any]]:
+        """The float results as a function of the float inputs."""
+
+        def run(*floats: Any) -> list[Any]:
+            outs = fun(replaced(primals, inputs, floats))
+            return [outs[i] for i in results]
+
+        return run
+
+    def push(primals: list, tangents: list) -> list[Any]:
+        return jax.jvp(floats_of(primals), [primals[i] for i in inputs], tangents)[1]
+
+    def pull(primals: list, cts: list) -> list[Any]:
+        return list(jax.vjp(floats_of(primals), *(primals[i] for i in inputs))[1](cts))
+
+    def pushed(primals: list, tangents: list) -> list[Any]:
+        return linear_call(push, pulled, primals, _without_none(tangents, ct_avals), tangent_avals)
+
+    def pulled(primals: list, cts: list) -> list[Any]:
+        return linear_call(pull, pushed, primals, _without_none(cts, tangent_avals), ct_avals)
+
+    out_tangents: list[Any] = [_Zero(aval.to_tangent_aval()) for aval in out_avals]
+    if inputs and results:
+        diff_tangents = [_instantiate_zeros(tangents[i]) for i in inputs]
+        out_tangents = replaced(out_tangents, results, pushed(primals, diff_tangents))
+    return deferred_call(fun, primals, out_avals), out_tangents
+
+
+def _without_none(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    return [_instantiate_zeros(_Zero(aval)) if x is None else x for x, aval in zip(values, avals, strict=True)]
+
+
+def _deferred_batch(axis: Any, args: Any, dims: Any, *, fun: Callable, out_avals: Any) -> tuple[list[Any], list[int]]:
+    mapped = map_over(fun, axis, (list(dims),))
+    outs = deferred_call(mapped, args, [_core.unmapped_aval(axis.size, 0, aval) for aval in out_avals])
+    return outs, [0] * len(outs)
+
+
+_deferred_p = _core.Primitive("statetx_deferred")
+_deferred_p.multiple_results = True
+
+
+def _deferred_impl(*inputs: Any, fun: Callable, out_avals: Any) -> list[Any]:
+    return fun(list(inputs))
+
+
+_deferred_p.def_impl(_deferred_impl)
+_deferred_p.def_abstract_eval(lambda *_, out_avals, **__: list(out_avals))
+_ad.primitive_jvps[_deferred_p] = _deferred_jvp
+_batching.fancy_primitive_batchers[_deferred_p] = _deferred_batch
+_mlir.register_lowering(_deferred_p, _mlir.lower_fun(_deferred_impl, multiple_results=True))
 
 
 _linear_p = _core.Primitive("statetx_linear")

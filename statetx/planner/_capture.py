@@ -111,7 +111,7 @@ class _GradientRecorder(_Recorder):
         return super().rewrite(body, name, num_out)
 
     def _run(self, body: Body, operands: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        return _jax.opaque([*operands, *args], [v.aval for v in body.jaxpr.outvars])
+        return _jax.deferred_call(body, [*operands, *args], [v.aval for v in body.jaxpr.outvars])
 
 
 class _Replace(Rewriter):
