@@ -3,6 +3,7 @@
 import itertools
 
 import brainstate
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -198,3 +199,49 @@ def test_make_jaxpr_refuses_a_created_state_and_does_not_speak_of_loops():
     with pytest.raises(statetx.CreatedStateError) as error:
         statetx.make_jaxpr(Cell("statetx").loss)(X)
     assert "inside make_jaxpr(Cell.loss)" in str(error.value) and "loop" not in str(error.value)
+
+
+# -- derivative rules that are Python ----------------------------------------------------------------------------------
+
+
+def with_rule(forward):
+    """A sine whose derivative rule first calls `forward`."""
+
+    @jax.custom_vjp
+    def sine(x):
+        return jnp.sin(x)
+
+    def rule(x):
+        forward(x)
+        return jnp.sin(x), x
+
+    sine.defvjp(rule, lambda x, ct: (ct * jnp.cos(x),))
+    return sine
+
+
+@pytest.mark.parametrize("inspect", ["saved_residuals", "loop_report"])
+def test_writes_of_derivative_rules_are_undone(inspect):
+    """Rules of braintrace write states, past the setter that statetx watches, and expect that the call ends as that of a jitted function."""
+    state = brainstate.ParamState(jnp.zeros(8))
+    before = state.value
+    sine = with_rule(lambda x: state.restore_value(x[0]))
+    INSPECTIONS[inspect](lambda x: (sine(x) ** 2).sum(), X)
+    assert state.value is before
+
+
+@pytest.mark.parametrize("inspect", ["saved_residuals", "memory_report", "loop_report", "plan"])
+def test_derivative_rules_that_read_what_the_call_has_set_are_named(inspect):
+    class Model:
+        pass
+
+    def step(x):
+        model = Model()
+        model.h = x
+        value = (with_rule(lambda x: model.h)(x) ** 2).sum()
+        del model.h
+        return value
+
+    with pytest.raises(AttributeError, match="no attribute 'h'") as error:
+        INSPECTIONS[inspect](step, X)
+    (note,) = (n for n in error.value.__notes__ if "derivative rule" in n)
+    assert "test_inspected.py:" in note and "\nFix: " in note

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import _jax
+from .. import _frames, _jax
 from .._jax import Jaxpr
 from .._positions import function_of
 from .structure import Body
@@ -36,6 +36,7 @@ def forward_pass(
     """Stage ``fun(*inputs) -> outputs`` with the residuals that ``jax.vjp`` saves for the inputs at `diff_indices`."""
     pullback: Any = None
 
+    @_frames.undone
     def run(*inputs: Any) -> list[Any]:
         nonlocal pullback
         # The treedef leaves the trace by `nonlocal`: only arrays can be outputs of a jaxpr, and `backward_pass` needs
@@ -54,6 +55,7 @@ def backward_pass(
     """Stage ``(*residuals, *cotangents) -> cotangents of the inputs``; return the jaxpr and its constants."""
     num = len(residual_avals)
 
+    @_frames.undone
     def run(*inputs: Any) -> list[Any]:
         vjp_fun = jax.tree.unflatten(pullback, inputs[:num])
         return jax.tree.leaves(vjp_fun(list(inputs[num:])))
@@ -69,6 +71,7 @@ def with_pullback(
     Measurements and plans take the memory of this program for the memory of a gradient.
     """
 
+    @_frames.undone
     def step(*arrays: Any) -> tuple[list, list, list]:
         diff_args = (arrays[i] for i in diff_indices)
         outs, vjp_fun, aux = jax.vjp(function_of(fun, arrays, diff_indices), *diff_args, has_aux=True)

@@ -28,6 +28,7 @@ from .current import set_current_frame as set_current_frame
 from .frame import Frame as Frame
 from .frame import enclosing_frame as enclosing_frame
 from .frame import num_references as num_references
+from .frame import undone as undone
 from .leaks import check_write as check_write
 from .leaks import refuse_created as refuse_created
 from .threads import acquire as acquire

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
+import sysconfig
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
@@ -14,7 +17,7 @@ import jax
 from .. import _jax
 from .._atomic import Store, commit
 from .._errors import StateValueError
-from .._states.messages import call_site, describe
+from .._states.messages import call_site, describe, library_folders
 from .._states.protocol import Kind
 from .._states.registry import kinds
 from .access import UNKNOWN, Access, Copy, Effect, _is_writable, is_leaf
@@ -23,6 +26,8 @@ from .leaks import _refuse_hidden, check_write
 from .threads import acquire, open_frames
 
 T = TypeVar("T")
+
+_STDLIB = sysconfig.get_path("stdlib")
 
 
 _REPLACED = "An array has no .value. Was a state replaced by an array, as in `model.mean = x`?\nFix: `model.mean.value = x` writes the state."
@@ -283,6 +288,46 @@ class Frame:
                     f"A compiled program gives each state a container of its own.\n"
                     f"Fix: assign a new container to .value, or keep it in one state."
                 )
+
+
+_IN_RULE = (
+    "Raised in a derivative rule that statetx called to inspect the function, whose own call had ended: {site}\n"
+    "Fix: let the rule read arguments only, no states or attributes that the call sets. There is no plan and no report of a backward pass "
+    "for rules that do, such as those of braintrace's online algorithms."
+)
+
+
+def undone(fun: Callable[..., T]) -> Callable[..., T]:
+    """`fun`, whose writes to states are undone once it has returned.
+
+    For equations that are differentiated later than in the user's call, only to inspect them: their derivative rules may be Python that reads
+    and writes states. An exception of such a rule has a note that says so.
+    """
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> T:
+        try:
+            return Frame("a derivative rule", is_undo=True).run(fun, *args, **kwargs)
+        except Exception as e:
+            site = _site_of_user(e.__traceback__)
+            note = _IN_RULE.format(site=site)
+            if site is not None and note not in getattr(e, "__notes__", ()):
+                e.add_note(note)
+            raise
+
+    return call
+
+
+def _site_of_user(traceback: TracebackType | None) -> str | None:
+    """The first line of a traceback that is neither in a library nor in Python itself."""
+    folders = library_folders()
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        is_python = file.startswith(_STDLIB) and "site-packages" not in file
+        if not (is_python or file.startswith(("<", *folders))):
+            return f"{file}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return None
 
 
 def enclosing_frame(closing: Any) -> Any:

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .. import _jax
+from .. import _frames, _jax
 from .._equations.primitives import CALLS, ENTERED, inner_jaxprs, row_of
 from .._jax import Jaxpr, Literal
 from .bits import are_bits, is_bits, of_steps
@@ -228,7 +228,7 @@ class Rule:
         """The survey of the rule with all operands differentiated; empty if the rule raises."""
         try:
             with _jax.in_shard_maps(*self.enclosing):
-                jaxpr = _jax.rule_of(self.eqn)
+                jaxpr = _frames.undone(_jax.rule_of)(self.eqn)
         except Exception:
             return Survey(_jax.empty_jaxpr)  # differentiation raises the same error, if it ever happens
         return Survey.of_rule(self, jaxpr)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import _jax
+from .. import _frames, _jax
 from .._equations.flops import flops
 from .._equations.inline import inline
 from .._equations.primitives import CALLS, INLINED, JIT, REMAT, row_of
@@ -245,6 +245,7 @@ def _with_gradient(jaxpr: Jaxpr, diff_indices: Sequence[int], num_out: int) -> t
         diff_outs = [jnp.asarray(x) for x in outs[:num_out] if is_float(x)]
         return diff_outs, [*(x for x in outs[:num_out] if not is_float(x)), *outs[num_out:]]
 
+    @_frames.undone
     def run(*arrays: Any) -> list[Any]:
         inputs, cts = arrays[: len(program.invars)], arrays[len(program.invars) :]
         diff_inputs = [inputs[i] for i in diff_indices]

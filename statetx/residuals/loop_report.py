@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _jax
+from .. import _frames, _jax
 from .._lift.context import device_bytes
 from .._lift.targets import resolve_argnums
 from .._lift.wrapper import name_of, refuse_value
@@ -202,6 +202,7 @@ def _notes(fun: Callable, args: tuple, kwargs: dict[str, Any], nums: Sequence[in
     is_wanted = [*[True] * (len(avals) - len(in_argnums)), *in_argnums]
     diff_indices = [i for i, aval in enumerate(avals) if is_wanted[i] and is_float(aval)]
 
+    @_frames.undone
     def gradient(*inputs: Any) -> list[Any]:
         run = lambda *inputs: _jax.evaluate(closed.jaxpr, closed.consts, inputs)[:num_out]  # noqa: E731
         outs, pull = jax.vjp(function_of(run, inputs, diff_indices), *(inputs[i] for i in diff_indices))
