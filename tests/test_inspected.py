@@ -1,6 +1,7 @@
 """Functions that only inspect a step accept one that creates states, such as brainstate's ``init_all_states`` in a training step."""
 
 import itertools
+import warnings
 
 import brainstate
 import jax
@@ -199,6 +200,27 @@ def test_make_jaxpr_refuses_a_created_state_and_does_not_speak_of_loops():
     with pytest.raises(statetx.CreatedStateError) as error:
         statetx.make_jaxpr(Cell("statetx").loss)(X)
     assert "inside make_jaxpr(Cell.loss)" in str(error.value) and "loop" not in str(error.value)
+
+
+@each_kind
+def test_reports_of_a_jitted_step_warn_of_nothing(kind):
+    """They stage the step many times, each in a trace of its own, and training stages it once."""
+    cell, stagings = Cell(kind), []
+
+    @statetx.jit
+    def step(x):
+        stagings.append(0)
+        return cell.step(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", statetx.StagingWarning)
+        statetx.memory_report(step, X)
+        statetx.explain_oom(step, X)
+        for _ in range(3):
+            step(X)
+        stagings.clear()
+        step(X)
+    assert not stagings
 
 
 # -- derivative rules that are Python ----------------------------------------------------------------------------------

@@ -219,12 +219,15 @@ class Jit(Wrapper[P, R]):
     def _stage_unless_done(self, call: Call, tried: list[Program] | None) -> Program | None:
         return self._stage(call, tried or []) if self.cache.programs.get(call.key) is tried else None
 
-    def _stage(self, call: Call, tried: Sequence[Program]) -> Program:
+    def _stage(self, call: Call, tried: Sequence[Program], *, is_run: bool = True) -> Program:
         program = Program(self, call, tried)
         # References of this program must be known before those of the user are counted.
         program.register_references()
         program.created.record_references()
-        if program.created.states:
+        # A call that is only looked at, or within another trace, such as that of a report, says nothing of later ones.
+        if not is_run or not _frames.is_idle():
+            program.created.was_used = True
+        elif program.created.states:
             self._warn(program.created, [p.created for p in tried[:1] if p.is_for(call)])
         if program.is_reusable:
             locked(self.cache.lock, self._keep, call, program)
@@ -273,7 +276,7 @@ class Jit(Wrapper[P, R]):
     def _program_for(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, Call]:
         call = self._read(args, kwargs)
         programs = self.cache.programs.get(call.key, [])
-        return next((p for p in programs if p.accepts(call)), None) or self._stage(call, programs), call
+        return next((p for p in programs if p.accepts(call)), None) or self._stage(call, programs, is_run=False), call
 
     def clear_cache(self) -> None:
         """Drop every program of the function, as ``jax.clear_caches`` does for all functions."""

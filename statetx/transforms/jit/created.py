@@ -221,7 +221,7 @@ class CreatedStates:
         states: the created states, with their kinds.
         used: states created by other programs that this one reads or writes.
         is_repeated: whether every call would create these states again and put them in the same places.
-        was_used: whether a call other than the staged one has run the program.
+        was_used: whether a call other than the staged one has run the program; True for a program that is staged to be looked at.
         num_unused: number of programs staged in a row before this one that were run by their staged call only.
     """
 
