@@ -3,15 +3,19 @@
 Compared
     A transformer (12 layers, width 768, 12 heads, 1,024 tokens, batch 8) and a gated recurrent model (16,384 steps, width
     512, batch 64); gradients of the loss with respect to all parameters. The transformer without rematerialization, with
-    each stock policy on its blocks, with products offloaded to the host, and with plans for two thirds and for a third of
+    each stock policy on its blocks, with products offloaded to the host, and with plans for five budgets, as fractions of
     the memory it takes. The recurrent model with every step stored, in nested loops, by schedules of slots, and with the
     nested loops' checkpoints in the host's memory.
 
 Measured
     Each in its own process, one after the other, in three rounds: the median time of a step, ten steps after two
     to warm up; the peak bytes of the device (as its allocator reports; if it does not, as on CPUs, arguments,
-    outputs and temporaries of the compiled program); tokens or steps of the sequence a second. Gradients are compared with
-    the first implementation's.
+    outputs and temporaries of the compiled program, which is what a plan predicts); tokens or steps of the sequence a second.
+    Each plan is compared with the fastest stock policy that takes no more memory. Gradients are compared with the first
+    implementation's.
+
+With ``--json OUT`` each process's figures are written when it ends, and the same command goes on where it ended: with
+``--limit 500`` it starts no process after 500 seconds.
 
 It also runs on a CPU, with ``--quick``, at small sizes. Results are written with the device's name.
 """
@@ -26,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,6 +44,8 @@ from statetx import policies
 from statetx.policies import Levels, Slots
 
 MIB = 2**20
+BUDGETS = (0.9, 0.7, 0.5, 0.4, 0.3)  # of the temporary memory without rematerialization
+STOCK = ("no remat", "nothing", "dots", "dots_without_batch_dims")
 TRANSFORMER = {"layers": 12, "width": 768, "heads": 12, "time": 1024, "batch": 8}
 QUICK_TRANSFORMER = {"layers": 2, "width": 64, "heads": 4, "time": 64, "batch": 2}
 RECURRENT, QUICK_RECURRENT = (16_384, 512, 64), (256, 32, 4)  # steps, width, batch
@@ -87,8 +94,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable[[bool], programs.Program]]] = {
         "dots": rematerialized("dots"),
         "dots_without_batch_dims": rematerialized("dots_without_batch_dims"),
         "dots, offloaded": rematerialized(policies.offload(policies.dots, otherwise="save")),
-        "plan, 2/3": planned(2 / 3),
-        "plan, 1/3": planned(1 / 3),
+        **{f"plan, {fraction:.0%}": planned(fraction) for fraction in BUDGETS},
     },
     "recurrent": {
         "plain": recurrent(None),
@@ -126,6 +132,7 @@ def one(kind: str, name: str, quick: bool) -> dict[str, Any]:
     return {
         "seconds": statistics.median(times),
         "peak": stats.get("peak_bytes_in_use", compiled),
+        "predicted": compiled,
         "temporary": memory.temp_size_in_bytes,
         "loss": float(value),
         "gradients": sums,
@@ -149,6 +156,7 @@ COLUMNS = (
     "ms a step",
     "of the first",
     "peak MiB",
+    "predicted MiB",
     "temporary MiB",
     "tokens or steps a second",
 )
@@ -160,11 +168,38 @@ def rows(results: dict[str, dict[str, Any]], quick: bool) -> list[list[str]]:
         first = next((r["seconds"] for r in by_name.values() if "seconds" in r), 1.0)
         for name, r in by_name.items():
             if "error" in r:
-                lines.append([f"{kind}: {name}", r["error"][:60], "", "", "", ""])
+                lines.append([f"{kind}: {name}", r["error"][:60], *[""] * (len(COLUMNS) - 2)])
                 continue
             cells = [f"{1e3 * r['seconds']:.1f}", f"{r['seconds'] / first:.2f}", f"{r['peak'] / MIB:,.0f}"]
-            cells += [f"{r['temporary'] / MIB:,.1f}", f"{tokens(kind, quick) / r['seconds']:,.0f}"]
+            cells += [
+                f"{r['predicted'] / MIB:,.0f}",
+                f"{r['temporary'] / MIB:,.1f}",
+                f"{tokens(kind, quick) / r['seconds']:,.0f}",
+            ]
             lines.append([f"{kind}: {name}", *cells])
+    return lines
+
+
+def verdicts(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Each plan beside the fastest stock policy that takes no more temporary memory; the largest errors of predicted peaks."""
+    good = {name: r for name, r in results.get("transformer", {}).items() if "error" not in r}
+    lines = []
+    for name, r in good.items():
+        if not name.startswith("plan"):
+            continue
+        stock = {n: s for n, s in good.items() if n in STOCK and s["temporary"] <= r["temporary"]}
+        best = min(stock, key=lambda n: stock[n]["seconds"], default=None)
+        beside = (
+            "no stock policy takes as little"
+            if best is None
+            else f"{r['seconds'] / stock[best]['seconds']:.2f} of the time of {best}"
+        )
+        lines.append(f"{name}: {r['temporary'] / MIB:,.1f} MiB of temporaries, {beside}")
+    for kind, by_name in results.items():
+        errors = {n: r["peak"] / r["predicted"] - 1 for n, r in by_name.items() if "error" not in r}
+        if errors:
+            worst = max(errors, key=lambda n: abs(errors[n]))
+            lines.append(f"{kind}: peak of the device {errors[worst]:+.1%} of the prediction at most ({worst})")
     return lines
 
 
@@ -174,26 +209,49 @@ def main() -> None:
         "metavar": ("KIND", "NAME"),
         "help": "measure one implementation in this process and print JSON",
     }
-    options = parse_args(__doc__ or "", one=one_of)
+    limit = {"type": float, "metavar": "SECONDS", "help": "start no further process after this time"}
+    options = parse_args(__doc__ or "", one=one_of, limit=limit)
     if options.one:
         print(json.dumps(one(*options.one, options.quick)))
         return
-    env = environment() | {"device": jax.devices()[0].device_kind}
+    start = time.monotonic()
+    env = environment() | {"device": jax.devices()[0].device_kind, "quick": options.quick}
     print(header(env))
-    samples: dict[str, dict[str, list]] = {kind: {n: [] for n in by_name} for kind, by_name in IMPLEMENTATIONS.items()}
-    for _ in range(1 if options.quick else 3):
-        for kind, by_name in IMPLEMENTATIONS.items():
-            for name in by_name:
-                samples[kind][name].append(run(kind, name, options.quick))
-    results = {kind: {n: merged(s) for n, s in by_name.items()} for kind, by_name in samples.items()}
+    samples = earlier_samples(options.json, env)
+    num_rounds = options.rounds or (1 if options.quick else 3)
+    missing = [(k, n) for i in range(num_rounds) for k, names in samples.items() for n in names if len(names[n]) <= i]
+    for kind, name in missing:
+        if options.limit is not None and time.monotonic() - start > options.limit:
+            break
+        samples[kind][name].append(run(kind, name, options.quick))
+        print(f"{kind}: {name}, {time.monotonic() - start:.0f} s", flush=True)
+        if options.json:
+            write_json(options.json, env, {"samples": samples})
+    results = {kind: {n: merged(s) for n, s in by_name.items() if s} for kind, by_name in samples.items()}
     for kind, by_name in results.items():
         good = [r for r in by_name.values() if "error" not in r]
         for r in good:
             np.testing.assert_allclose(r["loss"], good[0]["loss"], rtol=1e-3, err_msg=kind)
             np.testing.assert_allclose(r["gradients"], good[0]["gradients"], rtol=1e-2, err_msg=kind)
     show("On " + env["device"], COLUMNS, rows(results, options.quick))
+    verdict = verdicts(results)
+    print("\n".join(verdict))
     if options.json:
-        write_json(options.json, env, {"results": results})
+        write_json(options.json, env, {"samples": samples, "results": results, "verdict": verdict})
+
+
+def earlier_samples(path: Path | None, env: dict[str, Any]) -> dict[str, dict[str, list]]:
+    """What an earlier run has written, if it ran on the same device with the same versions, apart from the date."""
+    samples: dict[str, dict[str, list]] = {kind: {n: [] for n in by_name} for kind, by_name in IMPLEMENTATIONS.items()}
+    if path is None or not path.exists():
+        return samples
+    written = json.loads(path.read_text())
+    if {**written["environment"], "date": env["date"]} != env:
+        raise SystemExit(f"{path} is from another device or version: name another file")
+    for kind, by_name in samples.items():
+        for name in by_name:
+            by_name[name] += written["samples"].get(kind, {}).get(name, [])
+    return samples
 
 
 def merged(samples: list[dict[str, Any]]) -> dict[str, Any]:
