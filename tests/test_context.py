@@ -48,8 +48,7 @@ def compiled_bytes(fun, *args):
 # -- plans and fit: --
 
 
-@KINDS
-@pytest.mark.slow  # the fast suite plans a step
+@pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=lambda kind: kind.name)
 def test_plan_counts_bytes_per_device(kind):
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):

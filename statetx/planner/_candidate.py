@@ -110,6 +110,8 @@ class Candidates:
         known = self.find(layout, options)
         if known is not None:
             return known
+        if _key(layout, options) == self._baseline_key:  # the model, which said that it takes too much, was wrong
+            return self._note_baseline(self._baseline.compile_exactly())
         peak = layout.peak(options)
         predicted = self.predict(peak)
         self._report(f"compiling candidate {len(self) + 1}")
