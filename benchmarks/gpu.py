@@ -11,7 +11,7 @@ Measured
     Each in its own process, one after the other, in three rounds: the median time of a step, ten steps after two
     to warm up; the peak bytes of the device (as its allocator reports; if it does not, as on CPUs, arguments,
     outputs and temporaries of the compiled program, which is what a plan predicts); tokens or steps of the sequence a second.
-    Each plan is compared with the fastest stock policy that takes no more memory. Gradients are compared with the first
+    Each plan is compared with the fastest stock policy that keeps its budget. Gradients are compared with the first
     implementation's.
 
 With ``--json OUT`` each process's figures are written when it ends, and the same command goes on where it ended: with
@@ -181,20 +181,21 @@ def rows(results: dict[str, dict[str, Any]], quick: bool) -> list[list[str]]:
 
 
 def verdicts(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Each plan beside the fastest stock policy that takes no more temporary memory; the largest errors of predicted peaks."""
+    """Each plan beside the fastest stock policy that keeps its budget; the largest errors of predicted peaks."""
     good = {name: r for name, r in results.get("transformer", {}).items() if "error" not in r}
     lines = []
-    for name, r in good.items():
-        if not name.startswith("plan"):
+    for fraction in BUDGETS if "no remat" in good else ():
+        name, budget = f"plan, {fraction:.0%}", fraction * good["no remat"]["temporary"]
+        if name not in good:
             continue
-        stock = {n: s for n, s in good.items() if n in STOCK and s["temporary"] <= r["temporary"]}
-        best = min(stock, key=lambda n: stock[n]["seconds"], default=None)
+        stock = {n: r["seconds"] for n, r in good.items() if n in STOCK and r["temporary"] <= budget}
+        best = min(stock, key=lambda n: stock[n], default=None)
         beside = (
-            "no stock policy takes as little"
+            "no stock policy keeps it"
             if best is None
-            else f"{r['seconds'] / stock[best]['seconds']:.2f} of the time of {best}"
+            else f"{good[name]['seconds'] / stock[best]:.2f} of the time of {best}"
         )
-        lines.append(f"{name}: {r['temporary'] / MIB:,.1f} MiB of temporaries, {beside}")
+        lines.append(f"{name}: {good[name]['temporary'] / MIB:,.1f} of {budget / MIB:,.1f} MiB, {beside}")
     for kind, by_name in results.items():
         errors = {n: r["peak"] / r["predicted"] - 1 for n, r in by_name.items() if "error" not in r}
         if errors:

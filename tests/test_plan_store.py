@@ -93,7 +93,7 @@ def hessian_product(ws, x):
 
 
 def of_each_example(ws, x):
-    return jax.vmap(jax.grad(loss, has_aux=False), (None, 0))(ws, x[:4, None])
+    return jax.vmap(jax.grad(loss), (None, 0))(ws, x[:4, None])
 
 
 def with_auxiliary(ws, x):

@@ -1009,7 +1009,7 @@ def test_plan_fits_before_and_after_the_update_of_weakly_typed_states():
             assert jax.typeof(a) == jax.typeof(b)
 
 
-def test_kernels_stay_as_they_are_written():
+def test_kernels_are_left_unchanged():
     def kernel(x, out):
         out[...] = x[...] + jnp.full((4,), 2.0)  # weakly typed
 

@@ -44,7 +44,7 @@ def linear_call(
 def deferred_call(fun: Callable[[list], list], inputs: Sequence[Any], out_avals: Sequence[Any]) -> list[Any]:
     """Call ``fun(inputs)`` in a program that is traced to be looked at: the call is one equation, and so is its derivative.
 
-    `fun` is traced, and differentiated, only if the program is compiled after all, as it is if a library keeps it and uses it again.
+    `fun` is traced, and differentiated, only if the program is compiled after all: a library may keep it and use it again.
 
     Args:
         fun: returns arrays of types `out_avals`.
@@ -71,22 +71,22 @@ def _deferred_jvp(primals: Any, tangents: Any, *, fun: Callable, out_avals: Any)
 
         return run
 
-    def push(primals: list, tangents: list) -> list[Any]:
+    def jvp(primals: list, tangents: list) -> list[Any]:
         return jax.jvp(floats_of(primals), [primals[i] for i in inputs], tangents)[1]
 
-    def pull(primals: list, cts: list) -> list[Any]:
+    def vjp(primals: list, cts: list) -> list[Any]:
         return list(jax.vjp(floats_of(primals), *(primals[i] for i in inputs))[1](cts))
 
-    def pushed(primals: list, tangents: list) -> list[Any]:
-        return linear_call(push, pulled, primals, _without_none(tangents, ct_avals), tangent_avals)
+    def bind_jvp(primals: list, tangents: list) -> list[Any]:
+        return linear_call(jvp, bind_vjp, primals, _without_none(tangents, ct_avals), tangent_avals)
 
-    def pulled(primals: list, cts: list) -> list[Any]:
-        return linear_call(pull, pushed, primals, _without_none(cts, tangent_avals), ct_avals)
+    def bind_vjp(primals: list, cts: list) -> list[Any]:
+        return linear_call(vjp, bind_jvp, primals, _without_none(cts, tangent_avals), ct_avals)
 
     out_tangents: list[Any] = [_Zero(aval.to_tangent_aval()) for aval in out_avals]
     if inputs and results:
         diff_tangents = [_instantiate_zeros(tangents[i]) for i in inputs]
-        out_tangents = replaced(out_tangents, results, pushed(primals, diff_tangents))
+        out_tangents = replaced(out_tangents, results, bind_jvp(primals, diff_tangents))
     return deferred_call(fun, primals, out_avals), out_tangents
 
 

@@ -104,7 +104,7 @@ def _simplified(x: Any) -> Any:
         loop = _jax.loop_of(eqn)
         if loop is not None and loop.is_plain():  # `flatten` inlines the call
             eqn = eqn.replace(primitive=closed_call_p, params={"call_jaxpr": eqn.params["jaxpr"]})
-        # A kernel stays as it is written.
+        # A kernel is left unchanged.
         new.append(eqn if eqn.primitive.name == "pallas_call" else _jax.map_jaxprs(_simplified, eqn))
     is_same = len(new) == len(eqns) and all(a is b for a, b in zip(new, eqns, strict=True))
     return x if is_same else _jax.with_equations(x, new)
