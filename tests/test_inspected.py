@@ -226,8 +226,8 @@ def test_reports_of_a_jitted_step_warn_of_nothing(kind):
 # -- derivative rules that are Python ----------------------------------------------------------------------------------
 
 
-def with_rule(forward):
-    """A sine whose derivative rule first calls `forward`."""
+def with_rule(forward, backward=lambda x: None):
+    """A sine whose derivative rules first call `forward` and `backward`."""
 
     @jax.custom_vjp
     def sine(x):
@@ -237,17 +237,31 @@ def with_rule(forward):
         forward(x)
         return jnp.sin(x), x
 
-    sine.defvjp(rule, lambda x, ct: (ct * jnp.cos(x),))
+    def transposed_rule(x, ct):
+        backward(x)
+        return (ct * jnp.cos(x),)
+
+    sine.defvjp(rule, transposed_rule)
     return sine
 
 
-@pytest.mark.parametrize("inspect", ["saved_residuals", "loop_report"])
-def test_writes_of_derivative_rules_are_undone(inspect):
+def planned(loss, x):
+    return statetx.plan(loss, x, of="temporaries", budget=10**6).lower_bound.bytes_at(0.1)
+
+
+def printed(loss, x):
+    return str(statetx.saved_residuals(statetx.remat(loss, policy="everything"), x)), statetx.print_fwd_bwd(loss, x)
+
+
+@pytest.mark.parametrize("inspect", [planned, printed, statetx.saved_residuals, statetx.loop_report])
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_writes_of_derivative_rules_are_undone(inspect, is_backward):
     """Rules of braintrace write states, past the setter that statetx watches, and expect that the call ends as that of a jitted function."""
     state = brainstate.ParamState(jnp.zeros(8))
     before = state.value
-    sine = with_rule(lambda x: state.restore_value(x[0]))
-    INSPECTIONS[inspect](lambda x: (sine(x) ** 2).sum(), X)
+    write = lambda x: state.restore_value(x[0])  # noqa: E731
+    sine = with_rule(lambda x: None, write) if is_backward else with_rule(write)
+    inspect(lambda x: (sine(x) ** 2).sum(), X)
     assert state.value is before
 
 
