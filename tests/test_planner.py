@@ -724,8 +724,7 @@ def test_choice_changes_after_a_measurement():
     family = family_of({(0, 1): (front, 0)}, 1)
     assert family.choose(20) is family.choose(20) and family.choose(20)[1][0].cost == 2.0
     front._steps[1] = front._steps[1]._replace(backward_bytes=30)  # as `measure` finds
-    front.version += 1
-    front._update()
+    front._renew()
     assert family.choose(20) is None and family.choose(40)[1][0].backward_bytes == 30
 
 

@@ -131,11 +131,19 @@ class Graph:
             offload: the cost of fetching a byte from host memory; None if nothing is offloaded.
             deadline: whether time is up.
         """
+        return self.front_finder(offload, deadline)()
+
+    def front_finder(self, offload: float | None, deadline: Callable[[], bool]) -> Callable[[], list[Option]]:
+        """A function that finds the `front`. It traces nothing, so that another thread may call it."""
         options = [self.baseline(), self.option(frozenset())]
         if not self.sites or not self.costs:
-            return pareto_front(options)
+            return lambda: pareto_front(options)
         program = self._integer_program(offload)
+        return lambda: self._front(program, options, offload, deadline)
 
+    def _front(
+        self, program: IntegerProgram, options: list[Option], offload: float | None, deadline: Callable[[], bool]
+    ) -> list[Option]:
         # From the cheapest option downwards: each must save fewer bytes than the one before it.
         limit, total = np.inf, None
         while len(options) < _MAX_OPTIONS and not deadline():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from ._values import Address
 
 _FREE = Option(None, 0, 0, 0.0)
 
+FindOptions = Callable[[], list[Option]]
+
 
 class Front:
     """The Pareto front of a part's options, shared by all parts of equal structure.
@@ -32,7 +35,8 @@ class Front:
         is_free: whether the part has no backward pass.
 
     Args:
-        steps: options of the part's equations; for a loop, of one step. The first leaves them unchanged.
+        steps: options of the part's equations; for a loop, of one step. The first leaves them unchanged. Or a function that returns
+            them, called when they are first asked for.
         stock: the options of the stock policies for the equations.
         graph: measures options; None if there is nothing to measure.
         expand: maps options of a step to options of its loop.
@@ -41,28 +45,47 @@ class Front:
 
     def __init__(
         self,
-        steps: Sequence[Option],
+        steps: Sequence[Option] | Callable[[], Sequence[Option]],
         stock: Sequence[Option],
         graph: Graph | None = None,
         expand: Callable[[Sequence[Option]], list[Option]] = list,
         measured: dict[Any, int] | None = None,
     ):
-        self._steps, self._stock = list(steps), list(stock)
+        self._find_steps = steps if callable(steps) else lambda: steps
+        self._stock = list(stock)
         self._graph = graph
         self._expand = expand
         self.is_free = graph is None and self._steps[:1] == [_FREE]
         self._measured: set[Any] = set()
         self._bytes = {} if measured is None else measured
         self.version = 0
-        self._update()
 
-    def _update(self) -> None:
-        self.baseline = self._expand(self._steps[:1])[0]
-        self.stock = [self._expand([o])[-1]._replace(fenced=False) for o in self._stock]  # as the user would write it
-        options = [*self._expand(self._steps), *self.stock]
-        self.options = pareto_front(options)
-        uniform = [o for o in options if not isinstance(o.loop, Groups)]
-        self.uniform_options = self.options if len(uniform) == len(options) else pareto_front(uniform)
+    @functools.cached_property
+    def _steps(self) -> list[Option]:
+        return list(self._find_steps())
+
+    # These change with a measurement.
+
+    @functools.cached_property
+    def baseline(self) -> Option:
+        return self._expand(self._steps[:1])[0]
+
+    @functools.cached_property
+    def stock(self) -> list[Option]:
+        return [self._expand([o])[-1]._replace(fenced=False) for o in self._stock]  # as the user would write it
+
+    @functools.cached_property
+    def _all_options(self) -> list[Option]:
+        return [*self._expand(self._steps), *self.stock]
+
+    @functools.cached_property
+    def options(self) -> list[Option]:
+        return pareto_front(self._all_options)
+
+    @functools.cached_property
+    def uniform_options(self) -> list[Option]:
+        uniform = [o for o in self._all_options if not isinstance(o.loop, Groups)]
+        return self.options if len(uniform) == len(self._all_options) else pareto_front(uniform)
 
     def copying(self, kept: frozenset[Address], derived: frozenset[Address], cost: float) -> Front | None:
         """The options of a region that computes inputs again, and keeps what other regions compute theirs from.
@@ -122,9 +145,14 @@ class Front:
             return False
         for decision in new:
             self._measure(self._graph, decision)
-        self.version += 1
-        self._update()
+        self._renew()
         return True
+
+    def _renew(self) -> None:
+        """Let the options be made from measured steps."""
+        self.version += 1
+        for name in ("baseline", "stock", "_all_options", "options", "uniform_options"):
+            vars(self).pop(name, None)
 
     def _new(self, option: Option) -> list[tuple[Any, ...]]:
         """The decisions of an option that are not measured."""
@@ -155,11 +183,13 @@ def front_of(
     kept_byte_cost: float = 0.0,
     formats: Formats = (),
     is_alone: bool = True,
+    start: Callable[[FindOptions], FindOptions] = lambda find: find,
 ) -> Front:
     """The front of a part.
 
     Args:
         is_alone: as for `LoopOptions`.
+        start: takes a function that solves integer programs, and returns one that waits for its result.
     """
     # Without tangents or cotangents the part has no backward pass, and saves nothing for it.
     free = [_FREE]
@@ -190,4 +220,5 @@ def front_of(
     if is_fixed:
         return Front([baseline], [baseline] * len(policies), None, lambda steps: expand(steps)[:1])
     stock = [graph.by_policy(policy) for policy in policies]
-    return Front([baseline, *graph.front(offload=offload, deadline=deadline), *stock], stock, graph, expand)
+    found = start(graph.front_finder(offload, deadline))
+    return Front(lambda: [baseline, *found(), *stock], stock, graph, expand)

@@ -12,6 +12,7 @@ whatever the limit is. So the front of a period of the program (a layer) is comp
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -36,6 +37,7 @@ from ._values import Address
 _MIN_COMPOSED = 8  # periods of a run from which on they are composed: a path through fewer is followed region by region
 _COMPARED = (1.3, 1.5, 1.7, 2.0)  # limits at which families are compared, by the least memory
 _CLEARLY_CHEAPER = _CLEARLY_LESS = 0.95
+_NUM_SOLVERS = 2
 _STEP = 8  # composed periods of an arc, at least; no merged region crosses its end, which errs towards more cost
 
 
@@ -75,7 +77,11 @@ class Lattice:
         self.program = program
         self.regions: dict[Interval, Region] = {}
         is_alone = len(program.loops) < 2 and not has_others
-        self._front_options = equation_cost, policies, offload, deadline, context, kept_byte_cost, formats, is_alone
+        # Integer programs are solved in threads, while Python analyzes other regions: the solver releases the GIL.
+        pool = concurrent.futures.ThreadPoolExecutor(_NUM_SOLVERS, "statetx-solver")
+        start = lambda find: pool.submit(find).result  # noqa: E731
+        shared = equation_cost, policies, offload, deadline, context
+        self._front_options = *shared, kept_byte_cost, formats, is_alone, start
         self._fronts: dict[Any, Front] = {}
         jaxpr = program.jaxpr
         self._copying_fronts: dict[Any, Front | None] = {}

@@ -46,11 +46,11 @@ class Paths:
 
     def then(self, other: Paths, offset: int) -> Paths:
         """Paths of this table followed by paths of another, which begins `offset` equations later."""
-        i, j = (x.ravel() for x in np.indices((len(self), len(other))))
-        bytes, costs = self.bytes[i] + other.bytes[j], self.costs[i] + other.costs[j]
-        peaks = np.maximum(self.peaks[i], self.bytes[i] + other.peaks[j])
+        first_bytes = self.bytes[:, None]
+        bytes, costs = (first_bytes + other.bytes).ravel(), (self.costs[:, None] + other.costs).ravel()
+        peaks = np.maximum(self.peaks[:, None], first_bytes + other.peaks).ravel()
         rows = _front(bytes, peaks, costs)
-        i, j = i[rows], j[rows]
+        i, j = np.divmod(rows, len(other))
 
         def steps(row: int) -> Steps:
             return [*self.steps(int(i[row])), *((offset + start, option) for start, option in other.steps(int(j[row])))]
@@ -73,22 +73,25 @@ class Paths:
 
 def _front(bytes: np.ndarray, peaks: np.ndarray, costs: np.ndarray) -> np.ndarray:
     """The rows that no other dominates, by ascending cost; of too many a sample, with the least of each number."""
-    order = np.lexsort((peaks, bytes, costs))
-    if len(order) > 4 * _MAX_ROWS:
-        # The cheapest row of each bin, and the extremes.
-        bins = bins_of(bytes, _NUM_BINS) * (_NUM_BINS + 1) + bins_of(peaks, _NUM_BINS)
-        _, first = np.unique(bins[order], return_index=True)
-        extremes = [_least(bytes, peaks, costs), _least(peaks, bytes, costs)]
-        is_kept = np.zeros(len(order), bool)
-        is_kept[order[first]] = is_kept[extremes] = True
-        order = order[is_kept[order]]
-
+    rows = np.arange(len(costs)) if len(costs) <= 4 * _MAX_ROWS else _sample(bytes, peaks, costs)
+    order = rows[np.lexsort((peaks[rows], bytes[rows], costs[rows]))]
     order = order[_undominated(bytes[order], peaks[order])]
     if len(order) > _MAX_ROWS:
         chosen = np.linspace(0, len(order) - 1, _MAX_ROWS - 2).astype(int)
         chosen = np.union1d(chosen, [np.argmin(bytes[order]), np.argmin(peaks[order])])
         order = order[chosen]
     return order
+
+
+def _sample(bytes: np.ndarray, peaks: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """The cheapest row of each bin, and the extremes."""
+    bins = bins_of(bytes, _NUM_BINS) * (_NUM_BINS + 1) + bins_of(peaks, _NUM_BINS)
+    least = np.full((_NUM_BINS + 1) ** 2, np.inf)
+    np.minimum.at(least, bins, costs)
+    rows = np.flatnonzero(costs == least[bins])
+    rows = rows[np.lexsort((peaks[rows], bytes[rows]))]  # of equal costs the least bytes
+    _, first = np.unique(bins[rows], return_index=True)
+    return np.unique([*rows[first], _least(bytes, peaks, costs), _least(peaks, bytes, costs)])
 
 
 def _undominated(bytes: np.ndarray, peaks: np.ndarray) -> np.ndarray:
