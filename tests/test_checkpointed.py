@@ -31,7 +31,7 @@ STRATEGIES = [
     Levels(2, policy="dots"),
     Lengths(3, 4),
     Levels(2, policy="dots", keep="loop"),
-    Lengths(2, 2, 2, policy=policies.larger_than(0), keep="loop"),
+    Lengths(3, 2, 2, policy=policies.primitives("tanh", "cos", missing="ignore"), keep="loop"),
     Budget("1MiB"),
     "auto",
 ]
