@@ -569,7 +569,7 @@ def test_fwd_bwd_fits_the_width():
         y = statetx.scan(lambda c, _: (jnp.sin(c) * loss(c), None), x, None, length=2)[0]
         return jax.lax.cond(y[0, 0] > 0, jnp.sin, lambda y: jax.lax.fori_loop(0, 3, lambda i, y: y * y, y), y)
 
-    shown = statetx.residuals.FwdBwd(differentiate(looped, (B8,), {}))
+    shown = statetx.residuals.FwdBwd(*differentiate(looped, (B8,), {}))
     for width in (60, 109, 120, 200):
         assert max(map(len, shown.text(width).splitlines()[1:])) <= width
     assert " | " in shown.text(110) and " | " not in shown.text(109)

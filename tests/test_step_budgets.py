@@ -186,19 +186,22 @@ def test_budget_below_arguments_and_outputs():
 
 
 def test_budget_of_a_loss_that_takes_small_gradients_itself():
-    """As a neuron's integrator does. Without `argnums` the loss counts as a step."""
+    """As a neuron's integrator does, by the derivative of an array. With the gradient of a scalar it counts as a step without `argnums`."""
 
-    def recurrent(w, h):
-        def step(h, _):
-            slope = jax.vjp(jnp.sin, h)[1](jnp.ones_like(h))[0]
-            return jnp.tanh(h @ w) * slope, None
-
+    def recurrent(slope_of, w, h):
+        step = lambda h, _: (jnp.tanh(h @ w) * slope_of(h), None)  # noqa: E731
         return jax.lax.scan(step, h, None, 200)[0].sum()
 
-    with pytest.raises(statetx.PlanError, match=r"if recurrent is a loss, give argnums="):
-        statetx.plan(recurrent, WS[0], X, budget=0.5)
-    plan = statetx.plan(recurrent, WS[0], X, budget=0.5, argnums=(0, 1))
-    assert plan.total_bytes <= plan.budget_bytes
+    of_array = functools.partial(recurrent, lambda h: jax.vjp(jnp.sin, h)[1](jnp.ones_like(h))[0])
+    of_scalar = functools.partial(recurrent, jax.grad(lambda h: jnp.sin(h).sum()))
+    with pytest.raises(statetx.PlanError, match=r"if .*recurrent.* is a loss, give argnums="):
+        statetx.plan(of_scalar, WS[0], X, budget=0.5)
+    plans = [
+        statetx.plan(of_scalar, WS[0], X, budget=0.5, argnums=(0, 1)),
+        statetx.plan(of_array, WS[0], X, budget=0.5),
+    ]
+    for plan in plans:
+        assert plan.total_bytes <= plan.budget_bytes
     with pytest.raises(statetx.PlanError) as error:
         statetx.plan(step, *ARGS, budget=1000)
     assert "argnums" not in str(error.value)

@@ -69,10 +69,13 @@ def _run(fun: Callable, has_aux: bool, rewriter: Rewriter, primals: tuple) -> An
         num_out = sum(map(is_traced, jax.tree.leaves(out[0] if is_pair else out)))
         return pack(leaves, [])
 
-    # A rewriter sees inner rematerialized functions with the policy `nothing`, whatever their own, as in `remat`.
+    # A rewriter that replaces the function sees inner rematerialized functions with the policy `nothing`, whatever their own, as in `remat`.
+    policies: Any = contextlib.nullcontext()
+    if not rewriter.keeps_policies:
+        policies = override(nothing, suppress_warnings=True, rewriter=rewriter.inner)
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
     names = InputNames(user_function)
-    with override(nothing, suppress_warnings=True, rewriter=rewriter.inner):
+    with policies:
         staged, outcome, refs = stage(body, [_jax.abstract(x) for x in arrays], traced_for="statetx.remat", names=names)
     staged, arrays = _in_order_of_reading(staged, arrays)
     name = name_of(user_function)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from .._errors import PolicyError
@@ -20,9 +21,11 @@ class Rewriter:
 
     Attributes:
         inner: rewrites the functions that the function itself differentiates; None to leave them.
+        keeps_policies: whether rematerialized functions inside keep their policies, since nothing is replaced.
     """
 
     inner: Rewriter | None = None
+    keeps_policies = False
 
     def rewrite(self, body: Any, name: str, num_out: int) -> Any:
         """Return ``(operands, *args) -> outputs`` in place of a staged function (`Body`) of this name.
@@ -43,11 +46,36 @@ class Rewriter:
 
 
 class Seen(Rewriter):
-    """Leaves functions unchanged, and notes whether there are any."""
+    """Leaves functions unchanged, and notes the types of what they return.
+
+    Attributes:
+        outputs: of each function that is differentiated, in order.
+    """
+
+    keeps_policies = True
 
     def __init__(self) -> None:
-        self.any = False
+        self.outputs: list[list[Any]] = []
+
+    @property
+    def any(self) -> bool:
+        """Whether there are any."""
+        return bool(self.outputs)
 
     def rewrite(self, body: Any, name: str, num_out: int) -> Any:
-        self.any = True
+        self.outputs.append([v.aval for v in body.jaxpr.outvars[:num_out]])
         return body
+
+
+def is_training_step(differentiated: Sequence[Sequence[Any]], outputs: Iterable[Any]) -> bool:
+    """Whether a function is a training step, and no loss, by the gradients that it takes itself.
+
+    A step differentiates a scalar, or returns arrays. A loss may take derivatives of arrays, as an integrator does that linearizes the equations of
+    neurons.
+
+    Args:
+        differentiated: the types of the outputs of each function that it differentiates.
+        outputs: the types of its own float outputs.
+    """
+    is_scalar = lambda types: all(x.shape == () for x in types)  # noqa: E731
+    return any(map(is_scalar, differentiated)) or (bool(differentiated) and not is_scalar(outputs))

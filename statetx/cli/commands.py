@@ -27,7 +27,7 @@ def memory(target: Target, options: argparse.Namespace) -> Output:
     from ..memory._show import text
     from ..memory.measure import memory_profile
 
-    profile = memory_profile(target.fun, *target.args, gradient=not options.no_gradient, **target.kwargs)
+    profile = memory_profile(target.fun, *target.args, gradient=False if options.no_gradient else None, **target.kwargs)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return Output(
         text(profile, width),

@@ -24,7 +24,7 @@ _COMMANDS = {
 _EXAMPLES = """\
 examples:
   python -m statetx memory train:loss --shapes "f32[32,128], i32[32]"
-  python -m statetx memory train.py:step --factory --no-gradient --html memory.html
+  python -m statetx memory train.py:step --factory --html memory.html
   python -m statetx residuals train:model.loss --shapes 'f32[8,64], {"mask": bool[8]}'
   python -m statetx report train:loss --shapes "f32[32,128], key<fry>[]" --json report.json
   python -m statetx plan train:loss --shapes "f32[32,128]" --budget 64MiB
@@ -78,7 +78,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         command.add_argument(
             "--no-gradient",
             action="store_true",
-            help="the function without its gradient, such as a training step",
+            help="the function without its gradient, such as an evaluation; a training step is never differentiated",
         )
         command.add_argument(
             "--perfetto", metavar="FILE", help="write a trace for ui.perfetto.dev and chrome://tracing"

@@ -16,7 +16,7 @@ from .._objects.attributes import created_undone
 from .._objects.paths import argument_names
 from .._text import brief
 from .._tree import is_float
-from ..residuals.measure import ArrayProgram, with_gradient, without_gradient
+from ..residuals.measure import ArrayProgram, is_step, with_gradient, without_gradient
 from ..residuals.table import Residuals, saved_residuals
 from ..transforms.jit.api import Jit
 from ..transforms.jit.stages import Compiled, Lowered, Traced
@@ -26,7 +26,7 @@ from .profile import MemoryProfile
 
 
 @_jax.api_boundary
-def memory_profile(fun: Any, /, *args: Any, gradient: bool = True, **kwargs: Any) -> MemoryProfile:
+def memory_profile(fun: Any, /, *args: Any, gradient: bool | None = None, **kwargs: Any) -> MemoryProfile:
     """Compile a function, and show what fills its memory at each step of the compiled program.
 
     Nothing is computed and no state changes. XLA's own buffer assignment gives each buffer's size and place, its schedule the
@@ -40,8 +40,8 @@ def memory_profile(fun: Any, /, *args: Any, gradient: bool = True, **kwargs: Any
             compiled already (of ``jax.jit`` or `statetx.jit`; then without further arguments).
         *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
         gradient: whether the program also computes the derivative of all float outputs with respect to every float argument and
-            every float state, as for a loss. False for a training step, which differentiates inside. A function without
-            float outputs, and a program that is staged already, are profiled as they are.
+            every float state. By default it does, unless the function is a training step, which takes gradients itself (as in `plan`). A
+            function without float outputs, and a program that is staged already, are profiled unchanged.
 
     Returns:
         `MemoryProfile`: print it, or write ``.to_html(path)``.
@@ -101,7 +101,7 @@ class _Traced(NamedTuple):
     residuals: Callable[[], Residuals] | None
 
 
-def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool) -> _Traced:
+def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None) -> _Traced:
     if isinstance(fun, _STAGES):
         if args or kwargs:
             raise FunctionError(
@@ -110,6 +110,8 @@ def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool) -> _Tr
             )
         return _staged(fun)
     refuse_value("memory_profile", fun)
+    if gradient is None:
+        gradient = not is_step(fun, args, kwargs)
     if gradient:
         program = with_gradient(fun, args, kwargs)
         residuals = functools.partial(saved_residuals, fun, *args, **kwargs)

@@ -19,7 +19,7 @@ from .._lift.context import TraceContext, close_over, device_bytes, sharding_of
 from .._lift.targets import resolve_argnums
 from .._lift.wrapper import name_of
 from .._remat.gradients import rewritten_by
-from .._remat.rewriter import Rewriter, Seen
+from .._remat.rewriter import Rewriter, Seen, is_training_step
 from .._tree import is_array, is_float, num_bytes, partition
 from ..transforms.abstract import staged_jaxpr
 from ..transforms.remat import Remat
@@ -297,7 +297,9 @@ def capture(
     # One trace serves both cases: only during it does it show whether the function differentiates anything itself.
     inner = _GradientRecorder(of_inner)
     function = _record(fun, args, kwargs, inner if nums is None else None, of_inner)
-    if inner.recorded:
+    if inner.recorded and not _is_step(function, inner.recorded):
+        function = _record(fun, args, kwargs, None, of_inner)
+    elif inner.recorded:
         gradients, ignored = _distinct(inner.recorded)
         is_in_shard_map = any(gradient.context.manual is not None for gradient in gradients)
         step = Step(function, donated_inputs(function.jaxpr), fun, args, kwargs, is_in_shard_map, of_inner)
@@ -320,6 +322,11 @@ def capture(
     if is_outermost and is_on_devices(function.jaxpr):
         return _on_devices(function, diff_indices)
     return Captured((dataclasses.replace(function, diff_indices=diff_indices),))
+
+
+def _is_step(function: Recorded, gradients: Sequence[Recorded]) -> bool:
+    outputs = [v.aval for v in function.jaxpr.outvars[: function.num_out] if is_float(v.aval)]
+    return is_training_step([[v.aval for v in g.jaxpr.outvars[: g.num_out]] for g in gradients], outputs)
 
 
 def _on_devices(loss: Recorded, diff_indices: Sequence[int]) -> Captured:

@@ -62,9 +62,9 @@ def plan(
 
     Args:
         fun: a training step, which takes gradients itself, by `statetx.grad`, ``jax.grad``, ``jax.vjp`` or a library that
-            calls them; or a loss, or another function to differentiate. A function that takes gradients counts as a step
-            without `argnums`, and as a loss with them. It may be jitted, and read and write states. Arguments other than
-            arrays are static, as in `remat`.
+            calls them; or a loss, or another function to differentiate. Without `argnums` a function counts as a step if it
+            differentiates a scalar, or takes derivatives of arrays and returns arrays; with them as a loss. It may be jitted, and
+            read and write states. Arguments other than arrays are static, as in `remat`.
         *args, **kwargs: example arguments; ``jax.ShapeDtypeStruct`` can replace an array.
         budget: a number of bytes, ``"2GiB"``, ``"device"`` for the memory of the device (``STATETX_DEVICE_MEMORY`` replaces
             what it reports), or, as a float up to 1, a fraction of the memory without a plan. On several devices it is that

@@ -20,7 +20,7 @@ from .. import _jax, _states
 from .._equations.differentiate import backward_pass, forward_pass
 from .._equations.inline import inline
 from .._equations.primitives import INLINED, REMAT
-from .._equations.structure import table
+from .._equations.structure import Body, table
 from .._jax import Jaxpr
 from .._lift.inputs import InputNames, Lifting
 from .._lift.outcome import pack
@@ -30,6 +30,8 @@ from .._lift.targets import Targets, resolve_argnums, split_aux
 from .._lift.wrapper import name_of, short_name
 from .._objects.attributes import created_undone
 from .._objects.paths import Paths, argument_names
+from .._remat.gradients import rewritten_by
+from .._remat.rewriter import Rewriter, is_training_step
 from .._tree import Partition, as_array, is_array, is_array_or_number, is_float
 from .._typing import Filter, PyTree
 
@@ -104,10 +106,15 @@ def differentiate(
     argnums: int | Sequence[int] | None = None,
     wrt: PyTree | Filter = None,
     has_aux: bool = False,
-) -> Passes:
-    """Stage a function and its derivative with respect to the inputs that `saved_residuals` documents."""
+) -> list[Passes]:
+    """Stage a function and its derivative with respect to the inputs that `saved_residuals` documents.
+
+    Of a training step, the different functions that it differentiates.
+    """
     # Without a choice every float counts. With `wrt` alone, as in `grad`, no argument does.
     all_inputs = argnums is None and wrt is None
+    if all_inputs and hasattr(fun, "lower") and hasattr(fun, "__wrapped__"):
+        fun = fun.__wrapped__  # of a jitted function: a trace within would hide which values are states and arguments
     nums, _ = resolve_argnums(argnums, len(args), fun)
     targets = None if wrt is None else Targets(wrt, fun, args, kwargs)
 
@@ -125,13 +132,21 @@ def differentiate(
     static_part = Partition(treedef, mask, tuple(x for (_, x), m in zip(leaves_with_path, mask, strict=True) if not m))
     arrays = [as_array(x) for (_, x), m in zip(leaves_with_path, mask, strict=True) if m]
 
-    lifting = _Reads(targets)
+    paths, argument_name = Paths(fun, args, kwargs), argument_names(fun, args)
+    recorder = _Recorder() if all_inputs else None
+    lifting = _Reads(targets, paths, recorder)
     name = name_of(fun)
+    keys_of_arrays = [keys for (keys, _), m in zip(leaves_with_path, mask, strict=True) if m]
 
     def body(*tracers: Any) -> tuple[list, None]:
         frame = frame_for("saved_residuals", fun, on_read=lifting.on_read)
         call_args, call_kwargs = static_part.combine(tracers)
-        out = frame.run(fun, *call_args, **call_kwargs)
+        if recorder is None:
+            out = frame.run(fun, *call_args, **call_kwargs)
+        else:
+            recorder.note(tracers, [InputOrigin("argument", argument_name(keys)) for keys in keys_of_arrays])
+            with rewritten_by(recorder):
+                out = frame.run(fun, *call_args, **call_kwargs)
 
         # Only the function's own outputs get cotangents, so new values of states are not among the outputs.
         for effect in frame.effects:
@@ -146,21 +161,26 @@ def differentiate(
         with created_undone(fun, static_part.static):
             staged, _, refs = stage(body, avals, traced_for="statetx.residuals", names=names, lifting=lifting)
 
+        if recorder is not None:
+            recorder.origins.clear()
+            outputs = [v.aval for v in staged.jaxpr.outvars if is_float(v.aval)]
+            if is_training_step(recorder.outputs, outputs):
+                return recorder.passes(f"gradient in {short_name(name)}")
+
         # Inputs of the staged function: closed-over values, arrays of arguments, leaves of states in the order of first reads.
-        argument_name = argument_names(fun, args)
         inputs = [(InputOrigin("constant"), False)] * staged.num_operands
         inputs += [
             (InputOrigin("argument", argument_name(keys)), is_target)
             for (keys, _), is_target, is_dynamic in zip(leaves_with_path, are_targets, mask, strict=True)
             if is_dynamic
         ]
-        inputs += _state_inputs(lifting, Paths(fun, args, kwargs), is_target_state)
+        inputs += _state_inputs(lifting, paths, is_target_state)
 
         # Only floats have derivatives. The last outputs are values of Refs.
         in_vars, out_vars = staged.jaxpr.invars, staged.jaxpr.outvars[: len(staged.jaxpr.outvars) - len(refs)]
         chosen = [i for i, ((_, t), v) in enumerate(zip(inputs, in_vars, strict=True)) if t and is_float(v.aval)]
         floats = [i for i, v in enumerate(out_vars) if is_float(v.aval)]
-        return Passes(name, staged.jaxpr, floats, chosen, [origin for origin, _ in inputs])
+        return [Passes(name, staged.jaxpr, floats, chosen, [origin for origin, _ in inputs])]
 
 
 def _state_inputs(
@@ -176,9 +196,9 @@ def _state_inputs(
 class _Reads(Lifting):
     """Makes every array of a state an input, and the Python numbers of the states that `wrt` selects."""
 
-    def __init__(self, targets: Targets | None):
+    def __init__(self, targets: Targets | None, paths: Paths, recorder: _Recorder | None):
         super().__init__(is_array)
-        self._targets = targets
+        self._targets, self._paths, self._recorder = targets, paths, recorder
 
     def on_read(self, state: Any, kind: Any, value: Any) -> Any:
         # As in `grad`: a number in a state is traced only if the state is differentiated.
@@ -186,7 +206,65 @@ class _Reads(Lifting):
         if self._targets is not None:
             self._targets.note_read(state, kind)
             self.is_dynamic = is_array_or_number if self._targets.is_target(state) else is_array
-        return super().on_read(state, kind, value)
+        read = super().on_read(state, kind, value)
+        if self._recorder is not None:
+            leaves = jax.tree_util.tree_flatten_with_path(read, is_leaf=_states.is_opaque)[0]
+            path = self._paths(state)
+            origins = [
+                InputOrigin("state", path + jax.tree_util.keystr(keys), type(state).__name__) for keys, _ in leaves
+            ]
+            self._recorder.note([x for _, x in leaves], origins)
+        return read
+
+
+class _Recorder(Rewriter):
+    """Leaves the functions that are differentiated unchanged, and keeps their equations.
+
+    Attributes:
+        origins: by id, arguments and values of states, and what each is.
+        outputs: the types of what each function returns.
+    """
+
+    keeps_policies = True
+
+    def __init__(self) -> None:
+        self.origins: dict[int, tuple[Any, InputOrigin]] = {}
+        self.outputs: list[list[Any]] = []
+        self._found: dict[Any, tuple[Any, ...]] = {}
+
+    def note(self, values: Sequence[Any], origins: Sequence[InputOrigin]) -> None:
+        """Note what values are; one that is noted already keeps its origin."""
+        for x, origin in zip(values, origins, strict=True):
+            self.origins.setdefault(id(x), (x, origin))
+
+    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+        outputs = [v.aval for v in body.jaxpr.outvars[:num_out]]
+        self.outputs.append(outputs)
+
+        def run(operands: Sequence[Any], *args: Any) -> list[Any]:
+            inputs = [*operands, *args]
+            chosen = [i for i, x in enumerate(inputs) if is_float(x) and _jax.is_differentiated(x)]
+            floats = [i for i, aval in enumerate(outputs) if is_float(aval)]
+            sources = [self._origin_of(x, i < len(operands)) for i, x in enumerate(inputs)]
+            self._found.setdefault((body.key, tuple(chosen)), (body.jaxpr, floats, chosen, sources))
+            return body(operands, *args)
+
+        return run
+
+    def _origin_of(self, x: Any, is_closed_over: bool) -> InputOrigin:
+        while (entry := self.origins.get(id(x))) is None and (primal := _jax.primal_of(x)) is not None:
+            x = primal
+        return entry[1] if entry is not None else InputOrigin("constant" if is_closed_over else "argument")
+
+    def passes(self, name: str) -> list[Passes]:
+        """Of the functions that differ; beside scalars not those of arrays, which an integrator in the loss differentiates."""
+        found = list(self._found.values())
+        of_scalars = [
+            (jaxpr, floats, *rest)
+            for jaxpr, floats, *rest in found
+            if all(jaxpr.outvars[i].aval.shape == () for i in floats)
+        ]
+        return [Passes(name, *one) for one in of_scalars or found]
 
 
 def _is_traced(x: Any) -> bool:

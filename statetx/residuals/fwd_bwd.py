@@ -188,7 +188,8 @@ def print_fwd_bwd(
     is computed, and no state changes.
 
     Args:
-        fun: the function, which may read and write states.
+        fun: the function, which may read and write states. Of a training step, which takes gradients itself, the passes of the largest function that it
+            differentiates are printed.
         *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
         argnums, wrt, has_aux: as in `saved_residuals`.
 
@@ -214,7 +215,8 @@ def print_fwd_bwd(
         [('*x', 'f32[3]', 12), ('*w', 'f32[3]', 12)]
     """
     refuse_value("print_fwd_bwd", fun)
-    result = FwdBwd(differentiate(fun, args, kwargs, argnums=argnums, wrt=wrt, has_aux=has_aux))
+    passes = differentiate(fun, args, kwargs, argnums=argnums, wrt=wrt, has_aux=has_aux)
+    result = FwdBwd(max(passes, key=lambda p: len(p.forward.eqns)))
     if not _in_notebook():
         _print(result)
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,10 @@ from .._equations.differentiate import with_pullback
 from .._frames import Effect
 from .._lift.wrapper import refuse_value
 from .._objects.attributes import created_undone
+from .._remat.gradients import rewritten_by
+from .._remat.rewriter import Seen, is_training_step
 from .._tree import is_float, partition
+from ..transforms.abstract import staged_jaxpr
 from ..transforms.functionalize import Functionalize, functionalize
 
 
@@ -22,11 +26,11 @@ def measure(
     fun: Callable[..., Any],
     /,
     *args: Any,
-    gradient: bool = True,
+    gradient: bool | None = None,
     compiler_options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Cost:
-    """Compile a function, with its gradient, and count its memory and operations.
+    """Compile a training step, or a loss with its gradient, and count its memory and operations.
 
     No array is computed and no state changes. Memory is the memory that XLA reserves for the compiled program; operations
     are counted in its equations, including recomputation, without unused equations.
@@ -36,7 +40,7 @@ def measure(
             the budgets of `plan`.
         *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
         gradient: whether the program also computes the derivative of all float outputs with respect to every float
-            argument and every float state. False for a training step, which differentiates inside.
+            argument and every float state. By default it does, unless the function is a training step, which takes gradients itself (as in `plan`).
         compiler_options: as in ``jax.jit``.
 
     Returns:
@@ -57,8 +61,25 @@ def measure(
         True
     """
     refuse_value("measure", fun)
+    if gradient is None:
+        gradient = not is_step(fun, args, kwargs)
     program = (with_gradient if gradient else without_gradient)(fun, args, kwargs)
     return program.for_types(program.arrays, compiler_options).cost
+
+
+def is_step(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a function is a training step, which takes gradients itself."""
+    seen, outputs = Seen(), []
+
+    @functools.wraps(fun)
+    def noted(*args: Any, **kwargs: Any) -> list[Any]:
+        with rewritten_by(seen):
+            outs = [x for x in jax.tree.leaves(fun(*args, **kwargs)) if is_float(x)]
+        outputs.extend(map(jax.typeof, outs))
+        return outs
+
+    staged_jaxpr("measure", noted, args, kwargs)
+    return is_training_step(seen.outputs, outputs)
 
 
 class ArrayProgram(NamedTuple):

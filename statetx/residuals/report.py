@@ -22,7 +22,7 @@ from .._text import format_bytes, format_flops
 from .._typing import Policy
 from ..transforms.remat import remat
 from ._show import in_fewer_bits, see_profile
-from .measure import with_gradient
+from .measure import is_step, with_gradient, without_gradient
 from .table import Residuals, saved_residuals
 
 BASELINE = "no remat"
@@ -103,11 +103,20 @@ class MemoryReport(Tabular):
         diagnoses: empty if every policy saves memory as expected.
         num_devices: the number of devices that the programs run on. Residuals and FLOPs count all devices together; memory of
             the compiled programs (temporary, arguments, outputs, peak) is per device.
+        is_step: whether the function is a training step, which takes gradients itself; else the rows are of the function with its derivative.
     """
 
-    def __init__(self, name: str, rows: Sequence[Measured], diagnoses: Sequence[Diagnosis], num_devices: int = 1):
+    def __init__(
+        self,
+        name: str,
+        rows: Sequence[Measured],
+        diagnoses: Sequence[Diagnosis],
+        num_devices: int = 1,
+        is_step: bool = False,
+    ):
         self.name = name
         self.num_devices = num_devices
+        self.is_step = is_step
         self.rows = tuple(rows)
         self.diagnoses = tuple(diagnoses)
 
@@ -119,7 +128,7 @@ class MemoryReport(Tabular):
 
     @property
     def _title(self) -> str:
-        title = f"{self.name}: value and gradient"
+        title = f"{self.name}: {'training step' if self.is_step else 'value and gradient'}"
         if self.num_devices == 1:
             return title
         return f"{title} on {self.num_devices} devices; residuals and FLOPs of all devices, other sizes of one"
@@ -175,13 +184,14 @@ def memory_report(
     compiler_options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> MemoryReport:
-    """Compile a function with its derivative, with and without rematerialization, and compare the programs' memory.
+    """Compile a training step, or a loss with its derivative, with and without rematerialization, and compare the programs' memory.
 
-    The derivative is taken with respect to every float argument and every float state. No state changes.
+    The derivative of a loss is taken with respect to every float argument and every float state. A function that takes gradients itself counts as a
+    training step (as in `plan`), and is compiled unchanged. No state changes.
 
     Args:
         fun: a function that may read and write states. If no function in it is rematerialized, the report says so, names
-            the blocks worth it, and shows the rematerialization of `fun` as a whole.
+            the blocks worth it, and shows the rematerialization of a loss as a whole.
         *args, **kwargs: its arguments.
         policies: a policy that replaces those of the rematerialized functions, or a sequence of them, one after the other; by default the functions
             have their own. In a sequence None is a policy, too.
@@ -217,8 +227,10 @@ def memory_report(
     name = short_name(name_of(fun))
     with override(suppress_warnings=True) as visited_regions:
         saved_residuals(fun, *args, **kwargs)
-    is_wrapped = bool(visited_regions)
+    is_wrapped, takes_gradients = bool(visited_regions), is_step(fun, args, kwargs)
     labels = [BASELINE, *(policies_by_name or (AS_WRITTEN if is_wrapped else f"remat({name})",))]
+    if takes_gradients and not is_wrapped:
+        labels = [BASELINE]
 
     # Everything is traced before anything is compiled or run: a policy that fails does so early.
     programs: dict[str, Program] = {}
@@ -229,20 +241,20 @@ def memory_report(
         f = fun if is_wrapped or label == BASELINE else remat(fun)
         with override(policies_by_name.get(label), is_off=label == BASELINE, suppress_warnings=True) as visited_regions:
             residuals[label] = saved_residuals(f, *args, **kwargs)
-            step = with_gradient(f, args, kwargs)
+            step = (without_gradient if takes_gradients else with_gradient)(f, args, kwargs)
             inputs[label], programs[label] = step.arrays, step.for_types(step.arrays, compiler_options)
         regions[label] = visited_regions
 
     seconds = _time({k: p.compiled for k, p in programs.items()}, inputs, repeats)
     rows = [_measured(label, residuals[label], programs[label].cost, seconds.get(label)) for label in labels]
 
-    diagnoses: list[Diagnosis] = [] if is_wrapped else [_not_wrapped(name, residuals[BASELINE])]
+    diagnoses: list[Diagnosis] = [] if is_wrapped else [_not_wrapped(name, residuals[BASELINE], takes_gradients)]
     for row in rows[1:]:
         diagnoses += _diagnose(
             row, rows[0], regions[row.policy], programs[row.policy].lowered, programs[BASELINE].lowered
         )
     num_devices = max([len(x.sharding.device_set) for x in inputs[BASELINE] if isinstance(x, jax.Array)], default=1)
-    return MemoryReport(name, rows, list(dict.fromkeys(diagnoses)), num_devices)
+    return MemoryReport(name, rows, list(dict.fromkeys(diagnoses)), num_devices, takes_gradients)
 
 
 def _measured(label: str, residuals: Residuals, cost: Cost, seconds: float | None) -> Measured:
@@ -264,7 +276,7 @@ def _time(programs: dict[str, Any], inputs: dict[str, list[Any]], repeats: int) 
 # -- diagnoses ----------------------------------------------------------------------------------------------------
 
 
-def _not_wrapped(name: str, residuals: Residuals) -> Diagnosis:
+def _not_wrapped(name: str, residuals: Residuals, is_step: bool) -> Diagnosis:
     """For a program without any remat: the blocks (modules with states) whose values take the most memory."""
     # Blocks of a list are counted together: `layers.0.attn` and `layers.1.attn` are two of `layers.*.attn`.
     kept: dict[str, int] = {}
@@ -282,11 +294,12 @@ def _not_wrapped(name: str, residuals: Residuals) -> Diagnosis:
         f"{f} ({format_bytes(kept[f])}{f' in {len(modules[f])} blocks' * (len(modules[f]) > 1)})" for f in largest
     )
     where = f" Most is kept by {listed}." if largest else ""
+    as_whole = f" Below the first row, {name} is rematerialized as a whole, and its recomputation needs all of its memory at once."
     return Diagnosis(
         BASELINE,
         "nothing is rematerialized",
-        f"No function in {name} is rematerialized. Put @statetx.remat on the methods of its repeated blocks.{where} Below the "
-        f"first row, {name} is rematerialized as a whole, and its recomputation needs all of its memory at once.",
+        f"No function in {name} is rematerialized. Put @statetx.remat on the methods of its repeated blocks.{where}"
+        f"{'' if is_step else as_whole}",
     )
 
 

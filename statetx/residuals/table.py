@@ -10,7 +10,7 @@ from .. import _jax
 from .._equations.inline import inline
 from .._equations.primitives import INLINED
 from .._jax import Literal
-from .._lift.wrapper import refuse_value
+from .._lift.wrapper import name_of, refuse_value, short_name
 from .._tables import Table, Tabular
 from .._text import type_str
 from .._tree import num_bytes
@@ -173,10 +173,11 @@ def saved_residuals(
 
     Without `argnums` and `wrt` it is differentiated with respect to every float in its arguments and every float array
     of the states that it reads, including data, which a training step does not differentiate. With either, as in `grad`: ``wrt=statetx.Param`` lists the residuals of
-    ``grad(fun, wrt=statetx.Param)``, and ``argnums=0`` those of ``grad(fun)``.
+    ``grad(fun, wrt=statetx.Param)``, and ``argnums=0`` those of ``grad(fun)``. Of a training step, which takes gradients itself (as in `plan`), the
+    residuals of these are listed; each function that it differentiates once.
 
     Args:
-        fun: the function.
+        fun: the function, or a training step.
         *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
         argnums: positions of the arguments to differentiate.
         wrt: the states to differentiate: a state, a list or dict of states, or a filter.
@@ -213,8 +214,9 @@ def saved_residuals(
         (96, 32)
     """
     refuse_value("saved_residuals", fun)
-    passes = differentiate(fun, args, kwargs, argnums=argnums, wrt=wrt, has_aux=has_aux)
-    return Residuals(passes.name, list(_rows(passes)))
+    found = differentiate(fun, args, kwargs, argnums=argnums, wrt=wrt, has_aux=has_aux)
+    name = found[0].name if len(found) == 1 else f"{len(found)} gradients in {short_name(name_of(fun))}"
+    return Residuals(name, [row for passes in found for row in _rows(passes)])
 
 
 def _rows(passes: Passes) -> Iterator[Residual]:
