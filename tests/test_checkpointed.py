@@ -439,6 +439,22 @@ def test_strategies_agree_with_the_plain_loop(strategy, mode):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scan", [jax.lax.scan, statetx.scan], ids=["jax", "statetx"])
+@pytest.mark.parametrize("strategy", [Slots(3), Levels(2)], ids=repr)
+def test_second_gradient_of_a_loop_in_a_scan(scan, strategy):
+    """JAX hoists what is constant in the outer loop, and would drop the rule of a ``jax.custom_jvp`` there."""
+    f, (w, h, xs) = program(13)
+
+    def loss(strategy, w):
+        step = lambda h, _: (h + f(strategy, w, h, xs) * jnp.cos(h), None)  # noqa: E731
+        return scan(step, h, None, length=2)[0].sum()
+
+    def second(strategy):
+        return jax.grad(lambda w: total(jax.grad(functools.partial(loss, strategy))(w)))(w)
+
+    np.testing.assert_allclose(second(strategy), second(None), rtol=2e-4)
+
+
 LOOPS_OF_A_NUMBER = {
     "scan, slots": lambda step, h: statetx.scan(lambda h, _: (step(h), None), h, None, 9, checkpoint=Slots(3))[0],
     "scan, size": lambda step, h: statetx.scan(lambda h, _: (step(h), None), h, None, 9, checkpoint="1MiB")[0],

@@ -90,22 +90,14 @@ def vmapped(step):
 USUAL = [plain, rematerialized, scanned_remat]
 
 
-def known(program, way):
-    """Differs: in a region, the table of a loop's schedule is listed as a constant, which JAX keeps in the equations of the backward pass."""
-    differs = program is corpus.StoredCarries and way in (rematerialized, scanned_remat, with_dots, nested)
-    return [pytest.mark.xfail(strict=True, reason="a schedule's table is listed as a constant")] * differs
-
-
 # Each program in one of the usual ways in turn.
 CASES = [
-    pytest.param(
-        p, w, id=f"{p.__name__}-{w.__name__}", marks=[pytest.mark.slow] * (w is not USUAL[n % 3]) + known(p, w)
-    )
+    pytest.param(p, w, id=f"{p.__name__}-{w.__name__}", marks=[pytest.mark.slow] * (w is not USUAL[n % 3]))
     for n, p in enumerate(PROGRAMS)
     for w in USUAL
 ]
 MORE = [
-    pytest.param(p, w, id=f"{p.__name__}-{w.__name__}", marks=[pytest.mark.slow, *known(p, w)])
+    pytest.param(p, w, id=f"{p.__name__}-{w.__name__}", marks=pytest.mark.slow)
     for p in PROGRAMS
     for w in (with_dots, nested, scanned, jitted)
 ]

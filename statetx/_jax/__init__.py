@@ -183,3 +183,4 @@ from .traces import trace_ref as trace_ref
 from .traces import traceback_frame as traceback_frame
 from .traces import traceback_site as traceback_site
 from .traces import transform_name as transform_name
+from .whole_call import call_whole as call_whole

@@ -21,7 +21,16 @@ from .._positions import replaced
 from .._tree import is_float
 from .backward import BackwardStep, starts_early
 from .cpu_concurrency import concurrent_fori_loop
-from .derivative import Differentiated, Loop, floats_of, jvp_of, linear_in_tangents, with_derivative, without_stored
+from .derivative import (
+    Differentiated,
+    Loop,
+    floats_of,
+    jvp_of,
+    linear_in_tangents,
+    whole,
+    with_derivative,
+    without_stored,
+)
 from .nested import nested
 from .reversal import Filled, Places, reverse_steps
 from .rows import SlotMemory
@@ -168,7 +177,7 @@ class CheckpointedLoop(Loop):
         def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
             return sweep(*args), jvp_of(self._nested, args, tangents)[1]
 
-        sweep = with_derivative(store, derivative)
+        sweep = whole(with_derivative(store, derivative), self.step.name)
         return sweep
 
     def _make_reversal(self, diff_indices: tuple[int, ...], has_ct: tuple[bool, ...], settings: Any) -> Callable:

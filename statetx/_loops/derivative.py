@@ -196,6 +196,34 @@ def linear_in_tangents(
     return _jax.linear_call(jvp, transpose, leaves, list(tangents.values()), types)
 
 
+def whole(fun: Callable, name: str) -> Callable:
+    """`fun` as one equation where something is traced, so that JAX keeps its derivative rule: see `_jax.call_whole`."""
+    staged: dict[Any, tuple[Any, Any]] = {}
+
+    def call(*args: Any) -> Any:
+        if _jax.is_eager():
+            return fun(*args)
+        leaves, treedef = jax.tree.flatten(args)
+        types = [jax.typeof(x) for x in leaves]
+        key = (treedef, tuple(types), _jax.trace_context())
+        if key not in staged:
+            out_tree: Any = None
+
+            def run(*leaves: Any) -> list[Any]:
+                nonlocal out_tree
+                outs, out_tree = jax.tree.flatten(fun(*jax.tree.unflatten(treedef, leaves)))
+                return outs
+
+            jaxpr, consts = _jax.stage(run, types, traced_for="scan", name=name)
+            if any(isinstance(x, _jax.Tracer) for x in consts):
+                return fun(*args)
+            staged[key] = _jax.ClosedJaxpr(jaxpr, consts), out_tree
+        jaxpr, out_tree = staged[key]
+        return jax.tree.unflatten(out_tree, _jax.call_whole(jaxpr, leaves))
+
+    return call
+
+
 def tangent_leaves(tangents: Any) -> list[Any]:
     """The leaves of a rule's tangents, symbolic zeros included."""
     return jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))

@@ -1,0 +1,52 @@
+"""A call that JAX's partial evaluation leaves whole.
+
+JAX drops the rule of a `jax.custom_jvp` function where partial evaluation does not know its operands: it takes the equations for those of a linear
+function. The forward pass of a differentiated scan is such a place, where JAX hoists what is constant in the loop. A second derivative of the scan
+would then differentiate the function's equations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax._src import core as _core
+from jax._src.ad_util import Zero as _Zero
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import mlir as _mlir
+
+from .._positions import function_of
+from .equations import ClosedJaxpr, as_array
+
+
+def call_whole(jaxpr: ClosedJaxpr, args: list[Any]) -> list[Any]:
+    """Call a closed jaxpr as one equation. Its derivatives and batches are those of its equations, with their rules."""
+    return _call_p.bind(*args, call_jaxpr=jaxpr)
+
+
+_call_p = _core.Primitive("statetx_call")
+_call_p.multiple_results = True
+
+
+def _call_impl(*args: Any, call_jaxpr: ClosedJaxpr) -> list[Any]:
+    return _core.jaxpr_as_fun(call_jaxpr)(*args)
+
+
+def _call_jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr) -> tuple[list[Any], list[Any]]:
+    tangents = [t if type(t) is _Zero else as_array(t) for t in tangents]
+    diff_indices = [i for i, t in enumerate(tangents) if type(t) is not _Zero and t.dtype != jax.dtypes.float0]
+    run = function_of(_core.jaxpr_as_fun(call_jaxpr), primals, diff_indices)
+    return jax.jvp(run, [primals[i] for i in diff_indices], [tangents[i] for i in diff_indices])
+
+
+def _call_batch(axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr) -> tuple[list[Any], list[Any]]:
+    mapped, out_dims = _batching.batch_jaxpr2(call_jaxpr, axis, tuple(dims))
+    return _call_p.bind(*args, call_jaxpr=mapped), list(out_dims)
+
+
+_call_p.def_impl(_call_impl)
+_call_p.def_effectful_abstract_eval(lambda *_, call_jaxpr: (call_jaxpr.out_avals, call_jaxpr.effects))
+_ad.primitive_jvps[_call_p] = _call_jvp
+_batching.fancy_primitive_batchers[_call_p] = _call_batch
+_mlir.register_lowering(_call_p, _mlir.lower_fun(_call_impl, multiple_results=True))
