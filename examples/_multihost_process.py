@@ -73,7 +73,7 @@ class Model:
         x = self.embedding.value[text[:, :-1]].reshape(len(text), -1)
         keep = jax.random.bernoulli(self.dropout.next(), 0.9, x.shape)  # the same on any number of devices
         x = jnp.where(keep, x / 0.9, 0)
-        x = statetx.remat_scan(self.layers)(x)
+        x = statetx.remat_scan(self.layers, statetx.policies.Levels(1))(x)
         logits = jax.nn.log_softmax(x @ self.readout.value)
         return -jnp.mean(jnp.take_along_axis(logits, text[:, -1:], axis=1))
 

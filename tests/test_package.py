@@ -256,7 +256,8 @@ def test_built_distributions_install_and_import(tmp_path):
     (wheel,), (sdist,) = (tmp_path / "dist").glob("*.whl"), (tmp_path / "dist").glob("*.tar.gz")
 
     inside = set(zipfile.ZipFile(wheel).namelist())
-    own = {str(path.relative_to(ROOT)) for path in SOURCES} | {"statetx/py.typed"}
+    pages = [path for pattern in ("*.html", "*.css", "*.js") for path in ROOT.glob(f"statetx/**/{pattern}")]
+    own = {str(path.relative_to(ROOT)) for path in (*SOURCES, *pages)} | {"statetx/py.typed"}
     assert {name for name in inside if ".dist-info/" not in name} == own
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in inside)
     with tarfile.open(sdist) as archive:
