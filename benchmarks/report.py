@@ -317,14 +317,14 @@ def sharding() -> str:
         ]
         for r in runs
     ]
-    less = [100 * (1 - r["temporary_bytes"] / r["predicted_bytes"]) for r in several]
+    off = max(abs(100 * (r["temporary_bytes"] / r["predicted_bytes"] - 1)) for r in several)
     parts = {
         ", ".join(f"{num / MIB:.1f} MiB of {kind}s" for kind, num in r["communicated_bytes"].items() if num >= MIB / 20)
         for r in several
     }
     assert len(parts) == 1, "the same with any number of devices"
     return (
-        f"{wide(columns, rows)}\n\nMeasured memory is {min(less):.0f} to {max(less):.0f}% below the prediction. Collectives are "
+        f"{wide(columns, rows)}\n\nMeasured memory is within {off:.1f}% of the prediction. Collectives are "
         f"{parts.pop()}; the layers' weights are {one['layers'] * one['layer_bytes'] / MIB:.0f} MiB."
     )
 
