@@ -143,6 +143,21 @@ def test_arrays_that_are_differentiated_and_returned_are_a_step():
     assert capture(by_vjp_of_arrays, (WS, X), {}, None).is_step
 
 
+@pytest.mark.parametrize("way", ["plan", "budget"])
+def test_a_planned_step(way):
+    """The plan rewrites what the step differentiates: its residuals are those of the plan."""
+    if way == "plan":
+        plan = statetx.plan(by_jax, WS, X, budget=0.9, of="temporaries")
+        planned = plan.apply(by_jax)
+    else:
+        planned = statetx.budget(0.9)(by_jax)
+    assert statetx.measure(planned, WS, X) == statetx.measure(planned, WS, X, gradient=False)
+    assert not statetx.memory_profile(planned, WS, X).gradient
+    found, unplanned = statetx.saved_residuals(planned, WS, X), statetx.saved_residuals(by_jax, WS, X)
+    assert found.name == "gradient in by_jax" and {"x", "ws[1]"} <= {r.path for r in found}
+    assert found.total_bytes != unplanned.total_bytes or way == "budget"
+
+
 def test_report_of_a_step():
     report = statetx.memory_report(by_jax, WS, X, policies=[None, "everything"])
     assert str(report).startswith("by_jax: training step")

@@ -23,12 +23,17 @@ from .._lift.wrapper import name_of
 from .atoms import nothing
 from .gradient_order import GradientOrder
 from .override import override
-from .rewriter import Rewriter
+from .rewriter import Observed, Observer, Rewriter
 
 
 @contextlib.contextmanager
 def rewritten_by(rewriter: Rewriter) -> Iterator[None]:
-    """Rewrite each function that is differentiated in reverse mode in this block and thread; those inside of one by `Rewriter.inner`."""
+    """Rewrite each function that is differentiated in reverse mode in this block and thread; those inside of one by `Rewriter.inner`.
+
+    An observer around the block sees them, too.
+    """
+    if isinstance(override.rewriter, Observer):
+        rewriter = Observed(rewriter, override.rewriter)
     previous, override.gradient_order = override.gradient_order, GradientOrder()
     try:
         with override.rewrite_gradients(rewriter):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from .._errors import PolicyError
@@ -45,26 +45,57 @@ class Rewriter:
         )
 
 
-class Seen(Rewriter):
-    """Leaves functions unchanged, and notes the types of what they return.
-
-    Attributes:
-        outputs: of each function that is differentiated, in order.
-    """
+class Observer(Rewriter):
+    """Leaves functions unchanged, and is told of each that is differentiated; also of those that another rewriter replaces (`Observed`)."""
 
     keeps_policies = True
 
+    def observe(self, outputs: Sequence[Any], run: Callable, operands: Sequence[Any], args: Sequence[Any]) -> None:
+        """Note a call ``run(operands, *args)``, whose first results, of types `outputs`, are those of the user's function."""
+        raise NotImplementedError
+
+    def rewrite(self, body: Any, name: str, num_out: int) -> Callable:
+        return self.observing(body, num_out, body)
+
+    def observing(self, body: Any, num_out: int, replacement: Callable) -> Callable:
+        """The replacement of a staged function, whose calls are noted."""
+        outputs = [v.aval for v in body.jaxpr.outvars[:num_out]]
+
+        def run(operands: Sequence[Any], *args: Any) -> list[Any]:
+            self.observe(outputs, replacement, operands, args)
+            return replacement(operands, *args)
+
+        return run
+
+
+class Observed(Rewriter):
+    """Another rewriter, under an observer."""
+
+    def __init__(self, rewriter: Rewriter, observer: Observer):
+        self._rewriter, self._observer = rewriter, observer
+        self.inner, self.keeps_policies = rewriter.inner, rewriter.keeps_policies
+
+    def rewrite(self, body: Any, name: str, num_out: int) -> Callable:
+        return self._observer.observing(body, num_out, self._rewriter.rewrite(body, name, num_out))
+
+
+class Seen(Observer):
+    """Notes what the functions return.
+
+    Attributes:
+        outputs: the types, for each function that is differentiated, in order.
+    """
+
     def __init__(self) -> None:
-        self.outputs: list[list[Any]] = []
+        self.outputs: list[Sequence[Any]] = []
 
     @property
     def any(self) -> bool:
         """Whether there are any."""
         return bool(self.outputs)
 
-    def rewrite(self, body: Any, name: str, num_out: int) -> Any:
-        self.outputs.append([v.aval for v in body.jaxpr.outvars[:num_out]])
-        return body
+    def observe(self, outputs: Sequence[Any], run: Callable, operands: Sequence[Any], args: Sequence[Any]) -> None:
+        self.outputs.append(outputs)
 
 
 def is_training_step(differentiated: Sequence[Sequence[Any]], outputs: Iterable[Any]) -> bool:

@@ -31,7 +31,7 @@ from .._lift.wrapper import name_of, short_name
 from .._objects.attributes import created_undone
 from .._objects.paths import Paths, argument_names
 from .._remat.gradients import rewritten_by
-from .._remat.rewriter import Rewriter, is_training_step
+from .._remat.rewriter import Observer, is_training_step
 from .._tree import Partition, as_array, is_array, is_array_or_number, is_float
 from .._typing import Filter, PyTree
 
@@ -217,19 +217,17 @@ class _Reads(Lifting):
         return read
 
 
-class _Recorder(Rewriter):
-    """Leaves the functions that are differentiated unchanged, and keeps their equations.
+class _Recorder(Observer):
+    """Keeps the equations of the functions that are differentiated.
 
     Attributes:
         origins: by id, arguments and values of states, and what each is.
         outputs: the types of what each function returns.
     """
 
-    keeps_policies = True
-
     def __init__(self) -> None:
         self.origins: dict[int, tuple[Any, InputOrigin]] = {}
-        self.outputs: list[list[Any]] = []
+        self.outputs: list[Sequence[Any]] = []
         self._found: dict[Any, tuple[Any, ...]] = {}
 
     def note(self, values: Sequence[Any], origins: Sequence[InputOrigin]) -> None:
@@ -237,19 +235,18 @@ class _Recorder(Rewriter):
         for x, origin in zip(values, origins, strict=True):
             self.origins.setdefault(id(x), (x, origin))
 
-    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
-        outputs = [v.aval for v in body.jaxpr.outvars[:num_out]]
+    def observe(self, outputs: Sequence[Any], run: Callable, operands: Sequence[Any], args: Sequence[Any]) -> None:
         self.outputs.append(outputs)
-
-        def run(operands: Sequence[Any], *args: Any) -> list[Any]:
-            inputs = [*operands, *args]
-            chosen = [i for i, x in enumerate(inputs) if is_float(x) and _jax.is_differentiated(x)]
-            floats = [i for i, aval in enumerate(outputs) if is_float(aval)]
-            sources = [self._origin_of(x, i < len(operands)) for i, x in enumerate(inputs)]
-            self._found.setdefault((body.key, tuple(chosen)), (body.jaxpr, floats, chosen, sources))
-            return body(operands, *args)
-
-        return run
+        body, inputs, num = run, [*operands, *args], len(operands)
+        if not isinstance(body, Body):  # what replaces the function, such as a plan
+            call = lambda *xs: run(xs[: len(operands)], *xs[len(operands) :])  # noqa: E731
+            avals = [_jax.abstract(x) for x in inputs]
+            body = Body.close(*_jax.stage(call, avals, traced_for="statetx.residuals", name="planned"))
+            inputs, num = [*body.operands, *inputs], body.num_operands + num
+        chosen = [i for i, x in enumerate(inputs) if is_float(x) and _jax.is_differentiated(x)]
+        floats = [i for i, aval in enumerate(outputs) if is_float(aval)]
+        sources = [self._origin_of(x, i < num) for i, x in enumerate(inputs)]
+        self._found.setdefault((body.key, tuple(chosen)), (body.jaxpr, floats, chosen, sources))
 
     def _origin_of(self, x: Any, is_closed_over: bool) -> InputOrigin:
         while (entry := self.origins.get(id(x))) is None and (primal := _jax.primal_of(x)) is not None:
