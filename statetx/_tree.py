@@ -30,6 +30,11 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "__jax_array__") and not isinstance(x, type) and not _states.is_opaque(x)
 
 
+def is_array_or_type(x: Any) -> bool:
+    """Whether `x` is an array, or the type of one in its place. A module may have a ``dtype``, too."""
+    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
 def is_number(x: Any) -> bool:
     """Whether `x` is a Python number other than a bool, which is a flag."""
     return isinstance(x, numbers.Number) and not isinstance(x, (bool, np.generic, jax.Array))

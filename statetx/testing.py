@@ -16,7 +16,7 @@ from ._lift.wrapper import Wrapper, name_of
 from ._remat import declared
 from ._remat.override import override
 from ._text import type_str
-from ._tree import is_float, partition
+from ._tree import is_array_or_type, is_float, partition
 from .residuals.table import saved_residuals
 from .transforms.functionalize import functionalize
 from .transforms.remat import remat
@@ -97,7 +97,7 @@ def _run(
         nonlocal aux_partition
         values, args, kwargs = static.combine(floats)
         out, new_values = pure(values, *args, **kwargs)
-        aux, aux_partition = partition((out, new_values), lambda x: hasattr(x, "dtype"))
+        aux, aux_partition = partition((out, new_values), is_array_or_type)
         return partition(out, is_float)[0], aux
 
     with jax.disable_jit(not compiles_loops):  # compiled as a whole, a function may be rounded otherwise than its parts
@@ -175,11 +175,11 @@ def _suspects(pure: Callable, values: Any, args: tuple, kwargs: dict[str, Any], 
 
 
 def _jaxpr_of(pure: Callable, values: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    arrays, static = partition((values, args, kwargs), lambda x: hasattr(x, "dtype"))
+    arrays, static = partition((values, args, kwargs), is_array_or_type)
 
     def run(*arrays: Any) -> list[Any]:
         values, args, kwargs = static.combine(arrays)
-        return partition(pure(values, *args, **kwargs), lambda x: hasattr(x, "dtype"))[0]
+        return partition(pure(values, *args, **kwargs), is_array_or_type)[0]
 
     return jax.make_jaxpr(run)(*arrays).jaxpr
 

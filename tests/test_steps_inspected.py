@@ -121,6 +121,41 @@ def test_residuals_of_a_jitted_step_of_brainstate_have_the_paths_of_its_states()
     assert found.name == f"gradient in {step.__qualname__.rpartition('.')[2]}" and neurons.v.value is before
 
 
+def nnx_step():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    step = nnx.jit(lambda model, x: nnx.grad(lambda model: (jnp.tanh(model(x)) ** 2).mean())(model))
+    return step, (model, X), "model.kernel"
+
+
+def brainstate_step():
+    neurons, loss = neurons_and_loss()
+    step = brainstate.transform.jit(lambda x: brainstate.transform.grad(loss, neurons.states(brainstate.ParamState))(x))
+    return step, (X,), "neurons.layer.weight['weight']"
+
+
+@pytest.mark.parametrize("make", [brainstate_step, nnx_step])
+def test_a_profile_of_a_step_that_a_library_has_jitted_names_its_states(make):
+    step, args, path = make()
+    profile = statetx.memory_profile(step, *args)
+    assert any(group.owner.endswith(path) and group.kind == "state" for group in profile.at_peak)
+    assert "state_vals" not in str(profile)
+
+
+@pytest.mark.parametrize(
+    "tool", [statetx.measure, statetx.memory_report, statetx.memory_profile, statetx.saved_residuals]
+)
+def test_a_module_with_a_dtype_is_no_array(tool):
+    nnx = pytest.importorskip("flax.nnx")
+    assert tool(lambda layer, x: (layer(x) ** 2).mean(), nnx.Linear(16, 16, rngs=nnx.Rngs(0)), X)
+
+
+def test_residuals_of_a_rematerialized_jitted_function():
+    jitted = jax.jit(lambda x: jnp.sin(jnp.tanh(x)).sum())
+    assert statetx.saved_residuals(statetx.remat(jitted), X).intermediate_bytes == 0
+    assert statetx.saved_residuals(jitted, X).intermediate_bytes > 0
+
+
 @pytest.mark.parametrize("tool", [statetx.measure, statetx.memory_profile, statetx.saved_residuals])
 def test_a_loss_whose_integrator_linearizes_is_differentiated(tool):
     neurons, loss = neurons_and_loss()

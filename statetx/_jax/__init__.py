@@ -171,6 +171,7 @@ from .traces import is_batched as is_batched
 from .traces import is_differentiated as is_differentiated
 from .traces import is_eager as is_eager
 from .traces import is_jit_disabled as is_jit_disabled
+from .traces import is_jitted as is_jitted
 from .traces import is_live as is_live
 from .traces import is_of_current_trace as is_of_current_trace
 from .traces import is_usable_here as is_usable_here

@@ -184,6 +184,15 @@ def primal_of(x: Any) -> Any:
     return x.primal if isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)) else None
 
 
+def is_jitted(fun: Any) -> bool:
+    """Whether `fun` is what `jax.jit` returns."""
+    return isinstance(fun, type(jax.jit(_identity)))
+
+
+def _identity(x: Any) -> Any:
+    return x
+
+
 def in_parent_trace(trace: Any) -> Any:
     """A context in which the parent of this trace is the current trace."""
     # The trace of a shard_map that is not compiled has no parent: it runs in eager code.

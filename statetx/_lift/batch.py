@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .. import _states
 from .._objects.paths import argument_names
 from .._text import type_str
-from .._tree import Partition, as_array, is_array, partition
+from .._tree import Partition, as_array, is_array_or_type, partition
 from .._typing import Indices, Names
 from .context import sharding_of
 from .signature import StaticArguments
@@ -81,7 +81,7 @@ class BatchArguments:
             mask, names = [i not in others for i in range(len(args))], set(kwargs)
         positional = {i: x for i, x in enumerate(args) if mask[i]}
         named = {name: x for name, x in kwargs.items() if name in names}
-        leaves, part = partition((positional, named), lambda x: is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+        leaves, part = partition((positional, named), is_array_or_type)
         leaves = [as_array(x) for x in leaves]
 
         def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:

@@ -12,6 +12,7 @@ from .messages import no_history as no_history
 from .messages import user_stacklevel as user_stacklevel
 from .protocol import Annotated as Annotated
 from .protocol import ArrayKind as ArrayKind
+from .protocol import Jitting as Jitting
 from .protocol import Kind as Kind
 from .protocol import Modal as Modal
 from .protocol import Subclassed as Subclassed
@@ -25,3 +26,4 @@ from .registry import kind_of_state as kind_of_state
 from .registry import kinds as kinds
 from .registry import modes as modes
 from .registry import register_kind as register_kind
+from .registry import unjitted as unjitted

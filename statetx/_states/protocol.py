@@ -1,8 +1,8 @@
-"""The protocols of a kind of state: `Kind`, and the optional `Modal`, `ArrayKind`, `Annotated` and `Subclassed`."""
+"""The protocols of a kind of state: `Kind`, and the optional `Modal`, `ArrayKind`, `Annotated`, `Subclassed` and `Jitting`."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from .._atomic import Store
@@ -147,4 +147,13 @@ class Subclassed(Protocol):
 
     def class_options(self, cls: type) -> dict[str, Any]:
         """The keyword arguments that the class statement of a subclass needs to inherit the options."""
+        ...
+
+
+@runtime_checkable
+class Jitting(Protocol):
+    """A kind whose library has its own ``jit``."""
+
+    def unjitted(self, fun: Any) -> Callable | None:
+        """The user's function that the library has jitted; None if it has not jitted `fun`."""
         ...

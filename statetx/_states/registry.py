@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 
 from .. import _jax
 from .._atomic import locked
-from .protocol import ArrayKind, Kind, Modal, Subclassed
+from .protocol import ArrayKind, Jitting, Kind, Modal, Subclassed
 
 # Libraries whose states are watched as soon as the program has imported them, so that `import statetx` imports neither.
 _FOREIGN = {"brainstate": "statetx.kinds.brainstate", "flax.nnx": "statetx.kinds.nnx"}
@@ -101,6 +101,12 @@ def class_options(cls: type) -> dict[str, Any]:
         if isinstance(kind, Subclassed):
             options |= kind.class_options(cls)
     return options
+
+
+def unjitted(fun: Any) -> Callable | None:
+    """The user's function that the ``jit`` of a library of states has made `fun` of; None if none has."""
+    found = (kind.unjitted(fun) for kind in kinds() if isinstance(kind, Jitting))
+    return next((user for user in found if user is not None), None)
 
 
 def modes() -> Hashable:

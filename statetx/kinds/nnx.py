@@ -22,7 +22,7 @@ import operator
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flax
@@ -286,6 +286,9 @@ class _Nnx(_frames.WatchedKind):
 
     def set_owner(self, state: nnx.Variable, frame: Any) -> Store:
         return (_owner.pop, id(state), None) if frame is None else (operator.setitem, _owner, id(state), frame)
+
+    def unjitted(self, fun: Any) -> Callable | None:
+        return getattr(fun, "__wrapped__", None) if isinstance(fun, type(nnx.jit(lambda: None))) else None
 
     def is_random(self, state: nnx.Variable) -> bool:
         # The key of an RngStream, into which every draw folds the stream's count. Not an array of keys: it was split already.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import _jax
+from .. import _jax, _states
 from .._equations.compiled import memory_analysis_options
 from .._errors import FunctionError
 from .._lift.wrapper import name_of, refuse_value, short_name
@@ -18,7 +18,6 @@ from .._text import brief
 from .._tree import is_float
 from ..residuals.measure import ArrayProgram, is_step, with_gradient, without_gradient
 from ..residuals.table import Residuals, saved_residuals
-from ..transforms.jit.api import Jit
 from ..transforms.jit.stages import Compiled, Lowered, Traced
 from ._assemble import Assembly, Inputs
 from ._fallback import without_assignment
@@ -118,7 +117,8 @@ def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None)
         results = jax.eval_shape(program.run, *program.arrays)
         if any(map(is_float, results[0])):
             return _of_function(fun, args, program, residuals, results)
-    if isinstance(fun, Jit) or (hasattr(fun, "lower") and hasattr(fun, "trace")):
+    # A program that another library's jit has staged has no names of states: "state_vals[3]".
+    if hasattr(fun, "lower") and hasattr(fun, "trace") and _states.unjitted(fun) is None:
         with created_undone(fun, args, kwargs):
             return _staged(fun.trace(*args, **kwargs))
     return _of_function(fun, args, without_gradient(fun, args, kwargs), None, None)

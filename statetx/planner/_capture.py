@@ -20,7 +20,7 @@ from .._lift.targets import resolve_argnums
 from .._lift.wrapper import name_of
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Rewriter, Seen, is_training_step
-from .._tree import is_array, is_float, num_bytes, partition
+from .._tree import is_array, is_array_or_type, is_float, num_bytes, partition
 from ..transforms.abstract import staged_jaxpr
 from ..transforms.remat import Remat
 from ._candidate import gradient_of
@@ -310,7 +310,7 @@ def capture(
     # `argnums` counts arguments as the user wrote them, each of which may be a tree of any number of arrays.
     in_argnums = []
     for n, arg in enumerate((*args, *kwargs.values())):
-        in_argnums += [nums is None or n in nums] * len(partition(arg, _is_traced)[0])
+        in_argnums += [nums is None or n in nums] * len(partition(arg, is_array_or_type)[0])
     num_operands = len(function.jaxpr.invars) - len(in_argnums)
     diff_indices = [i for i in function.traced_floats if i < num_operands or in_argnums[i - num_operands]]
     if not diff_indices or not any(is_float(v.aval) for v in function.jaxpr.outvars[: function.num_out]):
@@ -353,11 +353,6 @@ def _value_bytes(recorded: Recorded) -> int:
     return recorded.context.num_examples * sum(device_bytes(aval) for aval in values if hasattr(aval, "dtype"))
 
 
-def _is_traced(x: Any) -> bool:
-    """Whether `remat` traces an argument."""
-    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
-
-
 def _is_embedded(x: Any) -> bool:
     """Whether a value is a small array of one device, which a compiled program has inside. Larger ones count as arguments: they take memory."""
     return is_array(x) and not isinstance(x, _jax.Tracer) and num_bytes(x) <= _EMBEDDED and sharding_of(x) is None
@@ -377,7 +372,7 @@ def _record(
         with rewritten_by(rewriter):
             return jax.tree.leaves(fun(*args, **kwargs))
 
-    arrays, static = partition((args, kwargs), _is_traced)
+    arrays, static = partition((args, kwargs), is_array_or_type)
     planned = Remat(traced, policy=outer)
 
     @functools.wraps(fun)

@@ -19,7 +19,7 @@ from .._lift.context import sharding_of
 from .._lift.wrapper import name_of, short_name
 from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes
-from .._tree import is_float, num_bytes, partition
+from .._tree import is_array_or_type, is_float, num_bytes, partition
 from ..transforms.abstract import eval_shape
 from ..transforms.functionalize import functionalize
 from ..transforms.microbatch import without_new_states
@@ -147,7 +147,7 @@ class _Search:
         micro = self._micro.with_num(num, fun)
         pure: Any = functionalize(lambda *args, **kwargs: without_new_states(micro(*args, **kwargs)))
         inputs = (pure.values(*self._args, **self._kwargs), self._args, self._kwargs)
-        arrays, part = partition(inputs, _is_array)
+        arrays, part = partition(inputs, is_array_or_type)
         in_batch = {id(x) for x in self._batch.leaves}
         diff = [i for i, x in enumerate(arrays) if is_float(x) and id(x) not in in_batch] if self._is_loss else []
 
@@ -156,7 +156,7 @@ class _Search:
             out, new_values = pure(values, *args, **kwargs)
             written = [value for path, value in new_values.items() if value is not values[path]]
             floats, others = partition(out, is_float)
-            return floats, partition([*others.static, written], _is_array)[0]
+            return floats, partition([*others.static, written], is_array_or_type)[0]
 
         types = [_type(x) for x in arrays]
         with _jax.eval_context():
@@ -223,10 +223,6 @@ def _budget_of_part(planner: Planner, left: int) -> int | None:
         return planner.plan(most + left).budget_bytes
     except PlanError:
         return None
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "dtype")
 
 
 def _type(x: Any) -> jax.ShapeDtypeStruct:

@@ -32,8 +32,9 @@ from .._objects.attributes import created_undone
 from .._objects.paths import Paths, argument_names
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Observer, is_training_step
-from .._tree import Partition, as_array, is_array, is_array_or_number, is_float
+from .._tree import Partition, as_array, is_array, is_array_or_number, is_array_or_type, is_float
 from .._typing import Filter, PyTree
+from ..transforms.jit.api import Jit
 
 
 class InputOrigin(NamedTuple):
@@ -113,8 +114,8 @@ def differentiate(
     """
     # Without a choice every float counts. With `wrt` alone, as in `grad`, no argument does.
     all_inputs = argnums is None and wrt is None
-    if all_inputs and hasattr(fun, "lower") and hasattr(fun, "__wrapped__"):
-        fun = fun.__wrapped__  # of a jitted function: a trace within would hide which values are states and arguments
+    if all_inputs:
+        fun = _unjitted(fun)  # a trace within would hide which values are states and arguments
     nums, _ = resolve_argnums(argnums, len(args), fun)
     targets = None if wrt is None else Targets(wrt, fun, args, kwargs)
 
@@ -126,7 +127,7 @@ def differentiate(
 
     # A Python number is traced only if it is differentiated, as `grad` would; others may decide branches of the function.
     mask = tuple(
-        _is_traced(x) or (w and isinstance(x, (float, complex)))
+        is_array_or_type(x) or (w and isinstance(x, (float, complex)))
         for (_, x), w in zip(leaves_with_path, are_targets, strict=True)
     )
     static_part = Partition(treedef, mask, tuple(x for (_, x), m in zip(leaves_with_path, mask, strict=True) if not m))
@@ -181,6 +182,13 @@ def differentiate(
         chosen = [i for i, ((_, t), v) in enumerate(zip(inputs, in_vars, strict=True)) if t and is_float(v.aval)]
         floats = [i for i, v in enumerate(out_vars) if is_float(v.aval)]
         return [Passes(name, staged.jaxpr, floats, chosen, [origin for origin, _ in inputs])]
+
+
+def _unjitted(fun: Callable) -> Callable:
+    """The user's function of a jitted one."""
+    if isinstance(fun, Jit) or _jax.is_jitted(fun):
+        return fun.__wrapped__
+    return _states.unjitted(fun) or fun
 
 
 def _state_inputs(
@@ -262,10 +270,6 @@ class _Recorder(Observer):
             if all(jaxpr.outvars[i].aval.shape == () for i in floats)
         ]
         return [Passes(name, *one) for one in of_scalars or found]
-
-
-def _is_traced(x: Any) -> bool:
-    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def _leaf_paths(part: Partition, path: str) -> list[str]:

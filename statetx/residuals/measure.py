@@ -16,7 +16,7 @@ from .._lift.wrapper import refuse_value
 from .._objects.attributes import created_undone
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Seen, is_training_step
-from .._tree import is_float, partition
+from .._tree import is_array_or_type, is_float, partition
 from ..transforms.abstract import staged_jaxpr
 from ..transforms.functionalize import Functionalize, functionalize
 
@@ -106,7 +106,7 @@ class ArrayProgram(NamedTuple):
 def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> ArrayProgram:
     """A program that returns the outputs, and the values of the states that are written or created."""
     pure, inputs = _functionalized(fun, args, kwargs)
-    arrays, static_part = partition(inputs, _is_array)
+    arrays, static_part = partition(inputs, is_array_or_type)
 
     def run(*arrays: Any) -> list[Any]:
         values, args, kwargs = static_part.combine(arrays)
@@ -120,7 +120,7 @@ def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Arra
 def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> ArrayProgram:
     """A program that returns the float outputs; other outputs with the values of states, as in `without_gradient`; the gradients."""
     pure, inputs = _functionalized(fun, args, kwargs)
-    arrays, static_part = partition(inputs, _is_array)
+    arrays, static_part = partition(inputs, is_array_or_type)
 
     def run(*arrays: Any) -> tuple[list[Any], list[Any]]:
         values, args, kwargs = static_part.combine(arrays)
@@ -141,13 +141,9 @@ def _functionalized(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
     return pure, (pure.values(*args, **kwargs), args, kwargs)
 
 
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "dtype")
-
-
 def _keys(inputs: tuple) -> list[tuple[Any, ...]]:
     leaves = jax.tree_util.tree_flatten_with_path(inputs, is_leaf=_states.is_opaque)[0]
-    return [keys for keys, x in leaves if _is_array(x)]
+    return [keys for keys, x in leaves if is_array_or_type(x)]
 
 
 def _written(values: dict[str, Any], new_values: dict[str, Any], created: Sequence[Effect]) -> list[Any]:
@@ -161,4 +157,4 @@ def _written(values: dict[str, Any], new_values: dict[str, Any], created: Sequen
 
 
 def _arrays_in(*trees: Any) -> list[Any]:
-    return partition(trees, _is_array)[0]
+    return partition(trees, is_array_or_type)[0]

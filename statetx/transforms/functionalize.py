@@ -20,7 +20,17 @@ from .._objects.attributes import created_undone
 from .._objects.paths import Paths, short_site
 from .._tables import Cell, Column, Table, Tabular
 from .._text import brief, format_bytes, short_tree_type_str, suggestion, tree_type_str
-from .._tree import Partition, as_array, freeze, is_argument, is_array, is_array_or_number, num_bytes, partition
+from .._tree import (
+    Partition,
+    as_array,
+    freeze,
+    is_argument,
+    is_array,
+    is_array_or_number,
+    is_array_or_type,
+    num_bytes,
+    partition,
+)
 from .._typing import PyTree, public
 
 P = ParamSpec("P")
@@ -148,7 +158,7 @@ class TraceStates(Wrapper[P, Any]):
 
 def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, list[tuple[Any, bool]], Paths]:
     """Run `fun` abstractly; returns its closed frame, the Refs that it touches with a flag if written, and the paths."""
-    arrays, args_part = partition((args, kwargs), lambda x: is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+    arrays, args_part = partition((args, kwargs), is_array_or_type)
     frame = frame_for("trace_states", fun)
 
     def body(*tracers: Any) -> tuple[list, None]:

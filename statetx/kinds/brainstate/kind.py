@@ -6,7 +6,7 @@ import collections
 import itertools
 import operator
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import brainstate
@@ -137,6 +137,11 @@ class _Brainstate(_frames.WatchedKind):
 
     def set_owner(self, state: brainstate.State, frame: Any) -> Store:
         return (owners.pop, id(state), None) if frame is None else (operator.setitem, owners, id(state), frame)
+
+    def unjitted(self, fun: Any) -> Callable | None:
+        # `functools.wraps` copies these attributes to a wrapper of a jitted function, whose own `__wrapped__` is the latter.
+        user = getattr(fun, "origin_fun", None)
+        return user if user is not None and user is getattr(fun, "__wrapped__", None) else None
 
     def is_random(self, state: brainstate.State) -> bool:
         return isinstance(state, brainstate.random.RandomState)
