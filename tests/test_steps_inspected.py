@@ -212,6 +212,21 @@ def test_report_of_a_step_without_remat_has_one_row():
     assert "as a whole" not in diagnosis.text
 
 
+def test_report_of_a_loss_that_differentiates_a_scalar_itself():
+    """A penalty on a gradient: it counts as a step unless it is said to be a loss."""
+
+    def penalized(ws, x):
+        return sum((g**2).sum() for g in jax.grad(loss)(ws, x))
+
+    report = statetx.memory_report(penalized, WS, X, gradient=True)
+    assert not report.is_step and "value and gradient" in str(report)
+    assert report.rows[0].flops == statetx.measure(penalized, WS, X, gradient=True).flops - (
+        report.rows[1].flops - report.rows[0].flops
+    )
+    assert statetx.memory_report(penalized, WS, X).is_step
+    assert report.rows[0].residuals.name.endswith("penalized")
+
+
 def test_passes_of_a_step_are_those_of_its_gradient(capsys):
     printed = statetx.print_fwd_bwd(by_jax, WS, X)
     assert printed.name == "gradient in by_jax" and "recompute block" in capsys.readouterr().out

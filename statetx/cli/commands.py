@@ -27,7 +27,7 @@ def memory(target: Target, options: argparse.Namespace) -> Output:
     from ..memory._show import text
     from ..memory.measure import memory_profile
 
-    profile = memory_profile(target.fun, *target.args, gradient=False if options.no_gradient else None, **target.kwargs)
+    profile = memory_profile(target.fun, *target.args, gradient=options.gradient, **target.kwargs)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return Output(
         text(profile, width),
@@ -48,7 +48,7 @@ def residuals(target: Target, options: argparse.Namespace) -> Output:
 def report(target: Target, options: argparse.Namespace) -> Output:
     from ..residuals.report import memory_report
 
-    return _output(memory_report(target.fun, *target.args, **target.kwargs))
+    return _output(memory_report(target.fun, *target.args, gradient=options.gradient, **target.kwargs))
 
 
 def plan(target: Target, options: argparse.Namespace) -> Output:

@@ -74,12 +74,13 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument(
         "--json", metavar="FILE", help="write numbers" if name != "plan" else "write the plan, for Plan.load"
     )
-    if name == "memory":
+    if name in ("memory", "report"):
         command.add_argument(
-            "--no-gradient",
-            action="store_true",
-            help="the function without its gradient, such as an evaluation; a training step is never differentiated",
+            "--gradient",
+            action=argparse.BooleanOptionalAction,
+            help="whether the function is differentiated; by default, unless it is a training step",
         )
+    if name == "memory":
         command.add_argument(
             "--perfetto", metavar="FILE", help="write a trace for ui.perfetto.dev and chrome://tracing"
         )

@@ -107,14 +107,16 @@ def differentiate(
     argnums: int | Sequence[int] | None = None,
     wrt: PyTree | Filter = None,
     has_aux: bool = False,
+    may_be_step: bool = True,
 ) -> list[Passes]:
     """Stage a function and its derivative with respect to the inputs that `saved_residuals` documents.
 
-    Of a training step, the different functions that it differentiates.
+    Of a training step, the different functions that it differentiates, unless `may_be_step` is False.
     """
     # Without a choice every float counts. With `wrt` alone, as in `grad`, no argument does.
     all_inputs = argnums is None and wrt is None
-    if all_inputs:
+    may_be_step = may_be_step and all_inputs
+    if may_be_step:
         fun = _unjitted(fun)  # a trace within would hide which values are states and arguments
     nums, _ = resolve_argnums(argnums, len(args), fun)
     targets = None if wrt is None else Targets(wrt, fun, args, kwargs)
@@ -134,7 +136,7 @@ def differentiate(
     arrays = [as_array(x) for (_, x), m in zip(leaves_with_path, mask, strict=True) if m]
 
     paths, argument_name = Paths(fun, args, kwargs), argument_names(fun, args)
-    recorder = _Recorder() if all_inputs else None
+    recorder = _Recorder() if may_be_step else None
     lifting = _Reads(targets, paths, recorder)
     name = name_of(fun)
     keys_of_arrays = [keys for (keys, _), m in zip(leaves_with_path, mask, strict=True) if m]

@@ -23,7 +23,7 @@ from .._typing import Policy
 from ..transforms.remat import remat
 from ._show import in_fewer_bits, see_profile
 from .measure import is_step, with_gradient, without_gradient
-from .table import Residuals, saved_residuals
+from .table import Residuals, residuals_of, saved_residuals
 
 BASELINE = "no remat"
 AS_WRITTEN = "as written"
@@ -181,13 +181,14 @@ def memory_report(
     *args: Any,
     policies: Policy | Sequence[Policy] = None,
     repeats: int = 0,
+    gradient: bool | None = None,
     compiler_options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> MemoryReport:
     """Compile a training step, or a loss with its derivative, with and without rematerialization, and compare the programs' memory.
 
-    The derivative of a loss is taken with respect to every float argument and every float state. A function that takes gradients itself counts as a
-    training step (as in `plan`), and is compiled unchanged. No state changes.
+    The derivative of a loss is taken with respect to every float argument and every float state. A training step, which takes gradients itself, is
+    compiled unchanged. No state changes.
 
     Args:
         fun: a function that may read and write states. If no function in it is rematerialized, the report says so, names
@@ -196,6 +197,7 @@ def memory_report(
         policies: a policy that replaces those of the rematerialized functions, or a sequence of them, one after the other; by default the functions
             have their own. In a sequence None is a policy, too.
         repeats: the number of runs of each program, interleaved, to measure its time; none if 0.
+        gradient: whether the derivative of `fun` is compiled. By default it is, unless `fun` is a training step (as in `plan`).
         compiler_options: as in ``jax.jit``; for example ``{"xla_disable_hlo_passes": "cse_barrier_expander"}`` shows on a
             CPU what unrolled rematerialization saves on other devices.
 
@@ -227,7 +229,8 @@ def memory_report(
     name = short_name(name_of(fun))
     with override(suppress_warnings=True) as visited_regions:
         saved_residuals(fun, *args, **kwargs)
-    is_wrapped, takes_gradients = bool(visited_regions), is_step(fun, args, kwargs)
+    is_wrapped = bool(visited_regions)
+    takes_gradients = is_step(fun, args, kwargs) if gradient is None else not gradient
     labels = [BASELINE, *(policies_by_name or (AS_WRITTEN if is_wrapped else f"remat({name})",))]
     if takes_gradients and not is_wrapped:
         labels = [BASELINE]
@@ -240,7 +243,7 @@ def memory_report(
     for label in labels:
         f = fun if is_wrapped or label == BASELINE else remat(fun)
         with override(policies_by_name.get(label), is_off=label == BASELINE, suppress_warnings=True) as visited_regions:
-            residuals[label] = saved_residuals(f, *args, **kwargs)
+            residuals[label] = residuals_of(f, args, kwargs, may_be_step=not gradient)
             step = (without_gradient if takes_gradients else with_gradient)(f, args, kwargs)
             inputs[label], programs[label] = step.arrays, step.for_types(step.arrays, compiler_options)
         regions[label] = visited_regions

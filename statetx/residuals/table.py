@@ -214,7 +214,12 @@ def saved_residuals(
         (96, 32)
     """
     refuse_value("saved_residuals", fun)
-    found = differentiate(fun, args, kwargs, argnums=argnums, wrt=wrt, has_aux=has_aux)
+    return residuals_of(fun, args, kwargs, argnums=argnums, wrt=wrt, has_aux=has_aux)
+
+
+def residuals_of(fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any], **options: Any) -> Residuals:
+    """The residuals of a call; options as of `differentiate`."""
+    found = differentiate(fun, args, kwargs, **options)
     name = found[0].name if len(found) == 1 else f"{len(found)} gradients in {short_name(name_of(fun))}"
     return Residuals(name, [row for passes in found for row in _rows(passes)])
 
