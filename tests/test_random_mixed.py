@@ -32,6 +32,11 @@ def test_mixed_program_equals_its_reference(first):
         check_seed(seed)
 
 
+def test_gradient_of_a_loop_whose_steps_reverse_a_loop():
+    """JAX hoists what is constant in the outer loop, and would drop the derivative rule of the reversal there."""
+    check_seed(3192)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, NUM_SLOW, CHUNK))
 def test_mixed_program_equals_its_reference_at_length(first):

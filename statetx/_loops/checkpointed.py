@@ -209,7 +209,7 @@ class CheckpointedLoop(Loop):
             # `by_nesting` computes the stored carries again.
             return jvp_of(by_nesting, *without_stored(args, tangents))
 
-        return with_derivative(by_schedule, derivative)
+        return whole(with_derivative(by_schedule, derivative), self.step.name)
 
     # -- the forward sweep --
 
