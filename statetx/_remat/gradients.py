@@ -32,14 +32,28 @@ def rewritten_by(rewriter: Rewriter) -> Iterator[None]:
 
     An observer around the block sees them, too.
     """
-    if isinstance(override.rewriter, Observer):
-        rewriter = Observed(rewriter, override.rewriter)
-    previous, override.gradient_order = override.gradient_order, GradientOrder()
+    previous = override.gradient_order, override.observer
+    override.gradient_order = GradientOrder()
+    if isinstance(rewriter, Observer):
+        override.observer = rewriter
+    elif override.observer is not None:
+        rewriter = Observed(rewriter, override.observer)
     try:
         with override.rewrite_gradients(rewriter):
             yield
     finally:
-        override.gradient_order = previous
+        override.gradient_order, override.observer = previous
+
+
+@contextlib.contextmanager
+def unobserved(rewriter: Rewriter | None = None) -> Iterator[None]:
+    """Tell no observer of what is differentiated in this block; a rewriter may be in its place."""
+    observer, override.observer = override.observer, None
+    try:
+        with override.rewrite_gradients(rewriter):
+            yield
+    finally:
+        override.observer = observer
 
 
 def _replace(fun: Callable, has_aux: bool) -> Callable:
@@ -50,7 +64,7 @@ def _replace(fun: Callable, has_aux: bool) -> Callable:
 
     def rewritten(*primals: Any) -> Any:
         # A gradient inside the function belongs to it.
-        with override.rewrite_gradients(rewriter.inner):
+        with unobserved(rewriter.inner):
             return _run(fun, has_aux, rewriter, primals)
 
     return rewritten

@@ -17,7 +17,7 @@ from .. import _jax
 from .._jax import Jaxpr
 from .gradient_order import GradientOrder
 from .policy import Policy
-from .rewriter import Rewriter
+from .rewriter import Observer, Rewriter
 from .survey import NONE, Survey
 from .value import StateRef
 
@@ -51,6 +51,7 @@ class Override(threading.local):
         visited_regions: the rematerialized functions called so far; None outside of an override.
         rewriter: rewrites each function that is differentiated in reverse mode; None to leave them.
         gradient_order: of the gradients that are rewritten; None outside of such a block.
+        observer: is told of the gradients that another rewriter replaces; None to tell nothing.
     """
 
     policy: Policy | Rewriter | None = None
@@ -59,6 +60,7 @@ class Override(threading.local):
     visited_regions: list[Region] | None = None
     rewriter: Rewriter | None = None
     gradient_order: GradientOrder | None = None
+    observer: Observer | None = None
 
     @contextlib.contextmanager
     def _set(self, *settings: Any, key: Hashable) -> Iterator[None]:

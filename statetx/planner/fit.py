@@ -8,6 +8,7 @@ from typing import Any
 from .._equations.structure import Body
 from .._errors import PolicyError
 from .._lift.context import TraceContext
+from .._remat.gradients import unobserved
 from .._remat.rewriter import Rewriter
 from .._text import format_bytes
 from .._tree import is_float
@@ -71,7 +72,8 @@ class Fit(Rewriter):
         def run(operands: Sequence[Any], *args: Any) -> list[Any]:
             context = TraceContext.of([*operands, *args])
             if context not in planned:
-                planned[context] = self._plan(body, name, num_out, context).rewrite(body, name, num_out)
+                with unobserved():  # the search takes gradients itself
+                    planned[context] = self._plan(body, name, num_out, context).rewrite(body, name, num_out)
             return planned[context](operands, *args)
 
         return run

@@ -14,6 +14,7 @@ from .._equations.compiled import low_memory_options
 from .._equations.flops import flops
 from .._errors import PlanError
 from .._lift.wrapper import name_of, refuse_value, short_name
+from .._remat.gradients import unobserved
 from .._text import suggestion
 from . import _store
 from ._bound import free_outputs, lower_bound
@@ -163,7 +164,8 @@ class Planner:
         self._allowed_options = _allowed(compiler_options)
         formats = read_formats(stored_as)
         self._progress = spinner(f"plan {self.name}", is_shown=progress)
-        self._variants = variants(fun, args, kwargs, argnums)
+        with unobserved():
+            self._variants = variants(fun, args, kwargs, argnums)
         self._captured = self._variants[0]
         num_searches = (2 if self._allowed_options else 1) * len(self._variants)
         time_limit = read_time_limit(time_limit)
@@ -238,7 +240,7 @@ class Planner:
         stored = _store.load(key)
         if stored is not None and self._is_for_program(stored):
             return self._as_plan(stored, key)
-        with self._show_progress():
+        with self._show_progress(), unobserved():  # a search takes gradients itself
             self._start(compile_baseline=isinstance(budget_.amount, float))
             try:
                 fields = self._fields(*self._choose(budget_), budget_)
