@@ -82,7 +82,7 @@ def test_residuals_of_a_step_are_those_of_its_gradient(step):
     assert found.name.startswith("gradient in ")
     rows = [(r.type, r.nbytes, r.why, r.primitive, r.flops) for r in found]
     assert sorted(rows) == sorted((r.type, r.nbytes, r.why, r.primitive, r.flops) for r in expected)
-    assert {"x", "ws[0]"} <= {r.path for r in found} or step is STEPS[3]
+    assert {"x", "ws[0]"} <= {r.path for r in found}
 
 
 @pytest.mark.parametrize("policy", ["dots", "everything"])
@@ -118,7 +118,7 @@ def test_residuals_of_a_jitted_step_of_brainstate_have_the_paths_of_its_states()
     before = neurons.v.value
     found = statetx.saved_residuals(step, X)
     assert any(r.origin == "state" and r.path.endswith("neurons.layer.weight['weight']") for r in found)
-    assert found.name == f"gradient in {step.__qualname__.rpartition('.')[2]}" and neurons.v.value is before
+    assert found.name == "gradient in step" and neurons.v.value is before
 
 
 def nnx_step():
@@ -164,7 +164,7 @@ def test_a_loss_whose_integrator_linearizes_is_differentiated(tool):
     elif tool is statetx.memory_profile:
         assert tool(loss, X).gradient
     else:
-        assert tool(loss, X).name == "neurons_and_loss.<locals>.loss".rpartition(".")[2]
+        assert tool(loss, X).name == "loss"
     assert isinstance(neurons.v.value, jax.Array)
 
 
@@ -190,7 +190,7 @@ def test_a_planned_step(way):
     assert not statetx.memory_profile(planned, WS, X).gradient
     found, unplanned = statetx.saved_residuals(planned, WS, X), statetx.saved_residuals(by_jax, WS, X)
     assert found.name == "gradient in by_jax" and {"x", "ws[1]"} <= {r.path for r in found}
-    assert found.total_bytes != unplanned.total_bytes or way == "budget"
+    assert found.total_bytes != unplanned.total_bytes
 
 
 def test_report_of_a_step():
@@ -198,11 +198,7 @@ def test_report_of_a_step():
     assert str(report).startswith("by_jax: training step")
     assert [row.policy for row in report.rows] == ["no remat", "nothing", "everything"]
     assert report.rows[1].residual_bytes < report.rows[2].residual_bytes == report.rows[0].residual_bytes
-    assert (
-        report.rows[1].flops
-        > report.rows[0].flops
-        == statetx.measure(by_jax, WS, X, gradient=False).flops - (report.rows[1].flops - report.rows[0].flops)
-    )
+    assert report.rows[0].flops < report.rows[1].flops == statetx.measure(by_jax, WS, X, gradient=False).flops
 
 
 def test_report_of_a_step_without_remat_has_one_row():
@@ -220,9 +216,7 @@ def test_report_of_a_loss_that_differentiates_a_scalar_itself():
 
     report = statetx.memory_report(penalized, WS, X, gradient=True)
     assert not report.is_step and "value and gradient" in str(report)
-    assert report.rows[0].flops == statetx.measure(penalized, WS, X, gradient=True).flops - (
-        report.rows[1].flops - report.rows[0].flops
-    )
+    assert report.rows[0].flops < report.rows[1].flops == statetx.measure(penalized, WS, X, gradient=True).flops
     assert statetx.memory_report(penalized, WS, X).is_step
     assert report.rows[0].residuals.name.endswith("penalized")
 

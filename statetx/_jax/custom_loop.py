@@ -16,7 +16,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.lax.control_flow.loops import scan_p
 
 from .._positions import function_of
-from .equations import ClosedJaxpr, Jaxpr, abstract, as_array
+from .equations import ClosedJaxpr, Jaxpr, abstract, as_array, with_nonzero
 
 
 class CustomLoop(Protocol):
@@ -92,10 +92,8 @@ _loop_p.multiple_results = True
 
 def _loop_jvp(args: Any, tangents: Any, *, loop: CustomLoop, **_: Any) -> tuple[list, list]:
     args = [as_array(x) for x in args]
-    tangents = [t if type(t) is _Zero else as_array(t) for t in tangents]
-    # Tangents of integers are float0: zero in fact, though not in type.
-    has_tangent = [type(t) is not _Zero and t.dtype != jax.dtypes.float0 for t in tangents]
-    outs, out_tangents = loop.jvp(args, {i: t for i, t in enumerate(tangents) if has_tangent[i]})
+    tangents, diff_indices = with_nonzero(tangents)
+    outs, out_tangents = loop.jvp(args, {i: tangents[i] for i in diff_indices})
     float_tangents = iter(out_tangents)
     is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in outs]
     return outs, [

@@ -50,6 +50,12 @@ def is_dropped(v: Any) -> bool:
     return isinstance(v, _core.DropVar)
 
 
+def with_nonzero(tangents: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """Tangents as arrays, zeros unchanged, and the numbers of those that are not zero; of integers they are zero in fact, though not in type."""
+    arrays: list[Any] = [t if type(t) is _Zero else as_array(t) for t in tangents]
+    return arrays, [i for i, t in enumerate(arrays) if type(t) is not _Zero and t.dtype != jax.dtypes.float0]
+
+
 def close(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
     """Close a jaxpr without constants over `consts`, the values of its first inputs."""
     num = len(consts)

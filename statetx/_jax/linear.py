@@ -17,7 +17,7 @@ from jax._src.interpreters import mlir as _mlir
 
 from .._positions import function_of, replaced
 from .batching import map_over
-from .equations import as_array
+from .equations import with_nonzero
 
 
 def linear_call(
@@ -124,8 +124,7 @@ def _linear_impl(*args: Any, fun: Callable, transpose: Callable, num_res: int, o
 
 
 def _linear_jvp(primals: Any, tangents: Any, *, fun: Callable, num_res: int, **params: Any) -> Any:
-    tangents = [t if type(t) is _Zero else as_array(t) for t in tangents]
-    diff_indices = [i for i, t in enumerate(tangents) if type(t) is not _Zero and t.dtype != jax.dtypes.float0]
+    tangents, diff_indices = with_nonzero(tangents)
     outs = _linear_p.bind(*primals, fun=fun, num_res=num_res, **params)
 
     # f(r, t) is linear in t, so that its derivative along dt alone is f(r, dt): the same primitive, which keeps the transpose.

@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 from jax._src import core as _core
-from jax._src.ad_util import Zero as _Zero
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 
 from .._positions import function_of
-from .equations import ClosedJaxpr, as_array
+from .equations import ClosedJaxpr, with_nonzero
 
 
 def call_whole(jaxpr: ClosedJaxpr, args: list[Any]) -> list[Any]:
@@ -34,8 +33,7 @@ def _call_impl(*args: Any, call_jaxpr: ClosedJaxpr) -> list[Any]:
 
 
 def _call_jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr) -> tuple[list[Any], list[Any]]:
-    tangents = [t if type(t) is _Zero else as_array(t) for t in tangents]
-    diff_indices = [i for i, t in enumerate(tangents) if type(t) is not _Zero and t.dtype != jax.dtypes.float0]
+    tangents, diff_indices = with_nonzero(tangents)
     run = function_of(_core.jaxpr_as_fun(call_jaxpr), primals, diff_indices)
     return jax.jvp(run, [primals[i] for i in diff_indices], [tangents[i] for i in diff_indices])
 

@@ -17,7 +17,7 @@ from .._objects.paths import argument_names
 from .._text import brief
 from .._tree import is_float
 from ..residuals.measure import ArrayProgram, is_step, with_gradient, without_gradient
-from ..residuals.table import Residuals, saved_residuals
+from ..residuals.table import Residuals, residuals_of
 from ..transforms.jit.stages import Compiled, Lowered, Traced
 from ._assemble import Assembly, Inputs
 from ._fallback import without_assignment
@@ -113,7 +113,7 @@ def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None)
         gradient = not is_step(fun, args, kwargs)
     if gradient:
         program = with_gradient(fun, args, kwargs)
-        residuals = functools.partial(saved_residuals, fun, *args, **kwargs)
+        residuals = functools.partial(residuals_of, fun, args, kwargs, may_be_step=False)
         results = jax.eval_shape(program.run, *program.arrays)
         if any(map(is_float, results[0])):
             return _of_function(fun, args, program, residuals, results)

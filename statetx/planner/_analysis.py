@@ -8,6 +8,7 @@ over its equations, which takes elementwise operations to be fused into their re
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -135,15 +136,16 @@ class Graph:
 
     def front_finder(self, offload: float | None, deadline: Callable[[], bool]) -> Callable[[], list[Option]]:
         """A function that finds the `front`. It traces nothing, so that another thread may call it."""
-        options = [self.baseline(), self.option(frozenset())]
-        if not self.sites or not self.costs:
-            return lambda: pareto_front(options)
-        program = self._integer_program(offload)
-        return lambda: self._front(program, options, offload, deadline)
+        program = self._integer_program(offload) if self.sites and self.costs else None
+        return functools.partial(self._front, program, offload, deadline)
 
     def _front(
-        self, program: IntegerProgram, options: list[Option], offload: float | None, deadline: Callable[[], bool]
+        self, program: IntegerProgram | None, offload: float | None, deadline: Callable[[], bool]
     ) -> list[Option]:
+        options = [self.baseline(), self.option(frozenset())]
+        if program is None:
+            return pareto_front(options)
+
         # From the cheapest option downwards: each must save fewer bytes than the one before it.
         limit, total = np.inf, None
         while len(options) < _MAX_OPTIONS and not deadline():
