@@ -1,4 +1,4 @@
-"""Attributes in which a call that only inspects a function leaves states without a value."""
+"""Attributes in which a call that only inspects a function leaves states without a value, or tracers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from .. import _states
+from .. import _jax, _states
 from .walk import Walk
 
 _NONE = object()
@@ -15,11 +15,11 @@ _NONE = object()
 
 @contextlib.contextmanager
 def created_undone(*roots: Any) -> Iterator[None]:
-    """Undo, at the end, the assignments of new states to attributes of the objects that these roots hold.
+    """Undo, at the end, the assignments of new states, and of tracers, to attributes of the objects that these roots hold.
 
     A call that is traced and not run may create states, as a step with ``init_all_states`` does, or a layer at its first call. They have no value
-    afterwards, and the object is to be as before: with the earlier state, or without one. Other assignments stay, as after any trace of JAX;
-    so do items of containers that existed before.
+    afterwards, and the object is to be as before: with the earlier state, or without one. Nor has an array in an attribute, which flax.nnx allows.
+    Other assignments stay, as after any trace of JAX; so do items of containers that existed before.
     """
     walk = Walk(follows_classes=False)
     for root in roots:
@@ -33,7 +33,7 @@ def created_undone(*roots: Any) -> Iterator[None]:
         for obj, attributes in before:
             for name, value in list((_attributes(obj) or {}).items()):
                 earlier = attributes.get(name, _NONE)
-                if value is not earlier and _holds_dropped_state(value):
+                if value is not earlier and (isinstance(value, _jax.Tracer) or _holds_dropped_state(value)):
                     _restore(obj, name, earlier)
 
 

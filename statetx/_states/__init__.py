@@ -18,6 +18,7 @@ from .protocol import Modal as Modal
 from .protocol import Subclassed as Subclassed
 from .registry import _kinds_lock as _kinds_lock
 from .registry import class_options as class_options
+from .registry import holds_other_arrays as holds_other_arrays
 from .registry import is_array_state as is_array_state
 from .registry import is_opaque as is_opaque
 from .registry import is_unwatched as is_unwatched

@@ -157,3 +157,7 @@ class Jitting(Protocol):
     def unjitted(self, fun: Any) -> Callable | None:
         """The user's function that the library has jitted; None if it has not jitted `fun`."""
         ...
+
+    def holds_other_arrays(self, obj: Any) -> bool:
+        """Whether the library's ``jit`` makes inputs of arrays in an argument that are no states."""
+        ...

@@ -109,6 +109,11 @@ def unjitted(fun: Any) -> Callable | None:
     return next((user for user in found if user is not None), None)
 
 
+def holds_other_arrays(args: tuple) -> bool:
+    """Whether arguments hold arrays that a library's ``jit`` makes inputs of, and that are no states."""
+    return any(kind.holds_other_arrays(x) for kind in kinds() if isinstance(kind, Jitting) for x in args)
+
+
 def modes() -> Hashable:
     """The settings of every library of states that a compiled program depends on."""
     kinds()

@@ -290,6 +290,9 @@ class _Nnx(_frames.WatchedKind):
     def unjitted(self, fun: Any) -> Callable | None:
         return getattr(fun, "__wrapped__", None) if isinstance(fun, type(nnx.jit(lambda: None))) else None
 
+    def holds_other_arrays(self, obj: Any) -> bool:
+        return isinstance(obj, nnx.Pytree) and any(isinstance(x, jax.Array) for _, x in nnx.iter_graph(obj))
+
     def is_random(self, state: nnx.Variable) -> bool:
         # The key of an RngStream, into which every draw folds the stream's count. Not an array of keys: it was split already.
         return isinstance(state, nnx.RngKey) and jnp.ndim(_value.__get__(state)) == 0

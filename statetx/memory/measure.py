@@ -117,8 +117,9 @@ def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None)
         results = jax.eval_shape(program.run, *program.arrays)
         if any(map(is_float, results[0])):
             return _of_function(fun, args, program, residuals, results)
-    # A program that another library's jit has staged has no names of states: "state_vals[3]".
-    if hasattr(fun, "lower") and hasattr(fun, "trace") and _states.unjitted(fun) is None:
+    # A program that another library's jit has staged has no names of states: "state_vals[3]". Only there arrays that are no states are inputs.
+    is_named = _states.unjitted(fun) is not None and not _states.holds_other_arrays(args)
+    if hasattr(fun, "lower") and hasattr(fun, "trace") and not is_named:
         with created_undone(fun, args, kwargs):
             return _staged(fun.trace(*args, **kwargs))
     return _of_function(fun, args, without_gradient(fun, args, kwargs), None, None)
