@@ -53,6 +53,7 @@ FEATURES: dict[str, Callable[[Program], bool]] = {
     "state appended to a list": has(lambda s: isinstance(s, Make) and s.appended),
     "state dropped": has(lambda s: isinstance(s, Make) and s.place.startswith("t")),
     "state deleted": has(lambda s: isinstance(s, Do) and s.template.startswith("del")),
+    "states that begin with one container": lambda p: bool(mixed_syntax.shared_containers(p)),
     "container changed in place": has(lambda s: isinstance(s, Do) and ".append(" in s.template),
     "schedule": has(lambda s: isinstance(s, Call) and "checkpoint=" in s.template),
     "mapped state": has(lambda s: isinstance(s, Call) and "only({c0}): 0" in s.template),

@@ -69,8 +69,8 @@ class Cell:
     cls: str
     sort: str
 
-    def made(self, world: str) -> str:
-        first = INITIAL[self.sort]
+    def made(self, world: str, first: str | None = None) -> str:
+        first = first or INITIAL[self.sort]
         if world == "statetx":
             return f"{self.cls}({first})"
         if self.sort == "rng":
@@ -316,13 +316,22 @@ def function_lines(fun: Fun, world: str) -> Iterator[str]:
 def source(program: Program, world: str) -> str:
     """``build(...)`` makes the models; ``program(m, k)`` gives `main` ready to be called."""
     lines = ["def build():", "    m, k = Model(), Model()"]
-    lines += [f"    {c.place} = {c.made(world)}" for c in program.cells]
+    shared = shared_containers(program)
+    lines += [f"    {sort}_ = {INITIAL[sort]}" for sort in shared]
+    lines += [f"    {c.place} = {c.made(world, f'{c.sort}_' if c.sort in shared else None)}" for c in program.cells]
     lines += [f"    {new} = {old}" for new, old in program.aliases]
     lines += ["    return m, k", "", "def program(m, k):"]
     for fun in (*program.helpers, program.main):
         lines += [f"    {line}" for line in function_lines(fun, world)]
     lines += [f"    return {program.wrap.format(f=program.main.name)}"]
     return "\n".join(lines) + "\n"
+
+
+def shared_containers(program: Program) -> list[str]:
+    """Sorts of which all states begin with the same container: those that no statement changes in place, since a compiled program refuses that."""
+    sorts = [c.sort for c in program.cells]
+    changed = {s.cell.sort for s in statements(program) if isinstance(s, Do) and s.cell is not None}
+    return [sort for sort in ("tree", "list", "loose") if sorts.count(sort) > 1 and sort not in changed]
 
 
 # -- walking and shrinking -------------------------------------------------------------------------------------

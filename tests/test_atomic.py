@@ -1,6 +1,7 @@
 """A call is atomic: the writes of a failed call are undone, for every kind of state, in eager code too."""
 
 import brainstate
+import brainunit as u
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,6 +148,88 @@ def test_in_place_change_of_a_shared_container_in_a_program_raises():
     with pytest.raises(statetx.StateValueError, match="two states hold"):
         f(1.0)
     assert a.value == b.value == {"x": 1.0}
+
+
+# Each transform that gives a state a value of its own: what the body reads of `a`, which it changes, and of `b`, which it does not.
+# In: a function of no arguments. Out: what it returns in its last run.
+OWN_VALUES = {
+    "scan": lambda f: statetx.scan(lambda c, _: (c, f()), None, None, 2)[1][-1],
+    "compiled scan": lambda f: statetx.jit(lambda: statetx.scan(lambda c, _: (c, f()), None, None, 2)[1][-1])(),
+    "Slots": lambda f: statetx.scan(lambda c, _: (c, f()), None, None, 2, checkpoint=statetx.policies.Slots(1))[1][-1],
+    "fori_loop": lambda f: statetx.fori_loop(0, 2, lambda i, c: f(), jnp.zeros(())),
+    "while_loop": lambda f: statetx.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, f()), (0, jnp.zeros(())))[1],
+    "microbatch": lambda f: statetx.microbatch(lambda x: f(), 2, reduce="stack")(jnp.zeros(4))[-1],
+    "cond": lambda f: [statetx.cond(jnp.asarray(True), f, lambda: jnp.zeros(())) for _ in range(2)][-1],
+    "jit of remat": lambda f: [statetx.jit(statetx.remat(f))() for _ in range(2)][-1],
+    "jit of grad": lambda f: [statetx.jit(statetx.value_and_grad(lambda x: f() + x))(0.0)[0] for _ in range(2)][-1],
+}
+
+
+@pytest.mark.parametrize("make", [lambda t: t, lambda t: u.Quantity(t["x"], unit=u.mV)], ids=["dict", "quantity"])
+@pytest.mark.parametrize("run", OWN_VALUES.values(), ids=OWN_VALUES)
+def test_states_that_begin_with_one_container_have_values_of_their_own(run, make):
+    start = make({"x": jnp.asarray(1.0)})
+    a, b = statetx.State(start), statetx.State(start)
+    number = lambda value: value["x"] if isinstance(value, dict) else value.mantissa  # noqa: E731
+
+    def f():
+        a.value = make({"x": number(a.value) + 1.0})
+        return number(a.value) - 10.0 * number(b.value)
+
+    assert float(run(f)) == 3.0 - 10.0
+    assert float(number(a.value)) == 3.0 and float(number(b.value)) == 1.0
+
+
+@pytest.mark.parametrize("first", ["target", "online"])
+@pytest.mark.parametrize("wrap", [lambda f: f, statetx.remat], ids=["plain", "remat"])
+def test_gradient_by_a_state_leaves_out_another_that_holds_the_same_container(wrap, first):
+    weights = {"w": jnp.array([1.0, 2.0])}
+    online, target = statetx.Param(weights), statetx.State(weights)
+
+    def loss(x):
+        if first == "target":
+            return (-(target.value["w"] * x).sum() + (online.value["w"] * x).sum() + 1.0) ** 2
+        return ((online.value["w"] * x).sum() - (target.value["w"] * x).sum() + 1.0) ** 2
+
+    x = jnp.array([1.0, 3.0])
+    np.testing.assert_allclose(statetx.grad(wrap(loss), wrt=online)(x)["w"], 2 * x)
+    both = statetx.grad(wrap(loss), wrt=[online, target])(x)
+    np.testing.assert_allclose([g["w"] for g in both], [2 * x, -2 * x])
+    out, pullback = statetx.vjp(wrap(loss), x, wrt=[online, target])
+    np.testing.assert_allclose([g["w"] for g in pullback(1.0)[0]], [2 * x, -2 * x])
+
+
+def test_mapped_and_unmapped_states_may_hold_the_same_container():
+    values = {"x": jnp.arange(3.0)}
+    mapped, whole = statetx.Param(values), statetx.State(values)
+
+    def f(x):
+        return x + mapped.value["x"] + 10.0 * whole.value["x"].sum()
+
+    only = {statetx.Param: 0}
+    np.testing.assert_array_equal(statetx.vmap(f, states=only)(jnp.zeros(3)), [30.0, 31.0, 32.0])
+    scanned = statetx.scan(lambda c, x: (c, f(x)), None, jnp.zeros(3), states=only)[1]
+    np.testing.assert_array_equal(scanned, [30.0, 31.0, 32.0])
+
+
+def test_values_given_to_a_pure_function_are_those_of_their_states():
+    start = {"x": jnp.asarray(1.0)}
+    a, b = statetx.State(start), statetx.State(start)
+    pure = statetx.functionalize(lambda: a.value["x"] * 2 + b.value["x"] * 3)
+    assert float(pure({"a": {"x": 1.0}, "b": {"x": 10.0}})[0]) == 32.0
+
+
+def test_in_place_change_of_a_shared_container_in_a_loop_raises():
+    shared = {"x": jnp.asarray(1.0)}
+    a, b = statetx.State(shared), statetx.State(shared)
+
+    def f():
+        a.value["x"] = a.value["x"] + 1.0
+        return b.value["x"]
+
+    with pytest.raises(statetx.StateValueError, match=r"two states hold[\s\S]*gives each state a container of its own"):
+        OWN_VALUES["scan"](f)
+    assert a.value is b.value is shared and float(shared["x"]) == 1.0
 
 
 def test_transform_of_brainstate_inside_an_eager_call():

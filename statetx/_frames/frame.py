@@ -43,7 +43,6 @@ class Frame:
         allow: called with each state touched; raises if the call may not touch it.
         is_undo: the body runs eagerly, and the frame only undoes its writes. It acquires the states that the body writes;
             other threads may read those that it only reads.
-        aliases: whether states that hold the same container share one copy of it in the body.
         frees_cycles: whether the transform must know which of the states made in the call outlive it. States that only
             reference cycles hold are then freed first; a jitted function that closes over a local state is such a cycle.
         outer_trace: the trace around the transform, if the transform's own trace does not name it.
@@ -61,7 +60,6 @@ class Frame:
         allow: Callable[[Any, Kind], None] | None = None,
         *,
         is_undo: bool = False,
-        aliases: bool = True,
         frees_cycles: bool = False,
         outer_trace: Any = None,
     ):
@@ -69,7 +67,6 @@ class Frame:
         self.on_read = on_read
         self.allow = allow
         self.is_undo = is_undo
-        self.aliases = aliases
         self.frees_cycles = frees_cycles
         self.outer_trace = outer_trace
         self.accesses: dict[int, Access] = {}
@@ -79,9 +76,7 @@ class Frame:
         self._kinds: list[Kind] = []
         self._unchecked_writes: list[Access] = []
         self._added: list[Effect] = []
-        self._copies: dict[
-            int, tuple[Any, Access]
-        ] = {}  # by id of the container; with the container, which keeps the id valid
+        self._copies: dict[int, tuple[Any, Copy]] = {}  # by id of the container, which the entry keeps alive
 
     def run(self, fun: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Call a function and watch it. Once it has returned, `effects` has its writes."""
@@ -191,14 +186,12 @@ class Frame:
         if self.on_read is not None and not writing:
             value_in_body = self.on_read(state, kind, value_before)
         if not is_leaf(value_in_body) or _is_writable(value_in_body):
-            # The body may change the container in place, and the old value must survive that.
-            entry = self._copies.get(id(value_before))
-            if entry is not None and self.aliases:
-                access.copy = entry[1].copy
+            # The body may change the container in place, and the old value must survive that. States that hold the same container share
+            # the copy, unless `on_read` gives each a value of its own.
+            if value_in_body is value_before:
+                _, access.copy = self._copies.setdefault(id(value_before), (value_before, Copy(value_before)))
             else:
                 access.copy = Copy(value_in_body)
-                self._copies[id(value_before)] = value_before, access
-            assert access.copy is not None
             value_in_body = access.copy.value
         access.value_before, access.value_in_body = value_before, value_in_body
         if value_in_body is not value_before:
@@ -253,7 +246,7 @@ class Frame:
             value = access.kind.get(access.state)
             changed = access.copy is not None and access.copy.was_changed()
             if access.written or value is not access.value_in_body or changed:
-                if changed and not self.aliases:
+                if changed:
                     self._refuse_alias(access)
                 site = access.site or "a line that changed it in place"
                 if changed:
@@ -279,13 +272,14 @@ class Frame:
             check_write(state, kind, value, self.trace, site, after_store=True)
 
     def _refuse_alias(self, access: Access) -> None:
-        """Raise if another state holds the same container, which was changed in place."""
+        """Raise if another state held the same container as this one, and the body changed this one's copy in place."""
         for other in self.accesses.values():
-            if other is not access and other.value_before is access.value_before and not is_leaf(access.value_before):
+            is_held = other.value_before is access.value_before and not is_leaf(access.value_before)
+            if is_held and other.copy is not access.copy:
                 a, b = (describe(x.state, x.kind, value=access.value_before) for x in (access, other))
                 raise StateValueError(
                     f"{self.name} changed in place a {type(access.value_before).__name__} that two states hold: {a} and {b}. "
-                    f"A compiled program gives each state a container of its own.\n"
+                    f"{self.name} gives each state a container of its own.\n"
                     f"Fix: assign a new container to .value, or keep it in one state."
                 )
 

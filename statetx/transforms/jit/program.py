@@ -82,7 +82,7 @@ class Program:
             return call.with_arrays(leaves[:num_kept], leaves[num_kept:])
 
         def body(*tracers: Any) -> tuple[list, Any]:
-            frame = frame_for("jit", fun, on_read=lifting.on_read, aliases=False)
+            frame = frame_for("jit", fun, on_read=lifting.on_read)
             frame.on_created = notes
             note_shardings(tracers, arrays)
             args, kwargs = arguments(tracers)
