@@ -3,6 +3,7 @@
 import collections
 import copy
 import functools
+import pickle
 import random
 import threading
 import weakref
@@ -125,8 +126,25 @@ def test_indexing_gives_copies():
         )
     with pytest.raises(IndexError, match="layer 6 of 6"):
         layers[6]
-    twin = copy.deepcopy(layers)
-    assert_same(twin(X), layers(X))
+    with pytest.raises(IndexError, match=r"no layer of 6 in layers\[6:\]; a stack has at least one"):
+        layers[6:]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_copies_run_their_own_layers(copied):
+    layers = statetx.stack([Bias(float(i)) for i in range(3)])
+    twin = copied(layers)
+    assert float(twin(0.0)) == float(layers(0.0)) == 0.0 + 1.0 + 2.0
+    statetx.states(twin)["b"].value += 1.0
+    assert float(twin(0.0)) == 6.0 and float(layers(0.0)) == 3.0
+
+
+class Bias:
+    def __init__(self, b):
+        self.b = statetx.Param(jnp.asarray(b))
+
+    def __call__(self, x):
+        return x + self.b.value
 
 
 def test_shared_states_stay_shared():
@@ -141,6 +159,9 @@ def test_shared_states_stay_shared():
 
     layers = statetx.stack([Scaled(0.1 * i) for i in range(1, 5)])
     assert statetx.states(layers)["scale"] is scale and layers[2].scale is scale
+    for part in (layers[0:1], layers[1:3]):
+        assert statetx.states(part)["scale"] is scale and scale.value.shape == ()
+        assert part(X).shape == X.shape
     grads = statetx.grad(lambda x: layers(x).sum(), wrt=statetx.states(layers))(X)
 
     def pure(scale, ws):

@@ -124,7 +124,11 @@ class Stack(Generic[T]):
     def __getitem__(self, i: slice) -> Stack[T]: ...
     def __getitem__(self, i: int | slice) -> T | Stack[T]:
         if isinstance(i, slice):
-            return stack([self[j] for j in range(*i.indices(self._num))], axis=self.axis)
+            copies = [self[j] for j in range(*i.indices(self._num))]
+            if not copies:
+                raise IndexError(f"no layer of {self._num} in layers[{_slice_str(i)}]; a stack has at least one")
+            shared = {id(state) for state in states(self.__wrapped__).values()} - self._stacked
+            return stack(copies, axis=self.axis, shared=lambda path, state: id(state) in shared)
         if not -self._num <= i < self._num:
             raise IndexError(f"layer {i} of {self._num}")
         return self._copy(i % self._num)
@@ -145,12 +149,10 @@ class Stack(Generic[T]):
     def __repr__(self) -> str:
         return f"Stack({self._num} x {type(self.__wrapped__).__name__}, axis={self.axis})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Stack[T]:
-        layer = copy.deepcopy(self.__wrapped__, memo)
-        states_by_path, new_states = states(self.__wrapped__), states(layer)
-        return Stack(
-            layer, self._num, self.axis, [new_states[p] for p, s in states_by_path.items() if id(s) in self._stacked]
-        )
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and pickles have states of their own, and so other ids.
+        stacked = [state for state in states(self.__wrapped__).values() if id(state) in self._stacked]
+        return type(self), (self.__wrapped__, self._num, self.axis, stacked)
 
     def _copy(self, i: int) -> T:
         states_by_path = states(self.__wrapped__)
@@ -176,6 +178,11 @@ class Stack(Generic[T]):
         _annotate([copies[path] for path in values], self.axis, "delete_axis")
         commit([_states.kind_of_state(copies[path]).store(copies[path], value) for path, value in values.items()])
         return layer
+
+
+def _slice_str(i: slice) -> str:
+    start, stop, step = ("" if n is None else str(n) for n in (i.start, i.stop, i.step))
+    return f"{start}:{stop}" + (f":{step}" if step else "")
 
 
 @_jax.api_boundary
