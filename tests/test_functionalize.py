@@ -102,6 +102,24 @@ def test_functionalize_under_every_plain_transform():
     assert cell.h.value is values["h"]
 
 
+def test_paths_belong_to_the_model_of_the_call():
+    class Model:
+        def __init__(self, w):
+            self.w = statetx.Param(jnp.asarray(w))
+
+    def f(model, x):
+        model.w.value = model.w.value * x
+        return model.w.value
+
+    a, b, pure = Model(1.0), Model(10.0), statetx.functionalize(f)
+    values = pure.values(a, 2.0)
+    pure.values(b, 2.0)
+    out, new = pure(values, a, 2.0)
+    assert float(out) == float(new["model.w"]) == 2.0
+    pure.store(new, a, 2.0)
+    assert float(a.w.value) == 2.0 and float(b.w.value) == 10.0
+
+
 def test_functionalize_put_back_stores_values():
     cell = Cell()
     pure = statetx.functionalize(cell.step)

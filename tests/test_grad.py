@@ -138,6 +138,9 @@ def test_non_differentiable_targets_raise():
         statetx.grad(m.loss, wrt=statetx.State("text"))(X)
     with pytest.raises(ValueError, match="argnums=3 asks for argument 3, and Model.loss was called with 1"):
         statetx.grad(m.loss, argnums=3)(X)
+    for argnums in (0, 0), (0, -2):
+        with pytest.raises(ValueError, match=r"names an argument of .*loss twice"):
+            statetx.grad(m.loss, argnums=argnums)(X, 1.0)
     with pytest.raises(TypeError, match="must return a pair"):
         statetx.grad(m.loss, has_aux=True)(X)
     n, values = m.n.value, (m.a.value, m.b.value)

@@ -100,6 +100,21 @@ def test_states_with_a_value_for_each_example(donate):
     assert h.value.shape == (4, 64)
 
 
+@pytest.mark.parametrize("x", [jax.ShapeDtypeStruct((64, 64), jnp.float32), jnp.eye(64)], ids=["type", "array"])
+def test_one_object_may_be_both_weights_and_batch(x):
+    h = statetx.State(jnp.zeros((64, 64)))
+    loss = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).mean()  # noqa: E731
+
+    def step(w, x):
+        h.value = jnp.tanh(x @ w + h.value)
+        return h.value.sum()
+
+    size = lambda w: statetx.max_batch(step, w, x, argnums=1, budget="1MiB", states={"h": 0}).size  # noqa: E731
+    assert size(x) == size(jnp.ones((64, 64))) > 1000
+    fit = lambda w: statetx.microbatch(loss, "fit", budget="120KiB", argnums=1).fit(w, x).total_bytes  # noqa: E731
+    assert fit(x) == fit(jnp.ones((64, 64))) > 2 * 64 * 64 * 4
+
+
 def test_states_that_do_not_have_an_axis_of_examples():
     h = statetx.State(jnp.zeros((3, 8)))
     loss = lambda x: (h.value.sum() + x).sum()  # noqa: E731

@@ -40,9 +40,28 @@ class Batch(NamedTuple):
             for x, is_key in zip(self.leaves, self.is_key, strict=True)
         ]
 
+    def mask(self) -> list[bool]:
+        """Which arrays of ``(args, kwargs)``, in their order there, are leaves of the batch. One array may be an argument beside the batch, too."""
+        return [isinstance(x, _Mark) for x in partition(self._marked(), _is_marked_or_array)[0]]
+
+    def holds(self, argnum: int) -> bool:
+        """Whether a positional argument has a leaf of the batch."""
+        return any(isinstance(x, _Mark) for x in partition(self._marked()[0][argnum], _is_marked_or_array)[0])
+
+    def _marked(self) -> tuple[tuple, dict[str, Any]]:
+        return self.arguments([_Mark() for _ in self.leaves])
+
     def is_sharded(self) -> bool:
         """Whether an array is known to be sharded over devices along the examples."""
         return any(map(_is_sharded, self.leaves))
+
+
+class _Mark:
+    """Stands for a leaf of the batch."""
+
+
+def _is_marked_or_array(x: Any) -> bool:
+    return isinstance(x, _Mark) or is_array_or_type(x)
 
 
 class BatchArguments:

@@ -55,7 +55,10 @@ def resolve_argnums(argnums: Any, num_args: int, fun: Callable) -> tuple[list[in
                 f"arguments.\nFix: pass differentiated arguments by position; or differentiate with respect to states: "
                 f"wrt=statetx.Param."
             )
-    return [i % num_args for i in nums], as_tuple
+    positions = [i % num_args for i in nums]
+    if len(set(positions)) < len(positions):
+        raise ValueError(f"argnums={argnums!r} names an argument of {name_of(fun)} twice.\nFix: name each argument once.")
+    return positions, as_tuple
 
 
 def refuse_lost_writes(transform: str, fun: Callable, effects: Iterable[Any], taken_apart: Iterable[Any]) -> None:

@@ -156,7 +156,7 @@ def max_batch(
         args, kwargs = batch.arguments(batch_types(batch, size))
         return _store.peak_bytes(step_program(step, args, kwargs, gradient))
 
-    fixed = num_bytes([x for x in jax.tree.leaves((args, kwargs)) if not any(x is leaf for leaf in batch.leaves)])
+    fixed = num_bytes((args, kwargs)) - num_bytes(batch.leaves)
     last = (_LIMIT if limit is None else limit) // multiple
     name, first = short_name(name_of(step)), max(batch.size // multiple, 1)
     with spinner(f"max_batch {name}", is_shown=progress) as report:
@@ -209,13 +209,13 @@ class _Resizable:
         self._states = functionalize(step).states(*args, **kwargs)
 
     def program(self, size: int) -> Program:
-        batch_leaves = {id(x): t for x, t in zip(self._batch.leaves, batch_types(self._batch, size), strict=True)}
+        mask, batch_leaves = iter(self._batch.mask()), iter(batch_types(self._batch, size))
         types = []
         for x, keys in zip(self._program.arrays, self._program.keys, strict=True):
-            if id(x) in batch_leaves:
-                types.append(batch_leaves[id(x)])
+            if keys[0].idx == 0:
+                types.append(self._state_type(keys[1].key, x, size))
             else:
-                types.append(self._state_type(keys[1].key, x, size) if keys[0].idx == 0 else x)
+                types.append(next(batch_leaves) if next(mask) else x)
         self._rules.check_paths()
         with _jax.eval_context():
             return self._program.for_types(types, memory_analysis_options())

@@ -148,8 +148,9 @@ class _Search:
         pure: Any = functionalize(lambda *args, **kwargs: without_new_states(micro(*args, **kwargs)))
         inputs = (pure.values(*self._args, **self._kwargs), self._args, self._kwargs)
         arrays, part = partition(inputs, is_array_or_type)
-        in_batch = {id(x) for x in self._batch.leaves}
-        diff = [i for i, x in enumerate(arrays) if is_float(x) and id(x) not in in_batch] if self._is_loss else []
+        mask = self._batch.mask()
+        in_batch = [False] * (len(arrays) - len(mask)) + mask  # the values of states come first
+        diff = [i for i, x in enumerate(arrays) if is_float(x) and not in_batch[i]] if self._is_loss else []
 
         def run(*arrays: Any) -> tuple[list, list]:
             values, args, kwargs = part.combine(arrays)
@@ -191,11 +192,10 @@ class _Search:
 
     def _diff_argnums(self) -> tuple[int, ...] | None:
         """The arguments besides the batch; None, for all, if there are no others."""
-        in_batch = {id(x) for x in self._batch.leaves}
         others = [
             i
             for i, x in enumerate(self._args)
-            if (leaves := [v for v in jax.tree.leaves(x) if is_float(v)]) and not any(id(v) in in_batch for v in leaves)
+            if any(map(is_float, jax.tree.leaves(x))) and not self._batch.holds(i)
         ]
         return tuple(others) or None
 

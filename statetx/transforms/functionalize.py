@@ -288,7 +288,8 @@ class Functionalize(Wrapper[P, R]):
 
         Args:
             values: a dict from `values`, or the new values from a call.
-            args: the function's arguments; needed only if the states are not known from an earlier call.
+            args: the function's arguments, which tell the models that the paths begin at. Without them the states are those of the
+                last call.
 
         Raises:
             StateAccessError: a path that the function does not have.
@@ -343,7 +344,9 @@ class Functionalize(Wrapper[P, R]):
                 f"The first argument of a functionalized {name_of(self.__wrapped__)} must be the dict from .values(*args), "
                 f"got {type(values).__name__}."
             )
-        if not self._states_by_path.keys() >= values.keys():
+        # A path such as "model.w" means the state of this call's model, not that of an earlier call's.
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=_states.is_opaque)
+        if not (self._states_by_path.keys() >= values.keys() and all(map(is_array_or_number, leaves))):
             self._states_by_path |= Paths(self.__wrapped__, args, kwargs).items()
         unknown = [path for path in values if path not in self._states_by_path]
         if unknown:
