@@ -12,7 +12,7 @@ import pytest
 
 import statetx
 from helpers import compilations
-from statetx import _jax
+from statetx import _jax, policies
 from statetx._equations.structure import Body, Table, table
 from statetx._lift.inputs import InputNames
 from statetx._lift.stage import stage
@@ -127,6 +127,33 @@ def test_table_holds_one_function_and_no_values():
     del body, const
     gc.collect()
     assert ref() is None
+
+
+def loss_of(w, x):
+    return jnp.tanh(x @ w.value).sum()
+
+
+@pytest.mark.parametrize(
+    "policy_for",
+    [
+        lambda state: policies.states(state),
+        lambda state: policies.states(lambda path, s: s is state),
+        lambda state: policies.states([state]).then(policies.states(lambda path, s: s is state)),
+    ],
+    ids=["state", "function", "combined"],
+)
+def test_table_keeps_no_state_of_a_policy(policy_for):
+    w = statetx.Param(jnp.ones((4, 4)))
+    gradient = statetx.grad(statetx.remat(functools.partial(loss_of, w), policy=policy_for(w)))
+    x = jnp.ones((2, 4))
+    np.testing.assert_allclose(gradient(x), jax.grad(loss_of, 1)(w, x), rtol=1e-6)
+    counts = table.hits, table.misses
+    gradient(x)
+    assert (table.hits, table.misses) == (counts[0] + 1, counts[1]), "the second call shares what the first has made"
+    alive = weakref.ref(w)
+    del w, gradient
+    gc.collect()
+    assert alive() is None
 
 
 def test_table_is_bounded():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from .._typing import Filter
 from .policy import Policy, frozen_policy
 from .rewriter import Rewriter
 from .stored import BITS
-from .value import RECOMPUTE, SAVE, Decision, Value, Verdict
+from .value import RECOMPUTE, SAVE, Decision, StateRef, Value, Verdict
 
 
 @frozen_policy
@@ -226,7 +227,52 @@ class States(Policy):
         return hash((States, freeze(self.filter), self.missing))
 
     def __repr__(self) -> str:
-        return f"states({getattr(self.filter, '__name__', None) or repr(self.filter)}{_option(self)})"
+        return f"states({_filter_str(self.filter)}{_option(self)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Applied:
+    """Stands for a filter that has been applied to the states, the `index`-th of a policy."""
+
+    index: int
+    text: str = dataclasses.field(compare=False)
+
+    def __call__(self, path: str, state: Any) -> bool:
+        raise AssertionError("an applied filter was asked again")
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def without_objects(
+    policy: Policy, origins: Sequence[frozenset[StateRef]]
+) -> tuple[Policy, tuple[frozenset[StateRef], ...]]:
+    """The policy, and the states that its filters have selected, without the filters that hold objects of the user.
+
+    What is cached by such a policy would keep a model alive.
+    """
+    held = [atom for atom in policy.atoms() if isinstance(atom, States) and _holds_objects(atom.filter)]
+    if not held:
+        return policy, tuple(origins)
+    applied = {
+        atom: dataclasses.replace(atom, filter=_Applied(i, _filter_str(atom.filter)))
+        for i, atom in enumerate(dict.fromkeys(held))
+    }
+    change = lambda atom: applied.get(atom, atom)  # noqa: E731
+    refs = [
+        frozenset(ref._replace(selected_by=frozenset(map(change, ref.selected_by))) for ref in refs) for refs in origins
+    ]
+    return policy.map_atoms(change), tuple(refs)
+
+
+def _filter_str(filter: Filter) -> str:
+    return getattr(filter, "__name__", None) or repr(filter)
+
+
+def _holds_objects(filter: Filter) -> bool:
+    if isinstance(filter, (list, tuple, set, frozenset)):
+        return any(map(_holds_objects, filter))
+    return not isinstance(filter, (str, type, bool, types.EllipsisType))
 
 
 @frozen_policy

@@ -39,6 +39,12 @@ class Policy:
         for child in self.children():
             yield from child.atoms()
 
+    def map_atoms(self, change: Callable[[Policy], Policy]) -> Policy:
+        """This policy with ``change(atom)`` in place of each policy in it that combines no others."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        children = {name: value.map_atoms(change) for name, value in values.items() if isinstance(value, Policy)}
+        return dataclasses.replace(self, **children) if children else change(self)  # type: ignore[type-var]
+
     @property
     def is_plain(self) -> bool:
         """Whether its name says that it saves everything or nothing, so that no warning does."""

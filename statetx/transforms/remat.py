@@ -27,7 +27,7 @@ from .._lift.wrapper import Wrapper, as_decorator, name_of, short_name
 from .._objects.paths import Paths, as_predicate
 from .._remat import decide, declared
 from .._remat import fence as _fence
-from .._remat.atoms import States, nothing
+from .._remat.atoms import States, nothing, without_objects
 from .._remat.options import check_fence, check_formats, check_prevent_cse, refuse_formats
 from .._remat.override import override
 from .._remat.parse import as_policy
@@ -289,10 +289,12 @@ class Remat(Wrapper):
     ) -> Callable:
         fence = self._fence if prevent_cse is True else None
         num_out = num_out if isinstance(policy, Rewriter) else 0
-        build = self._build(policy, prevent_cse, fence, formats, origins, num_out, names)
         if override.visited_regions is not None:
             override.note(name_of(self.__wrapped__), policy, staged.jaxpr, origins, prevent_cse)
-            return build(staged)
+            return self._build(policy, prevent_cse, fence, formats, origins, num_out, names)(staged)
+        if not isinstance(policy, Rewriter):
+            policy, origins = without_objects(policy, origins)
+        build = self._build(policy, prevent_cse, fence, formats, origins, num_out, names)
         # JAX caches by identity of functions: equal equations get one function (decision 1).
         return table.get(
             staged, ("remat", policy, prevent_cse, fence, formats, origins, num_out, declared.key()), build
