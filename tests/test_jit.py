@@ -143,6 +143,43 @@ def test_models_and_strings_as_arguments_are_static():
     assert float(f(a, 1.0)) == 16 and float(f(b, 1.0)) == 6
 
 
+@pytest.mark.parametrize("first", ["text", "numbers"])
+def test_array_of_text_is_static_and_array_of_numbers_traced(first):
+    seen = []
+
+    @statetx.jit
+    def f(x, y):
+        seen.append(type(y))
+        return x if y.dtype.kind == "U" else x + y.sum()
+
+    text, numbers, x = np.array(["a", "b"]), np.array([1.0, 2.0]), jnp.ones(())
+    calls = [(text, 1.0), (numbers, 4.0)] if first == "text" else [(numbers, 4.0), (text, 1.0)]
+    for y, expected in (*calls, *calls):
+        assert float(f(x, y)) == expected
+    assert float(f(x, 2 * numbers)) == 7.0
+    assert len(seen) == 2 and seen.count(np.ndarray) == 1
+
+
+def test_debug_nans_names_the_operation():
+    n = statetx.State(jnp.zeros(()))
+
+    @jax.jit
+    def inner(x):
+        return jnp.log(x) + 1.0
+
+    @statetx.jit
+    def f(x):
+        n.value += 1.0
+        return inner(x) * jnp.var(jnp.stack([x, x + 1.0]))
+
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"invalid value \(nan\) encountered in log"):
+        f(-1.0)
+    assert float(n.value) == 0.0
+    with jax.debug_nans(True):
+        f(1.0)
+    assert float(n.value) == 1.0
+
+
 def test_mode_of_a_kind_is_part_of_the_key():
     runs = []
 

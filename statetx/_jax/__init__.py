@@ -146,6 +146,7 @@ from .rules import rule_of as rule_of
 from .rules import with_rule as with_rule
 from .staging import compile_settings as compile_settings
 from .staging import evaluate as evaluate
+from .staging import evaluate_checked as evaluate_checked
 from .staging import name_inputs as name_inputs
 from .staging import new_input as new_input
 from .staging import outputs_with_tangents as outputs_with_tangents

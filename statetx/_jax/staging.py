@@ -83,6 +83,14 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
     return _core.jaxpr_as_fun(ClosedJaxpr(jaxpr, args[: len(consts)]))(*args[len(consts) :])
 
 
+def evaluate_checked(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr without constants operation by operation, each checked under ``jax.debug_nans``; `evaluate` does not check.
+
+    For JAX's second run of a compiled function that has returned a NaN, which is to name the operation.
+    """
+    return _core.eval_jaxpr(jaxpr, (), *args)
+
+
 def _copy_equations(trace: Any, jaxpr: Jaxpr, tracers: Sequence[Any], call_source: Any) -> list[Any]:
     """Copy a jaxpr's equations to a trace that records them; `tracers` of that trace are its inputs.
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
+import numpy as np
 
 from ... import _frames, _jax, _states
 from ..._atomic import locked
@@ -28,7 +29,7 @@ from ..._lift.run import run_eagerly
 from ..._lift.signature import StaticArguments
 from ..._lift.wrapper import Wrapper, as_decorator, name_of
 from ..._objects.paths import as_predicate
-from ..._tree import as_array
+from ..._tree import as_array, is_argument
 from ..._typing import Filter, Indices, Names, PyTree
 from .arguments import Call, Layout
 from .created import CreatedStates
@@ -290,7 +291,10 @@ class Jit(Wrapper[P, R]):
         is_leaf = _states.is_opaque if is_whole else None
         leaves, treedef = jax.tree.flatten((dyn_args, dyn_kwargs), is_leaf=is_leaf)
         donated = self._donation(args) if self._donated else None
-        key = (treedef, tuple(map(type, leaves)), donated and donated[0])
+        types: tuple[Any, ...] = tuple(map(type, leaves))
+        if np.ndarray in types:  # an array of text is static
+            types += tuple([is_argument(x) for x in leaves if type(x) is np.ndarray])
+        key = (treedef, types, donated and donated[0])
         layouts = self.cache.layouts
         layout = layouts.get(key)
         if layout is None:

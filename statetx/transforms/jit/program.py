@@ -15,6 +15,8 @@ import jax
 
 from ... import _frames, _jax, _states
 from ..._atomic import Store, commit, locked
+from ..._equations.inline import inline
+from ..._equations.primitives import INLINED
 from ..._equations.structure import Body
 from ..._errors import ForeignStateError
 from ..._lift.context import note_shardings
@@ -156,7 +158,10 @@ class Program:
             if self.settings != _jax.trace_context() or not _same_types(leaves, avals) or self._is_mesh_changed(leaves):
                 raise Restage
             self._is_on_mesh = is_on_mesh(map(_jax.abstract, leaves))
-            outs = _jax.evaluate(jaxpr, (), (*operands, *leaves))
+            if _jax.is_eager():  # JAX looks for the operation that computed a NaN
+                outs = _jax.evaluate_checked(inline(jaxpr, calls=INLINED), (*operands, *leaves))
+            else:
+                outs = _jax.evaluate(jaxpr, (), (*operands, *leaves))
             return (outs[:num_out] if out_part.static else out_part.combine(outs[:num_out])), outs[num_out:]
 
         # JAX shows this name in profiles, logs and the compiled module.
