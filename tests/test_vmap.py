@@ -152,6 +152,14 @@ def test_composes_with_the_other_transforms():
     np.testing.assert_array_equal(nested.value, np.arange(8.0).reshape(2, 4))
 
 
+def test_flags_and_numbers_by_name_are_not_mapped():
+    f = lambda x, scale, training: x * scale if training else x  # noqa: E731
+    mapped = statetx.vmap(f)
+    np.testing.assert_array_equal(mapped(jnp.arange(3.0), scale=2.0, training=True), [0.0, 2.0, 4.0])
+    np.testing.assert_array_equal(mapped(jnp.arange(3.0), scale=2.0, training=False), [0.0, 1.0, 2.0])
+    np.testing.assert_array_equal(mapped(jnp.arange(3.0), scale=jnp.arange(3.0), training=True), [0.0, 1.0, 4.0])
+
+
 def test_python_values_stay_concrete():
     n = statetx.State(jnp.asarray(3))
 
@@ -190,6 +198,12 @@ def test_map():
     w = statetx.Param(W)
     for size in (1, 2, 3, 4, 9):
         np.testing.assert_allclose(statetx.map(lambda x: x * w.value, XS, batch_size=size), XS * W[None])
+
+
+@pytest.mark.parametrize("xs", [(), (jnp.ones(4), jnp.ones(6))], ids=["no arrays", "lengths"])
+def test_batches_of_map_need_one_length(xs):
+    with pytest.raises(ValueError, match=r"scan: (give length=|the leading axes of xs have different lengths)"):
+        statetx.map(lambda x: 1.0, xs, batch_size=2)
 
 
 def test_private_batch_tracers():

@@ -68,7 +68,10 @@ def map(
     if batch_size < 1:
         raise ValueError(f"map: batch_size must be at least 1, got {batch_size}.")
     # As in `jax.lax.map`: the elements that fill no batch are one smaller batch at the end.
-    length = len(jax.tree.leaves(xs)[0])
+    lengths = {len(x) for x in jax.tree.leaves(xs)}
+    if len(lengths) != 1:  # the scan says what is wrong
+        return loop(f, xs)
+    (length,) = lengths
     num_batched = length // batch_size * batch_size
     batches = jax.tree.map(lambda x: x[:num_batched].reshape(-1, batch_size, *x.shape[1:]), xs)
     batched = vmap(f)

@@ -125,7 +125,7 @@ class Vmap(Wrapper):
         leaves, args_part = partition(
             (args, kwargs), lambda x: is_array_or_number(x) or isinstance(x, bool) or _states.is_array_state(x)
         )
-        axes = [*arg_axes, *([0] * (len(args_part.mask) - len(arg_axes)))]
+        axes = [*arg_axes, *_broadcast_axes("in_axes", 0, kwargs)]
         axes = [a for a, is_dynamic in zip(axes, args_part.mask, strict=True) if is_dynamic]
 
         mapped = [_as_operand(x) for x, a in zip(leaves, axes, strict=True) if a is not None]
