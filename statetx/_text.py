@@ -145,7 +145,10 @@ def tree_type_str(tree: PyTree) -> str:
     """The type of a tree: `type_str` of a single leaf, else the container with the types of its leaves."""
     if jax.tree.structure(tree) == jax.tree.structure(0):
         return type_str(tree)
-    return str(jax.tree.map(lambda x: _Word(type_str(x)), tree))
+    try:
+        return str(jax.tree.map(lambda x: _Word(type_str(x)), tree))
+    except Exception:  # a container that refuses leaves that are not arrays
+        return f"{type(tree).__name__}({', '.join(map(type_str, jax.tree.leaves(tree)))})"
 
 
 def value_str(tree: PyTree, width: int = 200) -> str:

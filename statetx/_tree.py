@@ -25,7 +25,7 @@ def is_array(x: Any) -> bool:
     if type(x) is _jax.ArrayImpl or isinstance(x, jax.Array):
         return True
     if isinstance(x, (np.ndarray, np.generic)):
-        return x.dtype.kind not in _NOT_NUMERIC
+        return x.dtype.kind not in _NOT_NUMERIC and x.dtype.names is None
     # A state may have `__jax_array__` (flax's do). It is not an array, whatever it holds.
     return hasattr(x, "__jax_array__") and not isinstance(x, type) and not _states.is_opaque(x)
 

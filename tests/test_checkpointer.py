@@ -1,6 +1,7 @@
 """`Checkpointer`: every kind of state and value, refusals that leave states alone, shardings, kills."""
 
 import contextlib
+import enum
 import gc
 import inspect
 import json
@@ -160,6 +161,15 @@ def test_save_unsupported_value_raises_with_path(tmp_path):
             checkpointer.save(1)
         assert checkpointer.steps == []
         statetx.Checkpointer(tmp_path, statetx.states(model, statetx.Param)).save(1)
+
+    class Phase(enum.IntEnum):
+        WARM_UP = 1
+
+    with statetx.Checkpointer(tmp_path / "enum", {"phase": statetx.State(Phase.WARM_UP)}) as checkpointer:
+        with pytest.raises(
+            statetx.StateValueError, match="the state 'phase' holds a Phase, which is not an array, number"
+        ):
+            checkpointer.save(1)
 
 
 def test_save_and_restore_inside_a_transform_raise(tmp_path):

@@ -220,6 +220,13 @@ def test_non_updatable_target_raises():
         statetx.Optimizer(0.1, [w])
 
 
+def test_printing_is_not_a_read():
+    w = statetx.Param(jnp.ones((2, 4)))
+    optimizer = statetx.Optimizer(optax.adam(0.1), w)
+    trace = statetx.trace_states(lambda x: (repr(optimizer), x)[1])(1.0)
+    assert not trace.rows
+
+
 def test_repr_shows_counts_and_bytes():
     optimizer = statetx.Optimizer(optax.adam(0.1), [statetx.Param(W), statetx.Param(B)])
     assert repr(optimizer) == "Optimizer(2 states, 32 B; remembers 68 B)"

@@ -37,6 +37,10 @@ def test_gradient_of_a_loop_whose_steps_reverse_a_loop():
     check_seed(3192)
 
 
+def test_loop_over_states_that_begin_with_one_container():
+    check_seed(1720)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, NUM_SLOW, CHUNK))
 def test_mixed_program_equals_its_reference_at_length(first):

@@ -1,6 +1,7 @@
 """`State` and its subclasses, frames and the registry: errors, and no leaks."""
 
 import copy
+import dataclasses
 import gc
 import pickle
 import threading
@@ -50,6 +51,45 @@ def test_copies_and_pickles_are_independent():
         assert type(t) is statetx.Param and t.name == "w" and t.metadata == {"axis": 1}
         t.value = jnp.zeros(3)
         np.testing.assert_array_equal(s.value, [0, 1, 2])
+
+
+class Slotted(statetx.State):
+    __slots__ = ("__unit", "axis", "unset")
+
+    def __init__(self, value, axis, unit):
+        super().__init__(value)
+        self.axis, self.__unit = axis, unit
+
+    @property
+    def unit(self):
+        return self.__unit
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_copies_have_the_slots_of_a_subclass(copied):
+    twin = copied(Slotted(jnp.ones(2), 1, "mV"))
+    assert (twin.axis, twin.unit) == (1, "mV") and not hasattr(twin, "unset")
+
+
+def test_seed_of_a_random_state_may_be_traced():
+    draw = lambda seed: jax.random.uniform(statetx.RngState(seed).next())  # noqa: E731
+    expected = [draw(seed) for seed in range(3)]
+    np.testing.assert_array_equal(jax.vmap(draw)(jnp.arange(3)), expected)
+    np.testing.assert_array_equal(statetx.jit(draw)(2), expected[2])
+    with pytest.raises(statetx.StateValueError, match="RngState needs an integer seed or a random key, got float"):
+        statetx.RngState(0.5)
+
+
+def test_container_that_refuses_other_leaves_is_printed():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Vector:
+        x: jax.Array
+
+        def __post_init__(self):
+            assert self.x.ndim == 1
+
+    assert repr(statetx.State(Vector(jnp.ones(3)))) == "State(Vector(f32[3]))"
 
 
 def test_rng_state():

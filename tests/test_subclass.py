@@ -23,6 +23,26 @@ import statetx
 X = jnp.array([0.3, -0.7])
 
 
+class WithArray:
+    """Its ``__reduce__`` gives an array."""
+
+    def __init__(self, w):
+        self.w = w
+
+    def __call__(self, x):
+        return self.w * x
+
+    def __reduce__(self):
+        return type(self), (self.w,)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_copies_where_reduce_gives_arrays(copied):
+    twin = copied(statetx.remat(WithArray(np.arange(2.0))))
+    assert isinstance(twin, WithArray)
+    np.testing.assert_array_equal(twin(X), [0.0, X[1]])
+
+
 class Block:
     """Multiply by a weight."""
 

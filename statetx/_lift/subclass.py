@@ -57,7 +57,7 @@ def _is_importable(cls: type) -> bool:
 def _rebuild(maker: Callable[..., type], args: tuple, parts: list[Any]) -> Any:
     subclass = maker(*args)
     reconstruct: Any
-    reconstruct, *arguments = [subclass if x == _CLASS and type(x) is str else x for x in parts]
+    reconstruct, *arguments = [subclass if type(x) is str and x == _CLASS else x for x in parts]
     obj = reconstruct(*arguments)
     return (
         obj if isinstance(obj, subclass) else twin(obj, subclass)

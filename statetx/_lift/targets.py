@@ -57,7 +57,9 @@ def resolve_argnums(argnums: Any, num_args: int, fun: Callable) -> tuple[list[in
             )
     positions = [i % num_args for i in nums]
     if len(set(positions)) < len(positions):
-        raise ValueError(f"argnums={argnums!r} names an argument of {name_of(fun)} twice.\nFix: name each argument once.")
+        raise ValueError(
+            f"argnums={argnums!r} names an argument of {name_of(fun)} twice.\nFix: name each argument once."
+        )
     return positions, as_tuple
 
 

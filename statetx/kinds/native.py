@@ -6,6 +6,7 @@ import collections
 import html
 import operator
 import sys
+import types
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
@@ -143,13 +144,13 @@ class State(NotAnArray, Generic[T]):
         return f"<code>{html.escape(repr(self))}</code>"
 
     def __getstate__(self) -> dict[str, Any]:
-        attributes = getattr(self, "__dict__", {})
+        attributes = {**_slots_of_subclasses(self), **getattr(self, "__dict__", {})}
         return {
             "value": self.value,
             "name": self.name,
             "metadata": self.metadata,
             "site": self._site,
-            "dict": dict(attributes),
+            "attributes": attributes,
         }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
@@ -161,7 +162,7 @@ class State(NotAnArray, Generic[T]):
         self._site = saved["site"]
         self.name = saved["name"]
         self.metadata = saved["metadata"]
-        for key, value in saved["dict"].items():
+        for key, value in saved["attributes"].items():
             object.__setattr__(self, key, value)
         if frame is not None:
             frame.mark_created(self, NATIVE)
@@ -216,14 +217,24 @@ class RngState(State[jax.Array]):
         return keys[1:]
 
 
+def _slots_of_subclasses(state: State) -> dict[str, Any]:
+    names = [
+        name
+        for cls in type(state).__mro__
+        if cls is not State
+        for name, value in vars(cls).items()
+        if isinstance(value, types.MemberDescriptorType)
+    ]
+    return {name: getattr(state, name) for name in names if hasattr(state, name)}
+
+
 def _as_key(key: Any) -> jax.Array:
-    try:
-        seed = operator.index(key)
-    except TypeError:
-        pass
-    else:
-        return jax.random.key(seed)
     dtype = getattr(key, "dtype", None)
+    is_traced_seed = isinstance(key, _jax.Tracer) and not key.shape and jnp.issubdtype(dtype, jnp.integer)
+    try:
+        return jax.random.key(key if is_traced_seed else operator.index(key))
+    except TypeError:  # not an integer
+        pass
     if dtype is not None and (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32):
         return key
     raise StateValueError(

@@ -193,9 +193,7 @@ class _Search:
     def _diff_argnums(self) -> tuple[int, ...] | None:
         """The arguments besides the batch; None, for all, if there are no others."""
         others = [
-            i
-            for i, x in enumerate(self._args)
-            if any(map(is_float, jax.tree.leaves(x))) and not self._batch.holds(i)
+            i for i, x in enumerate(self._args) if any(map(is_float, jax.tree.leaves(x))) and not self._batch.holds(i)
         ]
         return tuple(others) or None
 

@@ -103,7 +103,7 @@ def with_article(word: str) -> str:
 
 
 def _is_plain(x: Any) -> bool:
-    return isinstance(x, _VALUES) and not isinstance(x, np.generic)  # NumPy's float64 is a subclass of float
+    return type(x) in _VALUES  # not a subclass: NumPy's float64 is one of float, and an IntEnum of int
 
 
 def _type(x: Any) -> str:

@@ -97,9 +97,10 @@ class Optimizer:
         return jax.tree.unflatten(self._treedef, [_kind_of(state).read(state) for state in self._states])
 
     def __repr__(self) -> str:
-        size = format_bytes(sum(num_bytes(_kind_of(s).get(s)) for s in self._states))  # `get`: printing is not a read
+        size_of = lambda state: num_bytes(_kind_of(state).get(state))  # noqa: E731  # `get`: printing is not a read
+        size, remembered = format_bytes(sum(map(size_of, self._states))), format_bytes(size_of(self.state))
         num = len(self._states)
-        return f"Optimizer({num} state{'s' if num != 1 else ''}, {size}; remembers {format_bytes(num_bytes(self.state.value))})"
+        return f"Optimizer({num} state{'s' if num != 1 else ''}, {size}; remembers {remembered})"
 
 
 def _kind_of(state: Any) -> Any:
