@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import numbers
 import os
 import re
 import reprlib
@@ -151,6 +152,16 @@ def tree_type_str(tree: PyTree) -> str:
         return f"{type(tree).__name__}({', '.join(map(type_str, jax.tree.leaves(tree)))})"
 
 
+def counted(num: int, word: str) -> str:
+    """A number with a noun.
+
+    Example:
+        >>> counted(1, "state"), counted(2, "state")
+        ('1 state', '2 states')
+    """
+    return f"{num} {word}{'' if num == 1 else 's'}"
+
+
 def value_str(tree: PyTree, width: int = 200) -> str:
     """`short_tree_type_str`; a Python scalar, or an array of at most four elements that a device holds, with its value.
 
@@ -195,10 +206,11 @@ def parse_bytes(size: int | str) -> int:
         >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(64)
         (1536, 2000000000, 64)
     """
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
+    is_number = isinstance(size, numbers.Integral) and not isinstance(size, bool)
+    if not (is_number or isinstance(size, str)) or (is_number and size < 0):
         raise PolicyError(f"{size!r} is not a size; use a number of bytes such as 2**31, or '2GiB'.")
-    if isinstance(size, int):
-        return size
+    if not isinstance(size, str):
+        return int(size)
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", size)
     if match is None or match[2].lower() not in _UNITS:
         raise PolicyError(

@@ -49,6 +49,11 @@ def is_argument(x: Any) -> bool:
     return is_array_or_number(x) or isinstance(x, (bool, jax.ShapeDtypeStruct))
 
 
+def is_integer(x: Any) -> bool:
+    """Whether `x` is a whole number of any integer type; True is a flag."""
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
 def is_float(x: Any) -> bool:
     """Whether it is a differentiable array, or the type of one."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)

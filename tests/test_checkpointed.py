@@ -627,6 +627,23 @@ def scan(checkpoint, init=1.0, **options):
     return statetx.scan(lambda h, x: (h * x, None), init, jnp.ones(10), checkpoint=checkpoint, **options)
 
 
+def test_counts_and_sizes_of_any_integer_type():
+    three = np.int64(3)
+    for strategy, same in (
+        (policies.Slots(three, block=np.int32(2)), policies.Slots(3, block=2)),
+        (policies.Levels(three), policies.Levels(3)),
+        (policies.Lengths(three, 4), policies.Lengths(3, 4)),
+        (policies.Budget(np.int64(2**20)), policies.Budget("1MiB")),
+        (policies.larger_than(np.int64(2**20)), policies.larger_than("1MiB")),
+    ):
+        assert strategy == same and repr(strategy) == repr(same)
+    loop = lambda checkpoint: statetx.scan(lambda c, _: (jnp.sin(c), None), 1.0, None, 5, checkpoint=checkpoint)[0]  # noqa: E731
+    assert float(loop(three)) == float(loop(3))
+    for make in (policies.Budget, policies.larger_than):
+        with pytest.raises(statetx.PolicyError, match=r"-5 is not a size; use a number of bytes"):
+            make(-5)
+
+
 def test_mistakes():
     with pytest.raises(statetx.PolicyError, match="checkpoint=2.5 is not a strategy"):
         scan(2.5)

@@ -15,7 +15,7 @@ from .. import _states
 from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._objects.paths import Paths, argument_names, as_predicate, is_filter
 from .._objects.walk import Walk
-from .._text import brief, suggestion, type_str
+from .._text import brief, counted, suggestion, type_str
 from .._tree import is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
 from .wrapper import name_of
@@ -118,7 +118,7 @@ def state_argument_error(
             what = (
                 f"{_states.describe(leaf, kind)}, a state"
                 if kind
-                else f"a {type(leaf).__name__}, which holds {_count(held)}"
+                else f"a {type(leaf).__name__}, which holds {counted(len(held), 'state')}"
             )
             return StateValueError(
                 f"{transform}({name_of(fun)}): argument {n} ({name}) is {what}, and not an array.\nFix: choose states by "
@@ -133,10 +133,6 @@ def _leaves_of(fun: Callable, args: tuple, argnums: Sequence[int]) -> Iterator[t
     for keys, leaf in jax.tree_util.tree_flatten_with_path((args, {}))[0]:
         if keys[1].idx in argnums:
             yield keys[1].idx, name(keys), leaf
-
-
-def _count(states: Sequence[Any]) -> str:
-    return f"{len(states)} state{'s' if len(states) != 1 else ''}"
 
 
 def filter_for(states: Sequence[Any]) -> str:
@@ -292,7 +288,7 @@ def _kind_of(state: Any) -> Any:
     held = [] if is_array(state) else [s for _, s in Walk(follows_classes=False).held(state, is_called=False)]
     if held:
         raise StateFilterError(
-            f"wrt= has a {type(state).__name__} with {_count(held)}, which is neither a state nor a filter.\n"
+            f"wrt= has a {type(state).__name__} with {counted(len(held), 'state')}, which is neither a state nor a filter.\n"
             f"Fix: wrt=statetx.states(model, {filter_for(held)}), or the filter wrt={filter_for(held)}."
         )
     got = f"an array ({type_str(state)})" if is_array(state) else f"a {type(state).__name__}"

@@ -1,12 +1,12 @@
-"""Loops and branches of which the bodies are there already, as equations.
+"""Bind loops and branches whose bodies are jaxprs.
 
-`jax.lax.scan` and its like trace the Python function that they are given, which costs as much again where the function
-only evaluates a jaxpr. What is made here binds their primitives to the jaxpr itself, which gives the same equation.
+`jax.lax.scan`, `while_loop` and `cond` trace the Python functions of their bodies. A function that only evaluates a jaxpr would be traced
+a second time, for the same equation. So the functions of this module bind the primitives to the jaxprs.
 `jax.lax` does more for bodies that return an input unchanged (it becomes a constant, or never enters the loop) or have
 effects, and it runs loops in Python under `jax.disable_jit`: these go through it.
 
-Each function here is given bodies and returns a function of arrays, to be kept in the table of structures: the
-primitives' parameters then are the same objects at every call, and JAX's caches, keyed by them, are hit.
+Each function takes bodies and returns a function of arrays, which the table of structures keeps: the parameters of the
+primitives are then the same objects at every call, so that JAX finds them in its caches.
 """
 
 from __future__ import annotations

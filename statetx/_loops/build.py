@@ -14,6 +14,7 @@ from .._lift.wrapper import name_of
 from .._remat import declared
 from .._remat.policy import Policy
 from .._text import suggestion
+from .._tree import is_integer
 from . import bind
 from .progress import Bars
 from .step import Step
@@ -39,7 +40,7 @@ def as_strategy(name: str, checkpoint: Any) -> Strategy:
             raise PolicyError(
                 f"{name}: checkpoint={checkpoint!r}: {e.args[0]}{suggestion(checkpoint, ['auto'])}"
             ) from None
-    if isinstance(checkpoint, int) and not isinstance(checkpoint, bool):
+    if is_integer(checkpoint):
         return Slots(checkpoint)
     if isinstance(checkpoint, tuple) and checkpoint:
         return Lengths(*checkpoint)

@@ -22,11 +22,6 @@ from .._tree import is_array_or_number, partition
 from .._typing import PyTree
 
 
-def is_wanted(*values: Any) -> bool:
-    """Whether loops run as Python: under ``jax.disable_jit``, unless what decides about their steps is being traced."""
-    return _jax.is_jit_disabled() and not any(isinstance(x, _jax.Tracer) for x in values)
-
-
 def scan(
     fun: Callable,
     init: PyTree,

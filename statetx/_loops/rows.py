@@ -78,7 +78,7 @@ class SlotMemory:
     ):
         assert not (offload and residual_avals)
         self.num = num
-        self._carry_avals, self._residual_avals = list(carry_avals), list(residual_avals or ())
+        self._residual_avals = list(residual_avals or ())
         self._formats = formats or [None] * len(carry_avals)
         self._checks = checks or [None] * len(carry_avals)
         self._exact_first = exact_first

@@ -18,6 +18,7 @@ from .._equations.structure import Body
 from .._errors import PolicyError
 from .._remat.parse import as_value_policy
 from .._text import size_literal
+from .._tree import is_integer
 from .._typing import Policy
 from . import online, schedule
 from .checkpointed import WORTH_MIXING, CheckpointedLoop
@@ -102,15 +103,17 @@ class Strategy:
         return cls(*arguments)
 
 
-def check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PolicyError(f"{name} must be a whole number of at least 1, got {value!r}.")
+def set_counts(strategy: Any, *names: str) -> None:
+    """Make these fields of a frozen strategy whole numbers of at least 1."""
+    for name in names:
+        count = as_count(f"{type(strategy).__name__}: {name}", getattr(strategy, name))
+        object.__setattr__(strategy, name, count)
 
 
-def _length(name: str, value: Any) -> int:
-    """The length of a loop, of any integer type."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
-        raise PolicyError(f"{name} must be a whole number of at least 0, got {value!r}.")
+def as_count(name: str, value: Any, least: int = 1) -> int:
+    """A whole number of any integer type, NumPy's included, as an int."""
+    if not is_integer(value) or value < least:
+        raise PolicyError(f"{name} must be a whole number of at least {least}, got {value!r}.")
     return int(value)
 
 
@@ -191,7 +194,7 @@ class Levels(Strategy):
     keep: str = dataclasses.field(default="turn", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_count("Levels: num", self.num)
+        set_counts(self, "num")
         set_policy(self)
         _check_keep(self)
 
@@ -227,9 +230,7 @@ class Lengths(Strategy):
     def __init__(self, *lengths: int, policy: Policy = None, offload: bool = False, keep: str = "turn"):
         if not lengths:
             raise PolicyError("Lengths: give at least one length.")
-        for n in lengths:
-            check_count("Lengths: a length", n)
-        object.__setattr__(self, "lengths", lengths)
+        object.__setattr__(self, "lengths", tuple([as_count("Lengths: a length", n) for n in lengths]))
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "offload", offload)
         object.__setattr__(self, "keep", keep)
@@ -307,8 +308,7 @@ class Slots(Strategy):
     offload: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_count("Slots: num", self.num)
-        check_count("Slots: block", self.block)
+        set_counts(self, "num", "block")
         set_policy(self)
 
     def build(self, step: Step) -> Callable:
@@ -347,7 +347,7 @@ class Slots(Strategy):
             >>> Slots(20).runs(1000), Slots(20).runs(1000, carry_bytes=512, residual_bytes=512)
             (3750, 2825)
         """
-        length = _length("Slots.runs: length", length)
+        length = as_count("Slots.runs: length", length, 0)
         of_carry = _exact_bytes("Slots.runs: carry_bytes", carry_bytes)
         of_residuals = None if residual_bytes is None else _exact_bytes("Slots.runs: residual_bytes", residual_bytes)
         before = self.num_runs(length)
@@ -360,7 +360,7 @@ class Slots(Strategy):
 
     def num_runs(self, length: int) -> int:
         """Runs of the loop and of its reversal if slots hold carries only, which is an upper bound (see `runs`)."""
-        length = _length("Slots.num_runs: length", length)
+        length = as_count("Slots.num_runs: length", length, 0)
         num_blocks, rest = divmod(length, self.block)
         slots = max(1, min(self.num, num_blocks))
         # A step of a block is run once more for its residuals. num_evaluations is t + n for n blocks: t blocks run ahead of their reversal, forward sweep included. Beside

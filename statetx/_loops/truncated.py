@@ -26,7 +26,7 @@ from .derivative import jvp_of, with_derivative
 from .nested import rematerialized
 from .online import OnlineLoop
 from .step import Step
-from .strategy import Lengths, Levels, Slots, Strategy, check_count, set_policy
+from .strategy import Lengths, Levels, Slots, Strategy, set_counts, set_policy
 
 
 @public
@@ -78,7 +78,7 @@ class Truncated(Strategy):
     policy: Policy = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_count("Truncated: num", self.num)
+        set_counts(self, "num")
         set_policy(self)
         if self.checkpoint is None:
             return

@@ -180,7 +180,7 @@ def _rules(jaxpr: Jaxpr) -> Iterator[str]:
 def _code(x: Any, seen: set[int], depth: int = 0) -> str:
     """A digest of a function's code, and of the functions that it closes over or wraps.
 
-    It errs towards telling functions apart: values of closures that are not functions count by their type only.
+    Other values in closures count by their type only, defaults not at all: such rules are taken for equal, and share a plan.
     """
     if id(x) in seen or depth > _MAX_DEPTH:
         return ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._extras import require
 from .._tables import HEX, Cell, Column, Table
-from .._text import format_bytes, format_flops, short_dtype, short_path
+from .._text import counted, format_bytes, format_flops, short_dtype, short_path
 
 if TYPE_CHECKING:
     from .table import Residual, Residuals
@@ -43,8 +43,7 @@ def _location(row: Residual) -> str:
 def title(residuals: Residuals) -> str:
     # A policy can change intermediate values only, so they are told apart from inputs and constants.
     other_bytes = residuals.total_bytes - residuals.intermediate_bytes
-    plural = "s" if len(residuals) != 1 else ""
-    start = f"{residuals.name} keeps {len(residuals)} value{plural}, {format_bytes(residuals.total_bytes)}"
+    start = f"{residuals.name} keeps {counted(len(residuals), 'value')}, {format_bytes(residuals.total_bytes)}"
     return f"{start}: {format_bytes(residuals.intermediate_bytes)} intermediate, {format_bytes(other_bytes)} inputs and constants"
 
 
@@ -96,7 +95,7 @@ def lines(residuals: Residuals) -> str:
     widths = [max((len(c[i]) for c in cells), default=0) for i in range(2)]
     rows = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}" for a, b, c in cells]
     total, new = format_bytes(residuals.total_bytes), format_bytes(residuals.intermediate_bytes)
-    return "\n".join([*rows, f"{total} in {len(residuals)} values, {new} of them intermediate"])
+    return "\n".join([*rows, f"{total} in {counted(len(residuals), 'value')}, {new} of them intermediate"])
 
 
 # -- table -----------------------------------------------------------------------------------------------------

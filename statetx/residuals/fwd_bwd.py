@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import _jax
 from .._lift.wrapper import refuse_value
-from .._text import format_bytes
+from .._text import counted, format_bytes
 from .._typing import Filter, PyTree
 from ._printer import Line, Piece, Printer
 from ._trace import Passes, differentiate
@@ -71,7 +71,9 @@ class FwdBwd:
 
     def _title(self) -> str:
         size = format_bytes(sum(n for _, _, n in self.residuals))
-        return f"{self.name}: {len(self.residuals)} values, {size}, cross from the forward to the backward pass"
+        num = len(self.residuals)
+        verb = "crosses" if num == 1 else "cross"
+        return f"{self.name}: {counted(num, 'value')}, {size}, {verb} from the forward to the backward pass"
 
     def __str__(self) -> str:
         return self.text(shutil.get_terminal_size((160, 24)).columns)

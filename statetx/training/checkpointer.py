@@ -22,7 +22,7 @@ from .._extras import require
 from .._objects.contents import HIDDEN, children
 from .._objects.walk import Walk
 from .._text import brief, type_str
-from .._tree import is_array_or_number
+from .._tree import is_array_or_number, is_integer
 from .._typing import public
 from ._manifest import (
     LiveState,
@@ -82,7 +82,7 @@ class Checkpointer:
         self, directory: str | os.PathLike, obj: Any, *, max_to_keep: int | None = 3, save_every: int = 1
     ) -> None:
         for name, number in (("max_to_keep", max_to_keep), ("save_every", save_every)):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            if number is not None and (not is_integer(number) or number < 1):
                 raise ValueError(f"Checkpointer: {name} must be a whole number of at least 1, got {number!r}.")
         orbax = require("orbax.checkpoint", "Checkpointer", "saving")
 

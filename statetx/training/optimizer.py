@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .. import _jax, _states
 from .._errors import GradientError, StateFilterError, StateValueError
 from .._objects.paths import is_filter
-from .._text import brief, format_bytes, suggestion, type_str
+from .._text import brief, counted, format_bytes, suggestion, type_str
 from .._tree import is_array_or_number, num_bytes
 from .._typing import PyTree, public
 from ..kinds.native import State
@@ -99,8 +99,7 @@ class Optimizer:
     def __repr__(self) -> str:
         size_of = lambda state: num_bytes(_kind_of(state).get(state))  # noqa: E731  # `get`: printing is not a read
         size, remembered = format_bytes(sum(map(size_of, self._states))), format_bytes(size_of(self.state))
-        num = len(self._states)
-        return f"Optimizer({num} state{'s' if num != 1 else ''}, {size}; remembers {remembered})"
+        return f"Optimizer({counted(len(self._states), 'state')}, {size}; remembers {remembered})"
 
 
 def _kind_of(state: Any) -> Any:

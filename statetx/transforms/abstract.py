@@ -16,7 +16,7 @@ from .._lift.run import frame_for
 from .._lift.signature import StaticArguments
 from .._lift.stage import stage
 from .._lift.staged import Staged
-from .._lift.wrapper import refuse_value
+from .._lift.wrapper import name_of, refuse_value
 from .._objects.attributes import created_undone
 from .._tree import as_array, is_argument, is_array_or_number, partition
 from .._typing import Indices, PyTree
@@ -129,6 +129,7 @@ def make_jaxpr(
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in staged.out_avals]
         return closed, staged.outs[0].combine(shapes)
 
+    jaxpr_of.__name__ = jaxpr_of.__qualname__ = f"make_jaxpr({name_of(fun)})"
     return jaxpr_of
 
 

@@ -19,7 +19,7 @@ from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._objects.attributes import created_undone
 from .._objects.paths import Paths, short_site
 from .._tables import Cell, Column, Table, Tabular
-from .._text import brief, format_bytes, short_tree_type_str, suggestion, tree_type_str
+from .._text import brief, counted, format_bytes, short_tree_type_str, suggestion, tree_type_str
 from .._tree import (
     Partition,
     as_array,
@@ -111,7 +111,7 @@ class StateTrace(Tabular):
         if not rows:
             return Table(f"{self.name}: no states", self._COLUMNS, rows)
         total = format_bytes(sum(r.bytes for r in self.rows))
-        counts = f"{len(rows)} states, {total}; {len(self.reads)} read, {len(self.writes)} written"
+        counts = f"{counted(len(rows), 'state')}, {total}; {len(self.reads)} read, {len(self.writes)} written"
         return Table(f"{self.name}: {counts}", self._COLUMNS, rows)
 
 

@@ -13,6 +13,7 @@ from .._lift.wrapper import name_of
 from .._loops.build import as_strategy
 from .._loops.strategy import Lengths, Strategy
 from .._objects.paths import Not, as_predicate
+from .._tree import is_integer
 from .._typing import Filter, Policy, PyTree
 from .scan import scan
 from .stack import Stack, stack
@@ -177,7 +178,7 @@ class _Rules:
 
 
 def _read_lengths(lengths: Any, policy: Policy) -> Strategy:
-    if isinstance(lengths, int) and not isinstance(lengths, bool):
+    if is_integer(lengths):
         lengths = (lengths,)
     if isinstance(lengths, (list, tuple)) and lengths:
         return Lengths(*lengths, policy=policy)

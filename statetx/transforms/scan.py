@@ -120,7 +120,7 @@ def scan(
     rules = Rules("scan", states, f, (Carry, Broadcast, Split))
     names = lambda: [f"xs{path}" for path in leaf_names(xs_part)]  # noqa: E731
     length = _resolve_length(xs_leaves, names, length, rules)
-    if eager.is_wanted():
+    if _jax.is_jit_disabled():
         if length:
             first = carry_part.combine([jnp.asarray(x) for x in carry])
             return eager.scan(f, first, xs, length, bool(reverse), rules, strategy and strategy.truncation)

@@ -21,7 +21,7 @@ from .._objects.contents import attributes, children, extras, has_parts, is_opaq
 from .._objects.paths import Paths, as_predicate, states
 from .._objects.walk import Walk
 from .._text import brief, tree_type_str, type_str
-from .._tree import Identity, freeze, is_array, is_array_or_number, partition
+from .._tree import Identity, freeze, is_array, is_array_or_number, is_integer, partition
 from .._typing import Filter, PyTree, public
 from .scan import scan
 
@@ -73,10 +73,10 @@ def stack(
         >>> bool(jnp.allclose(layers(x), layers[2](layers[1](layers[0](x)))))
         True
     """
-    if isinstance(axis, bool) or not isinstance(axis, int):
+    if not is_integer(axis):
         raise TypeError(f"stack: axis must be an integer, got {axis!r}.")
     if callable(layers) and not isinstance(layers, (list, tuple)):
-        if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+        if not is_integer(num) or num < 1:
             raise ValueError(
                 f"stack: num, the number of layers to make, must be an integer of at least 1; got num={num!r}.\n"
                 f"Fix: stack({name_of(layers)}, 12) makes twelve layers; give layers that exist as a list."

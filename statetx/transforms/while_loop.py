@@ -25,7 +25,7 @@ from .._loops.strategy import Strategy
 from .._objects.paths import Paths
 from .._remat import declared
 from .._text import type_str
-from .._tree import is_array_or_number
+from .._tree import is_array_or_number, is_integer
 
 T = TypeVar("T")
 
@@ -89,12 +89,12 @@ def while_loop(
     strategy = (
         checkpoint if checkpoint is None else as_strategy("while_loop", checkpoint).for_unknown_length("while_loop")
     )
-    if max_steps is not None and (isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 0):
+    if max_steps is not None and (not is_integer(max_steps) or max_steps < 0):
         raise ValueError(f"while_loop: max_steps must be a whole number, got {max_steps!r}.")
     _check_callable("while_loop", cond_fun, "condition")
     _check_callable("while_loop", body_fun, "body")
     carry, part = flatten_carry("while_loop", init_val)
-    if eager.is_wanted():
+    if _jax.is_jit_disabled():
         # ConcretizationTypeError: under vmap the examples may end at different steps.
         with contextlib.suppress(jax.errors.ConcretizationTypeError):
             first = part.combine([jnp.asarray(x) for x in carry])
@@ -202,7 +202,7 @@ def fori_loop(
     if is_static:
         lower, upper = int(lower), int(upper)  # as JAX, which truncates concrete bounds
         length = max(upper - lower, 0)
-        if eager.is_wanted():
+        if _jax.is_jit_disabled():
             first = part.combine([jnp.asarray(x) for x in carry])
             return eager.fori_loop(range(lower, upper), body_fun, first, strategy and strategy.truncation)
     # A counter of traced bounds has the dtype to which both promote.
