@@ -206,10 +206,9 @@ def parse_bytes(size: int | str) -> int:
         >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(64)
         (1536, 2000000000, 64)
     """
-    is_number = isinstance(size, numbers.Integral) and not isinstance(size, bool)
-    if not (is_number or isinstance(size, str)) or (is_number and size < 0):
-        raise PolicyError(f"{size!r} is not a size; use a number of bytes such as 2**31, or '2GiB'.")
     if not isinstance(size, str):
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 0:
+            raise PolicyError(f"{size!r} is not a size; use a number of bytes such as 2**31, or '2GiB'.")
         return int(size)
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", size)
     if match is None or match[2].lower() not in _UNITS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def is_argument(x: Any) -> bool:
     return is_array_or_number(x) or isinstance(x, (bool, jax.ShapeDtypeStruct))
 
 
-def is_integer(x: Any) -> bool:
+def is_integer(x: Any) -> TypeGuard[int]:
     """Whether `x` is a whole number of any integer type; True is a flag."""
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 

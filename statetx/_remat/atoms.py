@@ -254,11 +254,14 @@ def without_objects(
     held = [atom for atom in policy.atoms() if isinstance(atom, States) and _holds_objects(atom.filter)]
     if not held:
         return policy, tuple(origins)
-    applied = {
+    applied: dict[Policy, Policy] = {
         atom: dataclasses.replace(atom, filter=_Applied(i, _filter_str(atom.filter)))
         for i, atom in enumerate(dict.fromkeys(held))
     }
-    change = lambda atom: applied.get(atom, atom)  # noqa: E731
+
+    def change(atom: Policy) -> Policy:
+        return applied.get(atom, atom)
+
     refs = [
         frozenset(ref._replace(selected_by=frozenset(map(change, ref.selected_by))) for ref in refs) for refs in origins
     ]

@@ -229,7 +229,7 @@ def _slots_of_subclasses(state: State) -> dict[str, Any]:
 
 
 def _as_key(key: Any) -> jax.Array:
-    dtype = getattr(key, "dtype", None)
+    dtype: Any = getattr(key, "dtype", None)
     is_traced_seed = isinstance(key, _jax.Tracer) and not key.shape and jnp.issubdtype(dtype, jnp.integer)
     try:
         return jax.random.key(key if is_traced_seed else operator.index(key))
