@@ -459,3 +459,33 @@ def test_names_are_saved_with_jax_remat3():
                 assert (row.names, row.type) == (("h",), "f32[4,16]")
     finally:
         jax.config.update("jax_remat3", is_on)
+
+
+@jax.tree_util.register_static
+class Tag(str):
+    """A residual that is no array."""
+
+
+def test_rule_that_is_told_what_is_differentiated_is_run_by_jax_only():
+    """The structure of its residuals differs, and JAX keeps that of the last run."""
+
+    @jax.custom_vjp
+    def g(x, s):
+        return jnp.sin(x) * s
+
+    def fwd(x, s):
+        if not s.perturbed:
+            return g(x.value, s.value), (Tag("derivative"), jnp.cos(x.value) * s.value, s.value)
+        return g(x.value, s.value), (Tag("inputs"), x.value, s.value)
+
+    def bwd(residuals, ct):
+        tag, a, s = residuals
+        return (a * ct, None) if tag == "derivative" else (jnp.cos(a) * s * ct, jnp.sin(a) * ct)
+
+    g.defvjp(fwd, bwd, symbolic_zeros=True)
+    jitted, scale, x = jax.jit(g), jnp.arange(4.0) + 2.0, jnp.arange(4.0)
+    loss = lambda x: jnp.sum(jitted(x, scale) ** 2)  # noqa: E731
+    expected = 2 * jnp.sin(x) * jnp.cos(x) * scale**2
+    for remat in (jax.checkpoint, statetx.remat, jax.checkpoint, statetx.remat):  # JAX's marks the rule as run already
+        gradient = jax.grad(remat(loss, policy=jax.checkpoint_policies.everything_saveable))
+        np.testing.assert_allclose(jax.jit(gradient)(x), expected, rtol=1e-5)

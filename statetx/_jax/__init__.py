@@ -137,6 +137,7 @@ from .remat import to_device as to_device
 from .remat import to_host as to_host
 from .remat import with_sharding as with_sharding
 from .remat import without_remat3 as without_remat3
+from .rules import depends_on_zeros as depends_on_zeros
 from .rules import derivative_rule as derivative_rule
 from .rules import has_rule as has_rule
 from .rules import is_written_by_jax as is_written_by_jax

@@ -28,6 +28,14 @@ def has_rule(eqn: Any) -> bool:
     return eqn.primitive.name in _RULES
 
 
+def depends_on_zeros(eqn: Any) -> bool:
+    """Whether the rule of a call is told which operands are differentiated: a ``custom_vjp`` with ``symbolic_zeros=True``.
+
+    Such a rule is only run by JAX. JAX keeps the structure of the residuals of the last run, and would read those of another by it.
+    """
+    return bool(eqn.params.get("symbolic_zeros")) and eqn.primitive.name == "custom_vjp_call"
+
+
 def rule_of(eqn: Any) -> Jaxpr:
     """The derivative rule of a call, as a jaxpr, for nonzero tangents of all operands.
 
