@@ -764,3 +764,58 @@ def test_memory_report_counts_every_holder(holder):
         return [(r.residual_bytes, r.argument_bytes, r.output_bytes) for r in rows], cost.argument_bytes
 
     assert report(ALL[holder][0](w)) == report(HELD["attribute"][0](w))
+
+
+# -- classes and proxies that refuse to be looked at -----------------------------------------------------------------
+
+
+class RefusesInstances(type):
+    def __instancecheck__(cls, obj):
+        raise TypeError("do not use isinstance")
+
+
+class Kind(metaclass=RefusesInstances):
+    size = 3
+    parts = (1, 2)
+
+
+class Unbound:
+    """A proxy that stands for nothing yet, as of a lazy import."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("outside of a context")
+
+    def __getattr__(self, name):
+        raise RuntimeError("outside of a context")
+
+
+UNBOUND: Any = None
+GLOBAL_WEIGHT = Param(jnp.ones(3))
+
+
+class WithKind:
+    kind = Kind
+
+    def __call__(self, x):
+        return jnp.sum(GLOBAL_WEIGHT.value * x) * self.kind.size
+
+
+class WithProxy:
+    def __init__(self):
+        self.proxy = UNBOUND
+
+    def __call__(self, x):
+        return jnp.sum(GLOBAL_WEIGHT.value * x) if UNBOUND is not None else self.proxy
+
+
+@pytest.mark.parametrize("make", [WithKind, WithProxy])
+def test_metaclasses_and_proxies_that_raise_are_passed_over(make, monkeypatch):
+    monkeypatch.setitem(globals(), "UNBOUND", Unbound())  # not before: pytest looks at all variables of the module
+    model = make()
+    f = lambda x: model(x)  # noqa: E731
+    assert list(statetx.states(f)) == []  # of what it holds, not of what it reads
+    (path,) = statetx.trace_states(f)(X).reads
+    assert path.endswith("GLOBAL_WEIGHT") and list(statetx.functionalize(f).values(X)) == [path]
+    assert float(statetx.jit(f)(X)) == float(f(X))
+    assert statetx.memory_profile(f, X).total_bytes > 0

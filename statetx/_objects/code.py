@@ -117,10 +117,11 @@ def _through_modules(content: Any, path: str, attributes: Sequence[str]) -> Chil
     for name in attributes:
         # From the first object that is not a module the walk goes on by itself: to read an attribute could run the
         # user's code.
-        if not isinstance(content, types.ModuleType) or is_base(content.__name__):
+        # By its type: `isinstance` reads `__class__`, which a proxy computes.
+        if not issubclass(type(content), types.ModuleType) or is_base(content.__name__):
             break
         content, path = vars(content).get(name), f"{path}.{name}"
-    yield "" if isinstance(content, types.FunctionType) else path, content
+    yield "" if type(content) is types.FunctionType else path, content
 
 
 def module_children(module: types.ModuleType, names: Iterable[str]) -> Children:

@@ -48,7 +48,11 @@ def has_parts(obj: Any) -> bool:
         return obj.dtype.hasobject
     if cls in _BUILTIN:
         return _self_of(obj) is not None
-    if isinstance(obj, ATOMS):
+    try:
+        is_atom = isinstance(obj, ATOMS)
+    except Exception:  # a proxy that stands for nothing yet, such as one of a module that is imported lazily
+        return False
+    if is_atom:
         # A string or number of a user's subclass may have attributes; a Ref is a JAX array and a state.
         return _states.is_array_state(obj) if isinstance(obj, jax.Array) else hasattr(obj, "__dict__")
     return True

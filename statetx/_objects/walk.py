@@ -49,7 +49,7 @@ class _Context(NamedTuple):
     """
 
     reads: bool = False
-    owners: tuple[type, ...] = ()
+    owners: frozenset[type] = frozenset()
 
 
 class Walk:
@@ -138,7 +138,8 @@ class Walk:
             for path, obj in contents:
                 if not has_parts(obj) or id(obj) in self._seen:
                     continue
-                if context.owners and isinstance(obj, context.owners):
+                # Not `isinstance`, which runs the code of metaclasses: those of jaxtyping raise.
+                if context.owners and not context.owners.isdisjoint(type(obj).__mro__):
                     self._deferred.append((path, iter([("", obj)])))
                     continue
 
@@ -150,7 +151,7 @@ class Walk:
                     pending.append((_under(path, extras(obj, kind)), context))
                 elif isinstance(obj, type):
                     self._classes.append((path, obj))
-                    pending.append((_under(path, class_children(obj)), _Context(context.reads, (*context.owners, obj))))
+                    pending.append((_under(path, class_children(obj)), _Context(context.reads, context.owners | {obj})))
                 else:
                     pending.append((_under(path, self._inside(path, obj, context)), context))
                 break
