@@ -323,14 +323,18 @@ def _slots(profile: MemoryProfile) -> Iterable[_Candidate]:
     for loop, stacks in _stacks(profile).items():
         length = loop.length or 1
         slots = math.ceil(math.sqrt(2 * length))
-        carries = [b for b in stacks if b.primitive == "carry"] or stacks
-        carry = sum(b.num_bytes for b in carries) // length
+        carries = [
+            b for b in stacks if b.primitive == "carry"
+        ]  # without one, its size is not known: at most all that a step keeps
+        carry = sum(b.num_bytes for b in carries or stacks) // length
         step = sum(b.num_bytes for b in stacks) // length
         start, end = min(b.start for b in stacks), max(b.end for b in stacks)
         gaps = [Gap(b.start, b.end, b.num_bytes) for b in stacks]
         gaps += [Gap(start, end, -slots * carry), Gap(_step_of_reversal(stacks, profile)[0], end, -step)]
         text = f"Checkpoint the {loop}: statetx.scan(..., checkpoint=statetx.policies.Slots({slots})) keeps {slots} carries."
-        yield _Candidate(Change("slots", str(loop), text, saving(profile, gaps)), frozenset(stacks))
+        yield _Candidate(
+            Change("slots", str(loop), text, saving(profile, gaps), is_least=not carries), frozenset(stacks)
+        )
 
 
 # -- values in parts -----------------------------------------------------------------------------------------------------

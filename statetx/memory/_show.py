@@ -107,7 +107,8 @@ def headline(profile: MemoryProfile) -> str:
 
 
 def _sentence(change: Change) -> str:
-    return f"{change.text.rstrip('.')}: {format_bytes(change.saved_bytes)} less"
+    least = "at least " if change.is_least else ""
+    return f"{change.text.rstrip('.')}: {least}{format_bytes(change.saved_bytes)} less"
 
 
 def _peak_sentence(profile: MemoryProfile) -> str:

@@ -130,6 +130,7 @@ class Change(NamedTuple):
         text: what to do, in one sentence.
         saved_bytes: by how much the peak would fall, predicted from the lifetimes of the buffers.
         condition: what must hold of the program, part of `text`: else the change gives other results. Empty for a change that keeps them.
+        is_least: whether it may save more: the compiled program does not tell the size of a carry.
     """
 
     action: str
@@ -137,6 +138,7 @@ class Change(NamedTuple):
     text: str
     saved_bytes: int
     condition: str = ""
+    is_least: bool = False
 
 
 class Group(NamedTuple):

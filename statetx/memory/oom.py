@@ -25,6 +25,10 @@ _MAX_ROWS = 6
 _LEAST_SHARE = 0.005  # of the peak; smaller groups are not listed
 
 
+_LAST_RESORT = "smaller batches with accumulated gradients, shard states and arguments over more devices, smaller dtypes, or a smaller model."
+_PERHAPS = "the compiled program does not tell the size of a carry. Make the changes, and explain the new step. If it does not fit, use"
+
+
 class Remedy(NamedTuple):
     """A change, and the program after it and all changes before it.
 
@@ -124,18 +128,22 @@ class OutOfMemory(Tabular):
 
     def _remedy_notes(self) -> Iterator[tuple[str, str]]:
         for n, remedy in enumerate(self.remedies, 1):
-            text = f"{remedy.change.text.rstrip('.')}: {format_bytes(remedy.change.saved_bytes)} less"
+            least = "at least " if remedy.change.is_least else ""
+            most = "at most " if any(r.change.is_least for r in self.remedies[:n]) else ""
+            text = f"{remedy.change.text.rstrip('.')}: {least}{format_bytes(remedy.change.saved_bytes)} less"
             total = f", {format_bytes(remedy.saved_bytes)} with those before it" if n > 1 else ""
-            end = f"; {format_bytes(remedy.needed_bytes)} needed then."
+            end = f"; {most}{format_bytes(remedy.needed_bytes)} needed then."
             if remedy.fits:
                 is_sure = not any(r.change.condition for r in self.remedies[:n])
                 end = ". It fits then." if is_sure else ". It fits then, but only if the condition holds."
             yield f"[{n}]", f"{text}{total}{end}"
-        if not self.can_fit:
+        if not self.can_fit and any(r.change.is_least for r in self.remedies):
+            yield "Perhaps enough:", f"{_PERHAPS} {_LAST_RESORT}"
+        elif not self.can_fit:
             which = "these changes do" if len(self.remedies) > 1 else "this change does" if self.remedies else ""
             yield (
                 "Not enough:",
-                f"{which} not suffice. {_LAST_RESORT}" if which else f"no change was found. {_LAST_RESORT}",
+                f"{which} not suffice. Use {_LAST_RESORT}" if which else f"no change was found. Use {_LAST_RESORT}",
             )
 
 
@@ -160,7 +168,6 @@ _OTHER_CAUSES = (
     "other processes use the device (JAX takes 75% of a GPU when it starts), other arrays are alive (jax.live_arrays()), free memory "
     "is in pieces, or an earlier call of another program failed."
 )
-_LAST_RESORT = "Use smaller batches with accumulated gradients, shard states and arguments over more devices, smaller dtypes, or a smaller model."
 
 
 @_jax.api_boundary
