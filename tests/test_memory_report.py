@@ -251,6 +251,42 @@ def test_diagnosis_barrier_ignored():
     assert respected["as written"].temp_bytes < 0.7 * respected["no remat"].temp_bytes
 
 
+@pytest.mark.parametrize("size", [4, 32])
+def test_barrier_is_not_blamed_for_the_bytes_of_the_fence(size):
+    report = statetx.memory_report(statetx.remat(lambda x: jnp.sum((jnp.sin(x) * 2.0) ** 2)), jnp.ones(size))
+    assert kinds(report) == {"peak elsewhere"}
+
+
+def test_barrier_is_not_blamed_for_a_loop():
+    """XLA counts the operations of a loop's body once."""
+    w = statetx.Param(jnp.eye(16) * 0.9)
+
+    def loss(xs):
+        step = lambda c, x: (jnp.tanh(c @ w.value + x), c.sum())  # noqa: E731
+        return (statetx.scan(step, jnp.zeros((4, 16)), xs, checkpoint=policies.Slots(8))[1] ** 2).mean()
+
+    assert kinds(statetx.memory_report(loss, jnp.ones(300)), "remat(loss)") == {"peak elsewhere"}
+
+
+def test_most_is_kept_by_modules_only_if_they_keep_half():
+    w = statetx.Param(jnp.ones(32))
+    small = {"layer": Holder(w)}
+
+    def loss(xs):
+        def cell(c, x):
+            return jnp.tanh(jnp.sin(jnp.cos(c)) + jnp.abs(small["layer"].w.value).sum() + x), None
+
+        return statetx.scan(cell, jnp.zeros((8, 32)), xs)[0].sum()
+
+    (text,) = [d.text for d in statetx.memory_report(loss, jnp.ones(100)).diagnoses if "nothing is" in d.category]
+    assert "Most is kept by cell (" in text and "layer" not in text
+
+
+class Holder:
+    def __init__(self, w):
+        self.w = w
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="figures of XLA on a CPU")
 def test_diagnosis_peak_elsewhere():
     """All layers are recomputed at once, in a loop, where nothing is merged back."""

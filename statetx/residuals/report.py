@@ -280,7 +280,7 @@ def _time(programs: dict[str, Any], inputs: dict[str, list[Any]], repeats: int) 
 
 
 def _not_wrapped(name: str, residuals: Residuals, is_step: bool) -> Diagnosis:
-    """For a program without any remat: the blocks (modules with states) whose values take the most memory."""
+    """For a program without any remat: the blocks (modules with states), or else the function, whose values take most of the memory."""
     # Blocks of a list are counted together: `layers.0.attn` and `layers.1.attn` are two of `layers.*.attn`.
     kept: dict[str, int] = {}
     modules: dict[str, set[str]] = {}
@@ -296,7 +296,12 @@ def _not_wrapped(name: str, residuals: Residuals, is_step: bool) -> Diagnosis:
     listed = ", ".join(
         f"{f} ({format_bytes(kept[f])}{f' in {len(modules[f])} blocks' * (len(modules[f]) > 1)})" for f in largest
     )
-    where = f" Most is kept by {listed}." if largest else ""
+    computed = [row for row in residuals if row.primitive]
+    half = sum(row.nbytes for row in computed) / 2
+    if sum(kept[family] for family in largest) < half:
+        by_function = Residuals(name, computed).by("function")
+        listed = ", ".join(f"{f} ({format_bytes(n)})" for f, n in list(by_function.items())[:1] if f and n >= half)
+    where = f" Most is kept by {listed}." if listed else ""
     as_whole = f" Below the first row, {name} is rematerialized as a whole, and its recomputation needs all of its memory at once."
     return Diagnosis(
         BASELINE,
@@ -319,9 +324,11 @@ def _diagnose(
         yield _nothing_dropped(row, baseline)
         return
 
-    # If XLA merged the recomputation with the first computation, the compiled program does not have its operations.
-    flops_ratio = row.flops / max(baseline.flops, 1)
-    if row.compiled_flops < baseline.compiled_flops * (1 + _RECOMPUTED * (flops_ratio - 1)):
+    # If XLA merged the recomputation with the first computation, the compiled program does not have its operations. XLA counts the body of
+    # a loop once, however often it runs.
+    flops_ratio, text = row.flops / max(baseline.flops, 1), lowered.as_text()
+    lacks_flops = row.compiled_flops < baseline.compiled_flops * (1 + _RECOMPUTED * (flops_ratio - 1))
+    if lacks_flops and "stablehlo.while" not in text:
         unfenced = sorted({r.name for r in regions if r.prevent_cse is False})
         if unfenced:
             yield Diagnosis(
@@ -330,17 +337,17 @@ def _diagnose(
                 f"The equations recompute ({flops_ratio:.2f} times the operations), but the compiled program does not do all of it: "
                 f"common subexpressions were merged, since prevent_cse is False (or fence None) for {', '.join(unfenced)}. Leave it at 'auto'.",
             )
-        else:
+            return
+        if "optimization_barrier" in text:
             yield Diagnosis(row.policy, "barrier ignored", _barrier(row, lowered, baseline_lowered))
-
-    else:
-        yield Diagnosis(
-            row.policy,
-            "peak elsewhere",
-            f"The program keeps {format_bytes(dropped)} less and recomputes it, but its peak is as high: while a whole function is "
-            f"recomputed at once, or outside of the rematerialized functions. Rematerialize smaller parts, and the part that "
-            f"needs most.",
-        )
+            return
+    yield Diagnosis(
+        row.policy,
+        "peak elsewhere",
+        f"The program keeps {format_bytes(dropped)} less and recomputes it, but its peak is as high: while a whole function is "
+        f"recomputed at once, or outside of the rematerialized functions. Rematerialize smaller parts, and the part that "
+        f"needs most.",
+    )
 
 
 def _nothing_dropped(row: Measured, baseline: Measured) -> Diagnosis:
