@@ -276,3 +276,11 @@ def test_a_truncated_while_loop_has_the_row_of_a_segment():
     # The whole loop runs once before.
     assert round(12 * row.runs) + 12 == runs.of(jax.grad(loss), W, H, 12)
     assert round(12 * row.runs) + 24 == runs.of(jax.grad(loss), W, H, 24)
+
+
+def test_policies_that_the_report_tries_give_no_warnings():
+    w = statetx.Param(jnp.ones(4))
+    step = lambda c, x: (jnp.tanh(c * w.value + x), None)  # noqa: E731  # without a product: "dots" saves nothing
+    loss = lambda xs: statetx.scan(step, jnp.zeros(4), xs, checkpoint=policies.Slots(3))[0].sum()  # noqa: E731
+    report = statetx.loop_report(loss, jnp.ones(41))  # warnings are errors in the tests
+    assert [row.policy for row in report.rows] == ["-", "dots", "nothing"]

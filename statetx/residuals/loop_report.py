@@ -25,6 +25,7 @@ from .._loops.derivative import Differentiated
 from .._loops.step import Step
 from .._positions import function_of
 from .._remat.gradients import rewritten_by
+from .._remat.override import override
 from .._remat.parse import as_sequence, as_value_policy
 from .._remat.rewriter import Seen
 from .._tables import Cell, Column, Table, Tabular
@@ -229,9 +230,10 @@ def _rows(note: Differentiated, policies: Sequence[Any]) -> Iterator[LoopRow]:
             yield from _rows_of_while(note, step)
             return
         yield _row(note, step, is_own=True)
-        for policy in policies:
-            if policy != step.policy:
-                yield _row(note, step.with_length(step.length, policy), is_own=False)
+        others = [policy for policy in policies if policy != step.policy]
+        with override(suppress_warnings=True):  # the user has chosen none of them
+            rows = [_row(note, step.with_length(step.length, policy), is_own=False) for policy in others]
+        yield from rows
 
 
 def _row(note: Differentiated, step: Step, *, is_own: bool) -> LoopRow:
