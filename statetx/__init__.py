@@ -140,17 +140,23 @@ _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in name
 _ELSEWHERE = {
     "ParamState": "statetx.Param",
     "Module": "any Python class that holds statetx.State objects",
+    "ProgressBar": "progress=True of statetx.scan, fori_loop or map",
     "Rngs": "statetx.RngState",
+    "StatefulFunction": "statetx.functionalize, statetx.make_jaxpr or statetx.jit",
     "Variable": "statetx.State",
     "VariableState": "statetx.State",
     "associative_scan": "jax.lax.associative_scan for a function without states, statetx.scan for others",
+    **{name: f"statetx.policies.{name}" for name in ("Budget", "Lengths", "Levels", "Slots")},
+    "bounded_while_loop": "statetx.while_loop, with max_steps= and checkpoint= for a gradient",
+    "checkpointed_for_loop": "statetx.scan or statetx.map with checkpoint=",
+    "checkpointed_scan": "statetx.scan with checkpoint=",
     "checkpoint_policies": "statetx.policies; jax.checkpoint_policies are accepted, too",
     "custom_gradient": "jax.custom_gradient for a function without states",
     "custom_jvp": "jax.custom_jvp for a function without states",
     "custom_vjp": "jax.custom_vjp for a function without states",
     "filter_jit": "statetx.jit, which takes any object as an argument",
     "filter_grad": "statetx.grad(f, wrt=statetx.Param)",
-    "for_loop": "statetx.fori_loop, or statetx.scan to collect outputs",
+    "for_loop": "statetx.map, or statetx.scan with a carry",
     "ifelse": "statetx.cond or statetx.switch",
     "jacobian": "statetx.jacrev or statetx.jacfwd",
     "lax": "statetx.scan, statetx.cond, statetx.switch, statetx.while_loop, statetx.fori_loop and statetx.map; jax.lax for "
@@ -163,6 +169,8 @@ _ELSEWHERE = {
     "random": "jax.random with keys from a statetx.RngState",
     "rematerialize": "statetx.remat",
     "save": "statetx.Checkpointer",
+    "vector_grad": "statetx.vjp, with ones for an output that is no scalar",
+    "vmap_new_states": "statetx.vmap, under which new states get an axis for the examples",
 }
 _SUBMODULES = ("policies", "testing", "caches", "memory", "planner", "residuals", "transforms", "kinds")
 _loading = _threading.RLock()

@@ -1006,7 +1006,10 @@ def policies_of_another_type():
 for name, words in {
     "pmap": ("statetx.shard_map", "statetx.jit"),
     "lax": ("statetx.scan", "statetx.cond", "jax.lax"),
-    "for_loop": ("statetx.fori_loop",),
+    "for_loop": ("statetx.map", "statetx.scan"),
+    "Slots": ("statetx.policies.Slots",),
+    "bounded_while_loop": ("statetx.while_loop", "max_steps="),
+    "checkpointed_for_loop": ("statetx.scan", "checkpoint="),
     "custom_vjp": ("jax.custom_vjp",),
     "custom_jvp": ("jax.custom_jvp",),
     "associative_scan": ("jax.lax.associative_scan", "statetx.scan"),

@@ -990,3 +990,8 @@ def test_state_created_in_an_eager_call_works_in_a_brainstate_transform(writes, 
 
     assert float(step(3.0)) == (9.0 if writes else 6.0)
     assert float(kept[0].value) == (3.0 if writes else 2.0)
+
+
+def test_random_state_of_brainstate_has_its_name():
+    f = lambda x: x + brainstate.random.randn(3)  # noqa: E731
+    assert list(statetx.trace_states(f)(jnp.ones(3)).reads) == ["brainstate.random.DEFAULT"]

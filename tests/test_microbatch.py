@@ -697,3 +697,22 @@ def test_weights_are_numbers_and_write_no_state():
     scale = statetx.State(jnp.arange(3.0))
     mean = statetx.microbatch(lambda x: x.sum(), 2, weight=lambda x: x[0] + scale.value.sum())
     np.testing.assert_allclose(mean(jnp.array([1.0, 2.0, 5.0, 6.0])), (3 * 4 + 11 * 8) / 12, rtol=1e-6)
+
+
+@jax.numpy_rank_promotion("allow")  # as brainstate's cells have it
+def test_state_of_the_size_of_a_part_is_told_of_states():
+    cell = brainstate.nn.GRUCell(3, 4)
+    brainstate.nn.init_all_states(cell, batch_size=12)
+    weights = cell.states(brainstate.ParamState)
+
+    def loss(x):
+        brainstate.nn.reset_all_states(cell, batch_size=len(x))
+        return (cell(x) ** 2).mean()
+
+    gradient = statetx.grad(loss, wrt=weights)
+    with pytest.raises(
+        statetx.CarryTypeError, match=r"Fix: if it has a value for each example, states=\{'cell\.h': 0\}"
+    ):
+        statetx.microbatch(gradient, 4)(jnp.ones((12, 3)))
+    statetx.microbatch(gradient, 4, states={"cell.h": 0})(jnp.ones((12, 3)))
+    assert cell.h.value.shape == (12, 4)

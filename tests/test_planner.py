@@ -977,6 +977,24 @@ def test_saved_and_loaded(plan_of_loss, tmp_path):
         statetx.Plan.load(tmp_path / "newer.json")
 
 
+def test_plan_with_a_python_number_is_told_of_jit():
+    w = jnp.eye(16)
+
+    def loss(x, number):
+        for _ in range(8):
+            x = jnp.tanh(x @ w)
+        return ((x - number) ** 2).mean()
+
+    step, x = jax.value_and_grad(loss), jnp.ones((256, 16))
+    plan = statetx.plan(step, x, -5.0, budget=0.85)
+    with pytest.raises(
+        statetx.PlanError, match=r"with a Python number among its arguments make it of statetx\.jit\(fun\)"
+    ):
+        statetx.jit(plan.apply(step))(x, -5.0)
+    of_jit = statetx.plan(statetx.jit(step), x, -5.0, budget=0.85)
+    np.testing.assert_allclose(statetx.jit(of_jit.apply(step))(x, -5.0)[0], loss(x, -5.0), rtol=1e-6)
+
+
 def test_refused_for_another_program_with_the_first_difference(plan_of_loss):
     with pytest.raises(
         statetx.PlanError, match=r"(?s)The plan for loss does not fit loss: equation 0 of.*f32\[128,64\].*f32\[256,64\]"

@@ -157,16 +157,19 @@ def _check_written(body: Staged, effect: Effect, paths: Callable[[Any], str]) ->
     """Raise if a state leaves the body with another type than it enters with."""
     read, written = body.inputs[id(effect.state)].partition, body.written[id(effect.state)]
     avals, out_avals = body.inputs[id(effect.state)].avals, body.written_avals[id(effect.state)]
-    leaf = ""
+    leaf, fix = "", None
     if (read.treedef, read.mask, read.static) == (written.treedef, written.mask, written.static):
         drift = next((n for n, (a, b) in enumerate(zip(avals, out_avals, strict=True)) if differs(a, b)), None)
         if drift is None:
             return
         leaf = leaf_names(read)[drift]
-        changed = [type_str(avals[drift]), type_str(out_avals[drift])]
+        a, b = avals[drift], out_avals[drift]
+        changed = [type_str(a), type_str(b)]
+        if body.name == "microbatch" and a.shape[1:] == b.shape[1:] and a.shape[:1] > b.shape[:1] > ():
+            fix = f"if it has a value for each example, states={{{paths(effect.state)!r}: 0}}, or a type in place of the path, gives each part its own"
     else:
         changed = structure_strs([(read, avals), (written, out_avals)])
-    raise drift_error(body.name, effect, paths, leaf, changed, "step")
+    raise drift_error(body.name, effect, paths, leaf, changed, "step", fix)
 
 
 def structure_strs(values: Sequence[tuple[Partition, Sequence[Any]]]) -> list[str]:
@@ -177,17 +180,24 @@ def structure_strs(values: Sequence[tuple[Partition, Sequence[Any]]]) -> list[st
 
 
 def drift_error(
-    name: str, effect: Effect, paths: Callable[[Any], str], leaf: str, types: Sequence[str], serves: str
+    name: str,
+    effect: Effect,
+    paths: Callable[[Any], str],
+    leaf: str,
+    types: Sequence[str],
+    serves: str,
+    fix: str | None = None,
 ) -> CarryTypeError:
     """The error for a write that gives a state another type; `types` are the types on entry and on exit."""
     in_type, out_type = types
     hint = " (jax.sharding.reshard)" if "@" in in_type + out_type else ""
+    fix = fix or f"create the state with the type that is written, or convert the value before writing it{hint}"
     weak = " (~ marks a weak type, as of a Python number)" if "~" in in_type + out_type else ""
     return CarryTypeError(
         f"{name} changes the type of {type(effect.state).__name__} {paths(effect.state)!r}{leaf}, made at "
         f"{effect.kind.site_of(effect.state)}: it enters as {in_type} and leaves as {out_type}{weak}, written at "
         f"{effect.site}.\nA state must keep its type here, since one compiled body serves every {serves}.\n"
-        f"Fix: create the state with the type that is written, or convert the value before writing it{hint}."
+        f"Fix: {fix}."
     )
 
 

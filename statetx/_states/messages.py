@@ -24,8 +24,8 @@ def library_folders() -> tuple[str, ...]:
 
 
 def call_site() -> str:
-    """``file:line`` of the nearest caller outside the libraries."""
-    folders = library_folders()
+    """``file:line`` of the nearest caller outside the libraries, and outside of Python's imports of them."""
+    folders = (*library_folders(), "<frozen importlib")
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(folders):
         frame = frame.f_back

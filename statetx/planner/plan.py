@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -230,7 +231,7 @@ class Plan(Tabular, Rewriter):
         if n < min(total, len(lines)):
             raise PlanError(
                 f"The plan for {self.name} does not fit {name}: equation {n} of {total} is\n  {lines[n]}\n"
-                f"and was, when the plan was made,\n  {expected[n]}\nFix: make a plan for this program."
+                f"and was, when the plan was made,\n  {expected[n]}\nFix: make a plan for this program{_of_numbers(lines[n], expected[n])}."
             )
         raise PlanError(
             f"The plan for {self.name} does not fit {name}: it has {len(lines)} equations, and had {total} "
@@ -322,3 +323,12 @@ class Plan(Tabular, Rewriter):
 def _num_common(a: Sequence[str], b: Sequence[str]) -> int:
     """The length of the common beginning."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _of_numbers(line: str, expected: str) -> str:
+    """What to do where two lines read other inputs only: a Python number is an input of a jitted function, and of no other."""
+    anonymous = [re.sub(r"\bv[0-9]+", "v", text) for text in (line, expected)]
+    is_likely = line != expected and anonymous[0] == anonymous[1]
+    return (
+        "; with a Python number among its arguments make it of statetx.jit(fun), or give an array" if is_likely else ""
+    )

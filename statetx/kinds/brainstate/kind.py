@@ -150,7 +150,7 @@ class _Brainstate(_frames.WatchedKind):
         return isinstance(state, brainstate.random.RandomState)
 
     def name_of(self, state: brainstate.State) -> str | None:
-        return state.name
+        return "brainstate.random.DEFAULT" if state is brainstate.random.DEFAULT else state.name
 
     def site_of(self, state: brainstate.State) -> str:
         return site_of(state)
