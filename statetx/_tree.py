@@ -176,9 +176,15 @@ def _attributes(x: Any, leaf_key: Callable[[Any], Hashable]) -> tuple[Hashable, 
 
 
 def num_bytes(tree: PyTree) -> int:
-    """Bytes of all array leaves. A random key counts as its words."""
+    """Bytes of all array leaves. A random key counts as its words, a symbolic size (jax.export) as 1."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-            total += int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize
+            sizes = leaf.shape if has_known_sizes(leaf) else [n for n in leaf.shape if isinstance(n, int)]
+            total += int(np.prod(sizes, dtype=np.int64)) * leaf.dtype.itemsize
     return total
+
+
+def has_known_sizes(x: Any) -> bool:
+    """Whether no size of an array or type is symbolic (jax.export). Such a size cannot be compared with others."""
+    return all(isinstance(n, int) for n in getattr(x, "shape", ()))

@@ -1,5 +1,7 @@
 """`jax.export` of functionalised steps: to bytes and back, with the same numbers."""
 
+import functools
+
 import brainstate
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from flax import nnx
 from jax import export
 
 import statetx
+from statetx import policies
 
 
 class Model:
@@ -80,3 +83,57 @@ def test_states_by_path_are_updated_from_the_results():
     for path, state in pure.states(XS).items():
         state.value = values[path]
     assert int(model.count.value) == 3
+
+
+# -- symbolic sizes --------------------------------------------------------------------------------------------------
+
+
+def scanned(checkpoint, w, x, num=40):
+    step = lambda h, i: (jnp.tanh(h @ w) + i, None)  # noqa: E731
+    return (statetx.scan(step, x, jnp.arange(num) / num, checkpoint=checkpoint)[0] ** 2).sum()
+
+
+SYMBOLIC = {
+    "none": functools.partial(scanned, None),
+    "slots": functools.partial(scanned, policies.Slots(3)),
+    "slots with dots": functools.partial(scanned, policies.Slots(3, policy=policies.dots)),
+    "blocks": functools.partial(scanned, policies.Slots(3, block=4)),
+    "levels": functools.partial(scanned, policies.Levels(2)),
+    "auto": functools.partial(scanned, "auto", num=300),
+    "while": lambda w, x: statetx.while_loop(
+        lambda c: c[0] < 9, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x), checkpoint=2
+    )[1].sum(),
+    "remat": statetx.remat(functools.partial(scanned, None), policy=policies.dots | policies.masks),
+}
+
+
+@pytest.mark.parametrize("loss", SYMBOLIC.values(), ids=SYMBOLIC)
+def test_gradients_of_a_symbolic_batch(loss):
+    w, gradient = jnp.eye(4) / 2, jax.grad(loss)
+    batch = jax.ShapeDtypeStruct(export.symbolic_shape("b, 4"), jnp.float32)
+    exported = export.export(jax.jit(gradient))(w, batch)
+    for size in (2, 5):
+        x = jnp.linspace(-1.0, 1.0, 4 * size).reshape(size, 4)
+        np.testing.assert_allclose(exported.call(w, x), gradient(w, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "loss, message",
+    [
+        (
+            functools.partial(scanned, "10KiB"),
+            r"Budget\('10KiB'\) needs the sizes of the carry, and f32\[b,4\] has a symbolic",
+        ),
+        (
+            statetx.remat(functools.partial(scanned, None), policy=policies.larger_than("1KiB")),
+            r"the size of f32\[b,4\] is not known",
+        ),
+        (statetx.microbatch(functools.partial(scanned, None), 3, argnums=1), "the number of examples of x is symbolic"),
+        (statetx.chunked(functools.partial(scanned, None), (None, 0), 2), "x has b along axis 0, which is symbolic"),
+    ],
+    ids=["budget", "larger_than", "microbatch", "chunked"],
+)
+def test_what_compares_sizes_names_the_symbolic_one(loss, message):
+    batch = jax.ShapeDtypeStruct(export.symbolic_shape("b, 4"), jnp.float32)
+    with pytest.raises((statetx.PolicyError, ValueError), match=message):
+        export.export(jax.jit(jax.grad(loss)))(jnp.eye(4), batch)

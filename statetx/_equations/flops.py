@@ -15,6 +15,7 @@ from typing import Any
 
 from .. import _jax
 from .._jax import Jaxpr
+from .._tree import has_known_sizes, num_bytes
 from .primitives import Runs, row_of, size
 
 
@@ -38,6 +39,10 @@ def _count(jaxpr: Jaxpr) -> Fraction | int:
 
 def _flops(eqn: Any) -> Fraction | int:
     name, rule = eqn.primitive.name, row_of(eqn).flops
+    if not all(
+        has_known_sizes(v.aval) for v in (*eqn.invars, *eqn.outvars)
+    ):  # jax.export: an estimate, for choices only
+        return sum(num_bytes(v.aval) for v in eqn.outvars)
     if rule is not None:
         return int(rule(eqn))
     # An unknown primitive with a jaxpr counts as one run of it.

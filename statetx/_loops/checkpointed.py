@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from .. import _jax
 from .._lift.staged import as_types
 from .._positions import replaced
-from .._tree import is_float
+from .._tree import has_known_sizes, is_float
 from .backward import BackwardStep, starts_early
 from .cpu_concurrency import concurrent_fori_loop
 from .derivative import (
@@ -69,7 +69,8 @@ def memory_for(
     by_carries = schedule(length, leaves(num))
     options: dict[str, Any] = {"offload": offload, "formats": step.carry_formats, "checks": step.carry_checks}
     options["exact_first"] = step.exact_first
-    if backward is not None:
+    # Arrays of symbolic sizes (jax.export) cannot share rows.
+    if backward is not None and all(map(has_known_sizes, (*step.avals, *backward.residual_avals))):
         mixed = SlotMemory(num, step.avals, backward.residual_avals, **options)
         by_both = schedule(length, mixed.leaves)
         if runs_with_rerun(by_both, backward) < WORTH_MIXING * by_carries.num_runs:

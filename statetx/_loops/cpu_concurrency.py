@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from .. import _jax
 from .._jax import Literal
+from .._tree import has_known_sizes
 
 
 def concurrent_fori_loop(first: Any, last: Any, body_fun: Callable, carry: list, runs: Fraction) -> list:
@@ -66,4 +67,6 @@ def _is_large_product(eqn: Any) -> bool:
     if eqn.primitive.name != "dot_general":
         return any(_is_large_product(e) for jaxpr in _jax.inner_jaxprs(eqn) for e in jaxpr.eqns)
     left, ((contracted, _), _) = eqn.invars[0].aval, eqn.params["dimension_numbers"]
+    if not all(has_known_sizes(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+        return False
     return eqn.outvars[0].aval.size * math.prod(left.shape[i] for i in contracted) >= _LARGE

@@ -20,8 +20,8 @@ from .. import _jax
 from .._errors import PolicyError
 from .._lift.context import Map, TraceContext, device_bytes
 from .._remat.parse import as_value_policy
-from .._text import format_bytes, parse_bytes
-from .._tree import is_float
+from .._text import format_bytes, parse_bytes, type_str
+from .._tree import has_known_sizes, is_float
 from .._typing import Policy
 from . import schedule
 from .backward import BackwardStep
@@ -152,7 +152,7 @@ class Sized(Loop):
         step, num_examples = self.step, around.num_examples
         backward = differentiated_by_all(step)
         num_bytes_of_step = sum(map(device_bytes, [*backward.residual_avals, *step.slot_avals])) * num_examples
-        if step.length * num_bytes_of_step <= _SMALL:
+        if all(map(has_known_sizes, step.avals)) and step.length * num_bytes_of_step <= _SMALL:
             return None
         most = schedule.slots_for(step.length, 2)
         limit = schedule.num_evaluations(step.length, most)
@@ -166,6 +166,12 @@ class Sized(Loop):
     def _fit(self, around: TraceContext) -> Slots | None:
         """The fewest runs of steps within the budget, as compiled; None if the plain loop fits."""
         step, budget = self.step, self._budget
+        symbolic = [type_str(aval) for aval in step.avals if not has_known_sizes(aval)]
+        if symbolic:
+            raise PolicyError(
+                f"{step.name}: checkpoint={self._strategy!r} needs the sizes of the carry, and {symbolic[0]} has a symbolic dimension.\n"
+                f"Fix: give policies.Slots(n) or policies.Levels(n), or export with constant shapes."
+            )
         if self._temporary(None, around) <= budget:
             return None
         least = self._temporary(Slots(1), around)

@@ -13,8 +13,8 @@ import jax
 from .. import _jax
 from .._errors import PolicyError
 from .._objects.paths import as_predicate
-from .._text import size_literal, suggestion
-from .._tree import freeze
+from .._text import size_literal, suggestion, type_str
+from .._tree import freeze, has_known_sizes
 from .._typing import Filter
 from .policy import Policy, frozen_policy
 from .rewriter import Rewriter
@@ -135,6 +135,11 @@ class Size(Policy):
     larger: bool
 
     def judge(self, value: Value) -> Verdict:
+        if not has_known_sizes(value.type):
+            raise PolicyError(
+                f"{self!r}: the size of {type_str(value.type)} is not known, since it has a symbolic dimension.\n"
+                f"Fix: export with constant shapes, or take a policy that does not compare sizes."
+            )
         is_saved = value.nbytes > self.limit if self.larger else value.nbytes < self.limit
         return SAVE if is_saved and not value.is_view else RECOMPUTE
 

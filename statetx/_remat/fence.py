@@ -19,6 +19,7 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 from .. import _jax
 from .._equations.primitives import LOOPS
 from .._jax import Jaxpr
+from .._tree import has_known_sizes
 from .convolutions import in_canonical_order
 
 
@@ -74,13 +75,8 @@ def contains_loop(jaxpr: Jaxpr) -> bool:
 def _is_plain(ctx: Any, jaxpr: Jaxpr) -> bool:
     """Whether a function can be lowered as a branch."""
     # Collectives may be in it, such as those of a weight's cotangent in shard_map: all devices take the branch.
-    is_plain = not _jax.has_side_effects(jaxpr) and all(map(_is_static, (*ctx.avals_in, *ctx.avals_out)))
+    is_plain = not _jax.has_side_effects(jaxpr) and all(map(has_known_sizes, (*ctx.avals_in, *ctx.avals_out)))
     return is_plain and any(map(_has_bits, ctx.avals_in))
-
-
-def _is_static(aval: Any) -> bool:
-    """Whether no size is symbolic (jax.export). Such a size cannot be compared with others."""
-    return all(isinstance(d, int) for d in getattr(aval, "shape", ()))
 
 
 def _lower_as_branch(as_jax: Callable, ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any:
@@ -119,8 +115,8 @@ def _lower_hold(ctx: Any, x: Any, *others: Any, **_: Any) -> list[Any]:
     """Lower a value that waits for others. XLA on CPUs ignores a barrier here, so it selects the value by an index that the others determine."""
     aval, *other_avals = ctx.avals_in
     is_one_cpu = _jax.platforms(ctx) == ("cpu",) and _jax.num_devices(ctx) == 1
-    with_bits = [(y, a) for y, a in zip(others, other_avals, strict=True) if _is_static(a) and _has_bits(a)]
-    if not (is_one_cpu and _is_static(aval) and _has_bits(aval) and with_bits):
+    with_bits = [(y, a) for y, a in zip(others, other_avals, strict=True) if has_known_sizes(a) and _has_bits(a)]
+    if not (is_one_cpu and has_known_sizes(aval) and _has_bits(aval) and with_bits):
         return [_jax.with_sharding(ctx, hlo.OptimizationBarrierOp([x, *others]).results[0], aval)]
     number = _int32(2)
     for y, a in with_bits[:: -(-len(with_bits) // _MAX_AWAITED)]:

@@ -173,7 +173,7 @@ class Chunked(Wrapper):
         """The length of all chunked arrays along their axes.
 
         Raises:
-            ValueError: an array has no such axis, or lengths differ.
+            ValueError: an array has no such axis, or lengths differ, or are symbolic.
         """
         name = f"chunked({name_of(self.__wrapped__)})"
         first_leaf: dict[int, str] = {}  # by length
@@ -192,6 +192,11 @@ class Chunked(Wrapper):
             first_leaf.setdefault(shape[axis], f"{leaf} has {shape[axis]} along axis {axis}")
         if not first_leaf:
             raise ValueError(f"{name}: no positional argument holds an array to be split.\nFix: pass it by position.")
+        symbolic = next((text for length, text in first_leaf.items() if not isinstance(length, int)), None)
+        if symbolic is not None:
+            raise ValueError(
+                f"{name}: {symbolic}, which is symbolic. The number of chunks depends on it.\nFix: export with a constant length."
+            )
         if len(first_leaf) > 1:
             raise ValueError(
                 f"{name}: the arguments differ in length: {', '.join([*first_leaf.values()][:4])}.\n"
