@@ -97,3 +97,29 @@ def test_remat_does_not_import_flax():
         "import sys, jax, statetx; jax.grad(statetx.remat(lambda x: x * x))(1.0); assert 'flax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_profile_advises_remat_of_flax():
+    class Norm(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.gelu(nn.Dense(64)(x))
+            return x + nn.BatchNorm(use_running_average=False)(nn.Dense(32)(nn.gelu(h)))
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(4):
+                x = Norm()(x)
+            return x
+
+    net, x = Net(), jnp.ones((512, 32))
+    variables = net.init(jax.random.key(0), x)
+
+    def loss(params, x):
+        out, _ = net.apply({**variables, "params": params}, x, mutable=["batch_stats"])
+        return jnp.mean(out**2)
+
+    texts = [change.text for change in statetx.memory_profile(loss, variables["params"], x).changes]
+    assert any("Norm.__call__ (4 calls) with flax's nn.remat(Norm)" in text for text in texts)
+    assert not any("@statetx.remat" in text for text in texts)

@@ -36,6 +36,19 @@ def refuse_linen_variables(fun: Callable, args: tuple, kwargs: dict[str, Any]) -
                 )
 
 
+def module_with_method(method: str) -> str | None:
+    """The class of flax.linen modules that a method such as ``Block.__call__`` is of; None if it is of none."""
+    linen, owner = sys.modules.get("flax.linen"), method.rpartition(".")[0]
+    pending = [linen.Module] if linen is not None and owner else []
+    while pending:
+        cls = pending.pop()
+        name = cls.__qualname__.replace("<locals>.", "")
+        if name == owner or name.endswith(f".{owner}"):
+            return cls.__name__
+        pending += type.__subclasses__(cls)
+    return None
+
+
 def _bound_modules(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
     """Modules under an apply or init whose variables the function may write: its own, those it closes over, its arguments."""
     linen = sys.modules.get("flax.linen")

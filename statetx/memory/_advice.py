@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from .._equations.primitives import FUSED
+from .._lift.linen import module_with_method
 from ._calls import Calls
 from ._names import parent
 from .buffer import Buffer, Change, Group, Loop
@@ -168,7 +169,13 @@ def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
             continue
         nested = any(b.kind == "recomputed" for b in freed)
         where = ", inside the function that is rematerialized already" if nested else ""
-        text = f"Rematerialize {function}{times} with @statetx.remat{where}."
+        linen = module_with_method(function)
+        how = (
+            "@statetx.remat"
+            if linen is None
+            else f"flax's nn.remat({linen}), which carries the variables of a linen module"
+        )
+        text = f"Rematerialize {function}{times} with {how}{where}."
         yield _Candidate(Change("remat", function, text, saved), frozenset(freed))
 
 
