@@ -219,7 +219,18 @@ def test_values_given_to_a_pure_function_are_those_of_their_states():
     assert float(pure({"a": {"x": 1.0}, "b": {"x": 10.0}})[0]) == 32.0
 
 
-def test_in_place_change_of_a_shared_container_in_a_loop_raises():
+IN_PLACE = {
+    "scan": OWN_VALUES["scan"],
+    "scan in scan": lambda f: OWN_VALUES["scan"](lambda: OWN_VALUES["scan"](f)),
+    "jit of scan": OWN_VALUES["compiled scan"],
+    "jit of remat": OWN_VALUES["jit of remat"],
+    "jit of grad": OWN_VALUES["jit of grad"],
+    "jit of cond": lambda f: statetx.jit(lambda: OWN_VALUES["cond"](f))(),
+}
+
+
+@pytest.mark.parametrize("run", IN_PLACE.values(), ids=IN_PLACE)
+def test_in_place_change_of_a_shared_container_in_a_traced_body_raises(run):
     shared = {"x": jnp.asarray(1.0)}
     a, b = statetx.State(shared), statetx.State(shared)
 
@@ -228,7 +239,7 @@ def test_in_place_change_of_a_shared_container_in_a_loop_raises():
         return b.value["x"]
 
     with pytest.raises(statetx.StateValueError, match=r"two states hold[\s\S]*gives each state a container of its own"):
-        OWN_VALUES["scan"](f)
+        run(f)
     assert a.value is b.value is shared and float(shared["x"]) == 1.0
 
 

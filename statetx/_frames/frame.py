@@ -272,16 +272,22 @@ class Frame:
             check_write(state, kind, value, self.trace, site, after_store=True)
 
     def _refuse_alias(self, access: Access) -> None:
-        """Raise if another state held the same container as this one, and the body changed this one's copy in place."""
-        for other in self.accesses.values():
-            is_held = other.value_before is access.value_before and not is_leaf(access.value_before)
-            if is_held and other.copy is not access.copy:
-                a, b = (describe(x.state, x.kind, value=access.value_before) for x in (access, other))
-                raise StateValueError(
-                    f"{self.name} changed in place a {type(access.value_before).__name__} that two states hold: {a} and {b}. "
-                    f"{self.name} gives each state a container of its own.\n"
-                    f"Fix: assign a new container to .value, or keep it in one state."
-                )
+        """Raise if another state held the container that the body has changed in place, and has a copy of its own in this frame or one around it."""
+        frame: Frame | None = self
+        while frame is not None:
+            own = frame.accesses.get(id(access.state))
+            if own is None or (frame is not self and own.written):  # it has another container there
+                return
+            for other in frame.accesses.values():
+                is_held = other.value_before is own.value_before and not is_leaf(own.value_before)
+                if is_held and other.copy is not own.copy and not (frame is not self and other.written):
+                    a, b = (describe(x.state, x.kind, value=own.value_before) for x in (own, other))
+                    raise StateValueError(
+                        f"{self.name} changed in place a {type(own.value_before).__name__} that two states hold: {a} and {b}. "
+                        f"{frame.name} gives each state a container of its own.\n"
+                        f"Fix: assign a new container to .value, or keep it in one state."
+                    )
+            frame = frame.parent
 
 
 _IN_RULE = (
