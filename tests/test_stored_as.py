@@ -653,7 +653,7 @@ LOOPS = {
 @pytest.mark.parametrize(
     "checkpoint, loop",
     [
-        pytest.param(*case, id=name, marks=() if name in ("scan", "while") else pytest.mark.slow)
+        pytest.param(*case, id=name, marks=() if name == "scan" else pytest.mark.slow)
         for name, case in LOOPS.items()
     ],
 )
