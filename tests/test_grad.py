@@ -1,6 +1,7 @@
 """`grad`, `value_and_grad`, `vjp`: structures, auxiliary data, errors. The laws are in `test_laws.py`."""
 
 import brainstate
+import brainunit as u
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -236,3 +237,11 @@ def test_pullback_crosses_a_compiled_function(jit):
     assert "pullback of" in repr(pullback)
     with pytest.raises(TypeError, match=r"pullback of .*f needs a cotangent in the structure"):
         pullback(cotangent)
+
+
+def test_loss_with_a_unit_or_in_a_container_is_named():
+    w = statetx.Param(jnp.ones(3))
+    with pytest.raises(statetx.FunctionError, match=r"returned the Quantity f32\[\] mV\.\nFix: return its magnitude"):
+        statetx.grad(lambda: w.value.sum() * u.mV, wrt=w)()
+    with pytest.raises(statetx.FunctionError, match=r"returned the pytree \{'a': f32\[\]\}\.\nFix: return one number"):
+        statetx.grad(lambda: {"a": w.value.sum()}, wrt=w)()

@@ -652,10 +652,7 @@ LOOPS = {
 # The others differ in the loop, not in what finds the value.
 @pytest.mark.parametrize(
     "checkpoint, loop",
-    [
-        pytest.param(*case, id=name, marks=() if name == "scan" else pytest.mark.slow)
-        for name, case in LOOPS.items()
-    ],
+    [pytest.param(*case, id=name, marks=() if name == "scan" else pytest.mark.slow) for name, case in LOOPS.items()],
 )
 def test_a_wrong_declaration_is_found_in_a_loop(checkpoint, loop):
     x = jnp.sin(jnp.arange(12.0))

@@ -12,6 +12,7 @@ The rule is the same for the carry that the caller passes and for the states tha
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -173,10 +174,12 @@ def _check_written(body: Staged, effect: Effect, paths: Callable[[Any], str]) ->
 
 
 def structure_strs(values: Sequence[tuple[Partition, Sequence[Any]]]) -> list[str]:
-    """Texts for the structures of values that differ: the treedefs, or, if these are equal, the trees with their objects."""
-    if len({part.treedef for part, _ in values}) > 1:
-        return [str(part.treedef) for part, _ in values]
-    return [tree_type_str(part.combine(avals)) for part, avals in values]
+    """Texts for the structures of values that differ: the types of the trees, or the treedefs if these have no or equal texts."""
+    with contextlib.suppress(Exception):  # a container may refuse leaves that are not arrays
+        texts = [tree_type_str(part.combine(avals)) for part, avals in values]
+        if len(set(texts)) > 1:
+            return texts
+    return [str(part.treedef) for part, _ in values]
 
 
 def drift_error(

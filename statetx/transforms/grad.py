@@ -16,7 +16,7 @@ from .._lift.run import Run
 from .._lift.targets import Targets, parse_argnums, refuse_arguments, resolve_argnums, state_argument_error
 from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._positions import replaced
-from .._text import type_str
+from .._text import short_tree_type_str, tree_type_str, type_str
 from .._tree import Partition, is_array_or_number, partition
 from .._typing import Argnums, Filter, PyTree
 
@@ -204,6 +204,10 @@ def _refuse_loss(out: Any, transform: str, name: str) -> None:
         got, fix = "None", "return the loss"
     elif _states.kind_of(out) is not None:
         got, fix = _states.describe(out), "return its .value"
+    elif hasattr(out, "mantissa") and hasattr(out, "unit"):  # a Quantity of brainunit or saiunit
+        got, fix = f"the Quantity {tree_type_str(out)}", "return its magnitude, as brainunit.get_magnitude(loss)"
+    elif not jax.tree_util.all_leaves([out]):
+        got, fix = f"the pytree {short_tree_type_str(out)}", "return one number"
     else:
         return
     raise FunctionError(f"{transform} needs a function that returns a scalar: {name} returned {got}.\nFix: {fix}.")
