@@ -131,8 +131,9 @@ def test_indexing_gives_copies():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
-def test_copies_run_their_own_layers(copied):
-    layers = statetx.stack([Bias(float(i)) for i in range(3)])
+@pytest.mark.parametrize("wrap", [lambda layers: layers, lambda layers: statetx.remat_scan(layers, (3,))])
+def test_copies_run_their_own_layers(wrap, copied):
+    layers = wrap(statetx.stack([Bias(float(i)) for i in range(3)]))
     twin = copied(layers)
     assert float(twin(0.0)) == float(layers(0.0)) == 0.0 + 1.0 + 2.0
     statetx.states(twin)["b"].value += 1.0

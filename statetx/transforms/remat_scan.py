@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -166,14 +167,14 @@ class _Rules:
         if isinstance(layers, Stack):  # the layers' own states come before rules for shared states
             rules[layers.is_stacked] = layers.axis
         if self._split_rngs not in (None, False):
-            rules[_both(_is_random, self._split_rngs)] = Split
+            rules[_Both(_is_random, self._split_rngs)] = Split
         if self._split_rngs is False:
             rules[_is_random] = Broadcast
-        rules[_both(True, self._carry)] = Carry
-        rules[_both(True, self._broadcast)] = Broadcast
+        rules[_Both(True, self._carry)] = Carry
+        rules[_Both(True, self._broadcast)] = Broadcast
         if not isinstance(layers, Stack):
             by_filter = self._axes if isinstance(self._axes, Mapping) else {Not(_is_random): self._axes}
-            rules |= {_both(True, filter): axis for filter, axis in by_filter.items()}
+            rules |= {_Both(True, filter): axis for filter, axis in by_filter.items()}
         return rules
 
 
@@ -199,7 +200,15 @@ def _is_random(path: str, state: Any) -> bool:
     return kind is not None and kind.is_random(state)
 
 
-def _both(a: Filter, b: Filter) -> Callable[[str, Any], bool]:
-    """The filter that selects the states that both select; it is hashable, so that it can be a key of `states`."""
-    first, second = as_predicate(a), as_predicate(b)
-    return lambda path, state: first(path, state) and second(path, state)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Both:
+    """The filter that selects the states that two filters select; hashable, so that it can be a key of ``states=``."""
+
+    a: Filter
+    b: Filter
+
+    def __post_init__(self) -> None:
+        as_predicate(self.a), as_predicate(self.b)  # raise if they are not filters
+
+    def __call__(self, path: str, state: Any) -> bool:
+        return as_predicate(self.a)(path, state) and as_predicate(self.b)(path, state)
