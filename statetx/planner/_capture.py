@@ -27,7 +27,7 @@ from ._candidate import gradient_of
 from ._inner import VARIANTS, InnerGradients
 from ._layout import as_planned
 from ._parts import flatten
-from ._record import fingerprint
+from ._record import fingerprint, key_of
 from ._sharded import is_on_devices, of_device
 
 _NEGLIGIBLE = 0.01
@@ -65,6 +65,11 @@ class Recorded:
     def lines(self) -> tuple[str, ...]:
         """The fingerprint."""
         return tuple(fingerprint(self.flat))
+
+    @functools.cached_property
+    def key(self) -> tuple[str, ...]:
+        """The fingerprint, and what the program returns."""
+        return key_of(self.flat)
 
 
 class _Recorder(Rewriter):
@@ -115,10 +120,10 @@ class _GradientRecorder(_Recorder):
 
 
 class _Replace(Rewriter):
-    """A policy that replaces functions by programs, which it finds by the fingerprints of the functions."""
+    """A policy that replaces functions by programs, which it finds by the keys of the functions."""
 
     def __init__(self, programs: dict[tuple[str, ...], Jaxpr], inner: Rewriter | None):
-        self._bodies = {lines: Body(jaxpr, []) for lines, jaxpr in programs.items()}
+        self._bodies = {key: Body(jaxpr, []) for key, jaxpr in programs.items()}
         self.inner = inner
 
     def __eq__(self, other: object) -> bool:
@@ -129,7 +134,7 @@ class _Replace(Rewriter):
 
     @of_device
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
-        planned = self._bodies.get(tuple(fingerprint(flatten(body.jaxpr)))) if self._bodies else None
+        planned = self._bodies.get(key_of(flatten(body.jaxpr))) if self._bodies else None
         return body if planned is None else as_planned(planned)
 
 
@@ -170,7 +175,7 @@ class Step:
     inner: Rewriter | None = None
 
     def compiled_with(self, programs: dict[tuple[str, ...], Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
-        """The step with these programs in place of the functions that it differentiates, which have these fingerprints."""
+        """The step with these programs in place of the functions that it differentiates, which have these keys."""
         # Staged for each candidate: the functions are differentiated inside, so they have to be replaced when the step is traced.
         with self._outside():
             return self._compiled(self._replaced(programs) if programs else self.program, compiler_options)
@@ -341,11 +346,11 @@ def _on_devices(loss: Recorded, diff_indices: Sequence[int]) -> Captured:
 def _distinct(recorded: Sequence[Recorded]) -> tuple[tuple[Recorded, ...], tuple[tuple[str, ...], ...]]:
     """The different functions among the recorded ones, and the fingerprints of those that take next to nothing."""
     # One loss may be differentiated several times, such as for each microbatch.
-    distinct = {r.lines: r for r in reversed(recorded)}
-    sizes = {lines: _value_bytes(r) for lines, r in distinct.items()}
+    distinct = {r.key: r for r in reversed(recorded)}
+    sizes = {key: _value_bytes(r) for key, r in distinct.items()}
     least = _NEGLIGIBLE * max(sizes.values())
-    kept = tuple(r for lines, r in reversed(distinct.items()) if sizes[lines] >= least)
-    return kept, tuple(lines for lines in distinct if sizes[lines] < least)
+    kept = tuple(r for key, r in reversed(distinct.items()) if sizes[key] >= least)
+    return kept, tuple(r.lines for key, r in distinct.items() if sizes[key] < least)
 
 
 def _value_bytes(recorded: Recorded) -> int:

@@ -153,7 +153,7 @@ def instead(x: Any, copy: Any) -> Any:
 
 @instead.defjvp
 def _instead_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    return primals[1], tangents[0]
+    return instead(*primals), tangents[0]  # not the copy: second derivatives would miss the tangent
 
 
 def with_copies(jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]) -> tuple[list[Part], list[Option]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from .. import _jax
+from .. import _frames, _jax
 from .._jax import Jaxpr, Literal
 from .._lift.context import device_bytes
 from .._loops.strategy import Strategy
@@ -36,7 +36,7 @@ from ._values import values_of
 if TYPE_CHECKING:  # it takes the fingerprints of programs from here
     from ._whole import Choice, Options, Whole
 
-VERSION = 15
+VERSION = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,17 @@ class PlanRow:
 
 
 def fingerprint(jaxpr: Jaxpr) -> list[str]:
-    """A line for each equation of a flat program. Equal programs have equal lines."""
+    """A line for each equation of a flat program. Programs with equal equations have equal lines; what they return does not count."""
+    return _lines(jaxpr)[0]
+
+
+def key_of(jaxpr: Jaxpr) -> tuple[str, ...]:
+    """The fingerprint of a flat program, and a line for what it returns."""
+    lines, last = _lines(jaxpr)
+    return (*lines, last)
+
+
+def _lines(jaxpr: Jaxpr) -> tuple[list[str], str]:
     # Variables are numbered in the order of their definition: names of variables and of functions do not count.
     variables = {v: f"v{i}:{_type(v)}" for i, v in enumerate(jaxpr.invars)}
 
@@ -83,13 +93,15 @@ def fingerprint(jaxpr: Jaxpr) -> list[str]:
         for v, type in zip(eqn.outvars, types, strict=True):
             variables[v] = f"v{len(variables)}:{type}"
         outs = " ".join(types)
-        params = " ".join(f"{k}={_param(v)}" for k, v in sorted(eqn.params.items()) if k not in _UNSTABLE)
-        lines.append(f"{eqn.primitive.name} {operands} -> {outs}" + (f" [{params}]" if params else ""))
-    return lines
+        params = [f"{k}={_param(v)}" for k, v in sorted(eqn.params.items()) if k not in _UNSTABLE]
+        if eqn.primitive.name == "custom_vjp_call":  # a plan may keep values of its rule
+            params.append(f"rule={_rule(eqn)}")
+        lines.append(f"{eqn.primitive.name} {operands} -> {outs}" + (f" [{' '.join(params)}]" if params else ""))
+    return lines, f"return {' '.join(map(operand, jaxpr.outvars))}"
 
 
 # Parameters that may differ between traces of the same program: functions made by each trace, names and debugging information. A
-# difference in them alone, such as another derivative rule, is not noticed.
+# difference in them alone, such as another rule for forward mode, is not noticed.
 _UNSTABLE = frozenset(
     {"policy", "name", "debug_info", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "ctx_mesh"}
 )
@@ -107,13 +119,23 @@ def _array_type(shape: tuple[Any, ...], dtype: Any) -> str:
 
 def _param(x: Any) -> str:
     if _jax.is_jaxpr(x):
-        lines = "\n".join(fingerprint(flatten(_jax.open_jaxpr(x)[0])))
-        return hashlib.sha256(lines.encode()).hexdigest()[:12]
+        lines, last = _lines(flatten(_jax.open_jaxpr(x)[0]))
+        return hashlib.sha256("\n".join([*lines, last]).encode()).hexdigest()[:12]
     if isinstance(x, (tuple, list)):
         return f"({','.join(map(_param, x))})"
     if callable(x) and not isinstance(x, type):
         return getattr(x, "__name__", type(x).__name__)
     return _ADDRESS.sub("", str(x))
+
+
+def _rule(eqn: Any) -> str:
+    """The forward rule of a ``custom_vjp``; nothing where no plan sees into it."""
+    if _jax.depends_on_zeros(eqn):
+        return ""
+    try:
+        return _param(_frames.undone(_jax.rule_of)(eqn))
+    except Exception:
+        return ""
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

@@ -121,7 +121,7 @@ def key_of(programs: Sequence[tuple[Jaxpr, Sequence[str], Any]], *settings: Any)
     """A digest of programs and of everything else that a plan for them depends on.
 
     Args:
-        programs: each with its fingerprint and its `TraceContext`.
+        programs: each with its key (`_record.key_of`) and its `TraceContext`.
         settings: values whose `repr` tells them apart.
     """
     digest = _digest(*_environment(), *settings)
@@ -180,24 +180,29 @@ def _rules(jaxpr: Jaxpr) -> Iterator[str]:
 def _code(x: Any, seen: set[int], depth: int = 0) -> str:
     """A digest of a function's code, and of the functions that it closes over or wraps.
 
-    Other values in closures count by their type only, defaults not at all: such rules are taken for equal, and share a plan.
+    Of other values in closures and defaults, numbers, text and JAX's policies count, the rest by its type only. Lists are not looked into: JAX
+    remembers there what a rule gave.
     """
+    if isinstance(x, (str, bytes, int, float, complex, type(None))):
+        return repr(x)
     if id(x) in seen or depth > _MAX_DEPTH:
         return ""
     seen.add(id(x))
     inside = functools.partial(_code, seen=seen, depth=depth + 1)
-    if isinstance(x, (tuple, list)):
-        return f"[{','.join(map(inside, x))}]"
+    if type(x) is tuple:  # JAX's records of source lines are named ones
+        return f"({','.join(map(inside, x))})"
     if isinstance(x, functools.partial):
         return f"partial({inside(x.func)},{inside(x.args)})"
     code = getattr(x, "__code__", None)
     if code is not None:
         cells = [c.cell_contents for c in x.__closure__ or () if _is_filled(c)]
+        cells += [x.__defaults__, x.__kwdefaults__]
         return f"{_code_digest(code)}({','.join(map(inside, cells))})"
     wrapped: Callable | None = getattr(x, "f", None) or getattr(x, "__wrapped__", None)  # JAX's `WrappedFun` has `f`
     if wrapped is not None:
-        return f"{type(x).__name__}({inside(wrapped)},{inside(list(getattr(x, 'transforms', ())))})"
-    return type(x).__name__
+        return f"{type(x).__name__}({inside(wrapped)},{inside(tuple(getattr(x, 'transforms', ())))})"
+    is_policy = callable(x) and type(x).__module__.startswith("jax")  # their text has their settings
+    return _without_addresses(x) if is_policy else type(x).__name__
 
 
 def _is_filled(cell: Any) -> bool:

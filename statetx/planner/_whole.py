@@ -144,8 +144,8 @@ class Whole:
         (gradient,) = self.captured.gradients
         self._program_of = _gradient_of(gradient)
         if self.captured.step is not None:
-            lines, step = gradient.lines, self.captured.step
-            self._program_of = lambda jaxpr, options: step.compiled_with({lines: jaxpr}, options)
+            key, step = gradient.key, self.captured.step
+            self._program_of = lambda jaxpr, options: step.compiled_with({key: jaxpr}, options)
         program_of = lambda jaxpr, options: self._program([jaxpr], options)  # noqa: E731
         return [start_search(gradient, options, report, program_of, compile_baseline, time_left=self.time_left)]
 
@@ -280,7 +280,7 @@ class Several(Whole):
 
     def _start(self, options: Options, report: Callable[[str], None], compile_baseline: bool) -> list[Search]:
         del compile_baseline  # of a gradient alone it tells little
-        self._lines = [g.lines for g in self.captured.gradients]
+        self._keys = [g.key for g in self.captured.gradients]
         self._compiled: dict[tuple[Any, ...], Choice] = {}
         self._order: Waits | None = None  # of planned gradients, once known
         self._report = report
@@ -372,8 +372,8 @@ class Several(Whole):
 
     def _program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
         assert self.captured.step is not None
-        by_lines = dict(zip(self._lines, programs, strict=True))
-        return self.captured.step.compiled_with(by_lines, self._with_own(compiler_options))
+        by_key = dict(zip(self._keys, programs, strict=True))
+        return self.captured.step.compiled_with(by_key, self._with_own(compiler_options))
 
     def best(self, temp_bytes: int) -> Choice | None:
         fitting = [c for c in self._compiled.values() if c.temp_bytes <= temp_bytes]

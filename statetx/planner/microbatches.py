@@ -63,7 +63,11 @@ class Fit(Tabular):
         title = f"{self.name}: {parts}, {format_bytes(self.total_bytes)} of {format_bytes(self.budget_bytes)}."
         most = max(n for _, n in self.tried)
         rows = [
-            [Cell(str(num)), Cell(format_bytes(n), share=n / most), Cell("yes" if n <= self.budget_bytes else "no")]
+            [
+                Cell(str(num)),
+                Cell(format_bytes(n), share=n / max(most, 1)),
+                Cell("yes" if n <= self.budget_bytes else "no"),
+            ]
             for num, n in self.tried
         ]
         notes = []

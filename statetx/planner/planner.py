@@ -22,7 +22,7 @@ from ._budget import STEP, Budget, no_plan
 from ._capture import Captured, variants
 from ._clock import read_time_limit
 from ._inner import PLAIN
-from ._record import bytes_of, described, fields_of, fingerprint, shown_fields, unplanned_fields
+from ._record import bytes_of, described, fields_of, key_of, shown_fields, unplanned_fields
 from ._spinner import spinner
 from ._stored import read_formats
 from ._timing import Timer
@@ -338,11 +338,11 @@ class Planner:
     def key(self, *settings: Any) -> str:
         """A digest of the program, the options of its plans, and other settings, in the store."""
         captured, options = self._captured, self._options
-        programs = [(g.flat, g.lines, g.context) for g in captured.gradients]
+        programs = [(g.flat, g.key, g.context) for g in captured.gradients]
         more: list[Any] = [(g.diff_indices, g.num_out, sorted(g.constants)) for g in captured.gradients]
         if captured.step is not None:
             outline = captured.step.outline
-            programs.append((outline.jaxpr, tuple(fingerprint(outline.jaxpr)), outline.context))
+            programs.append((outline.jaxpr, key_of(outline.jaxpr), outline.context))
             more += [captured.step.donated, sorted(outline.constants), captured.is_loss, captured.ignored]
         if options.objective == "time":
             more.append(cost_model())
