@@ -995,3 +995,34 @@ def test_state_created_in_an_eager_call_works_in_a_brainstate_transform(writes, 
 def test_random_state_of_brainstate_has_its_name():
     f = lambda x: x + brainstate.random.randn(3)  # noqa: E731
     assert list(statetx.trace_states(f)(jnp.ones(3)).reads) == ["brainstate.random.DEFAULT"]
+
+
+INSIDE = {
+    "plain": lambda f: f,
+    "remat": statetx.remat,
+    "jit": statetx.jit,
+    "grad": lambda f: lambda x: statetx.value_and_grad(f)(x)[0],
+    "scan": lambda f: lambda x: statetx.scan(lambda c, _: (c, f(c)), x, None, 1)[1][0],
+    "cond": lambda f: lambda x: statetx.cond(x > -9.0, f, lambda x: 0.0 * x, x),
+}
+OUTSIDE = {
+    "jit": lambda f: brainstate.transform.jit(f),
+    "scan": lambda f: lambda x: brainstate.transform.scan(lambda c, _: (c, f(c)), x, jnp.zeros(1))[1][0],
+    "cond": lambda f: lambda x: brainstate.transform.cond(x > -9.0, f, lambda x: 0.0 * x, x),
+    "grad": lambda f: lambda x: brainstate.transform.grad(f, return_value=True)(x)[1],
+}
+
+
+@pytest.mark.parametrize("inside", [name for name in INSIDE if name != "plain"])
+@pytest.mark.parametrize("outside", OUTSIDE)
+def test_change_in_place_reaches_the_transform_of_brainstate(outside, inside):
+    """A change in place reports no write to it."""
+    s = brainstate.ShortTermState({"a": jnp.zeros(())})
+
+    def f(x):
+        s.value["a"] = s.value["a"] + 1.0
+        return x * s.value["a"]
+
+    run = OUTSIDE[outside](INSIDE[inside](f))
+    assert [float(run(2.0)), float(run(2.0))] == [2.0, 4.0]
+    assert float(s.value["a"]) == 2.0

@@ -92,9 +92,9 @@ class _Brainstate(_frames.WatchedKind):
             # The trace in which the state was made has ended.
             trace_state = (operator.setitem, vars(state), "_trace_state", StateJaxTracer())
             return [trace_state, store]
-        if not live:
-            # Hooks ran when the body was traced, and are part of its values: report to the watchers only.
-            _private.record_state_value_write(state)
+        # Hooks ran when the body was traced, and are part of its values: report to the watchers only. They have been told of an assignment by
+        # the body itself, but not of a change in place.
+        _private.record_state_value_write(state)
         self._check(state, effect)
         check_free(state)
         return [(operator.setitem, vars(state), "_been_writen", True), store]
