@@ -716,3 +716,23 @@ def test_state_of_the_size_of_a_part_is_told_of_states():
         statetx.microbatch(gradient, 4)(jnp.ones((12, 3)))
     statetx.microbatch(gradient, 4, states={"cell.h": 0})(jnp.ones((12, 3)))
     assert cell.h.value.shape == (12, 4)
+
+
+def test_smaller_parts_read_what_the_larger_ones_have_written():
+    class Norm:
+        def __init__(self):
+            self.mean, self.is_set = statetx.State(jnp.zeros(())), False
+
+        def __call__(self, x):
+            if not self.is_set:  # when the larger parts are traced, and not when the smaller ones are
+                self.mean.value, self.is_set = x.mean(), True
+            return self.mean.value
+
+    for make in (
+        lambda f: statetx.microbatch(f, 2, reduce="stack"),
+        lambda f: statetx.chunked(f, 0, 3, reduce="stack"),
+    ):
+        norm = Norm()
+        out = make(norm)(jnp.arange(5.0))
+        np.testing.assert_array_equal(out, [1.0, 1.0])
+        assert float(norm.mean.value) == 1.0

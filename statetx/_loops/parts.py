@@ -173,7 +173,9 @@ class Turns:
         """
         staged = self._staged
         kept = [i for i, _ in self._kept]
-        constants = [*staged.operands, *(x for i in (*self._shared, *kept) for x in i.values)]
+        # What an earlier loop of the same call has written, this one reads.
+        shared = [x for i in self._shared for x in progress.states.get(id(i.state), i.values)]
+        constants = [*staged.operands, *shared, *(x for i in kept for x in i.values)]
         outs = progress.outs or [None] * len(self._reductions)
         totals = [
             _zeros(self._reductions[n], staged.out_avals[n]) if outs[n] is None else outs[n] for n in self._accumulated
