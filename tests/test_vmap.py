@@ -200,6 +200,14 @@ def test_map():
         np.testing.assert_allclose(statetx.map(lambda x: x * w.value, XS, batch_size=size), XS * W[None])
 
 
+def test_flags_in_outputs_are_mapped():
+    np.testing.assert_array_equal(statetx.vmap(lambda x: True)(jnp.arange(3.0)), [True] * 3)
+    assert statetx.vmap(lambda x: True, out_axes=None)(jnp.arange(3.0)) is True
+    for length in (4, 5):
+        xs, flags = statetx.map(lambda x: (x, True), jnp.arange(float(length)), batch_size=2)
+        assert xs.shape == flags.shape == (length,)
+
+
 @pytest.mark.parametrize("xs", [(), (jnp.ones(4), jnp.ones(6))], ids=["no arrays", "lengths"])
 def test_batches_of_map_need_one_length(xs):
     with pytest.raises(ValueError, match=r"scan: (give length=|the leading axes of xs have different lengths)"):

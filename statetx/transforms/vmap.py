@@ -291,9 +291,7 @@ def _broadcast_axes(name: str, axes: Any, tree: PyTree) -> list[int | None]:
         for leaf in jax.tree.leaves(subtree, is_leaf=_states.is_opaque):
             if axis is not None and not isinstance(axis, int):
                 raise TypeError(f"vmap: {name} must hold ints and None, got {type(axis).__name__}: {axis!r}.")
-            can_map = (
-                is_array(leaf) or _states.is_array_state(leaf) or (name == "out_axes" and is_array_or_number(leaf))
-            )
+            can_map = is_array(leaf) or _states.is_array_state(leaf) or (name == "out_axes" and _is_dynamic(leaf))
             leaf_axes.append(axis if can_map else None)
 
     try:
