@@ -158,3 +158,30 @@ def test_mistakes_match_the_compiled_loop():
         ):
             statetx.scan(lambda c, x: (c + s.value.sum(), x), 0.0, XS, states={statetx.State: 0})
     assert s.value == 0
+
+
+@pytest.mark.parametrize(
+    "branch_of", [lambda f: statetx.cond(True, f, lambda: 0.0), lambda f: statetx.switch(1, [lambda: 0.0, f])]
+)
+def test_branch_under_disable_jit_is_atomic(branch_of):
+    n, made = statetx.State(0.0), []
+
+    def raises():
+        n.value += 1.0
+        raise ZeroDivisionError
+
+    def writes():
+        n.value += 1.0
+        return 2.0
+
+    def creates():
+        made.append(statetx.State(0.0))
+        return 1.0
+
+    with jax.disable_jit():
+        with pytest.raises(ZeroDivisionError):
+            branch_of(raises)
+        assert n.value == 0.0
+        assert branch_of(writes) == 2.0 and n.value == 1.0
+        with pytest.raises(statetx.CreatedStateError):
+            branch_of(creates)

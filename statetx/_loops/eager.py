@@ -92,6 +92,11 @@ def fori_loop(steps: Iterable[int], body: Callable, init: PyTree, truncation: in
     return run_eagerly("fori_loop", loop, (), {})
 
 
+def branch(name: str, fun: Callable, operands: tuple) -> PyTree:
+    """The taken branch of `statetx.cond` or `statetx.switch`."""
+    return _call(name, fun, operands)[0]
+
+
 def _holds(test: Callable, val: PyTree) -> bool:
     frame = frame_for("while_loop", test)
     result = frame.run(test, val)
@@ -104,12 +109,17 @@ def _holds(test: Callable, val: PyTree) -> bool:
 
 
 def _step(name: str, fun: Callable, args: tuple, segments: _Segments) -> Any:
+    out, effects = _call(name, fun, args)
+    segments.note(effects)
+    return out
+
+
+def _call(name: str, fun: Callable, args: tuple) -> tuple[Any, list[Effect]]:
     frame = frame_for(name, fun)
     out = frame.run(fun, *args)
     refuse_created(frame.effects, frame.name)
     publish(frame.effects)
-    segments.note(frame.effects)
-    return out
+    return out, frame.effects
 
 
 class _Segments:

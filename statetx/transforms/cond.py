@@ -18,7 +18,7 @@ from .._lift.inputs import Input
 from .._lift.outcome import publish_leaves
 from .._lift.staged import Staged, is_loop_leaf, union
 from .._lift.wrapper import name_of, place_of
-from .._loops import bind
+from .._loops import bind, eager
 from .._objects.paths import Paths
 from .._text import tree_type_str, type_str
 from .._tree import Partition, as_array, is_array_or_number, partition
@@ -116,7 +116,7 @@ def _branch(name: str, index: Any, branches: Sequence[Callable], operands: tuple
             raise TypeError(f"{name}: every branch must be callable, got {type(f).__name__}.")
     # As JAX does under `jax.disable_jit`: run the chosen branch as plain Python.
     if _jax.is_jit_disabled() and not isinstance(index, _jax.Tracer):
-        return branches[min(max(int(index), 0), len(branches) - 1)](*operands)
+        return eager.branch(name, branches[min(max(int(index), 0), len(branches) - 1)], operands)
     arrays, part = partition(operands, is_array_or_number)
     arrays = [as_array(x) for x in arrays]
     avals = [_jax.abstract(x) for x in arrays]
