@@ -172,6 +172,20 @@ def test_save_unsupported_value_raises_with_path(tmp_path):
             checkpointer.save(1)
 
 
+@pytest.mark.parametrize("keys", [(("a", "b"), "a.b"), (1, "1")])
+def test_states_of_one_path_raise(keys, tmp_path):
+    first, second = statetx.State(jnp.ones(2)), statetx.State(jnp.zeros(2))
+    model = (
+        {keys[0][0]: {keys[0][1]: first}, keys[1]: second}
+        if isinstance(keys[0], tuple)
+        else {keys[0]: first, keys[1]: second}
+    )
+    with pytest.raises(statetx.CheckpointError, match=r"two of the states given have the path '(a\.b|1)'"):
+        statetx.Checkpointer(tmp_path, model).save(1)
+    with statetx.Checkpointer(tmp_path, {"a": first, "b": [first]}) as checkpointer:  # one state twice is saved once
+        checkpointer.save(1)
+
+
 def test_save_and_restore_inside_a_transform_raise(tmp_path):
     w = statetx.Param(jnp.ones(2))
     with statetx.Checkpointer(tmp_path, [w]) as checkpointer:

@@ -258,7 +258,12 @@ def _states_of(obj: Any) -> dict[str, Any]:
     """The states that a `Checkpointer` saves, by paths that another process finds as well."""
 
     # A container of states only has its keys for paths. One that lists a state twice saves it once, by the first path.
-    leaves = dict(_leaves_of(obj, ""))
+    leaves: dict[str, Any] = {}
+    for path, leaf in _leaves_of(obj, ""):
+        if leaves.setdefault(path, leaf) is not leaf:
+            raise CheckpointError(
+                f"Checkpointer: two of the states given have the path {path!r}, by which they are saved.\nFix: rename a key of the dict."
+            )
     states: dict[str, Any] = {}
     if all(_states.kind_of(leaf) is not None for leaf in leaves.values()):
         for path, state in leaves.items():
