@@ -1,5 +1,6 @@
 """`memory_report`: its figures against XLA's, and each diagnosis against a program that provokes it."""
 
+import functools
 import io
 import json
 import math
@@ -395,3 +396,25 @@ def test_sizes_on_a_mesh_are_labeled_per_device():
         title == "Block.loop: value and gradient on 8 devices; residuals and FLOPs of all devices, other sizes of one"
     )
     assert reports[1].to_dict()["num_devices"] == 8
+
+
+def test_repeats_leave_donated_arrays_and_states():
+    w, v = statetx.Param(jnp.eye(8)), jnp.ones((8, 8))
+
+    @functools.partial(statetx.jit, donate_states=True, donate_argnums=0)
+    def step(v):
+        loss, grads = statetx.value_and_grad(lambda v: jnp.sum(jnp.tanh(v @ w.value)), wrt=w)(v)
+        w.value = w.value - 0.1 * grads
+        return v + loss
+
+    report = statetx.memory_report(step, v, repeats=3)
+    assert all(row.seconds > 0 for row in report.rows)
+    np.testing.assert_array_equal(w.value, jnp.eye(8))
+    assert not v.is_deleted() and step(v).shape == (8, 8)
+
+
+def test_policies_of_one_name_have_rows_of_their_own():
+    f = lambda x: statetx.remat(lambda x: jnp.sin(jnp.cos(x @ x)).sum())(x)  # noqa: E731
+    report = statetx.memory_report(f, jnp.ones((8, 8)), policies=[lambda *_, **__: True, lambda *_, **__: False])
+    assert len(report.rows) == 3 and len({row.policy for row in report.rows}) == 3
+    assert report.rows[1].residual_bytes > report.rows[2].residual_bytes

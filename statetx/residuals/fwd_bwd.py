@@ -89,7 +89,9 @@ class FwdBwd:
         # Lines are folded here, to the width that borders and padding of the table leave: rich would not indent continuation lines,
         # nor drop the place of a long line first.
         wide = options.max_width >= _MIN_WIDTH
-        table = Table(title=self._title(), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, expand=wide)
+        table = Table(
+            title=Text(self._title()), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, expand=wide
+        )
         width = (options.max_width - 7) // 2 if wide else options.max_width - 4
 
         def column(lines: list[Line]) -> Any:

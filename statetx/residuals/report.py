@@ -225,7 +225,10 @@ def memory_report(
     refuse_value("memory_report", fun)
     # A run without compilation shows whether anything is rematerialized; if not, the whole function is.
     replacements = [] if policies is None else map(as_policy, as_sequence(policies, "memory_report"))
-    policies_by_name = {repr(policy): policy for policy in replacements}
+    policies_by_name: dict[str, Any] = {}
+    for policy in dict.fromkeys(replacements):  # two functions may have one name
+        number = sum(label.partition(" #")[0] == repr(policy) for label in policies_by_name)
+        policies_by_name[f"{policy!r} #{number + 1}" if number else repr(policy)] = policy
     name = short_name(name_of(fun))
     with override(suppress_warnings=True) as visited_regions:
         saved_residuals(fun, *args, **kwargs)
@@ -269,8 +272,12 @@ def _time(programs: dict[str, Any], inputs: dict[str, list[Any]], repeats: int) 
     times: dict[str, list[float]] = {label: [] for label in programs}
     for run in range(repeats + 1 if repeats else 0):
         for label, program in programs.items():
+            copies = [
+                x.copy() if isinstance(x, jax.Array) else x for x in inputs[label]
+            ]  # the program may be given their memory
+            jax.block_until_ready(copies)
             start = time.perf_counter()
-            jax.block_until_ready(program(*inputs[label]))
+            jax.block_until_ready(program(*copies))
             if run:  # the first run is a warm-up
                 times[label].append(time.perf_counter() - start)
     return {label: statistics.median(samples) for label, samples in times.items() if samples}
