@@ -87,7 +87,9 @@ class Table:
         below = [i for i, column in enumerate(self.columns) if column.below and i not in shown]
         last_left = max(i for i in shown if self.columns[i].align == "left")
 
-        table = RichTable(title=self.title, box=SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+        table = RichTable(
+            title=Text(self.title), box=SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False
+        )
         for column in (self.columns[i] for i in shown):  # text may be folded, numbers not
             table.add_column(column.name, justify=column.align, no_wrap=column.align == "right", overflow="fold")
         for row in self.rows:
@@ -130,8 +132,8 @@ def _css(column: Column) -> str:
 def _td(column: Column, cell: Cell) -> str:
     style = _css(column) + _CSS[cell.style or column.style]
     if cell.share is not None:
-        end = f"{100 * cell.share:.1f}%"
-        style += f";background:linear-gradient(to right,{HEX[cell.color]}66 {end},transparent {end})"
+        end, color = f"{100 * cell.share:.1f}%", HEX[cell.color or "cyan"]
+        style += f";background:linear-gradient(to right,{color}66 {end},transparent {end})"
     elif cell.color:
         style += f";border-left:4px solid {HEX[cell.color]}"
     hint = f' title="{escape(cell.hint)}"' if cell.hint else ""

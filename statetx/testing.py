@@ -16,7 +16,7 @@ from ._lift.wrapper import Wrapper, name_of
 from ._remat import declared
 from ._remat.override import override
 from ._text import type_str
-from ._tree import is_array_or_type, is_float, partition
+from ._tree import is_array_or_type, is_float, is_integer, partition
 from .residuals.table import saved_residuals
 from .transforms.functionalize import functionalize
 from .transforms.remat import remat
@@ -68,7 +68,9 @@ def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, ato
     with override() as visited:
         result = _run(pure, values, args, kwargs)
     if not visited:
-        result = _run(functionalize(remat(fun)), values, args, kwargs)
+        wrapped = functionalize(remat(fun))
+        wrapped.values(*args, **kwargs)  # finds the states that no path leads to
+        result = _run(wrapped, values, args, kwargs)
     difference = _difference(result, first, rtol, atol)
     if not difference and not loops:
         return
@@ -133,7 +135,7 @@ def _difference(actual: dict[str, Any], expected: dict[str, Any], rtol: float, a
     for name, b in expected.items():
         a = actual[name]
         if not hasattr(b, "dtype"):
-            if a is not b and a != b:
+            if a is not b and a != b and not (a != a and b != b):  # nan equals nan
                 return f"{name}: {a!r} in place of {b!r}"
             continue
         if (np.shape(a), a.dtype) != (np.shape(b), b.dtype):
@@ -206,12 +208,14 @@ def assert_residuals(fun: Callable, /, *args: Any, expected: int | Sequence[str]
     """
     residuals = saved_residuals(fun, *args, **kwargs)
     rows = [row for row in residuals if row.origin == "intermediate"]
-    if isinstance(expected, int):
+    if is_integer(expected):
         if residuals.intermediate_bytes != expected:
             raise AssertionError(
                 f"{name_of(fun)} keeps {residuals.intermediate_bytes} bytes, not {expected}:\n{residuals}"
             )
         return
+    if isinstance(expected, str):
+        raise TypeError(f"assert_residuals: expected={expected!r} is one value.\nFix: give a list, [{expected!r}].")
     remaining = collections.Counter(expected)
     extra = []
     for row in rows:

@@ -232,3 +232,11 @@ def test_fit_where_nothing_fits(program, monkeypatch):
     with pytest.raises(statetx.PlanError, match="parts of one example need") as e:
         statetx.microbatch(program.loss, budget="10KiB", argnums=1)(program.params, *program.data)
     assert e.value.smallest_bytes > 10 * 2**10
+
+
+def test_results_in_a_notebook():
+    loss, x = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).mean(), jnp.ones((16, 8))  # noqa: E731
+    found = statetx.max_batch(loss, jnp.eye(8), x, argnums=1, budget="4KiB")
+    fit = statetx.microbatch(loss, "fit", budget="4KiB", argnums=1).fit(jnp.eye(8), x)
+    for result in (found, fit):
+        assert "<table" in result._repr_html_() and "linear-gradient" in result._repr_html_()

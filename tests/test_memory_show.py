@@ -1,6 +1,7 @@
 """What a memory profile prints, draws and writes: on profiles made by hand, whose bytes are known, and on compiled programs."""
 
 import dataclasses
+import io
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ from xml.etree import ElementTree
 import jax
 import jax.numpy as jnp
 import pytest
+import rich.console
 
 import statetx
 from statetx._text import format_bytes
@@ -491,3 +493,14 @@ def test_plot_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"plot needs matplotlib.*pip install 'statetx\[plot\]'"):
         profile(layers()).plot()
+
+
+def test_names_with_brackets_are_no_markup():
+    def f(x):
+        return jnp.sin(x)
+
+    f.__name__ = f.__qualname__ = "f[/x]"
+    for printed in (statetx.saved_residuals(f, jnp.ones(3)), statetx.trace_states(f)(jnp.ones(3))):
+        console = rich.console.Console(file=io.StringIO(), width=100)
+        console.print(printed)
+        assert "f[/x]" in console.file.getvalue()

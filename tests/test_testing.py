@@ -2,6 +2,7 @@
 
 import random
 
+import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,3 +160,18 @@ def test_count_traces_of_a_method():
 
 def test_numpy_output_of_double_precision():
     statetx.testing.assert_remat_equivalent(lambda x: (np.ones(2), jnp.sin(x)), jnp.ones(3))
+
+
+def test_numbers_that_are_nan_are_equal():
+    statetx.testing.assert_remat_equivalent(lambda x: (jnp.sin(x).sum(), float("nan")), jnp.ones(3))
+
+
+def test_random_state_of_brainstate_is_found():
+    statetx.testing.assert_remat_equivalent(lambda x: (x * brainstate.random.rand(3)).sum(), jnp.ones(3))
+
+
+def test_expected_residuals_are_a_list_or_a_number():
+    f = lambda x: jnp.sin(jnp.cos(x))  # noqa: E731
+    statetx.testing.assert_residuals(f, jnp.ones(4), expected=np.int64(32))
+    with pytest.raises(TypeError, match=r"expected='f32\[4\]' is one value\.\nFix: give a list"):
+        statetx.testing.assert_residuals(f, jnp.ones(4), expected="f32[4]")

@@ -81,7 +81,10 @@ class _Parser:
         if self._take("["):
             return self._items("]", self._value)[0]
         if self._take("{"):
-            return dict(self._items("}", self._pair)[0])
+            pairs = self._items("}", self._pair)[0]
+            if len(dict(pairs)) < len(pairs):
+                self._fail("a key is given twice", self._at)
+            return dict(pairs)
         return self._array()
 
     def _items(self, end: str, item: Callable[[], T]) -> tuple[list[T], bool]:

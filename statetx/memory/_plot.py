@@ -285,7 +285,8 @@ def _draw(axes: Any, profile: MemoryProfile, layers: Stack, colors: Sequence[str
     # Each sampled step lasts until the next.
     steps = np.append(layers.steps, len(profile.steps))
     heights = np.hstack([layers.num_bytes, layers.num_bytes[:, -1:]]) / divisor
-    axes.stackplot(steps, heights, colors=colors, step="post", linewidth=0)
+    if len(heights):  # a program without buffers has none
+        axes.stackplot(steps, heights, colors=colors, step="post", linewidth=0)
     axes.set_xlim(0, len(profile.steps))
 
     # Shaded over the whole height, so that the phases show above the bands, too.
