@@ -17,7 +17,7 @@ from ._remat import declared
 from ._remat.override import override
 from ._text import type_str
 from ._tree import is_array_or_type, is_float, is_integer, partition
-from .residuals.table import saved_residuals
+from .residuals.table import Residual, saved_residuals
 from .transforms.functionalize import functionalize
 from .transforms.remat import remat
 
@@ -218,9 +218,13 @@ def assert_residuals(fun: Callable, /, *args: Any, expected: int | Sequence[str]
         raise TypeError(f"assert_residuals: expected={expected!r} is one value.\nFix: give a list, [{expected!r}].")
     remaining = collections.Counter(expected)
     extra = []
-    for row in rows:
+
+    def forms_of(row: Residual) -> list[str]:
         times = f"{row.times} x " if row.times > 1 else ""
-        forms = [f"{name} {times}{row.type}" for name in row.names] + [*row.names, times + row.type]
+        return [f"{name} {times}{row.type}" for name in row.names] + [*row.names, times + row.type]
+
+    # First those that fit the fewest of the expected values.
+    for forms in sorted(map(forms_of, rows), key=lambda forms: len(remaining.keys() & set(forms))):
         matched = next((form for form in forms if remaining[form] > 0), None)
         if matched is None:
             extra.append(forms[0])

@@ -411,6 +411,8 @@ def test_repeats_leave_donated_arrays_and_states():
     assert all(row.seconds > 0 for row in report.rows)
     np.testing.assert_array_equal(w.value, jnp.eye(8))
     assert not v.is_deleted() and step(v).shape == (8, 8)
+    with pytest.raises(TypeError, match="repeats= runs the function, and some arguments are jax.ShapeDtypeStruct"):
+        statetx.memory_report(jnp.sin, jax.ShapeDtypeStruct((3,), jnp.float32), repeats=2)
 
 
 def test_policies_of_one_name_have_rows_of_their_own():

@@ -173,5 +173,13 @@ def test_random_state_of_brainstate_is_found():
 def test_expected_residuals_are_a_list_or_a_number():
     f = lambda x: jnp.sin(jnp.cos(x))  # noqa: E731
     statetx.testing.assert_residuals(f, jnp.ones(4), expected=np.int64(32))
+
+    def named(x, y):
+        x, y = statetx.checkpoint_name(jnp.cos(x), "h"), statetx.checkpoint_name(jnp.cos(y), "h")
+        return jnp.sin(x).sum() + jnp.sin(y).sum()
+
+    kept = statetx.remat(named, policy=statetx.policies.names("h"))
+    for expected in (["f32[8]", "h"], ["h", "f32[4]"], ["h", "h"], ["h f32[8]", "h"]):
+        statetx.testing.assert_residuals(kept, jnp.ones(8), jnp.ones(4), expected=expected)
     with pytest.raises(TypeError, match=r"expected='f32\[4\]' is one value\.\nFix: give a list"):
         statetx.testing.assert_residuals(f, jnp.ones(4), expected="f32[4]")

@@ -326,9 +326,8 @@ def _num_common(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def _of_numbers(line: str, expected: str) -> str:
-    """What to do where two lines read other inputs only: a Python number is an input of a jitted function, and of no other."""
+    """What to do where two lines read other inputs only: numbers and equal arrays are inputs of a jitted function each, and of no other."""
     anonymous = [re.sub(r"\bv[0-9]+", "v", text) for text in (line, expected)]
     is_likely = line != expected and anonymous[0] == anonymous[1]
-    return (
-        "; with a Python number among its arguments make it of statetx.jit(fun), or give an array" if is_likely else ""
-    )
+    fix = "; with Python numbers, NumPy scalars or one array twice among its arguments or states plan and call statetx.jit(fun)"
+    return fix if is_likely else ""

@@ -268,6 +268,10 @@ def _measured(label: str, residuals: Residuals, cost: Cost, seconds: float | Non
 
 
 def _time(programs: dict[str, Any], inputs: dict[str, list[Any]], repeats: int) -> dict[str, float]:
+    if repeats and any(isinstance(x, jax.ShapeDtypeStruct) for arrays in inputs.values() for x in arrays):
+        raise TypeError(
+            "memory_report: repeats= runs the function, and some arguments are jax.ShapeDtypeStruct.\nFix: give arrays."
+        )
     # Interleaved, so that a change of the machine's load affects all programs alike.
     times: dict[str, list[float]] = {label: [] for label in programs}
     for run in range(repeats + 1 if repeats else 0):
