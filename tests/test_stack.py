@@ -542,3 +542,20 @@ def test_class_attributes_are_shared():
         assert Shared.scale.value.shape == (4,) and layers.__wrapped__.w.value.shape == (num, 4)
         np.testing.assert_allclose(layers(X), X * 2.0**num)
         np.testing.assert_allclose(layers[0](X), X * 2.0)
+
+
+def test_copy_of_a_brainstate_module_with_a_state_of_statetx_is_refused():
+    class Scaled(brainstate.nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.scale = statetx.Param(jnp.asarray(value))
+
+        def __call__(self, x):
+            return self.scale.value * x
+
+    layers = statetx.stack([Scaled(2.0), Scaled(3.0)])
+    assert float(layers(1.0)) == 6.0
+    with pytest.raises(
+        statetx.StateValueError, match=r"state 'scale'.*\n.*in modules of brainstate use states of brainstate"
+    ):
+        layers[0]

@@ -170,8 +170,9 @@ class Stack(Generic[T]):
         shared_path = next((p for p, s in Paths(layer).items().items() if id(s) in self._stacked), None)
         if shared_path is not None:
             raise StateValueError(
-                f"stack: cannot copy a layer that refers to its state {shared_path!r} weakly or from code: the copy would still "
-                f"refer to the stacked state.\nFix: hold the state in an attribute of the layer only."
+                f"stack: cannot copy a layer: its copy would still refer to the stacked state {shared_path!r}, which is held weakly, in code, "
+                f"or by an object that copies itself, as a module of brainstate does without copying states of statetx.\n"
+                f"Fix: hold the state in an attribute of the layer only, and in modules of brainstate use states of brainstate."
             )
 
         copies = states(layer)
