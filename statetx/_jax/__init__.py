@@ -137,12 +137,12 @@ from .remat import to_device as to_device
 from .remat import to_host as to_host
 from .remat import with_sharding as with_sharding
 from .remat import without_remat3 as without_remat3
-from .rules import depends_on_zeros as depends_on_zeros
 from .rules import derivative_rule as derivative_rule
 from .rules import has_rule as has_rule
 from .rules import is_written_by_jax as is_written_by_jax
 from .rules import num_closed_over as num_closed_over
 from .rules import results_of_rule as results_of_rule
+from .rules import rule_kept as rule_kept
 from .rules import rule_of as rule_of
 from .rules import with_rule as with_rule
 from .staging import compile_settings as compile_settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -28,12 +29,32 @@ def has_rule(eqn: Any) -> bool:
     return eqn.primitive.name in _RULES
 
 
-def depends_on_zeros(eqn: Any) -> bool:
-    """Whether the rule of a call is told which operands are differentiated: a ``custom_vjp`` with ``symbolic_zeros=True``.
+@contextlib.contextmanager
+def rule_kept(eqn: Any) -> Iterator[None]:
+    """A block that may run the rule of a call for other differentiated operands than the user has.
 
-    Such a rule is only run by JAX. JAX keeps the structure of the residuals of the last run, and would read those of another by it.
+    JAX keeps the structure of what the last run of a rule gave, and reads what it remembers of earlier runs by it: with
+    ``symbolic_zeros=True`` the two may differ. After the block it is that of JAX's own last run again.
     """
-    return bool(eqn.params.get("symbolic_zeros")) and eqn.primitive.name == "custom_vjp_call"
+    filled = []
+    for store in _stores(eqn.params[_RULES[eqn.primitive.name]]) if has_rule(eqn) else ():
+        with contextlib.suppress(_lu.StoreException):
+            filled.append((store, store.val))
+    try:
+        yield
+    finally:
+        for store, value in filled:
+            store.reset()
+            store.store(value)
+
+
+def _stores(fun: Any, depth: int = 4) -> Iterator[Any]:
+    """Where a wrapped function, and those that it closes over, leave the structure of what they gave."""
+    yield from (store for store in fun.stores if store is not None)
+    if depth:
+        for inner in _closed_over(getattr(fun.f, "__wrapped__", fun.f)):
+            if isinstance(inner, _lu.WrappedFun):
+                yield from _stores(inner, depth - 1)
 
 
 def rule_of(eqn: Any) -> Jaxpr:
@@ -46,7 +67,8 @@ def rule_of(eqn: Any) -> Jaxpr:
     num = len(eqn.invars) - num_closed_over(eqn)
     is_jvp = eqn.primitive.name == "custom_jvp_call"
     # One flag an operand: custom_jvp asks whether the tangent is zero, custom_vjp whether it is nonzero.
-    return eqn.params[_RULES[eqn.primitive.name]].call_wrapped(*[not is_jvp] * num)[0]
+    with rule_kept(eqn):
+        return eqn.params[_RULES[eqn.primitive.name]].call_wrapped(*[not is_jvp] * num)[0]
 
 
 def num_closed_over(eqn: Any) -> int:

@@ -275,10 +275,8 @@ def derivative_of(eqn: Any) -> Jaxpr | None:
     plain = _jax.function_of(eqn)
     types = [v.aval for v in plain.invars]
     diff_indices = [i for i, t in enumerate(types) if is_float(t)]
-    if _jax.depends_on_zeros(eqn):
-        return None
     try:
-        with eqn.ctx.manager:
+        with eqn.ctx.manager, _jax.rule_kept(eqn):
             return _jvp(plain, types, diff_indices)[0] if diff_indices else None
     except Exception:
         return None  # an error only where it is differentiated

@@ -225,9 +225,7 @@ class Rule:
 
     @functools.cached_property
     def survey(self) -> Survey:
-        """The survey of the rule with all operands differentiated; empty if it depends on which are, or raises."""
-        if _jax.depends_on_zeros(self.eqn):
-            return Survey(_jax.empty_jaxpr)
+        """The survey of the rule with all operands differentiated; empty if the rule raises."""
         try:
             with _jax.in_shard_maps(*self.enclosing):
                 jaxpr = _frames.undone(_jax.rule_of)(self.eqn)
