@@ -214,7 +214,7 @@ def assert_residuals(fun: Callable, /, *args: Any, expected: int | Sequence[str]
                 f"{name_of(fun)} keeps {residuals.intermediate_bytes} bytes, not {expected}:\n{residuals}"
             )
         return
-    if isinstance(expected, str):
+    if isinstance(expected, (int, str)):
         raise TypeError(f"assert_residuals: expected={expected!r} is one value.\nFix: give a list, [{expected!r}].")
     remaining = collections.Counter(expected)
     extra = []

@@ -123,3 +123,11 @@ def test_profile_advises_remat_of_flax():
     texts = [change.text for change in statetx.memory_profile(loss, variables["params"], x).changes]
     assert any("Norm.__call__ (4 calls) with flax's nn.remat(Norm)" in text for text in texts)
     assert not any("@statetx.remat" in text for text in texts)
+    namespace = {"jnp": jnp}
+    exec(
+        compile("class Norm:\n    def __call__(self, x):\n        return jnp.tanh(x @ x.T) @ x", "plain.py", "exec"),
+        namespace,
+    )
+    norm = namespace["Norm"]()
+    texts = [change.text for change in statetx.memory_profile(lambda x: norm(norm(norm(x))).sum(), x).changes]
+    assert any("Rematerialize Norm.__call__ (3 calls) with @statetx.remat" in text for text in texts)

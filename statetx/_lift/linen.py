@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -36,14 +37,15 @@ def refuse_linen_variables(fun: Callable, args: tuple, kwargs: dict[str, Any]) -
                 )
 
 
-def module_with_method(method: str) -> str | None:
-    """The class of flax.linen modules that a method such as ``Block.__call__`` is of; None if it is of none."""
-    linen, owner = sys.modules.get("flax.linen"), method.rpartition(".")[0]
+def module_with_method(function: str, file: str) -> str | None:
+    """The class of flax.linen modules that a method such as ``Block.__call__``, written in this file, is of; None if it is of none."""
+    linen, (owner, _, method) = sys.modules.get("flax.linen"), function.rpartition(".")
     pending = [linen.Module] if linen is not None and owner else []
     while pending:
         cls = pending.pop()
+        code = getattr(inspect.unwrap(vars(cls).get(method, cls)), "__code__", None)
         name = cls.__qualname__.replace("<locals>.", "")
-        if name == owner or name.endswith(f".{owner}"):
+        if code is not None and code.co_filename == file and f".{name}".endswith(f".{owner}"):
             return cls.__name__
         pending += type.__subclasses__(cls)
     return None

@@ -169,7 +169,8 @@ def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
             continue
         nested = any(b.kind == "recomputed" for b in freed)
         where = ", inside the function that is rematerialized already" if nested else ""
-        linen = module_with_method(function)
+        file = next((f.file for b in freed for f in profile.steps[b.start].frames if f.function == function), "")
+        linen = module_with_method(function, file)
         how = (
             "@statetx.remat"
             if linen is None
