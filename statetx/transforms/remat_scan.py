@@ -208,7 +208,8 @@ class _Both:
     b: Filter
 
     def __post_init__(self) -> None:
-        as_predicate(self.a), as_predicate(self.b)  # raise if they are not filters
+        for filter in (self.a, self.b):
+            as_predicate(filter)  # raises if it is not a filter
 
     def __call__(self, path: str, state: Any) -> bool:
         return as_predicate(self.a)(path, state) and as_predicate(self.b)(path, state)
