@@ -77,7 +77,7 @@ def key_of(jaxpr: Jaxpr) -> tuple[str, ...]:
     return (*lines, last)
 
 
-def _lines(jaxpr: Jaxpr) -> tuple[list[str], str]:
+def _lines(jaxpr: Jaxpr, has_rules: bool = True) -> tuple[list[str], str]:
     # Variables are numbered in the order of their definition: names of variables and of functions do not count.
     variables = {v: f"v{i}:{_type(v)}" for i, v in enumerate(jaxpr.invars)}
 
@@ -93,8 +93,9 @@ def _lines(jaxpr: Jaxpr) -> tuple[list[str], str]:
         for v, type in zip(eqn.outvars, types, strict=True):
             variables[v] = f"v{len(variables)}:{type}"
         outs = " ".join(types)
-        params = [f"{k}={_param(v)}" for k, v in sorted(eqn.params.items()) if k not in _UNSTABLE]
-        if eqn.primitive.name == "custom_vjp_call":  # a plan may keep values of its rule
+        params = [f"{k}={_param(v, has_rules)}" for k, v in sorted(eqn.params.items()) if k not in _UNSTABLE]
+        # A plan may keep values of a rule, but not of the rules in it: often it calls the function itself.
+        if has_rules and eqn.primitive.name == "custom_vjp_call":
             params.append(f"rule={_rule(eqn)}")
         lines.append(f"{eqn.primitive.name} {operands} -> {outs}" + (f" [{' '.join(params)}]" if params else ""))
     return lines, f"return {' '.join(map(operand, jaxpr.outvars))}"
@@ -117,12 +118,12 @@ def _array_type(shape: tuple[Any, ...], dtype: Any) -> str:
     return type_str(jax.ShapeDtypeStruct(shape, dtype))
 
 
-def _param(x: Any) -> str:
+def _param(x: Any, has_rules: bool) -> str:
     if _jax.is_jaxpr(x):
-        lines, last = _lines(flatten(_jax.open_jaxpr(x)[0]))
+        lines, last = _lines(flatten(_jax.open_jaxpr(x)[0]), has_rules)
         return hashlib.sha256("\n".join([*lines, last]).encode()).hexdigest()[:12]
     if isinstance(x, (tuple, list)):
-        return f"({','.join(map(_param, x))})"
+        return f"({','.join(_param(item, has_rules) for item in x)})"
     if callable(x) and not isinstance(x, type):
         return getattr(x, "__name__", type(x).__name__)
     return _ADDRESS.sub("", str(x))
@@ -131,7 +132,7 @@ def _param(x: Any) -> str:
 def _rule(eqn: Any) -> str:
     """The forward rule of a ``custom_vjp``; nothing if it raises, since no plan sees into it then."""
     try:
-        return _param(_frames.undone(_jax.rule_of)(eqn))
+        return _param(_frames.undone(_jax.rule_of)(eqn), has_rules=False)
     except Exception:
         return ""
 
