@@ -201,6 +201,8 @@ def _code(x: Any, seen: set[int], depth: int = 0) -> str:
     wrapped: Callable | None = getattr(x, "f", None) or getattr(x, "__wrapped__", None)  # JAX's `WrappedFun` has `f`
     if wrapped is not None:
         return f"{type(x).__name__}({inside(wrapped)},{inside(tuple(getattr(x, 'transforms', ())))})"
+    if isinstance(x, (set, frozenset)):  # the names of a policy of JAX 0.12
+        return f"({','.join(sorted(map(inside, x)))})"
     is_policy = callable(x) and type(x).__module__.startswith("jax")  # their text has their settings
     return _without_addresses(x) if is_policy else type(x).__name__
 
