@@ -6,6 +6,7 @@ Every transform uses two verbs: `partition` splits a tree into the leaves that g
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeGuard
@@ -180,8 +181,7 @@ def num_bytes(tree: PyTree) -> int:
     total = 0
     for leaf in jax.tree.leaves(tree):
         if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-            sizes = leaf.shape if has_known_sizes(leaf) else [n for n in leaf.shape if isinstance(n, int)]
-            total += int(np.prod(sizes, dtype=np.int64)) * leaf.dtype.itemsize
+            total += math.prod(n for n in leaf.shape if isinstance(n, int)) * leaf.dtype.itemsize
     return total
 
 

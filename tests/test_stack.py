@@ -554,7 +554,7 @@ def test_copy_of_a_brainstate_module_with_a_state_of_statetx_is_refused():
             return self.scale.value * x
 
     layers = statetx.stack([Scaled(2.0), Scaled(3.0)])
-    assert float(layers(1.0)) == 6.0
+    assert float(layers(1.0)) == float(copy.deepcopy(layers)(1.0)) == 6.0  # the copy of the whole shares the state
     with pytest.raises(
         statetx.StateValueError, match=r"state 'scale'.*\n.*in modules of brainstate use states of brainstate"
     ):

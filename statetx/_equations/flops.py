@@ -39,9 +39,8 @@ def _count(jaxpr: Jaxpr) -> Fraction | int:
 
 def _flops(eqn: Any) -> Fraction | int:
     name, rule = eqn.primitive.name, row_of(eqn).flops
-    if not all(
-        has_known_sizes(v.aval) for v in (*eqn.invars, *eqn.outvars)
-    ):  # jax.export: an estimate, for choices only
+    # With symbolic sizes (jax.export) an estimate, which decides between equal results.
+    if not all(has_known_sizes(v.aval) for v in (*eqn.invars, *eqn.outvars)):
         return sum(num_bytes(v.aval) for v in eqn.outvars)
     if rule is not None:
         return int(rule(eqn))

@@ -125,11 +125,11 @@ class BatchArguments:
             raise ValueError(
                 f"{self._name}: no argument holds a batch.\nFix: pass the batch as arrays, and name these arguments by argnums= or argnames=."
             )
-        if any(not isinstance(size, int) for size in first_leaf):
-            name = self._leaf_name(next(iter(first_leaf.values())), part, args)
+        symbolic = next((n for size, n in first_leaf.items() if not isinstance(size, int)), None)
+        if symbolic is not None:
             raise ValueError(
-                f"{self._name}: the number of examples of {name} is symbolic: {type_str(leaves[next(iter(first_leaf.values()))])}. The number of parts "
-                f"depends on it.\nFix: export with a constant number of examples."
+                f"{self._name}: the number of examples of {self._leaf_name(symbolic, part, args)} is symbolic: {type_str(leaves[symbolic])}. "
+                f"The number of parts depends on it.\nFix: export with a constant number of examples."
             )
         if len(first_leaf) > 1:
             sizes = [f"{self._leaf_name(n, part, args)} has {size}" for size, n in list(first_leaf.items())[:4]]

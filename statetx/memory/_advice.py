@@ -171,11 +171,8 @@ def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
         where = ", inside the function that is rematerialized already" if nested else ""
         file = next((f.file for b in freed for f in profile.steps[b.start].frames if f.function == function), "")
         linen = module_with_method(function, file)
-        how = (
-            "@statetx.remat"
-            if linen is None
-            else f"flax's nn.remat({linen}), which carries the variables of a linen module"
-        )
+        of_flax = f"flax's nn.remat({linen}), which carries the variables of a linen module"
+        how = "@statetx.remat" if linen is None else of_flax
         text = f"Rematerialize {function}{times} with {how}{where}."
         yield _Candidate(Change("remat", function, text, saved), frozenset(freed))
 
@@ -331,9 +328,8 @@ def _slots(profile: MemoryProfile) -> Iterable[_Candidate]:
     for loop, stacks in _stacks(profile).items():
         length = loop.length or 1
         slots = math.ceil(math.sqrt(2 * length))
-        carries = [
-            b for b in stacks if b.primitive == "carry"
-        ]  # without one, its size is not known: at most all that a step keeps
+        # Without a stacked carry its size is not known: at most all that a step keeps.
+        carries = [b for b in stacks if b.primitive == "carry"]
         carry = sum(b.num_bytes for b in carries or stacks) // length
         step = sum(b.num_bytes for b in stacks) // length
         start, end = min(b.start for b in stacks), max(b.end for b in stacks)

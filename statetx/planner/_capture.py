@@ -27,7 +27,7 @@ from ._candidate import gradient_of
 from ._inner import VARIANTS, InnerGradients
 from ._layout import as_planned
 from ._parts import flatten
-from ._record import fingerprint, key_of
+from ._record import fingerprint, full_fingerprint
 from ._sharded import is_on_devices, of_device
 
 _NEGLIGIBLE = 0.01
@@ -69,7 +69,7 @@ class Recorded:
     @functools.cached_property
     def key(self) -> tuple[str, ...]:
         """The fingerprint, and what the program returns."""
-        return key_of(self.flat)
+        return full_fingerprint(self.flat)
 
 
 class _Recorder(Rewriter):
@@ -134,7 +134,7 @@ class _Replace(Rewriter):
 
     @of_device
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
-        planned = self._bodies.get(key_of(flatten(body.jaxpr))) if self._bodies else None
+        planned = self._bodies.get(full_fingerprint(flatten(body.jaxpr))) if self._bodies else None
         return body if planned is None else as_planned(planned)
 
 

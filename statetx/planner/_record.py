@@ -71,7 +71,7 @@ def fingerprint(jaxpr: Jaxpr) -> list[str]:
     return _lines(jaxpr)[0]
 
 
-def key_of(jaxpr: Jaxpr) -> tuple[str, ...]:
+def full_fingerprint(jaxpr: Jaxpr) -> tuple[str, ...]:
     """The fingerprint of a flat program, and a line for what it returns."""
     lines, last = _lines(jaxpr)
     return (*lines, last)

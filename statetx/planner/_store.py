@@ -121,7 +121,7 @@ def key_of(programs: Sequence[tuple[Jaxpr, Sequence[str], Any]], *settings: Any)
     """A digest of programs and of everything else that a plan for them depends on.
 
     Args:
-        programs: each with its key (`_record.key_of`) and its `TraceContext`.
+        programs: each with its `full_fingerprint` and its `TraceContext`.
         settings: values whose `repr` tells them apart.
     """
     digest = _digest(*_environment(), *settings)

@@ -22,7 +22,7 @@ from ._budget import STEP, Budget, no_plan
 from ._capture import Captured, variants
 from ._clock import read_time_limit
 from ._inner import PLAIN
-from ._record import bytes_of, described, fields_of, key_of, shown_fields, unplanned_fields
+from ._record import bytes_of, described, fields_of, full_fingerprint, shown_fields, unplanned_fields
 from ._spinner import spinner
 from ._stored import read_formats
 from ._timing import Timer
@@ -342,7 +342,7 @@ class Planner:
         more: list[Any] = [(g.diff_indices, g.num_out, sorted(g.constants)) for g in captured.gradients]
         if captured.step is not None:
             outline = captured.step.outline
-            programs.append((outline.jaxpr, key_of(outline.jaxpr), outline.context))
+            programs.append((outline.jaxpr, full_fingerprint(outline.jaxpr), outline.context))
             more += [captured.step.donated, sorted(outline.constants), captured.is_loss, captured.ignored]
         if options.objective == "time":
             more.append(cost_model())

@@ -276,9 +276,8 @@ def _time(programs: dict[str, Any], inputs: dict[str, list[Any]], repeats: int) 
     times: dict[str, list[float]] = {label: [] for label in programs}
     for run in range(repeats + 1 if repeats else 0):
         for label, program in programs.items():
-            copies = [
-                x.copy() if isinstance(x, jax.Array) else x for x in inputs[label]
-            ]  # the program may be given their memory
+            # Copies, since the program may be given their memory.
+            copies = [x.copy() if isinstance(x, jax.Array) else x for x in inputs[label]]
             jax.block_until_ready(copies)
             start = time.perf_counter()
             jax.block_until_ready(program(*copies))
@@ -337,8 +336,9 @@ def _diagnose(
 
     # If XLA merged the recomputation with the first computation, the compiled program does not have its operations. XLA counts the body of
     # a loop once, however often it runs.
-    flops_ratio, text = row.flops / max(baseline.flops, 1), lowered.as_text()
+    flops_ratio = row.flops / max(baseline.flops, 1)
     lacks_flops = row.compiled_flops < baseline.compiled_flops * (1 + _RECOMPUTED * (flops_ratio - 1))
+    text = lowered.as_text() if lacks_flops else ""
     if lacks_flops and "stablehlo.while" not in text:
         unfenced = sorted({r.name for r in regions if r.prevent_cse is False})
         if unfenced:

@@ -97,9 +97,12 @@ class Optimizer:
         return jax.tree.unflatten(self._treedef, [_kind_of(state).read(state) for state in self._states])
 
     def __repr__(self) -> str:
-        size_of = lambda state: num_bytes(_kind_of(state).get(state))  # noqa: E731  # `get`: printing is not a read
-        size, remembered = format_bytes(sum(map(size_of, self._states))), format_bytes(size_of(self.state))
+        size, remembered = format_bytes(sum(map(_bytes_of, self._states))), format_bytes(_bytes_of(self.state))
         return f"Optimizer({counted(len(self._states), 'state')}, {size}; remembers {remembered})"
+
+
+def _bytes_of(state: Any) -> int:
+    return num_bytes(_kind_of(state).get(state))  # `get`: printing is not a read
 
 
 def _kind_of(state: Any) -> Any:

@@ -17,6 +17,7 @@ from .._lift.run import frame_for, run_eagerly
 from .._lift.stage import stage
 from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._objects.attributes import created_undone
+from .._objects.contents import has_parts
 from .._objects.paths import Paths, short_site
 from .._tables import Cell, Column, Table, Tabular
 from .._text import brief, counted, format_bytes, short_tree_type_str, suggestion, tree_type_str
@@ -346,7 +347,7 @@ class Functionalize(Wrapper[P, R]):
             )
         # A path such as "model.w" means the state of this call's model, not that of an earlier call's.
         leaves = jax.tree.leaves((args, kwargs), is_leaf=_states.is_opaque)
-        if not (self._states_by_path.keys() >= values.keys() and all(map(is_array_or_number, leaves))):
+        if not (self._states_by_path.keys() >= values.keys() and not any(map(has_parts, leaves))):
             self._states_by_path |= Paths(self.__wrapped__, args, kwargs).items()
         unknown = [path for path in values if path not in self._states_by_path]
         if unknown:

@@ -289,12 +289,14 @@ class Remat(Wrapper):
     ) -> Callable:
         fence = self._fence if prevent_cse is True else None
         num_out = num_out if isinstance(policy, Rewriter) else 0
-        if override.visited_regions is not None:
+        is_visited = override.visited_regions is not None
+        if is_visited:
             override.note(name_of(self.__wrapped__), policy, staged.jaxpr, origins, prevent_cse)
-            return self._build(policy, prevent_cse, fence, formats, origins, num_out, names)(staged)
-        if not isinstance(policy, Rewriter):
+        elif not isinstance(policy, Rewriter):
             policy, origins = without_objects(policy, origins)
         build = self._build(policy, prevent_cse, fence, formats, origins, num_out, names)
+        if is_visited:
+            return build(staged)
         # JAX caches by identity of functions: equal equations get one function (decision 1).
         return table.get(
             staged, ("remat", policy, prevent_cse, fence, formats, origins, num_out, declared.key()), build

@@ -150,9 +150,9 @@ class Stack(Generic[T]):
         return f"Stack({self._num} x {type(self.__wrapped__).__name__}, axis={self.axis})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles have states of their own, and so other ids.
-        stacked = [state for state in states(self.__wrapped__).values() if id(state) in self._stacked]
-        return type(self), (self.__wrapped__, self._num, self.axis, stacked)
+        # A copy or an unpickled layer has states with other ids, or the same ones: a module of brainstate shares them with its copy.
+        paths = [path for path, state in states(self.__wrapped__).items() if id(state) in self._stacked]
+        return _restored, (self.__wrapped__, self._num, self.axis, paths)
 
     def _copy(self, i: int) -> T:
         states_by_path = states(self.__wrapped__)
@@ -179,6 +179,11 @@ class Stack(Generic[T]):
         _annotate([copies[path] for path in values], self.axis, "delete_axis")
         commit([_states.kind_of_state(copies[path]).store(copies[path], value) for path, value in values.items()])
         return layer
+
+
+def _restored(layer: Any, num: int, axis: int, stacked: Sequence[str]) -> Stack:
+    states_by_path = states(layer)
+    return Stack(layer, num, axis, [states_by_path[path] for path in stacked])
 
 
 def _slice_str(i: slice) -> str:
