@@ -71,6 +71,12 @@ def test_memory_is_extrapolated_to_the_byte(long, fun, gradient):
     assert plan.temp_bytes <= plan.budget_bytes == int(0.6 * plan.unplanned_bytes)
 
 
+def test_candidates_predicted_to_take_too_much_are_not_compiled(long):
+    plan = statetx.plan(loss, WS, X, budget=0.4, of="temporaries", argnums=0)
+    # Without this rule a third candidate, cheaper than negligible, took 74,512 bytes of 70,451.
+    assert [num_bytes <= plan.budget_bytes for _, num_bytes, _ in plan.measured()] == [False, True]
+
+
 def test_layers_left_out_take_no_memory_in_a_step(long):
     # Gradients of zeros, which Adam reads, would take more memory, the fewer layers a short version has.
     args = WS, ADAM.init(WS), X[:8]

@@ -57,6 +57,7 @@ _NEARLY = 1.02  # of a budget: extrapolated bytes below this are made sure of
 # is compiled only up to this multiple of the budget.
 _FULL = 0.98
 _ABOVE_BUDGET = 1.2
+_CLEARLY_ABOVE = 1.05  # of the budget: a choice that is predicted to take more is not compiled
 _LOWER = 0.97  # of the budget: what each further candidate aims at, until one keeps it
 
 
@@ -314,7 +315,8 @@ class Search:
                 break
             bracket.low = max(bracket.low, target)
             target = max(self._target(budget, bracket), _SKIP * bracket.low)
-            choice = cheapest_choice(family, target, self.is_late) if target < bracket.high else None
+            is_allowed = target < bracket.high and not self._is_too_much(target, bracket, budget)
+            choice = cheapest_choice(family, target, self.is_late) if is_allowed else None
         if choice is None:
             return None
 
@@ -467,8 +469,7 @@ class Search:
         low, high = bracket.low, bracket.high
         if self._is_long and self.candidates.best(budget) is None:
             budget = int(budget * _LOWER ** sum(c.name != BASELINE for c in self.candidates))
-        in_family = [c for c in self.candidates if self._family_of(c) is bracket.family and c.name != BASELINE]
-        candidates = in_family or self.candidates.known()
+        candidates = self._guides(bracket)
 
         # `predicted_bytes` is monotone, so bisection applies. Without an upper limit, four times the largest number known stands for it.
         bottom, top = low, high if high < float("inf") else 4.0 * max([budget, *(c.peak for c in self.candidates)])
@@ -479,6 +480,15 @@ class Search:
             margin = 0.1 * (high - low)
             return min(max(bottom, low + margin), high - margin)
         return bottom
+
+    def _is_too_much(self, target: float, bracket: Bracket, budget: int) -> bool:
+        """Whether a long program is predicted to take clearly more than a budget at a limit of the model."""
+        return self._is_long and predicted_bytes(target, self._guides(bracket)) > _CLEARLY_ABOVE * budget
+
+    def _guides(self, bracket: Bracket) -> list[Candidate]:
+        """The candidates whose memory predicts that of others in a family: those in it, or else all."""
+        in_family = [c for c in self.candidates if self._family_of(c) is bracket.family and c.name != BASELINE]
+        return in_family or self.candidates.known()
 
     def _family_of(self, candidate: Candidate) -> Family:
         """The smallest family that a candidate belongs to."""
