@@ -13,9 +13,11 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from .. import _jax
+from .. import _frames, _jax
 from .._equations.compiled import Program, fast_compile_options
 from .._equations.primitives import row_of
 from .._jax import Jaxpr, Var
@@ -25,7 +27,8 @@ from .._remat.stored import StoredType
 from .._tree import is_float
 from ._derivative import BackwardPass, derivative_of
 from ._integer import IntegerProgram, Storage
-from ._option import Option, pareto_front
+from ._option import Interval, Option, pareto_front
+from ._regions import with_inner_regions
 from ._stored import Formats, format_of, stored_bytes, storing_cost
 from ._values import Address, labels_of, values_of
 
@@ -74,6 +77,7 @@ class Graph:
         diff_indices = [i for i, v in enumerate(jaxpr.invars) if is_differentiated[i] and is_float(v.aval)]
         out_indices = [i for i, v in enumerate(jaxpr.outvars) if has_cotangent[i] and is_float(v.aval)]
         self.diff_indices = frozenset(diff_indices)
+        self._out_indices = out_indices
         self._is_computed = [is_computed[i] for i in diff_indices]
 
         # Twice differentiated: with every value marked, for choices of what to save; and unchanged, for the baseline.
@@ -223,6 +227,25 @@ class Graph:
             inputs=stored_inputs,
         )
 
+    def nested(self, intervals: Sequence[Interval]) -> Option:
+        """The region saving nothing, where these intervals, in order, are computed again one by one."""
+        option, eqns = self.option(frozenset()), self.jaxpr.eqns
+        last = intervals[-1][0]
+        interval_of = {v: n for n, (start, end) in enumerate(intervals) for e in eqns[start:end] for v in e.outvars}
+        crossing = {
+            v
+            for n, (start, end) in enumerate(intervals)
+            for e in eqns[start:end]
+            for v in e.invars
+            if isinstance(v, Var) and interval_of.get(v, n) != n
+        }
+        # The forward pass of all but the last runs twice. `measure` replaces the bytes, which err low.
+        return option._replace(
+            cost=option.cost + sum(map(self._equation_cost, eqns[:last])),
+            backward_bytes=option.backward_bytes // len(intervals) + sum(device_bytes(v.aval) for v in crossing),
+            inner=tuple(intervals),
+        )
+
     def inputs_read(self, option: Option) -> set[int]:
         """The inputs, by index, that the backward pass of an option reads, to compute values again or itself."""
         if option.saved is None:
@@ -352,6 +375,8 @@ class Graph:
         return self._programs[option.saving]
 
     def _program(self, option: Option) -> Program:
+        if option.inner:
+            return self._nested_program(option)
         if option.saved is None:
             backward, recomputed, saved = self._baseline_backward, [], self._baseline_residuals
         else:
@@ -382,6 +407,33 @@ class Graph:
         num = sum(map(len, types))
         avals = [*itertools.chain.from_iterable(types), *(v.aval for v in backward.cotangents)]
         return self._context.program(lambda *xs: run(xs[:num], xs[num:]), avals, fast_compile_options())
+
+    def _nested_program(self, option: Option) -> Program:
+        """Of a region that is computed again interval by interval: its inputs are arguments."""
+        jaxpr, formats = with_inner_regions(self.jaxpr, option.inner), dict(option.inputs)
+        invars, diff_indices = self.jaxpr.invars, sorted(self.diff_indices)
+        types = [formats[i].types(v.aval) if i in formats else [v.aval] for i, v in enumerate(invars)]
+
+        def differentiated(inputs: Sequence[Any], *diff_args: Any) -> list[Any]:
+            args = list(inputs)
+            for i, x in zip(diff_indices, diff_args, strict=True):
+                args[i] = x
+            outs = _jax.evaluate(jaxpr, (), args)
+            return [jnp.asarray(outs[i]) for i in self._out_indices]
+
+        def run(arrays: Sequence[Any], cts: Sequence[Any]) -> Any:
+            left = iter(arrays)
+            stored = [[next(left) for _ in group] for group in types]
+            inputs = [
+                formats[i].decode(x, v.aval) if i in formats else x[0]
+                for i, (x, v) in enumerate(zip(stored, invars, strict=True))
+            ]
+            pullback = jax.vjp(functools.partial(differentiated, inputs), *(inputs[i] for i in diff_indices))[1]
+            return pullback(list(cts))
+
+        num = sum(map(len, types))
+        avals = [*itertools.chain.from_iterable(types), *(v.aval for v in self._backward.cotangents)]
+        return self._context.program(_frames.undone(lambda *xs: run(xs[:num], xs[num:])), avals, fast_compile_options())
 
     def _formats_in(self, option: Option, variables: Iterable[Any]) -> dict[Any, StoredType]:
         """Of the variables of the forward pass, those that an option stores in fewer bits."""

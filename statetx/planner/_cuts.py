@@ -27,9 +27,8 @@ from .._equations.flops import flops
 from .._equations.primitives import REMAT, row_of
 from .._jax import Jaxpr
 from .._lift.context import device_bytes
+from ._option import Interval
 from ._parts import Flat, is_linear, last_reads
-
-Interval = tuple[int, int]
 
 MAX_PERIODS = 4  # that are merged to one region
 _MAX_MERGED = 320  # equations of a merged region: its integer programs take more than linear time

@@ -13,7 +13,7 @@ from .._remat.stored import StoredType
 from ._analysis import EquationCost, Graph
 from ._groups import Groups
 from ._loop_options import LoopOptions
-from ._option import Option, pareto_front
+from ._option import Interval, Option, pareto_front
 from ._parts import Part
 from ._stored import Formats
 from ._values import Address
@@ -56,13 +56,20 @@ class Front:
         self._graph = graph
         self._expand = expand
         self.is_free = graph is None and self._steps[:1] == [_FREE]
+        self._inner: list[tuple[Interval, ...]] = []
         self._measured: set[Any] = set()
         self._bytes = {} if measured is None else measured
         self.version = 0
 
     @functools.cached_property
     def _steps(self) -> list[Option]:
-        return list(self._find_steps())
+        steps, graph = list(self._find_steps()), self._graph
+        return steps if graph is None else [*steps, *(graph.nested(found) for found in dict.fromkeys(self._inner))]
+
+    def nest(self, intervals: Sequence[Interval]) -> None:
+        """Add the option of a region that keeps nothing, and is computed again interval by interval."""
+        if self._graph is not None and "_steps" not in vars(self):
+            self._inner.append(tuple(intervals))
 
     # These change with a measurement.
 
@@ -104,7 +111,7 @@ class Front:
         saved = dict.fromkeys(
             (o.saved - derived | kept, frozenset(a for a, _ in o.stored) - derived - kept)
             for o in self._steps
-            if o.saved is not None and not o.offloaded
+            if o.saved is not None and not o.offloaded and not o.inner
         )
         found = [graph.option(values, smaller=smaller) for values, smaller in saved]
         options = [o._replace(cost=o.cost + cost, copies=True) for o in found]

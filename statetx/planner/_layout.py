@@ -13,13 +13,12 @@ import jax
 import numpy as np
 
 from .. import _jax
-from .._equations.primitives import row_of, size
 from .._equations.structure import Body
-from .._jax import Jaxpr, Var
+from .._jax import Jaxpr
 from .._lift.context import device_bytes
 from .._loops.step import Step
 from .._loops.strategy import Strategy
-from .._remat import decide, fence, mark
+from .._remat import mark
 from .._remat.atoms import Marks
 from .._remat.override import override
 from .._remat.policy import Policy
@@ -29,7 +28,7 @@ from ._copies import with_copies
 from ._fronts import Front
 from ._option import Option
 from ._parts import Flat, Order, Part, run
-from ._values import labels_of
+from ._regions import marks_of, region
 
 UNPLANNED = Option(None, 0, 0, 0.0)
 """The decision to leave a part unchanged, without its bytes."""
@@ -142,7 +141,7 @@ def rewrite(
     for part, option in zip(parts, options, strict=True):
         key = (part.key, option.decision)
         if key not in cache:
-            cache[key] = _loop(part, option) if part.eqn is not None else _region(part, option)
+            cache[key] = _loop(part, option) if part.eqn is not None else region(part, option)
         replacements.append(cache[key])
 
     def planned(*args: Any) -> list[Any]:
@@ -181,21 +180,6 @@ def as_planned(planned: Body) -> Callable:
     return run
 
 
-def marks_of(option: Option, *, is_ordered: bool = False) -> dict[tuple[int, ...], mark.Label]:
-    """The saved values of an option, as labels for `decide.keep`.
-
-    Args:
-        is_ordered: whether what follows the forward pass waits until values are stored in fewer bits.
-    """
-    offload, formats = mark.offload("device", _jax.HOST_MEMORY), dict(option.stored)
-    marks: dict[tuple[int, ...], mark.Label] = {}
-    for a in sorted(option.saved or ()):
-        marks[a] = mark.Stored(formats[a], mark.SAVE, is_ordered) if a in formats else mark.SAVE
-        if a in option.offloaded:
-            marks[a] = offload
-    return labels_of(marks)
-
-
 def _with_inputs_first(
     jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]
 ) -> tuple[list[Part], list[Option]]:
@@ -209,61 +193,6 @@ def _with_inputs_first(
         new_parts.append(part)
         new_options.append(option)
     return new_parts, new_options
-
-
-def _region(part: Part, option: Option) -> Callable | None:
-    if option.saved is None:
-        return None
-    # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling, and
-    # with it the memory, depends on them.
-    sums = [] if part.original_jaxpr is not part.jaxpr else _sums_of_numbers(part.jaxpr, option)
-    if sums:
-        return _around(sums, part, option) if len(sums) < len(part.jaxpr.eqns) else None
-    jaxpr = part.jaxpr if option.saved else part.original_jaxpr
-    inputs = {i: mark.Stored(format, mark.SAVE, is_ordered=True) for i, format in option.inputs}
-    jaxpr, policy = decide.keep(jaxpr, marks_of(option, is_ordered=True), inputs)
-    return lambda *args: _jax.rematerialize(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)
-
-
-def _sums_of_numbers(jaxpr: Jaxpr, option: Option) -> list[int]:
-    """The equations that add up single numbers for outputs alone, such as the losses of layers."""
-    saved = {address[0] for address in option.saved or ()}
-    read: set[Any] = set()
-    sums = []
-    for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
-        is_sum = row_of(eqn).is_linear and all(size(v) == 1 for v in (*eqn.invars, *eqn.outvars))
-        if is_sum and i not in saved and not eqn.effects and not any(v in read for v in eqn.outvars):
-            sums.append(i)
-        else:
-            read.update(v for v in eqn.invars if isinstance(v, Var))
-    return sums[::-1]
-
-
-def _around(sums: Sequence[int], part: Part, option: Option) -> Callable:
-    """A region without some equations, which run after it. Else each number would pass through the region, with its cotangent."""
-    jaxpr = part.jaxpr
-    inside = [i for i in range(len(jaxpr.eqns)) if i not in sums]
-    number = {i: n for n, i in enumerate(inside)}
-    eqns, after = [jaxpr.eqns[i] for i in inside], [jaxpr.eqns[i] for i in sums]
-    read = {v for e in eqns for v in e.invars if isinstance(v, Var)}
-    read_after = {v for e in after for v in e.invars if isinstance(v, Var)} | set(jaxpr.outvars)
-    invars = [v for v in jaxpr.invars if v in read]
-    outvars = [v for e in eqns for v in e.outvars if v in read_after]
-    own = Part("region", _jax.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns), invars, outvars)
-    region = _region(
-        own,
-        option.renumbered(number.__getitem__)._replace(
-            inputs=tuple((invars.index(jaxpr.invars[i]), format) for i, format in option.inputs)
-        ),
-    )
-    rest = _jax.rebuild(jaxpr, invars=[*jaxpr.invars, *outvars], outvars=jaxpr.outvars, eqns=after)
-    assert region is not None
-
-    def call(*args: Any) -> list[Any]:
-        values = dict(zip(jaxpr.invars, args, strict=True))
-        return _jax.evaluate(rest, (), [*args, *region(*(values[v] for v in invars))])
-
-    return call
 
 
 def _loop(part: Part, option: Option) -> Callable:

@@ -9,6 +9,9 @@ from .._loops.strategy import Strategy
 from .._remat.stored import StoredType
 from ._values import Address, renumbered
 
+Interval = tuple[int, int]
+"""Equations of a program or of a region: the first, and the one after the last."""
+
 
 class Option(NamedTuple):
     """One decision for a region.
@@ -26,6 +29,8 @@ class Option(NamedTuple):
         fenced: whether the backward pass of a loop is kept from starting early (`_remat.fence`).
         carries: the leaves of a loop's carry that are stored in fewer bits, by number, with their formats.
         inputs_first: whether the function of a region takes the program's inputs before what the program computes.
+        inner: intervals of a region that saves nothing. While it is computed again, only their inputs are kept: each interval is
+            computed once more in its turn.
     """
 
     saved: frozenset[Address] | None
@@ -40,6 +45,7 @@ class Option(NamedTuple):
     fenced: bool = False
     carries: tuple[tuple[int, StoredType], ...] = ()
     inputs_first: bool = False
+    inner: tuple[Interval, ...] = ()
 
     @property
     def decision(self) -> tuple[Any, ...]:
@@ -54,6 +60,7 @@ class Option(NamedTuple):
             self.fenced,
             self.carries,
             self.inputs_first,
+            self.inner,
         )
 
     @property
@@ -64,7 +71,7 @@ class Option(NamedTuple):
     @property
     def saving(self) -> tuple[Any, ...]:
         """What is saved and how: the backward bytes of a region, or of a step of a loop, depend on this alone."""
-        return self.saved, self.offloaded, self.stored, self.inputs
+        return self.saved, self.offloaded, self.stored, self.inputs, self.inner
 
     def renumbered(self, number: Callable[[int], int]) -> Option:
         """The option for a region whose equations have other numbers."""

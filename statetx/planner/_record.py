@@ -36,7 +36,7 @@ from ._values import values_of
 if TYPE_CHECKING:  # it takes the fingerprints of programs from here
     from ._whole import Choice, Options, Whole
 
-VERSION = 16
+VERSION = 17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,6 +257,7 @@ def _to_json(option: Option) -> dict[str, Any]:
         "fenced": option.fenced,
         "carries": [[n, format.name] for n, format in option.carries],
         "inputs_first": option.inputs_first,
+        "inner": [list(interval) for interval in option.inner],
     }
 
 
@@ -270,8 +271,11 @@ def option_of(decision: dict[str, Any]) -> Option:
     inputs, carries = (
         tuple((i, StoredType(name)) for i, name in decision[key]) for key in ("stored_inputs", "carries")
     )
+    inner = tuple((start, end) for start, end in decision["inner"])
     flags = {flag: decision[flag] for flag in ("copies", "fenced", "inputs_first")}
-    return Option(saved, 0, 0, 0.0, offloaded, loop, stored=stored, inputs=inputs, carries=carries, **flags)
+    return Option(
+        saved, 0, 0, 0.0, offloaded, loop, stored=stored, inputs=inputs, carries=carries, inner=inner, **flags
+    )
 
 
 def _rows(parts: Sequence[Part], options: Sequence[Option], equation_cost: Callable[[Any], float]) -> list[PlanRow]:
@@ -387,6 +391,8 @@ def _saved_text(part: Part, option: Option) -> str:
     results = values_of(part.jaxpr).sites.values()
     formats: dict[tuple[int, ...], StoredType] = dict(option.stored)
     sites = [site for site in results if site.address in (option.saved or ())]
+    if option.inner:
+        return f"keep nothing, computed again in {len(option.inner)} parts"
     if not sites:
         return "keep nothing"
 

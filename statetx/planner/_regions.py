@@ -1,0 +1,114 @@
+"""A region with an option, as a function."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .. import _jax
+from .._equations.primitives import row_of, size
+from .._jax import Jaxpr, Var
+from .._remat import decide, fence, mark
+from ._option import Interval, Option
+from ._parts import Flat, Part, run
+from ._values import labels_of
+
+_SAVES_NOTHING = Option(frozenset(), 0, 0, 0.0)
+
+
+def marks_of(option: Option, *, is_ordered: bool = False) -> dict[tuple[int, ...], mark.Label]:
+    """The saved values of an option, as labels for `decide.keep`.
+
+    Args:
+        is_ordered: whether what follows the forward pass waits until values are stored in fewer bits.
+    """
+    offload, formats = mark.offload("device", _jax.HOST_MEMORY), dict(option.stored)
+    marks: dict[tuple[int, ...], mark.Label] = {}
+    for a in sorted(option.saved or ()):
+        marks[a] = mark.Stored(formats[a], mark.SAVE, is_ordered) if a in formats else mark.SAVE
+        if a in option.offloaded:
+            marks[a] = offload
+    return labels_of(marks)
+
+
+def region(part: Part, option: Option) -> Callable | None:
+    """``(*inputs) -> outputs`` of a rematerialized region; None if it is not rematerialized."""
+    if option.saved is None:
+        return None
+    # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling, and
+    # with it the memory, depends on them.
+    sums = [] if part.original_jaxpr is not part.jaxpr else _sums_of_numbers(part.jaxpr, option)
+    if sums:
+        return _around(sums, part, option) if len(sums) < len(part.jaxpr.eqns) else None
+    jaxpr = part.jaxpr if option.saved else part.original_jaxpr
+    if option.inner:
+        jaxpr = with_inner_regions(part.jaxpr, option.inner)
+    inputs = {i: mark.Stored(format, mark.SAVE, is_ordered=True) for i, format in option.inputs}
+    jaxpr, policy = decide.keep(jaxpr, marks_of(option, is_ordered=True), inputs)
+    return lambda *args: _jax.rematerialize(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)
+
+
+def with_inner_regions(jaxpr: Jaxpr, intervals: Sequence[Interval]) -> Jaxpr:
+    """A region in which some intervals of equations are rematerialized, too: computed again, it keeps their inputs only."""
+    program = Flat(jaxpr)
+    boundaries = sorted({0, len(program), *itertools.chain.from_iterable(intervals)})
+    parts = [program.part(*interval) for interval in itertools.pairwise(boundaries)]
+    # Equal parts share one function, so that JAX traces and differentiates it once.
+    functions: dict[Any, Callable | None] = {}
+    replacements = []
+    for part, interval in zip(parts, itertools.pairwise(boundaries), strict=True):
+        if part.key not in functions:
+            functions[part.key] = region(part, _SAVES_NOTHING) if part.eqn is None else None
+        replacements.append(functions[part.key] if interval in intervals else None)
+    avals = [v.aval for v in jaxpr.invars]
+    new, constants = _jax.stage(
+        lambda *args: run(program.jaxpr, parts, replacements, args, {}),
+        avals,
+        traced_for="statetx.plan",
+        name="planned",
+    )
+    assert not constants, "rewriting a region without constants made some"
+    return new
+
+
+def _sums_of_numbers(jaxpr: Jaxpr, option: Option) -> list[int]:
+    """The equations that add up single numbers for outputs alone, such as the losses of layers."""
+    saved = {address[0] for address in option.saved or ()}
+    read: set[Any] = set()
+    sums = []
+    for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        is_sum = row_of(eqn).is_linear and all(size(v) == 1 for v in (*eqn.invars, *eqn.outvars))
+        if is_sum and i not in saved and not eqn.effects and not any(v in read for v in eqn.outvars):
+            sums.append(i)
+        else:
+            read.update(v for v in eqn.invars if isinstance(v, Var))
+    return sums[::-1]
+
+
+def _around(sums: Sequence[int], part: Part, option: Option) -> Callable:
+    """A region without some equations, which run after it. Else each number would pass through the region, with its cotangent."""
+    jaxpr = part.jaxpr
+    inside = [i for i in range(len(jaxpr.eqns)) if i not in sums]
+    number = {i: n for n, i in enumerate(inside)}
+    eqns, after = [jaxpr.eqns[i] for i in inside], [jaxpr.eqns[i] for i in sums]
+    read = {v for e in eqns for v in e.invars if isinstance(v, Var)}
+    read_after = {v for e in after for v in e.invars if isinstance(v, Var)} | set(jaxpr.outvars)
+    invars = [v for v in jaxpr.invars if v in read]
+    outvars = [v for e in eqns for v in e.outvars if v in read_after]
+    own = Part("region", _jax.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns), invars, outvars)
+    inner = region(
+        own,
+        option.renumbered(number.__getitem__)._replace(
+            inputs=tuple((invars.index(jaxpr.invars[i]), format) for i, format in option.inputs),
+            inner=tuple((sum(i < start for i in inside), sum(i < end for i in inside)) for start, end in option.inner),
+        ),
+    )
+    rest = _jax.rebuild(jaxpr, invars=[*jaxpr.invars, *outvars], outvars=jaxpr.outvars, eqns=after)
+    assert inner is not None
+
+    def call(*args: Any) -> list[Any]:
+        values = dict(zip(jaxpr.invars, args, strict=True))
+        return _jax.evaluate(rest, (), [*args, *inner(*(values[v] for v in invars))])
+
+    return call
