@@ -336,7 +336,7 @@ class Lattice:
             is_composed &= len({None if r is None else _numbers(r) for r in found}) == 1
             if found[0] is not None:
                 merged[number] = found[0]
-                if number > 2 and found[0] is self.regions.get(intervals[0]):
+                if (first := intervals[0]) is not None and found[0] is self.regions.get(first):
                     found[0].front.nest([(k * group.period, (k + 1) * group.period) for k in range(number)])
         return _Group(group, inside, merged, is_composed)
 
