@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
@@ -163,3 +164,51 @@ def test_a_region_of_sums_alone_stays_unchanged():
     program = _parts.Flat(staged(lambda a, b: a + b - a, jnp.ones(()), jnp.ones(())))
     rewritten = _layout.rewrite(program.jaxpr, [program.part(0, len(program))], [Option(frozenset(), 0, 0, 0.0)])
     assert [e.primitive.name for e in rewritten.eqns] == ["add", "sub"]
+
+
+@jax.custom_vjp
+def from_table(x, table):
+    return jnp.tanh(x) * table[0]
+
+
+from_table.defvjp(
+    lambda x, table: (jnp.tanh(x), (x, table)),
+    # A traced index does not index a NumPy array.
+    lambda r, ct: (ct * r[1][jnp.argmax(r[0]) % 4] * (1 - jnp.tanh(r[0]) ** 2), jnp.zeros(4)),
+)
+
+
+@pytest.mark.parametrize("is_step", [False, True])
+def test_rule_that_indexes_an_array_made_in_the_loss(is_step):
+    def loss(w, x):
+        return from_table(x @ w, jnp.array([0.1, 0.2, 0.3, 0.4])).mean()
+
+    fun = jax.jit(jax.grad(loss)) if is_step else loss
+    plan = statetx.plan(fun, WS[0], X[0], budget="1MiB")
+    planned = plan.apply(fun) if is_step else jax.jit(jax.grad(plan.apply(loss)))
+    np.testing.assert_allclose(planned(WS[0], X[0]), jax.grad(loss)(WS[0], X[0]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["fit", "budget"])
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_function_with_a_rule_that_closes_over_an_array(how, is_jitted):
+    def grad_of(mask, policy=None):
+        act = jax.custom_vjp(lambda v: jnp.tanh(v) * mask)
+        act.defvjp(lambda v: (act(v), v), lambda r, ct: (ct * mask * (1 - jnp.tanh(r) ** 2),))
+        loss = lambda w, x: act(act(x @ w) @ w).mean()  # noqa: E731
+        return jax.grad(loss if policy is None else statetx.remat(loss, policy=policy))(WS[0], X[0])
+
+    mask = jnp.linspace(0.0, 1.0, DIM)[None]
+    run = functools.partial(grad_of, policy="fit:1MiB" if how == "fit" else None)
+    # In a jit the mask is traced, and still has no gradient.
+    with statetx.budget("1MiB") if how == "budget" else contextlib.nullcontext():
+        found = jax.jit(run)(mask) if is_jitted else run(mask)
+    np.testing.assert_allclose(found, grad_of(mask), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("policy", [None, "fit:1MiB"])
+def test_gradients_of_functions_without_operations(policy):
+    with statetx.budget("1MiB"):
+        for fun, expected in ((lambda x: x, 1.0), (lambda x: 2.0, 0.0)):
+            fun = fun if policy is None else statetx.remat(fun, policy=policy)
+            assert jax.grad(fun)(3.0) == expected

@@ -1,5 +1,10 @@
 """A plan is for one program: what its equations return, the rules that it sees into, and the policies in it are part of the program."""
 
+import dataclasses
+import functools
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +80,62 @@ def test_key_is_the_same_once_a_rule_has_been_run():
         keys.append(Planner(loss, WS, X, argnums=0, of="temporaries").key("plan"))
         jax.grad(loss)(WS, X)
     assert keys[0] == keys[1]
+
+
+def test_rules_that_close_over_arrays_are_part_of_a_program():
+    """The rule keeps what is 0 or 1, or a float; nothing but what it computes tells which."""
+    scale = np.ones((1, 64), np.float32)
+
+    def loss_with(mask):
+        act = jax.custom_vjp(jnp.tanh)
+        act.defvjp(lambda v: (jnp.tanh(v), mask(v * scale)), lambda m, ct: (m * ct,))
+        return lambda w, x: act(act(x @ w) @ w).mean()
+
+    hard, soft = loss_with(lambda v: (v > 0).astype(v.dtype)), loss_with(jnp.exp)
+    planners = [Planner(loss, WS[0], X, argnums=0, of="temporaries", time_limit=None) for loss in (hard, soft)]
+    assert planners[0].key("plan") != planners[1].key("plan")
+    with pytest.raises(statetx.PlanError, match=r"does not fit .*: equation \d+ of \d+ is"):
+        jax.grad(planners[0].plan(planners[0].ends()[0]).apply(soft))(WS[0], X)
+
+
+NUMBER = 1.0
+
+
+def number():
+    return NUMBER
+
+
+@dataclasses.dataclass
+class Config:
+    number: float
+
+
+def backward_rule(how, n):
+    """A rule that depends on a number, which it finds in another place each time."""
+    config = {"dict": {"number": n}, "object": Config(n), "namespace": types.SimpleNamespace(number=n)}.get(how)
+    rules = {
+        "keyword of a partial": functools.partial(lambda r, ct, n: (ct * n,), n=n),
+        "keyword default": lambda r, ct, *, n=n: (ct * n,),
+        "dict": lambda r, ct: (ct * config["number"],),
+        "object": lambda r, ct: (ct * config.number,),
+        "namespace": lambda r, ct: (ct * config.number,),
+        "global of a function": lambda r, ct: (ct * number(),),
+    }
+    return rules[how]
+
+
+HOW = ["keyword of a partial", "keyword default", "dict", "object", "namespace", "global of a function"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_a_backward_rule_reads_is_part_of_the_key(how, monkeypatch):
+    keys = []
+    for n in (1.0, 2.0, 1.0):
+        monkeypatch.setattr(sys.modules[__name__], "NUMBER", n)
+        act = jax.custom_vjp(jnp.tanh)
+        act.defvjp(lambda v: (jnp.tanh(v), v), backward_rule(how, n))
+        keys.append(Planner(lambda w, x, act=act: act(x @ w).mean(), WS[0], X, argnums=0).key("plan"))
+    assert keys[0] == keys[2] != keys[1]
 
 
 def test_gradients_of_functions_with_equal_equations_and_other_outputs():

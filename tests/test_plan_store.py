@@ -1,12 +1,14 @@
 """Plans on disk: found again by the structure of the program, checked, bounded, and never in the way."""
 
 import dataclasses
+import gc
 import gzip
 import json
 import os
 import subprocess
 import sys
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -447,3 +449,19 @@ def test_unstable_calibration_warns_and_is_not_stored(folder, monkeypatch):
     stable = statetx.calibrate(size=64)
     assert machine.cost_model() == stable and list(folder.glob("*.json"))
     assert dataclasses.replace(stable, spread=0.0) != stable
+
+
+def test_plans_keep_no_arrays_alive():
+    """Of a step, and of a loss that closes over an array. JAX's caches keep what the settings of a trace hold."""
+
+    def make(fun_of):
+        array = jnp.sin(jnp.arange(64.0))
+        statetx.plan(fun_of(array), WS[0], jnp.ones((8, 32)), budget="1MiB")
+        return weakref.ref(array)
+
+    def loss_of(array):
+        return lambda w, x: jnp.sum(jnp.where(array[None, :32] > 0, x @ w, 0.0) ** 2)
+
+    kept = [make(loss_of), make(lambda array: jax.grad(loss_of(array)))]
+    gc.collect()
+    assert [ref() is None for ref in kept] == [True, True]

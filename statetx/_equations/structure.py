@@ -22,6 +22,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p, custom_vjp_call_p
 
@@ -59,7 +60,9 @@ class Body:
         return Structure(self.jaxpr)
 
     def __call__(self, operands: Sequence[Any], *args: Any) -> list[Any]:
-        return _jax.evaluate(self.jaxpr, (), (*operands, *args))
+        # JAX stages arrays that the function made as NumPy arrays, which a traced index of a derivative rule does not index.
+        arrays = (jnp.asarray(x) if isinstance(x, np.ndarray) and x.ndim else x for x in operands)
+        return _jax.evaluate(self.jaxpr, (), (*arrays, *args))
 
     @property
     def num_operands(self) -> int:

@@ -33,6 +33,7 @@ from .custom_loop import with_body as with_body
 from .editing import bind_equation as bind_equation
 from .editing import check_edits as check_edits
 from .editing import closed_like as closed_like
+from .editing import constants_as_inputs as constants_as_inputs
 from .editing import function_of as function_of
 from .editing import inlined as inlined
 from .editing import interpret as interpret

@@ -97,6 +97,13 @@ def rebuild(jaxpr: Jaxpr, *, invars: Sequence[Any], outvars: Sequence[Any], eqns
     return _checked(jaxpr.replace(constvars=[], invars=list(invars), outvars=list(outvars), eqns=eqns, debug_info=info))
 
 
+def constants_as_inputs(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr with its constants as the first inputs."""
+    if not jaxpr.constvars:
+        return jaxpr
+    return rebuild(jaxpr, invars=[*jaxpr.constvars, *jaxpr.invars], outvars=jaxpr.outvars)
+
+
 def with_literals(jaxpr: Jaxpr, literals: dict[Any, Any]) -> Jaxpr:
     """Replace some inputs of a jaxpr by literals; the result has no constants."""
 

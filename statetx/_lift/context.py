@@ -162,7 +162,8 @@ def close_over(fun: Callable, inputs: Sequence[Any], constants: Mapping[int, Any
 
     def with_constants(*arrays: Any) -> Any:
         rest = iter(arrays)
-        return fun(*(constants[i] if i in constants else next(rest) for i in range(num)))
+        # Not NumPy arrays, which a traced index does not index.
+        return fun(*(jnp.asarray(constants[i]) if i in constants else next(rest) for i in range(num)))
 
     return with_constants, [x for i, x in enumerate(inputs) if i not in constants]
 

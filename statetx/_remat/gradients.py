@@ -99,7 +99,8 @@ def _run(fun: Callable, has_aux: bool, rewriter: Rewriter, primals: tuple) -> An
     staged, arrays = _in_order_of_reading(staged, arrays)
     name = name_of(user_function)
     build = lambda body: rewriter.rewrite(body, name, num_out)  # noqa: E731
-    outs = table.get(staged, ("gradient", rewriter, num_out), build)(staged.operands, *arrays)
+    replaced = build(staged) if rewriter.is_used_once else table.get(staged, ("gradient", rewriter, num_out), build)
+    outs = replaced(staged.operands, *arrays)
     leaves = outcome.add(refs).finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])
     return jax.tree.unflatten(out_tree, leaves)
 

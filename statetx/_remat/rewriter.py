@@ -22,10 +22,13 @@ class Rewriter:
     Attributes:
         inner: rewrites the functions that the function itself differentiates; None to leave them.
         keeps_policies: whether rematerialized functions inside keep their policies, since nothing is replaced.
+        is_used_once: whether it is made for one trace. What it builds then must not stay in the table of structures, where it would keep the
+            arrays of the trace alive.
     """
 
     inner: Rewriter | None = None
     keeps_policies = False
+    is_used_once = False
 
     def rewrite(self, body: Any, name: str, num_out: int) -> Any:
         """Return ``(operands, *args) -> outputs`` in place of a staged function (`Body`) of this name.
@@ -49,6 +52,7 @@ class Observer(Rewriter):
     """Leaves functions unchanged, and is told of each that is differentiated; also of those that another rewriter replaces (`Observed`)."""
 
     keeps_policies = True
+    is_used_once = True
 
     def observe(self, outputs: Sequence[Any], run: Callable, operands: Sequence[Any], args: Sequence[Any]) -> None:
         """Note a call ``run(operands, *args)``, whose first results, of types `outputs`, are those of the user's function."""
@@ -74,6 +78,7 @@ class Observed(Rewriter):
     def __init__(self, rewriter: Rewriter, observer: Observer):
         self._rewriter, self._observer = rewriter, observer
         self.inner, self.keeps_policies = rewriter.inner, rewriter.keeps_policies
+        self.is_used_once = True
 
     def rewrite(self, body: Any, name: str, num_out: int) -> Callable:
         return self._observer.observing(body, num_out, self._rewriter.rewrite(body, name, num_out))

@@ -73,11 +73,21 @@ class Recorded:
 
 
 class _Recorder(Rewriter):
-    """A policy that records the functions it is used on, and leaves them unchanged."""
+    """A policy that records the functions it is used on, and leaves them unchanged.
+
+    What it recorded is taken once (`take`): JAX's caches keep the recorder itself, which was part of the settings of a trace.
+    """
+
+    is_used_once = True
 
     def __init__(self, inner: Rewriter | None = None) -> None:
-        self.recorded: list[Recorded] = []
+        self._recorded: list[Recorded] = []
         self.inner = inner
+
+    def take(self) -> list[Recorded]:
+        """The functions, which it keeps no longer."""
+        recorded, self._recorded = self._recorded, []
+        return recorded
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -96,7 +106,7 @@ class _Recorder(Rewriter):
             traced_floats = [i for i, x in floats if isinstance(x, _jax.Tracer)]
             constants = {i: x for i, x in enumerate(operands) if _is_embedded(x)}
             context = TraceContext.of([*operands, *args])
-            self.recorded.append(Recorded(body.jaxpr, num_out, diff_indices, traced_floats, context, constants))
+            self._recorded.append(Recorded(body.jaxpr, num_out, diff_indices, traced_floats, context, constants))
             return self._run(body, operands, args)
 
         return run
@@ -302,13 +312,14 @@ def capture(
     # One trace serves both cases: only during it does it show whether the function differentiates anything itself.
     inner = _GradientRecorder(of_inner)
     function = _record(fun, args, kwargs, inner if nums is None else None, of_inner)
-    if inner.recorded and not _is_step(function, inner.recorded):
+    recorded = inner.take()
+    if recorded and not _is_step(function, recorded):
         function = _record(fun, args, kwargs, None, of_inner)
-    elif inner.recorded:
-        gradients, ignored = _distinct(inner.recorded)
+    elif recorded:
+        gradients, ignored = _distinct(recorded)
         is_in_shard_map = any(gradient.context.manual is not None for gradient in gradients)
         step = Step(function, donated_inputs(function.jaxpr), fun, args, kwargs, is_in_shard_map, of_inner)
-        num_taken = sum(r.lines not in ignored for r in inner.recorded)
+        num_taken = sum(r.lines not in ignored for r in recorded)
         return Captured(gradients, ignored, step, num_taken=num_taken)
 
     # Inputs are the operands (values of states, all of them differentiated), then the arrays of the arguments.
@@ -387,5 +398,5 @@ def _record(
 
     traced.__qualname__ = call.__qualname__ = name_of(fun)  # of an object, too, which has none of its own
     staged_jaxpr("plan", call, arrays, {})
-    (function,) = outer.recorded
+    (function,) = outer.take()
     return function

@@ -79,7 +79,7 @@ class Layout:
         self.cuts = tuple(r.start for r in regions)
         self.parts = [r.part for r in regions]
         self.fronts = [r.front for r in regions]
-        outputs = itertools.accumulate([0, *(r.out_bytes for r in regions[:-1])])
+        outputs = itertools.accumulate([0, *(r.out_bytes for r in regions[:-1])] if regions else [])
         self.base = [o + r.cotangent_bytes for o, r in zip(outputs, regions, strict=True)]
 
     @property

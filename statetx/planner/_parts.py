@@ -250,6 +250,13 @@ def last_reads(jaxpr: Jaxpr) -> dict[Any, int]:
     return uses | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not isinstance(v, Literal)}
 
 
+def closed_over_by_rules(jaxpr: Jaxpr) -> list[int]:
+    """The inputs of a program, by number, that functions with a ``custom_vjp`` close over."""
+    eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "custom_vjp_call"]
+    found = {v for eqn in eqns for v in eqn.invars[: _jax.num_closed_over(eqn)] if isinstance(v, Var)}
+    return [i for i, v in enumerate(jaxpr.invars) if v in found]
+
+
 def differentiated_variables(jaxpr: Jaxpr, diff_indices: Sequence[int]) -> set[Any]:
     """The variables with a nonzero tangent in differentiation with respect to these inputs.
 

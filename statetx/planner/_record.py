@@ -120,7 +120,7 @@ def _array_type(shape: tuple[Any, ...], dtype: Any) -> str:
 
 def _param(x: Any, has_rules: bool) -> str:
     if _jax.is_jaxpr(x):
-        lines, last = _lines(flatten(_jax.open_jaxpr(x)[0]), has_rules)
+        lines, last = _lines(flatten(_jax.constants_as_inputs(_jax.open_jaxpr(x)[0])), has_rules)
         return hashlib.sha256("\n".join([*lines, last]).encode()).hexdigest()[:12]
     if isinstance(x, (tuple, list)):
         return f"({','.join(_param(item, has_rules) for item in x)})"
@@ -132,9 +132,10 @@ def _param(x: Any, has_rules: bool) -> str:
 def _rule(eqn: Any) -> str:
     """The forward rule of a ``custom_vjp``; nothing if it raises, since no plan sees into it then."""
     try:
-        return _param(_frames.undone(_jax.rule_of)(eqn), has_rules=False)
+        rule = _frames.undone(_jax.rule_of)(eqn)
     except Exception:
         return ""
+    return _param(rule, has_rules=False)
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

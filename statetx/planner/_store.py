@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gzip
 import hashlib
@@ -14,8 +15,10 @@ import json
 import os
 import pathlib
 import re
+import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +27,7 @@ from jax.extend.backend import get_backend
 from .. import _jax
 from .._equations.compiled import Program
 from .._jax import Jaxpr
+from .._states.messages import library_folders
 from ._record import VERSION
 
 _MAX_BYTES = 64 * 2**20  # of all stored plans together
@@ -178,10 +182,10 @@ def _rules(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 def _code(x: Any, seen: set[int], depth: int = 0) -> str:
-    """A digest of a function's code, and of the functions that it closes over or wraps.
+    """A digest of a function's code, and of the functions that it closes over, wraps or calls.
 
-    Of other values in closures and defaults, numbers, text and JAX's policies count, the rest by its type only. Lists are not looked into: JAX
-    remembers there what a rule gave.
+    Of other values in closures, defaults and globals, numbers, text, what dicts hold, the attributes of plain objects and JAX's policies
+    count, the rest by its type only. Lists are not looked into: JAX remembers there what a rule gave. Nor are functions of libraries.
     """
     if isinstance(x, (str, bytes, int, float, complex, type(None))):
         return repr(x)
@@ -192,19 +196,46 @@ def _code(x: Any, seen: set[int], depth: int = 0) -> str:
     if type(x) is tuple:  # JAX's records of source lines are named ones
         return f"({','.join(map(inside, x))})"
     if isinstance(x, functools.partial):
-        return f"partial({inside(x.func)},{inside(x.args)})"
+        return f"partial({inside(x.func)},{inside(x.args)},{inside(x.keywords)})"
+    if type(x) is dict:
+        return f"{{{_named(x, inside)}}}"
     code = getattr(x, "__code__", None)
     if code is not None:
         cells = [c.cell_contents for c in x.__closure__ or () if _is_filled(c)]
-        cells += [x.__defaults__, x.__kwdefaults__]
+        cells += [x.__defaults__, x.__kwdefaults__, *_globals_of(x)]
         return f"{_code_digest(code)}({','.join(map(inside, cells))})"
     wrapped: Callable | None = getattr(x, "f", None) or getattr(x, "__wrapped__", None)  # JAX's `WrappedFun` has `f`
     if wrapped is not None:
         return f"{type(x).__name__}({inside(wrapped)},{inside(tuple(getattr(x, 'transforms', ())))})"
     if isinstance(x, (set, frozenset)):  # the names of a policy of JAX 0.12
         return f"({','.join(sorted(map(inside, x)))})"
+    if isinstance(x, types.SimpleNamespace):
+        return f"{type(x).__name__}({_named(vars(x), inside)})"
+    if dataclasses.is_dataclass(x):
+        names = [field.name for field in dataclasses.fields(x) if hasattr(x, field.name)]
+        return f"{type(x).__name__}({_named({name: getattr(x, name) for name in names}, inside)})"
     is_policy = callable(x) and type(x).__module__.startswith("jax")  # their text has their settings
     return _without_addresses(x) if is_policy else type(x).__name__
+
+
+def _named(values: Mapping[Any, Any], digest: Callable[[Any], str]) -> str:
+    return ",".join(sorted(f"{key}:{digest(value)}" for key, value in values.items() if type(key) is str))
+
+
+def _globals_of(function: Any) -> list[Any]:
+    """The globals that a user's function reads, in the order of their names, without modules and classes."""
+    code, values = function.__code__, function.__globals__
+    if code.co_filename.startswith((*library_folders(), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))):
+        return []
+    found = [values[name] for name in sorted(set(_names_in(code))) if name in values]
+    return [x for x in found if not isinstance(x, (types.ModuleType, type))]
+
+
+def _names_in(code: Any) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if hasattr(constant, "co_names"):
+            yield from _names_in(constant)
 
 
 def _is_filled(cell: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .. import _jax
 from .._equations.structure import Body
 from .._errors import PolicyError
 from .._lift.context import TraceContext
@@ -16,6 +17,7 @@ from . import _store
 from ._budget import Budget
 from ._capture import Captured, Recorded
 from ._clock import read_time_limit
+from ._parts import closed_over_by_rules, flatten
 from ._record import fields_of, shown_fields
 from ._sharded import of_device
 from ._whole import Options, Whole
@@ -25,7 +27,7 @@ from .planner import DEFAULT_TIME_LIMIT, fit
 
 
 class Fit(Rewriter):
-    """``policy="fit:2GiB"``: plan each function it is used on, for the gradient with respect to all its float inputs.
+    """``policy="fit:2GiB"``: plan each function it is used on, for the gradient with respect to all its float inputs that may have one.
 
     Each function has the budget to itself. Functions of one program share one with ``policy="fit"`` and `statetx.budget`.
 
@@ -67,22 +69,26 @@ class Fit(Rewriter):
                 f"`with statetx.budget('2GiB'):` around it, or give the function a budget of its own, policy='fit:2GiB'."
             )
         # Memory depends on the vmaps and shardings around the call, so each of them has a plan of its own.
-        planned: dict[TraceContext, Callable] = {}
+        planned: dict[tuple[TraceContext, tuple[int, ...]], Callable] = {}
 
         def run(operands: Sequence[Any], *args: Any) -> list[Any]:
             context = TraceContext.of([*operands, *args])
-            if context not in planned:
+            # Values that the function closes over and that are not traced have no gradient.
+            fixed = tuple(i for i, x in enumerate(operands) if not isinstance(x, _jax.Tracer))
+            if (context, fixed) not in planned:
                 with unobserved():  # the search takes gradients itself
-                    planned[context] = self._plan(body, name, num_out, context).rewrite(body, name, num_out)
-            return planned[context](operands, *args)
+                    plan = self._plan(body, name, num_out, context, fixed)
+                planned[context, fixed] = plan.rewrite(body, name, num_out)
+            return planned[context, fixed](operands, *args)
 
         return run
 
-    def _plan(self, body: Body, name: str, num_out: int, context: TraceContext) -> Plan:
+    def _plan(self, body: Body, name: str, num_out: int, context: TraceContext, fixed: Sequence[int]) -> Plan:
         # The derivative that will be taken is not known yet. With respect to all float inputs it takes the most memory, so the
-        # plan errs towards saving less than it could.
+        # plan errs towards saving less than it could. A custom_vjp refuses to be differentiated by what it closes over.
         assert self.budget is not None
-        floats = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval)]
+        without = {*fixed, *closed_over_by_rules(flatten(body.jaxpr))}
+        floats = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval) and i not in without]
         recorded = Recorded(body.jaxpr, num_out, floats, floats, context)
         rates = cost_model() if self._options.objective == "time" else None
         key = _store.key_of(

@@ -295,7 +295,7 @@ class Remat(Wrapper):
         elif not isinstance(policy, Rewriter):
             policy, origins = without_objects(policy, origins)
         build = self._build(policy, prevent_cse, fence, formats, origins, num_out, names)
-        if is_visited:
+        if is_visited or (isinstance(policy, Rewriter) and policy.is_used_once):
             return build(staged)
         # JAX caches by identity of functions: equal equations get one function (decision 1).
         return table.get(
