@@ -644,6 +644,17 @@ def callback_in_remat():
     jax.grad(statetx.remat(log))(X)
 
 
+@mistake("io_callback in a planned loss", statetx.EffectError, "plan(", "io_callback", "mistakes.py:", "pure_callback")
+def callback_in_a_planned_loss():
+    from jax.experimental import io_callback
+
+    def loss(x):
+        io_callback(lambda: None, None)
+        return jnp.sin(x).sum()
+
+    statetx.plan(loss, X, budget="1KiB")
+
+
 # -- loops and branches ------------------------------------------------------------------------------------------------
 
 

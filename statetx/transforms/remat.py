@@ -270,9 +270,10 @@ class Remat(Wrapper):
         return outcome.finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])
 
     def _refuse_effects(self, body: Body) -> None:
+        is_plan = isinstance(self._policy, Rewriter) and self._policy.is_used_once
         for name, place in _jax.forbidden_effects(body.jaxpr):
             raise EffectError(
-                f"remat({name_of(self.__wrapped__)}) calls {name} at {place}, a host callback with effects, which would "
+                f"{'plan' if is_plan else 'remat'}({name_of(self.__wrapped__)}) calls {name} at {place}, a host callback with effects, which would "
                 f"run again when the function is recomputed.\nFix: call it outside the rematerialized function, or use "
                 f"jax.pure_callback if it only computes, or jax.debug.callback if it may run twice."
             )
