@@ -21,12 +21,25 @@ class Change(NamedTuple):
 
 
 changes: list[Change] = []
+_slots: dict[tuple[Any, str], Any] = {}
 
 
-def replace(target: str, owner: Any, value: Any, reason: str) -> None:
-    """Replace a function or property of a library by `value`, and note the change."""
-    setattr(owner, target.rpartition(".")[2], value)
+def replace(target: str, owner: Any, value: Any, reason: str, *, is_content: bool = False) -> None:
+    """Replace a function or property of a library by `value`, and note the change.
+
+    Args:
+        is_content: whether it is a slot that may hold the user's objects, which `members` still finds.
+    """
+    name = target.rpartition(".")[2]
+    if is_content:
+        _slots[owner, name] = vars(owner)[name]
+    setattr(owner, name, value)
     note(target, reason)
+
+
+def members(cls: type) -> dict[str, Any]:
+    """What a class defines itself, by name, with slots as its library wrote them."""
+    return {name: _slots.get((cls, name), value) for name, value in vars(cls).items()}
 
 
 def note(target: str, reason: str) -> None:

@@ -252,7 +252,7 @@ def attributes(obj: Any) -> Children:
         try:
             # By the descriptor: `getattr` may call the user's ``__getattr__``, and finds only the first of two slots
             # of one name.
-            content = vars(type(obj).__mro__[depth])[name].__get__(obj)
+            content = _jax.patches.members(type(obj).__mro__[depth])[name].__get__(obj)
         except AttributeError:  # not set
             continue
         yield _NAMELESS.get(name, name), content
@@ -275,7 +275,8 @@ def _wrapped_first(namespace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _NAMELESS: dict[str, str] = dict.fromkeys(("__wrapped__", "__func__", "fget", "fset", "fdel"), "") | {
-    "_value_": "value"
+    "_value_": "value",
+    "_raw_value": "",  # of an nnx.Variable that holds a Ref: its path is the Variable's
 }
 
 
@@ -298,7 +299,8 @@ def _slots(cls: type) -> tuple[tuple[int, str], ...]:
     for depth, base in enumerate(cls.__mro__):
         if base is functools.partial:  # `_partial` gives its parts better names
             continue
-        members = [n for n, v in vars(base).items() if isinstance(v, types.MemberDescriptorType) and n != "__dict__"]
+        defined = _jax.patches.members(base)
+        members = [n for n, v in defined.items() if isinstance(v, types.MemberDescriptorType) and n != "__dict__"]
         declared = vars(base).get("__slots__", ())
         names = [declared] if isinstance(declared, str) else list(declared) if isinstance(declared, Iterable) else []
         names = [_mangled(base, n) for n in names if isinstance(n, str)]

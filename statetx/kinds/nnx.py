@@ -358,6 +358,7 @@ def _install() -> None:
         nnx.Variable,
         property(_get_value, _set_value),
         "Reads and writes are reported to the open calls of the thread. Without one, this costs one lookup in an empty dict.",
+        is_content=True,
     )
     reason = "Variables and modules made before a call of statetx may be written in it, since the call restores the old value; elsewhere nnx's rule holds."
     replace("flax.nnx.Variable._trace_state", nnx.Variable, property(_get_trace, _set_trace), reason)
