@@ -725,3 +725,16 @@ def test_variables_that_hold_refs_are_found_by_their_paths(tmp_path):
             act(checkpointer)
     np.testing.assert_array_equal(saved["model"].kernel[...], restored["model"].kernel[...])
     assert restored["step"].value == 5
+
+
+def test_count_of_a_fork_under_a_plain_gradient():
+    """The count has no derivative, so its tracer is that of the jit: the gradient is to blame."""
+    net, keys = nnx.Dropout(0.5), nnx.Rngs(dropout=0)
+
+    def step(rngs, x):
+        return jax.grad(lambda x, rngs: statetx.remat(net)(x, rngs=rngs).sum())(x, rngs.fork())
+
+    with pytest.raises(
+        statetx.TraceLeakError, match=r"(?s)a jit is tracing, at .*, under jax's grad.*use statetx.grad in"
+    ):
+        statetx.jit(step)(keys, jnp.ones(3))

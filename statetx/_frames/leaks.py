@@ -30,11 +30,15 @@ def check_write(
     leaked = _jax.leaked_tracers(value, anchor) or _hidden_tracers(value, anchor)
     if not leaked:
         return
-    name = _jax.transform_name(leaked[0]._trace)
+    traced = _jax.transform_name(leaked[0]._trace)
+    # A value of an outer trace, such as a count that has no derivative, may be written under a plain transform further inside.
+    current = _jax.current_trace()
+    name = _jax.transform_name(current) if _jax.is_derivative_or_batching(current) else traced
+    owner, where = ("jax's", "") if name == traced else ("a", f", under jax's {name}")
     package = sys.modules["statetx"]
     advice = f"use statetx.{name} in place of jax's {name}, or " if hasattr(package, name) else ""
     raise TraceLeakError(
-        f"{describe(state, kind)} was given a value that jax's {name} is tracing, at {site}.\n"
+        f"{describe(state, kind)} was given a value that {owner} {traced} is tracing, at {site}{where}.\n"
         f"The tracer would stay in the state after {name} has ended, and break its next use.\n"
         f"Cause: a function that writes states runs under a plain jax transform, which cannot see them.\n"
         f"Fix: {advice}pass the value through the function's arguments and results (statetx.functionalize)."

@@ -171,6 +171,7 @@ from .traces import in_loop_body as in_loop_body
 from .traces import in_parent_trace as in_parent_trace
 from .traces import in_trace as in_trace
 from .traces import is_batched as is_batched
+from .traces import is_derivative_or_batching as is_derivative_or_batching
 from .traces import is_differentiated as is_differentiated
 from .traces import is_eager as is_eager
 from .traces import is_jit_disabled as is_jit_disabled

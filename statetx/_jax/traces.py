@@ -148,6 +148,11 @@ def transform_name(trace: Any) -> str:
     return _TRANSFORM_OF_TRACE.get(name, name)
 
 
+def is_derivative_or_batching(trace: Any) -> bool:
+    """Whether a trace is that of a derivative, a vmap or a shard_map, which stages nothing."""
+    return type(trace).__name__ in _TRANSFORM_OF_TRACE
+
+
 def in_loop_body() -> bool:
     """Whether the current trace is itself the trace of a loop body, not of a transform inside one."""
     # Only traces that stage have a frame: inside grad or vmap in a loop body the answer is no.
