@@ -1,8 +1,11 @@
 """`max_batch`, and ``microbatch(fun, "fit", budget=...)``: the largest that fits, by few compilations."""
 
 import contextlib
+import gc
 import pathlib
 import sys
+import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -232,6 +235,86 @@ def test_fit_where_nothing_fits(program, monkeypatch):
     with pytest.raises(statetx.PlanError, match="parts of one example need") as e:
         statetx.microbatch(program.loss, budget="10KiB", argnums=1)(program.params, *program.data)
     assert e.value.smallest_bytes > 10 * 2**10
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    """The arguments of each choice. It is one part, and nothing is compiled."""
+    asked = []
+
+    def fit(micro, *args):
+        asked.append(args)
+        return types.SimpleNamespace(num=1, fun=micro.__wrapped__)
+
+    monkeypatch.setattr("statetx.planner.microbatches.fit", fit)
+    return asked
+
+
+def test_a_choice_is_for_flags_structures_and_states(choices):
+    class Model:
+        def __init__(self, width):
+            self.w, self.act = statetx.Param(jnp.ones((4, width))), statetx.State({"act": "sin", "scale": 1.0})
+
+    def loss(x, model, mode, options):
+        act = jnp.sin if model.act.value["act"] == "sin" else jnp.cos
+        return act(x @ model.w.value).mean() * (2.0 if mode == "double" else 1.0)
+
+    f = statetx.microbatch(loss, budget="1MiB", argnums=0)
+    x, model = jnp.ones((8, 4)), Model(3)
+
+    def num_choices(*args):
+        f(*args)
+        f(*args)
+        num, choices[:] = len(choices), []
+        return num
+
+    assert num_choices(x, model, "single", {"a": 1.0}) == 1
+    assert num_choices(2 * x, model, "single", {"a": 2.0}) == 0
+    assert num_choices(x, model, "double", {"a": 1.0}) == 1
+    assert num_choices(x, model, "double", {"b": 1.0}) == 1
+    model.w.value = jnp.ones((4, 5))
+    assert num_choices(x, model, "double", {"b": 1.0}) == 1
+    model.act.value = {"act": "cos", "scale": 1.0}
+    assert num_choices(x, model, "double", {"b": 1.0}) == 1
+    model.act.value = {"act": "sin", "scale": 1.0}
+    assert num_choices(x, model, "double", {"b": 1.0}) == 0
+    collected = weakref.ref(model)
+    del model
+    gc.collect()
+    assert collected() is None
+
+
+def test_a_choice_for_flags_keeps_the_budget(monkeypatch):
+    monkeypatch.setattr("statetx.planner.microbatches._Search.planned", lambda self, num, budget: None)
+
+    def loss(w, x, mode):
+        h = jnp.tanh(x @ w)
+        if mode == "wide":
+            h = jnp.sort(jnp.sin(h[:, None] * jnp.arange(1.0, 33)[None, :, None]), 1).sum(1)
+        return (h**2).mean()
+
+    f = statetx.microbatch(jax.value_and_grad(loss), budget="96KiB", argnums=1)
+    w, x = jnp.eye(16), jnp.ones((64, 16))
+    assert f.fit(w, x, "narrow").num == 1 < f.fit(w, x, "wide").num
+    assert f.fit(w, x, "wide").total_bytes <= 96 * 2**10
+
+
+def test_fit_of_a_loss_with_aux_counts_the_gradient_of_its_states(monkeypatch):
+    monkeypatch.setattr("statetx.planner.microbatches._Search.planned", lambda self, num, budget: None)
+    w, x = statetx.Param(jnp.eye(16)), jnp.ones((64, 16))
+
+    def loss(x):
+        h = jnp.sin(jnp.tanh(x @ w.value))
+        h = jnp.sin(h) * jnp.cos(h)
+        return (h**2).mean(), h.mean()
+
+    budget = 12 * 2**10
+    f = statetx.microbatch(loss, budget=budget)
+    step = statetx.jit(statetx.value_and_grad(f, wrt=w, has_aux=True))
+    memory = step.lower(x).compile().memory_analysis()
+    assert memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes <= budget
+    num = statetx.value_and_grad(lambda x: (f(x)[0], f.fit(x).num), wrt=w, has_aux=True)(x)[0][1]
+    assert f.fit(x).num < num  # without a gradient
 
 
 def test_results_in_a_notebook():

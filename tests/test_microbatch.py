@@ -115,6 +115,21 @@ def test_means_of_integers_and_of_half_precision():
     assert half.dtype == jnp.bfloat16 and float(half) == 3.0
 
 
+@pytest.mark.parametrize("how", ["first", "last", "stack"])
+def test_outputs_that_are_random_keys(how):
+    def loss(x, key):
+        return (x**2).sum(), jax.random.split(key)
+
+    key = jax.random.key(7)
+    each = jax.vmap(jax.random.split)(jax.random.split(key, 3))  # of the parts
+    expected = {"first": each[0], "last": each[-1], "stack": each}[how]
+    in_parts = statetx.microbatch(loss, 3, reduce=("sum", how))
+    (value, keys), gradient = jax.value_and_grad(in_parts, has_aux=True)(jnp.arange(9.0), key)
+    assert value == 204 and keys.dtype == key.dtype
+    np.testing.assert_array_equal(jax.random.key_data(keys), jax.random.key_data(expected))
+    np.testing.assert_array_equal(gradient, 2 * jnp.arange(9.0))
+
+
 @pytest.mark.parametrize("num", [2, 3])
 def test_mean_over_a_mask(num):
     mask = jnp.array([1, 1, 0, 1, 0, 0, 0, 0, 1, 1.0])  # no example of the second of three parts counts in full

@@ -98,8 +98,9 @@ def zero_tangent(aval: Any) -> Any:
 
 def zeros(aval: Any) -> Any:
     """Zeros of a type, with its sharding unless that belongs to a mesh other than the current one."""
-    # A type from outside a shard_map, say, names a mesh that no array made here can lie on.
-    if aval.sharding.mesh != jax.sharding.get_abstract_mesh():
+    # A type from outside a shard_map, say, names a mesh that no array made here can lie on. Zeros of a tangent, which JAX instantiates, are no keys.
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    if is_key or aval.sharding.mesh != jax.sharding.get_abstract_mesh():
         return jnp.zeros(aval.shape, aval.dtype)
     return _instantiate_zeros(_Zero(aval))
 

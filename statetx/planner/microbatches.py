@@ -78,7 +78,9 @@ class Fit(Tabular):
         return Table(title, [Column("parts", "right"), Column("bytes", "right"), Column("fits")], rows, notes)
 
 
-def fit(micro: Any, budget: int | str, batch: Batch, args: tuple, kwargs: dict[str, Any]) -> Fit:
+def fit(
+    micro: Any, budget: int | str, batch: Batch, args: tuple, kwargs: dict[str, Any], is_differentiated: bool
+) -> Fit:
     """Choose the fewest parts whose compiled program keeps the budget.
 
     Of these programs, one with fewer parts and a plan is taken if the plan adds few operations; or if not even single examples fit.
@@ -86,6 +88,7 @@ def fit(micro: Any, budget: int | str, batch: Batch, args: tuple, kwargs: dict[s
     Args:
         micro: the `Microbatch`.
         batch: the batch of the call with `args` and `kwargs`.
+        is_differentiated: whether an array among the arguments and the states that are touched is being differentiated.
 
     Raises:
         PlanError: nothing keeps the budget.
@@ -93,7 +96,7 @@ def fit(micro: Any, budget: int | str, batch: Batch, args: tuple, kwargs: dict[s
     amount = read_amount(budget)
     if isinstance(amount, float):
         raise PlanError(f"microbatch: budget={budget!r} is a fraction.\nFix: give bytes, such as '2GiB', or 'device'.")
-    search = _Search(micro, batch, args, kwargs)
+    search = _Search(micro, batch, args, kwargs, is_differentiated)
     nums = _candidates(batch.size)
     sizes = [-(-batch.size // num) for num in nums]
     arguments = num_bytes([args, kwargs])
@@ -135,7 +138,7 @@ def _candidates(size: int) -> list[int]:
 class _Search:
     """Compiles the candidates."""
 
-    def __init__(self, micro: Any, batch: Batch, args: tuple, kwargs: dict[str, Any]):
+    def __init__(self, micro: Any, batch: Batch, args: tuple, kwargs: dict[str, Any], is_differentiated: bool):
         self._micro = micro
         self._batch = batch
         self._args, self._kwargs = args, kwargs
@@ -143,8 +146,7 @@ class _Search:
         part_args, part_kwargs = batch.arguments(batch.types(1))
         out = jax.tree.leaves(eval_shape(micro.__wrapped__, *part_args, **part_kwargs))
         is_scalar = len(out) == 1 and not out[0].shape and is_float(out[0])
-        leaves = jax.tree.leaves((args, kwargs))
-        self._is_loss = is_scalar or any(map(_jax.is_differentiated, leaves))
+        self._is_loss = is_scalar or is_differentiated
 
     def _peak_bytes(self, num: int, fun: Callable | None = None) -> int:
         """Of the function in so many parts; of its gradient with respect to float states and all but the batch if it is a loss."""

@@ -30,11 +30,15 @@ from .._objects.walk import Walk
 from .._text import brief, suggestion, type_str
 from .._tree import is_argument, is_array_or_number, partition
 from .._typing import Filter, Indices, Names, PyTree
+from .functionalize import trace_states
 from .grad import ValueAndGrad
+from .jit.static_keys import Programs, static_key
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 RULES = (Carry, Broadcast, Split, Mean, First, Last)
+
+_MAX_FITS = 1024  # choices that one function remembers
 
 
 class MicrobatchOptions(TypedDict, total=False):
@@ -149,7 +153,7 @@ class Microbatch(Wrapper):
         self._num, self._budget = _check_num(options["num"], options["budget"]), options["budget"]
         diff_argnums = functools.partial(_diff_argnums, fun)
         self.batch = BatchArguments("microbatch", fun, options["argnums"], options["argnames"], diff_argnums)
-        self._fits: dict[Any, Any] = {}  # by types of arguments, what was chosen for the budget
+        self._fits = Programs(_MAX_FITS)  # what was chosen for the budget, by what the choice depends on
         for how in jax.tree.leaves(options["reduce"]):
             _check_reduction(how)
         Rules("microbatch", options["states"], fun, RULES)
@@ -177,12 +181,16 @@ class Microbatch(Wrapper):
         # This module is below the planner, which compiles the candidates.
         fit = pkgutil.resolve_name("statetx.planner.microbatches:fit")
         batch = self.batch.of(args, kwargs)
-        arrays = [x for x in jax.tree.leaves((args, kwargs)) if is_argument(x)]
+        # A flag, or what a state holds, may change the program as types of arguments do.
+        touched = trace_states(self.__wrapped__)(*args, **kwargs)
+        values = [_states.kind_of_state(row.state).read(row.state) for row in touched if not row.created]
+        arrays, part = partition((args, kwargs, values), is_argument)
         is_differentiated = any(map(_jax.is_differentiated, arrays))
-        key = (*(str(_jax.abstract(x)) for x in arrays), is_differentiated, _jax.trace_context())
+        types = tuple([str(_jax.abstract(x)) for x in arrays])
+        key = (types, part.treedef, part.mask, static_key(part.static), is_differentiated, _jax.trace_context())
         if key not in self._fits:
-            self._fits[key] = fit(self, self._budget, batch, args, kwargs)
-        return self._fits[key]
+            self._fits.keep(key, [fit(self, self._budget, batch, args, kwargs, is_differentiated)])
+        return self._fits[key][0]
 
     def with_num(self, num: int, fun: Callable | None = None) -> Microbatch:
         """The same transform of the same function, or of another, with a number of parts."""
