@@ -1,5 +1,6 @@
 """`microbatch`: equal to the full batch, states by their rules, memory of one part, every nesting."""
 
+import functools
 import pathlib
 import sys
 
@@ -157,6 +158,96 @@ def test_a_part_of_weight_zero_is_left_out():
     expected = jax.value_and_grad(loss)(0.5, x, mask)
     assert_close(statetx.microbatch(jax.value_and_grad(loss), 3, **options)(0.5, x, mask), expected)
     assert_close(jax.value_and_grad(statetx.microbatch(loss, 3, **options))(0.5, x, mask), expected)
+
+
+LEFT_OUT_MASK = jnp.array([1, 1, 0, 0, 1, 0.0])  # nothing in the second of three parts
+
+
+def left_out_losses(scale, x, mask):
+    mean = lambda e: (e * mask).sum() / mask.sum()  # noqa: E731
+    return mean((scale * x) ** 2), mean(jnp.sin(scale * x))
+
+
+def left_out_vector(scale, x, mask):
+    return jnp.stack(left_out_losses(scale, x, mask))
+
+
+@pytest.mark.parametrize("of_vector", [False, True])
+def test_a_part_of_weight_zero_leaves_no_nan_in_any_derivative(of_vector):
+    """Where the loss is not the only output: of first and second order, in forward mode, for each example of a vmap."""
+    fun, weight = left_out_vector if of_vector else left_out_losses, lambda scale, x, mask: mask.sum()
+    in_parts = statetx.microbatch(fun, 3, argnums=(1, 2), weight=weight)
+    x = jnp.arange(1.0, 7.0)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def derivatives(fun):
+        f = lambda s, x, mask: sum(c * loss for c, loss in zip((1.0, 3.0), fun(s, x, mask), strict=True))  # noqa: E731
+        gradient = lambda s: jax.grad(f, (0, 1))(s, x, LEFT_OUT_MASK)  # noqa: E731
+        masks = jnp.stack([LEFT_OUT_MASK, jnp.roll(LEFT_OUT_MASK, 2), jnp.ones(6)])
+        total = lambda s: jax.vmap(lambda mask: f(s, x, mask))(masks).sum()  # noqa: E731
+        forward = jax.jvp(lambda s: f(s, x, LEFT_OUT_MASK), (0.5,), (1.0,))
+        return forward, jax.jvp(gradient, (0.5,), (1.0,)), jax.grad(lambda s: gradient(s)[0])(0.5), jax.grad(total)(0.5)
+
+    assert_close(derivatives(in_parts), derivatives(fun))
+
+
+def test_a_part_of_weight_zero_keeps_the_derivatives_of_its_states():
+    """A loss of a carried state: the state of a part that is left out has a derivative, and so has a sum beside the mean."""
+
+    def run(wrap):
+        h = statetx.State(jnp.float32(0.1))
+
+        def step(w, x, mask):
+            h.value = jnp.tanh(h.value * w + x.sum())
+            return (h.value**2 * mask).sum() / mask.sum(), (w * x).sum()
+
+        mean, total = wrap(step)
+        return mean + total + h.value
+
+    def in_python(step, w, x):
+        means, totals = [], []
+        for n in range(0, 6, 2):
+            mean, total = step(w, x[n : n + 2], LEFT_OUT_MASK[n : n + 2])
+            totals.append(total)
+            means += [LEFT_OUT_MASK[n : n + 2].sum() / 3 * mean] if n != 2 else []
+        return sum(means), sum(totals)
+
+    options = {"argnums": (1, 2), "weight": lambda w, x, mask: mask.sum(), "reduce": ("mean", "sum")}
+    in_parts = lambda step, w, x: statetx.microbatch(step, 3, **options)(w, x, LEFT_OUT_MASK)  # noqa: E731
+    gradient = lambda way: jax.value_and_grad(lambda w, x: run(lambda step: way(step, w, x)), (0, 1))  # noqa: E731
+    args = 0.7, jnp.linspace(-0.4, 0.3, 6)
+    assert_close(jax.jit(gradient(in_parts))(*args), gradient(in_python)(*args))
+
+
+@pytest.mark.parametrize("how", ["first", "last"])
+def test_the_first_and_the_last_part_alone_have_derivatives(how):
+    x = jnp.array([1.0, 2.0, 0.0, 4.0, 5.0, 6.0])  # the root has no derivative at 0
+    root, roots = lambda x: jnp.sqrt(x).sum(), lambda x: (jnp.sqrt(x).sum(), jnp.sqrt(x + 1).sum())  # noqa: E731
+    expected = jnp.where(jnp.arange(6) < 2 if how == "first" else jnp.arange(6) >= 4, 0.5 / jnp.sqrt(x), 0.0)
+    assert_close(jax.grad(statetx.microbatch(root, 3, reduce=how))(x), expected)
+    both = statetx.microbatch(roots, 3, reduce=(how, "sum"))
+    assert_close(jax.grad(lambda x: sum(both(x)))(x), expected + 0.5 / jnp.sqrt(x + 1))
+
+
+def test_a_weighted_loss_beside_states_is_differentiated_without_another_run():
+    def program(wrap):
+        seen = statetx.State(jnp.zeros(7))
+
+        def loss(params, x, y, mask):
+            hidden = jnp.tanh(x @ params["a"])
+            seen.value = 0.9 * seen.value + hidden.mean(0)
+            return (((hidden @ params["b"] - y) ** 2).mean(1) * mask).sum() / mask.sum()
+
+        return wrap(loss)
+
+    options = {"argnums": (1, 2, 3), "weight": lambda params, x, y, mask: mask.sum()}
+    of_gradients = program(lambda f: statetx.microbatch(statetx.value_and_grad(f), 5, **options))
+    of_loss = program(lambda f: statetx.value_and_grad(statetx.microbatch(f, 5, **options)))
+    mask = jnp.ones(10).at[2:4].set(0.0)
+    count = lambda f: statetx.measure(f, PARAMS, X, Y, mask, gradient=False)  # noqa: E731
+    assert count(of_loss).flops <= 1.02 * count(of_gradients).flops
+    assert count(of_loss).temp_bytes <= 1.1 * count(of_gradients).temp_bytes
+    assert_close(statetx.jit(of_loss)(PARAMS, X, Y, mask), statetx.jit(of_gradients)(PARAMS, X, Y, mask))
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
@@ -551,6 +642,15 @@ def test_equal_calls_compile_once():
     with compilations() as count:
         f(PARAMS, X, Y)
     assert len(count) == 0
+
+    # The steps of other outputs are rematerialized by JAX's own scan, which an eager gradient compiles again; but nothing else.
+    losses = lambda *args: (mean_loss(*args), sum_loss(*args))  # noqa: E731
+    in_parts = statetx.microbatch(losses, 5, argnums=(1, 2), reduce=("mean", "first"))
+    of_first = statetx.value_and_grad(lambda *args: in_parts(*args)[1])
+    of_first(PARAMS, X, Y)
+    with compilations() as count:
+        of_first(PARAMS, X, Y)
+    assert len(count) <= 1
 
 
 def test_callbacks_fire_once_a_part():

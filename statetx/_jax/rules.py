@@ -99,8 +99,8 @@ def with_rule(eqn: Any, edit: Callable[[Jaxpr], Jaxpr], call: Any) -> Any:
 def derivative_rule(x: Any) -> tuple[Any, ...] | None:
     """A hashable identity of a custom derivative rule in an equation's parameters; None if it has none.
 
-    JAX wraps the rule again in every trace. Only rules that JAX itself defines are recognized: they read nothing that may
-    change. A user's rule runs when the equation is differentiated and may read anything, so two equations with such a rule
+    JAX wraps the rule again in every trace. Only rules that JAX itself defines are recognized, and those with the attribute `reads_nothing`: they read
+    nothing that may change. A user's rule runs when the equation is differentiated and may read anything, so two equations with such a rule
     never compare equal.
     """
     if not isinstance(x, _lu.WrappedFun):
@@ -115,7 +115,7 @@ def derivative_rule(x: Any) -> tuple[Any, ...] | None:
         inner = wrapped[0]
     rule = inner.f
 
-    if not _defined_by_jax(rule):
+    if not (_defined_by_jax(rule) or getattr(rule, "reads_nothing", False)):
         return None
     # JAX flattens the rule by transforms with arguments, such as treedefs: equal rules with other arguments are other
     # rules.

@@ -173,7 +173,7 @@ class _Gradients:
         value, pull, outs = jax.vjp(run, *primals, has_aux=True)
         of_constants, of_x = pull(_jax.varying_like(jnp.ones_like(value), value))
         if self._is_weighted:
-            # A mean over nothing, 0/0, has a gradient of NaN, which a factor of 0 would not remove.
+            # A mean over nothing, 0/0, has a gradient of NaN, which a factor of 0 would not remove; nor does `left_out` from a part with callbacks.
             without_nan = lambda g: jnp.where(x[0] == 0, jnp.zeros_like(g), g)  # noqa: E731
             of_constants, of_x = jax.tree.map(without_nan, (of_constants, of_x))
         sums = [s + g for s, g in zip(sums, of_constants, strict=True)]

@@ -24,6 +24,7 @@ from .._text import type_str
 from .._tree import Partition, is_float
 from .accumulated import Accumulated
 from .build import make_loop
+from .left_out import with_left_out
 from .strategy import Levels, Strategy
 
 REDUCTIONS = ("mean", "sum", "first", "last", "concat", "stack")
@@ -125,13 +126,14 @@ class Turns:
         outvars = [*staged.out_vars, *written(self._carried), *written(kept), *written(self._sliced)]
         return staged.arrange(invars, outvars)
 
-    def _body(self, carry_avals: list[Any], weight: list[Any]) -> Body:
+    def _body(self, carry_avals: list[Any], weight: list[Any], num: int) -> Body:
         inner = self._arranged()
         num_constants = self._num_constants
         num_outs, num_acc = len(self._reductions), len(self._accumulated)
         carried_avals = [a for i in self._carried for a in i.avals]
         kept = [how for i, how in self._kept for _ in i.avals]
         x_avals = [v.aval for v in inner.jaxpr.invars[num_constants + len(carried_avals) :]]
+        groups = self._groups(bool(weight))
 
         def turn(*args: Any) -> list[Any]:
             constants, args = args[:num_constants], args[num_constants:]
@@ -140,7 +142,8 @@ class Turns:
             accumulated, carry = carry[:num_acc], carry[num_acc:]
             carried, accumulated_states = carry[: len(carried_avals)], carry[len(carried_avals) :]
 
-            outs = inner((), *constants, *carried, *xs)
+            is_left_out = lambda how: w == 0 if how == "mean" else count != (0 if how == "first" else num - 1)  # noqa: E731
+            outs = with_left_out(inner, [*constants, *carried, *xs], groups, is_left_out)
             outs, written = outs[:num_outs], outs[num_outs:]
             add = lambda how, total, x: _add(how, total, x, w, count)  # noqa: E731
             totals = [
@@ -155,6 +158,14 @@ class Turns:
         avals = [*(v.aval for v in inner.jaxpr.invars[:num_constants]), *carry_avals, *weight, *x_avals]
         jaxpr, consts = _jax.stage(turn, avals, traced_for="scan", name=name_of(self._staged.fun))
         return Body.close(jaxpr, consts)
+
+    def _groups(self, is_weighted: bool) -> list[str | None]:
+        """For each output of `_arranged`, how it is reduced if parts may be left out of it, and None otherwise."""
+        num_leaves = lambda inputs: sum(len(i.values) for i in inputs)  # noqa: E731
+        kept = [how for i, how in self._kept for _ in i.values]
+        carried, sliced = [None] * num_leaves(self._carried), [None] * num_leaves(self._sliced)
+        leaving_out = {"first", "last", "mean"} if is_weighted else {"first", "last"}
+        return [how if how in leaving_out else None for how in (*self._reductions, *carried, *kept, *sliced)]
 
     @property
     def _num_constants(self) -> int:
@@ -198,7 +209,8 @@ class Turns:
         carry = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in carry]
         xs = [*([] if weights is None else [weights]), *split, *examples, *mapped]
         carry_avals = [_jax.abstract(x) for x in carry]
-        body = self._body(carry_avals, [] if weights is None else [_jax.drop_axis(_jax.abstract(weights), 0)])
+        weight_avals = [] if weights is None else [_jax.drop_axis(_jax.abstract(weights), 0)]
+        body = self._body(carry_avals, weight_avals, num)
         loop = make_loop(
             staged,
             body,
