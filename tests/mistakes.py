@@ -807,6 +807,21 @@ def differs_per_example():
     statetx.vmap(f)(X)
 
 
+@mistake("vmap(in_axes=(0, 0)) of a model", StateValueError, "argument model", "'model.w'", "states={'model.*': 0}")
+def axis_of_model():
+    statetx.vmap(lambda model, x: model(x, False), in_axes=(0, 0))(Block(), X[:, None])
+
+
+@mistake("scan(xs=a state)", StateValueError, "xs[0] holds states", "states={Param: 0}")
+def state_in_xs():
+    statetx.scan(lambda c, x: (c + x[0].value * x[1], None), 0.0, (Param(X), X))
+
+
+@mistake("map(xs=a state)", StateValueError, "map: xs holds states", "scan(", "states={Param: 0}")
+def state_in_xs_of_map():
+    statetx.map(lambda p: p.value, Param(X))
+
+
 @mistake("vmap(states={State: Carry})", StateValueError, "Carry", "an axis", "Split")
 def carry_in_vmap():
     statetx.vmap(double, states={State: Carry})(X)

@@ -534,6 +534,26 @@ def test_donate_argnums_count_static_arguments(static, donated):
     assert gone(statetx.jit) == gone(jax.jit) == [i in donated for i in range(4)]
 
 
+@pytest.mark.parametrize("options", [{"donate_argnames": "model"}, {"donate_argnums": 0}])
+@pytest.mark.parametrize(
+    "model_of", [lambda w: {"w": w}, lambda w: [w, 1.0], lambda w: w], ids=["dict", "list", "state"]
+)
+def test_states_of_donated_arguments_are_donated(options, model_of):
+    w, other, kept = statetx.Param(jnp.ones(64)), statetx.State(jnp.ones(64)), statetx.State(jnp.ones(64))
+
+    def step(model, x, held):
+        for state in jax.tree.leaves((model, held), is_leaf=lambda x: isinstance(x, statetx.State)):
+            if isinstance(state, statetx.State) and state is not kept:
+                state.value = state.value * x
+        return kept.value
+
+    olds = [state.value for state in (w, other, kept)]
+    statetx.jit(step, **options)(model_of(w), jnp.ones(64), [other, kept])
+    assert [old.is_deleted() for old in olds] == [True, False, False]
+    statetx.jit(step, **options)(model=model_of(w), x=jnp.ones(64), held=[])
+    statetx.jit(lambda model: 1.0, donate_argnames="model")(None)
+
+
 def test_donate_argnames_with_static_argnames():
     f = statetx.jit(lambda n, c, d: (c * n, d), static_argnames="n", donate_argnames="c")
     for call in (lambda c, d: f(2, c, d), lambda c, d: f(c=c, d=d, n=2), lambda c, d: f(2, d=d, c=c)):

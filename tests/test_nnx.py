@@ -738,3 +738,35 @@ def test_count_of_a_fork_under_a_plain_gradient():
         statetx.TraceLeakError, match=r"(?s)a jit is tracing, at .*, under jax's grad.*use statetx.grad in"
     ):
         statetx.jit(step)(keys, jnp.ones(3))
+
+
+def test_mapped_states_of_arguments_need_a_rule():
+    """As `nnx.vmap` maps modules, `nnx.State` and Rngs by in_axes, an axis that is not applied must not be silent."""
+    x, drop = jnp.ones((3, 3)), nnx.Dropout(0.5)
+    draw = lambda x, rngs: drop(x, rngs=rngs)  # noqa: E731
+    with pytest.raises(statetx.StateValueError, match=r"argument rngs.*RngKey(?s:.*)states=\{'rngs\.default\.\*': 0\}"):
+        statetx.vmap(draw, in_axes=(0, 0))(x, nnx.Rngs(1).split(3))
+    out = statetx.vmap(draw, in_axes=(0, 0), states={"rngs.default.*": 0})(x, nnx.Rngs(1).split(3))
+    np.testing.assert_array_equal(out, nnx.vmap(draw, in_axes=(0, 0))(x, nnx.Rngs(1).split(3)))
+
+    state = nnx.State({"s": nnx.Param(jnp.arange(1.0, 4.0))})
+    f = lambda s, x: (s["s"][...] * x).sum()  # noqa: E731
+    with pytest.raises(statetx.StateValueError, match=r"argument s,(?s:.*)states=\{'s\.s': 0\}"):
+        statetx.vmap(f, in_axes=(0, 0))(state, x)
+    with pytest.raises(statetx.StateValueError, match=r"scan: xs\[0\]\['s'\] holds states"):
+        statetx.scan(lambda c, a: (c, f(*a)), 0.0, (state, x))
+    ys = statetx.scan(lambda c, a: (c, f(*a)), 0.0, (state, x), states={nnx.Param: 0})[1]
+    np.testing.assert_array_equal(ys, jax.vmap(f)(state, x))
+
+
+def test_advice_to_donate_the_variables_of_an_argument():
+    """`nnx.jit` takes modules apart; `statetx.jit` donates their Variables by donate_states=, not by donate_argnames=."""
+    net = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+
+    def step(net, x):
+        net.kernel[...] = net.kernel[...] * x.sum()
+
+    profile = statetx.memory_profile(nnx.jit(step, graph=False), net, jnp.ones(64))
+    assert {b.kind for b in profile.buffers if b.owner == "net.kernel.value"} == {"state"}
+    (text,) = [c.text for c in profile.changes if c.action == "donate"]
+    assert "donate_states=True" in text and "donate_argnames" not in text

@@ -318,3 +318,22 @@ def test_weak_initial_carry_of_the_right_dtype_is_traced_once():
 def test_unroll_must_be_known():
     with pytest.raises(jax.errors.ConcretizationTypeError, match="scan: unroll= must be known"):  # JAX's type
         jax.jit(lambda n: statetx.scan(lambda c, z: (c, z), n, None, 3, unroll=n))(3)
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_states_in_xs_need_a_rule(disabled):
+    def body(c, a):
+        s, x = a if isinstance(a, tuple) else (a, 0.0)
+        return c * s.value + x, None
+
+    s = statetx.Param(jnp.arange(1.0, 4.0))
+    with jax.disable_jit(disabled):
+        for xs in (s, (s, jnp.ones(3))):
+            with pytest.raises(
+                statetx.StateValueError, match=r"(?s)scan: xs.* holds states.*Param.*states=\{Param: 0\}"
+            ):
+                statetx.scan(body, 1.0, xs)
+        assert float(statetx.scan(body, 1.0, (s, jnp.ones(3)), states={statetx.Param: 0})[0]) == 16.0
+        assert float(statetx.scan(body, 1.0, s, states={statetx.Param: 0})[0]) == 6.0
+        shared = statetx.State(jnp.float32(2.0))
+        assert float(statetx.scan(body, 1.0, shared, 3, states={statetx.State: statetx.Broadcast})[0]) == 8.0

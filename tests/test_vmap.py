@@ -262,3 +262,31 @@ def test_axis_size_follows_a_mapped_state():
     np.testing.assert_allclose(statetx.vmap(lambda: h.value.sum(), states={statetx.State: 1})(), [3.0, 5.0, 7.0])
     carry, ys = statetx.scan(lambda c, _: (c + h.value.sum(), h.value), 0.0, states={statetx.State: 0})
     assert float(carry) == 15.0 and ys.shape == (2, 3)
+
+
+class Scale:
+    def __init__(self):
+        self.s = statetx.Param(jnp.arange(1.0, 4.0))
+
+
+@pytest.mark.parametrize("rule", [{statetx.Param: 0}, {"m.*": 0}])
+def test_axis_of_an_argument_that_holds_states_needs_a_rule(rule):
+    m, x = Scale(), jnp.ones((3, 3))
+    f = lambda m, x: (m.s.value * x).sum()  # noqa: E731
+    words = r"vmap: argument m, with the axis 0 in in_axes, holds states.*Param 'm.s' \(f32\[3\].*states=\{'m.s': 0\}"
+    with pytest.raises(statetx.StateValueError, match=f"(?s){words}"):
+        statetx.vmap(f, in_axes=(0, 0))(m, x)
+    with pytest.raises(statetx.StateValueError, match=r"(?s)argument a\['m'\].*states=\{'a.m.s': -1\}"):
+        statetx.vmap(lambda a: f(**a), in_axes=({"m": -1, "x": 0},))({"m": m, "x": x})
+    np.testing.assert_array_equal(statetx.vmap(f, in_axes=(0, 0), states=rule)(m, x), [3.0, 6.0, 9.0])
+    for axes in (0, (None, 0)):
+        np.testing.assert_array_equal(statetx.vmap(f, in_axes=axes)(m, x), [6.0, 6.0, 6.0])
+    assert statetx.vmap(lambda m, x: x, in_axes=(0, 0))("flag", x).shape == x.shape
+
+
+def test_states_in_the_xs_of_map_are_refused():
+    for options in ({}, {"batch_size": 2}):
+        with pytest.raises(
+            statetx.StateValueError, match=r"(?s)map: xs\[0\] holds states.*scan\(.*states=\{Param: 0\}"
+        ):
+            statetx.map(lambda a: a[0].s.value * a[1], (Scale(), jnp.ones(3)), **options)

@@ -5,6 +5,7 @@ A rule is one of the objects below, or an axis. Each transform names the rules t
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Callable, Mapping, Sequence
 from inspect import isclass
 from typing import Any
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from .. import _jax, _states
 from .._errors import StateFilterError, StateValueError
 from .._objects.paths import Paths, as_predicate
+from .._objects.walk import Walk
 from .._text import brief, suggestion
 from .._typing import Filter
 
@@ -153,9 +155,33 @@ class Rules:
                     f"Fix: correct the path, or select by a type, which need not occur."
                 )
 
-    def size_of_mapped(self) -> int | None:
-        """The length of the mapped axis of the first mapped state that the function holds; None if it holds none."""
-        for state in self.path.held.values() if self._rules else ():
+    def refuse_unruled(self, argument: str, obj: Any, axis: int, call: str, otherwise: str) -> None:
+        """Raise if an argument that the user maps holds states and none has a rule: only arrays are sliced with the argument.
+
+        Args:
+            argument: its name, for the message.
+            obj: the argument.
+            axis: the axis that the user maps.
+            call: the call up to ``states=``.
+            otherwise: what to do if no slices are meant.
+
+        Raises:
+            StateValueError: `obj` holds states, and none has a rule.
+        """
+        held = _states_in(obj)
+        if not held or any(self(state) is not None for state in held):
+            return
+        state = held[0]
+        paths = {id(state): path for path, state in self.path.held.items()}
+        raise StateValueError(
+            f"{self.name}: {argument} holds states, which are not sliced like arrays. Each call would get the whole value of "
+            f"{_states.describe(state, path=paths.get(id(state)))}.\n"
+            f"Fix: map the states by {call}states={{{_filter_for(held, paths)}: {axis}}}); {otherwise}."
+        )
+
+    def size_of_mapped(self, *others: Any) -> int | None:
+        """The length of the mapped axis of the first mapped state that the function or `others` hold; None if none does."""
+        for state in [*self.path.held.values(), *_states_in(others)] if self._rules else ():
             axis, kind = self(state), _states.kind_of(state)
             if isinstance(axis, int) and kind is not None:
                 shapes = [jnp.shape(x) for x in jax.tree.leaves(kind.get(state))]
@@ -175,3 +201,18 @@ class Rules:
                 f"must have the length of the {self.name}, {length}."
             )
         return _jax.drop_axis(aval, axis)
+
+
+def _states_in(obj: Any) -> list[Any]:
+    """The states that an argument holds itself, not counting its class's."""
+    return [state for _, state in Walk(follows_classes=False).held(obj, is_called=False)]
+
+
+def _filter_for(states: Sequence[Any], paths: Mapping[int, str]) -> str:
+    """A filter that selects these states, as the user writes it: what their paths have in common, or their types."""
+    parts = [paths.get(id(state), "").split(".") for state in states]
+    common = ".".join(os.path.commonprefix(parts))  # type: ignore[type-var]
+    if common:
+        return repr(common if len(parts) == 1 else f"{common}.*")
+    names = sorted({type(state).__name__ for state in states})
+    return names[0] if len(names) == 1 else f"({', '.join(names)})"

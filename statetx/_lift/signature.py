@@ -67,6 +67,11 @@ class StaticArguments:
                 f"memory to donate.\nFix: leave it out of {other._role}_argnums and {other._role}_argnames."
             )
 
+    def filters_of_states(self) -> list[str]:
+        """Filters by path, for the states that these arguments hold."""
+        names = self.names | {self._positional[i].name for i in self.positions if i < len(self._positional)}
+        return [pattern for name in sorted(names) for pattern in (name, f"{name}.*", f"{name}[[]*")]
+
     def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], Callable]:
         """Split off the static arguments: the dynamic ones, and a function that merges the static ones back in."""
         if not self:

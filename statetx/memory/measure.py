@@ -121,7 +121,8 @@ def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None)
     is_named = _states.unjitted(fun) is not None and not _states.holds_other_arrays(args)
     if hasattr(fun, "lower") and hasattr(fun, "trace") and not is_named:
         with created_undone(fun, args, kwargs):
-            return _staged(fun.trace(*args, **kwargs))
+            traced = _staged(fun.trace(*args, **kwargs))
+            return traced if traced.inputs.states else traced._replace(inputs=Inputs(_state_names(fun, args, kwargs)))
     return _of_function(fun, args, without_gradient(fun, args, kwargs), None, None)
 
 
@@ -135,6 +136,15 @@ def _staged(stage: Any) -> _Traced:
     if isinstance(stage, (Lowered, Compiled)):
         return _Traced(stage.name, stage.jax_stage, Inputs(stage.state_names), None)
     return _Traced(getattr(stage, "fun_name", "") or "the program", stage, Inputs(), None)
+
+
+def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str]:
+    """JAX's names of the inputs that are values of states in arguments: it takes flax's modules apart."""
+    is_state = lambda x: _states.kind_of(x) is not None and not _states.is_array_state(x)  # noqa: E731
+    name = argument_names(fun, args)
+    leaves = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_state)[0]
+    found = [(keys, jax.tree_util.tree_flatten_with_path(x)[0]) for keys, x in leaves if is_state(x)]
+    return frozenset(name((*keys, *inner)) for keys, values in found for inner, _ in values)
 
 
 def _of_function(

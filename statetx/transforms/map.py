@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
+from .._lift.rules import Rules
 from .._loops.strategy import Strategy
-from .scan import scan
+from .scan import refuse_states, scan
 from .vmap import vmap
 
 X = TypeVar("X")
@@ -34,7 +35,7 @@ def map(
 
     Args:
         f: called with one element.
-        xs: a pytree of arrays with a leading axis of equal length.
+        xs: a pytree of arrays with a leading axis of equal length. States are mapped by `scan` with ``states=``.
         batch_size: number of elements to process at a time by `vmap`, as in ``jax.lax.map``; states then follow the rules
             of `vmap`.
         checkpoint: how to store less for the gradient of the loop, as in `scan`.
@@ -42,6 +43,9 @@ def map(
 
     Returns:
         The outputs, stacked along a new leading axis.
+
+    Raises:
+        StateValueError: `xs` holds states.
 
     Source:
         ``jax.lax.map``.
@@ -55,6 +59,8 @@ def map(
         >>> statetx.map(running_sum, jnp.arange(4.0))
         Array([0., 1., 3., 6.], dtype=float32)
     """
+
+    refuse_states(Rules("map", None, f, ()), xs, "scan(lambda carry, x: (carry, f(x)), None, xs, ")
 
     def loop(f: Callable, xs: Any) -> Any:
         @functools.wraps(f, updated=())  # the name in messages and progress bars

@@ -29,7 +29,7 @@ from .._loops.strategy import Strategy
 from .._objects.opaque import refuse_unfinished
 from .._text import type_str
 from .._tree import as_array, is_array, is_array_or_number, partition
-from .._typing import Filter
+from .._typing import Filter, PyTree
 
 C = TypeVar("C")
 X = TypeVar("X")
@@ -59,8 +59,9 @@ def scan(
         f: the body, ``(carry, x) -> (carry, y)``.
         init: the first carry; a pytree of arrays and Python numbers.
         xs: a pytree of arrays with a leading axis of equal length, or None. A ``jax.Ref`` among them is sliced, too: a step
-            gets a Ref of its slice, and after the loop the Ref holds the slices that the steps wrote.
-        length: number of steps; needed if `xs` has no arrays and no state that the body holds has an axis.
+            gets a Ref of its slice, and after the loop the Ref holds the slices that the steps wrote. Other states among them
+            need a rule in `states`.
+        length: number of steps; needed if `xs` has no arrays and no state that the body or `xs` holds has an axis.
         reverse: whether to run from the last element to the first.
         unroll: number of steps in one iteration of the compiled loop, as in ``jax.lax.scan``.
         states: from filters to rules for the states that they select: `Carry`, `Broadcast`, an axis (the state has one
@@ -89,6 +90,7 @@ def scan(
     Raises:
         CarryTypeError: a step would change the type of the carry or of a carried state.
         CreatedStateError: the body created a state that outlives the loop.
+        StateValueError: `xs` holds states that `states` gives no rule.
         StateAccessError: the body wrote a `Broadcast` state, or reaches a Ref in `xs` in another way, too.
         PolicyError: `checkpoint` cannot be met; a budget that is too small raises when the loop is differentiated.
         EffectError: the body calls a host callback with effects, and `checkpoint` would call it again.
@@ -118,8 +120,10 @@ def scan(
     ref_kinds: dict[int, Any] = {n: _states.kind_of_state(x) for n, x in refs.items()}
     xs_leaves = [ref_kinds[n].get(x) if n in refs else as_array(x) for n, x in enumerate(xs_leaves)]
     rules = Rules("scan", states, f, (Carry, Broadcast, Split))
+    if xs_part.static:
+        refuse_states(rules, xs, "scan(..., ")
     names = lambda: [f"xs{path}" for path in leaf_names(xs_part)]  # noqa: E731
-    length = _resolve_length(xs_leaves, names, length, rules)
+    length = _resolve_length(xs_leaves, names, length, rules, xs_part.static)
     if _jax.is_jit_disabled():
         if length:
             first = carry_part.combine([jnp.asarray(x) for x in carry])
@@ -160,6 +164,14 @@ def scan(
     return carry_part.combine(carry), body.outs[1].combine(ys)
 
 
+def refuse_states(rules: Rules, xs: PyTree, call: str) -> None:
+    """Raise if `xs` holds states without a rule. For the arguments see `Rules.refuse_unruled`."""
+    for path, x in jax.tree_util.tree_flatten_with_path(xs, is_leaf=_states.is_opaque)[0]:
+        if not is_array_or_number(x) and not _states.is_array_state(x):
+            otherwise = "or close over them, if all steps share them"
+            rules.refuse_unruled(f"xs{jax.tree_util.keystr(path)}", x, 0, call, otherwise)
+
+
 def _effects_on(refs: Collection[Any], body: Staged) -> list[Effect]:
     """The effects of a loop on the states in `xs` (`jax.Ref`s): each step writes its slice."""
     for ref in refs:
@@ -181,7 +193,9 @@ def _check_known(argument: str, value: Any) -> None:
         )
 
 
-def _resolve_length(xs: Sequence[Any], names: Callable[[], list[str]], length: int | None, rules: Rules) -> int:
+def _resolve_length(
+    xs: Sequence[Any], names: Callable[[], list[str]], length: int | None, rules: Rules, others: Sequence[Any]
+) -> int:
     lengths: list[int] = []
     for n, x in enumerate(xs):
         if jnp.ndim(x) == 0:
@@ -198,7 +212,7 @@ def _resolve_length(xs: Sequence[Any], names: Callable[[], list[str]], length: i
             )
         return length
     if not lengths:
-        state_length = rules.size_of_mapped()
+        state_length = rules.size_of_mapped(*others)
         if state_length is None:
             raise ValueError("scan: give length=, or xs with at least one array.")
         return state_length

@@ -61,7 +61,8 @@ def vmap(
 
     Args:
         fun: the function of one example. Arguments other than arrays (a model, a flag) pass untouched.
-        in_axes: for each argument, or for parts of it, the axis to map over, or None; as in ``jax.vmap``.
+        in_axes: for each argument, or for parts of it, the axis to map over, or None; as in ``jax.vmap``. States that
+            an argument holds are mapped by `states`: an axis for such an argument raises if they have no rule there.
         out_axes: the same for the output.
         axis_name: a name for collectives.
         axis_size: number of examples; needed if no argument is mapped and no state that `fun` holds has an axis.
@@ -80,7 +81,8 @@ def vmap(
 
     Raises:
         StateAccessError: a write to a state that is not mapped differs between the examples.
-        StateValueError: the length of a mapped state's axis differs from the number of examples.
+        StateValueError: the length of a mapped state's axis differs from the number of examples; or `in_axes` gives an axis to
+            an argument that holds states without a rule, and no array.
 
     Source:
         ``jax.vmap``.
@@ -130,6 +132,8 @@ class Vmap(Wrapper):
 
         mapped = [_as_operand(x) for x, a in zip(leaves, axes, strict=True) if a is not None]
         rules = Rules("vmap", self._states, fun, (Broadcast, Split), args, kwargs)
+        if args_part.static and not isinstance(in_axes, int):
+            _refuse_axes_of_states(rules, fun, in_axes, args)
         size = _Sizes(fun, args, kwargs, args_part, leaves, axes).check(rules, self._jax_options["axis_size"])
         examples = _Examples(self, rules)
 
@@ -194,7 +198,7 @@ class _Sizes:
         if size is None:
             raise ValueError(
                 f"vmap({name_of(self._fun)}): no argument has an axis to map over, so the number of examples is not known. "
-                f"Python numbers have none.\nFix: give an array, or axis_size=."
+                f"Python numbers have none.\nFix: give an array, an axis in states=, or axis_size=."
             )
         return size
 
@@ -291,7 +295,7 @@ def _broadcast_axes(name: str, axes: Any, tree: PyTree) -> list[int | None]:
         for leaf in jax.tree.leaves(subtree, is_leaf=_states.is_opaque):
             if axis is not None and not isinstance(axis, int):
                 raise TypeError(f"vmap: {name} must hold ints and None, got {type(axis).__name__}: {axis!r}.")
-            can_map = is_array(leaf) or _states.is_array_state(leaf) or (name == "out_axes" and _is_dynamic(leaf))
+            can_map = _can_map(leaf) or (name == "out_axes" and _is_dynamic(leaf))
             leaf_axes.append(axis if can_map else None)
 
     try:
@@ -302,3 +306,23 @@ def _broadcast_axes(name: str, axes: Any, tree: PyTree) -> list[int | None]:
             f"structure is {jax.tree.structure(tree)}."
         ) from e
     return leaf_axes
+
+
+def _can_map(leaf: Any) -> bool:
+    return is_array(leaf) or _states.is_array_state(leaf)
+
+
+def _refuse_axes_of_states(rules: Rules, fun: Callable, in_axes: Any, args: tuple) -> None:
+    """Raise if an axis of `in_axes` is for an argument, or a part of one, that holds states without a rule and no array."""
+    parts: list[tuple[tuple, int, list]] = []
+
+    def add(keys: tuple, axis: int | None, part: PyTree) -> None:
+        leaves = jax.tree.leaves(part, is_leaf=_states.is_opaque)
+        if axis is not None and not any(map(_can_map, leaves)):
+            parts.append((keys, axis, leaves))
+
+    jax.tree_util.tree_map_with_path(add, in_axes, args, is_leaf=lambda x: x is None)
+    for keys, axis, leaves in parts:
+        name = argument_names(fun, args)([jax.tree_util.SequenceKey(0), *keys])
+        shared = f"or give None for {name} in in_axes, if all examples share them"
+        rules.refuse_unruled(f"argument {name}, with the axis {axis} in in_axes,", leaves, axis, "vmap(..., ", shared)

@@ -91,7 +91,8 @@ def jit(
         static_argnums: positions of static arguments, counted as you call the function, negative ones from the end.
             Unhashable values are allowed.
         static_argnames: the same by name.
-        donate_argnums: positions of arguments whose memory the program may use for its results.
+        donate_argnums: positions of arguments whose memory the program may use for its results. Of states that an argument holds,
+            those that the function writes donate their old memory, as by `donate_states`.
         donate_argnames: the same by name.
         donate_states: a filter, or True for all: the written states that it selects donate their old memory to the
             program. If JAX fails after it has taken this memory (a callback that raises, an interrupt in the first call),
@@ -164,7 +165,7 @@ class Jit(Wrapper[P, R]):
         self.static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
         self._donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"], "donate")
         self.static.refuse_overlap(self._donated)
-        self.donates = as_predicate(options["donate_states"])
+        self.donates = as_predicate([options["donate_states"], *self._donated.filters_of_states()])
         self.jax_options = {k: options[k] for k in ("keep_unused", "inline", "compiler_options")}
         self.cache = _cache_of(fun, options)
 
