@@ -99,6 +99,22 @@ def test_remat_does_not_import_flax():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.parametrize("activation", [nn.gelu, lambda h: jnp.sin(jnp.cos(jnp.tanh(h)))])
+def test_report_advises_remat_of_flax(activation):
+    """Also where a function of the user's that is no method keeps most."""
+
+    class Wide(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.Dense(8)(activation(nn.Dense(64)(x)))
+
+    net = nn.Sequential([Wide(), Wide()])
+    params = net.init(jax.random.key(0), X)
+    report = statetx.memory_report(lambda params, x: net.apply(params, x).sum(), params, X)
+    text = report.diagnoses[0].text
+    assert "Make its repeated blocks with flax's nn.remat(Wide), which" in text and "@statetx.remat" not in text
+
+
 def test_profile_advises_remat_of_flax():
     class Norm(nn.Module):
         @nn.compact

@@ -67,6 +67,26 @@ def test_donation_lets_a_larger_batch_fit():
     assert bytes_with(jax.jit(sgd, donate_argnums=0), 4) < bytes_with(jax.jit(sgd), 4)
 
 
+@pytest.mark.parametrize("options", [{}, {"donate_argnames": "model"}, {"static_argnames": "times"}, {"graph": False}])
+def test_a_step_that_flax_has_jitted(options):
+    nnx = pytest.importorskip("flax.nnx")
+
+    def step(model, x, times=2):
+        loss, grad = nnx.value_and_grad(lambda model: times * jnp.mean(jnp.tanh(model(x)) ** 2))(model)
+        for name in ("kernel", "bias"):
+            getattr(model, name)[...] -= 0.1 * getattr(grad, name)[...]
+        return loss
+
+    model, x = nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.ones((4, 64))
+    kernel = model.kernel[...]
+    fit = statetx.max_batch(nnx.jit(step, **options), model, x, argnums=1, budget="256KiB")
+    lowered = nnx.jit(step, **options).lower(model, jax.ShapeDtypeStruct((fit.size, 64), x.dtype))
+    memory = lowered.compile().memory_analysis()
+    arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert fit.total_bytes == arguments + memory.temp_size_in_bytes <= 2**18 < fit.next_bytes
+    assert model.kernel[...] is kernel
+
+
 def test_a_stateful_step_by_types_only():
     w = statetx.Param(jnp.eye(64))
     seen = statetx.State(0)

@@ -315,6 +315,29 @@ def test_models_of_flax():
     assert len(owners) == 4 and all("model" in owner for owner in owners)
 
 
+@pytest.mark.parametrize("options", [{"donate_argnames": "model"}, {"donate_argnums": (0,)}])
+def test_donated_arguments_of_flax_are_counted_once(options):
+    nnx = pytest.importorskip("flax.nnx")
+
+    def step(model, x):
+        grads = nnx.grad(lambda model: (jnp.tanh(model(x)) ** 2).mean())(model)
+        nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model), grads))
+
+    model, x = nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.ones((8, 64))
+    jitted = nnx.jit(step, **options)
+    memory = jitted.lower(model, x).compile().memory_analysis()
+    profile = statetx.memory_profile(jitted, model, x)
+    assert profile.alias_bytes == memory.alias_size_in_bytes > 0
+    assert profile.peak_bytes == statetx.measure(jitted, model, x).peak_bytes
+    assert {b.owner for b in profile.buffers if b.kind == "state"} == {"model.kernel", "model.bias"}
+    assert "donate" not in {change.action for change in profile.changes}
+    assert statetx.explain_oom(jitted, model, x, limit=profile.peak_bytes + profile.constant_bytes).short_bytes == 0
+    around = statetx.memory_profile(lambda model, x: jitted(model, x), model, x)
+    assert around.alias_bytes == profile.alias_bytes
+    plain = statetx.memory_profile(nnx.jit(step), model, x)
+    assert not plain.alias_bytes and "donate" in {change.action for change in plain.changes}
+
+
 def test_sizes_of_a_sharded_program_are_those_of_a_device():
     mesh = Mesh(np.array(jax.devices()[:4]), "d")
     w = statetx.Param(jax.device_put(jnp.eye(64), NamedSharding(mesh, P())))

@@ -134,9 +134,7 @@ class Program:
         return program
 
     def _set(self, traced: Any, compiler_options: dict[str, Any] | None) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # the user's jit says so
-            self.lowered = traced.lower()
+        self.lowered = lower(traced)
         # XLA removes dead equations, so they are not counted.
         self.flops = count(_jax.without_dead_code(traced.jaxpr))
         self.compiler_options = compiler_options
@@ -158,6 +156,13 @@ class Program:
             temp_bytes=memory.temp_size_in_bytes,
             alias_bytes=memory.alias_size_in_bytes,
         )
+
+
+def lower(traced: Any) -> Any:
+    """Lower a traced function, without a warning of donated arguments that no output can take: the user's jit says so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        return traced.lower()
 
 
 def donated_inputs(jaxpr: Jaxpr) -> tuple[int, ...]:

@@ -51,6 +51,11 @@ def module_with_method(function: str, file: str) -> str | None:
     return None
 
 
+def flax_remat(module: str) -> str:
+    """What to advise instead of `remat` for a class of flax.linen modules."""
+    return f"flax's nn.remat({module}), which carries the variables of a linen module"
+
+
 def _bound_modules(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
     """Modules under an apply or init whose variables the function may write: its own, those it closes over, its arguments."""
     linen = sys.modules.get("flax.linen")

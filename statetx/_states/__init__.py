@@ -22,6 +22,7 @@ from .registry import holds_other_arrays as holds_other_arrays
 from .registry import is_array_state as is_array_state
 from .registry import is_opaque as is_opaque
 from .registry import is_unwatched as is_unwatched
+from .registry import jax_traced as jax_traced
 from .registry import kind_of as kind_of
 from .registry import kind_of_state as kind_of_state
 from .registry import kinds as kinds

@@ -158,6 +158,10 @@ class Jitting(Protocol):
         """The user's function that the library has jitted; None if it has not jitted `fun`."""
         ...
 
+    def jax_traced(self, traced: Any) -> Any | None:
+        """JAX's traced function, of the one that the library's ``jit`` returns; None if `traced` is of another library."""
+        ...
+
     def holds_other_arrays(self, obj: Any) -> bool:
         """Whether the library's ``jit`` makes inputs of arrays in an argument that are no states."""
         ...

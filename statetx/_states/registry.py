@@ -109,6 +109,12 @@ def unjitted(fun: Any) -> Callable | None:
     return next((user for user in found if user is not None), None)
 
 
+def jax_traced(traced: Any) -> Any:
+    """JAX's traced function, of one that the ``jit`` of a library of states has traced; others are returned unchanged."""
+    found = (kind.jax_traced(traced) for kind in kinds() if isinstance(kind, Jitting))
+    return next((inner for inner in found if inner is not None), traced)
+
+
 def holds_other_arrays(args: tuple) -> bool:
     """Whether arguments hold arrays that a library's ``jit`` makes inputs of, and that are no states."""
     return any(kind.holds_other_arrays(x) for kind in kinds() if isinstance(kind, Jitting) for x in args)

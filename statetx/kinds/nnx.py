@@ -290,6 +290,10 @@ class _Nnx(_frames.WatchedKind):
     def unjitted(self, fun: Any) -> Callable | None:
         return getattr(fun, "__wrapped__", None) if isinstance(fun, type(nnx.jit(lambda: None))) else None
 
+    def jax_traced(self, traced: Any) -> Any | None:
+        inner = getattr(traced, "traced", None)
+        return inner if isinstance(inner, jax.stages.Traced) else None
+
     def holds_other_arrays(self, obj: Any) -> bool:
         return isinstance(obj, nnx.Pytree) and any(isinstance(x, jax.Array) for _, x in nnx.iter_graph(obj))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from .._equations.primitives import FUSED
-from .._lift.linen import module_with_method
+from .._lift.linen import flax_remat, module_with_method
 from ._calls import Calls
 from ._names import parent
 from .buffer import Buffer, Change, Group, Loop
@@ -171,8 +171,7 @@ def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
         where = ", inside the function that is rematerialized already" if nested else ""
         file = next((f.file for b in freed for f in profile.steps[b.start].frames if f.function == function), "")
         linen = module_with_method(function, file)
-        of_flax = f"flax's nn.remat({linen}), which carries the variables of a linen module"
-        how = "@statetx.remat" if linen is None else of_flax
+        how = "@statetx.remat" if linen is None else flax_remat(linen)
         text = f"Rematerialize {function}{times} with {how}{where}."
         yield _Candidate(Change("remat", function, text, saved), frozenset(freed))
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _jax, _states
-from .._equations.compiled import memory_analysis_options
+from .._equations.compiled import lower, memory_analysis_options
 from .._errors import FunctionError
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._objects.attributes import created_undone
@@ -152,12 +152,11 @@ def _of_function(
 ) -> _Traced:
     """Of a function of arrays that `with_gradient` or `without_gradient` made; `results` of the former."""
     names, states = input_names(fun, args, program)
-    jitted = jax.jit(program.run)
+    jitted = jax.jit(program.run, donate_argnums=program.donated(program.arrays))
     _jax.name_inputs(jitted, program.arrays, names)
     outputs = _output_names(results, program.arrays, names) if results else ()
-    return _Traced(
-        short_name(name_of(fun)), jitted.lower(*program.arrays), Inputs(frozenset(states), outputs), residuals
-    )
+    lowered = lower(jitted.trace(*program.arrays))
+    return _Traced(short_name(name_of(fun)), lowered, Inputs(frozenset(states), outputs), residuals)
 
 
 def input_names(fun: Any, args: tuple, program: ArrayProgram) -> tuple[list[str], list[str]]:

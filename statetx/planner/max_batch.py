@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .. import _jax
+from .. import _jax, _states
 from .._equations.compiled import Program, memory_analysis_options
 from .._errors import PlanError
 from .._lift.batch import Batch, BatchArguments
@@ -255,7 +255,7 @@ def step_program(fun: Callable, args: tuple, kwargs: dict[str, Any], gradient: b
     if hasattr(fun, "lower") and hasattr(fun, "trace") and not gradient:
         # As the user jits it, with its shardings and compiler options.
         with created_undone(fun, args, kwargs):
-            traced: Any = fun.trace(*args, **kwargs)
+            traced: Any = _states.jax_traced(fun.trace(*args, **kwargs))
         return Program.of_traced(getattr(traced, "jax_stage", traced), memory_analysis_options())
     program = (with_gradient if gradient else without_gradient)(fun, args, kwargs)
     return program.for_types(program.arrays, memory_analysis_options())

@@ -99,8 +99,11 @@ class ArrayProgram(NamedTuple):
 
     def for_types(self, types: Sequence[Any], compiler_options: dict[str, Any] | None) -> Program:
         """The program for arrays of these types, to be compiled."""
-        donated = donated_inputs(jax.make_jaxpr(self.run)(*types).jaxpr) if self.donates else ()
-        return Program(self.run, types, compiler_options, donated)
+        return Program(self.run, types, compiler_options, self.donated(types))
+
+    def donated(self, types: Sequence[Any]) -> tuple[int, ...]:
+        """Positions of the arrays whose memory the outputs may take. JAX caches the trace."""
+        return donated_inputs(jax.make_jaxpr(self.run)(*types).jaxpr) if self.donates else ()
 
 
 def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> ArrayProgram:

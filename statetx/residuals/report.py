@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import statistics
 import time
@@ -13,6 +14,7 @@ import jax
 
 from .. import _jax
 from .._equations.compiled import Cost, Program
+from .._lift.linen import flax_remat, module_with_method
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._remat.atoms import names_of
 from .._remat.override import Region, override
@@ -23,7 +25,7 @@ from .._typing import Policy
 from ..transforms.remat import remat
 from ._show import in_fewer_bits, see_profile
 from .measure import is_step, with_gradient, without_gradient
-from .table import Residuals, residuals_of, saved_residuals
+from .table import Residual, Residuals, residuals_of, saved_residuals
 
 BASELINE = "no remat"
 AS_WRITTEN = "as written"
@@ -308,17 +310,30 @@ def _not_wrapped(name: str, residuals: Residuals, is_step: bool) -> Diagnosis:
     )
     computed = [row for row in residuals if row.primitive]
     half = sum(row.nbytes for row in computed) / 2
+    how = "Put @statetx.remat on the methods of its repeated blocks"
     if sum(kept[family] for family in largest) < half:
         by_function = Residuals(name, computed).by("function")
         listed = ", ".join(f"{f} ({format_bytes(n)})" for f, n in list(by_function.items())[:1] if f and n >= half)
+        if linen := _linen_module(computed):
+            how = f"Make its repeated blocks with {flax_remat(linen)}"
     where = f" Most is kept by {listed}." if listed else ""
     as_whole = f" Below the first row, {name} is rematerialized as a whole, and its recomputation needs all of its memory at once."
     return Diagnosis(
         BASELINE,
         "nothing is rematerialized",
-        f"No function in {name} is rematerialized. Put @statetx.remat on the methods of its repeated blocks.{where}"
-        f"{'' if is_step else as_whole}",
+        f"No function in {name} is rematerialized. {how}.{where}{'' if is_step else as_whole}",
     )
+
+
+def _linen_module(residuals: Sequence[Residual]) -> str | None:
+    """The class of flax.linen modules whose methods compute most of these residuals; None if none of them is of any."""
+    find = functools.cache(module_with_method)
+    kept: dict[str, int] = {}
+    for row in residuals:
+        module = find(row.function, row.source.rpartition(":")[0])
+        if module is not None:
+            kept[module] = kept.get(module, 0) + row.nbytes
+    return max(kept, key=lambda module: kept[module], default=None)
 
 
 def _diagnose(
