@@ -227,8 +227,8 @@ class Graph:
             inputs=stored_inputs,
         )
 
-    def nested(self, intervals: Sequence[Interval]) -> Option:
-        """The region saving nothing, where these intervals, in order, are computed again one by one."""
+    def nested(self, intervals: Sequence[Interval], backward_bytes: int) -> Option:
+        """The region saving nothing, where these intervals, in order, are computed again one by one: each takes `backward_bytes`."""
         option, eqns = self.option(frozenset()), self.jaxpr.eqns
         last = intervals[-1][0]
         interval_of = {v: n for n, (start, end) in enumerate(intervals) for e in eqns[start:end] for v in e.outvars}
@@ -239,10 +239,10 @@ class Graph:
             for v in e.invars
             if isinstance(v, Var) and interval_of.get(v, n) != n
         }
-        # The forward pass of all but the last runs twice. `measure` replaces the bytes, which err low.
+        # The forward pass of all but the last runs twice.
         return option._replace(
             cost=option.cost + sum(map(self._equation_cost, eqns[:last])),
-            backward_bytes=option.backward_bytes // len(intervals) + sum(device_bytes(v.aval) for v in crossing),
+            backward_bytes=backward_bytes + sum(device_bytes(v.aval) for v in crossing),
             inner=tuple(intervals),
         )
 

@@ -56,7 +56,7 @@ class Front:
         self._graph = graph
         self._expand = expand
         self.is_free = graph is None and self._steps[:1] == [_FREE]
-        self._inner: list[tuple[Interval, ...]] = []
+        self._inner: dict[tuple[Interval, ...], Front] = {}
         self._measured: set[Any] = set()
         self._bytes = {} if measured is None else measured
         self.version = 0
@@ -64,12 +64,18 @@ class Front:
     @functools.cached_property
     def _steps(self) -> list[Option]:
         steps, graph = list(self._find_steps()), self._graph
-        return steps if graph is None else [*steps, *(graph.nested(found) for found in dict.fromkeys(self._inner))]
+        if graph is None:
+            return steps
+        return [*steps, *(graph.nested(found, one.bytes_of_recomputation()) for found, one in self._inner.items())]
 
-    def nest(self, intervals: Sequence[Interval]) -> None:
-        """Add the option of a region that keeps nothing, and is computed again interval by interval."""
+    def nest(self, intervals: Sequence[Interval], one: Front) -> None:
+        """Add the option of a region that keeps nothing, and is computed again interval by interval. `one` is the front of an interval."""
         if self._graph is not None and "_steps" not in vars(self):
-            self._inner.append(tuple(intervals))
+            self._inner[tuple(intervals)] = one
+
+    def bytes_of_recomputation(self) -> int:
+        """The backward bytes of the region saving nothing, by the model."""
+        return 0 if self._graph is None else self._graph.option(frozenset()).backward_bytes
 
     # These change with a measurement.
 

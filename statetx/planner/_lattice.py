@@ -336,8 +336,10 @@ class Lattice:
             is_composed &= len({None if r is None else _numbers(r) for r in found}) == 1
             if found[0] is not None:
                 merged[number] = found[0]
-                if (first := intervals[0]) is not None and found[0] is self.regions.get(first):
-                    found[0].front.nest([(k * group.period, (k + 1) * group.period) for k in range(number)])
+                period = self.regions.get((start, end))
+                if period is not None and (first := intervals[0]) is not None and found[0] is self.regions.get(first):
+                    spans = [(k * group.period, (k + 1) * group.period) for k in range(number)]
+                    found[0].front.nest(spans, period.front)
         return _Group(group, inside, merged, is_composed)
 
 
@@ -372,8 +374,8 @@ def _addresses(jaxpr: Jaxpr) -> dict[Any, Address]:
 
 
 def _is_cheaper(family: Family, other: Family) -> bool:
-    """Whether the model finds clearly cheaper paths in one family than in another, at some limit near the least memory."""
-    least = other.least_peak()
+    """Whether the model finds clearly cheaper paths in one family than in another, at some limit near the least memory of both."""
+    least = max(family.least_peak(), other.least_peak())
     for factor in _COMPARED:
         choice, reference = family.choose(factor * least), other.choose(factor * least)
         if choice is not None and (reference is None or cost_of(choice) < _CLEARLY_CHEAPER * cost_of(reference)):

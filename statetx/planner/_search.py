@@ -40,8 +40,7 @@ _MAX_PROBE_STEPS = 24  # of 2%
 _MAX_SKIPS, _SKIP = 24, 1.02  # past choices that cost too much
 _WORTH_A_PROBE = 0.75  # of the best candidate's cost, at most
 
-# A stock policy whose predicted memory is above this multiple of the budget is not compiled. A prediction may err, so the margin is wide
-# (1.25 at first).
+# A stock policy whose predicted memory is above this multiple of the budget is not compiled: wide, since a prediction may err.
 _FAR_ABOVE_BUDGET = 2.0
 
 # A gain below this part of the forward pass is not worth a compilation: about a thousandth of the program with its gradient.
