@@ -8,8 +8,11 @@ import functools
 import io
 import itertools
 import json
+import os
 import random
+import threading
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +43,7 @@ from statetx.planner import (
 from statetx.planner._analysis import Graph
 from statetx.planner._bracket import Bracket
 from statetx.planner._budget import read_amount
+from statetx.planner._derivative import derivative_of
 from statetx.planner._groups import Group, Groups
 from statetx.planner._option import Option
 from statetx.planner._record import fingerprint
@@ -126,16 +130,14 @@ def test_rematerialized_functions_inside_of_others_are_inlined():
 def test_fast_compilation_result_is_verified(monkeypatch):
     """Fast compilation may report less memory than the users' compilation takes."""
     unplanned = statetx.plan(loss, FEW, X, of="temporaries", budget=1.0, argnums=0).temp_bytes
-    hurried, cost = {"xla_backend_optimization_level": 1}, _compiled.Program.cost.func
+    hurried, cost = {"xla_backend_optimization_level": 1}, _compiled.Program.cost.fget
 
     def optimistic(self):
         found = cost(self)
         less = 0.8 if self.compiler_options == hurried else 1
         return dataclasses.replace(found, temp_bytes=int(less * found.temp_bytes))
 
-    prop = functools.cached_property(optimistic)
-    prop.__set_name__(_compiled.Program, "cost")
-    monkeypatch.setattr(_compiled.Program, "cost", prop)
+    monkeypatch.setattr(_compiled.Program, "cost", property(optimistic))
     monkeypatch.setattr(_baseline, "fast_compile_options", lambda: hurried)
     plan = statetx.plan(loss, FEW, X, of="temporaries", budget=int(0.9 * unplanned), argnums=0)
     step = lambda ws, x: jax.grad(plan.apply(loss))(ws, x)  # noqa: E731
@@ -329,10 +331,45 @@ def test_backward_passes_compile_together():
     programs = [p for o in (nothing, everything) for p in front.programs(o)]
     assert len(programs) == 2 and front.programs(nothing)[0] is programs[0]
     _compiled.compile_together(programs)
-    assert all("compiled" in vars(p) for p in programs)
+    compiled = [p.compiled for p in programs]
+    _compiled.compile_together(programs)
+    assert all(p.compiled is c for p, c in zip(programs, compiled, strict=True))
     expected = graph.measure(nothing).backward_bytes
     assert front.measure(nothing) and front.programs(nothing) == []
     assert next(o for o in front.options if o.saving == nothing.saving).backward_bytes == expected
+
+
+def test_programs_compile_at_the_same_time():
+    both = threading.Barrier(2, timeout=60)  # raises unless two threads wait for each other
+
+    class Lowered:
+        def __init__(self, lowered):
+            self.lowered = lowered
+
+        def compile(self, options):
+            both.wait()
+            return self.lowered.compile(options)
+
+    programs = [_compiled.Program(f, [X]) for f in (jnp.sin, jnp.cos)]
+    for program in programs:
+        program.lowered = Lowered(program.lowered)
+    with mock.patch.object(os, "cpu_count", lambda: 2):
+        _compiled.compile_together(programs)
+    assert all(p.cost.output_bytes == X.nbytes for p in programs)  # compiled once: no thread waits again
+
+
+def test_derivative_without_marks_is_that_of_the_region():
+    def run(w, x):
+        y = jnp.tanh(x @ w)
+        return jnp.exp(jnp.where(y > 0, y, 0.1 * y)) @ w + x
+
+    graph = Graph(staged(run, WS[0], X), flops, [True, True], [True, True], [True])
+    plain, backward = derivative_of(graph.jaxpr, [0, 1], [0])
+    assert plain.computed_residuals
+    saved = sum(v.aval.size * v.aval.dtype.itemsize for v in plain.computed_residuals)
+    expected = Option(None, saved, graph._peak_bytes(backward, []), 0.0)
+    assert graph.baseline() == expected
+    assert graph.residual_inputs == [i for i, v in enumerate(plain.jaxpr.invars) if v in plain.residuals]
 
 
 @pytest.mark.parametrize("num", [1, 10, 3000])

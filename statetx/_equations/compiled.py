@@ -6,8 +6,9 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -138,24 +139,39 @@ class Program:
         # XLA removes dead equations, so they are not counted.
         self.flops = count(_jax.without_dead_code(traced.jaxpr))
         self.compiler_options = compiler_options
+        # Not `functools.cached_property`: up to Python 3.11 it has one lock for all programs, and threads would compile one after another.
+        self._lock = threading.Lock()
+        self._compiled: Any = None
+        self._cost: Cost | None = None
 
-    @functools.cached_property
+    @property
     def compiled(self) -> Any:
-        return self.lowered.compile(self.compiler_options)
+        with self._lock:
+            if self._compiled is None:
+                self._compiled = self.lowered.compile(self.compiler_options)
+            return self._compiled
 
-    @functools.cached_property
+    @property
     def cost(self) -> Cost:
-        memory, analysis = self.compiled.memory_analysis(), self.compiled.cost_analysis()
-        assert memory is not None
-        return Cost(
-            flops=self.flops,
-            # Some backends have no analysis, or no count of operations.
-            compiled_flops=float((analysis or {}).get("flops", 0.0)),
-            argument_bytes=memory.argument_size_in_bytes,
-            output_bytes=memory.output_size_in_bytes,
-            temp_bytes=memory.temp_size_in_bytes,
-            alias_bytes=memory.alias_size_in_bytes,
-        )
+        compiled = self.compiled
+        with self._lock:
+            if self._cost is None:
+                self._cost = _cost_of(compiled, self.flops)
+            return self._cost
+
+
+def _cost_of(compiled: Any, num_flops: int) -> Cost:
+    memory, analysis = compiled.memory_analysis(), compiled.cost_analysis()
+    assert memory is not None
+    return Cost(
+        flops=num_flops,
+        # Some backends have no analysis, or no count of operations.
+        compiled_flops=float((analysis or {}).get("flops", 0.0)),
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+    )
 
 
 def lower(traced: Any) -> Any:
@@ -176,8 +192,8 @@ def donated_inputs(jaxpr: Jaxpr) -> tuple[int, ...]:
     return tuple(i for i, v in enumerate(jaxpr.invars) if v in donated)
 
 
-def compile_together(programs: Sequence[Program]) -> None:
-    """Compile several programs in threads: XLA releases the GIL."""
-    if len(programs) > 1:
-        with concurrent.futures.ThreadPoolExecutor(min(len(programs), os.cpu_count() or 1)) as pool:
-            list(pool.map(lambda program: program.compiled, programs))
+def compile_together(programs: Iterable[Program]) -> None:
+    """Compile several programs in threads: XLA releases the GIL. An iterator may trace the next meanwhile."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for future in [pool.submit(lambda p: p.compiled, program) for program in programs]:
+            future.result()

@@ -25,7 +25,7 @@ from .._lift.context import TraceContext, device_bytes
 from .._remat import decide, mark
 from .._remat.stored import StoredType
 from .._tree import is_float
-from ._derivative import BackwardPass, derivative_of
+from ._derivative import BackwardPass, derivative_of, without_identities
 from ._integer import IntegerProgram, Storage
 from ._option import Interval, Option, pareto_front
 from ._regions import with_inner_regions
@@ -80,12 +80,12 @@ class Graph:
         self._out_indices = out_indices
         self._is_computed = [is_computed[i] for i in diff_indices]
 
-        # Twice differentiated: with every value marked, for choices of what to save; and unchanged, for the baseline.
+        # Differentiated with every value marked, for choices of what to save. Without the marks it is the derivative of the baseline.
         self.sites, self._results_of_rules = values_of(jaxpr)
         names = {address: ".".join(map(str, address)) for address in self.sites}
         marked = mark.mark(jaxpr, labels_of(names), region=_PLANNED)
         self._forward, self._backward = derivative_of(marked, diff_indices, out_indices)
-        plain, self._baseline_backward = derivative_of(jaxpr, diff_indices, out_indices)
+        plain, self._baseline_backward = without_identities(self._forward, self._backward, _is_planned_mark)
         self._baseline_residuals = plain.computed_residuals
         self.residual_inputs = [i for i, v in enumerate(plain.jaxpr.invars) if v in plain.residuals]
 
@@ -94,7 +94,7 @@ class Graph:
         self._address_of: dict[Any, Address] = {}
         for i in needed:
             eqn = self._forward.jaxpr.eqns[i]
-            if eqn.primitive is _jax.mark_primitive and eqn.params["region"] == _PLANNED:
+            if _is_planned_mark(eqn):
                 self._address_of[eqn.outvars[0]] = tuple(map(int, eqn.params["what"].split(".")))
 
         # An output of the region is an input of others, and counted there: saving it takes no further bytes.
@@ -442,6 +442,10 @@ class Graph:
         of_saved = {v: by_address[a] for v, a in self._address_of.items() if a in by_address}
         formats = of_inputs | of_saved
         return {v: formats[v] for v in variables if v in formats}
+
+
+def _is_planned_mark(eqn: Any) -> bool:
+    return eqn.primitive is _jax.mark_primitive and eqn.params["region"] == _PLANNED
 
 
 def _fused_variables(jaxpr: Jaxpr) -> set[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -105,6 +105,33 @@ def derivative_of(
     variables = [v for v in residuals if isinstance(v, Var)]
     inputs, cotangents = backward_jaxpr.invars[: len(variables)], backward_jaxpr.invars[len(variables) :]
     return ForwardPass(forward_jaxpr, num_outs), BackwardPass(backward_jaxpr, inputs, variables, cotangents)
+
+
+def without_identities(
+    forward: ForwardPass, backward: BackwardPass, is_identity: Callable[[Any], bool]
+) -> tuple[ForwardPass, BackwardPass]:
+    """The same derivative without the equations that are identities."""
+    plain, read = _without(forward.jaxpr, is_identity)
+    variables = [read(v) for v in backward.forward_residuals]
+    backward_jaxpr, _ = _without(backward.jaxpr, is_identity)
+    return (
+        ForwardPass(plain, forward.num_outs),
+        dataclasses.replace(backward, jaxpr=backward_jaxpr, forward_residuals=variables),
+    )
+
+
+def _without(jaxpr: Jaxpr, is_identity: Callable[[Any], bool]) -> tuple[Jaxpr, Callable[[Any], Any]]:
+    """A jaxpr without some equations, and what is read instead of an atom."""
+    operands: dict[Any, Any] = {}
+    read = lambda atom: atom if isinstance(atom, Literal) else operands.get(atom, atom)  # noqa: E731
+    eqns = []
+    for eqn in jaxpr.eqns:
+        eqn = eqn.replace(invars=[read(a) for a in eqn.invars])
+        if is_identity(eqn):
+            operands[eqn.outvars[0]] = eqn.invars[0]
+        else:
+            eqns.append(eqn)
+    return _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=[read(a) for a in jaxpr.outvars], eqns=eqns), read
 
 
 def _bind_literals(backward: Body, residuals: Sequence[Any]) -> Jaxpr:

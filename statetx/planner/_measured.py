@@ -50,6 +50,6 @@ def _measure_peak_part(layout: Layout, options: Sequence[Option], limit: float, 
 
 
 def _measure(pairs: Sequence[tuple[Front, Option]], is_late: Callable[[], bool]) -> bool:
-    compile_together([p for front, option in pairs if not is_late() for p in front.programs(option)])
+    compile_together(p for front, option in pairs if not is_late() for p in front.programs(option))
     # A list, not a generator: `any` would stop at the first new measurement.
     return any([front.measure(option) for front, option in pairs if not is_late()])
