@@ -16,6 +16,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.lax.control_flow.loops import scan_p
 
 from .._positions import function_of
+from .checked import check_inside
 from .equations import ClosedJaxpr, Jaxpr, abstract, as_array, with_nonzero
 
 
@@ -151,3 +152,5 @@ _mlir.register_lowering(
     _loop_p,
     _mlir.lower_fun(lambda *args, loop, jaxpr: _core.jaxpr_as_fun(jaxpr)(*args), multiple_results=True),
 )
+
+check_inside(_loop_p, lambda *_, loop, jaxpr: jaxpr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax._src.interpreters import mlir as _mlir
 
 from .._positions import function_of, replaced
 from .batching import map_over
+from .checked import check_inside
 from .equations import with_nonzero
 
 
@@ -113,6 +115,7 @@ _deferred_p.def_abstract_eval(lambda *_, out_avals, **__: list(out_avals))
 _ad.primitive_jvps[_deferred_p] = _deferred_jvp
 _batching.fancy_primitive_batchers[_deferred_p] = _deferred_batch
 _mlir.register_lowering(_deferred_p, _mlir.lower_fun(_deferred_impl, multiple_results=True))
+check_inside(_deferred_p, lambda *args, **params: jax.make_jaxpr(functools.partial(_deferred_impl, **params))(*args))
 
 
 _linear_p = _core.Primitive("statetx_linear")
@@ -182,3 +185,4 @@ _ad.primitive_jvps[_linear_p] = _linear_jvp
 _ad.primitive_transposes[_linear_p] = _linear_transpose
 _batching.fancy_primitive_batchers[_linear_p] = _linear_batch
 _mlir.register_lowering(_linear_p, _mlir.lower_fun(_linear_impl, multiple_results=True))
+check_inside(_linear_p, lambda *args, **params: jax.make_jaxpr(functools.partial(_linear_impl, **params))(*args))

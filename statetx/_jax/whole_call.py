@@ -16,6 +16,7 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 
 from .._positions import function_of
+from .checked import check_inside
 from .equations import ClosedJaxpr, with_nonzero
 
 
@@ -48,3 +49,4 @@ _call_p.def_effectful_abstract_eval(lambda *_, call_jaxpr: (call_jaxpr.out_avals
 _ad.primitive_jvps[_call_p] = _call_jvp
 _batching.fancy_primitive_batchers[_call_p] = _call_batch
 _mlir.register_lowering(_call_p, _mlir.lower_fun(_call_impl, multiple_results=True))
+check_inside(_call_p, lambda *_, call_jaxpr: call_jaxpr)
