@@ -1,5 +1,7 @@
 """Functions that only inspect a step accept one that creates states, such as brainstate's ``init_all_states`` in a training step."""
 
+import dataclasses
+import functools
 import itertools
 import warnings
 
@@ -11,6 +13,7 @@ import pytest
 from flax import nnx
 
 import statetx
+from statetx.memory._estimate import estimate
 
 X = jnp.ones((4, 8))
 KINDS = {"statetx": statetx.State, "brainstate": brainstate.HiddenState, "nnx": nnx.Variable}
@@ -118,8 +121,6 @@ def test_value_of_a_created_state_is_an_output(kind):
 
 
 def test_estimate_without_the_compiler_counts_a_created_state():
-    from statetx.memory._estimate import estimate
-
     outputs = [b for b in estimate(Cell("statetx").loss, (X,), {}).buffers if b.kind == "output"]
     assert sum(b.num_bytes for b in outputs) == X.nbytes + 4
 
@@ -281,3 +282,39 @@ def test_derivative_rules_that_read_what_the_call_has_set_are_named(inspect):
         INSPECTIONS[inspect](step, X)
     (note,) = (n for n in error.value.__notes__ if "derivative rule" in n)
     assert "test_inspected.py:" in note and "\nFix: " in note
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Net:
+    """As a module of equinox, whose sizes are leaves of the tree."""
+
+    w: jax.Array
+    size: int
+
+    def loss(self, x):
+        def body(h, x):
+            return jnp.tanh((h + x) @ self.w), None
+
+        return statetx.scan(body, jnp.zeros(self.size), x, checkpoint=2)[0].sum()
+
+    def step(self, x):
+        return self.w - jax.grad(lambda w: Net(w, self.size).loss(x))(self.w)
+
+
+@pytest.mark.parametrize("fun", [Net.loss, Net.step])
+@pytest.mark.parametrize(
+    "inspect",
+    [
+        statetx.measure,
+        statetx.memory_profile,
+        lambda fun, *args: estimate(fun, args, {}).buffers,
+        statetx.memory_report,
+        statetx.loop_report,
+        statetx.saved_residuals,
+        statetx.explain_oom,
+        functools.partial(statetx.plan, budget=1.0),
+    ],
+)
+def test_a_number_in_a_module_may_be_a_shape(inspect, fun):
+    assert str(inspect(fun, Net(jnp.eye(8) / 2, 8), X))

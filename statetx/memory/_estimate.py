@@ -105,8 +105,6 @@ def _inner_peak(eqn: Any) -> int:
 
 def _inputs(jaxpr: Jaxpr, step: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[Buffer]:
     names, states = input_names(step, args, without_gradient(step, args, kwargs))
-    if len(names) != len(jaxpr.invars):  # Python numbers are inputs without a name
-        names = [f"input {i}" for i in range(len(jaxpr.invars))]
     for i, (v, name) in enumerate(zip(jaxpr.invars, names, strict=True)):
         kind: Kind = "state" if i < len(states) else "argument"
         yield _buffer(v, i, num_bytes(v.aval), range(len(jaxpr.eqns)), kind, owner=name)

@@ -30,7 +30,7 @@ from .._remat.parse import as_sequence, as_value_policy
 from .._remat.rewriter import Seen
 from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes
-from .._tree import is_argument, is_float, partition
+from .._tree import is_array_or_type, is_float, partition
 from .._typing import Policy
 from ..transforms.abstract import staged_jaxpr
 
@@ -198,7 +198,7 @@ def _notes(fun: Callable, args: tuple, kwargs: dict[str, Any], nums: Sequence[in
     # Inputs are the values of states, then the arrays of the arguments.
     in_argnums = []
     for n, arg in enumerate((*args, *kwargs.values())):
-        in_argnums += [nums is None or n in nums] * len(partition(arg, is_argument)[0])
+        in_argnums += [nums is None or n in nums] * len(partition(arg, is_array_or_type)[0])
     avals = [v.aval for v in closed.jaxpr.invars]
     is_wanted = [*[True] * (len(avals) - len(in_argnums)), *in_argnums]
     diff_indices = [i for i, aval in enumerate(avals) if is_wanted[i] and is_float(aval)]

@@ -18,7 +18,7 @@ from .._lift.stage import stage
 from .._lift.staged import Staged
 from .._lift.wrapper import name_of, refuse_value
 from .._objects.attributes import created_undone
-from .._tree import as_array, is_argument, is_array_or_number, partition
+from .._tree import as_array, is_argument, is_array_or_number, is_array_or_type, partition
 from .._typing import Indices, PyTree
 
 
@@ -136,9 +136,10 @@ def make_jaxpr(
 def staged_jaxpr(name: str, fun: Callable[..., PyTree], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The jaxpr of a call as from `make_jaxpr`, for a function of this name that only inspects it.
 
-    The call may create states. The values of those that outlive it are the last outputs.
+    Numbers stay numbers: a field of an equinox model may be a shape. The call may create states. The values of those that outlive it
+    are the last outputs.
     """
-    arrays, args_part = partition((tuple(args), kwargs), is_argument)
+    arrays, args_part = partition((tuple(args), kwargs), is_array_or_type)
     with created_undone(fun, args_part.static):
         return _close(_stage(name, args_part.combine, arrays, fun, may_create=True))
 
