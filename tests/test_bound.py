@@ -372,3 +372,22 @@ def test_limit_of_the_solver_gives_a_lower_bound(monkeypatch):
     monkeypatch.setattr(_turn, "_MAX_NODES", 0)
     limited = bound_of(chain, *CHAIN)
     assert 0 < limited.bytes_at(1.5 * PRODUCT) <= exact.bytes_at(1.5 * PRODUCT)
+
+
+def test_gradient_that_cannot_be_traced_again_has_no_bound():
+    is_stale = False
+
+    @jax.custom_vjp
+    def f(x):
+        return jnp.sin(x)
+
+    def backward(x, ct):
+        if is_stale:
+            raise RuntimeError("the rule keeps what a first trace found")
+        return (ct * jnp.cos(x),)
+
+    f.defvjp(lambda x: (f(x), x), backward)
+    plan = statetx.plan(lambda w, x: f(x @ w).sum(), ones(8, 8), ones(256, 8), budget=1.0, argnums=0)
+    is_stale = True
+    assert "Lower bound for any schedule: 0 B" in str(plan)
+    assert plan.lower_bound.status == "relaxed" and plan.lower_bound.bytes_at(0.0) == 0

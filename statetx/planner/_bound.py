@@ -50,7 +50,7 @@ class LowerBound:
 
     Attributes:
         status: "exact" if each bound so far is the optimum of its integer program; "relaxed" if one is only a bound of that, since the
-            program has loops or HiGHS met its limit, which errs low.
+            program has loops or HiGHS met its limit, which errs low. It is zero bytes for a gradient that JAX cannot trace again.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -228,7 +228,11 @@ class _GradientBound:
 
     @functools.cached_property
     def _problem(self) -> Problem | None:
-        return self._find()
+        try:
+            return self._find()
+        except Exception:  # a rule that cannot be differentiated again: those of equinox's loops keep what a first trace found
+            self.record.is_exact = False
+            return None
 
     def bytes_at(self, extra_operations: float) -> int:
         x = max(extra_operations, 0.0)
