@@ -58,6 +58,7 @@ def test_plan_counts_bytes_per_device(kind):
         plan = statetx.plan(net, x, of="temporaries", budget=int(1.3 * whole))
         assert plan.stock == "no remat" and abs(plan.unplanned_bytes - whole) < 0.3 * whole
         plan = statetx.plan(net, x, of="temporaries", budget=int(0.75 * whole))
+        assert ("bytes of all 8 devices" in str(plan)) == (kind is AUTO)
         planned = statetx.value_and_grad(plan.apply(net), wrt=net.ws)
         assert compiled_bytes(planned, x) <= 0.8 * whole
         for a, b in zip(jax.tree.leaves(planned(x)), jax.tree.leaves(step(x)), strict=True):
@@ -91,6 +92,7 @@ def test_plan_of_a_step_counts_bytes_per_device():
     whole = compiled_bytes(step, x)
     plan = statetx.plan(step, x, of="temporaries", budget=int(0.75 * whole))
     assert compiled_bytes(plan.apply(step), x) <= 0.8 * whole
+    assert plan.num_devices == 8 and "bytes of all 8 devices" in str(plan)
 
 
 def test_fit_on_a_mesh_whose_types_name_axes():

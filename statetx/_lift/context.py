@@ -58,6 +58,15 @@ class TraceContext:
     def num_examples(self) -> int:
         return math.prod(axis.size for axis, _ in self.maps)
 
+    def num_sharing(self, more: Sequence[NamedSharding | None] = ()) -> int:
+        """The number of devices that the compiler may share a value between, as it shares the inputs; 1 inside of a shard_map.
+
+        Args:
+            more: further shardings, such as those of the inputs of an enclosing program.
+        """
+        shardings = (*self.shardings, *(() if self.manual else more))
+        return max((_num_automatic(s.mesh) for s in shardings if s is not None), default=1)
+
     def with_vmap(self, axis: Any, is_mapped: Sequence[bool]) -> TraceContext:
         """The same context under one more `jax.vmap`, the outermost."""
         flags = (*is_mapped, *[True] * (len(self.shardings) - len(is_mapped)))
@@ -189,6 +198,12 @@ def _explicit_spec(aval: Any) -> tuple[Any, ...] | None:
     if sharding is None or jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
         return None
     return tuple(sharding.spec)
+
+
+def _num_automatic(mesh: Any) -> int:
+    """The number of devices along the axes that are not explicit; along explicit axes the type of a value says how it is shared."""
+    kinds = zip(mesh.axis_types, mesh.shape.values(), strict=True)
+    return math.prod(size for kind, size in kinds if kind != jax.sharding.AxisType.Explicit)
 
 
 def device_bytes(aval: Any) -> int:

@@ -147,17 +147,9 @@ def _problem(
     turn = turn_of(flow)
     if turn is None:
         return None
-    # Inside of a shard_map the values are those of a device. Elsewhere the compiler shares them as the inputs of the step are shared.
-    shardings = [s for s in (*context.shardings, *(() if context.manual else shardings)) if s is not None]
-    num_devices = max((_num_automatic(s.mesh) for s in shardings), default=1)
+    num_devices = context.num_sharing(shardings)
     sizes = flow.output_bytes if output_bytes is None else output_bytes
     return Problem(turn, max(baseline_operations, 1.0), sizes, num_devices)
-
-
-def _num_automatic(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
-    """The number of devices that the compiler may share a value between; along explicit axes its type says how it is shared."""
-    kinds = zip(mesh.axis_types, mesh.shape.values(), strict=True)
-    return math.prod(size for kind, size in kinds if kind != jax.sharding.AxisType.Explicit)
 
 
 def free_outputs(step: Step) -> list[int]:
@@ -230,7 +222,9 @@ class _GradientBound:
     def _problem(self) -> Problem | None:
         try:
             return self._find()
-        except Exception:  # a rule that cannot be differentiated again: those of equinox's loops keep what a first trace found
+        except (
+            Exception
+        ):  # a rule that cannot be differentiated again: those of equinox's loops keep what a first trace found
             self.record.is_exact = False
             return None
 

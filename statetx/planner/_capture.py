@@ -234,6 +234,12 @@ class Captured:
         """Whether it is a step of the user."""
         return self.step is not None and not self.is_loss
 
+    @property
+    def num_devices(self) -> int:
+        """The number of devices that the compiler may share a value between."""
+        more = () if self.step is None else self.step.outline.context.shardings
+        return max(gradient.context.num_sharing(more) for gradient in self.gradients)
+
     @functools.cached_property
     def fixed(self) -> Fixed:
         """The bytes of arguments and outputs, by their types: an estimate, which the compiled program corrects."""

@@ -36,7 +36,7 @@ from ._values import values_of
 if TYPE_CHECKING:  # it takes the fingerprints of programs from here
     from ._whole import Choice, Options, Whole
 
-VERSION = 17
+VERSION = 18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +161,7 @@ def fields_of(whole: Whole, choice: Choice, name: str, budget: Budget, options: 
         "seconds": None,
         "ignored": [digest_of(lines) for lines in whole.captured.ignored],
         "inner": whole.captured.variant,
+        "num_devices": whole.captured.num_devices,
     }
     pairs = zip(whole.searches, choice.candidates, strict=True)
     return fields | {"programs": [_program_fields(search, candidate, choice.waits) for search, candidate in pairs]}

@@ -63,6 +63,7 @@ class Plan(Tabular, Rewriter):
         compiler_options: of the compiler, for ``jax.jit(..., compiler_options=plan.compiler_options)``: without them the program may
             take more memory. Empty unless the plan was allowed to set some.
         allowed_options: those that the plan was allowed to set; None if it was not.
+        num_devices: the number of devices that the compiler may share a value between: `rows` and `groups` have the bytes of all of them.
         is_sequential: whether the gradients of the step are computed one after the other.
         inner: how the blocks of functions are rematerialized whose gradients are taken inside of the loss; None if there are none.
     """
@@ -97,6 +98,7 @@ class Plan(Tabular, Rewriter):
         self.stock: str = fields["stock"]
         self.complete: bool = fields["complete"]
         self.is_step: bool = fields["is_step"]
+        self.num_devices: int = fields["num_devices"]
         self.compiler_options: dict[str, Any] = dict(fields.get("compiler_options", {}))
         self.allowed_options: dict[str, Any] | None = fields.get("allowed_options")
         self.is_sequential = any(program["is_sequential"] for program in fields["programs"])
