@@ -38,6 +38,20 @@ class Layer:
         return x + (jnp.cos(h) * h) @ self.v.value
 
 
+class Normalized(Layer):
+    """A layer that subtracts a mean, of which it keeps a running mean: a residual that the whole loss reads, too."""
+
+    def __init__(self, width, hidden):
+        super().__init__(width, hidden)
+        self.mean = statetx.State(jnp.zeros((1, width)))
+
+    def __call__(self, x):
+        mean = x.mean(0, keepdims=True)
+        self.mean.value = 0.9 * self.mean.value + 0.1 * mean
+        h = jnp.tanh(2.0 * jnp.sin((x - mean) @ self.w.value))
+        return x + (jnp.cos(h) * h) @ self.v.value
+
+
 class Stack:
     """Layers, one after the other."""
 

@@ -162,6 +162,77 @@ def test_calls_of_a_function_are_counted_once_where_xla_copies_operands_of_its_p
     assert "Layer.__call__ (3 calls)" in profile.changes[0].text
 
 
+def _step(layers, loss):
+    params = statetx.states(layers, statetx.Param)
+
+    @statetx.jit(donate_states=True)
+    def step(x):
+        value, grads = statetx.value_and_grad(loss, wrt=params)(x)
+        for path, param in params.items():
+            param.value -= 0.1 * grads[path]
+        return value
+
+    return step
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_a_loss_that_loops_over_layers_is_one_call_and_not_advised(num):
+    layers = [memory_programs.Normalized(64, 256) for _ in range(num)]
+    loss, args = memory_programs.loss_of(layers), memory_programs.arrays((2048, 64))
+    profile = statetx.memory_profile(_step(layers, loss), *args, gradient=False)
+    remats = [c for c in profile.changes if c.action == "remat"]
+    assert not [c for c in remats if c.target.endswith("loss")]
+    assert f"Normalized.__call__ ({num} calls)" in remats[0].text
+    # Followed, the advice to rematerialize the loss would raise the peak.
+    whole = statetx.memory_profile(_step(layers, statetx.remat(loss)), *args, gradient=False)
+    assert whole.peak_bytes > profile.peak_bytes
+
+
+def _layer(layer, x):
+    return jnp.tanh(_hidden(layer, x)) @ layer.v.value
+
+
+def _hidden(layer, x):
+    return jnp.tanh(2.0 * jnp.sin(x @ layer.w.value))
+
+
+def _in_turn(layer, x):
+    return _layer(layer, _scaled(x))
+
+
+def _scaled(x):
+    return x / (1 + (x**2).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("function", [_layer, _in_turn])
+def test_a_function_that_a_loop_calls_has_a_call_for_each_repetition(function):
+    """Whether it has operations of its own, or calls two functions in turn."""
+    layers = [memory_programs.Layer(64, 256) for _ in range(4)]
+
+    def loss(x):
+        for layer in layers:
+            x = function(layer, x)
+        return (x**2).mean()
+
+    profile = statetx.memory_profile(_step(layers, loss), *memory_programs.arrays((2048, 64)), gradient=False)
+    targets = {c.target: c.text for c in profile.changes if c.action == "remat"}
+    assert f"{function.__name__} (4 calls)" in targets[function.__name__]
+    assert not [target for target in targets if target.endswith("loss")]
+
+
+def test_operations_of_a_loop_in_a_loss_are_no_calls_of_it():
+    layers = [memory_programs.Normalized(64, 256) for _ in range(4)]
+
+    def loss(x):
+        for layer in layers:
+            x = x + _hidden(layer, x - x.mean(0, keepdims=True)) @ layer.v.value
+        return (x**2).mean()
+
+    profile = statetx.memory_profile(_step(layers, loss), *memory_programs.arrays((2048, 64)), gradient=False)
+    targets = {c.target for c in profile.changes if c.action == "remat"}
+    assert "_hidden" in targets and not [target for target in targets if target.endswith("loss")]
+
+
 class Block:
     def __init__(self):
         self.w = statetx.Param(jnp.eye(64))

@@ -154,7 +154,9 @@ def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
                 last = max([b.start, *(r for r in b.readers if r < begin)])
                 gaps.append(Gap(last + 1, b.end, b.num_bytes))
                 freed.append(b)
-            gaps.append(Gap(begin, end, -history.recomputed_bytes(inside, function)))
+            # Of a loop, all is computed again before the first derivative, and XLA keeps what it fuses in one repetition alone.
+            num_bytes = sum(b.num_bytes for b in inside)
+            gaps.append(Gap(begin, end, -(num_bytes if calls.has_loop else history.recomputed_bytes(inside, function))))
         if frozenset(freed) in known:  # a function that does nothing but call another one, in a loop perhaps
             continue
         known.add(frozenset(freed))
