@@ -52,6 +52,20 @@ class Normalized(Layer):
         return x + (jnp.cos(h) * h) @ self.v.value
 
 
+class Dropped(Layer):
+    """A layer with dropout, whose key is that of its counter."""
+
+    def __init__(self, width, hidden):
+        super().__init__(width, hidden)
+        self.count = statetx.State(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.count.value += 1
+        h = jnp.tanh(2.0 * jnp.sin(x @ self.w.value))
+        mask = jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), self.count.value), 0.9, h.shape)
+        return x + jnp.where(mask, jnp.cos(h) * h, 0.0) @ self.v.value
+
+
 class Stack:
     """Layers, one after the other."""
 

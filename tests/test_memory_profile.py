@@ -162,6 +162,31 @@ def test_calls_of_a_function_are_counted_once_where_xla_copies_operands_of_its_p
     assert "Layer.__call__ (3 calls)" in profile.changes[0].text
 
 
+def test_no_policy_is_advised_where_the_loss_is_rematerialized_as_a_whole():
+    """A counter that a rematerialized loss writes has its region, as what a policy saves has."""
+    layers = [memory_programs.Dropped(64, 256) for _ in range(4)]
+    step = _step(layers, statetx.remat(memory_programs.loss_of(layers)))
+    profile = statetx.memory_profile(step, *memory_programs.arrays((2048, 64)), gradient=False)
+    small = [b for b in profile.buffers if b.kind == "residual" and b.region]
+    assert small and sum(b.num_bytes for b in small) < 0.02 * profile.peak_bytes
+    assert not [c for c in profile.changes if c.action == "policy"]
+    inside = [c for c in profile.changes if "inside the function that is rematerialized already" in c.text]
+    assert {c.target for c in inside} == {"Dropped.__call__"}
+
+
+def test_advice_inside_a_rematerialized_function_names_functions_inside_it():
+    first, second = (memory_programs.Layer(64, width) for width in (512, 256))
+
+    def loss(x):
+        x = first(x)
+        return (second(x) ** 2).mean()
+
+    step = _step([first, second], statetx.remat(loss))
+    profile = statetx.memory_profile(step, *memory_programs.arrays((2048, 64)), gradient=False)
+    targets = {c.target for c in profile.changes if "is rematerialized already" in c.text}
+    assert targets == {"Layer.__call__"}  # the loss is rematerialized already, and the step calls it
+
+
 def _step(layers, loss):
     params = statetx.states(layers, statetx.Param)
 

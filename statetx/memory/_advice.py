@@ -141,7 +141,7 @@ def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
         by_call: dict[int, list[Buffer]] = defaultdict(list)
         for b in kept:
             call = calls.of(b.start)
-            if call is not None and not _leaves(profile, b, calls):
+            if call is not None and not _leaves(profile, b, calls) and not _is_freed_already(profile, b, function):
                 by_call[call].append(b)
         freed: list[Buffer] = []
         gaps: list[Gap] = []
@@ -162,11 +162,10 @@ def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
         known.add(frozenset(freed))
         saved = saving(profile, gaps)
         times = f" ({calls.num} calls)" if calls.num > 1 else ""
-        saves = sorted({profile.steps[b.start].primitive for b in freed if b.kind == "residual" and b.region})
-        if saves and all(b.region for b in freed):
-            text = (
-                f"Save less in {function}{times}: the policy of {freed[0].region} saves results of {', '.join(saves)}."
-            )
+        if saves := _saved_by_policy(profile, freed):
+            regions = ", ".join(sorted({b.region for b in saves}))
+            primitives = ", ".join(sorted({profile.steps[b.start].primitive for b in saves}))
+            text = f"Save less in {function}{times}: the policy of {regions} saves results of {primitives}."
             yield _Candidate(Change("policy", function, text, saved), frozenset(freed))
             continue
         nested = any(b.kind == "recomputed" for b in freed)
@@ -176,6 +175,30 @@ def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
         how = "@statetx.remat" if linen is None else flax_remat(linen)
         text = f"Rematerialize {function}{times} with {how}{where}."
         yield _Candidate(Change("remat", function, text, saved), frozenset(freed))
+
+
+def _is_freed_already(profile: MemoryProfile, b: Buffer, function: str) -> bool:
+    """Whether a region computes it again that does not contain the function but is the function, or is called by it."""
+    if b.kind != "recomputed":
+        return False
+    functions = [f.function for f in profile.steps[b.start].frames]
+    # Of a callable object, the region has the name of its class.
+    names = (f".{b.region}", f".{b.region}.__call__")
+    region = next((n for n, f in enumerate(functions) if f".{f}".endswith(names)), len(functions))
+    return function in functions[region:]
+
+
+def _saved_by_policy(profile: MemoryProfile, freed: Sequence[Buffer]) -> list[Buffer]:
+    """The results that policies save, if they are most of what is freed at the peak; empty if they are not.
+
+    The counters of a rematerialized function have its region, too: a few bytes are no reason to change a policy.
+    """
+    at_peak = [b for b in freed if b.start <= profile.peak_step <= b.end]
+    saved = [b for b in at_peak if b.kind == "residual" and b.region]
+    num_bytes = sum(b.num_bytes for b in saved)
+    if 2 * num_bytes <= sum(b.num_bytes for b in at_peak):
+        return []
+    return [b for b in saved if b.num_bytes >= _LEAST_SHARE * num_bytes]
 
 
 def _bits(profile: MemoryProfile) -> Iterable[_Candidate]:
