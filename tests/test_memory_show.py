@@ -273,6 +273,32 @@ def test_a_single_step_of_another_phase_is_no_phase():
     assert _plot.phase_spans(profile([], phases="f" * 50 + "b" * 49 + "u"), 100)[-1] == ("update", 99, 99)
 
 
+def test_a_phase_in_short_runs_is_shown():
+    """A backward pass that begins with short runs, with operations of the forward pass between them."""
+    ends = profile([], phases="f" * 40 + "bbbff" * 2 + "b" * 3 + "u" * 7)
+    assert _plot.phase_spans(ends, 60) == [("forward", 0, 39), ("backward", 40, 52), ("update", 53, 59)]
+    equal = profile([], phases="f" * 40 + "bbbfff" * 3 + "bb")
+    assert _plot.phase_spans(equal, 60) == [("forward", 0, 39), ("backward", 40, 59)]
+    # A fifth of the columns is backward, and no run is long.
+    among = profile([], phases="fffffffffbbb" * 4 + "f" * 12)
+    assert {span.phase for span in _plot.phase_spans(among, 60)} == {"forward", "backward"}
+
+
+@pytest.mark.parametrize("phases", ["f" * 23 + "b" + "f" * 36, "f" * 116 + "bbb" + "f" * 181, "b" * 298 + "ff"])
+def test_the_peak_is_in_the_phase_of_the_first_line(phases):
+    """Also if it is a single step of that phase, or shares its column with more steps of another one."""
+    step = max(n for n, p in enumerate(phases) if p == min(phases, key=phases.count))
+    made = profile([buffer(KIB, step, step)], phases=phases)
+    column = step * 60 // len(phases)
+    (phase,) = {p for p, first, last in _plot.phase_spans(made, 60) if first <= column <= last}
+    assert made.peak_step == step and f"in the {phase} pass" in _show.text(made).splitlines()[0]
+
+
+def test_sparkline_names_a_phase_that_is_as_long_as_its_name():
+    made = profile([buffer(800, 0, 59)], phases="f" * 44 + "b" * 8 + "u" * 8)
+    assert _show.sparkline(made).splitlines()[1] == "forward ".ljust(44, "─") + "backward" + "┄update "
+
+
 def test_text_fits_a_terminal():
     change = Change("remat", "a", "Rematerialize what takes most of the memory of this long program " * 3, 60 * KIB)
     made = profile(layers(region="TransformerBlock.__call__"), changes=[change])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -85,33 +85,66 @@ class PhaseSpan(NamedTuple):
 
 
 def phase_spans(profile: MemoryProfile, width: int) -> list[PhaseSpan]:
-    """The phases of the columns of a picture. A column has the phase of most of its steps.
+    """The phases of the columns of a picture. A column has the phase of most of its steps, that of the peak the phase of the peak.
 
     XLA schedules single operations of one pass within the other: a run below a fifteenth of the width, between two of another
-    phase, is left out.
+    phase, is left out. The run with the peak stays, and one run of each phase that has a fifteenth of the columns altogether.
     """
     num_steps = len(profile.steps)
     width = min(width, num_steps)
     edges = np.linspace(0, num_steps, width + 1).astype(int)
-    spans: list[PhaseSpan] = []
-    for column, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
+    columns: list[Phase] = []
+    for a, b in zip(edges, edges[1:], strict=False):
         phases: list[Phase] = [step.phase for step in profile.steps[a:b]]
-        phase = max(dict.fromkeys(phases), key=phases.count)
-        if spans and spans[-1].phase == phase:
-            spans[-1] = spans[-1]._replace(last=column)
-        else:
-            spans.append(PhaseSpan(phase, column, column))
+        columns.append(max(dict.fromkeys(phases), key=phases.count))
+    if not columns:
+        return []
+    peak = int(np.searchsorted(edges, profile.peak_step, side="right")) - 1
+    columns[peak] = profile.steps[profile.peak_step].phase
 
-    is_short = lambda span: 15 * (span.last - span.first + 1) < width  # noqa: E731
-    merged: list[PhaseSpan] = []
-    for span in spans:
-        merged.append(span)
-        if len(merged) > 2 and merged[-3].phase == span.phase and is_short(merged[-2]):
-            merged[-3:] = [merged[-3]._replace(last=span.last)]
+    spans = _joined(PhaseSpan(phase, column, column) for column, phase in enumerate(columns))
+    while (n := _least_span(spans, columns, peak)) is not None:
+        spans = _joined(s._replace(phase=spans[n - 1].phase) if s is spans[n] else s for s in spans)
+
     # What gathers the results at the end of the program belongs to no pass, and counts as forward.
-    if len(merged) > 1 and merged[-1].phase == "forward" and is_short(merged[-1]):
-        merged[-2:] = [merged[-2]._replace(last=merged[-1].last)]
-    return merged
+    last = spans[-1]
+    if len(spans) > 1 and last.phase == "forward" and _is_short(last, width) and not last.first <= peak <= last.last:
+        spans[-2:] = [spans[-2]._replace(last=last.last)]
+    return spans
+
+
+def _joined(spans: Iterable[PhaseSpan]) -> list[PhaseSpan]:
+    """Neighbors of one phase as one span."""
+    joined: list[PhaseSpan] = []
+    for span in spans:
+        if joined and joined[-1].phase == span.phase:
+            joined[-1] = joined[-1]._replace(last=span.last)
+        else:
+            joined.append(span)
+    return joined
+
+
+def _is_short(span: PhaseSpan, width: int) -> bool:
+    return 15 * (span.last - span.first + 1) < width
+
+
+def _least_span(spans: Sequence[PhaseSpan], columns: Sequence[Phase], peak: int) -> int | None:
+    """The shortest span that may be left out, by its index; of several the one of the phase with most columns."""
+    num_columns, num_spans = Counter(columns), Counter(span.phase for span in spans)
+
+    def may_be_left_out(n: int) -> bool:
+        span = spans[n]
+        is_last_of_phase = num_spans[span.phase] == 1 and 15 * num_columns[span.phase] >= len(columns)
+        is_between = spans[n - 1].phase == spans[n + 1].phase
+        return (
+            is_between
+            and _is_short(span, len(columns))
+            and not is_last_of_phase
+            and not span.first <= peak <= span.last
+        )
+
+    length_of = lambda n: (spans[n].last - spans[n].first, -num_columns[spans[n].phase])  # noqa: E731
+    return min(filter(may_be_left_out, range(1, len(spans) - 1)), key=length_of, default=None)
 
 
 class Stack(NamedTuple):

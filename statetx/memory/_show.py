@@ -239,7 +239,8 @@ def sparkline(profile: MemoryProfile, width: int = _SPARKLINE_WIDTH) -> str:
     phases = ""
     for phase, first, last in phase_spans(profile, width):
         length = repeats * (last + 1 - first)
-        label = f"{phase} " if len(phase) + 2 <= length else ""
+        lead = _RULES[phase] if phases[-1:].isalpha() else ""  # between two labels
+        label = f"{lead}{phase} "[:length] if len(lead + phase) <= length else ""
         phases += label.ljust(length, _RULES[phase])
 
     column = repeats * int(levels.argmax())
