@@ -344,6 +344,8 @@ def _body(profile: MemoryProfile) -> Iterable[_Candidate]:
         begin, end = _step_of_reversal(inner, profile)
         gaps.append(Gap(begin, end, -sum(b.num_bytes for b in inner) // length))
         text = f"Rematerialize the body of the {loop} with statetx.remat: it keeps its carry only."
+        if loop.library:
+            text = f"Rematerialize with statetx.remat what the {loop}, which is in {loop.library}, runs: it keeps its carry only."
         yield _Candidate(Change("remat", str(loop), text, saving(profile, gaps)), frozenset(inner))
 
 
@@ -359,7 +361,8 @@ def _slots(profile: MemoryProfile) -> Iterable[_Candidate]:
         start, end = min(b.start for b in stacks), max(b.end for b in stacks)
         gaps = [Gap(b.start, b.end, b.num_bytes) for b in stacks]
         gaps += [Gap(start, end, -slots * carry), Gap(_step_of_reversal(stacks, profile)[0], end, -step)]
-        text = f"Checkpoint the {loop}: statetx.scan(..., checkpoint=statetx.policies.Slots({slots})) keeps {slots} carries."
+        how = f", which is in {loop.library}, with a loop of your own in its place" if loop.library else ""
+        text = f"Checkpoint the {loop}{how}: statetx.scan(..., checkpoint=statetx.policies.Slots({slots})) keeps {slots} carries."
         yield _Candidate(
             Change("slots", str(loop), text, saving(profile, gaps), is_least=not carries), frozenset(stacks)
         )

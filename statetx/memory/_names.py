@@ -132,7 +132,9 @@ class Names:
             is_scan = any(i.op_name.split("/while/body")[depth:][:1] and "closed_call" in i.op_name for i in body)
             _, source = innermost(instruction.frames)
             name = "scan" if is_scan or instruction.trip_count is not None else "while_loop"
-            found = self._loops[instruction.id] = Loop(name, instruction.trip_count, source)
+            found = self._loops[instruction.id] = Loop(
+                name, instruction.trip_count, source, _library(instruction.frames[:1])
+            )
         return found
 
     def stacking(self, instruction: Instruction) -> Instruction | None:
@@ -240,7 +242,8 @@ def _unwrapped(part: str) -> str:
     return "" if _ADDED.fullmatch(part) or part.startswith("jit(") else part
 
 
-_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", f"{os.sep}lib{os.sep}python3")
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_LIBRARIES = (*_INSTALLED, f"{os.sep}lib{os.sep}python3")
 
 
 def innermost(frames: Sequence[StackFrame]) -> tuple[str, str]:
@@ -253,6 +256,14 @@ def innermost(frames: Sequence[StackFrame]) -> tuple[str, str]:
 @functools.lru_cache(maxsize=1000)
 def is_library(file: str) -> bool:
     return any(part in file for part in _LIBRARIES) or file.startswith("<frozen")
+
+
+def _library(frames: Sequence[StackFrame]) -> str:
+    """The installed library that the first frame is in, as in ``"flax"``; empty if it is the user's."""
+    for folder in _INSTALLED:
+        if frames and folder in frames[0].file:
+            return frames[0].file.rpartition(folder)[2].partition(os.sep)[0].removesuffix(".py")
+    return ""
 
 
 def parent(path: str) -> str:

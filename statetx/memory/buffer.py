@@ -22,11 +22,13 @@ class Loop(NamedTuple):
         name: ``"scan"`` or ``"while_loop"``.
         length: how often the body runs; None if the program decides it.
         source: ``file:line`` of the user's call, or an empty string.
+        library: the installed library that has the loop, if the user's line calls one, such as a recurrent layer; else empty.
     """
 
     name: str
     length: int | None
     source: str
+    library: str = ""
 
     def __str__(self) -> str:
         steps = "" if self.length is None else f" of {self.length:,} steps"
