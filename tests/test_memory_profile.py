@@ -213,6 +213,18 @@ def test_a_loss_that_loops_over_layers_is_one_call_and_not_advised(num):
     assert whole.peak_bytes > profile.peak_bytes
 
 
+def test_a_loss_with_a_product_behind_its_layers_is_not_advised():
+    layers, last = [memory_programs.Normalized(64, 256) for _ in range(4)], memory_programs.Layer(64, 64)
+
+    def loss(x):
+        for layer in layers:
+            x = layer(x)
+        return ((x @ last.w.value) ** 2).mean()
+
+    profile = statetx.memory_profile(_step([layers, last], loss), *memory_programs.arrays((2048, 64)), gradient=False)
+    assert {c.target for c in profile.changes if c.action == "remat"} == {"Normalized.__call__"}
+
+
 def _layer(layer, x):
     return jnp.tanh(_hidden(layer, x)) @ layer.v.value
 

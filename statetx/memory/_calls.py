@@ -67,6 +67,14 @@ class Calls:
             self._tell_apart(occurrences)
         forward = {self._number[n] for n in self._number if not profile.steps[n].is_recomputed}
         self.num = len(forward or set(self._number.values()))
+        products = [
+            found
+            for occurrences in by_caller.values()
+            for operation, found in occurrences.items()
+            if operation.primitive in PRODUCTS and not operation.is_own
+        ]
+        # Of one call only, as of a loss with a product behind its layers. Three may be the query, the key and the value of one layer.
+        self.has_loop = self.has_loop or (self.num == 1 and max(map(len, products), default=0) > 3)
 
     def _tell_apart(self, occurrences: dict[_Operation, list[int]]) -> None:
         products = [found for operation, found in occurrences.items() if operation.primitive in PRODUCTS]
