@@ -226,6 +226,22 @@ def test_steps_of_a_loop_keep_bits(loop):
     np.testing.assert_allclose(gradient(WS[0]), jax.grad(fun)(WS[0], x), rtol=1e-5, atol=1e-6)
 
 
+def dropped(ws, x):
+    """Floats of 0 and 1, and masks."""
+    for w in ws:
+        y = x @ w
+        mask = jax.random.bernoulli(jax.random.key(1), 0.5, y.shape)
+        x = jnp.where(y > 0, jnp.sin(y), y * 0.1) * mask.astype(y.dtype) + x
+    return (x**2).mean()
+
+
+def test_plans_under_strict_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        plan = planner(dropped, FEW, X).plan(0.8)
+        assert any("as bits" in line for line in plan.groups)
+        assert_equal(dropped, plan.apply(dropped), FEW, X)
+
+
 # -- formats that round ----------------------------------------------------------------------------------------------
 
 

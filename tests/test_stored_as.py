@@ -88,6 +88,25 @@ def test_bits_give_the_value_back(shape, dtype):
     np.testing.assert_array_equal(decoded, x)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["bool", "int32", "float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("x64", [False, True])
+def test_formats_under_strict_promotion(name, dtype, x64):
+    format = StoredType(name)
+    if name != "bits" and dtype in ("bool", "int32"):
+        return  # stored unchanged
+    with jax.numpy_dtype_promotion("strict"), jax.enable_x64(x64):
+        # 1000 is beyond float8; int8 pads a block.
+        x = np.zeros((3, 300), jax.dtypes.canonicalize_dtype(dtype))
+        x[:, ::7] = 1 if name == "bits" else 1000
+        x = jnp.asarray(x)
+        decoded = format.decode(format.encode(x), jax.typeof(x))
+        assert decoded.dtype == x.dtype
+        np.testing.assert_allclose(*(np.minimum(a.astype(jnp.float32), 448) for a in (decoded, x)), rtol=0.01)
+        if format.is_exact:
+            assert not format.differs(x).any()
+
+
 @pytest.mark.parametrize("length", [8, 256, 1, 7, 250])
 def test_bits_take_one_32nd_of_float32(length):
     x = jnp.ones((6, length))
@@ -533,6 +552,23 @@ def test_masks_are_packed():
     # The masks are all that the backward pass needs.
     assert not any(row.origin == "argument" for row in statetx.saved_residuals(kept, x, key))
     assert repr(policies.masks | policies.dots) == "masks | dots"
+
+
+@pytest.mark.parametrize("checkpoint", [None, policies.Slots(2, policy=policies.everything.stored_as("bits"))])
+def test_masks_under_strict_promotion(checkpoint):
+    """Of a region, of its inputs, and of a loop's carry."""
+
+    def loss(x):
+        step = lambda c, _: ((jnp.where(c[1], jnp.sin(c[0]), c[0] * c[0]), c[0] > 0), None)  # noqa: E731
+        x = statetx.scan(step, (x, x > 0), None, 9, checkpoint=checkpoint)[0][0]
+        x = statetx.remat(lambda x: jnp.sin(jnp.where(x > 0, x, 0.0) * x), policy=policies.masks)(x)
+        return statetx.remat(lambda m, x: jnp.where(m, x, 0.0) * x, inputs_stored_as=("bits", None))(x > 0.1, x).sum()
+
+    x = jnp.linspace(-1.0, 1.0, 16)
+    with jax.numpy_dtype_promotion("strict"):  # first: what is staged before is used again
+        eager, compiled = jax.grad(loss)(x), jax.jit(jax.grad(loss))(x)
+    assert_equal(eager, jax.grad(loss)(x))
+    assert_close(compiled, eager)
 
 
 @pytest.mark.parametrize("formats", ["bits", ("bits", None)])

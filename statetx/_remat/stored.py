@@ -122,7 +122,7 @@ class StoredType:
 
     def differs(self, x: jax.Array) -> jax.Array:
         """Where an exact format does not give the value back: entries that are neither 0 nor 1."""
-        return (x != 0) & (x != 1)
+        return jnp.zeros(x.shape, bool) if x.dtype == bool else (x != 0) & (x != 1)
 
     def __str__(self) -> str:
         return self.name
@@ -191,7 +191,8 @@ def _joined(blocks: jax.Array, length: int, num_parts: int) -> jax.Array:
 
 
 def _pack(x: jax.Array) -> jax.Array:
-    bits = _padded((x != 0).astype(jnp.uint8), 8, _num_parts(jax.typeof(x)))
+    # `astype` makes every nonzero number True. A comparison of a boolean with 0 would raise under strict promotion.
+    bits = _padded(x.astype(bool).astype(jnp.uint8), 8, _num_parts(jax.typeof(x)))
     packed = bits[..., 0]
     for k in range(1, 8):  # unlike a sum over the axis, one elementwise operation
         packed = packed | (bits[..., k] << jnp.uint8(k))
