@@ -954,6 +954,12 @@ def test_derivatives_with_offloaded_carries(mode):
     assert float(expected) != 0 and float(actual) == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.parametrize("mode", [mode for mode in OFFLOADED_MODES if "over" in mode])
+def test_tangents_of_offloaded_carries_are_in_their_memory(mode):
+    with jax.enable_checks(True):
+        test_derivatives_with_offloaded_carries(mode)
+
+
 @pytest.mark.parametrize("wrap", [eager, jax.jit])
 def test_offloaded_carries_with_keys(wrap):
     def step(w, carry, _):

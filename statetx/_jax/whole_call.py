@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 from jax._src import core as _core
+from jax._src.ad_util import Zero as _Zero
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 
-from .._positions import function_of
 from .checked import check_inside
-from .equations import ClosedJaxpr, with_nonzero
+from .equations import ClosedJaxpr, abstract, with_nonzero
 
 
 def call_whole(jaxpr: ClosedJaxpr, args: list[Any]) -> list[Any]:
@@ -35,8 +34,15 @@ def _call_impl(*args: Any, call_jaxpr: ClosedJaxpr) -> list[Any]:
 
 def _call_jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr) -> tuple[list[Any], list[Any]]:
     tangents, diff_indices = with_nonzero(tangents)
-    run = function_of(_core.jaxpr_as_fun(call_jaxpr), primals, diff_indices)
-    return jax.jvp(run, [primals[i] for i in diff_indices], [tangents[i] for i in diff_indices])
+    is_nonzero = [i in diff_indices for i in range(len(primals))]
+    # Not `jax.jvp`: it makes arrays of zeros in the device's memory, where outputs that are offloaded are not.
+    jvp, out_is_nonzero = _ad.jvp_jaxpr(call_jaxpr, is_nonzero, instantiate=False)
+    values = _core.jaxpr_as_fun(jvp)(*primals, *[tangents[i] for i in diff_indices])
+    outs, nonzero_tangents = values[: len(out_is_nonzero)], iter(values[len(out_is_nonzero) :])
+    return outs, [
+        next(nonzero_tangents) if is_nonzero else _Zero(abstract(x).to_tangent_aval())
+        for x, is_nonzero in zip(outs, out_is_nonzero, strict=True)
+    ]
 
 
 def _call_batch(axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr) -> tuple[list[Any], list[Any]]:
