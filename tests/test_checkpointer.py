@@ -43,12 +43,12 @@ class Everything:
         self.optimizer = statetx.State(OPTIMISER.update(weights, OPTIMISER.init(weights), weights)[1])
         self.dtypes = [
             statetx.State(jnp.asarray(x > 0 if d == "bool" else x).astype(d))
-            for d in ("bfloat16", "float8_e4m3fn", "int4", "bool", "complex64", "uint32")
+            for d in ("bfloat16", "float8_e4m3fn", "int4", "uint4", "bool", "complex64", "uint32")
         ]
         self.rng = statetx.RngState(seed)
         self.keys = statetx.State(jax.random.split(jax.random.key(seed, impl="rbg"), 3))
         self.numbers = statetx.State(
-            {"int": seed, "float": seed / 3, "flag": seed > 1, "text": str(seed), "none": None}
+            {"int": seed, "float": seed / 3, "flag": seed > 1, "text": str(seed), "none": None, "complex": seed - 0.5j}
         )
         self.weak = statetx.State(jnp.asarray(float(seed)))
         self.numpy = statetx.State([x.astype(np.float64), np.int16(seed)])
@@ -161,6 +161,11 @@ def test_save_unsupported_value_raises_with_path(tmp_path):
             checkpointer.save(1)
         assert checkpointer.steps == []
         statetx.Checkpointer(tmp_path, statetx.states(model, statetx.Param)).save(1)
+
+    with statetx.Checkpointer(tmp_path / "long", {"x": statetx.State([np.zeros(2, np.longdouble)])}) as checkpointer:
+        with pytest.raises(statetx.StateValueError, match=r"'x\[0\]' holds a.*\[2\], and no JAX array has this dtype"):
+            checkpointer.save(1)
+        assert checkpointer.steps == []
 
     class Phase(enum.IntEnum):
         WARM_UP = 1
@@ -306,6 +311,34 @@ def test_restore_swapped_arrays_raises(kind):
     assert len({int(_digest.mixed_sum(y)) for y in (x, *swapped)}) == 1 + len(swapped)
     spread = [on_mesh(("d",), kind=kind), on_mesh((None, "b"), (2, 4), ("a", "b"), kind=kind)]
     assert {int(_digest.mixed_sum(jax.device_put(x, s))) for s in spread} == {int(_digest.mixed_sum(x))}
+
+
+SMALL = [name for name in dir(jnp) if name.startswith(("int2", "int4", "uint2", "uint4", "float4_", "float8_"))]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_restore_small_dtypes(tmp_path, name):
+    """Of some of them tensorstore has no arrays: every pattern of bits, in each place."""
+    dtype = jnp.dtype(name)
+    num_bits = jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits
+    x = np.arange(2**num_bits, dtype=np.uint8).repeat(8)
+    x = x.view(dtype) if jnp.issubdtype(dtype, jnp.floating) else x.astype(dtype)
+    mesh = on_mesh(("d",))
+    places = [jnp.asarray, lambda x: jax.device_put(x, mesh)]
+    if num_bits == 8:
+        places.append(lambda x: jax.device_put(x, mesh.with_memory_kind("pinned_host")))
+    values = [*(place(x) for place in places), x, x[-1]]
+    states = [statetx.State(value) for value in values]
+    with statetx.Checkpointer(tmp_path, states) as checkpointer:
+        checkpointer.save(1)
+        for state, place in zip(states, [*places, np.asarray, lambda x: x[0]], strict=True):
+            state.value = place(np.zeros_like(x))
+        checkpointer.restore()
+    for state, value in zip(states, values, strict=True):
+        assert type(state.value) is type(value) and state.value.dtype == dtype
+        assert getattr(state.value, "sharding", None) == getattr(value, "sharding", None)
+        assert getattr(state.value, "committed", None) == getattr(value, "committed", None)
+        assert np.asarray(state.value).tobytes() == np.asarray(value).tobytes()
 
 
 def test_restore_numpy_scalars(tmp_path):

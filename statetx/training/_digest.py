@@ -15,10 +15,10 @@ def digest(x: Any) -> int:
     """A checksum of the values, independent of the sharding: it is computed before saving and after restoring elsewhere."""
     if not isinstance(x, jax.Array):
         return zlib.crc32(np.asarray(x).tobytes())
-    return int(mixed_sum(_on_device(x)))
+    return int(mixed_sum(on_device(x)))
 
 
-def _on_device(x: jax.Array) -> jax.Array:
+def on_device(x: jax.Array) -> jax.Array:
     """Move an array from host memory to the default memory of its devices, so that they can compute with it."""
     # All devices of a sharding are of one kind, so any of them tells the default.
     default = next(iter(x.sharding.device_set)).default_memory().kind

@@ -18,9 +18,10 @@ from .._errors import CheckpointError, StateValueError
 from .._text import short_dtype, type_str
 from .._tree import is_array
 from .._typing import PyTree
+from . import _bytes
 from ._digest import digest
 
-_VALUES = (bool, int, float, str, type(None))  # JSON returns these unchanged
+_VALUES = (bool, int, float, complex, str, type(None))
 
 
 # -- a state's record in a checkpoint --------------------------------------------------------------------------------
@@ -45,7 +46,8 @@ class LiveState:
 
     def arrays(self) -> dict[str, Any]:
         """The leaves that orbax saves: arrays, except empty ones, which it refuses."""
-        return {keys: x for keys, x in self.leaves.items() if is_array(x) and x.size}
+        arrays = {keys: x for keys, x in self.leaves.items() if is_array(x) and x.size}
+        return {keys: x if _bytes.is_writable(x.dtype) else _bytes.encode(x) for keys, x in arrays.items()}
 
     def describe(self, path: str) -> dict[str, Any]:
         """The state's entry in a manifest."""
@@ -58,13 +60,21 @@ class LiveState:
         """For each saved array, the type to request from orbax, with the sharding of the current leaf."""
         return {keys: _target(record, self.leaves[keys]) for keys, record in records.items() if "digest" in record}
 
+    def decoded(self, records: dict[str, Any], arrays: dict[str, Any]) -> dict[str, Any]:
+        """The arrays that were saved, from those that orbax has read."""
+        return {
+            keys: _bytes.decode(x, self.leaves[keys].dtype) if records[keys].get("bytes") else x
+            for keys, x in arrays.items()
+        }
+
     def restored(self, records: dict[str, Any], arrays: dict[str, Any]) -> PyTree:
         """The saved value."""
         leaves = []
         for keys, current in self.leaves.items():
             record = records[keys]
             if "value" in record:
-                leaves.append(record["value"])
+                value = record["value"]
+                leaves.append(complex(*value) if isinstance(value, list) else value)
             elif keys in arrays:
                 leaves.append(_restore_leaf(arrays[keys], record, current))
             else:
@@ -79,17 +89,26 @@ class LiveState:
 
 def _describe_leaf(path: str, x: Any) -> dict[str, Any]:
     if _is_plain(x):
-        return {"type": _type(x), "value": x}
+        # JSON returns the others unchanged.
+        return {"type": _type(x), "value": [x.real, x.imag] if isinstance(x, complex) else x}
     if not isinstance(x, (jax.Array, np.ndarray, np.generic)) or not is_array(x):
         raise StateValueError(
             f"Checkpointer: the state {path!r} holds {with_article(type(x).__name__)}, which is not an array, number, string or None.\n"
             f"Fix: leave it out: Checkpointer(directory, statetx.states(model, filter))."
+        )
+    is_encoded = not _bytes.is_writable(x.dtype)
+    if is_encoded and x.dtype.itemsize > 1:
+        raise StateValueError(
+            f"Checkpointer: the state {path!r} holds {with_article(f'{x.dtype.name}{list(x.shape)}')}, and no JAX array has this dtype.\n"
+            f"Fix: convert it, or leave it out: Checkpointer(directory, statetx.states(model, filter))."
         )
 
     # orbax does not store weak types, and must be told which arrays to restore as NumPy's.
     record: dict[str, Any] = {"type": _type(x)}
     if x.size:
         record["digest"] = digest(x)
+        if is_encoded:
+            record["bytes"] = True
     if not isinstance(x, jax.Array):
         record["numpy"] = x.dtype.name
     elif jax.typeof(x).weak_type:
@@ -109,7 +128,7 @@ def _is_plain(x: Any) -> bool:
 def _type(x: Any) -> str:
     """Shape and dtype of a leaf as a JAX array, in the format of the manifest: ``float32[2,3]``. A number counts as an array: a
     trained model may have arrays where a new one has numbers."""
-    if _is_plain(x) and isinstance(x, (bool, int, float)):
+    if _is_plain(x) and isinstance(x, (bool, int, float, complex)):
         return f"{jnp.result_type(type(x)).name}[]"
     if is_array(x):
         aval = _jax.abstract(x)  # without sharding: a checkpoint is restored to the state's own
@@ -120,10 +139,11 @@ def _type(x: Any) -> str:
 def _target(record: dict[str, Any], current: Any) -> Any:
     # The saved array has the same shape and dtype: `compare` has checked that.
     if "numpy" in record:
-        return np.empty(current.shape, jnp.dtype(record["numpy"]))
+        return np.empty(current.shape, np.uint8 if record.get("bytes") else jnp.dtype(record["numpy"]))
     if not isinstance(current, jax.Array):
         current = jnp.asarray(current)
-    return jax.ShapeDtypeStruct(current.shape, current.dtype, sharding=current.sharding)
+    dtype = jnp.uint8 if record.get("bytes") else current.dtype
+    return jax.ShapeDtypeStruct(current.shape, dtype, sharding=current.sharding)
 
 
 def _restore_leaf(x: Any, record: dict[str, Any], current: Any) -> Any:

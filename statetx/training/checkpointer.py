@@ -198,9 +198,10 @@ class Checkpointer:
         # Every value is made and checked before any state is written.
         values = []
         for path, entry in live.items():
-            leaves = unnest(arrays.get(path, {}))
-            check_contents(path, manifest[path]["leaves"], leaves, location)
-            values.append(entry.restored(manifest[path]["leaves"], leaves))
+            records = manifest[path]["leaves"]
+            leaves = entry.decoded(records, unnest(arrays.get(path, {})))
+            check_contents(path, records, leaves, location)
+            values.append(entry.restored(records, leaves))
         locked(_frames.ownership, _store_all, list(live.values()), values)
         return step
 
