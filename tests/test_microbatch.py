@@ -700,6 +700,8 @@ def test_as_a_method_and_other_precisions():
     with jax.numpy_dtype_promotion("strict"):
         f = statetx.microbatch(lambda w, x: (x * w).sum(), 4, argnums=1, reduce="sum", weight=lambda w, x: x.size)
         assert jax.grad(f)(jnp.bfloat16(1), jnp.ones(10, jnp.bfloat16)) == 10
+        f = statetx.microbatch(lambda x: (x * 1j).mean(), 4, weight=lambda x: x.size)
+        assert_close(f(jnp.arange(10, dtype=jnp.complex64)), 4.5j)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: a.astype(jnp.float64), (PARAMS, X, Y))
         actual = jax.value_and_grad(statetx.microbatch(mean_loss, 4, argnums=(1, 2)))(*wide)

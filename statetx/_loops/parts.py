@@ -330,5 +330,5 @@ def _add(how: str, total: Any, x: Any, weight: Any, count: Any) -> Any:
         wide = jnp.promote_types(total.dtype, jnp.float32)
     if isinstance(weight, float):
         return total + (x.astype(wide) * weight).astype(total.dtype)
-    scaled = x.astype(wide) * weight.astype(jnp.finfo(wide).dtype)
+    scaled = x.astype(wide) * weight.astype(wide)
     return total + jnp.where(weight == 0, jnp.zeros_like(scaled), scaled).astype(total.dtype)
