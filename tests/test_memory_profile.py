@@ -171,7 +171,9 @@ def test_no_policy_is_advised_where_the_loss_is_rematerialized_as_a_whole():
     assert small and sum(b.num_bytes for b in small) < 0.02 * profile.peak_bytes
     assert not [c for c in profile.changes if c.action == "policy"]
     inside = [c for c in profile.changes if "inside the function that is rematerialized already" in c.text]
-    assert {c.target for c in inside} == {"Dropped.__call__"}
+    # Where XLA runs all layers again before the first derivative of a layer, rematerialized layers spare nothing at the peak.
+    expected = {"Dropped.__call__"} if jax.__version_info__ < (0, 11, 1) else set()
+    assert {c.target for c in inside} == expected
 
 
 def test_advice_inside_a_rematerialized_function_names_functions_inside_it():
