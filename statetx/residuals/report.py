@@ -364,8 +364,8 @@ def _diagnose(
                 f"common subexpressions were merged, since prevent_cse is False (or fence None) for {', '.join(unfenced)}. Leave it at 'auto'.",
             )
             return
-        if "optimization_barrier" in text:
-            yield Diagnosis(row.policy, "barrier ignored", _barrier(row, lowered, baseline_lowered))
+        if "optimization_barrier" in text and (barrier := _barrier(row, lowered, baseline_lowered)):
+            yield Diagnosis(row.policy, "barrier ignored", barrier)
             return
     yield Diagnosis(
         row.policy,
@@ -408,7 +408,8 @@ def _nothing_dropped(row: Measured, baseline: Measured) -> Diagnosis:
     )
 
 
-def _barrier(row: Measured, lowered: Any, baseline_lowered: Any) -> str:
+def _barrier(row: Measured, lowered: Any, baseline_lowered: Any) -> str | None:
+    """The text about a barrier that the compiler removes; None if the memory would not fall with it."""
     text = (
         f"The equations recompute and keep {format_bytes(row.residual_bytes)}, but the compiled program does not recompute all of it: on the "
         f"{jax.default_backend()} backend the compiler removes the barrier that delays the recomputation, so that unrolled "
@@ -418,6 +419,8 @@ def _barrier(row: Measured, lowered: Any, baseline_lowered: Any) -> str:
     if jax.default_backend() == "cpu":
         option = {"xla_disable_hlo_passes": "cse_barrier_expander"}
         temp, baseline = (x.compile(option).memory_analysis().temp_size_in_bytes for x in (lowered, baseline_lowered))
+        if temp >= baseline * (1 - _SAME):
+            return None
         text += f"; with compiler_options={option} it is {format_bytes(temp)} against {format_bytes(baseline)} of temporary memory"
     return text + "."
 
