@@ -363,6 +363,19 @@ def test_missing_names_allowed():
 
 
 @pytest.mark.parametrize(
+    "checkpoint", [policies.Slots(3, policy=policies.dots), policies.Levels(2, policy=policies.dots)]
+)
+def test_warning_of_a_loop_points_at_the_users_line(checkpoint):
+    # Up to Python 3.11 a cached property has a frame of its own, in functools.
+    decide._warned.clear()
+    step = lambda c, x: (jnp.tanh(c + x), None)  # noqa: E731
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.grad(lambda c: statetx.scan(step, c, jnp.arange(9.0), checkpoint=checkpoint)[0])(1.0)
+    assert caught and {w.filename for w in caught if w.category is statetx.PolicyWarning} == {__file__}
+
+
+@pytest.mark.parametrize(
     ("policy", "same"),
     [
         (policies.larger_than("1GiB"), "nothing"),

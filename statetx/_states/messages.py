@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from .. import _jax
@@ -24,21 +27,27 @@ def library_folders() -> tuple[str, ...]:
 
 
 def call_site() -> str:
-    """``file:line`` of the nearest caller outside the libraries, and outside of Python's imports of them."""
-    folders = (*library_folders(), "<frozen importlib")
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(folders):
-        frame = frame.f_back
+    """``file:line`` of the nearest caller that is not a library."""
+    frame, _ = _user_frame()
     return "unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def user_stacklevel() -> int:
     """The ``stacklevel`` by which a warning from the caller of this function points at the user's line."""
-    folders = library_folders()
-    frame, level = sys._getframe(1), 1
-    while frame is not None and frame.f_code.co_filename.startswith(folders):
+    return _user_frame()[1]
+
+
+# Python's own frames between those of a library: a cached property, a context manager, an import.
+_BETWEEN = (functools.__file__, contextlib.__file__, "<frozen importlib")
+
+
+def _user_frame() -> tuple[FrameType | None, int]:
+    """The nearest frame outside the libraries, and its distance from the caller of the calling function."""
+    files = (*library_folders(), *_BETWEEN)
+    frame, level = sys._getframe(2), 1
+    while frame is not None and frame.f_code.co_filename.startswith(files):
         frame, level = frame.f_back, level + 1
-    return level
+    return frame, level
 
 
 def describe(state: Any, kind: Kind | None = None, path: str | None = None, value: Any = None) -> str:
