@@ -241,7 +241,7 @@ _SLOW = pytest.mark.slow
         pytest.param(attention, False, marks=_SLOW, id="attention-unrolled"),
         pytest.param(attention, True, marks=_SLOW, id="attention-scanned"),
         pytest.param(perceptron, False, marks=_SLOW, id="perceptron-unrolled"),
-        pytest.param(perceptron, True, id="perceptron-scanned"),
+        pytest.param(perceptron, True, marks=_SLOW, id="perceptron-scanned"),
         pytest.param(convolution, False, id="convolution-unrolled"),
         pytest.param(convolution, True, marks=_SLOW, id="convolution-scanned"),
     ],

@@ -238,6 +238,7 @@ def test_fit_takes_the_fewest_parts(program, kind, monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), (value, grads), expected)
 
 
+@pytest.mark.slow
 def test_fit_with_a_plan_where_single_examples_do_not_fit():
     program = programs.mlp(layers=6, width=16, batch=1024)
     program = program._replace(data=(program.data[0].reshape(2, 512, 16),))

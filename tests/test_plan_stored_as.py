@@ -321,6 +321,7 @@ def test_slots_of_a_planned_loop_hold_spikes_as_bits():
     assert plan.lower_bound.bytes_at(plan.extra_flops) <= compiled
 
 
+@pytest.mark.slow
 def test_loops_in_loops_of_a_plan_hold_spikes_as_bits():
     budget = int(0.5 * delayed_planner().ends()[1])
     plan, of_floats = delayed_planner().plan(budget), delayed_planner(()).plan(budget)
@@ -485,6 +486,7 @@ def test_spikes_in_states_of_brainstate_are_stored_as_bits():
 # -- storage and errors ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stored_plan_stores_the_same(tmp_path):
     least, _ = spiking_planner().ends()
     plan = spiking_planner().plan(int(1.1 * least))
