@@ -60,6 +60,13 @@ def test_runs_are_those_of_the_gradient_with_respect_to_the_same_arguments(argnu
     assert only_row(gradient, *args) == row
 
 
+def test_a_number_is_differentiated_if_argnums_says_so():
+    loss = lambda scale, x: statetx.scan(lambda h, _: (jnp.sin(h * scale), None), x, None, 60, checkpoint=5)[0].sum()  # noqa: E731
+    row = only_row(loss, 0.5, H, argnums=0)
+    assert row == only_row(loss, jnp.asarray(0.5, jnp.float32), H, argnums=0)
+    assert row.residual_bytes != only_row(loss, 0.5, H, argnums=1).residual_bytes
+
+
 def test_arrays_that_a_loss_closes_over_are_not_differentiated():
     runs = Runs()
     loss, closed = functools.partial(product_loss, runs), lambda w, h: product_loss(runs, w, h, XS)

@@ -172,10 +172,16 @@ def loop_report(
     refuse_value("loop_report", fun)
     compared = [None if p is None else as_value_policy(p) for p in as_sequence(policies, "loop_report")]
     nums = None if argnums is None else resolve_argnums(argnums, len(args), fun)[0]
+    if nums is not None:  # other numbers stay numbers: they may be shapes
+        args = tuple(jax.tree.map(_as_array, arg) if n in nums else arg for n, arg in enumerate(args))
     loops: dict[Any, Differentiated] = {}
     for note in _notes(fun, args, kwargs, nums):
         loops.setdefault((note.loop, note.diff_indices, note.around.num_examples), note)
     return LoopReport(name_of(fun), [row for note in loops.values() for row in _rows(note, compared)])
+
+
+def _as_array(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, (float, complex)) else x
 
 
 def _notes(fun: Callable, args: tuple, kwargs: dict[str, Any], nums: Sequence[int] | None) -> list[Differentiated]:
