@@ -194,6 +194,10 @@ def donated_inputs(jaxpr: Jaxpr) -> tuple[int, ...]:
 
 def compile_together(programs: Iterable[Program]) -> None:
     """Compile several programs in threads: XLA releases the GIL. An iterator may trace the next meanwhile."""
+    futures: dict[Program, concurrent.futures.Future[Any]] = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for future in [pool.submit(lambda p: p.compiled, program) for program in programs]:
+        for program in programs:
+            if program not in futures:  # a second thread would only wait for the first
+                futures[program] = pool.submit(lambda p: p.compiled, program)
+        for future in futures.values():
             future.result()

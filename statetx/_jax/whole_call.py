@@ -40,8 +40,8 @@ def _call_jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr) -> tuple[
     values = _core.jaxpr_as_fun(jvp)(*primals, *[tangents[i] for i in diff_indices])
     outs, nonzero_tangents = values[: len(out_is_nonzero)], iter(values[len(out_is_nonzero) :])
     return outs, [
-        next(nonzero_tangents) if is_nonzero else _Zero(abstract(x).to_tangent_aval())
-        for x, is_nonzero in zip(outs, out_is_nonzero, strict=True)
+        next(nonzero_tangents) if flag else _Zero(abstract(x).to_tangent_aval())
+        for x, flag in zip(outs, out_is_nonzero, strict=True)
     ]
 
 

@@ -222,9 +222,8 @@ class _GradientBound:
     def _problem(self) -> Problem | None:
         try:
             return self._find()
-        except (
-            Exception
-        ):  # a rule that cannot be differentiated again: those of equinox's loops keep what a first trace found
+        except Exception:
+            # A rule that cannot be differentiated again: those of equinox's loops keep what a first trace found.
             self.record.is_exact = False
             return None
 
