@@ -9,10 +9,13 @@ Compared
 
 Measured
     Each in its own process, one after the other, in three rounds: the median time of a step, ten steps after two
-    to warm up; the peak bytes of the device (as its allocator reports; if it does not, as on CPUs, arguments,
+    to warm up (of slow ones fewer, for about six seconds); the peak bytes of the device (as its allocator reports; if it does not, as on CPUs, arguments,
     outputs and temporaries of the compiled program, which is what a plan predicts); tokens or steps of the sequence a second.
     Each plan is compared with the fastest stock policy that keeps its budget. Gradients are compared with the first
     implementation's.
+
+The plans are searched first, at the same time, in processes of their own, and read from `STATETX_CACHE`. XLA's choices of
+kernels are kept between processes, so that all implementations use the same ones.
 
 With ``--json OUT`` each process's figures are written when it ends, and the same command goes on where it ended: with
 ``--limit 500`` it starts no process after 500 seconds.
@@ -28,10 +31,13 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # this process only asks for the device's name
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +54,7 @@ BUDGETS = (0.9, 0.7, 0.5, 0.4, 0.3)  # of the temporary memory without remateria
 STOCK = ("no remat", "nothing", "dots", "dots_without_batch_dims")
 TRANSFORMER = {"layers": 12, "width": 768, "heads": 12, "time": 1024, "batch": 8}
 QUICK_TRANSFORMER = {"layers": 2, "width": 64, "heads": 4, "time": 64, "batch": 2}
+STEPS_FOR = 6.0  # seconds for the steps of a process
 RECURRENT, QUICK_RECURRENT = (16_384, 512, 64), (256, 32, 4)  # steps, width, batch
 
 
@@ -119,10 +126,10 @@ def one(kind: str, name: str, quick: bool) -> dict[str, Any]:
     program = IMPLEMENTATIONS[kind][name](quick)
     step = jax.jit(jax.value_and_grad(program.loss)).lower(program.params, *program.data).compile()
     memory = step.memory_analysis()
-    for _ in range(2):
-        value, grads = jax.block_until_ready(step(program.params, *program.data))
-    times = []
-    for _ in range(3 if quick else 10):
+    value, grads = jax.block_until_ready(step(program.params, *program.data))
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < (4 if quick else 11) and (len(times) < 3 or time.perf_counter() - begin < STEPS_FOR):
         start = time.perf_counter()
         jax.block_until_ready(step(program.params, *program.data))
         times.append(time.perf_counter() - start)
@@ -130,7 +137,7 @@ def one(kind: str, name: str, quick: bool) -> dict[str, Any]:
     compiled = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     sums = [float(jnp.abs(g).astype(jnp.float32).sum()) for g in jax.tree.leaves(grads)]
     return {
-        "seconds": statistics.median(times),
+        "seconds": statistics.median(times[1:]),
         "peak": stats.get("peak_bytes_in_use", compiled),
         "predicted": compiled,
         "temporary": memory.temp_size_in_bytes,
@@ -139,16 +146,27 @@ def one(kind: str, name: str, quick: bool) -> dict[str, Any]:
     }
 
 
-def run(kind: str, name: str, quick: bool) -> dict[str, Any]:
-    """Measure one implementation in a new process."""
-    command = [sys.executable, __file__, "--one", kind, name] + (["--quick"] if quick else [])
-    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["killed"]
+def start_process(option: str, kind: str, name: str, quick: bool) -> subprocess.Popen:
+    """Start a process of this script for one implementation."""
+    command = [sys.executable, __file__, option, kind, name] + (["--quick"] if quick else [])
+    caches = Path(tempfile.gettempdir()) / "statetx-gpu-benchmark"
+    env = {
+        "STATETX_CACHE": str(caches / "plans"),
+        "JAX_COMPILATION_CACHE_DIR": str(caches / "jax"),  # the choices of kernels
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9",  # but no compiled program
+    }
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env | os.environ)
+
+
+def result(process: subprocess.Popen) -> dict[str, Any]:
+    """Wait for a process: what it has printed, or its error."""
+    out, err = process.communicate()
+    if process.returncode:
+        lines = err.strip().splitlines() or ["killed"]
+        print("\n".join(lines[-12:]), file=sys.stderr, flush=True)
         raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
         return {"error": (raised or lines)[-1].rpartition("Error: ")[2]}
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(out.splitlines()[-1])
 
 
 COLUMNS = (
@@ -210,8 +228,15 @@ def main() -> None:
         "metavar": ("KIND", "NAME"),
         "help": "measure one implementation in this process and print JSON",
     }
+    make = {**one_of, "help": "make one implementation: the search of a plan, which is kept in STATETX_CACHE"}
     limit = {"type": float, "metavar": "SECONDS", "help": "start no further process after this time"}
-    options = parse_args(__doc__ or "", one=one_of, limit=limit)
+    options = parse_args(__doc__ or "", one=one_of, make=make, limit=limit)
+    if options.make:
+        kind, name = options.make
+        begin = time.perf_counter()
+        IMPLEMENTATIONS[kind][name](options.quick)
+        print(json.dumps({"seconds": time.perf_counter() - begin}))
+        return
     if options.one:
         print(json.dumps(one(*options.one, options.quick)))
         return
@@ -221,10 +246,20 @@ def main() -> None:
     samples = earlier_samples(options.json, env)
     num_rounds = options.rounds or (1 if options.quick else 3)
     missing = [(k, n) for i in range(num_rounds) for k, names in samples.items() for n in names if len(names[n]) <= i]
+    planned_later = [(k, n) for k, n in dict.fromkeys(missing) if n.startswith("plan, ")]
     for kind, name in missing:
         if options.limit is not None and time.monotonic() - start > options.limit:
             break
-        samples[kind][name].append(run(kind, name, options.quick))
+        if (kind, name) in planned_later:  # the first of them; the programs before it have chosen most kernels
+            for (k, n), process in [(p, start_process("--make", *p, options.quick)) for p in planned_later]:
+                done = result(process)
+                print(f"{k}: {n}, {done.get('error') or format(done['seconds'], '.0f') + ' s to plan'}", flush=True)
+                if "error" in done:
+                    samples[k][n].append(done)
+            planned_later = []
+        if any("error" in sample for sample in samples[kind][name]):
+            continue
+        samples[kind][name].append(result(start_process("--one", kind, name, options.quick)))
         print(f"{kind}: {name}, {time.monotonic() - start:.0f} s", flush=True)
         if options.json:
             write_json(options.json, env, {"samples": samples})
