@@ -927,6 +927,28 @@ def test_carries_offloaded_to_host(strategy):
     assert num_tanh(there.jaxpr) <= num_tanh(here.jaxpr)  # nothing more is computed
 
 
+NESTED = {
+    "Levels(1)": functools.partial(Levels, 1),
+    "Levels(2)": functools.partial(Levels, 2),
+    "Lengths": functools.partial(Lengths, 4, 3, 2),
+}
+
+
+@pytest.mark.parametrize("make", NESTED.values(), ids=NESTED)
+def test_turns_bring_their_own_carry_back_from_the_host(make):
+    """Not one loop before the backward pass that brings all of them, which would be in the device's memory together."""
+
+    def compiled(strategy):
+        step = lambda w, h, x: (h := jnp.tanh(h @ w + x), h.sum())  # noqa: E731
+        xs, h, w = jnp.ones((26, 16, 32)), jnp.zeros((16, 32)), 0.9 * jnp.eye(32)
+        grad = jax.grad(lambda w: statetx.scan(functools.partial(step, w), h, xs, checkpoint=strategy)[1].sum())
+        return jax.make_jaxpr(grad)(w), jax.jit(grad).lower(w).compile().memory_analysis().temp_size_in_bytes
+
+    (there, temp_bytes), (here, on_device) = compiled(make(offload=True)), compiled(make(offload=False))
+    assert str(there).count("scan[") == str(here).count("scan[")
+    assert temp_bytes <= on_device, "on a CPU both memories count"
+
+
 OFFLOADED_MODES = {
     "forward over reverse": lambda f: hvp(f),
     "forward over reverse, compiled": lambda f: jax.jit(hvp(f)),

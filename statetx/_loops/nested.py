@@ -38,11 +38,6 @@ def nested(step: Step, lengths: Sequence[int], *, offload: bool = False, keeps_a
 
     def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:
         outermost = run.all_levels
-        if offload:
-            # JAX offloads residuals by a policy only, so the whole loop is one more region.
-            saves_all = keeps_all or len(lengths) == 1
-            policy = _OffloadedCarries(step.marked[1] if saves_all else None)
-            return rematerialized(outermost, policy, constants, carry, xs)
         if run.policy is not None:
             policy = with_fence(run.policy, step.fence)
             return rematerialized(outermost, policy, constants, carry, xs, prevent_cse=True)
@@ -82,7 +77,9 @@ class _Nested:
         is_ours = policy is None or isinstance(policy, KeepMarked)
         # JAX's policy of the turns that are loops. It finds the values that are marked in the step, at any depth.
         of_turns = policy if keeps_all else None
-        self._policies = [*[of_turns] * (len(lengths) - 1), policy]
+        self._policies: list[Any] = [*[of_turns] * (len(lengths) - 1), policy]
+        if offload:
+            self._policies[0] = _OffloadedCarries(self._policies[0])
 
         # The leaves of the carry that are stored in another format, and those of them whose first value may not have it.
         formats = [None if offload else format for format in step.carry_formats]
@@ -141,10 +138,15 @@ class _Nested:
 
     def _turn(self, i: int, constants: list, length: int, carry: list, xs: list) -> tuple[list, list]:
         is_step = i == len(self._lengths) - 1
-        if is_step and not self._labels:
+        is_offloaded = self._offload and i == 0
+        if is_step and not self._labels and not is_offloaded:
             return self._step.rematerialized(constants, carry, xs)
 
         def run(constants: list, carry: list, xs: list) -> tuple[list, list]:
+            # Named in the region of a turn, whose policy offloads the names. A region around the loop would divide into a loop that
+            # brings the carries of all turns back to the device, and one that reads them there.
+            if is_offloaded:
+                carry = [_jax.named(x, _CARRY) for x in carry]
             carry = self._in_formats(i, constants, carry)
             if not is_step:
                 return self.level(i + 1, constants, length, carry, xs)
@@ -194,9 +196,7 @@ class _Nested:
         return carry, ys if is_innermost else [y.reshape(num_turns * turn_length, *y.shape[2:]) for y in ys]
 
     def _stored(self, i: int, carry: list) -> list:
-        """The carry that a turn starts from, named if it is to be offloaded, and marked if it is saved by the region that is the whole loop."""
-        if i == 0 and self._offload:
-            return [_jax.named(x, _CARRY) for x in carry]
+        """The carry that a turn starts from, marked if it is saved by the region that is the whole loop."""
         if i == 0 and self.policy is not None:
             region = self.policy.region
             stored = {self._num_flags + n for n in self._labels}  # their codes are marked
