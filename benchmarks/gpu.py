@@ -9,7 +9,7 @@ Compared
 
 Measured
     Each in its own process, one after the other, in three rounds: the median time of a step, ten steps after two
-    to warm up (of slow ones fewer, for about six seconds); the peak bytes of the device (as its allocator reports; if it does not, as on CPUs, arguments,
+    to warm up (of slow ones fewer, for about four seconds); the peak bytes of the device (as its allocator reports; if it does not, as on CPUs, arguments,
     outputs and temporaries of the compiled program, which is what a plan predicts); tokens or steps of the sequence a second.
     Each plan is compared with the fastest stock policy that keeps its budget. Gradients are compared with the first
     implementation's.
@@ -54,8 +54,11 @@ BUDGETS = (0.9, 0.7, 0.5, 0.4, 0.3)  # of the temporary memory without remateria
 STOCK = ("no remat", "nothing", "dots", "dots_without_batch_dims")
 TRANSFORMER = {"layers": 12, "width": 768, "heads": 12, "time": 1024, "batch": 8}
 QUICK_TRANSFORMER = {"layers": 2, "width": 64, "heads": 4, "time": 64, "batch": 2}
-STEPS_FOR = 6.0  # seconds for the steps of a process
+STEPS_FOR = 4.0  # seconds for the steps of a process
 RECURRENT, QUICK_RECURRENT = (16_384, 512, 64), (256, 32, 4)  # steps, width, batch
+
+
+notes: dict[str, Any] = {}  # what this process found before it measured
 
 
 def transformer(quick: bool, wrap: Callable = programs.identity) -> programs.Program:
@@ -70,6 +73,7 @@ def planned(fraction: float) -> Callable[[bool], programs.Program]:
     def make(quick: bool) -> programs.Program:
         program = transformer(quick)
         plan = statetx.plan(program.loss, program.params, *program.data, budget=fraction, of="temporaries", argnums=0)
+        notes["planned"] = plan.temp_bytes
         return program._replace(loss=plan.apply(program.loss))
 
     return make
@@ -107,6 +111,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable[[bool], programs.Program]]] = {
         "plain": recurrent(None),
         "Levels(2)": recurrent(Levels(2)),
         "Slots(16)": recurrent(Slots(16)),
+        "Slots(16, block=8)": recurrent(Slots(16, block=8)),
         "Slots(128)": recurrent(Slots(128)),
         "Levels(2), offloaded": recurrent(Levels(2, offload=True)),
     },
@@ -127,6 +132,8 @@ def one(kind: str, name: str, quick: bool) -> dict[str, Any]:
     step = jax.jit(jax.value_and_grad(program.loss)).lower(program.params, *program.data).compile()
     memory = step.memory_analysis()
     value, grads = jax.block_until_ready(step(program.params, *program.data))
+    sums = [float(jnp.abs(g).astype(jnp.float32).sum()) for g in jax.tree.leaves(grads)]
+    del grads  # not in memory beside those of the next step
     times: list[float] = []
     begin = time.perf_counter()
     while len(times) < (4 if quick else 11) and (len(times) < 3 or time.perf_counter() - begin < STEPS_FOR):
@@ -135,7 +142,6 @@ def one(kind: str, name: str, quick: bool) -> dict[str, Any]:
         times.append(time.perf_counter() - start)
     stats = jax.devices()[0].memory_stats() or {}
     compiled = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    sums = [float(jnp.abs(g).astype(jnp.float32).sum()) for g in jax.tree.leaves(grads)]
     return {
         "seconds": statistics.median(times[1:]),
         "peak": stats.get("peak_bytes_in_use", compiled),
@@ -143,6 +149,7 @@ def one(kind: str, name: str, quick: bool) -> dict[str, Any]:
         "temporary": memory.temp_size_in_bytes,
         "loss": float(value),
         "gradients": sums,
+        **notes,
     }
 
 
@@ -180,7 +187,7 @@ COLUMNS = (
 )
 
 
-def rows(results: dict[str, dict[str, Any]], quick: bool) -> list[list[str]]:
+def rows(results: dict[str, dict[str, Any]], quick: bool = False) -> list[list[str]]:
     lines = []
     for kind, by_name in results.items():
         first = next((r["seconds"] for r in by_name.values() if "seconds" in r), 1.0)
@@ -213,13 +220,79 @@ def verdicts(results: dict[str, dict[str, Any]]) -> list[str]:
             if best is None
             else f"{good[name]['seconds'] / stock[best]:.2f} of the time of {best}"
         )
-        lines.append(f"{name}: {good[name]['temporary'] / MIB:,.1f} of {budget / MIB:,.1f} MiB, {beside}")
+        temporary = good[name]["temporary"]
+        kept = "met" if temporary <= budget else "MISSED"
+        lines.append(f"{name}: {temporary / MIB:,.0f} of {budget / MIB:,.0f} MiB, {kept}; {beside}")
     for kind, by_name in results.items():
         errors = {n: r["peak"] / r["predicted"] - 1 for n, r in by_name.items() if "error" not in r}
         if errors:
             worst = max(errors, key=lambda n: abs(errors[n]))
             lines.append(f"{kind}: peak of the device {errors[worst]:+.1%} of the prediction at most ({worst})")
     return lines
+
+
+def summary(data: dict[str, Any]) -> str:
+    """The figures that matter, for the page on performance."""
+    models, device = data["results"], data["environment"]["device"]
+    stock = {name: models["transformer"][name] for name in STOCK}
+    plans = {name: r for name, r in models["transformer"].items() if name.startswith("plan, ")}
+    plain = stock.pop("no remat")
+    least = min(plans.values(), key=lambda r: r["temporary"])
+    names = sorted(stock, key=lambda name: stock[name]["temporary"])
+    loop = models["recurrent"]
+    shown = ("plain", "Levels(2)", "Slots(128)", "Slots(16)")
+    return "\n".join(
+        [
+            f"- **A transformer** of {TRANSFORMER['layers']} layers on an {device} takes {plain['temporary'] / MIB:,.0f} MiB of temporary "
+            f"memory. Plans for five budgets, down to {least['temporary'] / MIB:,.0f} MiB, take "
+            f"{min(r['seconds'] for r in plans.values()) / plain['seconds']:.2f} to "
+            f"{max(r['seconds'] for r in plans.values()) / plain['seconds']:.2f} times the time; "
+            + ", ".join(
+                f"`{n}` {stock[n]['seconds'] / plain['seconds']:.2f} at {stock[n]['temporary'] / MIB:,.0f} MiB"
+                for n in names
+            )
+            + ".",
+            f"- **A loop** of {RECURRENT[0]:,} steps takes "
+            + ", ".join(
+                f"{loop[n]['temporary'] / MIB:,.0f} MiB and {loop[n]['seconds'] / loop['plain']['seconds']:.2f} times the time (`{n}`)"
+                for n in shown
+            )
+            + ".",
+        ]
+    )
+
+
+def picture(data: dict[str, Any], path: Path) -> None:
+    """Time against peak memory, of both models."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    grey, orange, teal = "#4b5563", "#a8500c", "#0e7386"
+    figure = Figure(figsize=(6, 6.4), layout="constrained", facecolor="white")
+    titles = ("Transformer, 12 layers", f"Gated recurrent model, {RECURRENT[0]:,} steps")
+    for axes, (kind, by_name), title in zip(figure.subplots(2, 1), data["results"].items(), titles, strict=True):
+        first = next(iter(by_name.values()))["seconds"]
+        if kind == "recurrent":
+            axes.set_xscale("log")
+        for name, r in by_name.items():
+            if "offloaded" in name or "error" in r:
+                continue
+            is_stock, is_first = name in STOCK, name in ("no remat", "plain")
+            color = grey if is_first else orange if is_stock else teal
+            point = r["temporary"] / MIB, r["seconds"] / first
+            axes.scatter(*point, color=color, s=45, zorder=2)
+            side = "right" if is_first else "left"
+            offset = (-7, 6) if is_first else (7, 5) if is_stock or kind == "recurrent" else (3, -14)
+            label = name.replace("plan, ", "plan ")
+            axes.annotate(label, point, textcoords="offset points", xytext=offset, ha=side, fontsize=9, color=color)
+        axes.set_xlabel("temporary memory, MiB")
+        axes.set_ylabel("time of a step, without checkpoints 1")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+        axes.set_title(title, loc="left", fontsize=11, weight="bold")
+        axes.grid(color="#e5e7eb", zorder=0)
+        axes.margins(0.12)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
@@ -291,14 +364,17 @@ def earlier_samples(path: Path | None, env: dict[str, Any]) -> dict[str, dict[st
 
 
 def merged(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge samples of several processes: the median time, the largest peak, the first sample's other figures."""
+    """Merge samples of several processes: the median time, the least peak, the first sample's other figures.
+
+    The peak of the first process can be that of the buffers in which XLA times kernels; later ones read its choices.
+    """
     failed = [s for s in samples if "error" in s]
     if failed:
         return failed[0]
     return {
         **samples[0],
         "seconds": statistics.median(s["seconds"] for s in samples),
-        "peak": max(s["peak"] for s in samples),
+        "peak": min(s["peak"] for s in samples),
     }
 
 

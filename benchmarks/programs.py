@@ -29,11 +29,11 @@ def identity(fun: Callable) -> Callable:
 
 def _dense(rng: np.random.Generator, *shape: int) -> jax.Array:
     fan_in = math.prod(shape[:-1])
-    return jnp.asarray(rng.standard_normal(shape) / math.sqrt(fan_in), jnp.float32)
+    return jnp.asarray((rng.standard_normal(shape) / math.sqrt(fan_in)).astype(np.float32))
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> jax.Array:
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return jnp.asarray(rng.standard_normal(shape).astype(np.float32))
 
 
 def norm(x: jax.Array) -> jax.Array:

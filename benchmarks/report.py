@@ -414,6 +414,7 @@ CHARTS: dict[str, Callable[[Path], None]] = {
     "comparison": lambda path: module("behaviors").draw(load("behaviors"), path),
     "scale": lambda path: module("bench_scale").picture(by_number(load("bench_scale")["results"]), path),
     "spiking": lambda path: module("spiking").picture(load("spiking_deep"), path),
+    "gpu": lambda path: module("gpu").picture(load("gpu"), path),
     "planner": lambda path: module("planner").picture(load("planner")["programs"], path),
     "whole_plans": lambda path: module("whole_plans").picture(load("whole_plans")["programs"], path),
 }
@@ -431,6 +432,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "transforms": summary_transforms,
     "import": summary_import,
     "scale": summary_scale,
+    "gpu: summary": lambda: module("gpu").summary(load("gpu")),
     "sharding": sharding,
     "sharding: summary": sharding_summary,
     "spiking: summary": lambda: spiking("summary"),
@@ -449,6 +451,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
             "bench_scale",
             "bench_import",
             "ecosystem",
+            "gpu",
             "microbatch",
         )
     },
