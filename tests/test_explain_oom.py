@@ -284,6 +284,31 @@ def test_compiler_without_memory_gives_an_estimate(monkeypatch):
     assert "estimated" in str(report)
 
 
+@pytest.fixture
+def full_gpu(monkeypatch):
+    """A compiler that times kernels in a device's memory which is full. Returns the options of each compilation."""
+    options, compile = [], jax.stages.Lowered.compile
+
+    def refusing(lowered, compiler_options=None):
+        options.append(compiler_options)
+        if (compiler_options or {}).get("xla_gpu_autotune_level") != 0:
+            raise JaxRuntimeError("RESOURCE_EXHAUSTED: Failed to get configs for: 3 out of 9 instructions.")
+        return compile(lowered, compiler_options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refusing)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    return options
+
+
+def test_programs_that_do_not_fit_are_measured_without_timing_kernels(full_gpu):
+    report = explain_oom(Model().step, X, limit="4MiB")
+    assert len(full_gpu) == 2 and "estimated" not in str(report), "the compiled program, at the second try"
+    plan = statetx.plan(
+        lambda w: sum(jnp.sin(jnp.sin(w)).sum() for _ in range(2)), jnp.ones(1000), budget=1.0, argnums=0
+    )
+    assert plan.temp_bytes is not None and full_gpu[-1] == {"xla_gpu_autotune_level": 0}
+
+
 def test_other_errors_of_the_compiler_pass_through(monkeypatch):
     monkeypatch.setattr(oom, "memory_profile", refuses("INTERNAL: something else"))
     with pytest.raises(JaxRuntimeError, match="INTERNAL"):

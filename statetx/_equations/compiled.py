@@ -95,6 +95,24 @@ def low_memory_options() -> dict[str, Any]:
     return options if jax.default_backend() == "cpu" and _is_known(options) else {}
 
 
+def compile_to_measure(lowered: Any, compiler_options: dict[str, Any] | None) -> Any:
+    """Compile a ``jax.stages.Lowered`` that is not run.
+
+    XLA times kernels while it compiles for a GPU, with copies of their operands in the device's memory. What does not fit there
+    is compiled without that: the choice of kernels changes little of the memory, and a program that does not fit is asked for most.
+    """
+    try:
+        return lowered.compile(compiler_options)
+    except jax.errors.JaxRuntimeError as e:
+        if jax.default_backend() != "gpu" or not is_out_of_memory(e):
+            raise
+    return lowered.compile({**(compiler_options or {}), "xla_gpu_autotune_level": 0})
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
 def _is_known(compiler_options: dict[str, Any]) -> bool:
     # A jaxlib that lacks one of them raises.
     try:
@@ -148,7 +166,7 @@ class Program:
     def compiled(self) -> Any:
         with self._lock:
             if self._compiled is None:
-                self._compiled = self.lowered.compile(self.compiler_options)
+                self._compiled = compile_to_measure(self.lowered, self.compiler_options)
             return self._compiled
 
     @property

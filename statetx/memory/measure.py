@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _jax, _states
-from .._equations.compiled import lower, memory_analysis_options
+from .._equations.compiled import compile_to_measure, lower, memory_analysis_options
 from .._errors import FunctionError
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._objects.attributes import created_undone
@@ -63,7 +63,7 @@ def memory_profile(fun: Any, /, *args: Any, gradient: bool | None = None, **kwar
     traced = _trace(fun, args, kwargs, gradient)
     compiled = traced.stage
     if not isinstance(compiled, jax.stages.Compiled):
-        compiled = compiled.compile(memory_analysis_options())
+        compiled = compile_to_measure(compiled, memory_analysis_options())
     program = _jax.compiled_program(compiled)
     if program is None:
         return without_assignment(traced.name, compiled, traced.residuals)

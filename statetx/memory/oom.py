@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _jax
+from .._equations.compiled import is_out_of_memory
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes, parse_bytes, short_path
@@ -216,7 +217,7 @@ def explain_oom(
     try:
         profile = memory_profile(step, *args, gradient=False, **kwargs)
     except Exception as e:
-        if not _is_out_of_memory(e):
+        if not is_out_of_memory(e):
             raise
         texts.append(str(e))
         profile = estimate(step, args, kwargs)
@@ -289,10 +290,6 @@ def _bytes_of(number: str, prefix: str) -> int:
     # XLA's "G" is 2**30, with and without an "i".
     power = " KMGTP".index(prefix.upper()) if prefix else 0
     return int(float(number.rstrip(".,").replace(",", "")) * 1024**power)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _memory_stats() -> dict[str, int] | None:
