@@ -10,6 +10,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 import statetx
+from statetx._equations.compiled import fast_compile_options, low_memory_options
 from statetx.memory import oom
 from statetx.memory._estimate import estimate
 from statetx.memory._show import rows_at_peak
@@ -295,9 +296,15 @@ def full_gpu(monkeypatch):
             raise JaxRuntimeError("RESOURCE_EXHAUSTED: Failed to get configs for: 3 out of 9 instructions.")
         return compile(lowered, compiler_options)
 
-    monkeypatch.setattr(jax.stages.Lowered, "compile", refusing)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    return options
+    cached = fast_compile_options, low_memory_options
+    for fun in cached:
+        fun.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", refusing)
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        yield options
+    for fun in cached:
+        fun.cache_clear()
 
 
 def test_programs_that_do_not_fit_are_measured_without_timing_kernels(full_gpu):
@@ -307,6 +314,7 @@ def test_programs_that_do_not_fit_are_measured_without_timing_kernels(full_gpu):
         lambda w: sum(jnp.sin(jnp.sin(w)).sum() for _ in range(2)), jnp.ones(1000), budget=1.0, argnums=0
     )
     assert plan.temp_bytes is not None and full_gpu[-1] == {"xla_gpu_autotune_level": 0}
+    assert fast_compile_options() == full_gpu[-1], "parts of a plan need no kernels, whether it fits or not"
 
 
 def test_other_errors_of_the_compiler_pass_through(monkeypatch):
