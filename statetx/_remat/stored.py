@@ -191,8 +191,8 @@ def _joined(blocks: jax.Array, length: int, num_parts: int) -> jax.Array:
 
 
 def _pack(x: jax.Array) -> jax.Array:
-    # `astype` makes every nonzero number True. A comparison of a boolean with 0 would raise under strict promotion.
-    bits = _padded(x.astype(bool).astype(jnp.uint8), 8, _num_parts(jax.typeof(x)))
+    is_set = x if x.dtype == bool else x != 0  # a comparison of a boolean with 0 raises under strict promotion
+    bits = _padded(is_set.astype(jnp.uint8), 8, _num_parts(jax.typeof(x)))
     packed = bits[..., 0]
     for k in range(1, 8):  # unlike a sum over the axis, one elementwise operation
         packed = packed | (bits[..., k] << jnp.uint8(k))
