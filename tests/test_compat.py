@@ -8,6 +8,7 @@ import pytest
 
 from helpers import REMAT3
 from statetx import _jax
+from statetx._jax import buffers
 
 X = jnp.ones(3)
 
@@ -299,6 +300,18 @@ def test_fields_of_compiled_programs():
     for a in allocations:
         for value, offset, size in a.values:
             assert program.values[value].num_bytes == size and 0 <= offset <= a.num_bytes - size
+
+
+def test_allocations_on_the_host():
+    """As GPUs tell offloaded values; a CPU has one memory."""
+
+    def message(*memory_space):
+        allocation = bytes([0x08, 0, 0x10, 100, *memory_space])  # index 0, 100 bytes
+        return buffers._message(bytes([0x1A, len(allocation)]) + allocation)
+
+    for memory_space, is_on_host in (((), False), ((0x40, 1), False), ((0x40, 5), True)):
+        _, (allocation,) = buffers._assignment(message(*memory_space))
+        assert (allocation.num_bytes, allocation.is_on_host) == (100, is_on_host)
 
 
 def test_program_without_buffer_assignment():

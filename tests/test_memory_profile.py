@@ -1,5 +1,6 @@
 """`memory_profile`: sums to XLA's figures, known answers, names, and what the advice saves."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -19,6 +20,7 @@ import statetx
 from statetx import _jax
 from statetx._equations.compiled import memory_analysis_options
 from statetx.memory import _lifetimes, measure
+from statetx.memory._assemble import Assembly, Inputs
 
 X = jax.ShapeDtypeStruct((512, 64), jnp.float32)
 
@@ -73,6 +75,22 @@ def check_sums(fun, *args, **options):
     for step in range(0, len(profile.steps), max(1, len(profile.steps) // 20)):
         assert sum(b.num_bytes for b in profile.alive(step)) == profile.timeline[step]
     return profile
+
+
+def test_values_on_the_host_take_none_of_the_devices_memory():
+    _, program, memory = profile_and_program(lambda w: jnp.tanh(jnp.tanh(w @ w) @ w).sum(), jnp.eye(64))
+    temporary = [
+        a
+        for a in program.allocations
+        if a.parameter is None and not (a.is_output or a.is_constant or a.is_thread_local)
+    ]
+    assert sum(a.num_bytes for a in temporary) == memory.temp_size_in_bytes > 0
+    offloaded = [a._replace(is_on_host=a in temporary) for a in program.allocations]
+    on_device, on_both = (
+        {b.allocation for b in Assembly(dataclasses.replace(program, allocations=allocations), Inputs()).buffers()}
+        for allocations in (offloaded, program.allocations)
+    )
+    assert on_both - on_device == {a.index for a in temporary}
 
 
 SUMMED = [cls for cls in corpus.PROGRAMS if not cls.grows]

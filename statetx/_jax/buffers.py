@@ -112,6 +112,7 @@ class Allocation(NamedTuple):
     Attributes:
         parameter: the number of the program's parameter that it holds, or None.
         is_output, is_constant, is_thread_local: its use; a temporary allocation has none of these.
+        is_on_host: whether it is in the host's memory, as offloaded values are.
     """
 
     index: int
@@ -120,6 +121,7 @@ class Allocation(NamedTuple):
     is_output: bool
     is_constant: bool
     is_thread_local: bool
+    is_on_host: bool
     values: Sequence[tuple[int, int, int]]
 
 
@@ -251,6 +253,9 @@ def _stack_frames(index: Sequence[Any]) -> list[tuple[StackFrame, ...]]:
     return stacks
 
 
+_HOST = 5  # the number of the host's memory among memory spaces (``Layout::kHostMemorySpace``)
+
+
 def _assignment(message: _Fields) -> tuple[dict[int, Value], list[Allocation]]:
     values = {}
     for value in map(_message, message[1]):
@@ -265,6 +270,7 @@ def _assignment(message: _Fields) -> tuple[dict[int, Value], list[Allocation]]:
             is_output=bool(_int(a, 7)),
             is_constant=bool(_int(a, 12)),
             is_thread_local=bool(_int(a, 3)),
+            is_on_host=_int(a, 8) == _HOST,
             values=[(_int(v, 1), _int(v, 2), _int(v, 3)) for v in map(_message, a[9])],
         )
         for a in map(_message, message[3])

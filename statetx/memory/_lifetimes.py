@@ -145,12 +145,12 @@ def _union(*held: dict[tuple[int, ...], frozenset[int]]) -> dict[tuple[int, ...]
 
 
 def lifetimes(program: CompiledProgram, schedule: Schedule, flow: Flow) -> list[Lifetime]:
-    """Of every value that has memory of its own in an allocation of the program, by allocation and offset."""
+    """Of every value that has memory of its own on the device, in an allocation of the program, by allocation and offset."""
     starts, ends = _spans(program, schedule, flow)
     return [
         Lifetime(value, allocation.index, offset, size, starts[value], ends[value])
         for allocation in program.allocations
-        if not allocation.is_thread_local  # on the stack of a fused operation
+        if not (allocation.is_thread_local or allocation.is_on_host)  # on the stack of a fused operation; offloaded
         for value, offset, size in allocation.values
         if value in starts
     ]
