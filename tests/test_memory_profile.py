@@ -5,6 +5,7 @@ import importlib.util
 import json
 import pathlib
 import sys
+import types
 from collections import defaultdict
 
 import jax
@@ -91,6 +92,52 @@ def test_values_on_the_host_take_none_of_the_devices_memory():
         for allocations in (offloaded, program.allocations)
     )
     assert on_both - on_device == {a.index for a in temporary}
+
+
+def test_operations_that_run_beside_others_hold_their_operands_until_they_are_done():
+    """As on GPUs. XLA's rules: HloDataflowAnalysis in xla/hlo/analysis."""
+    entry, wrapped = 1, 2
+    instructions = [
+        ("x", "parameter", (), (), entry),
+        ("a", "negate", ("x",), (), entry),
+        ("start", "async-start", ("a",), (wrapped,), entry),
+        ("q", "parameter", (), (), wrapped),
+        ("result", "fusion", ("q",), (), wrapped),
+        ("between", "negate", ("x",), (), entry),
+        ("done", "async-done", ("start",), (), entry),
+        ("copy", "copy-start", ("between",), (), entry),
+        ("used", "negate", ("done",), (), entry),
+        ("copied", "copy-done", ("copy",), (), entry),
+        ("root", "add", ("used", "copied"), (), entry),
+    ]
+    ids = {name: n for n, (name, *_) in enumerate(instructions)}
+    made = [
+        types.SimpleNamespace(
+            id=ids[name],
+            opcode=opcode,
+            operands=[ids[o] for o in operands],
+            called=list(called),
+            computation=where,
+            index=0,
+        )
+        for name, opcode, operands, called, where in instructions
+    ]
+    computations = {
+        number: _jax.buffers.Computation(number, "", ids[root], [i for i in made if i.computation == number])
+        for number, root in ((entry, "root"), (wrapped, "result"))
+    }
+    defined = {"x": (), "a": (), "result": (), "between": (), "copy": (0,), "used": (), "root": ()}
+    values = {ids[n]: _jax.buffers.Value(ids[n], (ids[n], index), 4) for n, index in defined.items()}
+    program = _jax.CompiledProgram("", entry, computations, {i.id: i for i in made}, values, [])
+    schedule = _lifetimes.Schedule(program)
+    starts, ends = _lifetimes._spans(program, schedule, _lifetimes.Flow(program, schedule))
+    names = [instructions[i.id][0] for i in schedule.order]
+    assert {n: (names[starts[ids[n]]], names[ends[ids[n]]]) for n in ("a", "result", "between", "copy")} == {
+        "a": ("a", "done"),
+        "result": ("result", "used"),
+        "between": ("between", "copied"),
+        "copy": ("copy", "root"),
+    }
 
 
 SUMMED = [cls for cls in corpus.PROGRAMS if not cls.grows]

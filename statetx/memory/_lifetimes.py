@@ -119,6 +119,31 @@ class Flow:
             case "conditional" | "call":
                 return _union(*(of(self._root(c), {}) for c in instruction.called))
             case _:
+                return self._asynchronous(instruction)
+
+    def _asynchronous(self, instruction: Instruction) -> dict[tuple[int, ...], frozenset[int]]:
+        """Of the parts of an operation that runs beside others, as on GPUs: its start holds its operands until it is done."""
+        of, operands = self.places.get, instruction.operands
+        match instruction.opcode:
+            case "async-start":  # (operands, results of what it runs, ...)
+                held = {(0, n, *index): v for n, o in enumerate(operands) for index, v in of(o, {}).items()}
+                return held | {(1, *index): v for index, v in of(self._root(instruction.called[0]), {}).items()}
+            case "copy-start":  # (copy, operand, ...)
+                return {(1, *index): v for index, v in of(operands[0], {}).items()}
+            case "all-gather-start" | "collective-permute-start":  # (operands, results, ...)
+                several = len(operands) > 1
+                return {
+                    (0, n, *index) if several else (0, *index): v
+                    for n, o in enumerate(operands)
+                    for index, v in of(o, {}).items()
+                }
+            case "async-update" | "all-reduce-done":
+                return of(operands[0], {})
+            case "copy-done":
+                return {index[1:]: v for index, v in of(operands[0], {}).items() if index[:1] == (0,)}
+            case "async-done" | "all-gather-done" | "collective-permute-done":
+                return {index[1:]: v for index, v in of(operands[0], {}).items() if index[:1] == (1,)}
+            case _:
                 return {}
 
     def _parameter(self, parameter: Instruction) -> dict[tuple[int, ...], frozenset[int]]:
