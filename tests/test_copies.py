@@ -85,6 +85,15 @@ def test_copies_take_less_memory_and_compute_the_same():
     expected, found = (jax.jit(jax.grad(run, tuple(indices)))(*args) for run in runs)
     for a, b in zip(expected, found, strict=True):
         assert jnp.allclose(a, b, rtol=1e-4, atol=1e-7)
+    again = [jax.grad(lambda *xs, run=run: jnp.sum(jax.grad(run, 1)(*xs) ** 2), tuple(indices)) for run in runs]
+    for a, b in zip(*(jax.jit(second)(*args) for second in again), strict=True):
+        assert jnp.any(a) and jnp.allclose(a, b, rtol=1e-3, atol=1e-5 * jnp.abs(a).max()), "second derivatives"
+    backward = [
+        e for e in jax.make_jaxpr(jax.grad(runs[1], tuple(indices)))(*args).eqns if e.primitive.name == "remat2"
+    ]
+    assert sorted(sum(v.aval.shape == X.shape for v in e.invars) for e in backward) == [3, 4, 5, 5], (
+        "no value beside its copy"
+    )
     tangents = [jnp.ones_like(x) for x in args]
     expected, found = (jax.jvp(run, args, tangents) for run in runs)
     assert jnp.allclose(jnp.stack(expected), jnp.stack(found), rtol=1e-5)

@@ -147,13 +147,25 @@ def _is_reduced(eqn: Any, v: Any) -> bool:
 
 @jax.custom_jvp
 def instead(x: Any, copy: Any) -> Any:
-    """The copy of a value, with the value's tangent."""
+    """The copy of a value, with the value's tangent. Second derivatives take that of the copy, which is computed from what is differentiated."""
     return copy
 
 
 @instead.defjvp
 def _instead_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    return instead(*primals), tangents[0]  # not the copy: second derivatives would miss the tangent
+    # Not `instead(*primals)`: a region that computes the copy again would keep the value for it.
+    return primals[1], tangents[0]
+
+
+@jax.custom_jvp
+def instead_of_constant(x: Any, copy: Any) -> Any:
+    """As `instead`, of a copy that is computed from constants: second derivatives take the value's tangent, too."""
+    return copy
+
+
+@instead_of_constant.defjvp
+def _instead_of_constant_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return instead_of_constant(*primals), tangents[0]
 
 
 def with_copies(jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]) -> tuple[list[Part], list[Option]]:

@@ -20,7 +20,7 @@ from .._loops.step import Step
 from .._loops.strategy import Lengths, Strategy
 from .._remat import mark
 from .._remat.atoms import Marks
-from ._copies import instead
+from ._copies import instead_of_constant
 from ._option import Option
 from ._values import Address, labels_of, renumbered
 
@@ -133,7 +133,7 @@ def _reading_whole(step: Step, xs: Sequence[Any], differentiated: Sequence[int])
         whole, number, slices = inputs[: len(xs)], inputs[len(xs)], inputs[len(xs) + 1 :]
         values = [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in whole]
         for i, x in zip(differentiated, slices, strict=True):
-            values[i] = instead(x, values[i])
+            values[i] = instead_of_constant(x, values[i])
         return values
 
     reading, consts = _jax.stage(read, types, traced_for="statetx.plan", name="read")
