@@ -1,5 +1,7 @@
 """Private names of JAX that statetx relies upon: these tests fail when their meaning shifts upstream."""
 
+import types
+
 import jax
 import jax.extend.core
 import jax.numpy as jnp
@@ -300,6 +302,17 @@ def test_fields_of_compiled_programs():
     for a in allocations:
         for value, offset, size in a.values:
             assert program.values[value].num_bytes == size and 0 <= offset <= a.num_bytes - size
+
+
+def test_targets_of_calls_of_libraries():
+    compiled = jax.jit(jnp.linalg.cholesky).lower(jnp.eye(4)).compile()
+    program = _jax.compiled_program(compiled)
+    assert program is not None
+    targets = [i.target for i in program.instructions.values() if i.opcode == "custom-call"]
+    assert targets and all(f'custom_call_target="{t}"' in compiled.as_text() for t in targets)
+    assert not any(map(_jax.product_of, program.instructions.values())), "a factorization is no product"
+    for target, name in {"__cublas$lt$matmul": "dot_general", "__cudnn$convForward": "conv_general_dilated"}.items():
+        assert _jax.product_of(types.SimpleNamespace(opcode="custom-call", target=target)) == name
 
 
 def test_allocations_on_the_host():

@@ -262,6 +262,14 @@ def test_keyword_arguments_and_plain_jax():
     assert report.short_bytes > 0 and report.profile.argument_bytes == (64 + 512) * 64 * 4
 
 
+def test_arrays_in_the_hosts_memory_take_none_of_the_device(monkeypatch):
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+    offloaded, x = jax.device_put(jnp.ones((256, 256)), host), jnp.ones((8, 256))
+    monkeypatch.setattr(oom, "_memory_stats", lambda: {"bytes_limit": GIB, "bytes_in_use": x.nbytes + 1000})
+    report = explain_oom(lambda w, x: jnp.tanh(x @ jax.device_put(w, jax.memory.Space.Device)).sum(), offloaded, x)
+    assert report.other_bytes == 1000
+
+
 # -- without the compiler ----------------------------------------------------------------------------------------------
 
 

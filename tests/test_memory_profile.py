@@ -569,3 +569,156 @@ def test_replaced_buffers_are_counted_once():
 
     profile = check_sums(chain, X, gradient=False)
     assert profile.timeline.max() <= profile.peak_bytes
+
+
+def test_the_body_of_a_scan_is_no_scope():
+    """JAX calls it "closed_call", and "eval_jaxpr" since 0.11.2."""
+
+    def loss(w, xs):
+        step = statetx.remat(lambda c, x: (jnp.tanh(c @ w + x), (c**2).mean()))
+        return jax.lax.scan(step, jnp.zeros((8, 16)), xs)[1].sum()
+
+    profile = statetx.memory_profile(loss, jnp.eye(16), jnp.ones((12, 8, 16)))
+    names = {name for b in profile.buffers for name in (*b.owner.split("/"), b.region)}
+    assert not names & {"closed_call", "eval_jaxpr"}
+    assert {b.loop.name for b in profile.buffers if b.loop is not None} == {"scan"}
+
+
+def _program_of(instructions, computations, defined, entry=1):
+    """A program by hand: rows (name, opcode, operands, called, computation, type, op_name, index), roots of computations, defined values."""
+    ids = {name: n for n, (name, *_) in enumerate(instructions)}
+    frames = (_jax.StackFrame("net", "/home/ann/net.py", 7, 0),)
+    made = [
+        types.SimpleNamespace(
+            id=ids[name], name=name, opcode=opcode, operands=[ids[o] for o in operands], called=list(called),
+            computation=where, type=type_, op_name=op_name, index=index, target="__cublas$gemm", frames=frames if op_name else (),
+            trip_count=16 if opcode == "while" else None,
+        )
+        for name, opcode, operands, called, where, type_, op_name, index in instructions
+    ]  # fmt: skip
+    found = {
+        number: _jax.buffers.Computation(number, "", ids[root], [i for i in made if i.computation == number])
+        for number, root in computations.items()
+    }
+    values = {n: _jax.buffers.Value(n, (ids[name], index), size) for n, (name, index, size, _) in enumerate(defined)}
+    by_place = {}
+    for n, (_, _, size, place) in enumerate(defined):
+        by_place.setdefault(place, []).append((n, 0, size))
+    allocations = [
+        _jax.buffers.Allocation(n, held[0][2], None, False, False, False, False, held)
+        for n, held in enumerate(by_place.values())
+    ]
+    return _jax.CompiledProgram("", entry, found, {i.id: i for i in made}, values, allocations)
+
+
+def test_what_a_loop_stacks_is_told_behind_asynchronous_copies_and_operations_with_several_results():
+    """As on GPUs: opcodes and names as XLA 2026-11 prints them for an H200."""
+    entry, body, condition, several = 1, 2, 3, 6
+    stack, row, one = "f32[16,4,8]", "f32[1,4,8]", "f32[4,8]"
+    carry = ("i32[]", one, stack, stack, stack)
+    into, at = "jit(f)/jvp()/while/body", "jit(f)/jvp()/while/body/closed_call"
+    backward = "jit(f)/transpose(jvp())/reduce_sum"
+    instructions = [
+        ("first", "broadcast", (), (), entry, "i32[]", "", 0),
+        *(
+            (name, "broadcast", (), (), entry, t, "", 0)
+            for name, t in zip(("h", "a", "b", "c"), carry[1:], strict=True)
+        ),
+        ("init", "tuple", ("first", "h", "a", "b", "c"), (), entry, carry, "", 0),
+        ("loop", "while", ("init",), (body, condition), entry, carry, "jit(f)/jvp()/while", 0),
+        *((f"out{n}", "get-tuple-element", ("loop",), (), entry, stack, "", n) for n in (2, 3, 4)),
+        ("root", "add", ("out2", "out3", "out4"), (), entry, "f32[]", backward, 0),
+        ("p", "parameter", (), (), condition, carry, "", 0),
+        ("less", "compare", ("p",), (), condition, "bool[]", f"{into}/lt", 0),
+        ("q", "parameter", (), (), body, carry, "", 0),
+        *((f"in{n}", "get-tuple-element", ("q",), (), body, t, "", n) for n, t in enumerate(carry)),
+        ("gemm", "custom-call", ("in1",), (), body, (one, "i8[64]"), f"{at}/dot_general", 0),
+        ("product", "get-tuple-element", ("gemm",), (), body, one, "", 0),
+        ("product1", "bitcast", ("product",), (), body, row, "", 0),
+        ("both", "fusion", ("product",), (several,), body, (one, one), f"{at}/tanh", 0),
+        ("next", "get-tuple-element", ("both",), (), body, one, "", 0),
+        ("factor", "get-tuple-element", ("both",), (), body, one, "", 1),
+        ("factor1", "bitcast", ("factor",), (), body, row, "", 0),
+        ("carry1", "bitcast", ("in1",), (), body, row, "", 0),
+    ]
+    rows = {2: "product1", 3: "factor1", 4: "carry1"}
+    instructions += [(f"start{n}", "async-start", (f"in{n}", s, "in0"), (10 + n,), body, (), f"{into}/dynamic_update_slice", 0)
+                     for n, s in rows.items()]  # fmt: skip
+    instructions += [
+        (f"done{n}", "async-done", (f"start{n}",), (), body, stack, f"{into}/dynamic_update_slice", 0) for n in rows
+    ]
+    instructions += [
+        ("i", "add", ("in0",), (), body, "i32[]", f"{into}/add", 0),
+        ("end", "tuple", ("i", "next", "done2", "done3", "done4"), (), body, carry, "", 0),
+        ("t", "parameter", (), (), several, one, "", 0),
+        ("tanh", "tanh", ("t",), (), several, one, f"{at}/tanh", 0),
+        ("sub", "subtract", ("tanh",), (), several, one, f"{at}/sub", 0),
+        ("pair", "tuple", ("tanh", "sub"), (), several, (one, one), "", 0),
+    ]
+    for n in rows:
+        instructions += [
+            *((f"w{n}{m}", "parameter", (), (), 10 + n, t, "", m) for m, t in enumerate((stack, row, "i32[]"))),
+            (f"write{n}", "fusion", (f"w{n}0", f"w{n}1", f"w{n}2"), (20 + n,), 10 + n, stack, f"{into}/dynamic_update_slice", 0),
+            *((f"v{n}{m}", "parameter", (), (), 20 + n, t, "", m) for m, t in enumerate((stack, row, "i32[]"))),
+            (f"update{n}", "dynamic-update-slice", (f"v{n}0", f"v{n}1", f"v{n}2"), (), 20 + n, stack, f"{into}/dynamic_update_slice", 0),
+        ]  # fmt: skip
+    computations = {entry: "root", body: "end", condition: "less", several: "pair"}
+    computations |= {10 + n: f"write{n}" for n in rows} | {20 + n: f"update{n}" for n in rows}
+    defined = [
+        ("gemm", (0,), 128, "product"),
+        ("gemm", (1,), 64, "scratch"),
+        ("both", (0,), 128, "next"),
+        ("both", (1,), 128, "factor"),
+    ]
+    for n, name in zip(rows, "abc", strict=True):
+        defined += [(name, (), 2048, f"stack{n}"), (f"write{n}", (), 2048, f"stack{n}")]
+    assembly = Assembly(_program_of(instructions, computations, defined), Inputs())
+    stacked = {b.name: b.primitive for b in assembly.buffers() if b.stacked is not None}
+    assert stacked == {"write2": "dot_general", "write3": "sub", "write4": "carry"}
+
+
+def test_products_by_a_library_and_its_working_memory():
+    """As on GPUs: of a product, cuBLAS returns 4 or 32 MiB of working memory beside the result, and it may have another operation's name."""
+    matrix, scratch = "f32[256,64]", "i8[33554432]"
+    instructions = [
+        ("x", "parameter", (), (), 1, matrix, "x", 0),
+        ("gemm", "custom-call", ("x",), (), 1, (matrix, scratch), "jit(f)/jvp()/net/transpose", 0),
+        ("product", "get-tuple-element", ("gemm",), (), 1, matrix, "", 0),
+        ("root", "negate", ("product",), (), 1, matrix, "jit(f)/transpose(jvp())/net/neg", 0),
+    ]
+    defined = [
+        ("x", (), 65536, "x"),
+        ("gemm", (0,), 65536, "product"),
+        ("gemm", (1,), 2**25, "scratch"),
+        ("root", (), 65536, "out"),
+    ]
+    assembly = Assembly(_program_of(instructions, {1: "root"}, defined), Inputs())
+    found = {b.type: b for b in assembly.buffers() if b.name == "gemm"}
+    assert {type_: (b.kind, b.primitive) for type_, b in found.items()} == {
+        matrix: ("residual", "dot_general"),
+        scratch: ("working memory", "dot_general"),
+    }
+    steps = assembly.steps()
+    profile = statetx.MemoryProfile(
+        "f", assembly.buffers(), steps, 65536, 65536, 0, 65536 + 2**25, 0, 1, "gpu", assembly.names.turn, True
+    )
+    assert "33,554,432" not in " ".join(c.text for c in profile.changes)
+    assert all(c.saved_bytes < 2**17 for c in profile.changes)
+
+
+def test_what_xla_itself_computes_again_is_no_residual():
+    """As on GPUs, where XLA does so in programs that would not fit: a clone with the name stack of the first computation."""
+    matrix = "f32[256,64]"
+    instructions = [
+        ("x", "parameter", (), (), 1, matrix, "x", 0),
+        ("tanh.1", "tanh", ("x",), (), 1, matrix, "jit(f)/jvp()/net/tanh", 0),
+        ("sum", "sine", ("tanh.1",), (), 1, matrix, "jit(f)/jvp()/net/sin", 0),
+        ("back", "cosine", ("sum",), (), 1, matrix, "jit(f)/transpose(jvp())/net/cos", 0),
+        ("tanh.1.remat", "tanh", ("x",), (), 1, matrix, "jit(f)/jvp()/net/tanh", 0),
+        ("root", "multiply", ("back", "tanh.1.remat"), (), 1, matrix, "jit(f)/transpose(jvp())/net/mul", 0),
+    ]
+    defined = [(name, (), 65536, name) for name, *_ in instructions]
+    assembly = Assembly(_program_of(instructions, {1: "root"}, defined), Inputs())
+    (again,) = (b for b in assembly.buffers() if b.name == "tanh.1.remat")
+    assert (again.kind, again.phase) == ("recomputed", "backward")
+    assert [s.name for s in assembly.steps() if s.is_recomputed] == ["tanh.1.remat"]

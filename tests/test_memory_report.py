@@ -1,5 +1,6 @@
 """`memory_report`: its figures against XLA's, and each diagnosis against a program that provokes it."""
 
+import dataclasses
 import functools
 import io
 import json
@@ -12,6 +13,7 @@ import pytest
 
 import statetx
 from statetx import _jax, policies
+from statetx._equations import compiled
 from statetx._text import format_bytes
 
 
@@ -250,6 +252,17 @@ def test_diagnosis_barrier_ignored():
     respected = statetx.memory_report(stack, X, compiler_options={"xla_disable_hlo_passes": "cse_barrier_expander"})
     assert not respected.diagnoses
     assert respected["as written"].temp_bytes < 0.7 * respected["no remat"].temp_bytes
+
+
+def test_barrier_is_not_blamed_for_products_that_xla_does_not_count(monkeypatch):
+    """As on GPUs: products are calls of a library there, and XLA counts no operations in them (jax-ml/jax#22249)."""
+    cost_of = compiled._cost_of
+    monkeypatch.setattr(
+        compiled, "_cost_of", lambda *args: dataclasses.replace(cost_of(*args), compiled_flops=1000.0, temp_bytes=2**20)
+    )
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    report = statetx.memory_report(Stack(lambda f: statetx.remat(f, fence="barrier")), X)
+    assert kinds(report) == {"peak elsewhere"}
 
 
 @pytest.mark.parametrize("size", [4, 32])

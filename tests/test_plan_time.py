@@ -84,3 +84,30 @@ def test_transcendentals_count_where_they_are_slower_than_memory(monkeypatch):
     assert slow.transcendentals_per_second == 2**22 / 5 and fast.transcendentals_per_second == float("inf")
     (exp,) = jax.make_jaxpr(jnp.exp)(X).eqns
     assert slow.seconds(exp) == X.size / slow.transcendentals_per_second and fast.seconds(exp) < slow.seconds(exp)
+
+
+def test_calibrate_takes_smaller_arrays_where_the_memory_of_the_device_is_taken(monkeypatch):
+    sizes, measure = [], machine._measure
+
+    def limited(fun, x, repeats, limit):
+        sizes.append(x.shape[0])
+        if x.size > 2**22:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.00GiB.")
+        return measure(fun, x, 1, 0.01)
+
+    monkeypatch.setattr(machine, "_measure", limited)
+    monkeypatch.setattr(machine, "_SMALLEST", 512)
+    model = statetx.calibrate(save=False)
+    assert sizes[:2] == [1024, 2**22] and model.bytes_per_second > 0  # on a CPU all arrays are small
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(machine.jnp, "ones", lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype))
+    monkeypatch.setattr(
+        machine,
+        "_measure",
+        lambda fun, x, *_: limited(fun, x, 1, 0.0) if x.size > 2**22 else machine._Measured(1e-3, 0.0),
+    )
+    sizes.clear()
+    assert statetx.calibrate(save=False).flops_per_second == 2 * 1024**3 / 1e-3
+    assert sizes == [8192, 4096, 2048 * 2048 * 4]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        statetx.calibrate(save=False, size=4096)

@@ -38,6 +38,7 @@ from statetx.planner import (
     _parts,
     _paths,
     _search,
+    _timing,
     machine,
 )
 from statetx.planner._analysis import Graph
@@ -1171,3 +1172,55 @@ def test_a_recurrent_program_costs_less_at_the_memory_of_remat_on_its_steps():
     (of_remat,) = [extra for name, _, extra, _ in plan.stock_policies() if name == "nothing"]
     assert plan.extra_flops <= 0.85 * of_remat
     assert_same_gradients(jax.jit(jax.grad(plan.apply(loss))), jax.grad(loss), w, xs, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_on_mesh", [False, True])
+def test_arguments_in_the_hosts_memory_are_planned_there(monkeypatch, is_on_mesh):
+    texts, set_ = [], _compiled.Program._set
+
+    def noted(program, traced, options):
+        set_(program, traced, options)
+        texts.extend(line for line in program.lowered.as_text().splitlines() if "@main(%arg0: tensor<16x16" in line)
+
+    monkeypatch.setattr(_compiled.Program, "_set", noted)
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+    if is_on_mesh:
+        mesh = jax.sharding.Mesh(jax.local_devices()[:1], ("d",))
+        host = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind="pinned_host")
+    loss = lambda w, x: jnp.tanh(jnp.tanh(x @ jax.device_put(w, jax.memory.Space.Device))).sum()  # noqa: E731
+    step = jax.jit(lambda w, x: jax.grad(loss, 1)(w, x))
+    statetx.plan(step, jax.device_put(jnp.eye(16), host), jnp.ones((8, 16)), budget="1GiB", of="step")
+    assert texts and all('mhlo.memory_kind = "pinned_host"' in t for t in texts)
+
+
+def _loss_of_four(w, x):
+    for _ in range(4):
+        x = jnp.tanh(x @ w)
+    return x.sum()
+
+
+@pytest.mark.parametrize("num_fitting", [0, 2])
+def test_programs_without_room_beside_other_arrays_are_not_chosen_as_the_fastest(monkeypatch, num_fitting):
+    """As on GPUs: the zeros that a program is timed with come on top of the caller's arrays."""
+    zeros, fitting = _timing._zeros, []
+
+    def limited(program):
+        if program not in fitting and len(fitting) == num_fitting:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12.30GiB.")
+        fitting.extend([program] if program not in fitting else [])
+        return zeros(program)
+
+    monkeypatch.setattr(_timing, "_zeros", limited)
+    plan = statetx.plan(
+        _loss_of_four, jnp.eye(32), jnp.ones((256, 32)), budget=1.0, objective="measured", time_limit=20
+    )
+    assert len(plan.timed()) == num_fitting and (plan.seconds is None) == (num_fitting == 0)
+    assert str(plan)
+
+
+def test_zeros_of_a_sharded_program_are_made_in_shards():
+    devices = jax.local_devices()
+    mesh = jax.sharding.Mesh(devices, ("d",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    x = _timing._zero((8 * len(devices), 3), jnp.dtype("bfloat16"), sharding)
+    assert x.sharding == sharding and x.dtype == "bfloat16" and not x.any()

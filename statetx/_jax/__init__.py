@@ -26,6 +26,7 @@ from .buffers import CompiledProgram as CompiledProgram
 from .buffers import Instruction as Instruction
 from .buffers import StackFrame as StackFrame
 from .buffers import compiled_program as compiled_program
+from .buffers import product_of as product_of
 from .custom_loop import CustomLoop as CustomLoop
 from .custom_loop import call_loop as call_loop
 from .custom_loop import loop_of as loop_of

@@ -31,6 +31,7 @@ class Instruction:
         op_name: the name stack of the user's operation, as in ``jit(f)/transpose(jvp(Block))/dot_general``.
         frames: the user's stack, innermost first.
         trip_count: of a loop, how often the body runs, if XLA knows.
+        target: of a custom call, what it calls, as in ``__cublas$gemm``.
     """
 
     def __init__(self, data: Any, computation: int, frames: Sequence[tuple[StackFrame, ...]]):
@@ -66,6 +67,10 @@ class Instruction:
         return _text(self._metadata, 2)
 
     @property
+    def target(self) -> str:
+        return _text(self._fields, _Instruction.TARGET) if self.opcode == "custom-call" else ""
+
+    @property
     def frames(self) -> tuple[StackFrame, ...]:
         number = _int(self._metadata, 15)
         return self._frames[number] if number < len(self._frames) else ()
@@ -87,6 +92,15 @@ class StackFrame(NamedTuple):
 
 PRIMITIVES = {"dot": "dot_general", "convolution": "conv_general_dilated"}
 """The opcodes of products of matrices and convolutions, and JAX's names of these."""
+
+_LIBRARY_CALLS = {"__cublas$": "dot_general", "__cudnn$conv": "conv_general_dilated"}  # of GPUs of either maker
+
+
+def product_of(instruction: Instruction) -> str:
+    """JAX's name of the product or convolution that an instruction is, also by a call of a library as on GPUs; "" for any other."""
+    if instruction.opcode == "custom-call":
+        return next((name for start, name in _LIBRARY_CALLS.items() if instruction.target.startswith(start)), "")
+    return PRIMITIVES.get(instruction.opcode, "")
 
 
 class Computation(NamedTuple):
@@ -212,7 +226,7 @@ class _Instruction:
     """Of ``HloInstructionProto``."""
 
     NAME, OPCODE, SHAPE, METADATA, PARAMETER, TUPLE_INDEX = 1, 2, 3, 7, 9, 13
-    ID, OPERANDS, CALLED, BACKEND_CONFIG = 35, 36, 38, 43
+    TARGET, ID, OPERANDS, CALLED, BACKEND_CONFIG = 28, 35, 36, 38, 43
 
 
 # The names of ``PrimitiveType`` (xla_data.proto), by their numbers.

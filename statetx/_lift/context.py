@@ -131,7 +131,7 @@ class TraceContext:
         for aval, shape, spec, sharding in zip(avals, shapes, specs, shardings, strict=True):
             if spec is not None:
                 sharding = NamedSharding(_jax.concrete_mesh(aval.sharding.mesh), PartitionSpec(*spec))
-            types.append(_type(aval, shape, sharding))
+            types.append(_type(aval, shape, _in_memory(aval, sharding, any(shardings))))
         return types
 
     def _in_shard_map(
@@ -177,14 +177,24 @@ def close_over(fun: Callable, inputs: Sequence[Any], constants: Mapping[int, Any
     return with_constants, [x for i, x in enumerate(inputs) if i not in constants]
 
 
-def _type(aval: Any, shape: tuple[int, ...], sharding: NamedSharding | None) -> Any:
+def _type(aval: Any, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> Any:
     """The `jax.ShapeDtypeStruct` that stands for an argument of ``jax.jit``; it drops a sharding that does not divide the shape."""
     if sharding is not None and not _divides(sharding, shape):
         sharding = None
     return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
 
 
-def _divides(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+def _in_memory(aval: Any, sharding: NamedSharding | None, is_sharded: bool) -> jax.sharding.Sharding | None:
+    """The sharding of an input, in the memory that its type names: a type alone stands for an array in the device's memory."""
+    kind = _jax.memory_of(aval)
+    if not kind or (sharding is None and is_sharded):  # one of several devices: which, is not known
+        return sharding
+    if sharding is None:
+        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=kind)
+    return sharding.with_memory_kind(kind)
+
+
+def _divides(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> bool:
     try:
         sharding.shard_shape(shape)
     except ValueError:

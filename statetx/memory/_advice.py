@@ -168,7 +168,7 @@ def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
             text = f"Save less in {function}{times}: the policy of {regions} saves results of {primitives}."
             yield _Candidate(Change("policy", function, text, saved), frozenset(freed))
             continue
-        nested = any(b.kind == "recomputed" for b in freed)
+        nested = any(b.kind == "recomputed" and b.region for b in freed)  # not by XLA itself, which has no region
         where = ", inside the function that is rematerialized already" if nested else ""
         file = next((f.file for b in freed for f in profile.steps[b.start].frames if f.function == function), "")
         linen = module_with_method(function, file)
@@ -373,7 +373,9 @@ def _slots(profile: MemoryProfile) -> Iterable[_Candidate]:
 
 def _parts(profile: MemoryProfile) -> Iterable[_Candidate]:
     """Compute the largest temporary value in parts along its first axis."""
-    temporary = [b for b in profile.alive(profile.peak_step) if b.kind in ("working memory", "recomputed")]
+    temporary = [
+        b for b in profile.alive(profile.peak_step) if b.kind in ("working memory", "recomputed") and b.readers
+    ]
     for b in temporary[:1]:
         size = next(iter(_shape(b.type)), 0)
         if (
@@ -395,7 +397,8 @@ def _batch(profile: MemoryProfile) -> Iterable[_Candidate]:
     """Split the batch of a gradient: of temporaries with an axis of examples, one part's are alive at a time."""
     if not any(step.phase == "backward" for step in profile.steps):
         return
-    temporary = [b for b in profile.buffers if b.kind in ("residual", "recomputed", "working memory")]
+    # What nothing reads is working memory of a library, which does not grow with the batch.
+    temporary = [b for b in profile.buffers if b.kind in ("residual", "recomputed", "working memory") and b.readers]
     shapes = {b: _shape(b.type) for b in profile.buffers}
     leading = _leading_axes(profile)
 

@@ -176,6 +176,7 @@ class Assembly:
         """The origin of what a loop stacks: of the operation that computes a slice, or the loop's carry."""
         while slice_.opcode in ("copy", "bitcast") and slice_.operands:
             slice_ = self.program.instructions[slice_.operands[0]]
+        slice_ = self.names.element(slice_)
         if slice_.opcode in ("get-tuple-element", "parameter"):
             return stack._replace(primitive="carry")
         told = self.names.origin(slice_)
@@ -204,11 +205,18 @@ class Assembly:
             return "constant"
         if any(x.value in self._outputs for x in group):
             return "output"
+        if self._is_scratch(group):
+            return "working memory"
         if is_recomputed:
             return "recomputed"
         if phase == "forward" and self._is_read_backward(group):
             return "residual"
         return "working memory"
+
+    def _is_scratch(self, group: Sequence[Lifetime]) -> bool:
+        """Whether it is working memory of a library that a call allocates as one of its results: nothing reads it."""
+        makers = [self.program.instructions[self.program.values[x.value].place[0]] for x in group]
+        return all(m.opcode == "custom-call" for m in makers) and not any(self.readers.get(x.value) for x in group)
 
     def _is_read_backward(self, group: Sequence[Lifetime]) -> bool:
         last = max(x.end for x in group)

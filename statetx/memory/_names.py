@@ -13,15 +13,18 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from .._jax import PRIMITIVES, CompiledProgram, Instruction, StackFrame
+from .._jax import PRIMITIVES, CompiledProgram, Instruction, StackFrame, product_of
 from ._lifetimes import FORWARDS, Schedule
 from .buffer import Loop, Phase
 
 # Parts of a name stack that JAX adds: loops, branches, calls, regions and the functions of jax.numpy.
 _ADDED = re.compile(
-    r"jit\(.*\)|pjit|while|body|cond|closed_call|branch_\d+_fun|checkpoint|rematted_computation|remat\d*|custom_[jv][jv]p_call\w*|"
+    r"jit\(.*\)|pjit|while|body|cond|closed_call|eval_jaxpr|branch_\d+_fun|checkpoint|rematted_computation|remat\d*|custom_[jv][jv]p_call\w*|"
     r"shard_map|scan|core_call|vmap\(\)|jvp\(\)|transpose\(\)|xla_call"
 )
+_CALLED = re.compile(r"closed_call|eval_jaxpr")  # the body of a scan; its name is the second one since JAX 0.11.2
+# What XLA itself computes again, on GPUs and TPUs, in a program that would not fit (xla/hlo/transforms/simplifiers/hlo_rematerialization.cc).
+_AGAIN = re.compile(r"\.remat\d*(\.|$)")
 PRODUCTS = frozenset(PRIMITIVES.values())
 _PATH_STEP = re.compile(r"(\.\w+|\[[^\[\]]*\])$")
 
@@ -79,9 +82,14 @@ class Names:
             return NOWHERE._replace(phase=self._phase(instruction, ""))
         found = _origin(named.op_name, named.frames)
         region = next((r for r in reversed(found.scopes.split("/")) if r in self._regions), found.region)
+        phase = self._phase(instruction, instruction.op_name or named.op_name)
+        is_again = _AGAIN.search(instruction.name) is not None
+        if is_again and self.schedule.step.get(instruction.id, 0) >= self.turn:
+            phase = "backward"  # the name stack is that of the first computation
         return found._replace(
             region=region,
-            phase=self._phase(instruction, instruction.op_name or named.op_name),
+            phase=phase,
+            is_recomputed=found.is_recomputed or is_again,
             primitive=self._product(instruction) or _not_copied(instruction, found.primitive),
         )
 
@@ -90,7 +98,7 @@ class Names:
         inside = [instruction]
         if instruction.opcode == "fusion":
             inside = list(self.program.computations[instruction.called[0]].instructions)
-        return next((PRIMITIVES[i.opcode] for i in inside if i.opcode in PRIMITIVES), "")
+        return next(filter(None, map(product_of, inside)), "")
 
     def _phase(self, instruction: Instruction, op_name: str) -> Phase:
         if "transpose(" in op_name:
@@ -129,7 +137,7 @@ class Names:
         if found is None:
             body = self.program.computations[instruction.called[0]].instructions
             depth = instruction.op_name.count("/while") or 1
-            is_scan = any(i.op_name.split("/while/body")[depth:][:1] and "closed_call" in i.op_name for i in body)
+            is_scan = any(i.op_name.split("/while/body")[depth:][:1] and _CALLED.search(i.op_name) for i in body)
             _, source = innermost(instruction.frames)
             name = "scan" if is_scan or instruction.trip_count is not None else "while_loop"
             found = self._loops[instruction.id] = Loop(
@@ -140,7 +148,7 @@ class Names:
     def stacking(self, instruction: Instruction) -> Instruction | None:
         """If it writes one slice of a stack in each step of a loop: the instruction that computes the slice."""
         if instruction.opcode == "dynamic-update-slice":
-            return self.program.instructions[instruction.operands[1]]
+            return self._argument(self.program.instructions[instruction.operands[1]])
         if instruction.opcode != "fusion":
             return None
         inside = self.program.computations[instruction.called[0]]
@@ -162,8 +170,36 @@ class Names:
         while instruction.opcode in ("bitcast", "reshape", "convert", "copy") and instruction.operands:
             instruction = self.program.instructions[instruction.operands[0]]
         if fusion is not None and instruction.opcode == "parameter":
-            instruction = self.program.instructions[fusion.operands[instruction.index]]
+            instruction = self._argument(self.program.instructions[fusion.operands[instruction.index]])
         return instruction
+
+    def _argument(self, instruction: Instruction) -> Instruction:
+        """Of a parameter of a call, the operand that it stands for; anything else unchanged.
+
+        On GPUs a loop's slice that is only copied into a stack is written by an asynchronous call, beside other operations.
+        """
+        while instruction.opcode == "parameter":
+            caller = self.schedule.caller.get(instruction.computation)
+            if caller is None or caller.opcode not in ("async-start", "call"):
+                break
+            instruction = self.program.instructions[caller.operands[instruction.index]]
+        return instruction
+
+    def element(self, instruction: Instruction) -> Instruction:
+        """Of an element of the results of an operation that has several: the instruction that computes it; anything else unchanged.
+
+        Such operations are fusions, and calls of libraries, which have working memory as another result.
+        """
+        if instruction.opcode != "get-tuple-element":
+            return instruction
+        several = self.program.instructions[instruction.operands[0]]
+        if several.opcode == "custom-call":
+            return several
+        if several.opcode != "fusion":
+            return instruction
+        inside = self.program.computations[several.called[0]]
+        root = self.program.instructions[inside.root]
+        return self.program.instructions[root.operands[instruction.index]] if root.opcode == "tuple" else several
 
 
 def stored_as(op_name: str) -> str:

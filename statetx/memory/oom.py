@@ -298,12 +298,13 @@ def _memory_stats() -> dict[str, int] | None:
 
 
 def _bytes_of_inputs(step: Callable, args: tuple, kwargs: dict[str, Any]) -> int:
-    """Bytes on the first device of the arguments and states that exist."""
+    """Bytes in the memory of the first device of the arguments and states that exist."""
     device = jax.local_devices()[0]
+    memories = (None, device.default_memory().kind)  # not the host's, where offloaded arrays are
     arrays = [
         x
         for x in jax.tree.leaves((args, kwargs, functionalize(step).values(*args, **kwargs)))
         if isinstance(x, jax.Array)
     ]
-    alive = {id(x): x for x in arrays if not x.is_deleted()}
+    alive = {id(x): x for x in arrays if not x.is_deleted() and x.sharding.memory_kind in memories}
     return sum(s.data.nbytes for x in alive.values() for s in x.addressable_shards if s.device == device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -9,6 +11,7 @@ from typing import Any
 
 import jax
 
+from .._equations.compiled import is_out_of_memory
 from ._whole import Choice, Whole
 
 _MAX_TIMED = 6  # the cheapest candidates: each is compiled once more, with the options of the user's program
@@ -42,8 +45,9 @@ class Timer:
         return min(choices, key=lambda pair: self._times[_id(pair[1])][1])
 
     def fields(self, choice: Choice) -> dict[str, Any]:
-        timed = [[c.name, c.temp_bytes, seconds] for c, seconds in self._times.values()]
-        return {"timed": timed, "seconds": self._times[_id(choice)][1] if _id(choice) in self._times else None}
+        timed = [[c.name, c.temp_bytes, seconds] for c, seconds in self._times.values() if math.isfinite(seconds)]
+        seconds = self._times[_id(choice)][1] if _id(choice) in self._times else math.inf
+        return {"timed": timed, "seconds": seconds if math.isfinite(seconds) else None}
 
     def _measure(self, choices: Sequence[tuple[Whole, Choice]]) -> None:
         programs = [whole.compile(choice, None).compiled for whole, choice in choices]
@@ -52,15 +56,12 @@ class Timer:
         # In turns, so that a change of the machine's load meets all of them. The first round warms up.
         for n in range(_ROUNDS + 1):
             for program, times in zip(programs, seconds, strict=True):
-                inputs = jax.block_until_ready(
-                    _zeros(program)
-                )  # each time: the program may take the memory of donated ones
-                start = time.perf_counter()
-                jax.block_until_ready(program(*inputs))
-                if n:
-                    times.append(time.perf_counter() - start)
+                if math.inf not in times:
+                    took = _seconds(program)
+                    if n or took == math.inf:
+                        times.append(took)
         for (_, choice), times in zip(choices, seconds, strict=True):
-            self._times[_id(choice)] = choice, statistics.median(times)
+            self._times[_id(choice)] = choice, math.inf if math.inf in times else statistics.median(times)
 
 
 def _id(choice: Choice) -> tuple[int, ...]:
@@ -68,9 +69,33 @@ def _id(choice: Choice) -> tuple[int, ...]:
     return tuple(map(id, choice.candidates))
 
 
+def _seconds(program: Any) -> float:
+    """The time of a run; infinite where the device has too little memory beside the caller's own arrays, which the zeros come on top of."""
+    try:
+        inputs = jax.block_until_ready(_zeros(program))  # each time: the program may take the memory of donated ones
+        start = time.perf_counter()
+        jax.block_until_ready(program(*inputs))
+    except jax.errors.JaxRuntimeError as e:
+        if not is_out_of_memory(e):
+            raise
+        return math.inf
+    return time.perf_counter() - start
+
+
 def _zeros(program: Any) -> list[Any]:
     """Arguments for a compiled program."""
     infos, shardings = jax.tree.leaves(program.args_info), jax.tree.leaves(program.input_shardings)
-    arrays = [jax.lax.full(info.shape, 0, info.dtype) for info in infos]
-    # Arguments that the program does not use have no sharding.
-    return [x if s is None else jax.device_put(x, s) for x, s in zip(arrays, shardings, strict=True)]
+    return [_zero(info.shape, info.dtype, s) for info, s in zip(infos, shardings, strict=True)]
+
+
+def _zero(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
+    if sharding is None:  # the program does not use the argument
+        return jax.lax.full(shape, 0, dtype)
+    if len(sharding.device_set) > 1:  # one device may have no room for the whole array
+        return _filler(shape, dtype, sharding)()
+    return jax.device_put(jax.lax.full(shape, 0, dtype), sharding)
+
+
+@functools.cache
+def _filler(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+    return jax.jit(lambda: jax.lax.full(shape, 0, dtype), out_shardings=sharding)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax, _states
+from .._equations.compiled import is_out_of_memory
 from .._equations.flops import flops
 from .._equations.primitives import row_of
 from .._errors import PolicyWarning
@@ -83,7 +84,7 @@ def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5, t
     Args:
         save: whether to write the result to the cache folder of statetx (``STATETX_CACHE``, by default
             ``$XDG_CACHE_HOME/statetx``), for later processes. A result that is not stable is not written.
-        size: of the square matrices; by default it depends on the backend.
+        size: of the square matrices; by default it depends on the backend, and on the free memory of the device.
         repeats: number of the fastest runs that have to agree; their median counts.
         time_limit: seconds for all measurements together.
 
@@ -103,24 +104,38 @@ def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5, t
     n = size or (1024 if jax.default_backend() == "cpu" else 8192)
     limit = time_limit / 4
 
-    a = jnp.ones((n, n), jnp.float32)
-    product = _measure(jax.jit(lambda x: x @ x), a, repeats, limit)
-    large = jnp.ones((max(4 * n * n, 2**22),), jnp.float32)
-    sweep = _measure(jax.jit(lambda x: x + 1), large, repeats, limit)
-    exponential = _measure(jax.jit(jnp.exp), large, repeats, limit)
-    try:
-        round_trip = _measure(lambda x: _jax.to_device(_jax.to_host(x)), large, repeats, limit)
-    except Exception:  # a backend without host memory: transfers are taken to be as fast as a sweep
-        round_trip = sweep
+    def measured(n: int) -> tuple[_Measured, ...]:
+        a = jnp.ones((n, n), jnp.float32)
+        product = _measure(jax.jit(lambda x: x @ x), a, repeats, limit)
+        large = jnp.ones((_num_entries(n),), jnp.float32)
+        sweep = _measure(jax.jit(lambda x: x + 1), large, repeats, limit)
+        exponential = _measure(jax.jit(jnp.exp), large, repeats, limit)
+        try:
+            round_trip = _measure(lambda x: _jax.to_device(_jax.to_host(x)), large, repeats, limit)
+        except Exception as e:  # a backend without host memory: transfers are taken to be as fast as a sweep
+            if is_out_of_memory(e):
+                raise
+            round_trip = sweep
+        return product, sweep, exponential, round_trip
 
+    while True:
+        try:
+            product, sweep, exponential, round_trip = measured(n)
+            break
+        except jax.errors.JaxRuntimeError as e:  # a model on the device leaves little of its memory
+            if size is not None or n <= _SMALLEST or not is_out_of_memory(e):
+                raise
+        n //= 2
+
+    num = _num_entries(n)
     model = CostModel(
         device=_device_kind(),
         flops_per_second=2 * n**3 / product.seconds,
-        bytes_per_second=2 * large.nbytes / sweep.seconds,
-        host_bytes_per_second=2 * large.nbytes / round_trip.seconds,
+        bytes_per_second=8 * num / sweep.seconds,
+        host_bytes_per_second=8 * num / round_trip.seconds,
         spread=max(product.spread, sweep.spread, exponential.spread, round_trip.spread),
         transcendentals_per_second=(
-            large.size / exponential.seconds if exponential.seconds > (1 + _STABLE) * sweep.seconds else float("inf")
+            num / exponential.seconds if exponential.seconds > (1 + _STABLE) * sweep.seconds else float("inf")
         ),
     )
     if model.spread > _STABLE:
@@ -152,6 +167,11 @@ def _model_of_process(device: str) -> CostModel:
     return calibrate()
 
 
+def _num_entries(n: int) -> int:
+    """Of the float32 array that is read and written, beside matrices of this size: much more than a cache holds."""
+    return max(4 * n * n, 2**22)
+
+
 def _device_kind() -> str:
     return jax.local_devices()[0].device_kind
 
@@ -162,6 +182,7 @@ def _path(device: str) -> pathlib.Path | None:
 
 
 _STABLE = 0.1
+_SMALLEST = 1024  # size of the matrices
 
 
 class _Measured(NamedTuple):
