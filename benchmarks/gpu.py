@@ -283,10 +283,10 @@ def picture(data: dict[str, Any], path: Path) -> None:
             axes.scatter(*point, color=color, s=45, zorder=2)
             side = "right" if is_first else "left"
             offset = (-7, 6) if is_first else (7, 5) if is_stock or kind == "recurrent" else (3, -14)
-            label = name.replace("plan, ", "plan ")
+            label = name.replace("plan, ", "plan " if name == f"plan, {BUDGETS[0]:.0%}" else "")
             axes.annotate(label, point, textcoords="offset points", xytext=offset, ha=side, fontsize=9, color=color)
         axes.set_xlabel("temporary memory, MiB")
-        axes.set_ylabel("time of a step, without checkpoints 1")
+        axes.set_ylabel("time of a step, relative")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
         axes.set_title(title, loc="left", fontsize=11, weight="bold")
         axes.grid(color="#e5e7eb", zorder=0)
