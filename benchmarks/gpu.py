@@ -56,8 +56,6 @@ TRANSFORMER = {"layers": 12, "width": 768, "heads": 12, "time": 1024, "batch": 8
 QUICK_TRANSFORMER = {"layers": 2, "width": 64, "heads": 4, "time": 64, "batch": 2}
 STEPS_FOR = 4.0  # seconds for the steps of a process
 RECURRENT, QUICK_RECURRENT = (16_384, 512, 64), (256, 32, 4)  # steps, width, batch
-
-
 notes: dict[str, Any] = {}  # what this process found before it measured
 
 
@@ -263,13 +261,13 @@ def summary(data: dict[str, Any]) -> str:
 
 
 def picture(data: dict[str, Any], path: Path) -> None:
-    """Time against peak memory, of both models."""
+    """Time against temporary memory, of both models."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
     grey, orange, teal = "#4b5563", "#a8500c", "#0e7386"
     figure = Figure(figsize=(6, 6.4), layout="constrained", facecolor="white")
-    titles = ("Transformer, 12 layers", f"Gated recurrent model, {RECURRENT[0]:,} steps")
+    titles = (f"Transformer, {TRANSFORMER['layers']} layers", f"Gated recurrent model, {RECURRENT[0]:,} steps")
     for axes, (kind, by_name), title in zip(figure.subplots(2, 1), data["results"].items(), titles, strict=True):
         first = next(iter(by_name.values()))["seconds"]
         if kind == "recurrent":

@@ -100,7 +100,7 @@ def low_memory_options() -> dict[str, Any]:
 
 
 def compile_to_measure(lowered: Any, compiler_options: dict[str, Any] | None) -> Any:
-    """Compile a ``jax.stages.Lowered`` that is not run.
+    """Compile a ``jax.stages.Lowered`` whose memory is asked for.
 
     XLA times kernels while it compiles for a GPU, with copies of their operands in the device's memory. What does not fit there
     is compiled without that: the choice of kernels changes little of the memory, and a program that does not fit is asked for most.

@@ -128,10 +128,11 @@ class TraceContext:
         # A type that shows its sharding (explicit axes) takes precedence over the noted one.
         shardings = [*self.shardings, *[None] * (len(avals) - len(self.shardings))]
         types = []
+        is_sharded = any(shardings)
         for aval, shape, spec, sharding in zip(avals, shapes, specs, shardings, strict=True):
             if spec is not None:
                 sharding = NamedSharding(_jax.concrete_mesh(aval.sharding.mesh), PartitionSpec(*spec))
-            types.append(_type(aval, shape, _in_memory(aval, sharding, any(shardings))))
+            types.append(_type(aval, shape, _in_memory(aval, sharding, is_sharded)))
         return types
 
     def _in_shard_map(
