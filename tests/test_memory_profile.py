@@ -538,12 +538,50 @@ def test_sizes_of_a_sharded_program_are_those_of_a_device():
 def test_backend_without_buffer_assignment(monkeypatch):
     exact = statetx.memory_profile(lambda x: Net()(x).sum(), X)
     monkeypatch.setattr(_jax, "compiled_program", lambda compiled: None)
+    monkeypatch.setattr(_jax, "written_program", lambda folder, compiled: None)
+    monkeypatch.setattr(measure, "_tells_buffers", lambda: False)
     profile = statetx.memory_profile(lambda x: Net()(x).sum(), X)
-    assert "does not tell" in profile.note and profile.note in str(profile)
+    assert "does not tell" in profile.note and profile.note in str(profile) and "lowered" not in profile.note
     assert profile.peak_bytes == exact.peak_bytes and profile.changes == ()
     assert {b.kind for b in profile.buffers} == {"argument", "residual", "output"}
     residuals = statetx.saved_residuals(lambda x: Net()(x).sum(), X)
     assert sum(b.num_bytes for b in profile.buffers if b.kind == "residual") == residuals.intermediate_bytes
+
+
+def test_a_compiled_program_without_buffer_assignment(monkeypatch):
+    """As on a GPU: XLA can be told to write it only while it compiles."""
+    fun = lambda params, x, *, scale: (jnp.tanh(x @ params["w"]) * scale).sum()  # noqa: E731
+    lowered = jax.jit(jax.grad(fun)).lower({"w": jnp.eye(64)}, X, scale=2.0)
+    monkeypatch.setattr(_jax, "compiled_program", lambda compiled: None)
+    profile = statetx.memory_profile(lowered.compile())
+    assert "Pass the function, or the lowered program." in profile.note
+    assert "working memory, not told" in str(profile) and "gaps" not in str(profile)
+    names = {b.owner: b.type for b in profile.buffers if b.kind == "argument"}
+    assert names == {"args[0]['w']": "f32[64,64]", "args[1]": "f32[512,64]", "scale": "f32[]"}
+
+
+@pytest.fixture
+def untold(monkeypatch):
+    """A backend that tells no buffer assignment, but writes it, as those of GPUs."""
+    monkeypatch.setattr(_jax, "compiled_program", lambda compiled: None)
+    measure._tells_buffers.cache_clear()
+    yield
+    measure._tells_buffers.cache_clear()
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_a_program_that_xla_writes_is_the_compiled_one(gradient, request):
+    exact = statetx.memory_profile(Net().__call__, X, gradient=gradient)
+    request.getfixturevalue("untold")
+    found = statetx.memory_profile(Net().__call__, X, gradient=gradient)
+    assert not found.note and str(found) == str(exact) and found.buffers == exact.buffers
+
+
+def test_a_program_in_jaxs_cache_is_compiled_again(untold):
+    """XLA writes nothing of a program that it does not compile. The tests have a cache (conftest.py)."""
+    lowered = jax.jit(jax.grad(lambda w: jnp.tanh(jnp.tanh(w @ w) @ w).sum())).lower(jnp.eye(48))
+    first, second = statetx.memory_profile(lowered), statetx.memory_profile(lowered)
+    assert not first.note and not second.note and first.buffers == second.buffers
 
 
 def test_profile_is_written_in_every_form(tmp_path):

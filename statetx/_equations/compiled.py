@@ -88,6 +88,11 @@ def fast_compile_options() -> dict[str, Any]:
     return options if options and _is_known(options) else memory_analysis_options()
 
 
+def full_device_options() -> dict[str, Any]:
+    """Compiler options for the same purpose where a program does not fit, or other arrays fill the device."""
+    return {**memory_analysis_options(), **(_WITHOUT_TIMING if jax.default_backend() == "gpu" else {})}
+
+
 @functools.cache
 def low_memory_options() -> dict[str, Any]:
     """Compiler options under which most programs take less memory; empty where the backend is not known to have any.

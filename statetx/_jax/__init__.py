@@ -26,7 +26,9 @@ from .buffers import CompiledProgram as CompiledProgram
 from .buffers import Instruction as Instruction
 from .buffers import StackFrame as StackFrame
 from .buffers import compiled_program as compiled_program
+from .buffers import options_to_write as options_to_write
 from .buffers import product_of as product_of
+from .buffers import written_program as written_program
 from .custom_loop import CustomLoop as CustomLoop
 from .custom_loop import call_loop as call_loop
 from .custom_loop import loop_of as loop_of

@@ -1,7 +1,7 @@
 """Decode what XLA says of a compiled program: its instructions in the order of their schedule, and where each value is stored.
 
 Both are serialized protocol buffers: ``HloModuleProto`` (xla/service/hlo.proto) of the optimized module, and ``BufferAssignmentProto`` of
-``Compiled.memory_analysis()``. Only the fields named below are read, by their numbers, since the messages are not part of jaxlib's
+``Compiled.memory_analysis()``, or both from a file that XLA writes. Only the fields named below are read, by their numbers, since the messages are not part of jaxlib's
 Python interface; ``tests/test_compat.py`` fails when one of them is missing or has another meaning.
 """
 
@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -161,7 +162,30 @@ def compiled_program(compiled: Any) -> CompiledProgram | None:
     return decode(module, assignment) if assignment else None
 
 
-def decode(module_proto: bytes, assignment_proto: bytes) -> CompiledProgram | None:
+# JAX asks backends that are plugins, as those of GPUs and TPUs, through an interface without the buffer assignment.
+
+
+def options_to_write(folder: Path) -> dict[str, Any]:
+    """Compiler options with which XLA writes the program that it compiles, with its buffer assignment, to a folder."""
+    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_proto": True}
+
+
+def written_program(folder: Path, compiled: Any) -> CompiledProgram | None:
+    """The program of a ``jax.stages.Compiled`` that was compiled with `options_to_write`.
+
+    None if XLA has not written it: a cache of compiled programs had it, or the backend writes none.
+    """
+    name = compiled.runtime_executable().hlo_modules()[0].name
+    paths = folder.glob("*after_optimizations.hlo.pb")  # kernels that XLA times have files of their own
+    for path in sorted(paths, key=lambda p: p.stat().st_mtime_ns, reverse=True):
+        message = _message(path.read_bytes())
+        module, assignment = message[_Program.MODULE], message[_Program.ASSIGNMENT]
+        if module and assignment and _text(_message(module[0]), _Module.NAME) == name:
+            return decode(module[0], assignment[0])
+    return None
+
+
+def decode(module_proto: Any, assignment_proto: Any) -> CompiledProgram | None:
     """The program in these two messages; None if the module has no schedule."""
     module = _message(module_proto)
     if not module[_Module.SCHEDULE]:
@@ -216,8 +240,14 @@ class _Computations(dict[int, Computation]):
         return found
 
 
+class _Program:
+    """Numbers of the fields of ``HloProto``."""
+
+    MODULE, ASSIGNMENT = 1, 3
+
+
 class _Module:
-    """Numbers of the fields of ``HloModuleProto``."""
+    """Of ``HloModuleProto``."""
 
     NAME, COMPUTATIONS, ENTRY, SCHEDULE, STACK_FRAMES = 1, 3, 6, 7, 17
 

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.tree_util import keystr
 
+from .._text import type_str
 from ..residuals.table import Residuals
 from .buffer import Buffer, Step
 from .profile import MemoryProfile
@@ -14,18 +16,28 @@ from .profile import MemoryProfile
 _STEPS = (Step("forward", "", "forward", "", None), Step("backward", "", "backward", "", None))
 
 
-def without_assignment(name: str, compiled: Any, residuals: Callable[[], Residuals] | None) -> MemoryProfile:
-    """The profile of two steps, the forward and the backward pass; residuals are alive in both."""
+def without_assignment(
+    name: str, compiled: Any, residuals: Callable[[], Residuals] | None, *, was_compiled: bool
+) -> MemoryProfile:
+    """The profile of two steps, the forward and the backward pass; residuals are alive in both.
+
+    Args:
+        was_compiled: whether the caller gave the program compiled, so that XLA could not be told to write where its buffers are.
+    """
     memory = compiled.memory_analysis()
-    arguments = [
-        Buffer(
-            f"argument {n}", _num_bytes(x), str(x.dtype), 0, 1, "argument", "forward", f"argument {n}", *_NOWHERE, n, 0
-        )
-        for n, x in enumerate(jax.tree.leaves(compiled.in_avals))
+    # The keys of an argument begin with 0 and its number, or with 1 and its name.
+    named = [
+        (f"args[{keys[1].idx}]{keystr(keys[2:])}" if keys[0].idx == 0 else keys[1].key + keystr(keys[2:]), x)
+        for keys, x in jax.tree_util.tree_flatten_with_path(compiled.in_avals)[0]
     ]
+    arguments = [
+        Buffer(name, _num_bytes(x), _type(x), 0, 1, "argument", "forward", name, *_NOWHERE, n, 0)
+        for n, (name, x) in enumerate(named)
+    ]
+    named = [(f"output{keystr(keys)}", x) for keys, x in jax.tree_util.tree_flatten_with_path(compiled.out_info)[0]]
     outputs = [
-        Buffer(f"output {n}", _num_bytes(x), str(x.dtype), 1, 1, "output", "backward", f"output {n}", *_NOWHERE, n, 0)
-        for n, x in enumerate(jax.tree.leaves(compiled.out_info))
+        Buffer(name, _num_bytes(x), _type(x), 1, 1, "output", "backward", name, *_NOWHERE, n, 0)
+        for n, (name, x) in enumerate(named)
     ]
     kept = [] if residuals is None else [row for row in residuals().rows if row.origin == "intermediate"]
     saved = [
@@ -58,13 +70,18 @@ def without_assignment(name: str, compiled: Any, residuals: Callable[[], Residua
         backward_step=1,
         gradient=residuals is not None,
         note=(
-            f"The backend {jax.default_backend()!r} does not tell where its buffers are, so these are arguments, residuals "
-            f"and outputs, without working memory."
+            f"The backend {jax.default_backend()!r} does not tell where {'compiled programs' if was_compiled else 'programs'} have their "
+            f"buffers, so these are arguments, residuals and outputs, without working memory."
+            + (" Pass the function, or the lowered program." if was_compiled else "")
         ),
     )
 
 
 _NOWHERE = ("", "", "", "", None, None)
+
+
+def _type(x: Any) -> str:
+    return type_str(x, weak=False)
 
 
 def _num_bytes(x: Any) -> int:

@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from .._jax import PRIMITIVES, CompiledProgram, Instruction, StackFrame, product_of
 from ._lifetimes import FORWARDS, Schedule
@@ -83,6 +83,11 @@ class Names:
         found = _origin(named.op_name, named.frames)
         region = next((r for r in reversed(found.scopes.split("/")) if r in self._regions), found.region)
         phase = self._phase(instruction, instruction.op_name or named.op_name)
+        if (
+            instruction.opcode == "tuple" and not instruction.op_name
+        ):  # its first element may be the loss, the others new weights
+            elements = (self.program.instructions[i] for i in instruction.operands)
+            phase = max((self.origin(i).phase for i in elements), key=get_args(Phase).index)
         is_again = _AGAIN.search(instruction.name) is not None
         if is_again and self.schedule.step.get(instruction.id, 0) >= self.turn:
             phase = "backward"  # the name stack is that of the first computation
@@ -122,11 +127,18 @@ class Names:
         if instruction.op_name:
             yield instruction
         if depth < 3:
-            for operand in instruction.operands[:1]:
-                yield from self._named(self.program.instructions[operand], depth + 1)
+            for operand in self._passed_on(instruction):
+                yield from self._named(operand, depth + 1)
             if depth == 0:
                 for user in self._users.get(instruction.id, ())[:2]:
                     yield from self._named(user, 3)
+
+    def _passed_on(self, instruction: Instruction) -> list[Instruction]:
+        """The first operand of an instruction, or of an element of a tuple what the tuple has there."""
+        operands = [self.program.instructions[i] for i in instruction.operands[:1]]
+        if instruction.opcode == "get-tuple-element" and operands[0].opcode == "tuple":
+            return [self.program.instructions[operands[0].operands[instruction.index]]]
+        return operands
 
     def loops(self, instruction: Instruction) -> list[Loop]:
         """The loops around an instruction, innermost first."""

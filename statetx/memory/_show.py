@@ -204,8 +204,10 @@ def _unused(profile: MemoryProfile) -> dict[str, int]:
     unwritten = sum(b.num_bytes for b in profile.buffers if b.kind == "output" and b.allocation not in used)
     unwritten = min(unwritten, max(profile.unused_bytes, 0))
     gaps = profile.unused_bytes - unwritten
-    # Without a buffer assignment, the residuals before compilation can be more than what the program reserves.
-    label = "unused (gaps between buffers)" if gaps > 0 else "more than the program reserves"
+    # Without a buffer assignment working memory is not among the buffers, and the residuals before compilation can be more than what the
+    # program reserves.
+    label = "working memory, not told" if profile.note else "unused (gaps between buffers)"
+    label = label if gaps > 0 else "more than the program reserves"
     return {name: n for name, n in (("outputs not yet written", unwritten), (label, gaps)) if n}
 
 

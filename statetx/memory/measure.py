@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import random
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from .. import _jax, _states
-from .._equations.compiled import compile_to_measure, lower, memory_analysis_options
+from .._equations.compiled import compile_to_measure, full_device_options, lower, memory_analysis_options
 from .._errors import FunctionError
+from .._jax import CompiledProgram
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._objects.attributes import created_undone
 from .._objects.paths import argument_names
@@ -31,8 +35,9 @@ def memory_profile(fun: Any, /, *args: Any, gradient: bool | None = None, **kwar
     Nothing is computed and no state changes. XLA's own buffer assignment gives each buffer's size and place, its schedule the
     first and last step in which the buffer is alive, and its metadata the function and the line.
 
-    Where a backend does not tell its buffer assignment, ``note`` of the result says so, and the buffers are the arguments, the
-    residuals and the outputs, without working memory.
+    On GPUs XLA writes the buffer assignment of what it compiles to a temporary folder. A program that is compiled already has none there, nor
+    has one of a backend that writes none: ``note`` of the result says so then, and the buffers are the arguments, the residuals and
+    the outputs, without working memory.
 
     Args:
         fun: a function that may read and write states, a jitted function, or a program that is traced, lowered or
@@ -60,13 +65,18 @@ def memory_profile(fun: Any, /, *args: Any, gradient: bool | None = None, **kwar
         >>> sum(group.num_bytes for group in profile.at_peak) + profile.unused_bytes == profile.peak_bytes
         True
     """
+    return profiled(fun, args, kwargs, gradient, memory_analysis_options())
+
+
+def profiled(
+    fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None, compiler_options: dict[str, Any]
+) -> MemoryProfile:
+    """`memory_profile` of a program that is compiled with these options, unless it is compiled already."""
     traced = _trace(fun, args, kwargs, gradient)
-    compiled = traced.stage
-    if not isinstance(compiled, jax.stages.Compiled):
-        compiled = compile_to_measure(compiled, memory_analysis_options())
-    program = _jax.compiled_program(compiled)
+    compiled, program = _compiled(traced.stage, compiler_options)
     if program is None:
-        return without_assignment(traced.name, compiled, traced.residuals)
+        was_compiled = isinstance(traced.stage, jax.stages.Compiled)
+        return without_assignment(traced.name, compiled, traced.residuals, was_compiled=was_compiled)
     assembly = Assembly(program, traced.inputs)
     buffers, memory = assembly.buffers(), compiled.memory_analysis()
     assert memory is not None  # the program was decoded from it
@@ -84,6 +94,33 @@ def memory_profile(fun: Any, /, *args: Any, gradient: bool | None = None, **kwar
         backward_step=assembly.names.turn,
         gradient=traced.residuals is not None,
     )
+
+
+def _compiled(stage: Any, options: dict[str, Any]) -> tuple[Any, CompiledProgram | None]:
+    """The compiled stage, and its program with the places of its buffers if they can be known."""
+    if isinstance(stage, jax.stages.Compiled):
+        return stage, _jax.compiled_program(stage)
+    if _tells_buffers():
+        compiled = compile_to_measure(stage, options)
+        return compiled, _jax.compiled_program(compiled)
+    with tempfile.TemporaryDirectory(prefix="statetx-") as folder:
+        options = options | _jax.options_to_write(Path(folder))
+        compiled = compile_to_measure(stage, options)
+        program = _jax.written_program(Path(folder), compiled)
+        if program is None and jax.config.read("jax_compilation_cache_dir"):
+            # The program may come from the cache of JAX, whose key leaves out where XLA writes to. This option, about a program
+            # that runs, makes another key.
+            unique = {"xla_gpu_executable_warn_stuck_timeout_seconds": random.randrange(10, 2**30)}
+            compiled = compile_to_measure(stage, {**options, **unique})
+            program = _jax.written_program(Path(folder), compiled)
+    return compiled, program
+
+
+@functools.cache
+def _tells_buffers() -> bool:
+    """Whether the backend tells where a compiled program has its buffers."""
+    compiled = compile_to_measure(jax.jit(lambda x: x + 1).lower(0.0), full_device_options())
+    return _jax.compiled_program(compiled) is not None
 
 
 class _Traced(NamedTuple):

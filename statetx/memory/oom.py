@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _jax
-from .._equations.compiled import is_out_of_memory
+from .._equations.compiled import full_device_options, is_out_of_memory
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes, parse_bytes, short_path
@@ -19,7 +19,7 @@ from ._advice import _candidates
 from ._estimate import estimate
 from ._show import Row, rows_at_peak
 from .buffer import Change
-from .measure import memory_profile
+from .measure import profiled
 from .profile import MemoryProfile
 
 _MAX_ROWS = 6
@@ -215,7 +215,7 @@ def explain_oom(
     refuse_value("explain_oom", step)
     texts = [] if error is None else [str(error)]
     try:
-        profile = memory_profile(step, *args, gradient=False, **kwargs)
+        profile = profiled(step, args, kwargs, False, full_device_options())
     except Exception as e:
         if not is_out_of_memory(e):
             raise
