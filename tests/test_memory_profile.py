@@ -2,7 +2,9 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
+import lzma
 import pathlib
 import sys
 import types
@@ -55,7 +57,10 @@ def overlaps(found):
 
 def check_sums(fun, *args, **options):
     """Lifetimes agree with XLA's placement, and sizes with its figures, to the byte."""
-    profile, program, memory = profile_and_program(fun, *args, **options)
+    return check_profile(*profile_and_program(fun, *args, **options))
+
+
+def check_profile(profile, program, memory):
     schedule = _lifetimes.Schedule(program)
     found = _lifetimes.lifetimes(program, schedule, _lifetimes.Flow(program, schedule))
     # XLA lets values share memory only if they are never alive together: lifetimes that are too long show here.
@@ -70,7 +75,7 @@ def check_sums(fun, *args, **options):
     for b in profile.buffers:
         by_place.setdefault(b.allocation, []).append(b)
     for a in program.allocations:  # every byte of an allocation is some buffer's
-        if not a.is_thread_local and a.num_bytes:
+        if not (a.is_thread_local or a.is_on_host) and a.num_bytes:
             assert max(b.offset + b.num_bytes for b in by_place[a.index]) == a.num_bytes
     # Each step alone: the buffers alive take no byte twice.
     for step in range(0, len(profile.steps), max(1, len(profile.steps) // 20)):
@@ -620,6 +625,58 @@ def test_the_body_of_a_scan_is_no_scope():
     names = {name for b in profile.buffers for name in (*b.owner.split("/"), b.region)}
     assert not names & {"closed_call", "eval_jaxpr"}
     assert {b.loop.name for b in profile.buffers if b.loop is not None} == {"scan"}
+
+
+# The profiles of programs that XLA compiled for an H200 (`gpu_programs`), with the sizes that it told: arguments, outputs, memory of both, temporaries.
+GPU_PROGRAMS = {
+    "transformer_step": (8388608, 6291532, 6291456, 103580432),
+    "offloaded_loop": (10092544, 262144, 0, 362544),
+    "convolutions": (8830976, 442392, 0, 58872336),
+}
+
+
+def gpu_profile(name):
+    """Check the profile: sizes sum to XLA's figures, and what shares memory is never alive together."""
+    folder = pathlib.Path(__file__).with_name("gpu_programs")
+    message = _jax.buffers._message(lzma.decompress((folder / f"{name}.hlo.pb.xz").read_bytes()))
+    program = _jax.buffers.decode(message[1][0], message[3][0])
+    names = "argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes"
+    memory = types.SimpleNamespace(**dict(zip(names, GPU_PROGRAMS[name], strict=True)))
+    traced = measure._Traced(name, None, Inputs(), None)
+    return check_profile(measure.profile_of(program, memory, traced, 1, "gpu"), program, memory)
+
+
+def test_a_training_step_of_a_gpu():
+    profile = gpu_profile("transformer_step")
+    assert profile.unused_bytes < 0.01 * profile.peak_bytes
+    assert [phase for phase, _ in itertools.groupby(s.phase for s in profile.steps)][-2:] == ["backward", "update"]
+    kept = [g for g in profile.at_peak if g.kind == "residual"]
+    assert {g.function for g in kept} >= {"attention", "block", "normed"}
+    assert (kept[0].function, kept[0].source) == ("attention", "<stdin>:29"), "the softmax"
+    assert profile.changes[0].action == "remat" and profile.changes[0].text.startswith(
+        "Rematerialize attention (2 calls)"
+    )
+    primitives = [s.primitive for s in profile.steps]
+    assert primitives.count("dot_general") >= 2 * 3 * 5, (
+        "products in three kinds of kernels, of three for each in the forward pass"
+    )
+
+
+def test_an_offloaded_loop_of_a_gpu():
+    profile = gpu_profile("offloaded_loop")
+    carries = 300 * 32 * 256 * 4
+    assert profile.temp_bytes < carries / 20 and all(
+        b.num_bytes < carries for b in profile.buffers if b.kind != "argument"
+    )
+    assert {b.loop.length for b in profile.buffers if b.loop is not None} == {300}
+
+
+def test_convolutions_of_a_gpu():
+    profile = gpu_profile("convolutions")
+    kept = [b for b in profile.alive(profile.peak_step) if b.kind == "residual" and b.num_bytes >= 2**23]
+    assert {(b.function, b.primitive) for b in kept} >= {("convolution", "conv_general_dilated")}
+    assert sum(b.primitive == "conv_general_dilated" and b.phase == "forward" for b in kept) == 3
+    assert not any("[" in s.primitive for s in profile.steps), "a copy of an argument has the argument's name"
 
 
 def _program_of(instructions, computations, defined, entry=1):

@@ -260,7 +260,8 @@ def _of_user(frames: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
 @functools.lru_cache(maxsize=10_000)
 def _parsed(op_name: str) -> Origin:
     parts = _split(op_name.partition(";")[0])  # XLA joins the names of operations that it merges
-    primitive = parts[-1] if parts and "(" not in parts[-1] else ""
+    # A copy of an argument is called as the argument.
+    primitive = parts[-1] if len(parts) > 1 and "(" not in parts[-1] else ""
     is_recomputed = "rematted_computation" in parts
     region = ""
     for before, part in zip(["", *parts], parts, strict=False):

@@ -77,9 +77,15 @@ def profiled(
     if program is None:
         was_compiled = isinstance(traced.stage, jax.stages.Compiled)
         return without_assignment(traced.name, compiled, traced.residuals, was_compiled=was_compiled)
+    memory = compiled.memory_analysis()
+    assert memory is not None  # the program was decoded from it, or beside it
+    return profile_of(program, memory, traced, _num_devices(compiled), _backend(compiled))
+
+
+def profile_of(program: CompiledProgram, memory: Any, traced: _Traced, num_devices: int, backend: str) -> MemoryProfile:
+    """The profile of a compiled program of known buffers; `memory` as in ``Compiled.memory_analysis()``."""
     assembly = Assembly(program, traced.inputs)
-    buffers, memory = assembly.buffers(), compiled.memory_analysis()
-    assert memory is not None  # the program was decoded from it
+    buffers = assembly.buffers()
     return MemoryProfile(
         name=traced.name,
         buffers=buffers,
@@ -89,8 +95,8 @@ def profiled(
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         constant_bytes=sum(b.num_bytes for b in buffers if b.kind == "constant"),
-        num_devices=_num_devices(compiled),
-        backend=_backend(compiled),
+        num_devices=num_devices,
+        backend=backend,
         backward_step=assembly.names.turn,
         gradient=traced.residuals is not None,
     )
@@ -107,7 +113,7 @@ def _compiled(stage: Any, options: dict[str, Any]) -> tuple[Any, CompiledProgram
         options = options | _jax.options_to_write(Path(folder))
         compiled = compile_to_measure(stage, options)
         program = _jax.written_program(Path(folder), compiled)
-        if program is None and jax.config.read("jax_compilation_cache_dir"):
+        if program is None and jax.config.values.get("jax_compilation_cache_dir"):
             # The program may come from the cache of JAX, whose key leaves out where XLA writes to. This option, about a program
             # that runs, makes another key.
             unique = {"xla_gpu_executable_warn_stuck_timeout_seconds": random.randrange(10, 2**30)}

@@ -1,0 +1,97 @@
+"""Programs as XLA compiles them for a GPU, for tests on machines without one.
+
+On a machine with a GPU, ``python - < tests/gpu_programs.py`` writes them to ``tests/gpu_programs/``, and prints the sizes that XLA tells. Each file is
+XLA's ``HloProto`` of an optimized program with its buffer assignment. It contains the name of the source file: from the standard input there is none.
+"""
+
+from __future__ import annotations
+
+import lzma
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import statetx
+from statetx import _jax
+from statetx.policies import Levels
+
+FOLDER = Path("tests/gpu_programs")
+
+
+def normed(x):
+    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def attention(p, x):
+    q, k, v = jnp.split((normed(x) @ p["qkv"]).reshape(*x.shape[:2], 4, -1), 3, -1)
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ p["out"]
+
+
+def block(p, x):
+    x = x + attention(p, x)
+    return x + jnp.tanh(normed(x) @ p["up"]) @ p["down"]
+
+
+def transformer_step(params, x):
+    """A training step of two blocks; the parameters are donated."""
+
+    def loss(params):
+        y = x
+        for p in params:
+            y = block(p, y)
+        return (y**2).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def offloaded_loop(w, xs):
+    """A loop whose carries are in the host's memory."""
+
+    def step(h, x):
+        h = jnp.tanh(h @ w + x)
+        return h, (h**2).mean()
+
+    return statetx.scan(step, jnp.zeros_like(xs[0]), xs, checkpoint=Levels(1, offload=True))[1].sum()
+
+
+def convolution(w, x):
+    y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return x + jax.nn.relu((y - y.mean((0, 1, 2))) * jax.lax.rsqrt(y.var((0, 1, 2)) + 1e-5))
+
+
+def convolutions(ws, x):
+    for w in ws:
+        x = convolution(w, x)
+    return (x**2).mean()
+
+
+def programs():
+    """``name -> lowered program``."""
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    layer = {"qkv": f32(256, 768), "out": f32(256, 256), "up": f32(256, 1024), "down": f32(1024, 256)}
+    return {
+        "transformer_step": jax.jit(transformer_step, donate_argnums=0).lower([layer] * 2, f32(8, 256, 256)),
+        "offloaded_loop": jax.jit(jax.grad(offloaded_loop)).lower(f32(256, 256), f32(300, 32, 256)),
+        "convolutions": jax.jit(jax.grad(convolutions)).lower([f32(3, 3, 64, 64)] * 3, f32(32, 32, 32, 64)),
+    }
+
+
+def main():
+    FOLDER.mkdir(exist_ok=True)
+    for name, lowered in programs().items():
+        with tempfile.TemporaryDirectory() as folder:
+            compiled = lowered.compile(_jax.options_to_write(Path(folder)))
+            program = compiled.runtime_executable().hlo_modules()[0].name
+            (path,) = Path(folder).glob(f"*.{program}.*after_optimizations.hlo.pb")
+            (FOLDER / f"{name}.hlo.pb.xz").write_bytes(lzma.compress(path.read_bytes(), preset=9))
+        memory = compiled.memory_analysis()
+        sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.alias_size_in_bytes
+        print(f'    "{name}": {(*sizes, memory.temp_size_in_bytes)},')
+
+
+if __name__ == "__main__":
+    main()
