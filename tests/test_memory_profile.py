@@ -420,6 +420,15 @@ def test_a_step_is_profiled_unchanged():
     assert statetx.memory_profile(step, X).peak_bytes == pytest.approx(plain.peak_bytes, abs=64)
 
 
+def test_the_results_of_a_step_are_of_its_update_though_the_loss_is_the_first():
+    def step(w, x):
+        value, grad = jax.value_and_grad(lambda w: jnp.tanh(jnp.tanh(x @ w) @ w).sum())(w)
+        return value, w - 0.1 * grad
+
+    steps = statetx.memory_profile(step, jnp.eye(64), X).steps
+    assert steps[-1].phase == "update" and steps[0].phase == "forward"
+
+
 def test_residuals_are_told_in_a_loop_over_training_steps_with_an_optimizer():
     """The optimizer has more operations than the forward pass, and none of them is of a gradient."""
 
