@@ -4,8 +4,8 @@ Compared
     A transformer (12 layers, width 768, 12 heads, 1,024 tokens, batch 8) and a gated recurrent model (16,384 steps, width
     512, batch 64); gradients of the loss with respect to all parameters. The transformer without rematerialization, with
     each stock policy on its blocks, with products offloaded to the host, and with plans for five budgets, as fractions of
-    the memory it takes. The recurrent model with every step stored, in nested loops, by schedules of slots, and with the
-    nested loops' checkpoints in the host's memory.
+    the memory it takes. The recurrent model with every step stored, in nested loops, by schedules of slots, by these with loops that run on
+    the device alone, and with the nested loops' checkpoints in the host's memory.
 
 Measured
     Each in its own process, one after the other, in three rounds: the median time of a step, ten steps after two
@@ -111,6 +111,8 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable[[bool], programs.Program]]] = {
         "Slots(16)": recurrent(Slots(16)),
         "Slots(16, block=8)": recurrent(Slots(16, block=8)),
         "Slots(128)": recurrent(Slots(128)),
+        "Slots(16), device loops": recurrent(Slots(16)),
+        "Slots(128), device loops": recurrent(Slots(128)),
         "Levels(2), offloaded": recurrent(Levels(2, offload=True)),
     },
 }
@@ -155,7 +157,9 @@ def start_process(option: str, kind: str, name: str, quick: bool) -> subprocess.
     """Start a process of this script for one implementation."""
     command = [sys.executable, __file__, option, kind, name] + (["--quick"] if quick else [])
     caches = Path(tempfile.gettempdir()) / "statetx-gpu-benchmark"
-    env = {
+    # By default XLA waits for the device before each turn of a loop of unknown length.
+    flags = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=+WHILE"} if "device loops" in name else {}
+    env = flags | {
         "STATETX_CACHE": str(caches / "plans"),
         "JAX_COMPILATION_CACHE_DIR": str(caches / "jax"),  # the choices of kernels
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9",  # but no compiled program

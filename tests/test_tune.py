@@ -8,6 +8,7 @@ import pytest
 import statetx
 from helpers import compilations
 from statetx import policies
+from statetx.policies import Levels, Slots
 
 LENGTH, EXAMPLES, WIDTH = 128, 64, 8
 BUDGET = 2**17  # bytes; with all examples the plain loop takes eight times as much, and one alone fits
@@ -139,6 +140,30 @@ def test_auto_counts_the_examples(name, monkeypatch):
     alone = lambda cp: jax.jit(jax.grad(lambda w, x: one(w, x, cp))).lower(W, X[0]).compile()  # noqa: E731
     plain, auto = (alone(cp).memory_analysis().temp_size_in_bytes for cp in (None, "auto"))
     assert auto == plain
+
+
+@pytest.mark.parametrize(
+    "checkpoint, expected", [("auto", Levels(2)), ("0.4MiB", Levels(2)), ("0.2MiB", Slots), ("8MiB", None)]
+)
+def test_loops_on_gpus_have_known_lengths(checkpoint, expected, monkeypatch):
+    """XLA waits for a GPU before each turn of a loop of unknown length."""
+    monkeypatch.setattr("statetx._loops.tune._waits_for_loops", lambda: True)
+    monkeypatch.setattr("statetx._loops.tune._SMALL", 1000)
+    xs = jnp.linspace(0, 1, 1000 * 512).reshape(1000, 4, 128)
+
+    def gradient(checkpoint):
+        def loss(w):
+            step = lambda h, x: (jnp.tanh(h @ w + x), None)  # noqa: E731
+            return statetx.scan(step, xs[0], xs, checkpoint=checkpoint)[0].sum()
+
+        return jax.jit(jax.grad(loss)).trace(jnp.eye(128) / 2)
+
+    found = gradient(checkpoint)
+    # The primitive of a schedule's first sweep is a custom derivative, and its loops are `while`s.
+    assert ("while[" in str(found.jaxpr)) == (expected is Slots)
+    if expected is not Slots:
+        temporary = found.lower().compile().memory_analysis().temp_size_in_bytes
+        assert temporary == gradient(expected).lower().compile().memory_analysis().temp_size_in_bytes
 
 
 def test_least_budget_is_reported_with_its_examples():

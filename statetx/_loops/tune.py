@@ -28,7 +28,7 @@ from .backward import BackwardStep
 from .checkpointed import CheckpointedLoop, memory_for
 from .derivative import Differentiated, Loop, floats_of, jvp_of, with_notice
 from .step import Step
-from .strategy import Slots, Strategy
+from .strategy import Levels, Slots, Strategy
 
 SHORT = 64  # steps, below which a schedule gains nothing
 _SLACK = 2**10  # bytes by which a program around the loop may differ from the loop's own
@@ -40,7 +40,8 @@ class Budget(Strategy):
     """As little recomputation as fits in so many bytes.
 
     When the loop is differentiated, its gradient program is compiled, a few times the first time that a body of its
-    structure is met, and the number of slots (see `Slots`) chosen so that its temporary memory is at most the budget. A plain loop that fits stays plain, and a loop that is not differentiated is not measured.
+    structure is met, and the number of slots (see `Slots`) chosen so that its temporary memory is at most the budget. A plain loop that fits stays
+    plain, and a loop that is not differentiated is not measured. On GPUs `Levels` are taken if they fit, since slots are slow there.
 
     Under ``vmap`` the budget holds for all examples together.
 
@@ -76,7 +77,7 @@ class Budget(Strategy):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Auto(Strategy):
-    """``checkpoint="auto"``: slots by the sizes of the carry and of a step's residuals, chosen when the loop is differentiated."""
+    """``checkpoint="auto"``: slots by the sizes of the carry and of a step's residuals, chosen when the loop is differentiated; on GPUs `Levels`."""
 
     def build(self, step: Step) -> Callable:
         return step.plain() if step.length < SHORT else Sized(step, self)
@@ -100,17 +101,17 @@ class Sized(Loop):
     def __init__(self, step: Step, strategy: Auto | Budget):
         super().__init__(step)
         self._strategy = strategy
-        self._loops: dict[Slots | None, Callable] = {None: step.plain()}
-        self._chosen: dict[TraceContext, Slots | None] = {}
-        self._bytes: dict[tuple[Slots | None, TraceContext], int] = {}
+        self._loops: dict[Slots | Levels | None, Callable] = {None: step.plain()}
+        self._chosen: dict[TraceContext, Slots | Levels | None] = {}
+        self._bytes: dict[tuple[Slots | Levels | None, TraceContext], int] = {}
 
     def with_step(self, step: Step) -> Sized:
         return Sized(step, self._strategy)
 
     def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
         leaves, treedef = jax.tree.flatten(primals)
-        slots = self._slots_for(TraceContext.of(leaves))
-        loop, primals = self._loop(slots), treedef.unflatten(self._watched(leaves, slots, tuple(tangents)))
+        chosen = self._choice(TraceContext.of(leaves))
+        loop, primals = self._loop(chosen), treedef.unflatten(self._watched(leaves, chosen, tuple(tangents)))
         return (
             loop.derivative(primals, tangents)
             if isinstance(loop, CheckpointedLoop)
@@ -118,32 +119,33 @@ class Sized(Loop):
         )
 
     def is_plain(self) -> bool:
-        return self._slots_for(TraceContext(manual=_jax.enclosing_shard_map())) is None
+        return self._choice(TraceContext(manual=_jax.enclosing_shard_map())) is None
 
     def plain_args(self, args: list, diff_indices: tuple[int, ...]) -> list | None:
-        return self._watched(args, None, diff_indices) if self._slots_for(TraceContext.of(args)) is None else None
+        return self._watched(args, None, diff_indices) if self._choice(TraceContext.of(args)) is None else None
 
-    def _watched(self, args: list, slots: Slots | None, diff_indices: tuple[int, ...]) -> list:
+    def _watched(self, args: list, chosen: Slots | Levels | None, diff_indices: tuple[int, ...]) -> list:
         """The arguments of the loop, with a note if it stays plain, which checks a budget."""
-        loop = self if slots is None else self._loop(slots)
+        loop = self if chosen is None else self._loop(chosen)
         if isinstance(self._strategy, Budget):
-            return with_notice(args, _Watch.here(loop, diff_indices, sized=self, slots=slots))
-        return args if slots is not None else with_notice(args, Differentiated.here(loop, diff_indices))
+            return with_notice(args, _Watch.here(loop, diff_indices, sized=self, chosen=chosen))
+        return args if chosen is not None else with_notice(args, Differentiated.here(loop, diff_indices))
 
-    def _slots_for(self, around: TraceContext) -> Slots | None:
+    def _choice(self, around: TraceContext) -> Slots | Levels | None:
+        """How the loop is reversed; None if it stays plain."""
         if around not in self._chosen:
             self._chosen[around] = self._fit(around) if isinstance(self._strategy, Budget) else self._choose(around)
         return self._chosen[around]
 
-    def _loop(self, slots: Slots | None) -> Callable:
-        if slots not in self._loops:
-            assert slots is not None
-            self._loops[slots] = CheckpointedLoop(self.step, slots.num)
-        return self._loops[slots]
+    def _loop(self, chosen: Slots | Levels | None) -> Callable:
+        if chosen not in self._loops:
+            assert chosen is not None
+            self._loops[chosen] = chosen.build(self.step)
+        return self._loops[chosen]
 
     # -- "auto" --
 
-    def _choose(self, around: TraceContext) -> Slots | None:
+    def _choose(self, around: TraceContext) -> Slots | Levels | None:
         """The fewest slots with no more runs than `schedule.slots_for` two runs ahead; None for a loop that keeps little.
 
         With that many carries, and nothing else, each step runs at most three times: ahead of its reversal twice, of which the forward
@@ -154,6 +156,8 @@ class Sized(Loop):
         num_bytes_of_step = sum(map(device_bytes, [*backward.residual_avals, *step.slot_avals])) * num_examples
         if all(map(has_known_sizes, step.avals)) and step.length * num_bytes_of_step <= _SMALL:
             return None
+        if _waits_for_loops():
+            return Levels(2)
         most = schedule.slots_for(step.length, 2)
         limit = schedule.num_evaluations(step.length, most)
         nums = range(1, most + 1)
@@ -163,8 +167,8 @@ class Sized(Loop):
 
     # -- a number of bytes --
 
-    def _fit(self, around: TraceContext) -> Slots | None:
-        """The fewest runs of steps within the budget, as compiled; None if the plain loop fits."""
+    def _fit(self, around: TraceContext) -> Slots | Levels | None:
+        """The fewest runs of steps within the budget, as compiled, on GPUs without slots if that fits; None if the plain loop fits."""
         step, budget = self.step, self._budget
         symbolic = [type_str(aval) for aval in step.avals if not has_known_sizes(aval)]
         if symbolic:
@@ -172,8 +176,10 @@ class Sized(Loop):
                 f"{step.name}: checkpoint={self._strategy!r} needs the sizes of the carry, and {symbolic[0]} has a symbolic dimension.\n"
                 f"Fix: give policies.Slots(n) or policies.Levels(n), or export with constant shapes."
             )
-        if self._temporary(None, around) <= budget:
-            return None
+        fastest = [None, *([Levels(2), Levels(3)] if _waits_for_loops() else [])]
+        for chosen in fastest:
+            if self._temporary(chosen, around) <= budget:
+                return chosen
         least = self._temporary(Slots(1), around)
         if least > budget:
             raise PolicyError(
@@ -203,21 +209,21 @@ class Sized(Loop):
         assert isinstance(self._strategy, Budget)
         return self._strategy.bytes - _SLACK
 
-    def _temporary(self, slots: Slots | None, around: TraceContext) -> int:
-        if (slots, around) not in self._bytes:
-            self._bytes[slots, around] = temporary_bytes(self.step, self._loop(slots), around)
-        return self._bytes[slots, around]
+    def _temporary(self, chosen: Slots | Levels | None, around: TraceContext) -> int:
+        if (chosen, around) not in self._bytes:
+            self._bytes[chosen, around] = temporary_bytes(self.step, self._loop(chosen), around)
+        return self._bytes[chosen, around]
 
-    def check(self, slots: Slots | None, around: TraceContext) -> None:
+    def check(self, chosen: Slots | Levels | None, around: TraceContext) -> None:
         """Raise unless the budget is kept by a loop that has been mapped since its strategy was decided."""
         # Decided for as many or more: what was compiled then says enough.
         if any(
-            key[0] == slots and _covers(key[1].maps, around.maps)
+            key[0] == chosen and _covers(key[1].maps, around.maps)
             for key, size in self._bytes.items()
             if size <= self._budget
         ):
             return
-        needed = self._temporary(slots, around)
+        needed = self._temporary(chosen, around)
         if needed > self._budget:
             raise PolicyError(
                 f"{self.step.name}: checkpoint={self._strategy!r} is exceeded: the gradient of this loop{_over(around)} needs "
@@ -233,12 +239,17 @@ class _Watch(Differentiated):
     """Checks a budget whenever the gradient is mapped: `around` is what it runs under until now."""
 
     sized: Sized
-    slots: Slots | None
+    chosen: Slots | Levels | None
 
     def __call__(self, axis: Any, is_mapped: Sequence[bool]) -> Differentiated:
         watch = super().__call__(axis, is_mapped)
-        self.sized.check(self.slots, watch.around)
+        self.sized.check(self.chosen, watch.around)
         return watch
+
+
+def _waits_for_loops() -> bool:
+    """Whether XLA waits for the device before each turn of a loop of unknown length, of which a schedule of slots is made (decision 47)."""
+    return jax.default_backend() == "gpu"
 
 
 # -- maps around a loop ------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def loop_report(
 
     Listed are `scan`, `fori_loop` and `while_loop` with such a strategy if they are differentiated, also within `Truncated` and in the steps of one
     another, in the order of the backward pass; loops that stay plain come first. A loop that runs several times is listed once. Not listed are loops with
-    `Levels` or `Lengths`. The counts are those of a first derivative in reverse mode; a program that differentiates it again runs steps more often.
+    `Levels` or `Lengths`, as which ``"auto"`` and sizes are built on GPUs. The counts are those of a first derivative in reverse mode; a program that differentiates it again runs steps more often.
 
     The number of steps of a `while_loop` is known only when it runs. So it has rows for some numbers of steps, up to ``max_steps=``. Its slots hold
     carries only, whatever a policy keeps, so that no other policies are listed.
