@@ -242,7 +242,11 @@ def example(options, progress, results):
     ids, vocabulary = load_text(options.text, options.seq)
     batches = [(window,) for window in sample_windows(ids, options)]
     chosen = {name: checkpoint for name, checkpoint in strategies(options).items() if name in options.runs}
-    built = {name: build(checkpoint, vocabulary, options) for name, checkpoint in chosen.items()}
+    built, task = {}, progress.add_task("compile", total=len(chosen), status="")
+    for name, checkpoint in chosen.items():
+        progress.update(task, status=name)
+        built[name] = build(checkpoint, vocabulary, options)
+        progress.advance(task)
     runs = train({name: step for name, (step, _, _) in built.items()}, batches, progress, results)
 
     final = {}
