@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax._src import config
 
 Place = tuple[int, tuple[int, ...]]
 """An instruction, and an index into its result if that is a tuple."""
@@ -152,12 +153,19 @@ class CompiledProgram:
     allocations: Sequence[Allocation]
 
 
+_NOT_TOLD = (
+    AttributeError,
+    NotImplementedError,
+    jax.errors.JaxRuntimeError,
+)  # what a backend or jaxlib raises that does not tell
+
+
 def compiled_program(compiled: Any) -> CompiledProgram | None:
     """The program of a ``jax.stages.Compiled``; None if its backend does not tell a schedule or a buffer assignment."""
     try:
         assignment = compiled.memory_analysis().serialized_buffer_assignment_proto
         module = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
-    except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):  # not every backend and jaxlib has them
+    except _NOT_TOLD:
         return None
     return decode(module, assignment) if assignment else None
 
@@ -166,8 +174,17 @@ def compiled_program(compiled: Any) -> CompiledProgram | None:
 
 
 def options_to_write(folder: Path) -> dict[str, Any]:
-    """Compiler options with which XLA writes the program that it compiles, with its buffer assignment, to a folder."""
-    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_proto": True}
+    """Compiler options with which XLA writes the program that it compiles, with its buffer assignment, to a folder.
+
+    The last two undo what ``XLA_FLAGS`` of the user may say of other files.
+    """
+    named = {"xla_dump_to": str(folder), "xla_dump_hlo_as_proto": True}
+    return named | {"xla_dump_hlo_module_re": "", "xla_dump_compress_protos": False}
+
+
+def without_new_cache_entries() -> Any:
+    """A context in which JAX writes no compiled program to its cache on the disk."""
+    return config.persistent_cache_min_compile_time_secs(float("inf"))
 
 
 def written_program(folder: Path, compiled: Any) -> CompiledProgram | None:
@@ -175,7 +192,10 @@ def written_program(folder: Path, compiled: Any) -> CompiledProgram | None:
 
     None if XLA has not written it: a cache of compiled programs had it, or the backend writes none.
     """
-    name = compiled.runtime_executable().hlo_modules()[0].name
+    try:
+        name = compiled.runtime_executable().hlo_modules()[0].name
+    except _NOT_TOLD:
+        return None
     paths = folder.glob("*after_optimizations.hlo.pb")  # kernels that XLA times have files of their own
     for path in sorted(paths, key=lambda p: p.stat().st_mtime_ns, reverse=True):
         message = _message(path.read_bytes())

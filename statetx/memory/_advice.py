@@ -133,7 +133,12 @@ def _constants(profile: MemoryProfile) -> Iterable[_Candidate]:
 
 def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
     """For each function that the user could rematerialize: its residuals live in the forward pass and in its own backward pass only."""
-    kept = [b for b in profile.buffers if b.kind in ("residual", "recomputed") and b.stacked is None]
+    # What XLA itself computes again has no region: no change of the user's shortens it.
+    kept = [
+        b
+        for b in profile.buffers
+        if (b.kind == "residual" or (b.kind == "recomputed" and b.region)) and b.stacked is None
+    ]
     history = _History(profile)
     known: set[frozenset[Buffer]] = set()
     for function in _functions(profile, kept):

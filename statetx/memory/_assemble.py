@@ -143,7 +143,7 @@ class Assembly:
         makers = [self.program.instructions[v.place[0]] for v in values]
         instruction = max(makers, key=self._how_telling)
         value = values[makers.index(instruction)]
-        origin = self.names.origin(instruction)
+        origin = self.names.origin_at(instruction, value.place[1])
         stacked, slice_ = self._stacked(makers)
         if slice_ is not None:
             origin = self._of_slice(slice_, origin)
@@ -169,7 +169,7 @@ class Assembly:
             offset=group[0].offset,
             readers=tuple(sorted({step for x in group for step in self.readers.get(x.value, ())})),
             stored_as=stored_as(instruction.op_name),
-            is_bits=_is_boolean(slice_ if slice_ is not None else self.names.converted(instruction)),
+            is_bits=_is_boolean(slice_ if slice_ is not None else self.names.converted(instruction, value.place[1])),
         )
 
     def _of_slice(self, slice_: Instruction, stack: Origin) -> Origin:
@@ -220,7 +220,9 @@ class Assembly:
 
     def _is_read_backward(self, group: Sequence[Lifetime]) -> bool:
         last = max(x.end for x in group)
-        return self.names.origin(self.schedule.order[last]).phase == "backward"
+        # The last reader may be the loss, which XLA computes behind the update.
+        read = [last, *(n for x in group for n in self.readers.get(x.value, ()) if n >= self.names.turn)]
+        return any(self.names.origin(self.schedule.order[n]).phase == "backward" for n in read)
 
     # -- owners ----------------------------------------------------------------------------------------------------
 
@@ -266,7 +268,8 @@ class Assembly:
 
     def _inputs_read(self, instruction: Instruction) -> list[str]:
         """The paths of the inputs that are operands, and belong to some object."""
-        values = {v for o in instruction.operands for v in self.flow.places.get(o, {}).get((), ())}
+        operands = [self.names.rearranged(self.program.instructions[o]).id for o in instruction.operands]
+        values = {v for o in operands for v in self.flow.places.get(o, {}).get((), ())}
         paths = [self._parameter_of[v].op_name for v in values if v in self._parameter_of]
         owned = [p for p in paths if common_parent([p])]
         states = [p for p in owned if p in self.inputs.states]

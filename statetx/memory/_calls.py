@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._jax import StackFrame
-from ._names import PRODUCTS
+from ._names import AGAIN, PRODUCTS
 
 if TYPE_CHECKING:
     from .profile import MemoryProfile
@@ -56,8 +56,13 @@ class Calls:
         self.num = 0
         self.has_loop = False
         by_caller: dict[tuple, dict[_Operation, list[int]]] = defaultdict(lambda: defaultdict(list))
+        original: dict[str, int] = {}
+        again: list[tuple[int, int]] = []  # steps that XLA itself runs again, with those that they repeat
         for n, step in enumerate(profile.steps):
-            if step.is_recomputed or step.phase == "forward":
+            first = original.setdefault(AGAIN.split(step.name)[0], n)
+            if first != n and AGAIN.search(step.name):
+                again.append((n, first))
+            elif step.is_recomputed or step.phase == "forward":
                 # The outermost frame of it: the stack of a loop's operations repeats the functions around the loop.
                 depth = max((d for d, f in enumerate(step.frames, 1) if f.function == function), default=0)
                 if depth:
@@ -65,6 +70,7 @@ class Calls:
                     by_caller[step.is_recomputed, caller][_Operation(step.primitive, inside)].append(n)
         for occurrences in by_caller.values():
             self._tell_apart(occurrences)
+        self._number |= {n: self._number[first] for n, first in again if first in self._number}
         forward = {self._number[n] for n in self._number if not profile.steps[n].is_recomputed}
         self.num = len(forward or set(self._number.values()))
         products = [

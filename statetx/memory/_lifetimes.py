@@ -186,7 +186,10 @@ def _spans(program: CompiledProgram, schedule: Schedule, flow: Flow) -> tuple[di
     starts = {
         value.id: schedule.step[value.place[0]] for value in program.values.values() if value.place[0] in schedule.step
     }
-    ends = {value: max(found, default=starts[value]) for value, found in readers(schedule, flow).items()}
+    read = readers(schedule, flow)
+    for value, done in _overwritten(program, schedule, flow):
+        read[value] = [n for n in read[value] if n not in done]
+    ends = {value: max(found, default=starts[value]) for value, found in read.items()}
     ends = {value: max(start, ends.get(value, 0)) for value, start in starts.items()}
     for computation, (_, end) in schedule.span.items():
         for values in flow.places[program.computations[computation].root].values():
@@ -204,6 +207,19 @@ def _spans(program: CompiledProgram, schedule: Schedule, flow: Flow) -> tuple[di
             for value, _, _ in allocation.values:  # the caller owns it all along
                 starts[value], ends[value] = 0, last
     return starts, ends
+
+
+def _overwritten(program: CompiledProgram, schedule: Schedule, flow: Flow) -> Iterator[tuple[int, set[int]]]:
+    """Values that an asynchronous operation writes over, as it writes a slice of a stack, and the steps that only begin it and wait for its end."""
+    place = {v: (a.index, offset, size) for a in program.allocations for v, offset, size in a.values}
+    for start in (i for i in schedule.order if i.opcode == "async-start"):
+        waits = [i for i in schedule.order if i.opcode in ("async-update", "async-done") and start.id in i.operands]
+        steps = {schedule.step[i.id] for i in (start, *waits)}
+        held = flow.places[start.id]
+        written = {place[v] for index, values in held.items() if index[:1] == (1,) for v in values if v in place}
+        for index, values in held.items():
+            if index[:1] == (0,):
+                yield from ((v, steps) for v in values if place.get(v) in written)
 
 
 def readers(schedule: Schedule, flow: Flow) -> dict[int, list[int]]:

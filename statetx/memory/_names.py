@@ -24,7 +24,9 @@ _ADDED = re.compile(
 )
 _CALLED = re.compile(r"closed_call|eval_jaxpr")  # the body of a scan; its name is the second one since JAX 0.11.2
 # What XLA itself computes again, on GPUs and TPUs, in a program that would not fit (xla/hlo/transforms/simplifiers/hlo_rematerialization.cc).
-_AGAIN = re.compile(r"\.remat\d*(\.|$)")
+AGAIN = re.compile(r"\.remat\d*(\.|$)")
+_CONVERTS = ("bitcast", "reshape", "convert", "copy")
+_REARRANGES = (*_CONVERTS, "transpose")
 PRODUCTS = frozenset(PRIMITIVES.values())
 _PATH_STEP = re.compile(r"(\.\w+|\[[^\[\]]*\])$")
 
@@ -88,8 +90,9 @@ class Names:
         ):  # its first element may be the loss, the others new weights
             elements = (self.program.instructions[i] for i in instruction.operands)
             phase = max((self.origin(i).phase for i in elements), key=get_args(Phase).index)
-        is_again = _AGAIN.search(instruction.name) is not None
-        if is_again and self.schedule.step.get(instruction.id, 0) >= self.turn:
+        # What XLA computes again before the turn is a residual like any other if the backward pass reads it: often it is only moved.
+        is_again = AGAIN.search(instruction.name) is not None and self._is_behind_turn(instruction)
+        if is_again:
             phase = "backward"  # the name stack is that of the first computation
         return found._replace(
             region=region,
@@ -97,6 +100,9 @@ class Names:
             is_recomputed=found.is_recomputed or is_again,
             primitive=self._product(instruction) or _not_copied(instruction, found.primitive),
         )
+
+    def _is_behind_turn(self, instruction: Instruction) -> bool:
+        return self.schedule.step.get(instruction.id, 0) >= self.turn
 
     def _product(self, instruction: Instruction) -> str:
         """The primitive of a product of matrices or a convolution, which may carry the name of a transposition next to it."""
@@ -171,15 +177,49 @@ class Names:
             return None
         return self._before_conversion(self.program.instructions[root.operands[1]], instruction)
 
-    def converted(self, instruction: Instruction) -> Instruction:
-        """The instruction whose result it converts to another type or shape; itself if it does not."""
+    def converted(self, instruction: Instruction, index: Sequence[int] = ()) -> Instruction:
+        """The instruction whose result it converts to another type or shape; itself if it does not.
+
+        Args:
+            index: of the result, if the instruction is a fusion with several.
+        """
         if instruction.opcode == "fusion":
-            inside = self.program.computations[instruction.called[0]]
-            return self._before_conversion(self.program.instructions[inside.root], instruction)
+            return self._before_conversion(self._result(instruction, index), instruction)
         return self._before_conversion(instruction, None)
 
-    def _before_conversion(self, instruction: Instruction, fusion: Instruction | None) -> Instruction:
-        while instruction.opcode in ("bitcast", "reshape", "convert", "copy") and instruction.operands:
+    def rearranged(self, instruction: Instruction) -> Instruction:
+        """The instruction whose entries it holds in another order, shape or type; itself if it computes anything.
+
+        On GPUs weights are transposed before the products and convolutions that read them, several weights by one fusion.
+        """
+        fusion, index = instruction, ()
+        if instruction.opcode == "get-tuple-element":
+            fusion, index = self.program.instructions[instruction.operands[0]], (instruction.index,)
+        if fusion.opcode != "fusion":
+            return self._before_conversion(instruction, None, _REARRANGES)
+        found = self._before_conversion(self._result(fusion, index), fusion, _REARRANGES)
+        return instruction if found.computation == fusion.called[0] else found
+
+    def _result(self, fusion: Instruction, index: Sequence[int]) -> Instruction:
+        """The instruction inside a fusion that computes its result, or of several the one of this index."""
+        root = self.program.instructions[self.program.computations[fusion.called[0]].root]
+        return self.program.instructions[root.operands[index[0]]] if index and root.opcode == "tuple" else root
+
+    def origin_at(self, instruction: Instruction, index: Sequence[int]) -> Origin:
+        """Of one result of an operation that has several: a fusion has the name of one of them."""
+        origin = self.origin(instruction)
+        if instruction.opcode != "fusion" or not index:
+            return origin
+        told = self.origin(self._result(instruction, index))
+        if not told.source:
+            return origin
+        is_again = AGAIN.search(instruction.name) is not None and self._is_behind_turn(instruction)
+        return told._replace(phase=origin.phase, is_recomputed=told.is_recomputed or is_again)
+
+    def _before_conversion(
+        self, instruction: Instruction, fusion: Instruction | None, opcodes: Sequence[str] = _CONVERTS
+    ) -> Instruction:
+        while instruction.opcode in opcodes and instruction.operands:
             instruction = self.program.instructions[instruction.operands[0]]
         if fusion is not None and instruction.opcode == "parameter":
             instruction = self._argument(self.program.instructions[fusion.operands[instruction.index]])

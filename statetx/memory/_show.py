@@ -65,7 +65,10 @@ def _rows(groups: Sequence[Group]) -> list[Row]:
 def _row(groups: Sequence[Group]) -> Row:
     first, buffers = groups[0], [b for g in groups for b in g.buffers]
     types = Counter(b.shown_type for b in buffers)
-    texts = [f"{n} x {name}" if n > 1 else name for name, n in types.most_common()]
+    sizes = _sums(
+        (b.shown_type, b.num_bytes) for b in buffers
+    )  # the largest first: a table of pointers is no row's content
+    texts = [f"{types[name]} x {name}" if types[name] > 1 else name for name in sizes]
     changes = [g.change for g in groups if g.change is not None]
     return Row(
         num_bytes=sum(g.num_bytes for g in groups),
