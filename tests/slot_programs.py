@@ -308,3 +308,91 @@ def convolution(width, batch):
         return jnp.tanh(y + x), None
 
     return Program(step, jnp.ones((batch, width)), array(1, 1, 5), (batch, width))
+
+
+# -- carries that are moving averages of others ----------------------------------------------------------------------
+
+
+@program
+def average(width, batch):
+    def step(w, carry, x):
+        h, mean = carry
+        h = jnp.tanh(h @ w + x)
+        return (h, 0.9 * mean + 0.1 * h), mean.sum()
+
+    return Program(step, rows(width, batch, 2), array(width, width), (batch, width))
+
+
+@program
+def average_read_out(width, batch):
+    def step(w, carry, x):
+        h, mean = carry
+        h = jnp.tanh(h @ w + x)
+        return (h, 0.9 * mean + 0.1 * h), (mean @ w).mean(-1)
+
+    return Program(step, rows(width, batch, 2), array(width, width), (batch, width))
+
+
+@program
+def two_averages(width, batch):
+    def step(w, carry, x):
+        h, mean, square = carry
+        h = jnp.tanh(h @ w + x)
+        return (h, 0.9 * mean + 0.1 * h, 0.99 * square + 0.01 * h * h), mean.sum() + square.sum()
+
+    return Program(step, rows(width, batch, 3), array(width, width), (batch, width))
+
+
+@program
+def spikes_with_trace(width, batch):
+    def step(w, carry, x):
+        v, trace = carry
+        v = 0.9 * v + x @ w
+        z = jax.nn.sigmoid(4 * (v - 1))
+        return (v * (1 - jax.lax.stop_gradient(z)), 0.8 * trace + 0.2 * z), trace.sum()
+
+    return Program(step, rows(width, batch, 2), array(width, width), (batch, width))
+
+
+@program
+def filters(width, batch):
+    def step(w, carry, x):
+        a, b, c = carry
+        a = 0.9 * a + x @ w
+        b = 0.8 * b + jnp.tanh(a)
+        c = 0.7 * c + jnp.sin(b) @ w
+        return (a, b, c), c.mean()
+
+    return Program(step, rows(width, batch, 3), array(width, width), (batch, width))
+
+
+@program
+def running_sum(width, batch):
+    def step(w, carry, x):
+        h, total = carry
+        h = jnp.tanh(h @ w + x)
+        return (h, total + h**2), None
+
+    return Program(step, rows(width, batch, 2), array(width, width), (batch, width))
+
+
+@program
+def adaptive_threshold(width, batch):
+    def step(w, carry, x):
+        v, threshold, trace = carry
+        v = 0.9 * v + x @ w + trace @ w
+        z = jax.nn.sigmoid(4 * (v - 1 - threshold))
+        return (v - jax.lax.stop_gradient(z), 0.95 * threshold + 0.05 * z, 0.8 * trace + 0.2 * z), z.mean()
+
+    return Program(step, rows(width, batch, 3), array(width, width), (batch, width))
+
+
+@program
+def average_over_batch(width, batch):
+    def step(w, carry, x):
+        h, mean, n = carry
+        h = jnp.tanh(h @ w + x)
+        return (h, mean * 0.9 + h.mean(0) * 0.1, n + 1), (mean**2).sum()
+
+    carry = (*rows(width, batch), jnp.zeros(width), jnp.int32(0))
+    return Program(step, carry, array(width, width), (batch, width))
