@@ -600,6 +600,18 @@ def test_a_program_in_jaxs_cache_is_compiled_again(untold):
     assert not first.note and not second.note and first.buffers == second.buffers
 
 
+def test_a_compiler_that_cannot_write_its_programs(untold, monkeypatch):
+    compile = jax.stages.Lowered.compile
+
+    def refusing(lowered, compiler_options=None):
+        if "xla_dump_to" in (compiler_options or {}):
+            raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: No such compile option: 'xla_dump_to'")
+        return compile(lowered, compiler_options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refusing)
+    assert "does not tell" in statetx.memory_profile(lambda x: jnp.tanh(x).sum(), X).note
+
+
 def test_profile_is_written_in_every_form(tmp_path):
     profile = statetx.memory_profile(lambda x: Net()(x).sum(), X)
     json.dumps(profile.to_dict())

@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _jax, _states
-from .._equations.compiled import compile_to_measure, full_device_options, lower, memory_analysis_options
+from .._equations.compiled import (
+    compile_to_measure,
+    full_device_options,
+    is_out_of_memory,
+    lower,
+    memory_analysis_options,
+)
 from .._errors import FunctionError
 from .._jax import CompiledProgram
 from .._lift.wrapper import name_of, refuse_value, short_name
@@ -109,6 +115,16 @@ def _compiled(stage: Any, options: dict[str, Any]) -> tuple[Any, CompiledProgram
     if _tells_buffers():
         compiled = compile_to_measure(stage, options)
         return compiled, _jax.compiled_program(compiled)
+    try:
+        return _compiled_and_written(stage, options)
+    except jax.errors.JaxRuntimeError as e:
+        if is_out_of_memory(e):
+            raise
+    # Its compiler knows no option to write what it compiles.
+    return compile_to_measure(stage, options), None
+
+
+def _compiled_and_written(stage: Any, options: dict[str, Any]) -> tuple[Any, CompiledProgram | None]:
     with tempfile.TemporaryDirectory(prefix="statetx-", ignore_cleanup_errors=True) as folder:
         options = options | _jax.options_to_write(Path(folder))
         compiled = compile_to_measure(stage, options)
