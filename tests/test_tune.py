@@ -166,6 +166,18 @@ def test_loops_on_gpus_have_known_lengths(checkpoint, expected, monkeypatch):
         assert temporary == gradient(expected).lower().compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.parametrize("checkpoint", ["auto", "1MiB"])
+def test_loops_on_gpus_are_reported(checkpoint, monkeypatch):
+    monkeypatch.setattr("statetx._loops.tune._waits_for_loops", lambda: True)
+
+    def loss(w):
+        step = lambda h, x: (jnp.tanh(h @ w + x), h.mean())  # noqa: E731
+        return statetx.scan(step, jnp.ones((8, 64)), jnp.ones(2000), checkpoint=checkpoint)[1].sum()
+
+    row = statetx.loop_report(loss, jnp.eye(64) / 2, policies=()).rows[0]
+    assert (row.slots, row.runs, row.carry_bytes, row.is_mixed) == (90, 3.0, 2048, False)
+
+
 def test_least_budget_is_reported_with_its_examples():
     with pytest.raises(statetx.PolicyError, match=r"mapped over 64 examples.* needs .* with one slot"):
         grad_of_vmap(jax.vmap)("8KiB")(W, X)

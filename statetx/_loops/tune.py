@@ -93,6 +93,18 @@ class Auto(Strategy):
         return "'auto'"
 
 
+class LoopOfLevels(Loop):
+    """Nested loops in the place of slots."""
+
+    def __init__(self, step: Step, levels: Levels):
+        super().__init__(step)
+        self.levels = levels
+        self._nested = levels.build(step)
+
+    def __call__(self, constants: list, carry: list, xs: list) -> tuple[list, list]:
+        return self._nested(constants, carry, xs)
+
+
 class Sized(Loop):
     """A loop of which sizes choose how it is reversed."""
 
@@ -125,11 +137,11 @@ class Sized(Loop):
         return self._watched(args, None, diff_indices) if self._choice(TraceContext.of(args)) is None else None
 
     def _watched(self, args: list, chosen: Slots | Levels | None, diff_indices: tuple[int, ...]) -> list:
-        """The arguments of the loop, with a note if it stays plain, which checks a budget."""
+        """The arguments of the loop, with a note if it is a loop of JAX's, which checks a budget."""
         loop = self if chosen is None else self._loop(chosen)
         if isinstance(self._strategy, Budget):
             return with_notice(args, _Watch.here(loop, diff_indices, sized=self, chosen=chosen))
-        return args if chosen is not None else with_notice(args, Differentiated.here(loop, diff_indices))
+        return args if isinstance(chosen, Slots) else with_notice(args, Differentiated.here(loop, diff_indices))
 
     def _choice(self, around: TraceContext) -> Slots | Levels | None:
         """How the loop is reversed; None if it stays plain."""
@@ -140,7 +152,8 @@ class Sized(Loop):
     def _loop(self, chosen: Slots | Levels | None) -> Callable:
         if chosen not in self._loops:
             assert chosen is not None
-            self._loops[chosen] = chosen.build(self.step)
+            is_slots = isinstance(chosen, Slots)
+            self._loops[chosen] = chosen.build(self.step) if is_slots else LoopOfLevels(self.step, chosen)
         return self._loops[chosen]
 
     # -- "auto" --
@@ -227,7 +240,7 @@ class Sized(Loop):
         if needed > self._budget:
             raise PolicyError(
                 f"{self.step.name}: checkpoint={self._strategy!r} is exceeded: the gradient of this loop{_over(around)} needs "
-                f"{format_bytes(needed + _SLACK)}. It was traced without that vmap, by a jit or a loop, which trace once, so "
+                f"{format_bytes(needed + _SLACK)}. It was traced without that vmap, by a jit, a loop or a rematerialized function, which trace once, so "
                 f"that the examples could not be counted.\n"
                 f"Fix: put jit outside of the vmap; or differentiate outside of it, as in grad(lambda x: vmap(f)(x).sum()); or "
                 f"give policies.Slots(n), which does not depend on sizes."

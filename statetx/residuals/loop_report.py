@@ -23,6 +23,7 @@ from .._loops.backward import BackwardStep
 from .._loops.checkpointed import CheckpointedLoop
 from .._loops.derivative import Differentiated
 from .._loops.step import Step
+from .._loops.tune import LoopOfLevels
 from .._positions import function_of
 from .._remat.gradients import rewritten_by
 from .._remat.override import override
@@ -47,7 +48,7 @@ class LoopRow:
         policy: its repr; ``'-'`` without one.
         is_own: whether it describes the loop itself; the other rows say what other policies, or other numbers of steps, would give.
         length: the number of steps.
-        slots: how many carries there is room for; 0 if the loop stays plain.
+        slots: how many carries there is room for, in nested loops the sum of their lengths; 0 if the loop stays plain.
         carry_bytes, residual_bytes: of a carry, and of what a step keeps for its derivative.
         is_mixed: whether slots hold what steps keep, too.
         runs: how often a gradient runs each step, in the mean. Of steps whose residuals are kept this includes what the policy makes run again.
@@ -131,7 +132,8 @@ def loop_report(
 
     Listed are `scan`, `fori_loop` and `while_loop` with such a strategy if they are differentiated, also within `Truncated` and in the steps of one
     another, in the order of the backward pass; loops that stay plain come first. A loop that runs several times is listed once. Not listed are loops with
-    `Levels` or `Lengths`, as which ``"auto"`` and sizes are built on GPUs. The counts are those of a first derivative in reverse mode; a program that differentiates it again runs steps more often.
+    `Levels` or `Lengths` of your own; those that ``"auto"`` and sizes choose on GPUs have a row. The counts are those of a first derivative in reverse mode; a program
+    that differentiates it again runs steps more often.
 
     The number of steps of a `while_loop` is known only when it runs. So it has rows for some numbers of steps, up to ``max_steps=``. Its slots hold
     carries only, whatever a policy keeps, so that no other policies are listed.
@@ -244,6 +246,9 @@ def _rows(note: Differentiated, policies: Sequence[Any]) -> Iterator[LoopRow]:
 
 def _row(note: Differentiated, step: Step, *, is_own: bool) -> LoopRow:
     loop = note.loop
+    if isinstance(loop, LoopOfLevels):
+        slots, runs = sum(loop.levels.lengths(step.length)), float(loop.levels.num + 1)
+        return LoopRow(**_facts(note, step), is_own=is_own, length=step.length, slots=slots, runs=runs, carry_runs=runs)
     if not isinstance(loop, CheckpointedLoop):
         return LoopRow(**_facts(note, step), is_own=is_own, length=step.length, slots=0, runs=1.0, carry_runs=1.0)
     plan = (loop if is_own else loop.with_step(step)).plan(note.diff_indices, _jax.trace_context())
