@@ -600,6 +600,15 @@ def test_a_program_in_jaxs_cache_is_compiled_again(untold):
     assert not first.note and not second.note and first.buffers == second.buffers
 
 
+def test_profiles_of_a_program_in_jaxs_cache_add_nothing_to_it(untold):
+    lowered = jax.jit(jax.grad(lambda w: jnp.sin(jnp.tanh(w @ w) @ w).sum())).lower(jnp.eye(40))
+    folder = pathlib.Path(jax.config.values["jax_compilation_cache_dir"])
+    statetx.memory_profile(lowered)
+    before = {path.name for path in folder.glob("*-cache")}
+    assert before and not statetx.memory_profile(lowered).note
+    assert {path.name for path in folder.glob("*-cache")} == before
+
+
 def test_a_compiler_that_cannot_write_its_programs(untold, monkeypatch):
     compile = jax.stages.Lowered.compile
 

@@ -1,8 +1,8 @@
 """Decode what XLA says of a compiled program: its instructions in the order of their schedule, and where each value is stored.
 
 Both are serialized protocol buffers: ``HloModuleProto`` (xla/service/hlo.proto) of the optimized module, and ``BufferAssignmentProto`` of
-``Compiled.memory_analysis()``, or both from a file that XLA writes. Only the fields named below are read, by their numbers, since the messages are not part of jaxlib's
-Python interface; ``tests/test_compat.py`` fails when one of them is missing or has another meaning.
+``Compiled.memory_analysis()``, or both from a file that XLA writes. Only the fields named below are read, by their numbers, since the
+messages are not part of jaxlib's Python interface; ``tests/test_compat.py`` fails when one of them is missing or has another meaning.
 """
 
 from __future__ import annotations
@@ -153,11 +153,8 @@ class CompiledProgram:
     allocations: Sequence[Allocation]
 
 
-_NOT_TOLD = (
-    AttributeError,
-    NotImplementedError,
-    jax.errors.JaxRuntimeError,
-)  # what a backend or jaxlib raises that does not tell
+# What a backend or jaxlib raises that does not tell.
+_NOT_TOLD = (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError)
 
 
 def compiled_program(compiled: Any) -> CompiledProgram | None:
@@ -170,7 +167,7 @@ def compiled_program(compiled: Any) -> CompiledProgram | None:
     return decode(module, assignment) if assignment else None
 
 
-# JAX asks backends that are plugins, as those of GPUs and TPUs, through an interface without the buffer assignment.
+# -- a file that XLA writes: JAX asks backends that are plugins (GPUs, TPUs) through an interface without the buffer assignment --------
 
 
 def options_to_write(folder: Path) -> dict[str, Any]:
@@ -203,6 +200,9 @@ def written_program(folder: Path, compiled: Any) -> CompiledProgram | None:
         if module and assignment and _text(_message(module[0]), _Module.NAME) == name:
             return decode(module[0], assignment[0])
     return None
+
+
+# -- decoding ------------------------------------------------------------------------------------------------------
 
 
 def decode(module_proto: Any, assignment_proto: Any) -> CompiledProgram | None:

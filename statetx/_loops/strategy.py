@@ -198,12 +198,12 @@ class Levels(Strategy):
         set_policy(self)
         _check_keep(self)
 
-    def lengths(self, length: int) -> tuple[int, ...]:
+    def lengths_for(self, length: int) -> tuple[int, ...]:
         """The lengths of the loops of a loop of so many steps, outermost first."""
         return tuple(schedule.nested_lengths(length, self.num))
 
     def build(self, step: Step) -> Callable:
-        return _nested(self, step, self.lengths(step.length))
+        return _nested(self, step, self.lengths_for(step.length))
 
     def num_runs(self, length: int) -> int:
         # Once in the forward sweep, and once for each level whose turns are rematerialized: level i runs the steps of

@@ -90,8 +90,7 @@ class Names:
         ):  # its first element may be the loss, the others new weights
             elements = (self.program.instructions[i] for i in instruction.operands)
             phase = max((self.origin(i).phase for i in elements), key=get_args(Phase).index)
-        # What XLA computes again before the turn is a residual like any other if the backward pass reads it: often it is only moved.
-        is_again = AGAIN.search(instruction.name) is not None and self._is_behind_turn(instruction)
+        is_again = self._is_again(instruction)
         if is_again:
             phase = "backward"  # the name stack is that of the first computation
         return found._replace(
@@ -101,8 +100,12 @@ class Names:
             primitive=self._product(instruction) or _not_copied(instruction, found.primitive),
         )
 
-    def _is_behind_turn(self, instruction: Instruction) -> bool:
-        return self.schedule.step.get(instruction.id, 0) >= self.turn
+    def _is_again(self, instruction: Instruction) -> bool:
+        """Whether XLA itself computes it again for the backward pass.
+
+        What it computes again before the turn is a residual like any other, if the backward pass reads it: often it is only moved.
+        """
+        return self.schedule.step.get(instruction.id, 0) >= self.turn and AGAIN.search(instruction.name) is not None
 
     def _product(self, instruction: Instruction) -> str:
         """The primitive of a product of matrices or a convolution, which may carry the name of a transposition next to it."""
@@ -213,8 +216,8 @@ class Names:
         told = self.origin(self._result(instruction, index))
         if not told.source:
             return origin
-        is_again = AGAIN.search(instruction.name) is not None and self._is_behind_turn(instruction)
-        return told._replace(phase=origin.phase, is_recomputed=told.is_recomputed or is_again)
+        is_recomputed = told.is_recomputed or self._is_again(instruction)
+        return told._replace(phase=origin.phase, is_recomputed=is_recomputed)
 
     def _before_conversion(
         self, instruction: Instruction, fusion: Instruction | None, opcodes: Sequence[str] = _CONVERTS

@@ -65,9 +65,8 @@ def _rows(groups: Sequence[Group]) -> list[Row]:
 def _row(groups: Sequence[Group]) -> Row:
     first, buffers = groups[0], [b for g in groups for b in g.buffers]
     types = Counter(b.shown_type for b in buffers)
-    sizes = _sums(
-        (b.shown_type, b.num_bytes) for b in buffers
-    )  # the largest first: a table of pointers is no row's content
+    # The largest first: a table of pointers is no row's content.
+    sizes = _sums((b.shown_type, b.num_bytes) for b in buffers)
     texts = [f"{types[name]} x {name}" if types[name] > 1 else name for name in sizes]
     changes = [g.change for g in groups if g.change is not None]
     return Row(

@@ -247,7 +247,7 @@ def _rows(note: Differentiated, policies: Sequence[Any]) -> Iterator[LoopRow]:
 def _row(note: Differentiated, step: Step, *, is_own: bool) -> LoopRow:
     loop = note.loop
     if isinstance(loop, LoopOfLevels):
-        slots, runs = sum(loop.levels.lengths(step.length)), float(loop.levels.num + 1)
+        slots, runs = sum(loop.levels.lengths_for(step.length)), loop.levels.num_runs(step.length) / step.length
         return LoopRow(**_facts(note, step), is_own=is_own, length=step.length, slots=slots, runs=runs, carry_runs=runs)
     if not isinstance(loop, CheckpointedLoop):
         return LoopRow(**_facts(note, step), is_own=is_own, length=step.length, slots=0, runs=1.0, carry_runs=1.0)
