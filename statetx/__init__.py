@@ -6,11 +6,11 @@ explicit inputs and outputs. See the README for a first program.
 """
 
 import importlib as _importlib
-import os as _os
 import threading as _threading
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from ._environment import flag as _flag
 from ._errors import CarryTypeError as CarryTypeError
 from ._errors import CheckpointError as CheckpointError
 from ._errors import CreatedStateError as CreatedStateError
@@ -196,7 +196,7 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-if _os.environ.get("STATETX_DEBUG", "0") not in ("", "0"):
+if _flag("STATETX_DEBUG"):
     from ._jax import check_edits as _check_edits
     from .kinds import debug as _kinds_debug
 

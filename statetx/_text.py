@@ -94,6 +94,10 @@ class _Brief(reprlib.Repr):
         super().__init__()
         self.maxstring = self.maxother = 80
 
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to print integers of more than 4,300 digits.
+        return super().repr_int(x, level) if x.bit_length() < 1024 else f"an integer of {x.bit_length()} bits"
+
     def repr1(self, x: Any, level: int) -> str:
         is_named = isinstance(x, type) or (callable(x) and hasattr(x, "__qualname__"))
         return x.__qualname__ if is_named else super().repr1(x, level)
@@ -196,6 +200,9 @@ class _Word(str):
     __repr__ = str.__str__
 
 
+MOST_BYTES = 2**63 - 1
+"""The largest size that is accepted: what XLA counts bytes with."""
+
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "": 1}
 
 
@@ -207,12 +214,15 @@ def parse_bytes(size: int | str) -> int:
         (1536, 2000000000, 64)
     """
     if not isinstance(size, str):
-        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 0:
-            raise PolicyError(f"{size!r} is not a size; use a number of bytes such as 2**31, or '2GiB'.")
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or not 0 <= size <= MOST_BYTES:
+            raise PolicyError(f"{brief(size)} is not a size; use a number of bytes such as 2**31, or '2GiB'.")
         return int(size)
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", size)
     if match is None or match[2].lower() not in _UNITS:
         raise PolicyError(
-            f"{size!r} is not a size; use a number of bytes such as 2**31, or '2GiB' (units: B, KB, MB, GB, KiB, MiB, GiB)."
+            f"{brief(size)} is not a size; use a number of bytes such as 2**31, or '2GiB' (units: B, KB, MB, GB, KiB, MiB, GiB)."
         )
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    num_bytes = float(match[1]) * _UNITS[match[2].lower()]
+    if num_bytes > MOST_BYTES:  # infinity, if there are hundreds of digits
+        raise PolicyError(f"{brief(size)} is not a size: it is more than 2**63 bytes.")
+    return int(num_bytes)

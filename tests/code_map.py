@@ -11,7 +11,7 @@ BEGIN, END = "<!-- drawn by tests/code_map.py -->\n", "<!-- end -->\n"
 TIERS = """
 _typing
 _errors
-_text _atomic _positions _extras
+_text _atomic _positions _extras _environment
 _tables
 _jax
 _states

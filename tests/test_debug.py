@@ -12,6 +12,7 @@ import pytest
 
 import statetx
 from statetx import _frames, _jax
+from statetx._environment import flag
 from statetx._states import messages
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "how-to" / "debug-and-profile.md"
@@ -64,7 +65,19 @@ def test_edited_equations_are_type_checked(tmp_path):
         _jax.with_equations(jaxpr, jaxpr.eqns[1:])
     asked = "from statetx import _jax; print(_jax.check_edits())\n"
     assert run("import statetx\n" + asked, tmp_path, STATETX_DEBUG="1") == "True\n"
-    assert run("import statetx\n" + asked, tmp_path, STATETX_DEBUG="0") == "False\n"
+    assert run("import statetx\n" + asked, tmp_path, STATETX_DEBUG="false") == "False\n"
+
+
+def test_words_that_switch_it_on_and_off(monkeypatch):
+    for words, expected in ((("1", "True", "yes", " on "), True), (("", "0", "false", "No", "OFF"), False)):
+        for word in words:
+            monkeypatch.setenv("STATETX_DEBUG", word)
+            assert flag("STATETX_DEBUG") is expected, word
+    monkeypatch.delenv("STATETX_DEBUG")
+    assert flag("STATETX_DEBUG") is False
+    monkeypatch.setenv("STATETX_DEBUG", "flase")
+    with pytest.raises(ValueError, match=r"STATETX_DEBUG='flase' is neither on \(1, true, yes, on\) nor off"):
+        flag("STATETX_DEBUG")
 
 
 @pytest.mark.skipif("STATETX_DEBUG" in os.environ, reason="this run records")

@@ -1090,7 +1090,23 @@ def test_fingerprints_tell_programs_apart():
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [0, -1, "lots", True, None, 0.0, 1.5, "1.5", float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "budget",
+    [
+        0,
+        -1,
+        "lots",
+        True,
+        None,
+        0.0,
+        1.5,
+        "1.5",
+        float("nan"),
+        float("inf"),
+        pytest.param(10**5000, id="5001 digits"),
+        "9" * 4301,
+    ],
+)
 def test_invalid_budgets_raise(budget):
     with pytest.raises(statetx.PlanError, match="is not a size"):
         statetx.plan(loss, WS, X, of="temporaries", budget=budget)

@@ -65,9 +65,15 @@ def test_repr_and_equality(text):
 
 def test_sizes():
     assert parse_bytes("2GB") == 2 * 10**9 and parse_bytes("0.5 MiB") == 2**19
-    for wrong in ("2 parsecs", "MiB", -1.5, True, None):
-        with pytest.raises(statetx.PolicyError, match=r"size"):
+    assert parse_bytes(2**63 - 1) == 2**63 - 1 and parse_bytes("0") == 0
+    digits = "9" * 4301  # Python prints and reads no more of an integer
+    for wrong in ("2 parsecs", "MiB", "nan", "-1GiB", -1.5, True, None, 2**63, 10**5000, digits, f"{digits}GiB"):
+        with pytest.raises(statetx.PolicyError, match=r"size") as info:
             parse_bytes(wrong)
+        assert len(str(info.value)) < 400
+    for strategy in (policies.Slots, policies.Levels, policies.Lengths):
+        with pytest.raises(statetx.PolicyError, match=r"at least 1 and below 2\*\*63, got an integer of \d+ bits"):
+            strategy(10**5000)
 
 
 # -- the algebra ---------------------------------------------------------------------------------------------------

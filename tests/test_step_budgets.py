@@ -259,9 +259,10 @@ def test_budget_of_the_device(monkeypatch):
     monkeypatch.setenv("STATETX_DEVICE_MEMORY", str(int(0.8 * total(jax.jit(step), *ARGS))) + "B")
     plan = statetx.plan(step, *ARGS, budget="device")
     assert plan.total_bytes <= plan.budget_bytes == int(os.environ["STATETX_DEVICE_MEMORY"][:-1])
-    monkeypatch.setenv("STATETX_DEVICE_MEMORY", "much")
-    with pytest.raises(statetx.PlanError, match="STATETX_DEVICE_MEMORY='much' is not a size"):
-        statetx.plan(step, *ARGS, budget="device")
+    for wrong in ("much", "-16GiB", "nan", "0", "9" * 40 + "GiB", "9" * 4301):
+        monkeypatch.setenv("STATETX_DEVICE_MEMORY", wrong)
+        with pytest.raises(statetx.PlanError, match=f"STATETX_DEVICE_MEMORY='{wrong[:10]}.* is not a size"):
+            statetx.plan(step, *ARGS, budget="device")
 
 
 def test_memory_that_the_device_reports(monkeypatch):

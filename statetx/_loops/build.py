@@ -13,7 +13,7 @@ from .._lift.staged import Staged
 from .._lift.wrapper import name_of
 from .._remat import declared
 from .._remat.policy import Policy
-from .._text import suggestion
+from .._text import brief, suggestion
 from .._tree import is_integer
 from . import bind
 from .progress import Bars
@@ -38,7 +38,7 @@ def as_strategy(name: str, checkpoint: Any) -> Strategy:
             return Budget(checkpoint)  # type: ignore[arg-type]
         except PolicyError as e:
             raise PolicyError(
-                f"{name}: checkpoint={checkpoint!r}: {e.args[0]}{suggestion(checkpoint, ['auto'])}"
+                f"{name}: checkpoint={brief(checkpoint)}: {e.args[0]}{suggestion(checkpoint, ['auto'])}"
             ) from None
     if is_integer(checkpoint):
         return Slots(checkpoint)

@@ -17,7 +17,7 @@ from .. import _jax
 from .._equations.structure import Body
 from .._errors import PolicyError
 from .._remat.parse import as_value_policy
-from .._text import size_literal
+from .._text import brief, size_literal
 from .._tree import is_integer
 from .._typing import Policy
 from . import online, schedule
@@ -112,8 +112,9 @@ def set_counts(strategy: Any, *names: str) -> None:
 
 def as_count(name: str, value: Any, least: int = 1) -> int:
     """A whole number of any integer type, NumPy's included, as an int."""
-    if not is_integer(value) or value < least:
-        raise PolicyError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+    if not is_integer(value) or not least <= value < 2**63:
+        limit = " and below 2**63" if is_integer(value) and value >= least else ""
+        raise PolicyError(f"{name} must be a whole number of at least {least}{limit}, got {brief(value)}.")
     return int(value)
 
 

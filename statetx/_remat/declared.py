@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from .. import _jax, _states
+from .._environment import flag
 from .._errors import PolicyError
 from .policy import Policy, StoredAs
 from .stored import StoredType
@@ -33,7 +33,7 @@ class _Checks(threading.local):
         loops: where the policies of loops that declare values are noted; None to note nothing.
     """
 
-    is_on: bool = os.environ.get("STATETX_DEBUG", "0") not in ("", "0")
+    is_on: bool = flag("STATETX_DEBUG")
     messages: list[str] | None = None
     loops: list[Policy] | None = None
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from .._errors import PolicyError
-from .._text import suggestion
+from .._text import brief, suggestion
 from .atoms import JaxPolicy, dots, dots_without_batch_dims, everything, nothing
 from .policy import Policy
 from .rewriter import Rewriter, refuse_combination
@@ -50,7 +50,7 @@ def as_policy(policy: Any) -> Policy | Rewriter:
         if policy not in jax_names:
             hint = suggestion(policy, [*_CONSTANTS, *jax_names])
             raise PolicyError(
-                f"No policy is named {policy!r}.{hint} Known: {', '.join([*_CONSTANTS, *sorted(jax_names)])}."
+                f"No policy is named {brief(policy)}.{hint} Known: {', '.join([*_CONSTANTS, *sorted(jax_names)])}."
             )
         if policy in _FACTORIES:
             raise PolicyError(_not_called(policy))

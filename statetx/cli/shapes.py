@@ -47,7 +47,10 @@ def parse_shapes(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         >>> args[0].shape, args[1][0].dtype, kwargs["mask"]["a"].dtype
         ((32, 128), dtype('int32'), dtype(bfloat16))
     """
-    return _Parser(text).arguments()
+    try:
+        return _Parser(text).arguments()
+    except RecursionError:
+        raise BadInput("--shapes: the brackets are nested too deeply") from None
 
 
 class _Parser:
@@ -115,8 +118,12 @@ class _Parser:
         return jax.ShapeDtypeStruct(tuple(self._items("]", self._size)[0]), dtype)
 
     def _size(self) -> int:
+        start = self._at
         match = self._match(r"\d[\d_]*(?!\w)") or self._expected("a size such as 32")
-        return int(match[0].replace("_", ""))
+        digits = match[0].replace("_", "")
+        if len(digits) > 18:
+            self._fail(f"a size of {len(digits)} digits is more than an array has", start)
+        return int(digits)
 
     def _dtype(self, name: str, start: int) -> Any:
         if name.startswith("key<"):
@@ -159,7 +166,8 @@ class _Parser:
     def _fail(self, problem: str, place: int) -> NoReturn:
         # White space before a word is not part of its place.
         place += len(self._text[place:]) - len(self._text[place:].lstrip())
-        marked = f"{self._text[:place]}>>>{self._text[place:]}"
+        before, after = self._text[:place], self._text[place:]
+        marked = f"{'...' * (len(before) > 100)}{before[-100:]}>>>{after[:100]}{'...' * (len(after) > 100)}"
         raise BadInput(f"--shapes: {problem.rstrip('.')}, at character {place + 1} (after >>>): {marked}")
 
 

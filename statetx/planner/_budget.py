@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._errors import PlanError
-from .._text import format_bytes, parse_bytes, suggestion
+from .._text import MOST_BYTES, brief, format_bytes, parse_bytes, suggestion
 
 STEP = "step"
 TEMPORARIES = "temporaries"
@@ -66,10 +66,10 @@ def read_amount(argument: Any) -> int | float:
 
     # NumPy's numbers count as well. A bool is an `int` in Python, but not an amount.
     is_number = isinstance(amount, numbers.Real) and not isinstance(amount, bool)
-    value = float(amount) if is_number else math.nan
+    value = float(amount) if is_number and amount <= MOST_BYTES else math.nan
     if not math.isfinite(value) or value <= 0 or (value > 1 and value != int(value)):
         raise PlanError(
-            f"budget={argument!r} is not a size; use 2**31, '2GiB', 'device' or a fraction of the memory without a plan, such "
+            f"budget={brief(argument)} is not a size; use 2**31, '2GiB', 'device' or a fraction of the memory without a plan, such "
             f"as 0.5."
         )
     is_fraction = value < 1 or (value == 1 and not isinstance(amount, numbers.Integral))
@@ -87,9 +87,12 @@ def device_memory() -> int:
     pretended = os.environ.get("STATETX_DEVICE_MEMORY")
     if pretended:
         try:
-            return parse_bytes(pretended)
-        except ValueError as e:
-            raise PlanError(f"STATETX_DEVICE_MEMORY={pretended!r} is not a size, such as 16GiB.") from e
+            size = parse_bytes(pretended)
+        except ValueError:
+            size = 0
+        if size == 0:
+            raise PlanError(f"STATETX_DEVICE_MEMORY={brief(pretended)} is not a size, such as 16GiB.")
+        return size
     devices = jax.local_devices()
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
     if all(limits):

@@ -392,7 +392,7 @@ def _check_num(num: Any, budget: Any) -> int | str:
         value = operator.index(num)  # type: ignore[arg-type]
     except TypeError:
         value = 0
-    if value < 1 or isinstance(num, bool):
+    if not 0 < value < 2**63 or isinstance(num, bool):
         raise StaticArgumentError(
             f'microbatch: num={brief(num)} is not a number of parts: give a whole number of at least 1, or "fit" with a budget.'
         )
