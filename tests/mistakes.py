@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 
 import jax
@@ -252,6 +253,21 @@ def policy_not_called():
 @mistake("policy=3", PolicyError, "int", "a name or a callable")
 def policy_of_number():
     statetx.remat(double, policy=3)
+
+
+@mistake("policies.dots()", PolicyError, "dots is a policy", "policy=dots")
+def called_policy():
+    statetx.remat(double, policy=policies.dots())
+
+
+@mistake("policies.dots(f)", PolicyError, "dots is a policy", "policy=dots")
+def decorated_by_policy():
+    policies.dots(double)
+
+
+@mistake("remat(policy=Slots(3))", PolicyError, "Slots(3)", "strategy", "checkpoint=Slots(3)")
+def strategy_as_policy():
+    statetx.remat(double, policy=policies.Slots(3))
 
 
 @mistake("names('hiden')", PolicyError, "'hiden'", "'hidden'")
@@ -1166,6 +1182,20 @@ def stack_one_layer():
     statetx.stack(object(), 3)
 
 
+@mistake("stack(layer, 3)", TypeError, "a Block, which is a layer itself", "'x'", "stack(lambda: Block(...), 12)")
+def stack_layer():
+    statetx.stack(Block(), 3)
+
+
+@mistake("stack(class with sizes, 3)", TypeError, "Sized", "'size'", "stack(lambda: Sized(...), 12)")
+def stack_of_sizes():
+    class Sized:
+        def __init__(self, size):
+            self.w = Param(jnp.ones(size))
+
+    statetx.stack(Sized, 3)
+
+
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
@@ -1220,6 +1250,80 @@ def gradients_of_other_shape():
 def gradients_for_one_state():
     w = Param(X, name="w")
     statetx.Optimizer(optax.sgd(1.0), w).update({"w": X})
+
+
+@mistake("update(model, grads)", TypeError, "gradients alone", "optimizer.update(grads)")
+def update_of_model():
+    model = Block()
+    adam(model).update(model, {"w": model.w.value})
+
+
+for attribute, word in {
+    "step": "optimizer.update(grads)",
+    "zero_grad": "Leave it out",
+    "state_dict": "Checkpointer",
+    "apply_gradients": "optimizer.update(grads)",
+}.items():
+
+    @mistake(f"optimizer.{attribute}()", AttributeError, attribute, word)
+    def method_of_others(attribute=attribute):
+        getattr(adam(Block()), attribute)()
+
+
+@mistake("Checkpointer(model, directory)", TypeError, "Block", "directory comes first")
+def checkpointer_swapped():
+    statetx.Checkpointer(Block(), "/tmp/none")
+
+
+# -- functions that take a function and its arguments, and those that return one -----------------------------------------
+
+for name in ("trace_states", "functionalize"):
+
+    @mistake(f"{name}(f, x)", TypeError, name, "2 positional arguments", f"statetx.{name}(double)(x)")
+    def called_at_once(name=name):
+        getattr(statetx, name)(double, X)
+
+
+for name in ("measure", "memory_profile", "memory_report", "saved_residuals", "explain_oom", "eval_shape"):
+
+    @mistake(f"{name}(loss, x.shape)", TypeError, f"{name} was given x=(4,)", "jax.ShapeDtypeStruct((4,), jnp.float32)")
+    def shape_for_array(name=name):
+        getattr(statetx, name)(Block(), X.shape)
+
+
+@mistake("switch(1, f, g)", TypeError, "double", "[double, ...]")
+def branches_one_by_one():
+    statetx.switch(1, double, jnp.sin)
+
+
+@mistake("map(f, xs, ys)", TypeError, "map takes 2 positional arguments, got 3", "(xs, ys)")
+def map_over_two():
+    statetx.map(jnp.add, X, X)
+
+
+@mistake("plan(f, x)(x)", statetx.FunctionError, "Plan(double", "plan.apply(double)")
+def called_plan():
+    statetx.plan(double, X, budget="1MiB")(X)
+
+
+@mistake("budget(f, x)", TypeError, "budget takes 1 positional argument, got 2", "with statetx.budget(size)")
+def budget_of_function():
+    statetx.budget(double, X)
+
+
+@mistake("budget() of an array", statetx.FunctionError, "budget needs a function")
+def budget_of_array():
+    statetx.budget("1MiB")(X)
+
+
+@mistake(
+    "budget without with", statetx.PolicyWarning, "not entered", "with statetx.budget(size)", "@statetx.budget(size)"
+)
+def budget_alone():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        statetx.budget("1MiB")
+    raise caught[0].message
 
 
 # -- functionalize, remat of an object ---------------------------------------------------------------------------------

@@ -1,24 +1,32 @@
-"""Errors for options that a transform does not have, and for arguments of the function that are given to the transform."""
+"""Errors for options that a transform does not have, and for arguments of the function that are in the wrong place or form."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from .._text import suggestion
+import jax
+
+from .._errors import StatetxError
+from .._objects.paths import argument_names
+from .._text import counted, suggestion
+from .._tree import is_integer
 from .wrapper import name_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def with_checked_options(hints: Mapping[str, str] | None = None, call: str = "") -> Callable[[F], F]:
+def with_checked_options(
+    hints: Mapping[str, str] | None = None, call: str = "", fix: str | None = None
+) -> Callable[[F], F]:
     """Decorate a transform: an unknown option, or a positional argument too many, raises an error with the fix.
 
     Args:
         hints: what to do, by name of an option that other libraries have.
         call: a sentence for a call with the arguments of the function.
+        fix: what to write in place of a call with too many arguments; by default ``transform(fun)(x)``.
     """
 
     def decorate(transform: F) -> F:
@@ -29,7 +37,7 @@ def with_checked_options(hints: Mapping[str, str] | None = None, call: str = "")
         @functools.wraps(transform)
         def checked(*args: Any, **kwargs: Any) -> Any:
             if len(args) > num_positional:
-                raise TypeError(_too_many(transform.__name__, args, num_positional, call))
+                raise TypeError(_too_many(transform.__name__, args, num_positional, call, fix))
             if not kwargs.keys() <= accepted:
                 options = [p.name for p in parameters if p.name != "fun"]
                 raise TypeError(_unknown(transform.__name__, sorted(kwargs.keys() - accepted), options, hints or {}))
@@ -40,7 +48,9 @@ def with_checked_options(hints: Mapping[str, str] | None = None, call: str = "")
     return decorate
 
 
-def _too_many(transform: str, args: tuple, num: int, call: str) -> str:
+def _too_many(transform: str, args: tuple, num: int, call: str, fix: str | None) -> str:
+    if fix is not None:
+        return f"{transform} takes {counted(num, 'positional argument')}, got {len(args)}.{call}\nFix: {fix}"
     fun = name_of(args[0]).rpartition(".")[2] if callable(args[0]) else "f"
     expected = "the function" if num == 1 else f"the function and {num - 1} option{'s' if num > 2 else ''}"
     return (
@@ -55,3 +65,37 @@ def _unknown(transform: str, unknown: list[str], options: list[str], hints: Mapp
         return " ".join(known)
     hint = "".join(suggestion(name, options) for name in unknown)
     return f"{transform} got unexpected options: {', '.join(unknown)}.{hint} It has {', '.join(options)}."
+
+
+def notes_shapes(inspection: F) -> F:
+    """Decorate a function that takes a function and then its arguments: an error has a note if an argument may be a shape.
+
+    People write ``measure(loss, x.shape)``, which calls the function with a tuple of integers.
+    """
+    options = inspect.signature(inspection).parameters.keys()
+
+    @functools.wraps(inspection)
+    def noted(fun: Any, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return inspection(fun, *args, **kwargs)
+        except Exception as e:
+            if callable(fun) and not isinstance(e, StatetxError):
+                given = {name: x for name, x in kwargs.items() if name not in options}
+                for note in _notes_of_shapes(inspection.__name__, fun, args, given):
+                    if note not in getattr(e, "__notes__", ()):  # one inspection may call another
+                        e.add_note(note)
+            raise
+
+    return noted  # type: ignore[return-value]
+
+
+def _notes_of_shapes(name: str, fun: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[str]:
+    name_of_key = argument_names(fun, args)
+    keys = [(jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(n)) for n in range(len(args))]
+    keys += [(jax.tree_util.SequenceKey(1), jax.tree_util.DictKey(name)) for name in kwargs]
+    for key, x in zip(keys, (*args, *kwargs.values()), strict=True):
+        if isinstance(x, (tuple, list)) and x and all(map(is_integer, x)):
+            yield (
+                f"{name} was given {name_of_key(key)}={x!r}, a {type(x).__name__} of integers.\n"
+                f"Fix: if it is the shape of an array, give jax.ShapeDtypeStruct({tuple(x)!r}, jnp.float32), or the array."
+            )

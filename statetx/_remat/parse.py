@@ -56,6 +56,11 @@ def as_policy(policy: Any) -> Policy | Rewriter:
             raise PolicyError(_not_called(policy))
         return JaxPolicy(getattr(jax.checkpoint_policies, policy))
 
+    if hasattr(policy, "num_runs"):  # of `_loops.strategy`, above this module
+        raise PolicyError(
+            f"{policy!r} is a strategy for the steps of a loop, not a policy for the values of a function.\n"
+            f"Fix: give it to the loop: statetx.scan(..., checkpoint={policy!r})."
+        )
     if not callable(policy):
         raise PolicyError(f"A policy is None, a name or a callable, got {type(policy).__name__}: {policy!r}.")
     # A function is a policy of JAX's form, so a factory that was not called would pass, and fail only when JAX asks

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
+from jax.extend.core import Primitive
+
 from .. import _jax
 from .._errors import PolicyError
 from .stored import StoredType, as_stored_type
@@ -117,8 +119,12 @@ class Policy:
         """
         return StoredAs(self, as_stored_type(format, "stored_as: the format"))
 
-    def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> Any:
+    def __call__(self, primitive: Any = None, *inputs: Any, **params: Any) -> Any:
         """Judge one equation, as a policy of ``jax.checkpoint``. Under `remat` a policy sees more: names, loops and states."""
+        if not isinstance(primitive, Primitive):
+            raise PolicyError(
+                f"{self!r} is a policy, not a function that returns one.\nFix: write policy={self!r}, without the call."
+            )
         if _jax.is_debug_callback(primitive):
             return True  # as in `mark.KeepMarked`
         outs = _jax.output_types(primitive, inputs, params)

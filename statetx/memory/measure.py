@@ -21,6 +21,7 @@ from .._equations.compiled import (
 )
 from .._errors import FunctionError
 from .._jax import CompiledProgram
+from .._lift.options import notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._objects.attributes import created_undone
 from .._objects.paths import argument_names
@@ -35,6 +36,7 @@ from .profile import MemoryProfile
 
 
 @_jax.api_boundary
+@notes_shapes
 def memory_profile(fun: Any, /, *args: Any, gradient: bool | None = None, **kwargs: Any) -> MemoryProfile:
     """Compile a function, and show what fills its memory at each step of the compiled program.
 

@@ -11,6 +11,7 @@ import jax
 
 from .. import _jax
 from .._equations.compiled import full_device_options, is_out_of_memory
+from .._lift.options import notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes, parse_bytes, short_path
@@ -172,6 +173,7 @@ _OTHER_CAUSES = (
 
 
 @_jax.api_boundary
+@notes_shapes
 def explain_oom(
     step: Callable[..., Any],
     /,

@@ -12,6 +12,7 @@ from .. import _jax, _states
 from .._equations.compiled import Program, memory_analysis_options
 from .._errors import PlanError
 from .._lift.batch import Batch, BatchArguments
+from .._lift.options import notes_shapes
 from .._lift.rules import Rules
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._loops.parts import part_type
@@ -85,6 +86,7 @@ class MaxBatch(Tabular):
 
 
 @_jax.api_boundary
+@notes_shapes
 def max_batch(
     step: Callable[..., Any],
     /,

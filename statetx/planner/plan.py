@@ -8,10 +8,10 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Never, ParamSpec, TypeVar, cast
 
 from .._equations.structure import Body
-from .._errors import PlanError
+from .._errors import FunctionError, PlanError
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Rewriter
 from .._tables import Table, Tabular
@@ -177,6 +177,13 @@ class Plan(Tabular, Rewriter):
         return found
 
     # -- use -------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Never, **kwargs: Never) -> Never:
+        """Raise an error: a plan is not a function."""
+        raise FunctionError(
+            f"{self!r} was called. A plan says what to keep, and is not a function itself.\n"
+            f"Fix: planned = plan.apply({self.name}), and call planned{'' if self.is_step else ', or take its gradient'}."
+        )
 
     def apply(self, fun: Callable[P, R]) -> Callable[P, R]:
         """Apply the plan to a function. Differentiate the result of a planned loss; call the result of a planned training step.

@@ -13,6 +13,7 @@ from .. import _jax
 from .._equations.compiled import low_memory_options
 from .._equations.flops import flops
 from .._errors import PlanError
+from .._lift.options import notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._remat.gradients import unobserved
 from .._text import suggestion
@@ -35,6 +36,7 @@ _OBJECTIVES = ("flops", "time", "measured")
 
 
 @_jax.api_boundary
+@notes_shapes
 def plan(
     fun: Callable[..., Any],
     /,

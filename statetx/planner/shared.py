@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
+from .. import _states
+from .._errors import PolicyWarning
+from .._lift.options import with_checked_options
+from .._lift.wrapper import refuse_value
 from .._remat.gradients import rewritten_by
 from ._budget import read_amount
 from .fit import Fit
 from .planner import DEFAULT_TIME_LIMIT
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-@contextlib.contextmanager
+
+@with_checked_options(
+    {"of": "it counts temporary bytes; use statetx.plan for a budget of a whole step"},
+    fix="with statetx.budget(size): ..., around the code that takes gradients; or @statetx.budget(size) above a function.",
+)
 def budget(
     size: int | float | str,
     *,
     objective: str = "flops",
     offload: bool = False,
     time_limit: float | None = DEFAULT_TIME_LIMIT,
-) -> Iterator[None]:
+) -> SharedBudget:
     """Give everything that is differentiated in a block one budget of memory. Also a decorator of a function.
 
     Each function that `statetx.grad`, ``jax.grad`` or ``jax.vjp`` differentiates in the block is planned as a whole, when it is
@@ -51,5 +63,40 @@ def budget(
         ...     grads = jax.grad(loss)(jnp.ones((64, 64)) / 64, jnp.ones((256, 64)))
     """
     read_amount(size)  # a `Fit` without a size takes that of this block
-    with rewritten_by(Fit(size, objective=objective, offload=offload, time_limit=time_limit)):
-        yield
+    return SharedBudget(Fit(size, objective=objective, offload=offload, time_limit=time_limit))
+
+
+class SharedBudget:
+    """A block with a budget, or a decorator; made by `budget`. One that is neither warns when it is dropped."""
+
+    def __init__(self, rewriter: Fit):
+        self._rewriter, self._is_used = rewriter, False
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._is_used = True
+        self._entered.append(rewritten_by(self._rewriter))
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._entered.pop().__exit__(*exc)
+
+    def __call__(self, fun: Callable[P, R]) -> Callable[P, R]:
+        self._is_used = True
+        refuse_value("budget", fun)
+
+        @functools.wraps(fun)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            with rewritten_by(self._rewriter):
+                return fun(*args, **kwargs)
+
+        return call
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            warnings.warn(
+                "A statetx.budget was made and not entered, so that nothing is planned.\n"
+                "Fix: with statetx.budget(size): ..., around the code that takes gradients; or @statetx.budget(size) above a function.",
+                PolicyWarning,
+                stacklevel=_states.user_stacklevel(),
+            )

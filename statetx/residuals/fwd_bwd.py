@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .. import _jax
+from .._lift.options import notes_shapes
 from .._lift.wrapper import refuse_value
 from .._text import counted, format_bytes
 from .._typing import Filter, PyTree
@@ -175,6 +176,7 @@ def _words(line: Line) -> Iterator[Line]:
 
 
 @_jax.api_boundary
+@notes_shapes
 def print_fwd_bwd(
     fun: Callable[..., Any],
     /,

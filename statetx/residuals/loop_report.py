@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from .. import _frames, _jax
 from .._lift.context import device_bytes
+from .._lift.options import notes_shapes
 from .._lift.targets import resolve_argnums
 from .._lift.wrapper import name_of, refuse_value
 from .._loops import online
@@ -116,6 +117,7 @@ class LoopReport(Tabular):
 
 
 @_jax.api_boundary
+@notes_shapes
 def loop_report(
     fun: Callable[..., Any],
     /,

@@ -12,6 +12,7 @@ from .. import _jax, _states
 from .._equations.compiled import Cost, Program, donated_inputs
 from .._equations.differentiate import with_pullback
 from .._frames import Effect
+from .._lift.options import notes_shapes
 from .._lift.wrapper import refuse_value
 from .._objects.attributes import created_undone
 from .._remat.gradients import rewritten_by
@@ -22,6 +23,7 @@ from ..transforms.functionalize import Functionalize, functionalize
 
 
 @_jax.api_boundary
+@notes_shapes
 def measure(
     fun: Callable[..., Any],
     /,

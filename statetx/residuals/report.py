@@ -15,6 +15,7 @@ import jax
 from .. import _jax
 from .._equations.compiled import Cost, Program
 from .._lift.linen import flax_remat, module_with_method
+from .._lift.options import notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._remat.atoms import names_of
 from .._remat.override import Region, override
@@ -177,6 +178,7 @@ def _ratio(a: float, b: float) -> str:
 
 
 @_jax.api_boundary
+@notes_shapes
 def memory_report(
     fun: Callable[..., Any],
     /,

@@ -10,6 +10,7 @@ from .. import _jax
 from .._equations.inline import inline
 from .._equations.primitives import INLINED
 from .._jax import Literal
+from .._lift.options import notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._tables import Table, Tabular
 from .._text import type_str
@@ -157,6 +158,7 @@ class Residuals(Tabular, Sequence[Residual]):
 
 
 @_jax.api_boundary
+@notes_shapes
 def saved_residuals(
     fun: Callable[..., Any],
     /,

@@ -223,6 +223,11 @@ class Checkpointer:
 
 def _as_directory(directory: str | os.PathLike) -> str:
     """The absolute path, after checking that its nearest existing ancestor is a directory."""
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(
+            f"Checkpointer: the directory must be a path, got {brief(directory)}.\n"
+            f"Fix: the directory comes first: Checkpointer('checkpoints', model)."
+        )
     # `lexists`, since a broken link is there and is not a directory.
     path = os.path.abspath(directory)
     ancestors = [path]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,16 @@ from .._text import brief, counted, format_bytes, suggestion, type_str
 from .._tree import is_array_or_number, num_bytes
 from .._typing import PyTree, public
 from ..kinds.native import State
+
+# Methods that optimizers of other libraries have, and what to use for them.
+_ELSEWHERE = {
+    "step": "gradients are values here. Use optimizer.update(grads), with grads = statetx.grad(loss, wrt=optimizer.states)(x)",
+    "apply_gradients": "use optimizer.update(grads)",
+    "zero_grad": "gradients are values here, and none are left from an earlier step. Leave it out",
+    "param_groups": "the states are optimizer.states; for several learning rates use optax.partition",
+    "state_dict": "save with statetx.Checkpointer(directory, {'model': model, 'optimizer': optimizer})",
+    "load_state_dict": "restore with statetx.Checkpointer(directory, {'model': model, 'optimizer': optimizer})",
+}
 
 
 @public
@@ -68,7 +78,7 @@ class Optimizer:
         self._states, self._treedef = _flatten(states)
         self.state = State(jax.tree.map(_strong, tx.init(self._values())), name="optimizer")
 
-    def update(self, grads: PyTree, **extra: Any) -> None:
+    def update(self, grads: PyTree, *others: Never, **extra: Any) -> None:
         """Take one step.
 
         Args:
@@ -82,6 +92,11 @@ class Optimizer:
         Raises:
             GradientError: `grads` has another structure, or an array of another shape.
         """
+        if others:
+            raise TypeError(
+                "Optimizer.update takes the gradients alone: the optimizer has the states, and its own memory.\n"
+                "Fix: optimizer.update(grads), without the model or its parameters."
+            )
         values = self._values()
         _check(grads, values)
         updates, optimizer_state = self.tx.update(grads, self.state.value, values, **extra)
@@ -92,6 +107,10 @@ class Optimizer:
         for state, value in zip(self._states, self._treedef.flatten_up_to(updated), strict=True):
             _kind_of(state).write(state, value)
         self.state.value = optimizer_state
+
+    def __getattr__(self, name: str) -> Any:
+        hint = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise AttributeError(f"'Optimizer' object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def _values(self) -> PyTree:
         return jax.tree.unflatten(self._treedef, [_kind_of(state).read(state) for state in self._states])

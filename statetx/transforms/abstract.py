@@ -11,6 +11,7 @@ import jax
 from .. import _jax, _states
 from .._lift.context import note_shardings
 from .._lift.inputs import InputNames
+from .._lift.options import notes_shapes
 from .._lift.outcome import Outcome, pack
 from .._lift.run import frame_for
 from .._lift.signature import StaticArguments
@@ -23,6 +24,7 @@ from .._typing import Indices, PyTree
 
 
 @_jax.api_boundary
+@notes_shapes
 def eval_shape(fun: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTree:
     """Compute the output types of a function that may read and write states; no state changes.
 

@@ -17,7 +17,7 @@ from .._lift.carry import differs, drift_error, leaf_names, structure_strs
 from .._lift.inputs import Input
 from .._lift.outcome import publish_leaves
 from .._lift.staged import Staged, is_loop_leaf, union
-from .._lift.wrapper import name_of, place_of
+from .._lift.wrapper import name_of, place_of, short_name
 from .._loops import bind, eager
 from .._objects.paths import Paths
 from .._text import tree_type_str, type_str
@@ -102,6 +102,12 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
         >>> float(n.value)
         100.0
     """
+    if callable(branches):
+        first = short_name(name_of(branches))
+        raise TypeError(
+            f"switch: branches must be a sequence of functions, got the function {first}.\n"
+            f"Fix: put the functions into a list: statetx.switch(index, [{first}, ...], *operands)."
+        )
     branches = list(branches)
     if not branches:
         raise ValueError("switch: give at least one branch.")

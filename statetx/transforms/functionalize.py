@@ -12,6 +12,7 @@ from .. import _jax, _states
 from .._errors import CreatedStateError, StateAccessError, StateValueError
 from .._frames import Access, Effect, Frame
 from .._lift.inputs import InputNames, Lifting
+from .._lift.options import with_checked_options
 from .._lift.outcome import pack, partition_output
 from .._lift.run import frame_for, run_eagerly
 from .._lift.stage import stage
@@ -116,6 +117,7 @@ class StateTrace(Tabular):
         return Table(f"{self.name}: {counts}", self._COLUMNS, rows)
 
 
+@with_checked_options()
 def trace_states(fun: Callable[P, Any]) -> Callable[P, StateTrace]:
     """List the states that a function reads, writes and creates, without running it.
 
@@ -226,6 +228,7 @@ def _rows(frame: Frame, paths: Paths) -> list[StateRow]:
     return rows
 
 
+@with_checked_options()
 def functionalize(fun: Callable[P, R]) -> Functionalize[P, R]:
     """Turn a function that reads and writes states into a pure function, for use under any plain JAX transform.
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
+from .._lift.options import with_checked_options
 from .._lift.rules import Rules
 from .._loops.strategy import Strategy
 from .scan import refuse_states, scan
@@ -20,6 +21,10 @@ Y = TypeVar("Y")
 
 
 @_jax.api_boundary
+@with_checked_options(
+    {"length": "xs has the elements", "in_axes": "use statetx.vmap"},
+    fix="several arrays are one argument, a pytree: statetx.map(lambda elements: f(*elements), (xs, ys)).",
+)
 def map(
     f: Callable[[X], Y],
     xs: X,

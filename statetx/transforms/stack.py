@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
+import inspect
 import threading
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
@@ -16,7 +18,7 @@ import numpy as np
 from .. import _jax, _states
 from .._atomic import commit
 from .._errors import StateValueError
-from .._lift.wrapper import name_of, place_of
+from .._lift.wrapper import name_of, place_of, short_name
 from .._objects.contents import attributes, children, extras, has_parts, is_opaque, is_wrapper, set_items, weak_children
 from .._objects.paths import Paths, as_predicate, states
 from .._objects.walk import Walk
@@ -81,6 +83,7 @@ def stack(
                 f"stack: num, the number of layers to make, must be an integer of at least 1; got num={num!r}.\n"
                 f"Fix: stack({name_of(layers)}, 12) makes twelve layers; give layers that exist as a list."
             )
+        _check_maker(layers)
         layer_list = [layers() for _ in range(num)]
     else:
         try:
@@ -96,6 +99,24 @@ def stack(
     return Stack(
         layer_list[0], len(layer_list), axis, _stack_states(layer_list[0], partners, axis, as_predicate(shared))
     )
+
+
+def _check_maker(make: Callable) -> None:
+    """Refuse a function that cannot be called without arguments: a layer, or a class of layers with sizes."""
+    try:
+        signature = inspect.signature(make)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        signature.bind()
+    except TypeError as e:
+        is_layer = not isinstance(make, (type, types.FunctionType, types.MethodType, functools.partial))
+        name = type(make).__name__ if is_layer else short_name(name_of(make))
+        got = f"a {name}, which is a layer itself" if is_layer else name
+        raise TypeError(
+            f"stack: layers must be a function without arguments that makes one layer; got {got}: {e}.\n"
+            f"Fix: stack(lambda: {name}(...), 12) makes twelve layers, each with its own initial values; give layers that exist as a list."
+        ) from None
 
 
 @public
