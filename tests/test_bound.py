@@ -389,5 +389,5 @@ def test_gradient_that_cannot_be_traced_again_has_no_bound():
     f.defvjp(lambda x: (f(x), x), backward)
     plan = statetx.plan(lambda w, x: f(x @ w).sum(), ones(8, 8), ones(256, 8), budget=1.0, argnums=0)
     is_stale = True
-    assert "Lower bound for any schedule: 0 B" in str(plan)
+    assert "Lower bound" not in str(plan)  # "0 B" would read as an error
     assert plan.lower_bound.status == "relaxed" and plan.lower_bound.bytes_at(0.0) == 0

@@ -86,7 +86,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         f"{f' ({format_bytes(plan.alias_bytes)} of them in place of donated arguments)' if plan.alias_bytes else ''}, "
         f"temporaries {format_bytes(plan.temp_bytes)} (predicted {format_bytes(plan.predicted_bytes)})."
     )
-    yield _bound_text(plan)
+    yield from _bound_note(plan)
     if plan.num_devices > 1:
         yield f"Values have the bytes of all {plan.num_devices} devices, other sizes are those of one."
     yield from plan.groups[:_MAX_GROUPS]
@@ -140,12 +140,14 @@ def _options_note(plan: Plan) -> Iterator[str]:
         yield "No compiler options that change memory are known for this backend."
 
 
-def _bound_text(plan: Plan) -> str:
+def _bound_note(plan: Plan) -> Iterator[str]:
     least, operations = plan.bounds()
-    return (
-        f"Lower bound for any schedule: {format_bytes(least)} of temporaries at {100 * plan.extra_flops:+.1f}% operations, "
-        f"{100 * operations:+.1f}% operations at {format_bytes(plan.temp_bytes)} of temporaries."
-    )
+    of_operations = f"{100 * operations:+.1f}% operations at {format_bytes(plan.temp_bytes)} of temporaries."
+    if least:
+        at = f"{100 * plan.extra_flops:+.1f}% operations"
+        yield f"Lower bound for any schedule: {format_bytes(least)} of temporaries at {at}, {of_operations}"
+    elif operations:  # a bound of 0 B says nothing, and reads as an error
+        yield f"Lower bound for any schedule: {of_operations}"
 
 
 def _counted(plan: Plan, temp_bytes: int) -> int:
