@@ -32,8 +32,8 @@ def refuse_linen_variables(fun: Callable, args: tuple, kwargs: dict[str, Any]) -
                     f"remat({name}) writes {jax.tree_util.keystr(path, simple=True, separator='.')!r}, a variable of the flax.linen "
                     f"module {cls}.\nlinen holds variables until its apply or init returns, and remat carries states only: a value "
                     f"computed inside would stay there.\n"
-                    f"Fix: make the module with flax's nn.remat({cls}), which carries variables; or keep the variables in a "
-                    f"statetx.State and call apply in the rematerialized function, as the page 'From flax.linen' shows."
+                    f"Fix: keep the variables in a statetx.State and call apply in the rematerialized function, as the page 'From flax.linen' "
+                    f"shows; or make the module with {flax_remat(cls)}."
                 )
 
 
@@ -53,7 +53,11 @@ def module_with_method(function: str, file: str) -> str | None:
 
 def flax_remat(module: str) -> str:
     """What to advise instead of `remat` for a class of flax.linen modules."""
-    return f"flax's nn.remat({module}), which carries the variables of a linen module"
+    # It is `jax.checkpoint`, whose barrier XLA:CPU removes.
+    return (
+        f"flax's nn.remat({module}), which carries the variables of a linen module (on a CPU it saves memory in loops only, as in nn.scan: "
+        f"XLA merges other recomputation with the first computation)"
+    )
 
 
 def _bound_modules(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
