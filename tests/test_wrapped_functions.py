@@ -97,11 +97,14 @@ def test_method_takes_self_by_keyword():
 # -- decorators ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_above", [False, True])
 @pytest.mark.parametrize("transform", DECORATORS)
-def test_abstract_methods_stay_abstract(transform):
+def test_abstract_methods_stay_abstract(transform, is_above):
+    decorators = [DECORATORS[transform], abc.abstractmethod]
+
     class Base(abc.ABC):
-        @DECORATORS[transform]
-        @abc.abstractmethod
+        @decorators[is_above]
+        @decorators[not is_above]
         def f(self, x): ...
 
     class Whole(Base):

@@ -44,6 +44,7 @@ class Wrapper(Generic[P, R]):
     def __init__(self, fun: Callable, options: dict[str, Any]):
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
+        self.__isabstractmethod__ = getattr(fun, "__isabstractmethod__", False)  # `abc.abstractmethod` above sets it, too
         self._options = options
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -61,10 +62,6 @@ class Wrapper(Generic[P, R]):
     def __delattr__(self, name: str) -> None:
         is_own = self._object is None or name in vars(self)
         object.__delattr__(self, name) if is_own else delattr(self._object, name)
-
-    @property
-    def __isabstractmethod__(self) -> bool:
-        return getattr(self.__wrapped__, "__isabstractmethod__", False)
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...
