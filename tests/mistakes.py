@@ -106,6 +106,12 @@ def operations(h):
         "abs(h)": lambda: abs(h),
         "h < 1": lambda: h < 1,
         "1 >= h": lambda: 1 >= h,
+        "h == 1": lambda: h == 1,
+        "True != h": lambda: True != h,  # noqa: E712
+        "h == jax array": lambda: h == X,
+        "jax array == h": lambda: X == h,
+        "numpy array != h": lambda: np.ones(4) != h,
+        "numpy number == h": lambda: np.float32(1) == h,
         "jax array + h": lambda: X + h,
         "jax array @ h": lambda: X @ h,
         "numpy array * h": lambda: np.ones(4) * h,

@@ -2,6 +2,7 @@
 
 import collections.abc
 import copy
+import dataclasses
 import pickle
 
 import jax
@@ -57,11 +58,34 @@ def test_attribute_of_a_subclass_replaces_the_message():
     assert not hasattr(State, "shape") and not hasattr(State(X), "shape") and getattr(State(X), "dtype", 3) == 3
 
 
-def test_state_is_an_item_of_an_array_of_objects():
-    states = [State(X), RngState(0)]
-    held = np.empty(2, object)
-    held[0], held[1] = states
-    assert list(held) == states and list(statetx.states(held).values()) == states
+@dataclasses.dataclass
+class Holder:
+    state: State
+
+
+def test_states_are_equal_to_themselves_only():
+    a, b = State(X), State(X)
+    others = [None, "a", (), [], {}, {"a": X}, object, Holder(a), b]
+    assert not any([a == other or other == a for other in others]) and all([a != other for other in others])
+    assert Holder(a) == Holder(a) != Holder(b)
+    assert a in [None, "a", b, a] and a not in {None, "a", b} and [b, a].index(a) == 1 and [a, b].count(b) == 1
+    assert {a, b, a, None} == {b, a, None} and {a: 1, "a": 2}.get(b) is None
+    np.testing.assert_array_equal(np.array([a, b], object) == np.array([a, a], object), [True, False])
+    np.testing.assert_array_equal(np.array([a, None], object) == None, [False, True])  # noqa: E711
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda *states: np.array(states, object),
+        lambda *states: np.asarray([*states, None], object)[:-1],
+        lambda *states: np.array([states], dtype="O")[0],
+    ],
+)
+def test_state_is_an_item_of_an_array_of_objects(make):
+    states = [State(X), RngState(0), Param(X)]
+    held = make(*states)
+    assert held.shape == (3,) and list(held) == states and list(statetx.states(held).values()) == states
 
 
 def test_states_and_models_are_arguments_of_transforms():

@@ -1,7 +1,7 @@
 """Errors for a state that is used in place of its value: ``h + 1``, ``jnp.tanh(h)``, ``if h:`` instead of ``h.value``.
 
-Everything here runs only after such a mistake: special methods and attributes that `State` would otherwise lack. ``==`` and `hash` are left
-out, since states are compared by identity. (``array == state`` is an operation of JAX, and raises.)
+Everything here but ``==`` runs only after such a mistake: special methods and attributes that `State` would otherwise lack. States are equal
+only to themselves; a comparison with a number or an array raises, in either order.
 """
 
 from __future__ import annotations
@@ -9,17 +9,21 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import numbers
 import sys
 import sysconfig
 import types
 from typing import Any
 
+import numpy as np
+
 from .. import _jax, _states
 from .._errors import StateAccessError, StateValueError
-from .._text import brief
+from .._text import brief, type_str
+from .._tree import is_array
 
 _OPERATORS = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or".split()
-_CONVERSIONS = "array len getitem int float complex index round trunc floor ceil".split()
+_CONVERSIONS = "len getitem int float complex index round trunc floor ceil".split()
 _OTHERS = ["neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", *_CONVERSIONS]
 _ATTRIBUTES = "shape dtype ndim size T at astype reshape ravel flatten item mean sum max min".split()
 
@@ -50,6 +54,26 @@ def _refuse_in_jax(state: Any) -> Any:
     raise StateAccessError(_used_as_array(state))
 
 
+def _refuse_conversion(state: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+    """``__array__``. NumPy asks every item of an array of objects, too, and then gives the dtype."""
+    del copy
+    if dtype != np.dtype(object):
+        return _refuse(state)
+    held = np.empty((), object)
+    held[()] = state
+    return held
+
+
+def _equal(state: Any, other: Any) -> Any:
+    """``==``: identity, to which Python falls back. A string or None is compared, too: a list of names and states may be searched."""
+    if not (isinstance(other, numbers.Number) or is_array(other)):
+        return NotImplemented
+    fix = f"Write {_name_in_caller(state)}.value."
+    raise StateValueError(
+        f"{_states.describe(state)} was compared with a value of type {type_str(other)}; a state is equal to itself only. {fix}"
+    )
+
+
 def _refuse_item(state: Any, index: Any, value: Any) -> None:
     del value
     name = _name_in_caller(state)
@@ -65,7 +89,14 @@ def _refuse_truth(state: Any) -> bool:
 
 for _name in (*_OPERATORS, *(f"r{name}" for name in _OPERATORS), *_OTHERS):
     setattr(NotAnArray, f"__{_name}__", _refuse)
-for _name, _method in {"jax_array": _refuse_in_jax, "setitem": _refuse_item, "bool": _refuse_truth}.items():
+_METHODS = {
+    "array": _refuse_conversion,
+    "bool": _refuse_truth,
+    "eq": _equal,  # set after the class was made, so that it keeps its ``__hash__``
+    "jax_array": _refuse_in_jax,
+    "setitem": _refuse_item,
+}
+for _name, _method in _METHODS.items():
     setattr(NotAnArray, f"__{_name}__", _method)
 
 
