@@ -1,6 +1,7 @@
 """`cond`, `switch`, `while_loop`, `fori_loop`: states threaded through branches and loops."""
 
 import gc
+import re
 import types
 
 import jax
@@ -420,3 +421,21 @@ def test_forwarded_branch_outputs_stay_unbatched():
     keep = lambda x, y: statetx.scan(lambda c, _: (c, None), y, None, 1)[0]  # noqa: E731
     run = jax.vmap(lambda x, y: statetx.cond(x < 0, keep, keep, x, y), (0, None), None)
     assert float(run(jnp.arange(3.0), 3.0)) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("loop", "name"),
+    [
+        (lambda x: statetx.while_loop(lambda v: v < 10, lambda v: v * x, x), "while_loop"),
+        (lambda x: statetx.while_loop(lambda v: v < 10, lambda v: v * x, x, max_steps=5), "while_loop"),
+        (lambda x: statetx.while_loop(lambda v: v[0] < 10, lambda v: (v[0] * v[1], v[1]), (x, x))[0], "while_loop"),
+        (lambda x: jax.jit(statetx.fori_loop, static_argnums=2)(0, 3, lambda i, v: v * v, x), "fori_loop"),
+        (
+            lambda x: jax.jit(statetx.fori_loop, static_argnums=2)(0, 3, lambda i, v: (v[0] * v[1], v[1]), (x, x))[0],
+            "fori_loop",
+        ),
+    ],
+)
+def test_error_of_a_reversed_loop_names_the_body_of_the_user(loop, name):
+    with pytest.raises(ValueError, match=rf"The loop: {name}\(.*lambda.* at {re.escape(__file__)}:\d+\)"):
+        jax.grad(loop)(1.5)

@@ -154,6 +154,7 @@ from .staging import compile_settings as compile_settings
 from .staging import evaluate as evaluate
 from .staging import evaluate_checked as evaluate_checked
 from .staging import name_inputs as name_inputs
+from .staging import named_as as named_as
 from .staging import new_input as new_input
 from .staging import outputs_with_tangents as outputs_with_tangents
 from .staging import stage as stage

@@ -56,6 +56,13 @@ def stage(
     return jaxpr, consts
 
 
+def named_as(jaxpr: Jaxpr, fun: Callable) -> Callable:
+    """`fun`, which evaluates a jaxpr as part of a loop: JAX's errors name the function that the jaxpr was staged from in its place."""
+    info: Any = jaxpr.debug_info
+    fun.__fun_debug_info__ = info._replace(arg_names=None, result_paths=None)  # type: ignore[attr-defined]
+    return fun
+
+
 def outputs_with_tangents(jaxpr: Jaxpr, has_tangent: Sequence[bool]) -> list[bool]:
     """For each output of a jaxpr, whether its tangent may be nonzero; `has_tangent` says the same of the inputs."""
     return list(_ad.jvp_jaxpr(ClosedJaxpr(jaxpr, ()), list(has_tangent), instantiate=False)[1])
