@@ -245,3 +245,10 @@ def test_loss_with_a_unit_or_in_a_container_is_named():
         statetx.grad(lambda: w.value.sum() * u.mV, wrt=w)()
     with pytest.raises(statetx.FunctionError, match=r"returned the pytree \{'a': f32\[\]\}\.\nFix: return one number"):
         statetx.grad(lambda: {"a": w.value.sum()}, wrt=w)()
+
+
+def test_cotangent_of_a_bool_is_that_of_jax():
+    pick = lambda pred, x: jax.lax.cond(pred, lambda x: 2 * x, lambda x: x, x)  # noqa: E731
+    expected = jax.vjp(pick, True, 1.0)[1](1.0)
+    found = statetx.vjp(pick, True, 1.0)[1](1.0)
+    assert [x.dtype for x in found] == [x.dtype for x in expected] and found[1] == expected[1] == 2

@@ -290,3 +290,20 @@ def test_states_in_the_xs_of_map_are_refused():
             statetx.StateValueError, match=r"(?s)map: xs\[0\] holds states.*scan\(.*states=\{Param: 0\}"
         ):
             statetx.map(lambda a: a[0].s.value * a[1], (Scale(), jnp.ones(3)), **options)
+
+
+@pytest.mark.parametrize("reads_type", [lambda v: v.ndim == 1, lambda v: v.dtype == jnp.float16])
+def test_filter_may_look_at_the_value_of_a_created_state(reads_type):
+    def make(x):
+        return {"w": statetx.Param(jnp.zeros((2, 3))), "b": statetx.Param(jnp.zeros(3, jnp.float16))}
+
+    is_bias = lambda path, state: reads_type(state.value)  # noqa: E731
+    made = statetx.vmap(make, states={is_bias: statetx.Broadcast})(jnp.zeros(4))
+    assert {k: state.value.shape for k, state in made.items()} == {"w": (4, 2, 3), "b": (3,)}
+
+
+def test_error_for_a_created_state_shows_its_type():
+    with pytest.raises(
+        statetx.StateAccessError, match=r"differs between the examples to Param .*\(f32\[2\], made at .*test_vmap.py"
+    ):
+        statetx.vmap(lambda x: statetx.Param(x * jnp.ones(2)), states={statetx.Param: statetx.Broadcast})(jnp.zeros(4))

@@ -7,6 +7,7 @@ from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _jax, _states
 from .._errors import FunctionError, StateAccessError
@@ -289,7 +290,9 @@ class _Structure:
         self.name = name
         self.out = out
         self.dtypes = dtypes
-        self.primals = primals
+        # As in JAX, a Python bool, which is not differentiated, has a cotangent of type float0.
+        static = [np.zeros((), jax.dtypes.float0) if isinstance(x, bool) else x for x in primals.static]
+        self.primals = Partition(primals.treedef, primals.mask, tuple(static))
         self.targets = targets
 
 

@@ -24,7 +24,7 @@ from .._lift.rules import Broadcast, Rules, Split
 from .._lift.run import call, frame_for
 from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._objects.paths import argument_names
-from .._text import type_str
+from .._text import brief, type_str
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
@@ -132,8 +132,8 @@ class Vmap(Wrapper):
 
         mapped = [_as_operand(x) for x, a in zip(leaves, axes, strict=True) if a is not None]
         rules = Rules("vmap", self._states, fun, (Broadcast, Split), args, kwargs)
-        if args_part.static and not isinstance(in_axes, int):
-            _refuse_axes_of_states(rules, fun, in_axes, args)
+        if not isinstance(in_axes, int):
+            _refuse_axes_of_others(rules, fun, in_axes, args)
         size = _Sizes(fun, args, kwargs, args_part, leaves, axes).check(rules, self._jax_options["axis_size"])
         examples = _Examples(self, rules)
 
@@ -143,7 +143,14 @@ class Vmap(Wrapper):
             # Leaves that are not mapped bypass `jax.vmap`: a Python number stays a number, a Ref the user's own.
             dynamic = [next(mapped_tracers) if a is not None else x for x, a in zip(leaves, axes, strict=True)]
             frame = frame_for("vmap", fun, on_read=examples.on_read)
-            out = frame.run(call, fun, *args_part.combine(dynamic))
+
+            def run(args: tuple, kwargs: dict[str, Any]) -> Any:
+                out = call(fun, args, kwargs)
+                for state, _ in frame.created():  # asked while they have their values, which a filter may look at
+                    rules(state)
+                return out
+
+            out = frame.run(run, *args_part.combine(dynamic))
             groups.add_output(out, _broadcast_axes("out_axes", self._out_axes, out), _is_dynamic)
             examples.add_effects(frame.effects, groups)
             return groups.pack()
@@ -261,7 +268,7 @@ class _Examples:
         path = self._rules.path(effect.state)
         raise StateAccessError(
             f"vmap({name_of(self._owner.__wrapped__)}) wrote a value that differs between the examples to "
-            f"{_states.describe(effect.state, effect.kind, path)}, at {effect.site}. One state cannot hold them all.\n"
+            f"{_states.describe(effect.state, effect.kind, path, effect.value)}, at {effect.site}. One state cannot hold them all.\n"
             f"Fix: declare the axis along which it has one slice for each example, vmap(..., states={{{path!r}: 0}}), or "
             f"reduce the value over the examples first (jax.lax.pmean over an axis_name)."
         )
@@ -312,8 +319,8 @@ def _can_map(leaf: Any) -> bool:
     return is_array(leaf) or _states.is_array_state(leaf)
 
 
-def _refuse_axes_of_states(rules: Rules, fun: Callable, in_axes: Any, args: tuple) -> None:
-    """Raise if an axis of `in_axes` is for an argument, or a part of one, that holds states without a rule and no array."""
+def _refuse_axes_of_others(rules: Rules, fun: Callable, in_axes: Any, args: tuple) -> None:
+    """Raise if `in_axes` gives an axis to an argument, or a part of one, without an array: to a number, or to states that have no rule."""
     parts: list[tuple[tuple, int, list]] = []
 
     def add(keys: tuple, axis: int | None, part: PyTree) -> None:
@@ -324,5 +331,11 @@ def _refuse_axes_of_states(rules: Rules, fun: Callable, in_axes: Any, args: tupl
     jax.tree_util.tree_map_with_path(add, in_axes, args, is_leaf=lambda x: x is None)
     for keys, axis, leaves in parts:
         name = argument_names(fun, args)([jax.tree_util.SequenceKey(0), *keys])
+        number = next((x for x in leaves if _is_dynamic(x)), None)
+        if number is not None:
+            raise ValueError(
+                f"vmap({name_of(fun)}): argument {name} is the {type(number).__name__} {brief(number)}, which has no axis {axis}.\n"
+                f"Fix: give None for it in in_axes, so that every example gets it, or give an array with a value for each example."
+            )
         shared = f"or give None for {name} in in_axes, if all examples share them"
         rules.refuse_unruled(f"argument {name}, with the axis {axis} in in_axes,", leaves, axis, "vmap(..., ", shared)
