@@ -11,10 +11,10 @@ from types import FrameType
 from typing import Any
 
 from .. import _jax
-from .._errors import StateAccessError
+from .._errors import StateAccessError, StateValueError
 from .._text import short_tree_type_str
 from .protocol import Kind
-from .registry import _kinds, kind_of
+from .registry import _kinds, is_array_state, kind_of
 
 PACKAGE = os.path.join(
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""
@@ -60,6 +60,20 @@ def describe(state: Any, kind: Kind | None = None, path: str | None = None, valu
     return (
         f"{type(state).__name__}{label} ({short_tree_type_str(value)}, made at {kind.site_of(state)}{history(state)})"
     )
+
+
+def refuse_state(argument: str, x: Any) -> None:
+    """Raise if a state is given where an array is needed; `argument` names the transform and its argument.
+
+    Raises:
+        StateValueError: `x` is a state.
+    """
+    kind = kind_of(x)
+    if kind is not None:
+        value = "[...]" if is_array_state(x) else ".value"
+        raise StateValueError(
+            f"{argument} is {describe(x, kind)}, not an array.\nFix: give the value that it holds, by {value}."
+        )
 
 
 def no_history(state: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _jax
+from .. import _jax, _states
 from .._equations.structure import Body, table
 from .._errors import CarryTypeError
 from .._frames import Effect
@@ -74,6 +74,7 @@ def cond(
         if operands:
             raise TypeError("cond: give either operands by position or operand=, not both.")
         operands = (operand,)
+    _states.refuse_state("cond: the predicate", pred)
     if not is_loop_leaf(pred) or jnp.ndim(pred) != 0 or jnp.issubdtype(jnp.result_type(pred), jnp.complexfloating):
         raise TypeError(
             f"cond: the predicate must be a scalar, true or false or a real number, got {type_str(as_array(pred))}."
@@ -111,6 +112,7 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
     branches = list(branches)
     if not branches:
         raise ValueError("switch: give at least one branch.")
+    _states.refuse_state("switch: the index", index)
     if not is_loop_leaf(index) or jnp.ndim(index) != 0 or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
         raise TypeError(f"switch: the index must be a scalar integer, got {type_str(as_array(index))}.")
     return _branch("switch", jnp.asarray(index), branches, operands)

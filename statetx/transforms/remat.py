@@ -475,7 +475,7 @@ def checkpoint_name(x: T, name: str) -> T:
     """Give a value a name for policies to select, as ``jax.ad_checkpoint.checkpoint_name`` does.
 
     Args:
-        x: an array or a pytree of arrays; other leaves pass untouched.
+        x: an array or a pytree of arrays; other leaves pass untouched, but for states, whose value is to be given.
         name: the name for ``jax.checkpoint_policies.save_only_these_names`` and other policies by name.
 
     Returns:
@@ -496,4 +496,6 @@ def checkpoint_name(x: T, name: str) -> T:
             f"checkpoint_name needs a string as the name, after the value: checkpoint_name(x, 'name'). Got {got}."
         )
     arrays, part = partition(x)
+    for leaf in part.static:
+        _states.refuse_state("checkpoint_name: the value", leaf)
     return part.combine([_jax.named(as_array(a), name) for a in arrays])
