@@ -19,6 +19,7 @@ import optax
 
 import statetx
 from statetx import (
+    Broadcast,
     Carry,
     GradientError,
     Not,
@@ -1355,9 +1356,85 @@ def not_a_filter():
     statetx.states(Block(), 3)
 
 
+# -- paths that select nothing ---------------------------------------------------------------------------------------------
+
+MESH = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def with_misspelt_path(model, path):
+    """Calls with a filter, in which `path` selects no state."""
+    step = statetx.jit(lambda x: model(x), donate_states=path)
+    sharded = {"mesh": MESH, "in_specs": jax.P(), "out_specs": jax.P(), "states": {path: jax.P()}}
+    return {
+        "states": lambda: statetx.states(model, path),
+        "jit(donate_states=)": lambda: step(X),
+        "wrt=": lambda: statetx.grad(lambda x: model(x).sum(), wrt=["model.w", path])(X),
+        "vmap(states=)": lambda: statetx.vmap(lambda x: model(x, False), states={path: Broadcast})(jnp.ones((2, 4))),
+        "scan(states=)": lambda: statetx.scan(lambda h, _: (model(h), None), X, None, 2, states={path: Carry}),
+        "microbatch(states=)": lambda: statetx.microbatch(lambda x: model(x[0]), 2, states={path: Carry})(
+            jnp.ones((2, 4))
+        ),
+        "shard_map(states=)": lambda: statetx.shard_map(lambda x: model(x), **sharded)(X),
+        "stack(shared=)": lambda: statetx.stack(Block, 2, shared=path),
+        "remat_scan(carry=)": lambda: statetx.remat_scan(Block, 2, carry=path)(),
+        "remat_scan(broadcast=)": lambda: statetx.remat_scan(lambda x: model(x), num=2, broadcast=path),
+    }
+
+
+for path in ("*mena", Not("*mena"), (Param, "*mena")):
+    for text in with_misspelt_path(None, path):
+
+        @mistake(
+            f"{text} with the path {path}",
+            StateFilterError,
+            text.rstrip("=)").split("(")[0],
+            "'*mena'",
+            "w'",
+            "Fix:",
+        )
+        def misspelt_path(text=text, path=path):
+            with_misspelt_path(Block(), path)[text]()
+
+
+@mistake("states(Block)", StateFilterError, "class Block", "states(Block(...))")
+def states_of_class():
+    statetx.states(Block)
+
+
+for obj in (X, np.ones(3), 3.0, "model", True):
+
+    @mistake(f"states({obj!r})", StateFilterError, "holds no states", "model")
+    def states_of_value(obj=obj):
+        statetx.states(obj)
+
+
 @mistake("states(model, Not())", TypeError, "Not", "filter")
 def not_without_filter():
     statetx.states(Block(), Not())
+
+
+FLAG, COUNT = State(True, name="flag"), State(2, name="count")
+for text, run in {
+    "cond(h, ...)": lambda: statetx.cond(FLAG, lambda: 1, lambda: 2),
+    "switch(h, ...)": lambda: statetx.switch(COUNT, [lambda: 1, lambda: 2]),
+    "fori_loop(0, h, ...)": lambda: statetx.fori_loop(0, COUNT, lambda i, x: x, X),
+    "checkpoint_name(h, 'a')": lambda: statetx.checkpoint_name(COUNT, "a"),
+    "checkpoint_name([x, h], 'a')": lambda: statetx.checkpoint_name([X, COUNT], "a"),
+}.items():
+    culprit = "'flag'" if text.startswith("cond") else "'count'"
+    mistake(f"forgot .value: {text}", StateValueError, text.split("(")[0], culprit, "mistakes.py:", "Fix:", ".value")(
+        run
+    )
+
+
+@mistake("vmap(f, (0, 0))(x, 1.0)", ValueError, "vmap(", "argument y is the float 1.0", "None for it in in_axes")
+def axis_of_number():
+    statetx.vmap(lambda x, y: x + y, (0, 0))(X, 1.0)
+
+
+@mistake("vmap(f, (0, 0))(x, {'scale': 1.0})", ValueError, "argument y is the float 1.0", "None for it in in_axes")
+def axis_of_numbers():
+    statetx.vmap(lambda x, y: x + y["scale"], (0, 0))(X, {"scale": 1.0})
 
 
 @mistake("checkpoint_name(x)", TypeError, "name")

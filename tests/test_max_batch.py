@@ -146,7 +146,7 @@ def test_states_that_do_not_have_an_axis_of_examples():
         statetx.StateValueError, match=r"max_batch: .*'h'.* has its examples along axis 0 .* the batch has 4"
     ):
         statetx.max_batch(loss, x, budget=MIB, states={"h": 0})
-    with pytest.raises(statetx.StateFilterError, match="'g': ...} selects no state"):
+    with pytest.raises(statetx.StateFilterError, match="'g': ...}: the path 'g' selects no state"):
         statetx.max_batch(loss, x, budget=MIB, states={"g": 0})
 
 

@@ -106,7 +106,8 @@ def test_path_that_selects_no_state_raises(transform):
         return statetx.vmap(lambda x: layer.count.value * x, states=states)(jnp.ones(2))
 
     with pytest.raises(
-        statetx.StateFilterError, match=r"states=\{'layer.cuont': ...\} selects no state.*'layer.count'\?"
+        statetx.StateFilterError,
+        match=r"states=\{'layer.cuont': ...\}: the path 'layer.cuont' selects no state.*'layer.count'\?",
     ):
         run({"layer.cuont": 0})
     run({"layer.c*": 0})

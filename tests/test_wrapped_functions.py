@@ -102,8 +102,8 @@ def test_method_takes_self_by_keyword():
 def test_abstract_methods_stay_abstract(transform, is_above):
     decorators = [DECORATORS[transform], abc.abstractmethod]
 
-    class Base(abc.ABC):
-        @decorators[is_above]
+    class Base(abc.ABC):  # noqa: B024
+        @decorators[is_above]  # noqa: B027
         @decorators[not is_above]
         def f(self, x): ...
 

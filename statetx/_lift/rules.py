@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax, _states
-from .._errors import StateFilterError, StateValueError
-from .._objects.paths import Paths, as_predicate
+from .._errors import StateValueError
+from .._objects.paths import Paths, as_predicate, check_paths, globs_in
 from .._objects.walk import Walk
-from .._text import brief, suggestion
+from .._text import brief
 from .._typing import Filter
 
 
@@ -108,7 +108,7 @@ class Rules:
             raise StateValueError(
                 f"{name}: states= maps filters to rules, as in states={{statetx.Param: 0}}; got {states!r}."
             )
-        self._globs = [filter for filter in states or () if isinstance(filter, str)]
+        self._filters = list(states or ())
         for filter, rule in (states or {}).items():
             is_axis = isinstance(rule, int) and not isinstance(rule, bool)
             if not is_axis and not any(rule is r for r in accepted):
@@ -143,17 +143,11 @@ class Rules:
 
     def check_paths(self) -> None:
         """Raise if a path glob selects none of the states that the function touched, whose rules have been looked up."""
-        if not self._globs:
+        if not globs_in(self._filters):
             return
-        states = [state for state, _ in self._rule_by_state.values()]
-        paths = list(map(self.path, states))
-        for glob in self._globs:
-            if not any(map(as_predicate(glob), paths, states)):
-                raise StateFilterError(
-                    f"{self.name}: states={{{glob!r}: ...}} selects no state that the function touches.{suggestion(glob, paths)} "
-                    f"It touches: {', '.join(map(repr, paths)) or 'none'}.\n"
-                    f"Fix: correct the path, or select by a type, which need not occur."
-                )
+        paths = [self.path(state) for state, _ in self._rule_by_state.values()]
+        for filter in self._filters:
+            check_paths(f"{self.name}: states={{{brief(filter)}: ...}}", filter, paths, "The function touches")
 
     def refuse_unruled(self, argument: str, obj: Any, axis: int, call: str, otherwise: str) -> None:
         """Raise if an argument that the user maps holds states and none has a rule: only arrays are sliced with the argument.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from .. import _states
 from .._errors import StateAccessError, StateFilterError, StateValueError
-from .._objects.paths import Paths, argument_names, as_predicate, is_filter
+from .._objects.paths import Paths, argument_names, as_predicate, check_paths, is_filter
 from .._objects.walk import Walk
 from .._text import brief, counted, suggestion, type_str
 from .._tree import is_array, is_array_or_number, partition
@@ -247,6 +247,8 @@ class Targets:
                 f"wrt={brief(self._filter)} selects no state of {name_of(self._fun)}.{_nearest(self._filter, paths.items())} "
                 f"States that its arguments and variables reach: {reachable}."
             )
+        call = f"wrt={brief(self._filter)}"
+        check_paths(call, self._filter, paths.items(), f"The arguments and variables of {name_of(self._fun)} reach")
         return self._selected
 
     def _may_be_target(self, path: str, state: Any) -> bool:

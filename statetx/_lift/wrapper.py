@@ -44,7 +44,9 @@ class Wrapper(Generic[P, R]):
     def __init__(self, fun: Callable, options: dict[str, Any]):
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
-        self.__isabstractmethod__ = getattr(fun, "__isabstractmethod__", False)  # `abc.abstractmethod` above sets it, too
+        self.__isabstractmethod__ = getattr(
+            fun, "__isabstractmethod__", False
+        )  # `abc.abstractmethod` above sets it, too
         self._options = options
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:

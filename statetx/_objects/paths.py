@@ -12,14 +12,15 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import jax
 
 from .. import _states
 from .._errors import StateFilterError
-from .._text import brief
+from .._text import brief, suggestion, type_str
+from .._tree import is_array_or_number
 from .._typing import Filter, public
 from .contents import named_arguments
 from .walk import Walk
@@ -70,7 +71,8 @@ def states(obj: Any, filter: Filter = True) -> dict[str, Any]:
             sequence of these (selects what any of them selects), or `Not` of one.
 
     Raises:
-        StateFilterError: `filter` is none of the above.
+        StateFilterError: `filter` is none of the above, or a path in it selects no state; or `obj` is a class without states
+            of its own, or an array, a number or a text. A type need not occur.
 
     Example:
         >>> from statetx import Param, State
@@ -83,7 +85,25 @@ def states(obj: Any, filter: Filter = True) -> dict[str, Any]:
         ['0.count']
     """
     select = as_predicate(filter)
-    return {path: state for path, state in Walk().held(obj) if select(path, state)}
+    held = dict(Walk().held(obj))
+    if not held:
+        _refuse_without_states(obj)
+    check_paths("states", filter, held, "The object holds")
+    return {path: state for path, state in held.items() if select(path, state)}
+
+
+def _refuse_without_states(obj: Any) -> None:
+    """Raise if an object in which no state was found is of a type that has none."""
+    if inspect.isclass(obj):
+        raise StateFilterError(
+            f"states: got the class {obj.__qualname__}, which holds no states: its instances do.\n"
+            f"Fix: give an instance, as in states({obj.__name__}(...))."
+        )
+    if is_array_or_number(obj) or isinstance(obj, (bool, str, bytes)):
+        raise StateFilterError(
+            f"states: got a value of type {type_str(obj)}, which holds no states.\n"
+            f"Fix: give the model, or another object that holds states."
+        )
 
 
 def holds_states(obj: Any) -> bool:
@@ -132,6 +152,39 @@ def as_predicate(filter: Filter) -> Callable[[str, Any], bool]:
         f"Not a filter: {brief(filter)}. Use a state type, a path glob such as 'encoder.*', a function (path, state) -> "
         f"bool, True, False, a list of these, or statetx.Not of one."
     )
+
+
+def globs_in(filter: Filter) -> list[str]:
+    """The path globs of a filter."""
+    if isinstance(filter, (list, tuple)):
+        return [glob for item in filter for glob in globs_in(item)]
+    if isinstance(filter, Not):
+        return globs_in(filter.filter)
+    return [filter] if isinstance(filter, str) else []
+
+
+def check_paths(name: str, filter: Filter, paths: Collection[str], those: str) -> None:
+    """Raise if a path glob of a filter selects none of these states. Types and functions need not select any.
+
+    Args:
+        name: the call up to the filter, for the message.
+        filter: the filter.
+        paths: the paths of the states.
+        those: the beginning of the sentence that lists them.
+
+    Raises:
+        StateFilterError: a path glob selects none.
+    """
+    for glob in globs_in(filter):
+        if not any(fnmatch.fnmatchcase(path, glob) for path in paths):
+            listed = [*map(repr, itertools.islice(paths, _MAX_LISTED)), *["..."] * (len(paths) > _MAX_LISTED)]
+            raise StateFilterError(
+                f"{name}: the path {glob!r} selects no state.{suggestion(glob, paths)} {those}: {', '.join(listed) or 'none'}.\n"
+                f"Fix: correct the path, or select by a type, which need not occur."
+            )
+
+
+_MAX_LISTED = 12
 
 
 class Paths:

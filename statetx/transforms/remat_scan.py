@@ -13,7 +13,8 @@ from .._lift.rules import Broadcast, Carry, Split
 from .._lift.wrapper import name_of
 from .._loops.build import as_strategy
 from .._loops.strategy import Lengths, Strategy
-from .._objects.paths import Not, as_predicate
+from .._objects.paths import Not, Paths, as_predicate, check_paths, globs_in
+from .._text import brief
 from .._tree import is_integer
 from .._typing import Filter, Policy, PyTree
 from .scan import scan
@@ -107,7 +108,9 @@ def remat_scan(
         raise TypeError(f"remat_scan needs a Stack, a class, a factory or a function, got {type(target).__name__}.")
 
     def make(*args: Any, **kwargs: Any) -> RematScan:
-        layers = stack(lambda: target(*args, **kwargs), count, axis=rules.only_axis(), shared=[broadcast, carry])
+        # Not the filters themselves, whose paths `RematScan` checks.
+        shared = as_predicate([broadcast, carry])
+        layers = stack(lambda: target(*args, **kwargs), count, axis=rules.only_axis(), shared=shared)
         return RematScan(layers, count, strategy, policy, rules, has_ys)
 
     if inspect.isclass(target):
@@ -163,6 +166,7 @@ class _Rules:
 
     def for_layers(self, layers: Any) -> dict[Filter, Any]:
         """The rules for `scan`; the first filter that selects a state decides."""
+        self._check_paths(layers.__wrapped__ if isinstance(layers, Stack) else layers)
         rules: dict[Filter, Any] = {}
         if isinstance(layers, Stack):  # the layers' own states come before rules for shared states
             rules[layers.is_stacked] = layers.axis
@@ -176,6 +180,14 @@ class _Rules:
             by_filter = self._axes if isinstance(self._axes, Mapping) else {Not(_is_random): self._axes}
             rules |= {_Both(True, filter): axis for filter, axis in by_filter.items()}
         return rules
+
+    def _check_paths(self, layer: Any) -> None:
+        axes = list(self._axes) if isinstance(self._axes, Mapping) else ()
+        options = {"broadcast": self._broadcast, "carry": self._carry, "axes": axes, "split_rngs": self._split_rngs}
+        if globs_in(list(options.values())):
+            paths = Paths(layer).items()
+            for option, filter in options.items():
+                check_paths(f"remat_scan: {option}={brief(filter)}", filter, paths, "A layer reaches")
 
 
 def _read_lengths(lengths: Any, policy: Policy) -> Strategy:

@@ -14,7 +14,7 @@ from .._frames import Effect
 from .._lift.outcome import Groups
 from .._lift.run import call, frame_for
 from .._lift.wrapper import Wrapper, as_decorator, name_of
-from .._objects.paths import Paths, as_predicate
+from .._objects.paths import Paths, as_predicate, check_paths
 from .._text import brief
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
@@ -103,6 +103,12 @@ class ShardMap(Wrapper):
         self._out_specs = out_specs
         self._jax_options = {k: v for k, v in jax_options.items() if v is not None}
         self._rules = []
+        if states is not None and not isinstance(states, Mapping):
+            raise StateValueError(
+                f"shard_map: states= maps filters to PartitionSpecs, as in states={{statetx.Param: PartitionSpec('d')}}; "
+                f"got {brief(states)}."
+            )
+        self.filters = list(states or ())
         for filter, spec in (states or {}).items():
             if not isinstance(spec, PartitionSpec):
                 raise StateValueError(f"shard_map: states={{{brief(filter)}: {spec!r}}} must give a PartitionSpec.")
@@ -158,6 +164,9 @@ class _Devices:
         self.state_specs: list[PartitionSpec] = []
         # Replicated states are inputs, too, not closed over. JAX cannot close over an array that is sharded on explicit axes,
         # has no derivative for a closed-over array on other axes that is read in a loop, and copies any to each device again.
+        for filter in owner.filters:
+            call = f"shard_map({name_of(owner.__wrapped__)}): states={{{brief(filter)}: ...}}"
+            check_paths(call, filter, self.paths.items(), "The function and its arguments reach")
         for path, state in self.paths.items().items():
             is_held = path in self.paths.held
             spec = owner.spec_of(path, state)

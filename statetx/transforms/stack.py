@@ -20,7 +20,7 @@ from .._atomic import commit
 from .._errors import StateValueError
 from .._lift.wrapper import name_of, place_of, short_name
 from .._objects.contents import attributes, children, extras, has_parts, is_opaque, is_wrapper, set_items, weak_children
-from .._objects.paths import Paths, as_predicate, states
+from .._objects.paths import Paths, as_predicate, check_paths, states
 from .._objects.walk import Walk
 from .._text import brief, tree_type_str, type_str
 from .._tree import Identity, freeze, is_array, is_array_or_number, is_integer, partition
@@ -96,9 +96,7 @@ def stack(
         if not layer_list or num not in (None, len(layer_list)):
             raise ValueError(f"stack: num={num} disagrees with the {len(layer_list)} layers given.")
     partners = [_check_alike(layer_list[0], layer, f"layer {i}") for i, layer in enumerate(layer_list[1:], 1)]
-    return Stack(
-        layer_list[0], len(layer_list), axis, _stack_states(layer_list[0], partners, axis, as_predicate(shared))
-    )
+    return Stack(layer_list[0], len(layer_list), axis, _stack_states(layer_list[0], partners, axis, shared))
 
 
 def _check_maker(make: Callable) -> None:
@@ -218,14 +216,14 @@ def unstack(layers: Stack[T]) -> list[T]:
     return list(layers)
 
 
-def _stack_states(
-    layer: Any, partners: list[dict[int, Any]], axis: int, shared: Callable[[str, Any], bool]
-) -> list[Any]:
+def _stack_states(layer: Any, partners: list[dict[int, Any]], axis: int, shared: Filter) -> list[Any]:
     """Write the stacked values of all layers to the first layer's states; returns the stacked states.
 
     `partners`: for each other layer, its corresponding state by id of the first layer's state.
     """
     states_by_path = dict(Walk(follows_classes=False).held(layer, is_called=False))
+    check_paths("stack: shared=", shared, states_by_path, "The first layer holds")
+    is_shared = as_predicate(shared)
     held_ids = {id(state) for state in states_by_path.values()}
     foreign_states = [
         (n, i) for n, by_id in enumerate(partners, 1) for i, s in by_id.items() if i not in held_ids and i != id(s)
@@ -240,7 +238,7 @@ def _stack_states(
     stacked, values = [], []
     for path, first in states_by_path.items():
         states_of_layers = [first, *(by_id.get(id(first), first) for by_id in partners)]
-        if shared(path, first) or (len(states_of_layers) > 1 and all(state is first for state in states_of_layers)):
+        if is_shared(path, first) or (len(states_of_layers) > 1 and all(state is first for state in states_of_layers)):
             continue
         if len({id(state) for state in states_of_layers}) != len(states_of_layers):
             raise StateValueError(

@@ -129,6 +129,7 @@ def jit(
 
     Raises:
         StaticArgumentError: a position or name that the function does not have, or that is both static and donated.
+        StateFilterError: a path in `donate_states` selects no state that the function can reach.
         ForeignStateError: another thread has written a state that the call writes.
 
     Source:
@@ -165,6 +166,7 @@ class Jit(Wrapper[P, R]):
         self.static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
         self._donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"], "donate")
         self.static.refuse_overlap(self._donated)
+        self.donate_states = options["donate_states"]
         self.donates = as_predicate([options["donate_states"], *self._donated.filters_of_states()])
         self.jax_options = {k: options[k] for k in ("keep_unused", "inline", "compiler_options")}
         self.cache = _cache_of(fun, options)
