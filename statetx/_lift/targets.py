@@ -248,7 +248,7 @@ class Targets:
                 f"States that its arguments and variables reach: {reachable}."
             )
         call = f"wrt={brief(self._filter)}"
-        check_paths(call, self._filter, paths.items(), f"The arguments and variables of {name_of(self._fun)} reach")
+        check_paths(call, self._filter, paths.items, f"The arguments and variables of {name_of(self._fun)} reach")
         return self._selected
 
     def _may_be_target(self, path: str, state: Any) -> bool:

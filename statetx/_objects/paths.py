@@ -88,7 +88,7 @@ def states(obj: Any, filter: Filter = True) -> dict[str, Any]:
     held = dict(Walk().held(obj))
     if not held:
         _refuse_without_states(obj)
-    check_paths("states", filter, held, "The object holds")
+    check_paths("states", filter, lambda: held, "The object holds")
     return {path: state for path, state in held.items() if select(path, state)}
 
 
@@ -163,23 +163,25 @@ def globs_in(filter: Filter) -> list[str]:
     return [filter] if isinstance(filter, str) else []
 
 
-def check_paths(name: str, filter: Filter, paths: Collection[str], those: str) -> None:
+def check_paths(name: str, filter: Filter, paths: Callable[[], Collection[str]], those: str) -> None:
     """Raise if a path glob of a filter selects none of these states. Types and functions need not select any.
 
     Args:
         name: the call up to the filter, for the message.
         filter: the filter.
-        paths: the paths of the states.
+        paths: returns the paths of the states; called only if the filter has a glob.
         those: the beginning of the sentence that lists them.
 
     Raises:
         StateFilterError: a path glob selects none.
     """
-    for glob in globs_in(filter):
-        if not any(fnmatch.fnmatchcase(path, glob) for path in paths):
-            listed = [*map(repr, itertools.islice(paths, _MAX_LISTED)), *["..."] * (len(paths) > _MAX_LISTED)]
+    globs = globs_in(filter)
+    found = paths() if globs else ()
+    for glob in globs:
+        if not any(fnmatch.fnmatchcase(path, glob) for path in found):
+            listed = [*map(repr, itertools.islice(found, _MAX_LISTED)), *["..."] * (len(found) > _MAX_LISTED)]
             raise StateFilterError(
-                f"{name}: the path {glob!r} selects no state.{suggestion(glob, paths)} {those}: {', '.join(listed) or 'none'}.\n"
+                f"{name}: the path {glob!r} selects no state.{suggestion(glob, found)} {those}: {', '.join(listed) or 'none'}.\n"
                 f"Fix: correct the path, or select by a type, which need not occur."
             )
 

@@ -9,7 +9,7 @@ from .messages import describe as describe
 from .messages import invalidated_state_error as invalidated_state_error
 from .messages import library_folders as library_folders
 from .messages import no_history as no_history
-from .messages import refuse_state as refuse_state
+from .messages import refuse_states as refuse_states
 from .messages import user_stacklevel as user_stacklevel
 from .protocol import Annotated as Annotated
 from .protocol import ArrayKind as ArrayKind

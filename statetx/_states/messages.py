@@ -62,18 +62,19 @@ def describe(state: Any, kind: Kind | None = None, path: str | None = None, valu
     )
 
 
-def refuse_state(argument: str, x: Any) -> None:
+def refuse_states(argument: str, *objects: Any) -> None:
     """Raise if a state is given where an array is needed; `argument` names the transform and its argument.
 
     Raises:
-        StateValueError: `x` is a state.
+        StateValueError: one of the objects is a state.
     """
-    kind = kind_of(x)
-    if kind is not None:
-        value = "[...]" if is_array_state(x) else ".value"
-        raise StateValueError(
-            f"{argument} is {describe(x, kind)}, not an array.\nFix: give the value that it holds, by {value}."
-        )
+    for x in objects:
+        kind = kind_of(x)
+        if kind is not None:
+            value = "[...]" if is_array_state(x) else ".value"
+            raise StateValueError(
+                f"{argument} is {describe(x, kind)}, not an array.\nFix: give the value that it holds, by {value}."
+            )
 
 
 def no_history(state: Any) -> str:

@@ -74,7 +74,7 @@ def cond(
         if operands:
             raise TypeError("cond: give either operands by position or operand=, not both.")
         operands = (operand,)
-    _states.refuse_state("cond: the predicate", pred)
+    _states.refuse_states("cond: the predicate", pred)
     if not is_loop_leaf(pred) or jnp.ndim(pred) != 0 or jnp.issubdtype(jnp.result_type(pred), jnp.complexfloating):
         raise TypeError(
             f"cond: the predicate must be a scalar, true or false or a real number, got {type_str(as_array(pred))}."
@@ -112,7 +112,7 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
     branches = list(branches)
     if not branches:
         raise ValueError("switch: give at least one branch.")
-    _states.refuse_state("switch: the index", index)
+    _states.refuse_states("switch: the index", index)
     if not is_loop_leaf(index) or jnp.ndim(index) != 0 or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
         raise TypeError(f"switch: the index must be a scalar integer, got {type_str(as_array(index))}.")
     return _branch("switch", jnp.asarray(index), branches, operands)

@@ -222,9 +222,9 @@ class Remat(Wrapper):
         if _jax.is_eager():  # nothing is differentiated: run the function, and undo its writes if it fails
             return run_eagerly("remat", fun, args, kwargs, allow=self._guard(args, kwargs))
         policy = self._policy
-        if override.visited_regions is not None:  # the planner, or a report, tries something
-            if override.is_off:
-                return fun(*args, **kwargs)
+        if override.visited_regions is not None and override.is_off:  # the planner, or a report, tries something
+            return fun(*args, **kwargs)
+        if override.visited_regions is not None:
             policy = policy if override.policy is None else override.policy
         dyn_args, dyn_kwargs, merge = self._static.split(args, kwargs)
         arrays, args_part = partition((dyn_args, dyn_kwargs))
@@ -475,7 +475,7 @@ def checkpoint_name(x: T, name: str) -> T:
     """Give a value a name for policies to select, as ``jax.ad_checkpoint.checkpoint_name`` does.
 
     Args:
-        x: an array or a pytree of arrays; other leaves pass untouched, but for states, whose value is to be given.
+        x: an array or a pytree of arrays; other leaves pass untouched, but a state raises: give its value.
         name: the name for ``jax.checkpoint_policies.save_only_these_names`` and other policies by name.
 
     Returns:
@@ -496,6 +496,5 @@ def checkpoint_name(x: T, name: str) -> T:
             f"checkpoint_name needs a string as the name, after the value: checkpoint_name(x, 'name'). Got {got}."
         )
     arrays, part = partition(x)
-    for leaf in part.static:
-        _states.refuse_state("checkpoint_name: the value", leaf)
+    _states.refuse_states("checkpoint_name: the value", *part.static)
     return part.combine([_jax.named(as_array(a), name) for a in arrays])

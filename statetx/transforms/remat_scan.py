@@ -13,7 +13,7 @@ from .._lift.rules import Broadcast, Carry, Split
 from .._lift.wrapper import name_of
 from .._loops.build import as_strategy
 from .._loops.strategy import Lengths, Strategy
-from .._objects.paths import Not, Paths, as_predicate, check_paths, globs_in
+from .._objects.paths import Not, Paths, as_predicate, check_paths
 from .._text import brief
 from .._tree import is_integer
 from .._typing import Filter, Policy, PyTree
@@ -184,10 +184,8 @@ class _Rules:
     def _check_paths(self, layer: Any) -> None:
         axes = list(self._axes) if isinstance(self._axes, Mapping) else ()
         options = {"broadcast": self._broadcast, "carry": self._carry, "axes": axes, "split_rngs": self._split_rngs}
-        if globs_in(list(options.values())):
-            paths = Paths(layer).items()
-            for option, filter in options.items():
-                check_paths(f"remat_scan: {option}={brief(filter)}", filter, paths, "A layer reaches")
+        for option, filter in options.items():
+            check_paths(f"remat_scan: {option}={brief(filter)}", filter, Paths(layer).items, "A layer reaches")
 
 
 def _read_lengths(lengths: Any, policy: Policy) -> Strategy:

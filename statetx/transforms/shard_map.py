@@ -166,7 +166,7 @@ class _Devices:
         # has no derivative for a closed-over array on other axes that is read in a loop, and copies any to each device again.
         for filter in owner.filters:
             call = f"shard_map({name_of(owner.__wrapped__)}): states={{{brief(filter)}: ...}}"
-            check_paths(call, filter, self.paths.items(), "The function and its arguments reach")
+            check_paths(call, filter, self.paths.items, "The function and its arguments reach")
         for path, state in self.paths.items().items():
             is_held = path in self.paths.held
             spec = owner.spec_of(path, state)

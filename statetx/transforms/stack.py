@@ -222,7 +222,7 @@ def _stack_states(layer: Any, partners: list[dict[int, Any]], axis: int, shared:
     `partners`: for each other layer, its corresponding state by id of the first layer's state.
     """
     states_by_path = dict(Walk(follows_classes=False).held(layer, is_called=False))
-    check_paths("stack: shared=", shared, states_by_path, "The first layer holds")
+    check_paths("stack: shared=", shared, lambda: states_by_path, "The first layer holds")
     is_shared = as_predicate(shared)
     held_ids = {id(state) for state in states_by_path.values()}
     foreign_states = [

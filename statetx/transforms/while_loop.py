@@ -120,7 +120,7 @@ def _check_callable(name: str, fun: Any, role: str) -> None:
 
 def _have_concrete_bounds(lower: Any, upper: Any) -> bool:
     for name, bound in (("lower", lower), ("upper", upper)):
-        _states.refuse_state(f"fori_loop: {name}", bound)
+        _states.refuse_states(f"fori_loop: {name}", bound)
         if not is_array_or_number(bound) or jnp.ndim(bound) != 0 or not _is_real(bound):
             raise TypeError(f"fori_loop: {name} must be a real scalar, got {type_str(bound)}: {bound!r}.")
     return not isinstance(lower, _jax.Tracer) and not isinstance(upper, _jax.Tracer)

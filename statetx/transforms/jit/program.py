@@ -25,7 +25,7 @@ from ..._lift.outcome import Outcome, pack
 from ..._lift.run import frame_for
 from ..._lift.stage import stage
 from ..._lift.wrapper import name_of
-from ..._objects.paths import Paths, argument_names, check_paths, globs_in
+from ..._objects.paths import Paths, argument_names, check_paths
 from ..._text import brief
 from ..._tree import freeze, is_array_or_number, partition
 from ..._typing import PyTree
@@ -109,14 +109,9 @@ class Program:
             # A state whose value no equation uses is still an input: the body may have looked at its type.
             is_donated = id(i.state) in written and not i.partition.static and owner.donates(paths(i.state), i.state)
             (donated if is_donated else kept).append(i)
-        if globs_in(owner.donate_states):
-            touched = [paths(x.state) for x in (*lifting.inputs.values(), *outcome.effects)]
-            check_paths(
-                f"{self.name}: donate_states={brief(owner.donate_states)}",
-                owner.donate_states,
-                {*paths.items(), *touched},
-                "The function reaches",
-            )
+        reached = lambda: {*paths.items(), *(paths(x.state) for x in (*lifting.inputs.values(), *outcome.effects))}  # noqa: E731
+        option = f"{self.name}: donate_states={brief(owner.donate_states)}"
+        check_paths(option, owner.donate_states, reached, "The function reaches")
         self.kept, self.donated = _group(kept), _group(donated)
         self.guards = [i for g in self.kept for i in g.inputs if i.partition.static]
 
