@@ -853,3 +853,137 @@ def test_smaller_parts_read_what_the_larger_ones_have_written():
         out = make(norm)(jnp.arange(5.0))
         np.testing.assert_array_equal(out, [1.0, 1.0])
         assert float(norm.mean.value) == 1.0
+
+
+# -- training steps ----------------------------------------------------------------------------------------------------
+
+
+class _Net(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        return (self.w * x).mean()
+
+
+def training_steps():
+    """Functions that update a weight with its gradient; each has a weight of its own."""
+
+    def with_optimizer(wrap):
+        w = statetx.State(jnp.ones(()))
+        optimizer = statetx.Optimizer(optax.sgd(0.1), [w])
+
+        @wrap
+        def train(x):
+            value, grads = statetx.value_and_grad(lambda x: (w.value * x).mean(), wrt=optimizer.states)(x)
+            optimizer.update(grads)
+            return value
+
+        return train, lambda: w.value
+
+    def by_hand(x, w=statetx.Param(jnp.ones(()))):  # noqa: B008
+        w.value = w.value - 0.1 * jax.grad(lambda v: (v * x).mean())(w.value)
+        return x.mean()
+
+    def by_remat(x, w=statetx.Param(jnp.ones(()))):  # noqa: B008
+        w.value -= statetx.remat(statetx.grad(lambda x: (w.value * x).mean(), wrt=w))(x)
+        return x.mean()
+
+    def of_brainstate(x, w=brainstate.ParamState(jnp.ones(()))):  # noqa: B008
+        w.value = w.value - 0.1 * brainstate.transform.grad(lambda: (w.value * x).mean(), {"w": w})()["w"]
+        return x.mean()
+
+    net = _Net()
+    optimizer = nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param)
+
+    def of_nnx(x):
+        value, grads = nnx.value_and_grad(lambda net: net(x))(net)
+        optimizer.update(net, grads)
+        return value
+
+    value_of = lambda step: lambda: step.__defaults__[0].value  # noqa: E731
+    return {
+        "optimizer": with_optimizer(lambda f: f),
+        "optimizer under jit": with_optimizer(statetx.jit),
+        "optimizer under remat": with_optimizer(statetx.remat),
+        "by hand": (by_hand, value_of(by_hand)),
+        "gradient under remat": (by_remat, value_of(by_remat)),
+        "brainstate": (of_brainstate, value_of(of_brainstate)),
+        "nnx": (of_nnx, lambda: net.w[...]),
+    }
+
+
+@pytest.mark.parametrize("in_parts", [lambda f: statetx.microbatch(f, 2), lambda f: statetx.chunked(f, 0, 2)])
+@pytest.mark.parametrize("case", training_steps())
+def test_training_step_is_refused(case, in_parts):
+    step, value = training_steps()[case]
+    x = jnp.arange(4.0)
+    step(x[:2])  # jit has the program of a part
+    before = value()
+    for _ in range(2):
+        with pytest.raises(statetx.FunctionError, match=r"training step on each part(.|\n)*value_and_grad\(loss"):
+            in_parts(step)(x)
+    assert value() == before
+
+
+def losses_with_inner_updates():
+    """Functions that write states, or differentiate them, and are no training steps."""
+    w, count = statetx.Param(jnp.full((), 2.0)), statetx.State(jnp.zeros(()))
+    gradient = lambda x: statetx.grad(lambda x: (w.value * x).mean(), wrt=w)(x)  # noqa: E731
+
+    def meta(x):
+        count.value += 1
+        return ((w.value - 0.1 * gradient(x)) * x).mean()
+
+    def restored(x):
+        old = w.value
+        w.value = old - 0.1 * gradient(x)
+        out = (w.value * x).mean()
+        w.value = old
+        return out
+
+    def restored_by_optimizer(x):
+        old, optimizer = w.value, statetx.Optimizer(optax.sgd(0.1), [w])
+        optimizer.update([gradient(x)])
+        out = (w.value * x).mean()
+        w.value = old
+        return out
+
+    def clipped(x):
+        w.value = jnp.clip(w.value, -1, 1)
+        return gradient(x)
+
+    def of_hidden_state(x):  # an integrator that linearizes
+        out, pull = jax.vjp(lambda h: x.mean() - h, count.value)
+        count.value += 0.1 * out * pull(jnp.ones(()))[0]
+        return count.value * w.value
+
+    def clips_itself(x):
+        w.value = jnp.clip(w.value, -1, 1)
+        return (w.value * x).mean()
+
+    return {
+        "meta": meta,
+        "restored": restored,
+        "restored, by an optimizer": restored_by_optimizer,
+        "clipped before": clipped,
+        "hidden state": of_hidden_state,
+        "weight written in the loss": statetx.value_and_grad(clips_itself, wrt=w),
+        "gradient of a meta loss": statetx.value_and_grad(meta, wrt=w),
+    }
+
+
+@pytest.mark.parametrize("case", losses_with_inner_updates())
+def test_function_that_is_no_training_step_is_run_in_parts(case):
+    x = jnp.arange(1.0, 3.0)
+    first, second = (losses_with_inner_updates()[case] for _ in range(2))
+    outs = [first(x[:1]), first(x[1:])]
+    assert_close(statetx.microbatch(second, 2)(x), jax.tree.map(lambda a, b: (a + b) / 2, *outs))
+
+
+def test_training_step_takes_its_gradient_in_parts():
+    w = statetx.Param(jnp.ones(()))
+    optimizer = statetx.Optimizer(optax.sgd(0.1), [w])
+    gradient = statetx.microbatch(statetx.grad(lambda x: (w.value * x).mean(), wrt=optimizer.states), 2)
+    statetx.jit(lambda x: optimizer.update(gradient(x)))(jnp.arange(4.0))
+    np.testing.assert_allclose(w.value, 1 - 0.1 * 1.5, rtol=1e-6)

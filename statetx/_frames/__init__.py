@@ -27,6 +27,9 @@ from .current import is_idle as is_idle
 from .current import set_current_frame as set_current_frame
 from .frame import Frame as Frame
 from .frame import enclosing_frame as enclosing_frame
+from .frame import end_differentiated as end_differentiated
+from .frame import forget_differentiated as forget_differentiated
+from .frame import note_step as note_step
 from .frame import num_references as num_references
 from .frame import undone as undone
 from .leaks import check_write as check_write

@@ -30,6 +30,7 @@ class Access:
         "read_site",
         "site",
         "state",
+        "stepped",
         "value_before",
         "value_in_body",
         "written",
@@ -44,6 +45,7 @@ class Access:
         self.value_in_body: Any = UNKNOWN
         self.read = read
         self.written = False
+        self.stepped = False  # whether an `Optimizer`, or an inner call that differentiated it, has updated it
         self.site = ""  # of the first write; `kinds.debug` sets `read_site`
         self.copy: Copy | None = None  # the copy of a container that the body was given
 
@@ -89,9 +91,10 @@ class Effect:
 
     Attributes:
         value_before: the state's value before the call; UNKNOWN if `publish` need not compare it.
+        stepped: whether the call is a training step for this state: it differentiated the value, and then wrote another one.
     """
 
-    __slots__ = ("created", "kind", "site", "state", "value", "value_before")
+    __slots__ = ("created", "kind", "site", "state", "stepped", "value", "value_before")
 
     def __init__(
         self, state: Any, kind: Kind, value: Any, site: str, *, value_before: Any = UNKNOWN, created: bool = False
@@ -102,6 +105,7 @@ class Effect:
         self.site = site
         self.value_before = value_before
         self.created = created
+        self.stepped = False
 
 
 _LEAF_TYPES = (jax.Array, np.ndarray, np.generic, int, float, complex, str, bytes, type(None))

@@ -8,7 +8,7 @@ import operator
 import sysconfig
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -49,6 +49,8 @@ class Frame:
 
     Attributes:
         on_created: called with each state that is made in the call, by its constructor; inner frames inherit it.
+        differentiated: by id, the trainable states that the call has differentiated so far, and the values; of those that an inner call
+            has differentiated no values, which are of a trace that has ended.
     """
 
     on_created: Callable[[Any], None] | None = None
@@ -72,6 +74,7 @@ class Frame:
         self.accesses: dict[int, Access] = {}
         self.effects: list[Effect] = []
         self.is_open = False
+        self.differentiated: dict[int, tuple[Any, list[Any]]] = {}
         self._created: list[tuple[Callable[[], Any], Kind]] = []
         self._kinds: list[Kind] = []
         self._unchecked_writes: list[Access] = []
@@ -142,6 +145,7 @@ class Frame:
         del replaced
 
         self.trace = self.on_created = None
+        end_differentiated(self)
         self._created.clear()
         self._copies.clear()
         for access in self.accesses.values():  # the values may be tracers of the trace that ends here
@@ -251,7 +255,9 @@ class Frame:
                 site = access.site or "a line that changed it in place"
                 if changed:
                     self._check_unreported_write(access.state, access.kind, value, site)
-                effects.append(Effect(access.state, access.kind, value, site, value_before=access.value_before))
+                effect = Effect(access.state, access.kind, value, site, value_before=access.value_before)
+                effect.stepped = self._is_stepped(access, value)
+                effects.append(effect)
 
         for state, kind in self.created():
             value, site = kind.get(state), kind.site_of(state)
@@ -262,6 +268,14 @@ class Frame:
             if not is_leaf(effect.value):
                 _refuse_hidden(effect)
         return effects + self._added
+
+    def _is_stepped(self, access: Access, value: Any) -> bool:
+        """See `Effect.stepped`. A value that the state had before counts as none."""
+        is_differentiated = id(access.state) in self.differentiated
+        if not (access.stepped or is_differentiated):
+            return False
+        values = self.differentiated[id(access.state)][1] if is_differentiated else []
+        return not any(value is x for x in (access.value_in_body, *values))
 
     def _check_unreported_write(self, state: Any, kind: Kind, value: Any, site: str) -> None:
         """`check_write` for a container that was changed in place and for a new state: neither was reported as a write."""
@@ -333,6 +347,46 @@ def _site_of_user(traceback: TracebackType | None) -> str | None:
 def enclosing_frame(closing: Any) -> Any:
     """The parent of a frame that is about to close; the current frame for None."""
     return _local.frame if closing is None else closing.parent
+
+
+def end_differentiated(frame: Any) -> None:
+    """Tell the parent of a frame that closes which states it has differentiated."""
+    if frame.parent is not None:
+        for key, (state, _) in frame.differentiated.items():
+            frame.parent.differentiated.setdefault(key, (state, []))
+    frame.differentiated = {}
+
+
+def forget_differentiated(effects: Iterable[Effect]) -> None:
+    """Of a function that was differentiated and has written states itself: that is no training step."""
+    for effect in effects:
+        effect.stepped = False
+        if _local.frame is not None:
+            _local.frame.differentiated.pop(id(effect.state), None)
+
+
+def note_step(state: Any) -> None:
+    """Record in the current frame that the value it has written to a state is the update of a training step."""
+    access = None if _local.frame is None else _local.frame.accesses.get(id(state))
+    if access is not None:
+        access.stepped = True
+
+
+def _note_differentiated(primals: list[Any]) -> None:
+    frame: Any = _local.frame
+    if frame is None:
+        return
+    found = {id(x) for x in primals}
+    while frame is not None:
+        for access in frame.accesses.values():
+            if access.kind.is_trainable(access.state):
+                value = access.kind.get(access.state)
+                if any(id(x) in found for x in jax.tree.leaves(value)):
+                    frame.differentiated.setdefault(id(access.state), (access.state, []))[1].append(value)
+        frame = frame.parent
+
+
+_jax.note_differentiated(_note_differentiated)
 
 
 def num_references(state: Any, frame: Frame) -> int:

@@ -57,6 +57,10 @@ def publish(effects: Sequence[Effect], *, live: bool, also: Sequence[Store] = ()
     """
     try:
         stores = [store for effect in effects for store in effect.kind.announce(effect, live)]
+        frame = _local.frame
+        for effect in effects:
+            if frame is not None and effect.stepped and (access := frame.accesses.get(id(effect.state))) is not None:
+                access.stepped = True
         locked(ownership, _store_unchanged, effects, [*stores, *also])
     finally:
         for effect in effects:

@@ -85,6 +85,10 @@ class WatchedKind(Kind):
         del state
         return False
 
+    def is_trainable(self, state: Any) -> bool:
+        del state
+        return False
+
     def name_of(self, state: Any) -> str | None:
         del state
         return None

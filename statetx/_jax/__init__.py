@@ -70,6 +70,7 @@ from .equations import zero_tangent as zero_tangent
 from .equations import zeros as zeros
 from .gradients import differentiated_function as differentiated_function
 from .gradients import in_backward_pass as in_backward_pass
+from .gradients import note_differentiated as note_differentiated
 from .gradients import replace_differentiated as replace_differentiated
 from .linear import deferred_call as deferred_call
 from .linear import linear_call as linear_call

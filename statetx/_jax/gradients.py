@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax._src.interpreters import ad as _ad
 
 from . import patches
@@ -23,14 +24,26 @@ def replace_differentiated(replace: Replace) -> None:
     _replace = replace
 
 
+_note: Callable[[list[Any]], None] | None = None
+
+
+def note_differentiated(note: Callable[[list[Any]], None]) -> None:
+    """Let `note` see the leaves of the primals of each function that `jax.vjp`, and with it `jax.grad`, is called on, in every thread."""
+    global _note
+    _note = note
+
+
 _linearize = _ad.linearize
 
 
 @functools.wraps(_linearize)
 def _observed(fun: Callable, *args: Any, **options: Any) -> Any:
     # `jax.linearize` calls this function too, without `is_vjp`.
-    if _replace is not None and options.get("is_vjp"):
-        fun = _replace(fun, bool(options.get("has_aux")))
+    if options.get("is_vjp"):
+        if _note is not None:  # JAX gives one tree, as a `FlatTree`, which is no pytree
+            _note([x for arg in args for x in (arg if hasattr(arg, "unflatten") else jax.tree.leaves(arg))])
+        if _replace is not None:
+            fun = _replace(fun, bool(options.get("has_aux")))
     return _linearize(fun, *args, **options)
 
 
@@ -38,7 +51,8 @@ patches.replace(
     "jax._src.interpreters.ad.linearize",
     _ad,
     _observed,
-    "`statetx.plan` and `statetx.budget` see the functions that `jax.grad` and `jax.vjp` differentiate. Elsewhere the function is JAX's own.",
+    "`statetx.plan` and `statetx.budget` see the functions that `jax.grad` and `jax.vjp` differentiate, and `statetx.microbatch` the states whose values they "
+    "differentiate. Elsewhere the function is JAX's own.",
 )
 
 # The functions that run a backward pass; their names differ between versions of JAX.

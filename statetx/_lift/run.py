@@ -79,6 +79,7 @@ class Run:
 
     def finish(self, leaves: Sequence[Any]) -> PyTree:
         """Store the effects' values in their states and return aux; `leaves` as from the call."""
+        _frames.forget_differentiated(self._outcome.effects)
         return self._outcome.finish(leaves)
 
 

@@ -347,6 +347,9 @@ class _Native(_frames.WatchedKind):
     def is_random(self, state: State) -> bool:
         return isinstance(state, RngState)
 
+    def is_trainable(self, state: State) -> bool:
+        return isinstance(state, Param)
+
     def name_of(self, state: State) -> str | None:
         return state.name
 

@@ -301,6 +301,9 @@ class _Nnx(_frames.WatchedKind):
         # The key of an RngStream, into which every draw folds the stream's count. Not an array of keys: it was split already.
         return isinstance(state, nnx.RngKey) and jnp.ndim(_value.__get__(state)) == 0
 
+    def is_trainable(self, state: nnx.Variable) -> bool:
+        return isinstance(state, nnx.Param)
+
     def site_of(self, state: nnx.Variable) -> str:
         trace_state = _trace.__get__(state)
         return (type(trace_state) is _FrameTraceState and trace_state.site) or "a place that flax does not record"

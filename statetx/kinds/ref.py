@@ -83,6 +83,9 @@ class _RefKind:
     def is_random(self, state: Any) -> bool:
         return jnp.issubdtype(state.dtype, jax.dtypes.prng_key)
 
+    def is_trainable(self, state: Any) -> bool:
+        return False
+
     def name_of(self, state: Any) -> str | None:
         return None
 

@@ -8,7 +8,7 @@ from typing import Any, Never
 import jax
 import jax.numpy as jnp
 
-from .. import _jax, _states
+from .. import _frames, _jax, _states
 from .._errors import GradientError, StateFilterError, StateValueError
 from .._objects.paths import is_filter
 from .._text import brief, counted, format_bytes, suggestion, type_str
@@ -106,6 +106,7 @@ class Optimizer:
         updated = jax.tree.map(lambda x, u: jnp.asarray(x + u, jnp.result_type(x)), values, updates)
         for state, value in zip(self._states, self._treedef.flatten_up_to(updated), strict=True):
             _kind_of(state).write(state, value)
+            _frames.note_step(state)
         self.state.value = optimizer_state
 
     def __getattr__(self, name: str) -> Any:

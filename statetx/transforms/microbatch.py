@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _frames, _jax, _states
-from .._errors import StateAccessError, StateValueError, StaticArgumentError
+from .._errors import FunctionError, StateAccessError, StateValueError, StaticArgumentError
 from .._lift.batch import Batch, BatchArguments
 from .._lift.carry import settle
 from .._lift.options import with_checked_options
@@ -116,6 +116,8 @@ def microbatch(
         StaticArgumentError: `num` is not a number of parts, or an argument that the function does not have.
         ValueError: the arguments differ in the number of examples, or there are fewer examples than parts.
         StateAccessError: the function wrote a `Broadcast` state.
+        FunctionError: the function is a training step: an `Optimizer` updates states in it, or it writes another value to a `Param` (or another library's
+            parameter) that it has differentiated. Each part would be a step of its own.
         CarryTypeError: a part would change the type of a state.
 
     Source:
@@ -219,6 +221,7 @@ class _Call:
         out_avals: list[Any] | None = None
         for (parts, _), xs, w in zip(groups, examples, weights, strict=True):
             staged = self._stage(parts, xs, rules)
+            self._refuse_step(staged)
             share = None if w is not None else parts.size / self._batch.size
             turns = Turns(staged, rules, self._reductions(staged, out_avals), share)
             out_avals = list(staged.out_avals)
@@ -307,6 +310,16 @@ class _Call:
 
         keeps_type = lambda effect: rules(effect.state) is not Split and not isinstance(rules(effect.state), int)  # noqa: E731
         return settle(stage, [], partition(())[1], is_carried=keeps_type)[0]
+
+    def _refuse_step(self, staged: Staged) -> None:
+        for effect in staged.effects:
+            if effect.stepped:
+                raise FunctionError(
+                    f"microbatch({name_of(self._fun)}) would run a training step on each part: {name_of(self._fun)} differentiates "
+                    f"{_states.describe(effect.state, effect.kind)}, and writes it at {effect.site}. So each part would update it, by its own gradient.\n"
+                    f"Fix: take the gradient in parts, and update once after it: "
+                    f"statetx.microbatch(statetx.value_and_grad(loss, wrt=...), {self._num})(x). A step for each part is a statetx.scan over parts."
+                )
 
     def _reductions(self, staged: Staged, larger: Sequence[Any] | None) -> list[str]:
         """For each leaf of the output, how it is reduced; `larger` are the outputs of parts with one more example, if there are such."""

@@ -31,6 +31,7 @@ class Bridge:
         self.stack = stack
         self.parent = _frames.current_frame()
         self.on_created = None if self.parent is None else self.parent.on_created
+        self.differentiated: dict[int, tuple[Any, list[Any]]] = {}
         self.trace = _jax.current_trace()
         self.thread = threading.get_ident()
         self.accesses: dict[int, _frames.Access] = {}
@@ -110,6 +111,7 @@ class Bridge:
         for access in self.accesses.values():
             access.value_before = access.value_in_body = _frames.UNKNOWN
         self.trace = None
+        _frames.end_differentiated(self)
 
 
 def _is_catching_new_states() -> bool:

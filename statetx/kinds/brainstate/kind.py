@@ -152,6 +152,9 @@ class _Brainstate(_frames.WatchedKind):
     def is_random(self, state: brainstate.State) -> bool:
         return isinstance(state, brainstate.random.RandomState)
 
+    def is_trainable(self, state: brainstate.State) -> bool:
+        return isinstance(state, brainstate.ParamState)
+
     def name_of(self, state: brainstate.State) -> str | None:
         return "brainstate.random.DEFAULT" if state is brainstate.random.DEFAULT else state.name
 
