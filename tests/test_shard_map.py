@@ -1,5 +1,7 @@
 """`shard_map` on four CPU devices: replicated and split states, collectives, remat inside."""
 
+import re
+
 import brainstate
 import jax
 import jax.numpy as jnp
@@ -225,3 +227,119 @@ def test_derivative_at_a_python_number(differentiate):
         return statetx.shard_map(lambda a: a * x * scale[...], mesh=one, in_specs=P(), out_specs=P())(jnp.ones(3))
 
     np.testing.assert_allclose(statetx.jit(lambda: differentiate(f))(), 6.0)
+
+
+# -- errors name what the user wrote -------------------------------------------------------------------------------------
+
+
+def double(x):
+    return 2 * x
+
+
+def shard(f, in_specs=None, out_specs=None, **options):
+    return statetx.shard_map(
+        f,
+        mesh=mesh(),
+        in_specs=P("d") if in_specs is None else in_specs,
+        out_specs=P("d") if out_specs is None else out_specs,
+        **options,
+    )
+
+
+def on_device(state):
+    state.value = jax.device_put(state.value, jax.devices()[1])
+
+
+ERRORS = {
+    "argument is not divisible": (
+        lambda m: shard(double)(X[:6]),
+        "shard_map(double): in_specs has P('d',) for argument x, .* 6 elements",
+    ),
+    "item of an argument": (
+        lambda m: shard(lambda p, x: p["a"] + x, (P("d"), P()))({"a": X[:6], "b": "text"}, X),
+        "in_specs has .* for argument p['a'], of type f32[6]: 6 elements",
+    ),
+    "argument of too few dimensions": (
+        lambda m: shard(double, P(None, "d"))(X),
+        "in_specs has .* for argument x, .*: more entries",
+    ),
+    "argument's spec is text": (
+        lambda m: shard(double, "d")(X),
+        "in_specs has 'd' for argument x, which is not a PartitionSpec",
+    ),
+    "argument's axis is unknown": (
+        lambda m: shard(double, P("e"))(X),
+        "in_specs has .* for argument x, and 'e' is not an axis .*: 'd'",
+    ),
+    "specs of two arguments": (
+        lambda m: shard(double, (P("d"), P()))(X),
+        "in_specs=.* is not a tree prefix of the arguments",
+    ),
+    "argument by keyword": (lambda m: shard(double)(x=X), "shard_map(double): got x by keyword"),
+    "argument on one device": (
+        lambda m: shard(double)(jax.device_put(X, jax.devices()[1])),
+        "argument x is committed to the devices [1], and the mesh has the devices [0, 1, 2, 3]",
+    ),
+    "state is not divisible": (
+        lambda m: shard(m.step, states={"w": P(), "h": P("d")})(X),
+        "states has P('d',) for State 'h' (f32[6], made at .*, of type f32[6]: 6 elements",
+    ),
+    "state is a scalar": (
+        lambda m: shard(m.step, states={"w": P("d")})(X),
+        "states has P('d',) for Param 'w' (~f32[], .*: more entries",
+    ),
+    "state's axis is unknown": (
+        lambda m: shard(m.step, states={"w": P("e")})(X),
+        "for Param 'w' .* 'e' is not an axis",
+    ),
+    "state on one device": (
+        lambda m: [on_device(m.w), shard(m.step)(X)],
+        "Param 'w' (~f32[], made at .*) is committed to the devices [1], and .*[0, 1, 2, 3]",
+    ),
+    "states= is a number": (lambda m: shard(double, states=3), "states= maps filters to PartitionSpecs, .*; got 3"),
+    "output is a scalar": (
+        lambda m: shard(jnp.sum)(X),
+        "shard_map(sum): out_specs has P('d',) for the output, .*: more entries",
+    ),
+    "output varies": (
+        lambda m: shard(double, out_specs=P())(X),
+        "the output (f32[2]) has the spec P() in out_specs, .* axes 'd'",
+    ),
+    "part of the output varies": (
+        lambda m: shard(lambda x: {"a": x, "b": x}, out_specs={"a": P("d"), "b": P()})(X),
+        "the output['b'] (f32[2]) has the spec P()",
+    ),
+    "output's spec is text": (
+        lambda m: shard(double, out_specs="d")(X),
+        "out_specs has 'd' for the output, which is not a PartitionSpec",
+    ),
+    "output's axis is unknown": (
+        lambda m: shard(double, out_specs=P("e"))(X),
+        "for the output, and 'e' is not an axis",
+    ),
+    "specs of two outputs": (
+        lambda m: shard(double, out_specs=(P("d"),) * 2)(X),
+        "out_specs=.* is not a tree prefix of the output",
+    ),
+    "branch on an argument": (
+        lambda m: statetx.jit(shard(lambda x: x if x[0] > 0 else -x))(X),
+        "while tracing the function .*lambda.* at .*test_shard_map.py:.* argument x",
+    ),
+    "branch on a state": (
+        lambda m: statetx.jit(shard(lambda x: x if m.w.value > 0 else x))(X),
+        "the value of the argument m.w",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", ERRORS)
+def test_error_names_the_function_and_the_argument_of_the_user(mistake):
+    m = Model()
+    if mistake == "state is not divisible":
+        m.h.value = jnp.ones(6)
+    before = {path: np.asarray(state.value) for path, state in statetx.states(m).items()}
+    run, words = ERRORS[mistake]
+    with pytest.raises((TypeError, ValueError), match=".*".join(map(re.escape, words.split(".*")))):
+        run(m)
+    for path, state in statetx.states(m).items():
+        np.testing.assert_array_equal(state.value, before[path])

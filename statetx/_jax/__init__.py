@@ -154,8 +154,9 @@ from .rules import with_rule as with_rule
 from .staging import compile_settings as compile_settings
 from .staging import evaluate as evaluate
 from .staging import evaluate_checked as evaluate_checked
+from .staging import name_as_staged as name_as_staged
+from .staging import name_function as name_function
 from .staging import name_inputs as name_inputs
-from .staging import named_as as named_as
 from .staging import new_input as new_input
 from .staging import outputs_with_tangents as outputs_with_tangents
 from .staging import stage as stage

@@ -56,11 +56,17 @@ def stage(
     return jaxpr, consts
 
 
-def named_as(jaxpr: Jaxpr, fun: Callable) -> Callable:
-    """`fun`, which evaluates a jaxpr as part of a loop: JAX's errors name the function that the jaxpr was staged from in its place."""
-    info: Any = jaxpr.debug_info
-    fun.__fun_debug_info__ = info._replace(arg_names=None, result_paths=None)  # type: ignore[attr-defined]
+def name_function(fun: Callable, transform: str, place: str, arguments: Sequence[str] | None = None) -> Callable:
+    """`fun`, which a transform of JAX is given in the place of the user's function: JAX's errors name this one, and its arguments."""
+    names = None if arguments is None else tuple(arguments)
+    fun.__fun_debug_info__ = _core.DebugInfo(transform, place, names, None)  # type: ignore[attr-defined]
     return fun
+
+
+def name_as_staged(fun: Callable, jaxpr: Jaxpr) -> Callable:
+    """`name_function` by the function that a jaxpr was staged from."""
+    info: Any = jaxpr.debug_info
+    return name_function(fun, info.traced_for, info.func_src_info)
 
 
 def outputs_with_tangents(jaxpr: Jaxpr, has_tangent: Sequence[bool]) -> list[bool]:

@@ -56,7 +56,7 @@ def while_loop(test: Body, body: Body, num_constants: int) -> Callable:
 
     @compiled
     def through_lax(test_constants: list, body_constants: list, carry: list) -> list:
-        step = _jax.named_as(body.jaxpr, lambda c: body(body_constants, *c))
+        step = _jax.name_as_staged(lambda c: body(body_constants, *c), body.jaxpr)
         return jax.lax.while_loop(lambda c: test(test_constants, *c)[0], step, carry)
 
     # `jax.lax.while_loop` makes a forwarded carry a constant only if the condition does not read it. Such a loop goes

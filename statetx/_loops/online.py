@@ -164,7 +164,7 @@ class OnlineLoop:
         def one(loop: tuple) -> tuple:
             return loop[0] + 1, self.step(constants, loop[1], [])[0]
 
-        start, named = (jnp.int32(0), carry), _jax.named_as(self.step.body.jaxpr, one)
+        start, named = (jnp.int32(0), carry), _jax.name_as_staged(one, self.step.body.jaxpr)
         return jax.lax.while_loop(lambda loop: self.is_running(test_constants, loop[1], loop[0]), named, start)[1]
 
     # -- derivatives --

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _frames, _jax, _states
@@ -13,9 +15,9 @@ from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._frames import Effect
 from .._lift.outcome import Groups
 from .._lift.run import call, frame_for
-from .._lift.wrapper import Wrapper, as_decorator, name_of
-from .._objects.paths import Paths, as_predicate, check_paths
-from .._text import brief
+from .._lift.wrapper import Wrapper, as_decorator, name_of, place_of
+from .._objects.paths import Paths, argument_names, as_predicate, check_paths
+from .._text import brief, type_str
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
@@ -114,32 +116,55 @@ class ShardMap(Wrapper):
                 raise StateValueError(f"shard_map: states={{{brief(filter)}: {spec!r}}} must give a PartitionSpec.")
             self._rules.append((as_predicate(filter), spec))
 
-    def __call__(self, /, *args: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
-        specs = _broadcast_specs(self._in_specs, args)
+        call_name = f"shard_map({name_of(fun)})"
+        if kwargs:
+            raise TypeError(
+                f"{call_name}: got {', '.join(kwargs)} by keyword, for which in_specs has no place.\nFix: pass it by position."
+            )
+        specs = _broadcast_specs(call_name, "in_specs", self._in_specs, args)
         leaves, args_part = partition(args, is_array)
+        leaves = [as_array(x) for x in leaves]
         specs = [spec for spec, is_dynamic in zip(specs, args_part.mask, strict=True) if is_dynamic]
         devices = _Devices(self, args)
+        places = _Places(call_name, self._jax_options)
+        names = _names_of_arrays(fun, args, args_part)
+        for name, spec, x in zip(names, specs, leaves, strict=True):
+            places.check(lambda name=name: f"argument {name}", "in_specs", spec, x)
+        for state, spec, values in zip(devices.states, devices.state_specs, devices.state_values, strict=True):
+            for x in values:
+                describe = lambda state=state: _states.describe(state, path=devices.paths(state))  # noqa: E731
+                places.check(describe, "states", spec, x)
+        out_specs = _specs_in(self._out_specs)
+        for spec in out_specs:
+            places.check_spec(lambda: "the output", "out_specs", spec)
+        outputs: list[tuple[str, Any, Any]] = []  # of each array: its name, spec and type
 
-        def body(state_values: list, tracers: list) -> dict[str, list]:
+        def body(tracers: list, state_values: list) -> dict[str, list]:
             frame = frame_for(
                 "shard_map", fun, on_read=devices.on_read(state_values), frees_cycles=True, outer_trace=outside
             )
             out = frame.run(call, fun, args_part.combine(tracers), {})
-            _frames.refuse_created(frame.effects, f"shard_map({name_of(fun)})")
-            groups.add_output(out, _broadcast_specs(self._out_specs, out), is_array_or_number)
+            _frames.refuse_created(frame.effects, call_name)
+            leaf_specs = _broadcast_specs(call_name, "out_specs", self._out_specs, out)
+            outputs.extend(places.check_output(out, leaf_specs))
+            groups.add_output(out, leaf_specs, is_array_or_number)
             devices.add_effects(frame.effects, groups)
             return groups.pack()
 
         outside = _jax.current_trace()
-        groups = Groups([_REPLICATED, *_specs_in(self._out_specs), *(spec for _, spec in self._rules)])
-        in_specs = (devices.state_specs, specs)
+        groups = Groups([_REPLICATED, *out_specs, *(spec for _, spec in self._rules)])
+        in_specs = (specs, devices.state_specs)
+        _jax.name_function(body, "shard_map", place_of(fun), [*names, *devices.names()])
         run = jax.shard_map(body, in_specs=in_specs, out_specs=groups.keys, **self._jax_options)
         try:
-            outs = run(devices.state_values, [as_array(x) for x in leaves])
+            outs = run(leaves, devices.state_values)
         except ValueError as e:
-            if devices.replicated_writes and "out_specs" in str(e) and self._jax_options.get("check_vma", True):
-                raise StateAccessError(devices.explain()) from e
+            if "out_specs" in str(e) and self._jax_options.get("check_vma", True):
+                places.refuse_varying(outputs)
+                if devices.replicated_writes:
+                    raise StateAccessError(devices.explain()) from e
             raise
         return groups.finish(outs)
 
@@ -152,7 +177,7 @@ class _Devices:
 
     Attributes:
         paths: paths of states, from the function and its arguments.
-        state_values, state_specs: for each state that is an input, its arrays and its spec.
+        states, state_values, state_specs: the states that are inputs, and for each its arrays and its spec.
         replicated_writes: writes of states without a spec.
     """
 
@@ -160,6 +185,7 @@ class _Devices:
         self._owner = owner
         self.paths = Paths(owner.__wrapped__, args)
         self._partitions: dict[int, Partition] = {}
+        self.states: list[Any] = []
         self.state_values: list[list] = []
         self.state_specs: list[PartitionSpec] = []
         # Replicated states are inputs, too, not closed over. JAX cannot close over an array that is sharded on explicit axes,
@@ -186,8 +212,14 @@ class _Devices:
                 raise
             return  # the call may not touch it
         values, self._partitions[id(state)] = partition(value, is_array)
+        self.states.append(state)
         self.state_values.append(values)
         self.state_specs.append(spec)
+
+    def names(self) -> list[str]:
+        """The paths of the states, one for each of their arrays."""
+        pairs = zip(self.states, self.state_values, strict=True)
+        return [self.paths(state) for state, values in pairs for _ in values]
 
     def on_read(self, values: list[list]) -> Callable[[Any, Any, Any], Any]:
         value_by_id = dict(zip(self._partitions, values, strict=True))
@@ -228,6 +260,101 @@ class _Devices:
         )
 
 
+class _Places:
+    """Checks of specs and of devices, whose errors name what the user wrote: JAX sees other arguments than the user's.
+
+    Args:
+        name: the call, for messages.
+        options: of ``jax.shard_map``.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any]):
+        self._name = name
+        mesh = options.get("mesh")
+        self._mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+        is_mesh = isinstance(self._mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh))
+        self._sizes = dict(self._mesh.shape) if is_mesh else {}  # without a mesh: JAX's error says so
+        self._axes = set(options.get("axis_names") or self._sizes)
+
+    def check_output(self, out: PyTree, specs: Sequence[Any]) -> list[tuple[str, Any, Any]]:
+        """Check the specs of the output; returns the name, the spec and the type of each array."""
+        outputs = []
+        leaves = jax.tree_util.tree_flatten_with_path(out, is_leaf=_states.is_opaque)[0]
+        for (keys, x), spec in zip(leaves, specs, strict=True):
+            if is_array_or_number(x):
+                name = f"the output{jax.tree_util.keystr(keys)}"
+                self._check_rank(lambda name=name: name, "out_specs", spec, as_array(x))
+                outputs.append((name, spec, _jax.abstract(as_array(x))))
+        return outputs
+
+    def refuse_varying(self, outputs: list[tuple[str, Any, Any]]) -> None:
+        """Raise for the first output that varies over an axis that its spec does not have."""
+        for name, spec, aval in outputs:
+            axes = [axis for axis in _jax.varying_axes(aval) if axis not in _axes_of(spec)]
+            if axes:
+                raise ValueError(
+                    f"{self._name}: {name} ({type_str(aval)}) has the spec {spec} in out_specs, so that it must be the same along the mesh "
+                    f"axes {', '.join(map(repr, axes))}, over which it may vary.\n"
+                    f"Fix: give these axes in out_specs, reduce it over them (jax.lax.psum), or promise that it does not vary, "
+                    f"by check_vma=False."
+                ) from None
+
+    def check(self, name: Callable[[], str], option: str, spec: Any, x: Any) -> None:
+        """Check the spec of an input, and the devices that hold it."""
+        self.check_spec(name, option, spec)
+        if not self._sizes:
+            return
+        self._check_rank(name, option, spec, x)
+        for size, axes in zip(jnp.shape(x), spec, strict=False):
+            num = math.prod(self._sizes[axis] for axis in _axes_of((axes,)))
+            if size % num:
+                raise ValueError(
+                    f"{self._name}: {option} has {spec} for {name()}, of type {type_str(x)}: {size} elements cannot be divided among "
+                    f"{num} devices.\nFix: pad the array, or give a spec without the axis {axes!r}."
+                )
+
+        if not isinstance(x, jax.Array) or isinstance(x, _jax.Tracer) or not isinstance(self._mesh, jax.sharding.Mesh):
+            return
+        if x.committed and x.sharding.device_set != set(self._mesh.devices.flat):
+            held, wanted = sorted(d.id for d in x.sharding.device_set), [d.id for d in self._mesh.devices.flat]
+            raise ValueError(
+                f"{self._name}: {name()} is committed to the devices {held}, and the mesh has the devices {wanted}.\n"
+                f"Fix: place it on the mesh, by jax.device_put(x, jax.NamedSharding(mesh, {spec}))."
+            )
+
+    def check_spec(self, name: Callable[[], str], option: str, spec: Any) -> None:
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(
+                f"{self._name}: {option} has {brief(spec)} for {name()}, which is not a PartitionSpec.\n"
+                f"Fix: jax.P('axis') for an array that is sharded, jax.P() for one that every device has whole."
+            )
+        unknown = [axis for axis in _axes_of(spec) if axis not in self._axes]
+        if unknown and self._sizes:
+            raise ValueError(
+                f"{self._name}: {option} has {spec} for {name()}, and {unknown[0]!r} is not an axis of the mesh over which the "
+                f"function is mapped: {', '.join(map(repr, sorted(self._axes, key=str)))}."
+            )
+
+    def _check_rank(self, name: Callable[[], str], option: str, spec: Any, x: Any) -> None:
+        if len(spec) > jnp.ndim(x):
+            raise ValueError(
+                f"{self._name}: {option} has {spec} for {name()}, of type {type_str(x)}: more entries than the array has dimensions.\n"
+                f"Fix: give a spec with fewer entries, or a jax.P() for a scalar, which is the same on all devices."
+            )
+
+
+def _names_of_arrays(fun: Callable, args: tuple, part: Partition) -> list[str]:
+    """The names of the arrays among the arguments."""
+    leaves = jax.tree_util.tree_flatten_with_path((args, {}), is_leaf=_states.is_opaque)[0]
+    name = argument_names(fun, args)
+    return [name(keys) for (keys, _), is_dynamic in zip(leaves, part.mask, strict=True) if is_dynamic]
+
+
+def _axes_of(spec: Iterable[Any]) -> list[Any]:
+    """The mesh axes in a spec, in order."""
+    return [a for axes in spec for a in (axes if isinstance(axes, tuple) else (axes,)) if a is not None]
+
+
 def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec)
 
@@ -236,7 +363,7 @@ def _specs_in(specs: Any) -> list[PartitionSpec]:
     return [_REPLICATED if s is None else s for s in jax.tree.leaves(specs, is_leaf=_is_spec)]
 
 
-def _broadcast_specs(specs: Any, tree: PyTree) -> list[PartitionSpec]:
+def _broadcast_specs(name: str, option: str, specs: Any, tree: PyTree) -> list[PartitionSpec]:
     leaf_specs: list[PartitionSpec] = []
 
     def fill(spec: Any, subtree: PyTree) -> None:
@@ -244,5 +371,11 @@ def _broadcast_specs(specs: Any, tree: PyTree) -> list[PartitionSpec]:
             [_REPLICATED if spec is None else spec] * len(jax.tree.leaves(subtree, is_leaf=_states.is_opaque))
         )
 
-    jax.tree.map(fill, specs, tree, is_leaf=_is_spec)
+    try:
+        jax.tree.map(fill, specs, tree, is_leaf=_is_spec)
+    except ValueError:
+        raise ValueError(
+            f"{name}: {option}={specs!r} is not a tree prefix of the {'arguments' if option == 'in_specs' else 'output'}, whose "
+            f"structure is {jax.tree.structure(tree)}."
+        ) from None
     return leaf_specs
