@@ -7,6 +7,7 @@ mistake with its message.
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import threading
 import warnings
@@ -530,6 +531,25 @@ def aux_without_pair():
 @mistake("integer argument", TypeError, "i32", "float")
 def gradient_of_integers():
     statetx.grad(lambda x: x.sum() * 1.0)(jnp.arange(3))
+
+
+WRONG_TYPES = {
+    "of a bool": (lambda x: x > 0, 1.0, ("grad", "value_and_grad", "jacfwd", "jacrev", "hessian")),
+    "of text": (lambda x: "text", 1.0, ("grad", "value_and_grad", "jacfwd", "jacrev", "hessian")),
+    "of a complex number": (lambda x: x * 1j, 1.0, ("grad", "value_and_grad", "jacrev", "hessian")),
+    "at a complex number": (lambda x: abs(x), 1j, ("jacfwd", "hessian")),
+    "at an integer": (lambda x: x, 1, ("grad", "value_and_grad", "jacfwd", "jacrev", "hessian")),
+}
+for text, (fun, x, names) in WRONG_TYPES.items():
+    for name in names:
+
+        @mistake(f"{name} {text}", TypeError, f"{name}", "<lambda>")
+        def wrong_type(name=name, fun=fun, x=x):
+            try:
+                getattr(statetx, name)(fun)(x)
+            except TypeError as e:  # no other transform is named
+                assert str(e).startswith(name) and not re.search(rf"\bjac(fwd|rev)\b(?<!{name}) ?[r(]", str(e)), e
+                raise
 
 
 # -- Python branches on traced values ----------------------------------------------------------------------------------

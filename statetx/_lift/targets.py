@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -103,6 +104,13 @@ def refuse_arguments(transform: str, fun: Callable, args: tuple, argnums: Sequen
                 f"{place} is {got}. Gradients need floating-point or complex values.\n"
                 f"Fix: convert it to float, or choose other arguments by argnums= or states by wrt=statetx.Param."
             ) from None
+
+
+def refuse_types(error: Exception, transform: str, fun: Callable) -> None:
+    """Raise JAX's error about the types of a derivative with the user's transform and function in place of the transform that JAX ran."""
+    message, num = re.subn(r"^(grad|jacfwd|jacrev) (?=requires|with)", f"{transform}({name_of(fun)}) ", str(error))
+    if num:
+        raise TypeError(message) from None
 
 
 def state_argument_error(

@@ -14,10 +14,17 @@ from .._errors import FunctionError, StateAccessError
 from .._lift.options import with_checked_options
 from .._lift.outcome import partition_output
 from .._lift.run import Run
-from .._lift.targets import Targets, parse_argnums, refuse_arguments, resolve_argnums, state_argument_error
+from .._lift.targets import (
+    Targets,
+    parse_argnums,
+    refuse_arguments,
+    refuse_types,
+    resolve_argnums,
+    state_argument_error,
+)
 from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._positions import replaced
-from .._text import short_tree_type_str, tree_type_str, type_str
+from .._text import brief, short_tree_type_str, tree_type_str, type_str
 from .._tree import Partition, is_array_or_number, partition
 from .._typing import Argnums, Filter, PyTree
 
@@ -183,8 +190,9 @@ class ValueAndGrad(Wrapper):
         values = targets.values() if targets else []
         try:
             (value, leaves), (state_grads, arg_grads) = differentiate(values, tuple(args[i] for i in diff_argnums))
-        except (TypeError, StateAccessError):
+        except (TypeError, StateAccessError) as e:
             refuse_arguments(self._made_by(), fun, args, diff_argnums, allow_int=allow_int)
+            refuse_types(e, self._made_by(), fun)
             raise
         aux = run.finish(leaves)
         grads_of_args = arg_grads if as_tuple else arg_grads[0] if arg_grads else None
@@ -207,6 +215,8 @@ def _refuse_loss(out: Any, transform: str, name: str) -> None:
         got, fix = _states.describe(out), "return its .value"
     elif hasattr(out, "mantissa") and hasattr(out, "unit"):  # a Quantity of brainunit or saiunit
         got, fix = f"the Quantity {tree_type_str(out)}", "return its magnitude, as brainunit.get_magnitude(loss)"
+    elif isinstance(out, (str, bytes)):
+        got, fix = f"the {type(out).__name__} {brief(out)}", "return one number"
     elif not jax.tree_util.all_leaves([out]):
         got, fix = f"the pytree {short_tree_type_str(out)}", "return one number"
     else:

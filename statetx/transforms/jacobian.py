@@ -8,13 +8,14 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 import jax
 import jax.numpy as jnp
 
-from .. import _jax
-from .._errors import StateAccessError
+from .. import _jax, _states
+from .._errors import FunctionError, StateAccessError
 from .._lift.outcome import partition_output
 from .._lift.run import Run
-from .._lift.targets import Targets, refuse_arguments, resolve_argnums
+from .._lift.targets import Targets, refuse_arguments, refuse_types, resolve_argnums
 from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._positions import replaced
+from .._text import type_str
 from .._tree import Partition, is_array_or_number, is_number
 from .._typing import Argnums, Filter, PyTree
 
@@ -227,7 +228,7 @@ def jacfwd(
         Array([[3., 0.],
                [0., 3.]], dtype=float32)
     """
-    return _jacobian(jax.jacfwd, fun, argnums, has_aux, {"holomorphic": holomorphic}, wrt)
+    return _jacobian(jax.jacfwd, fun, argnums, wrt, has_aux=has_aux, holomorphic=holomorphic)
 
 
 @overload
@@ -267,7 +268,8 @@ def jacrev(
         >>> statetx.jacrev(lambda x: jnp.sum(w.value * x) * jnp.ones(1), wrt={"w": w})(3.0)
         {'w': Array([[3., 3.]], dtype=float32)}
     """
-    return _jacobian(jax.jacrev, fun, argnums, has_aux, {"holomorphic": holomorphic, "allow_int": allow_int}, wrt)
+    options: dict[str, Any] = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
+    return _jacobian(jax.jacrev, fun, argnums, wrt, **options)
 
 
 @_typed
@@ -287,35 +289,44 @@ def hessian(
         >>> float(statetx.hessian(lambda x: w.value**3 * x, wrt=w)(1.0))
         12.0
     """
-    inner = {"argnums": argnums, "has_aux": has_aux, "holomorphic": holomorphic, "wrt": wrt}
     if fun is None:
-        return lambda f: hessian(f, **inner)
-    return jacfwd(jacrev(fun, **inner), **inner)
+        return lambda f: hessian(f, argnums, has_aux, holomorphic, wrt=wrt)
+    options = {"argnums": argnums, "has_aux": has_aux, "holomorphic": holomorphic, "wrt": wrt, "name": "hessian"}
+    return _jacobian(jax.jacfwd, _jacobian(jax.jacrev, fun, **options), **options)
 
 
-def _jacobian(transform: Callable, fun: Any, argnums: Any, has_aux: bool, options: dict[str, Any], wrt: Any) -> Any:
+def _jacobian(transform: Callable, fun: Any, argnums: Any, wrt: Any, name: str = "", **options: Any) -> Any:
     if argnums is None and wrt is None:
         argnums = 0
-    all_options = {"transform": transform, "argnums": argnums, "wrt": wrt, "has_aux": has_aux, **options}
-    return as_decorator(Jacobian, fun, all_options)
+    options |= {"transform": transform, "argnums": argnums, "wrt": wrt, "name": name or transform.__name__}
+    return as_decorator(Jacobian, fun, options)
 
 
 class Jacobian(Wrapper):
-    """Made by `jacfwd` and `jacrev`."""
+    """Made by `jacfwd` and `jacrev`, and twice by `hessian`; `name` tells by which."""
 
     def __init__(
-        self, fun: Callable, *, transform: Callable, argnums: Any, wrt: Any, has_aux: bool, **jax_options: bool
+        self,
+        fun: Callable,
+        *,
+        transform: Callable,
+        argnums: Any,
+        wrt: Any,
+        has_aux: bool,
+        name: str,
+        **jax_options: bool,
     ):
-        options = {"transform": transform, "argnums": argnums, "wrt": wrt, "has_aux": has_aux}
+        options = {"transform": transform, "argnums": argnums, "wrt": wrt, "has_aux": has_aux, "name": name}
         super().__init__(fun, {**options, **jax_options})
         self._transform = transform
+        self._name = name
         self._argnums = argnums
         self._wrt = wrt
         self._has_aux = has_aux
         self._jax_options = jax_options
 
     def _made_by(self) -> str:
-        return self._transform.__name__
+        return self._name
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
@@ -323,26 +334,39 @@ class Jacobian(Wrapper):
         targets = Targets(self._wrt, fun, args, kwargs, allow_int=allow_int) if self._wrt is not None else None
         diff_argnums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
         structure: Any = None
-        run = Run(self._transform.__name__, fun, has_aux=self._has_aux, targets=targets)
+        run = Run(self._name, fun, has_aux=self._has_aux, targets=targets)
 
         def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
             nonlocal structure
             out, leaves = run(replaced(args, diff_argnums, diff_args), kwargs, state_values, diff_args)
             structure = jax.tree.structure(out)
+            self._check_output(jax.tree.leaves(out))
             return out, leaves
 
         differentiate = self._transform(pure, argnums=(0, 1), has_aux=True, **self._jax_options)
         values = targets.values() if targets else []
         try:
             jacobian, leaves = differentiate(values, tuple(args[i] for i in diff_argnums))
-        except (TypeError, StateAccessError):
+        except (TypeError, StateAccessError) as e:
             refuse_arguments(self._made_by(), fun, args, diff_argnums, allow_int=allow_int)
+            refuse_types(e, self._made_by(), fun)
             raise
         aux = run.finish(leaves)
         pairs = structure.flatten_up_to(jacobian)
         leaves_of_jacobian = [self._combine(targets, of_states, of_args, as_tuple) for of_states, of_args in pairs]
         result = jax.tree.unflatten(structure, leaves_of_jacobian)
         return (result, aux) if self._has_aux else result
+
+    def _check_output(self, leaves: Sequence[Any]) -> None:
+        """Raise for outputs of which JAX's error would not name the function. States, and integers, have errors of their own."""
+        others = [x for x in leaves if not is_array_or_number(x) and _states.kind_of(x) is None]
+        flags = [x for x in leaves if is_array_or_number(x) and jnp.issubdtype(jnp.result_type(x), bool)]
+        if others or flags or (not leaves and self._transform is jax.jacrev):
+            got = type_str((others or flags)[0]) if leaves else "no output"
+            raise FunctionError(
+                f"{self._name}({name_of(self.__wrapped__)}) requires outputs that are numbers, but got {got}.\n"
+                f"Fix: return numbers, and anything else as auxiliary data, with has_aux=True."
+            )
 
     def _combine(self, targets: Targets | None, state_jacobians: Any, arg_jacobians: Any, as_tuple: bool) -> Any:
         if not as_tuple:
