@@ -113,7 +113,11 @@ class InputNames(Sequence[str]):
             error.add_note(f"Fix: {fix}.")
 
     def forget(self) -> None:
-        """Drop the references to the function and its arguments: JAX keeps the names of a failed trace alive."""
+        """Drop the references to the function and its arguments: JAX keeps the names of a failed trace alive.
+
+        Their number stays: JAX compares it with the inputs of the jaxpr (`jax_enable_checks`).
+        """
+        self.num_arguments = len(self)
         self.fun = self.arguments = self.lifting = None
         self._named = []
 
