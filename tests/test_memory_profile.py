@@ -1,6 +1,7 @@
 """`memory_profile`: sums to XLA's figures, known answers, names, and what the advice saves."""
 
 import dataclasses
+import gc
 import importlib.util
 import itertools
 import json
@@ -992,3 +993,17 @@ def test_what_the_backward_pass_and_then_the_loss_read_is_a_residual():
     defined = [(n, (), 65536, n) for n in ("x", "logits", "grad", "new", "loss")]
     assembly = Assembly(_program_of(instructions, {1: "root"}, defined), Inputs())
     assert {b.name: b.kind for b in assembly.buffers()}["logits"] == "residual"
+
+
+@pytest.mark.parametrize("look", [statetx.memory_profile, statetx.explain_oom], ids=lambda f: f.__name__)
+def test_decoded_program_is_freed_with_its_profile(look):
+    def loss(w, x):
+        return jnp.tanh(x @ w).sum()
+
+    def num_alive():
+        gc.collect()
+        return sum(type(x) in (Assembly, _jax.CompiledProgram, _jax.Instruction) for x in gc.get_objects())
+
+    before = num_alive()
+    look(loss, jnp.eye(8), jnp.ones((4, 8)))
+    assert num_alive() == before

@@ -306,7 +306,7 @@ def store(x: Any, type: Any, check: Callable | None = None, known: tuple[Any, An
 
 
 # Cached, so that JAX caches their jaxprs and what it compiles from them. Reports find the format in the name.
-@functools.cache
+@functools.lru_cache(1024)
 def _key_maker(type: Any) -> Callable:
     def key_of(x: Any) -> Any:
         return type.key_of(jax.lax.stop_gradient(x))
@@ -315,7 +315,7 @@ def _key_maker(type: Any) -> Callable:
     return jax.jit(key_of)
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _encoder(type: Any) -> Callable:
     def encode(x: Any, *key: Any) -> list[Any]:
         return type.encode(jax.lax.stop_gradient(x), *key)

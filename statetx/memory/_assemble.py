@@ -46,6 +46,8 @@ class Assembly:
         }
         root = program.computations[program.entry].root
         self.readers = readers(self.schedule, self.flow)
+        # A cache of the object's own: one of the class would keep every program.
+        self.module = functools.cache(self._module)  # `(instruction) -> object`
         num_outputs = len({index[0] for index in self.flow.places[root] if index}) or 1
         if (
             len(inputs.outputs) != num_outputs
@@ -247,12 +249,8 @@ class Assembly:
         origin = self.names.origin(maker)
         return self.module(maker.id) or origin.scopes or origin.function or "(compiler)"
 
-    @functools.cache  # noqa: B019  # an assembly lives as long as one call
-    def module(self, instruction: int) -> str:
+    def _module(self, number: int, depth: int = 0) -> str:
         """The object whose states or arrays this operation reads, or that its first operand of the same function reads."""
-        return self._module(instruction, 0)
-
-    def _module(self, number: int, depth: int) -> str:
         instruction = self.program.instructions[number]
         if found := common_parent(self._inputs_read(instruction)):
             return found

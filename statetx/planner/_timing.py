@@ -96,6 +96,6 @@ def _zero(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
     return jax.device_put(jax.lax.full(shape, 0, dtype), sharding)
 
 
-@functools.cache
+@functools.lru_cache(64)
 def _filler(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
     return jax.jit(lambda: jax.lax.full(shape, 0, dtype), out_shardings=sharding)

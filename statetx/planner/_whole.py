@@ -409,8 +409,11 @@ class Several(Whole):
             return self._baseline.temp_bytes
         return int(max(self._each(lambda search: search.candidates.unplanned_bytes)) + self._besides())
 
-    @functools.cache  # noqa: B019  # lives as long as its search
     def unplanned_flops(self) -> int:
+        return self._unplanned_flops
+
+    @functools.cached_property
+    def _unplanned_flops(self) -> int:
         return self._program(self._each(lambda search: search.baseline.jaxpr_without_remat), None).flops
 
     def _besides(self, choice: Choice | None = None) -> float:
