@@ -10,7 +10,7 @@ import pytest
 
 from helpers import REMAT3
 from statetx import _jax
-from statetx._jax import buffers
+from statetx._jax import buffers, refs
 
 X = jnp.ones(3)
 
@@ -374,3 +374,25 @@ def test_backward_passes_are_recognized():
     jax.grad(f)(1.0)
     jax.jit(jax.grad(lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0]))(1.0)
     assert seen[0] is False and seen[1] is True and len(seen) >= 4 and not _jax.in_backward_pass()
+
+
+def test_value_of_a_ref_is_a_copy_of_its_buffer():
+    sharded = jax.device_put(jnp.ones(4), jax.NamedSharding(jax.make_mesh((2,), ("d",)), jax.P("d")))
+    for value in (X, jnp.asarray(1.0), sharded, jax.device_put(X, jax.devices()[1]), jax.random.key(0)):
+        ref = jax.new_ref(value)
+        holder, buffer = refs._buffer_of(ref)
+        read = _jax.ref_value(ref)
+        assert holder._buf is buffer, "JAX's own read takes the buffer, and an interrupt loses the value"
+        theirs = ref[...]
+        about = [(jax.typeof(x), x.sharding, x.committed) for x in (read, theirs)]
+        assert about[0] == about[1] and bool((read == theirs).all())
+    assert jax.make_jaxpr(lambda r: _jax.ref_value(r))(jax.new_ref(X)).eqns[0].primitive.name == "get"
+
+    ref, double = jax.new_ref(X), jax.jit(lambda r: r.addupdate(r[...]))
+    read, new = _jax.ref_value(ref), 3 * X
+    double(ref)  # in place
+    store, *args = _jax.ref_store(ref, new)
+    assert (read[0], ref[0]) == (1, 2)
+    store(*args)
+    double(ref)
+    assert (new[0], ref[0]) == (3, 6)

@@ -118,6 +118,7 @@ from .order import set_hold_lowering as set_hold_lowering
 from .refs import discharge_refs as discharge_refs
 from .refs import has_made_refs as has_made_refs
 from .refs import ref_store as ref_store
+from .refs import ref_value as ref_value
 from .refs import touches_refs as touches_refs
 from .remat import CPU_DROPS_BARRIERS as CPU_DROPS_BARRIERS
 from .remat import HOST_MEMORY as HOST_MEMORY

@@ -44,19 +44,38 @@ def has_made_refs() -> bool:
     return _has_made_refs
 
 
+# JAX's own read and write of a Ref where nothing is traced run a program that takes the buffer, and put another one back in Python: an
+# interrupt in between loses the value. A copy of the buffer, and the assignment of another buffer, lose nothing. Each makes a copy, since
+# JAX writes a Ref's buffer in place.
+
+
+def ref_value(ref: Any) -> Any:
+    """The value of a Ref; if nothing is traced, without taking its buffer."""
+    _, buffer = _buffer_of(ref)
+    return ref[...] if buffer is None else _copy_to(buffer.sharding, buffer)
+
+
 def ref_store(ref: Any, value: Any) -> tuple[Any, ...]:
     """A store of an array in a Ref, as a function and its arguments; the function is in C if nothing is traced.
 
     JAX refuses a value that the Ref does not accept.
     """
-    buffers = None if isinstance(ref, Tracer) or not is_eager() else getattr(ref, "_refs", None)
-    buffer = getattr(buffers, "_buf", None)
-    # Under a trace, or for a value that JAX must convert or refuse: its own way, which runs Python and may be
-    # interrupted.
-    if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+    holder, buffer = _buffer_of(ref)
+    # Under a trace, or for a value that JAX must convert or refuse: its own way.
+    type_ = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if buffer is None or (buffer.shape, buffer.dtype) != type_:
         return operator.setitem, ref, ..., value
-    # A copy: JAX writes a Ref's buffer in place, and the caller still has `value`.
-    return setattr, buffers, "_buf", jax.device_put(value, buffer.sharding, may_alias=False)
+    return setattr, holder, "_buf", _copy_to(buffer.sharding, value)
+
+
+def _buffer_of(ref: Any) -> tuple[Any, Any]:
+    """The object that holds a Ref's array, and the array; None under a trace, and where JAX holds it in another way."""
+    holder = None if isinstance(ref, Tracer) or not is_eager() else getattr(ref, "_refs", None)
+    return holder, getattr(holder, "_buf", None)
+
+
+def _copy_to(sharding: Any, x: Any) -> Any:
+    return jax.device_put(x, sharding, may_alias=False)
 
 
 def touches_refs(jaxpr: Jaxpr, consts: Sequence[Any]) -> bool:

@@ -40,7 +40,7 @@ class _RefKind:
         return jax.new_ref(value)
 
     def get(self, state: Any) -> Any:
-        return state[...]
+        return _jax.ref_value(state)
 
     def store(self, state: Any, value: Any) -> Store:
         return _jax.ref_store(state, value)
@@ -48,10 +48,10 @@ class _RefKind:
     read = get
 
     def write(self, state: Any, value: Any) -> None:
-        state[...] = value
+        commit([self.store(state, value)])
 
     def get_all(self, states: Sequence[Any]) -> list[Any]:
-        return [ref[...] for ref in states]
+        return [_jax.ref_value(ref) for ref in states]
 
     def set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
         commit([self.store_all(states, values)])
