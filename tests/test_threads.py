@@ -492,6 +492,61 @@ def test_state_written_in_eager_remat_raises_in_another_thread(make):
     assert float(s.value) == 2.0
 
 
+@MAKE
+@pytest.mark.parametrize("make_value", [jnp.float32, lambda x: {"x": jnp.float32(x)}], ids=["array", "dict"])
+@pytest.mark.parametrize("wrap", [lambda f: f, statetx.remat], ids=["", "nested"])
+def test_update_between_read_and_write_in_eager_remat_is_not_lost(make, make_value, wrap):
+    s = make(make_value(1.0))
+
+    @wrap
+    @statetx.remat
+    def step(meanwhile):
+        held = s.value
+        meanwhile()
+        s.value = jax.tree.map(lambda x: x * 2.0, held)
+
+    def add():
+        in_thread(lambda: setattr(s, "value", make_value(10.0)))
+
+    with pytest.raises(statetx.ForeignStateError, match=r"(?s)was written by another thread.*Fix: guard") as e:
+        step(add)
+    assert type(s).__name__ in str(e.value)
+    assert jax.tree.leaves(s.value) == [10.0]
+    step(lambda: None)
+    assert jax.tree.leaves(s.value) == [20.0]
+
+
+@MAKE
+def test_state_acquired_during_a_read_in_eager_remat_raises(make, monkeypatch):
+    s, held, done, real = make(jnp.ones(())), threading.Event(), threading.Event(), _frames.report_touch
+
+    def body(x):
+        y = s.value * x
+        held.set()
+        assert done.wait(60)
+        return y
+
+    def then_acquired(*args, **options):
+        real(*args, **options)
+        if threading.current_thread() is threading.main_thread():
+            other.start()
+            assert held.wait(60)
+
+    other = threading.Thread(target=lambda: statetx.grad(body)(1.0))
+    monkeypatch.setattr(_frames, "report_touch", then_acquired)
+    if isinstance(s, brainstate.State):  # its report is of another name
+        touch = _frames.Frame.touch
+        monkeypatch.setattr(_frames.Frame, "touch", lambda *a, **k: (touch(*a, **k), then_acquired())[0])
+        real = lambda: None  # noqa: E731
+    try:
+        with pytest.raises(statetx.ForeignStateError, match="another thread is running"):
+            statetx.remat(lambda: s.value)()
+    finally:
+        done.set()
+        other.join(60)
+    assert float(s.value) == 1.0
+
+
 # -- one compiled function -------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 
 from .. import _jax
-from .._atomic import Store, commit
+from .._atomic import Store, commit, locked
 from .._errors import StateValueError
 from .._states.messages import call_site, describe, library_folders
 from .._states.protocol import Kind
@@ -23,7 +23,7 @@ from .._states.registry import kinds
 from .access import UNKNOWN, Access, Copy, Effect, _is_writable, is_leaf
 from .current import _local, set_current_frame
 from .leaks import _refuse_hidden, check_write
-from .threads import acquire, open_frames
+from .threads import acquire, open_frames, ownership
 
 T = TypeVar("T")
 
@@ -172,6 +172,11 @@ class Frame:
         access = self.accesses.get(id(state))
         if access is None and self.allow is not None:
             self.allow(state, kind)
+        if self.is_undo:  # other threads may acquire a state that this frame reads, but not before it has the value
+            return locked(ownership, self._touch, state, kind, access, writing)
+        return self._touch(state, kind, access, writing)
+
+    def _touch(self, state: Any, kind: Kind, access: Access | None, writing: bool) -> Access:
         access = acquire(state, kind, self, access, writing=writing)
         if access.value_before is UNKNOWN:
             try:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .. import _jax
 from .._atomic import Store, commit, locked
 from .._errors import ForeignStateError
 from .._states.messages import describe
@@ -29,7 +30,11 @@ ownership = threading.RLock()  # reentrant: a finalizer may run, and touch a sta
 def acquire(state: Any, kind: Kind, frame: Any, access: Access | None = None, *, writing: bool) -> Access:
     """Make a frame the owner of a state, and return its `Access`.
 
-    An undo frame (`Frame.is_undo`) does not acquire a state that it only reads.
+    An undo frame (`Frame.is_undo`) does not acquire a state that it only reads. When it writes a state that it has read, the
+    state must still hold the value that was read.
+
+    Raises:
+        ForeignStateError: a call in another thread owns the state, or another thread has written it since it was read.
     """
     return locked(ownership, _acquire, state, kind, frame, access, writing)
 
@@ -41,9 +46,19 @@ def _acquire(state: Any, kind: Kind, frame: Any, access: Access | None, writing:
     if access is None:
         access = frame.accesses[id(state)] = Access(state, kind, owner, read=not writing)
     if not access.acquired and (writing or not frame.is_undo):
+        if access.value_before is not UNKNOWN:
+            _check_not_written(access)
         access.previous_owner, access.acquired = owner, True  # first: a frame that closes must know what to release
         commit([kind.set_owner(state, frame)])
     return access
+
+
+def _check_not_written(access: Access) -> None:
+    """Raise if another thread has written a state since an undo frame read it."""
+    value = access.kind.get(access.state)
+    # A tracer is of a transform of the state's library in this thread, which stores its result now.
+    if value is not access.value_in_body and not _jax.leaked_tracers(value, None):
+        raise changed_state_error(access.state, access.kind)
 
 
 def publish(effects: Sequence[Effect], *, live: bool, also: Sequence[Store] = ()) -> None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _frames, _jax, _states
-from .._atomic import Store
+from .._atomic import Store, locked
 from .._errors import StateValueError
 from .._typing import public
 from .misuse import NotAnArray, prepare
@@ -89,9 +89,7 @@ class State(NotAnArray, Generic[T]):
         # The fast path of every read and write: the thread's own frame and one identity, no call. `_touch` runs once
         # a frame.
         frame = _frames._local.frame
-        if self._owner is not frame:
-            _touch(self, frame, writing=False)
-        value = self._value
+        value = self._value if self._owner is frame else _touched_value(self, frame)
         if type(value) is _Invalidated:
             raise _states.invalidated_state_error(self, NATIVE.site_of(self), value.reason)
         if self._home is not None:
@@ -254,6 +252,20 @@ def _construction_site() -> tuple[str, int]:
 def _touch(state: State, frame: Any, *, writing: bool) -> None:
     """Report the first touch of `state` in `frame` to each open frame that has not seen it yet, outermost first."""
     _frames.report_touch(state, NATIVE, frame, state._owner, writing=writing)
+
+
+def _touched_value(state: State, frame: Any) -> Any:
+    """The value of a state that `frame` does not own, once its read is reported."""
+    _touch(state, frame, writing=False)
+    return locked(_frames.ownership, _free_value, state, frame)
+
+
+def _free_value(state: State, frame: Any) -> Any:
+    # An undo frame has not acquired the state: another thread may have done so since.
+    owner = state._owner
+    if owner is not None and (frame is None or owner.thread != frame.thread):
+        raise _frames.foreign_state_error(state, NATIVE, owner)
+    return state._value
 
 
 def _check_home(state: State, value: Any) -> None:

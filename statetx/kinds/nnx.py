@@ -32,7 +32,7 @@ from flax import nnx
 from flax.nnx import pytreelib, tracers
 
 from .. import _frames, _jax, _states
-from .._atomic import Store
+from .._atomic import Store, locked
 from .._errors import StateAccessError
 from .._frames import Frame
 from .native import _Invalidated
@@ -75,10 +75,11 @@ def _get_value(state: nnx.Variable) -> Any:
     if frame is None:
         # Python does not switch threads between this check and the read.
         value = KIND.get_all([state])[0] if _owner else _value.__get__(state)
-    else:
-        if _owner.get(id(state)) is not frame:
-            _touch(state, frame, writing=False)
+    elif _owner.get(id(state)) is frame:
         value = _value.__get__(state)
+    else:
+        _touch(state, frame, writing=False)
+        value = locked(_frames.ownership, _free_value, state, frame)
     if type(value) is _Invalidated:
         # `set_value` looks at the old value, to see whether it is a Ref, before it stores the new one. That look must
         # not raise, or an invalidated Variable could never be written again.
@@ -86,6 +87,14 @@ def _get_value(state: nnx.Variable) -> Any:
             return _NoValue(state)
         raise _invalidated_error(state)
     return value
+
+
+def _free_value(state: nnx.Variable, frame: Frame) -> Any:
+    # An undo frame has not acquired the Variable: another thread may have done so since.
+    owner = _owner.get(id(state))
+    if owner is not None and owner.thread != frame.thread:
+        raise _frames.foreign_state_error(state, KIND, owner)
+    return _value.__get__(state)
 
 
 def _set_value(state: nnx.Variable, value: Any) -> None:
