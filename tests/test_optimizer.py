@@ -1,6 +1,7 @@
 """`Optimizer`: one step of optax on states of every kind, and its use in training code."""
 
 import re
+import threading
 
 import brainstate
 import jax
@@ -230,3 +231,56 @@ def test_printing_is_not_a_read():
 def test_repr_shows_counts_and_bytes():
     optimizer = statetx.Optimizer(optax.adam(0.1), [statetx.Param(W), statetx.Param(B)])
     assert repr(optimizer) == "Optimizer(2 states, 32 B; remembers 68 B)"
+
+def finite(variable, value):
+    if not jnp.isfinite(value).all():
+        raise FloatingPointError("not finite")
+    return value
+
+
+@pytest.mark.filterwarnings("ignore:Variable hooks are deprecated")
+@pytest.mark.parametrize("inside", [lambda f: f, statetx.remat], ids=["", "in remat"])
+def test_update_refused_by_one_state_changes_none(inside):
+    a, b = nnx.Param(jnp.zeros(())), nnx.Param(jnp.zeros(()), on_set_value=finite)
+    optimizer = statetx.Optimizer(optax.adam(1.0), {"a": a, "b": b})
+
+    def refused():
+        with pytest.raises(FloatingPointError):
+            optimizer.update({"a": jnp.float32(-1), "b": jnp.float32("nan")})
+
+    inside(refused)()
+    assert (a[...], b[...], optimizer.state.value[0].count) == (0, 0, 0)
+    inside(optimizer.update)({"a": jnp.float32(-1), "b": jnp.float32(-1)})
+    assert a[...] > 0.9 and b[...] > 0.9 and optimizer.state.value[0].count == 1
+
+
+def test_update_refused_while_tracing_changes_nothing():
+    a, b = statetx.Param(jnp.zeros(())), nnx.Param(jnp.zeros(()))
+    optimizer = statetx.Optimizer(optax.sgd(1.0), [a, b])
+
+    @statetx.jit
+    def step(x):
+        with pytest.raises(ZeroDivisionError), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nnx.Param, "set_value", lambda *_: 1 / 0)
+            optimizer.update([x, x])
+        return a.value + b[...]
+
+    assert step(-1.0) == 0.0
+    optimizer.update([jnp.float32(-1)] * 2)
+    assert step(-1.0) == 2.0
+
+
+def test_update_of_another_thread_is_not_lost():
+    w = statetx.Param(jnp.zeros(()))
+    optimizer = statetx.Optimizer(optax.sgd(1.0), w)
+
+    def meanwhile(grads, state, params):
+        thread = threading.Thread(target=lambda: setattr(w, "value", jnp.float32(5.0)))
+        thread.start()
+        thread.join(60)
+        return grads, state
+
+    optimizer.tx = optax.GradientTransformation(optimizer.tx.init, meanwhile)
+    with pytest.raises(statetx.ForeignStateError, match="written by another thread"):
+        optimizer.update(jnp.float32(1.0))
+    assert w.value == 5.0

@@ -124,8 +124,8 @@ def _read_outside(ref: Any, kind: Kind, frame: Frame) -> Any:
 
 
 def run_eagerly(name: str, fun: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any], allow: Any = None) -> T:
-    """Run a function eagerly, and undo its writes if it fails; `allow` as in `Frame`."""
-    frame = frame_for(name, fun, allow=allow, is_undo=True)
+    """Run a function without a transform of JAX, and undo its writes if it fails; `name`, `allow` as in `Frame`."""
+    frame = Frame(name, allow=allow, is_undo=True)
     states = Paths(fun, args, kwargs).items().values() if _jax.has_made_refs() else ()
     unwatched = [(state, _states.kind_of_state(state)) for state in states if _states.is_unwatched(state)]
     saved = [(state, kind, kind.get(state)) for state, kind in unwatched]  # frames do not see their writes: save all

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from .. import _frames, _jax, _states
 from .._errors import GradientError, StateFilterError, StateValueError
+from .._lift.run import run_eagerly
 from .._objects.paths import is_filter
 from .._text import brief, counted, format_bytes, suggestion, type_str
 from .._tree import is_array_or_number, num_bytes
@@ -87,7 +88,7 @@ class Optimizer:
             **extra: further arguments of the transformation, such as ``value=loss``.
 
         State:
-            Reads and writes every state and the optimizer's own. A state keeps its dtype.
+            Reads and writes every state and the optimizer's own: all of them, or none if it fails. A state keeps its dtype.
 
         Raises:
             GradientError: `grads` has another structure, or an array of another shape.
@@ -97,6 +98,9 @@ class Optimizer:
                 "Optimizer.update takes the gradients alone: the optimizer has the states, and its own memory.\n"
                 "Fix: optimizer.update(grads), without the model or its parameters."
             )
+        run_eagerly("Optimizer.update", self._update, (grads,), extra)
+
+    def _update(self, grads: PyTree, **extra: Any) -> None:
         values = self._values()
         _check(grads, values)
         updates, optimizer_state = self.tx.update(grads, self.state.value, values, **extra)

@@ -299,7 +299,7 @@ class Functionalize(Wrapper[P, R]):
             StateAccessError: a path that the function does not have.
         """
         states = self._resolve(values, args, kwargs)
-        run_eagerly("functionalize", _write_all, (states, values), {})
+        run_eagerly(f"functionalize({name_of(self.__wrapped__)}).store", _write_all, (states, values), {})
 
     def __call__(self, values: Mapping[str, Any], /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, dict[str, Any]]:
         out, new_values, created = self.call_with_created(values, args, kwargs)

@@ -220,7 +220,7 @@ class Remat(Wrapper):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
         if _jax.is_eager():  # nothing is differentiated: run the function, and undo its writes if it fails
-            return run_eagerly("remat", fun, args, kwargs, allow=self._guard(args, kwargs))
+            return run_eagerly(f"remat({name_of(fun)})", fun, args, kwargs, allow=self._guard(args, kwargs))
         policy = self._policy
         if override.visited_regions is not None and override.is_off:  # the planner, or a report, tries something
             return fun(*args, **kwargs)

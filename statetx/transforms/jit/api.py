@@ -182,7 +182,7 @@ class Jit(Wrapper[P, R]):
             except TypeError:
                 pass  # JAX rejects an argument or a state: the slow path below finds out which
         if _jax.is_jit_disabled():
-            return run_eagerly("jit", self.__wrapped__, args, kwargs)
+            return run_eagerly(f"jit({name_of(self.__wrapped__)})", self.__wrapped__, args, kwargs)
 
         call = self._read(args, kwargs)
         programs = self.cache.programs.get(call.key)
