@@ -6,9 +6,10 @@ Every transform uses two verbs: `partition` splits a tree into the leaves that g
 
 from __future__ import annotations
 
+import array
 import math
 import numbers
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, TypeGuard
 
 import jax
@@ -135,19 +136,24 @@ class Identity:
         return id(self.obj)
 
 
-def _by_equality(x: Any) -> Hashable:
+def is_hashable(x: Any) -> bool:
     try:
         hash(x)
-    except TypeError:
-        return Identity(x)
-    return (type(x), x)
+    except Exception:  # a TypeError, as a rule; a ValueError for a writable memoryview
+        return False
+    return True
+
+
+def _by_equality(x: Any) -> Hashable:
+    return (type(x), x) if is_hashable(x) else Identity(x)
 
 
 def freeze(x: Any, leaf_key: Callable[[Any], Hashable] = _by_equality) -> Hashable:
     """A hashable key that is equal for values that a program cannot tell apart.
 
-    Types count: 1, True and 1.0 differ, and so do 0.0 and -0.0, a list and a tuple. Containers and NumPy arrays are compared by
-    content and attributes; other objects by `leaf_key`: by default their own equality, or identity if they are not hashable.
+    Types count: 1, True and 1.0 differ, and so do 0.0 and -0.0, a list and a tuple. Containers (any sequence, mapping or set that is
+    not hashable) and NumPy arrays are compared by content and attributes; other objects by `leaf_key`: by default their own equality,
+    or identity if they are not hashable.
     """
     if isinstance(x, float):  # `hex` tells 0.0 from -0.0, and nan equals nan
         return (type(x), x.hex())
@@ -158,22 +164,37 @@ def freeze(x: Any, leaf_key: Callable[[Any], Hashable] = _by_equality) -> Hashab
     if isinstance(x, slice):  # hashable from Python 3.12 on, but equal for 1 and True
         return (type(x), freeze(x.start, leaf_key), freeze(x.stop, leaf_key), freeze(x.step, leaf_key))
     if isinstance(x, dict):
-        return (
-            type(x),
-            *[(freeze(k, leaf_key), freeze(v, leaf_key)) for k, v in x.items()],
-            *_attributes(x, leaf_key),
-        )
+        return _mapping_key(x, leaf_key)
     if isinstance(x, (set, frozenset)):
         return (type(x), frozenset([freeze(v, leaf_key) for v in x]), *_attributes(x, leaf_key))
-    if isinstance(x, (np.ndarray, np.generic)) and x.dtype != object:
-        return (type(x), x.dtype.str, x.shape, x.tobytes())
+    if isinstance(x, (np.ndarray, np.generic)):
+        content = freeze(x.tolist(), leaf_key) if x.dtype.hasobject else x.tobytes()
+        return (type(x), x.dtype.str, x.shape, content)
+    if not is_hashable(x):
+        if isinstance(x, Mapping):
+            return _mapping_key(x, leaf_key)
+        if isinstance(x, Set):
+            return (type(x), frozenset([freeze(v, leaf_key) for v in x]), *_attributes(x, leaf_key))
+        if isinstance(x, (bytearray, memoryview, array.array)):
+            view = memoryview(x)
+            return (type(x), view.format, view.shape, view.tobytes())
+        if isinstance(x, Sequence):
+            return (type(x), *[freeze(v, leaf_key) for v in x], *_attributes(x, leaf_key))
     return leaf_key(x)
 
 
+def _mapping_key(x: Mapping[Any, Any], leaf_key: Callable[[Any], Hashable]) -> Hashable:
+    items = [(freeze(k, leaf_key), freeze(v, leaf_key)) for k, v in x.items()]
+    return (type(x), *items, *_attributes(x, leaf_key))
+
+
 def _attributes(x: Any, leaf_key: Callable[[Any], Hashable]) -> tuple[Hashable, ...]:
-    """A key for the attributes of a container whose class is the user's."""
-    attributes = getattr(x, "__dict__", None)
-    return (freeze(dict(attributes), leaf_key),) if attributes else ()
+    """A key for what a container has beside its items: attributes of the user's class, and the options of one of Python's."""
+    attributes = {**getattr(x, "__dict__", {}), **{name: getattr(x, name) for name in _OPTIONS if hasattr(x, name)}}
+    return (freeze(attributes, leaf_key),) if attributes else ()
+
+
+_OPTIONS = ("default_factory", "maxlen")  # of a defaultdict and a deque
 
 
 def num_bytes(tree: PyTree) -> int:

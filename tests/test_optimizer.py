@@ -232,6 +232,7 @@ def test_repr_shows_counts_and_bytes():
     optimizer = statetx.Optimizer(optax.adam(0.1), [statetx.Param(W), statetx.Param(B)])
     assert repr(optimizer) == "Optimizer(2 states, 32 B; remembers 68 B)"
 
+
 def finite(variable, value):
     if not jnp.isfinite(value).all():
         raise FloatingPointError("not finite")

@@ -1,12 +1,16 @@
 """Static arguments of compiled functions: distinguished by type, value and states, and not kept alive."""
 
+import array
+import collections
 import dataclasses
 import gc
 import threading
+import types
 import weakref
 
 import brainstate
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -205,3 +209,104 @@ def test_models_are_freed_in_any_thread():
         thread.join()
     gc.collect()
     assert not errors and len(f.cache.programs) == 0
+
+
+@dataclasses.dataclass
+class Record:
+    sizes: list
+    parent: object = None
+
+    def append(self, x):
+        self.sizes.append(x)
+
+    def __iter__(self):
+        return iter(self.sizes)
+
+
+RecordSlots = dataclasses.make_dataclass(
+    "RecordSlots", ["sizes"], slots=True, namespace={"append": Record.append, "__iter__": Record.__iter__}
+)
+
+
+def cyclic(sizes):
+    record = Record(list(sizes))
+    record.parent = record
+    return record
+
+
+class Namespace(types.SimpleNamespace):
+    append, __iter__ = Record.append, Record.__iter__
+
+
+SEQUENCES = {
+    "deque": collections.deque,
+    "bytearray": bytearray,
+    "array": lambda sizes: array.array("i", sizes),
+    "UserList": collections.UserList,
+    "dataclass": Record,
+    "dataclass with slots": RecordSlots,
+    "in a tuple": lambda sizes: (collections.deque(sizes),),
+    "in a dataclass": lambda sizes: Record(collections.deque(sizes)),
+    "cyclic": cyclic,
+    "SimpleNamespace": lambda sizes: Namespace(sizes=list(sizes)),
+}
+
+
+@pytest.mark.parametrize("make", SEQUENCES.values(), ids=SEQUENCES)
+def test_mutable_static_argument_is_never_stale(make):
+    runs = []
+    flat = lambda x: x[0] if isinstance(x, tuple) else x  # noqa: E731
+
+    @statetx.jit(static_argnums=1)
+    def f(x, sizes):
+        runs.append(None)
+        return x * sum(flat(sizes))
+
+    sizes = make([1, 2])
+    assert float(f(1.0, sizes)) == float(f(2.0, sizes)) / 2 == 3.0 and len(runs) == 1
+    flat(sizes).append(7)
+    assert float(f(1.0, sizes)) == 10.0 and len(runs) == 2
+    assert float(f(1.0, make([1, 2]))) == 3.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: collections.defaultdict(int, a=1),
+        lambda: collections.OrderedDict(a=1),
+        lambda: collections.UserDict(a=1),
+        lambda: collections.ChainMap({"a": 1}),
+    ],
+)
+def test_mutable_static_mapping_is_never_stale(make):
+    f = statetx.jit(lambda x, sizes: x * sizes["a"], static_argnums=1)
+    sizes = make()
+    assert float(f(1.0, sizes)) == 1.0
+    sizes["a"] = 5
+    assert float(f(1.0, sizes)) == 5.0
+
+
+def test_options_of_static_containers_count():
+    f = statetx.jit(lambda x, sizes: x * (sizes.maxlen or 0), static_argnums=1)
+    assert [float(f(1.0, collections.deque([1], n))) for n in (None, 2, 3)] == [0, 2, 3]
+    g = statetx.jit(lambda x, sizes: x * sizes.default_factory(), static_argnums=1)
+    assert [float(g(1.0, collections.defaultdict(make))) for make in (int, lambda: 4)] == [0, 4]
+    entries = np.array([1, None], object)
+    h = statetx.jit(lambda x, entries: x * entries[0], static_argnums=1)
+    assert float(h(1.0, entries)) == 1.0
+    entries[0] = 3
+    assert float(h(1.0, entries)) == 3.0
+
+
+def test_record_that_holds_states_keeps_its_program_when_an_attribute_changes():
+    runs = []
+
+    @statetx.jit
+    def f(model, x):
+        runs.append(None)
+        return model.w.value * x
+
+    model = Unhashable(3)
+    f(model, X)
+    model.i = 1  # an attribute of a model, as of a class without equality: `jit` caches by contract
+    assert float(f(model, X)[0]) == 3.0 and len(runs) == 1

@@ -7,52 +7,66 @@ the states in them, must be dropped with it. So a key refers weakly to each obje
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import types
 import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from ..._objects.contents import has_parts
+from ..._objects.contents import attributes, has_parts
 from ..._objects.paths import holds_states
-from ..._tree import freeze
+from ..._tree import freeze, is_hashable
 
 
 def static_key(x: Any) -> Hashable:
     """`freeze` of a static argument, with weak references to objects that are compared by identity.
 
     An object is compared by identity if its class does not define equality, if it cannot be hashed, or if it holds states:
-    two equal models are two keys. Whether an object with its own equality holds states is checked when the key is stored.
+    two equal models are two keys. Whether an object with its own equality holds states is checked when the key is stored. An object
+    that cannot be hashed and holds no states is a record that may change: its attributes must be the same, too.
     """
     return freeze(x, _stand_for)
 
 
-def _stand_for(x: Any) -> Hashable:
+def _stand_for(x: Any, records: tuple[int, ...] = ()) -> Hashable:
+    """The key of a leaf; `records`: the ids of the records that it is an attribute of."""
     cls = type(x)
     if x is None or cls is str:
         return (cls, x)
     if cls is types.MethodType:  # a new object at each attribute access
-        return (cls, static_key(x.__self__), static_key(x.__func__))
+        leaf_key = functools.partial(_stand_for, records=records)
+        return (cls, freeze(x.__self__, leaf_key), freeze(x.__func__, leaf_key))
     if cls.__eq__ is object.__eq__:
         try:
             return (cls, weakref.ref(x))
         except TypeError:
             return Held(x, by_identity=True)
-    try:
-        hash(x)
-    except TypeError:
-        return Held(x, by_identity=True)
+    if not is_hashable(x):
+        return Held(x, by_identity=True, attributes=_attributes(x, records))
     return Held(x, by_identity=False) if has_parts(x) else (cls, x)
 
 
+def _attributes(x: Any, records: tuple[int, ...]) -> Hashable:
+    """A key for the attributes of an object; None if it is compared by identity alone, or is an attribute of its own attributes."""
+    if not has_parts(x) or id(x) in records:
+        return None
+    return freeze(list(attributes(x)), functools.partial(_stand_for, records=(*records, id(x))))
+
+
 class Held:
-    """The part of a key for an object. Holds it strongly until the key is stored, and longer only to compare by equality."""
+    """The part of a key for an object. Holds it strongly until the key is stored, and longer only to compare by equality.
 
-    __slots__ = ("_hash", "is_weak", "_obj", "by_identity")
+    Attributes:
+        attributes: a key for the object's attributes, which must be the same; None if they need not.
+    """
 
-    def __init__(self, obj: Any, *, by_identity: bool):
+    __slots__ = ("_hash", "is_weak", "_obj", "attributes", "by_identity")
+
+    def __init__(self, obj: Any, *, by_identity: bool, attributes: Hashable = None):
         self._obj = obj
         self.is_weak = False
+        self.attributes = attributes
         self._hash = id(obj) if by_identity else hash(obj)
         self.by_identity = by_identity
 
@@ -62,8 +76,11 @@ class Held:
         return self._obj() if self.is_weak else self._obj
 
     def settle(self) -> None:
-        """Compare by identity if the object holds states; then hold it weakly, if its class allows that."""
-        self.by_identity = self.by_identity or holds_states(self._obj)
+        """Compare by identity alone if the object holds states; then hold it weakly, if its class allows that."""
+        if self.attributes is not None or not self.by_identity:
+            has_states = holds_states(self._obj)
+            self.by_identity = self.by_identity or has_states
+            self.attributes = None if has_states else self.attributes
         if self.by_identity:
             with contextlib.suppress(TypeError):  # it allows no weak references
                 self._obj, self.is_weak = weakref.ref(self._obj), True
@@ -84,7 +101,8 @@ class Held:
             return False
         obj, other_obj = self.obj, other.obj
         if obj is other_obj:
-            return obj is not None
+            is_record = self.attributes is not None and other.attributes is not None
+            return obj is not None and (not is_record or self.attributes == other.attributes)
         return not (self.by_identity or other.by_identity) and type(obj) is type(other_obj) and obj == other_obj
 
 
@@ -99,6 +117,8 @@ def _parts(key: Any) -> Iterator[Any]:
             yield from _parts(part)
     elif isinstance(key, (Held, weakref.ref)):
         yield key
+        if isinstance(key, Held):
+            yield from _parts(key.attributes)
 
 
 class Programs(dict[Hashable, list]):
