@@ -6,10 +6,10 @@ explicit inputs and outputs. See the README for a first program.
 """
 
 import importlib as _importlib
-import threading as _threading
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from ._atomic import new_lock as _new_lock
 from ._environment import flag as _flag
 from ._errors import CarryTypeError as CarryTypeError
 from ._errors import CheckpointError as CheckpointError
@@ -173,7 +173,7 @@ _ELSEWHERE = {
     "vmap_new_states": "statetx.vmap, under which new states get an axis for the examples",
 }
 _SUBMODULES = ("policies", "testing", "caches", "memory", "planner", "residuals", "transforms", "kinds")
-_loading = _threading.RLock()
+_loading = _new_lock()
 
 
 def __getattr__(name: str) -> _Any:

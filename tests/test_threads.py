@@ -3,7 +3,9 @@
 import concurrent.futures
 import contextlib
 import gc
+import os
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -821,3 +823,42 @@ def test_trace_stack_of_brainstate_left_open_by_a_generator():
         in_thread(lambda: s.value)
     g.close()
     assert s._owner is None and float(s.value) == 2.0
+
+
+FORKED = """
+import os, signal, threading, jax.numpy as jnp, statetx
+from statetx import _frames
+s, ready, done = statetx.State(jnp.float32(1.0)), [threading.Event(), threading.Event()], threading.Event()
+
+def hold(lock=_frames.ownership):
+    with lock:
+        ready[0].set()
+        done.wait()
+
+def trace(x):
+    s.value = s.value * x
+    ready[1].set()
+    done.wait()
+    return s.value
+
+threads = [threading.Thread(target=hold), threading.Thread(target=lambda: statetx.grad(trace)(2.0))]
+threads[1].start(), ready[1].wait(), threads[0].start(), ready[0].wait()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(30)
+    held = s.value
+    statetx.remat(lambda: setattr(s, "value", {"was": s.value}))()
+    os._exit(0 if type(held) is type(jnp.zeros(())) and s.value["was"] is held else 1)
+status = os.waitpid(pid, 0)[1]
+done.set()
+[t.join() for t in threads]
+assert float(s.value) == 2.0
+print("child:", os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_child_of_a_fork_uses_states_that_other_threads_held():
+    run = [sys.executable, "-W", "ignore:os.fork:RuntimeWarning", "-c", FORKED]
+    out = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    assert out.stdout == "child: 0\n", out

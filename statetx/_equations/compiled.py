@@ -6,7 +6,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 
 from .. import _jax
+from .._atomic import new_lock
 from .._jax import Jaxpr, Literal
 from .._tables import Cell, Column, Table
 from .._text import format_bytes, format_flops
@@ -167,7 +167,7 @@ class Program:
         self.flops = count(_jax.without_dead_code(traced.jaxpr))
         self.compiler_options = compiler_options
         # Not `functools.cached_property`: up to Python 3.11 it has one lock for all programs, and threads would compile one after another.
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._compiled: Any = None
         self._cost: Cost | None = None
 

@@ -27,7 +27,7 @@ import numpy as np
 from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p, custom_vjp_call_p
 
 from .. import _jax
-from .._atomic import locked
+from .._atomic import locked, new_lock
 from .._jax import Jaxpr, Literal
 from .._tree import Identity, freeze
 from .hoist import hoist
@@ -268,7 +268,7 @@ class Table:
         self.hits = 0
         self.misses = 0
         self._entries: collections.OrderedDict[Hashable, Callable] = collections.OrderedDict()
-        self._lock = threading.RLock()  # reentrant: a finalizer that runs under the lock may trace
+        self._lock = new_lock()  # reentrant: a finalizer that runs under the lock may trace
         self._counts: dict[tuple[str, bool], int] = {}
 
     def get(self, bodies: Body | Sequence[Body], use: tuple, build: Callable[..., Callable]) -> Callable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import operator
+import os
 import sysconfig
 import threading
 import weakref
@@ -112,7 +113,7 @@ class Frame:
         commit(
             [
                 *opening,
-                (operator.setitem, open_frames, id(self), None),
+                (operator.setitem, open_frames, id(self), self),
                 (setattr, self, "is_open", True),
                 (set_current_frame, self),
             ]
@@ -162,6 +163,11 @@ class Frame:
             for frame in inner:
                 frame.close()
         self.close()
+
+    def release(self) -> None:
+        """Give every state its old value and owner, in a process made by `os.fork` that lacks the frame's thread."""
+        stores = [store for access in self.accesses.values() for store in access.undo()]
+        commit([*stores, (setattr, self, "is_open", False), (open_frames.pop, id(self), None)])
 
     # -- called by kinds while the frame is open --
 
@@ -307,6 +313,16 @@ class Frame:
                         f"Fix: assign a new container to .value, or keep it in one state."
                     )
             frame = frame.parent
+
+
+def _release_lost_frames() -> None:
+    for frame in reversed(list(open_frames.values())):
+        if frame.thread != threading.get_ident():
+            frame.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_lost_frames)
 
 
 _IN_RULE = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import _jax
-from .._atomic import Store, commit, locked
+from .._atomic import Store, commit, locked, new_lock
 from .._errors import ForeignStateError
 from .._states.messages import describe
 from .._states.protocol import Kind
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 # So the innermost frame that has touched a state owns it, and a touch by another thread raises; a program that shares
 # states between threads guards them by a lock. A state is acquired before it gets its new value and released after it has
 # its old one, so a state without an owner holds no tracer of a call that is running.
-open_frames: dict[int, None] = {}
-"""Ids of the open frames of all threads. If it is empty, no state has an owner, and holding `ownership` keeps it so."""
+open_frames: dict[int, Frame] = {}
+"""The open frames of all threads, by their ids, in the order of opening. If it is empty, no state has an owner, and holding `ownership` keeps it so."""
 
-ownership = threading.RLock()  # reentrant: a finalizer may run, and touch a state, wherever Python allocates
+ownership = new_lock()  # reentrant: a finalizer may run, and touch a state, wherever Python allocates
 
 
 def acquire(state: Any, kind: Kind, frame: Any, access: Access | None = None, *, writing: bool) -> Access:

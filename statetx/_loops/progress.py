@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import jax
 
+from .._atomic import new_lock
 from .._extras import require
 
 
@@ -24,7 +24,7 @@ class Bars:
         self._name = name
         self._length = length
         self._every = max(1, length // 100)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._shown: dict[str, Any] = {}
         require("rich.progress", "progress=True")
 

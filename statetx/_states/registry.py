@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 
 from .. import _jax
-from .._atomic import locked
+from .._atomic import locked, new_lock
 from .protocol import ArrayKind, Jitting, Kind, Modal, Subclassed
 
 # Libraries whose states are watched as soon as the program has imported them, so that `import statetx` imports neither.
@@ -21,7 +20,7 @@ _modal: list[Modal] = []
 _array_bases: tuple[type, ...] = ()
 _unwatched_bases: tuple[type, ...] = ()
 _pending = tuple(_FOREIGN)  # never changed in place: other threads may be iterating over it
-_kinds_lock = threading.RLock()
+_kinds_lock = new_lock()
 
 
 def register_kind(kind: Kind) -> None:

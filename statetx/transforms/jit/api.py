@@ -11,7 +11,6 @@ function raises `Restage`: the user's Python may do something else for them and 
 
 from __future__ import annotations
 
-import threading
 import types
 import warnings
 import weakref
@@ -22,7 +21,7 @@ import jax
 import numpy as np
 
 from ... import _frames, _jax, _states
-from ..._atomic import locked
+from ..._atomic import locked, new_lock
 from ..._errors import StagingWarning
 from ..._lift.options import with_checked_options
 from ..._lift.run import run_eagerly
@@ -87,7 +86,9 @@ def jit(
     Args:
         fun: the function. Arguments may be arrays, Python numbers and pytrees of them, as in ``jax.jit``. Any other
             object (a model, a string, None) is static without a declaration, and compared by equality; by identity if it
-            cannot be hashed or holds states. A program is dropped when its model is garbage collected.
+            holds states. Containers are compared by their contents, also those that cannot be hashed. Another object that cannot be
+            hashed, such as a dataclass, must be the same with the same attributes. A program is dropped when its model is garbage
+            collected.
         static_argnums: positions of static arguments, counted as you call the function, negative ones from the end.
             Unhashable values are allowed.
         static_argnames: the same by name.
@@ -344,8 +345,8 @@ class _Cache:
         self.programs = Programs(_MAX_KEYS)
         self.fast_path: tuple[Program, Hashable] | None = None
         self.has_warned = False
-        self.lock = threading.RLock()
-        self.staging = threading.RLock()
+        self.lock = new_lock()
+        self.staging = new_lock()
         _jax.register_cache(self, "statetx.jit")
 
     def cache_clear(self) -> None:
