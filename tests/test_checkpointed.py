@@ -1245,7 +1245,8 @@ def test_carries_without_tangents_need_no_derivative(name, moving):
         c = [*start]
         for i, x in zip(moving, values, strict=True):
             c[i] = x
-        return sum(run(tuple(c))[1:])
+        t, *others = run(tuple(c))
+        return sum(others) * on_the_host(t)
 
     values = [start[i] for i in moving]
     places = tuple(range(len(moving)))
@@ -1257,6 +1258,28 @@ def test_carries_without_tangents_need_no_derivative(name, moving):
         *values
     )
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("checkpoint", [Slots(2), "1MiB"], ids=str)
+@pytest.mark.parametrize("transform", [jax.grad, lambda f: jax.grad(jax.grad(f)), jax.jacfwd], ids=["1", "2", "forward"])
+def test_outputs_without_tangents_need_no_derivative(checkpoint, transform):
+    def loss(x, **options):
+        step = lambda c, _: ((c[0] + 1.0, jnp.sin(c[0] * c[1])), (c[0], c[1]))  # noqa: E731
+        (t, v), (times, values) = statetx.scan(step, (1.0, x), None, 5, **options)
+        return (v + values.sum()) * on_the_host(t) * on_the_host(times.sum())
+
+    planned = transform(functools.partial(loss, checkpoint=checkpoint))(0.4)
+    np.testing.assert_allclose(planned, transform(loss)(0.4), rtol=1e-5)
+
+
+@pytest.mark.parametrize("checkpoint", [Slots(2), statetx.Truncated(2)], ids=str)
+def test_while_loop_outputs_without_tangents_need_no_derivative(checkpoint):
+    def loss(x):
+        step = lambda c: (c[0] + 1.0, jnp.sin(c[1]))  # noqa: E731
+        t, v = statetx.while_loop(lambda c: c[0] < 3, step, (1.0, x), checkpoint=checkpoint)
+        return v * on_the_host(t)
+
+    np.testing.assert_allclose(jax.grad(loss)(0.4), np.sqrt(3) * np.cos(np.sin(0.4)) * np.cos(0.4), rtol=1e-6)
 
 
 def test_steps_that_keep_literals():

@@ -57,7 +57,7 @@ class CustomLoop(Protocol):
         ...
 
     def jvp(self, args: list, tangents: dict[int, Any]) -> tuple[list, list]:
-        """The outputs, and the tangents of the float outputs; `tangents` holds the nonzero ones by argument index."""
+        """The outputs, and the tangents of the float outputs, None for zero; `tangents` holds the nonzero ones by argument index."""
         ...
 
     def map(self, args: list, axes: list[int | None], axis_data: Any) -> tuple[list, list[int | None]]:
@@ -96,10 +96,9 @@ def _loop_jvp(args: Any, tangents: Any, *, loop: CustomLoop, **_: Any) -> tuple[
     tangents, diff_indices = with_nonzero(tangents)
     outs, out_tangents = loop.jvp(args, {i: tangents[i] for i in diff_indices})
     float_tangents = iter(out_tangents)
-    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in outs]
-    return outs, [
-        next(float_tangents) if f else _Zero(abstract(x).to_tangent_aval()) for x, f in zip(outs, is_float, strict=True)
-    ]
+    tangents = [next(float_tangents) if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in outs]
+    zeros = [_Zero(abstract(x).to_tangent_aval()) for x in outs]
+    return outs, [zero if t is None else t for t, zero in zip(tangents, zeros, strict=True)]
 
 
 def _loop_linearize(is_vjp: bool, nonzeros: Any, *args: Any, jaxpr: ClosedJaxpr, loop: CustomLoop) -> Any:

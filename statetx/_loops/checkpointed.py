@@ -176,7 +176,7 @@ class CheckpointedLoop(Loop):
         # is differentiated as such. The rule calls `sweep`, not `store`, whose `while` loops have no reverse mode: a
         # derivative of the rule differentiates the outputs, too.
         def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
-            return sweep(*args), jvp_of(self._nested, args, tangents)[1]
+            return sweep(*args), self.step.without_zeros(tangents, jvp_of(self._nested, args, tangents)[1])
 
         sweep = whole(with_derivative(store, derivative), self.step.name)
         return sweep

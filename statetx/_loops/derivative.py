@@ -80,7 +80,7 @@ class Loop:
 
     def jvp(self, args: list, tangents: dict[int, Any]) -> tuple[list, list]:
         (carry, ys), out_tangents = self.derivative(self._sort(args), tangents)
-        return [*carry, *ys], out_tangents
+        return [*carry, *ys], self.step.without_zeros(tangents, out_tangents)
 
     def map(self, args: list, axes: list[int | None], axis_data: Any) -> tuple[list, list[int | None]]:
         # JAX's caches go by the identity of the loop, a parameter of the primitive: equal maps get one mapped loop.
@@ -141,7 +141,7 @@ def with_derivative(fun: Callable, derivative: Callable) -> Callable:
     """`fun`, compiled, with a derivative of its own.
 
     Args:
-        derivative: ``(args, tangents by leaf) -> (output, tangents of its first float leaves)``; further tangents are zero.
+        derivative: ``(args, tangents by leaf) -> (output, tangents of its first float leaves)``; None, and further ones, are zero.
     """
     compiled = jax.custom_jvp(bind.compiled(fun))
 
@@ -150,10 +150,7 @@ def with_derivative(fun: Callable, derivative: Callable) -> Callable:
     def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
         primals = jax.tree.map(_jax.as_array, primals)
         out, out_tangents = derivative(primals, nonzero_tangents(tangents))
-        floats = [x for x in jax.tree.leaves(out) if is_float(x)]
-        # Symbolic: arrays of zeros would be in the device's memory where offloaded outputs are not.
-        zeros = [_jax.zero_tangent(_jax.abstract(x)) for x in floats[len(out_tangents) :]]
-        return out, tangents_of(out, [*out_tangents, *zeros])
+        return out, tangents_of(out, out_tangents)
 
     return compiled
 
@@ -236,10 +233,13 @@ def nonzero_tangents(tangents: Any) -> dict[int, Any]:
 
 
 def tangents_of(out: Any, floats: Iterable[Any]) -> Any:
-    """The tangents of an output, given those of its float leaves."""
+    """The tangents of an output, given those of its first float leaves; None, and further ones, are zero."""
     leaves, treedef = jax.tree.flatten(out)
     remaining = iter(floats)
-    return treedef.unflatten([next(remaining) if is_float(x) else _jax.zero_tangent(_jax.abstract(x)) for x in leaves])
+    tangents = [next(remaining, None) if is_float(x) else None for x in leaves]
+    # Symbolic: arrays of zeros would be in the device's memory where offloaded outputs are not.
+    pairs = zip(leaves, tangents, strict=True)
+    return treedef.unflatten([_jax.zero_tangent(_jax.abstract(x)) if t is None else t for x, t in pairs])
 
 
 def jvp_of(fun: Callable, args: tuple, tangents: dict[int, Any]) -> tuple[Any, list[Any]]:

@@ -188,7 +188,7 @@ class OnlineLoop:
         # reversal itself can be differentiated in forward mode only (decision 6).
         options: dict[str, Any] = {"forward": self._run, "reverse": self._reverse, "note": note}
         out_tangents = linear_in_tangents(primals, stored, outs, nonzero, **options)
-        return outs, tangents_of(outs, out_tangents)
+        return outs, tangents_of(outs, self.step.without_zeros(note.diff_indices, out_tangents))
 
     def _reverse(self, primals: tuple, stored: Stored, diff_indices: tuple[int, ...], cts: list) -> list:
         """Cotangents of the inputs at `diff_indices`, from those of the float outputs; None for a zero one."""

@@ -135,25 +135,33 @@ class Step:
         """Whether a loop of it is faster with `cpu_concurrency.concurrent_fori_loop`."""
         return jax.default_backend() == "cpu" and has_independent_products(self.body.jaxpr)
 
-    def diff_carry(self, diff_indices: Iterable[int]) -> list[int]:
-        """The float carries with a nonzero tangent in some step, if the body's inputs at `diff_indices` have one.
+    def has_tangents(self, diff_indices: Iterable[int]) -> list[bool]:
+        """For each output of the loop, whether its tangent may be nonzero, if the body's inputs at `diff_indices` have one.
 
-        A fixed point: a carry whose tangent becomes nonzero in one step may make others nonzero in the next.
+        A fixed point, as in JAX's own rule for `scan`: a carry whose tangent becomes nonzero in one step may make others nonzero in the next.
         """
-        floats = [i for i, aval in enumerate(self.avals) if is_float(aval)]
         has_tangent = [False] * len(self.body.jaxpr.invars)
         for i in diff_indices:
             has_tangent[i] = True
-        first = self.num_constants
-
+        first, last = self.num_constants, self.num_constants + self.num_carry
         # Flags only change from False to True, so it ends after at most one turn for each carry.
-        while not all(has_tangent[first + i] for i in floats):
-            outs = _jax.outputs_with_tangents(self.body.jaxpr, has_tangent)[: self.num_carry]
-            new = [first + i for i, is_nonzero in enumerate(outs) if is_nonzero and not has_tangent[first + i]]
-            if not new:
-                break
-            has_tangent = replaced(has_tangent, new, [True] * len(new))
-        return [i for i in floats if has_tangent[first + i]]
+        while True:
+            outs = _jax.outputs_with_tangents(self.body.jaxpr, has_tangent)
+            carry = [a or b for a, b in zip(has_tangent[first:last], outs, strict=False)]
+            if carry == has_tangent[first:last]:
+                return [*carry, *outs[self.num_carry :]]
+            has_tangent[first:last] = carry
+
+    def diff_carry(self, diff_indices: Iterable[int]) -> list[int]:
+        """The float carries with a nonzero tangent in some step, if the body's inputs at `diff_indices` have one."""
+        has_tangent = self.has_tangents(diff_indices)
+        return [i for i, aval in enumerate(self.avals) if is_float(aval) and has_tangent[i]]
+
+    def without_zeros(self, diff_indices: Iterable[int], tangents: Sequence[Any]) -> list[Any]:
+        """The tangents of the loop's float outputs, with None for those that are zero. JAX keeps these out of what follows: a callback takes no other."""
+        flags = zip(self.has_tangents(diff_indices), [*self.avals, *self.y_avals], strict=True)
+        is_nonzero = [flag for flag, aval in flags if is_float(aval)]
+        return [t if flag else None for t, flag in zip(tangents, is_nonzero, strict=True)]
 
     def sorted_indices(self, diff_indices: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """The differentiated constants, carries and xs, if these inputs are; of carries those that depend on them."""

@@ -255,4 +255,9 @@ def _while_loop(test: Body, step: Step, num: int, slots: int, max_steps: int | N
         start = [jax.lax.select(swept.first == 0, x, s) if is_float(x) else s for x, s in starts]
         return last_segment([swept.count - swept.first], constants, start)
 
-    return with_derivative(whole.run, lambda args, tangents: jvp_of(truncated, args, tangents))
+    def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
+        outs, out_tangents = jvp_of(truncated, args, tangents)
+        num_test = len(args[0])
+        return outs, step.without_zeros([i - num_test for i in tangents if i >= num_test], out_tangents)
+
+    return with_derivative(whole.run, derivative)
