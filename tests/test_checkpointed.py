@@ -1261,7 +1261,9 @@ def test_carries_without_tangents_need_no_derivative(name, moving):
 
 
 @pytest.mark.parametrize("checkpoint", [Slots(2), "1MiB"], ids=str)
-@pytest.mark.parametrize("transform", [jax.grad, lambda f: jax.grad(jax.grad(f)), jax.jacfwd], ids=["1", "2", "forward"])
+@pytest.mark.parametrize(
+    "transform", [jax.grad, lambda f: jax.grad(jax.grad(f)), jax.jacfwd], ids=["1", "2", "forward"]
+)
 def test_outputs_without_tangents_need_no_derivative(checkpoint, transform):
     def loss(x, **options):
         step = lambda c, _: ((c[0] + 1.0, jnp.sin(c[0] * c[1])), (c[0], c[1]))  # noqa: E731

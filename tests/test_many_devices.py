@@ -306,6 +306,53 @@ def test_collectives_in_a_rematerialized_function_of_one_device(kind):
     assert not compiled
 
 
+IN_PARTS = {
+    "chunked": lambda loss: statetx.chunked(loss, size=3),
+    "microbatch": lambda loss: statetx.microbatch(loss, 2),
+    "weighted": lambda loss: statetx.chunked(loss, size=3, weight=lambda hidden, labels: (labels >= 0).sum()),
+}
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_entropy_in_parts_of_a_vocabulary_over_devices(name, order):
+    """Tokens lie over one axis of the mesh, and the embedding, whose gradient is taken, over the other."""
+    mesh = jax.make_mesh((2, 4), ("d", "v"), axis_types=(AxisType.Auto,) * 2)
+    start = np.random.default_rng(0)
+    hidden = jnp.asarray(start.normal(size=(12, WIDTH)), jnp.float32)
+    labels = jnp.asarray(start.integers(0, 16, 12))
+    embedding = statetx.Param(jnp.asarray(start.normal(size=(WIDTH, 16)), jnp.float32))
+
+    def local(hidden, labels):
+        logits = hidden @ embedding.value
+        places = jax.lax.axis_index("v") * logits.shape[1] + jnp.arange(logits.shape[1])
+        most = jax.lax.pmax(jax.lax.stop_gradient(logits.max(-1)), "v")
+        total = jax.lax.psum(jnp.exp(logits - most[:, None]).sum(-1), "v")
+        at_labels = jax.lax.psum(jnp.where(labels[:, None] == places[None], logits, 0).sum(-1), "v")
+        return (jnp.log(total) + most - at_labels).mean()
+
+    split = statetx.shard_map(
+        lambda *batch: jax.lax.pmean(IN_PARTS[name](local)(*batch), "d"),
+        mesh=mesh,
+        in_specs=P("d"),
+        out_specs=P(),
+        states={"*embedding": P(None, "v")},
+    )
+
+    def whole(hidden, labels):
+        logits = hidden @ embedding.value
+        return (jax.nn.logsumexp(logits, -1) - logits[jnp.arange(len(labels)), labels]).mean()
+
+    def derivative(loss):
+        gradient = lambda x: statetx.value_and_grad(loss, 0, wrt=embedding)(x, labels)  # noqa: E731
+        return gradient(hidden) if order == 1 else statetx.jvp(gradient, (hidden,), (jnp.cos(hidden),))[1]
+
+    expected = derivative(whole)
+    embedding.value = jax.device_put(embedding.value, NamedSharding(mesh, P(None, "v")))
+    got = statetx.jit(lambda: derivative(split))()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, expected)
+
+
 def test_resharded_states_recompile():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     place = lambda spec: NamedSharding(mesh, spec)  # noqa: E731

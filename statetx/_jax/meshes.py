@@ -64,6 +64,12 @@ def varying_like(x: Any, y: Any) -> Any:
     return as_varying(x, tuple(varying_axes(jax.typeof(y))))
 
 
+def psum_like(x: Any, y: Any) -> Any:
+    """The sum of `x` over the axes of a `jax.shard_map` along which the type of `y` does not vary."""
+    axes = tuple(varying_axes(jax.typeof(x)) - varying_axes(jax.typeof(y)))
+    return jax.lax.psum(x, axes) if axes else x
+
+
 @contextlib.contextmanager
 def outside_all_transforms() -> Iterator[None]:
     """A context outside every trace, `jax.vmap` and `jax.shard_map`."""

@@ -80,7 +80,9 @@ class AccumulatedLoop(Loop):
         tangent = tangents.get(self.num_constants + index, jnp.zeros_like(outs[index]))
         for i, gradient in gradients.items():
             # The gradient of a real function of a complex variable is conjugated, as JAX has it: hence no `vdot`.
-            tangent += jnp.real(jnp.sum(gradient * tangents[i])).astype(tangent.dtype)
+            product = jnp.real(jnp.sum(gradient * tangents[i])).astype(tangent.dtype)
+            # In a shard_map, a sum that all devices share depends on each device's part of the input.
+            tangent += _jax.psum_like(product, tangent)
 
         floats = [i for i, x in enumerate(outs) if is_float(x)]
         if set(diff_carry) == {index} and not any(map(is_float, ys)):

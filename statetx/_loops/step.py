@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from .. import _jax
 from .._equations.structure import Body
 from .._lift.staged import as_types
-from .._positions import replaced
 from .._remat import decide, mark
 from .._remat.policy import Policy
 from .._remat.stored import StoredType
