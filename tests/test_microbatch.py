@@ -760,6 +760,120 @@ def test_one_buffer_accumulates_gradients(kind):
     assert cost.temp_bytes < 2.5 * one
 
 
+# -- half precision ----------------------------------------------------------------------------------------------------
+
+ONE, ONES = jnp.bfloat16(1), jnp.ones(512, jnp.bfloat16)  # added up in bfloat16 one by one, 512 ones are 256
+in_ones = functools.partial(statetx.microbatch, num=512, argnums=1, reduce="sum")
+
+
+def half_square(w, x):
+    return (w * x) ** 2 / 2  # its gradient and its second derivative are 1, too
+
+
+def summed(w, x, **options):
+    return in_ones(lambda w, x: half_square(w, x)[0], **options)(w, x)
+
+
+HALF_PRECISION = {
+    "sum of outputs": lambda w: 2 * summed(w, ONES),
+    "loss": lambda w: jax.grad(summed)(w, ONES),
+    "gradients": lambda w: in_ones(jax.grad(lambda w, x: half_square(w, x)[0]))(w, ONES),
+    "chunked": lambda w: jax.grad(
+        lambda w: statetx.chunked(lambda x: half_square(w, x)[0], size=1, reduce="sum")(ONES)
+    )(w),
+    "vector": lambda w: jax.vjp(lambda w: in_ones(half_square)(w, ONES), w)[1](jnp.ones(1, jnp.bfloat16))[0],
+    "weight": lambda w: jax.grad(
+        statetx.microbatch(lambda w, x: 512 * half_square(w, x)[0], 512, argnums=1, weight=lambda w, x: x.sum())
+    )(w, ONES),
+    "forward": lambda w: jax.jvp(lambda w: summed(w, ONES), (w,), (ONE,))[1],
+    "second, reverse": lambda w: jax.grad(jax.grad(summed))(w, ONES),
+    "second, forward": lambda w: jax.jvp(lambda w: jax.grad(summed)(w, ONES), (w,), (ONE,))[1],
+    "jit": lambda w: jax.jit(jax.grad(summed))(w, ONES),
+    "vmap": lambda w: jax.vmap(jax.grad(summed), (0, None))(w[None], ONES)[0],
+    "sum of vmap": lambda w: jax.grad(lambda w: jax.vmap(summed, (0, None))(w[None], ONES).sum())(w),
+    "remat": lambda w: jax.grad(statetx.remat(summed))(w, ONES),
+    "nested": lambda w: jax.grad(statetx.microbatch(lambda w, x: summed(w, x, num=32), 16, argnums=1, reduce="sum"))(
+        w, ONES
+    ),
+    "budget": lambda w: jax.grad(
+        statetx.microbatch(lambda w, x: half_square(w, x).sum(), budget="4KiB", argnums=1, reduce="sum")
+    )(w, ONES),
+}
+
+
+@pytest.mark.parametrize("name", HALF_PRECISION)
+def test_half_precision_adds_up(name):
+    got = HALF_PRECISION[name](ONE)
+    assert got.dtype == jnp.bfloat16 and got == 512
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2", "float32", "float64", "complex64"])
+@pytest.mark.parametrize("run", ["loss", "gradients", "chunked"])
+def test_dtypes_that_are_widened(dtype, run):
+    with jax.enable_x64(True):
+        w, x = jnp.ones((), dtype), (1 + jax.random.uniform(KEYS[0], 512)).astype(dtype)
+        f = lambda w, x: jnp.real(w * x).sum()  # noqa: E731
+
+        def gradient(**options):
+            if run == "gradients":
+                return in_ones(jax.grad(f), **options)(w, x)
+            if run == "loss":
+                return jax.grad(in_ones(f, **options))(w, x)
+            return jax.grad(lambda w: statetx.chunked(lambda x: f(w, x), size=1, reduce="sum", **options)(x))(w)
+
+        # One by one, without and with a wider sum.
+        narrow, wide = jnp.zeros((), dtype), np.sum(np.asarray(x, np.complex128))
+        for g in x:
+            narrow += g.conj()
+        assert gradient(accumulate=None).dtype == x.dtype and gradient(accumulate=None) == narrow
+        if jnp.finfo(dtype).bits < 32:
+            assert gradient() == gradient(accumulate=jnp.float64) == wide.real.astype(dtype) != narrow
+        else:
+            assert gradient() == narrow
+
+
+def test_means_of_half_precision():
+    """Outputs and statistics are rounded once, between groups of parts of two sizes, too."""
+    statistic = statetx.State(jnp.bfloat16(0))
+    x = (1 + jnp.arange(1000) % 3 / 128).astype(jnp.bfloat16)
+
+    def mean(x):
+        statistic.value = x.mean()
+        return x.mean()
+
+    got = statetx.microbatch(mean, 300, states={statetx.State: statetx.Mean})(x)
+    assert got == statistic.value == np.asarray(x, np.float64).mean().astype(x.dtype) and got.dtype == x.dtype
+    got = statetx.microbatch(mean, 300, states={statetx.State: statetx.Mean}, accumulate=None)(x)
+    assert got == statistic.value != np.asarray(x, np.float64).mean().astype(x.dtype)
+
+
+def test_half_precision_states_and_devices():
+    """A weight in a state, carried statistics, examples over devices."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    w, seen = statetx.Param(ONE), statetx.State(jnp.int32(0))
+
+    def loss(x):
+        seen.value += 1
+        return half_square(w.value, x)[0]
+
+    grad = statetx.grad(statetx.microbatch(loss, 512, reduce="sum"), wrt=w)
+    assert grad(ONES) == statetx.jit(grad)(ONES) == 512 and seen.value == 1024
+    local = lambda x: jax.lax.psum(statetx.microbatch(loss, 512, reduce="sum")(x), "d")  # noqa: E731
+    split = statetx.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P())
+    assert statetx.grad(split, wrt=w)(jnp.tile(ONES, 2)) == 1024
+    assert seen.value == 1536
+
+
+def test_gradients_keep_the_scale_of_the_loss():
+    """The share of a part, 1/512, and its gradient have a product that float16 cannot hold; so has their sum until it is scaled."""
+    w, x = jnp.float16(1), jnp.full(512, 2.0**-24, jnp.float16).at[1:].set(0)
+    loss = lambda w, x, *_: (w * x)[0]  # noqa: E731
+    scaled = lambda f, *args: jax.grad(lambda w: 2.0**10 * f(w, x, *args).astype(float))(w)  # noqa: E731
+    assert scaled(statetx.microbatch(loss, 512, argnums=1)) == 2.0**-23
+    assert scaled(statetx.microbatch(loss, 512, argnums=1, weight=lambda w, x: len(x))) == 2.0**-23
+    assert jax.grad(statetx.microbatch(lambda w, x: 512 * loss(w, x), 512, argnums=1), 1)(w, x)[0] == 1
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -781,6 +895,8 @@ def test_errors_name_the_fix():
         statetx.microbatch(mean_loss, 2, budget="1GiB")
     with pytest.raises(statetx.StaticArgumentError, match="reduce='average' is not one of"):
         statetx.microbatch(mean_loss, 2, reduce="average")
+    with pytest.raises(statetx.StaticArgumentError, match="accumulate='int32' is not a dtype of floats"):
+        statetx.microbatch(mean_loss, 2, accumulate="int32")
     with pytest.raises(statetx.StaticArgumentError, match="^argnums=7 is out of range"):
         statetx.microbatch(mean_loss, 2, argnums=7)
     with pytest.raises(statetx.StateValueError, match="not a tree prefix of the output"):

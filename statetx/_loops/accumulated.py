@@ -10,6 +10,8 @@ mode, too, and may be differentiated again.
 
 All other outputs, and sums whose turns depend on what former turns have computed, have the derivative of a loop of rematerialized turns. JAX
 removes its equations where nothing reads these tangents, such as those of auxiliary outputs.
+
+Both kinds of derivative add up the gradients of constants in a wider type, if one is given.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from .._lift.staged import as_types
 from .._positions import replaced
 from .._tree import is_float
 from .derivative import Loop, jvp_of
+from .left_out import with_tangent_of
 from .nested import nested
 from .step import Step
 from .strategy import Strategy
@@ -34,45 +37,98 @@ from .strategy import Strategy
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Accumulated(Strategy):
-    """A loop one of whose carries is a sum over its turns.
+    """A loop over the parts of a batch, one of whose carries may be a sum over its turns.
 
     Args:
-        index: the position of the sum among the carries. A turn adds to it what does not depend on it.
-        is_weighted: whether the first of xs is the weight of the turn, a factor of what it adds.
+        index: the position of the sum among the carries, None without one. A turn adds to it what does not depend on it.
+        weight: of a turn, a factor of what it adds; None if the first of xs is the weight.
+        dtype: in which floats of fewer bits are added up; None for their own.
     """
 
-    index: int
-    is_weighted: bool = False
+    index: int | None
+    weight: float | None = 1.0
+    dtype: Any = None
 
     def build(self, step: Step) -> Callable:
-        return AccumulatedLoop(step, self)
+        return TurnsAgain(step, self.dtype) if self.index is None else AccumulatedLoop(step, self, self.index)
 
     def num_runs(self, length: int) -> int:
         return length
 
 
-class AccumulatedLoop(Loop):
-    """See the module's docstring."""
+class TurnsAgain(Loop):
+    """A loop whose derivative is that of rematerialized turns.
 
-    def __init__(self, step: Step, strategy: Accumulated):
+    One equation, so that JAX does not take it apart when it separates what a derivative knows from what it does not: it would drop the
+    rematerialized regions of a turn's backward pass, which is known.
+
+    Args:
+        dtype: in which the gradients of constants with fewer bits are added up; None for their own.
+    """
+
+    def __init__(self, step: Step, dtype: Any):
         super().__init__(step)
-        self._strategy = strategy
-        self._rematerialized = nested(step, (step.length,))
-        self._gradients: dict[Any, _Gradients] = {}
+        self._dtype = dtype
+        self._nested: dict[Any, Any] = {}  # by the constants whose gradients are widened
 
-    def with_step(self, step: Step) -> AccumulatedLoop:
-        return AccumulatedLoop(step, self._strategy)
+    def with_step(self, step: Step) -> Loop:
+        return TurnsAgain(step, self._dtype)
 
     def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
-        diff_indices, index = tuple(tangents), self._strategy.index
+        avals = self.step.constant_avals
+        dtypes = {i: sum_dtype(a, self._dtype) for i, a in enumerate(avals) if i in tangents}
+        widened = [i for i, dtype in dtypes.items() if dtype != avals[i].dtype]
+        # The tangents of these constants enter the loop in the wider type, and with them the sums of their cotangents. So does each constant, to have
+        # a second derivative; its own value, which nothing reads, is dead code.
+        constants, carry, xs = primals
+        wide = [constants[i].astype(dtypes[i]) for i in widened]
+        wide_tangents = {n: tangents[i].astype(dtypes[i]) for n, i in enumerate(widened)}
+        others = {i + len(wide): t for i, t in tangents.items() if i not in widened}
+        key = tuple(widened), _jax.trace_context()
+        if key not in self._nested:
+            self._nested[key] = nested(self._with_wide(widened, wide), (self.length,))
+        return jvp_of(self._nested[key], ([*wide, *constants], carry, xs), wide_tangents | others)
+
+    def _with_wide(self, indices: Sequence[int], wide: Sequence[Any]) -> Step:
+        """The step with further constants, `wide`, from which the constants at `indices` have their tangents."""
+        step, num = self.step, len(indices)
+        if not indices:
+            return step
+
+        def run(*args: Any) -> list[Any]:
+            inputs = list(args[num:])
+            own = [with_tangent_of(inputs[i], x.astype(inputs[i].dtype)) for i, x in zip(indices, args, strict=False)]
+            return _jax.evaluate(self.body, (), replaced(inputs, indices, own))
+
+        avals = [*map(_jax.abstract, wide), *(v.aval for v in self.body.invars)]
+        body = Body.close(*_jax.stage(run, avals, traced_for="statetx.microbatch", name=step.name))
+        num_constants = body.num_operands + num + step.num_constants
+        assert not body.operands
+        options: dict[str, Any] = {"length": step.length, "reverse": step.reverse, "policy": None, "name": step.name}
+        return Step(body, num_constants, step.num_carry, **options)
+
+
+class AccumulatedLoop(TurnsAgain):
+    """A loop with a sum: see the module's docstring."""
+
+    def __init__(self, step: Step, strategy: Accumulated, index: int):
+        super().__init__(step, strategy.dtype)
+        self._strategy, self._index = strategy, index
+        self._gradients: dict[Any, _Gradients] = {}
+
+    def with_step(self, step: Step) -> Loop:
+        return AccumulatedLoop(step, self._strategy, self._index)
+
+    def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
+        diff_indices, index = tuple(tangents), self._index
         diff_carry = self.step.diff_carry(diff_indices)
         if not self._is_sum(diff_carry):
-            return jvp_of(self._rematerialized, primals, tangents)
+            return super().derivative(primals, tangents)
 
         # A loop that was traced under other settings, such as x64 or a mesh, is another one.
         key = diff_indices, _jax.trace_context()
         if key not in self._gradients:
-            self._gradients[key] = _Gradients(self.step, self._strategy, diff_indices, primals)
+            self._gradients[key] = _Gradients(self.step, self._strategy, index, diff_indices, primals)
         carry, ys, gradients = self._gradients[key](primals)
         outs = [*carry, *ys]
 
@@ -80,7 +136,7 @@ class AccumulatedLoop(Loop):
         tangent = tangents.get(self.num_constants + index, jnp.zeros_like(outs[index]))
         for i, gradient in gradients.items():
             # The gradient of a real function of a complex variable is conjugated, as JAX has it: hence no `vdot`.
-            product = jnp.real(jnp.sum(gradient * tangents[i])).astype(tangent.dtype)
+            product = jnp.real(jnp.sum(gradient * tangents[i].astype(gradient.dtype))).astype(tangent.dtype)
             # In a shard_map, a sum that all devices share depends on each device's part of the input.
             tangent += _jax.psum_like(product, tangent)
 
@@ -88,12 +144,12 @@ class AccumulatedLoop(Loop):
         if set(diff_carry) == {index} and not any(map(is_float, ys)):
             out_tangents = [jnp.zeros_like(outs[i]) for i in floats]
         else:
-            out_tangents = jvp_of(self._rematerialized, primals, tangents)[1]
+            out_tangents = super().derivative(primals, tangents)[1]
         return (carry, ys), replaced(out_tangents, [floats.index(index)], [tangent])
 
     def _is_sum(self, diff_carry: Sequence[int]) -> bool:
         """Whether a turn adds a scalar that no carry influences which has a tangent."""
-        index, num_constants = self._strategy.index, self.num_constants
+        index, num_constants = self._index, self.num_constants
         if self.step.avals[index].shape:  # mapped over examples, each of which has gradients of its own
             return False
         has_tangent = [False] * len(self.body.invars)
@@ -110,9 +166,9 @@ class _Gradients:
         primals: of the types of the inputs.
     """
 
-    def __init__(self, step: Step, strategy: Accumulated, diff_indices: Sequence[int], primals: tuple):
-        self._step = step
-        self._index, self._is_weighted = strategy.index, strategy.is_weighted
+    def __init__(self, step: Step, strategy: Accumulated, index: int, diff_indices: Sequence[int], primals: tuple):
+        self._step, self._index = step, index
+        self._weight, self._dtype = strategy.weight, strategy.dtype
         first_x = step.num_constants + step.num_carry
         self._diff_constants = [i for i in diff_indices if i < step.num_constants]
         self._diff_xs = [i - first_x for i in diff_indices if i >= first_x]
@@ -122,30 +178,35 @@ class _Gradients:
 
         constants, carry, xs = self._as_varying(primals)
         zeros = self._zeros(constants)
+        # Gradients of half precision, which a small weight may push below the least number, are weighted after they are widened.
+        inputs = [*(constants[i] for i in self._diff_constants), *(xs[i] for i in self._diff_xs)]
+        self._is_after = any(sum_dtype(x, self._dtype) != x.dtype for x in inputs)
         elements = [_jax.drop_axis(_jax.abstract(x), 0) for x in xs]
         avals = [*map(_jax.abstract, [*constants, *as_types(carry, step.avals), *zeros]), *elements]
         jaxpr, consts = _jax.stage(self._turn, avals, traced_for="statetx.microbatch", name=step.name)
         body = Body.close(jaxpr, consts)
         assert not body.operands
-        self._loop = _GradientLoop(
-            Step(
-                body,
-                step.num_constants,
-                step.num_carry + len(zeros),
-                length=step.length,
-                reverse=step.reverse,
-                policy=None,
-                name=step.name,
-            )
-        )
+        options: dict[str, Any] = {"length": step.length, "reverse": step.reverse, "policy": None, "name": step.name}
+        self._loop = TurnsAgain(Step(body, step.num_constants, step.num_carry + len(zeros), **options), strategy.dtype)
 
     def __call__(self, primals: tuple) -> tuple[list, list, dict[int, Any]]:
         """The last carries, the ys, and the gradients by the position of the input."""
         constants, carry, xs = self._as_varying(primals)
         num_carry, num_ys = self._step.num_carry, len(self._step.y_avals)
         carry, ys = self._loop(constants, [*as_types(carry, self._step.avals), *self._zeros(constants)], xs)
-        gradients = [*carry[num_carry:], *ys[num_ys:]]
+        of_constants, of_xs = carry[num_carry:], ys[num_ys:]
+        if self._is_after:
+            of_xs = [self._weighted(g, xs[0] if self._weight is None else self._weight) for g in of_xs]
+        if self._is_after and self._weight is not None:
+            of_constants = [self._weighted(g, self._weight) for g in of_constants]
+        gradients = [*of_constants, *of_xs]
         return carry[:num_carry], ys[:num_ys], dict(zip(self._indices, gradients, strict=True))
+
+    def _weighted(self, gradient: Any, weight: Any) -> Any:
+        """The gradient of a turn, or of all turns along the first axis, times their weight."""
+        gradient = gradient.astype(sum_dtype(gradient, self._dtype))
+        weight = jnp.asarray(weight, gradient.dtype)
+        return gradient * weight.reshape(weight.shape + (1,) * (gradient.ndim - weight.ndim))
 
     def _as_varying(self, primals: tuple) -> tuple[list, list, list]:
         constants, carry, xs = primals
@@ -156,6 +217,7 @@ class _Gradients:
 
     def _zeros(self, constants: list) -> list:
         zeros = [jnp.zeros_like(constants[i]) for i in self._diff_constants]
+        zeros = [x.astype(sum_dtype(x, self._dtype)) for x in zeros]
         return [_jax.with_weak_type(x, False) if _jax.abstract(x).weak_type else x for x in zeros]
 
     def _turn(self, *args: Any) -> list[Any]:
@@ -173,24 +235,20 @@ class _Gradients:
 
         primals = [constants[i] for i in self._diff_constants], [x[i] for i in self._diff_xs]
         value, pull, outs = jax.vjp(run, *primals, has_aux=True)
-        of_constants, of_x = pull(_jax.varying_like(jnp.ones_like(value), value))
-        if self._is_weighted:
+        weight = x[0] if self._weight is None else self._weight
+        ct = jnp.where(weight == 0, 0, 1 / weight).astype(value.dtype) if self._is_after else jnp.ones_like(value)
+        of_constants, of_x = pull(_jax.varying_like(ct, value))
+        if self._weight is None:
             # A mean over nothing, 0/0, has a gradient of NaN, which a factor of 0 would not remove; nor does `left_out` from a part with callbacks.
-            without_nan = lambda g: jnp.where(x[0] == 0, jnp.zeros_like(g), g)  # noqa: E731
+            without_nan = lambda g: jnp.where(weight == 0, jnp.zeros_like(g), g)  # noqa: E731
             of_constants, of_x = jax.tree.map(without_nan, (of_constants, of_x))
-        sums = [s + g for s, g in zip(sums, of_constants, strict=True)]
+            if self._is_after:
+                of_constants = [self._weighted(g, weight) for g in of_constants]
+        sums = [s + g.astype(s.dtype) for s, g in zip(sums, of_constants, strict=True)]
         return [*as_types(outs[: step.num_carry], step.avals), *sums, *outs[step.num_carry :], *of_x]
 
 
-class _GradientLoop(Loop):
-    """The loop of `_Gradients`.
-
-    One equation, so that JAX does not take it apart when it separates what a derivative knows from what it does not: it would drop the
-    rematerialized regions of a turn's backward pass, which is known.
-    """
-
-    def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
-        return jvp_of(nested(self.step, (self.length,)), primals, tangents)
-
-    def with_step(self, step: Step) -> _GradientLoop:
-        return _GradientLoop(step)
+def sum_dtype(x: Any, dtype: Any) -> Any:
+    """The dtype in which to add up arrays of the type of `x`: `dtype` for real floats of fewer bits, else their own."""
+    is_narrow = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    return dtype if is_narrow and jnp.finfo(x.dtype).bits < jnp.finfo(dtype).bits else x.dtype

@@ -47,7 +47,7 @@ def with_left_out(
         of_copy = _masked(_jax.without_dead_code(copy), inputs, is_left_out(group))
         # Under `jax.vmap` both values must be mapped if one is.
         own = [jnp.where(is_left_out(group), outs[n], outs[n]) for n in positions]
-        outs = replaced(outs, positions, list(map(_with_tangent_of, own, of_copy)))
+        outs = replaced(outs, positions, list(map(with_tangent_of, own, of_copy)))
     return outs
 
 
@@ -66,14 +66,14 @@ def _masked_tangent(is_zero: Any, x: Any) -> Any:
 
 
 @jax.custom_jvp
-def _with_tangent_of(x: Any, y: Any) -> Any:
+def with_tangent_of(x: Any, y: Any) -> Any:
     """`x`, which equals `y`, with the tangent of `y`."""
     return x
 
 
 def _with_tangent_of_jvp(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
-    return _with_tangent_of(*primals), tangents[1]  # so that the tangent has the derivatives of `y`, too
+    return with_tangent_of(*primals), tangents[1]  # so that the tangent has the derivatives of `y`, too
 
 
 _with_tangent_of_jvp.reads_nothing = True  # type: ignore[attr-defined]  # see `_jax.derivative_rule`
-_with_tangent_of.defjvp(_with_tangent_of_jvp, symbolic_zeros=True)
+with_tangent_of.defjvp(_with_tangent_of_jvp, symbolic_zeros=True)

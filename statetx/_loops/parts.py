@@ -22,7 +22,7 @@ from .._lift.staged import Staged, sort_states
 from .._lift.wrapper import name_of
 from .._text import type_str
 from .._tree import Partition, is_float
-from .accumulated import Accumulated
+from .accumulated import Accumulated, sum_dtype
 from .build import make_loop
 from .left_out import with_left_out
 from .strategy import Levels, Strategy
@@ -99,11 +99,13 @@ class Turns:
         rules: of the states.
         reductions: for each output leaf, one of `REDUCTIONS`.
         share: the weight of each of these parts in a mean; None if the loop gets weights.
+        dtype: in which floats of fewer bits are added up; None for their own.
     """
 
-    def __init__(self, staged: Staged, rules: Rules, reductions: Sequence[str], share: float | None):
+    def __init__(self, staged: Staged, rules: Rules, reductions: Sequence[str], share: float | None, dtype: Any):
         self._staged = staged
         self._share = share
+        self._dtype = dtype
         states = sort_states(staged, rules, "Carry, Mean, First or Last, or give the axis of the batch")
         self._shared, self._carried, self._split, self._mapped, kept = states
         self._kept = [(i, _KEPT[rule]) for i, rule in kept]
@@ -189,13 +191,14 @@ class Turns:
         constants = [*staged.operands, *shared, *(x for i in kept for x in i.values)]
         outs = progress.outs or [None] * len(self._reductions)
         totals = [
-            _zeros(self._reductions[n], staged.out_avals[n]) if outs[n] is None else outs[n] for n in self._accumulated
+            _zeros(self._reductions[n], staged.out_avals[n], self._dtype) if outs[n] is None else outs[n]
+            for n in self._accumulated
         ]
         carried = [x for i in self._carried for x in progress.states.get(id(i.state), i.values)]
         kept_totals = []
         for i, how in self._kept:
             first = [
-                _zeros(how, aval) if how == "mean" and is_float(aval) else x
+                _zeros(how, aval, self._dtype) if how == "mean" and is_float(aval) else x
                 for x, aval in zip(i.values, i.avals, strict=True)
             ]
             kept_totals += progress.kept.get(id(i.state), first)
@@ -242,8 +245,11 @@ class Turns:
             aval = self._staged.out_avals[n]
             is_loss = not aval.shape and jnp.issubdtype(aval.dtype, jnp.floating)
             if is_loss and self._reductions[n] in ("mean", "sum"):
-                return Accumulated(1 + position, is_weighted and self._reductions[n] == "mean")
-        return Levels(1)
+                weight = (None if is_weighted else self._share) if self._reductions[n] == "mean" else 1.0
+                return Accumulated(1 + position, weight, self._dtype)
+        constants = [v.aval for v in body.jaxpr.invars[: body.num_operands + self._num_constants]]
+        is_widened = any(sum_dtype(a, self._dtype) != a.dtype for a in constants)
+        return Accumulated(None, dtype=self._dtype) if is_widened else Levels(1)
 
     def _note(self, parts: EqualParts, carry: list, ys: list, progress: Progress) -> None:
         progress.count += parts.num
@@ -272,17 +278,21 @@ class Turns:
     def outputs(self, progress: Progress) -> list[Any]:
         """The leaves of the outputs."""
         assert progress.outs is not None
-        return [jnp.concatenate(x) if isinstance(x, list) else x for x in progress.outs]
+        outs = [jnp.concatenate(x) if isinstance(x, list) else x for x in progress.outs]
+        return _narrowed(outs, self._staged.out_avals)
 
     def state_values(self, progress: Progress) -> list[Any]:
         """The leaves of the written states' values, in the order of the effects."""
         axes = {id(i.state): axis for i, axis in self._mapped}
+        kept = {id(i.state): i.avals for i, _ in self._kept}
         leaves: list[Any] = []
         for key in progress.effects:
-            if key in progress.slices:
+            if key in kept:
+                leaves += _narrowed(progress.kept[key], kept[key])
+            elif key in progress.slices:
                 leaves += [jnp.moveaxis(jnp.concatenate(x), 0, axes[key]) for x in progress.slices[key]]
             else:
-                leaves += next(d[key] for d in (progress.states, progress.kept, progress.advanced) if key in d)
+                leaves += next(d[key] for d in (progress.states, progress.advanced) if key in d)
         return leaves
 
 
@@ -304,10 +314,18 @@ def part_type(rules: Rules, state: Any, aval: Any, batch: int, size: int) -> Any
 # -- reductions --------------------------------------------------------------------------------------------------------
 
 
-def _zeros(how: str, aval: Any) -> Any:
-    """The value before the first part, of the type of the values after it."""
+def _narrowed(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    """What `_zeros` and `_add` have added up in wider floats, in the types of the parts."""
+    pairs = zip(values, avals, strict=True)
+    return [x.astype(aval.dtype) if is_float(aval) and x.dtype != aval.dtype else x for x, aval in pairs]
+
+
+def _zeros(how: str, aval: Any, dtype: Any) -> Any:
+    """The value before the first part, of the type of the values after it; `dtype` as in `Turns`."""
     zeros = _jax.zeros(aval)
-    if how == "mean" and not is_float(aval):
+    if how in ("mean", "sum") and is_float(aval):
+        zeros = zeros.astype(sum_dtype(aval, dtype))
+    elif how == "mean" and not is_float(aval):
         zeros = zeros.astype(jnp.result_type(float))  # as `jnp.mean` of integers
     elif how == "sum" and aval.dtype == bool:
         zeros = zeros.astype(jnp.result_type(int))

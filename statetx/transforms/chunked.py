@@ -34,6 +34,7 @@ class ChunkedOptions(TypedDict, total=False):
     weight: Callable[..., Any] | None
     states: Mapping[Filter, Any] | None
     interleave: bool | None
+    accumulate: Any
 
 
 @overload
@@ -56,6 +57,7 @@ def chunked(
     weight: Callable[..., Any] | None = None,
     states: Mapping[Filter, Any] | None = None,
     interleave: bool | None = None,
+    accumulate: Any = "float32",
 ) -> Callable[..., Any]:
     """Compute a loss in chunks along an axis of its arguments, forward and backward, one chunk at a time.
 
@@ -75,6 +77,7 @@ def chunked(
             a mask needs ``weight=lambda hidden, labels, mask: mask.sum()``.
         states: from filters to rules for the states that they select, as in `microbatch`.
         interleave: whether a chunk has every n-th element, as in `microbatch`; for an axis that is sharded.
+        accumulate: the dtype in which half-precision sums, means and gradients are added up, as in `microbatch`.
 
     Returns:
         A function of the same arguments, with the same output to within rounding.
@@ -117,6 +120,7 @@ def chunked(
         "weight": weight,
         "states": states,
         "interleave": interleave,
+        "accumulate": accumulate,
     }
     return as_decorator(Chunked, loss, options)
 

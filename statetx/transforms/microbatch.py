@@ -51,6 +51,7 @@ class MicrobatchOptions(TypedDict, total=False):
     reduce: Any
     weight: Callable[..., Any] | None
     interleave: bool | None
+    accumulate: Any
 
 
 @overload
@@ -71,6 +72,7 @@ def microbatch(
     reduce: PyTree = "mean",
     weight: Callable[..., Any] | None = None,
     interleave: bool | None = None,
+    accumulate: Any = "float32",
 ) -> Callable[..., Any]:
     """Split a batch into parts, run a function on one part after the other, and take the mean of its outputs.
 
@@ -101,6 +103,8 @@ def microbatch(
             mask needs ``weight=lambda x, mask: mask.sum()``. A part of weight 0 is left out; the mean is 0 if all are.
         interleave: whether a part has every ``num``-th example in place of consecutive ones. A batch that is sharded along its first axis
             stays on its devices then. By default only if the batch is known to be sharded so.
+        accumulate: the dtype in which sums and means, and gradients of a loss in parts, are added up where their own has fewer bits: bfloat16,
+            float16 and float8. They are rounded to their own once, after the last part. None adds them up in their own.
 
     Returns:
         A function of the same arguments, for the whole batch.
@@ -109,7 +113,7 @@ def microbatch(
         Reads and writes the same states as `fun`; each is stored once, after the last part.
 
     Memory:
-        The temporaries of one part and the reduced outputs, once. A loss under reverse-mode differentiation: the temporaries of one part of its
+        The temporaries of one part and the reduced outputs, once, in the dtype of `accumulate`. A loss under reverse-mode differentiation: the temporaries of one part of its
         gradient. Other functions, and higher derivatives of a loss, have each part rematerialized: the parts are run twice.
 
     Raises:
@@ -143,6 +147,7 @@ def microbatch(
         "reduce": reduce,
         "weight": weight,
         "interleave": interleave,
+        "accumulate": accumulate,
     }
     return as_decorator(Microbatch, fun, options)
 
@@ -158,6 +163,7 @@ class Microbatch(Wrapper):
         self._fits = Programs(_MAX_FITS)  # what was chosen for the budget, by what the choice depends on
         for how in jax.tree.leaves(options["reduce"]):
             _check_reduction(how)
+        _check_accumulate(options["accumulate"])
         Rules("microbatch", options["states"], fun, RULES)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -208,6 +214,7 @@ class _Call:
         self._num = num
         self._reduce = options["reduce"]
         self._weight = options["weight"]
+        self._dtype = _check_accumulate(options["accumulate"])
         interleave = options["interleave"]
         self._is_interleaved = batch.is_sharded() if interleave is None else bool(interleave)
         self._states = options["states"]
@@ -223,7 +230,7 @@ class _Call:
             staged = self._stage(parts, xs, rules)
             self._refuse_step(staged)
             share = None if w is not None else parts.size / self._batch.size
-            turns = Turns(staged, rules, self._reductions(staged, out_avals), share)
+            turns = Turns(staged, rules, self._reductions(staged, out_avals), share, self._dtype)
             out_avals = list(staged.out_avals)
             turns.run(parts, xs, w, self._num, progress)
         rules.check_paths()
@@ -416,6 +423,22 @@ def _check_reduction(how: Any) -> None:
     if how not in REDUCTIONS:
         hint = suggestion(how, REDUCTIONS) if isinstance(how, str) else ""
         raise StaticArgumentError(f"microbatch: reduce={how!r} is not one of {', '.join(map(repr, REDUCTIONS))}.{hint}")
+
+
+def _check_accumulate(dtype: Any) -> Any:
+    """The dtype of ``accumulate=``, as JAX has it under the present setting of x64; None for None."""
+    if dtype is None:
+        return None
+    try:
+        checked = jnp.dtype(dtype)
+    except TypeError:
+        checked = None
+    if checked is None or not jnp.issubdtype(checked, jnp.floating):
+        raise StaticArgumentError(
+            f"microbatch: accumulate={brief(dtype)} is not a dtype of floats.\n"
+            f'Fix: accumulate="float32", or None to add up gradients in their own dtype.'
+        )
+    return jax.dtypes.canonicalize_dtype(checked)
 
 
 def _diff_argnums(fun: Callable, num_args: int) -> list[int]:
