@@ -6,6 +6,12 @@ import jax
 import pytest
 
 REMAT3 = getattr(jax.config, "jax_remat3", False)  # not every JAX has it
+ENABLE_CHECKS = jax.config.jax_enable_checks
+
+transforms_of_brainstate = pytest.mark.skipif(
+    ENABLE_CHECKS,
+    reason="JAX_ENABLE_CHECKS: brainstate.transform.jit of a function that reads a state fails, also without statetx",
+)
 
 
 class Counted:

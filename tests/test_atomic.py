@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import statetx
+from helpers import transforms_of_brainstate
 
 KINDS = {
     "State": lambda x: statetx.State(x),
@@ -243,6 +244,7 @@ def test_in_place_change_of_a_shared_container_in_a_traced_body_raises(run):
     assert a.value is b.value is shared and float(shared["x"]) == 1.0
 
 
+@transforms_of_brainstate
 def test_transform_of_brainstate_inside_an_eager_call():
     n = statetx.State(jnp.float32(1.0))
 

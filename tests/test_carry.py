@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import statetx
-from helpers import Counted, compilations
+from helpers import Counted, compilations, transforms_of_brainstate
 from statetx import policies
 
 XS = jnp.asarray(np.array([[0.3, -0.7, 1.1], [0.9, 0.2, -0.4], [0.5, 1.3, 0.6], [-0.2, 0.8, 0.1]], np.float32))
@@ -471,11 +471,13 @@ def run_program(library, program):
     return out, net.v.value, net.spikes.value, net.refractory.value
 
 
+@transforms_of_brainstate
 @pytest.mark.parametrize("program", ["for_loop", "scan", "loop in loop"])
 def test_brainstate_programs_agree(program):
     assert_same(run_program("statetx", program), run_program("brainstate", program))
 
 
+@transforms_of_brainstate
 def test_branch_in_loop_promotes_more_than_brainstate():
     with pytest.raises(TypeError, match="equal output types"):
         run_program("brainstate", "cond")

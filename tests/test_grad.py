@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import statetx
-from helpers import Counted
+from helpers import Counted, transforms_of_brainstate
 
 A, B = jnp.array([1.0, -2.0]), jnp.array([[0.5, 1.0], [2.0, -1.0]])
 
@@ -176,6 +176,7 @@ def test_vjp_with_states_and_aux():
     assert aux == 1
 
 
+@transforms_of_brainstate
 def test_brainstate_targets():
     net = brainstate.nn.Linear(2, 3)
     w = statetx.states(net, brainstate.ParamState)

@@ -170,6 +170,40 @@ def test_law_in_float32(make, nesting):
     check_law(make, nesting, 1, tolerance=1e-4)
 
 
+# The suite also runs with JAX_ENABLE_CHECKS=1: JAX then checks types and names of every program that it is given.
+CHECKED: list[Nesting] = [(remat, jit), (remat, scan, grad, jit)]
+
+
+@pytest.mark.parametrize("make, nesting", cases(NATIVE, CHECKED, [(remat, jit)]))
+def test_law_under_the_checks_of_jax(make, nesting):
+    with jax.enable_checks(True):
+        check_law(make, nesting, 1, tolerance=1e-4)
+
+
+def test_other_transforms_under_the_checks_of_jax():
+    w, h, rng = statetx.Param(jnp.eye(3)), statetx.State(jnp.zeros(3)), statetx.RngState(0)
+
+    def f(x):
+        h.value = jnp.tanh(x @ w.value + h.value) + jax.random.normal(rng.next(), (3,))
+        return h.value.sum()
+
+    def loss(xs):
+        return jnp.sin(xs @ w.value).mean()
+
+    x, xs = jnp.ones(3), jnp.ones((4, 3))
+    with jax.enable_checks(True):
+        statetx.cond(jnp.array(True), f, f, x)
+        statetx.switch(jnp.array(1), [f, f], x)
+        statetx.while_loop(lambda n: n < 2, lambda n: n + (f(x) < 9), 0)
+        statetx.vmap(lambda v: v * h.value)(xs)
+        statetx.jacrev(f)(x)
+        statetx.value_and_grad(statetx.microbatch(loss, 2), wrt=w)(xs)
+        statetx.grad(statetx.chunked(loss, size=2))(xs)
+        statetx.measure(statetx.grad(f), x)
+        statetx.saved_residuals(statetx.remat(f), x)
+    assert bool(jnp.isfinite(h.value).all())
+
+
 @pytest.mark.parametrize("make", NATIVE, ids=lambda p: p.__name__)
 def test_eager_remat_is_identity(make):
     plain, wrapped = make(), make()
