@@ -203,3 +203,18 @@ def test_functionalize_mistakes():
     make = statetx.functionalize(lambda x: kept.append(statetx.State(x)))
     with pytest.raises(statetx.CreatedStateError, match="create the state before the call"):
         make(make.values(1.0), 1.0)
+
+
+def test_exception_in_an_eager_call_restores_refs():
+    ref, w = jax.new_ref(jnp.zeros(())), statetx.State(jnp.ones(()))
+
+    def f(x, fails):
+        ref[...] = ref[...] + w.value * x
+        return 1 // (not fails)
+
+    pure = statetx.functionalize(f)
+    values = pure.values(1.0, False)
+    pure(values, 1.0, False)
+    with pytest.raises(ZeroDivisionError):
+        pure(values, 1.0, True)
+    assert float(ref[...]) == 1.0

@@ -12,6 +12,7 @@ import threading
 import brainstate
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 
@@ -21,7 +22,7 @@ from statetx._equations.structure import table
 from statetx.kinds import nnx as nnx_kind
 from statetx.kinds.brainstate import observe, threads
 
-PACKAGE = os.path.dirname(statetx.__file__)
+PACKAGE, JAX = os.path.dirname(statetx.__file__), os.path.dirname(jax.__file__)
 
 
 class Variable(nnx.Variable):
@@ -98,9 +99,29 @@ class MakingModel(Model):
         return done
 
 
+class Trained(Model):
+    """A step is an update by an `Optimizer`, whose own state counts them."""
+
+    def __init__(self, kinds):
+        super().__init__(kinds)
+        counting = optax.GradientTransformation(
+            lambda params: jnp.zeros(()), lambda grads, count, params: (grads, count + 1)
+        )
+        self.optimizer = statetx.Optimizer(counting, [cell.ref if type(cell) is Ref else cell for cell in self.cells])
+
+    def step(self, x):
+        self.optimizer.update([jnp.asarray(n * x) for n in range(1, len(self.cells) + 1)])
+
+    def steps_done(self):
+        done = super().steps_done()
+        assert float(self.optimizer.state.value) == done, "parameters and the optimizer's memory"
+        return done
+
+
 # Transforms of a model into a function that takes one step.
 HOW = {
     "remat, eager": statetx.remat,
+    "functionalize": lambda f: lambda x: store(statetx.functionalize(f), x),
     "grad": statetx.grad,
     "vjp": lambda f: lambda x: statetx.vjp(f, x)[0],
     "jacfwd": statetx.jacfwd,
@@ -115,9 +136,14 @@ HOW = {
 }
 
 
+def store(pure, x):
+    values = pure.values(x)
+    pure.store(pure(values, x)[1], x)
+
+
 @contextlib.contextmanager
-def interrupted_at(nth, seen):
-    """Raise KeyboardInterrupt at the line of statetx that is the `nth` to run; `seen[0]` counts the lines."""
+def interrupted_at(nth, seen, folders=(PACKAGE,)):
+    """Raise KeyboardInterrupt at the line of statetx (of `folders`) that is the `nth` to run; `seen[0]` counts the lines."""
 
     def in_package(frame, event, arg):
         if event == "line":
@@ -128,7 +154,7 @@ def interrupted_at(nth, seen):
         return in_package
 
     def on_call(frame, event, arg):
-        return in_package if frame.f_code.co_filename.startswith(PACKAGE) else None
+        return in_package if frame.f_code.co_filename.startswith(folders) else None
 
     before = sys.gettrace()
     sys.settrace(on_call)
@@ -156,14 +182,14 @@ def check_locks_are_free(call, where):
     assert all(free), f"a lock is held {where}"
 
 
-def check_every_line(model, make, step=1, start=1):
+def check_every_line(model, make, step=1, start=1, folders=(PACKAGE,)):
     """Interrupt a step at every `step`-th line; `make` gives the function that is called. Returns how often."""
     num, done = 0, model.steps_done()
     nth = start
     while True:
         call, seen = make(), [0]
         try:
-            with interrupted_at(nth, seen):
+            with interrupted_at(nth, seen, folders):
                 call(1.0)
         except KeyboardInterrupt:
             pass
@@ -184,7 +210,7 @@ def check_every_line(model, make, step=1, start=1):
 
 
 # The fast suite interrupts every line of calls that compile nothing, and some lines of the others.
-FAST = {"remat, eager": 1, "jit": 1, "jit, donated": 1, "grad(remat)": 41}
+FAST = {"remat, eager": 1, "jit": 1, "jit, donated": 1, "grad(remat)": 41, "functionalize": 41}
 # Each kind alone in a compiled call; in the others the fast suite has all four together.
 CASES = [
     *[pytest.param(how, k, marks=pytest.mark.slow) for how in ("remat, eager", "grad") for k in KINDS],
@@ -197,10 +223,30 @@ CASES = [
 @pytest.mark.parametrize(("how", "kinds"), CASES)
 def test_interrupt_at_every_line_of_a_call(how, kinds, step):
     makes = MIXED if kinds == "mixed" else [KINDS[kinds]] * 2
-    model = Model([m for m in makes if m is not Ref] if how == "vmap" else makes)  # vmap refuses a Ref from outside
+    # vmap refuses a Ref from outside, and a functionalized function writes it in its place.
+    model = Model([m for m in makes if m is not Ref] if how in ("vmap", "functionalize") else makes)
     call = HOW[how](model.step)
     call(1.0)  # where something is compiled or cached, the interrupted calls are later ones
     assert check_every_line(model, lambda: call, step=step or FAST.get(how, 17)) > 10
+
+
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), None], ids=["every line", "fast"])
+@pytest.mark.parametrize("how", [None, "remat, eager", "jit"])
+def test_interrupt_at_every_line_of_an_update(how, step):
+    model = Trained(MIXED)
+    call = model.step if how is None else HOW[how](model.step)
+    call(1.0)
+    assert check_every_line(model, lambda: call, step=step or {"jit": 1}.get(how, 17)) > 10
+
+
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), None], ids=["every line", "fast"])
+@pytest.mark.parametrize("how", ["jit", "remat, eager", "update"])
+def test_interrupt_at_every_line_of_jax_in_a_call_with_refs(how, step):
+    model = (Trained if how == "update" else Model)([Ref, Ref])
+    call = model.step if how == "update" else HOW[how](model.step)
+    call(1.0)
+    step = step or {"jit": 3}.get(how, 41)
+    assert check_every_line(model, lambda: call, step=step, folders=(PACKAGE, JAX)) > 10
 
 
 @pytest.mark.parametrize("options", [{}, {"donate_states": True}], ids=["", "donated"])

@@ -126,16 +126,26 @@ def _read_outside(ref: Any, kind: Kind, frame: Frame) -> Any:
 def run_eagerly(name: str, fun: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any], allow: Any = None) -> T:
     """Run a function without a transform of JAX, and undo its writes if it fails; `name`, `allow` as in `Frame`."""
     frame = Frame(name, allow=allow, is_undo=True)
-    states = Paths(fun, args, kwargs).items().values() if _jax.has_made_refs() else ()
-    unwatched = [(state, _states.kind_of_state(state)) for state in states if _states.is_unwatched(state)]
-    saved = [(state, kind, kind.get(state)) for state, kind in unwatched]  # frames do not see their writes: save all
+    refs = RefValues(fun, args, kwargs)
     try:
         out = frame.run(fun, *args, **kwargs)
-        publish(frame.effects, also=[(saved.clear,)])
+        publish(frame.effects, also=[(refs.values.clear,)])
         return out
     except BaseException:
-        commit([kind.store(state, value) for state, kind, value in saved])
+        refs.restore()
         raise
+
+
+class RefValues:
+    """The values of the Refs that a call can reach, to restore them if it fails: frames do not see their writes."""
+
+    def __init__(self, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]):
+        states = Paths(fun, args, kwargs).items().values() if _jax.has_made_refs() else ()
+        unwatched = [(state, _states.kind_of_state(state)) for state in states if _states.is_unwatched(state)]
+        self.values = [(state, kind, kind.get(state)) for state, kind in unwatched]
+
+    def restore(self) -> None:
+        commit([kind.store(state, value) for state, kind, value in self.values])
 
 
 def frame_for(name: str, fun: Callable, **hooks: Any) -> Frame:

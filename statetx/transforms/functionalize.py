@@ -14,7 +14,7 @@ from .._frames import Access, Effect, Frame
 from .._lift.inputs import InputNames, Lifting
 from .._lift.options import with_checked_options
 from .._lift.outcome import pack, partition_output
-from .._lift.run import frame_for, run_eagerly
+from .._lift.run import RefValues, frame_for, run_eagerly
 from .._lift.stage import stage
 from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._objects.attributes import created_undone
@@ -326,7 +326,13 @@ class Functionalize(Wrapper[P, R]):
             raise StateAccessError(self._missing(state, kind, args, kwargs))
 
         frame = frame_for("functionalize", fun, on_read=on_read, frees_cycles=True)
-        out = frame.run(fun, *args, **kwargs)
+        refs = RefValues(fun, args, kwargs) if _jax.is_eager() else None
+        try:
+            out = frame.run(fun, *args, **kwargs)
+        except BaseException:
+            if refs is not None:
+                refs.restore()
+            raise
         partition_output(out)  # refuses generators, and objects that hold tracers of an enclosing trace
 
         new_values = dict(values)
