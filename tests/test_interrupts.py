@@ -19,6 +19,7 @@ from flax import nnx
 import statetx
 from statetx import _frames, _states
 from statetx._equations.structure import table
+from statetx._remat.override import override
 from statetx.kinds import nnx as nnx_kind
 from statetx.kinds.brainstate import observe, threads
 
@@ -332,6 +333,38 @@ def test_interrupt_of_a_save_leaves_saved_steps_valid(tmp_path):
             for n, cell in enumerate(model.cells, start=1):
                 cell.value = jnp.asarray(float(n * step))
     assert num > 3 and last == step
+
+
+@pytest.mark.parametrize("num", [pytest.param(100, marks=pytest.mark.slow), 2])
+def test_interrupted_plan_leaves_states_and_stored_plans_as_they_were(num, tmp_path, monkeypatch):
+    w, h, x = statetx.Param(jnp.eye(16)), statetx.State(jnp.zeros(16)), jnp.ones((256, 16))
+
+    def loss(x):
+        for _ in range(3):
+            x = jnp.tanh(x @ w.value)
+        h.value = x[0]
+        return (x**2).sum()
+
+    def plan(folder, nth=0):
+        monkeypatch.setenv("STATETX_CACHE", str(tmp_path / folder))
+        seen = [0]
+        with interrupted_at(nth, seen):
+            return statetx.plan(loss, x, budget=1.0, argnums=0), seen[0]
+
+    (expected, num_lines), (other, num_of_hit) = plan("whole"), plan("whole")
+    assert other == expected and num_of_hit < num_lines / 5
+    held = w.value, h.value
+    for n in range(num):
+        # Half of them in the last lines, where the plan is stored.
+        nth = int(num_lines * (n + 1) / (num + 1)) if n % 2 else num_lines - 100 - 3 * n
+        with contextlib.suppress(KeyboardInterrupt):
+            plan(f"interrupted {n}", nth)
+        assert w.value is held[0] and h.value is held[1]
+        assert _frames.current_frame() is None and not _frames.open_frames
+        assert override.visited_regions is None and override.rewriter is None and override.observer is None
+        check_locks_are_free(None, f"at line {nth}")
+        assert not list((tmp_path / f"interrupted {n}").rglob("*.part"))
+    assert plan(f"interrupted {num - 1}")[0] == expected
 
 
 def test_callback_exception_in_a_donating_program_names_lost_states():
