@@ -12,9 +12,12 @@ import pytest
 
 import statetx
 from statetx import _jax
+from statetx._equations.flops import flops
 from statetx._equations.structure import Body
 from statetx._remat.mark import RULE
+from statetx._remat.stored import BITS
 from statetx.planner import Plan, Planner, _layout, _parts
+from statetx.planner._analysis import Graph
 from statetx.planner._option import Option
 from statetx.planner._values import labels_of, values_of
 
@@ -212,3 +215,55 @@ def test_gradients_of_functions_without_operations(policy):
         for fun, expected in ((lambda x: x, 1.0), (lambda x: 2.0, 0.0)):
             fun = fun if policy is None else statetx.remat(fun, policy=policy)
             assert jax.grad(fun)(3.0) == expected
+
+
+SCALE = np.linspace(0.1, 0.9, DIM, dtype=np.float32)  # an array that a rule closes over
+
+
+@jax.custom_jvp
+def scaled(h):
+    return jnp.tanh(h)
+
+
+@scaled.defjvp
+def _(primals, tangents):
+    return scaled(*primals), tangents[0] * primals[0] * SCALE
+
+
+@jax.custom_vjp
+def scaled_back(h):
+    return jnp.tanh(h)
+
+
+scaled_back.defvjp(lambda h: (jnp.tanh(h), (h, jnp.asarray(SCALE) * 2)), lambda res, ct: (ct * res[0] * res[1],))
+
+
+@pytest.mark.parametrize("rule", [scaled, scaled_back])
+def test_inputs_are_counted_beside_the_arrays_of_a_rule(rule):
+    """The region reads `h` alone: not the bias that it adds, nor the large input that it sums."""
+
+    def region(bias, h, large):
+        return (rule(h) + bias).sum() + large.sum()
+
+    arrays = jnp.ones(()), jnp.ones(DIM), jnp.ones((64, DIM))
+    graph = Graph(staged(region, *arrays), flops, [True] * 3, [True] * 3, [True])
+    baseline, nothing = graph.baseline(), graph.option(frozenset())
+    assert [graph.inputs_read(option) for option in (baseline, nothing)] == [{1}, {1}]
+    held = [graph.storing(baseline, {i: BITS}, {}).saved_bytes - baseline.saved_bytes for i in range(3)]
+    assert held == [0, arrays[1].nbytes, 0]
+
+
+@pytest.mark.parametrize("rule", [scaled, scaled_back])
+def test_loop_whose_rule_holds_an_array_is_planned(rule):
+    def loss(w, xs):
+        def step(h, x):
+            h = rule(h * x * w)
+            return h, h.sum()
+
+        return jax.lax.scan(step, jnp.ones(DIM), xs)[1].mean()
+
+    args = jnp.ones(DIM), jnp.ones((TIME, DIM))
+    plan = statetx.plan(loss, *args, budget=0.75)
+    assert plan.total_bytes <= plan.budget_bytes
+    gradient = functools.partial(jax.grad, argnums=(0, 1))
+    assert_same_gradients(gradient(plan.apply(loss)), gradient(loss), *args)

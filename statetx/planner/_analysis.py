@@ -87,7 +87,7 @@ class Graph:
         self._forward, self._backward = derivative_of(marked, diff_indices, out_indices)
         plain, self._baseline_backward = without_identities(self._forward, self._backward, _is_planned_mark)
         self._baseline_residuals = plain.computed_residuals
-        self.residual_inputs = [i for i, v in enumerate(plain.jaxpr.invars) if v in plain.residuals]
+        self.residual_inputs = [i for i, v in enumerate(plain.inputs) if v in plain.residuals]
 
         # Only marks that residuals depend on become candidates: saving any other value spares no recomputation.
         needed = self._forward.needed()
@@ -250,9 +250,9 @@ class Graph:
         """The inputs, by index, that the backward pass of an option reads, to compute values again or itself."""
         if option.saved is None:
             return set(self.residual_inputs)
-        forward = self._forward.jaxpr
-        read = {v for i in self._recomputed(option.saved) for v in forward.eqns[i].invars if isinstance(v, Var)}
-        return {i for i, v in enumerate(forward.invars) if v in read or v in self._forward.residuals}
+        forward = self._forward
+        read = {v for i in self._recomputed(option.saved) for v in forward.jaxpr.eqns[i].invars if isinstance(v, Var)}
+        return {i for i, v in enumerate(forward.inputs) if v in read or v in forward.residuals}
 
     def baseline(self) -> Option:
         """The region without rematerialization."""
@@ -438,7 +438,7 @@ class Graph:
     def _formats_in(self, option: Option, variables: Iterable[Any]) -> dict[Any, StoredType]:
         """Of the variables of the forward pass, those that an option stores in fewer bits."""
         by_address, by_input = dict(option.stored), dict(option.inputs)
-        of_inputs = {v: by_input[i] for i, v in enumerate(self._forward.jaxpr.invars) if i in by_input}
+        of_inputs = {v: by_input[i] for i, v in enumerate(self._forward.inputs) if i in by_input}
         of_saved = {v: by_address[a] for v, a in self._address_of.items() if a in by_address}
         formats = of_inputs | of_saved
         return {v: formats[v] for v in variables if v in formats}

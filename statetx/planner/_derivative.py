@@ -19,14 +19,21 @@ from .._jax import Jaxpr, Literal, Var
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ForwardPass:
-    """A forward pass: ``(inputs) -> (differentiated outputs, residuals)``.
+    """A forward pass: ``(constants, inputs) -> (differentiated outputs, residuals)``.
 
     Attributes:
         num_outs: number of differentiated outputs.
+        num_constants: arrays that rules of the derivative close over; the region's own inputs follow.
     """
 
     jaxpr: Jaxpr
     num_outs: int
+    num_constants: int = 0
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The variables of the region's inputs, in order."""
+        return list(self.jaxpr.invars[self.num_constants :])
 
     @property
     def outs(self) -> list[Any]:
@@ -104,7 +111,8 @@ def derivative_of(
     # Literal residuals are inlined, so the inputs are the other residuals in order, then the cotangents.
     variables = [v for v in residuals if isinstance(v, Var)]
     inputs, cotangents = backward_jaxpr.invars[: len(variables)], backward_jaxpr.invars[len(variables) :]
-    return ForwardPass(forward_jaxpr, num_outs), BackwardPass(backward_jaxpr, inputs, variables, cotangents)
+    passes = ForwardPass(forward_jaxpr, num_outs, forward.body.num_operands)
+    return passes, BackwardPass(backward_jaxpr, inputs, variables, cotangents)
 
 
 def without_identities(
@@ -115,7 +123,7 @@ def without_identities(
     variables = [read(v) for v in backward.forward_residuals]
     backward_jaxpr, _ = _without(backward.jaxpr, is_identity)
     return (
-        ForwardPass(plain, forward.num_outs),
+        dataclasses.replace(forward, jaxpr=plain),
         dataclasses.replace(backward, jaxpr=backward_jaxpr, forward_residuals=variables),
     )
 
