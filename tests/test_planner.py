@@ -924,6 +924,36 @@ def test_programs_of_every_kind(kind):
     assert planner.plan(most).stock == "no remat"
 
 
+def no_reverse_mode(t):
+    return jax.lax.while_loop(lambda v: v < 0, lambda v: v + 1, t)
+
+
+def loop_with_clock(ws, x, after=lambda t: t):
+    def step(carry, w):
+        h, t = carry
+        return (block(w, h) * no_reverse_mode(t), t + 1.0), None
+
+    h, t = jax.lax.scan(step, (x, jnp.ones(())), jnp.stack(ws))[0]
+    return (h**2).mean() * after(t)
+
+
+@pytest.mark.parametrize("after", [lambda t: t, no_reverse_mode])
+def test_clock_of_a_loop_needs_no_derivative(after):
+    """JAX differentiates neither the clock nor what reads it, so the loop is planned like one without."""
+    clocked = functools.partial(loop_with_clock, after=after)
+    plan = statetx.plan(clocked, FEW, X, budget=0.7, argnums=0, of="temporaries")
+    assert plan.temp_bytes <= plan.budget_bytes < plan.unplanned_bytes
+    assert_same_gradients(jax.grad(plan.apply(clocked)), jax.grad(clocked), FEW, X)
+
+
+def test_error_in_the_analysis_of_a_region_is_raised():
+    with (
+        mock.patch.object(_fronts, "Graph", side_effect=IndexError("in the analysis")),
+        pytest.raises(IndexError, match="in the analysis"),
+    ):
+        Planner(loss, FEW, X, argnums=0).ends()
+
+
 def test_flags_and_numbers_stay_python_values():
     def fun(ws, x, scale, training=False):
         return loss(ws, x) * scale if training else x.mean()

@@ -78,6 +78,7 @@ from .loops import bind_scan as bind_scan
 from .loops import counted as counted
 from .loops import counted_fori_loop as counted_fori_loop
 from .loops import empty as empty
+from .loops import inputs_with_tangents as inputs_with_tangents
 from .loops import known_runs as known_runs
 from .loops import runs_primitive as runs_primitive
 from .loops import scan_counts as scan_counts

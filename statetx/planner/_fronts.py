@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .. import _jax
+from .. import _frames, _jax
 from .._equations.compiled import Program
 from .._lift.context import TraceContext, device_bytes
 from .._remat.stored import StoredType
@@ -213,21 +213,17 @@ def front_of(
     is_fixed = bool(_jax.forbidden_effects(part.jaxpr))
 
     if part.eqn is not None:
-        # A step's carry comes from the step before, so it has tangents and cotangents from the second step on.
+        # A step's carry comes from the step before, so it may have tangents, and has cotangents, from the second step on.
         num_constants, num_carry = _jax.scan_counts(part.eqn)
         is_computed = [num_constants <= i < num_constants + num_carry for i in range(len(part.jaxpr.invars))]
-        is_differentiated = [d or c for d, c in zip(is_differentiated, is_computed, strict=True)]
+        is_differentiated = _frames.undone(_jax.inputs_with_tangents)(part.eqn, part.jaxpr, is_differentiated)
         has_cotangent = [c or i < num_carry for i, c in enumerate(has_cotangent)]
 
         # No value of a step is offloaded: `LoopOptions` makes those of nested loops without the offloaded subset, whose bytes
         # would then be missing from the model. This errs towards more recomputation.
         offload = None
-    try:
-        flags = is_computed, is_differentiated, has_cotangent
-        graph = Graph(part.jaxpr, equation_cost, *flags, context, kept_byte_cost, formats, part.eqn is not None)
-    except Exception:  # no reverse-mode derivative: the error belongs where the user differentiates, and only there
-        return Front(free, free * len(policies))
-
+    flags = is_computed, is_differentiated, has_cotangent
+    graph = Graph(part.jaxpr, equation_cost, *flags, context, kept_byte_cost, formats, part.eqn is not None)
     expand = list if part.eqn is None else LoopOptions(part, graph, equation_cost, is_alone, formats)
     baseline = graph.baseline()
     if is_fixed:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core.primitives import closed_call_p
 
-from .. import _jax
+from .. import _frames, _jax
 from .._equations.inline import inline
 from .._equations.primitives import JIT, REMAT, row_of
 from .._equations.structure import Body
@@ -258,17 +258,13 @@ def closed_over_by_rules(jaxpr: Jaxpr) -> list[int]:
 
 
 def differentiated_variables(jaxpr: Jaxpr, diff_indices: Sequence[int]) -> set[Any]:
-    """The variables with a nonzero tangent in differentiation with respect to these inputs.
-
-    Errs towards too many: every float output of an equation with such an operand counts.
-    """
-    # One pass suffices, forwards here and backwards in `cotangent_variables`: the program is flat, and its loops are one equation.
-    differentiated = {jaxpr.invars[i] for i in diff_indices}
-    for eqn in jaxpr.eqns:
-        reads = any(v in differentiated for v in eqn.invars if not isinstance(v, Literal))
-        if reads and eqn.primitive.name != "stop_gradient":
-            differentiated.update(v for v in eqn.outvars if is_float(v.aval))
-    return differentiated
+    """The variables with a nonzero tangent in differentiation with respect to these inputs."""
+    # By JAX's own rules: one output of a loop may have a tangent and another none, so that what reads only the other needs no derivative.
+    variables = [v for eqn in jaxpr.eqns for v in eqn.outvars if is_float(v.aval) and not _jax.is_dropped(v)]
+    every = _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=variables, eqns=jaxpr.eqns)
+    given = [i in diff_indices for i in range(len(jaxpr.invars))]
+    flags = _frames.undone(_jax.outputs_with_tangents)(every, given)
+    return {v for v, flag in zip([*jaxpr.invars, *variables], [*given, *flags], strict=True) if flag}
 
 
 def cotangent_variables(jaxpr: Jaxpr, num_out: int) -> set[Any]:
