@@ -112,7 +112,7 @@ class CheckpointError(StatetxError, ValueError):
 
 @public
 class PolicyWarning(Explained, UserWarning):
-    """A rematerialization policy makes no difference, or names values that do not occur; or a `budget` is around no code."""
+    """A rematerialization policy makes no difference, or names values that do not occur; a plan is expensive; or a `budget` is around no code."""
 
 
 @public

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import statetx
-from statetx.planner import Planner, _candidate, _clock, _lattice
+from statetx.planner import Fit, Planner, _candidate, _clock, _lattice
 from statetx.planner._clock import TimeLeft
 
 
@@ -122,8 +122,9 @@ def test_half_of_the_time_is_left_for_compilations(clock, monkeypatch):
     assert plan.temp_bytes <= plan.budget_bytes and plan.stock != "nothing"
 
 
-def test_search_goes_on_until_a_plan_keeps_the_budget(clock, monkeypatch):
-    """For at most twice the time limit."""
+@pytest.fixture
+def compilations(clock, monkeypatch):
+    """Each candidate takes 40 seconds to compile; the number of them."""
     compiled = []
     measure = _candidate.Candidates.measure
 
@@ -134,13 +135,49 @@ def test_search_goes_on_until_a_plan_keeps_the_budget(clock, monkeypatch):
         return measure(self, layout, options, *name)
 
     monkeypatch.setattr(_candidate.Candidates, "measure", slow)
+    return compiled
+
+
+def long_loop(w, xs):
+    def step(h, x):
+        h = jnp.tanh(h * w + x)
+        return h, h.sum()
+
+    return jax.lax.scan(step, jnp.ones(8), xs)[1].mean()
+
+
+def test_search_that_is_cut_short_does_not_return_the_smallest_plan(compilations, tmp_path, monkeypatch):
+    """The second candidate of this loop is the smallest, one slot, of 75 times the operations; the first takes too much memory."""
+    monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
+    args = jnp.ones(8), jnp.ones((400, 8))
+    with pytest.warns(
+        statetx.PolicyWarning, match=r"plan\(long_loop\): the time limit ended the search.* times the oper"
+    ):
+        plan = statetx.plan(long_loop, *args, budget=0.5, time_limit=60)
+    assert len(compilations) == 3 and not plan.complete
+    assert plan.total_bytes <= plan.budget_bytes and plan.extra_flops < 2
+    with pytest.warns(statetx.PolicyWarning, match="time limit"):  # also if it comes from the store
+        assert statetx.plan(long_loop, *args, budget=0.5, time_limit=60) == plan
+    assert len(compilations) == 3
+
+
+def test_policy_says_that_the_time_ended_an_expensive_plan(compilations):
+    args = jnp.ones(8), jnp.ones((400, 8))
+    planned = statetx.remat(long_loop, policy=Fit("7378", time_limit=60))
+    with pytest.warns(statetx.PolicyWarning, match=r"plan\(long_loop\): the time limit ended the search"):
+        jax.eval_shape(jax.grad(planned), *args)
+    assert compilations
+
+
+def test_search_goes_on_until_a_plan_keeps_the_budget(compilations):
+    """For at most twice the time limit."""
     plan = layers_planned(budget=0.8, time_limit=30.0)
     assert plan.temp_bytes <= plan.budget_bytes and not plan.complete
-    assert len(compiled) == 2, "the first candidate took more than the budget, and more than the time"
-    compiled.clear()
+    assert len(compilations) == 2, "the first candidate took more than the budget, and more than the time"
+    compilations.clear()
     with pytest.raises(statetx.PlanError, match="the time limit ended the search"):
         layers_planned(budget=0.5, time_limit=30.0)
-    assert len(compiled) == 3, "two, and remat on the blocks in the end"
+    assert len(compilations) == 3, "two, and remat on the blocks in the end"
 
 
 def test_plan_that_fails_leaves_the_next_its_time():

@@ -100,6 +100,11 @@ class Front:
         uniform = [o for o in self._all_options if not isinstance(o.loop, Groups)]
         return self.options if len(uniform) == len(self._all_options) else pareto_front(uniform)
 
+    def options_like(self, option: Option) -> list[Option]:
+        """The cheaper options with the same kind of loop, the cheapest first; dominated ones, too, since the model errs alike for one kind only."""
+        found = [o for o in self._all_options if o.cost < option.cost and type(o.loop) is type(option.loop)]
+        return sorted(found, key=lambda o: o.cost)
+
     def copying(self, kept: frozenset[Address], derived: frozenset[Address], cost: float) -> Front | None:
         """The options of a region that computes inputs again, and keeps what other regions compute theirs from.
 

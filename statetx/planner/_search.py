@@ -22,7 +22,7 @@ from ._clock import TimeLeft
 from ._groups import Groups
 from ._lattice import Lattice
 from ._layout import Layout
-from ._measured import cheapest_choice, lowest_peak_choice
+from ._measured import cheaper_choice, cheapest_choice, lowest_peak_choice
 from ._parts import Flat, flatten
 from ._shorter import is_long
 from ._stock import STOCK, compile_cheaper, compiled_within, outcomes, policies_in
@@ -47,6 +47,7 @@ _FAR_ABOVE_BUDGET = 2.0
 _NEGLIGIBLE = 3e-3
 _SMALL_GAIN = 0.25  # of that, near the best candidate
 _NEGLIGIBLE_OF_LONG = 6e-3  # the compilation takes more than linear time
+_EXPENSIVE = 0.25  # of the baseline's cost: a plan that adds more is made cheaper even when the time is up
 
 _CLEARLY_SMALLER = 0.98  # of the memory in the usual order of inputs: the other order is worth a search
 
@@ -129,6 +130,7 @@ class Search:
         self.candidates = Candidates(self.baseline, unplanned, program_of, equation_cost, report_candidate)
         self._forward_cost = sum(map(equation_cost, program.jaxpr.eqns))
         self._is_long = is_long(program)
+        self._far_above = _FAR_ABOVE_BUDGET ** (1 if self._is_long else 2)  # of a budget: what the baseline may take
         self._negligible = (_NEGLIGIBLE_OF_LONG if self._is_long else _NEGLIGIBLE) * self._forward_cost
 
     def is_late(self) -> bool:
@@ -159,7 +161,7 @@ class Search:
         if self.baseline.extrapolated is not None:
             if self.baseline.extrapolated.temp_bytes <= _NEARLY * budget:
                 self.candidates.confirm_baseline()
-        elif self.baseline.is_started or self.candidates.baseline_peak <= self._far_above() * budget:
+        elif self.baseline.is_started or self.candidates.baseline_peak <= self._far_above * budget:
             self.candidates.compile_baseline()
             budget = self._budget = budget_of()
             if self.candidates.baseline_bytes() <= budget:
@@ -182,13 +184,9 @@ class Search:
                     if family.kind == HOLDS:
                         self._try_saving_nothing(least[0], budget)
         self._try_stock(budget)
-        if self.is_late() and self.candidates.best(budget) is None:
-            self._measure_any(budget)
+        if self.is_late():
+            self._measure_last(budget)
         return self.candidates.best(budget)
-
-    def _far_above(self) -> float:
-        """The multiple of a budget up to which the program without rematerialization may keep it, by the model."""
-        return _FAR_ABOVE_BUDGET if self._is_long else _FAR_ABOVE_BUDGET**2
 
     def _bisect_together(self, families: Sequence[Family], budget_of: Callable[[], int], most: int) -> int:
         """Compile choices of some families, and return the budget.
@@ -272,14 +270,18 @@ class Search:
         best = self.candidates.best(budget)
         return self._may_find(budget) if best is None else best.added_cost > _LARGE * self._negligible
 
-    def _measure_any(self, budget: int) -> None:
-        """Compile programs that take no time to find: no remat, and remat on the blocks."""
+    def _measure_last(self, budget: int) -> None:
+        """Compile what takes no time to find: no remat and remat on the blocks; or a cheaper plan, if the best is expensive."""
         if not self.candidates and not self._is_long:
             self.candidates.compile_baseline()
-        if self.candidates.best(budget) is None:
+        best = self.candidates.best(budget)
+        if best is None:
             policies = [policy for policy in self._stock if policy.name == "nothing"]
             policy = min(policies, key=lambda policy: policy.choice[0].peak(policy.choice[1]))
             self.candidates.measure(*policy.choice, policy.name)
+        elif best.added_cost > _EXPENSIVE * self.total_cost():
+            limit = best.peak * budget / max(best.temp_bytes, 1)
+            self.candidates.measure(*cheaper_choice(best.layout, best.options, limit))
 
     def _proposal(self, bracket: Bracket, budget: int) -> Proposal | None:
         """The next choice of a family to compile; None if there is none, or little left to gain."""
@@ -290,11 +292,10 @@ class Search:
     def _bisect(self, bracket: Bracket, budget: int) -> Proposal | None:
         """A choice between one that keeps the budget and one that does not."""
         best, family = self.candidates.best(budget), bracket.family
-
         if self._is_long and best is not None and self._family_of(best) is family and best.temp_bytes >= _FULL * budget:
             return None
 
-        # By the model no choice below `high` costs less than the cheapest at `high`. Half a percent of memory is not worth a compilation.
+        # By the model no choice below `high` costs less than the cheapest at `high`; half a percent of memory is not worth a compilation.
         if best is not None and best.added_cost - self._least_cost(family, bracket.high) <= self._negligible:
             return None
         if bracket.high <= bracket.low * 1.005:
@@ -430,7 +431,6 @@ class Search:
         # In steps of 2%, which reach a factor of 3.3. Choices within one step of another are missed.
         is_kept = tried.temp_bytes <= budget
         step = 1.02 if is_kept else 1 / 1.02
-
         # Limits between the tried choice's peak and the limit that chose it give the same choice. Its peak may lie outside of the
         # interval, where the choice was first tried for another limit: start inside.
         low, high = bracket.low, bracket.high

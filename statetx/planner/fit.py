@@ -23,7 +23,7 @@ from ._sharded import of_device
 from ._whole import Options, Whole
 from .machine import cost_model
 from .plan import Plan
-from .planner import DEFAULT_TIME_LIMIT, fit
+from .planner import DEFAULT_TIME_LIMIT, fit, warn_if_expensive
 
 
 class Fit(Rewriter):
@@ -100,4 +100,4 @@ class Fit(Rewriter):
             choice = fit(whole, self.budget, name)
             fields = fields_of(whole, choice, name, self.budget, self._options) | shown_fields(whole, choice)
             _store.save(key, fields)
-        return Plan(fields)
+        return warn_if_expensive(Plan(fields))

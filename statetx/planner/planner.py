@@ -6,17 +6,18 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .. import _jax
+from .. import _jax, _states
 from .._equations.compiled import low_memory_options
 from .._equations.flops import flops
-from .._errors import PlanError
+from .._errors import PlanError, PolicyWarning
 from .._lift.options import notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._remat.gradients import unobserved
-from .._text import suggestion
+from .._text import format_bytes, suggestion
 from . import _store
 from ._bound import free_outputs, lower_bound
 from ._budget import STEP, Budget, no_plan
@@ -32,6 +33,7 @@ from .machine import cost_model
 from .plan import Plan
 
 DEFAULT_TIME_LIMIT = 60.0
+_EXPENSIVE = 0.5  # added operations, of the baseline's: more are worth a warning if the search was not complete
 _OBJECTIVES = ("flops", "time", "measured")
 
 
@@ -241,7 +243,7 @@ class Planner:
         key = self.key(budget_)
         stored = _store.load(key)
         if stored is not None and self._is_for_program(stored):
-            return self._as_plan(stored, key)
+            return warn_if_expensive(self._as_plan(stored, key))
         with self._show_progress(), unobserved():  # a search takes gradients itself
             self._start(compile_baseline=isinstance(budget_.amount, float))
             try:
@@ -249,7 +251,7 @@ class Planner:
             finally:
                 self._renew_time()
         _store.save(key, fields)
-        return self._as_plan(fields, key)
+        return warn_if_expensive(self._as_plan(fields, key))
 
     def _renew_time(self) -> None:
         """Let the next plan have as much time."""
@@ -380,6 +382,19 @@ def _allowed(compiler_options: bool | Mapping[str, Any]) -> dict[str, Any] | Non
 def _cheapest(choices: Sequence[tuple[Whole, Choice]]) -> tuple[Whole, Choice]:
     """Of equal costs, without compiler options."""
     return min(choices, key=lambda pair: (_total_cost(*pair), len(pair[0].compiler_options)))
+
+
+def warn_if_expensive(plan: Plan) -> Plan:
+    """Warn of a plan that the time limit left expensive; return the plan."""
+    if not plan.complete and plan.extra_flops > _EXPENSIVE:
+        warnings.warn(
+            f"plan({plan.name}): the time limit ended the search. The best plan until then takes {1 + plan.extra_flops:.1f} times the operations of the program "
+            f"without a plan; one that takes fewer within the budget of {format_bytes(plan.budget_bytes)} may exist.\nFix: give the search more time, time_limit=300, or None for no "
+            f"limit; for policy='fit:...' as policy=statetx.planner.Fit(..., time_limit=300).",
+            PolicyWarning,
+            stacklevel=_states.user_stacklevel(),
+        )
+    return plan
 
 
 def _total_cost(whole: Whole, choice: Choice) -> float:
