@@ -182,7 +182,12 @@ def test_search_goes_on_until_a_plan_keeps_the_budget(compilations):
 
 def test_plan_that_fails_leaves_the_next_its_time():
     planner = Planner(
-        lambda w, x: (jnp.tanh(x @ w) ** 2).mean(), jnp.eye(8), jnp.ones((64, 8)), argnums=0, time_limit=60.0
+        lambda w, x: (jnp.tanh(x @ w) ** 2).mean(),
+        jnp.eye(8),
+        jnp.ones((64, 8)),
+        argnums=0,
+        of="temporaries",
+        time_limit=60.0,
     )
     whole = planner._whole
     whole.time_left._left = -1000.0

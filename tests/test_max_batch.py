@@ -172,9 +172,38 @@ def grows_slowly(w, x):
     return (x @ w).sum()
 
 
+def large_sum(w, x):
+    return (x @ w).sum()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda w, x: statetx.max_batch(large_sum, w, x, argnums=1, budget="10KiB"),
+        lambda w, x: statetx.max_batch(jax.jit(large_sum), w, x, argnums=1, budget="10KiB"),
+        lambda w, x: statetx.microbatch(large_sum, budget="10KiB", argnums=1).fit(w, x),
+    ],
+    ids=["max_batch", "jitted", "microbatch"],
+)
+def test_arguments_above_the_budget_are_refused_without_a_compilation(call, monkeypatch):
+    monkeypatch.setattr("statetx._equations.compiled.compile_to_measure", None)
+    w, x = jnp.ones((64, 64)), jnp.ones((8, 64))
+    with pytest.raises(
+        statetx.PlanError, match=r"\(large_sum\): the budget of 10.0 KiB cannot be kept: arguments and states"
+    ) as e:
+        call(w, x)
+    assert w.nbytes <= e.value.smallest_bytes <= w.nbytes + x.nbytes
+
+
+def test_argument_that_is_not_read_does_not_count():
+    """JAX does not pass it on."""
+    first = lambda w, x: x.sum()  # noqa: E731
+    assert statetx.max_batch(first, jnp.ones((64, 64)), jnp.ones((8, 64)), argnums=1, budget="10KiB").size > 8
+
+
 def test_errors_of_max_batch():
     with pytest.raises(statetx.PlanError, match="no batch fits: 1 example need") as e:
-        statetx.max_batch(sgd, PARAMS, X, argnums=1, budget="10KiB")
+        statetx.max_batch(sgd, PARAMS, X, argnums=1, budget="60KiB")
     assert e.value.smallest_bytes == bytes_with(sgd, 1)
     with pytest.raises(statetx.PlanError, match="does not grow with the batch"):
         statetx.max_batch(
@@ -253,9 +282,10 @@ def test_fit_with_a_plan_where_single_examples_do_not_fit():
 
 def test_fit_where_nothing_fits(program, monkeypatch):
     monkeypatch.setattr("statetx.planner.microbatches._Search.planned", lambda self, num, budget: None)
+    budget = 1024 + sum(x.nbytes for x in jax.tree.leaves((program.params, program.data)))
     with pytest.raises(statetx.PlanError, match="parts of one example need") as e:
-        statetx.microbatch(program.loss, budget="10KiB", argnums=1)(program.params, *program.data)
-    assert e.value.smallest_bytes > 10 * 2**10
+        statetx.microbatch(program.loss, budget=budget, argnums=1)(program.params, *program.data)
+    assert e.value.smallest_bytes > budget
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import statetx
 from statetx import _jax
+from statetx._equations import compiled as _compiled
 from statetx._equations.flops import count
 from statetx._text import format_bytes
 from statetx.planner import Planner, _budget, _search
@@ -177,10 +178,42 @@ def test_unplanned_step_is_not_compiled_for_a_budget_in_bytes(monkeypatch):
     assert plan.unplanned_flops == tight.unplanned_flops and plan.total_bytes <= plan.budget_bytes
 
 
-def test_budget_below_arguments_and_outputs():
+@pytest.mark.parametrize(
+    ("budget", "num_compiled"),
+    [
+        pytest.param("10KiB", 0, id="below the arguments"),
+        pytest.param("70KiB", 1, id="below arguments and outputs"),
+        pytest.param(0.1, 1, id="fraction"),
+    ],
+)
+def test_budget_that_no_plan_can_keep_is_not_searched_for(budget, num_compiled, monkeypatch):
+    compiled = []
+    compile_to_measure = _compiled.compile_to_measure
+    monkeypatch.setattr(_compiled, "compile_to_measure", lambda *a: compiled.append(1) or compile_to_measure(*a))
+    with pytest.raises(
+        statetx.PlanError, match=r"arguments take 56.0 KiB and outputs 24.[01] KiB.*none was searched for"
+    ) as e:
+        statetx.plan(step, *ARGS, budget=budget)
+    assert len(compiled) == num_compiled
+    arguments, outputs, *_ = parts(jax.jit(step), *ARGS)
+    assert abs(e.value.smallest_bytes - arguments - outputs) < 1024
+
+
+def test_error_says_what_donated_arguments_and_constants_take():
+    def loss_of_constant(ws):
+        return loss(ws, X)
+
+    train = jax.jit(lambda ws: jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss_of_constant)(ws)), donate_argnums=0)
+    with pytest.raises(statetx.PlanError) as e:
+        statetx.plan(train, WS, budget="1KiB")
+    assert "outputs 12.0 KiB (12.0 KiB of them in place of donated arguments)" in str(e.value)
+    assert "Its constants, which do not count, take 32.0 KiB." in str(e.value) and "that donates" not in str(e.value)
+
+
+def test_error_of_a_budget_above_arguments_and_outputs():
     with pytest.raises(statetx.PlanError, match=r"Arguments take .* of it and outputs .*plan the jitted step") as e:
-        statetx.plan(step, *ARGS, budget="10KiB")
-    assert e.value.smallest_bytes > 10 * 1024
+        statetx.plan(step, *ARGS, budget="85KiB")
+    assert e.value.smallest_bytes > 85 * 1024
     plan = statetx.plan(step, *ARGS, budget=e.value.smallest_bytes)
     assert plan.total_bytes <= e.value.smallest_bytes
 

@@ -14,9 +14,10 @@ import jax
 
 from .. import _jax
 from .._atomic import new_lock
-from .._jax import Jaxpr, Literal
+from .._jax import Jaxpr, Literal, Var
 from .._tables import Cell, Column, Table
 from .._text import format_bytes, format_flops
+from .._tree import num_bytes
 from .flops import count
 
 
@@ -163,13 +164,21 @@ class Program:
 
     def _set(self, traced: Any, compiler_options: dict[str, Any] | None) -> None:
         self.lowered = lower(traced)
-        # XLA removes dead equations, so they are not counted.
-        self.flops = count(_jax.without_dead_code(traced.jaxpr))
+        # XLA removes dead equations, so they are not counted, nor are the arguments that only these read.
+        jaxpr = _jax.without_dead_code(traced.jaxpr)
+        self.flops = count(jaxpr)
+        read = {v for atoms in (jaxpr.outvars, *(e.invars for e in jaxpr.eqns)) for v in atoms if isinstance(v, Var)}
+        self._read_bytes = num_bytes([v.aval for v in jaxpr.invars if v in read])
         self.compiler_options = compiler_options
         # Not `functools.cached_property`: up to Python 3.11 it has one lock for all programs, and threads would compile one after another.
         self._lock = new_lock()
         self._compiled: Any = None
         self._cost: Cost | None = None
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of its arguments on one device, or less: they count as divided among all devices. Nothing is compiled."""
+        return self._read_bytes // _jax.num_devices_of(self.lowered)
 
     @property
     def compiled(self) -> Any:

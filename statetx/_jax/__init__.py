@@ -161,6 +161,7 @@ from .staging import name_as_staged as name_as_staged
 from .staging import name_function as name_function
 from .staging import name_inputs as name_inputs
 from .staging import new_input as new_input
+from .staging import num_devices_of as num_devices_of
 from .staging import outputs_with_tangents as outputs_with_tangents
 from .staging import stage as stage
 from .traces import JAX_FOLDER as JAX_FOLDER

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._errors import PlanError
+from .._lift.wrapper import name_of, short_name
 from .._text import MOST_BYTES, brief, format_bytes, parse_bytes, suggestion
 
 STEP = "step"
@@ -110,6 +111,32 @@ def unit_question(amount: int | float) -> str:
     if isinstance(amount, float) or amount >= 1024:
         return ""
     return f" Was a unit forgotten, as in '{amount}MiB' or '{amount}GiB'?"
+
+
+def impossible(name: str, budget: Budget, budget_bytes: int, fixed: Any, constant_bytes: int) -> PlanError:
+    """The error that arguments and outputs alone take as much as the budget, or more.
+
+    Args:
+        constant_bytes: of the arrays that are constants of the program, which the budget does not count.
+    """
+    donated = f" ({format_bytes(fixed.alias_bytes)} of them in place of donated arguments)" if fixed.alias_bytes else ""
+    constants = f" Its constants, which do not count, take {format_bytes(constant_bytes)}." if constant_bytes else ""
+    return PlanError(
+        f"No plan for {name} keeps the budget of {format_bytes(budget_bytes)}: arguments take {format_bytes(fixed.argument_bytes)} and outputs "
+        f"{format_bytes(fixed.output_bytes)}{donated}, which no plan changes, so none was searched for.{constants}{unit_question(budget.amount)}\n"
+        f"Fix: allow more than {format_bytes(fixed.bytes)}; make the arguments smaller (a smaller batch, bfloat16, more devices)"
+        f"{'' if fixed.alias_bytes else ', or plan the jitted step that donates them'}; or count temporaries alone, of='temporaries'.",
+        smallest_bytes=fixed.bytes,
+    )
+
+
+def impossible_batch(transform: str, fun: Any, budget_bytes: int, least_bytes: int, of_batch: str) -> PlanError:
+    """The error that arguments that do not depend on the batch or its parts take a budget or more; nothing is compiled."""
+    return PlanError(
+        f"{transform}({short_name(name_of(fun))}): the budget of {format_bytes(budget_bytes)} cannot be kept: arguments and states take {format_bytes(least_bytes)} "
+        f"with any {of_batch}, so none was compiled.{unit_question(budget_bytes)}\nFix: allow more than that, or make them smaller (bfloat16, more devices).",
+        smallest_bytes=least_bytes,
+    )
 
 
 def no_plan(

@@ -240,12 +240,18 @@ class Captured:
         more = () if self.step is None else self.step.outline.context.shardings
         return max(gradient.context.num_sharing(more) for gradient in self.gradients)
 
+    @property
+    def constant_bytes(self) -> int:
+        """Bytes of the arrays that the program closes over."""
+        program = self.gradients[0] if self.step is None else self.step.outline
+        return num_bytes(list(program.constants.values()))
+
     @functools.cached_property
     def fixed(self) -> Fixed:
         """The bytes of arguments and outputs, by their types: an estimate, which the compiled program corrects."""
         program = self.gradients[0] if self.step is None else self.step.program
         differentiated = program.diff_indices if self.step is None else ()
-        jaxpr, context = program.jaxpr, program.context
+        jaxpr, context = _jax.without_dead_code(program.jaxpr), program.context
         outputs = [v.aval for v in (*jaxpr.outvars, *(jaxpr.invars[i] for i in differentiated))]
         used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)} | {
             v for v in jaxpr.outvars if not isinstance(v, Literal)

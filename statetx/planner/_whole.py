@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .. import _jax
-from .._equations.compiled import Cost, Program, memory_analysis_options
+from .._equations.compiled import Cost, Program, fast_compile_options, memory_analysis_options
 from .._equations.flops import flops
 from .._jax import Jaxpr
 from .._lift.context import TraceContext
@@ -210,9 +210,7 @@ class Whole:
     def fixed(self) -> Fixed:
         """Bytes of arguments and outputs: by XLA as soon as something is compiled."""
         compiled = next((choice.compiled for choice in self.choices()), None)
-        if compiled is None:
-            return self.captured.fixed
-        return Fixed(compiled.argument_bytes, compiled.output_bytes, compiled.alias_bytes)
+        return self.captured.fixed if compiled is None else _fixed_of(compiled)
 
     def unplanned_bytes(self) -> int:
         """Temporary bytes without rematerialization: predicted, unless that program is compiled."""
@@ -267,6 +265,27 @@ class Whole:
     def is_complete(self) -> bool:
         """Whether no time limit ended a search, or the analysis before it."""
         return not self.is_late() and not any(search.lacks_regions for search in self.searches)
+
+
+def fixed_at_least(captured: Captured, budget: int) -> Fixed | None:
+    """Bytes of arguments and outputs, if these take a budget or more; without a search."""
+    fixed = captured.fixed
+    if fixed.bytes < budget or fixed.argument_bytes >= budget:
+        return None if fixed.bytes < budget else fixed
+
+    # Outputs are estimated: their shardings, and whether two of them are one.
+    gradient, options = captured.gradients[0], fast_compile_options()
+    with gradient.context.bind_axes():
+        if captured.step is None:
+            program = _gradient_of(gradient)(gradient.jaxpr, options)
+        else:
+            program = captured.step.compiled_with({}, options)
+        fixed = _fixed_of(program.cost)
+    return fixed if fixed.bytes >= budget else None
+
+
+def _fixed_of(compiled: Cost) -> Fixed:
+    return Fixed(compiled.argument_bytes, compiled.output_bytes, compiled.alias_bytes)
 
 
 def _gradient_of(recorded: Recorded) -> Callable[[Jaxpr, dict[str, Any] | None], Program]:

@@ -25,7 +25,7 @@ from ..residuals.measure import with_gradient, without_gradient
 from ..transforms.functionalize import functionalize
 from ..transforms.microbatch import RULES as MICROBATCH_RULES
 from . import _store
-from ._budget import read_amount, unit_question
+from ._budget import impossible_batch, read_amount, unit_question
 from ._largest import Search, largest
 from ._spinner import spinner
 
@@ -153,10 +153,14 @@ def max_batch(
     def bytes_of(index: int) -> int:
         size = index * multiple
         report(f"compiling the step for {size} examples")
-        if resizable is not None:
-            return _store.peak_bytes(resizable.program(size))
-        args, kwargs = batch.arguments(batch_types(batch, size))
-        return _store.peak_bytes(step_program(step, args, kwargs, gradient))
+        types = batch_types(batch, size)
+        program = (
+            resizable.program(size) if resizable is not None else step_program(step, *batch.arguments(types), gradient)
+        )
+        least = program.least_bytes - num_bytes(types)
+        if least >= amount:
+            raise impossible_batch("max_batch", step, amount, least, "size of the batch")
+        return _store.peak_bytes(program)
 
     fixed = num_bytes((args, kwargs)) - num_bytes(batch.leaves)
     last = (_LIMIT if limit is None else limit) // multiple

@@ -24,7 +24,7 @@ from ..transforms.abstract import eval_shape
 from ..transforms.functionalize import functionalize
 from ..transforms.microbatch import without_new_states
 from . import _store
-from ._budget import TEMPORARIES, read_amount, unit_question
+from ._budget import TEMPORARIES, impossible_batch, read_amount, unit_question
 from ._largest import largest
 from ._record import VERSION
 from .plan import Plan
@@ -96,7 +96,7 @@ def fit(
     amount = read_amount(budget)
     if isinstance(amount, float):
         raise PlanError(f"microbatch: budget={budget!r} is a fraction.\nFix: give bytes, such as '2GiB', or 'device'.")
-    search = _Search(micro, batch, args, kwargs, is_differentiated)
+    search = _Search(micro, batch, args, kwargs, is_differentiated, amount)
     nums = _candidates(batch.size)
     sizes = [-(-batch.size // num) for num in nums]
     arguments = num_bytes([args, kwargs])
@@ -138,8 +138,11 @@ def _candidates(size: int) -> list[int]:
 class _Search:
     """Compiles the candidates."""
 
-    def __init__(self, micro: Any, batch: Batch, args: tuple, kwargs: dict[str, Any], is_differentiated: bool):
+    def __init__(
+        self, micro: Any, batch: Batch, args: tuple, kwargs: dict[str, Any], is_differentiated: bool, budget: int
+    ):
         self._micro = micro
+        self._budget = budget
         self._batch = batch
         self._args, self._kwargs = args, kwargs
         self.peak_bytes = functools.cache(self._peak_bytes)
@@ -168,6 +171,10 @@ class _Search:
         types = [_type(x) for x in arrays]
         with _jax.eval_context():
             program = Program(with_pullback(run, diff) if diff else run, types, memory_analysis_options())
+        if program.least_bytes >= self._budget:
+            raise impossible_batch(
+                "microbatch", self._micro.__wrapped__, self._budget, program.least_bytes, "number of parts"
+            )
         return _store.peak_bytes(program)
 
     def planned(self, num: int | None, budget: int) -> tuple[int, Callable, Plan, int] | None:

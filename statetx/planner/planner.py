@@ -20,7 +20,7 @@ from .._remat.gradients import unobserved
 from .._text import format_bytes, suggestion
 from . import _store
 from ._bound import free_outputs, lower_bound
-from ._budget import STEP, Budget, no_plan
+from ._budget import STEP, Budget, impossible, no_plan
 from ._capture import Captured, variants
 from ._clock import read_time_limit
 from ._inner import PLAIN
@@ -28,7 +28,7 @@ from ._record import bytes_of, described, fields_of, full_fingerprint, shown_fie
 from ._spinner import spinner
 from ._stored import read_formats
 from ._timing import Timer
-from ._whole import Choice, Options, Whole, whole_of
+from ._whole import Choice, Options, Whole, fixed_at_least, whole_of
 from .machine import cost_model
 from .plan import Plan
 
@@ -90,14 +90,15 @@ def plan(
             the function has to be compiled with ``jax.jit(..., compiler_options=plan.compiler_options)``. True: the known ones,
             on CPUs a schedule that takes little memory; other backends have none. A mapping: these.
         time_limit: seconds; after that the best plan so far is returned. Until a first plan keeps the budget, it may take twice
-            as long. None for no limit.
+            as long; if that plan adds more than a quarter of the operations, one cheaper program is compiled. None for no limit.
         progress: whether to show progress (with rich).
 
     Returns:
         `Plan`. Use it as ``plan.apply(fun)`` or ``remat(fun, policy=plan)``.
 
     Raises:
-        PlanError: no candidate keeps the budget; ``smallest_bytes`` is the least that was reached, of what counts.
+        PlanError: no candidate keeps the budget; ``smallest_bytes`` is the least that was reached, of what counts. If the budget is below what arguments
+            and outputs take, nothing is searched, and ``smallest_bytes`` is what these take.
 
     Source:
         Jain et al., Checkmate: Breaking the memory wall with optimal tensor rematerialization (MLSys 2020), for
@@ -245,6 +246,10 @@ class Planner:
         if stored is not None and self._is_for_program(stored):
             return warn_if_expensive(self._as_plan(stored, key))
         with self._show_progress(), unobserved():  # a search takes gradients itself
+            if budget_.of == STEP and isinstance(budget_.amount, int):
+                fixed = fixed_at_least(self._captured, budget_.amount)
+                if fixed is not None:
+                    raise impossible(self.name, budget_, budget_.amount, fixed, self._captured.constant_bytes)
             self._start(compile_baseline=isinstance(budget_.amount, float))
             try:
                 fields = self._fields(*self._choose(budget_), budget_)
@@ -417,10 +422,16 @@ def fit(whole: Whole, budget: Budget, name: str) -> Choice:
     Raises:
         PlanError: none is found.
     """
+
+    def left() -> int:
+        num_left = bytes_left(whole, budget)
+        if num_left <= 0 and any(whole.choices()):  # arguments and outputs are exact once something is compiled
+            raise impossible(name, budget, bytes_of(whole, budget), whole.fixed(), whole.captured.constant_bytes)
+        return max(num_left, 1)
+
     with whole.time_left.running():
-        choice = whole.fit(lambda: max(bytes_left(whole, budget), 1))
-    left = bytes_left(whole, budget)
-    if choice is not None and left > 0:
+        choice = whole.fit(left)
+    if choice is not None and bytes_left(whole, budget) > 0:
         return choice
     fixed = whole.fixed()
     smallest = whole.smallest_bytes() + (fixed.bytes if budget.of == STEP else 0)
