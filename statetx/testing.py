@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _jax
+from ._errors import FunctionError
 from ._lift.wrapper import Wrapper, name_of
 from ._remat import declared
 from ._remat.override import override
 from ._text import type_str
 from ._tree import is_array_or_type, is_float, is_integer, partition
 from .residuals.table import Residual, saved_residuals
-from .transforms.functionalize import functionalize
+from .transforms.functionalize import Functionalize
 from .transforms.remat import remat
 
 __all__ = ["assert_remat_equivalent", "assert_residuals", "count_traces"]
@@ -45,17 +46,23 @@ def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, ato
     Raises:
         AssertionError: naming the first difference; or values stored as bits that are not 0 or 1; or, if the function is not
             deterministic, the random generator or host callback that makes it so.
+        FunctionError: a transform traces the values that are to be compared.
 
     Example:
         >>> import jax.numpy as jnp, statetx
         >>> w = statetx.Param(jnp.ones(3))
         >>> statetx.testing.assert_remat_equivalent(lambda x: jnp.tanh(w.value * x), jnp.arange(3.0))
     """
-    pure = functionalize(fun)
+    pure = Functionalize(fun, takes_refs=True)
     values = pure.values(*args, **kwargs)
     initial_generators = _generators()
     with override(is_off=True), declared.noted_loops() as loops:
         first, second = _run(pure, values, args, kwargs), _run(pure, values, args, kwargs)
+    if any(isinstance(x, _jax.Tracer) for x in first.values()):
+        raise FunctionError(
+            f"assert_remat_equivalent({name_of(fun)}) compares numbers, and a transform around it traces them.\n"
+            f"Fix: call it outside of functions that are transformed."
+        )
     drawn = [name for name, state in _generators().items() if state != initial_generators[name]]
     difference = _difference(second, first, 0.0, 0.0)
     if difference:
@@ -68,7 +75,7 @@ def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, ato
     with override() as visited:
         result = _run(pure, values, args, kwargs)
     if not visited:
-        wrapped = functionalize(remat(fun))
+        wrapped = Functionalize(remat(fun), takes_refs=True)
         wrapped.values(*args, **kwargs)  # finds the states that no path leads to
         result = _run(wrapped, values, args, kwargs)
     difference = _difference(result, first, rtol, atol)

@@ -22,7 +22,7 @@ from .._text import brief, format_bytes
 from .._tree import num_bytes
 from .._typing import Filter, Indices, Names
 from ..residuals.measure import with_gradient, without_gradient
-from ..transforms.functionalize import functionalize
+from ..transforms.functionalize import Functionalize
 from ..transforms.microbatch import RULES as MICROBATCH_RULES
 from . import _store
 from ._budget import impossible_batch, read_amount, unit_question
@@ -212,7 +212,7 @@ class _Resizable:
         self._batch = batch
         self._program = (with_gradient if gradient else without_gradient)(step, args, kwargs)
         self._rules = Rules("max_batch", states, step, MICROBATCH_RULES, args, kwargs)
-        self._states = functionalize(step).states(*args, **kwargs)
+        self._states = Functionalize(step, takes_refs=True).states(*args, **kwargs)
 
     def program(self, size: int) -> Program:
         mask, batch_leaves = iter(self._batch.mask()), iter(batch_types(self._batch, size))

@@ -21,7 +21,7 @@ from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes
 from .._tree import is_array_or_type, is_float, num_bytes, partition
 from ..transforms.abstract import eval_shape
-from ..transforms.functionalize import functionalize
+from ..transforms.functionalize import Functionalize
 from ..transforms.microbatch import without_new_states
 from . import _store
 from ._budget import TEMPORARIES, impossible_batch, read_amount, unit_question
@@ -154,7 +154,8 @@ class _Search:
     def _peak_bytes(self, num: int, fun: Callable | None = None) -> int:
         """Of the function in so many parts; of its gradient with respect to float states and all but the batch if it is a loss."""
         micro = self._micro.with_num(num, fun)
-        pure: Any = functionalize(lambda *args, **kwargs: without_new_states(micro(*args, **kwargs)))
+        call = lambda *args, **kwargs: without_new_states(micro(*args, **kwargs))  # noqa: E731
+        pure: Any = Functionalize(call, takes_refs=True)
         inputs = (pure.values(*self._args, **self._kwargs), self._args, self._kwargs)
         arrays, part = partition(inputs, is_array_or_type)
         mask = self._batch.mask()

@@ -19,7 +19,7 @@ from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Seen, is_training_step
 from .._tree import is_array_or_type, is_float, partition
 from ..transforms.abstract import staged_jaxpr
-from ..transforms.functionalize import Functionalize, functionalize
+from ..transforms.functionalize import Functionalize
 
 
 @_jax.api_boundary
@@ -142,7 +142,7 @@ def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> ArrayPr
 
 
 def _functionalized(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Functionalize, tuple]:
-    pure = functionalize(fun)
+    pure = Functionalize(fun, takes_refs=True)
     return pure, (pure.values(*args, **kwargs), args, kwargs)
 
 

@@ -263,7 +263,9 @@ def memory_report(
         diagnoses += _diagnose(
             row, rows[0], regions[row.policy], programs[row.policy].lowered, programs[BASELINE].lowered
         )
-    num_devices = max([len(x.sharding.device_set) for x in inputs[BASELINE] if isinstance(x, jax.Array)], default=1)
+    num_devices = max(
+        [len(x.sharding.device_set) for x in inputs[BASELINE] if isinstance(x, _jax.ArrayImpl)], default=1
+    )
     return MemoryReport(name, rows, list(dict.fromkeys(diagnoses)), num_devices, takes_gradients)
 
 

@@ -14,7 +14,7 @@ from .._frames import Access, Effect, Frame
 from .._lift.inputs import InputNames, Lifting
 from .._lift.options import with_checked_options
 from .._lift.outcome import pack, partition_output
-from .._lift.run import RefValues, frame_for, run_eagerly
+from .._lift.run import RefValues, call, frame_for, run_eagerly
 from .._lift.stage import stage
 from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._objects.attributes import created_undone
@@ -270,15 +270,19 @@ def functionalize(fun: Callable[P, R]) -> Functionalize[P, R]:
 class Functionalize(Wrapper[P, R]):
     """Made by `functionalize`."""
 
-    def __init__(self, fun: Callable):
+    def __init__(self, fun: Callable, takes_refs: bool = False):
         super().__init__(fun, {})
+        self._takes_refs = (
+            takes_refs  # Refs are among the values, and a call writes none: for calls that are only inspected
+        )
         self._states_by_path: dict[str, Any] = {}
 
     def states(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Trace a call with these arguments; return the states that it touches, by path."""
         with created_undone(self.__wrapped__, args, kwargs):
-            frame, _, paths = _trace(self.__wrapped__, args, kwargs)
+            frame, refs, paths = _trace(self.__wrapped__, args, kwargs)
         rows = [r for r in _rows(frame, paths) if not r.created]
+        rows += _ref_rows(refs, paths) if self._takes_refs else []
         states = {r.path: r.state for r in rows if _holds_numbers(r.state) or (r.written and _arrays_of(r.state))}
         self._states_by_path |= states
         return states
@@ -326,9 +330,10 @@ class Functionalize(Wrapper[P, R]):
             raise StateAccessError(self._missing(state, kind, args, kwargs))
 
         frame = frame_for("functionalize", fun, on_read=on_read, frees_cycles=True)
+        takes_refs = any(map(_states.is_unwatched, states.values()))
         refs = RefValues(fun, args, kwargs) if _jax.is_eager() else None
         try:
-            out = frame.run(fun, *args, **kwargs)
+            out = frame.run(call, fun, args, kwargs, True) if takes_refs else frame.run(fun, *args, **kwargs)
         except BaseException:
             if refs is not None:
                 refs.restore()
