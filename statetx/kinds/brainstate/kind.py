@@ -176,7 +176,7 @@ class _Brainstate(_frames.WatchedKind):
             (operator.delitem, stacks, slice(stacks.index(observer), None))
             for stacks in (context.state_stack, context.new_state_catcher)
         ]
-        return [*truncations, (observers.pop, id(frame))]
+        return [*truncations, (observers.pop, id(frame)), *observer.unreport()]
 
     def is_idle(self) -> bool:
         return not context.state_stack

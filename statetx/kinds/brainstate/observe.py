@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import Any
 
@@ -9,6 +10,7 @@ import brainstate
 from brainstate import _state as _private
 
 from ... import _frames, _jax, _states
+from ..._atomic import Store
 from ..native import NATIVE, State
 from .view import View
 
@@ -17,12 +19,31 @@ context: Any = _private.TRACE_CONTEXT
 
 
 class Observer(brainstate.StateTraceStack):
-    """The trace stack that a frame enters; it reports accesses to the frame."""
+    """The trace stack that a frame enters; it reports accesses to the frame.
+
+    Attributes:
+        written: the flags of the stacks around it, which say of each state whether it was written.
+        unwritten: states that the call was the first to write.
+    """
 
     def __init__(self, frame: _frames.Frame, kind: _states.Kind):
         super().__init__(name=None)
         self.frame = frame
         self.kind = kind
+        self.written = [(stack.been_writen, stack.been_writen.copy()) for stack in context.state_stack]
+        self.unwritten: list[brainstate.State] = []
+
+    def unreport(self) -> list[Store]:
+        """Stores that make reads of the writes that brainstate has noted: in the stacks around this one, and in the states.
+
+        Nothing is written until the transform publishes it, and then it is noted again: see decision 3.
+        """
+        stacks = [
+            (operator.setitem, flags, slice(None), before + [False] * (len(flags) - len(before)))
+            for flags, before in self.written
+            if flags
+        ]
+        return [*stacks, *((operator.setitem, vars(state), "_been_writen", False) for state in self.unwritten)]
 
     def read_its_value(self, state: brainstate.State) -> None:
         if isinstance(state, View):
@@ -40,6 +61,8 @@ class Observer(brainstate.StateTraceStack):
             if context.state_stack[-1] is self:
                 self.frame.note_write(self.frame.touch(state.native, NATIVE, writing=True))
             return
+        if not state._been_writen:
+            self.unwritten.append(state)
         # For an outer frame it is a read until the inner transform, statetx's or brainstate's, publishes it: see decision 3.
         innermost = context.state_stack[-1] is self
         access = self.frame.accesses.get(id(state))
