@@ -38,13 +38,19 @@ def created_undone(*roots: Any) -> Iterator[None]:
 
 
 def _attributes(obj: Any) -> dict[str, Any] | None:
-    """The ``__dict__`` of an instance; None without one, and for modules and classes, which are no part of a model."""
+    """The attributes of an instance; None without a ``__dict__``, and for modules and classes, which are no part of a model.
+
+    Those of a state that its library sets, such as its value, are left out: frames restore them, to the tracers of the
+    enclosing calls.
+    """
     if isinstance(obj, (type, types.ModuleType)):
         return None
     try:
-        return object.__getattribute__(obj, "__dict__")
+        attributes = object.__getattribute__(obj, "__dict__")
     except AttributeError:
         return None
+    kind = _states.kind_of(obj)
+    return attributes if kind is None else {k: v for k, v in attributes.items() if k not in kind.bookkeeping}
 
 
 def _holds_dropped_state(obj: Any) -> bool:

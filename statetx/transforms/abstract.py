@@ -123,7 +123,8 @@ def make_jaxpr(
         def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
             return merge(*args_part.combine(leaves))
 
-        staged = _stage("make_jaxpr", arguments, arrays, fun)
+        with created_undone(fun, args, kwargs):
+            staged = _stage("make_jaxpr", arguments, arrays, fun)
         closed = _close(staged)
         if not return_shape:
             return closed
