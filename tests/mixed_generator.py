@@ -5,11 +5,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 
 from mixed_statements import NOWHERE, Maps, Scope, Statements, View
-from mixed_syntax import SHAPES, SIZE, Call, Cell, Expr, Fun, If, Program, Raise, Shape, Statement, Turn, Write, walk
+from mixed_syntax import (
+    SHAPES,
+    SIZE,
+    Call,
+    Cell,
+    Do,
+    Expr,
+    Fun,
+    If,
+    Make,
+    Program,
+    Raise,
+    Shape,
+    Statement,
+    Turn,
+    Write,
+    walk,
+    walk_called,
+)
 
 POLICIES = (
     "None",
@@ -57,6 +77,9 @@ BITS = (
 )
 MEASURED = ("policies.Budget('1MiB')", "'auto'", "'1MiB'")
 SLOTS = ("policies.Slots(2)", "1")
+INSPECTIONS = "states values saved_residuals trace_states call eval_shape make_jaxpr lower".split()
+"""The first four accept functions that leave states behind."""
+LOOKED_AT = frozenset("remat jit grad vjp jvp linearize jacobian hessian plain shard_map bs_jit".split())
 COMPILED = frozenset("jit scan fori while map cond switch shard_map pure bs_jit bs_for_loop bs_cond".split())
 ONE_RUN = frozenset("remat jit grad vjp jvp linearize jacobian hessian plain".split())
 
@@ -66,6 +89,14 @@ class Generator(Statements):
 
     storing = 2
     """How many more derivatives may read what is stored in fewer bits or in slots."""
+
+    inspecting = 4
+    """How many more calls may be inspected."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.rng_aside = random.Random(f"{seed}, aside")
+        self.num_names_aside = 1000
 
     def call(self, scope: Scope) -> tuple[list[Statement], Scope]:
         """A transform of a new function, applied to an expression."""
@@ -87,6 +118,8 @@ class Generator(Statements):
         before = len(scope.names)
         call = calls(scope)
         call.depth = scope.depth
+        if not scope.inspected:
+            self.look_before(call)
         assert len(scope.names) == before
         for name, shape in call.names:
             scope = scope.with_name(name, shape, scope.maps)
@@ -213,13 +246,56 @@ class Generator(Statements):
     # -- what is stored for a derivative --
 
     def block(self, scope: Scope, most: int = 3) -> tuple[list[Statement], Scope]:
-        """Statements, and sometimes a derivative that reads bits or what slots hold, on top of them."""
+        """Statements, and sometimes a derivative that reads bits or what slots hold, on top of them; around them, inspections."""
+        first = self.inspection(scope)
         body, scope = super().block(scope, most)
         if self.storing and scope.depth and not isinstance(body[-1] if body else None, Raise) and self.chance(0.25):
             self.storing -= 1
             more, scope = self.called(scope, self.pick((self.call_stored, self.call_slots, self.call_slots)))
             body += more
-        return body, scope
+        last = [] if isinstance(body[-1] if body else None, Raise) else self.inspection(scope)
+        return [*first, *body, *last], scope
+
+    def inspection(self, scope: Scope) -> list[Statement]:
+        """Sometimes a function that is inspected, and not called: the program does the same without it."""
+        with self.aside():
+            if not (
+                self.inspecting and scope.depth and not scope.inspected and self.chance(0.35 if scope.typed else 0.15)
+            ):
+                return []
+            self.inspecting -= 1
+            shape = self.shape()
+            inner = scope.differentiated(reverse=scope.reverse + 1, once=False, inspected=True)
+            fun = self.fun(inner, [(shape, scope.maps)], [self.shape()])
+            return [
+                Call("inspect", self.looking(fun), [fun], [self.expr(scope, shape, depth=1)], [], depth=scope.depth)
+            ]
+
+    def looking(self, fun: Fun) -> str:
+        """A line that inspects a function."""
+        fun.runs += 20
+        makes = any(isinstance(s, Make) and s.is_left for s in walk(fun.body))
+        return f"look_at({self.pick(INSPECTIONS[: 4 if makes else None])!r}, {{f}}, {{f_}}{{0}})"
+
+    def look_before(self, call: Call) -> None:
+        """Sometimes inspect the function of a call right before it."""
+        with self.aside():
+            if self.inspecting and call.kind in LOOKED_AT and call.funs and self.chance(0.35):
+                if not any(map(lasts, walk(call.funs[0].body))):
+                    self.inspecting -= 1
+                    call.before.append(self.looking(call.funs[0]))
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Draw with random numbers of its own, so that the rest of a program is the same with and without what is drawn here."""
+        kept = self.rng, self.num_names, self.calls, self.compiled, self.storing
+        self.rng, self.num_names = self.rng_aside, self.num_names_aside
+        self.calls, self.compiled, self.storing = 2, 1, 0
+        try:
+            yield
+        finally:
+            self.num_names_aside = self.num_names
+            self.rng, self.num_names, self.calls, self.compiled, self.storing = kept
 
     def mask(self, scope: Scope) -> str:
         """A function whose values are proved 0 or 1."""
@@ -475,7 +551,7 @@ class Generator(Statements):
         flags = "jit" not in wrap
         scope = Scope(self.pick((2, 3, 3, 4)), (), views, flags=flags, once=flags)
         main = self.fun(scope, [((SIZE,), NOWHERE)], [self.shape(), ()])
-        while not any(isinstance(s, Call) and s.kind != "plain" for s in walk(main.body)) or isinstance(
+        while not any(isinstance(s, Call) and s.kind != "plain" for s in walk_called(main.body)) or isinstance(
             main.body[-1], Raise
         ):
             main = self.fun(scope, [((SIZE,), NOWHERE)], [self.shape(), ()])
@@ -490,6 +566,13 @@ class Generator(Statements):
             )
         aliases = [(f"k.{name}", f"m.{name}") for name in ("both", "calls")] if self.helpers and not twins else []
         return Program(self.seed, cells, self.helpers, main, wrap, turns, aliases)
+
+
+def lasts(statement: Statement) -> bool:
+    """Whether a statement changes containers of a model, which an inspection does not undo."""
+    if isinstance(statement, Make):
+        return statement.is_left and ".new" not in statement.place
+    return isinstance(statement, Do) and statement.template.startswith(("del ", "m.items", "k.items", "model.items"))
 
 
 def foreign(scope: Scope) -> Scope:

@@ -39,7 +39,7 @@ def raises_in_a_call(s: Statement) -> bool:
 
 
 KINDS = (
-    "remat stored jit grad vjp jvp linearize jacobian hessian slots scan fori while map vmap cond switch shard_map pure bs_jit bs_for_loop bs_cond"
+    "remat stored jit grad vjp jvp linearize jacobian hessian slots scan fori while map vmap cond switch shard_map pure bs_jit bs_for_loop bs_cond inspect"
 ).split()
 FEATURES: dict[str, Callable[[Program], bool]] = {
     **{kind: has(lambda s, kind=kind: isinstance(s, Call) and s.kind == kind) for kind in KINDS},
@@ -49,6 +49,7 @@ FEATURES: dict[str, Callable[[Program], bool]] = {
     "depth 4": lambda p: depth(p.main) >= 4,
     "exception from a transformed call, caught": has(raises_in_a_call),
     "exception raised where a flag says so": has(lambda s: isinstance(s, If) and "fail" in s.test),
+    "inspection of a function that is then called": has(lambda s: isinstance(s, Call) and bool(s.before)),
     "state left on an attribute": has(lambda s: isinstance(s, Make) and s.place.startswith("m.new")),
     "state appended to a list": has(lambda s: isinstance(s, Make) and s.appended),
     "state dropped": has(lambda s: isinstance(s, Make) and s.place.startswith("t")),

@@ -31,7 +31,7 @@ from mixed_syntax import (
     Try,
     Write,
     number,
-    walk,
+    walk_called,
 )
 
 Maps = frozenset[int]
@@ -65,6 +65,7 @@ class Scope:
             rematerializes once more.
         foreign: whether it is inside a transform of brainstate.
         sharded: whether it is inside a `shard_map`.
+        inspected: whether the code here is only traced: it changes no containers of the models, since nothing undoes that.
         kept: places of states that enclosing statements still use: these are neither replaced nor deleted.
     """
 
@@ -81,6 +82,7 @@ class Scope:
     spikes: bool = True
     foreign: bool = False
     sharded: bool = False
+    inspected: bool = False
     kept: frozenset[str] = frozenset()
     model: str = "m"
 
@@ -349,7 +351,8 @@ class Statements:
         n, model = self.pick((0, 1)), scope.model
         if scope.once and scope.flags and self.chance(0.3):
             return [Make(f"{model}.items", "statetx", "statetx.State", self.expr(scope, ()), True)], scope
-        make, view = self.made(scope, self.pick((f"{model}.new{n}", f"{model}.bag['new{n}']")))
+        place = self.pick((f"{model}.new{n}", f"{model}.bag['new{n}']"))
+        make, view = self.made(scope, f"{model}.new{n}" if scope.inspected else place)
         if make.place in scope.kept:
             return [], scope
         views = tuple(v for v in scope.views if v.cell.place != make.place)
@@ -392,7 +395,7 @@ class Statements:
         fallback = self.expr(scope, shape)
         inner = dataclasses.replace(scope.keep(), raises=True)
         body, within = self.block(inner, 2)
-        if not any(isinstance(s, Call) for s in body):
+        if not any(isinstance(s, Call) and s.kind != "inspect" for s in body):
             call, within = self.call(within)
             body += call
         if self.chance(0.6):
@@ -404,8 +407,10 @@ class Statements:
 
     def let_fail(self, body: list[Statement]) -> None:
         """Let a function in these statements raise at its end, after its writes."""
-        funs = [f for s in walk(body) if isinstance(s, Call) and s.kind not in FOREIGN for f in s.funs]
-        inside = {id(f) for s in walk(body) if isinstance(s, Call) and s.kind in FOREIGN for f in inner_functions(s)}
+        funs = [f for s in walk_called(body) if isinstance(s, Call) and s.kind not in FOREIGN for f in s.funs]
+        inside = {
+            id(f) for s in walk_called(body) if isinstance(s, Call) and s.kind in FOREIGN for f in inner_functions(s)
+        }
         funs = [f for f in funs if id(f) not in inside]
         if funs:
             self.pick(funs).body.append(Raise(self.pick(("Boom", "Boom", "KeyError"))))
@@ -429,4 +434,4 @@ class Statements:
 
 
 def inner_functions(call: Call) -> list[Fun]:
-    return [f for s in walk([call]) if isinstance(s, Call) for f in s.funs]
+    return [f for s in walk_called([call]) if isinstance(s, Call) for f in s.funs]

@@ -213,7 +213,7 @@ class Fun:
 class Call:
     """A transform of functions, applied: `template` says how, with ``{f}``, ``{g}``, ``{0}``, ``{1}``, ... filled in.
 
-    `names` are the variables that it gives, with their shapes; `after` are further lines.
+    `names` are the variables that it gives, with their shapes; `before` and `after` are further lines.
     """
 
     kind: str
@@ -223,6 +223,7 @@ class Call:
     names: list[tuple[str, Shape]]
     cells: list[Cell] = dataclasses.field(default_factory=list)
     after: list[str] = dataclasses.field(default_factory=list)
+    before: list[str] = dataclasses.field(default_factory=list)
     depth: int = 0
 
     def lines(self, world: str) -> list[str]:
@@ -230,7 +231,7 @@ class Call:
         words |= {f"{key}_": model_argument(f) for key, f in zip("fgh", self.funs, strict=False)}
         parts = [p.text(world) for p in self.parts]
         places = {f"c{i}": c.place for i, c in enumerate(self.cells)}
-        return [line.format(*parts, **words, **places) for line in (self.template, *self.after)]
+        return [line.format(*parts, **words, **places) for line in (*self.before, self.template, *self.after)]
 
 
 def applied(fun: Fun) -> str:
@@ -356,6 +357,15 @@ def walk(body: list[Statement]) -> Iterator[Statement]:
             yield from walk(inner)
 
 
+def walk_called(body: list[Statement]) -> Iterator[Statement]:
+    """Like `walk`, without functions that are only inspected."""
+    for s in body:
+        if not (isinstance(s, Call) and s.kind == "inspect"):
+            yield s
+            for inner in blocks(s):
+                yield from walk_called(inner)
+
+
 def walk_here(body: list[Statement]) -> Iterator[Statement]:
     """Like `walk`, without the bodies of functions."""
     for s in body:
@@ -442,6 +452,8 @@ def smaller(program: Program) -> Iterator[Program]:
             if isinstance(block[i], (If, Try)):
                 for k in range(2):
                     yield _edited(program, lambda p, n=n, i=i, k=k: _splice(list(all_blocks(p))[n], i, k))
+            if isinstance(block[i], Call) and block[i].before:
+                yield _edited(program, lambda p, n=n, i=i: list(all_blocks(p))[n][i].before.clear())
             if isinstance(block[i], Call) and block[i].kind != "plain" and len(block[i].names) == 1:
                 yield _edited(program, lambda p, n=n, i=i: _untransform(list(all_blocks(p))[n], i))
     used = {id(s): s for s in statements(program)}

@@ -147,6 +147,7 @@ class Plain(World):
             **transforms,
             "bs_jit": r.jit,
             "run_pure": lambda f, *args: r.jit(f)(*args),
+            "look_at": lambda name, f, *args: None,
             "bs_cond": lambda *args: r.jit(lambda: r.cond(*args))(),
             "bs_for_loop": lambda f, xs: r.jit(lambda: r.map(f, xs))(),
             "Cell": lambda value, **options: Cell(r, value, **options),
@@ -189,6 +190,7 @@ class System(World):
             "brainstate": brainstate,
             "nnx": nnx,
             "run_pure": run_pure,
+            "look_at": look_at,
             "bs_jit": transform.jit,
             "bs_cond": transform.cond,
             "bs_for_loop": transform.for_loop,
@@ -231,6 +233,32 @@ def run_pure(fun: Callable, *args: Any) -> Any:
     for path, state in states.items():
         state.value = new[path]
     return out
+
+
+def inspect_by_call(fun: Callable, *args: Any) -> None:
+    """A pure call whose results are dropped, of a function that writes no Ref: such a call writes it in place."""
+    pure = statetx.functionalize(fun)
+    if not any(isinstance(state, jax.Ref) for state in statetx.trace_states(fun)(*args).writes.values()):
+        pure(pure.values(*args), *args)
+
+
+INSPECTIONS: dict[str, Callable[..., Any]] = {
+    "states": lambda fun, *args: statetx.functionalize(fun).states(*args),
+    "values": lambda fun, *args: statetx.functionalize(fun).values(*args),
+    "call": inspect_by_call,
+    "saved_residuals": statetx.saved_residuals,
+    "trace_states": lambda fun, *args: statetx.trace_states(fun)(*args),
+    "eval_shape": statetx.eval_shape,
+    "make_jaxpr": lambda fun, *args: statetx.make_jaxpr(fun)(*args),
+    "lower": lambda fun, *args: statetx.jit(fun).lower(*args),
+}
+
+
+def look_at(name: str, fun: Callable, *args: Any) -> None:
+    """Inspect a call, which may raise what the program raises, or refuse a new string in a state."""
+    refused = statetx.CarryTypeError, statetx.CreatedStateError, statetx.StateValueError
+    with contextlib.suppress(Boom, Halt, KeyError, *NO_VALUE, *refused):
+        INSPECTIONS[name](fun, *args)
 
 
 # -- outcome of a run ------------------------------------------------------------------------------------------

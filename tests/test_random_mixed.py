@@ -75,6 +75,11 @@ BREAKAGES = {
     "one effect is not published": ("_lift.outcome.Outcome.publish", publish_all_but_one, "vjp("),
     "a key does not advance": ("kinds.native.RngState.next", lambda self: jax.random.split(self.value)[1], "draw("),
     "what a container holds is not compared": ("_frames.Copy.was_changed", lambda self: False, "['a'] = "),
+    "an inspection takes a state's value for an attribute of the model": (
+        "_objects.attributes._attributes",
+        lambda obj: getattr(obj, "__dict__", None),
+        "look_at(",
+    ),
     "what a call writes is forgotten": ("_frames.Frame._collect", lambda self: [], "jvp("),
 }
 """By breakage: a name of statetx, its replacement, and a word in the programs that may fail."""
