@@ -145,7 +145,7 @@ def is_hashable(x: Any) -> bool:
 
 
 def _by_equality(x: Any) -> Hashable:
-    return (type(x), x) if is_hashable(x) else Identity(x)
+    return (type(x), x) if is_hashable(x) else container_key(x, _by_equality) or Identity(x)
 
 
 def freeze(x: Any, leaf_key: Callable[[Any], Hashable] = _by_equality) -> Hashable:
@@ -163,37 +163,38 @@ def freeze(x: Any, leaf_key: Callable[[Any], Hashable] = _by_equality) -> Hashab
         return (type(x), *[freeze(v, leaf_key) for v in x], *_attributes(x, leaf_key))
     if isinstance(x, slice):  # hashable from Python 3.12 on, but equal for 1 and True
         return (type(x), freeze(x.start, leaf_key), freeze(x.stop, leaf_key), freeze(x.step, leaf_key))
-    if isinstance(x, dict):
-        return _mapping_key(x, leaf_key)
-    if isinstance(x, (set, frozenset)):
-        return (type(x), frozenset([freeze(v, leaf_key) for v in x]), *_attributes(x, leaf_key))
+    if isinstance(x, (dict, set, frozenset)):
+        return container_key(x, leaf_key)
     if isinstance(x, (np.ndarray, np.generic)):
         content = freeze(x.tolist(), leaf_key) if x.dtype.hasobject else x.tobytes()
         return (type(x), x.dtype.str, x.shape, content)
-    if not is_hashable(x):
-        if isinstance(x, Mapping):
-            return _mapping_key(x, leaf_key)
-        if isinstance(x, Set):
-            return (type(x), frozenset([freeze(v, leaf_key) for v in x]), *_attributes(x, leaf_key))
-        if isinstance(x, (bytearray, memoryview, array.array)):
-            view = memoryview(x)
-            return (type(x), view.format, view.shape, view.tobytes())
-        if isinstance(x, Sequence):
-            return (type(x), *[freeze(v, leaf_key) for v in x], *_attributes(x, leaf_key))
     return leaf_key(x)
 
 
-def _mapping_key(x: Mapping[Any, Any], leaf_key: Callable[[Any], Hashable]) -> Hashable:
-    items = [(freeze(k, leaf_key), freeze(v, leaf_key)) for k, v in x.items()]
-    return (type(x), *items, *_attributes(x, leaf_key))
+def container_key(x: Any, leaf_key: Callable[[Any], Hashable]) -> Hashable:
+    """`freeze` of a mapping, set or sequence, also of one that is not hashable (a deque, a UserDict); None for any other object."""
+    if isinstance(x, (bytearray, memoryview, array.array)):
+        view = memoryview(x)
+        return (type(x), view.format, view.shape, view.tobytes())
+    if isinstance(x, Mapping):
+        items = [(freeze(k, leaf_key), freeze(v, leaf_key)) for k, v in x.items()]
+        return (type(x), *items, *_attributes(x, leaf_key))
+    if isinstance(x, Set):
+        return (type(x), frozenset([freeze(v, leaf_key) for v in x]), *_attributes(x, leaf_key))
+    if isinstance(x, Sequence):
+        return (type(x), *[freeze(v, leaf_key) for v in x], *_attributes(x, leaf_key))
+    return None
 
 
 def _attributes(x: Any, leaf_key: Callable[[Any], Hashable]) -> tuple[Hashable, ...]:
     """A key for what a container has beside its items: attributes of the user's class, and the options of one of Python's."""
+    if type(x) in _WITHOUT_ATTRIBUTES:
+        return ()
     attributes = {**getattr(x, "__dict__", {}), **{name: getattr(x, name) for name in _OPTIONS if hasattr(x, name)}}
     return (freeze(attributes, leaf_key),) if attributes else ()
 
 
+_WITHOUT_ATTRIBUTES = frozenset([tuple, list, dict, set, frozenset])
 _OPTIONS = ("default_factory", "maxlen")  # of a defaultdict and a deque
 
 

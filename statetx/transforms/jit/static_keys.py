@@ -16,7 +16,7 @@ from typing import Any
 
 from ..._objects.contents import attributes, has_parts
 from ..._objects.paths import holds_states
-from ..._tree import freeze, is_hashable
+from ..._tree import container_key, freeze, is_hashable
 
 
 def static_key(x: Any) -> Hashable:
@@ -43,6 +43,9 @@ def _stand_for(x: Any, records: tuple[int, ...] = ()) -> Hashable:
         except TypeError:
             return Held(x, by_identity=True)
     if not is_hashable(x):
+        key = container_key(x, functools.partial(_stand_for, records=records))
+        if key is not None:
+            return key
         return Held(x, by_identity=True, attributes=_attributes(x, records))
     return Held(x, by_identity=False) if has_parts(x) else (cls, x)
 
