@@ -6,6 +6,7 @@ would keep the arrays alive, and two models whose layers are jitted separately w
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,11 +21,12 @@ from .primitives import JIT, REMAT
 def hoist(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
     """Return a jaxpr without constants, and the arrays to pass as its first inputs.
 
-    Arrays in equations that cannot have further inputs, such as calls with derivative rules, stay.
+    Arrays in equations that cannot have further inputs, such as calls with derivative rules, stay. A derivative rule that runs late may leave values
+    of the jaxpr itself in nested ones, as constants: they become operands there.
     """
     num_inputs = len(consts) - len(jaxpr.constvars)  # from jax 0.12 on, constants of a trace may be inputs already
     variables = [*jaxpr.constvars, *jaxpr.invars[:num_inputs]]
-    scope = _Scope(variables, consts)
+    scope = _Scope(variables, consts, jaxpr)
     eqns = [scope.equation(eqn) for eqn in jaxpr.eqns]
     outvars = [scope.atom(v) for v in jaxpr.outvars]
     invars = [*scope.variables, *jaxpr.invars[num_inputs:]]
@@ -34,20 +36,28 @@ def hoist(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
 class _Scope:
     """A jaxpr while its arrays become inputs: `variables` are the new inputs, `arrays` their values."""
 
-    def __init__(self, variables: Sequence[Any], arrays: Sequence[Any]):
+    def __init__(self, variables: Sequence[Any], arrays: Sequence[Any], jaxpr: Jaxpr):
         self.variables = list(variables)
         self.arrays = list(arrays)
+        self._jaxpr = jaxpr
         # By identity: an array that several equations hold becomes one input. `arrays` keeps them alive, and so the
         # ids valid.
         self._variable_by_id = {id(x): v for x, v in zip(arrays, variables, strict=True)}
 
     def variable(self, array: Any, aval: Any) -> Any:
         var = self._variable_by_id.get(id(array))
+        own = None if var is not None else _jax.variable_of(array)
+        if own is not None and own in self._defined:
+            return own
         if var is None:
             var = self._variable_by_id[id(array)] = _jax.Var(aval)
             self.variables.append(var)
             self.arrays.append(array)
         return var
+
+    @functools.cached_property
+    def _defined(self) -> set[Any]:
+        return {*self._jaxpr.constvars, *self._jaxpr.invars, *(v for eqn in self._jaxpr.eqns for v in eqn.outvars)}
 
     def atom(self, atom: Any) -> Any:
         is_array = isinstance(atom, Literal) and isinstance(atom.val, jax.Array)

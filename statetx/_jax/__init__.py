@@ -121,6 +121,7 @@ from .refs import discharge_refs as discharge_refs
 from .refs import has_made_refs as has_made_refs
 from .refs import ref_store as ref_store
 from .refs import ref_value as ref_value
+from .refs import takes_refs as takes_refs
 from .refs import touches_refs as touches_refs
 from .remat import CPU_DROPS_BARRIERS as CPU_DROPS_BARRIERS
 from .remat import HOST_MEMORY as HOST_MEMORY
@@ -164,6 +165,7 @@ from .staging import new_input as new_input
 from .staging import num_devices_of as num_devices_of
 from .staging import outputs_with_tangents as outputs_with_tangents
 from .staging import stage as stage
+from .staging import variable_of as variable_of
 from .traces import JAX_FOLDER as JAX_FOLDER
 from .traces import LEAVES as LEAVES
 from .traces import LITERALS as LITERALS

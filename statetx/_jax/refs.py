@@ -14,12 +14,14 @@ from jax._src.state.types import AbstractRef as _AbstractRef
 
 from . import patches
 from .editing import map_jaxprs, rebuild
-from .equations import ClosedJaxpr, Jaxpr, inner_jaxprs, open_jaxpr
-from .rules import _RULES, has_rule
+from .equations import ClosedJaxpr, Jaxpr, Var, inner_jaxprs, open_jaxpr
+from .rules import _RULES, has_rule, num_closed_over
+from .staging import stage
 from .traces import Tracer, is_eager
 
 _InternalRefEffect = _core.InternalMutableArrayEffect
 _internal_ref_effect = _core.internal_mutable_array_effect
+_effects_of_call = getattr(_core, "positional_effects", operator.attrgetter("effects"))
 _ref_init = _AbstractRef.__init__  # every Ref has a type, also one made while tracing
 _has_made_refs = False
 
@@ -85,14 +87,20 @@ def touches_refs(jaxpr: Jaxpr, consts: Sequence[Any]) -> bool:
     return any(isinstance(e, _InternalRefEffect) for e in jaxpr.effects)
 
 
+def takes_refs(jaxpr: Jaxpr) -> bool:
+    """Whether an input is a Ref: a derivative rule may write it in the backward pass."""
+    return any(isinstance(v.aval, _AbstractRef) for v in jaxpr.invars)
+
+
 def discharge_refs(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool], list[bool]]:
     """Discharge the Refs among the inputs of a jaxpr without constants.
 
     An input that is a Ref becomes its value, and the last value of each written Ref becomes a further output, in the order
     of the inputs. Returns the jaxpr and, for each input, whether it is a discharged Ref and whether it is written. A Ref
-    that is passed to a function with a derivative rule stays: the rule may write it in the backward pass.
+    that is passed to a function with a derivative rule stays: the rule may write it in the backward pass. One that the function
+    closes over and only reads does not.
     """
-    jaxpr = _hold_rules(jaxpr)
+    jaxpr = _hold_rules(_with_values_of_refs(jaxpr))
     in_rules = _refs_in_rules(jaxpr)
     is_ref = [isinstance(v.aval, _AbstractRef) and v not in in_rules for v in jaxpr.invars]
     # lower=False keeps the rules of functions that are passed a Ref.
@@ -109,6 +117,37 @@ def discharge_refs(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool], list[bool]]:
     assert not consts, "discharging a jaxpr without constants made some"
     flags = iter(written)
     return rebuild(pure, invars=invars, outvars=outvars), is_ref, [r and next(flags) for r in is_ref]
+
+
+def _with_values_of_refs(x: Any) -> Any:
+    """Read the Refs that functions with a derivative rule close over before their calls, at any depth, unless the functions write them."""
+    eqns = []
+    for eqn in open_jaxpr(x)[0].eqns:
+        eqn = map_jaxprs(_with_values_of_refs, eqn)
+        num = num_closed_over(eqn) if has_rule(eqn) else 0
+        is_ref = [i < num and isinstance(v.aval, _AbstractRef) for i, v in enumerate(eqn.invars)]
+        if any(is_ref):
+            call = open_jaxpr(_discharge_state(eqn.params["call_jaxpr"], should_discharge=is_ref, lower=False))[0]
+            num_out = len(eqn.outvars)
+            read = [v for v, r in zip(call.invars, is_ref, strict=True) if r]
+            if call.outvars[num_out:] == read:
+                call = rebuild(call, invars=call.invars, outvars=call.outvars[:num_out])
+                invars = list(eqn.invars)
+                for i in [i for i, r in enumerate(is_ref) if r]:
+                    (get,) = _reading(eqn.invars[i].aval).eqns
+                    invars[i] = Var(call.invars[i].aval)
+                    eqns.append(get.replace(invars=[eqn.invars[i]], outvars=[invars[i]]))
+                closed = ClosedJaxpr(call, [])
+                params = {**eqn.params, "call_jaxpr": closed}
+                eqn = eqn.replace(invars=invars, params=params, effects=_effects_of_call(closed))
+        eqns.append(eqn)
+    return _with_changed_equations(x, eqns)
+
+
+def _reading(ref_type: Any) -> Jaxpr:
+    jaxpr, consts = stage(lambda ref: [ref[...]], [ref_type], traced_for="statetx", name="a read of a Ref")
+    assert not consts
+    return jaxpr
 
 
 class _Held:
@@ -157,7 +196,7 @@ def _release_rules(x: Any) -> Any:
 
 def _with_changed_equations(x: Any, eqns: list[Any]) -> Any:
     jaxpr, _ = open_jaxpr(x)
-    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+    if len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns)):
         return x
     effects = jaxpr.effects | {e for eqn in eqns for e in eqn.effects if isinstance(e, _InternalRefEffect)}
     jaxpr = jaxpr.replace(eqns=eqns, effects=effects)

@@ -70,6 +70,11 @@ def name_as_staged(fun: Callable, jaxpr: Jaxpr) -> Callable:
     return name_function(fun, info.traced_for, info.func_src_info)
 
 
+def variable_of(x: Any) -> Any:
+    """The variable that a tracer stands for in the jaxpr of its trace; None for another value."""
+    return x.val if isinstance(x, _pe.DynamicJaxprTracer) else None
+
+
 def outputs_with_tangents(jaxpr: Jaxpr, has_tangent: Sequence[bool]) -> list[bool]:
     """For each output of a jaxpr, whether its tangent may be nonzero; `has_tangent` says the same of the inputs."""
     return list(_ad.jvp_jaxpr(ClosedJaxpr(jaxpr, ()), list(has_tangent), instantiate=False)[1])

@@ -32,7 +32,7 @@ from .derivative import Loop, jvp_of
 from .left_out import with_tangent_of
 from .nested import nested
 from .step import Step
-from .strategy import Strategy
+from .strategy import Levels, Strategy
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -51,6 +51,9 @@ class Accumulated(Strategy):
 
     def build(self, step: Step) -> Callable:
         return TurnsAgain(step, self.dtype) if self.index is None else AccumulatedLoop(step, self, self.index)
+
+    def for_refs(self) -> Strategy:
+        return Levels(1)
 
     def num_runs(self, length: int) -> int:
         return length
@@ -127,9 +130,10 @@ class AccumulatedLoop(TurnsAgain):
 
         # A loop that was traced under other settings, such as x64 or a mesh, is another one.
         key = diff_indices, _jax.trace_context()
-        if key not in self._gradients:
-            self._gradients[key] = _Gradients(self.step, self._strategy, index, diff_indices, primals)
-        carry, ys, gradients = self._gradients[key](primals)
+        turns = self._gradients.get(key) or _Gradients(self.step, self._strategy, index, diff_indices, primals)
+        if not turns.operands:  # what a derivative rule closes over may be another value next time
+            self._gradients[key] = turns
+        carry, ys, gradients = turns(primals)
         outs = [*carry, *ys]
 
         # The sum's tangent: its own first value's, and the products of gradients and tangents.
@@ -185,15 +189,16 @@ class _Gradients:
         avals = [*map(_jax.abstract, [*constants, *as_types(carry, step.avals), *zeros]), *elements]
         jaxpr, consts = _jax.stage(self._turn, avals, traced_for="statetx.microbatch", name=step.name)
         body = Body.close(jaxpr, consts)
-        assert not body.operands
+        self.operands = body.operands
         options: dict[str, Any] = {"length": step.length, "reverse": step.reverse, "policy": None, "name": step.name}
-        self._loop = TurnsAgain(Step(body, step.num_constants, step.num_carry + len(zeros), **options), strategy.dtype)
+        num_constants, num_carry = body.num_operands + step.num_constants, step.num_carry + len(zeros)
+        self._loop = TurnsAgain(Step(body, num_constants, num_carry, **options), strategy.dtype)
 
     def __call__(self, primals: tuple) -> tuple[list, list, dict[int, Any]]:
         """The last carries, the ys, and the gradients by the position of the input."""
         constants, carry, xs = self._as_varying(primals)
         num_carry, num_ys = self._step.num_carry, len(self._step.y_avals)
-        carry, ys = self._loop(constants, [*as_types(carry, self._step.avals), *self._zeros(constants)], xs)
+        carry, ys = self._loop([*self.operands, *constants], [*as_types(carry, self._step.avals), *self._zeros(constants)], xs)
         of_constants, of_xs = carry[num_carry:], ys[num_ys:]
         if self._is_after:
             of_xs = [self._weighted(g, xs[0] if self._weight is None else self._weight) for g in of_xs]

@@ -95,6 +95,8 @@ def make_loop(
         PolicyError: the strategy does not fit the loop or the devices.
     """
     refuse_effects(staged, body, strategy)
+    if strategy is not None and _jax.takes_refs(body.jaxpr):
+        strategy = strategy.for_refs()
     title = f"{staged.name} {name_of(staged.fun).rpartition('.')[2]}" if progress else None
 
     def build(body: Body) -> Callable:

@@ -66,6 +66,10 @@ class Strategy:
         """The strategy for a stack of `num` layers, of which nothing is measured."""
         return self
 
+    def for_refs(self) -> Strategy:
+        """The strategy of a loop with a `jax.Ref` that a derivative rule may write: JAX knows the order of writes in loops of its own only."""
+        return self
+
     def num_runs(self, length: int) -> int:
         """How often a gradient runs the step."""
         raise NotImplementedError
@@ -319,6 +323,9 @@ class Slots(Strategy):
     def build(self, step: Step) -> Callable:
         _check_offload(self, step)
         return CheckpointedLoop(step, self.num, self.block, offload=self.offload)
+
+    def for_refs(self) -> Strategy:
+        return Levels(2, policy=self.policy, offload=self.offload)
 
     def for_unknown_length(self, name: str) -> Any:
         if self.block != 1:

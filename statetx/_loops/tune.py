@@ -74,6 +74,9 @@ class Budget(Strategy):
     def build(self, step: Step) -> Callable:
         return Sized(step, self)
 
+    def for_refs(self) -> Strategy:
+        return Levels(2, policy=self.policy)
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Auto(Strategy):
@@ -81,6 +84,9 @@ class Auto(Strategy):
 
     def build(self, step: Step) -> Callable:
         return step.plain() if step.length < SHORT else Sized(step, self)
+
+    def for_refs(self) -> Strategy:
+        return Levels(2)
 
     def for_layers(self, num: int, policy: Policy) -> Strategy:
         # A layer runs at most twice before its reversal, and once in it.
