@@ -10,6 +10,7 @@ import pytest
 
 import statetx
 from statetx._equations.hoist import hoist
+from statetx.policies import Levels, Slots
 
 X = jnp.linspace(-1.0, 1.0, 5)
 
@@ -125,6 +126,49 @@ def test_models_with_jitted_layers_share_one_structure():
         f = statetx.remat(layer(seed, jax.jit))
         statetx.grad(lambda x, f=f: f(x).sum())(X)
     assert statetx.cache_info().structures[:2] == (2, 1)
+
+
+def surrogate(width, kind):
+    """A spike whose derivative rule reads its width from a state."""
+    if kind == "custom_vjp":
+        spike = jax.custom_vjp(lambda x: (x > 0).astype(x.dtype))
+        spike.defvjp(lambda x: (spike(x), width.value), lambda w, g: (g * w,))
+    else:
+        spike = jax.custom_jvp(lambda x: (x > 0).astype(x.dtype))
+        spike.defjvp(lambda primals, tangents: (spike(*primals), tangents[0] * width.value))
+    return spike
+
+
+def stepwise(checkpoint):
+    return lambda f, x: statetx.scan(lambda h, _: (h + f(h), h + f(h)), x, None, 2, checkpoint=checkpoint)[1][0]
+
+
+WITH_RULES = {
+    "scan": stepwise(None),
+    "slots": stepwise(Slots(2)),
+    "levels": stepwise(Levels(2)),
+    "truncated": stepwise(statetx.Truncated(1)),
+    "cond": lambda f, x: statetx.cond(x > 0, f, jnp.tanh, x) + x,
+    "switch": lambda f, x: statetx.switch(jnp.int32(x > 0), [jnp.tanh, f], x) + x,
+    "jit": lambda f, x: statetx.jit(f)(x) + x,
+    "cond in scan": lambda f, x: stepwise(Levels(1))(lambda h: statetx.cond(h > 0, f, jnp.tanh, h), x),
+    "microbatch": lambda f, x: statetx.microbatch(lambda x: f(x[0]) + x[0], 2)(jnp.stack([x, x])),
+    "chunked": lambda f, x: statetx.chunked(lambda x: f(x[0]) + x[0], size=1)(jnp.stack([x, x])),
+    "vector in parts": lambda f, x: statetx.microbatch(f, 2, reduce="concat")(jnp.stack([x, x]))[1] + x,
+}
+
+
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
+@pytest.mark.parametrize("name", WITH_RULES)
+def test_derivative_rules_read_states(name, kind):
+    """A rule runs late, when JAX differentiates a loop or a branch, and may close over a value of the trace around it."""
+    width = statetx.State(jnp.float32(2.0))
+    spike = surrogate(width, kind)
+    gradient = lambda: statetx.grad(lambda x: WITH_RULES[name](spike, x))(1.0)  # noqa: E731
+    jitted = statetx.jit(gradient)
+    assert gradient() == jitted() == 3
+    width.value = jnp.float32(5.0)
+    assert gradient() == jitted() == 6
 
 
 @pytest.mark.slow

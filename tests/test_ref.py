@@ -11,6 +11,7 @@ import pytest
 import statetx
 from helpers import REMAT3, Counted, compilations, in_turn
 from statetx import _jax
+from statetx.policies import Levels, Slots
 
 H = jnp.array([0.3, -0.7, 1.1])
 W = jnp.array([0.5, 1.5, -0.4])
@@ -445,6 +446,38 @@ def test_returning_a_created_ref_raises(call):
         call(jnp.float32(1.0))
 
 
+def scaled_by(ref, kind):
+    """``2 x``, of which function and derivative rule read the factor from a Ref."""
+    if kind == "custom_vjp":
+        f = jax.custom_vjp(lambda x: x * ref[...])
+        f.defvjp(lambda x: (x * ref[...], ref[...]), lambda factor, g: (g * factor,))
+    else:
+        f = jax.custom_jvp(lambda x: x * ref[...])
+        f.defjvp(lambda primals, tangents: (primals[0] * ref[...], tangents[0] * ref[...]))
+    return f
+
+
+IN_LOOPS = {
+    "slots": lambda f, x: statetx.scan(lambda c, _: (f(c), None), x, None, 3, checkpoint=Slots(2))[0],
+    "levels": lambda f, x: statetx.scan(lambda c, _: (f(c), None), x, None, 3, checkpoint=Levels(2))[0],
+    "while_loop": lambda f, x: statetx.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, f(c[1])), (0, x), checkpoint=Slots(2)
+    )[1],
+    "microbatch": lambda f, x: statetx.microbatch(lambda x: f(f(f(x[0]))), 2)(jnp.stack([x, x])),
+    "chunked": lambda f, x: statetx.chunked(lambda x: f(f(f(x[0]))), size=1)(jnp.stack([x, x])),
+}
+
+
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
+@pytest.mark.parametrize("name", IN_LOOPS)
+def test_ref_read_in_a_function_with_a_rule(name, kind):
+    ref = jax.new_ref(jnp.float32(2.0))
+    gradient = statetx.grad(lambda x: IN_LOOPS[name](scaled_by(ref, kind), x))
+    assert gradient(1.0) == statetx.jit(gradient)(1.0) == 8.0
+    ref[...] = 3.0
+    assert gradient(1.0) == 27.0
+
+
 @jax.custom_vjp
 def stash(ref, x):
     """`x`, whose cotangent is written to the Ref in the backward pass."""
@@ -469,6 +502,10 @@ STASHING = {
     "jit": lambda r, x: statetx.jit(stashing)(r, x),
     "scan": lambda r, x: statetx.scan(stashing_body(r), x, None, 1)[0],
     "scan(remat)": lambda r, x: statetx.scan(statetx.remat(stashing_body(r)), x, None, 1)[0],
+    "scan(slots)": lambda r, x: statetx.scan(stashing_body(r), x, None, 1, checkpoint=Slots(1))[0],
+    "scan(size)": lambda r, x: statetx.scan(stashing_body(r), x, None, 1, checkpoint="1MiB")[0],
+    "microbatch": lambda r, x: statetx.microbatch(lambda x: stashing(r, x[0]), 1)(jnp.stack([x])),
+    "chunked": lambda r, x: statetx.chunked(lambda x: stashing(r, x[0]), size=1)(jnp.stack([x])),
     "jit(remat(jit))": lambda r, x: statetx.jit(lambda x: statetx.remat(lambda x: statetx.jit(stashing)(r, x))(x))(x),
 }
 DERIVED = {

@@ -37,17 +37,19 @@ class _Scope:
     """A jaxpr while its arrays become inputs: `variables` are the new inputs, `arrays` their values."""
 
     def __init__(self, variables: Sequence[Any], arrays: Sequence[Any], jaxpr: Jaxpr):
-        self.variables = list(variables)
-        self.arrays = list(arrays)
         self._jaxpr = jaxpr
+        # By variable of a constant that is a value of the jaxpr, the variable of that value.
+        self._aliases = {v: own for v, x in zip(variables, arrays, strict=True) if (own := self._own(x)) is not None}
+        kept = [(v, x) for v, x in zip(variables, arrays, strict=True) if v not in self._aliases]
+        self.variables = [v for v, _ in kept]
+        self.arrays = [x for _, x in kept]
         # By identity: an array that several equations hold becomes one input. `arrays` keeps them alive, and so the
         # ids valid.
-        self._variable_by_id = {id(x): v for x, v in zip(arrays, variables, strict=True)}
+        self._variable_by_id = {id(x): v for v, x in kept}
 
     def variable(self, array: Any, aval: Any) -> Any:
         var = self._variable_by_id.get(id(array))
-        own = None if var is not None else _jax.variable_of(array)
-        if own is not None and own in self._defined:
+        if var is None and (own := self._own(array)) is not None:
             return own
         if var is None:
             var = self._variable_by_id[id(array)] = _jax.Var(aval)
@@ -59,12 +61,18 @@ class _Scope:
     def _defined(self) -> set[Any]:
         return {*self._jaxpr.constvars, *self._jaxpr.invars, *(v for eqn in self._jaxpr.eqns for v in eqn.outvars)}
 
+    def _own(self, array: Any) -> Any:
+        """The variable of an array that is a value of this jaxpr; None for another array."""
+        own = _jax.variable_of(array)
+        return own if own is not None and own in self._defined else None
+
     def atom(self, atom: Any) -> Any:
-        is_array = isinstance(atom, Literal) and isinstance(atom.val, jax.Array)
-        return self.variable(atom.val, atom.aval) if is_array else atom
+        if not isinstance(atom, Literal):
+            return self._aliases.get(atom, atom)
+        return self.variable(atom.val, atom.aval) if isinstance(atom.val, jax.Array) else atom
 
     def equation(self, eqn: Any) -> Any:
-        if any(isinstance(v, Literal) and isinstance(v.val, jax.Array) for v in eqn.invars):
+        if self._aliases or any(isinstance(v, Literal) and isinstance(v.val, jax.Array) for v in eqn.invars):
             eqn = eqn.replace(invars=[self.atom(v) for v in eqn.invars])
         rule = _RULES.get(eqn.primitive.name)
         return eqn if rule is None else rule(self, eqn)

@@ -71,6 +71,14 @@ def stage(
     return Body.close(jaxpr, consts), aux, []
 
 
+def close_derivative(jaxpr: Any, consts: list[Any]) -> Body:
+    """The body of staged equations that may hold derivative rules: a Ref that a rule reads is read now."""
+    if not _jax.touches_refs(jaxpr, consts):
+        return Body.close(jaxpr, consts)
+    body, effects = _with_explicit_refs(jaxpr, consts, None, _read)
+    return Body.close(jaxpr, consts) if effects else body
+
+
 def _with_explicit_refs(
     jaxpr: Any, consts: list[Any], lifting: Lifting | None, read: Callable[[Any, Kind], Any]
 ) -> tuple[Body, list[Effect]]:

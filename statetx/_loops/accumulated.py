@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from .. import _jax
 from .._equations.structure import Body
+from .._lift.stage import close_derivative
 from .._lift.staged import as_types
 from .._positions import replaced
 from .._tree import is_float
@@ -188,7 +189,7 @@ class _Gradients:
         elements = [_jax.drop_axis(_jax.abstract(x), 0) for x in xs]
         avals = [*map(_jax.abstract, [*constants, *as_types(carry, step.avals), *zeros]), *elements]
         jaxpr, consts = _jax.stage(self._turn, avals, traced_for="statetx.microbatch", name=step.name)
-        body = Body.close(jaxpr, consts)
+        body = close_derivative(jaxpr, consts)
         self.operands = body.operands
         options: dict[str, Any] = {"length": step.length, "reverse": step.reverse, "policy": None, "name": step.name}
         num_constants, num_carry = body.num_operands + step.num_constants, step.num_carry + len(zeros)
@@ -198,7 +199,9 @@ class _Gradients:
         """The last carries, the ys, and the gradients by the position of the input."""
         constants, carry, xs = self._as_varying(primals)
         num_carry, num_ys = self._step.num_carry, len(self._step.y_avals)
-        carry, ys = self._loop([*self.operands, *constants], [*as_types(carry, self._step.avals), *self._zeros(constants)], xs)
+        carry, ys = self._loop(
+            [*self.operands, *constants], [*as_types(carry, self._step.avals), *self._zeros(constants)], xs
+        )
         of_constants, of_xs = carry[num_carry:], ys[num_ys:]
         if self._is_after:
             of_xs = [self._weighted(g, xs[0] if self._weight is None else self._weight) for g in of_xs]

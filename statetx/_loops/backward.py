@@ -13,7 +13,7 @@ from .. import _jax
 from .._equations.flops import count
 from .._equations.inline import inline
 from .._equations.primitives import JIT, REMAT, row_of
-from .._equations.structure import Body
+from .._lift.stage import close_derivative
 from .._positions import replaced
 from .._remat.fence import contains_loop  # it also lowers `_jax.hold`
 from .._remat.stored import StoredType
@@ -43,7 +43,7 @@ class BackwardStep:
         self._num_constants, self._num_carry = step.num_constants, step.num_carry
         avals = [*step.constant_avals, *step.avals, *step.x_avals]
         jaxpr, consts = _jax.stage(self._differentiated, avals, traced_for="scan", name=f"{step.name}, forward")
-        self._body = body = Body.close(jaxpr, consts)
+        self._body = body = close_derivative(jaxpr, consts)
 
         # The leaves of the pullback are read from what is known without the step, and from what is stored.
         first_carry, first_x = (
