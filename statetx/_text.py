@@ -148,8 +148,11 @@ def _size_str(size: int, axes: Any) -> str:
 
 def tree_type_str(tree: PyTree) -> str:
     """The type of a tree: `type_str` of a single leaf, else the container with the types of its leaves."""
-    if jax.tree.structure(tree) == jax.tree.structure(0):
-        return type_str(tree)
+    try:
+        if jax.tree.structure(tree) == jax.tree.structure(0):
+            return type_str(tree)
+    except ValueError:  # a dict whose keys cannot be sorted
+        return type(tree).__name__
     try:
         return str(jax.tree.map(lambda x: _Word(type_str(x)), tree))
     except Exception:  # a container that refuses leaves that are not arrays

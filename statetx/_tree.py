@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import math
 import numbers
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, TypeGuard
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _jax, _states
+from ._text import brief
 from ._typing import PyTree
 
 _NOT_NUMERIC = frozenset("OSUMm")  # dtype kinds that no JAX array has
@@ -56,6 +58,17 @@ def is_integer(x: Any) -> TypeGuard[int]:
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
+def whole_number(x: Any, least: int = 0) -> int | None:
+    """A number of things that there may be, as an int: whole, at least `least`, and below 2**31; None for anything else."""
+    if isinstance(x, (bool, np.bool_)) or not hasattr(x, "__index__"):
+        return None
+    try:
+        count = operator.index(x)
+    except TypeError:  # an array, a tracer, a state
+        return None
+    return count if least <= count < 2**31 else None
+
+
 def is_float(x: Any) -> bool:
     """Whether it is a differentiable array, or the type of one."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
@@ -89,6 +102,31 @@ class Partition:
         return jax.tree.unflatten(self.treedef, [next(dynamic_leaves) if d else next(static_leaves) for d in self.mask])
 
 
+def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    """`jax.tree.flatten`, whose error for a dict with keys that cannot be sorted names the keys."""
+    try:
+        return jax.tree.flatten(tree, is_leaf)
+    except ValueError as e:
+        keys = _unsorted_keys(tree)
+        if keys is None:
+            raise
+        raise ValueError(
+            f"A dict has the keys {', '.join(map(brief, keys[:4]))}, which cannot be sorted. JAX orders the items of a dict by their keys.\n"
+            f"Fix: give all keys one type, such as str."
+        ) from e
+
+
+def _unsorted_keys(tree: PyTree) -> list[Any] | None:
+    """The keys of the first dict in a tree of containers whose keys cannot be sorted."""
+    if isinstance(tree, dict):
+        try:
+            sorted(tree)
+        except TypeError:
+            return list(tree)
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return next((keys for x in items if (keys := _unsorted_keys(x)) is not None), None)
+
+
 def partition(tree: PyTree, is_dynamic: Callable[[Any], bool] = is_array) -> tuple[list[Any], Partition]:
     """Split a tree into its dynamic leaves, in order, and its static part.
 
@@ -97,7 +135,7 @@ def partition(tree: PyTree, is_dynamic: Callable[[Any], bool] = is_array) -> tup
     """
     if type(tree) in _jax.LEAVES and is_dynamic(tree):  # fast path: a single array
         return [tree], ARRAY
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_leaf)
+    leaves, treedef = flatten(tree, _is_leaf)
     mask = tuple(is_dynamic(leaf) for leaf in leaves)
     dynamic = [leaf for leaf, d in zip(leaves, mask, strict=True) if d]
     static = tuple(leaf for leaf, d in zip(leaves, mask, strict=True) if not d)

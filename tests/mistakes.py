@@ -55,14 +55,14 @@ class Mistake:
 
     name: str
     run: Callable[[], object]
-    error: type[BaseException]
+    error: type[BaseException] | tuple[type[BaseException], ...]
     words: tuple[str, ...]
 
 
 TABLE: list[Mistake] = []
 
 
-def mistake(name: str, error: type[BaseException], *words: str) -> Callable:
+def mistake(name: str, error: type[BaseException] | tuple[type[BaseException], ...], *words: str) -> Callable:
     def add(run: Callable[[], object]) -> Callable:
         TABLE.append(Mistake(name, run, error, words))
         return run
@@ -390,6 +390,117 @@ def generator():
         yield x
 
     statetx.remat(items)(X)
+
+
+def with_flag(flag):
+    """Calls with a flag, by transform and option."""
+    body, loss = (lambda h, x: (h + x, h)), (lambda x: x.sum())
+    shard_map = {"mesh": MESH, "in_specs": jax.P(), "out_specs": jax.P()}
+    return {
+        "scan: reverse": lambda: statetx.scan(body, 0.0, X, reverse=flag),
+        "scan: progress": lambda: statetx.scan(body, 0.0, X, progress=flag),
+        "fori_loop: progress": lambda: statetx.fori_loop(0, 3, lambda i, x: x, X, progress=flag),
+        "map: progress": lambda: statetx.map(double, X, progress=flag),
+        "jit: keep_unused": lambda: statetx.jit(double, keep_unused=flag),
+        "jit: inline": lambda: statetx.jit(double, inline=flag),
+        "grad: has_aux": lambda: statetx.grad(loss, has_aux=flag),
+        "value_and_grad: allow_int": lambda: statetx.value_and_grad(loss, allow_int=flag),
+        "hessian: holomorphic": lambda: statetx.hessian(loss, holomorphic=flag),
+        "vjp: has_aux": lambda: statetx.vjp(loss, X, has_aux=flag),
+        "jvp: has_aux": lambda: statetx.jvp(loss, (X,), (X,), has_aux=flag),
+        "linearize: has_aux": lambda: statetx.linearize(loss, X, has_aux=flag),
+        "remat_scan: has_ys": lambda: statetx.remat_scan(double, num=2, has_ys=flag),
+        "microbatch: interleave": lambda: statetx.microbatch(loss, 2, interleave=flag),
+        "shard_map: check_vma": lambda: statetx.shard_map(double, check_vma=flag, **shard_map),
+        "Levels: offload": lambda: policies.Levels(2, offload=flag),
+        "Lengths: offload": lambda: policies.Lengths(2, 2, offload=flag),
+        "Slots: offload": lambda: policies.Slots(2, offload=flag),
+        "plan: offload": lambda: statetx.plan(loss, X, budget="1MiB", offload=flag),
+        "budget: offload": lambda: statetx.budget("1MiB", offload=flag),
+        "max_batch: gradient": lambda: statetx.max_batch(loss, X, budget="1MiB", gradient=flag),
+    }
+
+
+MESH = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+for text in with_flag(None):
+    for flag in ("no", 3, X > 0):
+        words = ("'no'",) if isinstance(flag, str) else ("3",) if isinstance(flag, int) else ("bool[4]", "bool(x)")
+
+        @mistake(f"{text}={flag!r}", (TypeError, PolicyError), f"{text}= must be True or False", *words)
+        def no_flag(text=text, flag=flag):
+            with_flag(flag)[text]()
+
+
+def with_number(n):
+    """Calls with a number of things, by transform and option."""
+    return {
+        "scan: length": lambda: statetx.scan(lambda h, _: (h, None), X, None, n),
+        "scan: unroll": lambda: statetx.scan(lambda h, _: (h, None), X, None, 3, unroll=n),
+        "map: batch_size": lambda: statetx.map(double, X, batch_size=n),
+        "vmap: axis_size": lambda: statetx.vmap(double, axis_size=n),
+        "remat_scan: num": lambda: statetx.remat_scan(double, num=n),
+        "stack: num": lambda: statetx.stack(Block, n),
+        "while_loop: max_steps": lambda: statetx.while_loop(lambda x: x < 3, lambda x: x + 1, 0, max_steps=n),
+        "RngState 'rng'": lambda: RngState(0, name="rng").split(n),
+    }
+
+
+for text in with_number(None):
+    for n in ("3", 2.5, -1, 2**63, True, X, State(3, name="n")):
+        if not (text == "scan: unroll" and n is True):
+
+            @mistake(
+                f"{text}={n!r}", (TypeError, ValueError), text, "whole number" if "stack" not in text else "an integer"
+            )
+            def no_number(text=text, n=n):
+                with_number(n)[text]()
+
+
+@mistake("fori_loop(0, 2**63, ...)", ValueError, "fori_loop", "9223372036854775808", "largest counter")
+def bound_of_64_bits():
+    statetx.fori_loop(0, 2**63, lambda i, x: x, X)
+
+
+for names in (3, [3], b"x", X, State("x")):
+    for text, run in {
+        "static_argnames": lambda names: statetx.jit(double, static_argnames=names),
+        "donate_argnames": lambda names: statetx.jit(double, donate_argnames=names),
+        "argnames": lambda names: statetx.microbatch(double, 2, argnames=names),
+    }.items():
+
+        @mistake(f"{text}={names!r}", StaticArgumentError, f"{text} must be a name or a sequence of names", "got")
+        def no_names(run=run, names=names):
+            run(names)
+
+
+@mistake("jit(compiler_options=3)", TypeError, "jit: compiler_options= must be a dict", "3")
+def no_compiler_options():
+    statetx.jit(double, compiler_options=3)
+
+
+def with_mixed_keys(tree):
+    return {
+        "jit": lambda: statetx.jit(lambda d: d["a"])(tree),
+        "jit's output": lambda: statetx.jit(lambda: tree)(),
+        "a state in jit": lambda: statetx.jit(lambda s: s.value["a"])(State(tree)),
+        "grad": lambda: statetx.grad(lambda d: d["a"].sum())(tree),
+        "grad(wrt=)": lambda: statetx.grad(lambda: 1.0, wrt={"a": Param(X), 1: Param(X)})(),
+        "scan": lambda: statetx.scan(lambda h, _: (h, None), tree, None, 2),
+        "vmap": lambda: statetx.vmap(lambda d: d["a"])(tree),
+        "vjp": lambda: statetx.vjp(lambda d: d["a"], tree),
+        "jvp": lambda: statetx.jvp(lambda d: d["a"], (tree,), (tree,)),
+        "chunked": lambda: statetx.chunked(lambda d: d["a"].sum(), size=2)(tree),
+        "shard_map": lambda: statetx.shard_map(double, mesh=MESH, in_specs=(jax.P(),), out_specs=jax.P())(tree),
+        "saved_residuals": lambda: statetx.saved_residuals(lambda d: d["a"].sum(), tree),
+        "Optimizer": lambda: statetx.Optimizer(optax.sgd(1.0), {"a": Param(X), 1: Param(X)}),
+    }
+
+
+for text in with_mixed_keys(None):
+
+    @mistake(f"{text} with keys of two types", ValueError, "keys 'a', 1", "cannot be sorted", "Fix:")
+    def mixed_keys(text=text):
+        with_mixed_keys({"a": X, 1: X})[text]()
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -1377,8 +1488,6 @@ def not_a_filter():
 
 
 # -- paths that select nothing ---------------------------------------------------------------------------------------------
-
-MESH = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def with_misspelt_path(model, path):

@@ -364,3 +364,7 @@ def test_in_place_change_or_created_state_under_a_custom_rule_raises(make):
         with pytest.raises(statetx.TraceLeakError, match=r"custom_jvp.*(changed it in place|test_state.py:\d+)"):
             statetx.jit(rule)(1.0)
     assert float(items.value[0]) == 0.0
+
+
+def test_repr_of_a_dict_with_keys_of_two_types():
+    assert repr(statetx.State({"a": 1, 2: 3})) == "State(dict)"

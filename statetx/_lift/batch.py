@@ -84,8 +84,8 @@ class BatchArguments:
     ):
         self._name = f"{name}({name_of(fun)})"
         self._fun = fun
-        self._is_default = argnums is None and not argnames
         self._batched = StaticArguments(fun, () if argnums is None else argnums, argnames, role="")
+        self._is_default = argnums is None and not self._batched
         self._others = others
 
     def of(self, args: tuple, kwargs: dict[str, Any]) -> Batch:

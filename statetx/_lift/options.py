@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from types import NoneType
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from .._errors import StatetxError
 from .._objects.paths import argument_names
-from .._text import counted, suggestion
-from .._tree import is_integer
+from .._text import brief, counted, suggestion, type_str
+from .._tree import is_array, is_integer
 from .wrapper import name_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,6 +35,7 @@ def with_checked_options(
         parameters = inspect.signature(transform).parameters.values()
         accepted = {p.name for p in parameters}
         num_positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
+        flags = {p.name: i for i, p in enumerate(parameters) if p.annotation in ("bool", "bool | None")}
 
         @functools.wraps(transform)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -41,11 +44,23 @@ def with_checked_options(
             if not kwargs.keys() <= accepted:
                 options = [p.name for p in parameters if p.name != "fun"]
                 raise TypeError(_unknown(transform.__name__, sorted(kwargs.keys() - accepted), options, hints or {}))
+            given = {name: args[i] for name, i in flags.items() if i < len(args)}
+            check_flags(transform.__name__, **given, **{name: kwargs[name] for name in flags if name in kwargs})
             return transform(*args, **kwargs)
 
         return checked  # type: ignore[return-value]
 
     return decorate
+
+
+def check_flags(transform: str, error: type[Exception] = TypeError, /, **flags: Any) -> None:
+    """Raise if an option that is True or False is something else. None counts as False, and 0 and 1 as what they equal in Python."""
+    for name, value in flags.items():
+        if isinstance(value, (bool, np.bool_, NoneType)) or (type(value) is int and value in (0, 1)):
+            continue
+        got = f"an array, {type_str(value)}" if is_array(value) else brief(value)
+        fix = " The program depends on it, so it must be a value of Python, as bool(x) is." if is_array(value) else ""
+        raise error(f"{transform}: {name}= must be True or False, got {got}.{fix}")
 
 
 def _too_many(transform: str, args: tuple, num: int, call: str, fix: str | None) -> str:

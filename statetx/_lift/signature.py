@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .._errors import StaticArgumentError
-from .._text import suggestion
+from .._text import brief, suggestion
+from .._tree import is_array
 from .._typing import Indices, Names
 from .wrapper import name_of
 
@@ -45,7 +46,7 @@ class StaticArguments:
         self._positional = [p for p in self._parameters if p.kind in _POSITIONAL]
         for i in _as_indices(argnums, self._argnums):
             self._add_position(i)
-        for name in (argnames,) if isinstance(argnames, str) else argnames:
+        for name in _as_names(argnames, self._argnames):
             self._add_name(name)
 
     def __bool__(self) -> bool:
@@ -123,9 +124,22 @@ class StaticArguments:
         return f"{name_of(self._fun)} has the parameters ({names})"
 
 
-def _as_indices(argnums: Indices, option: str) -> list[int]:
+def _as_names(argnames: Names | None, option: str) -> list[str]:
+    items = () if argnames is None else (argnames,) if isinstance(argnames, str) else argnames
+    names = (
+        list(items) if isinstance(items, Iterable) and not isinstance(items, bytes) and not is_array(items) else [items]
+    )
+    for name in names:
+        if not isinstance(name, str):
+            raise StaticArgumentError(f"{option} must be a name or a sequence of names, got {brief(argnames)}.")
+    return names  # type: ignore[return-value]
+
+
+def _as_indices(argnums: Indices | None, option: str) -> list[int]:
+    if argnums is None:
+        return []
     items = (argnums,) if isinstance(argnums, int) or not hasattr(argnums, "__iter__") else argnums
     try:
         return [operator.index(i) for i in items]  # type: ignore[arg-type]
     except TypeError:
-        raise StaticArgumentError(f"{option} must be an int or a sequence of ints, got {argnums!r}.") from None
+        raise StaticArgumentError(f"{option} must be an int or a sequence of ints, got {brief(argnums)}.") from None

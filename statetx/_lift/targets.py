@@ -17,7 +17,7 @@ from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._objects.paths import Paths, argument_names, as_predicate, check_paths, is_filter
 from .._objects.walk import Walk
 from .._text import brief, counted, suggestion, type_str
-from .._tree import is_array, is_array_or_number, partition
+from .._tree import flatten, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
 from .wrapper import name_of
 
@@ -88,6 +88,7 @@ def refuse_lost_writes(transform: str, fun: Callable, effects: Iterable[Any], ta
 
 def refuse_arguments(transform: str, fun: Callable, args: tuple, argnums: Sequence[int], *, allow_int: bool) -> None:
     """Raise an error that names the first differentiated argument that JAX cannot differentiate, if there is one."""
+    flatten([args[i] for i in argnums])  # raises for a dict that JAX cannot flatten
     error = state_argument_error(transform, fun, args, argnums)
     if error is not None:
         raise error from None
@@ -180,7 +181,7 @@ class Targets:
             wrt = dict(
                 wrt
             )  # a library's own dict, such as brainstate's FlattedDict, accepts states only; gradients are values
-        self.states, self._treedef = jax.tree.flatten(wrt, is_leaf=_states.is_opaque)
+        self.states, self._treedef = flatten(wrt, is_leaf=_states.is_opaque)
         self._kinds = [_kind_of(state) for state in self.states]
         if not self.states:
             raise StateFilterError("wrt= is empty: it must name at least one state to differentiate with respect to.")

@@ -16,6 +16,7 @@ from typing import Any
 from .. import _jax
 from .._equations.structure import Body
 from .._errors import PolicyError
+from .._lift.options import check_flags
 from .._remat.parse import as_value_policy
 from .._text import brief, size_literal
 from .._tree import is_integer
@@ -149,7 +150,9 @@ def _nested(strategy: Any, step: Step, lengths: Sequence[int]) -> Callable:
     return nested(step, lengths, offload=strategy.offload, keeps_all=strategy.keep == "loop")
 
 
-def set_policy(strategy: Any) -> None:
+def set_options(strategy: Any) -> None:
+    """Check `policy` and `offload` of a frozen strategy, and make the policy one for values."""
+    check_flags(type(strategy).__name__, PolicyError, offload=strategy.offload)
     if strategy.policy is not None:
         object.__setattr__(strategy, "policy", as_value_policy(strategy.policy))
 
@@ -200,7 +203,7 @@ class Levels(Strategy):
 
     def __post_init__(self) -> None:
         set_counts(self, "num")
-        set_policy(self)
+        set_options(self)
         _check_keep(self)
 
     def lengths_for(self, length: int) -> tuple[int, ...]:
@@ -243,7 +246,7 @@ class Lengths(Strategy):
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "offload", offload)
         object.__setattr__(self, "keep", keep)
-        set_policy(self)
+        set_options(self)
         _check_keep(self)
 
     @property
@@ -318,7 +321,7 @@ class Slots(Strategy):
 
     def __post_init__(self) -> None:
         set_counts(self, "num", "block")
-        set_policy(self)
+        set_options(self)
 
     def build(self, step: Step) -> Callable:
         _check_offload(self, step)

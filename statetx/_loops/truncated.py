@@ -26,7 +26,7 @@ from .derivative import jvp_of, with_derivative
 from .nested import rematerialized
 from .online import OnlineLoop
 from .step import Step
-from .strategy import Lengths, Levels, Slots, Strategy, set_counts, set_policy
+from .strategy import Lengths, Levels, Slots, Strategy, set_counts, set_options
 
 
 @public
@@ -79,7 +79,7 @@ class Truncated(Strategy):
 
     def __post_init__(self) -> None:
         set_counts(self, "num")
-        set_policy(self)
+        set_options(self)
         if self.checkpoint is None:
             return
         object.__setattr__(self, "checkpoint", as_strategy("Truncated", self.checkpoint))

@@ -18,6 +18,8 @@ import numpy as np
 from .. import _frames, _jax, _states
 from .._atomic import Store, locked
 from .._errors import StateValueError
+from .._text import brief
+from .._tree import whole_number
 from .._typing import public
 from .misuse import NotAnArray, prepare
 
@@ -210,6 +212,10 @@ class RngState(State[jax.Array]):
 
     def split(self, n: int) -> jax.Array:
         """Draw `n` keys, of shape ``(n,)``. Reads and writes the state."""
+        if whole_number(n) is None:
+            raise StateValueError(
+                f"{_states.describe(self)} cannot be split into {brief(n)} keys.\nFix: split(n), with a whole number of at least 0."
+            )
         keys = jax.random.split(self.value, n + 1)
         self.value = keys[0]
         return keys[1:]

@@ -9,6 +9,7 @@ from .. import _jax
 from .._equations.structure import Body
 from .._errors import PolicyError
 from .._lift.context import TraceContext
+from .._lift.options import check_flags
 from .._remat.gradients import unobserved
 from .._remat.rewriter import Rewriter
 from .._text import format_bytes
@@ -47,6 +48,7 @@ class Fit(Rewriter):
         time_limit: float | None = DEFAULT_TIME_LIMIT,
     ):
         self.budget = None if budget is None else Budget.read(budget)
+        check_flags("fit", offload=offload)
         self._options = Options(objective, offload, read_time_limit(time_limit))
 
     def __eq__(self, other: object) -> bool:

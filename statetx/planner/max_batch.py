@@ -12,7 +12,7 @@ from .. import _jax, _states
 from .._equations.compiled import Program, memory_analysis_options
 from .._errors import PlanError
 from .._lift.batch import Batch, BatchArguments
-from .._lift.options import notes_shapes
+from .._lift.options import check_flags, notes_shapes
 from .._lift.rules import Rules
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._loops.parts import part_type
@@ -141,6 +141,7 @@ def max_batch(
         True
     """
     refuse_value("max_batch", step)
+    check_flags("max_batch", gradient=gradient, progress=progress)
     amount = read_amount(budget)
     if isinstance(amount, float):
         raise PlanError(f"max_batch: budget={budget!r} is a fraction.\nFix: give bytes, such as '16GiB', or 'device'.")

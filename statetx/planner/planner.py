@@ -14,7 +14,7 @@ from .. import _jax, _states
 from .._equations.compiled import low_memory_options
 from .._equations.flops import flops
 from .._errors import PlanError, PolicyWarning
-from .._lift.options import notes_shapes
+from .._lift.options import check_flags, notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._remat.gradients import unobserved
 from .._text import format_bytes, suggestion
@@ -119,6 +119,7 @@ def plan(
         True
         >>> ws = plan.apply(step)(ws, x)
     """
+    check_flags("plan", offload=offload, progress=progress)
     Budget.read(budget, of)  # a mistake shows before anything is compiled
     options = {"objective": objective, "offload": offload, "argnums": argnums, "time_limit": time_limit}
     options |= {"compiler_options": compiler_options, "stored_as": stored_as}

@@ -32,7 +32,7 @@ from .._objects.attributes import created_undone
 from .._objects.paths import Paths, argument_names
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Observer, is_training_step
-from .._tree import Partition, as_array, is_array, is_array_or_number, is_array_or_type, is_float
+from .._tree import Partition, as_array, flatten, is_array, is_array_or_number, is_array_or_type, is_float
 from .._typing import Filter, PyTree
 from ..transforms.jit.api import Jit
 
@@ -124,6 +124,7 @@ def differentiate(
     def is_target_state(state: Any) -> bool:
         return all_inputs or (targets is not None and targets.is_target(state))
 
+    flatten((args, kwargs), _states.is_opaque)  # raises for a dict that JAX cannot flatten
     leaves_with_path, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_states.is_opaque)
     are_targets = [all_inputs or (keys[0].idx == 0 and keys[1].idx in nums) for keys, _ in leaves_with_path]
 

@@ -20,7 +20,7 @@ from .._lift.options import with_checked_options
 from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._objects.paths import argument_names
 from .._text import brief, type_str
-from .._tree import as_array, is_array, partition
+from .._tree import as_array, flatten, is_array, partition
 from .._typing import Filter, PyTree
 from .microbatch import microbatch
 
@@ -180,6 +180,7 @@ class Chunked(Wrapper):
             ValueError: an array has no such axis, or lengths differ, or are symbolic.
         """
         name = f"chunked({name_of(self.__wrapped__)})"
+        flatten(split)  # raises for a dict that JAX cannot flatten
         first_leaf: dict[int, str] = {}  # by length
         for path, x in jax.tree_util.tree_flatten_with_path(split, is_leaf=_states.is_opaque)[0]:
             if not is_array(x) or _is_key(x):

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import _jax, _states
 from .._errors import FunctionError, StateAccessError
-from .._lift.options import with_checked_options
+from .._lift.options import check_flags, with_checked_options
 from .._lift.outcome import partition_output
 from .._lift.run import Run
 from .._lift.targets import (
@@ -190,7 +190,7 @@ class ValueAndGrad(Wrapper):
         values = targets.values() if targets else []
         try:
             (value, leaves), (state_grads, arg_grads) = differentiate(values, tuple(args[i] for i in diff_argnums))
-        except (TypeError, StateAccessError) as e:
+        except (TypeError, ValueError, StateAccessError) as e:
             refuse_arguments(self._made_by(), fun, args, diff_argnums, allow_int=allow_int)
             refuse_types(e, self._made_by(), fun)
             raise
@@ -268,6 +268,7 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
         >>> float(out), float(pullback(1.0)[0]), n.value
         (9.0, 6.0, 1)
     """
+    check_flags("vjp", has_aux=has_aux)
     targets = Targets(wrt, fun, primals, {}) if wrt is not None else None
     arrays, primals_part = partition(primals, is_array_or_number)
     if not arrays and targets is None:

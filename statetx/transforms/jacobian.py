@@ -10,13 +10,14 @@ import jax.numpy as jnp
 
 from .. import _jax, _states
 from .._errors import FunctionError, StateAccessError
+from .._lift.options import check_flags
 from .._lift.outcome import partition_output
 from .._lift.run import Run
 from .._lift.targets import Targets, refuse_arguments, refuse_types, resolve_argnums
 from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._positions import replaced
 from .._text import type_str
-from .._tree import Partition, is_array_or_number, is_number
+from .._tree import Partition, flatten, is_array_or_number, is_number
 from .._typing import Argnums, Filter, PyTree
 
 P = ParamSpec("P")
@@ -68,6 +69,7 @@ def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux:
                 f"jvp: {name} must be a tuple or a list with an item for each argument of {name_of(fun)}, got "
                 f"{type(value).__name__}."
             )
+    check_flags("jvp", has_aux=has_aux)
     run = _FlatRun("jvp", fun, has_aux)
     out, tangent, leaves = jax.jvp(run, _arrays(primals), _arrays(tangents), has_aux=True)
     aux = run.finish(leaves)
@@ -110,6 +112,7 @@ def linearize(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple[Any,
         >>> float(out), float(pushforward(1.0)), float(s.value)
         (9.0, 6.0, 3.0)
     """
+    check_flags("linearize", has_aux=has_aux)
     run = _FlatRun("linearize", fun, has_aux)
     out, jvp_fun, leaves = jax.linearize(run, *_arrays(primals), has_aux=True)
     aux = run.finish(leaves)
@@ -146,7 +149,8 @@ class Pushforward:
 
 def _arrays(trees: Sequence[Any]) -> tuple:
     """Convert Python numbers to arrays: JAX's tracers would pass the numbers to primitives that take arrays only."""
-    return tuple(jax.tree.map(lambda x: jnp.asarray(x) if is_number(x) else x, list(trees)))
+    leaves, treedef = flatten(tuple(trees))
+    return jax.tree.unflatten(treedef, [jnp.asarray(x) if is_number(x) else x for x in leaves])
 
 
 class _FlatRun:
@@ -296,6 +300,7 @@ def hessian(
 
 
 def _jacobian(transform: Callable, fun: Any, argnums: Any, wrt: Any, name: str = "", **options: Any) -> Any:
+    check_flags(name or transform.__name__, **options)
     if argnums is None and wrt is None:
         argnums = 0
     options |= {"transform": transform, "argnums": argnums, "wrt": wrt, "name": name or transform.__name__}
@@ -347,7 +352,7 @@ class Jacobian(Wrapper):
         values = targets.values() if targets else []
         try:
             jacobian, leaves = differentiate(values, tuple(args[i] for i in diff_argnums))
-        except (TypeError, StateAccessError) as e:
+        except (TypeError, ValueError, StateAccessError) as e:
             refuse_arguments(self._made_by(), fun, args, diff_argnums, allow_int=allow_int)
             refuse_types(e, self._made_by(), fun)
             raise

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
-from .._lift.options import with_checked_options
+from .._lift.options import check_flags, with_checked_options
 from .._lift.rules import Rules
 from .._loops.strategy import Strategy
+from .._text import brief
+from .._tree import whole_number
 from .scan import refuse_states, scan
 from .vmap import vmap
 
@@ -65,6 +67,7 @@ def map(
         Array([0., 1., 3., 6.], dtype=float32)
     """
 
+    check_flags("map", progress=progress)
     refuse_states(Rules("map", None, f, ()), xs, "scan(lambda carry, x: (carry, f(x)), None, xs, ")
 
     def loop(f: Callable, xs: Any) -> Any:
@@ -76,8 +79,10 @@ def map(
 
     if batch_size is None:
         return loop(f, xs)
-    if batch_size < 1:
-        raise ValueError(f"map: batch_size must be at least 1, got {batch_size}.")
+    if whole_number(batch_size, 1) is None:
+        raise ValueError(
+            f"map: batch_size must be a whole number of at least 1 and below 2**31, got {brief(batch_size)}."
+        )
     # As in `jax.lax.map`: the elements that fill no batch are one smaller batch at the end.
     lengths = {len(x) for x in jax.tree.leaves(xs)}
     if len(lengths) != 1:  # the scan says what is wrong

@@ -7,7 +7,6 @@ explicitly, an axis gives each step its slice of the state and stacks the writes
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from .._equations.structure import Body
 from .._errors import StateAccessError
 from .._frames import Effect
 from .._lift.carry import flatten_carry, leaf_names, settle
+from .._lift.options import check_flags
 from .._lift.outcome import publish_leaves
 from .._lift.rules import Broadcast, Carry, Rules, Split
 from .._lift.staged import Staged, sort_states
@@ -27,8 +27,8 @@ from .._loops import eager
 from .._loops.build import make_loop, resolve_strategy
 from .._loops.strategy import Strategy
 from .._objects.opaque import refuse_unfinished
-from .._text import type_str
-from .._tree import as_array, is_array, is_array_or_number, partition
+from .._text import brief, type_str
+from .._tree import as_array, is_array, is_array_or_number, partition, whole_number
 from .._typing import Filter, PyTree
 
 C = TypeVar("C")
@@ -111,8 +111,10 @@ def scan(
     """
     if not callable(f):
         raise TypeError(f"scan needs a callable as the body, got {type(f).__name__}.")
+    check_flags("scan", reverse=reverse, progress=progress)
     _check_known("unroll", unroll)
-    unroll = unroll if isinstance(unroll, bool) else operator.index(unroll)
+    if not isinstance(unroll, bool):
+        unroll = _as_number("unroll", unroll)
     strategy = resolve_strategy("scan", checkpoint, unroll)
     carry, carry_part = flatten_carry("scan", init)
     xs_leaves, xs_part = partition(xs, lambda x: is_array_or_number(x) or _states.is_array_state(x))
@@ -193,6 +195,14 @@ def _check_known(argument: str, value: Any) -> None:
         )
 
 
+def _as_number(argument: str, value: Any) -> int:
+    """A number of steps, as JAX reads it: a float may be whole."""
+    count = whole_number(int(value) if isinstance(value, float) and value.is_integer() else value)
+    if count is None:
+        raise ValueError(f"scan: {argument}= must be a whole number of at least 0 and below 2**31, got {brief(value)}.")
+    return count
+
+
 def _resolve_length(
     xs: Sequence[Any], names: Callable[[], list[str]], length: int | None, rules: Rules, others: Sequence[Any]
 ) -> int:
@@ -205,7 +215,7 @@ def _resolve_length(
         lengths.append(x.shape[0])
     if length is not None:
         _check_known("length", length)
-        length = int(length)
+        length = _as_number("length", length)
         if any(n != length for n in lengths):
             raise ValueError(
                 f"scan: length={length} disagrees with the leading axes of xs: {_sizes(names(), lengths)}."

@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec
 from .. import _frames, _jax, _states
 from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._frames import Effect
+from .._lift.options import check_flags
 from .._lift.outcome import Groups
 from .._lift.run import call, frame_for
 from .._lift.wrapper import Wrapper, as_decorator, name_of, place_of
 from .._objects.paths import Paths, argument_names, as_predicate, check_paths
 from .._text import brief, type_str
-from .._tree import Partition, as_array, is_array, is_array_or_number, partition
+from .._tree import Partition, as_array, flatten, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
 _REPLICATED = PartitionSpec()
@@ -101,6 +102,7 @@ class ShardMap(Wrapper):
 
     def __init__(self, fun: Callable, *, in_specs: Any, out_specs: Any, states: Any, **jax_options: Any):
         super().__init__(fun, {"in_specs": in_specs, "out_specs": out_specs, "states": states, **jax_options})
+        check_flags("shard_map", check_vma=jax_options["check_vma"])
         self._in_specs = in_specs
         self._out_specs = out_specs
         self._jax_options = {k: v for k, v in jax_options.items() if v is not None}
@@ -374,6 +376,7 @@ def _broadcast_specs(name: str, option: str, specs: Any, tree: PyTree) -> list[P
     try:
         jax.tree.map(fill, specs, tree, is_leaf=_is_spec)
     except ValueError:
+        flatten(tree)  # raises for a dict that JAX cannot flatten
         raise ValueError(
             f"{name}: {option}={specs!r} is not a tree prefix of the {'arguments' if option == 'in_specs' else 'output'}, whose "
             f"structure is {jax.tree.structure(tree)}."

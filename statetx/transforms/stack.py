@@ -23,7 +23,7 @@ from .._objects.contents import attributes, children, extras, has_parts, is_opaq
 from .._objects.paths import Paths, as_predicate, check_paths, states
 from .._objects.walk import Walk
 from .._text import brief, tree_type_str, type_str
-from .._tree import Identity, freeze, is_array, is_array_or_number, is_integer, partition
+from .._tree import Identity, freeze, is_array, is_array_or_number, is_integer, partition, whole_number
 from .._typing import Filter, PyTree, public
 from .scan import scan
 
@@ -78,9 +78,9 @@ def stack(
     if not is_integer(axis):
         raise TypeError(f"stack: axis must be an integer, got {axis!r}.")
     if callable(layers) and not isinstance(layers, (list, tuple)):
-        if not is_integer(num) or num < 1:
+        if not is_integer(num) or whole_number(num, 1) is None:
             raise ValueError(
-                f"stack: num, the number of layers to make, must be an integer of at least 1; got num={num!r}.\n"
+                f"stack: num, the number of layers to make, must be an integer of at least 1 and below 2**31; got num={brief(num)}.\n"
                 f"Fix: stack({name_of(layers)}, 12) makes twelve layers; give layers that exist as a list."
             )
         _check_maker(layers)

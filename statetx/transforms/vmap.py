@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,7 +26,7 @@ from .._lift.run import call, frame_for
 from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._objects.paths import argument_names
 from .._text import brief, type_str
-from .._tree import Partition, as_array, is_array, is_array_or_number, partition
+from .._tree import Partition, as_array, flatten, is_array, is_array_or_number, partition, whole_number
 from .._typing import Filter, PyTree
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -118,6 +119,11 @@ class Vmap(Wrapper):
         self._out_axes = out_axes
         self._states = states
         self._jax_options = jax_options
+        size = jax_options["axis_size"]
+        if size is not None and whole_number(size) is None and not jax.export.is_symbolic_dim(size):
+            raise ValueError(
+                f"vmap: axis_size must be a whole number of at least 0 and below 2**31, got {brief(size)}."
+            )
         Rules("vmap", states, fun, (Broadcast, Split))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -308,6 +314,7 @@ def _broadcast_axes(name: str, axes: Any, tree: PyTree) -> list[int | None]:
     try:
         jax.tree.map(fill, axes, tree, is_leaf=lambda x: x is None)
     except ValueError as e:
+        flatten(tree)  # raises for a dict that JAX cannot flatten
         raise ValueError(
             f"vmap: {name}={axes!r} is not a tree prefix of the {'arguments' if name == 'in_axes' else 'output'}, whose "
             f"structure is {jax.tree.structure(tree)}."

@@ -15,6 +15,7 @@ from .._equations.structure import Body, table
 from .._errors import PolicyError, StateAccessError
 from .._lift import key_reuse
 from .._lift.carry import flatten_carry, settle
+from .._lift.options import check_flags
 from .._lift.outcome import publish_leaves
 from .._lift.staged import Staged, union
 from .._lift.wrapper import name_of
@@ -24,8 +25,8 @@ from .._loops.step import Step
 from .._loops.strategy import Strategy
 from .._objects.paths import Paths
 from .._remat import declared
-from .._text import type_str
-from .._tree import is_array_or_number, is_integer
+from .._text import brief, type_str
+from .._tree import is_array_or_number, whole_number
 
 T = TypeVar("T")
 
@@ -89,8 +90,8 @@ def while_loop(
     strategy = (
         checkpoint if checkpoint is None else as_strategy("while_loop", checkpoint).for_unknown_length("while_loop")
     )
-    if max_steps is not None and (not is_integer(max_steps) or max_steps < 0):
-        raise ValueError(f"while_loop: max_steps must be a whole number, got {max_steps!r}.")
+    if max_steps is not None and whole_number(max_steps) is None:
+        raise ValueError(f"while_loop: max_steps must be a whole number below 2**31, got {brief(max_steps)}.")
     _check_callable("while_loop", cond_fun, "condition")
     _check_callable("while_loop", body_fun, "body")
     carry, part = flatten_carry("while_loop", init_val)
@@ -193,6 +194,7 @@ def fori_loop(
         (8.0, 7.0)
     """
     _check_callable("fori_loop", body_fun, "body")
+    check_flags("fori_loop", progress=progress)
     is_static = _have_concrete_bounds(lower, upper)
     if not is_static:
         _check_options_of_traced_bounds(checkpoint, unroll, progress)
@@ -202,6 +204,11 @@ def fori_loop(
     length = 0
     if is_static:
         lower, upper = int(lower), int(upper)  # as JAX, which truncates concrete bounds
+        largest = jnp.iinfo(jax.dtypes.canonicalize_dtype(int)).max
+        if max(abs(lower), abs(upper)) > largest:
+            raise ValueError(
+                f"fori_loop: the bounds {lower} and {upper} must be at most {largest}, the largest counter of JAX."
+            )
         length = max(upper - lower, 0)
         if _jax.is_jit_disabled():
             first = part.combine([jnp.asarray(x) for x in carry])

@@ -14,7 +14,8 @@ from __future__ import annotations
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import NoneType
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -28,7 +29,8 @@ from ..._lift.run import run_eagerly
 from ..._lift.signature import StaticArguments
 from ..._lift.wrapper import Wrapper, as_decorator, name_of
 from ..._objects.paths import as_predicate
-from ..._tree import as_array, is_argument
+from ..._text import brief
+from ..._tree import as_array, flatten, is_argument
 from ..._typing import Filter, Indices, Names, PyTree
 from .arguments import Call, Layout
 from .created import CreatedStates
@@ -164,6 +166,10 @@ class Jit(Wrapper[P, R]):
 
     def __init__(self, fun: Callable, **options: Any):
         super().__init__(fun, options)
+        if not isinstance(options["compiler_options"], (Mapping, NoneType)):
+            raise TypeError(
+                f"jit: compiler_options= must be a dict of options of XLA, got {brief(options['compiler_options'])}."
+            )
         self.static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
         self._donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"], "donate")
         self.static.refuse_overlap(self._donated)
@@ -293,7 +299,7 @@ class Jit(Wrapper[P, R]):
         # modules are leaves inside a frame, and if an argument is one. For modules in other containers see `Layout.is_split`.
         is_whole = _frames.current_frame() is not None or any(map(_states.is_opaque, (*args, *kwargs.values())))
         is_leaf = _states.is_opaque if is_whole else None
-        leaves, treedef = jax.tree.flatten((dyn_args, dyn_kwargs), is_leaf=is_leaf)
+        leaves, treedef = flatten((dyn_args, dyn_kwargs), is_leaf)
         donated = self._donation(args) if self._donated else None
         types: tuple[Any, ...] = tuple(map(type, leaves))
         if np.ndarray in types:  # an array of text is static
