@@ -162,6 +162,11 @@ BAD = {
     "bad budget": (["plan", *LOSS, "--budget", "many"], "--budget='many' is not a size"),
     "negative budget": (["plan", *LOSS, "--budget=-1"], "--budget='-1' is not a size"),
     "no folder": (["memory", *LOSS, "--html", "/nothing/x.html"], "cannot write /nothing/x.html: there is no folder"),
+    "no name": (["memory", *LOSS, "--html", ""], "--html: cannot write : the name is empty"),
+    "one file twice": (
+        ["memory", *LOSS, "--html", "x.out", "--json", "./x.out"],
+        "--html and --json write to the same file",
+    ),
     "a folder": (["memory", *LOSS, "--json", str(HERE)], "it is a folder"),
 }
 

@@ -8,9 +8,9 @@ import shutil
 import sys
 from collections.abc import Callable
 from html import escape
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from .. import _files
 from .target import Target
 
 Writer = Callable[[str], None]
@@ -63,7 +63,7 @@ def _output(result: Any) -> Output:
 
 
 def _write_json(path: str, content: Any) -> None:
-    Path(path).write_text(json.dumps(content), encoding="utf-8")
+    _files.write(path, json.dumps(content))
 
 
 _PAGE = """<!doctype html>
@@ -77,8 +77,4 @@ _PAGE = """<!doctype html>
 def _html_writer(result: Any) -> Writer:
     """A page around the HTML that a notebook shows."""
     page = _PAGE.format(title=f"statetx: {escape(result.name)}", body=result._repr_html_())
-    return lambda path: _write_text(path, page)
-
-
-def _write_text(path: str, text: str) -> None:
-    Path(path).write_text(text, encoding="utf-8")
+    return lambda path: _files.write(path, page)

@@ -145,6 +145,9 @@ def _execute(options: argparse.Namespace) -> None:
     files = {name: path for name in ("html", "json", "perfetto") if (path := getattr(options, name, None)) is not None}
     for name, path in files.items():
         _check_writable(name, path)
+    real = [os.path.realpath(path) for path in files.values() if os.path.isfile(path) or not os.path.exists(path)]
+    if len({*real}) < len(real):
+        raise BadInput(f"{' and '.join(f'--{name}' for name in files)} write to the same file")
 
     target = load_target(options.target, options.shapes, options.factory)
     output = getattr(commands, options.command)(target, options)
@@ -171,12 +174,16 @@ def _check_writable(name: str, path: str) -> None:
     """A mistake shows before anything is compiled."""
     folder = os.path.dirname(os.path.abspath(path))
     reason = ""
-    if not os.path.isdir(folder):
+    if not path:
+        reason = "the name is empty"
+    elif not os.path.isdir(folder):
         reason = f"there is no folder {folder}"
     elif os.path.isdir(path):
         reason = "it is a folder"
-    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+    elif os.path.exists(path) and not os.access(path, os.W_OK):
         reason = "permission denied"
+    elif not os.access(folder, os.W_OK) and (os.path.isfile(path) or not os.path.exists(path)):
+        reason = f"permission denied in {folder}, where the file is written before it gets its name"
     if reason:
         raise BadInput(f"--{name}: cannot write {path}: {reason}")
 

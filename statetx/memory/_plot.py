@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .._extras import require
+from .._files import write_figure
 from .._text import format_bytes
 from .buffer import Buffer, Phase, replacements
 
@@ -310,7 +311,7 @@ def plot(profile: MemoryProfile, path: str | os.PathLike[str] | None = None, oth
     handles = [Patch(color=color, label=_short(name)) for name, color in zip(bands, colors, strict=True)][::-1]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
     if path is not None:
-        figure.savefig(path, dpi=150)
+        write_figure(path, figure)
     return figure
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import _files
 from .._tables import Table, Tabular
 from .._typing import public
 from .buffer import KINDS, Buffer, Change, Group, Step, replacements
@@ -153,11 +154,9 @@ class MemoryProfile:
             path: the file to write.
             after: a second profile, shown below the first.
         """
-        from pathlib import Path
-
         from ._page import to_html
 
-        Path(path).write_text(to_html(self, after), encoding="utf-8")
+        _files.write(path, to_html(self, after))
 
     def to_perfetto(self, path: str | PathLike[str]) -> None:
         """Write a trace in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
@@ -166,11 +165,10 @@ class MemoryProfile:
             path: the file to write, JSON. A step of the schedule takes a microsecond.
         """
         import json
-        from pathlib import Path
 
         from ._chrome import to_chrome_trace
 
-        Path(path).write_text(json.dumps(to_chrome_trace(self)), encoding="utf-8")
+        _files.write(path, json.dumps(to_chrome_trace(self)))
 
     def plot(self, path: str | PathLike[str] | None = None, *, after: MemoryProfile | None = None) -> Any:
         """Draw the timeline, stacked by owner. Needs matplotlib (``pip install 'statetx[plot]'``).

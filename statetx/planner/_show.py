@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .._extras import require
+from .._files import write_figure
 from .._tables import Cell, Column, Table
 from .._text import format_bytes, format_flops
 from ..residuals._show import see_profile
@@ -197,5 +198,5 @@ def plot(plan: Plan, path: str | os.PathLike | None) -> Any:
     axes.set_ylim(bottom=-1)
     axes.legend(frameon=False, fontsize=8)
     if path is not None:
-        figure.savefig(path, dpi=150)
+        write_figure(path, figure)
     return figure
