@@ -9,7 +9,7 @@ from statetx import _jax
 from statetx._equations.flops import flops
 from statetx._equations.structure import Body
 from statetx._lift.context import TraceContext
-from statetx.planner import _layout, _parts, _record
+from statetx.planner import _decision, _layout, _parts
 from statetx.planner._candidate import with_gradient
 from statetx.planner._choice import COPIES, HOLDS, cost_of
 from statetx.planner._copies import Copies
@@ -101,8 +101,8 @@ def test_copies_take_less_memory_and_compute_the_same():
 
 def test_a_decision_to_copy_is_stored():
     option = Option(frozenset({(2, 0)}), 0, 0, 0.0, copies=True)
-    assert _record.option_of(_record._to_json(option)).copies
-    assert not _record.option_of(_record._to_json(option._replace(copies=False))).copies
+    assert _decision.option_of(_decision.to_json(option)).copies
+    assert not _decision.option_of(_decision.to_json(option._replace(copies=False))).copies
 
 
 def test_paths_that_copy_are_cheaper_by_the_model():

@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 
+import damaged
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,9 @@ import pytest
 import statetx
 from statetx._equations import compiled
 from statetx.planner import Planner, _bound, _store, machine
+from statetx.planner._fields import PLAN
 
+KEY = "0" * 64
 X = jnp.ones((128, 32))
 WS = [jnp.eye(32) * (1 + 0.01 * i) for i in range(2)]
 
@@ -51,6 +54,10 @@ def compilations(monkeypatch):
 
     monkeypatch.setattr(compiled.Program, "cost", property(counted))
     return found
+
+
+def anything(fields, at):
+    """A check that takes all fields."""
 
 
 def entries(folder):
@@ -271,13 +278,95 @@ def test_corrupt_entries_are_replaced(folder, compilations, content):
     assert json.loads(gzip.decompress(entry.read_bytes()))["version"]
 
 
+@pytest.mark.parametrize("num", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_damaged_entries_are_misses_or_plans_of_the_program(tmp_path_factory, damaged_plan, monkeypatch, num):
+    """What is accepted is what the call may get: another valid decision, whose gradient is the same, or another figure."""
+    folder = tmp_path_factory.mktemp("store")
+    monkeypatch.setenv("STATETX_CACHE", str(folder))
+    planner, budget, fields, expected = damaged_plan
+    key = planner.key(budget)
+    path = folder / "plans" / f"{key}.json.gz"
+    path.parent.mkdir()
+    gradients, counts = {}, {"miss": 0, "plan": 0}
+    for name, put in damaged.every_damage(fields, num, compress=True):
+        put(path)
+        found = _store.load(key, PLAN)
+        if found is None or not planner._is_for_program(found, budget):
+            counts["miss"] += 1
+        else:
+            counts["plan"] += 1
+            plan = planner._as_plan(found, key)
+            assert plan.objective == "flops" and plan.compiler_options == {} and str(plan)
+            gradient = str(jax.make_jaxpr(jax.grad(plan.apply(masked)))(WS, X))
+            if gradient not in gradients:
+                gradients[gradient] = jax.grad(plan.apply(masked))(WS, X)
+                assert jax.tree.all(jax.tree.map(np.allclose, gradients[gradient], expected)), name
+        if not path.is_dir() or path.is_symlink():  # a folder is not ours
+            _store.save(key, fields)
+            assert _store.load(key, PLAN) == fields, name
+        damaged.clear(path)
+    assert counts["miss"] > 0.7 * num and counts["plan"] and not [*folder.glob("**/.*")], counts
+
+
+def masked(ws, x):
+    """With values that are stored as bits, and a loop."""
+    for w in ws:
+        x = jnp.where(x @ w > 0, jnp.sin(x @ w), 0.0)
+    return jax.lax.scan(lambda h, _: (jnp.sin(h @ ws[0]), None), x, None, length=8)[0].sum()
+
+
+@pytest.fixture(scope="module")
+def damaged_plan():
+    planner = Planner(masked, WS, X, argnums=0, of="temporaries")
+    plan = planner.plan(0.6)
+    decisions = [d for program in plan._fields["programs"] for d in program["treatments"]]
+    assert any(d["loop"] for d in decisions) and any(d["kept"] for d in decisions)
+    fields = json.loads(json.dumps(plan._fields | {"lower_bound": plan.lower_bound.to_json()}))
+    return planner, statetx.planner._budget.Budget.read(0.6, "temporaries"), fields, jax.grad(masked)(WS, X)
+
+
+def test_damaged_entry_is_planned_again_and_replaced(folder, compilations):
+    first = statetx.plan(loss, WS, X, budget=0.8, argnums=0)
+    (entry,) = entries(folder)
+    key, good = entry.name.partition(".")[0], entry.read_bytes()
+    for put in (lambda path: path.write_bytes(good[:99] + bytes([good[99] ^ 4]) + good[100:]), os.mkfifo):
+        damaged.clear(entry)
+        put(entry)
+        compilations.clear()
+        assert statetx.plan(loss, WS, X, budget=0.8, argnums=0).temp_bytes == first.temp_bytes and compilations
+        assert _store.load(key, PLAN) is not None
+
+
+@pytest.mark.parametrize("options", [{"xla_dump_to": "/tmp/victim"}, {"xla_cpu_scheduler_type": "other"}])
+def test_entry_sets_no_other_compiler_options_than_the_call_allows(folder, damaged_plan, options):
+    planner, budget, fields, _ = damaged_plan
+    assert planner._is_for_program(fields, budget)
+    for more in ({"compiler_options": options}, {"compiler_options": options, "allowed_options": options}):
+        PLAN(fields | more, "")
+        assert not planner._is_for_program(fields | more, budget)
+
+
+def test_entry_stores_in_no_other_format_than_the_call_allows(damaged_plan):
+    """A valid decision for values that are not 0 or 1 would change the gradient."""
+    planner, budget, fields, _ = damaged_plan
+    changed = json.loads(json.dumps(fields))
+    decision = next(d for d in changed["programs"][0]["treatments"] if d["kept"])
+    taken = {"int8": [], "bits": []}
+    for format, found in taken.items():
+        for address in decision["kept"]:
+            decision["stored"] = [[*address, format]]
+            PLAN(changed, "")
+            found.append(planner._is_for_program(changed, budget))
+    assert not any(taken["int8"]) and not all(taken["bits"])
+
+
 def test_entry_of_another_program_is_not_used(folder, compilations):
     """As after a collision of digests."""
     first = statetx.plan(loss, WS, X, budget=0.8, argnums=0)
     (entry,) = entries(folder)
-    fields = json.loads(gzip.decompress(entry.read_bytes()))
+    fields = _store.load(entry.name.partition(".")[0], PLAN)
     fields["programs"][0]["equations"][0] = "sin v0"
-    entry.write_bytes(gzip.compress(json.dumps(fields).encode()))
+    _store.save(entry.name.partition(".")[0], fields)
     compilations.clear()
     assert statetx.plan(loss, WS, X, budget=0.8, argnums=0).temp_bytes == first.temp_bytes and compilations
 
@@ -291,49 +380,81 @@ def test_failed_plan_is_not_stored(folder):
 def test_store_is_off(monkeypatch, tmp_path):
     monkeypatch.setenv("STATETX_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert _store.folder() is None and _store.load("x") is None
-    _store.save("x", {})
+    assert _store.folder() is None and _store.load(KEY, anything) is None
+    _store.save(KEY, {})
     assert not list(tmp_path.iterdir())
     monkeypatch.delenv("STATETX_CACHE")
     assert _store.folder() == tmp_path / "statetx"
-    _store.save("x", {"version": _store.VERSION})
-    assert _store.load("x") == {"version": _store.VERSION}
+    _store.save(KEY, {"n": 1})
+    assert _store.load(KEY, anything) == {"n": 1}
+
+
+def test_store_is_off_without_a_home_folder(monkeypatch):
+    monkeypatch.delenv("STATETX_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(_store.pathlib.Path, "home", home)
+    assert _store.folder() is None and machine._path("cpu") is None
+    _store.save(KEY, {"n": 1})
+    assert _store.load(KEY, anything) is None
 
 
 def test_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setenv("STATETX_CACHE", str(file / "below"))
-    _store.save("x", {"version": _store.VERSION})
-    assert _store.load("x") is None
+    _store.save(KEY, {"n": 1})
+    assert _store.load(KEY, anything) is None
+    monkeypatch.setattr(machine, "_measure", lambda *_: machine._Measured(1e-3, 0.05))
+    assert statetx.calibrate(size=64).spread == 0.05
 
 
 def test_oldest_entries_are_removed(folder, monkeypatch):
-    monkeypatch.setattr(_store, "_MAX_BYTES", 1000)
-    fields = {"version": _store.VERSION, "x": [hash(str(i)) for i in range(40)]}
-    for n in range(6):
-        _store.save(f"k{n}", fields)
-        path = folder / "plans" / f"k{n}.json.gz"
-        if path.exists():
-            os.utime(path, (n, n))
-        if n == 2:
-            os.utime(folder / "plans" / "k0.json.gz", (100, 100)) if (
-                folder / "plans" / "k0.json.gz"
-            ).exists() else None
-    left = {p.name[:2] for p in entries(folder)}
-    assert "k5" in left and 1 <= len(left) < 6
-    assert sum(p.stat().st_size for p in entries(folder)) <= 1000 + entries(folder)[0].stat().st_size
-    assert not [p for p in (folder / "plans").iterdir() if p.suffix == ".part"]
+    monkeypatch.setattr(_store, "_MAX_BYTES", 1500)
+    fields = {"x": [hash(str(i)) for i in range(40)]}
+    keys = [str(n) * 64 for n in range(6)]
+    for n, key in enumerate(keys):
+        _store.save(key, fields)
+        os.utime(folder / "plans" / f"{key}.json.gz", (n, n))
+        if n == 1:
+            os.utime(folder / "plans" / f"{keys[0]}.json.gz", (100, 100))  # it was used
+    left = {p.name[0] for p in entries(folder)}
+    assert {"0", "5"} <= left and len(left) < 6
+    assert sum(p.stat().st_size for p in entries(folder)) <= 1500 + entries(folder)[0].stat().st_size
+
+
+def test_files_that_the_store_has_not_written_stay(folder, monkeypatch):
+    """``STATETX_CACHE`` may name a folder of the user's that has a folder "plans"."""
+    monkeypatch.setattr(_store, "_MAX_BYTES", 3000)
+    plans = folder / "plans"
+    (plans / f"{'a' * 64}.json.gz").mkdir(parents=True)
+    foreign = ["thesis.pdf", "short.json.gz", f"{'g' * 64}.json.gz", f"{'0' * 64}.json.gz.bak", ".statetx-mine.part"]
+    for n, name in enumerate(foreign):
+        (plans / name).write_bytes(bytes(5000))
+        os.utime(plans / name, (n, n))
+    temporary = [
+        f".statetx-{n:016x}.part" for n in range(2)
+    ]  # of a process that was killed long ago, and of one that writes
+    for name in temporary:
+        (plans / name).write_bytes(bytes(5000))
+    os.utime(plans / temporary[0], (0, 0))
+    _store.save("1" * 64, {"n": 1})
+    _store.save("2" * 64, {"n": 2})
+    own = [f"{key * 64}.json.gz" for key in "12"]
+    assert {p.name for p in plans.iterdir()} == {*foreign, *own, temporary[1], f"{'a' * 64}.json.gz"}
 
 
 def test_threads_write_whole_entries(folder):
-    fields = [{"version": _store.VERSION, "n": n, "x": list(range(3000))} for n in range(4)]
-    threads = [threading.Thread(target=lambda f=f: [_store.save("k", f) for _ in range(20)]) for f in fields]
+    fields = [{"n": n, "x": list(range(3000))} for n in range(4)]
+    threads = [threading.Thread(target=lambda f=f: [_store.save(KEY, f) for _ in range(20)]) for f in fields]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        assert _store.load("k") in (None, *fields)
-    assert _store.load("k") in fields
+        assert _store.load(KEY, anything) in (None, *fields)
+    assert _store.load(KEY, anything) in fields
 
 
 PROGRAM = """

@@ -14,6 +14,7 @@ import threading
 import types
 from unittest import mock
 
+import damaged
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +27,9 @@ from statetx._equations import compiled as _compiled
 from statetx._equations import primitives
 from statetx._equations.flops import flops
 from statetx._equations.structure import Body
-from statetx._loops.strategy import Strategy
+from statetx._loops import strategy
+from statetx._loops.strategy import Strategy, recorded
+from statetx._records import many, whole
 from statetx.planner import (
     CostModel,
     Planner,
@@ -1043,6 +1046,114 @@ def test_saved_and_loaded(plan_of_loss, tmp_path):
     again.save(tmp_path / "newer.json")
     with pytest.raises(statetx.PlanError, match="a plan of version 99"):
         statetx.Plan.load(tmp_path / "newer.json")
+    with pytest.raises(FileNotFoundError):
+        statetx.Plan.load(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize("wrong", [3, None, "plan.json", {}, {"version": 1}])
+def test_plan_of_something_else_raises(wrong):
+    with pytest.raises(statetx.PlanError, match=r"its fields are not those of a plan(.|\n)*Plan.load\(path\)"):
+        statetx.Plan(wrong)
+
+
+def test_plan_file_that_is_edited_raises(plan_of_loss, tmp_path):
+    path = tmp_path / "plan.json"
+    plan_of_loss.save(path)
+    path.write_text(path.read_text().replace('"complete": true', '"complete": false'))
+    with pytest.raises(statetx.PlanError, match="plan.json is not a plan: it has changed since it was written"):
+        statetx.Plan.load(path)
+
+
+def test_plan_file_sets_known_compiler_options_only(plan_of_loss, tmp_path):
+    options = {"xla_dump_to": str(tmp_path / "victim")}
+    for fields in ({"compiler_options": options}, {"allowed_options": options}):
+        statetx.Plan(plan_of_loss._stored_fields() | fields).save(tmp_path / "plan.json")
+        with pytest.raises(
+            statetx.PlanError, match=r"sets the compiler option 'xla_dump_to'(.|\n)*xla_cpu_scheduler_type"
+        ):
+            statetx.Plan.load(tmp_path / "plan.json")
+        with pytest.raises(statetx.PlanError, match="sets the compiler option"):
+            statetx.Plan.load(tmp_path / "plan.json", compiler_options={"xla_dump_to": "elsewhere"})
+        plan = statetx.Plan.load(tmp_path / "plan.json", compiler_options=options)
+        assert plan.compiler_options == fields.get("compiler_options", {})
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_save_that_fails_keeps_the_old_plan(plan_of_loss, tmp_path, monkeypatch, error):
+    path = tmp_path / "plan.json"
+    plan_of_loss.save(path)
+    before = path.read_bytes()
+
+    def fail():
+        raise error
+
+    plan = statetx.Plan.load(path)
+    monkeypatch.setattr(plan, "bounds", fail)  # which a save computes
+    with pytest.raises(error):
+        plan.save(path)
+    assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("num", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_damaged_plan_files_raise_one_error(plan_of_loss, tmp_path, num):
+    path = tmp_path / "plan.json"
+    fields = json.loads(json.dumps(plan_of_loss._stored_fields()))
+    expected, gradients, counts = jax.grad(loss)(WS, X), {}, {"error": 0, "loaded": 0, "refused": 0}
+    for name, put in damaged.every_damage(fields, num, compress=False):
+        put(path)
+        try:
+            plan = statetx.Plan.load(path)
+        except statetx.PlanError as e:
+            assert "plan.json" in str(e) and len(str(e)) < 800
+            counts["error"] += 1
+        except OSError:
+            assert name in ("none", "loop")
+        else:
+            counts["loaded"] += 1
+            assert str(plan) and statetx.Plan.load(path) == plan
+            try:
+                gradient = str(jax.make_jaxpr(jax.grad(plan.apply(loss)))(WS, X))
+            except statetx.PlanError:  # it is for another program
+                counts["refused"] += 1
+            else:
+                if gradient not in gradients:
+                    gradients[gradient] = jax.grad(plan.apply(loss))(WS, X)
+                    assert jax.tree.all(jax.tree.map(np.allclose, gradients[gradient], expected)), name
+        damaged.clear(path)
+    assert counts["error"] > 0.5 * num and counts["loaded"] > counts["refused"], counts
+
+
+def test_strategies_of_plans_are_found_by_registered_names(monkeypatch):
+    record = Slots(4).to_json()
+
+    class Slots_(Strategy):
+        """A user's class with the name of another one."""
+
+    Slots_.__name__ = "Slots"
+    assert Strategy.from_json(record) == Slots(4)
+    with pytest.raises(statetx.PolicyError, match="a strategy with the name 'Slots' in saved plans"):
+        recorded(many(whole()))(Slots_)
+    monkeypatch.setattr(strategy, "_RECORDED", dict(strategy._RECORDED))
+
+    @recorded(many(whole()))
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class More(Slots):  # a subclass of a subclass
+        def to_json(self):
+            return ["More", self.num, self.block]
+
+    assert Strategy.from_json(More(3).to_json()) == More(3)
+    for wrong in (
+        3,
+        [],
+        ["Unknown", 1],
+        ["Slots"],
+        ["Slots", 0, 1],
+        ["Slots", True, 1],
+        ["Lengths", "turn"],
+        [["Slots"], 1],
+    ):
+        with pytest.raises(statetx.PlanError, match="strategy|Slots|Lengths"):
+            Strategy.from_json(wrong)
 
 
 def test_plan_with_a_python_number_is_told_of_jit():

@@ -94,6 +94,10 @@ def full_device_options() -> dict[str, Any]:
     return {**memory_analysis_options(), **(_WITHOUT_TIMING if jax.default_backend() == "gpu" else {})}
 
 
+LOW_MEMORY = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+"""The options that statetx may set in the program of a user."""
+
+
 @functools.cache
 def low_memory_options() -> dict[str, Any]:
     """Compiler options under which most programs take less memory; empty where the backend is not known to have any.
@@ -101,8 +105,7 @@ def low_memory_options() -> dict[str, Any]:
     XLA:CPU orders the operations of a program so that many of them can run at the same time. With these options it orders them so
     that little memory is in use at a time.
     """
-    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-    return options if jax.default_backend() == "cpu" and _is_known(options) else {}
+    return dict(LOW_MEMORY) if jax.default_backend() == "cpu" and _is_known(LOW_MEMORY) else {}
 
 
 def compile_to_measure(lowered: Any, compiler_options: dict[str, Any] | None) -> Any:

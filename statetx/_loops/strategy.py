@@ -11,12 +11,13 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import _jax
 from .._equations.structure import Body
-from .._errors import PolicyError
+from .._errors import PlanError, PolicyError
 from .._lift.options import check_flags
+from .._records import Check, headed, one_of, row, whole
 from .._remat.parse import as_value_policy
 from .._text import brief, size_literal
 from .._tree import is_integer
@@ -25,6 +26,8 @@ from . import online, schedule
 from .checkpointed import WORTH_MIXING, CheckpointedLoop
 from .nested import nested
 from .step import Step
+
+S = TypeVar("S", bound="Strategy")
 
 
 class Strategy:
@@ -99,13 +102,44 @@ class Strategy:
 
     @staticmethod
     def from_json(record: list) -> Strategy:
-        name, *arguments = record
-        classes = {cls.__name__: cls for cls in Strategy.__subclasses__()}
-        return classes[name]._of_arguments(*arguments)
+        """The inverse of `to_json`, for strategies that are `recorded`.
+
+        Raises:
+            PlanError: there is no strategy of this name, or it does not take these arguments.
+        """
+        try:
+            headed(one_of(*_RECORDED), lambda *_: None)(record, "a strategy")
+            name, *arguments = record
+            cls, check = _RECORDED[name]
+            check(arguments, name)
+            return cls._of_arguments(*arguments)
+        except ValueError as e:
+            raise PlanError(str(e.args[0])) from e
 
     @classmethod
     def _of_arguments(cls, *arguments: Any) -> Strategy:
         return cls(*arguments)
+
+
+_RECORDED: dict[str, tuple[type[Strategy], Check]] = {}
+
+
+def recorded(check: Check) -> Callable[[type[S]], type[S]]:
+    """Let plans have a strategy: files name it by its class, and no other class takes that name.
+
+    Args:
+        check: of the arguments, as `Strategy.to_json` lists them after the name.
+    """
+
+    def register(cls: type[S]) -> type[S]:
+        if cls.__name__ in _RECORDED:
+            raise PolicyError(
+                f"There is a strategy with the name {cls.__name__!r} in saved plans.\nFix: give the class another name."
+            )
+        _RECORDED[cls.__name__] = cls, check
+        return cls
+
+    return register
 
 
 def set_counts(strategy: Any, *names: str) -> None:
@@ -219,6 +253,7 @@ class Levels(Strategy):
         return (self.num + 1) * length
 
 
+@recorded(headed(one_of("turn", "loop"), whole(1), 1))
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
 class Lengths(Strategy):
     """`Levels` with lengths of one's own, outermost first.
@@ -276,6 +311,7 @@ class Lengths(Strategy):
             )
 
 
+@recorded(row(whole(1), whole(1)))
 @dataclasses.dataclass(frozen=True, repr=False)
 class Slots(Strategy):
     """Store `num` carries at a time, and run steps again from the nearest; keep what steps compute in the slots that are free.

@@ -15,9 +15,11 @@ from jax import lax
 
 from .. import _jax
 from .._equations.structure import Body
+from .._errors import PolicyError
 from .._jax import Var
 from .._loops.step import Step
-from .._loops.strategy import Lengths, Strategy
+from .._loops.strategy import Lengths, Strategy, recorded
+from .._records import either, headed, many, one_of, optional, row, whole
 from .._remat import mark
 from .._remat.atoms import Marks
 from ._copies import instead_of_constant
@@ -56,6 +58,15 @@ class Group:
         return f"{self.number // self.inner} x {self.inner}" + (f" keep={self.keep!r}" if self.keep != "turn" else "")
 
 
+_index = whole()
+
+ADDRESS = either(row(_index, _index), row(_index, one_of(mark.RULE), _index, _index))
+"""Check an `Address` in a record."""
+
+_GROUP = row(whole(1), optional(many(ADDRESS)), _index, one_of("turn", "loop"))
+
+
+@recorded(headed(many(_index), _GROUP, 1))
 @dataclasses.dataclass(frozen=True, repr=False)
 class Groups(Strategy):
     """The groups of a loop, from the first step on.
@@ -70,6 +81,11 @@ class Groups(Strategy):
     @property
     def num_steps(self) -> int:
         return sum(group.number for group in self.groups)
+
+    def check(self, name: str, what: str, num: int) -> None:
+        are_turns = all(not g.inner or _are_turns(g.number, g.inner) for g in self.groups)
+        if self.num_steps != num or not are_turns:
+            raise PolicyError(f"{name}: {self!r} are not groups of {num} {what}.")
 
     def build(self, step: Step) -> Callable:
         def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:

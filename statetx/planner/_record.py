@@ -1,6 +1,6 @@
 """The record of a plan, as stored in JSON: the programs' fingerprints, the decision for each part, and a row for each value.
 
-The keys are a file format: they keep their names ("treatments", "foretold_bytes") where the code has others.
+Its fields, with their types and ranges, are listed in `_fields`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ import numpy as np
 from .. import _frames, _jax
 from .._jax import Jaxpr, Literal
 from .._lift.context import device_bytes
-from .._loops.strategy import Strategy
 from .._remat.stored import StoredType
 from .._remat.survey import Site
 from .._text import format_bytes, short_path, type_str
 from ..residuals._trace import user_line
 from ._budget import STEP, Budget
 from ._candidate import Candidate
+from ._decision import parts_of, to_json
+from ._fields import VERSION
 from ._groups import Groups
 from ._layout import Waits
 from ._option import Option
-from ._parts import Flat, Order, Part, flatten
+from ._parts import Part, flatten
 from ._search import Search
 from ._stored import stored_bytes
 from ._values import values_of
 
 if TYPE_CHECKING:  # it takes the fingerprints of programs from here
     from ._whole import Choice, Options, Whole
-
-VERSION = 18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +203,7 @@ def _program_fields(search: Search, candidate: Candidate, waits: Waits) -> dict[
     decisions: list[dict[str, Any]] = []
     numbers = []
     for option in candidate.options:
-        decision = _to_json(option)
+        decision = to_json(option)
         if decision not in decisions:
             decisions.append(decision)
         numbers.append(decisions.index(decision))
@@ -221,16 +220,6 @@ def _program_fields(search: Search, candidate: Candidate, waits: Waits) -> dict[
     }
 
 
-def parts_of(program: Jaxpr, fields: dict[str, Any]) -> tuple[Jaxpr, list[Part], list[Option], list[Order]]:
-    """Cut a flat program as a stored plan says: the program as it was cut, the parts, their options without bytes and cost, their order."""
-    # Cuts and decisions count equations, so the program must be flattened and cut exactly as it was for the plan.
-    flat = Flat(program)
-    options = [option_of(decision) for decision in fields["treatments"]]
-    # Parts with equal decisions share an option; the cache of `_layout.rewrite` gives them one function.
-    order = [Order(first, tuple(inputs), second, output) for first, inputs, second, output in fields["order"]]
-    return flat.jaxpr, flat.split(fields["cuts"]), [options[i] for i in fields["parts"]], order
-
-
 def described(program: Jaxpr, fields: dict[str, Any], equation_cost: Callable[[Any], float]) -> dict[str, Any]:
     """The fields of one gradient, a flat program, with those that print it: a row for each value, and the loops and groups of regions."""
     _, parts, options, _ = parts_of(program, fields)
@@ -244,40 +233,6 @@ def described(program: Jaxpr, fields: dict[str, Any], equation_cost: Callable[[A
 def digest_of(lines: Sequence[str]) -> str:
     """A digest of a fingerprint."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _to_json(option: Option) -> dict[str, Any]:
-    strategy = option.loop and option.loop.to_json()
-    saved = None if option.saved is None else sorted(map(list, option.saved))
-    return {
-        "kept": saved,
-        "offloaded": sorted(map(list, option.offloaded)),
-        "loop": strategy,
-        "copies": option.copies,
-        "stored": sorted([*address, format.name] for address, format in option.stored),
-        "stored_inputs": [[i, format.name] for i, format in option.inputs],
-        "fenced": option.fenced,
-        "carries": [[n, format.name] for n, format in option.carries],
-        "inputs_first": option.inputs_first,
-        "inner": [list(interval) for interval in option.inner],
-    }
-
-
-def option_of(decision: dict[str, Any]) -> Option:
-    """The option of a stored decision, without bytes and cost."""
-    # Rewriting needs the decision only; bytes and cost belong to the search that is over.
-    loop = decision["loop"] and Strategy.from_json(decision["loop"])
-    saved = None if decision["kept"] is None else frozenset(map(tuple, decision["kept"]))
-    offloaded = frozenset(map(tuple, decision["offloaded"]))
-    stored = frozenset((tuple(address), StoredType(name)) for *address, name in decision["stored"])
-    inputs, carries = (
-        tuple((i, StoredType(name)) for i, name in decision[key]) for key in ("stored_inputs", "carries")
-    )
-    inner = tuple((start, end) for start, end in decision["inner"])
-    flags = {flag: decision[flag] for flag in ("copies", "fenced", "inputs_first")}
-    return Option(
-        saved, 0, 0, 0.0, offloaded, loop, stored=stored, inputs=inputs, carries=carries, inner=inner, **flags
-    )
 
 
 def _rows(parts: Sequence[Part], options: Sequence[Option], equation_cost: Callable[[Any], float]) -> list[PlanRow]:

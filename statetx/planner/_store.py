@@ -11,26 +11,30 @@ import functools
 import gzip
 import hashlib
 import importlib.metadata
-import json
 import os
 import pathlib
 import re
+import stat
 import sysconfig
-import tempfile
+import time
 import types
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend.backend import get_backend
 
-from .. import _jax
+from .. import _files, _jax, _records
 from .._equations.compiled import Program
 from .._jax import Jaxpr
+from .._records import Check
 from .._states.messages import library_folders
-from ._record import VERSION
+from ._fields import PEAK, VERSION
 
 _MAX_BYTES = 64 * 2**20  # of all stored plans together
+_MAX_ENTRY = 32 * 2**20  # of one of them, not compressed
+_ABANDONED = 24 * 60 * 60.0  # seconds after which a file that is not yet whole is left by a killed process
 _MAX_DEPTH = 8  # of functions within a derivative rule
 
 
@@ -39,48 +43,58 @@ def folder() -> pathlib.Path | None:
     chosen = os.environ.get("STATETX_CACHE")
     if chosen is not None:
         return pathlib.Path(chosen) if chosen else None
-    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    except RuntimeError:  # the user has no home folder
+        return None
     return pathlib.Path(cache) / "statetx"
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------
 
 
-def load(key: str) -> dict[str, Any] | None:
-    """The stored fields of a plan; None if there are none, or none that can be read."""
+def load(key: str, check: Check) -> dict[str, Any] | None:
+    """The stored fields of a plan; None if there are none, or none that can be read: every failure is a miss.
+
+    Args:
+        check: the types and ranges of the fields.
+    """
     path = _path(key)
     if path is None:
         return None
     try:
-        fields = json.loads(gzip.decompress(path.read_bytes()))
-        os.utime(path)  # it was used last
-    except (OSError, EOFError, ValueError):  # zlib and gzip raise the first two, JSON and encodings the last
+        content = _decompressed(_files.read(path, _MAX_ENTRY, follow_links=False))
+        fields = _records.verified(_records.parse(content), check)
+    except (OSError, ValueError, zlib.error):
         return None
-    return fields if isinstance(fields, dict) and fields.get("version") == VERSION else None
+    with contextlib.suppress(OSError):  # in a folder that is only read
+        os.utime(path, follow_symlinks=False)  # it was used last
+    return fields
 
 
 def save(key: str, fields: dict[str, Any]) -> None:
     """Store the fields of a plan. A folder that cannot be written is no error: the plan is made again."""
     path = _path(key)
-    if path is None:
-        return
-    with contextlib.suppress(OSError):
-        write(path, gzip.compress(json.dumps(fields).encode(), mtime=0))
-        _remove_oldest(path.parent)
+    if path is not None and len(content := _records.dump(fields)) <= _MAX_ENTRY:
+        write(path, gzip.compress(content, mtime=0))
+        with contextlib.suppress(OSError):
+            _remove_oldest(path.parent)
 
 
 def write(path: pathlib.Path, content: bytes) -> None:
-    """Write a file in one step: another process sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    """Put a file into a folder of the store, if that can be written."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _files.replace(path, content)
+
+
+def _decompressed(content: bytes) -> bytes:
+    """The inverse of `gzip.compress`; what becomes larger than an entry is refused on the way."""
+    decompressor = zlib.decompressobj(wbits=31)
+    found = decompressor.decompress(content, _MAX_ENTRY)
+    if not decompressor.eof or decompressor.unused_data:
+        raise ValueError("it is not a single stream of at most the size of an entry")
+    return found
 
 
 def _path(key: str) -> pathlib.Path | None:
@@ -89,11 +103,20 @@ def _path(key: str) -> pathlib.Path | None:
 
 
 def _remove_oldest(plans: pathlib.Path) -> None:
+    """Keep our entries below the limit, and remove what killed processes left. Other files are not ours: they stay, and do not count."""
     entries = []
     for path in plans.iterdir():
+        is_temporary = re.fullmatch(_files.TEMPORARY, path.name) is not None
+        if not is_temporary and re.fullmatch(r"[0-9a-f]{64}\.json\.gz", path.name) is None:
+            continue
         with contextlib.suppress(OSError):  # another process removes as well
-            stat = path.stat()
-            entries.append((stat.st_mtime, stat.st_size, path))
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):
+                continue
+            if not is_temporary:
+                entries.append((status.st_mtime, status.st_size, path))
+            elif time.time() - status.st_mtime > _ABANDONED:
+                path.unlink()
     excess = sum(size for _, size, _ in entries) - _MAX_BYTES
     for _, size, path in sorted(entries)[:-1]:  # never the one just written
         if excess <= 0:
@@ -111,7 +134,7 @@ def peak_bytes(program: Program) -> int:
     lowered = program.lowered
     text = hashlib.sha256(lowered.as_text().encode()).hexdigest()  # long, if arrays are constants of the program
     key = _digest(*_environment(), program.compiler_options, *_jax.compile_settings(lowered), text).hexdigest()
-    fields = load(key)
+    fields = load(key, PEAK)
     if fields is None:
         fields = {"version": VERSION, "peak_bytes": program.cost.peak_bytes}
         save(key, fields)

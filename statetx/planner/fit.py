@@ -18,6 +18,8 @@ from . import _store
 from ._budget import Budget
 from ._capture import Captured, Recorded
 from ._clock import read_time_limit
+from ._decision import are_decisions_for
+from ._fields import PLAN
 from ._parts import closed_over_by_rules, flatten
 from ._record import fields_of, shown_fields
 from ._sharded import of_device
@@ -96,8 +98,8 @@ class Fit(Rewriter):
         key = _store.key_of(
             [(recorded.flat, recorded.lines, context)], "fit", self.budget, self._options, floats, num_out, rates
         )
-        fields = _store.load(key)
-        if fields is None or fields["programs"][0]["equations"] != list(recorded.lines):
+        fields = _store.load(key, PLAN)
+        if fields is None or not are_decisions_for([(recorded.flat, recorded.lines)], fields, self._options):
             whole = Whole(Captured((recorded,)), self._options)
             choice = fit(whole, self.budget, name)
             fields = fields_of(whole, choice, name, self.budget, self._options) | shown_fields(whole, choice)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import pathlib
 import statistics
 import time
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import _jax, _states
+from .. import _files, _jax, _records, _states
 from .._equations.compiled import is_out_of_memory
 from .._equations.flops import flops
 from .._equations.primitives import row_of
@@ -23,6 +22,7 @@ from .._errors import PolicyWarning
 from .._text import format_bytes
 from .._tree import num_bytes
 from . import _store
+from ._fields import rates_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,17 +148,21 @@ def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5, t
     elif save:
         path = _path(model.device)
         if path is not None:
-            _store.write(path, json.dumps(dataclasses.asdict(model), indent=1).encode())
+            _store.write(path, _records.dump(dataclasses.asdict(model), indent=1))
     return model
 
 
 def cost_model() -> CostModel:
     """The stored result of `calibrate` for this kind of device, or a new one, which this process keeps."""
-    path = _path(_device_kind())
+    device = _device_kind()
+    path = _path(device)
     try:
-        return CostModel(**json.loads(path.read_text())) if path is not None else _model_of_process(_device_kind())
-    except (OSError, ValueError, TypeError):
-        return _model_of_process(_device_kind())
+        if path is None:
+            return _model_of_process(device)
+        fields = _records.parse(_files.read(path, _MAX_BYTES, follow_links=False))
+        return CostModel(**_records.verified(fields, rates_of(device, _STABLE)))
+    except (OSError, ValueError):
+        return _model_of_process(device)
 
 
 @functools.cache
@@ -182,6 +186,7 @@ def _path(device: str) -> pathlib.Path | None:
 
 
 _STABLE = 0.1
+_MAX_BYTES = 2**16  # of a file of rates
 _SMALLEST = 1024  # size of the matrices
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -25,8 +26,8 @@ from ..transforms.functionalize import Functionalize
 from ..transforms.microbatch import without_new_states
 from . import _store
 from ._budget import TEMPORARIES, impossible_batch, read_amount, unit_question
+from ._fields import PART, VERSION
 from ._largest import largest
-from ._record import VERSION
 from .plan import Plan
 from .planner import DEFAULT_TIME_LIMIT, Planner
 
@@ -218,11 +219,13 @@ def _plan_of_part(planner: Planner, left: int) -> Plan | None:
     The budget of the part is stored beside the plan, since it depends on what the part takes without one.
     """
     key = planner.key("part", left)
-    fields = _store.load(key)
-    if fields is None:
-        fields = {"version": VERSION, "budget": _budget_of_part(planner, left)}
-        _store.save(key, fields)
-    return None if fields["budget"] is None else planner.plan(fields["budget"])
+    fields = _store.load(key, PART)
+    if fields is not None:
+        with contextlib.suppress(PlanError):  # no plan keeps a budget that is not ours
+            return None if fields["budget"] is None else planner.plan(fields["budget"])
+    budget = _budget_of_part(planner, left)
+    _store.save(key, {"version": VERSION, "budget": budget})
+    return None if budget is None else planner.plan(budget)
 
 
 def _budget_of_part(planner: Planner, left: int) -> int | None:

@@ -7,25 +7,31 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never, ParamSpec, TypeVar, cast
 
+from .. import _files, _records
+from .._equations.compiled import LOW_MEMORY
 from .._equations.structure import Body
 from .._errors import FunctionError, PlanError
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Rewriter
 from .._tables import Table, Tabular
-from .._text import format_bytes
+from .._text import brief, format_bytes
 from .._typing import public
 from ..transforms.remat import Remat
 from . import _show
 from ._bound import LowerBound
 from ._budget import STEP
+from ._decision import parts_of
+from ._fields import PLAN, VERSION
 from ._inner import InnerGradients
 from ._layout import as_planned, rewrite
 from ._parts import flatten
-from ._record import VERSION, PlanRow, digest_of, fingerprint, parts_of
+from ._record import PlanRow, digest_of, fingerprint
 from ._sharded import of_device
+
+_MAX_BYTES = 2**28  # of a file
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,6 +81,13 @@ class Plan(Tabular, Rewriter):
         describe: Callable[[], list[dict[str, Any]]] | None = None,
         keep_bound: Callable[[list[Any]], None] | None = None,
     ):
+        try:
+            PLAN(fields, "")
+        except ValueError as e:
+            raise PlanError(
+                f"Plan: its fields are not those of a plan: {e}.\nFix: make it by statetx.plan(fun, *args, budget=...), or read "
+                f"it by Plan.load(path)."
+            ) from e
         self._bound = bound  # of the baseline's operations
         self._describe = describe  # the fields of the programs with their rows, which only printing needs
         self._keep_bound = keep_bound  # stores what printing computes
@@ -250,9 +263,8 @@ class Plan(Tabular, Rewriter):
     # -- storage ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the plan to a file, as JSON."""
-        with open(path, "w") as file:
-            json.dump(self._stored_fields(), file, indent=1)
+        """Write the plan to a file, as JSON. A file that is there is replaced once the plan is written."""
+        _files.write(path, _records.dump(self._stored_fields(), indent=1))
 
     def _stored_fields(self) -> dict[str, Any]:
         self.bounds()  # those that are printed are stored
@@ -262,26 +274,38 @@ class Plan(Tabular, Rewriter):
         return Plan, (self._stored_fields(),)
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> Plan:
-        """Read a plan from a file.
+    def load(cls, path: str | os.PathLike, *, compiler_options: Mapping[str, Any] | None = None) -> Plan:
+        """Read a plan from a file. It is data: it is checked, and no code of it runs.
+
+        Args:
+            compiler_options: those that the plan may set besides those that statetx knows: what `plan` was given when it was made.
 
         Raises:
-            PlanError: it is not a plan, or one of another version.
+            PlanError: it is not a plan, or one of another version; it has changed since it was written; or it sets another option of
+                the compiler, which might write files.
+            OSError: the file cannot be opened.
         """
         try:
-            with open(path) as file:
-                fields = json.load(file)
+            fields = _records.parse(_files.read(path, _MAX_BYTES))
 
             # First the version: fields of another version may be missing, or mean something else.
-            if fields["version"] != VERSION:
+            if "version" in fields and fields["version"] != VERSION:
                 raise PlanError(
-                    f"{path}: a plan of version {fields['version']}; this is version {VERSION}. Make it again."
+                    f"{path}: a plan of version {brief(fields['version'])}; this is version {VERSION}. Make it again."
                 )
-            return cls(fields)
-        except (ValueError, KeyError, TypeError) as e:
+            fields = _records.verified(fields, PLAN)
+        except ValueError as e:
             if isinstance(e, PlanError):
                 raise
-            raise PlanError(f"{path} is not a plan: {e!r}.") from e
+            raise PlanError(f"{path} is not a plan: {e}.") from e
+        known = {**LOW_MEMORY, **(compiler_options or {})}
+        for name, value in {**(fields.get("allowed_options") or {}), **fields.get("compiler_options", {})}.items():
+            if name not in known or known[name] != value:
+                raise PlanError(
+                    f"{path} sets the compiler option {brief(name)} to {brief(value)}; known are {', '.join(f'{n}={v}' for n, v in known.items())}.\n"
+                    f"Fix: if you know what it does, allow it: Plan.load(path, compiler_options={{{brief(name)}: {brief(value)}}})."
+                )
+        return cls(fields)
 
     # -- show ------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ from ._bound import free_outputs, lower_bound
 from ._budget import STEP, Budget, impossible, no_plan
 from ._capture import Captured, variants
 from ._clock import read_time_limit
+from ._decision import are_decisions_for
+from ._fields import OBJECTIVES, OPTIONS, PLAN
 from ._inner import PLAIN
 from ._record import bytes_of, described, fields_of, full_fingerprint, shown_fields, unplanned_fields
 from ._spinner import spinner
@@ -34,7 +36,6 @@ from .plan import Plan
 
 DEFAULT_TIME_LIMIT = 60.0
 _EXPENSIVE = 0.5  # added operations, of the baseline's: more are worth a warning if the search was not complete
-_OBJECTIVES = ("flops", "time", "measured")
 
 
 @_jax.api_boundary
@@ -161,9 +162,9 @@ class Planner:
         **kwargs: Any,
     ):
         refuse_value("plan", fun)
-        if objective not in _OBJECTIVES:
+        if objective not in OBJECTIVES:
             raise ValueError(
-                f"objective must be 'flops', 'time' or 'measured', got {objective!r}.{suggestion(objective, _OBJECTIVES)}"
+                f"objective must be 'flops', 'time' or 'measured', got {objective!r}.{suggestion(objective, OBJECTIVES)}"
             )
         self.name = short_name(name_of(fun))
         self._of = of
@@ -243,8 +244,8 @@ class Planner:
         """The best plan for a budget."""
         budget_ = Budget.read(budget, self._of)
         key = self.key(budget_)
-        stored = _store.load(key)
-        if stored is not None and self._is_for_program(stored):
+        stored = _store.load(key, PLAN)
+        if stored is not None and self._is_for_program(stored, budget_):
             return warn_if_expensive(self._as_plan(stored, key))
         with self._show_progress(), unobserved():  # a search takes gradients itself
             if budget_.of == STEP and isinstance(budget_.amount, int):
@@ -358,9 +359,19 @@ class Planner:
             more.append(cost_model())
         return _store.key_of(programs, *settings, options, self._allowed_options, *more)
 
-    def _is_for_program(self, fields: dict[str, Any]) -> bool:
-        expected = [list(gradient.lines) for gradient in self._variant_of(fields).gradients]
-        return [program["equations"] for program in fields["programs"]] == expected
+    def _is_for_program(self, fields: dict[str, Any], budget: Budget) -> bool:
+        """Whether stored fields are what this planner may answer: all that it can check."""
+        captured, options, allowed = self._variant_of(fields), self._options, self._allowed_options
+        asked = (options.objective, budget.of, captured.is_step, captured.num_devices, captured.variant, allowed)
+        names = ("objective", "of", "is_step", "num_devices", "inner")
+        is_asked = (*(fields[name] for name in names), fields.get("allowed_options")) == asked
+        is_budget = isinstance(budget.amount, float) or fields["budget_bytes"] == budget.amount
+        is_allowed = fields.get("compiler_options", {}) in ({}, allowed)
+        num_bounds = len(fields.get("lower_bound", captured.gradients))
+        if not (is_asked and is_budget and is_allowed and num_bounds == len(captured.gradients)):
+            return False
+        programs = [(gradient.flat, gradient.lines) for gradient in captured.gradients]
+        return are_decisions_for(programs, fields, options)
 
     def _variant_of(self, fields: dict[str, Any]) -> Captured:
         """The program that stored fields are for."""
@@ -379,6 +390,7 @@ class Planner:
 def _allowed(compiler_options: bool | Mapping[str, Any]) -> dict[str, Any] | None:
     """The compiler options that a plan may set; None if it may not."""
     if isinstance(compiler_options, Mapping):
+        OPTIONS(dict(compiler_options), "compiler_options")
         return dict(compiler_options)
     if not isinstance(compiler_options, bool):
         raise ValueError(f"compiler_options must be True, False or a mapping, got {compiler_options!r}.")

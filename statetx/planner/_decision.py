@@ -1,0 +1,185 @@
+"""Decisions in JSON: the options of a plan's parts, written, read, and checked against the program that they are for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+from .. import _jax
+from .._errors import PlanError, PolicyError
+from .._jax import Jaxpr
+from .._loops.strategy import Strategy
+from .._remat.stored import StoredType
+from ._groups import Groups
+from ._option import Option
+from ._parts import Flat, Order, Part
+from ._stored import formats_of_variables
+from ._values import Address, values_of
+
+if TYPE_CHECKING:
+    from ._whole import Options
+
+
+def to_json(option: Option) -> dict[str, Any]:
+    strategy = option.loop and option.loop.to_json()
+    saved = None if option.saved is None else sorted(map(list, option.saved))
+    return {
+        "kept": saved,
+        "offloaded": sorted(map(list, option.offloaded)),
+        "loop": strategy,
+        "copies": option.copies,
+        "stored": sorted([*address, format.name] for address, format in option.stored),
+        "stored_inputs": [[i, format.name] for i, format in option.inputs],
+        "fenced": option.fenced,
+        "carries": [[n, format.name] for n, format in option.carries],
+        "inputs_first": option.inputs_first,
+        "inner": [list(interval) for interval in option.inner],
+    }
+
+
+def option_of(decision: dict[str, Any]) -> Option:
+    """The option of a stored decision, without bytes and cost."""
+    # Rewriting needs the decision only; bytes and cost belong to the search that is over.
+    loop = decision["loop"] and Strategy.from_json(decision["loop"])
+    saved = None if decision["kept"] is None else frozenset(map(tuple, decision["kept"]))
+    offloaded = frozenset(map(tuple, decision["offloaded"]))
+    stored = frozenset((tuple(address), StoredType(name)) for *address, name in decision["stored"])
+    inputs, carries = (
+        tuple((i, StoredType(name)) for i, name in decision[key]) for key in ("stored_inputs", "carries")
+    )
+    inner = tuple((start, end) for start, end in decision["inner"])
+    flags = {flag: decision[flag] for flag in ("copies", "fenced", "inputs_first")}
+    return Option(
+        saved, 0, 0, 0.0, offloaded, loop, stored=stored, inputs=inputs, carries=carries, inner=inner, **flags
+    )
+
+
+def are_decisions_for(
+    programs: Sequence[tuple[Jaxpr, Sequence[str]]], fields: dict[str, Any], options: Options
+) -> bool:
+    """Whether stored fields are for these flat programs with their fingerprints, and decide nothing that the options do not allow."""
+    records = fields["programs"]
+    if [record["equations"] for record in records] != [list(lines) for _, lines in programs]:
+        return False
+    formats = {format.name for format in options.formats}
+    for (program, _), record in zip(programs, records, strict=True):
+        decisions = record["treatments"]
+        used = {row[-1] for d in decisions for row in (*d["stored"], *d["stored_inputs"], *d["carries"])}
+        if not used <= formats or (not options.offload and any(d["offloaded"] for d in decisions)):
+            return False
+        try:
+            parts_of(program, record)
+        except PlanError:
+            return False
+    return True
+
+
+def parts_of(program: Jaxpr, fields: dict[str, Any]) -> tuple[Jaxpr, list[Part], list[Option], list[Order]]:
+    """Cut a flat program as a stored plan says: the program as it was cut, the parts, their options without bytes and cost, their order.
+
+    Raises:
+        PlanError: a decision is for another program than the equations are: a value that is not there, or is not 0 or 1 and would be stored as bits.
+    """
+    # Cuts and decisions count equations, so the program must be flattened and cut exactly as it was for the plan.
+    flat = Flat(program)
+    options = [option_of(decision) for decision in fields["treatments"]]
+    numbers, cuts = fields["parts"], fields["cuts"]
+    _expect(all(0 <= cut <= len(flat) for cut in cuts), "cuts", "after the last equation")
+    _expect(all(n < len(options) for n in numbers), "parts", "a treatment that is not there")
+    parts = flat.split(cuts)
+    _expect(len(parts) == len(numbers), "parts", f"{len(numbers)} treatments for {len(parts)} parts")
+
+    # Parts with equal decisions share an option; the cache of `_layout.rewrite` gives them one function.
+    checked: set[Any] = set()
+    check = _Check(flat)
+    for part, number in zip(parts, numbers, strict=True):
+        if (part.key, number) not in checked or options[number].stored or options[number].inputs:
+            check(part, options[number], f"treatments[{number}]")
+            checked.add((part.key, number))
+    order = [Order(first, tuple(inputs), second, output) for first, inputs, second, output in fields["order"]]
+    for o in order:
+        is_there = o.second < o.first < len(parts) and o.output < len(parts[o.second].outvars)
+        _expect(is_there and all(i < len(parts[o.first].invars) for i in o.inputs), "order", "a part that is not there")
+    last = fields["last_input"]
+    _expect(last is None or last < len(flat.jaxpr.invars), "last_input", "an input that is not there")
+    return flat.jaxpr, parts, [options[i] for i in numbers], order
+
+
+class _Check:
+    """Checks options against the parts of a program."""
+
+    def __init__(self, program: Flat):
+        self._program = program
+        self._storable: dict[StoredType, set[Any]] = {}
+        self._sites: dict[Any, Any] = {}
+
+    def __call__(self, part: Part, option: Option, at: str) -> None:
+        if option.saved is None and option.loop is None and not option.carries:
+            return
+        _expect(not _jax.forbidden_effects(part.jaxpr), at, "a part with effects, which must not run again")
+        saved = option.saved or frozenset()
+        stored = dict(option.stored)
+        is_within = option.offloaded <= saved and stored.keys() <= saved
+        _expect(is_within and saved <= self._addresses(part), f"{at}.kept", "a value that is not there")
+        for address, format in stored.items():
+            _expect(self._can_store(part, address, format), f"{at}.stored", f"a value that cannot be kept as {format}")
+        for i, format in option.inputs:
+            is_input = i < len(part.invars) and part.invars[i] in self._variables(format)
+            _expect(is_input, f"{at}.stored_inputs", f"an input that cannot be kept as {format}")
+        bounds = list(itertools.chain.from_iterable(option.inner))
+        is_sorted = bounds == sorted(bounds) and all(start < end for start, end in option.inner)
+        is_inside = not bounds or (part.eqn is None and not saved and bounds[-1] <= len(part.jaxpr.eqns))
+        _expect(is_sorted and is_inside, f"{at}.inner", "equations that are not there")
+        if part.eqn is not None:
+            self._check_loop(part, option, at)
+        else:
+            _expect(option.loop is None and not option.carries, f"{at}.loop", "a part that is not a loop")
+
+    def _check_loop(self, part: Part, option: Option, at: str) -> None:
+        num_constants, num_carry = _jax.scan_counts(part.eqn)
+        for n, format in option.carries:
+            fits = (
+                n in part.bit_carries and format.is_exact and format.shrinks(part.jaxpr.invars[num_constants + n].aval)
+            )
+            _expect(fits, f"{at}.carries", f"a carry that cannot be kept as {format}")
+        if option.loop is not None:
+            try:
+                option.loop.check("plan", "steps", part.eqn.params["length"])
+            except PolicyError:
+                _expect(False, f"{at}.loop", f"a loop of other than {part.eqn.params['length']} steps")
+        if isinstance(option.loop, Groups):
+            num_xs = len(part.eqn.invars) - num_constants - num_carry
+            groups, addresses = option.loop.groups, self._addresses(part)
+            fits = all(i < num_xs for i in option.loop.differentiated) and all(
+                (g.saved or set()) <= addresses for g in groups
+            )
+            _expect(fits, f"{at}.loop", "a value that is not there")
+
+    def _values(self, part: Part) -> dict[Address, Any]:
+        if part.key not in self._sites:
+            self._sites[part.key] = values_of(part.jaxpr)
+        return self._sites[part.key].sites
+
+    def _addresses(self, part: Part) -> Set[Address]:
+        return self._values(part).keys()
+
+    def _can_store(self, part: Part, address: Address, format: StoredType) -> bool:
+        value = self._values(part)[address].value
+        if not format.shrinks(value.type) or not format.is_exact or value.is_bits:
+            return format.shrinks(value.type)
+        # The program around a part may prove more of its results.
+        variable = part.jaxpr.eqns[address[0]].outvars[address[-1]] if len(address) == 2 else None
+        pairs = zip(part.outvars, part.jaxpr.outvars, strict=False)
+        return any(ours is variable and v in self._variables(format) for v, ours in pairs)
+
+    def _variables(self, format: StoredType) -> set[Any]:
+        """The variables of the program that may be stored in a format."""
+        if format not in self._storable:
+            self._storable[format] = {*formats_of_variables(self._program.jaxpr, (format,))}
+        return self._storable[format]
+
+
+def _expect(is_right: bool, at: str, what: str) -> None:
+    if not is_right:
+        raise PlanError(f"The plan is damaged: {at} names {what}.\nFix: make a plan for this program.")

@@ -1,0 +1,119 @@
+"""The fields of a plan and of what else the planner stores: the names, types and ranges of a file format.
+
+The names stay as they are ("treatments", "foretold_bytes") where the code has others.
+"""
+
+from __future__ import annotations
+
+from .._loops.strategy import Strategy
+from .._records import Check, decoded_by, either, flag, many, mapping, one_of, optional, real, record, row, text, whole
+from .._remat.mark import RULE
+from .._remat.stored import NAMES
+from ._budget import STEP, TEMPORARIES
+from ._groups import ADDRESS
+from ._inner import VARIANTS
+
+VERSION = 19
+
+OBJECTIVES = ("flops", "time", "measured")
+
+_size, _index = whole(), whole()
+_predicted = whole(-(2**63))  # by the model, whose corrections may go below zero
+_format = one_of(*NAMES)
+_rule = one_of(RULE), _index, _index  # of a value in the rule of a function
+OPTIONS = mapping(lambda x, at: None if type(x) in (bool, int, float) else text(x, at))
+
+_decision = record(
+    {
+        "kept": optional(many(ADDRESS)),
+        "offloaded": many(ADDRESS),
+        "loop": optional(decoded_by(Strategy.from_json)),
+        "copies": flag,
+        "stored": many(either(row(_index, _index, _format), row(_index, *_rule, _format))),
+        "stored_inputs": many(row(_index, _format)),
+        "fenced": flag,
+        "carries": many(row(_index, _format)),
+        "inputs_first": flag,
+        "inner": many(row(_index, _index)),
+    }
+)
+
+_row = record({"value": text, "owner": text, "times": _size, "bytes": _size, "decision": text, "price": real(0)})
+
+_program = record(
+    {
+        "cuts": many(_index),
+        "parts": many(_index),
+        "treatments": many(_decision),
+        "order": many(row(_index, many(_index), _index, _index)),
+        "last_input": optional(_index),
+        "is_sequential": flag,
+        "equations": many(text),
+    },
+    {"rows": many(_row), "loops": many(text), "groups": many(text)},
+)
+
+_pair = row(real(), real())
+_bound = record(
+    {"lines": many(_pair), "points": many(_pair), "exact": flag},
+    {"asked": many(row(one_of("bytes", "operations"), real()))},
+)
+
+PLAN: Check = record(
+    {
+        "version": one_of(VERSION),
+        "name": text,
+        "objective": one_of(*OBJECTIVES),
+        "is_step": flag,
+        "of": one_of(STEP, TEMPORARIES),
+        "budget_bytes": _size,
+        "argument_bytes": _size,
+        "output_bytes": _size,
+        "alias_bytes": _size,
+        "temp_bytes": _size,
+        "flops": _size,
+        "stock": text,
+        "complete": flag,
+        "seconds": optional(real(0)),
+        "ignored": many(text),
+        "inner": optional(one_of(*VARIANTS)),
+        "num_devices": whole(1),
+        "programs": many(_program, 1),
+        "predicted_bytes": _predicted,
+        "foretold_bytes": _predicted,
+        "curve": many(_pair),
+        "measured": many(row(text, _size, real())),
+        "unplanned_bytes": _predicted,
+        "unplanned_is_compiled": flag,
+        "unplanned_flops": _size,
+    },
+    {
+        "stock_policies": many(row(text, _predicted, real(), flag)),
+        "timed": many(row(text, _size, real(0))),
+        "allowed_options": optional(OPTIONS),
+        "compiler_options": OPTIONS,
+        "lower_bound": many(_bound),
+    },
+)
+"""A plan."""
+
+PEAK: Check = record({"version": one_of(VERSION), "peak_bytes": _size})
+"""The bytes of a compiled program."""
+
+PART: Check = record({"version": one_of(VERSION), "budget": optional(whole(1))})
+"""The budget of a part of a batch."""
+
+
+def rates_of(device: str, stable: float) -> Check:
+    """The rates of a device, which are stable to within a relative difference."""
+    rate = real(1.0, 1e21)
+    return record(
+        {
+            "device": one_of(device),
+            "flops_per_second": rate,
+            "bytes_per_second": rate,
+            "host_bytes_per_second": rate,
+            "spread": real(0, stable),
+            "transcendentals_per_second": real(1.0, is_finite=False),
+        }
+    )
