@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import time
 
 import brainstate
 import brainunit as u
+import damaged
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import statetx
 from helpers import Counted, compilations
 from statetx.training import _digest
+from statetx.training._manifest import seal
 
 CHILD = pathlib.Path(__file__).with_name("interrupted.py")
 OPTIMISER = optax.adamw(1e-3)
@@ -152,6 +155,63 @@ def test_save_every_force_and_max_to_keep(tmp_path):
             checkpointer.save(10)
     with pytest.raises(ValueError, match="max_to_keep"):
         statetx.Checkpointer(tmp_path, [n], max_to_keep=0)
+
+
+def test_folders_of_the_user_are_no_steps_and_stay(tmp_path):
+    for fold in ("1", "2", "900", "007", "notes"):
+        (tmp_path / fold / "manifest").mkdir(parents=True)
+        (tmp_path / fold / "measurements.csv").write_text("the only copy")
+    (tmp_path / "3").write_text("a file")
+    state = statetx.State(jnp.zeros(2))
+    with statetx.Checkpointer(tmp_path, [state], max_to_keep=1) as checkpointer:
+        assert checkpointer.steps == [] and checkpointer.restore() is None
+        for step in (1, 3):
+            with pytest.raises(
+                statetx.CheckpointError, match=rf"save\({step}\): there is .*{step}, which is not a step"
+            ):
+                checkpointer.save(step)
+        for step in (100, 200, 300):
+            checkpointer.save(step)
+        assert checkpointer.wait() == 300 and checkpointer.steps == [300]
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert left == ["007", "1", "2", "3", "300", "900", "notes"]
+    assert all((tmp_path / fold / "measurements.csv").exists() for fold in ("1", "2", "900", "007", "notes"))
+
+
+def test_step_that_was_moved_and_linked_back_stays(tmp_path):
+    state, directory = statetx.State(jnp.ones(2)), tmp_path / "runs"
+    with statetx.Checkpointer(directory, [state]) as checkpointer:
+        checkpointer.save(1)
+    shutil.move(directory / "1", tmp_path / "moved")
+    (directory / "1").symlink_to(tmp_path / "moved")
+    with statetx.Checkpointer(directory, [state], max_to_keep=2) as checkpointer:
+        for step in (20, 21, 22, 23):
+            state.value = jnp.full(2, float(step))
+            assert checkpointer.save(step) and checkpointer.wait() == step
+        assert checkpointer.steps == [1, 22, 23]
+        assert checkpointer.restore(1) == 1 and state.value.tolist() == [1, 1]
+    assert (tmp_path / "moved" / "manifest").is_dir()
+
+
+READ_ONLY = """
+import os, sys, jax.numpy as jnp, statetx
+state, directory = statetx.State(jnp.zeros(2)), sys.argv[1]
+checkpointer = statetx.Checkpointer(directory, [state])
+checkpointer.save(1), checkpointer.wait()
+os.rename(directory, directory + ".moved"), open(directory, "w").close()  # root writes to every directory, and to no file
+try:
+    checkpointer.save(2)
+except statetx.CheckpointError as e:
+    print(e)
+"""
+
+
+def test_process_ends_after_a_save_to_a_directory_that_cannot_be_written(tmp_path):
+    """orbax would leave threads behind that wait five minutes for each other."""
+    command = [sys.executable, "-c", READ_ONLY, str(tmp_path / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"save\(2\): .*runs cannot be written: Not a directory", done.stdout), done.stdout
 
 
 def test_save_unsupported_value_raises_with_path(tmp_path):
@@ -359,6 +419,73 @@ def test_restore_changed_number_raises(tmp_path):
     assert manifest.read_text().count('"value": 5') == 1
     manifest.write_text(manifest.read_text().replace('"value": 5', '"value": 7'))
     refused(tmp_path, [state], "manifest .* has changed")
+
+
+@pytest.mark.parametrize("num", [60, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_restore_tampered_manifest_raises_one_error_or_is_exact(saved, monkeypatch, num):
+    """With the checksum of what it says. Then only numbers, text and weak types can be forged, and nothing else changes."""
+    directory, expected = saved
+    file, rng, counts = directory / "7" / "manifest" / "metadata", random.Random(0), {"error": 0, "restored": 0}
+    original, model = file.read_text(), Everything(2)
+    states = json.loads(original)["states"]
+    with statetx.Checkpointer(directory, model) as checkpointer:
+        if num < 100:  # without orbax, which takes most of the time
+            monkeypatch.setattr(checkpointer, "_read", reads_once(checkpointer._read, file))
+            checkpointer.restore()
+        for _ in range(num):
+            tampered = damaged.poisoned(states, rng)
+            file.write_text(json.dumps(seal(tampered)))
+            before = contents(model)
+            try:
+                assert checkpointer.restore() == 7
+            except statetx.CheckpointError as e:
+                assert "step 7 in " in str(e) and len(str(e)) < 4000
+                assert contents(model) == before
+                counts["error"] += 1
+            else:
+                counts["restored"] += 1
+                for path, found in contents(model).items():
+                    leaves = [(leaf, states[path]["leaves"][k]) for k, leaf in tampered[path]["leaves"].items()]
+                    forged = [pair for pair in leaves if pair[0] != pair[1]]
+                    assert found == expected[path] or forged, path
+                    assert all(
+                        a.keys() ^ b.keys() <= {"weak"} and a.get("digest") == b.get("digest") for a, b in forged
+                    )
+        file.write_text(original)
+        assert checkpointer.restore() == 7 and contents(model) == expected
+    close_coroutines()
+    assert counts["error"] > 0.8 * num, counts
+
+
+def reads_once(read, file):
+    """In place of a method that reads by orbax: the manifest from its file, and the arrays from memory."""
+    whole = {}
+
+    def read_quickly(location, step, **item):
+        if "manifest" in item:
+            return json.loads(file.read_text())
+        if not whole:
+            whole.update(read(location, step, **item))
+        targets = item["states"].item
+        pick = lambda path, x: {k: x[k] for k in targets[path]} if isinstance(x, dict) else x  # noqa: E731
+        return {path: pick(path, x) for path, x in whole.items() if path in targets}
+
+    return read_quickly
+
+
+@pytest.mark.parametrize("name", ["manifest/metadata", "_CHECKPOINT_METADATA", "states/_METADATA", "metrics/metrics"])
+def test_pipes_in_a_step_are_not_read(tmp_path, name):
+    state = statetx.State(jnp.ones(2))
+    with statetx.Checkpointer(tmp_path, [state]) as checkpointer:
+        checkpointer.save(1)
+    file = tmp_path / "1" / name
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    is_step = name != "metrics/metrics"  # a Checkpointer writes none
+    refused(tmp_path, [state], f"'{name}' in step 1 .* is not a file" if is_step else "There is no step 1", step=1)
 
 
 @pytest.mark.parametrize("item", ["manifest", "states"])

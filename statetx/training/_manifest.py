@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from .. import _frames, _jax, _states
+from .. import _frames, _jax, _records, _states
 from .._errors import CheckpointError, StateValueError
-from .._text import short_dtype, type_str
+from .._text import brief, short_dtype, type_str
 from .._tree import is_array
 from .._typing import PyTree
 from . import _bytes
@@ -73,8 +73,7 @@ class LiveState:
         for keys, current in self.leaves.items():
             record = records[keys]
             if "value" in record:
-                value = record["value"]
-                leaves.append(complex(*value) if isinstance(value, list) else value)
+                leaves.append(_as_value(record["value"]))
             elif keys in arrays:
                 leaves.append(_restore_leaf(arrays[keys], record, current))
             else:
@@ -172,12 +171,66 @@ def unnest(arrays: Any) -> dict[str, Any]:
 # -- verification ----------------------------------------------------------------------------------------------------
 
 
+def _number_of_value(x: Any, at: str) -> None:
+    if isinstance(x, list):
+        _records.row(_real, _real)(x, at)  # a complex number
+    elif type(x) not in _VALUES:
+        raise ValueError(f"{at} must be a number, text, true, false or null, got {brief(x)}")
+
+
+def _real(x: Any, at: str) -> None:
+    if type(x) not in (int, float):
+        raise ValueError(f"{at} must be a number, got {brief(x)}")
+
+
+def _value(x: Any, at: str) -> None:
+    """A leaf that is no array."""
+    _records.record({"type": _records.text, "value": _number_of_value})(x, at)
+    if x["type"] != _type(_as_value(x["value"])):
+        raise ValueError(f"{at}.value is not of the type {brief(x['type'])}")
+
+
+def _numpy_dtype(x: Any, at: str) -> None:
+    _records.text(x, at)
+    try:
+        is_known = jnp.dtype(x).name == x and is_array(np.empty(0, x))
+    except (TypeError, ValueError, SyntaxError):
+        is_known = False
+    if not is_known:
+        raise ValueError(f"{at} must be the name of a dtype, got {brief(x)}")
+
+
+_ARRAY = _records.record(
+    {"type": _records.text},
+    {
+        "digest": _records.whole(0, 2**32 - 1),
+        "bytes": _records.one_of(True),
+        "numpy": _numpy_dtype,
+        "weak": _records.one_of(True),
+    },
+)
+
+
+def _leaf(x: Any, at: str) -> None:
+    (_value if isinstance(x, dict) and "value" in x else _ARRAY)(x, at)
+
+
+_MANIFEST = _records.mapping(_records.record({"structure": _records.text, "leaves": _records.mapping(_leaf)}))
+"""Check a manifest: the types and ranges of all records."""
+
+
+def _as_value(value: Any) -> Any:
+    return complex(*value) if isinstance(value, list) else value
+
+
 def compare(manifest: Mapping[str, Any], live: Mapping[str, LiveState], location: str) -> None:
     """Raise unless a checkpoint is of these states: same paths, structures, shapes and dtypes."""
     # Types before structures: a difference in one shape says more. Leaves that only one side has show in the structure.
     for path, entry in live.items():
         if path not in manifest:
-            raise _mismatch(location, f"it has no state {path!r}; it has {', '.join(map(repr, manifest)) or 'none'}")
+            raise _mismatch(
+                location, f"it has no state {path!r}; it has {_short(', '.join(map(repr, manifest))) or 'none'}"
+            )
         record = manifest[path]
         for keys, x in entry.leaves.items():
             saved_type = record["leaves"].get(keys, {}).get("type")
@@ -185,10 +238,41 @@ def compare(manifest: Mapping[str, Any], live: Mapping[str, LiveState], location
                 types = [short_dtype(text) for text in (saved_type, _type(x))]
                 raise _mismatch(location, f"{path + keys!r} is {types[0]} in it, and {types[1]} in the program")
         if record["structure"] != entry.structure:
-            raise _mismatch(location, f"{path!r} is {record['structure']} in it, and {entry.structure} in the program")
+            structures = [_short(s) for s in (record["structure"], entry.structure)]
+            raise _mismatch(location, f"{path!r} is {structures[0]} in it, and {structures[1]} in the program")
+        if record["leaves"].keys() != entry.leaves.keys():
+            raise _damaged(location, f"{path!r} has other leaves than its structure")
+        for keys, x in entry.leaves.items():
+            field = _contradiction(record["leaves"][keys], x)
+            if field is not None:
+                raise _damaged(location, f"the field {field!r} of {path + keys!r} is not that of its type")
     for path in manifest:
         if path not in live:
             raise _mismatch(location, f"it has a state {path!r}, which the program does not have")
+
+
+def _contradiction(record: dict[str, Any], current: Any) -> str | None:
+    """The first field of a leaf's record that contradicts its type, which is that of the current leaf; None if there is none."""
+    if "value" in record:
+        return None
+    if not is_array(current) and (current is None or isinstance(current, str)):
+        return "value"
+    num, dtype = (current.size, current.dtype) if is_array(current) else (1, jnp.result_type(type(current)))
+    if ("digest" in record) != bool(num):
+        return "digest"
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return next((name for name in ("bytes", "numpy", "weak") if name in record), None)
+    dtype = jnp.dtype(record["numpy"]) if "numpy" in record else dtype
+    is_encoded = bool(num) and not _bytes.is_writable(dtype)
+    return "bytes" if record.get("bytes", False) != is_encoded else None
+
+
+def _short(structure: str) -> str:
+    return structure if len(structure) <= 1000 else f"{structure[:1000]}..."
+
+
+def _damaged(location: str, problem: str) -> CheckpointError:
+    return CheckpointError(f"The manifest of {location} is damaged: {problem}.\nFix: restore another step.")
 
 
 def _mismatch(location: str, difference: str) -> CheckpointError:
@@ -204,11 +288,19 @@ def seal(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def unseal(sealed: Any, location: str) -> dict[str, Any]:
-    manifest = sealed.get("states") if isinstance(sealed, dict) else None
-    if not isinstance(manifest, dict) or seal(manifest) != sealed:
+    manifest: Any = sealed.get("states") if isinstance(sealed, dict) else None
+    try:
+        is_sealed = isinstance(manifest, dict) and seal(manifest) == sealed
+    except RecursionError:
+        is_sealed = False
+    if not is_sealed:
         raise CheckpointError(
             f"The manifest of {location} has changed since it was written.\nFix: restore another step."
         )
+    try:
+        _MANIFEST(manifest, "")
+    except ValueError as e:
+        raise _damaged(location, str(e)) from None
     return manifest
 
 

@@ -7,9 +7,11 @@ format does not notice a changed bit.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +26,7 @@ from .._objects.walk import Walk
 from .._text import brief, type_str
 from .._tree import is_array_or_number, is_integer
 from .._typing import public
+from . import _steps
 from ._manifest import (
     LiveState,
     check_contents,
@@ -97,9 +100,11 @@ class Checkpointer:
             save_decision_policy=policies.AnySavePolicy(
                 [policies.FixedIntervalPolicy(save_every), policies.PreemptionCheckpointingPolicy()]
             ),
-            preservation_policy=policies.LatestN(max_to_keep),
+            preservation_policy=_steps.Latest(self._directory, max_to_keep),
+            step_name_format=_steps.Names(),
         )
-        self._manager = orbax.CheckpointManager(self._directory, options=self._options())
+        with _as_one_error(f"{self._directory} cannot be opened", "give a directory that can be read, or made"):
+            self._manager = orbax.CheckpointManager(self._directory, options=self._options())
         self._has_saved = False
 
     def __enter__(self) -> Checkpointer:
@@ -124,10 +129,10 @@ class Checkpointer:
             Whether this step is being saved. It is on disk once `wait` has returned.
 
         Raises:
-            CheckpointError: the directory has this step or a later one; `obj` has no state, or a value in place of a
+            CheckpointError: the directory has this step or a later one, or something else of this name, or cannot be written; an earlier
+                step could not be written; `obj` has no state, or a value in place of a
                 state, or a state without a path that another process finds again; or a value differs between processes.
             StateValueError: a state holds something other than arrays, numbers, strings and None.
-            Exception: any error in writing an earlier step.
         """
         self._refuse_inside("save")
         step = _as_step("save", step)
@@ -140,6 +145,7 @@ class Checkpointer:
         if not (force or self._manager.should_save(step)):
             return False
         # States are found again at each save: a model may have gained or replaced some.
+        self._check_place(step)
         live = {path: LiveState(state) for path, state in _states_of(self._obj).items()}
         manifest = {path: entry.describe(path) for path, entry in live.items()}
         if jax.process_count() > 1:
@@ -149,6 +155,29 @@ class Checkpointer:
         if arrays:  # orbax refuses to save an empty tree
             items["states"] = self._args.StandardSave(arrays)
 
+        with self._writing():
+            self._clean()
+            return self._manager.save(step, args=self._args.Composite(**items), force=True)
+
+    def _check_place(self, step: int) -> None:
+        """Raise unless the step can be written. What orbax finds out later leaves threads behind that wait for minutes, also when the process ends."""
+        path = os.path.join(self._directory, str(step))
+        if os.path.lexists(path):  # orbax would remove it
+            raise CheckpointError(
+                f"Checkpointer.save({step}): there is {path}, which is not a step that a Checkpointer has written.\n"
+                f"Fix: move it elsewhere, or save to another directory."
+            )
+        try:
+            with tempfile.TemporaryFile(dir=self._directory):
+                pass
+        except OSError as e:
+            raise CheckpointError(
+                f"Checkpointer.save({step}): {self._directory} cannot be written: {e.strerror}.\n"
+                f"Fix: make it writable, or save to another directory."
+            ) from e
+
+    def _clean(self) -> None:
+        """Before the first save, remove the files of unfinished ones."""
         if not self._has_saved:
             # Cleaning waits for the first save: a reader must not remove the files that another program is writing. And a
             # manager cleans in the background, and waits for that in `save` only.
@@ -157,11 +186,15 @@ class Checkpointer:
                 self._manager.directory, options=self._options(cleanup_tmp_directories=True)
             )
             self._has_saved = True
-        return self._manager.save(step, args=self._args.Composite(**items), force=True)
 
     def wait(self) -> int | None:
-        """Wait for saves to finish. Returns the last step, or None if there is none."""
-        self._manager.wait_until_finished()
+        """Wait for saves to finish. Returns the last step, or None if there is none.
+
+        Raises:
+            CheckpointError: a step could not be written.
+        """
+        with self._writing():
+            self._manager.wait_until_finished()
         return self._manager.latest_step()
 
     def restore(self, step: int | None = None) -> int | None:
@@ -180,13 +213,19 @@ class Checkpointer:
         self._refuse_inside("restore")
 
         # A step that is still being written is among the steps, and not readable yet.
-        self._manager.wait_until_finished()
+        self.wait()
         step = self._manager.latest_step() if step is None else _as_step("restore", step)
         if step is None:
             return None
         location = f"step {step} in {self._manager.directory}"
         if step not in self.steps:
             raise CheckpointError(f"There is no {location}; it has {', '.join(map(str, self.steps)) or 'none'}.")
+
+        irregular = _steps.irregular(os.path.join(self._directory, str(step)))
+        if irregular is not None:
+            raise CheckpointError(
+                f"{irregular!r} in {location} is not a file, and would not be read to its end.\nFix: restore another step."
+            )
 
         # First the manifest: it tells which arrays to request, and whether the checkpoint is of these states at all.
         manifest = unseal(self._read(location, step, manifest=self._args.JsonRestore()), location)
@@ -206,8 +245,18 @@ class Checkpointer:
         return step
 
     def close(self) -> None:
-        """Wait for saves to finish, and release the directory."""
-        self._manager.close()
+        """Wait for saves to finish, and release the directory.
+
+        Raises:
+            CheckpointError: a step could not be written.
+        """
+        with self._writing():
+            self._manager.close()
+
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        return _as_one_error(
+            f"A step could not be written to {self._directory}", "make room there, or save to another directory"
+        )
 
     def _read(self, location: str, step: int, **item: Any) -> Any:
         (name,) = item
@@ -219,6 +268,17 @@ class Checkpointer:
     def _refuse_inside(self, method: str) -> None:
         if not _frames.is_idle():
             raise CheckpointError(f"Checkpointer.{method} reads and writes files: call it outside of every transform.")
+
+
+@contextlib.contextmanager
+def _as_one_error(what: str, fix: str) -> Iterator[None]:
+    """Raise `CheckpointError` for errors of orbax and of the file system, which have every type."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as e:
+        raise CheckpointError(f"Checkpointer: {what}: {e}\nFix: {fix}.") from e
 
 
 def _as_directory(directory: str | os.PathLike) -> str:
