@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import statetx
+from statetx import _records
 from statetx._equations import compiled
 from statetx.planner import Planner, _bound, _store, machine
 from statetx.planner._fields import PLAN
@@ -586,3 +587,31 @@ def test_plans_keep_no_arrays_alive():
     kept = [make(loss_of), make(lambda array: jax.grad(loss_of(array)))]
     gc.collect()
     assert [ref() is None for ref in kept] == [True, True]
+
+
+@pytest.mark.parametrize("num", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_damaged_rates_are_measured_again(folder, monkeypatch, num):
+    monkeypatch.setattr(machine, "_measure", lambda *_: machine._Measured(1e-3, 0.05))
+    stable = statetx.calibrate(size=64)
+    measured = dataclasses.replace(stable, flops_per_second=1.0)
+    monkeypatch.setattr(machine, "_model_of_process", lambda device: measured)
+    (path,) = folder.glob("*.json")
+    fields = dataclasses.asdict(stable)
+    for name, put in damaged.every_damage(fields, num, compress=False):
+        damaged.clear(path)
+        put(path)
+        model = machine.cost_model()
+        rates = (model.flops_per_second, model.bytes_per_second, model.host_bytes_per_second)
+        assert all(1 <= rate < 1e22 for rate in rates) and 0 <= model.spread <= 0.1, name
+        assert model in (measured, stable) or name == "poison"  # another rate within the range
+    damaged.clear(path)
+    for wrong in (
+        {"flops_per_second": 0.0},
+        {"bytes_per_second": float("nan")},
+        {"device": "another"},
+        {"spread": 0.5},
+    ):
+        path.write_bytes(_records.dump(fields | wrong))
+        assert machine.cost_model() == measured
+    path.write_bytes(_records.dump(fields))
+    assert machine.cost_model() == stable
