@@ -95,6 +95,25 @@ def test_without_a_limit_the_report_asks_for_one():
     assert len(report.remedies) >= 1  # what would save most, all the same
 
 
+@pytest.mark.parametrize("compiles", [True, False])
+def test_loss_is_explained_with_its_gradient(compiles, monkeypatch):
+    blocks = [Block(i) for i in range(4)]
+
+    def loss(x):
+        for block in blocks:
+            x = block.body(x)
+        return jnp.mean(x**2)
+
+    if not compiles:
+        monkeypatch.setattr(oom, "profiled", refuses("RESOURCE_EXHAUSTED: out of memory"))
+    report, alone = (explain_oom(loss, X, limit=GIB, gradient=g) for g in (None, False))
+    assert report.needed_bytes > 2 * alone.needed_bytes
+    if compiles:
+        assert 0 <= report.needed_bytes - statetx.measure(loss, X).peak_bytes < 100
+    assert str(report).startswith(f"{report.name} with its gradient needs") and "gradient=False" in str(report)
+    assert str(alone).startswith(f"{report.name} needs") and "gradient" not in str(alone)
+
+
 def test_limit_that_is_no_size_raises():
     with pytest.raises(statetx.PolicyError, match="is not a size"):
         explain_oom(Model().step, X, limit="16 gigs")
@@ -244,16 +263,16 @@ def test_donated_arguments_and_states_and_no_state_changes():
         return c + jnp.tanh(x @ w.value)
 
     c, x = jnp.zeros((128, 64)), jnp.ones((128, 64))
-    abstract = explain_oom(step, jax.ShapeDtypeStruct(c.shape, c.dtype), x, limit=1)
+    abstract = explain_oom(step, jax.ShapeDtypeStruct(c.shape, c.dtype), x, limit=1, gradient=False)
     step(c, x)
     assert c.is_deleted() and count.value == 1
-    report = explain_oom(step, c, x, limit=1)
+    report = explain_oom(step, c, x, limit=1, gradient=False)
     assert report.needed_bytes == abstract.needed_bytes and report.profile.alias_bytes >= c.nbytes + w.value.nbytes
     assert count.value == 1
 
     w.value.delete()  # as after a call that failed
-    assert explain_oom(step, c, x, limit=1).needed_bytes == report.needed_bytes
-    assert explain_oom(step.__wrapped__, c, x, limit=1).needed_bytes > report.needed_bytes
+    assert explain_oom(step, c, x, limit=1, gradient=False).needed_bytes == report.needed_bytes
+    assert explain_oom(step.__wrapped__, c, x, limit=1, gradient=False).needed_bytes > report.needed_bytes
 
 
 def test_keyword_arguments_and_plain_jax():
@@ -342,7 +361,7 @@ def test_estimate_counts_values_from_their_equation_to_the_last_reader():
         z = jnp.sin(y)
         return (z * y).sum()
 
-    profile = estimate(f, (jnp.ones(n),), {})
+    profile = estimate(f, (jnp.ones(n),), {}, False)
     # x, cos(x), sin(y) and the product
     assert profile.peak_bytes == 4 * 4 * n == profile.timeline.max()
     assert sum(g.num_bytes for g in profile.at_peak) + profile.unused_bytes == profile.peak_bytes
@@ -351,12 +370,12 @@ def test_estimate_counts_values_from_their_equation_to_the_last_reader():
         return jax.lax.scan(lambda c, _: (jnp.cos(jnp.outer(c, c)).sum(0), None), x, None, length=7)[0]
 
     # The step of a loop: a matrix and its cosine. Around it the carry before the loop and after it.
-    assert estimate(loop, (jnp.ones(n),), {}).peak_bytes == pytest.approx(2 * 4 * n * n, rel=0.01)
+    assert estimate(loop, (jnp.ones(n),), {}, False).peak_bytes == pytest.approx(2 * 4 * n * n, rel=0.01)
 
 
 def test_estimate_tells_the_lengths_of_scans():
     """So that the axis that a scan runs over is not taken for a batch."""
-    steps = estimate(recurrent_step, RECURRENT_ARGS, {}).steps
+    steps = estimate(recurrent_step, RECURRENT_ARGS, {}, None).steps
     assert {
         (step.primitive, step.loop and step.loop.length) for step in steps if step.primitive in ("scan", "tanh")
     } == {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +18,7 @@ from .._lift.wrapper import name_of
 from .._text import type_str
 from .._tree import num_bytes
 from ..residuals._trace import user_line
-from ..residuals.measure import without_gradient
-from ..transforms.abstract import staged_jaxpr
+from ..residuals.measure import is_step, with_gradient, without_gradient
 from .buffer import Buffer, Kind, Loop, Phase, Step
 from .measure import input_names
 from .profile import MemoryProfile
@@ -45,12 +44,19 @@ class _Value(NamedTuple):
     is_output: bool
 
 
-def estimate(step: Callable, args: tuple, kwargs: dict[str, Any]) -> MemoryProfile:
-    """The profile of a step without compiling it: a value is alive from its equation to the last one that reads it."""
-    closed = staged_jaxpr("memory_profile", step, args, kwargs)
+def estimate(step: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool | None) -> MemoryProfile:
+    """The profile of a step without compiling it: a value is alive from its equation to the last one that reads it.
+
+    Args:
+        gradient: as in `memory_profile`.
+    """
+    if gradient is None:
+        gradient = not is_step(step, args, kwargs)
+    program = (with_gradient if gradient else without_gradient)(step, args, kwargs)
+    closed = jax.make_jaxpr(program.run)(*program.arrays)
     jaxpr = inline(_jax.close(_jax.without_dead_code(closed), closed.consts), calls=INLINED)
     steps = tuple(_steps(jaxpr))
-    buffers = [*_inputs(jaxpr, step, args, kwargs), *_computed(jaxpr, steps)]
+    buffers = [*_inputs(jaxpr, *input_names(step, args, program)), *_computed(jaxpr, steps)]
 
     sizes = {kind: sum(b.num_bytes for b in buffers if b.kind == kind) for kind in ("state", "argument", "output")}
     profile = MemoryProfile(
@@ -65,6 +71,7 @@ def estimate(step: Callable, args: tuple, kwargs: dict[str, Any]) -> MemoryProfi
         num_devices=1,
         backend=jax.default_backend(),
         note=_NOTE,
+        gradient=gradient,
     )
     temp_bytes = max(0, int(profile.timeline.max(initial=0)) - profile.peak_bytes)
     return dataclasses.replace(profile, temp_bytes=temp_bytes)
@@ -103,8 +110,7 @@ def _inner_peak(eqn: Any) -> int:
     return max(map(_peak, _jax.inner_jaxprs(eqn)), default=0)
 
 
-def _inputs(jaxpr: Jaxpr, step: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[Buffer]:
-    names, states = input_names(step, args, without_gradient(step, args, kwargs))
+def _inputs(jaxpr: Jaxpr, names: Sequence[str], states: Sequence[str]) -> Iterator[Buffer]:
     for i, (v, name) in enumerate(zip(jaxpr.invars, names, strict=True)):
         kind: Kind = "state" if i < len(states) else "argument"
         yield _buffer(v, i, num_bytes(v.aval), range(len(jaxpr.eqns)), kind, owner=name)

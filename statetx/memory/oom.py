@@ -103,7 +103,8 @@ class OutOfMemory(Tabular):
         return Table(self._headline(), _COLUMNS, cells, list(self._notes()))
 
     def _headline(self) -> str:
-        needs = f"{self.name} needs {format_bytes(self.needed_bytes)} on a device"
+        with_gradient = " with its gradient" if self.profile.gradient else ""
+        needs = f"{self.name}{with_gradient} needs {format_bytes(self.needed_bytes)} on a device"
         if self.limit_bytes is None:
             return f"{needs}; the memory of the device is unknown."
         has = f"{needs}, which has {format_bytes(self.limit_bytes)}"
@@ -126,6 +127,11 @@ class OutOfMemory(Tabular):
             yield "Constants:", _CONSTANTS
         if self.profile.note:
             yield "Note:", self.profile.note
+        if self.profile.gradient:
+            yield (
+                "Compiled:",
+                f"{self.name} and its gradient. With gradient=False {self.name} alone, as for an evaluation.",
+            )
         yield "More:", "print(report.profile), or report.profile.to_html('memory.html')."
 
     def _remedy_notes(self) -> Iterator[tuple[str, str]]:
@@ -180,19 +186,22 @@ def explain_oom(
     *args: Any,
     error: BaseException | str | None = None,
     limit: int | str | None = None,
+    gradient: bool | None = None,
     **kwargs: Any,
 ) -> OutOfMemory:
     """Explain why a step ends with ``RESOURCE_EXHAUSTED``: what it needs, what the device has, and what makes it fit.
 
-    The step is compiled and not run. No state changes. Changes are predicted one by one from the compiled program; savings
+    The step, or a loss with its gradient, is compiled and not run. No state changes. Changes are predicted one by one from the compiled program; savings
     of changes that free different buffers are added, so that the sum is too large where the peak moves to another place.
 
     Args:
-        step: the function that failed, or would: a jitted training step, which differentiates inside.
+        step: the function that failed, or would: a training step, which differentiates inside, or a loss.
         *args, **kwargs: its arguments: arrays, also deleted or donated ones, or ``jax.ShapeDtypeStruct``.
         error: the exception, or its text: it names the bytes asked for, and on TPUs the memory of the device.
         limit: the memory of the device, in bytes or as ``"16GiB"``. By default what the first local device tells, then
             what the error says. CPUs tell none.
+        gradient: whether the program also computes the derivative of `step`, as in `memory_profile`: by default unless it is a training step.
+            False for an evaluation.
 
     Returns:
         `OutOfMemory`, which prints. Where the compiler itself runs out of memory, its profile is an estimate from the equations
@@ -217,12 +226,12 @@ def explain_oom(
     refuse_value("explain_oom", step)
     texts = [] if error is None else [str(error)]
     try:
-        profile = profiled(step, args, kwargs, False, full_device_options())
+        profile = profiled(step, args, kwargs, gradient, full_device_options())
     except Exception as e:
         if not is_out_of_memory(e):
             raise
         texts.append(str(e))
-        profile = estimate(step, args, kwargs)
+        profile = estimate(step, args, kwargs, gradient)
 
     told = _read_error("\n".join(texts))
     limit_bytes, source, other_bytes = None if limit is None else parse_bytes(limit), "limit=", 0
