@@ -145,6 +145,7 @@ from .remat import rematerialize as rematerialize
 from .remat import set_remat_lowering as set_remat_lowering
 from .remat import to_device as to_device
 from .remat import to_host as to_host
+from .remat import undo_checkpoints as undo_checkpoints
 from .remat import with_sharding as with_sharding
 from .remat import without_remat3 as without_remat3
 from .rules import derivative_rule as derivative_rule

@@ -37,6 +37,31 @@ def rematerialize(jaxpr: Jaxpr, args: Sequence[Any], *, policy: Any, prevent_cse
     return remat_p.bind(*args, jaxpr=jaxpr, policy=policy, prevent_cse=prevent_cse, differentiated=False)
 
 
+_is_undone: Callable[[str], bool] | None = None
+_bind = remat_p.bind
+
+
+def undo_checkpoints(is_undone: Callable[[str], bool]) -> None:
+    """Let ``is_undone(name)`` say whether a function under `jax.checkpoint` is run without it."""
+    global _is_undone
+    _is_undone = is_undone
+
+
+def _bind_or_run(*args: Any, jaxpr: Jaxpr, **params: Any) -> list[Any]:
+    info = jaxpr.debug_info  # not of what `rematerialize` is given, such as steps of loops
+    if _is_undone is not None and info.traced_for == "checkpoint / remat" and _is_undone(info.func_name):
+        return _core.eval_jaxpr(jaxpr, (), *args)
+    return _bind(*args, jaxpr=jaxpr, **params)
+
+
+patches.replace(
+    "jax._src.ad_checkpoint.remat_p.bind",
+    remat_p,
+    _bind_or_run,
+    "`statetx.memory_report` compiles a function without its `jax.checkpoint`s, too. Elsewhere it is JAX's own.",
+)
+
+
 def set_remat_lowering(rule: Callable) -> None:
     """Lower rematerialized functions by ``rule(as_jax, ctx, *args, **params)``; ``as_jax`` is JAX's own rule."""
     # For every platform: at this point nobody knows which one a function will be lowered for. The rule looks at its

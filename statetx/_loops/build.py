@@ -12,6 +12,7 @@ from .._lift import key_reuse
 from .._lift.staged import Staged
 from .._lift.wrapper import name_of
 from .._remat import declared
+from .._remat.override import override
 from .._remat.policy import Policy
 from .._text import brief, suggestion
 from .._tree import is_integer
@@ -68,7 +69,10 @@ def resolve_strategy(name: str, checkpoint: Any, unroll: Any) -> Strategy | None
         raise PolicyError(
             f"{name}: unroll={unroll!r} and checkpoint={checkpoint!r} do not go together; give one of them."
         )
-    return as_strategy(name, checkpoint)
+    strategy = as_strategy(name, checkpoint)
+    # A truncation is part of what the loop computes.
+    is_plain = strategy.truncation is None and override.leaves_plain(f"{name} with checkpoint={checkpoint!r}")
+    return None if is_plain else strategy
 
 
 def make_loop(

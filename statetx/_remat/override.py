@@ -46,9 +46,10 @@ class Override(threading.local):
 
     Attributes:
         policy: replaces the policy of each function; None to keep it.
-        is_off: whether nothing is rematerialized.
+        is_off: whether no function under `remat` is rematerialized.
         suppress_warnings: whether a policy may name values that do not occur, or change nothing, without a warning or error.
         visited_regions: the rematerialized functions called so far; None outside of an override.
+        undone: the loops with ``checkpoint=`` and the functions under ``jax.checkpoint`` that were left plain so far; None to leave none plain.
         rewriter: rewrites each function that is differentiated in reverse mode; None to leave them.
         gradient_order: of the gradients that are rewritten; None outside of such a block.
         observer: is told of the gradients that another rewriter replaces; None to tell nothing.
@@ -58,6 +59,7 @@ class Override(threading.local):
     is_off: bool = False
     suppress_warnings: bool = False
     visited_regions: list[Region] | None = None
+    undone: list[str] | None = None
     rewriter: Rewriter | None = None
     gradient_order: GradientOrder | None = None
     observer: Observer | None = None
@@ -87,6 +89,16 @@ class Override(threading.local):
         with self._set(policy, is_off, suppress_warnings, regions, rewriter, key=object()):
             yield regions
 
+    @contextlib.contextmanager
+    def nothing_checkpointed(self) -> Iterator[list[str]]:
+        """Rematerialize nothing in this block, not in loops, and nothing under ``jax.checkpoint`` either; gives the list of these."""
+        previous, self.undone = self.undone, []
+        try:
+            with self(is_off=True, suppress_warnings=True):
+                yield self.undone
+        finally:
+            self.undone = previous
+
     def rewrite_gradients(self, rewriter: Rewriter | None) -> contextlib.AbstractContextManager[None]:
         """Rewrite each function that is differentiated in reverse mode in this block and thread.
 
@@ -111,5 +123,13 @@ class Override(threading.local):
         assert self.visited_regions is not None
         self.visited_regions.append(Region(name, policy, prevent_cse, names, tuple(filter(None, unmatched))))
 
+    def leaves_plain(self, checkpointed: str) -> bool:
+        """Whether a loop or function stays plain, which is then noted."""
+        if self.undone is None:
+            return False
+        self.undone.append(checkpointed)
+        return True
+
 
 override = Override()
+_jax.undo_checkpoints(lambda name: override.leaves_plain(f"{name} under jax.checkpoint"))

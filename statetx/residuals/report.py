@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import re
@@ -23,6 +24,7 @@ from .._remat.parse import as_policy, as_sequence
 from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes, format_flops
 from .._typing import Policy
+from ..transforms.abstract import staged_jaxpr
 from ..transforms.remat import remat
 from ._show import in_fewer_bits, see_profile
 from .measure import is_step, with_gradient, without_gradient
@@ -107,6 +109,7 @@ class MemoryReport(Tabular):
         num_devices: the number of devices that the programs run on. Residuals and FLOPs count all devices together; memory of
             the compiled programs (temporary, arguments, outputs, peak) is per device.
         is_step: whether the function is a training step, which takes gradients itself; else the rows are of the function with its derivative.
+        notes: what the function checkpoints, each a heading and a text.
     """
 
     def __init__(
@@ -116,10 +119,12 @@ class MemoryReport(Tabular):
         diagnoses: Sequence[Diagnosis],
         num_devices: int = 1,
         is_step: bool = False,
+        notes: Sequence[tuple[str, str]] = (),
     ):
         self.name = name
         self.num_devices = num_devices
         self.is_step = is_step
+        self.notes = tuple(notes)
         self.rows = tuple(rows)
         self.diagnoses = tuple(diagnoses)
 
@@ -160,6 +165,7 @@ class MemoryReport(Tabular):
         stored = [(r.policy, in_fewer_bits(r.residuals)) for r in self.rows]
         notes = [(f"{d.policy}: {d.category}.", d.text) for d in self.diagnoses]
         notes += [(f"{policy}:", f"residuals in fewer bits: {types}.") for policy, types in stored if types]
+        notes += self.notes
         notes.append(see_profile())
         return Table(self._title, _COLUMNS[: len(rows[0])], rows, notes)
 
@@ -170,7 +176,12 @@ class MemoryReport(Tabular):
             fields = {f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "residuals"}
             rows.append({**fields, "residual_bytes": row.residual_bytes, "peak_bytes": row.peak_bytes})
         named = {"name": self.name, "num_devices": self.num_devices}
-        return {**named, "rows": rows, "diagnoses": [dataclasses.asdict(d) for d in self.diagnoses]}
+        return {
+            **named,
+            "rows": rows,
+            "notes": [" ".join(note) for note in self.notes],
+            "diagnoses": [dataclasses.asdict(d) for d in self.diagnoses],
+        }
 
 
 def _ratio(a: float, b: float) -> str:
@@ -195,8 +206,9 @@ def memory_report(
     compiled unchanged. No state changes.
 
     Args:
-        fun: a function that may read and write states. If no function in it is rematerialized, the report says so, names
-            the blocks worth it, and shows the rematerialization of a loss as a whole.
+        fun: a function that may read and write states. The baseline is the function without its rematerialization: no `remat`, no
+            ``jax.checkpoint``, loops without their ``checkpoint=``. If it has none, the report says so, names the blocks worth it, and shows
+            the rematerialization of a loss as a whole.
         *args, **kwargs: its arguments.
         policies: a policy that replaces those of the rematerialized functions, or a sequence of them, one after the other; by default the functions
             have their own. In a sequence None is a policy, too.
@@ -236,11 +248,13 @@ def memory_report(
     name = short_name(name_of(fun))
     with override(suppress_warnings=True) as visited_regions:
         saved_residuals(fun, *args, **kwargs)
+    with override.nothing_checkpointed() as undone:
+        staged_jaxpr("memory_report", fun, args, kwargs)
     is_wrapped = bool(visited_regions)
     takes_gradients = is_step(fun, args, kwargs) if gradient is None else not gradient
-    labels = [BASELINE, *(policies_by_name or (AS_WRITTEN if is_wrapped else f"remat({name})",))]
+    labels = [BASELINE, *(policies_by_name or (AS_WRITTEN if is_wrapped or undone else f"remat({name})",))]
     if takes_gradients and not is_wrapped:
-        labels = [BASELINE]
+        labels = [BASELINE, AS_WRITTEN] if undone else [BASELINE]
 
     # Everything is traced before anything is compiled or run: a policy that fails does so early.
     programs: dict[str, Program] = {}
@@ -248,17 +262,20 @@ def memory_report(
     residuals: dict[str, Residuals] = {}
     regions: dict[str, list[Region]] = {}
     for label in labels:
-        f = fun if is_wrapped or label == BASELINE else remat(fun)
-        with override(policies_by_name.get(label), is_off=label == BASELINE, suppress_warnings=True) as visited_regions:
+        f = fun if is_wrapped or label in (BASELINE, AS_WRITTEN) else remat(fun)
+        settings = override(policies_by_name.get(label), suppress_warnings=True)
+        with override.nothing_checkpointed() if label == BASELINE else settings as visited:
             residuals[label] = residuals_of(f, args, kwargs, may_be_step=not gradient)
             step = (without_gradient if takes_gradients else with_gradient)(f, args, kwargs)
             inputs[label], programs[label] = step.arrays, step.for_types(step.arrays, compiler_options)
-        regions[label] = visited_regions
+        regions[label] = [] if label == BASELINE else visited
 
     seconds = _time({k: p.compiled for k, p in programs.items()}, inputs, repeats)
     rows = [_measured(label, residuals[label], programs[label].cost, seconds.get(label)) for label in labels]
 
-    diagnoses: list[Diagnosis] = [] if is_wrapped else [_not_wrapped(name, residuals[BASELINE], takes_gradients)]
+    diagnoses: list[Diagnosis] = (
+        [] if is_wrapped or undone else [_not_wrapped(name, residuals[BASELINE], takes_gradients)]
+    )
     for row in rows[1:]:
         diagnoses += _diagnose(
             row, rows[0], regions[row.policy], programs[row.policy].lowered, programs[BASELINE].lowered
@@ -266,7 +283,20 @@ def memory_report(
     num_devices = max(
         [len(x.sharding.device_set) for x in inputs[BASELINE] if isinstance(x, _jax.ArrayImpl)], default=1
     )
-    return MemoryReport(name, rows, list(dict.fromkeys(diagnoses)), num_devices, takes_gradients)
+    notes = _notes(visited_regions, undone) if is_wrapped or undone else []
+    return MemoryReport(name, rows, list(dict.fromkeys(diagnoses)), num_devices, takes_gradients, notes)
+
+
+def _notes(regions: Sequence[Region], undone: Sequence[str]) -> list[tuple[str, str]]:
+    """What the rows have checkpointed."""
+    functions = collections.Counter(f"remat({short_name(region.name)})" for region in regions)
+    listed = ", ".join(
+        f"{text} ({n} times)" if n > 1 else text for text, n in (functions + collections.Counter(undone)).items()
+    )
+    notes = [("Checkpointed:", f"{listed}. In the row {BASELINE!r} all of it is plain.")]
+    if any("with checkpoint=" in text for text in undone):
+        notes.append(("Loops:", "statetx.loop_report(fun, ...) shows what each keeps, and how often its steps run."))
+    return notes
 
 
 def _measured(label: str, residuals: Residuals, cost: Cost, seconds: float | None) -> Measured:
@@ -368,7 +398,7 @@ def _diagnose(
                 f"common subexpressions were merged, since prevent_cse is False (or fence None) for {', '.join(unfenced)}. Leave it at 'auto'.",
             )
             return
-        if "optimization_barrier" in text and (barrier := _barrier(row, lowered, baseline_lowered)):
+        if "optimization_barrier" in text and (barrier := _barrier(row, bool(regions), lowered, baseline_lowered)):
             yield Diagnosis(row.policy, "barrier ignored", barrier)
             return
     yield Diagnosis(
@@ -412,15 +442,18 @@ def _nothing_dropped(row: Measured, baseline: Measured) -> Diagnosis:
     )
 
 
-def _barrier(row: Measured, lowered: Any, baseline_lowered: Any) -> str | None:
+def _barrier(row: Measured, is_ours: bool, lowered: Any, baseline_lowered: Any) -> str | None:
     """The text about a barrier that the compiler removes, as on CPUs; None if the memory would not fall with it."""
     # Elsewhere barriers last (measured on GPUs), and operations are missing for another reason: XLA counts none in the calls of cuBLAS and cuDNN.
     if jax.default_backend() != "cpu":
         return None
+    fix = (
+        "Leave fence= at 'auto'" if is_ours else "Use statetx.remat in place of jax.checkpoint, whose fence holds there"
+    )
     text = (
         f"The equations recompute and keep {format_bytes(row.residual_bytes)}, but the compiled program does not recompute all of it: on the "
         f"{jax.default_backend()} backend the compiler removes the barrier that delays the recomputation, so that unrolled "
-        f"code is merged with the first computation. Leave fence= at 'auto', or put the repeated part into a loop (scan)"
+        f"code is merged with the first computation. {fix}, or put the repeated part into a loop (scan)"
     )
     # The removal can be switched off, which shows the memory that other devices would take.
     option = {"xla_disable_hlo_passes": "cse_barrier_expander"}
