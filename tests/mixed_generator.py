@@ -80,7 +80,7 @@ SLOTS = ("policies.Slots(2)", "1")
 INSPECTIONS = "states values saved_residuals trace_states call eval_shape make_jaxpr lower".split()
 """The first four accept functions that leave states behind."""
 LOOKED_AT = frozenset("remat jit grad vjp jvp linearize jacobian hessian plain shard_map bs_jit".split())
-COMPILED = frozenset("jit scan fori while map cond switch shard_map pure bs_jit bs_for_loop bs_cond".split())
+COMPILED = frozenset("jit scan fori while map parts cond switch shard_map pure bs_jit bs_for_loop bs_cond".split())
 ONE_RUN = frozenset("remat jit grad vjp jvp linearize jacobian hessian plain".split())
 
 
@@ -104,7 +104,7 @@ class Generator(Statements):
         kinds = ["remat", "remat", "grad", "vjp", "jvp", "vmap", "vmap", "plain", "helper"]
         kinds += self.pick(((), ("linearize", "jacobian"), ("jacobian", "hessian")))
         if self.compiled > 0 and self.chance(0.55):
-            kinds = ["jit", "jit", "scan", "scan", "scan", "fori", "while", "map", "cond", "cond", "switch"]
+            kinds = ["jit", "jit", "scan", "scan", "scan", "fori", "while", "map", "parts", "cond", "cond", "switch"]
             kinds += self.pick((("shard_map",), ("pure",), ("bs_jit", "bs_for_loop", "bs_cond")))
         if scope.varying and self.chance(0.7):
             kinds = [k for k in kinds if k not in ("helper",)]
@@ -409,6 +409,14 @@ class Generator(Statements):
             f"{name}, _ = while_loop(lambda c: c[1] < 3, lambda c: ({{f}}(c[0]), c[1] + 1), ({{0}}, 0){checkpoint})"
         )
         return Call("while", template, [fun], [self.expr(scope, shape, depth=1)], [(name, shape)])
+
+    def call_parts(self, scope: Scope) -> Call:
+        """A sum over the parts of a batch, with one in half precision beside it."""
+        shape, name, out = self.pick(((), (SIZE,))), self.fresh("v"), self.pick(((), (), (SIZE,)))
+        fun = self.fun(scope.inside(once=False, typed=True), [(shape, scope.maps)], [out], 2)
+        fun.style = "closure"
+        template = f"{name} = {self.pick(('in_parts', 'in_chunks'))}({{f}}, {{0}})"
+        return Call("parts", template, [fun], [self.expr(scope, (SIZE, *shape), depth=1)], [(name, out)])
 
     def call_map(self, scope: Scope) -> Call:
         shape, name, out = self.pick(((), (SIZE,))), self.fresh("v"), self.pick(((), (SIZE,)))

@@ -39,7 +39,7 @@ def raises_in_a_call(s: Statement) -> bool:
 
 
 KINDS = (
-    "remat stored jit grad vjp jvp linearize jacobian hessian slots scan fori while map vmap cond switch shard_map pure bs_jit bs_for_loop bs_cond inspect"
+    "remat stored jit grad vjp jvp linearize jacobian hessian slots scan fori while map parts vmap cond switch shard_map pure bs_jit bs_for_loop bs_cond inspect"
 ).split()
 FEATURES: dict[str, Callable[[Program], bool]] = {
     **{kind: has(lambda s, kind=kind: isinstance(s, Call) and s.kind == kind) for kind in KINDS},
@@ -61,6 +61,8 @@ FEATURES: dict[str, Callable[[Program], bool]] = {
     "gradient of a state": has(lambda s: isinstance(s, Call) and "wrt=" in s.template and s.kind == "grad"),
     "policy": has(lambda s: isinstance(s, Call) and "policy=" in s.template),
     "values stored as bits": lambda p: ".stored_as('bits')" in source(p, "statetx"),
+    "derivative rule that reads a state": lambda p: "by_state(" in source(p, "statetx"),
+    "derivative rule beside a Ref": lambda p: "by_ref(" in source(p, "statetx"),
     "fence": has(lambda s: isinstance(s, Call) and "fence=" in s.template),
     "function called for two models": lambda p: "(k, " in source(p, "statetx"),
     "main compiled": lambda p: "jit" in p.wrap,

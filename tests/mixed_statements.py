@@ -175,6 +175,7 @@ class Statements:
             lambda: Expr(shape, "{0} * {1}", [e(()), Expr(shape, "jnp.cos({0})", [e()])]),
             lambda: Expr(shape, "checkpoint_name({0}, 'h')", [Expr(shape, "jnp.sin({0})", [e()])]),
             lambda: Expr(shape, "jax.nn.softplus({0})", [e()]),
+            lambda: Expr(shape, f"{self.pick(('by_state', 'by_ref'))}({{0}})", [e()]),
             lambda: Expr(shape, "jax.nn.relu({0})", [e()]),
             lambda: Expr(shape, "jnp.where({0} > 0.0765, {1}, {2})", [e(()), e(), e()]),
             lambda: Expr(shape, "(({0} > 0.0765) * {1})", [e(), e()]),

@@ -81,6 +81,48 @@ def _(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
     return spike(x), 0.5 * jnp.cos(x) * t
 
 
+WIDTH, WIDTH_REF = statetx.State(jnp.float32(0.8)), jax.new_ref(jnp.float32(0.8))
+HALVES = jnp.asarray([256, 1, 1], jnp.bfloat16)  # 258; added up in bfloat16 one by one, 256
+
+
+@jax.custom_jvp
+def by_state(x: Any) -> Any:
+    """A sine whose derivative rule reads a state."""
+    return WIDTH.value * jnp.sin(x)
+
+
+@by_state.defjvp
+def _(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    (x,), (t,) = primals, tangents
+    return by_state(x), WIDTH.value * jnp.cos(x) * t
+
+
+@jax.custom_jvp
+def by_ref(x: Any) -> Any:
+    """A sine that reads a Ref, which its derivative rule does not: JAX cannot close over one in a branch."""
+    return WIDTH_REF[...] * jnp.sin(x)
+
+
+@by_ref.defjvp
+def _(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    (x,), (t,) = primals, tangents
+    return by_ref(x), jnp.float32(0.8) * jnp.cos(x) * t
+
+
+def in_parts(fun: Callable, xs: Any) -> Any:
+    """The sum of a function over examples, and of what half precision loses."""
+    both = statetx.microbatch(lambda x, h: (fun(x[0]), h[0]), len(xs), reduce="sum")
+    out, halves = both(xs, HALVES)
+    of_weight = jax.grad(lambda w: statetx.microbatch(lambda h: (w * h)[0], 3, reduce="sum")(HALVES))
+    return out + 0.01 * (halves + of_weight(jnp.bfloat16(1)) - 516).astype(jnp.float32)
+
+
+def in_chunks(fun: Callable, xs: Any) -> Any:
+    both = statetx.chunked(lambda x, h: (fun(x[0]), h[0]), size=1, reduce="sum")
+    out, halves = both(xs, HALVES)
+    return out + 0.01 * (halves - 258).astype(jnp.float32)
+
+
 # -- two worlds ------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +190,10 @@ class Plain(World):
             "bs_jit": r.jit,
             "run_pure": lambda f, *args: r.jit(f)(*args),
             "look_at": lambda name, f, *args: None,
+            "by_state": lambda x: 0.8 * jnp.sin(x),
+            "by_ref": lambda x: 0.8 * jnp.sin(x),
+            "in_parts": lambda f, xs: r.map(f, xs).sum(0),
+            "in_chunks": lambda f, xs: r.map(f, xs).sum(0),
             "bs_cond": lambda *args: r.jit(lambda: r.cond(*args))(),
             "bs_for_loop": lambda f, xs: r.jit(lambda: r.map(f, xs))(),
             "Cell": lambda value, **options: Cell(r, value, **options),
@@ -191,6 +237,10 @@ class System(World):
             "nnx": nnx,
             "run_pure": run_pure,
             "look_at": look_at,
+            "by_state": by_state,
+            "by_ref": by_ref,
+            "in_parts": in_parts,
+            "in_chunks": in_chunks,
             "bs_jit": transform.jit,
             "bs_cond": transform.cond,
             "bs_for_loop": transform.for_loop,
