@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import statetx
 from helpers import Counted, compilations
+from statetx.policies import Levels, Slots
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices; conftest asks for them")
 X = jnp.arange(8.0) / 8
@@ -215,6 +216,21 @@ def test_ref_written_in_one_iteration_is_read_in_the_next(name, make):
 
     LOOPS_AROUND[name](update)
     np.testing.assert_array_equal(read(), [8.0, 16.0])
+
+
+@pytest.mark.parametrize("checkpoint", [None, Levels(2), Slots(2)], ids=str)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradient_of_a_ref_that_a_loop_reads(checkpoint, check_vma):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    ref = jax.new_ref(jax.device_put(jnp.float32(2.0), NamedSharding(mesh, P())))
+
+    def loop(x):
+        step = lambda h, _: (statetx.cond(h.sum() > 0, lambda h: h * ref[...], jnp.sin, h), None)  # noqa: E731
+        return statetx.scan(step, x, None, 3, checkpoint=checkpoint)[0]
+
+    split = statetx.shard_map(loop, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=check_vma)
+    gradient = statetx.grad(lambda x: split(x).sum(), wrt=ref)
+    assert gradient(jnp.ones(4)) == statetx.jit(gradient)(jnp.ones(4)) == 48
 
 
 @pytest.mark.parametrize(

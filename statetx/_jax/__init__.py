@@ -101,6 +101,7 @@ from .meshes import concrete_mesh as concrete_mesh
 from .meshes import enclosing_shard_map as enclosing_shard_map
 from .meshes import in_shard_maps as in_shard_maps
 from .meshes import inside_shard_map as inside_shard_map
+from .meshes import on_current_mesh as on_current_mesh
 from .meshes import outside_all_transforms as outside_all_transforms
 from .meshes import psum_like as psum_like
 from .meshes import replicated as replicated

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import mesh as _mesh
 
-from .editing import bind_equation, interpret
-from .equations import Jaxpr, inner_jaxprs, open_jaxpr
+from .editing import bind_equation, interpret, map_jaxprs
+from .equations import ClosedJaxpr, Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr
 from .traces import _context, _eval_trace
 
 
@@ -137,6 +138,38 @@ def _run_varying(eqn: Any, operands: list[Any]) -> list[Any]:
         axes = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in operands)))
         operands = [as_varying(x, axes) for x in operands]
     return bind_equation(eqn, eqn.params, operands)
+
+
+def on_current_mesh(x: Any) -> Any:
+    """A jaxpr that was staged in a `jax.shard_map`, at any depth with the types that its values have there.
+
+    The type of a `jax.Ref` from outside, and so of what is read from it, names the mesh outside, which JAX refuses when it makes zeros of this type.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    jaxpr, _ = open_jaxpr(x)
+    new: dict[Any, Any] = {}
+
+    def renamed(v: Any) -> Any:
+        if isinstance(v, Literal):
+            return v
+        if v in new:
+            return new[v]
+        sharding = v.aval.sharding if isinstance(v.aval, jax.core.ShapedArray) else None
+        is_other = sharding is not None and sharding.mesh != mesh and sharding.mesh.axis_names == mesh.axis_names
+        if not is_other:
+            return v
+        new[v] = Var(v.aval.update(sharding=sharding.update(mesh=mesh)))
+        return new[v]
+
+    names = lambda variables: [renamed(v) for v in variables]  # noqa: E731
+    inner = [map_jaxprs(on_current_mesh, eqn) for eqn in jaxpr.eqns]
+    eqns = [eqn.replace(invars=names(eqn.invars), outvars=names(eqn.outvars)) for eqn in inner]
+    if not new and all(map(operator.is_, inner, jaxpr.eqns)):
+        return x
+    jaxpr = jaxpr.replace(
+        constvars=names(jaxpr.constvars), invars=names(jaxpr.invars), outvars=names(jaxpr.outvars), eqns=eqns
+    )
+    return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, x.consts)
 
 
 def shard_mapped(eqn: Any, fun: Callable[..., list]) -> Callable[..., list]:

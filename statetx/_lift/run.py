@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from .. import _frames, _jax, _states
 from .._atomic import commit
+from .._equations.structure import Body
 from .._frames import Frame
 from .._objects.opaque import refuse_unfinished
 from .._objects.paths import Paths, reaches_unwatched
@@ -106,6 +107,8 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs:
 
     transform = frame.name.partition("(")[0]
     staged, outcome, refs = stage(body, (), traced_for=f"statetx.{transform}", names=InputNames(fun), read=read)
+    if _jax.enclosing_shard_map() is not None:
+        staged = Body(_jax.on_current_mesh(staged.jaxpr), staged.operands)
     outs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in staged(staged.operands)]
 
     for effect in reversed(refs):  # their values are the last outputs
